@@ -1,0 +1,35 @@
+# The three commands people need: make serve, make test, make bench. Each sets up what is missing.
+#   make serve ARGS="-m model.gguf --port 8081"
+#   make test ARGS="-k config"
+#   make bench NAME=switch ARGS="--quick"
+SHELL := /bin/bash
+BIN := .venv/bin
+ARGS ?=
+NAME ?= resume
+
+.DEFAULT_GOAL := help
+.PHONY: help setup serve test lint bench clean
+
+help: ## Show this help
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' Makefile
+
+setup: ## Make .venv with everything (compiles llama.cpp once, 5 to 10 minutes)
+	@deploy/setup.sh
+
+serve: setup ## Run the daemon with the bundled model; ARGS="-m FILE.gguf" serves another
+	@$(BIN)/towerd serve $(ARGS)
+
+lint: setup
+	$(BIN)/ruff format --check towerd codec kernels slots cli tests
+	$(BIN)/ruff check towerd codec kernels slots cli tests
+	$(BIN)/mypy
+
+test: lint ## Format check, lint, type check, tests
+	$(BIN)/pytest $(ARGS)
+
+bench: setup ## Run one benchmark: NAME=resume|switch|store|concurrency ARGS=--quick
+	@$(BIN)/towerctl bench $(NAME) $(ARGS)
+
+clean: ## Remove build outputs and caches, but not .venv
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find towerd codec kernels slots cli tests -name __pycache__ -prune -exec rm -rf {} +

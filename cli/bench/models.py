@@ -1,0 +1,42 @@
+"""The models that benchmarks run on: the user's own, or random weights of a known shape."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import numpy as np
+from platformdirs import user_cache_path
+
+from towerd.engine.base import Ids
+from towerd.models.random_gguf import PRESETS, make_random_gguf
+
+
+def bench_model(model: Path | None, preset: str) -> Path:
+    """`model`, or the preset's GGUF, written to the user's cache on first use."""
+    if model is not None:
+        return model
+    path = user_cache_path("towerd") / "bench" / f"{preset}.gguf"
+    if not path.exists():
+        click.echo(f"Writing the {preset} model with random weights to {path} (once) ...", err=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(".tmp")
+        make_random_gguf(temporary, PRESETS[preset])
+        temporary.replace(path)
+    return path
+
+
+def random_prompt(rng: np.random.Generator, n: int, n_vocab: int) -> Ids:
+    """`n` ordinary token ids (the first few hundred of a vocabulary are special or bytes)."""
+    low = min(300, n_vocab // 2)
+    return rng.integers(low, n_vocab, n).astype(np.int32)
+
+
+def vocab_size(model: Path) -> int:
+    """Number of tokens of a GGUF."""
+    from gguf import GGUFReader
+
+    field = GGUFReader(model).get_field("tokenizer.ggml.tokens")
+    if field is None:
+        raise click.ClickException(f"{model} has no vocabulary.")
+    return len(field.data)

@@ -1,0 +1,129 @@
+"""The two servers under test as child processes: towerd itself and the real llama-server."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from towerd.errors import TowerdError
+
+_START_S_MAX = 300.0
+_STOP_S_MAX = 60.0
+
+
+class ServerProcess:
+    """A server on a free loopback port; a context manager. `kill` and `start` again to restart."""
+
+    def __init__(self, command: Sequence[str], *, port: int, env: dict[str, str]) -> None:
+        self.command = list(command)
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+        self._env = env
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log = tempfile.NamedTemporaryFile(prefix="bench-", suffix=".log", delete=False)
+
+    def __enter__(self) -> ServerProcess:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def start(self) -> float:
+        """Start and wait for /health; returns the seconds it took. Raises TowerdError."""
+        started = time.monotonic()
+        self._process = subprocess.Popen(
+            self.command, stdout=self._log, stderr=subprocess.STDOUT, env=self._env
+        )
+        while not self._is_healthy():
+            if self._process.poll() is not None or time.monotonic() - started > _START_S_MAX:
+                tail = Path(self._log.name).read_text(errors="replace")[-500:]
+                self.stop()
+                raise TowerdError(f"{self.command[0]} did not start: {tail.strip()}")
+            time.sleep(0.02)
+        return time.monotonic() - started
+
+    def stop(self, with_signal: int = signal.SIGTERM) -> None:
+        """Ask it to stop and wait; kill it if it does not."""
+        if self._process is None:
+            return
+        if self._process.poll() is None:
+            self._process.send_signal(with_signal)
+        try:
+            self._process.wait(_STOP_S_MAX)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process = None
+
+    def rss_bytes(self) -> int:
+        """Resident memory of the running process."""
+        import psutil
+
+        assert self._process is not None
+        return int(psutil.Process(self._process.pid).memory_info().rss)
+
+    def _is_healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as reply:
+                return bool(reply.status == 200)
+        except (OSError, urllib.error.URLError):
+            return False
+
+
+def free_port() -> int:
+    """A TCP port that is free now."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def towerd_server(model: Path, store: Path, *flags: str) -> ServerProcess:
+    """`towerd serve` on a store of its own."""
+    port = free_port()
+    env = {k: v for k, v in os.environ.items() if not k.startswith("TOWERD_")}
+    command = [
+        sys.executable, "-P", "-m", "towerd", "serve", "-m", str(model), "--port", str(port),
+        "--store-dir", str(store), "--socket", str(store.parent / "bench.sock"),
+        "--log-level", "warning", *flags,
+    ]  # fmt: skip
+    return ServerProcess(command, port=port, env=env)
+
+
+def find_llama_server() -> Path:
+    """The llama-server binary: $PATH, else beside the installed llama-cpp-python.
+
+    Raises TowerdError when there is none."""
+    beside = Path(sysconfig.get_paths()["purelib"]) / "bin" / "llama-server"
+    for folder in os.environ.get("PATH", "").split(os.pathsep):
+        candidate = Path(folder) / "llama-server"
+        if folder and os.access(candidate, os.X_OK):
+            return candidate
+    if os.access(beside, os.X_OK):
+        return beside
+    raise TowerdError("llama-server was not found; run `make setup`, which builds it.")
+
+
+def llama_server(model: Path, *flags: str) -> ServerProcess:
+    """llama-server with its defaults, but for the flags given."""
+    binary, port = find_llama_server(), free_port()
+    library = binary.parent.parent / "lib"
+    env = os.environ | {"LD_LIBRARY_PATH": str(library)}
+    command = [str(binary), "-m", str(model), "--host", "127.0.0.1", "--port", str(port), *flags]
+    return ServerProcess(command, port=port, env=env)

@@ -1,0 +1,119 @@
+"""`towerctl bench switch`: forty chats over one base, round robin, against llama-server.
+
+Both servers get the same model, the same context size and the same requests one after another;
+everything else is their default. Time to first token is what a person waits at each switch.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from towerd.cli.bench.client import complete, new_session
+from towerd.cli.bench.models import bench_model, random_prompt, vocab_size
+from towerd.cli.bench.report import Report
+from towerd.cli.bench.servers import ServerProcess, llama_server, towerd_server
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The conversation mix."""
+
+    chats: int = 40
+    base_tokens: int = 1000
+    own_tokens: int = 500
+    rounds: int = 3
+    user_tokens: int = 8
+    reply_tokens: int = 20
+    ctx_size: int = 8192
+    restart_chats: int = 5
+
+
+QUICK = Load(chats=10, base_tokens=400, own_tokens=200, rounds=2, ctx_size=2048, restart_chats=3)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Times to first token, in seconds."""
+
+    first: list[float] = field(default_factory=list)
+    switches: list[float] = field(default_factory=list)
+    restarted: list[float] = field(default_factory=list)
+    replies: list[list[int]] = field(default_factory=list)
+    evaluated: list[int] = field(default_factory=list)
+    rss_bytes: int = 0
+
+
+async def run(model: Path | None, quick: bool, load: Load | None = None) -> Report:
+    """Run the same load on towerd and on llama-server."""
+    path = bench_model(model, "small" if quick else "1b")
+    load = load or (QUICK if quick else Load())
+    n_vocab = vocab_size(path)
+    ctx = str(load.ctx_size)
+    with tempfile.TemporaryDirectory(prefix="towerd-bench-") as folder:
+        store = Path(folder) / "store"
+        ours = await _drive(lambda: towerd_server(path, store, "-c", ctx), load, n_vocab)
+        disk = sum(f.stat().st_size for f in store.rglob("*") if f.is_file())
+    theirs = await _drive(lambda: llama_server(path, "-c", ctx), load, n_vocab)
+    return _report(path.name, load, ours, theirs, disk)
+
+
+def _report(model: str, load: Load, ours: Outcome, theirs: Outcome, disk: int) -> Report:
+    report = Report("switch", model)
+    median = statistics.median
+    same = sum(a == b for a, b in zip(ours.replies, theirs.replies, strict=True))
+    report.figures |= {
+        "chats": load.chats,
+        "switches": len(ours.switches),
+        "towerd_ttft_p50_s": median(ours.switches),
+        "towerd_ttft_max_s": max(ours.switches),
+        "llama_server_ttft_p50_s": median(theirs.switches),
+        "ratio": median(theirs.switches) / median(ours.switches),
+        "towerd_after_restart_s": median(ours.restarted),
+        "llama_server_after_restart_s": median(theirs.restarted),
+        "after_restart_ratio": median(theirs.restarted) / median(ours.restarted),
+        "towerd_first_s": median(ours.first),
+        "llama_server_first_s": median(theirs.first),
+        "towerd_prompt_tokens_p50": median(ours.evaluated),
+        "llama_server_prompt_tokens_p50": median(theirs.evaluated),
+        "same_replies": f"{same}/{len(ours.replies)}",
+        "store_bytes": disk,
+        "towerd_rss_bytes": ours.rss_bytes,
+        "llama_server_rss_bytes": theirs.rss_bytes,
+    }
+    report.target("ratio", least=20)
+    return report
+
+
+async def _drive(make: Callable[[], ServerProcess], load: Load, n_vocab: int) -> Outcome:
+    rng = np.random.default_rng(7)
+    base = random_prompt(rng, load.base_tokens, n_vocab).tolist()
+    chats = [
+        base + random_prompt(rng, load.own_tokens, n_vocab).tolist() for _ in range(load.chats)
+    ]
+    outcome = Outcome()
+    with make() as server:
+        async with new_session() as session:
+            for turn in range(load.rounds + 1):
+                for i, history in enumerate(chats):
+                    said = random_prompt(rng, load.user_tokens, n_vocab).tolist() if turn else []
+                    done = await complete(session, server.url, history + said, load.reply_tokens)
+                    (outcome.switches if turn else outcome.first).append(done.ttft_s)
+                    if turn:
+                        outcome.evaluated.append(int(done.timings["prompt_n"]))
+                        outcome.replies.append(done.tokens)
+                    chats[i] = history + said + done.tokens
+        outcome.rss_bytes = server.rss_bytes()
+        server.stop()
+        server.start()
+        async with new_session() as session:
+            for history in chats[: load.restart_chats]:
+                said = random_prompt(rng, load.user_tokens, n_vocab).tolist()
+                done = await complete(session, server.url, history + said, load.reply_tokens)
+                outcome.restarted.append(done.ttft_s)
+    return outcome

@@ -1,0 +1,48 @@
+"""A click group whose commands are imported when they are used, so that --help stays fast."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any
+
+import click
+
+from towerd.errors import TowerdError
+
+
+class LazyGroup(click.Group):
+    """A group given as a table: command name -> "module:attribute".
+
+    Rows whose module is not in this installation are left out. An expected failure
+    (TowerdError) becomes one sentence on stderr and exit code 1; wrong usage stays click's 2.
+    """
+
+    def __init__(self, *args: Any, table: Mapping[str, str] | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.table = dict(table or {})
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names in the order of the table."""
+        return [name for name in self.table if self._present(name)]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import and return the command, or None if there is none of that name."""
+        if cmd_name not in self.table or not self._present(cmd_name):
+            return None
+        module, attribute = self.table[cmd_name].split(":")
+        command = getattr(importlib.import_module(module), attribute)
+        if not isinstance(command, click.Command):
+            raise TypeError(f"{self.table[cmd_name]} is not a click command")
+        return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command that was asked for."""
+        try:
+            return super().invoke(ctx)
+        except TowerdError as error:
+            raise click.ClickException(error.message) from error
+
+    def _present(self, name: str) -> bool:
+        return find_spec(self.table[name].split(":")[0]) is not None

@@ -1,0 +1,40 @@
+"""The two command groups. A new command is a file here and a row in one of the tables."""
+
+from __future__ import annotations
+
+import click
+
+from towerd.cli.lazy import LazyGroup
+
+DAEMON_COMMANDS = {
+    "serve": "towerd.cli.serve:serve",
+    "version": "towerd.cli.version:version",
+}
+CONTROL_COMMANDS = {
+    "precache": "towerd.cli.precache:precache",
+    "sessions": "towerd.cli.sessions:sessions",
+    "segments": "towerd.cli.segments:segments",
+    "trie": "towerd.cli.trie:trie",
+    "pin": "towerd.cli.pin:pin",
+    "unpin": "towerd.cli.pin:unpin",
+    "stats": "towerd.cli.stats:stats",
+    "verify": "towerd.cli.verify:verify",
+    "gc": "towerd.cli.gc:gc",
+    "doctor": "towerd.cli.doctor:doctor",
+    "bench": "towerd.cli.bench:bench",
+    "model": "towerd.cli.model:model",
+    "completion": "towerd.cli.completion:completion",
+    "version": "towerd.cli.version:version",
+}
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+
+
+@click.group(cls=LazyGroup, table=DAEMON_COMMANDS, context_settings=CONTEXT)
+def towerd() -> None:
+    """A local daemon that gives llama.cpp a memory: llama-server's API, and every conversation
+    resumes in milliseconds."""
+
+
+@click.group(cls=LazyGroup, table=CONTROL_COMMANDS, context_settings=CONTEXT)
+def towerctl() -> None:
+    """Look into and look after a towerd store: the running daemon's, or the files themselves."""

@@ -1,0 +1,53 @@
+"""Config's fields as click options: the one place where a setting becomes a flag."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import click
+
+from towerd.config import ENV_PREFIX, defaults, settings
+from towerd.settings import Setting
+
+Command: TypeAlias = Callable[..., Any]
+
+METAVARS = {"int": "N", "float": "X", "size": "SIZE", "path": "PATH", "keys": "KEY"}
+
+
+def config_options(command: Command) -> Command:
+    """Give `command` an option per Config field (keyword = field name, None: not given)."""
+    for name, spec in reversed(settings().items()):
+        command = _option(name, spec)(command)
+    return command
+
+
+def _option(name: str, spec: Setting) -> Callable[[Command], Command]:
+    text = f"{spec.help} [default: {default_text(name, spec)}; {ENV_PREFIX}{name.upper()}]"
+    if spec.kind == "bool":
+        long = f"{spec.flags[0]}/{spec.off_flags[0]}"
+        return click.option(long, name, default=None, help=text)
+    if spec.kind in ("list", "keys"):
+        metavar = METAVARS.get(spec.kind, "TEXT")
+        return click.option(*spec.flags, name, multiple=True, metavar=metavar, help=text)
+    if spec.choices:
+        return click.option(*spec.flags, name, type=click.Choice(spec.choices), help=text)
+    if spec.kind == "path":
+        return click.option(*spec.flags, name, type=click.Path(), metavar="PATH", help=text)
+    # Numbers and sizes stay text here: towerd.settings has one parser for flags, TOML and env.
+    metavar = METAVARS.get(spec.kind, "TEXT")
+    return click.option(*spec.flags, name, metavar=metavar, help=text)
+
+
+def default_text(name: str, spec: Setting) -> str:
+    """The default of a setting as help and README spell it."""
+    if spec.auto:
+        return spec.auto
+    value = defaults()[name]
+    if value is None or value == ():
+        return "none"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if spec.kind == "size" and value and value % 2**20 == 0:
+        return f"{value // 2**20} MiB"
+    return str(value)

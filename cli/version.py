@@ -1,0 +1,30 @@
+"""`towerd version`, `towerctl version`: what is installed."""
+
+from __future__ import annotations
+
+import click
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def version(as_json: bool) -> None:
+    """Print the versions of towerd and of what its stored state depends on."""
+    import json
+    import platform
+    from importlib.metadata import version as installed
+
+    from towerd import __version__
+
+    found = {
+        "towerd": __version__,
+        "llama_cpp_python": installed("llama-cpp-python"),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+    if as_json:
+        click.echo(json.dumps(found))
+        return
+    click.echo(
+        f"towerd {found['towerd']} (llama-cpp-python {found['llama_cpp_python']}, "
+        f"Python {found['python']}, {found['system']})"
+    )

@@ -1,0 +1,162 @@
+#!/usr/bin/env bash
+# `make setup`: a .venv with everything in it. Each step is skipped while what it depends on is
+# unchanged, so that a second run takes a second or two.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+VENV=$PWD/.venv
+PY=$VENV/bin/python
+STAMPS=$VENV/.towerd
+LLAMA_VERSION=$(sed -n 's/^ *"llama-cpp-python==\([0-9.]*\)".*/\1/p' pyproject.toml)
+LOG=$VENV/llama-build.log
+
+say() { printf '%s\n' "$*"; }
+die() { printf 'make setup: %s\n' "$*" >&2; exit 1; }
+
+site() { "$PY" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
+
+# $1: interpreter. True if it is at least 3.11.
+new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
+
+find_python() {
+  local name
+  for name in "${PYTHON:-python3}" python3 python3.13 python3.12 python3.11; do
+    if new_enough "$name"; then printf '%s' "$name"; return; fi
+  done
+  die "Python 3.11 or newer is needed; name it with PYTHON=/path/to/python3."
+}
+
+make_venv() {
+  if [ ! -x "$PY" ]; then
+    local python
+    python=$(find_python)
+    say "Creating .venv with $("$python" --version)"
+    "$python" -m venv "$VENV" || die "python3 -m venv failed (Debian: apt install python3-venv)."
+  fi
+  new_enough "$PY" || die ".venv holds a Python older than 3.11: remove .venv and run again."
+  mkdir -p "$STAMPS"
+}
+
+need_tools() {
+  command -v c++ >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null ||
+    die "a C++ compiler is needed (Debian: apt install g++; macOS: xcode-select --install)."
+  # Before 25.1 pip does not know --group.
+  if ! "$PY" -m pip install --help | grep -q -- --group; then
+    "$PY" -m pip install --quiet --upgrade 'pip>=25.1'
+  fi
+  local missing=()
+  command -v cmake >/dev/null || [ -x "$VENV/bin/cmake" ] || missing+=(cmake)
+  command -v ninja >/dev/null || [ -x "$VENV/bin/ninja" ] || missing+=(ninja)
+  [ ${#missing[@]} -eq 0 ] || "$PY" -m pip install --quiet "${missing[@]}"
+}
+
+# --- llama.cpp: the library and llama-server, from one llama-cpp-python build ------------------
+
+llama_cmake_args() {
+  local args="-DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=ON -DLLAMA_BUILD_SERVER=ON"
+  args+=" -DLLAMA_TOOLS_INSTALL=ON -DLLAMA_USE_PREBUILT_UI=OFF"
+  if [ "$(uname -s)" = Darwin ]; then
+    args+=" -DGGML_METAL=ON '-DCMAKE_INSTALL_RPATH=@loader_path/../lib'"
+  else
+    args+=" '-DCMAKE_INSTALL_RPATH=\$ORIGIN/../lib'"
+    # Without it GCC 12 and older miscompile llama.cpp on CPUs with AMX; see the header.
+    args+=" '-DCMAKE_CXX_FLAGS=-include \"$PWD/deploy/llama.cpp/gcc_amx.h\"'"
+  fi
+  printf '%s' "$args"
+}
+
+# Turns ninja's "[12/268] ..." lines into one line that moves, or into a line per 10 % in a log.
+show_progress() {
+  local line n total percent shown=-10
+  while IFS= read -r line; do
+    [[ $line =~ \[([0-9]+)/([0-9]+)\] ]] || continue
+    n=${BASH_REMATCH[1]} total=${BASH_REMATCH[2]}
+    [ "$total" -ge 20 ] || continue  # CMake's own little checks
+    percent=$((100 * n / total))
+    if [ -t 1 ]; then
+      printf '\r  compiling llama.cpp: %d of %d (%d %%) ' "$n" "$total" "$percent"
+    elif [ $percent -ge $((shown + 10)) ]; then
+      printf '  compiling llama.cpp: %d of %d (%d %%)\n' "$n" "$total" "$percent"
+      shown=$percent
+    fi
+  done
+  if [ -t 1 ]; then printf '\n'; fi
+}
+
+# $@: more options for pip.
+build_llama() {
+  local started=$SECONDS
+  say "Compiling llama.cpp and llama-server once; this takes 5 to 10 minutes on two cores."
+  say "  (everything the compiler says goes to ${LOG#"$PWD"/})"
+  if ! CMAKE_ARGS=$(llama_cmake_args) PATH="$VENV/bin:$PATH" \
+    "$PY" -m pip install --verbose --force-reinstall --no-deps --no-binary llama-cpp-python "$@" \
+    "llama-cpp-python==$LLAMA_VERSION" 2>&1 | tee "$LOG" | show_progress; then
+    tail -n 30 "$LOG" >&2
+    die "llama.cpp did not compile; the whole output is in $LOG."
+  fi
+  say "  done in $((SECONDS - started)) s"
+}
+
+llama_installed() {
+  [ -x "$(site)/bin/llama-server" ] && [ -d "$(site)/llama_cpp_python-$LLAMA_VERSION.dist-info" ]
+}
+
+install_llama() {
+  local wanted
+  wanted="$LLAMA_VERSION $(llama_cmake_args)"
+  [ -f "$STAMPS/llama" ] && [ "$(cat "$STAMPS/llama")" = "$wanted" ] && llama_installed && return
+  if [ ! -f "$STAMPS/llama" ] && llama_installed && llama_works; then
+    say "Found a llama-cpp-python $LLAMA_VERSION with llama-server in .venv: keeping it."
+  else
+    build_llama
+    if ! { llama_installed && llama_works; }; then
+      # pip may have taken a wheel from its cache that was built with other flags.
+      say "That build lacks llama-server or does not run on this CPU: compiling it anew."
+      if "$PY" -m pip cache remove llama_cpp_python >/dev/null 2>&1; then
+        build_llama
+      else
+        build_llama --no-cache-dir
+      fi
+    fi
+    llama_installed || die "the build has no llama-server in it; see $LOG."
+    llama_works || die "llama.cpp was built but cannot multiply quantized matrices on this CPU."
+  fi
+  printf '%s' "$wanted" >"$STAMPS/llama"
+}
+
+# Runs a quantized random model through the new build: a miscompiled one dies here, not later.
+llama_works() {
+  local model status=0
+  "$PY" -m pip install --quiet "llama-cpp-python==$LLAMA_VERSION" gguf numpy platformdirs || return 1
+  model=$(mktemp -d)
+  PYTHONPATH=$PWD "$PY" - "$model/probe.gguf" <<'PROBE' || return 1
+import sys
+from pathlib import Path
+from towerd.models.random_gguf import Shape, make_random_gguf
+
+make_random_gguf(Path(sys.argv[1]), Shape(1, 256, 4, 2, 512, 512, n_ctx_train=512))
+PROBE
+  # In a shell of its own, so that bash does not report the crash that is looked for.
+  bash -c '"$@"' probe "$(site)/bin/llama-bench" -m "$model/probe.gguf" -p 64 -n 4 -r 1 \
+    >"$STAMPS/probe.log" 2>&1 || status=$?
+  rm -rf "$model"
+  [ $status -eq 0 ]
+}
+
+# --- towerd itself -----------------------------------------------------------------------------
+
+install_project() {
+  local wanted
+  wanted=$(find pyproject.toml CMakeLists.txt kernels/cpp -type f | LC_ALL=C sort | xargs cat | cksum)
+  [ -f "$STAMPS/project" ] && [ "$(cat "$STAMPS/project")" = "$wanted" ] && return
+  say "Installing towerd and its development tools into .venv"
+  "$PY" -m pip install --quiet --group build --group dev
+  PATH="$VENV/bin:$PATH" "$PY" -m pip install --quiet --no-build-isolation --editable .
+  printf '%s' "$wanted" >"$STAMPS/project"
+}
+
+make_venv
+need_tools
+install_llama
+install_project
+say "Ready: .venv/bin/towerd serve, .venv/bin/towerctl"

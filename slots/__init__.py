@@ -1,0 +1,4 @@
+"""llama.cpp's sequence state: parse it, hold its rows, compose it again.
+
+`rows` is the value everything else passes around; `blob` and `slotfile` are its two encodings.
+"""

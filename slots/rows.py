@@ -1,0 +1,170 @@
+"""KVRows: the K and V rows of some positions, token-major, as one value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from towerd.kernels import dispatch
+from towerd.slots.errors import StateError
+from towerd.slots.layout import KVLayout, Plane
+
+Bytes2D: TypeAlias = npt.NDArray[np.uint8]
+"""uint8[n, row_bytes]; rows contiguous, the distance between rows free."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KVRows:
+    """The rows of ascending positions. Arrays are views wherever possible; treat them as
+    read-only, and they keep the buffer under them alive.
+
+    layout: one entry per cached layer
+    positions: int32[n], strictly ascending, n >= 1, first >= 0
+    k, v: per layer uint8[n, row_bytes], each row contiguous
+    ext: int32[n, 3] (x, y, token id) if layout.cell_ext, else None
+
+    Raises StateError when shapes, types or positions do not fit."""
+
+    layout: KVLayout
+    positions: npt.NDArray[np.int32]
+    k: tuple[Bytes2D, ...]
+    v: tuple[Bytes2D, ...]
+    ext: npt.NDArray[np.int32] | None = None
+
+    def __post_init__(self) -> None:
+        positions = self.positions
+        if positions.dtype != np.int32 or positions.ndim != 1 or len(positions) == 0:
+            raise StateError("positions must be int32 of one dimension with at least one entry")
+        if positions[0] < 0 or (positions[1:] <= positions[:-1]).any():
+            raise StateError("positions must be strictly ascending and not negative")
+        _check_planes(self.k, self.layout.k, len(positions), "k")
+        _check_planes(self.v, self.layout.v, len(positions), "v")
+        if (self.ext is not None) != self.layout.cell_ext:
+            raise StateError("ext must be given exactly when the layout has a cell extension")
+        if self.ext is not None and (
+            self.ext.dtype != np.int32 or self.ext.shape != (len(positions), 3)
+        ):
+            raise StateError(f"ext must be int32 of shape ({len(positions)}, 3)")
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    @property
+    def p0(self) -> int:
+        """The first position."""
+        return int(self.positions[0])
+
+    @property
+    def p1(self) -> int:
+        """The last position plus one."""
+        return int(self.positions[-1]) + 1
+
+    @property
+    def is_consecutive(self) -> bool:
+        """True when no position between p0 and p1 is missing."""
+        return self.p1 - self.p0 == len(self.positions)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows (and extensions), whether viewed or owned."""
+        return len(self.positions) * self.layout.token_bytes
+
+    def planes(self) -> Iterator[Bytes2D]:
+        """All K planes, then all V planes, in the layout's order."""
+        yield from self.k
+        yield from self.v
+
+    def slice(self, p0: int, p1: int) -> KVRows:
+        """The rows with p0 <= position < p1, as views. StateError if there is none."""
+        first, last = np.searchsorted(self.positions, (p0, p1))
+        if first >= last:
+            raise StateError(f"no rows in [{p0}, {p1}); these are [{self.p0}, {self.p1})")
+        if first == 0 and last == len(self.positions):
+            return self
+        cut = np.s_[int(first) : int(last)]
+        return KVRows(
+            self.layout,
+            self.positions[cut],
+            tuple(plane[cut] for plane in self.k),
+            tuple(plane[cut] for plane in self.v),
+            None if self.ext is None else self.ext[cut],
+        )
+
+    def split(self, at: int) -> tuple[KVRows, KVRows]:
+        """The rows before position `at` and those from it on, as views; both non-empty."""
+        return self.slice(self.p0, at), self.slice(at, self.p1)
+
+    def copy(self) -> KVRows:
+        """The same rows in memory of their own (one buffer, planes one after the other)."""
+        return _gather((self,))
+
+
+def delta(rows: KVRows, parent_n: int) -> KVRows:
+    """What `rows` adds to a parent that holds positions [0, parent_n): the rest, as views.
+
+    StateError if nothing is left or rows just after the parent are missing."""
+    rest = rows.slice(parent_n, max(rows.p1, parent_n))
+    if rest.p0 != parent_n:
+        raise StateError(f"rows {parent_n} to {rest.p0 - 1} after the parent are missing")
+    return rest
+
+
+def check_consecutive(parts: Sequence[KVRows]) -> KVLayout:
+    """The layout that all parts share. StateError unless there is at least one part, each
+    starts where the one before it ends, and the layouts are the same."""
+    if not parts:
+        raise StateError("no rows to compose")
+    for before, after in zip(parts, parts[1:], strict=False):
+        if before.p1 != after.p0:
+            raise StateError(f"a part ends at position {before.p1}, the next begins at {after.p0}")
+        if before.layout != after.layout:
+            raise StateError("the parts have different layouts")
+    return parts[0].layout
+
+
+def join(parts: Sequence[KVRows]) -> KVRows:
+    """Consecutive parts as one value: one copy, or the part itself if it is alone.
+
+    StateError if they are not consecutive or their layouts differ."""
+    check_consecutive(parts)
+    return parts[0] if len(parts) == 1 else _gather(parts)
+
+
+def _gather(parts: Sequence[KVRows]) -> KVRows:
+    layout = parts[0].layout
+    n = sum(len(part) for part in parts)
+    ends = np.cumsum([0] + [n * plane.row_bytes for plane in layout.planes])
+    buffer = np.empty(int(ends[-1]), np.uint8)
+    jobs: list[dispatch.Job] = []
+    row = 0
+    for part in parts:
+        for start, plane in zip(ends, part.planes(), strict=False):
+            jobs.append((int(start) + row * plane.shape[1], plane, None))
+        row += len(part)
+    dispatch.copy_planes(buffer, jobs)
+    planes = tuple(
+        buffer[int(a) : int(b)].reshape(n, plane.row_bytes)
+        for a, b, plane in zip(ends, ends[1:], layout.planes, strict=False)
+    )
+    exts = [part.ext for part in parts if part.ext is not None]
+    return KVRows(
+        layout,
+        np.concatenate([part.positions for part in parts]),
+        planes[: layout.n_layer],
+        planes[layout.n_layer :],
+        np.concatenate(exts) if exts else None,
+    )
+
+
+def _check_planes(arrays: Sequence[Bytes2D], planes: Sequence[Plane], n: int, name: str) -> None:
+    if len(arrays) != len(planes):
+        raise StateError(f"{name}: {len(arrays)} planes, the layout has {len(planes)}")
+    for array, plane in zip(arrays, planes, strict=True):
+        if array.dtype != np.uint8 or array.shape != (n, plane.row_bytes):
+            raise StateError(f"{name} planes must be uint8 of shape ({n}, {plane.row_bytes})")
+        if plane.row_bytes > 1 and array.strides[1] != 1:
+            raise StateError(f"{name}: the bytes of each row must be contiguous")

@@ -1,0 +1,70 @@
+"""The start-up check that this llama.cpp still writes the state this package understands."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from towerd.slots.blob import emit_blob, parse_blob
+from towerd.slots.errors import StateError
+from towerd.slots.layout import STATE_VERSION, KVLayout
+from towerd.slots.reader import Data, as_bytes
+from towerd.slots.slotfile import parse_slot_file
+from towerd.slots.state import SequenceState
+
+
+def self_test(
+    blob: Data,
+    positions: npt.ArrayLike,
+    layout: KVLayout,
+    *,
+    slot_file: Data | None = None,
+) -> None:
+    """Parse a blob that llama.cpp just wrote, check it against what is known, emit it again.
+
+    positions: those that the sequence holds, ascending; layout: what the model must have
+    slot_file: the same sequence from `llama_state_seq_save_file`; it alone carries a version
+    StateError says what differs: this build must not touch states then."""
+    try:
+        state = parse_blob(blob, cell_ext=layout.cell_ext, layout=layout)
+        _check(state, positions, blob, state.to_bytes())
+        _check_composed(state)
+        if slot_file is not None:
+            saved = parse_slot_file(slot_file, cell_ext=layout.cell_ext, layout=layout)
+            _check(saved.state, positions, slot_file, saved.to_bytes())
+    except StateError as error:
+        raise StateError(
+            f"llama.cpp's state is not the version {STATE_VERSION} format that towerd "
+            f"supports: {error}"
+        ) from error
+
+
+def _check(
+    state: SequenceState,
+    positions: npt.ArrayLike,
+    data: Data,
+    emitted: bytes,
+) -> None:
+    if not np.array_equal(state.rows.positions, np.asarray(positions)):
+        raise StateError(f"it holds positions {state.rows.p0} to {state.rows.p1 - 1}, not ours")
+    if not np.array_equal(as_bytes(emitted), as_bytes(data)):
+        raise StateError("parsed and emitted again it is not the same bytes")
+
+
+def _check_composed(state: SequenceState) -> None:
+    """Composing two halves gives the state in position order."""
+    rows = state.rows
+    halves = rows.is_consecutive and len(rows) > 1
+    parts = rows.split(rows.p0 + len(rows) // 2) if halves else (rows,)
+    composed = emit_blob(
+        parts,
+        n_stream=state.n_stream,
+        stream=state.stream,
+        v_trans=state.v_trans,
+        seq_id=state.seq_id,
+    )
+    again = parse_blob(composed, cell_ext=rows.layout.cell_ext, layout=rows.layout).rows
+    if not np.array_equal(again.positions, rows.positions) or not all(
+        np.array_equal(a, b) for a, b in zip(again.planes(), rows.planes(), strict=True)
+    ):
+        raise StateError("two halves composed are not the same rows")

@@ -1,0 +1,188 @@
+"""SequenceState: one sequence of a plain KV cache, parsed from llama.cpp's bytes."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from towerd.kernels import dispatch
+from towerd.kernels.formats import BY_TYPE
+from towerd.slots.cells import Cells, parse_cells
+from towerd.slots.compose import (
+    SECTION_BYTES,
+    STREAMS_MAX,
+    Frame,
+    check_transposable,
+    state_size,
+    write_state,
+)
+from towerd.slots.errors import StateError
+from towerd.slots.layout import LAYERS_MAX, KVLayout, Plane
+from towerd.slots.reader import Reader
+from towerd.slots.rows import Bytes2D, KVRows
+
+BLOB_MAGIC = 0xAF143CD8
+PREFIX_BYTES = 8
+"""A blob is the magic word and the sequence id, then the state; a slot file has only the state."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SequenceState:
+    """The rows of one sequence (sorted by position) and how they were framed.
+
+    order: int64[n], the row that each cell of the source holds; None if cells were sorted"""
+
+    rows: KVRows
+    frame: Frame
+    order: npt.NDArray[np.int64] | None = None
+
+    @property
+    def n_stream(self) -> int:
+        """Streams of the cache: 1 if unified, else its number of sequences."""
+        return self.frame.n_stream
+
+    @property
+    def stream(self) -> int:
+        """The stream that held the cells."""
+        return self.frame.stream
+
+    @property
+    def v_trans(self) -> bool:
+        """V was stored channel by channel (flash attention off)."""
+        return self.frame.v_trans
+
+    @property
+    def seq_id(self) -> int:
+        """The sequence id it was saved under."""
+        return self.frame.seq_id
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the state, without a blob's or file's prefix."""
+        return state_size(self.rows.layout, len(self.rows), self.n_stream)
+
+    def write(self, out: npt.NDArray[np.uint8]) -> None:
+        """Fill `out` (exactly `nbytes` bytes) with the state, cells in their source's order."""
+        write_state(out, (self.rows,), self.frame, self.order)
+
+    def to_bytes(self) -> bytes:
+        """The sequence blob, byte for byte as it was parsed."""
+        out = np.empty(PREFIX_BYTES + self.nbytes, np.uint8)
+        write_prefix(out, self.seq_id)
+        self.write(out[PREFIX_BYTES:])
+        return out.tobytes()
+
+
+def write_prefix(out: npt.NDArray[np.uint8], seq_id: int) -> None:
+    """Fill the first PREFIX_BYTES bytes of `out` with a sequence blob's prefix."""
+    struct.pack_into("<Ii", out.data, 0, BLOB_MAGIC, seq_id)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Section:
+    """One plane's bytes: uint8[n, row_bytes], or uint8[channels, n * element_bytes]."""
+
+    plane: Plane
+    data: Bytes2D
+    transposed: bool
+
+    def rows(self, n: int, by_position: npt.NDArray[np.int64] | None) -> Bytes2D:
+        """uint8[n, row_bytes] in position order; a view if neither moved nor transposed."""
+        rows = self.data
+        if self.transposed:
+            rows = np.empty((n, self.plane.row_bytes), np.uint8)
+            dispatch.transpose(self.data, rows, self.plane.format.block_bytes)
+        if by_position is not None:
+            unsorted, rows = rows, np.empty((n, self.plane.row_bytes), np.uint8)
+            dispatch.gather_rows(unsorted, by_position, rows)
+        return rows
+
+
+def parse_state(reader: Reader, *, cell_ext: bool) -> SequenceState:
+    """Read a whole state up to the end of the bytes.
+
+    Everything is checked before any row is moved; rows are views into the source when its
+    cells are sorted and V is not transposed, otherwise copies of the same size. StateError if
+    the bytes are anything but one plain KV cache with cells in exactly one stream."""
+    n_stream = reader.u32("n_stream")
+    if not 1 <= n_stream <= STREAMS_MAX:
+        raise StateError(f"n_stream is {n_stream}; expected 1 to {STREAMS_MAX}")
+    found: tuple[int, Cells, bool, list[_Section], list[_Section]] | None = None
+    for stream in range(n_stream):
+        n_cells = reader.u32(f"cell count of stream {stream}")
+        if n_cells == 0:
+            continue
+        if found is not None:
+            raise StateError("more than one stream holds cells")
+        cells = parse_cells(reader, n_cells, cell_ext)
+        found = (stream, cells, *_parse_sections(reader, n_cells, 4 * (n_stream - 1 - stream)))
+    if found is None:
+        raise StateError("the state holds no cells")
+    reader.finish()
+    stream, cells, v_trans, k, v = found
+    layout = KVLayout(tuple(s.plane for s in k), tuple(s.plane for s in v), cell_ext)
+    n = len(cells.positions)
+    rows = KVRows(
+        layout,
+        cells.positions,
+        tuple(section.rows(n, cells.by_position) for section in k),
+        tuple(section.rows(n, cells.by_position) for section in v),
+        cells.ext,
+    )
+    return SequenceState(rows, Frame(n_stream, stream, v_trans, cells.seq_id), cells.order)
+
+
+def _parse_sections(
+    reader: Reader, n_cells: int, tail_bytes: int
+) -> tuple[bool, list[_Section], list[_Section]]:
+    """v_trans, K and V sections. Caches without V (MLA) end after K; only what is left, less
+    the `tail_bytes` of the streams that follow, tells them apart."""
+    v_trans = reader.u32("v_trans")
+    if v_trans not in (0, 1):
+        raise StateError(f"v_trans is {v_trans}; expected 0 or 1")
+    n_layer = reader.u32("n_layer")
+    if not 1 <= n_layer <= min(LAYERS_MAX, reader.remaining // SECTION_BYTES):
+        raise StateError(f"n_layer is {n_layer} with {reader.remaining} bytes left")
+    k = [_parse_section(reader, n_cells, f"K of layer {i}") for i in range(n_layer)]
+    if reader.remaining == tail_bytes:
+        return bool(v_trans), k, []
+    parse = _parse_transposed if v_trans else _parse_section
+    return bool(v_trans), k, [parse(reader, n_cells, f"V of layer {i}") for i in range(n_layer)]
+
+
+def _parse_section(reader: Reader, n_cells: int, what: str) -> _Section:
+    plane = Plane(reader.i32(what), reader.u64(what))
+    data = reader.take(n_cells * plane.row_bytes, what)
+    return _Section(plane, data.reshape(n_cells, plane.row_bytes), False)
+
+
+def _parse_transposed(reader: Reader, n_cells: int, what: str) -> _Section:
+    ggml_type, element_bytes, n_elements = (
+        reader.i32(what), reader.u32(what), reader.u32(what),
+    )  # fmt: skip
+    plane = Plane(ggml_type, element_bytes * n_elements)
+    check_transposable(plane)
+    if element_bytes != BY_TYPE[ggml_type].block_bytes:
+        raise StateError(f"{what}: elements of {element_bytes} bytes do not fit the type")
+    data = reader.take(n_cells * plane.row_bytes, what)
+    return _Section(plane, data.reshape(n_elements, n_cells * element_bytes), True)
+
+
+def check_layout(states_layout: KVLayout, expected: KVLayout | None) -> None:
+    """StateError if a layout is expected and another one was found."""
+    if expected is not None and states_layout != expected:
+        raise StateError(
+            f"the state has {_describe(states_layout)}; expected {_describe(expected)}"
+        )
+
+
+def _describe(layout: KVLayout) -> str:
+    def planes(name: str, planes: Sequence[Plane]) -> str:
+        kinds = sorted({f"{plane.format.name}:{plane.row_bytes}" for plane in planes})
+        return f"{name} {'/'.join(kinds) or 'absent'}"
+
+    return f"{layout.n_layer} layers, {planes('K', layout.k)}, {planes('V', layout.v)}"

@@ -1,0 +1,165 @@
+"""Who may ask: keys, tenants, origins, hosts, readiness."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from aiohttp import ClientSession, UnixConnector, web
+from aiohttp.test_utils import TestClient
+
+from towerd.api.keys import GATE
+from towerd.app import build_app
+from towerd.config import Config
+from towerd.errors import Unauthorized
+from towerd.tenants import OWNER, Tenants
+
+Client = TestClient[web.Request, web.Application]
+MakeClient = Callable[..., Awaitable[Client]]
+KEYS = (("sk-ann", "ann"), ("sk-bob", "bob"))
+
+
+def test_keys_are_read_as_llama_server_does() -> None:
+    """Authorization with or without Bearer, else X-Api-Key."""
+    tenants = Tenants(KEYS)
+    assert tenants.identify("Bearer sk-ann", "").scope == "ann"
+    assert tenants.identify("sk-ann", "").scope == "ann"
+    assert tenants.identify("", "sk-bob").scope == "bob"
+    for authorization, key in (("", ""), ("Bearer x", ""), ("Bearer x", "sk-ann"), ("é", "")):
+        with pytest.raises(Unauthorized):
+            tenants.identify(authorization, key)
+    assert Tenants(()).identify("", "") is OWNER
+    assert not tenants.identify("sk-ann", "").admin
+
+
+async def test_key_required(make_client: MakeClient, service: Any) -> None:
+    """Everything but health and the page's files needs a key, which decides the scope."""
+    client = await make_client(api_keys=KEYS)
+    for path in ("/health", "/v1/health", "/towerd/", "/towerd/page/page.js"):
+        async with client.get(path) as reply:
+            assert reply.status == 200, path
+    for path in ("/v1/models", "/models", "/props", "/slots", "/metrics", "/nope"):
+        async with client.get(path) as reply:
+            assert reply.status == 401, path
+            assert await reply.json() == {
+                "error": {
+                    "code": 401, "message": "Invalid API Key", "type": "authentication_error",
+                }
+            }  # fmt: skip
+    headers = {"Authorization": "Bearer sk-bob"}
+    async with client.post("/completion", json={"prompt": "a"}, headers=headers) as reply:
+        assert reply.status == 200
+    assert service.sessions.seen[-1].scope == "bob"
+
+
+async def test_tenants_see_only_their_own(make_client: MakeClient) -> None:
+    """Sessions and segments of another tenant do not exist."""
+    client = await make_client(api_keys=KEYS)
+    ann, bob = ({"X-Api-Key": key} for key, _ in KEYS)
+    named = {"X-Towerd-Session": "diary"}
+    async with client.post("/completion", json={"prompt": "abc"}, headers=ann | named) as reply:
+        assert reply.status == 200
+    async with client.get("/towerd/v1/segments", headers=ann) as reply:
+        segment = (await reply.json())["segments"][0]["id"]
+    for path in ("sessions/diary", f"segments/{segment}", f"trie?root={segment}"):
+        async with client.get(f"/towerd/v1/{path}", headers=bob) as reply:
+            assert reply.status == 404, path
+        async with client.get(f"/towerd/v1/{path}", headers=ann) as reply:
+            assert reply.status == 200, path
+    for path in ("sessions", "segments"):
+        async with client.get(f"/towerd/v1/{path}?scope=ann", headers=bob) as reply:
+            assert (await reply.json())[path] == []
+    async with client.delete("/towerd/v1/sessions/diary", headers=bob) as reply:
+        assert reply.status == 404
+
+
+@pytest.mark.parametrize("path", ["pins", "precache", "verify", "gc"])
+async def test_owner_only(make_client: MakeClient, path: str) -> None:
+    """A tenant's key does not open what all tenants share."""
+    client = await make_client(api_keys=KEYS)
+    headers = {"X-Api-Key": "sk-ann"}
+    async with client.post(f"/towerd/v1/{path}", json={}, headers=headers) as reply:
+        assert reply.status == 403
+        assert (await reply.json())["error"]["type"] == "permission_error"
+
+
+async def test_unix_socket_is_the_owner(
+    make_config: Callable[..., Config], service: Any, tmp_path: Any
+) -> None:
+    """Over the Unix socket no key is needed, and all is allowed."""
+    runner = web.AppRunner(build_app(make_config(api_keys=KEYS), service=service))
+    await runner.setup()
+    try:
+        await web.UnixSite(runner, str(tmp_path / "s")).start()
+        async with ClientSession(connector=UnixConnector(str(tmp_path / "s"))) as session:
+            async with session.post("http://towerd/towerd/v1/gc", json={}) as reply:
+                assert reply.status == 200
+            async with session.get("http://towerd/v1/models") as reply:
+                assert reply.status == 200
+    finally:
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize(
+    ("origin", "allowed"),
+    [
+        ("http://localhost:3000", True), ("http://127.0.0.1", True), ("http://[::1]:1", True),
+        ("tauri://localhost", True), ("https://chat.example", True),
+        ("https://evil.example", False), ("null", False), ("http://localhost.evil.example", False),
+        ("http://[", False), ("http://127.0.0.1.evil.example", False),
+    ],
+)  # fmt: skip
+async def test_origins(make_client: MakeClient, origin: str, allowed: bool) -> None:
+    """Web pages of other sites are refused; allowed ones get CORS headers, never credentials."""
+    client = await make_client(cors_origins=("https://chat.example",))
+    body = {"prompt": "a", "stream": True}
+    async with client.post("/completion", json=body, headers={"Origin": origin}) as reply:
+        await reply.read()
+        assert reply.status == (200 if allowed else 403)
+        assert reply.headers.get("Access-Control-Allow-Origin") == (origin if allowed else None)
+        assert reply.headers["Vary"] == "Origin"
+        assert "Access-Control-Allow-Credentials" not in reply.headers
+
+
+async def test_preflight(make_client: MakeClient) -> None:
+    """A preflight needs no key and names what may be sent."""
+    client = await make_client(api_keys=KEYS)
+    headers = {
+        "Origin": "http://localhost:1",
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,x-stainless-os",
+    }
+    async with client.options("/v1/chat/completions", headers=headers) as reply:
+        assert reply.status == 200
+        assert reply.headers["Access-Control-Allow-Origin"] == "http://localhost:1"
+        assert reply.headers["Access-Control-Allow-Headers"] == "authorization,x-stainless-os"
+        assert "POST" in reply.headers["Access-Control-Allow-Methods"]
+    headers["Origin"] = "http://evil.example"
+    async with client.options("/v1/chat/completions", headers=headers) as reply:
+        assert reply.status == 403
+
+
+async def test_rebound_host(client: Client) -> None:
+    """On loopback a name of elsewhere in Host is DNS rebinding."""
+    for host, status in (("evil.example", 403), ("localhost:1", 200), ("[::1]", 200), ("[", 403)):
+        async with client.get("/health", headers={"Host": host}) as reply:
+            assert reply.status == status, host
+
+
+async def test_loading_and_leaving(client: Client, service: Any) -> None:
+    """Before the model is there, and at the end, all but the page is 503."""
+    assert client.app is not None
+    gate = client.app[GATE]
+    gate.service = None
+    for path in ("/health", "/v1/models", "/nope"):
+        async with client.get(path) as reply:
+            assert reply.status == 503
+            assert await reply.json() == {
+                "error": {"code": 503, "message": "Loading model", "type": "unavailable_error"}
+            }
+    async with client.get("/towerd/") as reply:
+        assert reply.status == 200
+    gate.service, gate.closing = service, True
+    async with client.get("/health") as reply:
+        assert reply.status == 503

@@ -1,0 +1,131 @@
+"""The live pool against a model that stores every sequence's cells explicitly."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from towerd.engine.base import Ids
+from towerd.engine.embedded.pool import LivePool, common_prefix
+from towerd.engine.embedded.shift import shift_ids
+
+N_SEQS = 5
+
+
+class Cells:
+    """What a unified cache does: a cell is (position, token) held by a set of sequences."""
+
+    def __init__(self) -> None:
+        self.seqs: dict[int, dict[int, int]] = {}
+        self.next_cell = 0
+
+    def write(self, seq: int, pos: int) -> None:
+        self.seqs.setdefault(seq, {})[pos] = self.next_cell
+        self.next_cell += 1
+
+    def seq_rm(self, seq: int, p0: int = -1, p1: int = -1) -> None:
+        held = self.seqs.get(seq, {})
+        self.seqs[seq] = {p: c for p, c in held.items() if p < p0} if p0 > 0 else {}
+
+    def seq_cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
+        part = {p: c for p, c in self.seqs[src].items() if p0 <= p < p1}
+        self.seqs.setdefault(dst, {}).update(part)
+
+    def used(self) -> int:
+        return len({cell for held in self.seqs.values() for cell in held.values()})
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Random opens, branches, appends, truncations and drops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = Cells()
+        self.pool = LivePool(self.cells, n_seqs=N_SEQS, n_cells=10_000)
+
+    @precondition(lambda self: self.pool.can_open())
+    @rule(scope=st.sampled_from(["a", "b"]))
+    def open(self, scope: str) -> None:
+        self.pool.open(scope, 64)
+
+    @precondition(lambda self: len(self.pool) > 0)
+    @rule(data=st.data(), tokens=st.lists(st.integers(0, 2), min_size=1, max_size=6))
+    def append(self, data: st.DataObject, tokens: list[int]) -> None:
+        seq = data.draw(st.sampled_from(sorted(self.pool, key=lambda s: s.id)))
+        for i in range(len(tokens)):
+            self.cells.write(seq.id, seq.n + i)
+        self.pool.grow(seq, seq.n + len(tokens))
+        self.pool.append(seq, np.array(tokens, np.int32))
+
+    @precondition(lambda self: self.pool.can_open() and any(s.n for s in self.pool))
+    @rule(data=st.data())
+    def branch(self, data: st.DataObject) -> None:
+        src = data.draw(
+            st.sampled_from(sorted((s for s in self.pool if s.n), key=lambda s: s.id))
+        )
+        n = data.draw(st.integers(1, src.n))
+        dst = self.pool.branch(src, n, src.scope, 64)
+        assert list(dst.tokens()) == list(src.tokens()[:n])
+
+    @precondition(lambda self: len(self.pool) > 0)
+    @rule(data=st.data())
+    def truncate(self, data: st.DataObject) -> None:
+        seq = data.draw(st.sampled_from(sorted(self.pool, key=lambda s: s.id)))
+        self.pool.truncate(seq, data.draw(st.integers(0, seq.n)))
+
+    @precondition(lambda self: len(self.pool) > 0)
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        seq = data.draw(st.sampled_from(sorted(self.pool, key=lambda s: s.id)))
+        frees = self.pool.freed_by(seq)
+        before = self.pool.cells_used
+        self.pool.drop(seq)
+        assert before - self.pool.cells_used == frees
+
+    @rule(ids=st.lists(st.integers(0, 2), min_size=1, max_size=12), scope=st.sampled_from("ab"))
+    def look_up(self, ids: list[int], scope: str) -> None:
+        wanted = np.array(ids, np.int32)
+        best, n = self.pool.best_prefix(wanted, scope)
+        lengths = [
+            common_prefix(s.tokens() if s.scope == scope else s.tokens()[: s.n_public], wanted)
+            for s in self.pool
+        ]
+        assert n == max(lengths, default=0)
+        assert (best is None) == (n == 0)
+
+    @invariant()
+    def adds_up(self) -> None:
+        self.pool.check_integrity()
+        assert self.pool.cells_used == self.cells.used()
+        for seq in self.pool:
+            assert len(self.cells.seqs.get(seq.id, {})) == seq.n
+
+
+PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPool = PoolMachine.TestCase
+
+
+def _ids(n: int) -> Ids:
+    return np.arange(n, dtype=np.int32)
+
+
+def test_shift_keeps_the_base_and_the_newest() -> None:
+    """A shifted prompt fits, begins with the base and ends with the newest tokens."""
+    for n in (100, 128, 190, 1000):
+        out = shift_ids(_ids(n), 128, 20)
+        assert len(out) < 128 or n < 128
+        assert list(out[:20]) == list(range(20))
+        assert out[-1] == n - 1
+
+
+def test_shift_is_stable_while_a_chat_grows() -> None:
+    """Turns between two shifts keep the same prefix, so that it can be reused."""
+    previous = shift_ids(_ids(130), 128, 20)
+    changes = 0
+    for n in range(131, 240):
+        out = shift_ids(_ids(n), 128, 20)
+        changes += int(common_prefix(previous, out) < len(previous))
+        previous = out
+    assert changes <= 3

@@ -1,0 +1,133 @@
+"""Asking a real service, and the oracle: a fresh llama context that prefills everything."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from towerd.config import Config
+from towerd.engine.base import Finish, GenerateRequest, Ids, Piece, SamplingParams, TokenProbs
+from towerd.engine.embedded.context import LlamaContext
+from towerd.engine.embedded.model import LlamaModel
+from towerd.service import Service
+
+Logits = npt.NDArray[np.float64]
+GREEDY = SamplingParams(temperature=0.0, n_probs=4, ignore_eos=True)
+OpenService = Callable[..., AbstractAsyncContextManager[Service]]
+
+
+@dataclass(slots=True)
+class Answer:
+    """What one request gave."""
+
+    ids: list[int]
+    probs: list[TokenProbs]
+    finish: Finish
+    text: str
+
+
+async def ask(service: Service, ids: Any, n_predict: int = 8, **fields: Any) -> Answer:
+    """Run a greedy request to its end."""
+    request = GenerateRequest(
+        ids=np.asarray(ids, np.int32), sampling=GREEDY, n_predict=n_predict, **fields
+    )
+    text, probs = "", []
+    finish: Finish | None = None
+    async for event in service.sessions.run(request):
+        if isinstance(event, Piece):
+            text += event.text
+            probs += event.probs
+        if isinstance(event, Finish):
+            finish = event
+    assert finish is not None
+    return Answer(list(finish.ids), probs, finish, text)
+
+
+async def settle(service: Service) -> None:
+    """Everything recorded is exported and written; every account adds up."""
+    await service.engine.settle()
+    await asyncio.to_thread(service.tiers.flush)
+    await check_integrity(service)
+
+
+async def check_integrity(service: Service) -> None:
+    """Pool, context and store agree with themselves and with each other."""
+    await asyncio.wrap_future(service.engine.scheduler.call(lambda: check_live(service)))
+    await asyncio.to_thread(service.store.check_integrity)
+
+
+def check_live(service: Service) -> None:
+    """No leaked cell: the context holds exactly what the pool accounts for."""
+    pool, context = service.engine.pool, service.engine.core.context
+    pool.check_integrity()
+    live = {seq.id: seq.n for seq in pool}
+    for seq in range(context.n_seqs):
+        assert context.pos_max(seq) == live.get(seq, 0) - 1, f"sequence {seq}"
+        if live.get(seq):
+            assert context.pos_min(seq) == 0
+
+
+class Oracle:
+    """Monolithic prefill in one fresh context."""
+
+    def __init__(self, path: Path) -> None:
+        config = Config(model=path, batch_size=1024, ubatch_size=1024)
+        self.model = LlamaModel(path, config)
+        self.context = LlamaContext(self.model, config, n_cells=1024, n_seqs=1)
+
+    def close(self) -> None:
+        self.context.close()
+        self.model.close()
+
+    def logprobs(self, ids: Ids, first: int, chunk: int = 1024) -> Logits:
+        """log-softmax after each of the positions [first, len(ids)), prefilled by `chunk`."""
+        self.context.seq_rm(0)
+        rows: list[Logits] = []
+        for start in range(0, len(ids), chunk):
+            part = ids[start : start + chunk]
+            self.context.batch.add(part, start, 0, logits_last=True)
+            self.context.batch.logits[: len(part)] = 1
+            self.context.decode()
+            wanted = range(max(first, start) - start, len(part))
+            rows += [_log_softmax(self.context.logits(i)) for i in wanted]
+        return np.array(rows)
+
+    def noise(self, ids: Ids, first: int) -> float:
+        """What llama.cpp itself differs by between batch splits of the same prefill."""
+        whole = self.logprobs(ids, first)
+        return max(
+            float(np.abs(whole - self.logprobs(ids, first, chunk)).max()) for chunk in (1, 7, 64)
+        )
+
+
+def _log_softmax(row: npt.NDArray[np.float32]) -> Logits:
+    wide = row.astype(np.float64)
+    wide -= wide.max()
+    return np.asarray(wide - np.log(np.exp(wide).sum()))
+
+
+def check_answer(oracle: Oracle, prompt: Any, answer: Answer) -> float:
+    """The reply is what monolithic prefill gives; returns the largest difference seen.
+
+    Every reported log-probability is within twice llama.cpp's own noise, and every token is the
+    most likely one or closer to it than that."""
+    prompt = np.asarray(prompt, np.int32)
+    ids = np.concatenate([prompt, np.array(answer.ids[:-1], np.int32)])
+    expected = oracle.logprobs(ids, len(prompt) - 1)
+    bound = 2 * oracle.noise(ids, len(prompt) - 1) + 1e-6
+    assert len(answer.probs) == len(answer.ids) == len(expected)
+    worst = 0.0
+    for row, probs, token in zip(expected, answer.probs, answer.ids, strict=True):
+        assert probs.chosen.id == token
+        assert row.max() - row[token] <= bound, "not the most likely token"
+        for prob in (probs.chosen, *probs.top):
+            worst = max(worst, abs(prob.logprob - row[prob.id]))
+    assert worst <= bound, f"log-probabilities differ by {worst:.2e}, allowed {bound:.2e}"
+    return worst

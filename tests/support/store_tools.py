@@ -1,0 +1,92 @@
+"""A tiny model's fingerprint, and rows that are a function of the tokens before them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from towerd.slots.fingerprint import Fingerprint
+from towerd.slots.layout import KVLayout, Plane
+from towerd.slots.rows import KVRows
+from towerd.store import Node, Store, Turn
+
+F16 = 1
+Q8_0 = 8
+LAYOUT = KVLayout((Plane(F16, 16), Plane(F16, 32)), (Plane(Q8_0, 34), Plane(F16, 64)))
+FINGERPRINT = Fingerprint("hash", "llama", "spm", {"freq_base": 1e4}, (), LAYOUT, False, False, False)
+OTHER_MODEL = replace(FINGERPRINT, model_hash="other")
+MROPE = replace(FINGERPRINT, layout=replace(LAYOUT, cell_ext=True))
+
+
+def ids_of(*ids: int) -> npt.NDArray[np.int32]:
+    return np.array(ids, np.int32)
+
+
+def rows_of(
+    prefix: Sequence[int] | npt.NDArray[np.int32], p0: int = 0, layout: KVLayout = LAYOUT
+) -> KVRows:
+    """The rows [p0, len(prefix)): each depends on every token up to its own, and on the plane."""
+    h = hashlib.blake2b(digest_size=32)
+    seeds = []
+    for token in prefix:
+        h.update(int(token).to_bytes(4, "little", signed=True))
+        seeds.append(h.digest())
+    n = len(seeds) - p0
+    base = np.frombuffer(b"".join(seeds[p0:]), np.uint8).reshape(n, 32)
+    planes = [
+        np.tile(base, (1, -(-plane.row_bytes // 32)))[:, : plane.row_bytes] + np.uint8(number)
+        for number, plane in enumerate(layout.planes)
+    ]
+    ext = np.ascontiguousarray(base[:, :12]).view(np.int32) if layout.cell_ext else None
+    positions = np.arange(p0, len(seeds), dtype=np.int32)
+    n_k = len(layout.k)
+    return KVRows(layout, positions, tuple(planes[:n_k]), tuple(planes[n_k:]), ext)
+
+
+def assert_same_rows(found: KVRows, expected: KVRows) -> None:
+    assert (found.p0, found.p1) == (expected.p0, expected.p1)
+    for mine, theirs in zip(found.planes(), expected.planes(), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    if expected.ext is not None:
+        np.testing.assert_array_equal(found.ext, expected.ext)
+
+
+def make_hot(store: Store, node: Node) -> list[Node]:
+    """Give the whole path of `node` its rows."""
+    layout = store.state.fingerprint.layout
+    return store.attach_hot(node.path(), rows_of(node.prefix_ids(), layout=layout))
+
+
+def write_all(store: Store, node: Node) -> None:
+    """Make the whole path of `node` hot, write it to one file, and let go of the hot rows."""
+    make_hot(store, node)
+    store.write_rows(node.path())
+    for each in node.path():
+        store.drop_hot(each)
+
+
+def check_rows(store: Store, node: Node) -> int:
+    """Load whatever rows the path of `node` has from its start and compare; returns how many."""
+    at = 0
+    for part in store.plan_rows(node, 0, node.p1):
+        assert part.p0 == at
+        expected = rows_of(node.prefix_ids()[: part.p1], part.p0, store.state.fingerprint.layout)
+        assert_same_rows(store.load_rows(part), expected)
+        at = part.p1
+    return at
+
+
+def turn_of(
+    prompt: Sequence[int], reply: Sequence[int], *, scope: str = "local",
+    session: str | None = None, n_cached: int | None = None,
+) -> Turn:  # fmt: skip
+    """A finished turn; by default all but the last sampled token have rows."""
+    if n_cached is None:
+        n_cached = max(0, len(prompt) + len(reply) - 1)
+    return Turn(
+        scope, session, np.array(prompt, np.int32), np.array(reply, np.int32), n_cached, 1.0
+    )

@@ -1,0 +1,73 @@
+"""The log: readable lines, JSON lines, and nothing that users said."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from towerd import log
+
+
+def logger(name: str) -> logging.Logger:
+    return logging.getLogger(f"{log.ROOT}.{name}")
+
+
+@pytest.fixture
+def stream() -> Iterator[io.StringIO]:
+    """A stream to log to; the logger is restored afterwards."""
+    root = logging.getLogger(log.ROOT)
+    before = root.handlers, root.level, root.propagate
+    yield io.StringIO()
+    root.handlers, root.level, root.propagate = before
+
+
+def test_text_lines_are_short(stream: io.StringIO) -> None:
+    log.configure("info", "text", stream)
+    logger("engine").info("loaded %s", "it", extra={"n_ctx": 512, "took_s": 1.23456, "x": "a b"})
+    logger("engine").debug("not this")
+    line = stream.getvalue()
+    assert line.endswith('info    engine: loaded it  n_ctx=512 took_s=1.235 x="a b"\n')
+    assert line.count("\n") == 1
+
+
+def test_json_lines_carry_fields(stream: io.StringIO) -> None:
+    log.configure("debug", "json", stream)
+    logger("store").warning("two\nlines", extra={"path": "p", "level": "spoofed"})
+    line = stream.getvalue()
+    assert line.count("\n") == 1
+    entry = json.loads(line)
+    assert entry["level"] == "warning"
+    assert entry["logger"] == "towerd.store"
+    assert entry["message"] == "two\nlines"
+    assert entry["path"] == "p"
+    assert entry["time"].endswith("Z")
+
+
+@pytest.mark.parametrize("format", ["text", "json"])
+def test_what_users_say_and_keys_are_masked(stream: io.StringIO, format: str) -> None:
+    log.configure("info", format, stream)
+    logger("api").info("request", extra={"prompt": "my secret", "api_key": "k1", "n": 3})
+    assert "my secret" not in stream.getvalue()
+    assert "k1" not in stream.getvalue()
+    assert log.MASK in stream.getvalue()
+
+
+@pytest.mark.parametrize("format", ["text", "json"])
+def test_tracebacks_are_kept(stream: io.StringIO, format: str) -> None:
+    log.configure("info", format, stream)
+    try:
+        raise ValueError("broken")
+    except ValueError:
+        logger("store").exception("failed")
+    assert "ValueError: broken" in stream.getvalue()
+
+
+def test_configuring_again_replaces(stream: io.StringIO) -> None:
+    log.configure("info", "text", io.StringIO())
+    log.configure("info", "text", stream)
+    logger("x").info("once")
+    assert stream.getvalue().count("once") == 1

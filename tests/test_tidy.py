@@ -1,0 +1,107 @@
+"""Style that is worth a test: sizes, stray names, leftovers."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("towerd", "codec", "kernels", "slots", "cli", "tests")
+LINKED = frozenset(("codec", "kernels", "slots", "cli"))
+FILE_LINES_MAX = 500
+FUNCTION_LINES_MAX = 70
+LEFTOVER = re.compile(r"\b(?:TO" r"DO|FIX" r"ME|XX" r"X|HA" r"CK)\b")
+MACHINE_PATH = re.compile(r"/(?:home|Users|root|wo" r"rk|fa" r"rm)/[A-Za-z0-9_.-]+/")
+TEXTS = (".py", ".pyi", ".cpp", ".h", ".sh", ".md", ".toml", ".service", ".plist", ".json", ".html")
+
+
+def sources() -> list[Path]:
+    """Every Python file once: the links inside towerd/ lead to folders listed by themselves."""
+    found: list[Path] = []
+    for folder in FOLDERS:
+        for path in (ROOT / folder).rglob("*.py"):
+            inner = path.relative_to(ROOT).parts
+            if inner[0] == "towerd" and inner[1] in LINKED:
+                continue
+            found.append(path)
+    return sorted(found)
+
+
+def texts() -> list[Path]:
+    """Every text file of the tree that people write."""
+    named = [ROOT / "Makefile", ROOT / "CMakeLists.txt", ROOT / ".ci" / "run"]
+    named += [path for path in ROOT.iterdir() if path.suffix in TEXTS]
+    for folder in (*FOLDERS, "deploy"):
+        named += [path for path in (ROOT / folder).rglob("*") if path.suffix in TEXTS]
+    return sorted({path.resolve() for path in named if path.is_file()})
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", sources(), ids=name_of)
+def test_python_file(path: Path) -> None:
+    """A file fits in 500 lines, its functions in 70, and it imports only towerd.<name>."""
+    text = path.read_text()
+    tree = ast.parse(text)
+    assert len(text.splitlines()) <= FILE_LINES_MAX
+    assert not list(long_functions(tree))
+    assert not LINKED.intersection(imported(tree)), "import towerd.<name> instead"
+
+
+@pytest.mark.parametrize("path", texts(), ids=name_of)
+def test_text_file(path: Path) -> None:
+    """Nothing is left undone, and nothing names the machine it was written on."""
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        assert not LEFTOVER.search(line), f"line {number}: {line.strip()}"
+        assert not MACHINE_PATH.search(line), f"line {number}: {line.strip()}"
+
+
+def test_folders_are_linked_into_the_package() -> None:
+    for name in LINKED:
+        link = ROOT / "towerd" / name
+        assert link.is_symlink()
+        assert link.resolve() == ROOT / name
+
+
+def test_tests_are_no_packages_and_have_unique_names() -> None:
+    """importlib mode: no __init__.py, and two files of one name would shadow each other."""
+    files = [path for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py"]
+    names = [path.name for path in files]
+    assert "__init__.py" not in names
+    assert len(names) == len(set(names))
+
+
+def test_only_the_engine_imports_llama_cpp() -> None:
+    users = {
+        name_of(path)
+        for path in sources()
+        if name_of(path).startswith(("towerd/", "kernels/", "slots/", "cli/"))
+        and "llama_cpp" in imported(ast.parse(path.read_text()))
+    }
+    assert all(user.startswith("towerd/engine/") for user in users), users
+
+
+def long_functions(tree: ast.AST) -> Iterator[str]:
+    """`name:lines` of every function over the limit."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if lines > FUNCTION_LINES_MAX:
+                yield f"{node.name}:{lines}"
+
+
+def imported(tree: ast.AST) -> set[str]:
+    """Top-level names of everything that is imported."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            names.add(node.module.split(".")[0])
+    return names

@@ -1,0 +1,1 @@
+"""The HTTP surface: llama-server's endpoints and towerd's own, over one `Service`."""

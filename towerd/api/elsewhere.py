@@ -1,0 +1,52 @@
+"""llama-server's endpoints that this engine cannot serve: 501, and who can."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from towerd.errors import NotSupported
+
+ELSEWHERE: tuple[tuple[str, str], ...] = (
+    ("POST", "/props"),
+    ("POST", "/infill"),
+    ("POST", "/embedding"),
+    ("POST", "/embeddings"),
+    ("POST", "/v1/embeddings"),
+    ("POST", "/rerank"),
+    ("POST", "/reranking"),
+    ("POST", "/v1/rerank"),
+    ("POST", "/v1/reranking"),
+    ("GET", "/lora-adapters"),
+    ("POST", "/lora-adapters"),
+    ("POST", "/slots/{id_slot}"),
+    ("POST", "/v1/chat/completions/control"),
+    ("POST", "/v1/responses"),
+    ("POST", "/responses"),
+    ("POST", "/v1/responses/input_tokens"),
+    ("POST", "/responses/input_tokens"),
+    ("POST", "/v1/messages"),
+    ("POST", "/v1/messages/count_tokens"),
+    ("POST", "/v1/audio/transcriptions"),
+    ("POST", "/audio/transcriptions"),
+    ("GET", "/v1/stream"),
+    ("DELETE", "/v1/stream"),
+    ("POST", "/v1/streams/lookup"),
+    ("POST", "/models"),
+    ("DELETE", "/models"),
+    ("POST", "/models/load"),
+    ("POST", "/models/unload"),
+    ("GET", "/models/sse"),
+    ("GET", "/tools"),
+    ("POST", "/tools"),
+    ("GET", "/cors-proxy"),
+    ("POST", "/cors-proxy"),
+)
+"""(method, path) of every route that llama-server has and the embedded engine has not."""
+
+
+async def not_here(request: web.Request) -> web.StreamResponse:
+    """Always raises NotSupported."""
+    raise NotSupported(
+        f"{request.method} {request.path} is not supported by the embedded engine; "
+        "the llama-server engine supports it"
+    )

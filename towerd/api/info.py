@@ -1,0 +1,140 @@
+"""GET endpoints that describe the server: health, props, models, slots, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from typing import Any
+
+from aiohttp import web
+
+from towerd.api.keys import CONFIG, METRICS, Service, service_of
+from towerd.api.models import ftype, models_json
+from towerd.api.reply import json_reply
+from towerd.api.sampling import DEFAULTS
+from towerd.api.settings import settings_json
+from towerd.api.shapes import FINGERPRINT
+from towerd.config import Config
+from towerd.engine.base import Engine, SlotView
+from towerd.errors import NotSupported, Unavailable
+
+_MEDIA_MARKER = f"<__media_{secrets.token_hex(16)}__>"
+# What a template of this engine may count on: plain text in, plain text out.
+_TEMPLATE_CAPS = {
+    "supports_object_arguments": False,
+    "supports_parallel_tool_calls": False,
+    "supports_preserve_reasoning": False,
+    "supports_reasoning_effort": False,
+    "supports_string_content": True,
+    "supports_system_role": True,
+    "supports_tool_calls": False,
+    "supports_tools": False,
+    "supports_typed_content": False,
+}
+
+
+async def get_health(request: web.Request) -> web.Response:
+    """`{"status": "ok"}` once the model is loaded."""
+    return json_reply({"status": "ok"})
+
+
+async def get_models(request: web.Request) -> web.Response:
+    """The one model there is."""
+    return json_reply(models_json(service_of(request).engine))
+
+
+async def get_props(request: web.Request) -> web.Response:
+    """Defaults, context size, chat template and switches."""
+    config = request.app[CONFIG]
+    if not config.props_endpoint:
+        raise NotSupported("This server does not support props endpoint. Start it with `--props`")
+    return json_reply(_props_json(service_of(request).engine, config))
+
+
+def _props_json(engine: Engine, config: Config) -> dict[str, Any]:
+    info = engine.info
+    return {
+        "default_generation_settings": {
+            "params": settings_json(DEFAULTS, brief=True),
+            "n_ctx": engine.n_ctx,
+        },
+        "total_slots": engine.n_slots,
+        "model_alias": info.alias,
+        "model_ftype": ftype(info),
+        "model_path": info.path,
+        "modalities": {"vision": False, "video": False, "audio": False},
+        "media_marker": _MEDIA_MARKER,
+        "endpoint_slots": config.slots_endpoint,
+        "endpoint_props": False,
+        "endpoint_metrics": config.metrics_endpoint,
+        "ui": False,
+        "ui_settings": {},
+        "chat_template": info.chat_template,
+        "chat_template_caps": _TEMPLATE_CAPS,
+        "bos_token": info.bos_token,
+        "eos_token": info.eos_token,
+        "build_info": FINGERPRINT,
+        "is_sleeping": False,
+        "cors_proxy_enabled": False,
+    }
+
+
+async def get_slots(request: web.Request) -> web.Response:
+    """The live sequences; never their text."""
+    if not request.app[CONFIG].slots_endpoint:
+        raise NotSupported("This server does not support slots endpoint. Start it with `--slots`")
+    slots = service_of(request).engine.slots()
+    if request.query.get("fail_on_no_slot") and all(slot.is_processing for slot in slots):
+        raise Unavailable("no slot available")
+    return json_reply([_slot_json(slot) for slot in slots])
+
+
+def _slot_json(slot: SlotView) -> dict[str, Any]:
+    out: dict[str, Any] = {
+        "id": slot.id,
+        "n_ctx": slot.n_ctx,
+        "speculative": False,
+        "is_processing": slot.is_processing,
+    }
+    if slot.params is None:
+        return out
+    return out | {
+        "id_task": slot.id_task,
+        "n_prompt_tokens": slot.n_tokens,
+        "n_prompt_tokens_processed": slot.n_prompt_processed,
+        "n_prompt_tokens_cache": slot.n_prompt_cached,
+        "params": settings_json(slot.params, brief=True),
+        "next_token": [
+            {
+                "has_next_token": slot.has_next_token,
+                "has_new_line": slot.has_new_line,
+                "n_remain": slot.n_remain,
+                "n_decoded": slot.n_decoded,
+            }
+        ],
+    }
+
+
+async def get_metrics(request: web.Request) -> web.Response:
+    """Prometheus text."""
+    if not request.app[CONFIG].metrics_endpoint:
+        raise NotSupported(
+            "This server does not support metrics endpoint. Start it with `--metrics`"
+        )
+    service = service_of(request)
+    metrics = request.app[METRICS]
+    stats = await all_stats(service)
+    body = await asyncio.to_thread(metrics.render, stats)
+    reply = web.Response(body=body)
+    reply.headers["Content-Type"] = "text/plain; version=0.0.4"
+    reply.headers["Process-Start-Time-Unix"] = str(metrics.started_unix)
+    return reply
+
+
+async def all_stats(service: Service) -> dict[str, dict[str, Any]]:
+    """Counters and gauges of the engine, the tiers and the store."""
+    return {
+        "engine": service.engine.stats(),
+        "tiers": await asyncio.to_thread(service.tiers.stats),
+        "store": await asyncio.to_thread(service.store.stats),
+    }

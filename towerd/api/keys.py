@@ -1,0 +1,75 @@
+"""What handlers find on the application and on the request."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from aiohttp import web
+
+from towerd.api.limits import Limits
+from towerd.config import Config
+from towerd.engine.base import Engine, Event, GenerateRequest
+from towerd.errors import Unavailable
+from towerd.metrics import Metrics
+from towerd.tenants import Tenant, Tenants
+
+if TYPE_CHECKING:
+    from towerd.store import Store
+
+
+class Runner(Protocol):
+    """`towerd.session.Sessions` as the API sees it."""
+
+    def run(self, request: GenerateRequest) -> AsyncIterator[Event]:
+        """Run one request; the Finish event arrives when its tokens are durable."""
+        ...
+
+
+class HasStats(Protocol):
+    """Something with counters and gauges."""
+
+    def stats(self) -> dict[str, Any]: ...
+
+
+class Service(Protocol):
+    """Everything behind the API, from `towerd.service.open_service`."""
+
+    @property
+    def engine(self) -> Engine: ...
+    @property
+    def sessions(self) -> Runner: ...
+    @property
+    def store(self) -> Store: ...
+    @property
+    def tiers(self) -> HasStats: ...
+
+
+@dataclass(slots=True)
+class Gate:
+    """The one mutable thing on the application: what is loaded and whether we are leaving."""
+
+    service: Service | None = None
+    closing: bool = False
+
+    def open(self) -> Service:
+        """The service. Raises Unavailable while the model loads and during shutdown."""
+        if self.closing:
+            raise Unavailable("The server is shutting down")
+        if self.service is None:
+            raise Unavailable("Loading model")
+        return self.service
+
+
+CONFIG = web.AppKey("config", Config)
+GATE = web.AppKey("gate", Gate)
+LIMITS = web.AppKey("limits", Limits)
+METRICS = web.AppKey("metrics", Metrics)
+TENANTS = web.AppKey("tenants", Tenants)
+TENANT = web.RequestKey("tenant", Tenant)
+
+
+def service_of(request: web.Request) -> Service:
+    """The loaded service; see `Gate.open`."""
+    return request.app[GATE].open()

@@ -1,0 +1,168 @@
+"""What every request passes: accounting, errors, the guard, readiness and the API key."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+from urllib.parse import urlsplit
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from towerd.api.keys import CONFIG, GATE, METRICS, TENANT, TENANTS
+from towerd.api.reply import error_reply, from_http
+from towerd.config import is_loopback
+from towerd.errors import Forbidden, TowerdError
+from towerd.tenants import OWNER
+
+log = logging.getLogger(__name__)
+
+PUBLIC = frozenset(("/health", "/v1/health", "/", "/towerd", "/towerd/"))
+"""Paths that need no key; the page's own files are public as well."""
+PAGE_PREFIX = "/towerd/page/"
+METHODS = "GET, POST, PATCH, DELETE, OPTIONS"
+HEADERS_EXPOSED = "X-Towerd-Reuse, X-Towerd-Session"
+
+
+@web.middleware
+async def account(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Count every request by route and status, and turn every failure into an error reply."""
+    status = 499
+    try:
+        response = await _answer(request, handler)
+        status = response.status
+        return response
+    finally:
+        resource = request.match_info.route.resource
+        route = resource.canonical if resource is not None else "unknown"
+        request.app[METRICS].requests.labels(route, str(status)).inc()
+
+
+async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except TowerdError as error:
+        if error.status >= 500:
+            log.warning("request failed: %s %s: %s", request.method, request.path, error.message)
+        return error_reply(error)
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        allowed = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
+        return error_reply(from_http(error), allowed)
+    except ConnectionError:
+        raise
+    except Exception:
+        log.exception("request failed: %s %s", request.method, request.path)
+        return error_reply(TowerdError("Internal error; the daemon's log has it"))
+
+
+@web.middleware
+async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Refuse web pages of other sites and names that were rebound to this machine; answer
+    preflights. Nothing is ever allowed with credentials."""
+    if not is_owner_socket(request):
+        if not _host_allowed(request):
+            raise Forbidden(f"Host '{request.host[:100]}' is not served here")
+        if not origin_allowed(request):
+            raise Forbidden(
+                "This web page may not call the API; allow its origin with --cors-origins"
+            )
+    if request.method == "OPTIONS":
+        return _preflight(request)
+    return await handler(request)
+
+
+@web.middleware
+async def ready(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """503 until the model is loaded and while the daemon leaves."""
+    if not is_page(request.path):
+        request.app[GATE].open()
+    return await handler(request)
+
+
+@web.middleware
+async def authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Find the tenant of the key. Raises Unauthorized."""
+    if is_owner_socket(request):
+        request[TENANT] = OWNER
+    elif request.path not in PUBLIC and not request.path.startswith(PAGE_PREFIX):
+        headers = request.headers
+        request[TENANT] = request.app[TENANTS].identify(
+            headers.get("Authorization", ""), headers.get("X-Api-Key", "")
+        )
+    return await handler(request)
+
+
+def is_page(path: str) -> bool:
+    """Whether this is the status page or one of its files, which need no model."""
+    return path in ("/", "/towerd", "/towerd/") or path.startswith(PAGE_PREFIX)
+
+
+def is_owner_socket(request: web.Request) -> bool:
+    """Whether the request came over the Unix socket, which only the daemon's owner can open."""
+    if request.transport is None:
+        return False
+    return not isinstance(request.transport.get_extra_info("sockname"), tuple)
+
+
+def _host_allowed(request: web.Request) -> bool:
+    """On loopback a foreign Host means DNS rebinding; elsewhere the key protects."""
+    config = request.app[CONFIG]
+    if not is_loopback(config.host):
+        return True
+    name = _host_name("//" + request.host)
+    return name is not None and (is_loopback(name) or name == config.host)
+
+
+def origin_allowed(request: web.Request) -> bool:
+    """Whether the page that sent the request, if one did, may: this machine's own pages, the
+    server's own, and those of --cors-origins."""
+    origin = request.headers.get("Origin")
+    if origin is None:
+        return True
+    allowed = request.app[CONFIG].cors_origins
+    if "*" in allowed or origin in allowed:
+        return True
+    name = _host_name(origin)
+    if name is None:
+        return False
+    return _is_this_machine(name) or urlsplit(origin).netloc == request.host
+
+
+def _is_this_machine(name: str) -> bool:
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def _host_name(url: str) -> str | None:
+    try:
+        return urlsplit(url).hostname
+    except ValueError:
+        return None
+
+
+def _preflight(request: web.Request) -> web.Response:
+    headers = {"Access-Control-Allow-Methods": METHODS, "Access-Control-Max-Age": "600"}
+    asked = request.headers.get("Access-Control-Request-Headers")
+    if asked:
+        headers["Access-Control-Allow-Headers"] = asked
+    return web.Response(headers=headers)
+
+
+async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    """On every response, streamed ones included: the server's name and the CORS answer."""
+    response.headers["Server"] = "towerd"
+    origin = request.headers.get("Origin")
+    if origin is not None:
+        response.headers["Vary"] = "Origin"
+        if origin_allowed(request):
+            response.headers["Access-Control-Allow-Origin"] = origin
+            response.headers["Access-Control-Expose-Headers"] = HEADERS_EXPOSED
+
+
+MIDDLEWARES = (account, guard, ready, authenticate)

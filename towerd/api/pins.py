@@ -1,0 +1,95 @@
+"""/towerd/v1/pins and /towerd/v1/bases: what is kept from eviction. For the owner only."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from towerd.api import fields
+from towerd.api.body import read_object
+from towerd.api.keys import TENANT, service_of
+from towerd.api.own_segments import PUBLIC, segment_json
+from towerd.api.query import segment_id
+from towerd.api.reply import json_reply
+from towerd.errors import Forbidden, InvalidRequest
+
+if TYPE_CHECKING:
+    from towerd.store import Base, Store
+
+
+def require_admin(request: web.Request) -> None:
+    """Raises Forbidden unless the owner asks: over the Unix socket, or no keys are set."""
+    if not request[TENANT].admin:
+        raise Forbidden("Only the daemon's owner may do this, over its Unix socket")
+
+
+async def list_pins(request: web.Request) -> web.Response:
+    """The pinned segments."""
+    require_admin(request)
+    store = service_of(request).store
+    nodes = await asyncio.to_thread(store.pins)
+    return json_reply({"pins": [segment_json(node, store) for node in nodes]})
+
+
+async def post_pin(request: web.Request) -> web.Response:
+    """Pin a segment and its path, by `segment` id or by `session` (its newest turn)."""
+    require_admin(request)
+    store = service_of(request).store
+    body = await read_object(request)
+    if (body.get("segment") is None) == (body.get("session") is None):
+        raise InvalidRequest("Exactly one of 'segment' and 'session' is required")
+    if body.get("segment") is not None:
+        node_id = fields.integer_in(body, ("segment",), 0, 1, 2**62)
+    else:
+        session = fields.string(body, "session", "")
+        node_id = await asyncio.to_thread(_leaf, store, session)
+    await asyncio.to_thread(store.pin, node_id)
+    node = await asyncio.to_thread(store.node, node_id)
+    return json_reply({"pinned": segment_json(node, store)})
+
+
+def _leaf(store: Store, session: str) -> int:
+    """The segment at which a session's current branch ends. Raises NotFound, InvalidRequest."""
+    current = [turn for turn in store.turns(session) if turn.current]
+    if not current or not current[-1].reply_node:
+        raise InvalidRequest(f"session {session!r} has no stored tokens yet")
+    return current[-1].reply_node
+
+
+async def delete_pin(request: web.Request) -> web.Response:
+    """Unpin a segment."""
+    require_admin(request)
+    store, node_id = service_of(request).store, segment_id(request)
+    await asyncio.to_thread(store.unpin, node_id)
+    return json_reply({"unpinned": node_id})
+
+
+def base_json(base: Base) -> dict[str, Any]:
+    """A precached prompt."""
+    return {
+        "name": base.name,
+        "scope": base.scope,
+        "public": base.scope == PUBLIC,
+        "level": base.level,
+        "segment": base.node,
+        "tokens": base.n_tokens,
+        "digest": base.digest.hex(),
+    }
+
+
+async def list_bases(request: web.Request) -> web.Response:
+    """The precached prompts the caller can use."""
+    tenant = request[TENANT]
+    bases = await asyncio.to_thread(service_of(request).store.bases)
+    shown = [b for b in bases if tenant.admin or b.scope in (tenant.scope, PUBLIC)]
+    return json_reply({"bases": [base_json(base) for base in shown]})
+
+
+async def delete_base(request: web.Request) -> web.Response:
+    """Forget a base's name and pin; `?scope=` (default: public) says whose it is."""
+    require_admin(request)
+    store, name = service_of(request).store, request.match_info["name"]
+    await asyncio.to_thread(store.remove_base, name, request.query.get("scope") or PUBLIC)
+    return json_reply({"deleted": name})

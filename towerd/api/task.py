@@ -1,0 +1,167 @@
+"""A completion request, parsed: what to run and how to answer."""
+
+from __future__ import annotations
+
+import enum
+import secrets
+import string
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from towerd.api import fields
+from towerd.api.chat import chat_fields, render_chat
+from towerd.api.constraint import chat_grammar, native_grammar
+from towerd.api.fields import INT32_MAX, Body
+from towerd.api.limits import Limits
+from towerd.api.models import check_model
+from towerd.api.prompts import tokenize_prompts
+from towerd.api.sampling import SEED_MASK, parse_sampling
+from towerd.config import Config
+from towerd.engine.base import Engine, GenerateRequest, Ids, SamplingParams
+from towerd.errors import ContextExceeded, InvalidRequest
+
+
+class Shape(enum.Enum):
+    """Whose response format the endpoint speaks."""
+
+    NATIVE = "native"
+    COMPLETION = "completion"
+    CHAT = "chat"
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One HTTP completion request: one GenerateRequest per choice, and how to present them."""
+
+    shape: Shape
+    id: str
+    model: str
+    requests: tuple[GenerateRequest, ...]
+    """In the order of their `index`: n for each prompt."""
+    n_per_prompt: int
+    stream: bool = False
+    include_usage: bool = False
+    timings_per_token: bool = False
+    return_tokens: bool = False
+    verbose: bool = False
+    response_fields: tuple[str, ...] = ()
+    ping_s: float | None = None
+    """Seconds of silence before an SSE comment; None: never."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """What the request's headers and key say, as opposed to its body."""
+
+    scope: str
+    session: str | None
+
+
+async def parse_task(
+    body: Body, shape: Shape, caller: Caller, engine: Engine, config: Config, limits: Limits
+) -> Task:
+    """Check and tokenize a request body.
+
+    Raises InvalidRequest, ContextExceeded, NotFound (model), NotSupported."""
+    check_model(body, engine)
+    if shape is Shape.CHAT:
+        body = chat_fields(body)
+        grammar = await chat_grammar(body)
+        prompt: Any = await render_chat(body, engine)
+    else:
+        grammar = await native_grammar(body)
+        if "prompt" not in body:
+            raise InvalidRequest("'prompt' is required")
+        prompt = body["prompt"]
+    sampling = await parse_sampling(body, engine, grammar=grammar, n_probs_max=limits.probs_max)
+    n = fields.integer_in(body, ("n_cmpl", "n"), 1, 1, engine.n_slots)
+    template = _template(body, sampling, caller, config, limits)
+    prompts = await tokenize_prompts(prompt, engine, limits.prompts_max)
+    _check_context(prompts, engine, config)
+    return Task(
+        shape=shape,
+        id="chatcmpl-" + "".join(secrets.choice(_ALPHABET) for _ in range(32)),
+        model=engine.info.alias,
+        requests=tuple(_choice(template, ids, k) for ids in prompts for k in range(n)),
+        n_per_prompt=n,
+        stream=fields.boolean(body, "stream", False),
+        include_usage=fields.boolean(_options(body), "include_usage", False),
+        timings_per_token=fields.boolean(body, "timings_per_token", False),
+        return_tokens=fields.boolean(body, "return_tokens", False),
+        verbose=fields.boolean(body, "verbose", False),
+        response_fields=tuple(fields.strings(body, "response_fields")),
+        ping_s=_ping_s(body, limits),
+    )
+
+
+_ALPHABET = string.ascii_letters + string.digits
+
+
+def _options(body: Body) -> Mapping[str, Any]:
+    return fields.mapping(body, "stream_options")
+
+
+def _ping_s(body: Body, limits: Limits) -> float | None:
+    seconds = fields.integer_in(body, ("sse_ping_interval",), int(limits.ping_s), -1, INT32_MAX)
+    return float(seconds) if seconds > 0 else None
+
+
+def _template(
+    body: Body, sampling: SamplingParams, caller: Caller, config: Config, limits: Limits
+) -> GenerateRequest:
+    """The request without its prompt."""
+    for name in ("n_discard", "n_cache_reuse"):  # checked as llama-server does, used by nothing
+        fields.integer_in(body, (name,), 0, 0, INT32_MAX)
+    n_predict = fields.integer_in(
+        body, ("n_predict", "max_completion_tokens", "max_tokens"), config.n_predict, -1, INT32_MAX
+    )
+    return GenerateRequest(
+        ids=_NO_IDS,
+        sampling=sampling,
+        n_predict=n_predict,
+        stop=_stop(body, limits.stops_max),
+        scope=caller.scope,
+        session=caller.session,
+        cache_prompt=fields.boolean(body, "cache_prompt", True),
+        return_progress=fields.boolean(body, "return_progress", False)
+        and fields.boolean(body, "stream", False),
+        n_keep=fields.integer_in(body, ("n_keep",), 0, -1, INT32_MAX),
+    )
+
+
+_NO_IDS: Ids = np.zeros(0, dtype=np.int32)
+
+
+def _choice(template: GenerateRequest, ids: Ids, k: int) -> GenerateRequest:
+    """The k-th choice of one prompt: as llama-server, a fixed seed is counted up."""
+    sampling = template.sampling
+    if k and sampling.seed != -1:
+        sampling = replace(sampling, seed=(sampling.seed + k) & SEED_MASK)
+    return replace(template, ids=ids, sampling=sampling)
+
+
+def _stop(body: Body, stops_max: int) -> tuple[str, ...]:
+    value = body.get("stop")
+    if value is None:
+        return ()
+    words = [value] if isinstance(value, str) else fields.strings(body, "stop")
+    if len(words) > stops_max:
+        raise InvalidRequest(f"Field 'stop': at most {stops_max} strings are allowed")
+    return tuple(word for word in words if word)
+
+
+def _check_context(prompts: list[Ids], engine: Engine, config: Config) -> None:
+    """Refuse before anything runs; with context shift the engine decides."""
+    if config.context_shift:
+        return
+    for ids in prompts:
+        if len(ids) >= engine.n_ctx:
+            raise ContextExceeded(
+                f"request ({len(ids)} tokens) exceeds the available context size "
+                f"({engine.n_ctx} tokens), try increasing it",
+                n_prompt_tokens=len(ids),
+                n_ctx=engine.n_ctx,
+            )

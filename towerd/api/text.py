@@ -1,0 +1,98 @@
+"""POST /tokenize, /detokenize, /apply-template and the token counter."""
+
+from __future__ import annotations
+
+import codecs
+from typing import Any
+
+import msgspec
+import numpy as np
+from aiohttp import web
+
+from towerd.api import fields
+from towerd.api.body import read_object
+from towerd.api.chat import render_chat
+from towerd.api.keys import service_of
+from towerd.api.off_loop import by_size
+from towerd.api.prompts import checked_ids, tokenize_mixed
+from towerd.api.reply import encode, json_reply
+from towerd.engine.base import Engine, Ids
+from towerd.errors import InvalidRequest
+
+
+async def post_tokenize(request: web.Request) -> web.Response:
+    """Text, or a mix of texts and ids, to ids."""
+    engine = service_of(request).engine
+    body = await read_object(request)
+    if body.get("content") is None:
+        return json_reply({"tokens": []})
+    ids = await tokenize_mixed(
+        body["content"],
+        engine,
+        add_special=fields.boolean(body, "add_special", False),
+        parse_special=fields.boolean(body, "parse_special", True),
+    )
+    with_pieces = fields.boolean(body, "with_pieces", False)
+    return await by_size(len(ids), _tokens_reply, ids, engine if with_pieces else None)
+
+
+def _tokens_reply(ids: Ids, engine: Engine | None) -> web.Response:
+    """The reply for `ids`, with their pieces if there is an engine to ask. Encoded in slices, so
+    that no single step holds the interpreter for long."""
+    slices: list[bytes] = []
+    for start in range(0, len(ids), _SLICE):
+        tokens: list[Any] = ids[start : start + _SLICE].tolist()
+        if engine is not None:
+            pieces = engine.pieces(tokens)
+            tokens = [{"id": i, "piece": _piece(p)} for i, p in zip(tokens, pieces, strict=True)]
+        slices.append(encode(tokens)[1:-1])
+    return json_reply({"tokens": msgspec.Raw(b"[" + b",".join(slices) + b"]")})
+
+
+_SLICE = 4096
+
+
+def _piece(piece: bytes) -> str | list[int]:
+    """Text where the bytes are text, else the bytes."""
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return list(piece)
+
+
+async def post_detokenize(request: web.Request) -> web.Response:
+    """Ids to text."""
+    engine = service_of(request).engine
+    body = await read_object(request)
+    tokens = body.get("tokens")
+    if tokens is None:
+        return json_reply({"content": ""})
+    if not isinstance(tokens, list | np.ndarray):
+        raise fields.wrong_type("tokens", "array", tokens)
+    return json_reply({"content": await by_size(len(tokens), _text, tokens, engine)})
+
+
+def _text(tokens: Any, engine: Engine) -> str:
+    if isinstance(tokens, list) and not all(type(token) is int for token in tokens):
+        raise InvalidRequest("Field 'tokens': must be an array of integers")
+    ids = checked_ids(tokens, engine.info.n_vocab)
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    parts = [
+        decoder.decode(b"".join(engine.pieces(ids[start : start + _SLICE].tolist())))
+        for start in range(0, len(ids), _SLICE)
+    ]
+    return "".join(parts) + decoder.decode(b"", final=True)
+
+
+async def post_apply_template(request: web.Request) -> web.Response:
+    """A chat request to the prompt text that it would be evaluated as."""
+    body = await read_object(request)
+    return json_reply({"prompt": await render_chat(body, service_of(request).engine)})
+
+
+async def post_input_tokens(request: web.Request) -> web.Response:
+    """How many tokens a chat request's prompt has."""
+    engine = service_of(request).engine
+    text = await render_chat(await read_object(request), engine)
+    ids = await engine.tokenize(text, add_special=True, parse_special=True)
+    return json_reply({"input_tokens": len(ids), "object": "response.input_tokens"})

@@ -1,0 +1,228 @@
+"""The web application, and the daemon's life: listen, load, serve, leave."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import signal
+import socket
+import stat
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, suppress
+from pathlib import Path
+
+from aiohttp import web
+
+from towerd.api.keys import CONFIG, GATE, LIMITS, METRICS, TENANTS, Gate, Service
+from towerd.api.limits import Limits
+from towerd.api.middleware import MIDDLEWARES, add_headers
+from towerd.config import Config
+from towerd.errors import ConfigError
+from towerd.metrics import Metrics
+from towerd.routes import add_routes
+from towerd.tenants import Tenants
+
+log = logging.getLogger(__name__)
+
+LAG_PROBE_S = 0.25
+SWITCH_INTERVAL_S = 0.001
+BACKLOG = 512
+
+
+def build_app(
+    config: Config,
+    *,
+    service: Service | None = None,
+    metrics: Metrics | None = None,
+    limits: Limits | None = None,
+) -> web.Application:
+    """The application. Without a `service` every request but the page's gets 503 "Loading
+    model" until `app[GATE].service` is set."""
+    app = web.Application(middlewares=MIDDLEWARES)
+    app[CONFIG] = config
+    app[GATE] = Gate(service)
+    app[LIMITS] = limits or Limits()
+    app[METRICS] = metrics or Metrics()
+    app[TENANTS] = Tenants(config.api_keys)
+    app.cleanup_ctx.append(_watch_loop)
+    app.on_response_prepare.append(add_headers)
+    add_routes(app)
+    return app
+
+
+async def _watch_loop(app: web.Application) -> AsyncIterator[None]:
+    """Observe how late the loop runs a timer."""
+
+    async def probe() -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + LAG_PROBE_S
+            await asyncio.sleep(LAG_PROBE_S)
+            app[METRICS].lag.observe(max(loop.time() - due, 0.0))
+
+    task = asyncio.create_task(probe())
+    yield
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+
+
+def run(config: Config) -> None:
+    """Serve until SIGINT or SIGTERM. Raises ConfigError (the address is taken), ModelError,
+    StoreError; nothing is left running then."""
+    # A worker thread that runs Python gives way to the event loop after this long.
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    asyncio.run(_serve(config))
+
+
+async def _serve(config: Config) -> None:
+    app = build_app(config)
+    limits = app[LIMITS]
+    runner = web.AppRunner(
+        app,
+        access_log=None,
+        handler_cancellation=True,
+        shutdown_timeout=limits.grace_s,
+    )
+    stopping = _stop_event()
+    await runner.setup()
+    bound: Path | None = None
+    try:
+        url = await _listen_tcp(runner, config)
+        bound = await _listen_unix(runner, config.socket)
+        log.info("listening, the model is loading: %s", url)
+        await _serve_until(app, runner, config, stopping, url)
+    finally:
+        await runner.cleanup()
+        if bound is not None:
+            with suppress(OSError):
+                bound.unlink()
+
+
+async def _serve_until(
+    app: web.Application,
+    runner: web.AppRunner,
+    config: Config,
+    stopping: asyncio.Event,
+    url: str,
+) -> None:
+    """Load the model, serve, and leave in order: no new requests, finish or cancel the running
+    ones, then close engine and store."""
+    service = await asyncio.to_thread(_open_service, config)
+    loading = asyncio.ensure_future(service.__aenter__())
+    asked = asyncio.create_task(stopping.wait())
+    try:
+        await asyncio.wait((loading, asked), return_when=asyncio.FIRST_COMPLETED)
+        if not loading.done():
+            log.info("stopping; the model finishes loading first")
+        app[GATE].service = await loading
+    except BaseException:
+        asked.cancel()
+        raise
+    try:
+        if not asked.done():
+            print(
+                f"towerd is ready: {url} (model {app[GATE].open().engine.info.alias})", flush=True
+            )
+        await asked
+        log.info("stopping")
+        app[GATE].closing = True
+        await runner.cleanup()
+    finally:
+        await service.__aexit__(None, None, None)
+
+
+def _open_service(config: Config) -> AbstractAsyncContextManager[Service]:
+    # Imported late: it loads llama.cpp, and /health answers before that.
+    from towerd.service import open_service
+
+    return open_service(config)
+
+
+def _stop_event() -> asyncio.Event:
+    """Set by SIGINT or SIGTERM; the second one ends the process at once."""
+    event = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def stop(number: int) -> None:
+        if event.is_set():
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        event.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop, number)
+    return event
+
+
+async def _listen_tcp(runner: web.AppRunner, config: Config) -> str:
+    """Listen on host:port and return the URL. Raises ConfigError."""
+    host, port = config.host.strip("[]"), config.port
+    site = web.TCPSite(runner, host, port, backlog=BACKLOG)
+    try:
+        await site.start()
+    except OSError as error:
+        raise ConfigError(_why_not(error, host, port)) from error
+    shown = f"[{host}]" if ":" in host else host
+    addresses = [a for a in runner.addresses if isinstance(a, tuple)]
+    return f"http://{shown}:{addresses[0][1]}"
+
+
+def _why_not(error: OSError, host: str, port: int) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return (
+            f"Port {port} on {host} is in use: stop the other program, "
+            "or choose another port with --port."
+        )
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return f"Port {port} on {host} may not be opened by this user: choose one above 1023."
+    return f"Cannot listen on {host} port {port}: {error.strerror or error}."
+
+
+async def _listen_unix(runner: web.AppRunner, path: Path | None) -> Path | None:
+    """Listen on the Unix socket, which only this user may open; returns what was bound.
+
+    Raises ConfigError."""
+    if path is None:
+        return None
+    try:
+        sock = await asyncio.to_thread(_bind_unix, path)
+    except OSError as error:
+        raise ConfigError(
+            f"Cannot listen on the socket {path}: {error.strerror or error}. "
+            "Give another with --socket."
+        ) from error
+    await web.SockSite(runner, sock, backlog=BACKLOG).start()
+    return path
+
+
+def _bind_unix(path: Path) -> socket.socket:
+    """A socket bound under a private name and renamed into place: it never exists with more
+    rights than 0600, and a live daemon's socket is never taken over."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if path.exists():
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise FileExistsError(errno.EEXIST, "a file of another kind has this name")
+        with socket.socket(socket.AF_UNIX) as probe:
+            if probe.connect_ex(str(path)) == 0:
+                raise OSError(errno.EADDRINUSE, "another daemon is listening there")
+    temporary = path.with_name(f".{os.getpid()}.sock")
+    temporary.unlink(missing_ok=True)
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        old = os.umask(0o177)
+        try:
+            sock.bind(str(temporary))
+        finally:
+            os.umask(old)
+        os.chmod(temporary, 0o600)
+        os.replace(temporary, path)
+    except BaseException:
+        sock.close()
+        temporary.unlink(missing_ok=True)
+        raise
+    sock.setblocking(False)
+    return sock

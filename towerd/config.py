@@ -1,0 +1,333 @@
+"""Every choice a person has about a running daemon, in one frozen value.
+
+Flags beat TOWERD_* variables, those beat towerd.toml, that beats the defaults seen here. What the
+bytes of a stored segment depend on is not here: that is `towerd.slots.fingerprint`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import os
+import shutil
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from towerd import paths
+from towerd.errors import ConfigError
+from towerd.settings import Kind, Setting, keys_from
+
+CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
+UNQUANTIZED = ("f32", "f16", "bf16")
+ENV_PREFIX = "TOWERD_"
+ENV_OTHER = ("TOWERD_CONFIG", "TOWERD_KERNELS")
+"""Variables that are ours but not settings: the path of towerd.toml, the kernels to force."""
+ENV_TEST_PREFIX = "TOWERD_TEST_"
+SOCKET_PATH_BYTES_MAX = 103
+"""What sun_path holds on macOS; Linux allows four more."""
+WARM_BYTES_MAX = 32 * 2**30
+KEY_FILE_BYTES_MAX = 2**20
+
+
+def _set(
+    default: Any,
+    kind: Kind,
+    flags: str,
+    help: str,
+    *,
+    off: str = "",
+    low: float | None = None,
+    high: float | None = None,
+    choices: tuple[str, ...] = (),
+    auto: str = "",
+) -> Any:
+    """A Config field; `flags` and `off` are space-separated spellings."""
+    spec = Setting(kind, help, tuple(flags.split()), tuple(off.split()), low, high, choices, auto)
+    return field(default=default, repr=kind != "keys", metadata={"setting": spec})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """Settings of one daemon. Where a default is worked out at start (`auto`), construction does
+    it, so that readers only see the figure in force. Raises ConfigError.
+    """
+
+    # fmt: off
+    host: str = _set("127.0.0.1", "text", "--host",
+        "Address to listen on. Beyond loopback an API key is required.")
+    port: int = _set(8080, "int", "--port",
+        "TCP port to listen on; 0 takes a free one.", low=0, high=65535)
+    socket: Path | None = _set(None, "path", "--socket",
+        "Unix socket to listen on as well; towerctl uses it.",
+        auto="towerd/towerd.sock in the user's runtime directory")
+    model: Path | None = _set(None, "path", "--model -m",
+        "GGUF to serve: a path, or a file name in the models directory.",
+        auto="the bundled model")
+    alias: str | None = _set(None, "text", "--alias -a",
+        "Name of the model for clients.", auto="its file name")
+    store_dir: Path = _set(None, "path", "--store-dir",
+        "Directory of the store; one daemon at a time.", auto="store in the user's data directory")
+    api_keys: tuple[tuple[str, str], ...] = _set((), "keys", "--api-key",
+        "Key that clients must present, or tenant:key; repeatable, or separated by commas.")
+    api_key_file: Path | None = _set(None, "path", "--api-key-file",
+        "File with one key, or tenant:key, a line.")
+    ctx_size: int = _set(0, "int", "--ctx-size -c",
+        "Tokens that one conversation may hold.", low=0, high=2**31 - 1,
+        auto="what the model was trained for, up to 32768")
+    live_tokens: int = _set(0, "size", "--live-tokens",
+        "Tokens that the live context holds for all conversations together.", low=0,
+        high=2**31 - 1, auto="up to four times ctx-size, as memory allows")
+    parallel: int = _set(8, "int", "--parallel -np",
+        "Requests that are evaluated at once.", low=1, high=128)
+    live_sequences: int = _set(64, "int", "--live-sequences",
+        "Conversations that stay in the live context; at least parallel.", low=1, high=255)
+    batch_size: int = _set(512, "int", "--batch-size -b",
+        "Prompt tokens evaluated before running streams get their next turn.", low=1, high=2**20)
+    ubatch_size: int = _set(512, "int", "--ubatch-size -ub",
+        "Tokens in one computation; at most batch-size counts.", low=1, high=2**20)
+    threads: int = _set(0, "int", "--threads -t",
+        "CPU threads for generating.", low=0, high=1024, auto="one per physical core")
+    threads_batch: int = _set(0, "int", "--threads-batch -tb",
+        "CPU threads for prompts.", low=0, high=1024, auto="as many as threads")
+    cache_type_k: str = _set("f16", "text", "--cache-type-k -ctk",
+        "Type of the cached keys.", choices=CACHE_TYPES)
+    cache_type_v: str = _set("f16", "text", "--cache-type-v -ctv",
+        "Type of the cached values; a quantized one needs flash attention.", choices=CACHE_TYPES)
+    flash_attn: str = _set("auto", "text", "--flash-attn -fa",
+        "Flash attention.", choices=("auto", "on", "off"))
+    gpu_layers: int = _set(-1, "int", "--gpu-layers -ngl",
+        "Layers to put on the GPU, in a build that has one; -1 puts all.", low=-1, high=10000)
+    mmap: bool = _set(True, "bool", "--mmap",
+        "Map the model file instead of reading it.", off="--no-mmap")
+    mlock: bool = _set(False, "bool", "--mlock",
+        "Keep the model in memory, never swapped.", off="--no-mlock")
+    rope_freq_base: float = _set(0.0, "float", "--rope-freq-base",
+        "RoPE base frequency.", low=0, auto="from the model")
+    rope_freq_scale: float = _set(0.0, "float", "--rope-freq-scale",
+        "RoPE frequency factor; 1/N stretches the context N-fold.", low=0, auto="from the model")
+    hot_bytes: int = _set(-1, "size", "--hot-bytes",
+        "RAM for conversations that are not live.", low=-1, auto="an eighth of the RAM")
+    warm_bytes: int = _set(-1, "size", "--warm-bytes",
+        "Disk for the attention state of conversations.", low=-1,
+        auto="32 GiB, but at most half of what is free")
+    policy: str = _set("lru", "text", "--policy",
+        "What leaves a full tier first.", choices=("lru",))
+    context_shift: bool = _set(False, "bool", "--context-shift",
+        "Drop the oldest turns of a chat that outgrows its context, instead of an error.",
+        off="--no-context-shift")
+    n_predict: int = _set(-1, "int", "--n-predict -n",
+        "Tokens generated when a request does not say; -1: until the model ends.", low=-1,
+        high=2**31 - 1)
+    chat_template: str | None = _set(None, "text", "--chat-template",
+        "Jinja chat template to use.", auto="the model's own")
+    chat_template_file: Path | None = _set(None, "path", "--chat-template-file",
+        "File with the Jinja chat template to use.")
+    slots_endpoint: bool = _set(True, "bool", "--slots",
+        "Serve GET /slots.", off="--no-slots")
+    metrics_endpoint: bool = _set(True, "bool", "--metrics",
+        "Serve GET /metrics.", off="--no-metrics")
+    props_endpoint: bool = _set(True, "bool", "--props",
+        "Serve GET /props.", off="--no-props")
+    cors_origins: tuple[str, ...] = _set((), "list", "--cors-origins",
+        "Origins whose web pages may call the API besides this machine's own; * is any.")
+    request_bytes_max: int = _set(64 * 2**20, "size", "--request-bytes-max",
+        "Largest request body.", low=1024, high=2**31)
+    queue_max: int = _set(256, "int", "--queue-max",
+        "Requests that may wait; more are answered 503.", low=0, high=2**20)
+    log_level: str = _set("info", "text", "--log-level",
+        "How much to log.", choices=("debug", "info", "warning", "error"))
+    log_format: str = _set("text", "text", "--log-format",
+        "Lines for people, or one JSON object a line.", choices=("text", "json"))
+    # fmt: on
+
+    def __post_init__(self) -> None:
+        self._resolve()
+        for name, spec in settings().items():
+            value = getattr(self, name)
+            if value is not None:
+                spec.check(value, name)
+        self._check_together()
+
+    def chat_template_source(self) -> str | None:
+        """The chat template that was set, read from its file if need be; None: the model's own.
+        Raises ConfigError if the file cannot be read."""
+        if self.chat_template_file is None:
+            return self.chat_template
+        try:
+            return self.chat_template_file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"Cannot read the chat template {self.chat_template_file}: {error}."
+            ) from error
+
+    def _resolve(self) -> None:
+        """Replace what stands for "auto" by the figure in force."""
+        auto: dict[str, Any] = {}
+        if self.store_dir is None:
+            auto["store_dir"] = paths.store_dir()
+        if self.socket is None:
+            auto["socket"] = paths.runtime_socket()
+        if self.threads == 0:
+            auto["threads"] = _physical_cores()
+        if self.threads_batch == 0:
+            auto["threads_batch"] = auto.get("threads", self.threads)
+        if self.hot_bytes == -1:
+            auto["hot_bytes"] = psutil.virtual_memory().total // 8
+        if self.warm_bytes == -1:
+            free = _free_bytes(auto.get("store_dir", self.store_dir))
+            auto["warm_bytes"] = min(WARM_BYTES_MAX, free // 2)
+        for name, value in auto.items():
+            object.__setattr__(self, name, value)
+
+    def _check_together(self) -> None:
+        """What no field can say alone."""
+        if not self.api_keys and not is_loopback(self.host):
+            raise ConfigError(
+                f"Listening on {self.host} lets other machines in: set a key with --api-key or "
+                "--api-key-file, or listen on 127.0.0.1."
+            )
+        if self.live_sequences < self.parallel:
+            raise ConfigError(
+                f"live_sequences {self.live_sequences} is less than parallel {self.parallel}: "
+                "every running request needs a live sequence."
+            )
+        if self.flash_attn == "off" and self.cache_type_v not in UNQUANTIZED:
+            raise ConfigError(
+                f"cache_type_v {self.cache_type_v} needs flash attention: leave flash_attn at auto."
+            )
+        if self.chat_template is not None and self.chat_template_file is not None:
+            raise ConfigError("Set chat_template or chat_template_file, not both.")
+        if self.socket is not None and len(os.fsencode(self.socket)) > SOCKET_PATH_BYTES_MAX:
+            raise ConfigError(
+                f"The socket path {self.socket} is longer than {SOCKET_PATH_BYTES_MAX} bytes: "
+                "give a shorter one with --socket."
+            )
+
+
+def settings() -> dict[str, Setting]:
+    """Field name -> what people can set about it, in the order of the class."""
+    return {item.name: item.metadata["setting"] for item in fields(Config)}
+
+
+def defaults() -> dict[str, Any]:
+    """Field name -> the default as written in the class, before "auto" is worked out."""
+    return {item.name: item.default for item in fields(Config)}
+
+
+def load(
+    flags: Mapping[str, Any],
+    env: Mapping[str, str] | None = None,
+    toml_path: Path | None = None,
+) -> Config:
+    """The Config of flags (field name -> text or value, None: not given), variables and file.
+
+    `env` None is the process's own environment. `toml_path` None is $TOWERD_CONFIG, else the
+    user's towerd.toml if there is one; a path that was asked for must exist. Raises ConfigError
+    that names the key, the place and the nearest known key.
+    """
+    env = os.environ if env is None else env
+    if toml_path is None and env.get("TOWERD_CONFIG"):
+        toml_path = Path(env["TOWERD_CONFIG"]).expanduser()
+    values = _from_toml(toml_path)
+    values |= _from_env(env)
+    values |= _from_flags(flags)
+    if values.get("api_key_file") is not None:
+        keys = values.get("api_keys", ()) + _read_keys(values["api_key_file"])
+        values["api_keys"] = keys_from((f"{tenant}:{key}" for key, tenant in keys), "The keys")
+    return Config(**values)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _from_toml(path: Path | None) -> dict[str, Any]:
+    wanted = path is not None
+    path = paths.config_file() if path is None else path
+    try:
+        table = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        if wanted:
+            raise ConfigError(f"The settings file {path} does not exist.") from None
+        return {}
+    except OSError as error:
+        raise ConfigError(f"Cannot read {path}: {error.strerror}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}.") from error
+    known = settings()
+    for key in table:
+        if key not in known:
+            raise _unknown(key, str(path), known)
+    return {key: known[key].parse(raw, f"{key} in {path}") for key, raw in table.items()}
+
+
+def _from_env(env: Mapping[str, str]) -> dict[str, Any]:
+    known = {ENV_PREFIX + name.upper(): name for name in settings()}
+    values: dict[str, Any] = {}
+    for variable, raw in env.items():
+        if not variable.startswith(ENV_PREFIX) or variable.startswith(ENV_TEST_PREFIX):
+            continue
+        if variable in ENV_OTHER:
+            continue
+        if variable not in known:
+            raise _unknown(variable, "the environment", known)
+        values[known[variable]] = settings()[known[variable]].parse(raw, variable)
+    return values
+
+
+def _from_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
+    known = settings()
+    values: dict[str, Any] = {}
+    for name, raw in flags.items():
+        if name not in known:
+            raise _unknown(name, "the command line", known)
+        if raw is not None and raw != ():
+            values[name] = known[name].parse(raw, known[name].flags[0])
+    return values
+
+
+def _unknown(key: str, place: str, known: Iterable[str]) -> ConfigError:
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    hint = f": did you mean {near[0]}?" if near else "."
+    return ConfigError(f"Unknown setting {key} in {place}{hint}")
+
+
+def _read_keys(path: Path) -> tuple[tuple[str, str], ...]:
+    try:
+        with path.open(encoding="utf-8") as file:
+            text = file.read(KEY_FILE_BYTES_MAX + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"Cannot read the key file {path}: {error}.") from error
+    if len(text) > KEY_FILE_BYTES_MAX:
+        raise ConfigError(f"The key file {path} is larger than {KEY_FILE_BYTES_MAX} bytes.")
+    keys = keys_from(text.splitlines(), str(path))
+    if not keys:
+        raise ConfigError(f"The key file {path} has no key in it.")
+    return keys
+
+
+def _physical_cores() -> int:
+    """Physical cores, or fewer if this process is kept to some (containers, taskset)."""
+    cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = min(cores, len(os.sched_getaffinity(0)))
+    return max(1, cores)
+
+
+def _free_bytes(path: Path) -> int:
+    """Free bytes on the disk that holds `path` or will."""
+    for folder in (path, *path.absolute().parents):
+        if folder.exists():
+            return shutil.disk_usage(folder).free
+    return 0

@@ -1,0 +1,284 @@
+"""The engine protocol: what a request is, what comes back, what an engine can do.
+
+Everything above an engine (sessions, API, CLI) speaks only these types. Token ids travel as
+one-dimensional int32 arrays (`Ids`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from towerd.slots.fingerprint import Fingerprint
+
+Ids: TypeAlias = npt.NDArray[np.int32]
+
+DEFAULT_SAMPLERS = (
+    "penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """llama-server's sampling fields under their own names and with their own defaults."""
+
+    seed: int = -1
+    temperature: float = 0.8
+    dynatemp_range: float = 0.0
+    dynatemp_exponent: float = 1.0
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    top_n_sigma: float = -1.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    typical_p: float = 1.0
+    repeat_last_n: int = 64
+    repeat_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
+    mirostat: int = 0
+    mirostat_tau: float = 5.0
+    mirostat_eta: float = 0.1
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, added logit); -inf forbids the token."""
+    grammar: str = ""
+    """GBNF; a json_schema is converted to it by the API before it gets here."""
+    samplers: tuple[str, ...] = DEFAULT_SAMPLERS
+    min_keep: int = 0
+    ignore_eos: bool = False
+    n_probs: int = 0
+    """How many alternatives to report per token; 0 reports none."""
+    post_sampling_probs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One completion of one prompt."""
+
+    ids: Ids
+    """The whole prompt, at least one token, special tokens already in place."""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    n_predict: int = -1
+    """Tokens to generate; -1: until EOG or the context is full; 0: only evaluate the prompt."""
+    stop: tuple[str, ...] = ()
+    scope: str = "local"
+    """Tenant scope; comes from the authenticated key, never from the body."""
+    session: str | None = None
+    """The client's X-Towerd-Session, or None: recognised by token prefix."""
+    cache_prompt: bool = True
+    return_progress: bool = False
+    n_keep: int = 0
+    """Prompt tokens to keep at a context shift; -1: all of them (llama-server's meaning)."""
+    precache: str | None = None
+    """Name of a base when this evaluates a precached prompt: stored, pinned, no session."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenProb:
+    """One candidate: id, its bytes, natural-log probability."""
+
+    id: int
+    piece: bytes
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenProbs:
+    """The sampled token and its `n_probs` most likely alternatives, best first."""
+
+    chosen: TokenProb
+    top: tuple[TokenProb, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Prompt evaluation so far, as llama-server's `prompt_progress`."""
+
+    total: int
+    cache: int
+    processed: int
+    time_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Newly certain text. `ids` are the tokens generated since the last Piece (maybe none of
+    their text is certain yet, so `text` can be empty)."""
+
+    text: str
+    ids: tuple[int, ...]
+    probs: tuple[TokenProbs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """llama-server's `timings`, before its derived per-token and per-second figures."""
+
+    cache_n: int
+    prompt_n: int
+    prompt_ms: float
+    predicted_n: int
+    predicted_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """Where the prompt's tokens came from; the four add up to the prompt's length."""
+
+    live: int = 0
+    hot: int = 0
+    warm: int = 0
+    prefill: int = 0
+
+    def header(self) -> str:
+        """The value of X-Towerd-Reuse."""
+        return f"live={self.live},hot={self.hot},warm={self.warm},prefill={self.prefill}"
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """Yielded once, before the first Piece: the prompt is evaluated, the first token is next."""
+
+    reuse: Reuse
+    n_prompt: int
+    prompt_ms: float = 0.0
+    """Time spent evaluating the prompt, as the final `Timings.prompt_ms`."""
+
+
+StopType: TypeAlias = Literal["eos", "word", "limit", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The last event. When it reaches the API the tokens are durable."""
+
+    stop: StopType
+    stopping_word: str
+    ids: tuple[int, ...]
+    """Every generated token whose text was sent (EOG included, a stop string's tokens not)."""
+    n_cached: int
+    """Of prompt + `ids`, how many leading tokens have their rows in the live context."""
+    timings: Timings
+    reuse: Reuse
+    truncated: bool = False
+    """The prompt was shortened by a context shift."""
+    session: str = ""
+    """The session it was recorded under; filled in by `towerd.session`."""
+
+
+Event: TypeAlias = Progress | Started | Piece | Finish
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What a client may ask about the model (the source of /props and /v1/models)."""
+
+    path: str
+    alias: str
+    description: str
+    n_vocab: int
+    n_ctx_train: int
+    n_embd: int
+    n_params: int
+    size_bytes: int
+    vocab_type: int
+    bos_token: str
+    eos_token: str
+    chat_template: str
+    fingerprint: Fingerprint
+    kv_bytes_per_token: int
+    metadata: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotView:
+    """One live sequence, as GET /slots shows it."""
+
+    id: int
+    n_ctx: int
+    is_processing: bool
+    session: str | None
+    n_tokens: int
+    n_decoded: int
+    params: SamplingParams | None
+    id_task: int = -1
+    """Which request it last ran, counted from 0; -1: none yet."""
+    n_prompt_processed: int = 0
+    n_prompt_cached: int = 0
+    n_remain: int = -1
+    has_next_token: bool = False
+    has_new_line: bool = False
+
+
+class Generation(Protocol):
+    """A running request. Iterate it to its Finish, or `cancel`; then always `release`."""
+
+    def __aiter__(self) -> AsyncIterator[Event]:
+        """Its events, ending with Finish. Raises TowerdError when it failed."""
+        ...
+
+    async def cancel(self) -> Finish | None:
+        """End it now: the Finish of what was generated, None if it had ended or failed."""
+        ...
+
+    def release(self) -> None:
+        """Its tokens are recorded: the engine may export, share or evict its live rows."""
+        ...
+
+
+class Engine(Protocol):
+    """A model that can be asked. All methods are called on the event loop and never block it."""
+
+    name: str
+    """`embedded` or `llama-server`."""
+    info: ModelInfo
+    n_ctx: int
+    """Tokens one sequence may hold."""
+    n_slots: int
+    """Sequences that may run at once."""
+
+    def generate(self, request: GenerateRequest) -> Generation:
+        """Queue one request.
+
+        Raises ContextExceeded, InvalidRequest (bad grammar), Unavailable (queue full, shutting
+        down), TowerdError (decode failed)."""
+        ...
+
+    async def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> Ids:
+        """Text to ids, off the loop."""
+        ...
+
+    async def detokenize(self, ids: Sequence[int]) -> bytes:
+        """Ids to bytes (special tokens as text), off the loop."""
+        ...
+
+    async def apply_template(self, body: Mapping[str, Any]) -> str:
+        """A chat request body (`messages`, `add_generation_prompt`, `chat_template_kwargs`...)
+        to the prompt text. Raises InvalidRequest."""
+        ...
+
+    def pieces(self, ids: Sequence[int]) -> list[bytes]:
+        """The bytes of each token; a table look-up."""
+        ...
+
+    def slots(self) -> list[SlotView]:
+        """A snapshot of the live sequences."""
+        ...
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and gauges for /metrics and /towerd/v1/stats."""
+        ...
+
+    async def close(self) -> None:
+        """Finish or cancel what runs, write what is not stored yet, free the model."""
+        ...

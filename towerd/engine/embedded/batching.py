@@ -1,0 +1,66 @@
+"""What goes into the next batch: every running stream's token first, then prompt chunks.
+
+A prompt chunk delays the running streams by its own compute time, so while streams run its size
+follows from the measured prefill speed and a time bound; alone, a prompt gets whole batches.
+"""
+
+from __future__ import annotations
+
+from towerd.engine.embedded.context import LlamaContext
+from towerd.engine.embedded.job import Job, Phase
+
+CHUNK_MS_MAX = 250.0
+"""How long one prompt chunk may hold up the streams that run beside it."""
+_CHUNK_TOKENS_MIN = 16
+
+
+class Batching:
+    """Fills the context's batch from the active jobs."""
+
+    def __init__(self, context: LlamaContext) -> None:
+        self._batch = context.batch
+        self._tokens_max = len(context.batch.token)
+        self._prefill_token_s = 0.0
+
+    def fill(self, active: list[Job]) -> list[Job]:
+        """Put the next step into the batch; returns the jobs that take part.
+
+        Sets `n_in_batch` and `logits_index` (-1: no logits asked) of each."""
+        self._batch.clear()
+        streams = [j for j in active if j.phase is Phase.DECODE][: self._tokens_max]
+        for job in streams:
+            self._add(job, 1)
+        prompts = [j for j in active if j.phase is Phase.PREFILL]
+        budget = self._tokens_max - len(streams)
+        if streams:
+            budget = min(budget, self._chunk_tokens())
+        # Shortest first: an even share each, and what a short prompt leaves over goes on.
+        prompts.sort(key=lambda j: j.n_to_evaluate)
+        taken = []
+        for i, job in enumerate(prompts):
+            share = min(job.n_to_evaluate, budget // (len(prompts) - i))
+            if share > 0:
+                self._add(job, share)
+                taken.append(job)
+                budget -= share
+        return streams + taken
+
+    def learn(self, n_tokens: int, seconds: float) -> None:
+        """Keep a running estimate of the prefill time of one token."""
+        if n_tokens >= _CHUNK_TOKENS_MIN:
+            sample = seconds / n_tokens
+            previous = self._prefill_token_s or sample
+            self._prefill_token_s = 0.7 * previous + 0.3 * sample
+
+    def _chunk_tokens(self) -> int:
+        if not self._prefill_token_s:
+            return 4 * _CHUNK_TOKENS_MIN
+        return max(_CHUNK_TOKENS_MIN, int(CHUNK_MS_MAX / 1e3 / self._prefill_token_s))
+
+    def _add(self, job: Job, n: int) -> None:
+        assert job.seq is not None
+        start = job.seq.n
+        last = start + n == job.n
+        index = self._batch.add(job.ids[start : start + n], start, job.seq.id, logits_last=last)
+        job.n_in_batch = n
+        job.logits_index = index if last else -1

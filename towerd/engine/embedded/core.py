@@ -1,0 +1,210 @@
+"""Start-up of the embedded engine: load, size the context, prove the state format, fingerprint.
+
+Everything here runs once, on a worker thread, before the first request.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from towerd.config import Config
+from towerd.engine.base import ModelInfo
+from towerd.engine.embedded.context import LlamaContext
+from towerd.engine.embedded.model import LlamaModel, hash_file
+from towerd.engine.embedded.vocab import Vocab
+from towerd.errors import ConfigError, ModelError
+from towerd.kernels.formats import BY_NAME
+from towerd.models.bundled import find_model
+from towerd.slots.blob import parse_blob
+from towerd.slots.errors import StateError
+from towerd.slots.fingerprint import Fingerprint
+from towerd.slots.layout import KVLayout, Plane
+from towerd.slots.selftest import self_test
+from towerd.store import Catalog
+
+log = logging.getLogger(__name__)
+
+N_CTX_DEFAULT_MAX = 32768
+_SEQS_MAX = 256  # LLAMA_MAX_SEQ
+_CELLS_ROUND = 256
+_LIVE_RAM_SHARE = 8
+"""The default live context takes at most one part in this many of RAM."""
+
+
+@dataclass(frozen=True, slots=True)
+class Core:
+    """A loaded model with its context, checked and ready to be scheduled."""
+
+    model: LlamaModel
+    context: LlamaContext
+    vocab: Vocab
+    info: ModelInfo
+    n_ctx: int
+    can_slice: bool
+    why_not_sliceable: str
+
+    @property
+    def layout(self) -> KVLayout:
+        return self.info.fingerprint.layout
+
+    def close(self) -> None:
+        self.context.close()
+        self.model.close()
+
+
+def load_core(config: Config, catalog: Catalog) -> Core:
+    """Load `config.model` (or the bundled one); `catalog` remembers the file's hash.
+
+    Raises ModelError, ConfigError (sizes that cannot be had), StateError never: a state format
+    that fails the self-test is a ModelError that names the version."""
+    model = LlamaModel(find_model(config.model), config)
+    try:
+        n_ctx, n_cells = _sizes(model, config)
+        n_seqs = min(_SEQS_MAX, config.live_sequences + 1)
+        context = LlamaContext(model, config, n_cells=n_cells, n_seqs=n_seqs)
+    except Exception:
+        model.close()
+        raise
+    try:
+        vocab = Vocab(model.ptr)
+        why = model.why_not_sliceable()
+        if why:
+            log.warning("stored reuse is off for this model", extra={"reason": why})
+            layout = _declared_layout(model, config)
+        else:
+            layout = _probe(context)
+        info = _info(model, vocab, config, layout, context.n_cells, catalog)
+    except Exception:
+        context.close()
+        model.close()
+        raise
+    return Core(model, context, vocab, info, n_ctx, not why, why)
+
+
+def _sizes(model: LlamaModel, config: Config) -> tuple[int, int]:
+    """(tokens per sequence, cells of the context)."""
+    n_ctx = config.ctx_size or min(model.n_ctx_train, N_CTX_DEFAULT_MAX)
+    layout = _declared_layout(model, config)
+    if config.live_tokens:
+        n_cells = config.live_tokens
+    else:
+        affordable = psutil.virtual_memory().total // _LIVE_RAM_SHARE // layout.token_bytes
+        n_cells = max(n_ctx, min(4 * n_ctx, affordable))
+    if n_cells < n_ctx:
+        raise ConfigError(
+            f"--live-tokens {n_cells} is less than --ctx-size {n_ctx}; "
+            "one full conversation has to fit the live context."
+        )
+    return n_ctx, -(-n_cells // _CELLS_ROUND) * _CELLS_ROUND
+
+
+def _declared_layout(model: LlamaModel, config: Config) -> KVLayout:
+    """The layout that the metadata promises; only the probe knows the real one."""
+    n_head = int(model.key("attention.head_count", "1").strip("[]").split(",")[0])
+    n_embd = int(model.key("embedding_length", "0"))
+    head_k = int(model.key("attention.key_length", str(n_embd // max(1, n_head))))
+    head_v = int(model.key("attention.value_length", str(head_k)))
+    n_kv = int(model.key("attention.head_count_kv", str(n_head)).strip("[]").split(",")[0]) or 1
+    n_layer = int(model.key("block_count", "1"))
+    k, v = BY_NAME[config.cache_type_k], BY_NAME[config.cache_type_v]
+    try:
+        k_plane = Plane(k.ggml_type, k.row_bytes(n_kv * head_k))
+        v_plane = Plane(v.ggml_type, v.row_bytes(n_kv * head_v))
+    except (StateError, ValueError) as error:
+        raise ConfigError(f"Cache types {k.name}/{v.name} do not fit this model: {error}.") from error
+    return KVLayout((k_plane,) * n_layer, (v_plane,) * n_layer)
+
+
+def _probe(context: LlamaContext) -> KVLayout:
+    """Decode two tokens, read their state both ways, and check our reading byte for byte.
+
+    Raises ModelError when this llama.cpp writes another format: then nothing may be stored."""
+    seq, ids = context.n_seqs - 1, np.array([0, 0], np.int32)
+    context.batch.add(ids, 0, seq, logits_last=True)
+    context.decode()
+    blob = context.get_state(seq)
+    handle, name = tempfile.mkstemp(suffix=".slot")
+    os.close(handle)
+    try:
+        context.save_file(seq, name, ids)
+        saved = Path(name).read_bytes()
+    finally:
+        os.unlink(name)
+    context.seq_rm(seq)
+    try:
+        layout = parse_blob(blob).rows.layout
+        self_test(blob, [0, 1], layout, slot_file=saved)
+    except StateError as error:
+        raise ModelError(f"{error}; install the llama-cpp-python version that towerd names.") from error
+    return layout
+
+
+def _info(
+    model: LlamaModel,
+    vocab: Vocab,
+    config: Config,
+    layout: KVLayout,
+    n_cells: int,
+    catalog: Catalog,
+) -> ModelInfo:
+    rotated = os.environ.get("LLAMA_ATTN_ROT_DISABLE", "0") in ("", "0")
+    n_head_kv = int(model.key("attention.head_count_kv", "1").strip("[]").split(",")[0]) or 1
+    fingerprint = Fingerprint(
+        model_hash=_model_hash(model.path, catalog),
+        arch=model.arch,
+        tokenizer=_tokenizer_hash(vocab),
+        rope=model.rope(config),
+        lora=(),
+        layout=layout,
+        rot_k=rotated and _is_rotated(layout.k[0], n_head_kv),
+        rot_v=rotated and bool(layout.v) and _is_rotated(layout.v[0], n_head_kv),
+        long_context=model.is_long_context(n_cells),
+    )
+    return ModelInfo(
+        path=str(model.path),
+        alias=config.alias or model.path.name,
+        description=model.description(),
+        n_vocab=vocab.n_vocab,
+        n_ctx_train=model.n_ctx_train,
+        n_embd=model.n_embd,
+        n_params=model.n_params,
+        size_bytes=model.size_bytes,
+        vocab_type=vocab.vocab_type,
+        bos_token=vocab.bos_text,
+        eos_token=vocab.eos_text,
+        chat_template=model.metadata.get("tokenizer.chat_template", ""),
+        fingerprint=fingerprint,
+        kv_bytes_per_token=layout.token_bytes,
+        metadata=model.metadata,
+    )
+
+
+def _is_rotated(plane: Plane, n_head_kv: int) -> bool:
+    """llama.cpp rotates quantized rows whose head size is a multiple of 64."""
+    return plane.format.is_quantized and (plane.n_elements // n_head_kv) % 64 == 0
+
+
+def _tokenizer_hash(vocab: Vocab) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for piece in vocab.pieces:
+        digest.update(len(piece).to_bytes(4, "little") + piece)
+    return digest.hexdigest()
+
+
+def _model_hash(path: Path, catalog: Catalog) -> str:
+    """The file's hash, remembered in the catalog by (device, inode, size, mtime)."""
+    stat = path.stat()
+    key = f"model_hash:{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}"
+    known = catalog.get_meta(key)
+    if known is None:
+        known = hash_file(path)
+        catalog.set_meta(key, known)
+    return known

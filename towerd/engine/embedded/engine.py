@@ -1,0 +1,196 @@
+"""The embedded engine: the asyncio face of the inference thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from towerd.config import Config
+from towerd.engine.base import Event, Finish, GenerateRequest, Ids, SlotView
+from towerd.engine.embedded.core import Core
+from towerd.engine.embedded.job import Job
+from towerd.engine.embedded.materialise import Materialiser
+from towerd.engine.embedded.pool import LivePool
+from towerd.engine.embedded.scheduler import Scheduler, check_fits
+from towerd.engine.embedded.shift import shift_ids
+from towerd.engine.embedded.template import ChatTemplate
+from towerd.errors import InvalidRequest, TowerdError
+from towerd.tiers.manager import Tiers
+
+
+class EmbeddedGeneration:
+    """Events of one running request. See `towerd.engine.base.Generation`."""
+
+    def __init__(self, scheduler: Scheduler, loop: asyncio.AbstractEventLoop) -> None:
+        self.events: asyncio.Queue[Event | TowerdError] = asyncio.Queue()
+        self.loop = loop
+        self.job: Job | None = None
+        self._scheduler = scheduler
+        self._ended = False
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        while not self._ended:
+            event = await self.events.get()
+            if isinstance(event, TowerdError):
+                self._ended = True
+                raise event
+            self._ended = isinstance(event, Finish)
+            yield event
+
+    async def cancel(self) -> Finish | None:
+        assert self.job is not None
+        if self._ended:
+            return None
+        self._scheduler.cancel(self.job)
+        try:
+            async for event in self:
+                if isinstance(event, Finish):
+                    return event
+        except TowerdError:
+            pass
+        return None
+
+    def release(self) -> None:
+        assert self.job is not None
+        self._scheduler.release(self.job)
+
+
+class EmbeddedEngine:
+    """One model in this process. Make it on the event loop's thread, then `start()`."""
+
+    name = "embedded"
+
+    def __init__(self, core: Core, tiers: Tiers, config: Config) -> None:
+        self.info = core.info
+        self.n_ctx = core.n_ctx
+        self.n_slots = config.parallel
+        self.core = core
+        self.context_shift = config.context_shift
+        self._loop = asyncio.get_running_loop()
+        self._generations: dict[int, EmbeddedGeneration] = {}
+        scratch = core.context.n_seqs - 1
+        self.pool = LivePool(core.context, n_seqs=scratch, n_cells=core.context.n_cells)
+        self.materialiser = Materialiser(
+            core.context, self.pool, tiers, scratch_seq=scratch, can_slice=core.can_slice
+        )
+        self.scheduler = Scheduler(
+            core.context,
+            self.pool,
+            self.materialiser,
+            core.vocab,
+            n_ctx=core.n_ctx,
+            parallel=config.parallel,
+            queue_max=config.queue_max,
+            context_shift=config.context_shift,
+            deliver=self._deliver,
+        )
+        self.template = ChatTemplate(
+            config.chat_template_source() or core.info.chat_template,
+            core.info.bos_token,
+            core.info.eos_token,
+        )
+        self._text = ThreadPoolExecutor(2, "towerd-text")
+
+    def start(self) -> None:
+        self.scheduler.start()
+
+    def generate(self, request: GenerateRequest) -> EmbeddedGeneration:
+        ids = np.ascontiguousarray(request.ids, np.int32)
+        if len(ids) == 0:
+            raise InvalidRequest("The prompt has no tokens.")
+        self.core.vocab.validate(ids)
+        shortened = ids
+        if self.context_shift and len(ids) >= self.n_ctx:
+            keep = self.materialiser.n_keep(request)
+            shortened = shift_ids(ids, self.n_ctx, keep)
+        check_fits(len(shortened), self.n_ctx)
+        generation = EmbeddedGeneration(self.scheduler, self._loop)
+        generation.job = Job(request, shortened, len(shortened), truncated=len(shortened) < len(ids))
+        self._generations[id(generation.job)] = generation
+        try:
+            self.scheduler.submit(generation.job)
+        except TowerdError:
+            del self._generations[id(generation.job)]
+            raise
+        return generation
+
+    async def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> Ids:
+        return await self._loop.run_in_executor(
+            self._text, self.core.vocab.tokenize, text, add_special, parse_special
+        )
+
+    async def detokenize(self, ids: Sequence[int]) -> bytes:
+        array = np.asarray(ids, np.int32)
+        self.core.vocab.validate(array)
+        return await self._loop.run_in_executor(self._text, self.core.vocab.detokenize, array)
+
+    async def apply_template(self, body: Mapping[str, Any]) -> str:
+        return await self._loop.run_in_executor(self._text, self.template.render, body)
+
+    def pieces(self, ids: Sequence[int]) -> list[bytes]:
+        return [self.core.vocab.pieces[i] for i in ids]
+
+    def slots(self) -> list[SlotView]:
+        """Running jobs first; a snapshot read without the inference thread's help."""
+        views = []
+        for i in range(self.n_slots):
+            active = self.scheduler.active[i : i + 1]
+            job = active[0] if active else None
+            views.append(
+                SlotView(
+                    id=i,
+                    n_ctx=self.n_ctx,
+                    is_processing=job is not None,
+                    session=job.request.session if job else None,
+                    n_tokens=job.n if job else 0,
+                    n_decoded=len(job.reply) if job else 0,
+                    params=job.request.sampling if job else None,
+                )
+            )
+        return views
+
+    def stats(self) -> dict[str, Any]:
+        scheduler = self.scheduler
+        return {
+            "live_cells": self.pool.n_cells,
+            "live_cells_used": self.pool.cells_used,
+            "live_sequences": len(self.pool),
+            "running": len(scheduler.active),
+            "waiting": len(scheduler.waiting),
+            "bytes_in": self.materialiser.bytes_in,
+            "bytes_out": self.materialiser.bytes_out,
+            "can_slice": self.core.can_slice,
+            "why_not_sliceable": self.core.why_not_sliceable,
+            **scheduler.counters,
+        }
+
+    async def settle(self) -> None:
+        """Wait until every recorded row of an idle sequence has been exported."""
+
+        def clean() -> bool:
+            return not any(s.dirty or s.busy for s in self.pool)
+
+        while not await asyncio.wrap_future(self.scheduler.call(clean)):
+            await asyncio.sleep(0.005)
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self.scheduler.close)
+        await asyncio.to_thread(self.materialiser.close)
+        self._text.shutdown()
+
+    def _deliver(self, events: list[tuple[Job, Any]]) -> None:
+        """Inference thread to event loop: one wake-up a step, however many streams."""
+        self._loop.call_soon_threadsafe(self._dispatch, events)
+
+    def _dispatch(self, events: list[tuple[Job, Any]]) -> None:
+        for job, event in events:
+            generation = self._generations.get(id(job))
+            if generation is None:
+                continue
+            generation.events.put_nowait(event)
+            if isinstance(event, Finish | TowerdError):
+                del self._generations[id(job)]

@@ -1,0 +1,211 @@
+"""Towers in and out of the live context.
+
+In: what is live is shared, what is stored is composed into one blob by a worker thread and
+appended by the inference thread, the rest is left to prefill. Out: rows that the store lacks are
+exported. Both cost O(delta): `seq_cp` of a range into a scratch sequence moves no bytes in a
+unified cache, and the state calls then see only that range.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from towerd.engine.base import GenerateRequest, Reuse
+from towerd.engine.embedded.context import Buffer, LlamaContext
+from towerd.engine.embedded.job import Job, Phase
+from towerd.engine.embedded.pool import LivePool, LiveSeq
+from towerd.engine.embedded.shift import shift_ids
+from towerd.errors import TowerdError
+from towerd.slots.blob import parse_blob
+from towerd.tiers.manager import Composed, Plan, Tiers
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Rows ready to append: `composed` from the store, or a preempted job's own blob."""
+
+    n: int
+    blob: Buffer
+    composed: Composed | None = None
+
+
+class Materialiser:
+    """Needs one scratch sequence of the context that the pool does not hand out."""
+
+    def __init__(
+        self,
+        context: LlamaContext,
+        pool: LivePool,
+        tiers: Tiers,
+        *,
+        scratch_seq: int,
+        can_slice: bool,
+    ) -> None:
+        self.context = context
+        self.pool = pool
+        self.tiers = tiers
+        self.can_slice = can_slice
+        self.bytes_in = 0
+        self.bytes_out = 0
+        self._scratch = scratch_seq
+        self._plans: dict[int, Plan] = {}
+        self._workers = ThreadPoolExecutor(2, "towerd-compose")
+
+    def close(self) -> None:
+        self._workers.shutdown()
+
+    # ---- in ---------------------------------------------------------------------------------
+
+    def begin(self, job: Job, capacity: int, evict: Callable[[], bool]) -> bool:
+        """Give `job` a busy sequence holding its live prefix; set its phase and reuse.
+
+        At least the last prompt token is left to decode: restored rows carry no logits.
+        `evict` frees one idle sequence or says that there is none. False: no sequence."""
+        seq = self._sequence(job, capacity, evict)
+        if seq is None:
+            return False
+        seq.busy = True
+        seq.session = job.request.session
+        job.seq = seq
+        self.pool.touch(seq)
+        plan = self._plan(job, seq)
+        if not job.t_first and not job.shifts:
+            n_rest = job.n_prompt - seq.n - plan.n_hot - plan.n_warm
+            job.reuse = Reuse(seq.n, plan.n_hot, plan.n_warm, n_rest)
+        if plan.n or job.saved is not None:
+            self._plans[id(job)] = plan
+            job.phase = Phase.LOADING
+        else:
+            job.phase = Phase.PREFILL
+        return True
+
+    def load(self, job: Job, on_loaded: Callable[[Job, Loaded | TowerdError], None]) -> None:
+        """Compose what `begin` planned on a worker thread; `on_loaded` is called there."""
+        plan = self._plans.pop(id(job))
+        saved, job.saved = job.saved, None
+        if saved is not None:
+            on_loaded(job, Loaded(*saved))
+            return
+
+        def work() -> None:
+            try:
+                composed = self.tiers.compose(plan)
+                on_loaded(job, Loaded(composed.n, composed.blob, composed))
+            except TowerdError as error:
+                on_loaded(job, error)
+            except Exception as error:
+                log.exception("composing stored rows failed")
+                on_loaded(job, TowerdError(f"Composing stored rows failed: {error}"))
+
+        self._workers.submit(work)
+
+    def attach(self, job: Job, loaded: Loaded) -> None:
+        """Append loaded rows to the job's sequence. Raises TowerdError if llama.cpp refuses."""
+        seq = job.seq
+        assert seq is not None
+        try:
+            if loaded.n == 0:
+                self._missed(job, loaded)
+                return
+            if seq.n == 0:
+                self.context.set_state(seq.id, loaded.blob)
+            else:
+                self.context.set_state(self._scratch, loaded.blob)
+                self.context.seq_cp(self._scratch, seq.id)
+                self.context.seq_rm(self._scratch)
+            self.bytes_in += len(loaded.blob)
+            self.pool.append(seq, job.ids[seq.n : seq.n + loaded.n])
+            self._missed(job, loaded)
+        finally:
+            self.discard(loaded)
+
+    def discard(self, loaded: Loaded) -> None:
+        """Give back the buffer of rows that were attached or are not wanted any more."""
+        if loaded.composed is not None:
+            self.tiers.recycle(loaded.composed)
+
+    def _missed(self, job: Job, loaded: Loaded) -> None:
+        """Rows that turned out damaged or gone are prefilled: correct the reuse report."""
+        composed = loaded.composed
+        if composed is not None and not job.t_first and not job.shifts:
+            live = job.reuse.live
+            rest = job.n_prompt - live - composed.n_hot - composed.n_warm
+            job.reuse = Reuse(live, composed.n_hot, composed.n_warm, rest)
+
+    def _plan(self, job: Job, seq: LiveSeq) -> Plan:
+        if not job.request.cache_prompt or not self.can_slice or job.saved is not None:
+            return Plan.nothing()
+        plan = self.tiers.plan(job.ids[: job.n - 1], job.request.scope, seq.n)
+        seq.n_public = plan.n_public
+        return plan
+
+    def _sequence(self, job: Job, capacity: int, evict: Callable[[], bool]) -> LiveSeq | None:
+        source, n = self._source(job)
+        if source is not None and self._can_take_over(source, n, job):
+            self.pool.grow(source, capacity)
+            return source
+        if source is not None and self.can_slice:
+            was_busy, source.busy = source.busy, True
+            try:
+                if self._can_open(evict):
+                    return self.pool.branch(source, n, job.request.scope, capacity)
+            finally:
+                source.busy = was_busy
+            if was_busy:
+                return None
+            # The only idle sequence is the source itself: keep what is shared and go on in it.
+            self.export(source)
+            self.pool.truncate(source, n)
+            source.scope = job.request.scope
+            self.pool.grow(source, capacity)
+            return source
+        return self.pool.open(job.request.scope, capacity) if self._can_open(evict) else None
+
+    def _source(self, job: Job) -> tuple[LiveSeq | None, int]:
+        if not job.request.cache_prompt or job.saved is not None:
+            return None, 0
+        source, n = self.pool.best_prefix(job.ids[: job.n - 1], job.request.scope)
+        if source is not None and not self.can_slice and (n < source.n or source.busy):
+            return None, 0
+        return source, n
+
+    def _can_take_over(self, source: LiveSeq, n: int, job: Job) -> bool:
+        return not source.busy and n == source.n and source.scope == job.request.scope
+
+    def _can_open(self, evict: Callable[[], bool]) -> bool:
+        return self.pool.can_open() or evict()
+
+    # ---- out --------------------------------------------------------------------------------
+
+    def export(self, seq: LiveSeq) -> None:
+        """Hand rows of recorded tokens that the store lacks to the hot tier."""
+        seq.dirty = False
+        if not self.can_slice or not seq.n:
+            return
+        for gap in self.tiers.gaps(seq.tokens(), seq.scope):
+            self.context.seq_cp(seq.id, self._scratch, gap.p0, gap.p1)
+            try:
+                blob = self.context.get_state(self._scratch)
+            finally:
+                self.context.seq_rm(self._scratch)
+            self.bytes_out += len(blob)
+            self.tiers.accept(gap, parse_blob(blob).rows)
+
+    # ---- context shift ----------------------------------------------------------------------
+
+    def shift(self, job: Job, n_ctx: int) -> None:
+        """Shorten `job.ids` for a full context; the kept tail is prefilled again, exactly."""
+        job.ids = shift_ids(job.ids, n_ctx, self.n_keep(job.request))
+        job.n_prompt = min(job.n_prompt, len(job.ids))
+        job.shifts += 1
+
+    def n_keep(self, request: GenerateRequest) -> int:
+        """How many leading tokens a context shift spares: the request's wish, or its base."""
+        if request.n_keep < 0:
+            return len(request.ids)
+        return request.n_keep or self.tiers.base_tokens(request.ids, request.scope)

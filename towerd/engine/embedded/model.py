@@ -1,0 +1,189 @@
+"""The model file in memory: loading, metadata, and what its fingerprint needs.
+
+The only objects that touch `llama_model*`. Loading failures become `ModelError` with the reason
+llama.cpp logged, because its API itself returns only NULL.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import llama_cpp.llama_cpp as lib
+
+from towerd.config import Config
+from towerd.errors import ModelError
+
+log = logging.getLogger("towerd.llama")
+
+_GGUF_MAGIC = b"GGUF"
+_MROPE_TYPES = (8, 24, 40)  # GGML_ROPE_TYPE_MROPE, _VISION, _IMROPE: more than one position a cell
+_HASH_CHUNK_BYTES = 8 << 20
+_META_VALUE_BYTES = 1 << 20
+
+_recent_log: deque[str] = deque(maxlen=50)
+_backend_lock = threading.Lock()
+_backend_ready = False
+
+
+@lib.llama_log_callback
+def _on_log(level: int, text: bytes, _user: Any) -> None:
+    line = text.decode("utf-8", "replace").strip()
+    if not line or line == ".":
+        return
+    # llama.cpp's levels: 1 debug? 2 info, 3 warn, 4 error, 5 continuation of the line before.
+    if level in (3, 4):
+        _recent_log.append(line)
+    log.log({3: logging.WARNING, 4: logging.ERROR}.get(level, logging.DEBUG), line)
+
+
+def init_backend() -> None:
+    """Initialise llama.cpp once per process and route its log into ours."""
+    global _backend_ready
+    with _backend_lock:
+        if not _backend_ready:
+            lib.llama_log_set(_on_log, ctypes.c_void_p(0))
+            lib.llama_backend_init()
+            _backend_ready = True
+
+
+def last_errors() -> str:
+    """The last complaints of llama.cpp, as one line."""
+    return "; ".join(list(_recent_log)[-3:])
+
+
+def hash_file(path: Path, stop: Callable[[], bool] = lambda: False) -> str:
+    """BLAKE2b-256 of a file in hex; about 1 GB/s. `stop` ends it early (result then unused)."""
+    digest = hashlib.blake2b(digest_size=32)
+    with path.open("rb") as file:
+        while not stop() and (chunk := file.read(_HASH_CHUNK_BYTES)):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+class LlamaModel:
+    """A loaded GGUF. Free it with `close()` after every context made from it."""
+
+    def __init__(self, path: Path, config: Config) -> None:
+        """Raises ModelError: missing, not a GGUF, truncated, or unknown to this llama.cpp."""
+        _check_magic(path)
+        init_backend()
+        params = lib.llama_model_default_params()
+        params.n_gpu_layers = config.gpu_layers
+        params.load_mode = _load_mode(config)
+        _recent_log.clear()
+        handle = lib.llama_model_load_from_file(str(path).encode(), params)
+        if not handle:
+            raise ModelError(
+                f"llama.cpp cannot load {path}: {last_errors() or 'no reason given'}; "
+                "download the file again or use a GGUF that this build supports."
+            )
+        self.path = path
+        self.ptr: Any = handle
+        self.vocab_ptr: Any = lib.llama_model_get_vocab(handle)
+        self.metadata = self._read_metadata()
+        if not lib.llama_model_has_decoder(handle) or lib.llama_model_has_encoder(handle):
+            self.close()
+            raise ModelError(f"{path} is not a decoder-only text model; towerd generates text only.")
+
+    def close(self) -> None:
+        """Free the weights."""
+        if self.ptr:
+            lib.llama_model_free(self.ptr)
+            self.ptr = None
+
+    @property
+    def arch(self) -> str:
+        """`general.architecture`."""
+        return self.metadata.get("general.architecture", "")
+
+    @property
+    def n_ctx_train(self) -> int:
+        return int(lib.llama_model_n_ctx_train(self.ptr))
+
+    @property
+    def n_embd(self) -> int:
+        return int(lib.llama_model_n_embd(self.ptr))
+
+    @property
+    def n_params(self) -> int:
+        return int(lib.llama_model_n_params(self.ptr))
+
+    @property
+    def size_bytes(self) -> int:
+        return int(lib.llama_model_size(self.ptr))
+
+    @property
+    def n_swa(self) -> int:
+        return int(lib.llama_model_n_swa(self.ptr))
+
+    def key(self, name: str, default: str = "") -> str:
+        """The metadata value of `{arch}.{name}`."""
+        return self.metadata.get(f"{self.arch}.{name}", default)
+
+    def why_not_sliceable(self) -> str:
+        """Why this architecture's rows cannot be cut at any token, or "" if they can."""
+        if lib.llama_model_is_recurrent(self.ptr) or lib.llama_model_is_hybrid(self.ptr):
+            return "recurrent state is a function of the whole prefix"
+        if self.n_swa > 0:
+            return f"sliding-window layers keep only {self.n_swa} rows"
+        if int(lib.llama_model_rope_type(self.ptr)) in _MROPE_TYPES:
+            return "positions have more than one component (M-RoPE)"
+        return ""
+
+    def rope(self, config: Config) -> dict[str, str]:
+        """The RoPE parameters in force, as text, for the fingerprint."""
+        names = ("rope.freq_base", "rope.dimension_count", "rope.scaling.type",
+                 "rope.scaling.factor", "rope.scale_linear",
+                 "rope.scaling.original_context_length", "rope.scaling.attn_factor",
+                 "rope.scaling.yarn_log_multiplier")  # fmt: skip
+        rope = {name: value for name in names if (value := self.key(name))}
+        rope["type"] = str(int(lib.llama_model_rope_type(self.ptr)))
+        if config.rope_freq_base:
+            rope["override.freq_base"] = repr(config.rope_freq_base)
+        if config.rope_freq_scale:
+            rope["override.freq_scale"] = repr(config.rope_freq_scale)
+        return rope
+
+    def is_long_context(self, n_ctx_seq: int) -> bool:
+        """Whether llama.cpp picks the long RoPE factors (longrope) for this context size."""
+        original = self.key("rope.scaling.original_context_length")
+        return n_ctx_seq > (int(original) if original else self.n_ctx_train)
+
+    def description(self) -> str:
+        buffer = ctypes.create_string_buffer(256)
+        lib.llama_model_desc(self.ptr, buffer, 256)
+        return buffer.value.decode("utf-8", "replace")
+
+    def _read_metadata(self) -> dict[str, str]:
+        out: dict[str, str] = {}
+        value = ctypes.create_string_buffer(_META_VALUE_BYTES)
+        key = ctypes.create_string_buffer(512)
+        for i in range(lib.llama_model_meta_count(self.ptr)):
+            if lib.llama_model_meta_key_by_index(self.ptr, i, key, 512) < 0:
+                continue
+            if lib.llama_model_meta_val_str_by_index(self.ptr, i, value, _META_VALUE_BYTES) >= 0:
+                out[key.value.decode("utf-8", "replace")] = value.value.decode("utf-8", "replace")
+        return out
+
+
+def _check_magic(path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            magic = file.read(4)
+    except OSError as error:
+        raise ModelError(f"Cannot read the model {path}: {error.strerror}.") from error
+    if magic != _GGUF_MAGIC:
+        raise ModelError(f"{path} is not a GGUF file; convert the model to GGUF first.")
+
+
+def _load_mode(config: Config) -> int:
+    if config.mlock:
+        return int(lib.LLAMA_LOAD_MODE_MMAP_MLOCK if config.mmap else lib.LLAMA_LOAD_MODE_MLOCK)
+    return int(lib.LLAMA_LOAD_MODE_AUTO if config.mmap else lib.LLAMA_LOAD_MODE_NONE)

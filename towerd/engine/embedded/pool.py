@@ -1,0 +1,240 @@
+"""The live tier: which sequences of the context hold which tokens, and who shares which cells.
+
+A sequence's cells are a list of runs. A run is a group of cells that were made together and is
+shared by every sequence that was branched from it:
+
+    seq 3   [ base run: 1,000 cells ][ own run: 40 ]
+    seq 7   [ base run: 1,000 cells ][ own run: 512 ]      cells used: 1,552, not 2,552
+
+A run belongs to all its owners and its cells are free when the last one lets go. Truncating or
+branching inside a run splits it into two (for all owners), so that a run is always whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from towerd.engine.base import Ids
+
+
+class SeqOps(Protocol):
+    """The part of LlamaContext that the pool drives."""
+
+    def seq_rm(self, seq: int, p0: int = -1, p1: int = -1) -> None: ...
+
+    def seq_cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None: ...
+
+
+@dataclass(eq=False, slots=True)
+class Run:
+    """`n` cells shared by `owners` (sequence ids)."""
+
+    n: int
+    owners: set[int]
+
+
+@dataclass(eq=False, slots=True)
+class LiveSeq:
+    """One sequence of the context."""
+
+    id: int
+    scope: str
+    ids: Ids
+    """int32 buffer; the first `n` entries are the tokens whose rows are in the context."""
+    n: int = 0
+    n_public: int = 0
+    """How many leading tokens belong to public bases, and may be shared with other tenants."""
+    dirty: bool = False
+    """Some of its rows may not be in the store yet."""
+    busy: bool = False
+    session: str | None = None
+    last_used: int = 0
+    runs: list[Run] = field(default_factory=list)
+
+    def tokens(self) -> Ids:
+        """View of the live tokens, int32[n]."""
+        return self.ids[: self.n]
+
+
+class LivePool:
+    """Hands out sequence ids [0, n_seqs) and keeps the cell account.
+
+    The owner must call `append` after every decode or state append and may rely on
+    `cells_used` being what the context really holds (`check_integrity`, and the engine's tests
+    against the context itself)."""
+
+    def __init__(self, ops: SeqOps, *, n_seqs: int, n_cells: int) -> None:
+        self._ops = ops
+        self.n_cells = n_cells
+        self.cells_used = 0
+        self._free = list(range(n_seqs - 1, -1, -1))
+        self._live: dict[int, LiveSeq] = {}
+        self._clock = 0
+
+    def __iter__(self) -> Iterator[LiveSeq]:
+        return iter(self._live.values())
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    @property
+    def cells_free(self) -> int:
+        return self.n_cells - self.cells_used
+
+    def cells_busy(self) -> int:
+        """Cells that running sequences hold, alone or with others."""
+        runs = {id(r): r.n for s in self._live.values() if s.busy for r in s.runs}
+        return sum(runs.values())
+
+    def touch(self, seq: LiveSeq) -> None:
+        """Make `seq` the most recently used."""
+        self._clock += 1
+        seq.last_used = self._clock
+
+    def best_prefix(self, ids: Ids, scope: str) -> tuple[LiveSeq | None, int]:
+        """The sequence that shares the longest visible prefix with `ids`, and its length.
+
+        Idle sequences win ties, because an idle one can be taken over without a branch."""
+        best: LiveSeq | None = None
+        best_n = 0
+        for seq in self._live.values():
+            limit = seq.n if seq.scope == scope else min(seq.n, seq.n_public)
+            n = common_prefix(seq.ids[:limit], ids)
+            if n > best_n or (best is not None and n == best_n and _idler(seq, best)):
+                best, best_n = seq, n
+        return best, best_n
+
+    def can_open(self) -> bool:
+        return bool(self._free)
+
+    def open(self, scope: str, capacity: int) -> LiveSeq:
+        """A new empty sequence that can hold `capacity` tokens. Needs `can_open()`."""
+        assert self._free, "no free sequence: ask can_open() and evict first"
+        seq = LiveSeq(self._free.pop(), scope, np.zeros(capacity, np.int32))
+        self._live[seq.id] = seq
+        self.touch(seq)
+        return seq
+
+    def branch(self, src: LiveSeq, n: int, scope: str, capacity: int) -> LiveSeq:
+        """A new sequence that shares the first `n` cells of `src`. Needs `can_open()`."""
+        assert 0 < n <= src.n
+        self._split_at(src, n)
+        dst = self.open(scope, capacity)
+        dst.ids[:n] = src.ids[:n]
+        dst.n = n
+        dst.n_public = min(src.n_public, n)
+        length = 0
+        for run in src.runs:
+            if length == n:
+                break
+            run.owners.add(dst.id)
+            dst.runs.append(run)
+            length += run.n
+        self._ops.seq_cp(src.id, dst.id, 0, n)
+        return dst
+
+    def append(self, seq: LiveSeq, ids: Ids) -> None:
+        """Account for `ids` whose cells the context has just filled, after `seq`'s last."""
+        n = len(ids)
+        assert 0 < n <= len(seq.ids) - seq.n, "sequence over its capacity"
+        seq.ids[seq.n : seq.n + n] = ids
+        seq.n += n
+        self.cells_used += n
+        last = seq.runs[-1] if seq.runs else None
+        if last is not None and last.owners == {seq.id}:
+            last.n += n
+        else:
+            seq.runs.append(Run(n, {seq.id}))
+
+    def grow(self, seq: LiveSeq, capacity: int) -> None:
+        """Let `seq` hold `capacity` tokens."""
+        if capacity > len(seq.ids):
+            seq.ids = np.concatenate([seq.ids, np.zeros(capacity - len(seq.ids), np.int32)])
+
+    def truncate(self, seq: LiveSeq, n: int) -> None:
+        """Keep the first `n` tokens of `seq`."""
+        if n >= seq.n:
+            return
+        self._split_at(seq, n)
+        length = 0
+        keep: list[Run] = []
+        for run in seq.runs:
+            if length < n:
+                keep.append(run)
+            else:
+                self._let_go(run, seq)
+            length += run.n
+        seq.runs = keep
+        seq.n = n
+        seq.n_public = min(seq.n_public, n)
+        self._ops.seq_rm(seq.id, n, -1)
+
+    def drop(self, seq: LiveSeq) -> None:
+        """Free the sequence and the cells only it holds."""
+        for run in seq.runs:
+            self._let_go(run, seq)
+        seq.runs = []
+        self._ops.seq_rm(seq.id, -1, -1)
+        del self._live[seq.id]
+        self._free.append(seq.id)
+
+    def freed_by(self, seq: LiveSeq) -> int:
+        """How many cells `drop(seq)` would free."""
+        return sum(run.n for run in seq.runs if len(run.owners) == 1)
+
+    def idle_lru(self) -> LiveSeq | None:
+        """The least recently used idle sequence."""
+        idle = (s for s in self._live.values() if not s.busy)
+        return min(idle, key=lambda s: s.last_used, default=None)
+
+    def check_integrity(self) -> None:
+        """The account adds up: raises AssertionError naming what does not."""
+        runs: dict[int, Run] = {}
+        for seq in self._live.values():
+            assert sum(r.n for r in seq.runs) == seq.n, f"runs of sequence {seq.id}"
+            assert 0 <= seq.n_public <= seq.n
+            for run in seq.runs:
+                assert run.n > 0, f"an empty run of sequence {seq.id}"
+                assert seq.id in run.owners, f"a run of sequence {seq.id}"
+                runs[id(run)] = run
+        for run in runs.values():
+            for owner in run.owners:
+                assert owner in self._live, f"owner {owner} is gone"
+                assert any(r is run for r in self._live[owner].runs), f"owner {owner} lost a run"
+        assert sum(r.n for r in runs.values()) == self.cells_used, "cells_used"
+        assert not set(self._free) & set(self._live), "a sequence is free and live"
+
+    def _let_go(self, run: Run, seq: LiveSeq) -> None:
+        run.owners.discard(seq.id)
+        if not run.owners:
+            self.cells_used -= run.n
+
+    def _split_at(self, seq: LiveSeq, n: int) -> None:
+        """Make `n` a run boundary of `seq`, and so of every owner of the run it falls in."""
+        start = 0
+        for run in seq.runs:
+            if start < n < start + run.n:
+                lower = Run(start + run.n - n, set(run.owners))
+                run.n = n - start
+                for owner in run.owners:
+                    runs = self._live[owner].runs
+                    runs.insert(next(i for i, r in enumerate(runs) if r is run) + 1, lower)
+                return
+            start += run.n
+
+
+def common_prefix(a: Ids, b: Ids) -> int:
+    """How many leading tokens two id arrays share."""
+    limit = min(len(a), len(b))
+    if limit == 0 or a[0] != b[0]:
+        return 0
+    different = np.flatnonzero(a[:limit] != b[:limit])
+    return int(different[0]) if len(different) else limit
+
+
+def _idler(seq: LiveSeq, other: LiveSeq) -> bool:
+    return (not seq.busy, -(seq.n), seq.last_used) > (not other.busy, -(other.n), other.last_used)

@@ -1,0 +1,452 @@
+"""The inference thread: continuous batching over the live sequences.
+
+One pass of the loop: take commands, admit waiting jobs, attach loaded rows, decode one batch,
+sample, deliver events. Between passes, or when nothing runs, rows that the store lacks are
+exported. The thread is the only one that touches the context and the pool.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from towerd.engine.embedded.batching import Batching
+from towerd.engine.embedded.context import DecodeError, LlamaContext
+from towerd.engine.embedded.job import Job, Phase
+from towerd.engine.embedded.materialise import Loaded, Materialiser
+from towerd.engine.embedded.output import OutputText
+from towerd.engine.embedded.pool import LivePool, common_prefix
+from towerd.engine.embedded.sampler import Sampler
+from towerd.engine.embedded.vocab import Vocab
+from towerd.errors import ContextExceeded, TowerdError, Unavailable
+
+log = logging.getLogger(__name__)
+
+_EXPORT_EVERY_S = 1.0
+"""While streams run, dirty sequences are exported at most this often."""
+_CLOSE_WAIT_S = 10.0
+"""How long a shutdown waits for finished turns to be recorded before it exports."""
+_CLOSE_POLL_S = 0.05
+_HEADROOM_TOKENS = 32
+"""Cells kept free for each running job at an admission, so that it does not end in preemption."""
+_SHARE_TOKENS_MIN = 32
+"""A prompt waits for another's prefill when that will give it this many tokens more."""
+
+
+class Scheduler:
+    """Runs jobs. `submit`, `cancel`, `release`, `call` and `close` may be called anywhere."""
+
+    def __init__(
+        self,
+        context: LlamaContext,
+        pool: LivePool,
+        materialiser: Materialiser,
+        vocab: Vocab,
+        *,
+        n_ctx: int,
+        parallel: int,
+        queue_max: int,
+        context_shift: bool,
+        deliver: Callable[[list[tuple[Job, Any]]], None],
+    ) -> None:
+        self.context = context
+        self.pool = pool
+        self.materialiser = materialiser
+        self.vocab = vocab
+        self.n_ctx = n_ctx
+        self.parallel = parallel
+        self.queue_max = queue_max
+        self.context_shift = context_shift
+        self.active: list[Job] = []
+        self.waiting: deque[Job] = deque()
+        self.counters = {"decode_steps": 0, "preemptions": 0, "exports": 0, "tokens_decoded": 0}
+        self._batching = Batching(context)
+        self._deliver = deliver
+        self._outbox: list[tuple[Job, Any]] = []
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._closing = False
+        self._close_deadline = 0.0
+        self._stalled = False
+        self._last_export = 0.0
+        self._thread = threading.Thread(target=self._run, name="towerd-inference", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Queue a job. Raises Unavailable when the queue is full or the engine is closing."""
+        if self._closing:
+            raise Unavailable("towerd is shutting down; try again when it is back.")
+        if len(self.waiting) >= self.queue_max:
+            raise Unavailable(f"{self.queue_max} requests are waiting already; try again later.")
+        self._inbox.put(lambda: self.waiting.append(job))
+
+    def cancel(self, job: Job) -> None:
+        """Stop a job at the next step; it still ends with a Finish event."""
+        job.cancelled = True
+        self._inbox.put(lambda: None)
+
+    def release(self, job: Job) -> None:
+        """The job is recorded (or given up): its sequence may be exported, shared, evicted."""
+        self._inbox.put(lambda: self._release(job))
+
+    def call(self, work: Callable[[], Any]) -> Future[Any]:
+        """Run `work` on the inference thread between two steps."""
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._inbox.put(run)
+        return future
+
+    def close(self) -> None:
+        """Cancel what runs, export what the store lacks, end the thread."""
+        self._close_deadline = time.monotonic() + _CLOSE_WAIT_S
+        self._closing = True
+        self._inbox.put(lambda: None)
+        self._thread.join()
+
+    # ---- the loop ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            self._take_commands()
+            if self._may_exit():
+                break
+            self._admit()
+            self._drop_cancelled()
+            stepped = self._step()
+            self._flush()
+            if not stepped or time.monotonic() - self._last_export > _EXPORT_EVERY_S:
+                self._export_one()
+        while self._export_one():
+            pass
+        self._flush()
+
+    def _take_commands(self) -> None:
+        """Run every queued command; sleep until there is one when nothing else can be done."""
+        block = not self._has_work()
+        while True:
+            try:
+                timeout = _CLOSE_POLL_S if self._closing else None
+                command = self._inbox.get(block=block, timeout=timeout)
+            except queue.Empty:
+                return
+            block = False
+            self._stalled = False
+            command()
+
+    def _has_work(self) -> bool:
+        if any(j.phase in (Phase.PREFILL, Phase.DECODE) for j in self.active):
+            return True
+        if self.waiting and self._closing:
+            return True
+        if self.waiting and len(self.active) < self.parallel and not self._stalled:
+            return True
+        return self._dirty()
+
+    def _may_exit(self) -> bool:
+        """Closing, nothing runs, and every finished job is recorded (or its time is up)."""
+        if not self._closing or self.active or self.waiting:
+            return False
+        busy = any(s.busy for s in self.pool)
+        return not busy or time.monotonic() > self._close_deadline
+
+    def _admit(self) -> None:
+        """Start waiting jobs in order; one that waits for another's prefix lets others pass."""
+        for job in list(self.waiting):
+            if self._closing or job.cancelled:
+                self.waiting.remove(job)
+                self._finish(job, "cancelled")
+            elif len(self.active) >= self.parallel:
+                break
+            elif not self._fits(job) or self._prefix_is_coming(job):
+                self._stalled = True
+            elif not self._begin(job):
+                self._stalled = True
+                break
+
+    def _fits(self, job: Job) -> bool:
+        """Its cells can be had by evicting idle sequences; a lone job always fits."""
+        room = self.pool.n_cells - self.pool.cells_busy()
+        return not self.active or job.n + _HEADROOM_TOKENS * len(self.active) <= room
+
+    def _prefix_is_coming(self, job: Job) -> bool:
+        """A running prompt will soon have a much longer prefix of this one live: wait for it."""
+        if not job.request.cache_prompt:
+            return False
+        _, have = self.pool.best_prefix(job.ids, job.request.scope)
+        for other in self.active:
+            if other.phase in (Phase.LOADING, Phase.PREFILL) and same_scope(other, job):
+                common = common_prefix(other.ids, job.ids)
+                if common >= have + _SHARE_TOKENS_MIN and other.n_live < common:
+                    return True
+        return False
+
+    def _begin(self, job: Job) -> bool:
+        """Give the job a sequence with what is live and start loading what is stored.
+
+        False when no sequence can be had now."""
+        try:
+            if job.sampler is None:
+                job.sampler = Sampler(job.request.sampling, self.vocab, self.n_ctx)
+                job.sampler.accept_prompt(job.ids)
+            if job.output is None:
+                job.output = OutputText(job.request.stop)
+            job.t_prompt = job.t_prompt or time.monotonic()
+            if not self.materialiser.begin(job, self._capacity(job), self._evict_one):
+                return False
+        except TowerdError as error:
+            self.waiting.remove(job)
+            self._fail(job, error)
+            return True
+        self.waiting.remove(job)
+        self.active.append(job)
+        if job.phase is Phase.LOADING:
+            self.materialiser.load(job, self._on_loaded)
+        elif job.request.return_progress:
+            self._emit(job, job.progress())
+        return True
+
+    def _capacity(self, job: Job) -> int:
+        n_predict = job.request.n_predict
+        limit = self.n_ctx if n_predict < 0 else min(self.n_ctx, job.n_prompt + n_predict + 1)
+        return max(limit, job.n)
+
+    def _on_loaded(self, job: Job, loaded: Loaded | TowerdError) -> None:
+        """A worker thread has composed the rows of `job`, or could not."""
+        self._inbox.put(lambda: self._attach(job, loaded))
+
+    def _attach(self, job: Job, loaded: Loaded | TowerdError) -> None:
+        try:
+            if isinstance(loaded, TowerdError):
+                raise loaded
+            if job.phase is not Phase.LOADING:
+                self.materialiser.discard(loaded)
+                return
+            if not self._make_room(loaded.n, [job]):
+                self.materialiser.discard(loaded)
+                if job in self.active:
+                    self._requeue(job)
+                return
+            self.materialiser.attach(job, loaded)
+        except TowerdError as error:
+            if job.phase is Phase.LOADING:
+                self._fail(job, error)
+            return
+        job.phase = Phase.PREFILL
+        if job.request.return_progress:
+            self._emit(job, job.progress())
+
+    def _drop_cancelled(self) -> None:
+        for job in list(self.active):
+            if job.cancelled or self._closing:
+                self._finish(job, "cancelled")
+
+    # ---- one batch --------------------------------------------------------------------------
+
+    def _step(self) -> bool:
+        """Decode one batch and sample from it; False when there was nothing to decode."""
+        jobs = self._batching.fill(self.active)
+        if not jobs:
+            return False
+        try:
+            while not self._make_room(sum(j.n_in_batch for j in jobs), jobs):
+                jobs = self._batching.fill(self.active)
+            started = time.monotonic()
+            self.context.decode()
+            self._batching.learn(sum(j.n_in_batch for j in jobs), time.monotonic() - started)
+        except TowerdError as error:
+            self._decode_failed(jobs, error)
+            return True
+        self.counters["decode_steps"] += 1
+        for job in jobs:
+            self._advance(job)
+        return True
+
+    def _advance(self, job: Job) -> None:
+        """Account for the job's part of the batch; sample when its last token was in it."""
+        assert job.seq is not None
+        n = job.seq.n
+        self.pool.append(job.seq, job.ids[n : n + job.n_in_batch])
+        self.counters["tokens_decoded"] += job.n_in_batch
+        if job.phase is Phase.PREFILL:
+            if job.request.return_progress:
+                self._emit(job, job.progress())
+            if job.logits_index < 0:
+                return
+            self._prompt_done(job)
+        if job.phase is Phase.DECODE:
+            self._sample(job)
+
+    def _prompt_done(self, job: Job) -> None:
+        first = job.t_first == 0.0
+        if first:
+            job.t_first = time.monotonic()
+            self._emit(job, job.started())
+        job.phase = Phase.DECODE
+        if job.request.n_predict == 0:
+            self._finish(job, "limit")
+
+    def _sample(self, job: Job) -> None:
+        assert job.sampler is not None
+        assert job.output is not None
+        token = job.sampler.sample(self.context.ptr, job.logits_index)
+        probs = job.sampler.probs(self.context.ptr, job.logits_index, token)
+        job.sampler.accept(token)
+        job.push(token)
+        eog = self.vocab.is_eog(token)
+        piece = b"" if eog else self.vocab.rendered(token)
+        emitted = job.output.push(token, piece, probs)
+        if emitted.text or emitted.ids:
+            self._emit(job, emitted.piece())
+        if emitted.stopped:
+            self._finish(job, "word")
+        elif eog:
+            self._finish(job, "eos")
+        elif 0 < job.request.n_predict <= len(job.reply):
+            self._finish(job, "limit")
+        elif job.n >= self.n_ctx:
+            self._context_full(job)
+
+    def _context_full(self, job: Job) -> None:
+        job.truncated = True
+        if not self.context_shift:
+            self._finish(job, "limit")
+            return
+        self.materialiser.shift(job, self.n_ctx)
+        self._requeue(job)
+
+    # ---- endings ----------------------------------------------------------------------------
+
+    def _finish(self, job: Job, stop: Any) -> None:
+        """Close the job's text and emit Finish; its sequence stays busy until `release`."""
+        n_kept, word = len(job.reply), ""
+        if job.output is not None:
+            last = job.output.finish()
+            if last.text or last.ids:
+                self._emit(job, last.piece())
+            n_kept, word = job.output.n_kept, job.output.word
+        self._leave(job)
+        self._emit(job, job.finish(stop, word, n_kept))
+
+    def _fail(self, job: Job, error: TowerdError) -> None:
+        self._leave(job)
+        if job.seq is not None:
+            self.pool.drop(job.seq)
+            job.seq = None
+        self._emit(job, error)
+
+    def _leave(self, job: Job) -> None:
+        job.phase = Phase.DONE
+        if job in self.active:
+            self.active.remove(job)
+        if job.sampler is not None:
+            job.sampler.close()
+            job.sampler = None
+
+    def _release(self, job: Job) -> None:
+        seq = job.seq
+        if seq is None:
+            return
+        job.seq = None
+        seq.busy = False
+        seq.dirty = True
+        if seq.n == 0:
+            self.pool.drop(seq)
+
+    def _decode_failed(self, jobs: list[Job], error: TowerdError) -> None:
+        """Jobs of a refused batch fail, unless it was only for lack of cells."""
+        self.context.batch.clear()
+        if isinstance(error, DecodeError) and error.code == 1 and len(self.active) > 1:
+            self._preempt()
+            return
+        log.error("decode failed", extra={"error": str(error), "jobs": len(jobs)})
+        for job in jobs:
+            self._fail(job, error)
+
+    # ---- room -------------------------------------------------------------------------------
+
+    def _make_room(self, n_cells: int, jobs: list[Job]) -> bool:
+        """Evict idle sequences until `n_cells` are free; then preempt. False: jobs changed."""
+        while self.pool.cells_free < n_cells:
+            if self._evict_one():
+                continue
+            if len(self.active) < 2:
+                raise Unavailable("The live context is full of running requests; try again later.")
+            self._preempt()
+            return False
+        return True
+
+    def _evict_one(self) -> bool:
+        seq = self.pool.idle_lru()
+        if seq is None:
+            return False
+        self.materialiser.export(seq)
+        self.pool.drop(seq)
+        return True
+
+    def _preempt(self) -> None:
+        """Push the youngest running job back to the queue; its rows wait in RAM."""
+        job = max((j for j in self.active if j.seq is not None), key=lambda j: j.t_submit)
+        assert job.seq is not None
+        if job.n_live:
+            job.saved = (job.n_live, self.context.get_state(job.seq.id))
+        self.counters["preemptions"] += 1
+        self._requeue(job)
+
+    def _requeue(self, job: Job) -> None:
+        assert job.seq is not None
+        self.pool.drop(job.seq)
+        job.seq = None
+        job.phase = Phase.WAITING
+        self.active.remove(job)
+        self.waiting.appendleft(job)
+
+    # ---- exports and delivery ---------------------------------------------------------------
+
+    def _dirty(self) -> bool:
+        return any(s.dirty and not s.busy for s in self.pool)
+
+    def _export_one(self) -> bool:
+        """Export the rows of one dirty idle sequence; False when none is dirty."""
+        dirty = [s for s in self.pool if s.dirty and not s.busy]
+        if not dirty:
+            return False
+        self._last_export = time.monotonic()
+        self.materialiser.export(min(dirty, key=lambda s: s.last_used))
+        self.counters["exports"] += 1
+        return True
+
+    def _emit(self, job: Job, event: Any) -> None:
+        self._outbox.append((job, event))
+
+    def _flush(self) -> None:
+        if self._outbox:
+            self._deliver(self._outbox)
+            self._outbox = []
+
+
+def same_scope(a: Job, b: Job) -> bool:
+    return a.request.scope == b.request.scope
+
+
+def check_fits(n_prompt: int, n_ctx: int) -> None:
+    """Raises ContextExceeded as llama-server words it."""
+    if n_prompt >= n_ctx:
+        raise ContextExceeded(
+            f"request ({n_prompt} tokens) exceeds the available context size ({n_ctx} tokens), "
+            "try increasing it",
+            n_prompt_tokens=n_prompt,
+            n_ctx=n_ctx,
+        )

@@ -1,0 +1,105 @@
+"""Errors that reach people: one class per HTTP status, with llama-server's `type` word.
+
+Raise these anywhere below the API; `towerd.api` turns them into llama-server's error shape
+(`{"error": {"code", "message", "type"}}`) and the CLI into one sentence.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class TowerdError(Exception):
+    """Base of every expected failure; `message` is one sentence that says what to do."""
+
+    status = 500
+    kind = "server_error"
+
+    def __init__(self, message: str, **extra: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.extra = extra
+
+    def body(self) -> dict[str, Any]:
+        """The JSON body llama-server would send for this error."""
+        error = {"code": self.status, "message": self.message, "type": self.kind}
+        return {"error": error | self.extra}
+
+
+class InvalidRequest(TowerdError):
+    """The request itself is wrong (400)."""
+
+    status = 400
+    kind = "invalid_request_error"
+
+
+class ContextExceeded(InvalidRequest):
+    """The prompt does not fit the context (400, with `n_prompt_tokens` and `n_ctx`)."""
+
+    kind = "exceed_context_size_error"
+
+
+class Unauthorized(TowerdError):
+    """A key is missing or wrong (401)."""
+
+    status = 401
+    kind = "authentication_error"
+
+
+class Forbidden(TowerdError):
+    """The caller is known but may not do this (403)."""
+
+    status = 403
+    kind = "permission_error"
+
+
+class NotFound(TowerdError):
+    """No such route, model, session or segment (404)."""
+
+    status = 404
+    kind = "not_found_error"
+
+
+class NotSupported(TowerdError):
+    """This engine cannot do it (501); the message names the engine that can."""
+
+    status = 501
+    kind = "not_supported_error"
+
+
+class Unavailable(TowerdError):
+    """Loading, shutting down or over a queue bound (503)."""
+
+    status = 503
+    kind = "unavailable_error"
+
+
+class ModelError(TowerdError):
+    """The GGUF cannot be served: truncated, foreign, or an architecture this build lacks."""
+
+
+class StoreError(TowerdError):
+    """The store cannot be opened or written."""
+
+
+class StoreLocked(StoreError):
+    """Another daemon owns this store."""
+
+
+class StoreVersion(StoreError):
+    """The store was written by an incompatible version."""
+
+
+class DiskFull(StoreError):
+    """A write failed for lack of space (507); what was acknowledged is still there."""
+
+    status = 507
+    kind = "insufficient_storage_error"
+
+
+class RowsDamaged(StoreError):
+    """Stored rows failed their check; they are quarantined and their tokens get prefilled."""
+
+
+class ConfigError(TowerdError):
+    """A setting is unknown, of the wrong type or contradictory; nothing was started."""

@@ -1,0 +1,84 @@
+"""Logging: one short line for people, or one JSON object a line for programs.
+
+Modules log through `logging.getLogger(__name__)`; fields travel beside the message
+(`log.info("resumed", extra={"tokens": 512})`). What users say and what opens doors is never
+logged: fields with such names are masked here, so that a slip elsewhere does not reach a disk.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from typing import Any, Literal, TextIO
+
+ROOT = "towerd"
+SECRET = frozenset(
+    ("prompt", "content", "messages", "text", "body", "input", "key", "api_key", "authorization")
+)
+MASK = "(hidden)"
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+def configure(
+    level: str = "info",
+    format: Literal["text", "json"] | str = "text",
+    stream: TextIO | None = None,
+) -> None:
+    """Send towerd's log to `stream` (default: stderr), replacing an earlier configuration."""
+    handler = logging.StreamHandler(sys.stderr if stream is None else stream)
+    handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
+    logger = logging.getLogger(ROOT)
+    logger.handlers = [handler]
+    logger.setLevel(level.upper())
+    logger.propagate = False
+
+
+class TextFormatter(logging.Formatter):
+    """`12:03:04 info  engine: model loaded  n_ctx=4096 path=...`"""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line, followed by a traceback if there is one."""
+        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+        name = record.name.removeprefix(ROOT + ".")
+        line = f"{clock} {record.levelname.lower():<7} {name}: {record.getMessage()}"
+        pairs = " ".join(f"{key}={_plain(value)}" for key, value in _fields(record).items())
+        if pairs:
+            line += "  " + pairs
+        return line + _traceback(self, record, "\n")
+
+
+class JsonFormatter(logging.Formatter):
+    """`{"time": ..., "level": ..., "logger": ..., "message": ..., <fields>}`"""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One JSON object without line breaks; fields cannot replace the four standard keys."""
+        instant = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        entry = _fields(record) | {
+            "time": f"{instant}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        trace = _traceback(self, record, "")
+        if trace:
+            entry["traceback"] = trace
+        return json.dumps(entry, default=str, ensure_ascii=False)
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    return {
+        key: MASK if key in SECRET else value
+        for key, value in vars(record).items()
+        if key not in _STANDARD
+    }
+
+
+def _plain(value: Any) -> str:
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return json.dumps(text, ensure_ascii=False) if " " in text or "\n" in text else text
+
+
+def _traceback(formatter: logging.Formatter, record: logging.LogRecord, before: str) -> str:
+    return before + formatter.formatException(record.exc_info) if record.exc_info else ""

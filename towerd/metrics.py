@@ -1,0 +1,188 @@
+"""Prometheus metrics: llama-server's own names and towerd's, on a registry passed in.
+
+Counters move as requests finish. Gauges of the engine, the tiers and the store are read from
+their `stats()` when /metrics is scraped.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from towerd.engine.base import Finish
+
+Stats = Mapping[str, Any]
+
+TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+LAG_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.25, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One metric that is read from stats: where its value comes from."""
+
+    name: str
+    source: str
+    """`engine`, `tiers` or `store`: whose `stats()`."""
+    key: str
+    help: str
+    counter: bool = False
+
+
+# fmt: off
+SAMPLES = (
+    Sample("llamacpp:n_decode_total", "engine", "decode_steps",
+           "Total number of llama_decode() calls", counter=True),
+    Sample("llamacpp:requests_processing", "engine", "running", "Number of requests processing"),
+    Sample("llamacpp:requests_deferred", "engine", "waiting", "Number of requests deferred"),
+    Sample("llamacpp:n_busy_slots_per_decode", "engine", "busy_slots_per_decode",
+           "Average number of busy slots per llama_decode() call"),
+    Sample("towerd_live_cells_used", "engine", "live_cells_used",
+           "Cells of the live context that hold a token's rows"),
+    Sample("towerd_live_cells", "engine", "live_cells", "Cells of the live context"),
+    Sample("towerd_hot_bytes", "tiers", "hot_bytes", "Native rows held in RAM"),
+    Sample("towerd_warm_bytes", "tiers", "warm_bytes", "Rows held in segment files"),
+    Sample("towerd_damaged_segments_total", "tiers", "damaged_segments",
+           "Segments quarantined because their check failed", counter=True),
+    Sample("towerd_write_errors_total", "tiers", "write_errors",
+           "Segment files that could not be written", counter=True),
+    Sample("towerd_sessions", "store", "sessions", "Sessions in the catalog"),
+    Sample("towerd_segments", "store", "segments", "Segments in the trie"),
+)
+# fmt: on
+
+
+class _StatsCollector(Collector):
+    """Turns the last stats read into samples."""
+
+    def __init__(self) -> None:
+        self.stats: dict[str, Stats] = {}
+
+    def collect(self) -> Iterator[Metric]:
+        for sample in SAMPLES:
+            value = self.stats.get(sample.source, {}).get(sample.key, 0)
+            kind = CounterMetricFamily if sample.counter else GaugeMetricFamily
+            yield kind(sample.name, sample.help, value=float(value))
+
+    def describe(self) -> Iterable[Metric]:
+        return []
+
+
+class Metrics:
+    """All metrics of one daemon."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        self.registry = registry or CollectorRegistry()
+        self.started_unix = int(time.time())
+        self._stats = _StatsCollector()
+        self.registry.register(self._stats)
+
+        def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
+            return Counter(name, text, labels, registry=self.registry)
+
+        self.requests = counter("towerd_requests", "Requests answered", ("route", "status"))
+        self.reused = counter("towerd_tokens_reused", "Prompt tokens not evaluated", ("tier",))
+        self.prefilled = counter("towerd_tokens_prefilled", "Prompt tokens evaluated")
+        self.generated = counter("towerd_tokens_generated", "Tokens generated")
+        self.prompt_tokens = counter(
+            "llamacpp:prompt_tokens", "Number of prompt tokens processed, excluding cached tokens"
+        )
+        self.cached_tokens = counter(
+            "llamacpp:prompt_tokens_cached", "Number of prompt tokens reused from the cache"
+        )
+        self.prompt_seconds = counter(
+            "llamacpp:prompt_seconds", "Total time spent processing prompts"
+        )
+        self.predicted_tokens = counter(
+            "llamacpp:tokens_predicted", "Number of generation tokens processed"
+        )
+        self.predicted_seconds = counter(
+            "llamacpp:tokens_predicted_seconds", "Total time spent generating tokens"
+        )
+        self.n_tokens_max = Gauge(
+            "llamacpp:n_tokens_max",
+            "Largest observed sequence length (prompt + generation)",
+            registry=self.registry,
+        )
+        self._n_tokens_max = 0
+        self._totals = {"live": 0, "hot": 0, "warm": 0, "prefill": 0}
+        self._rates = _Rates()
+        self.registry.register(self._rates)
+        self.ttft = Histogram(
+            "towerd_ttft_seconds",
+            "From a parsed request to its first token",
+            buckets=TTFT_BUCKETS_S,
+            registry=self.registry,
+        )
+        self.lag = Histogram(
+            "towerd_loop_lag_seconds",
+            "How late the event loop ran a timer",
+            buckets=LAG_BUCKETS_S,
+            registry=self.registry,
+        )
+
+    def started(self, began: float) -> None:
+        """A request that began at `began` (time.monotonic) is about to get its first token."""
+        self.ttft.observe(time.monotonic() - began)
+
+    def finished(self, finish: Finish) -> None:
+        """Account for one finished generation."""
+        reuse, timings = finish.reuse, finish.timings
+        for tier in self._totals:
+            self._totals[tier] += getattr(reuse, tier)
+        for tier in ("live", "hot", "warm"):
+            self.reused.labels(tier).inc(getattr(reuse, tier))
+        self.prefilled.inc(reuse.prefill)
+        self.generated.inc(timings.predicted_n)
+        self.prompt_tokens.inc(timings.prompt_n)
+        self.cached_tokens.inc(timings.cache_n)
+        self.prompt_seconds.inc(timings.prompt_ms / 1e3)
+        self.predicted_tokens.inc(timings.predicted_n)
+        self.predicted_seconds.inc(timings.predicted_ms / 1e3)
+        self._n_tokens_max = max(self._n_tokens_max, finish.n_cached)
+        self.n_tokens_max.set(self._n_tokens_max)
+        self._rates.add(finish)
+
+    def reuse_totals(self) -> dict[str, int]:
+        """Prompt tokens of all finished requests, by where they came from."""
+        return dict(self._totals)
+
+    def render(self, stats: Mapping[str, Stats]) -> bytes:
+        """The exposition text. `stats`: source -> its `stats()`. Not for the event loop: it
+        formats every series."""
+        self._stats.stats = dict(stats)
+        return generate_latest(self.registry)
+
+
+class _Rates(Collector):
+    """llama-server's two throughput gauges: averages since the last scrape."""
+
+    def __init__(self) -> None:
+        self._prompt = [0, 0.0]
+        self._predicted = [0, 0.0]
+
+    def add(self, finish: Finish) -> None:
+        timings = finish.timings
+        self._prompt[0] += timings.prompt_n
+        self._prompt[1] += timings.prompt_ms / 1e3
+        self._predicted[0] += max(timings.predicted_n - 1, 0)
+        self._predicted[1] += timings.predicted_ms / 1e3
+
+    def collect(self) -> Iterator[Metric]:
+        prompt, self._prompt = self._prompt, [0, 0.0]
+        predicted, self._predicted = self._predicted, [0, 0.0]
+        for name, text, (n, seconds) in (
+            ("prompt_tokens_seconds", "Average prompt throughput in tokens/s", prompt),
+            ("predicted_tokens_seconds", "Average generation throughput in tokens/s", predicted),
+        ):
+            value = n / seconds if seconds > 0 else 0.0
+            yield GaugeMetricFamily(f"llamacpp:{name}", text, value=value)
+
+    def describe(self) -> Iterable[Metric]:
+        return []

@@ -1,0 +1,43 @@
+"""Chat templates written into the GGUFs of this package.
+
+Reuse of a conversation needs every template here to be *prefix-stable*: the prompt of turn k+1
+starts with the prompt of turn k, the reply as it was generated, and (where the reply ended
+itself) the token that ended it. `tests/models/test_templates.py` checks it.
+"""
+
+from __future__ import annotations
+
+CHATML = """\
+{%- macro text(content) -%}
+{%- if content is string -%}{{ content }}
+{%- elif content -%}{%- for part in content -%}{{ part.text }}{%- endfor -%}
+{%- endif -%}
+{%- endmacro -%}
+{%- for message in messages -%}
+{{- '<|im_start|>' + message.role + '\\n' + text(message.content) + '<|im_end|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
+"""ChatML without the line break after `<|im_end|>`: a reply that ended itself ends in exactly that
+token, so nothing has to be guessed about what follows it."""
+
+STORY = """\
+{%- macro text(content) -%}
+{%- if content is string -%}{{ content }}
+{%- elif content -%}{%- for part in content -%}{{ part.text }}{%- endfor -%}
+{%- endif -%}
+{%- endmacro -%}
+{%- for message in messages -%}
+{%- if message.role == 'assistant' -%}{{- text(message.content) -}}
+{%- else -%}
+{%- if not loop.first -%}{{- bos_token -}}{%- endif -%}
+{{- text(message.content) + '\\n' -}}
+{%- if message.role == 'system' -%}{{- '\\n' -}}{%- endif -%}
+{%- endif -%}
+{%- endfor -%}
+"""
+"""For a model that only continues stories. What the user says opens a story, the reply continues it
+on the next line, and `<s>` stands between stories, exactly as in its training text. The model ends
+a story with that same `<s>`, which is therefore both the end of a reply and the start of the next
+turn. The first `<s>` is left to the tokenizer (`add_bos_token`). The line break keeps the tokens
+of a prompt and of its reply apart: no piece of this vocabulary contains one."""

@@ -1,0 +1,46 @@
+"""Where towerd keeps things when nobody says otherwise.
+
+Linux follows the XDG base directories, macOS uses ~/Library (Application Support). Nothing here
+creates a directory.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from platformdirs import PlatformDirs
+
+_DIRS = PlatformDirs("towerd", appauthor=False)
+
+
+def store_dir() -> Path:
+    """The store of segments and conversations (~/.local/share/towerd/store)."""
+    return _DIRS.user_data_path / "store"
+
+
+def models_dir() -> Path:
+    """Where a bare model name is looked for (~/.local/share/towerd/models)."""
+    return _DIRS.user_data_path / "models"
+
+
+def config_file() -> Path:
+    """The settings file that is read when it exists (~/.config/towerd/towerd.toml)."""
+    return _DIRS.user_config_path / "towerd.toml"
+
+
+def runtime_socket() -> Path:
+    """The Unix socket of the running daemon ($XDG_RUNTIME_DIR/towerd/towerd.sock).
+
+    A Linux without a runtime directory gets it in ~/.local/state/towerd: a name in /tmp could be
+    taken by another user first.
+    """
+    folder = _DIRS.user_runtime_path if _has_runtime_dir() else _DIRS.user_state_path
+    return folder / "towerd.sock"
+
+
+def _has_runtime_dir() -> bool:
+    if sys.platform == "darwin" or os.environ.get("XDG_RUNTIME_DIR"):
+        return True
+    return os.access(f"/run/user/{os.getuid()}", os.W_OK)

@@ -1,0 +1,6 @@
+"""Eviction policies: what to give up first. Pure and synchronous, one class per file."""
+
+from towerd.policy.base import Key, Policy
+from towerd.policy.factory import NAMES, make_policy
+
+__all__ = ["NAMES", "Key", "Policy", "make_policy"]

@@ -1,0 +1,48 @@
+"""The policy protocol: events in, victims out.
+
+A policy sees keys (node ids), sizes and times, never tokens or rows, so the daemon and a trace
+replayer run the same code. It does no I/O and reads no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
+
+Key: TypeAlias = int
+
+
+class Policy(Protocol):
+    """What to evict from one tier. Keys form a tree: a node is useless without its parents, so
+    a parent is never chosen before those of its children that are in the policy."""
+
+    def insert(self, key: Key, nbytes: int, now: float, parent: Key | None) -> None:
+        """`key` is in the tier from now on, below `parent` (which may be elsewhere). Counts as
+        an access. A key that is in already only changes its size and parent."""
+        ...
+
+    def access(self, key: Key, now: float) -> None:
+        """`key` was used, and with it its path. Unknown keys are ignored."""
+        ...
+
+    def remove(self, key: Key) -> None:
+        """`key` left the tier. Unknown keys are ignored."""
+        ...
+
+    def split(self, lower: Key, upper: Key, upper_nbytes: int, now: float) -> None:
+        """`upper` took the first `upper_nbytes` of `lower` and is its parent now. Ignored when
+        `lower` is unknown."""
+        ...
+
+    def victims(self, bytes_needed: int, is_evictable: Callable[[Key], bool]) -> list[Key]:
+        """Keys to evict, in order, that free at least `bytes_needed`, or all there are. Changes
+        nothing: the caller removes what it really evicted."""
+        ...
+
+    def __contains__(self, key: Key) -> bool: ...
+
+    def __len__(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all keys."""
+        ...

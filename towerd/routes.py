@@ -1,0 +1,92 @@
+"""Every route, in one table; `api/README.md` has an entry for each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from towerd.api import (
+    completion,
+    elsewhere,
+    info,
+    own_segments,
+    own_sessions,
+    page,
+    pins,
+    precache,
+    text,
+    upkeep,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One method of one path."""
+
+    method: str
+    path: str
+    handler: Handler
+
+
+LLAMA_ROUTES: tuple[Route, ...] = (
+    Route("GET", "/health", info.get_health),
+    Route("GET", "/v1/health", info.get_health),
+    Route("GET", "/props", info.get_props),
+    Route("GET", "/models", info.get_models),
+    Route("GET", "/v1/models", info.get_models),
+    Route("GET", "/slots", info.get_slots),
+    Route("GET", "/metrics", info.get_metrics),
+    Route("POST", "/completion", completion.post_completion),
+    Route("POST", "/completions", completion.post_completion),
+    Route("POST", "/v1/completions", completion.post_openai_completion),
+    Route("POST", "/chat/completions", completion.post_chat),
+    Route("POST", "/v1/chat/completions", completion.post_chat),
+    Route("POST", "/chat/completions/input_tokens", text.post_input_tokens),
+    Route("POST", "/v1/chat/completions/input_tokens", text.post_input_tokens),
+    Route("POST", "/tokenize", text.post_tokenize),
+    Route("POST", "/detokenize", text.post_detokenize),
+    Route("POST", "/apply-template", text.post_apply_template),
+)
+
+OWN_ROUTES: tuple[Route, ...] = (
+    Route("GET", "/towerd/v1/stats", upkeep.get_stats),
+    Route("GET", "/towerd/v1/sessions", own_sessions.list_sessions),
+    Route("GET", "/towerd/v1/sessions/{id}", own_sessions.get_session),
+    Route("PATCH", "/towerd/v1/sessions/{id}", own_sessions.patch_session),
+    Route("DELETE", "/towerd/v1/sessions/{id}", own_sessions.delete_session),
+    Route("GET", "/towerd/v1/segments", own_segments.list_segments),
+    Route("GET", "/towerd/v1/segments/{id}", own_segments.get_segment),
+    Route("GET", "/towerd/v1/trie", own_segments.get_trie),
+    Route("GET", "/towerd/v1/pins", pins.list_pins),
+    Route("POST", "/towerd/v1/pins", pins.post_pin),
+    Route("DELETE", "/towerd/v1/pins/{id}", pins.delete_pin),
+    Route("GET", "/towerd/v1/bases", pins.list_bases),
+    Route("DELETE", "/towerd/v1/bases/{name}", pins.delete_base),
+    Route("POST", "/towerd/v1/precache", precache.post_precache),
+    Route("POST", "/towerd/v1/verify", upkeep.post_verify),
+    Route("POST", "/towerd/v1/gc", upkeep.post_gc),
+)
+
+PAGE_ROUTES: tuple[Route, ...] = (
+    Route("GET", "/", page.get_root),
+    Route("GET", "/towerd", page.get_root),
+    Route("GET", "/towerd/", page.get_page),
+    Route("GET", "/towerd/page/{name}", page.get_asset),
+)
+
+ELSEWHERE_ROUTES: tuple[Route, ...] = tuple(
+    Route(method, path, elsewhere.not_here) for method, path in elsewhere.ELSEWHERE
+)
+
+ROUTES = LLAMA_ROUTES + OWN_ROUTES + PAGE_ROUTES + ELSEWHERE_ROUTES
+
+
+def add_routes(app: web.Application) -> None:
+    """Register the table."""
+    for route in ROUTES:
+        if route.method == "GET":
+            app.router.add_get(route.path, route.handler)  # HEAD as well
+        else:
+            app.router.add_route(route.method, route.path, route.handler)

@@ -1,0 +1,80 @@
+"""The running service: engine, tiers, store and sessions, opened and closed in order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from towerd.config import Config
+from towerd.engine.embedded.core import Core, load_core
+from towerd.engine.embedded.engine import EmbeddedEngine
+from towerd.session import Sessions
+from towerd.slots.fingerprint import Fingerprint
+from towerd.store import Catalog, Store
+from towerd.tiers.manager import Tiers
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What the API serves from."""
+
+    config: Config
+    engine: EmbeddedEngine
+    sessions: Sessions
+    store: Store
+    tiers: Tiers
+
+
+@asynccontextmanager
+async def open_service(config: Config) -> AsyncIterator[Service]:
+    """Load the model, open the store, start the inference thread; undo it all at the end.
+
+    On the way out running requests are cancelled and recorded, live rows are exported and
+    written, and the catalog is closed. Raises ModelError, StoreError, ConfigError."""
+    core, store = await asyncio.to_thread(_open_store, config)
+    try:
+        tiers = await asyncio.to_thread(_open_tiers, config, core, store)
+        try:
+            engine = EmbeddedEngine(core, tiers, config)
+            engine.start()
+            sessions = Sessions(engine, store)
+            try:
+                yield Service(config, engine, sessions, store, tiers)
+            finally:
+                await sessions.drain()
+                await engine.close()
+        finally:
+            await asyncio.to_thread(tiers.close)
+    finally:
+        await asyncio.to_thread(store.close)
+        await asyncio.to_thread(core.close)
+
+
+def _open_store(config: Config) -> tuple[Core, Store]:
+    """Lock the store first, so that a second daemon fails before it loads a model."""
+    cores: list[Core] = []
+
+    def load(catalog: Catalog) -> Fingerprint:
+        cores.append(load_core(config, catalog))
+        return cores[0].info.fingerprint
+
+    try:
+        store = Store.open(config.store_dir, load)
+    except BaseException:
+        for core in cores:
+            core.close()
+        raise
+    return cores[0], store
+
+
+def _open_tiers(config: Config, core: Core, store: Store) -> Tiers:
+    return Tiers(
+        store,
+        core.layout,
+        v_trans=core.context.v_trans,
+        hot_bytes=config.hot_bytes,
+        warm_bytes=config.warm_bytes,
+        policy=config.policy,
+    )

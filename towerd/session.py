@@ -1,0 +1,94 @@
+"""Conversations: every request is recorded durably before its last event reaches the client.
+
+A session is recognised by its tokens (or named by X-Towerd-Session): the store finds the deepest
+finished turn that the prompt continues. Edits and regenerations branch the trie.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import AsyncIterator
+
+import numpy as np
+
+from towerd.engine.base import Engine, Event, Finish, GenerateRequest, Generation, Ids
+from towerd.errors import TowerdError
+from towerd.store import Store
+from towerd.store.turn import Turn
+
+log = logging.getLogger(__name__)
+
+
+class Sessions:
+    """Runs requests on an engine and records them in the store."""
+
+    def __init__(self, engine: Engine, store: Store) -> None:
+        self.engine = engine
+        self.store = store
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def run(self, request: GenerateRequest) -> AsyncIterator[Event]:
+        """The events of one request; closing the iterator early cancels it.
+
+        What was generated until then is kept. The Finish event is yielded only after the turn
+        is durable. Raises what `Engine.generate` raises, and DiskFull."""
+        started_s = time.time()
+        generation = self.engine.generate(request)
+        finished = False
+        try:
+            async for event in generation:
+                if isinstance(event, Finish):
+                    finished = True
+                    event = await self._record(request, event, started_s)
+                yield event
+        finally:
+            if finished:
+                generation.release()
+            else:
+                # Awaiting here would tie the clean-up to a task that is being cancelled.
+                self._end_later(request, generation, started_s)
+
+    async def drain(self) -> None:
+        """Wait for the recording of requests whose clients left."""
+        while self._closing:
+            await asyncio.wait(self._closing)
+
+    def _end_later(self, request: GenerateRequest, run: Generation, started_s: float) -> None:
+        task = asyncio.create_task(self._abandon(request, run, started_s))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def _abandon(self, request: GenerateRequest, run: Generation, started_s: float) -> None:
+        try:
+            finish = await run.cancel()
+            if finish is not None:
+                await self._record(request, finish, started_s)
+        except TowerdError as error:
+            log.error("an abandoned turn was not recorded", extra={"error": str(error)})
+        finally:
+            run.release()
+
+    async def _record(self, request: GenerateRequest, finish: Finish, started_s: float) -> Finish:
+        """Commit the turn; a prompt that got no answer is kept as reusable tokens only."""
+        ids = np.asarray(request.ids, np.int32)
+        if request.precache is not None or not finish.ids:
+            if finish.n_cached:
+                await asyncio.to_thread(self._insert, ids[: finish.n_cached], request.scope)
+            return finish
+        turn = Turn(
+            scope=request.scope,
+            session=request.session,
+            prompt=ids,
+            reply=np.array(finish.ids, np.int32),
+            n_cached=finish.n_cached,
+            started_s=started_s,
+            finished=finish.stop != "cancelled",
+        )
+        result = await asyncio.to_thread(self.store.commit_turn, turn)
+        return dataclasses.replace(finish, session=result.session_id)
+
+    def _insert(self, ids: Ids, scope: str) -> None:
+        self.store.insert(ids, scope, [len(ids)])

@@ -1,0 +1,107 @@
+"""Garbage collection: segments nobody needs, files nobody views, quarantine of long ago."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from towerd.store.node import Node
+from towerd.store.rows import uncatalogue
+from towerd.store.state import StoreState
+
+
+@dataclass(frozen=True, slots=True)
+class GcReport:
+    """What was removed."""
+
+    segments: int
+    files: int
+    bytes_freed: int
+    """Segment files, orphans, temporary and quarantined files; the catalog not counted."""
+
+
+def collect(
+    state: StoreState,
+    keep: Collection[int],
+    quarantine_days: float,
+    writing: Collection[str],
+    on_remove: Callable[[Node], None],
+) -> GcReport:
+    """Remove leaves until every leaf is needed, then what they leave behind. Under the lock."""
+    doomed = _unneeded(state, keep)
+    ids = {node.id for node in doomed}
+    unviewed = [
+        file for file in state.files.values() if all(node.id in ids for node in file.nodes)
+    ]
+    with state.catalog.transaction():
+        state.catalog.run_many("DELETE FROM segments WHERE id = ?", [(n.id,) for n in doomed])
+        state.catalog.run_many("DELETE FROM files WHERE id = ?", [(f.id,) for f in unviewed])
+    for node in doomed:
+        _detach(state, node)
+        on_remove(node)
+    freed = 0
+    for file in unviewed:
+        state.forget_file(file)
+        freed += state.directory.remove(file.path.name)
+    n_orphans, orphan_bytes = _remove_orphans(state, writing)
+    freed += orphan_bytes + state.directory.sweep_tmp(writing)
+    freed += state.directory.empty_quarantine(quarantine_days)
+    return GcReport(len(doomed), len(unviewed) + n_orphans, freed)
+
+
+def drop_foreign(state: StoreState, bytes_needed: int) -> int:
+    """Delete files of other fingerprints, the longest unused fingerprint and file first."""
+    freed = 0
+    for id, name, n_bytes in state.catalog.rows(
+        "SELECT files.id, name, bytes FROM files JOIN fingerprints ON fingerprints.id ="
+        " fingerprint WHERE fingerprint != ? ORDER BY opened, files.created",
+        (state.fingerprint_pk,),
+    ):
+        if freed >= bytes_needed:
+            break
+        uncatalogue(state.catalog, id)
+        state.directory.remove(name)
+        freed += n_bytes
+    return freed
+
+
+def _unneeded(state: StoreState, keep: Collection[int]) -> list[Node]:
+    """The nodes to remove, children before their parents."""
+    needed = set(keep)
+    for (id,) in state.catalog.rows(
+        "SELECT prompt_node FROM turns UNION SELECT reply_node FROM turns"
+        " UNION SELECT node FROM pins UNION SELECT node FROM bases"
+    ):
+        needed.add(id)
+    doomed: list[Node] = []
+    n_children = {id: len(node.children) for id, node in state.trie.nodes.items()}
+    leaves = [node for id, node in state.trie.nodes.items() if n_children[id] == 0]
+    while leaves:
+        node = leaves.pop()
+        if node.id in needed:
+            continue
+        doomed.append(node)
+        parent = node.parent
+        if parent is not None and parent.parent is not None:
+            n_children[parent.id] -= 1
+            if n_children[parent.id] == 0:
+                leaves.append(parent)
+    return doomed
+
+
+def _detach(state: StoreState, node: Node) -> None:
+    if node.hot is not None:
+        state.hot_bytes -= node.hot.nbytes
+        node.hot = None
+    if node.file is not None:
+        node.file.nodes.remove(node)
+        node.file = None
+    state.touched.discard(node)
+    state.trie.remove(node)
+
+
+def _remove_orphans(state: StoreState, writing: Collection[str]) -> tuple[int, int]:
+    """Files that no catalog row names, left by a crash between rename and commit."""
+    known = {name for (name,) in state.catalog.rows("SELECT name FROM files")}
+    orphans = state.directory.names() - known - set(writing)
+    return len(orphans), sum(state.directory.remove(name) for name in orphans)

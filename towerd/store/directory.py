@@ -1,0 +1,78 @@
+"""The store's directory: where files lie, and how they appear, move aside and go."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Container
+from pathlib import Path
+
+from towerd.errors import StoreError
+from towerd.store import durable
+
+DAY_S = 86_400.0
+
+
+class Directory:
+    """`segments/` holds catalogued files, `tmp/` those being written, `quarantine/` damaged
+    ones. Directories are 0700, files 0600."""
+
+    def __init__(self, root: Path) -> None:
+        """Create what is missing and prove that it can be written.
+
+        Raises StoreError, or DiskFull when not even that fits."""
+        self.root = root
+        self.segments = root / "segments"
+        self.tmp = root / "tmp"
+        self.quarantine = root / "quarantine"
+        self.catalog = root / "catalog.sqlite"
+        self.lock = root / "lock"
+        with durable.store_errors(f"the store directory {root} cannot be used"):
+            for path in (root, self.segments, self.tmp, self.quarantine):
+                path.mkdir(mode=0o700, parents=path == root, exist_ok=True)
+                if path != root and path.is_symlink():
+                    raise StoreError(f"{path} is a link; a store must be one directory")
+            probe = self.tmp / f"probe-{os.getpid()}"
+            fd = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            os.close(fd)
+            probe.unlink()
+
+    def sweep_tmp(self, writing: Container[str] = ()) -> int:
+        """Delete what a killed process left half-written; returns the bytes freed."""
+        return sum(_remove(path) for path in self.tmp.iterdir() if path.name not in writing)
+
+    def names(self) -> set[str]:
+        """The names in `segments/`."""
+        with os.scandir(self.segments) as entries:
+            return {entry.name for entry in entries}
+
+    def remove(self, name: str) -> int:
+        """Delete a segment file if it is there; returns the bytes freed."""
+        return _remove(self.segments / name)
+
+    def set_aside(self, name: str) -> None:
+        """Move a damaged file into `quarantine/`, stamped with the time it got there."""
+        target = self.quarantine / name
+        try:
+            os.rename(self.segments / name, target)
+            os.utime(target, follow_symlinks=False)
+        except OSError:
+            return  # gone or unmovable: the catalog forgets it either way
+
+    def empty_quarantine(self, days: float) -> int:
+        """Delete what was set aside more than `days` ago; returns the bytes freed."""
+        oldest = time.time() - days * DAY_S
+        return sum(
+            _remove(path)
+            for path in self.quarantine.iterdir()
+            if path.lstat().st_mtime <= oldest
+        )
+
+
+def _remove(path: Path) -> int:
+    try:
+        n_bytes = path.lstat().st_size
+        path.unlink()
+    except OSError:
+        return 0
+    return n_bytes

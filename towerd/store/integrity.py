@@ -1,0 +1,144 @@
+"""The accounting that always holds: trie, catalog, files and sums describe the same store."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from towerd.store.keys import key_hash
+from towerd.store.node import ID_BYTES, PUBLIC, Node
+from towerd.store.state import StoreState
+
+
+def problems(state: StoreState, *, keys: bool, writing: Collection[str] = ()) -> list[str]:
+    """What does not agree, empty when all is well. Call it under the lock."""
+    nodes = list(_walk(state))
+    found = [problem for node in nodes for problem in _node_problems(state, node)]
+    if len(nodes) != len(state.trie.nodes):
+        found.append(f"{len(nodes)} nodes are reachable, {len(state.trie.nodes)} are listed")
+    found += _sum_problems(state, nodes)
+    found += _file_problems(state, writing)
+    found += _catalog_problems(state, nodes)
+    found += _pin_problems(state, nodes)
+    if keys:
+        found += key_problems(state)
+    return found
+
+
+def key_problems(state: StoreState) -> list[str]:
+    """Segments whose stored key is not that of their prefix; O(all tokens)."""
+    stored = dict(
+        state.catalog.rows(
+            "SELECT id, key FROM segments WHERE fingerprint = ?", (state.fingerprint_pk,)
+        )
+    )
+    found = []
+    scopes = {node.scope for node in state.trie.nodes.values()} | {PUBLIC}
+    roots = {scope: key_hash(state.digest, scope) for scope in scopes}
+    stack = [(child, roots) for child in state.trie.root.children]
+    while stack:
+        node, above = stack.pop()
+        # below a public node any scope may follow, below another only its own
+        wanted = scopes if node.scope == PUBLIC and node.children else {node.scope}
+        hashes = {scope: above[scope].copy() for scope in wanted}
+        for h in hashes.values():
+            h.update(node.ids)
+        if stored.get(node.id) != hashes[node.scope].digest():
+            found.append(f"segment {node.id} has the key of other tokens")
+        stack += [(child, hashes) for child in node.children]
+    return found
+
+
+def _walk(state: StoreState) -> Iterator[Node]:
+    stack = list(state.trie.root.children)
+    while stack:
+        node = stack.pop()
+        yield node
+        stack += node.children
+
+
+def _node_problems(state: StoreState, node: Node) -> Iterator[str]:
+    parent = node.parent
+    assert parent is not None
+    if state.trie.nodes.get(node.id) is not node or node.removed:
+        yield f"{node} is in the tree but not listed"
+    if parent.p1 != node.p0 or len(node.ids) != node.n * ID_BYTES or node.n <= 0:
+        yield f"{node} does not continue {parent}"
+    if parent.scope not in (PUBLIC, node.scope):
+        yield f"{node} hangs below another scope"
+    if (parent.by_token or {}).get((node.scope, node.first)) is not node:
+        yield f"{node} is filed under a wrong token"
+    if node.hot is not None and (node.hot.p0, node.hot.p1) != (node.p0, node.p1):
+        yield f"{node} has hot rows [{node.hot.p0}, {node.hot.p1})"
+    file = node.file
+    if file is None:
+        return
+    if state.files.get(file.id) is not file or node not in file.nodes:
+        yield f"{node} views a file that does not know it"
+    if file.p0 + node.file_row0 != node.p0 or node.file_row0 + node.n > file.n_rows:
+        yield f"{node} views rows of other positions"
+
+
+def _sum_problems(state: StoreState, nodes: list[Node]) -> Iterator[str]:
+    hot = sum(node.hot.nbytes for node in nodes if node.hot is not None)
+    warm = sum(file.nbytes for file in state.files.values())
+    if (hot, warm) != (state.hot_bytes, state.warm_bytes):
+        yield f"hot and warm bytes are {(hot, warm)}, counted {(state.hot_bytes, state.warm_bytes)}"
+
+
+def _file_problems(state: StoreState, writing: Collection[str]) -> Iterator[str]:
+    for file in state.files.values():
+        if not file.nodes or any(node.file is not file for node in file.nodes):
+            yield f"{file} is viewed by {file.nodes}"
+        if not file.path.is_file() or file.path.stat().st_size != file.nbytes:
+            yield f"{file} is missing or has another size"
+    known = {name for (name,) in state.catalog.rows("SELECT name FROM files")}
+    for name in sorted(state.directory.names() - known - set(writing)):
+        yield f"the file {name} is in no catalog (gc removes it)"
+
+
+def _catalog_problems(state: StoreState, nodes: list[Node]) -> Iterator[str]:
+    mine = {node.id: _row(node) for node in nodes}
+    stored = {
+        row[0]: row[1:]
+        for row in state.catalog.rows(
+            "SELECT id, coalesce(parent, 0), scope, p0, p1, file, file_row0, file_rows, ids"
+            " FROM segments WHERE fingerprint = ?",
+            (state.fingerprint_pk,),
+        )
+    }
+    for id in mine.keys() | stored.keys():
+        if mine.get(id) != stored.get(id):
+            yield f"segment {id} differs between trie and catalog"
+    files = {
+        file.id: (file.path.name, file.p0, file.n_rows, file.nbytes)
+        for file in state.files.values()
+    }
+    rows = state.catalog.rows(
+        "SELECT id, name, p0, n_rows, bytes FROM files WHERE fingerprint = ?",
+        (state.fingerprint_pk,),
+    )
+    if {row[0]: row[1:] for row in rows} != files:
+        yield "the files in memory and in the catalog differ"
+    yield from state.catalog.quick_check()
+
+
+def _row(node: Node) -> tuple[Any, ...]:
+    assert node.parent is not None
+    file_id = None if node.file is None else node.file.id
+    return (
+        node.parent.id, node.scope, node.p0, node.p1, file_id, node.file_row0, node.file_rows,
+        node.ids,
+    )  # fmt: skip
+
+
+def _pin_problems(state: StoreState, nodes: list[Node]) -> Iterator[str]:
+    pins: Counter[int] = Counter()
+    for (id,) in state.catalog.rows("SELECT node FROM pins UNION ALL SELECT node FROM bases"):
+        node = state.trie.nodes.get(id)
+        for each in node.path() if node is not None else ():
+            pins[each.id] += 1
+    for node in nodes:
+        if node.pins != pins[node.id]:
+            yield f"{node} counts {node.pins} pins, has {pins[node.id]}"

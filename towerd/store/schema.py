@@ -1,0 +1,109 @@
+"""The catalog's tables. One migration per schema version; never edit one that was released."""
+
+from __future__ import annotations
+
+APPLICATION_ID = 0x54575244
+"""ASCII "TWRD", in the SQLite header."""
+
+_V1 = """
+CREATE TABLE meta (
+    key TEXT PRIMARY KEY,
+    value TEXT NOT NULL
+) STRICT, WITHOUT ROWID;
+
+CREATE TABLE fingerprints (
+    id INTEGER PRIMARY KEY,
+    digest BLOB NOT NULL UNIQUE CHECK (length(digest) = 32),
+    json TEXT NOT NULL,
+    created REAL NOT NULL,
+    opened REAL NOT NULL
+) STRICT;
+
+CREATE TABLE files (
+    id INTEGER PRIMARY KEY,
+    fingerprint INTEGER NOT NULL REFERENCES fingerprints,
+    name TEXT NOT NULL UNIQUE,
+    p0 INTEGER NOT NULL CHECK (p0 >= 0),
+    n_rows INTEGER NOT NULL CHECK (n_rows > 0),
+    bytes INTEGER NOT NULL CHECK (bytes > 0),
+    boundaries BLOB NOT NULL,
+    created REAL NOT NULL
+) STRICT;
+
+-- AUTOINCREMENT: an id is never used again, so nobody mistakes a new segment for a removed one;
+-- ids comes last, so that updating last_used in place leaves its pages alone
+CREATE TABLE segments (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    fingerprint INTEGER NOT NULL REFERENCES fingerprints,
+    parent INTEGER REFERENCES segments,
+    scope TEXT NOT NULL,
+    p0 INTEGER NOT NULL CHECK (p0 >= 0),
+    p1 INTEGER NOT NULL CHECK (p1 > p0),
+    file INTEGER REFERENCES files,
+    file_row0 INTEGER NOT NULL DEFAULT 0,
+    file_rows INTEGER NOT NULL DEFAULT 0,
+    last_used REAL NOT NULL,
+    hits INTEGER NOT NULL DEFAULT 0,
+    created REAL NOT NULL,
+    key BLOB NOT NULL UNIQUE CHECK (length(key) = 32),
+    ids BLOB NOT NULL CHECK (length(ids) = 4 * (p1 - p0))
+) STRICT;
+CREATE INDEX segments_parent ON segments(parent);
+CREATE INDEX segments_file ON segments(file) WHERE file IS NOT NULL;
+
+CREATE TABLE sessions (
+    pk INTEGER PRIMARY KEY,
+    fingerprint INTEGER NOT NULL REFERENCES fingerprints,
+    scope TEXT NOT NULL,
+    id TEXT NOT NULL,
+    named INTEGER NOT NULL,
+    title TEXT NOT NULL DEFAULT '',
+    leaf INTEGER REFERENCES turns,
+    n_tokens INTEGER NOT NULL DEFAULT 0,
+    created REAL NOT NULL,
+    updated REAL NOT NULL,
+    UNIQUE (fingerprint, scope, id)
+) STRICT;
+CREATE INDEX sessions_leaf ON sessions(leaf);
+
+CREATE TABLE turns (
+    id INTEGER PRIMARY KEY,
+    session INTEGER NOT NULL REFERENCES sessions,
+    parent INTEGER REFERENCES turns,
+    prompt_node INTEGER REFERENCES segments,
+    reply_node INTEGER REFERENCES segments,
+    n_prompt INTEGER NOT NULL,
+    n_reply INTEGER NOT NULL,
+    n_cached INTEGER NOT NULL,
+    started REAL NOT NULL,
+    created REAL NOT NULL,
+    finished INTEGER NOT NULL,
+    tail BLOB NOT NULL
+) STRICT;
+CREATE INDEX turns_session ON turns(session);
+CREATE INDEX turns_parent ON turns(parent);
+CREATE INDEX turns_prompt ON turns(prompt_node);
+CREATE INDEX turns_reply ON turns(reply_node);
+
+CREATE TABLE pins (
+    node INTEGER PRIMARY KEY REFERENCES segments,
+    created REAL NOT NULL
+) STRICT;
+
+CREATE TABLE bases (
+    id INTEGER PRIMARY KEY,
+    fingerprint INTEGER NOT NULL REFERENCES fingerprints,
+    scope TEXT NOT NULL,
+    name TEXT NOT NULL,
+    level INTEGER NOT NULL,
+    node INTEGER NOT NULL REFERENCES segments,
+    n_tokens INTEGER NOT NULL,
+    digest BLOB NOT NULL,
+    created REAL NOT NULL,
+    UNIQUE (fingerprint, scope, name)
+) STRICT;
+CREATE INDEX bases_node ON bases(node);
+"""
+
+MIGRATIONS = (_V1,)
+VERSION = len(MIGRATIONS)

@@ -1,0 +1,196 @@
+"""Sessions and turns in the catalog: recognition, recording, listing."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from towerd.errors import InvalidRequest, NotFound, StoreError
+from towerd.store.catalog import Catalog
+from towerd.store.node import Node
+from towerd.store.turn import SessionInfo, Turn, TurnInfo
+
+NAME_CHARS_MAX = 200
+TITLE_CHARS_MAX = 500
+
+_SESSION = (
+    "SELECT id, scope, title, named, leaf, n_tokens,"
+    " (SELECT count(*) FROM turns WHERE turns.session = sessions.pk), created, updated"
+    " FROM sessions WHERE fingerprint = ?"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """A session that exists: its row and public id."""
+
+    pk: int
+    id: str
+
+
+@dataclass(slots=True)
+class SessionTable:
+    """The sessions of one fingerprint. The store's lock is held around every call."""
+
+    catalog: Catalog
+    fingerprint: int
+
+    def recognise(self, known: Sequence[Node], scope: str) -> Located | None:
+        """The session of `scope` that has a prompt end or a reply end at the deepest possible
+        node of `known` (shortest prefix first); of several, the one used last."""
+        for node in reversed(known):
+            rows = self.catalog.rows(
+                "SELECT s.pk, s.id FROM turns t JOIN sessions s ON s.pk = t.session"
+                " WHERE (t.prompt_node = ?1 OR t.reply_node = ?1) AND s.scope = ?2"
+                " ORDER BY s.updated DESC, s.pk DESC LIMIT 1",
+                (node.id, scope),
+            )
+            if rows:
+                return Located(*rows[0])
+        return None
+
+    def find(self, id: str, scope: str | None) -> Located:
+        """The session with this id. Raises NotFound; StoreError if scope is None and several
+        scopes have one."""
+        rows = self.catalog.rows(
+            "SELECT pk, id, scope FROM sessions WHERE fingerprint = ? AND id = ?"
+            " AND (?3 IS NULL OR scope = ?3) ORDER BY scope",
+            (self.fingerprint, id, scope),
+        )
+        if not rows:
+            raise NotFound(f"there is no session {id!r}")
+        if len(rows) > 1:
+            scopes = ", ".join(row[2] for row in rows)
+            raise StoreError(f"several tenants have a session {id!r}: name one of {scopes}")
+        return Located(rows[0][0], rows[0][1])
+
+    def enter(self, turn: Turn, known: Sequence[Node], now: float) -> tuple[Located, bool]:
+        """The session this turn belongs to, created if need be, and whether it is new."""
+        found = None
+        if turn.session is None:
+            found = self.recognise(known, turn.scope)
+        else:
+            check_name(turn.session)
+            rows = self.catalog.rows(
+                "SELECT pk, id FROM sessions WHERE fingerprint = ? AND scope = ? AND id = ?",
+                (self.fingerprint, turn.scope, turn.session),
+            )
+            found = Located(*rows[0]) if rows else None
+        if found is not None:
+            return found, False
+        id = secrets.token_hex(8) if turn.session is None else turn.session
+        pk = self.catalog.run(
+            "INSERT INTO sessions(fingerprint, scope, id, named, created, updated)"
+            " VALUES (?, ?, ?, ?, ?, ?)",
+            (self.fingerprint, turn.scope, id, turn.session is not None, now, now),
+        )
+        return Located(pk, id), True
+
+    def record(
+        self, session: Located, turn: Turn, known: Sequence[Node], ends: tuple[Node, Node],
+        tail: bytes, now: float,
+    ) -> int:  # fmt: skip
+        """Enter the turn and make it the session's leaf. `known`: the nodes that its prompt
+        matched in full before it was inserted; `ends`: its prompt end and reply end."""
+        parent = self._parent_turn(session, known, len(turn.prompt))
+        prompt_node, reply_node = ends
+        turn_id = self.catalog.run(
+            "INSERT INTO turns(session, parent, prompt_node, reply_node, n_prompt, n_reply,"
+            " n_cached, started, created, finished, tail)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                session.pk, parent, prompt_node.id or None, reply_node.id or None,
+                len(turn.prompt), len(turn.reply), turn.n_cached, turn.started_s, now,
+                turn.finished, tail,
+            ),
+        )  # fmt: skip
+        self.catalog.run(
+            "UPDATE sessions SET leaf = ?, n_tokens = ?, updated = ? WHERE pk = ?",
+            (turn_id, len(turn.prompt) + len(turn.reply), now, session.pk),
+        )
+        return turn_id
+
+    def listing(self, scope: str | None, limit: int) -> list[SessionInfo]:
+        """The sessions used last first."""
+        rows = self.catalog.rows(
+            f"{_SESSION} AND (?2 IS NULL OR scope = ?2) ORDER BY updated DESC, pk DESC LIMIT ?3",
+            (self.fingerprint, scope, limit),
+        )
+        return [_info(row) for row in rows]
+
+    def info(self, session: Located) -> SessionInfo:
+        """What `listing` says about one session."""
+        return _info(self.catalog.rows(f"{_SESSION} AND pk = ?", (self.fingerprint, session.pk))[0])
+
+    def turns(self, session: Located) -> list[TurnInfo]:
+        """Every turn, oldest first."""
+        rows = self.catalog.rows(
+            "SELECT id, parent, coalesce(prompt_node, 0), coalesce(reply_node, 0), n_prompt,"
+            " n_reply, n_cached, started, created, finished FROM turns WHERE session = ?"
+            " ORDER BY id",
+            (session.pk,),
+        )
+        parents = {row[0]: row[1] for row in rows}
+        branch: set[int] = set()
+        at = self._leaf(session)
+        while at is not None and at not in branch:
+            branch.add(at)
+            at = parents.get(at)
+        return [
+            TurnInfo(*(*row[:9], bool(row[9]), row[0] in branch)) for row in rows
+        ]
+
+    def leaf_ids(self, session: Located) -> tuple[int, bytes]:
+        """(reply node, 0 for the root; tail ids) of the current leaf turn."""
+        rows = self.catalog.rows(
+            "SELECT coalesce(reply_node, 0), tail FROM turns WHERE id = ?", (self._leaf(session),)
+        )
+        return rows[0] if rows else (0, b"")
+
+    def rename(self, session: Located, title: str) -> None:
+        """Set the title. Raises InvalidRequest if it is too long."""
+        if len(title) > TITLE_CHARS_MAX:
+            raise InvalidRequest(f"a title may have {TITLE_CHARS_MAX} characters")
+        with self.catalog.transaction():
+            self.catalog.run("UPDATE sessions SET title = ? WHERE pk = ?", (title, session.pk))
+
+    def delete(self, session: Located) -> None:
+        """Forget the session and its turns; its segments go with the next gc."""
+        with self.catalog.transaction():
+            pk = (session.pk,)
+            self.catalog.run("UPDATE sessions SET leaf = NULL WHERE pk = ?", pk)
+            self.catalog.run("UPDATE turns SET parent = NULL WHERE session = ?", pk)
+            self.catalog.run("DELETE FROM turns WHERE session = ?", pk)
+            self.catalog.run("DELETE FROM sessions WHERE pk = ?", pk)
+
+    def _leaf(self, session: Located) -> int | None:
+        leaf: int | None = self.catalog.rows(
+            "SELECT leaf FROM sessions WHERE pk = ?", (session.pk,)
+        )[0][0]
+        return leaf
+
+    def _parent_turn(self, session: Located, known: Sequence[Node], n_prompt: int) -> int | None:
+        """The turn this one continues: a shorter prompt whose reply, or at least whose prompt
+        (the client may have rendered the reply anew), lies on the path. A regeneration has the
+        same prompt length and so finds the turn before."""
+        for node in reversed(known):
+            rows = self.catalog.rows(
+                "SELECT id FROM turns WHERE session = ?1 AND n_prompt < ?3"
+                " AND (prompt_node = ?2 OR reply_node = ?2) ORDER BY id DESC LIMIT 1",
+                (session.pk, node.id, n_prompt),
+            )
+            if rows:
+                return int(rows[0][0])
+        return None
+
+
+def check_name(name: str) -> None:
+    """InvalidRequest unless this can be a session's or a base's name."""
+    if not 0 < len(name) <= NAME_CHARS_MAX or not name.isprintable():
+        raise InvalidRequest(f"a name must be 1 to {NAME_CHARS_MAX} printable characters")
+
+
+def _info(row: tuple[Any, ...]) -> SessionInfo:
+    return SessionInfo(row[0], row[1], row[2], bool(row[3]), *row[4:])

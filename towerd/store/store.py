@@ -1,0 +1,463 @@
+"""Store: every segment, session and base of one model, durable, behind one lock."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from towerd.errors import NotFound, StoreError
+from towerd.slots.fingerprint import Fingerprint
+from towerd.slots.rows import KVRows
+from towerd.store import durable
+from towerd.store.bases import BaseTable, is_pinned_by_catalog
+from towerd.store.catalog import Catalog
+from towerd.store.collect import GcReport, collect, drop_foreign
+from towerd.store.directory import Directory
+from towerd.store.growth import Growth
+from towerd.store.integrity import problems
+from towerd.store.loader import add_pins, load_files, load_trie
+from towerd.store.lock import StoreLock
+from towerd.store.node import ID_BYTES, PUBLIC, Ids, Node, ids_array, ids_bytes
+from towerd.store.rows import RowsPart, RowStore
+from towerd.store.segment_file import Mappings, SegmentFile
+from towerd.store.sessions import SessionTable, check_name
+from towerd.store.state import StoreState
+from towerd.store.trie import Match
+from towerd.store.turn import Base, SessionInfo, Turn, TurnInfo, TurnResult
+from towerd.store.verify import VerifyReport, verify
+
+WhichFingerprint: TypeAlias = Fingerprint | Callable[[Catalog], Fingerprint]
+"""A fingerprint, or a function that finds it with the help of the opened catalog."""
+
+WORKERS_MAX = 4
+SESSIONS_MAX = 1_000_000
+
+
+class Store:
+    """Synchronous and thread-safe. Every change is durable when its method returns, except
+    uses (`touch`), which are flushed in batches.
+
+    `on_split(lower, upper)` and `on_remove(node)`, if set, are called under the lock after a
+    node was split or removed; they must be quick and must not call the store."""
+
+    def __init__(self, state: StoreState, lock_file: StoreLock, pool: ThreadPoolExecutor) -> None:
+        """Use `Store.open`."""
+        self.state = state
+        self.rows = RowStore(state, pool)
+        self.on_split: Callable[[Node, Node], None] | None = None
+        self.on_remove: Callable[[Node], None] | None = None
+        self._lock_file = lock_file
+        self._pool = pool
+        self._sessions = SessionTable(state.catalog, state.fingerprint_pk)
+        self._bases = BaseTable(state.catalog, state.fingerprint_pk)
+        self._is_open = True
+
+    @classmethod
+    def open(
+        cls, root: Path, fingerprint: WhichFingerprint, *, clock: Callable[[], float] = time.time
+    ) -> Store:
+        """Open the store in `root`, made if missing, for one fingerprint.
+
+        Raises StoreLocked, StoreVersion, DiskFull, or StoreError (unwritable, damaged)."""
+        directory = Directory(Path(root))
+        with durable.store_errors(f"the store {root} cannot be opened"):
+            lock_file = StoreLock(directory.lock)
+            try:
+                catalog = Catalog(directory.catalog)
+            except BaseException:
+                lock_file.release()
+                raise
+            try:
+                state = _load(directory, catalog, fingerprint, clock)
+            except BaseException:
+                catalog.close()
+                lock_file.release()
+                raise
+        workers = min(WORKERS_MAX, os.cpu_count() or 1)
+        store = cls(state, lock_file, ThreadPoolExecutor(workers, "store"))
+        try:
+            store.rows.drop_missing()
+        except BaseException:
+            store.close()
+            raise
+        return store
+
+    def close(self) -> None:
+        """Flush uses, close the catalog, release the lock. Rows in use stay readable."""
+        with self.state.lock:
+            if not self._is_open:
+                return
+            self._is_open = False
+            try:
+                self._flush()
+            finally:
+                self._pool.shutdown()
+                self.state.mappings.clear()
+                self.state.catalog.close()
+                self._lock_file.release()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- tokens ---------------------------------------------------------------------------
+
+    def match(self, ids: Ids, scope: str) -> Match:
+        """The longest stored prefix of `ids` among the scope's own and public segments."""
+        data = ids_bytes(ids)
+        with self._open_lock():
+            return self.state.trie.match(data, scope)
+
+    def insert(self, ids: Ids, scope: str, ends: Sequence[int]) -> list[Node]:
+        """Make a path for `ids[:ends[-1]]` with a node end at exactly each of `ends` (strictly
+        ascending, from 1 to len(ids)); returns its nodes. One durable transaction."""
+        data = _checked_path(ids, ends)
+        with self._open_lock():
+            with self._growing() as growth:
+                path = growth.grow(data, scope, ends)
+            self.state.touch(path[-1])
+        return path
+
+    def node(self, node_id: int) -> Node:
+        """The node with this id. Raises NotFound."""
+        with self._open_lock():
+            node = self.state.trie.nodes.get(node_id)
+        if node is None:
+            raise NotFound(f"there is no segment {node_id}")
+        return node
+
+    @property
+    def root(self) -> Node:
+        """The empty path; its children are the first segments."""
+        return self.state.trie.root
+
+    def nodes(self) -> list[Node]:
+        """A snapshot of every node, in no order."""
+        with self._open_lock():
+            return list(self.state.trie.nodes.values())
+
+    def touch(self, node: Node) -> None:
+        """Note a use of `node` and everything above it; durable with the next `flush`."""
+        with self._open_lock():
+            self.state.touch(node)
+
+    def flush(self) -> None:
+        """Write the noted uses; meant for idle moments."""
+        with self._open_lock():
+            self._flush()
+
+    # --- rows -----------------------------------------------------------------------------
+
+    def plan_rows(self, match: Match | Node, start: int, stop: int) -> list[RowsPart]:
+        """The rows that exist from token `start` on, up to the first gap, `stop`, or the end
+        of the match (or of the node's path)."""
+        with self._open_lock():
+            nodes = match.nodes if isinstance(match, Match) else match.path()
+            n = match.n if isinstance(match, Match) else match.p1
+            return self.rows.plan(nodes, start, min(stop, n))
+
+    def load_rows(self, part: RowsPart) -> KVRows:
+        """A part's rows as views; a file is checked on its first use in this process.
+
+        Raises RowsDamaged (the file went to quarantine, or was dropped since planning: plan
+        again) or StoreError."""
+        self._check_open()
+        return self.rows.load(part)
+
+    def load_boundary(self, node: Node, position: int) -> memoryview:
+        """The boundary state of `node` at one of `node.boundaries`. KeyError; else as above."""
+        self._check_open()
+        return self.rows.load_boundary(node, position)
+
+    def attach_hot(self, nodes: Sequence[Node], rows: KVRows) -> list[Node]:
+        """Hand rows to the nodes of a path that lie within them; returns those that took any.
+        A node that is hot already keeps its rows. Raises StateError for another layout."""
+        return self.rows.attach_hot(nodes, rows)
+
+    def drop_hot(self, node: Node) -> int:
+        """Let go of a node's rows in memory; returns their bytes."""
+        return self.rows.drop_hot(node)
+
+    def write_rows(
+        self, nodes: Sequence[Node], boundaries: Mapping[int, bytes] | None = None
+    ) -> SegmentFile:
+        """Write consecutive hot nodes of one path and scope into one file; durable. If all
+        have files already, the last one's is returned. `boundaries`: position -> state.
+
+        Raises DiskFull (nothing is left behind) or StoreError (not hot, not consecutive)."""
+        self._check_open()
+        return self.rows.write(nodes, boundaries or {})
+
+    def drop_file(self, file: SegmentFile) -> int:
+        """Delete a file; its nodes keep their tokens. Returns the bytes freed."""
+        with self._open_lock():
+            return self.rows.drop_file(file)
+
+    def drop_foreign(self, bytes_needed: int) -> int:
+        """Delete files of other fingerprints, the longest unused first; the bytes freed."""
+        with self._open_lock():
+            return drop_foreign(self.state, bytes_needed)
+
+    def bytes_of(self, node: Node) -> int:
+        """Bytes of a node's rows in native format."""
+        return node.n * self.state.fingerprint.layout.token_bytes
+
+    @property
+    def hot_bytes(self) -> int:
+        """Rows attached in memory."""
+        return self.state.hot_bytes
+
+    @property
+    def warm_bytes(self) -> int:
+        """This fingerprint's segment files on disk."""
+        return self.state.warm_bytes
+
+    # --- turns and sessions ---------------------------------------------------------------
+
+    def commit_turn(self, turn: Turn) -> TurnResult:
+        """Record a turn: its tokens and its session, in one transaction; durable on return."""
+        prompt, reply = ids_bytes(turn.prompt), ids_bytes(turn.reply)
+        data = prompt + reply
+        n_prompt, n_cached = len(prompt) // ID_BYTES, turn.n_cached
+        if not 0 <= n_cached <= len(data) // ID_BYTES:
+            raise ValueError(f"n_cached {n_cached} of {len(data) // ID_BYTES} tokens")
+        ends = sorted({min(n_prompt, n_cached), n_cached} - {0})
+        cached, tail = data[: n_cached * ID_BYTES], data[n_cached * ID_BYTES :]
+        with self._open_lock():
+            trie = self.state.trie
+            known = trie.matched(prompt, turn.scope)
+            with self._growing() as growth:
+                path = growth.grow(cached, turn.scope, ends) if ends else []
+                at = {node.p1: node for node in path} | {0: trie.root}
+                node_ends = at[min(n_prompt, n_cached)], at[n_cached]
+                session, is_new = self._sessions.enter(turn, known, growth.now)
+                turn_id = self._sessions.record(
+                    session, turn, known, node_ends, tail, growth.now
+                )
+            self.state.touch(node_ends[1])
+        return TurnResult(session.id, node_ends[1], is_new, turn_id)
+
+    def recognise(self, prompt: Ids, scope: str) -> str | None:
+        """The id of the session that a turn with this prompt would be recorded under."""
+        data = ids_bytes(prompt)
+        with self._open_lock():
+            found = self._sessions.recognise(self.state.trie.matched(data, scope), scope)
+        return None if found is None else found.id
+
+    def sessions(self, scope: str | None = None, limit: int = SESSIONS_MAX) -> list[SessionInfo]:
+        """Sessions of one scope, or of all, the last used first."""
+        with self._open_lock():
+            return self._sessions.listing(scope, limit)
+
+    def session(self, id: str, scope: str | None = None) -> SessionInfo:
+        """One session. Raises NotFound; StoreError if scope is None and the id is ambiguous."""
+        with self._open_lock():
+            return self._sessions.info(self._sessions.find(id, scope))
+
+    def turns(self, id: str, scope: str | None = None) -> list[TurnInfo]:
+        """Every turn of a session, oldest first. Raises as `session`."""
+        with self._open_lock():
+            return self._sessions.turns(self._sessions.find(id, scope))
+
+    def session_ids(self, id: str, scope: str | None = None) -> Ids:
+        """Every token of the session's current branch, int32. Raises as `session`."""
+        with self._open_lock():
+            node_id, tail = self._sessions.leaf_ids(self._sessions.find(id, scope))
+            prefix = self.state.trie.nodes[node_id].prefix_bytes() if node_id else b""
+        return ids_array(prefix + tail)
+
+    def rename_session(self, id: str, title: str, scope: str | None = None) -> SessionInfo:
+        """Set a session's title. Raises as `session`, or InvalidRequest."""
+        with self._open_lock():
+            found = self._sessions.find(id, scope)
+            self._sessions.rename(found, title)
+            return self._sessions.info(found)
+
+    def delete_session(self, id: str, scope: str | None = None) -> None:
+        """Forget a session; `gc` then frees what nothing else needs. Raises as `session`."""
+        with self._open_lock():
+            self._sessions.delete(self._sessions.find(id, scope))
+
+    # --- pins and bases -------------------------------------------------------------------
+
+    def pin(self, node_id: int) -> None:
+        """Keep a node and its path from eviction and gc. Pinning twice is pinning once."""
+        with self._open_lock():
+            node, catalog = self.node(node_id), self.state.catalog
+            if not is_pinned_by_catalog(catalog, node):
+                with catalog.transaction():
+                    catalog.run("INSERT INTO pins VALUES (?, ?)", (node_id, self.state.clock()))
+                add_pins(node, 1)
+
+    def unpin(self, node_id: int) -> None:
+        """Undo `pin`. Raises NotFound if there is no such segment or it is not pinned."""
+        with self._open_lock():
+            node, catalog = self.node(node_id), self.state.catalog
+            if not is_pinned_by_catalog(catalog, node):
+                raise NotFound(f"segment {node_id} is not pinned")
+            with catalog.transaction():
+                catalog.run("DELETE FROM pins WHERE node = ?", (node_id,))
+            add_pins(node, -1)
+
+    def pins(self) -> list[Node]:
+        """The nodes that `pin` was called for."""
+        with self._open_lock():
+            nodes = self.state.trie.nodes
+            rows = self.state.catalog.rows("SELECT node FROM pins ORDER BY node")
+            return [nodes[id] for (id,) in rows if id in nodes]
+
+    def add_base(self, name: str, ids: Ids, scope: str, level: int, public: bool) -> Base:
+        """Store and pin the path of a precached prompt; idempotent. A public base belongs to
+        every scope; a changed prompt moves the name to its new path."""
+        check_name(name)
+        data = _checked_path(ids, [len(ids)])
+        base = Base(
+            name, PUBLIC if public else scope, level, 0, len(ids),
+            hashlib.blake2b(data, digest_size=32).digest(),
+        )  # fmt: skip
+        with self._open_lock():
+            old = self._bases.find(name, base.scope)
+            with self._growing() as growth:
+                node = growth.grow(data, base.scope, [len(ids)])[-1]
+                base = replace(base, node=node.id)
+                self._bases.put(base, growth.now)
+            add_pins(node, 1)
+            if old is not None:
+                add_pins(self.node(old.node), -1)
+            self.state.touch(node)
+        return base
+
+    def bases(self) -> list[Base]:
+        """Every base by level, scope and name."""
+        with self._open_lock():
+            return self._bases.listing()
+
+    def remove_base(self, name: str, scope: str) -> None:
+        """Forget a base's name and pin. Raises NotFound."""
+        with self._open_lock():
+            node_id = self._bases.remove(name, scope)
+            add_pins(self.node(node_id), -1)
+
+    # --- upkeep ---------------------------------------------------------------------------
+
+    def gc(self, *, keep: Collection[int] = (), quarantine_days: float = 30) -> GcReport:
+        """Remove what no session, base or pin needs; `keep` lists node ids in use (live)."""
+        with self._open_lock():
+            return collect(self.state, keep, quarantine_days, self.rows.writing, self._removed)
+
+    def verify(
+        self, progress: Callable[[int, int], None] | None = None, *, repair: bool = False
+    ) -> VerifyReport:
+        """Re-read everything and compare; `progress(done_bytes, total_bytes)`. With `repair`
+        damaged files go to quarantine. The lock is not held while files are read."""
+        return verify(self.state, self.rows, self._pool, progress, repair=repair)
+
+    def check_integrity(self, *, keys: bool = False) -> None:
+        """AssertionError unless trie, catalog, files and sums agree; `keys`: recompute them."""
+        with self._open_lock():
+            found = problems(self.state, keys=keys, writing=self.rows.writing)
+        if found:
+            raise AssertionError("; ".join(found[:20]))
+
+    def stats(self) -> dict[str, Any]:
+        """Counts and sizes, for /metrics and people."""
+        with self._open_lock():
+            state, count = self.state, self._count
+            return {
+                "segments": len(state.trie),
+                "tokens": sum(node.n for node in state.trie.nodes.values()),
+                "files": len(state.files),
+                "sessions": count("sessions"),
+                "bases": count("bases"),
+                "hot_bytes": state.hot_bytes,
+                "warm_bytes": state.warm_bytes,
+                "disk_bytes": int(
+                    state.catalog.rows("SELECT coalesce(sum(bytes), 0) FROM files")[0][0]
+                ),
+                "catalog_bytes": state.catalog.bytes_on_disk(),
+            }
+
+    def get_meta(self, key: str) -> str | None:
+        """A small value kept for other modules."""
+        with self._open_lock():
+            return self.state.catalog.get_meta(key)
+
+    def set_meta(self, key: str, value: str) -> None:
+        """Durable when it returns."""
+        with self._open_lock():
+            self.state.catalog.set_meta(key, value)
+
+    def _count(self, table: str) -> int:
+        sql = f"SELECT count(*) FROM {table} WHERE fingerprint = ?"
+        return int(self.state.catalog.rows(sql, (self.state.fingerprint_pk,))[0][0])
+
+    def _flush(self) -> None:
+        touched = [node for node in self.state.touched if not node.removed]
+        if touched:
+            with self.state.catalog.transaction():
+                self.state.catalog.run_many(
+                    "UPDATE segments SET last_used = ?, hits = ? WHERE id = ?",
+                    [(node.last_used, node.hits, node.id) for node in touched],
+                )
+        self.state.touched.clear()
+
+    @contextmanager
+    def _open_lock(self) -> Iterator[None]:
+        with self.state.lock:
+            self._check_open()
+            yield
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise StoreError("the store is closed")
+
+    @contextmanager
+    def _growing(self) -> Iterator[Growth]:
+        """A transaction that may grow the trie; tells `on_split` once it is durable."""
+        state = self.state
+        with state.catalog.transaction() as undo:
+            growth = Growth(
+                state.catalog, state.trie, state.fingerprint_pk, state.digest, state.clock(), undo
+            )
+            yield growth
+        if self.on_split is not None:
+            for lower, upper in growth.splits:
+                self.on_split(lower, upper)
+
+    def _removed(self, node: Node) -> None:
+        if self.on_remove is not None:
+            self.on_remove(node)
+
+
+def _load(
+    directory: Directory, catalog: Catalog, which: WhichFingerprint, clock: Callable[[], float]
+) -> StoreState:
+    fingerprint = which if isinstance(which, Fingerprint) else which(catalog)
+    pk = catalog.enter_fingerprint(fingerprint, clock())
+    mappings = Mappings()
+    files = load_files(catalog, pk, directory.segments, mappings)
+    state = StoreState(
+        directory, catalog, fingerprint, fingerprint.digest(), pk, clock, mappings,
+        threading.RLock(), load_trie(catalog, pk, files), files,
+        warm_bytes=sum(file.nbytes for file in files.values()),
+    )  # fmt: skip
+    directory.sweep_tmp()
+    return state
+
+
+def _checked_path(ids: Ids, ends: Sequence[int]) -> bytes:
+    """The ids up to the last end, as bytes. ValueError unless the ends ascend within them."""
+    bounds = [0, *ends, len(ids) + 1]
+    if not ends or any(a >= b for a, b in zip(bounds, bounds[1:], strict=False)):
+        raise ValueError(f"ends {list(ends)} must ascend strictly from 1 to {len(ids)}")
+    return ids_bytes(ids)[: ends[-1] * ID_BYTES]

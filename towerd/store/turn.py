@@ -1,0 +1,85 @@
+"""What a finished turn is, and what the store says about sessions and turns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from towerd.store.node import Ids, Node
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One prompt and its reply, to be recorded."""
+
+    scope: str
+    """Tenant scope of the caller."""
+    session: str | None
+    """The client's name for the session or a session id; None: recognised by its tokens."""
+    prompt: Ids
+    reply: Ids
+    n_cached: int
+    """Leading tokens of prompt + reply whose rows exist; the rest is kept as the turn's tail."""
+    started_s: float
+    """Unix time at which the request arrived."""
+    finished: bool = True
+    """False when the turn was cut off (cancelled, failed)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnResult:
+    """Where a turn was recorded. `node` ends at n_cached (the trie's root if that is 0)."""
+
+    session_id: str
+    node: Node
+    new_session: bool
+    turn_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionInfo:
+    """One session as listed. `n_tokens` counts its current branch, `n_turns` every turn."""
+
+    id: str
+    scope: str
+    title: str
+    named: bool
+    """True when the client chose the id."""
+    leaf: int | None
+    """The id of the current leaf turn."""
+    n_tokens: int
+    n_turns: int
+    created: float
+    updated: float
+
+
+@dataclass(frozen=True, slots=True)
+class TurnInfo:
+    """One recorded turn. Turns of abandoned branches stay listed."""
+
+    id: int
+    parent: int | None
+    """The turn that this one continues; None for the first."""
+    prompt_node: int
+    """Node ids; 0 is the root."""
+    reply_node: int
+    n_prompt: int
+    n_reply: int
+    n_cached: int
+    started: float
+    created: float
+    finished: bool
+    current: bool
+    """True when it lies on the session's current branch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """A precached prompt: a pinned path that ends at `node`."""
+
+    name: str
+    scope: str
+    level: int
+    node: int
+    n_tokens: int
+    digest: bytes
+    """BLAKE2b-256 of the ids; changes when the prompt does."""

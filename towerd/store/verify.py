@@ -1,0 +1,111 @@
+"""Verification: every byte of every file against its checksum, and everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from towerd.slots.errors import StateError
+from towerd.slots.fingerprint import Fingerprint
+from towerd.store.integrity import problems
+from towerd.store.rows import RowStore
+from towerd.store.segment_file import Claim, check_claim, check_planes, map_file
+from towerd.store.segment_header import check_layout, decode_head
+from towerd.store.state import StoreState
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What was read and what was found."""
+
+    segments: int
+    files: int
+    bytes_read: int
+    sessions: int
+    quarantined: int
+    """Files set aside (only with `repair`)."""
+    problems: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """True when nothing was found."""
+        return not self.problems
+
+
+def verify(
+    state: StoreState, rows: RowStore, pool: Executor,
+    progress: Callable[[int, int], None] | None, *, repair: bool,
+) -> VerifyReport:  # fmt: skip
+    """Check the accounting, then every file of every fingerprint."""
+    with state.lock:
+        found = problems(state, keys=True, writing=rows.writing)
+        n_segments = len(state.trie)
+        n_sessions = int(state.catalog.rows("SELECT count(*) FROM sessions")[0][0])
+        files = state.catalog.rows(
+            "SELECT files.id, name, p0, bytes, n_rows, fingerprints.json, boundaries FROM files"
+            " JOIN fingerprints ON fingerprints.id = files.fingerprint ORDER BY files.id"
+        )
+    total, done, n_set_aside = sum(row[3] for row in files), 0, 0
+    for row in files:
+        problem = _file_problem(state, pool, row)
+        if problem is not None and not _is_catalogued(state, row[0]):
+            continue  # dropped since the list was made
+        if problem is not None:
+            found.append(f"{row[1]}: {problem}")
+            n_set_aside += repair and _set_aside(state, rows, row[0])
+        done += row[3]
+        if progress is not None:
+            progress(done, total)
+    return VerifyReport(n_segments, len(files), done, n_sessions, n_set_aside, tuple(found))
+
+
+def _file_problem(state: StoreState, pool: Executor, row: tuple[Any, ...]) -> str | None:
+    id, name, p0, n_bytes, n_rows, text, boundaries = row
+    try:
+        fingerprint = Fingerprint.from_json(msgspec.json.decode(text))
+        with state.lock:
+            views = state.catalog.rows(
+                "SELECT p0, ids, id FROM segments WHERE file = ? ORDER BY p1", (id,)
+            )
+            if not views:
+                return "no segment views it"
+            prefix = _prefix(state, views[-1][2])
+        data = map_file(state.directory.segments / name, n_bytes)
+        header, start = decode_head(memoryview(data))
+        positions = b"".join(b.position.to_bytes(4, "little") for b in header.boundaries)
+        if (header.p0, header.n, positions) != (p0, n_rows, boundaries):
+            return "the catalog describes another file under this name"
+        check_layout(header, fingerprint.layout)
+        check_claim(header, Claim(fingerprint, prefix, [view[:2] for view in views]))
+        check_planes(data, header, start, pool)
+    except (StateError, OSError, msgspec.DecodeError) as error:
+        return str(error)
+    return None
+
+
+def _prefix(state: StoreState, segment: int) -> bytes:
+    """The ids from the root down to the end of a segment, of any fingerprint."""
+    rows = state.catalog.rows(
+        "WITH RECURSIVE up(id, parent, p0, ids) AS ("
+        " SELECT id, parent, p0, ids FROM segments WHERE id = ?"
+        " UNION ALL SELECT s.id, s.parent, s.p0, s.ids FROM segments s JOIN up ON s.id ="
+        " up.parent AND s.p0 < up.p0) SELECT ids FROM up ORDER BY p0",
+        (segment,),
+    )
+    return b"".join(ids for (ids,) in rows)
+
+
+def _is_catalogued(state: StoreState, file_id: int) -> bool:
+    with state.lock:
+        return bool(state.catalog.rows("SELECT 1 FROM files WHERE id = ?", (file_id,)))
+
+
+def _set_aside(state: StoreState, rows: RowStore, file_id: int) -> bool:
+    """Quarantine a file of the opened fingerprint; others are left to their own opening."""
+    with state.lock:
+        file = state.files.get(file_id)
+    return file is not None and rows.drop_file(file, set_aside=True) > 0

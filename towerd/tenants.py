@@ -1,0 +1,49 @@
+"""Who is asking: API keys, tenants and the owner on the Unix socket."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from towerd.errors import Unauthorized
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """The authenticated caller."""
+
+    scope: str
+    """Namespace of everything the caller stores; part of every segment key."""
+    admin: bool
+    """May see every tenant's state and change what all share."""
+
+
+OWNER = Tenant("local", admin=True)
+
+
+class Tenants:
+    """The key table. Without keys every caller is the owner (loopback only, see `app`)."""
+
+    def __init__(self, api_keys: Sequence[tuple[str, str]]) -> None:
+        self._keys = [(key.encode(), Tenant(name, admin=False)) for key, name in api_keys]
+
+    @property
+    def required(self) -> bool:
+        """Whether callers need a key."""
+        return bool(self._keys)
+
+    def identify(self, authorization: str, x_api_key: str) -> Tenant:
+        """The tenant of the offered key, as llama-server reads it: `Authorization`, with or
+        without `Bearer `, else `X-Api-Key`. Every key is compared in constant time, and all of
+        them always are. Raises Unauthorized."""
+        if not self._keys:
+            return OWNER
+        offered = (authorization or x_api_key).removeprefix("Bearer ").encode()
+        found: Tenant | None = None
+        for key, tenant in self._keys:
+            if hmac.compare_digest(key, offered):
+                found = tenant
+        if found is None:
+            raise Unauthorized("Invalid API Key")
+        return found

@@ -1,0 +1,1 @@
+"""The ladder of a segment's rows: live (engine) -> hot (RAM) -> warm (file) -> tokens only."""

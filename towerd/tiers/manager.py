@@ -1,0 +1,398 @@
+"""Moves rows between the tiers, within byte budgets, off the critical path.
+
+    live --gaps/accept--> hot --writer thread--> warm --warm budget--> tokens only
+    live <--plan/compose-- hot, warm                 warm --after use--> hot
+
+The inference thread asks `plan` and `gaps` (trie look-ups) and hands rows over with `accept`;
+`compose` runs on the engine's workers; writing, promoting and evicting run on one thread here.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from towerd.engine.base import Ids
+from towerd.errors import NotFound, RowsDamaged, StoreError
+from towerd.policy import make_policy
+from towerd.slots.blob import blob_size, emit_blob
+from towerd.slots.layout import KVLayout
+from towerd.slots.rows import KVRows
+from towerd.store import PUBLIC, Match, Node, RowsPart, SegmentFile, Store
+from towerd.tiers.buffers import BufferPool
+
+log = logging.getLogger(__name__)
+
+_BUFFER_BYTES_MAX = 512 << 20
+_PROMOTE_DELAY_S = 0.5
+"""Promotion waits until the request that caused it has its first token."""
+_RETRY_WRITE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Stored rows that continue a live prefix: `parts` are consecutive from token `start`."""
+
+    start: int = 0
+    parts: tuple[RowsPart, ...] = ()
+    n_hot: int = 0
+    n_warm: int = 0
+    n_public: int = 0
+
+    @property
+    def n(self) -> int:
+        return self.n_hot + self.n_warm
+
+    @classmethod
+    def nothing(cls) -> Plan:
+        return cls()
+
+
+@dataclass(frozen=True, slots=True)
+class Composed:
+    """One sequence blob for the first `n` planned tokens; fewer than planned after damage."""
+
+    n: int
+    n_hot: int
+    n_warm: int
+    blob: npt.NDArray[np.uint8]
+    buffer: npt.NDArray[np.uint8] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Recorded tokens [p0, p1) of one path whose rows the store lacks."""
+
+    nodes: tuple[Node, ...]
+    p0: int
+    p1: int
+
+
+@dataclass(slots=True)
+class _Counters:
+    written: int = 0
+    promoted: int = 0
+    hot_evicted: int = 0
+    warm_evicted: int = 0
+    damaged: int = 0
+    write_errors: int = 0
+    bytes_written: int = 0
+
+
+class Tiers:
+    """Hot and warm tiers over one store. All methods are thread-safe."""
+
+    def __init__(
+        self,
+        store: Store,
+        layout: KVLayout,
+        *,
+        v_trans: bool,
+        hot_bytes: int,
+        warm_bytes: int,
+        policy: str,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.store = store
+        self.layout = layout
+        self.v_trans = v_trans
+        self.hot_bytes_max = hot_bytes
+        self.warm_bytes_max = warm_bytes
+        self.counters = _Counters()
+        self._clock = clock
+        self._hot = make_policy(policy)
+        self._warm = make_policy(policy)
+        self._lock = threading.Lock()
+        self._buffers = BufferPool(_BUFFER_BYTES_MAX)
+        self._work: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self._promotions: deque[tuple[float, list[Node]]] = deque()
+        self._unwritten: set[int] = set()
+        store.on_split = self._on_split
+        store.on_remove = self._on_remove
+        for file, last_used in _by_use(store.nodes()):
+            self._warm.insert(file.id, file.nbytes, last_used, None)
+        self._thread = threading.Thread(target=self._run, name="towerd-tiers", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Write what is only in RAM, flush use times, end the thread."""
+        self._work.put(("stop", None))
+        self._thread.join()
+
+    # ---- rows in (towards live) -------------------------------------------------------------
+
+    def plan(self, ids: Ids, scope: str, start: int) -> Plan:
+        """What the store can add to the first `start` tokens of `ids`."""
+        match = self.store.match(ids, scope)
+        n_public = 0
+        for node in match.nodes:
+            if node.scope != PUBLIC:
+                break
+            n_public = min(node.p1, match.n)
+        parts = tuple(self.store.plan_rows(match, start, match.n)) if match.n > start else ()
+        n_hot = sum(p.p1 - p.p0 for p in parts if p.tier == "hot")
+        n_all = sum(p.p1 - p.p0 for p in parts)
+        self._touch(match)
+        return Plan(start, parts, n_hot, n_all - n_hot, n_public)
+
+    def compose(self, plan: Plan) -> Composed:
+        """Read, check and join the planned rows into one blob in a reused buffer.
+
+        Damaged parts are quarantined and end the blob early; never raises for damage."""
+        rows: list[KVRows] = []
+        used: list[RowsPart] = []
+        for part in plan.parts:
+            try:
+                rows.append(self.store.load_rows(part))
+            except RowsDamaged as error:
+                log.warning("stored rows are damaged; prefilling", extra={"error": str(error)})
+                self.counters.damaged += 1
+                break
+            except StoreError as error:  # evicted between plan and load
+                log.debug("planned rows are gone", extra={"error": str(error)})
+                break
+            used.append(part)
+        n = sum(len(r) for r in rows)
+        if n == 0:
+            return Composed(0, 0, 0, np.empty(0, np.uint8), None)
+        size = blob_size(self.layout, n, v_trans=self.v_trans)
+        buffer = self._buffers.acquire(size)
+        emit_blob(rows, v_trans=self.v_trans, out=buffer[:size])
+        n_hot = sum(p.p1 - p.p0 for p in used if p.tier == "hot")
+        promote = [p.node for p in used if p.tier == "warm"]
+        if promote:
+            self._work.put(("promote", (time.monotonic() + _PROMOTE_DELAY_S, promote)))
+        return Composed(n, n_hot, n - n_hot, buffer[:size], buffer)
+
+    def recycle(self, composed: Composed) -> None:
+        """Give the blob's buffer back once llama.cpp has copied it."""
+        if composed.buffer is not None:
+            self._buffers.release(composed.buffer)
+
+    def base_tokens(self, ids: Ids, scope: str) -> int:
+        """Length of the deepest pinned base that `ids` begins with."""
+        match = self.store.match(ids, scope)
+        return max((n.p1 for n in match.nodes if n.pinned and n.p1 <= match.n), default=0)
+
+    # ---- rows out (from live) ---------------------------------------------------------------
+
+    def gaps(self, ids: Ids, scope: str) -> list[Gap]:
+        """Recorded runs along `ids` that have neither hot nor warm rows."""
+        match = self.store.match(ids, scope)
+        gaps: list[Gap] = []
+        run: list[Node] = []
+        for node in (*match.nodes, None):
+            lacks = node is not None and node.p1 <= match.n and not _has_rows(node)
+            if lacks and node is not None:
+                run.append(node)
+            elif run:
+                gaps.append(Gap(tuple(run), run[0].p0, run[-1].p1))
+                run = []
+        return gaps
+
+    def accept(self, gap: Gap, rows: KVRows) -> None:
+        """Take exported rows of a gap into the hot tier and have them written."""
+        taken = self.store.attach_hot(gap.nodes, rows)
+        now = self._clock()
+        with self._lock:
+            for node in taken:
+                self._hot.insert(node.id, self.store.bytes_of(node), now, _parent_id(node))
+                self._unwritten.add(node.id)
+        self._work.put(("write", gap.nodes[-1]))
+
+    def flush(self) -> None:
+        """Wait until everything accepted so far is written (or failed to be)."""
+        done = threading.Event()
+        self._work.put(("flush", done))
+        done.wait()
+
+    def stats(self) -> dict[str, Any]:
+        """Gauges and counters for /metrics and /towerd/v1/stats."""
+        c = self.counters
+        return {
+            "hot_bytes": self.store.hot_bytes,
+            "hot_bytes_max": self.hot_bytes_max,
+            "warm_bytes": self.store.warm_bytes,
+            "warm_bytes_max": self.warm_bytes_max,
+            "unwritten_segments": len(self._unwritten),
+            "segments_written": c.written,
+            "segments_promoted": c.promoted,
+            "hot_evictions": c.hot_evicted,
+            "warm_evictions": c.warm_evicted,
+            "damaged_segments": c.damaged,
+            "write_errors": c.write_errors,
+            "bytes_written": c.bytes_written,
+        }
+
+    # ---- the tier thread --------------------------------------------------------------------
+
+    def _run(self) -> None:
+        kind = ""
+        while kind != "stop":
+            try:
+                kind, item = self._work.get(timeout=self._idle_s())
+            except queue.Empty:
+                kind, item = "idle", None
+            try:
+                self._do(kind, item)
+                self._promote_due()
+                self._enforce()
+            except StoreError as error:
+                self.counters.write_errors += 1
+                log.error("a segment could not be written", extra={"error": str(error)})
+            except Exception:
+                log.exception("tier thread")
+            if kind == "flush":
+                item.set()
+
+    def _do(self, kind: str, item: Any) -> None:
+        if kind == "write":
+            self._write_path(item)
+        elif kind == "promote":
+            self._promotions.append(item)
+        elif kind in ("idle", "flush", "stop"):
+            self._write_left_over()
+            self.store.flush()
+
+    def _idle_s(self) -> float:
+        if not self._promotions:
+            return _RETRY_WRITE_S
+        return max(0.0, self._promotions[0][0] - time.monotonic())
+
+    def _write_path(self, leaf: Node) -> None:
+        """Write every run of hot, unwritten nodes on the path to `leaf`, one file a run."""
+        run: list[Node] = []
+        for node in (*leaf.path(), None):
+            if node is not None and node.hot is not None and node.file is None:
+                run.append(node)
+            elif run:
+                self._write(run)
+                run = []
+
+    def _write(self, nodes: list[Node]) -> None:
+        file = self.store.write_rows(nodes)
+        with self._lock:
+            self._unwritten.difference_update(n.id for n in nodes)
+            self._warm.insert(file.id, file.nbytes, self._clock(), None)
+        self.counters.written += len(nodes)
+        self.counters.bytes_written += file.nbytes
+
+    def _write_left_over(self) -> None:
+        for node_id in list(self._unwritten):
+            node = self._node(node_id)
+            if node is None or node.hot is None or node.file is not None:
+                self._unwritten.discard(node_id)
+            else:
+                self._write_path(node)
+
+    def _promote_due(self) -> None:
+        while self._promotions and self._promotions[0][0] <= time.monotonic():
+            for node in self._promotions.popleft()[1]:
+                self._promote(node)
+
+    def _promote(self, node: Node) -> None:
+        """Copy a used segment's rows into RAM, so that no page cache pressure can take them."""
+        n_bytes = self.store.bytes_of(node)
+        if node.hot is not None or node.file is None or n_bytes > self.hot_bytes_max // 4:
+            return
+        part = RowsPart(node, node.p0, node.p1, "warm", node.file)
+        taken = self.store.attach_hot([node], self.store.load_rows(part).copy())
+        with self._lock:
+            for each in taken:
+                self._hot.insert(
+                    each.id, self.store.bytes_of(each), self._clock(), _parent_id(each)
+                )
+        self.counters.promoted += 1
+
+    def _enforce(self) -> None:
+        """Evict hot rows that have a file, then files, until both budgets hold."""
+        excess = self.store.hot_bytes - self.hot_bytes_max
+        if excess > 0:
+            with self._lock:
+                victims = self._hot.victims(excess, self._can_drop_hot)
+            for node_id in victims:
+                self._drop_hot(node_id)
+        excess = self.store.warm_bytes - self.warm_bytes_max
+        if excess > 0:
+            self.store.drop_foreign(excess)
+            files = {f.id: f for n in self.store.nodes() if (f := n.file) is not None}
+            with self._lock:
+                victims = self._warm.victims(excess, lambda key: _can_drop(files.get(key)))
+            for file_id in victims:
+                self._drop_file(files.get(file_id), file_id)
+
+    def _can_drop_hot(self, node_id: int) -> bool:
+        node = self._node(node_id)
+        return node is None or node.hot is None or node.file is not None
+
+    def _drop_hot(self, node_id: int) -> None:
+        with self._lock:
+            self._hot.remove(node_id)
+        node = self._node(node_id)
+        if node is not None and self.store.drop_hot(node):
+            self.counters.hot_evicted += 1
+
+    def _drop_file(self, file: SegmentFile | None, file_id: int) -> None:
+        with self._lock:
+            self._warm.remove(file_id)
+        if file is not None and self.store.drop_file(file):
+            self.counters.warm_evicted += 1
+
+    def _on_split(self, lower: Node, upper: Node) -> None:
+        with self._lock:
+            self._hot.split(lower.id, upper.id, self.store.bytes_of(upper), self._clock())
+            if lower.id in self._unwritten:
+                self._unwritten.add(upper.id)
+
+    def _on_remove(self, node: Node) -> None:
+        with self._lock:
+            self._hot.remove(node.id)
+            self._unwritten.discard(node.id)
+
+    def _node(self, node_id: int) -> Node | None:
+        try:
+            return self.store.node(node_id)
+        except NotFound:
+            return None
+
+    def _touch(self, match: Match) -> None:
+        if not match.nodes:
+            return
+        now = self._clock()
+        self.store.touch(match.nodes[-1])
+        with self._lock:
+            for node in match.nodes:
+                self._hot.access(node.id, now)
+                if node.file is not None:
+                    self._warm.access(node.file.id, now)
+
+
+def _has_rows(node: Node) -> bool:
+    return node.hot is not None or node.file is not None
+
+
+def _parent_id(node: Node) -> int | None:
+    return node.parent.id if node.parent is not None else None
+
+
+def _can_drop(file: SegmentFile | None) -> bool:
+    return file is None or not any(node.pinned for node in file.nodes)
+
+
+def _by_use(nodes: list[Node]) -> list[tuple[SegmentFile, float]]:
+    """Every file with the last use of any node in it, the longest unused first."""
+    used: dict[int, tuple[SegmentFile, float]] = {}
+    for node in nodes:
+        if node.file is not None:
+            _, last = used.get(node.file.id, (node.file, 0.0))
+            used[node.file.id] = (node.file, max(last, node.last_used))
+    return sorted(used.values(), key=lambda item: item[1])
