@@ -137,7 +137,7 @@ from towerd.models.random_gguf import Shape, make_random_gguf
 make_random_gguf(Path(sys.argv[1]), Shape(1, 256, 4, 2, 512, 512, n_ctx_train=512))
 PROBE
   # In a shell of its own, so that bash does not report the crash that is looked for.
-  bash -c '"$@"' probe "$(site)/bin/llama-bench" -m "$model/probe.gguf" -p 64 -n 4 -r 1 \
+  bash -c '"$@"; exit $?' probe "$(site)/bin/llama-bench" -m "$model/probe.gguf" -p 64 -n 4 -r 1 \
     >"$STAMPS/probe.log" 2>&1 || status=$?
   rm -rf "$model"
   [ $status -eq 0 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import logging
 import os
 import signal
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 LAG_PROBE_S = 0.25
 SWITCH_INTERVAL_S = 0.001
 BACKLOG = 512
+GC_THRESHOLDS = (5000, 10, 1000)
 
 
 def build_app(
@@ -78,6 +80,14 @@ def run(config: Config) -> None:
     asyncio.run(_serve(config))
 
 
+def tame_collector() -> None:
+    """Keep Python's cycle collector from stopping the event loop: what is loaded (the trie of a
+    big store is a million objects) is never walked again, and full collections become rare."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
+
+
 async def _serve(config: Config) -> None:
     app = build_app(config)
     limits = app[LIMITS]
@@ -118,18 +128,19 @@ async def _serve_until(
         await asyncio.wait((loading, asked), return_when=asyncio.FIRST_COMPLETED)
         if not loading.done():
             log.info("stopping; the model finishes loading first")
-        app[GATE].service = await loading
+        loaded = await loading
     except BaseException:
         asked.cancel()
         raise
     try:
+        await asyncio.to_thread(tame_collector)
+        app[GATE].service = loaded
         if not asked.done():
-            print(
-                f"towerd is ready: {url} (model {app[GATE].open().engine.info.alias})", flush=True
-            )
+            print(f"towerd is ready: {url} (model {loaded.engine.info.alias})", flush=True)
         await asked
         log.info("stopping")
         app[GATE].closing = True
+        await loaded.engine.drain(app[LIMITS].grace_s)
         await runner.cleanup()
     finally:
         await service.__aexit__(None, None, None)

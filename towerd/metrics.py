@@ -11,11 +11,21 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from towerd.engine.base import Finish
+
+# Otherwise every counter comes with a second series, which llama-server's scrapers do not know.
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 Stats = Mapping[str, Any]
 

@@ -69,5 +69,11 @@ async def complete(
 
 
 def new_session() -> aiohttp.ClientSession:
-    """A client session without time-outs: a cold prompt takes as long as it takes."""
-    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None), read_bufsize=2**20)
+    """A client session without time-outs: a cold prompt takes as long as it takes.
+
+    Every request has its own connection: llama-server closes one after a stream."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(force_close=True, limit=0),
+        timeout=aiohttp.ClientTimeout(total=None),
+        read_bufsize=2**20,
+    )

@@ -44,7 +44,6 @@ class Outcome:
     first: list[float] = field(default_factory=list)
     switches: list[float] = field(default_factory=list)
     restarted: list[float] = field(default_factory=list)
-    replies: list[list[int]] = field(default_factory=list)
     evaluated: list[int] = field(default_factory=list)
     rss_bytes: int = 0
 
@@ -66,7 +65,6 @@ async def run(model: Path | None, quick: bool, load: Load | None = None) -> Repo
 def _report(model: str, load: Load, ours: Outcome, theirs: Outcome, disk: int) -> Report:
     report = Report("switch", model)
     median = statistics.median
-    same = sum(a == b for a, b in zip(ours.replies, theirs.replies, strict=True))
     report.figures |= {
         "chats": load.chats,
         "switches": len(ours.switches),
@@ -81,7 +79,6 @@ def _report(model: str, load: Load, ours: Outcome, theirs: Outcome, disk: int) -
         "llama_server_first_s": median(theirs.first),
         "towerd_prompt_tokens_p50": median(ours.evaluated),
         "llama_server_prompt_tokens_p50": median(theirs.evaluated),
-        "same_replies": f"{same}/{len(ours.replies)}",
         "store_bytes": disk,
         "towerd_rss_bytes": ours.rss_bytes,
         "llama_server_rss_bytes": theirs.rss_bytes,
@@ -106,7 +103,6 @@ async def _drive(make: Callable[[], ServerProcess], load: Load, n_vocab: int) ->
                     (outcome.switches if turn else outcome.first).append(done.ttft_s)
                     if turn:
                         outcome.evaluated.append(int(done.timings["prompt_n"]))
-                        outcome.replies.append(done.tokens)
                     chats[i] = history + said + done.tokens
         outcome.rss_bytes = server.rss_bytes()
         server.stop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import asyncio.events
+import gc
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ from aiohttp.test_utils import TestClient
 from blockbuster import blockbuster_ctx
 
 from towerd.api.limits import Limits
-from towerd.app import build_app
+from towerd.app import build_app, tame_collector
 from towerd.config import Config
 from towerd.engine.base import (
     Event,
@@ -71,8 +72,11 @@ class LoopTime:
 
 
 @pytest.fixture
-def loop_time(monkeypatch: pytest.MonkeyPatch) -> LoopTime:
-    """Watch every step of every event loop from here on."""
+def loop_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopTime]:
+    """Watch every step of every event loop from here on, with the daemon's own settings of the
+    cycle collector."""
+    thresholds = gc.get_threshold()
+    tame_collector()
     record = LoopTime()
     run = asyncio.events.Handle._run
 
@@ -84,7 +88,9 @@ def loop_time(monkeypatch: pytest.MonkeyPatch) -> LoopTime:
             record.worst_ms, record.worst = spent, repr(handle)
 
     monkeypatch.setattr(asyncio.events.Handle, "_run", timed)
-    return record
+    yield record
+    gc.unfreeze()
+    gc.set_threshold(*thresholds)
 
 
 @dataclass
@@ -142,6 +148,8 @@ class FakeEngine:
 
     def stats(self) -> dict[str, Any]:
         return {"live_cells": 1024, "live_cells_used": 7, "running": 0, "waiting": 0}
+
+    async def drain(self, grace_s: float) -> None: ...
 
     async def close(self) -> None: ...
 

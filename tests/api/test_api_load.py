@@ -58,9 +58,9 @@ async def test_ten_megabytes(client: Client, loop_time: Any, name: str) -> None:
 async def test_long_reply_with_probabilities(client: Client, service: Any, loop_time: Any) -> None:
     """Thousands of alternatives are put together off the loop."""
     service.sessions.reply = "x" * 2000
-    body = {"prompt": "a", "n_probs": 20}
+    body = b'{"prompt": "a", "n_probs": 20}'
     url = str(client.make_url("/completion"))
-    reply = await asyncio.to_thread(requests.post, url, json=body, timeout=60)
+    reply = await asyncio.to_thread(requests.post, url, data=body, timeout=60)
     assert len(reply.json()["completion_probabilities"]) == 2001
     loop_time.assert_never_blocked()
 
@@ -76,7 +76,7 @@ def test_decoder_gets_slices(monkeypatch: pytest.MonkeyPatch, name: str) -> None
         longest = max(longest, len(data))
         return decode(data, **kwargs)
 
-    monkeypatch.setattr(bigjson.msgspec.json, "decode", watched)
+    monkeypatch.setattr(msgspec.json, "decode", watched)
     body = BODIES[name][1]
     value = bigjson.decode(body)["prompt"]
     assert longest <= bigjson.SLICE_BYTES + 20

@@ -8,13 +8,11 @@ from typing import Any
 
 import jsonschema
 import llama_cpp.llama_cpp as lib
-import numpy as np
 import pytest
 
 import towerd.engine.base
 from towerd.engine.base import SamplingParams
-from towerd.engine.embedded import grammar
-from towerd.engine.embedded.gbnf import check_gbnf
+from towerd.engine.embedded.gbnf import REPEAT_MAX, check_gbnf
 from towerd.engine.embedded.grammar import json_object_gbnf, schema_to_gbnf
 from towerd.engine.embedded.model import init_backend
 from towerd.engine.embedded.sampler import Sampler
@@ -269,6 +267,6 @@ def test_the_deepest_grammar_allowed_does_not_overflow(vocab: Vocab) -> None:
 
 
 def test_limits_are_what_the_converter_needs() -> None:
-    assert len(schema_to_gbnf({"type": "string", "maxLength": 2000})) > 2000
-    assert grammar.REPEAT_MAX == 2000
-    assert np.isfinite(grammar.NODES_MAX)
+    assert len(schema_to_gbnf({"type": "string", "maxLength": REPEAT_MAX})) > REPEAT_MAX
+    with pytest.raises(InvalidRequest):
+        schema_to_gbnf({"type": "string", "minLength": REPEAT_MAX + 1})

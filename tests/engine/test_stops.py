@@ -67,7 +67,8 @@ def test_too_many_stops_are_refused() -> None:
     STOPS,
 )
 def test_output_accounts_for_every_token(pieces: list[bytes], stops: list[str]) -> None:
-    output, text, ids = OutputText(tuple(stops)), "", []
+    ids: list[int] = []
+    output, text = OutputText(tuple(stops)), ""
     for token, piece in enumerate(pieces):
         emitted = output.push(token, piece)
         text += emitted.text

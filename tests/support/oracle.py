@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from towerd.config import Config
 from towerd.engine.base import Finish, GenerateRequest, Ids, Piece, SamplingParams, TokenProbs
 from towerd.engine.embedded.context import LlamaContext
 from towerd.engine.embedded.model import LlamaModel
+from towerd.engine.embedded.vocab import Vocab
 from towerd.service import Service
 
 Logits = npt.NDArray[np.float64]
@@ -78,9 +80,10 @@ class Oracle:
     """Monolithic prefill in one fresh context."""
 
     def __init__(self, path: Path) -> None:
-        config = Config(model=path, batch_size=1024, ubatch_size=1024)
+        config = Config(model=path, batch_size=2048, ubatch_size=2048)
         self.model = LlamaModel(path, config)
-        self.context = LlamaContext(self.model, config, n_cells=1024, n_seqs=1)
+        self.context = LlamaContext(self.model, config, n_cells=4096, n_seqs=2)
+        self.forbidden = sorted(Vocab(self.model.ptr).eog_ids)  # requests here ignore EOS
 
     def close(self) -> None:
         self.context.close()
@@ -88,23 +91,64 @@ class Oracle:
 
     def logprobs(self, ids: Ids, first: int, chunk: int = 1024) -> Logits:
         """log-softmax after each of the positions [first, len(ids)), prefilled by `chunk`."""
-        self.context.seq_rm(0)
+        self._clear()
+        return self._prefill(ids, first, chunk)
+
+    def noise(self, ids: Ids) -> float:
+        """What llama.cpp itself differs by between batch splits of the same prefill: of these
+        ids, or of any of a few prompts whose cells lie scattered in a shared cache.
+
+        Its flash attention adds up cells in blocks, so where a sequence's cells lie changes the
+        rounding, rarely and then by much: one prompt alone would underestimate it."""
+        whole = self.logprobs(ids, 0)
+        splits = [self.logprobs(ids, 0, chunk) for chunk in (1, 7, 64)]
+        here = max(float(np.abs(whole - split).max()) for split in splits)
+        return max(here, self.scattered_noise)
+
+    @functools.cached_property
+    def scattered_noise(self) -> float:
+        """The largest difference over some prompts and placements, found once per model."""
+        worst = 0.0
+        for seed in range(6):
+            ids = np.random.default_rng(seed).integers(260, 500, 56).astype(np.int32)
+            whole = self.logprobs(ids, 0)
+            for filler in range(40, 240, 20):
+                worst = max(worst, float(np.abs(whole - self._scattered(ids, filler)).max()))
+        return worst
+
+    def _clear(self) -> None:
+        for seq in range(self.context.n_seqs):
+            self.context.seq_rm(seq)
+
+    def _prefill(self, ids: Ids, first: int, chunk: int, start: int = 0) -> Logits:
         rows: list[Logits] = []
-        for start in range(0, len(ids), chunk):
-            part = ids[start : start + chunk]
-            self.context.batch.add(part, start, 0, logits_last=True)
+        for at in range(start, len(ids), chunk):
+            part = ids[at : at + chunk]
+            self.context.batch.add(part, at, 0, logits_last=True)
             self.context.batch.logits[: len(part)] = 1
             self.context.decode()
-            wanted = range(max(first, start) - start, len(part))
-            rows += [_log_softmax(self.context.logits(i)) for i in wanted]
+            rows += [
+                _log_softmax(self.context.logits(i))
+                for i in range(max(first, at) - at, len(part))
+            ]
         return np.array(rows)
 
-    def noise(self, ids: Ids, first: int) -> float:
-        """What llama.cpp itself differs by between batch splits of the same prefill."""
-        whole = self.logprobs(ids, first)
-        return max(
-            float(np.abs(whole - self.logprobs(ids, first, chunk)).max()) for chunk in (1, 7, 64)
-        )
+    def _scattered(self, ids: Ids, filler: int) -> Logits:
+        """Token by token, with another sequence's cells before and in between."""
+        self._clear()
+        self._other(np.resize(ids[::-1], filler), 0)
+        rows: list[Logits] = []
+        taken = filler
+        for at in range(len(ids)):
+            if at % 2 == 0 and taken + 7 < 2048:
+                self._other(np.full(7, ids[0]), taken)
+                taken += 7
+            rows += list(self._prefill(ids[: at + 1], at, 1, at))
+        return np.array(rows)
+
+    def _other(self, ids: Ids, at: int) -> None:
+        self.context.batch.add(ids, at, 1, logits_last=True)
+        self.context.decode()
 
 
 def _log_softmax(row: npt.NDArray[np.float32]) -> Logits:
@@ -121,12 +165,14 @@ def check_answer(oracle: Oracle, prompt: Any, answer: Answer) -> float:
     prompt = np.asarray(prompt, np.int32)
     ids = np.concatenate([prompt, np.array(answer.ids[:-1], np.int32)])
     expected = oracle.logprobs(ids, len(prompt) - 1)
-    bound = 2 * oracle.noise(ids, len(prompt) - 1) + 1e-6
+    bound = 2 * oracle.noise(ids) + 1e-6
     assert len(answer.probs) == len(answer.ids) == len(expected)
     worst = 0.0
     for row, probs, token in zip(expected, answer.probs, answer.ids, strict=True):
         assert probs.chosen.id == token
-        assert row.max() - row[token] <= bound, "not the most likely token"
+        allowed = np.delete(row, oracle.forbidden)
+        gap = float(allowed.max() - row[token])
+        assert gap <= bound, f"token {token} is {gap:.2e} below the most likely, allowed {bound:.2e}"
         for prob in (probs.chosen, *probs.top):
             worst = max(worst, abs(prob.logprob - row[prob.id]))
     assert worst <= bound, f"log-probabilities differ by {worst:.2e}, allowed {bound:.2e}"

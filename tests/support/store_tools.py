@@ -17,7 +17,9 @@ from towerd.store import Node, Store, Turn
 F16 = 1
 Q8_0 = 8
 LAYOUT = KVLayout((Plane(F16, 16), Plane(F16, 32)), (Plane(Q8_0, 34), Plane(F16, 64)))
-FINGERPRINT = Fingerprint("hash", "llama", "spm", {"freq_base": 1e4}, (), LAYOUT, False, False, False)
+FINGERPRINT = Fingerprint(
+    "hash", "llama", "spm", {"freq_base": 1e4}, (), LAYOUT, False, False, False
+)
 OTHER_MODEL = replace(FINGERPRINT, model_hash="other")
 MROPE = replace(FINGERPRINT, layout=replace(LAYOUT, cell_ext=True))
 

@@ -12,7 +12,7 @@ from aiohttp.typedefs import Handler
 from towerd.api.keys import CONFIG, GATE, METRICS, TENANT, TENANTS
 from towerd.api.reply import error_reply, from_http
 from towerd.config import is_loopback
-from towerd.errors import Forbidden, TowerdError
+from towerd.errors import Forbidden, NotSupported, TowerdError, Unavailable
 from towerd.tenants import OWNER
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except TowerdError as error:
-        if error.status >= 500:
+        if error.status >= 500 and not isinstance(error, NotSupported | Unavailable):
             log.warning("request failed: %s %s: %s", request.method, request.path, error.message)
         return error_reply(error)
     except web.HTTPException as error:

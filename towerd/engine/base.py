@@ -44,7 +44,7 @@ class SamplingParams:
     dry_multiplier: float = 0.0
     dry_base: float = 1.75
     dry_allowed_length: int = 2
-    dry_penalty_last_n: int = -1
+    dry_penalty_last_n: int = 64
     dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
     mirostat: int = 0
     mirostat_tau: float = 5.0
@@ -171,7 +171,7 @@ class Finish:
     timings: Timings
     reuse: Reuse
     truncated: bool = False
-    """The prompt was shortened by a context shift."""
+    """A context shift shortened the prompt, or the reply ended because the context was full."""
     session: str = ""
     """The session it was recorded under; filled in by `towerd.session`."""
 
@@ -277,6 +277,11 @@ class Engine(Protocol):
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges for /metrics and /towerd/v1/stats."""
+        ...
+
+    async def drain(self, grace_s: float) -> None:
+        """Wait until nothing runs. After `grace_s` what still does is cancelled, so that each
+        ends with its Finish, and nothing new is taken."""
         ...
 
     async def close(self) -> None:

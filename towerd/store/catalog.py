@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -112,13 +112,15 @@ class Catalog:
         """The key of `fingerprint`, entered if it is new."""
         digest = fingerprint.digest()
         text = msgspec.json.encode(fingerprint.to_json()).decode()
-        with self.transaction():
-            self.run(
+        known = self.rows("SELECT id FROM fingerprints WHERE digest = ?", (digest,))
+        # a known one can be opened on a full disk: that is when one must get in to evict
+        with suppress(DiskFull) if known else nullcontext(), self.transaction():
+            pk = self.run(
                 "INSERT INTO fingerprints(digest, json, created, opened) VALUES (?, ?, ?, ?)"
                 " ON CONFLICT (digest) DO UPDATE SET opened = excluded.opened",
                 (digest, text, now, now),
             )
-        return int(self.rows("SELECT id FROM fingerprints WHERE digest = ?", (digest,))[0][0])
+        return int(known[0][0]) if known else pk
 
     def bytes_on_disk(self) -> int:
         """Size of the database and its WAL."""

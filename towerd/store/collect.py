@@ -30,9 +30,7 @@ def collect(
     """Remove leaves until every leaf is needed, then what they leave behind. Under the lock."""
     doomed = _unneeded(state, keep)
     ids = {node.id for node in doomed}
-    unviewed = [
-        file for file in state.files.values() if all(node.id in ids for node in file.nodes)
-    ]
+    unviewed = [file for file in state.files.values() if all(node.id in ids for node in file.nodes)]
     with state.catalog.transaction():
         state.catalog.run_many("DELETE FROM segments WHERE id = ?", [(n.id,) for n in doomed])
         state.catalog.run_many("DELETE FROM files WHERE id = ?", [(f.id,) for f in unviewed])
@@ -43,10 +41,11 @@ def collect(
     for file in unviewed:
         state.forget_file(file)
         freed += state.directory.remove(file.path.name)
-    n_orphans, orphan_bytes = _remove_orphans(state, writing)
-    freed += orphan_bytes + state.directory.sweep_tmp(writing)
+    strays = orphans(state, writing)
+    freed += sum(state.directory.remove(name) for name in strays)
+    freed += state.directory.sweep_tmp(writing)
     freed += state.directory.empty_quarantine(quarantine_days)
-    return GcReport(len(doomed), len(unviewed) + n_orphans, freed)
+    return GcReport(len(doomed), len(unviewed) + len(strays), freed)
 
 
 def drop_foreign(state: StoreState, bytes_needed: int) -> int:
@@ -100,8 +99,7 @@ def _detach(state: StoreState, node: Node) -> None:
     state.trie.remove(node)
 
 
-def _remove_orphans(state: StoreState, writing: Collection[str]) -> tuple[int, int]:
+def orphans(state: StoreState, writing: Collection[str]) -> set[str]:
     """Files that no catalog row names, left by a crash between rename and commit."""
     known = {name for (name,) in state.catalog.rows("SELECT name FROM files")}
-    orphans = state.directory.names() - known - set(writing)
-    return len(orphans), sum(state.directory.remove(name) for name in orphans)
+    return state.directory.names() - known - set(writing)

@@ -63,9 +63,7 @@ class Directory:
         """Delete what was set aside more than `days` ago; returns the bytes freed."""
         oldest = time.time() - days * DAY_S
         return sum(
-            _remove(path)
-            for path in self.quarantine.iterdir()
-            if path.lstat().st_mtime <= oldest
+            _remove(path) for path in self.quarantine.iterdir() if path.lstat().st_mtime <= oldest
         )
 
 

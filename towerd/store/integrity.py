@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from towerd.store.keys import key_hash
@@ -11,14 +11,14 @@ from towerd.store.node import ID_BYTES, PUBLIC, Node
 from towerd.store.state import StoreState
 
 
-def problems(state: StoreState, *, keys: bool, writing: Collection[str] = ()) -> list[str]:
+def problems(state: StoreState, *, keys: bool) -> list[str]:
     """What does not agree, empty when all is well. Call it under the lock."""
     nodes = list(_walk(state))
     found = [problem for node in nodes for problem in _node_problems(state, node)]
     if len(nodes) != len(state.trie.nodes):
         found.append(f"{len(nodes)} nodes are reachable, {len(state.trie.nodes)} are listed")
     found += _sum_problems(state, nodes)
-    found += _file_problems(state, writing)
+    found += _file_problems(state)
     found += _catalog_problems(state, nodes)
     found += _pin_problems(state, nodes)
     if keys:
@@ -87,15 +87,12 @@ def _sum_problems(state: StoreState, nodes: list[Node]) -> Iterator[str]:
         yield f"hot and warm bytes are {(hot, warm)}, counted {(state.hot_bytes, state.warm_bytes)}"
 
 
-def _file_problems(state: StoreState, writing: Collection[str]) -> Iterator[str]:
+def _file_problems(state: StoreState) -> Iterator[str]:
     for file in state.files.values():
         if not file.nodes or any(node.file is not file for node in file.nodes):
             yield f"{file} is viewed by {file.nodes}"
         if not file.path.is_file() or file.path.stat().st_size != file.nbytes:
             yield f"{file} is missing or has another size"
-    known = {name for (name,) in state.catalog.rows("SELECT name FROM files")}
-    for name in sorted(state.directory.names() - known - set(writing)):
-        yield f"the file {name} is in no catalog (gc removes it)"
 
 
 def _catalog_problems(state: StoreState, nodes: list[Node]) -> Iterator[str]:

@@ -56,7 +56,7 @@ class RowStore:
             if node.p1 <= at or at >= stop:
                 continue
             source = node.hot if node.hot is not None else node.file
-            if source is None or node.p0 > at:
+            if source is None:
                 break
             tier: Tier = "hot" if node.hot is not None else "warm"
             end = min(node.p1, stop)
@@ -189,9 +189,7 @@ class RowStore:
                 self._state.forget_file(file)
         return RowsDamaged(f"rows in {file.path.name} are damaged and set aside: {error}")
 
-    def _adopt(
-        self, nodes: Sequence[Node], draft: Draft, name: str, n_bytes: int
-    ) -> SegmentFile:
+    def _adopt(self, nodes: Sequence[Node], draft: Draft, name: str, n_bytes: int) -> SegmentFile:
         """Enter a written file in the catalog for the nodes that lie in it by now."""
         state = self._state
         p0, p1 = draft.parts[0].p0, draft.parts[-1].p1
@@ -214,9 +212,7 @@ class RowStore:
                     [(id, node.p0 - p0, node.n, node.id) for node in targets],
                 )
             path = state.directory.segments / name
-            file = SegmentFile(
-                id, path, p0, p1 - p0, n_bytes, tuple(positions), state.mappings
-            )
+            file = SegmentFile(id, path, p0, p1 - p0, n_bytes, tuple(positions), state.mappings)
             for node in targets:
                 node.file, node.file_row0 = file, node.p0 - p0
             file.nodes = targets

@@ -6,7 +6,9 @@
     12  u32  0
     16  xxh3_128 of bytes [0, 16) and the header
     32  header (msgpack), then zeros up to the next page
-    d   data, d = the first page boundary after the header; offsets in the header count from d
+    d   data, d = the first page boundary after the header
+
+Offsets in the header count from d.
 """
 
 from __future__ import annotations

@@ -112,9 +112,7 @@ def _write_planes(
     return [job.result() for job in jobs]
 
 
-def _header(
-    draft: Draft, planes: list[PlaneEntry], boundaries: list[BoundaryEntry]
-) -> Header:
+def _header(draft: Draft, planes: list[PlaneEntry], boundaries: list[BoundaryEntry]) -> Header:
     return Header(
         draft.fingerprint, draft.key, draft.scope, draft.parts[0].p0, draft.parts[-1].p1,
         draft.ids, planes, boundaries,

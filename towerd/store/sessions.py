@@ -138,9 +138,7 @@ class SessionTable:
         while at is not None and at not in branch:
             branch.add(at)
             at = parents.get(at)
-        return [
-            TurnInfo(*(*row[:9], bool(row[9]), row[0] in branch)) for row in rows
-        ]
+        return [TurnInfo(*(*row[:9], bool(row[9]), row[0] in branch)) for row in rows]
 
     def leaf_ids(self, session: Located) -> tuple[int, bytes]:
         """(reply node, 0 for the root; tail ids) of the current leaf turn."""

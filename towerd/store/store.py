@@ -241,9 +241,7 @@ class Store:
                 at = {node.p1: node for node in path} | {0: trie.root}
                 node_ends = at[min(n_prompt, n_cached)], at[n_cached]
                 session, is_new = self._sessions.enter(turn, known, growth.now)
-                turn_id = self._sessions.record(
-                    session, turn, known, node_ends, tail, growth.now
-                )
+                turn_id = self._sessions.record(session, turn, known, node_ends, tail, growth.now)
             self.state.touch(node_ends[1])
         return TurnResult(session.id, node_ends[1], is_new, turn_id)
 
@@ -365,7 +363,7 @@ class Store:
     def check_integrity(self, *, keys: bool = False) -> None:
         """AssertionError unless trie, catalog, files and sums agree; `keys`: recompute them."""
         with self._open_lock():
-            found = problems(self.state, keys=keys, writing=self.rows.writing)
+            found = problems(self.state, keys=keys)
         if found:
             raise AssertionError("; ".join(found[:20]))
 

@@ -48,10 +48,7 @@ class Trie:
         """Every visible node whose whole prefix begins `ids`, shortest prefix first. These are
         the nodes of more than one path where a scope stored tokens before they became public."""
         found = {
-            node.id: node
-            for nodes, n in self._chains(ids, scope)
-            for node in nodes
-            if node.p1 <= n
+            node.id: node for nodes, n in self._chains(ids, scope) for node in nodes if node.p1 <= n
         }
         return sorted(found.values(), key=lambda node: node.p1)
 
@@ -124,9 +121,7 @@ class Trie:
         upper.removed = True
 
 
-def _walk(
-    node: Node, ids: bytes, tokens: memoryview[int], scope: str
-) -> tuple[list[Node], int]:
+def _walk(node: Node, ids: bytes, tokens: memoryview[int], scope: str) -> tuple[list[Node], int]:
     """Follow `scope`'s children from below `node`; the nodes met and the position reached."""
     nodes: list[Node] = []
     at, total = node.p1, len(tokens)

@@ -11,6 +11,7 @@ import msgspec
 
 from towerd.slots.errors import StateError
 from towerd.slots.fingerprint import Fingerprint
+from towerd.store.collect import orphans
 from towerd.store.integrity import problems
 from towerd.store.rows import RowStore
 from towerd.store.segment_file import Claim, check_claim, check_planes, map_file
@@ -28,6 +29,8 @@ class VerifyReport:
     sessions: int
     quarantined: int
     """Files set aside (only with `repair`)."""
+    orphans: int
+    """Files that no catalog row names, left by a crash; harmless, gc removes them."""
     problems: tuple[str, ...]
 
     @property
@@ -42,7 +45,8 @@ def verify(
 ) -> VerifyReport:  # fmt: skip
     """Check the accounting, then every file of every fingerprint."""
     with state.lock:
-        found = problems(state, keys=True, writing=rows.writing)
+        found = problems(state, keys=True)
+        n_orphans = len(orphans(state, rows.writing))
         n_segments = len(state.trie)
         n_sessions = int(state.catalog.rows("SELECT count(*) FROM sessions")[0][0])
         files = state.catalog.rows(
@@ -60,7 +64,9 @@ def verify(
         done += row[3]
         if progress is not None:
             progress(done, total)
-    return VerifyReport(n_segments, len(files), done, n_sessions, n_set_aside, tuple(found))
+    return VerifyReport(
+        n_segments, len(files), done, n_sessions, n_set_aside, n_orphans, tuple(found)
+    )
 
 
 def _file_problem(state: StoreState, pool: Executor, row: tuple[Any, ...]) -> str | None:

@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,8 @@ from towerd.tiers.buffers import BufferPool
 
 log = logging.getLogger(__name__)
 
-_BUFFER_BYTES_MAX = 512 << 20
+_BLOB_BYTES = 6 << 20
+_BUFFER_BYTES_MAX = 64 << 20
 _PROMOTE_DELAY_S = 0.5
 """Promotion waits until the request that caused it has its first token."""
 _RETRY_WRITE_S = 30.0
@@ -59,13 +60,13 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Composed:
-    """One sequence blob for the first `n` planned tokens; fewer than planned after damage."""
+    """One sequence blob for the next `n` planned tokens, in a buffer to be recycled."""
 
     n: int
     n_hot: int
     n_warm: int
     blob: npt.NDArray[np.uint8]
-    buffer: npt.NDArray[np.uint8] | None
+    buffer: npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,39 +145,57 @@ class Tiers:
         self._touch(match)
         return Plan(start, parts, n_hot, n_all - n_hot, n_public)
 
-    def compose(self, plan: Plan) -> Composed:
-        """Read, check and join the planned rows into one blob in a reused buffer.
+    def compose(self, plan: Plan) -> Iterator[Composed]:
+        """Read, check and join the planned rows, one blob of a few megabytes at a time.
 
-        Damaged parts are quarantined and end the blob early; never raises for damage."""
-        rows: list[KVRows] = []
-        used: list[RowsPart] = []
-        for part in plan.parts:
-            try:
-                rows.append(self.store.load_rows(part))
-            except RowsDamaged as error:
-                log.warning("stored rows are damaged; prefilling", extra={"error": str(error)})
-                self.counters.damaged += 1
-                break
-            except StoreError as error:  # evicted between plan and load
-                log.debug("planned rows are gone", extra={"error": str(error)})
-                break
-            used.append(part)
-        n = sum(len(r) for r in rows)
-        if n == 0:
-            return Composed(0, 0, 0, np.empty(0, np.uint8), None)
-        size = blob_size(self.layout, n, v_trans=self.v_trans)
-        buffer = self._buffers.acquire(size)
-        emit_blob(rows, v_trans=self.v_trans, out=buffer[:size])
-        n_hot = sum(p.p1 - p.p0 for p in used if p.tier == "hot")
-        promote = [p.node for p in used if p.tier == "warm"]
-        if promote:
-            self._work.put(("promote", (time.monotonic() + _PROMOTE_DELAY_S, promote)))
-        return Composed(n, n_hot, n - n_hot, buffer[:size], buffer)
+        Small blobs stay in the CPU's cache between our copy and llama.cpp's, and the caller can
+        append one while the next is made. Damaged or evicted rows end the iteration early."""
+        chunk = max(1, _BLOB_BYTES // self.layout.token_bytes)
+        pending: list[tuple[RowsPart, KVRows]] = []
+        n_pending = 0
+        for part, rows in self._readable(plan.parts):
+            at = rows.p0
+            while at < rows.p1:
+                end = min(rows.p1, at + chunk - n_pending)
+                pending.append((part, rows.slice(at, end)))
+                n_pending += end - at
+                at = end
+                if n_pending == chunk:
+                    yield self._blob(pending)
+                    pending, n_pending = [], 0
+        if pending:
+            yield self._blob(pending)
 
     def recycle(self, composed: Composed) -> None:
         """Give the blob's buffer back once llama.cpp has copied it."""
-        if composed.buffer is not None:
-            self._buffers.release(composed.buffer)
+        self._buffers.release(composed.buffer)
+
+    def _readable(self, parts: tuple[RowsPart, ...]) -> Iterator[tuple[RowsPart, KVRows]]:
+        """The parts' rows up to the first that cannot be had; warm ones get promoted later."""
+        warm: list[Node] = []
+        for part in parts:
+            try:
+                rows = self.store.load_rows(part)
+            except RowsDamaged as error:
+                log.warning("stored rows cannot be used; prefilling", extra={"error": str(error)})
+                self.counters.damaged += 1
+                break
+            except StoreError as error:
+                log.error("stored rows cannot be read", extra={"error": str(error)})
+                break
+            if part.tier == "warm":
+                warm.append(part.node)
+            yield part, rows
+        if warm:
+            self._work.put(("promote", (time.monotonic() + _PROMOTE_DELAY_S, warm)))
+
+    def _blob(self, rows: list[tuple[RowsPart, KVRows]]) -> Composed:
+        n = sum(len(r) for _, r in rows)
+        size = blob_size(self.layout, n, v_trans=self.v_trans)
+        buffer = self._buffers.acquire(size)
+        emit_blob([r for _, r in rows], v_trans=self.v_trans, out=buffer[:size])
+        n_hot = sum(len(r) for part, r in rows if part.tier == "hot")
+        return Composed(n, n_hot, n - n_hot, buffer[:size], buffer)
 
     def base_tokens(self, ids: Ids, scope: str) -> int:
         """Length of the deepest pinned base that `ids` begins with."""

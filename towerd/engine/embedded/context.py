@@ -82,8 +82,10 @@ class LlamaContext:
         """Raises ModelError when llama.cpp cannot make the context (memory, cache types)."""
         params = lib.llama_context_default_params()
         params.n_ctx = n_cells
-        params.n_batch = config.batch_size
-        params.n_ubatch = min(config.ubatch_size, config.batch_size)
+        # llama.cpp aborts on a batch that cannot take one token of every sequence.
+        n_batch = max(config.batch_size, n_seqs)
+        params.n_batch = n_batch
+        params.n_ubatch = min(config.ubatch_size, n_batch)
         params.n_seq_max = n_seqs
         params.n_threads = config.threads
         params.n_threads_batch = config.threads_batch or config.threads
@@ -108,7 +110,7 @@ class LlamaContext:
         self.n_cells = int(lib.llama_n_ctx(self.ptr))
         self.n_seqs = n_seqs
         self.v_trans = config.flash_attn == "off"
-        self.batch = Batch(config.batch_size)
+        self.batch = Batch(n_batch)
 
     def close(self) -> None:
         if self.ptr:

@@ -16,10 +16,14 @@ from towerd.engine.embedded.job import Job
 from towerd.engine.embedded.materialise import Materialiser
 from towerd.engine.embedded.pool import LivePool
 from towerd.engine.embedded.scheduler import Scheduler, check_fits
-from towerd.engine.embedded.shift import shift_ids
 from towerd.engine.embedded.template import ChatTemplate
-from towerd.errors import InvalidRequest, TowerdError
+from towerd.errors import InvalidRequest, TowerdError, Unavailable
 from towerd.tiers.manager import Tiers
+
+
+_DRAIN_POLL_S = 0.01
+_TEXT_CHARS_MAX = 64 * 1024
+"""Longer texts are tokenized one at a time, apart from the others."""
 
 
 class EmbeddedGeneration:
@@ -72,6 +76,7 @@ class EmbeddedEngine:
         self.context_shift = config.context_shift
         self._loop = asyncio.get_running_loop()
         self._generations: dict[int, EmbeddedGeneration] = {}
+        self._is_draining = False
         scratch = core.context.n_seqs - 1
         self.pool = LivePool(core.context, n_seqs=scratch, n_cells=core.context.n_cells)
         self.materialiser = Materialiser(
@@ -92,24 +97,26 @@ class EmbeddedEngine:
             config.chat_template_source() or core.info.chat_template,
             core.info.bos_token,
             core.info.eos_token,
+            add_bos=core.vocab.add_bos,
+            add_eos=core.vocab.add_eos,
         )
         self._text = ThreadPoolExecutor(2, "towerd-text")
+        self._big_text = ThreadPoolExecutor(1, "towerd-big-text")
 
     def start(self) -> None:
         self.scheduler.start()
 
     def generate(self, request: GenerateRequest) -> EmbeddedGeneration:
+        if self._is_draining:
+            raise Unavailable("towerd is shutting down; try again when it is back.")
         ids = np.ascontiguousarray(request.ids, np.int32)
         if len(ids) == 0:
             raise InvalidRequest("The prompt has no tokens.")
         self.core.vocab.validate(ids)
-        shortened = ids
-        if self.context_shift and len(ids) >= self.n_ctx:
-            keep = self.materialiser.n_keep(request)
-            shortened = shift_ids(ids, self.n_ctx, keep)
-        check_fits(len(shortened), self.n_ctx)
+        if not self.context_shift:
+            check_fits(len(ids), self.n_ctx)
         generation = EmbeddedGeneration(self.scheduler, self._loop)
-        generation.job = Job(request, shortened, len(shortened), truncated=len(shortened) < len(ids))
+        generation.job = Job(request, ids, len(ids))
         self._generations[id(generation.job)] = generation
         try:
             self.scheduler.submit(generation.job)
@@ -119,8 +126,10 @@ class EmbeddedEngine:
         return generation
 
     async def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> Ids:
+        # A text of megabytes takes seconds: others must not wait behind it.
+        pool = self._text if len(text) <= _TEXT_CHARS_MAX else self._big_text
         return await self._loop.run_in_executor(
-            self._text, self.core.vocab.tokenize, text, add_special, parse_special
+            pool, self.core.vocab.tokenize, text, add_special, parse_special
         )
 
     async def detokenize(self, ids: Sequence[int]) -> bytes:
@@ -135,23 +144,14 @@ class EmbeddedEngine:
         return [self.core.vocab.pieces[i] for i in ids]
 
     def slots(self) -> list[SlotView]:
-        """Running jobs first; a snapshot read without the inference thread's help."""
-        views = []
-        for i in range(self.n_slots):
-            active = self.scheduler.active[i : i + 1]
-            job = active[0] if active else None
-            views.append(
-                SlotView(
-                    id=i,
-                    n_ctx=self.n_ctx,
-                    is_processing=job is not None,
-                    session=job.request.session if job else None,
-                    n_tokens=job.n if job else 0,
-                    n_decoded=len(job.reply) if job else 0,
-                    params=job.request.sampling if job else None,
-                )
-            )
-        return views
+        """A snapshot, read without the inference thread's help."""
+        jobs = list(self.scheduler.slots)
+        return [
+            job.view(self.n_ctx)
+            if job is not None
+            else SlotView(i, self.n_ctx, False, None, 0, 0, None)
+            for i, job in enumerate(jobs)
+        ]
 
     def stats(self) -> dict[str, Any]:
         scheduler = self.scheduler
@@ -165,22 +165,32 @@ class EmbeddedEngine:
             "bytes_out": self.materialiser.bytes_out,
             "can_slice": self.core.can_slice,
             "why_not_sliceable": self.core.why_not_sliceable,
+            "busy_slots_per_decode": scheduler.counters["sequences_decoded"]
+            / max(1, scheduler.counters["decode_steps"]),
             **scheduler.counters,
         }
 
     async def settle(self) -> None:
         """Wait until every recorded row of an idle sequence has been exported."""
 
-        def clean() -> bool:
-            return not any(s.dirty or s.busy for s in self.pool)
+        await asyncio.wrap_future(self.scheduler.settled())
 
-        while not await asyncio.wrap_future(self.scheduler.call(clean)):
-            await asyncio.sleep(0.005)
+    async def drain(self, grace_s: float) -> None:
+        deadline = self._loop.time() + grace_s
+        while self._generations and self._loop.time() < deadline:
+            await asyncio.sleep(_DRAIN_POLL_S)
+        self._is_draining = True
+        for generation in list(self._generations.values()):
+            if generation.job is not None:
+                self.scheduler.cancel(generation.job)
+        while self._generations:
+            await asyncio.sleep(_DRAIN_POLL_S)
 
     async def close(self) -> None:
         await asyncio.to_thread(self.scheduler.close)
         await asyncio.to_thread(self.materialiser.close)
         self._text.shutdown()
+        self._big_text.shutdown()
 
     def _deliver(self, events: list[tuple[Job, Any]]) -> None:
         """Inference thread to event loop: one wake-up a step, however many streams."""

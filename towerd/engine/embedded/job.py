@@ -14,6 +14,7 @@ from towerd.engine.base import (
     Ids,
     Progress,
     Reuse,
+    SlotView,
     Started,
     StopType,
     Timings,
@@ -43,6 +44,13 @@ class Job:
     """int32: the prompt as evaluated (after a context shift), then every sampled token."""
     n_prompt: int
     truncated: bool = False
+    """Shortened by a context shift: the live tokens are not the conversation's."""
+    is_full: bool = False
+    """Ended because its context was full."""
+    task: int = -1
+    """Which request of this engine it is, counted from 0; -1 while it waits."""
+    slot: int = -1
+    """Where GET /slots shows it."""
     phase: Phase = Phase.WAITING
     cancelled: bool = False
     seq: LiveSeq | None = None
@@ -53,12 +61,15 @@ class Job:
     """Sampled tokens whose text was sent or is held back only for UTF-8 or a stop string."""
     saved: tuple[int, Buffer] | None = None
     """Live tokens and sequence blob of a preempted job."""
+    loads: int = 0
+    """How many loads were started; blobs of an earlier one are stale."""
+    n_loaded_hot: int = 0
+    n_loaded_warm: int = 0
     n_in_batch: int = 0
     logits_index: int = -1
     t_submit: float = field(default_factory=time.monotonic)
     t_prompt: float = 0.0
     t_first: float = 0.0
-    shifts: int = 0
 
     @property
     def n(self) -> int:
@@ -85,7 +96,27 @@ class Job:
         return Progress(self.n_prompt, cached, self.n_live, elapsed_ms)
 
     def started(self) -> Started:
-        return Started(self.reuse, self.n_prompt)
+        return Started(self.reuse, self.n_prompt, (self.t_first - self.t_prompt) * 1e3)
+
+    def view(self, n_ctx: int) -> SlotView:
+        """What GET /slots says of it; may be called by any thread."""
+        n_predict, runs = self.request.n_predict, self.phase is not Phase.DONE
+        cached = self.reuse.live + self.reuse.hot + self.reuse.warm
+        return SlotView(
+            id=self.slot,
+            n_ctx=n_ctx,
+            is_processing=runs,
+            session=self.request.session,
+            n_tokens=self.n,
+            n_decoded=len(self.reply),
+            params=self.request.sampling,
+            id_task=self.task,
+            n_prompt_processed=max(0, min(self.n_live, self.n_prompt) - cached),
+            n_prompt_cached=cached,
+            n_remain=n_predict - len(self.reply) if n_predict >= 0 else -1,
+            has_next_token=runs,
+            has_new_line=self.output is not None and self.output.has_new_line,
+        )
 
     def finish(self, stop: StopType, word: str, n_kept: int) -> Finish:
         """The closing event; `n_kept` reply tokens had all their text sent."""
@@ -95,7 +126,7 @@ class Job:
         cached = self.reuse.live + self.reuse.hot + self.reuse.warm
         timings = Timings(
             cache_n=cached,
-            prompt_n=self.n_prompt - cached if self.t_prompt else 0,
+            prompt_n=self.reuse.prefill,  # n_prompt shrinks when the context shifts
             prompt_ms=prompt_s * 1e3,
             predicted_n=len(self.reply),
             predicted_ms=(now - first) * 1e3 if self.t_first else 0.0,
@@ -110,5 +141,5 @@ class Job:
             n_cached=n_cached,
             timings=timings,
             reuse=self.reuse,
-            truncated=self.truncated,
+            truncated=self.truncated or self.is_full,
         )

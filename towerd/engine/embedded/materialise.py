@@ -9,6 +9,7 @@ unified cache, and the state calls then see only that range.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,14 +25,22 @@ from towerd.tiers.manager import Composed, Plan, Tiers
 
 log = logging.getLogger(__name__)
 
+_BLOBS_AHEAD = 2
+"""Blobs that may wait for the inference thread; more would only use memory."""
+
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Rows ready to append: `composed` from the store, or a preempted job's own blob."""
+    """Rows ready to append for load number `load` of a job; `is_last` ends that load.
 
+    `composed` from the store, or `blob` alone: a preempted job's own rows."""
+
+    load: int
     n: int
-    blob: Buffer
-    composed: Composed | None = None
+    blob: Buffer | None
+    composed: Composed | None
+    is_last: bool
+    slot: threading.Semaphore | None = None
 
 
 class Materialiser:
@@ -74,7 +83,7 @@ class Materialiser:
         job.seq = seq
         self.pool.touch(seq)
         plan = self._plan(job, seq)
-        if not job.t_first and not job.shifts:
+        if not job.t_first:
             n_rest = job.n_prompt - seq.n - plan.n_hot - plan.n_warm
             job.reuse = Reuse(seq.n, plan.n_hot, plan.n_warm, n_rest)
         if plan.n or job.saved is not None:
@@ -85,17 +94,25 @@ class Materialiser:
         return True
 
     def load(self, job: Job, on_loaded: Callable[[Job, Loaded | TowerdError], None]) -> None:
-        """Compose what `begin` planned on a worker thread; `on_loaded` is called there."""
+        """Compose what `begin` planned on a worker thread; `on_loaded` is called there, for one
+        blob at a time, and last with `is_last` or an error."""
         plan = self._plans.pop(id(job))
-        saved, job.saved = job.saved, None
-        if saved is not None:
-            on_loaded(job, Loaded(*saved))
+        job.loads += 1
+        job.n_loaded_hot = job.n_loaded_warm = 0
+        load = job.loads
+        if job.saved is not None:
+            n, blob = job.saved
+            job.saved = None
+            on_loaded(job, Loaded(load, n, blob, None, True))
             return
 
         def work() -> None:
             try:
-                composed = self.tiers.compose(plan)
-                on_loaded(job, Loaded(composed.n, composed.blob, composed))
+                slot = threading.Semaphore(_BLOBS_AHEAD)
+                for composed in self.tiers.compose(plan):
+                    slot.acquire()
+                    on_loaded(job, Loaded(load, composed.n, composed.blob, composed, False, slot))
+                on_loaded(job, Loaded(load, 0, None, None, True))
             except TowerdError as error:
                 on_loaded(job, error)
             except Exception as error:
@@ -109,18 +126,17 @@ class Materialiser:
         seq = job.seq
         assert seq is not None
         try:
-            if loaded.n == 0:
-                self._missed(job, loaded)
-                return
-            if seq.n == 0:
-                self.context.set_state(seq.id, loaded.blob)
-            else:
-                self.context.set_state(self._scratch, loaded.blob)
-                self.context.seq_cp(self._scratch, seq.id)
-                self.context.seq_rm(self._scratch)
-            self.bytes_in += len(loaded.blob)
-            self.pool.append(seq, job.ids[seq.n : seq.n + loaded.n])
-            self._missed(job, loaded)
+            if loaded.blob is not None:
+                self._append(seq, loaded.blob)
+                self.bytes_in += len(loaded.blob)
+                self.pool.append(seq, job.ids[seq.n : seq.n + loaded.n])
+            if loaded.composed is not None:
+                job.n_loaded_hot += loaded.composed.n_hot
+                job.n_loaded_warm += loaded.composed.n_warm
+            elif loaded.is_last and not job.t_first and loaded.n == 0:
+                # Rows that turned out damaged or gone are prefilled: report what really came.
+                hot, warm, live = job.n_loaded_hot, job.n_loaded_warm, job.reuse.live
+                job.reuse = Reuse(live, hot, warm, job.n_prompt - live - hot - warm)
         finally:
             self.discard(loaded)
 
@@ -128,14 +144,16 @@ class Materialiser:
         """Give back the buffer of rows that were attached or are not wanted any more."""
         if loaded.composed is not None:
             self.tiers.recycle(loaded.composed)
+        if loaded.slot is not None:
+            loaded.slot.release()
 
-    def _missed(self, job: Job, loaded: Loaded) -> None:
-        """Rows that turned out damaged or gone are prefilled: correct the reuse report."""
-        composed = loaded.composed
-        if composed is not None and not job.t_first and not job.shifts:
-            live = job.reuse.live
-            rest = job.n_prompt - live - composed.n_hot - composed.n_warm
-            job.reuse = Reuse(live, composed.n_hot, composed.n_warm, rest)
+    def _append(self, seq: LiveSeq, blob: Buffer) -> None:
+        if seq.n == 0:
+            self.context.set_state(seq.id, blob)
+            return
+        self.context.set_state(self._scratch, blob)
+        self.context.seq_cp(self._scratch, seq.id)
+        self.context.seq_rm(self._scratch)
 
     def _plan(self, job: Job, seq: LiveSeq) -> Plan:
         if not job.request.cache_prompt or not self.can_slice or job.saved is not None:
@@ -202,7 +220,7 @@ class Materialiser:
         """Shorten `job.ids` for a full context; the kept tail is prefilled again, exactly."""
         job.ids = shift_ids(job.ids, n_ctx, self.n_keep(job.request))
         job.n_prompt = min(job.n_prompt, len(job.ids))
-        job.shifts += 1
+        job.truncated = True
 
     def n_keep(self, request: GenerateRequest) -> int:
         """How many leading tokens a context shift spares: the request's wish, or its base."""

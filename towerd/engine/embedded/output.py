@@ -38,6 +38,8 @@ class OutputText:
         """The stop string that ended the reply, or ""."""
         self.n_kept = 0
         """Tokens whose text was sent, counted from the first."""
+        self.has_new_line = False
+        """Whether the text sent so far has a line break in it."""
         self._stream = TextStream()
         self._matcher = StopMatcher(stops)
         self._n_decoded = 0
@@ -65,6 +67,7 @@ class OutputText:
 
     def _emit(self, text: str) -> Emit:
         self._n_sent += len(text)
+        self.has_new_line = self.has_new_line or "\n" in text
         ids: list[int] = []
         probs: list[TokenProbs] = []
         while self._waiting and self._waiting[0][0] <= self._n_sent:

@@ -30,6 +30,9 @@ log = logging.getLogger(__name__)
 
 _EXPORT_EVERY_S = 1.0
 """While streams run, dirty sequences are exported at most this often."""
+_COUNTERS = (
+    "tasks", "decode_steps", "sequences_decoded", "tokens_decoded", "preemptions", "exports",
+)  # fmt: skip
 _CLOSE_WAIT_S = 10.0
 """How long a shutdown waits for finished turns to be recorded before it exports."""
 _CLOSE_POLL_S = 0.05
@@ -65,7 +68,9 @@ class Scheduler:
         self.context_shift = context_shift
         self.active: list[Job] = []
         self.waiting: deque[Job] = deque()
-        self.counters = {"decode_steps": 0, "preemptions": 0, "exports": 0, "tokens_decoded": 0}
+        self.slots: list[Job | None] = [None] * parallel
+        """The last job of each place that GET /slots shows."""
+        self.counters = dict.fromkeys(_COUNTERS, 0)
         self._batching = Batching(context)
         self._deliver = deliver
         self._outbox: list[tuple[Job, Any]] = []
@@ -73,6 +78,7 @@ class Scheduler:
         self._closing = False
         self._close_deadline = 0.0
         self._stalled = False
+        self._later: list[Callable[[], None]] = []
         self._last_export = 0.0
         self._thread = threading.Thread(target=self._run, name="towerd-inference", daemon=True)
 
@@ -109,6 +115,19 @@ class Scheduler:
         self._inbox.put(run)
         return future
 
+    def settled(self) -> Future[None]:
+        """Done once no sequence is busy and none holds rows that the store lacks."""
+        future: Future[None] = Future()
+
+        def check() -> None:
+            if any(s.dirty or s.busy for s in self.pool):
+                self._later.append(check)
+            else:
+                future.set_result(None)
+
+        self._inbox.put(check)
+        return future
+
     def close(self) -> None:
         """Cancel what runs, export what the store lacks, end the thread."""
         self._close_deadline = time.monotonic() + _CLOSE_WAIT_S
@@ -129,6 +148,9 @@ class Scheduler:
             self._flush()
             if not stepped or time.monotonic() - self._last_export > _EXPORT_EVERY_S:
                 self._export_one()
+            later, self._later = self._later, []
+            for check in later:
+                check()
         while self._export_one():
             pass
         self._flush()
@@ -198,13 +220,15 @@ class Scheduler:
 
         False when no sequence can be had now."""
         try:
+            if job.n >= self.n_ctx:
+                self.materialiser.shift(job, self.n_ctx)
             if job.sampler is None:
                 job.sampler = Sampler(job.request.sampling, self.vocab, self.n_ctx)
                 job.sampler.accept_prompt(job.ids)
             if job.output is None:
                 job.output = OutputText(job.request.stop)
             job.t_prompt = job.t_prompt or time.monotonic()
-            if not self.materialiser.begin(job, self._capacity(job), self._evict_one):
+            if not self.materialiser.begin(job, self._capacity(job), self.evict_one):
                 return False
         except TowerdError as error:
             self.waiting.remove(job)
@@ -212,11 +236,19 @@ class Scheduler:
             return True
         self.waiting.remove(job)
         self.active.append(job)
+        self._take_slot(job)
         if job.phase is Phase.LOADING:
             self.materialiser.load(job, self._on_loaded)
         elif job.request.return_progress:
             self._emit(job, job.progress())
         return True
+
+    def _take_slot(self, job: Job) -> None:
+        if job.task < 0:
+            job.task = self.counters["tasks"]
+            self.counters["tasks"] += 1
+        job.slot = next(i for i, j in enumerate(self.slots) if j is None or j not in self.active)
+        self.slots[job.slot] = job
 
     def _capacity(self, job: Job) -> int:
         n_predict = job.request.n_predict
@@ -228,12 +260,14 @@ class Scheduler:
         self._inbox.put(lambda: self._attach(job, loaded))
 
     def _attach(self, job: Job, loaded: Loaded | TowerdError) -> None:
+        if isinstance(loaded, TowerdError):
+            if job.phase is Phase.LOADING:
+                self._fail(job, loaded)
+            return
+        if job.phase is not Phase.LOADING or loaded.load != job.loads:
+            self.materialiser.discard(loaded)
+            return
         try:
-            if isinstance(loaded, TowerdError):
-                raise loaded
-            if job.phase is not Phase.LOADING:
-                self.materialiser.discard(loaded)
-                return
             if not self._make_room(loaded.n, [job]):
                 self.materialiser.discard(loaded)
                 if job in self.active:
@@ -241,8 +275,9 @@ class Scheduler:
                 return
             self.materialiser.attach(job, loaded)
         except TowerdError as error:
-            if job.phase is Phase.LOADING:
-                self._fail(job, error)
+            self._fail(job, error)
+            return
+        if not loaded.is_last:
             return
         job.phase = Phase.PREFILL
         if job.request.return_progress:
@@ -270,6 +305,7 @@ class Scheduler:
             self._decode_failed(jobs, error)
             return True
         self.counters["decode_steps"] += 1
+        self.counters["sequences_decoded"] += len(jobs)
         for job in jobs:
             self._advance(job)
         return True
@@ -320,12 +356,11 @@ class Scheduler:
             self._context_full(job)
 
     def _context_full(self, job: Job) -> None:
-        job.truncated = True
-        if not self.context_shift:
-            self._finish(job, "limit")
+        if self.context_shift:
+            self._requeue(job)  # it is shortened when it begins again
             return
-        self.materialiser.shift(job, self.n_ctx)
-        self._requeue(job)
+        job.is_full = True
+        self._finish(job, "limit")
 
     # ---- endings ----------------------------------------------------------------------------
 
@@ -380,7 +415,7 @@ class Scheduler:
     def _make_room(self, n_cells: int, jobs: list[Job]) -> bool:
         """Evict idle sequences until `n_cells` are free; then preempt. False: jobs changed."""
         while self.pool.cells_free < n_cells:
-            if self._evict_one():
+            if self.evict_one():
                 continue
             if len(self.active) < 2:
                 raise Unavailable("The live context is full of running requests; try again later.")
@@ -388,7 +423,7 @@ class Scheduler:
             return False
         return True
 
-    def _evict_one(self) -> bool:
+    def evict_one(self) -> bool:
         seq = self.pool.idle_lru()
         if seq is None:
             return False

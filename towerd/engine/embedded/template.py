@@ -163,7 +163,7 @@ class ChatTemplate:
             marked = [*messages, {"role": last["role"], "content": _MARK}]
             own = self._apply(marked, tools, variables, False).partition(_MARK)[0]
             header = own[len(without) :]
-            if header.startswith(opening) and _MARKUP.search(header, len(opening)):
+            if opening and header.startswith(opening) and _MARKUP.search(header, len(opening)):
                 opening = header
         return opening + str(content)
 

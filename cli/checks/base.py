@@ -1,0 +1,55 @@
+"""One finding of the doctor, and how a check becomes one whatever happens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from towerd.config import Config
+from towerd.errors import TowerdError
+
+Status: TypeAlias = Literal["OK", "WARN", "FAIL"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What was found, and for WARN and FAIL what to do about it."""
+
+    status: Status
+    found: str
+    advice: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One named look at the machine. `look` may raise anything; that is a FAIL."""
+
+    group: str
+    name: str
+    look: Callable[[Config], Finding]
+
+    def run(self, config: Config) -> Finding:
+        """The finding; never raises."""
+        try:
+            return self.look(config)
+        except TowerdError as error:
+            return Finding("FAIL", error.message, "Do what the message says.")
+        except Exception as error:
+            advice = "Run make setup again; if it stays, report it with this line."
+            return Finding("FAIL", f"{type(error).__name__}: {error}", advice)
+
+
+def ok(found: str) -> Finding:
+    """Nothing to do."""
+    return Finding("OK", found)
+
+
+def warn(found: str, advice: str) -> Finding:
+    """towerd works, but less well than it could."""
+    return Finding("WARN", found, advice)
+
+
+def fail(found: str, advice: str) -> Finding:
+    """towerd cannot work like this."""
+    return Finding("FAIL", found, advice)

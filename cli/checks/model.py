@@ -1,0 +1,106 @@
+"""The model that would be served, from its file alone."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import psutil
+from gguf import GGUFReader
+
+from towerd.cli.checks.base import Check, Finding, fail, ok, warn
+from towerd.cli.output import clean, size
+from towerd.config import Config
+from towerd.errors import ModelError
+from towerd.models.bundled import find_model
+
+STATE_KEYS = ("ssm.", "wkv.", "shortconv.", "kda.")
+"""Metadata of layers whose state is a function of the whole prefix."""
+
+
+def file(config: Config) -> Finding:
+    """Whether it is a whole GGUF."""
+    path = find_model(config.model)
+    reader = _read(path)
+    n_bytes, ram = path.stat().st_size, psutil.virtual_memory().total
+    found = f"{path}, {size(n_bytes)}, {len(reader.tensors)} tensors"
+    if n_bytes > ram:
+        return warn(
+            found, f"It is larger than this machine's RAM ({size(ram)}): use a smaller one."
+        )
+    return ok(found)
+
+
+def architecture(config: Config) -> Finding:
+    """Whether its cached state can be cut at any token."""
+    reader = _read(find_model(config.model))
+    arch = str(_value(reader, "general.architecture", ""))
+    if not arch:
+        return fail("the file names no architecture", "Convert the model to GGUF again.")
+    why = why_not_sliceable(reader, arch)
+    if why:
+        return warn(
+            f"{clean(arch)}: {why}",
+            "Conversations are kept, but their prompts are evaluated again unless still live.",
+        )
+    n_ctx = int(_value(reader, f"{arch}.context_length", 0))
+    return ok(f"{clean(arch)}, cut at any token, trained for {n_ctx:,} tokens")
+
+
+def why_not_sliceable(reader: GGUFReader, arch: str) -> str:
+    """The reason, or "": as far as the metadata tells; the engine decides when it loads."""
+    keys = [key.removeprefix(f"{arch}.") for key in reader.fields]
+    if arch.startswith("rwkv") or any(key.startswith(STATE_KEYS) for key in keys):
+        return "recurrent layers, whose state is a function of the whole prefix"
+    window = int(_value(reader, f"{arch}.attention.sliding_window", 0) or 0)
+    if window:
+        return f"sliding-window layers of {window:,} tokens"
+    if "rope.dimension_sections" in keys:
+        return "positions with more than one component (M-RoPE)"
+    return ""
+
+
+def chat_template(config: Config) -> Finding:
+    """What turns messages into a prompt."""
+    if config.chat_template_source() is not None:
+        return ok("set with --chat-template or --chat-template-file")
+    if _value(_read(find_model(config.model)), "tokenizer.chat_template", ""):
+        return ok("in the model")
+    return warn(
+        "none in the model: ChatML is used", "Give the right one with --chat-template-file."
+    )
+
+
+def loads(config: Config) -> Finding:
+    """The real thing: load it and prove the state format on it."""
+    from towerd.cli.checks.build import load_model
+
+    return ok(load_model(config))
+
+
+@lru_cache(maxsize=1)
+def _read(path: Path) -> GGUFReader:
+    try:
+        return GGUFReader(path)
+    except OSError as error:
+        raise ModelError(f"Cannot read {path}: {error.strerror or error}.") from error
+    except Exception as error:  # the reader raises what its parsing runs into
+        raise ModelError(
+            f"{path} is not a whole GGUF file ({error}); download or convert it again."
+        ) from error
+
+
+def _value(reader: GGUFReader, key: str, default: Any) -> Any:
+    """A metadata value; of a list (one per layer) the largest."""
+    field = reader.get_field(key)
+    value = default if field is None else field.contents()
+    return max(value, default=default) if isinstance(value, list) else value
+
+
+CHECKS = (
+    Check("model", "file", file),
+    Check("model", "architecture", architecture),
+    Check("model", "chat template", chat_template),
+)
+LOADS = Check("model", "loads", loads)

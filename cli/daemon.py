@@ -1,0 +1,273 @@
+"""DaemonBackend: the running daemon, over its Unix socket or its URL."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket as sockets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+from urllib.parse import quote, urlencode, urlsplit
+
+from towerd.cli.client import Json, OnBytes
+from towerd.errors import ConfigError, TowerdError
+
+TIMEOUT_S = 60.0
+OWN = "/towerd/v1"
+
+
+class RemoteError(TowerdError):
+    """What the daemon answered instead of a result; `status` is its HTTP status."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class DaemonBackend:
+    """Asks a daemon. See `towerd.cli.client.Backend`."""
+
+    kind = "daemon"
+
+    def __init__(self, connection: http.client.HTTPConnection, where: str, key: str | None) -> None:
+        self.where = where
+        self._connection = connection
+        self._headers = {"Content-Type": "application/json"}
+        if key is not None:
+            self._headers["Authorization"] = f"Bearer {key}"
+
+    @classmethod
+    def at_socket(cls, path: Path) -> DaemonBackend:
+        """The daemon that listens on a Unix socket; its owner needs no key."""
+        return cls(_UnixConnection(path), str(path), None)
+
+    @classmethod
+    def at_url(cls, url: str, key: str | None) -> DaemonBackend:
+        """The daemon at http(s)://host[:port]. Raises ConfigError."""
+        kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
+        try:
+            parts = urlsplit(url)
+            host, port = parts.hostname, parts.port
+        except ValueError:
+            host, port, parts = None, None, urlsplit("")
+        if parts.scheme not in kinds or not host or parts.path.strip("/"):
+            raise ConfigError(f"--url must be like http://127.0.0.1:8080, not {url!r}.")
+        if key is not None and not (key.isascii() and key.isprintable()):
+            raise ConfigError("--api-key must be printable ASCII text.")
+        return cls(kinds[parts.scheme](host, port, timeout=TIMEOUT_S), url, key)
+
+    def __enter__(self) -> DaemonBackend:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Hang up."""
+        self._connection.close()
+
+    # --- sessions and segments ------------------------------------------------------------
+
+    def sessions(self, limit: int, scope: str | None = None) -> list[Json]:
+        found: list[Json] = self._get(f"{OWN}/sessions", limit=limit, scope=scope)["sessions"]
+        return found
+
+    def session(self, id: str, scope: str | None = None, *, text: bool = False) -> Json:
+        found = self._get(f"{OWN}/sessions/{_name(id)}", scope=scope, text=int(text))
+        return {"text": None, **found}
+
+    def delete_session(self, id: str, scope: str | None = None) -> None:
+        self._ask("DELETE", f"{OWN}/sessions/{_name(id)}", query={"scope": scope})
+
+    def segments(self, sort: str, limit: int, offset: int = 0, scope: str | None = None) -> Json:
+        return self._get(f"{OWN}/segments", sort=sort, limit=limit, offset=offset, scope=scope)
+
+    def segment(self, id: int, *, text: bool = False, ids: bool = False) -> Json:
+        query = {"text": int(text), "ids": int(ids)}
+        found: Json = self._get(f"{OWN}/segments/{id}", **query)["segment"]
+        return found
+
+    def trie(self, root: int, depth: int, limit: int, scope: str | None = None) -> Json:
+        return self._get(f"{OWN}/trie", root=root, depth=depth, limit=limit, scope=scope)
+
+    # --- pins and bases -------------------------------------------------------------------
+
+    def pins(self) -> list[Json]:
+        found: list[Json] = self._get(f"{OWN}/pins")["pins"]
+        return found
+
+    def pin(self, segment: int) -> Json:
+        found: Json = self._ask("POST", f"{OWN}/pins", {"segment": segment})["pinned"]
+        return found
+
+    def unpin(self, segment: int) -> None:
+        self._ask("DELETE", f"{OWN}/pins/{segment}")
+
+    def bases(self) -> list[Json]:
+        found: list[Json] = self._get(f"{OWN}/bases")["bases"]
+        return found
+
+    def remove_base(self, name: str, scope: str) -> None:
+        self._ask("DELETE", f"{OWN}/bases/{_name(name)}", query={"scope": scope})
+
+    # --- upkeep ---------------------------------------------------------------------------
+
+    def stats(self) -> Json:
+        return self._get(f"{OWN}/stats")
+
+    def verify(self, repair: bool, progress: OnBytes) -> Json:
+        report: Json | None = None
+        for event in self._events(f"{OWN}/verify", {"repair": repair}):
+            report = event.get("verify", report)
+            if "progress" in event:
+                progress(event["progress"]["done"], event["progress"]["total"])
+        if report is None:
+            raise self._broken("it ended before the verification did")
+        return report
+
+    def gc(self, quarantine_days: float) -> Json:
+        body = {"quarantine_days": quarantine_days}
+        report: Json = self._ask("POST", f"{OWN}/gc", body, timeout_s=None)["gc"]
+        return report
+
+    # --- what needs the model -------------------------------------------------------------
+
+    def tokenize(self, text: str) -> list[int]:
+        """The ids of a whole prompt, BOS included, special tokens in the text read as such."""
+        body = {"content": text, "add_special": True, "parse_special": True}
+        ids: list[int] = self._ask("POST", "/tokenize", body)["tokens"]
+        return ids
+
+    def apply_template(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The prompt text of `messages`, without the opening of an answer."""
+        body = {"messages": list(messages), "add_generation_prompt": False}
+        text: str = self._ask("POST", "/apply-template", body)["prompt"]
+        return text
+
+    def precache(
+        self,
+        name: str,
+        ids: Sequence[int],
+        *,
+        level: int,
+        public: bool,
+        progress: Callable[[int, int], None],
+    ) -> Json:
+        """Evaluate, store and pin a base; `base`, `reuse`, `timings`. `progress(done, total)` in
+        tokens."""
+        body = {"name": name, "prompt": list(ids), "level": level, "public": public}
+        result: Json | None = None
+        for event in self._events(f"{OWN}/precache", body):
+            if "base" in event:
+                result = event
+            if "progress" in event:
+                progress(event["progress"]["processed"], event["progress"]["total"])
+        if result is None:
+            raise self._broken(f"it ended before {name} was evaluated")
+        return result
+
+    # --- HTTP -----------------------------------------------------------------------------
+
+    def _get(self, path: str, **query: Any) -> Json:
+        return self._ask("GET", path, query=query)
+
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        body: Json | None = None,
+        query: Mapping[str, Any] | None = None,
+        timeout_s: float | None = TIMEOUT_S,
+    ) -> Json:
+        """One request and its JSON object."""
+        asked = {key: value for key, value in (query or {}).items() if value is not None}
+        target = f"{path}?{urlencode(asked)}" if asked else path
+        reply = self._send(method, target, body, timeout_s)
+        try:
+            return self._decode(reply, reply.read())
+        except (OSError, http.client.HTTPException) as error:
+            raise self._broken(error) from error
+
+    def _events(self, path: str, body: Json) -> Iterator[Json]:
+        """The events of a streamed reply."""
+        reply = self._send("POST", path, {**body, "stream": True}, None)
+        try:
+            if not reply.headers.get_content_type() == "text/event-stream":
+                yield self._decode(reply, reply.read())
+                return
+            for line in reply:
+                if line.startswith(b"data: "):
+                    event = json.loads(line[len(b"data: ") :])
+                    _raise_if_error(event, reply.status)
+                    yield event
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise self._broken(error) from error
+        finally:
+            if not reply.isclosed():  # the rest of it would be taken for the next reply
+                self._connection.close()
+
+    def _send(
+        self, method: str, target: str, body: Json | None, timeout_s: float | None
+    ) -> http.client.HTTPResponse:
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            if self._connection.sock is None:
+                self._connection.timeout = TIMEOUT_S
+                self._connection.connect()
+            self._connection.sock.settimeout(timeout_s)
+            self._connection.request(method, target, data, self._headers)
+            return self._connection.getresponse()
+        except (OSError, http.client.HTTPException) as error:
+            self._connection.close()
+            raise self._broken(error) from error
+
+    def _decode(self, reply: http.client.HTTPResponse, data: bytes) -> Json:
+        try:
+            value = json.loads(data)
+        except (ValueError, RecursionError):
+            value = None
+        if not isinstance(value, dict):
+            raise self._broken(f"status {reply.status} without a JSON object; is it a towerd?")
+        _raise_if_error(value, reply.status)
+        return value
+
+    def _broken(self, why: object) -> TowerdError:
+        text = str(why) or type(why).__name__
+        return TowerdError(f"The daemon at {self.where} does not answer properly: {text}.")
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    """HTTP over a Unix socket."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__("localhost", timeout=TIMEOUT_S)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = sockets.socket(sockets.AF_UNIX)
+        self.sock.settimeout(TIMEOUT_S)
+        self.sock.connect(str(self._path))
+
+
+def _raise_if_error(value: Json, status: int) -> None:
+    error = value.get("error")
+    if not isinstance(error, dict):
+        return
+    message = str(error.get("message"))
+    if status == 401:
+        message = f"{message}: give the daemon's key with --api-key"
+    if status == 503:
+        message = f"The daemon cannot answer now ({message}); try again in a moment"
+    raise RemoteError(message, int(error.get("code") or status))
+
+
+def _name(text: str) -> str:
+    """A name as one part of a path."""
+    return quote(text, safe="")

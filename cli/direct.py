@@ -1,0 +1,153 @@
+"""StoreBackend: the store's own files, while no daemon has them open."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from operator import attrgetter
+from pathlib import Path
+from types import TracebackType
+
+from towerd import __version__
+from towerd.api.own_segments import may_see, segment_json
+from towerd.api.pins import base_json
+from towerd.cli.client import Json, OnBytes
+from towerd.errors import NotFound, StoreError, TowerdError
+from towerd.store import Node, Store, latest_fingerprint
+
+_ORDERS = {"used": "last_used", "tokens": "n", "id": "id", "hits": "hits"}
+
+
+class StoreBackend:
+    """Answers from an opened store. See `towerd.cli.client.Backend`.
+
+    It knows the model that was served from the store last, and no text: that takes the model's
+    tokenizer, so the daemon has to run for it."""
+
+    kind = "store"
+
+    def __init__(self, store: Store, where: str) -> None:
+        self.store = store
+        self.where = where
+
+    @classmethod
+    def at(cls, root: Path) -> StoreBackend:
+        """The store in `root`, which must exist. Raises StoreError, StoreLocked, StoreVersion."""
+        if not (root / "catalog.sqlite").is_file():
+            raise StoreError(
+                f"There is no store at {root}: run towerd serve, or name a store with --store-dir."
+            )
+        return cls(Store.open(root, latest_fingerprint), str(root))
+
+    def __enter__(self) -> StoreBackend:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the store back."""
+        self.store.close()
+
+    # --- sessions and segments ------------------------------------------------------------
+
+    def sessions(self, limit: int, scope: str | None = None) -> list[Json]:
+        return [asdict(session) for session in self.store.sessions(scope, limit)]
+
+    def session(self, id: str, scope: str | None = None, *, text: bool = False) -> Json:
+        if text:
+            raise needs_daemon()
+        info = self.store.session(id, scope)
+        turns = self.store.turns(id, info.scope)
+        return {"text": None, "session": asdict(info), "turns": [asdict(turn) for turn in turns]}
+
+    def delete_session(self, id: str, scope: str | None = None) -> None:
+        self.store.delete_session(id, scope)
+
+    def segments(self, sort: str, limit: int, offset: int = 0, scope: str | None = None) -> Json:
+        nodes = [node for node in self.store.nodes() if may_see(node, scope)]
+        nodes.sort(key=attrgetter(_ORDERS[sort]), reverse=sort != "id")
+        shown = nodes[offset : offset + limit]
+        return {"segments": [segment_json(n, self.store) for n in shown], "total": len(nodes)}
+
+    def segment(self, id: int, *, text: bool = False, ids: bool = False) -> Json:
+        if text:
+            raise needs_daemon()
+        node = self.store.node(id)
+        out = segment_json(node, self.store)
+        out["path"] = [each.id for each in node.path()]
+        out["children"] = [child.id for child in node.children]
+        if ids:
+            out["ids"] = memoryview(node.ids).cast("i").tolist()
+        return out
+
+    def trie(self, root: int, depth: int, limit: int, scope: str | None = None) -> Json:
+        top = self.store.node(root) if root else self.store.root
+        if not (top is self.store.root or may_see(top, scope)):
+            raise NotFound(f"there is no segment {root}")
+        entries: list[Json] = []
+        level: list[tuple[Node, list[Json]]] = [(top, entries)]
+        n, truncated = 0, False
+        for _ in range(depth):
+            below: list[tuple[Node, list[Json]]] = []
+            for parent, into in level:
+                children = [child for child in parent.children if may_see(child, scope)]
+                children.sort(key=attrgetter("last_used"), reverse=True)
+                truncated = truncated or len(children) > limit - n
+                for child in children[: limit - n]:
+                    into.append({**segment_json(child, self.store), "children": []})
+                    below.append((child, into[-1]["children"]))
+                    n += 1
+            level = below
+        truncated = truncated or any(node.children for node, _ in level)
+        return {"root": top.id, "trie": entries, "segments": n, "truncated": truncated}
+
+    # --- pins and bases -------------------------------------------------------------------
+
+    def pins(self) -> list[Json]:
+        return [segment_json(node, self.store) for node in self.store.pins()]
+
+    def pin(self, segment: int) -> Json:
+        self.store.pin(segment)
+        return segment_json(self.store.node(segment), self.store)
+
+    def unpin(self, segment: int) -> None:
+        self.store.unpin(segment)
+
+    def bases(self) -> list[Json]:
+        return [base_json(base) for base in self.store.bases()]
+
+    def remove_base(self, name: str, scope: str) -> None:
+        self.store.remove_base(name, scope)
+
+    # --- upkeep ---------------------------------------------------------------------------
+
+    def stats(self) -> Json:
+        daemon_only = (
+            "engine_name", "model", "model_path", "n_ctx", "n_slots", "uptime_s", "reuse",
+            "slots", "engine", "tiers",
+        )  # fmt: skip
+        return {
+            "version": __version__,
+            **dict.fromkeys(daemon_only),
+            "fingerprint": self.store.state.digest.hex(),
+            "store": self.store.stats(),
+        }
+
+    def verify(self, repair: bool, progress: OnBytes) -> Json:
+        report = self.store.verify(progress, repair=repair)
+        return {"ok": report.ok, **asdict(report), "problems": list(report.problems)}
+
+    def gc(self, quarantine_days: float) -> Json:
+        return asdict(self.store.gc(quarantine_days=quarantine_days))
+
+
+def needs_daemon() -> TowerdError:
+    """The refusal to show text without a tokenizer."""
+    return TowerdError(
+        "Text needs the model's tokenizer: start the daemon with towerd serve and ask again."
+    )

@@ -1,0 +1,122 @@
+"""What people and programs see: tables, sizes, times, and text that cannot move the cursor."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import unicodedata
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
+PIPE_WIDTH = 200
+"""Columns of a table that is not shown on a terminal."""
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def echo_json(value: Any) -> None:
+    """The one JSON value of a command with --json; ASCII, so that any pipe can take it."""
+    click.echo(json.dumps(value))
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console that takes every text literally."""
+    from rich.console import Console
+
+    file = sys.stderr if stderr else sys.stdout
+    width = None if file.isatty() else PIPE_WIDTH
+    return Console(file=file, width=width, markup=False, highlight=False, emoji=False)
+
+
+def progress_bar(columns: Sequence[Any], *, quiet: bool) -> Progress:
+    """A progress bar on stderr, if that is a terminal; gone when it is done."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        *columns,
+        TimeRemainingColumn(),
+        console=console(stderr=True),
+        transient=True,
+        disable=quiet or not sys.stderr.isatty(),
+    )
+
+
+def show_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """A table; columns whose heading starts with '>' are right-aligned. All cells are made
+    harmless."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    for column in columns:
+        right = column.startswith(">")
+        table.add_column(
+            column.removeprefix(">"), justify="right" if right else "left", no_wrap=right
+        )
+    for row in rows:
+        table.add_row(*(Text(clean(str(cell))) for cell in row))
+    console().print(table)
+
+
+def show_facts(facts: Iterable[tuple[str, object]]) -> None:
+    """Lines of a name and its value."""
+    pairs = [(name, clean(str(value))) for name, value in facts]
+    width = max((len(name) for name, _ in pairs), default=0)
+    for name, value in pairs:
+        click.echo(f"{name:<{width}}  {value}")
+
+
+def clean(text: str, *, lines: bool = False) -> str:
+    """Stored text without what a terminal would obey; line breaks only stay with `lines`."""
+    kept = ("\n",) if lines else ()
+    return "".join(
+        c if c in kept or unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Zl", "Zp") else " "
+        for c in text
+    )
+
+
+def preview(text: str, chars_max: int, *, end: bool = False) -> str:
+    """One line of `text`: its beginning, or its end."""
+    part = text[-4 * chars_max :] if end else text[: 4 * chars_max]
+    line = " ".join(clean(part).split())
+    if len(line) <= chars_max and len(part) == len(text):
+        return line
+    return "…" + line[-chars_max:].lstrip() if end else line[:chars_max].rstrip() + "…"
+
+
+def size(n_bytes: float) -> str:
+    """1536 -> 1.5 KiB."""
+    for unit in _UNITS:
+        if n_bytes < 1024 or unit == _UNITS[-1]:
+            break
+        n_bytes /= 1024
+    return f"{n_bytes:.0f} {unit}" if unit == "B" or n_bytes >= 100 else f"{n_bytes:.1f} {unit}"
+
+
+def ago(unix_s: float) -> str:
+    """How long ago a moment was."""
+    seconds = max(0.0, time.time() - unix_s)
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit} ago"
+    return f"{seconds:.0f} s ago"
+
+
+def moment(unix_s: float) -> str:
+    """A moment in local time."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s))
+
+
+def tiers(segment: dict[str, Any]) -> str:
+    """Where a segment's rows are: in RAM, on disk, or nowhere but in its tokens."""
+    names = [name for name in ("hot", "warm") if segment[name]]
+    return "+".join(names) or "tokens only"

@@ -1,0 +1,266 @@
+"""`towerctl precache`: evaluate, store and pin a tree of base prompts."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from towerd.cli.client import Json, Target, find_daemon, json_option, setting_option, target_options
+from towerd.errors import ConfigError, TowerdError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from towerd.cli.daemon import DaemonBackend
+    from towerd.cli.spec import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A base as it stands in the file, tokenized, and what the store knows of it."""
+
+    prompt: Prompt
+    ids: list[int]
+    status: str
+    """new, changed or unchanged."""
+    segment: int | None
+
+    @property
+    def digest(self) -> str:
+        return digest_of(self.ids)
+
+
+@click.command()
+@click.argument("spec", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--dry-run", is_flag=True, help="Only say what would be evaluated.")
+@setting_option("model")
+@setting_option("ctx_size")
+@setting_option("cache_type_k")
+@setting_option("cache_type_v")
+@json_option
+@target_options
+def precache(spec: Path, dry_run: bool, as_json: bool, target: Target, **model: Any) -> None:
+    """Evaluate the prompts of the YAML file SPEC, store them and pin them.
+
+    What is unchanged since the last time is skipped. Without a running daemon the model is
+    loaded for this command, with the settings of towerd.toml and the options here.
+    """
+    from towerd.cli.output import echo_json
+    from towerd.cli.spec import load_spec
+
+    root = load_spec(spec)
+    with _daemon(target, model, quiet=as_json) as daemon:
+        plan = make_plan(daemon, root, spec)
+        reports = [_report(base) for base in plan]
+        if not dry_run:
+            _evaluate(daemon, plan, reports, quiet=as_json)
+    if as_json:
+        echo_json({"spec": str(spec), "dry_run": dry_run, "bases": reports})
+    else:
+        _print(reports, dry_run)
+
+
+def _daemon(
+    target: Target, model: dict[str, Any], *, quiet: bool
+) -> AbstractContextManager[DaemonBackend]:
+    """The running daemon, or one for this command."""
+    if target.store_dir is None:
+        found = find_daemon(target)
+        if found is not None:
+            try:
+                _check_model(found, model)
+            except BaseException:
+                found.close()
+                raise
+            return found
+    elif target.url is not None or target.socket is not None:
+        raise ConfigError("Give one of --url, --socket and --store-dir, not several.")
+    config = target.config(**model)
+    if not quiet:
+        name = config.model.name if config.model else "the bundled model"
+        click.echo(f"No daemon runs: loading {name} for this command.", err=True)
+    return _private(config)
+
+
+def _private(config: Any) -> AbstractContextManager[DaemonBackend]:
+    from towerd import log
+    from towerd.cli.private_daemon import PrivateDaemon
+
+    log.configure("error", config.log_format)
+    return PrivateDaemon(config)
+
+
+def _check_model(daemon: DaemonBackend, model: dict[str, Any]) -> None:
+    """Raises ConfigError if the command line asks for what the daemon does not serve."""
+    from towerd.models.bundled import find_model
+
+    others = [name for name, value in model.items() if value is not None and name != "model"]
+    if others:
+        flags = ", ".join("--" + name.replace("_", "-") for name in others)
+        raise ConfigError(f"A daemon runs at {daemon.where}: {flags} would change nothing.")
+    if model.get("model") is None:
+        return
+    wanted = find_model(Path(model["model"]).expanduser()).resolve()
+    served = daemon.stats()["model_path"]
+    if wanted != Path(served).resolve():
+        raise ConfigError(f"The daemon at {daemon.where} serves {served}, not {wanted}.")
+
+
+def make_plan(daemon: DaemonBackend, root: Prompt, spec: Path) -> list[Planned]:
+    """Every base with its ids, parents first. Raises SpecError."""
+    ids = _tokenize(daemon, root, spec)
+    known = {(base["name"], base["public"]): base for base in daemon.bases()}
+    n_ctx = daemon.stats()["n_ctx"]
+    plan = []
+    for prompt in root.walk():
+        n = len(ids[prompt.name])
+        if n >= n_ctx:
+            raise _problem(spec, prompt, f"{n:,} tokens do not fit the context of {n_ctx:,}")
+        old = known.get((prompt.name, prompt.public))
+        status = "new"
+        if old is not None:
+            same = (old["digest"], old["level"]) == (digest_of(ids[prompt.name]), prompt.level)
+            status = "unchanged" if same else "changed"
+        segment = old["segment"] if old is not None and status == "unchanged" else None
+        plan.append(Planned(prompt, ids[prompt.name], status, segment))
+    return plan
+
+
+def digest_of(ids: Sequence[int]) -> str:
+    """The digest that the store keeps of a base's ids."""
+    import numpy as np
+
+    return hashlib.blake2b(np.asarray(ids, "<i4").tobytes(), digest_size=32).hexdigest()
+
+
+def _tokenize(daemon: DaemonBackend, root: Prompt, spec: Path) -> dict[str, list[int]]:
+    """Name -> ids. Each prompt is tokenized whole, as a request's will be; then what it does not
+    share with its children is cut off its end, so that its ids begin every child's."""
+    texts: dict[str, str] = {}
+    ids: dict[str, list[int]] = {}
+
+    def read(prompt: Prompt, above: str, said: list[dict[str, str]]) -> None:
+        said = [*said, *prompt.messages]
+        texts[prompt.name] = _text(daemon, prompt, above, said, spec)
+        ids[prompt.name] = daemon.tokenize(texts[prompt.name])
+        for child in prompt.children:
+            read(child, texts[prompt.name], said)
+            n = _shared(ids[prompt.name], ids[child.name])
+            ids[prompt.name] = ids[prompt.name][:n]
+        if not ids[prompt.name]:
+            raise _problem(spec, prompt, "makes no tokens of its own")
+
+    read(root, "", [])
+    return ids
+
+
+def _text(
+    daemon: DaemonBackend, prompt: Prompt, above: str, said: list[dict[str, str]], spec: Path
+) -> str:
+    if not prompt.messages:
+        return above + prompt.text
+    try:
+        text = daemon.apply_template(said)
+    except TowerdError as error:
+        raise _problem(spec, prompt, f"the chat template refused: {error.message}") from error
+    if not text.startswith(above):
+        raise _problem(
+            spec,
+            prompt,
+            "the chat template does not continue the parent's text with these messages; "
+            "use 'text' with the template's marks written out",
+        )
+    return text
+
+
+def _shared(a: list[int], b: list[int]) -> int:
+    """How many leading ids two prompts have in common."""
+    pairs = zip(a, b, strict=False)
+    return next((n for n, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))
+
+
+def _problem(spec: Path, prompt: Prompt, text: str) -> TowerdError:
+    from towerd.cli.spec import SpecError
+
+    return SpecError(f"{spec}:{prompt.line}: '{prompt.name}': {text}")
+
+
+def _report(base: Planned) -> Json:
+    """What --json says about one base."""
+    prompt = base.prompt
+    return {
+        "name": prompt.name,
+        "level": prompt.level,
+        "public": prompt.public,
+        "tokens": len(base.ids),
+        "digest": base.digest,
+        "status": base.status,
+        "segment": base.segment,
+        "reuse": None,
+    }
+
+
+def _evaluate(
+    daemon: DaemonBackend, plan: list[Planned], reports: list[Json], *, quiet: bool
+) -> None:
+    from rich.progress import MofNCompleteColumn
+
+    from towerd.cli.output import progress_bar
+
+    total = sum(len(base.ids) for base in plan)
+    with progress_bar((MofNCompleteColumn(),), quiet=quiet) as bar:
+        overall = bar.add_task("all, tokens", total=total)
+        for base, report in zip(plan, reports, strict=True):
+            if base.status != "unchanged":
+                done = _evaluate_one(daemon, base, bar)
+                report |= {"segment": done["base"]["segment"], "reuse": done["reuse"]}
+            bar.advance(overall, len(base.ids))
+
+
+def _evaluate_one(daemon: DaemonBackend, base: Planned, bar: Progress) -> Json:
+    prompt = base.prompt
+    task = bar.add_task(prompt.name, total=len(base.ids))
+    try:
+        return daemon.precache(
+            prompt.name,
+            base.ids,
+            level=prompt.level,
+            public=prompt.public,
+            progress=lambda done, _: bar.update(task, completed=done),
+        )
+    finally:
+        bar.remove_task(task)
+
+
+def _print(reports: list[Json], dry_run: bool) -> None:
+    from towerd.cli.output import show_table
+
+    show_table(
+        ("BASE", ">TOKENS", ">REUSED", "STATUS", ">SEGMENT"),
+        [
+            (
+                "  " * report["level"] + report["name"],
+                f"{report['tokens']:,}",
+                f"{_reused(report):,}" if report["reuse"] else "-",
+                report["status"],
+                report["segment"] or "-",
+            )
+            for report in reports
+        ],
+    )
+    todo = [report for report in reports if report["status"] != "unchanged"]
+    if dry_run:
+        click.echo(f"{len(todo)} of {len(reports)} bases would be evaluated; nothing was changed.")
+    else:
+        click.echo(f"{len(todo)} of {len(reports)} bases were evaluated; the rest was there.")
+
+
+def _reused(report: Json) -> int:
+    reuse = report["reuse"]
+    return int(reuse["live"] + reuse["hot"] + reuse["warm"])

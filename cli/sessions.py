@@ -1,0 +1,199 @@
+"""`towerctl sessions`: list, show and forget conversations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from towerd.cli.client import PAGE_MAX, Backend, Json, Target, connect, json_option, target_options
+
+SCOPE_HELP = "Only this tenant's."
+TEXT_HEAD = 300
+TEXT_END = 700
+
+
+@click.group()
+def sessions() -> None:
+    """List, show and forget conversations."""
+
+
+@sessions.command()
+@click.option(
+    "--limit", type=click.IntRange(1, PAGE_MAX), default=50, show_default=True, help="At most."
+)
+@click.option("--scope", metavar="TENANT", help=SCOPE_HELP)
+@json_option
+@target_options
+def ls(limit: int, scope: str | None, as_json: bool, target: Target) -> None:
+    """List sessions, the last used first."""
+    from towerd.cli.output import ago, echo_json, show_table
+
+    with connect(target) as backend:
+        found = backend.sessions(limit, scope)
+        if as_json:
+            echo_json({"sessions": found})
+            return
+        if not found:
+            click.echo("No sessions yet.")
+            return
+        rows = [
+            (
+                each["id"],
+                each["scope"],
+                each["n_turns"],
+                f"{each['n_tokens']:,}",
+                ago(each["updated"]),
+                each["title"] or _ending(backend, each),
+            )
+            for each in found
+        ]
+    show_table(("SESSION", "TENANT", ">TURNS", ">TOKENS", ">LAST USED", "TITLE OR END"), rows)
+
+
+def _ending(backend: Backend, session: Json) -> str:
+    """The last words of a conversation, if somebody can say them."""
+    from towerd.cli.output import preview
+
+    if backend.kind == "store":
+        return ""
+    text = backend.session(session["id"], session["scope"], text=True)["text"]
+    return preview(text, 60, end=True)
+
+
+@sessions.command()
+@click.argument("session")
+@click.option("--scope", metavar="TENANT", help="Whose, if several tenants have one of this name.")
+@click.option("--text", is_flag=True, help="The whole text of the conversation.")
+@json_option
+@target_options
+def show(session: str, scope: str | None, text: bool, as_json: bool, target: Target) -> None:
+    """Show SESSION: its turns, where its rows are, and its text."""
+    from towerd.cli.output import echo_json
+
+    with connect(target) as backend:
+        with_text = text or (backend.kind == "daemon" and not as_json)
+        found = backend.session(session, scope, text=with_text)
+        path = _path(backend, found["turns"])
+    if as_json:
+        echo_json({**found, "path": path, "tiers": _by_tier(found["session"], path)})
+    else:
+        _print(found, path, whole_text=text)
+
+
+def _path(backend: Backend, turns: list[Json]) -> list[Json]:
+    """The segments of the current branch, first to last."""
+    leaf = leaf_segment(turns)
+    if leaf == 0:
+        return []
+    last = backend.segment(leaf)
+    above = [backend.segment(id) for id in last["path"][:-1]]
+    return [*above, last]
+
+
+def leaf_segment(turns: list[Json]) -> int:
+    """The segment at which the current branch ends; 0 if it has none."""
+    current = [turn for turn in turns if turn["current"]]
+    return int(current[-1]["reply_node"] or 0) if current else 0
+
+
+def _by_tier(session: Json, path: list[Json]) -> dict[str, int]:
+    """Tokens whose rows are in RAM, else on disk, and those that would be evaluated again."""
+    hot = sum(each["tokens"] for each in path if each["hot"])
+    warm = sum(each["tokens"] for each in path if each["warm"] and not each["hot"])
+    return {"hot": hot, "warm": warm, "tokens_only": session["n_tokens"] - hot - warm}
+
+
+def _print(found: Json, path: list[Json], *, whole_text: bool) -> None:
+    from towerd.cli.output import clean, moment, show_facts, show_table, size, tiers
+
+    session, by_tier = found["session"], _by_tier(found["session"], path)
+    show_facts(
+        (
+            (
+                "session",
+                session["id"] + ("" if session["named"] else " (recognised by its tokens)"),
+            ),
+            ("tenant", session["scope"]),
+            ("title", session["title"] or "-"),
+            ("created", moment(session["created"])),
+            ("last used", moment(session["updated"])),
+            ("tokens", f"{session['n_tokens']:,} in the current branch"),
+            (
+                "rows",
+                f"hot {by_tier['hot']:,}, warm {by_tier['warm']:,}, "
+                f"tokens only {by_tier['tokens_only']:,}",
+            ),
+        )
+    )
+    show_table(
+        ("TURN", "AFTER", ">PROMPT", ">REPLY", "AT", "STATE"),
+        [
+            (
+                turn["id"],
+                turn["parent"] or "-",
+                f"{turn['n_prompt']:,}",
+                f"{turn['n_reply']:,}",
+                moment(turn["created"]),
+                ("current" if turn["current"] else "abandoned branch")
+                + ("" if turn["finished"] else ", cut off"),
+            )
+            for turn in found["turns"]
+        ],
+    )
+    show_table(
+        (">SEGMENT", "TOKENS", ">COUNT", "ROWS", ">BYTES", "PINNED"),
+        [
+            (
+                each["id"],
+                f"[{each['p0']:,}, {each['p1']:,})",
+                f"{each['tokens']:,}",
+                tiers(each),
+                size(each["bytes"]),
+                "pinned" if each["pinned"] else "",
+            )
+            for each in path
+        ],
+    )
+    text = found["text"]
+    if text is None:
+        click.echo("Its text shows when the daemon runs.")
+    elif whole_text or len(text) <= TEXT_HEAD + TEXT_END:
+        click.echo(clean(text, lines=True))
+    else:
+        left_out = len(text) - TEXT_HEAD - TEXT_END
+        click.echo(clean(text[:TEXT_HEAD], lines=True))
+        click.echo(f"… {left_out:,} characters left out; --text shows all …")
+        click.echo(clean(text[-TEXT_END:], lines=True))
+
+
+@sessions.command()
+@click.argument("names", metavar="SESSION...", nargs=-1, required=True)
+@click.option("--scope", metavar="TENANT", help="Whose, if several tenants have one of this name.")
+@click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+@json_option
+@target_options
+def rm(names: tuple[str, ...], scope: str | None, yes: bool, as_json: bool, target: Target) -> None:
+    """Forget each SESSION. Its segments go with the next gc, unless others need them."""
+    from towerd.cli.output import echo_json
+
+    unique = tuple(dict.fromkeys(names))
+    with connect(target) as backend:
+        found = [backend.session(name, scope)["session"] for name in unique]
+        if not yes:
+            _confirm(found)
+        for session in found:
+            backend.delete_session(session["id"], session["scope"])
+    if as_json:
+        echo_json({"deleted": list(unique)})
+    else:
+        click.echo(f"Forgot {_count(found)}; towerctl gc frees the space.")
+
+
+def _confirm(found: list[Json]) -> None:
+    tokens = sum(session["n_tokens"] for session in found)
+    click.confirm(f"Forget {_count(found)} with {tokens:,} tokens?", abort=True, err=True)
+
+
+def _count(found: list[Any]) -> str:
+    return "1 session" if len(found) == 1 else f"{len(found)} sessions"

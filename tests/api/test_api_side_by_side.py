@@ -1,0 +1,227 @@
+"""The same requests to towerd and to the real llama-server: the same statuses, keys, types, and
+where nothing is random the same values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from towerd.cli.bench.servers import ServerProcess, find_llama_server, llama_server, towerd_server
+from towerd.errors import TowerdError
+
+pytestmark = [pytest.mark.model, pytest.mark.slow]
+
+MODEL = Path(str(files("towerd") / "data" / "stories260K.gguf"))
+CHAT = [{"role": "user", "content": "Once upon a time"}]
+GREEDY = {"temperature": 0, "max_tokens": 4}
+
+
+@pytest.fixture(scope="module")
+def theirs() -> Iterator[str]:
+    """llama-server's URL."""
+    try:
+        find_llama_server()
+    except TowerdError as error:
+        pytest.skip(error.message)
+    flags = ("-np", "2", "-c", "1024", "-t", "1", "--metrics", "--jinja")
+    with llama_server(MODEL, *flags) as server:
+        yield server.url
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """towerd's URL."""
+    store = tmp_path_factory.mktemp("side") / "store"
+    server: ServerProcess = towerd_server(MODEL, store, "-np", "2", "-c", "512", "-t", "1")
+    with server:
+        yield server.url
+
+
+def shape(value: Any) -> Any:
+    """A JSON value with its leaves replaced by their types; lists by their first item."""
+    if isinstance(value, dict):
+        return {key: shape(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [shape(item) for item in value[:1]]
+    return type(value).__name__
+
+
+def assert_same_shape(mine: Any, theirs: Any, at: str = "") -> None:
+    """Keys and types agree; an empty list agrees with any."""
+    if isinstance(theirs, dict) and isinstance(mine, dict):
+        assert set(mine) - {"towerd"} == set(theirs), at
+        for key in theirs:
+            assert_same_shape(mine[key], theirs[key], f"{at}.{key}")
+    elif isinstance(theirs, list) and isinstance(mine, list):
+        for a, b in zip(mine[:1], theirs[:1], strict=False):
+            assert_same_shape(a, b, f"{at}[]")
+    else:
+        assert mine == theirs, at
+
+
+def both(ours: str, theirs: str, path: str, body: Any) -> tuple[Any, Any]:
+    """The two replies, whose statuses and content types must agree."""
+    replies = []
+    for base in (theirs, ours):
+        if body is None:
+            replies.append(requests.get(base + path, timeout=60))
+        else:
+            data = body if isinstance(body, bytes) else json.dumps(body).encode()
+            replies.append(requests.post(base + path, data=data, timeout=60))
+    expected, got = replies
+    assert got.status_code == expected.status_code, (got.text, expected.text)
+    assert got.headers["Content-Type"] == expected.headers["Content-Type"]
+    return got, expected
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/health", None),
+        ("/props", None),
+        ("/v1/models", None),
+        ("/slots", None),
+        ("/completion", {"prompt": "Once upon", **GREEDY}),
+        ("/completion", {"prompt": "Once upon", **GREEDY, "n_probs": 2, "return_tokens": True}),
+        ("/completion", {"prompt": "Once", **GREEDY, "n_probs": 2, "post_sampling_probs": True}),
+        ("/completion", {"prompt": ["a", [1, 300], ["b", 301]], **GREEDY}),
+        ("/completion", {"prompt": "a", **GREEDY, "response_fields": ["content", "timings/cache_n"]}),
+        ("/v1/completions", {"prompt": "Once upon", **GREEDY}),
+        ("/v1/completions", {"prompt": "Once upon", **GREEDY, "logprobs": 2, "n": 2}),
+        ("/v1/chat/completions", {"messages": CHAT, **GREEDY}),
+        ("/chat/completions", {"messages": CHAT, **GREEDY, "logprobs": True, "top_logprobs": 1}),
+        ("/v1/chat/completions", {"messages": CHAT, **GREEDY, "n": 2}),
+        ("/v1/chat/completions", {"messages": CHAT, **GREEDY, "verbose": True}),
+        ("/v1/chat/completions/input_tokens", {"messages": CHAT}),
+        ("/tokenize", {"content": "hello", "with_pieces": True, "add_special": True}),
+        ("/apply-template", {"messages": CHAT}),
+    ],
+)  # fmt: skip
+def test_same_shape(ours: str, theirs: str, path: str, body: Any) -> None:
+    """Whole replies have the same keys and types."""
+    got, expected = both(ours, theirs, path, body)
+    assert_same_shape(shape(got.json()), shape(expected.json()))
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"content": "Once upon a time"}),
+        ("/tokenize", {"content": ["Once", 300, " upon"], "add_special": True}),
+        ("/tokenize", {"content": "<s>x", "parse_special": False}),
+        ("/tokenize", {}),
+        ("/detokenize", {"tokens": [1, 300, 301, 485]}),
+        ("/detokenize", {}),
+        ("/apply-template", {"messages": CHAT}),
+        ("/apply-template", {"messages": [{"role": "system", "content": "Be kind."}, *CHAT]}),
+        ("/apply-template",
+         {"messages": [{"role": "user", "content": [{"type": "text", "text": t} for t in "ab"]}]}),
+        ("/v1/chat/completions/input_tokens", {"messages": CHAT}),
+        ("/completion", {"prompt": 3}),
+        ("/completion", {"prompt": []}),
+        ("/completion", {"prompt": [99999]}),
+        ("/completion", {"prompt": "a", "n_predict": -5}),
+        ("/completion", {"prompt": "a", "n": 9}),
+        ("/completion", {"prompt": "hello world " * 800}),
+        ("/v1/chat/completions", {}),
+        ("/v1/chat/completions", {"messages": 3}),
+        ("/v1/chat/completions", {"messages": [{"role": "user"}]}),
+        ("/v1/chat/completions", {"messages": CHAT, "top_logprobs": 2}),
+        ("/v1/chat/completions", {"messages": CHAT, "response_format": {"type": "bad"}}),
+        ("/nope", {}),
+    ],
+)  # fmt: skip
+def test_same_values(ours: str, theirs: str, path: str, body: Any) -> None:
+    """Where nothing is random or timed the replies are equal, errors included."""
+    got, expected = both(ours, theirs, path, body)
+    assert got.json() == expected.json()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {}, {"prompt": "a", "temperature": "x"}, {"prompt": "a", "stream": "x"},
+        {"prompt": "a", "json_schema": {"type": "nope"}}, {"prompt": {"x": 1}}, [], 3,
+    ],
+)  # fmt: skip
+def test_same_error_type(ours: str, theirs: str, body: Any) -> None:
+    """Other mistakes have the same status and type; the words are ours."""
+    got, expected = both(ours, theirs, "/completion", body)
+    assert got.json()["error"]["type"] == expected.json()["error"]["type"]
+    assert set(got.json()["error"]) == set(expected.json()["error"])
+
+
+def test_same_text(ours: str, theirs: str) -> None:
+    """Greedy text, counts and the prompt's own text are equal. Of a reply that a stop string cut
+    off towerd keeps the tokens that were sent, llama-server the stop string's as well."""
+    keys = ("content", "tokens_predicted", "tokens_evaluated", "prompt", "stop_type",
+            "stopping_word", "has_new_line", "truncated", "index")  # fmt: skip
+    for extra in ({"n_predict": 20}, {"n_predict": 60, "stop": ["girl"]}, {"n_predict": 1}):
+        body = {"prompt": "Once upon a time", "temperature": 0, "return_tokens": True, **extra}
+        got, expected = both(ours, theirs, "/completion", body)
+        compared = keys if "stop" in extra else (*keys, "tokens", "tokens_cached")
+        assert {k: got.json()[k] for k in compared} == {k: expected.json()[k] for k in compared}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/completion", {"prompt": "Once upon", **GREEDY}),
+        ("/completion", {"prompt": "Once upon", **GREEDY, "n_probs": 1, "timings_per_token": True}),
+        ("/v1/completions", {"prompt": "Once upon", **GREEDY, "logprobs": 1}),
+        ("/v1/chat/completions", {"messages": CHAT, **GREEDY}),
+        ("/v1/chat/completions",
+         {"messages": CHAT, **GREEDY, "stream_options": {"include_usage": True}}),
+        ("/v1/chat/completions", {"messages": CHAT, **GREEDY, "logprobs": True, "top_logprobs": 1}),
+    ],
+)  # fmt: skip
+def test_same_stream(ours: str, theirs: str, path: str, body: Any) -> None:
+    """Streams have the same events one by one."""
+    got, expected = both(ours, theirs, path, {**body, "stream": True})
+    mine, other = (reply.text.split("\n\n") for reply in (got, expected))
+    assert len(mine) == len(other)
+    for a, b in zip(mine, other, strict=True):
+        assert a.startswith("data: ") == b.startswith("data: ")
+        if "{" not in b:
+            assert a == b
+            continue
+        assert_same_shape(shape(json.loads(a[6:])), shape(json.loads(b[6:])))
+    assert _text(mine) == _text(other)
+
+
+def _text(events: list[str]) -> str:
+    out = ""
+    for event in events:
+        if "{" in event:
+            value = json.loads(event[6:])
+            choice = value.get("choices", [value])[:1] or [{}]
+            delta = choice[0].get("delta", choice[0])
+            out += delta.get("content") or delta.get("text") or ""
+    return out
+
+
+def test_same_progress(ours: str, theirs: str) -> None:
+    """return_progress reports the same figures."""
+    body = {"prompt": "A new story about a fox", **GREEDY, "stream": True, "return_progress": True}
+    for path in ("/completion", "/v1/completions"):
+        got, expected = both(ours, theirs, path, body)
+        mine, other = (json.loads(r.text.split("\n\n")[0][6:]) for r in (got, expected))
+        assert_same_shape(shape(mine), shape(other))
+
+
+def test_same_metric_names(ours: str, theirs: str) -> None:
+    """Every llama-server metric that concerns this engine exists here."""
+    got, expected = both(ours, theirs, "/metrics", None)
+    names = [
+        {line.split()[2] for line in reply.text.splitlines() if line.startswith("# TYPE llamacpp:")}
+        for reply in (got, expected)
+    ]
+    missing = names[1] - names[0]
+    assert all("spec_decode" in name for name in missing), missing
+    assert "Process-Start-Time-Unix" in got.headers

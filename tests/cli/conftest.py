@@ -1,0 +1,58 @@
+"""towerctl as a person calls it, and a real daemon to call."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from daemon import Daemon
+
+from towerd.cli.main import towerctl
+
+
+@pytest.fixture(autouse=True)
+def _no_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Neither the user's variables nor towerd.toml, socket or store."""
+    for name in list(os.environ):
+        if name.startswith("TOWERD_"):
+            monkeypatch.delenv(name)
+    for name in ("XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME", "XDG_RUNTIME_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "xdg"))
+
+
+@pytest.fixture
+def server() -> Iterator[Daemon]:
+    """A started daemon with the bundled model and an empty store. Not below pytest's own folder,
+    which is too deep for a socket on some systems."""
+    with tempfile.TemporaryDirectory(prefix="towerd-") as folder, Daemon(Path(folder)) as running:
+        yield running
+
+
+@pytest.fixture
+def ctl() -> Callable[..., Result]:
+    """Runs towerctl; asserts the exit code, and that there never is a traceback."""
+
+    def run(*args: object, code: int = 0, input: str | None = None) -> Result:
+        result = CliRunner().invoke(towerctl, [str(arg) for arg in args], input=input)
+        assert "Traceback" not in result.output
+        assert result.exception is None or isinstance(result.exception, SystemExit), result
+        assert result.exit_code == code, result.output
+        return result
+
+    return run
+
+
+@pytest.fixture
+def ctl_json(ctl: Callable[..., Result]) -> Callable[..., Any]:
+    """Runs towerctl with --json and gives the value it printed, which is all of stdout."""
+
+    def run(*args: object, code: int = 0) -> Any:
+        return json.loads(ctl(*args, "--json", code=code).stdout)
+
+    return run

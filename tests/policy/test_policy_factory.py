@@ -1,0 +1,23 @@
+"""Choosing a policy by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from towerd.errors import ConfigError
+from towerd.policy import NAMES, Policy, make_policy
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_makes_a_policy(name: str) -> None:
+    """Each is fresh and speaks the protocol."""
+    policy: Policy = make_policy(name)
+    assert policy is not make_policy(name)
+    policy.insert(1, 10, 0.0, None)
+    assert policy.victims(1, lambda key: True) == [1]
+
+
+def test_unknown_name() -> None:
+    """The message lists what there is."""
+    with pytest.raises(ConfigError, match="'fifo'; choose one of: lru"):
+        make_policy("fifo")

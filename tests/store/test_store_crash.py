@@ -1,0 +1,111 @@
+"""kill -9 while turns are committed and rows are written."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from store_tools import FINGERPRINT, check_rows
+
+from towerd.store import Store
+
+SUPPORT = Path(__file__).resolve().parent.parent / "support"
+KILLS = 20
+
+WORKER = textwrap.dedent(
+    """
+    import os, sys, threading
+    from pathlib import Path
+    from store_tools import FINGERPRINT, make_hot, turn_of
+    from towerd.store import Store
+
+    def history(chat, n_turns):
+        ids = list(range(50))
+        for turn in range(n_turns):
+            ids += [1000 + chat, turn, 7, 8] + [chat * 31 + turn * 7 + i for i in range(6)]
+        return ids
+
+    store = Store.open(Path(sys.argv[1]), FINGERPRINT)
+    done = {int(info.id): info.n_turns for info in store.sessions()}
+    nodes = []
+
+    def write_forever():
+        n = 0
+        while True:
+            n += 1
+            if not nodes:
+                continue
+            node = nodes[-1]
+            make_hot(store, node)
+            run = [each for each in node.path() if each.hot is not None and each.file is None]
+            cold = [each for each in node.path() if each.file is None]
+            if run and run == cold:
+                store.write_rows(run)
+            for each in node.path():
+                store.drop_hot(each)
+            files = [each.file for each in node.path() if each.file is not None]
+            if n % 5 == 0 and files:
+                store.drop_file(files[-1])
+            if n % 7 == 0:
+                store.gc()
+                store.flush()
+
+    threading.Thread(target=write_forever, daemon=True).start()
+    os.write(1, b"ready\\n")
+    turn = 0
+    while True:
+        for chat in range(4):
+            n = done.get(chat, 0) + 1
+            ids = history(chat, n)
+            result = store.commit_turn(turn_of(ids[:-6], ids[-6:], session=str(chat)))
+            os.write(1, f"{chat} {n}\\n".encode())
+            done[chat] = n
+            nodes.append(result.node)
+    """
+)
+
+
+def history(chat: int, n_turns: int) -> list[int]:
+    """The same tokens as the worker's."""
+    ids = list(range(50))
+    for turn in range(n_turns):
+        ids += [1000 + chat, turn, 7, 8] + [chat * 31 + turn * 7 + i for i in range(6)]
+    return ids
+
+
+def run_and_kill(root: Path, delay_s: float) -> dict[int, int]:
+    """Let the worker run for a while, kill it, return the turns it acknowledged per chat."""
+    env = {**os.environ, "PYTHONPATH": str(SUPPORT)}
+    command = [sys.executable, "-P", "-c", WORKER, str(root)]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE) as worker:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == b"ready\n"
+        with pytest.raises(subprocess.TimeoutExpired):
+            worker.wait(delay_s)
+        worker.kill()
+        lines = worker.stdout.read().split(b"\n")[:-1]
+    return {int(chat): int(n) for chat, n in (line.split() for line in lines)}
+
+
+def test_no_acknowledged_token_is_lost(root: Path) -> None:
+    """Whatever was printed as committed is there after a kill at any moment, and the store is
+    clean without any repair."""
+    rng = random.Random(2)
+    acknowledged: dict[int, int] = {}
+    for _ in range(KILLS):
+        acknowledged |= run_and_kill(root, rng.uniform(0.01, 0.25))
+        with Store.open(root, FINGERPRINT) as store:
+            for chat, n in acknowledged.items():
+                found = store.session_ids(str(chat)).tolist()
+                assert found in (history(chat, n), history(chat, n + 1))
+            store.check_integrity(keys=True)
+            assert store.verify().problems == ()
+    with Store.open(root, FINGERPRINT) as store:
+        for info in store.sessions():
+            check_rows(store, store.node(store.turns(info.id)[-1].reply_node))
+    assert sum(acknowledged.values()) > KILLS

@@ -1,0 +1,208 @@
+"""A real `towerd serve` in its own process, on a free port and a store of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import requests
+
+from towerd.store import Store, latest_fingerprint
+
+START_S = 60.0
+STOP_S = 30.0
+POLL_S = 0.01
+_URL = re.compile(r"http://[\w.\[\]:]+:\d+")
+
+
+class Daemon:
+    """`towerd serve --port 0 FLAGS`. Start it, stop it, kill it, start it again: the store
+    stays, the port does not."""
+
+    def __init__(self, root: Path, *flags: str, env: Mapping[str, str] | None = None) -> None:
+        """`root` takes the store, the socket and one log a start; nothing of the user's is read.
+        `flags` come last, so that they win."""
+        self.root = root
+        self.store_dir = root / "store"
+        self.socket = root / "s.sock"
+        self.flags = flags
+        self.url = ""
+        self.process: subprocess.Popen[bytes] | None = None
+        self._env = clean_env(root) | dict(env or {})
+        self._starts = 0
+        root.mkdir(parents=True, exist_ok=True)
+
+    # --- life -----------------------------------------------------------------------------
+
+    def spawn(self) -> None:
+        """Start the process and return at once."""
+        assert self.process is None, "it runs already"
+        self._starts += 1
+        self.url = ""
+        with self.log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*TOWERD, "serve", "--port", "0", "--store-dir", str(self.store_dir),
+                 "--socket", str(self.socket), *self.flags],
+                stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=self._env,
+                cwd=self.root,
+            )  # fmt: skip
+
+    def start(self) -> Daemon:
+        """Start the process and wait until it serves."""
+        self.spawn()
+        self.wait_ready()
+        return self
+
+    def wait_ready(self) -> None:
+        """Wait until /health is ok. Raises AssertionError with the log if it never is."""
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline:
+            assert self.is_running, f"towerd ended early:\n{self.log}"
+            if self.find_url() and self._is_healthy():
+                return
+            time.sleep(POLL_S)
+        raise AssertionError(f"towerd did not get ready:\n{self.log}")
+
+    def find_url(self) -> str:
+        """The URL that the daemon says it listens on; empty while it does not."""
+        if not self.url:
+            found = _URL.search(self.log)
+            self.url = found[0] if found else ""
+        return self.url
+
+    def signal(self, number: int) -> None:
+        """Send a signal."""
+        self._running().send_signal(number)
+
+    def stop(self) -> int:
+        """SIGTERM and wait; the exit status."""
+        self.signal(signal.SIGTERM)
+        return self.wait()
+
+    def kill(self) -> None:
+        """SIGKILL and wait."""
+        self.signal(signal.SIGKILL)
+        self.wait()
+
+    def wait(self) -> int:
+        """Wait for the process to end; the exit status."""
+        status = self._running().wait(STOP_S)
+        self.process = None
+        return status
+
+    def __enter__(self) -> Daemon:
+        return self if self.process is not None else self.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.process is not None:
+            self.kill()
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        assert self.process is not None, "it does not run"
+        return self.process
+
+    def _is_healthy(self) -> bool:
+        try:
+            return requests.get(self.url + "/health", timeout=5).status_code == 200
+        except requests.ConnectionError:
+            return False
+
+    # --- looking ---------------------------------------------------------------------------
+
+    @property
+    def pid(self) -> int:
+        return self._running().pid
+
+    @property
+    def is_running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    @property
+    def log_path(self) -> Path:
+        """Output of the last start."""
+        return self.root / f"log-{self._starts}"
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
+
+    def get(self, path: str, **kwargs: Any) -> Any:
+        """The JSON of a GET; AssertionError unless it is 200."""
+        reply = requests.get(self.url + path, timeout=30, **kwargs)
+        assert reply.status_code == 200, reply.text
+        return reply.json()
+
+    def post(self, path: str, body: Any, status: int = 200, **kwargs: Any) -> Any:
+        """The JSON of a POST; AssertionError unless it has this status."""
+        reply = requests.post(self.url + path, json=body, timeout=60, **kwargs)
+        assert reply.status_code == status, reply.text
+        return reply.json()
+
+    def complete(self, prompt: Any, n_predict: int = 8, **fields: Any) -> dict[str, Any]:
+        """The reply of an unstreamed /completion with its token ids; greedy, no early end."""
+        fixed = {"temperature": 0, "ignore_eos": True, "return_tokens": True}
+        body = {"prompt": prompt, "n_predict": n_predict, **fixed, **fields}
+        reply = self.post("/completion", body)
+        assert isinstance(reply, dict)
+        return reply
+
+    def session_ids(self, name: str) -> list[int]:
+        """Token ids of a session's current branch, asked over HTTP."""
+        ids = self.get(f"/towerd/v1/sessions/{name}?ids=1")["ids"]
+        assert isinstance(ids, list)
+        return ids
+
+    def n_processing(self) -> int:
+        """Requests that the engine runs at this moment."""
+        return sum(slot["is_processing"] for slot in self.get("/slots"))
+
+    @contextmanager
+    def stored(self) -> Iterator[Store]:
+        """The store, opened directly; the daemon must not run. Checked on the way in."""
+        assert self.process is None, "the daemon owns the store"
+        with Store.open(self.store_dir, latest_fingerprint) as store:
+            store.check_integrity(keys=True)
+            report = store.verify()
+            assert report.ok, report.problems
+            yield store
+
+
+TOWERD = (sys.executable, "-m", "towerd")
+
+
+def clean_env(root: Path) -> dict[str, str]:
+    """This process's environment without settings of towerd, and with the user's directories
+    moved below `root`."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("TOWERD_")}
+    env |= {name: str(root / name.lower()) for name in
+            ("XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME")}  # fmt: skip
+    env["HOME"] = str(root)
+    return env
+
+
+def run_towerd(root: Path, *flags: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """`towerd FLAGS`, expected to end by itself."""
+    return subprocess.run(
+        [*TOWERD, *flags], capture_output=True, text=True, timeout=START_S, check=False,
+        env=clean_env(root) | env, cwd=root,
+    )  # fmt: skip
+
+
+def reuse_of(headers: Mapping[str, str]) -> dict[str, int]:
+    """X-Towerd-Reuse as numbers."""
+    parts = (part.split("=") for part in headers["X-Towerd-Reuse"].split(","))
+    return {tier: int(n) for tier, n in parts}
