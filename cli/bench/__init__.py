@@ -34,9 +34,11 @@ def resume(model: Path | None, quick: bool, tokens: int) -> None:
 @bench.command()
 @_MODEL
 @_QUICK
-def switch(model: Path | None, quick: bool) -> None:
+@click.option("--rounds", type=click.IntRange(1, 100), default=None,
+              help="How often every chat is continued; default 3, with --quick 2.")  # fmt: skip
+def switch(model: Path | None, quick: bool, rounds: int | None) -> None:
     """Forty chats over one base, round robin, against llama-server's defaults."""
-    _run("switch", model, quick)
+    _run("switch", model, quick, rounds=rounds)
 
 
 @bench.command()

@@ -42,7 +42,7 @@ async def _measure(report: Report, server: ServerProcess, prompt: list[int], tok
     async with new_session() as session:
         await complete(session, server.url, warm_up, 8)
         cold = await complete(session, server.url, prompt[:tokens], 1)
-    resumes, decodes, starts, warm = [], [], [], 0
+    resumes, decodes, starts, warm, moved = [], [], [], 0, 0
     for _ in range(_TRIALS):
         server.stop()
         starts.append(server.start())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -48,10 +48,11 @@ class Outcome:
     rss_bytes: int = 0
 
 
-async def run(model: Path | None, quick: bool, load: Load | None = None) -> Report:
+async def run(model: Path | None, quick: bool, rounds: int | None = None) -> Report:
     """Run the same load on towerd and on llama-server."""
     path = bench_model(model, "small" if quick else "1b")
-    load = load or (QUICK if quick else Load())
+    load = QUICK if quick else Load()
+    load = replace(load, rounds=rounds or load.rounds)
     n_vocab = vocab_size(path)
     ctx = str(load.ctx_size)
     with tempfile.TemporaryDirectory(prefix="towerd-bench-") as folder:

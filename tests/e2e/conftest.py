@@ -9,6 +9,8 @@ import pytest
 from daemon import Daemon
 from openai import OpenAI
 
+from towerd.models.random_gguf import PRESETS, make_random_gguf
+
 MakeDaemon = Callable[..., Daemon]
 
 
@@ -22,6 +24,14 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
         assert shared.stop() == 0, shared.log
     with shared.stored():
         pass
+
+
+@pytest.fixture(scope="session")
+def slow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights, big enough that thousands of tokens take a while."""
+    path = tmp_path_factory.mktemp("models") / "slow.gguf"
+    make_random_gguf(path, PRESETS["tiny"])
+    return path
 
 
 @pytest.fixture

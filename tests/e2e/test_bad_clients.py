@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +16,8 @@ import pytest
 import requests
 from daemon import Daemon
 
-from towerd.models.random_gguf import PRESETS, make_random_gguf
-
 MakeDaemon = Callable[..., Daemon]
 LONG = {"temperature": 0, "ignore_eos": True, "stream": True}
-
-
-@pytest.fixture(scope="module")
-def slow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Big enough that a long prompt takes a while."""
-    path = tmp_path_factory.mktemp("models") / "slow.gguf"
-    make_random_gguf(path, replace(PRESETS["tiny"], n_layer=4))
-    return path
 
 
 @contextmanager

@@ -42,7 +42,9 @@ def test_prompt_over_the_context(daemon: Daemon, path: str, stream: bool) -> Non
     """The error says by how much, before a stream begins."""
     text = "once upon a time " * 400
     ids = daemon.post("/tokenize", {"content": text, "add_special": True})["tokens"]
-    prompt = {"messages": [{"role": "user", "content": text}]} if "chat" in path else {"prompt": ids}
+    prompt = (
+        {"messages": [{"role": "user", "content": text}]} if "chat" in path else {"prompt": ids}
+    )
     error = error_of(daemon, path, json=prompt | {"stream": stream})
     assert error["type"] == "exceed_context_size_error"
     assert error["n_ctx"] == 512
@@ -90,16 +92,23 @@ def test_wrong_type(daemon: Daemon, field: str, value: Any) -> None:
 
 @pytest.mark.parametrize(
     "prompt",
-    [5, None, {}, [], "", [[]], [1, {"a": 1}], [-1], [512], [1, 2**40], [None], [True], [1.5]],
+    [5, None, {}, [], [[]], [1, {"a": 1}], [-1], [512], [1, 2**40], [None], [True], [1.5]],
 )
 def test_wrong_prompt(daemon: Daemon, prompt: Any) -> None:
-    """Neither text nor tokens of this vocabulary, or nothing at all. Only the empty text has a
-    token: the BOS."""
+    """Neither text nor tokens of this vocabulary, or nothing at all."""
     body = {"prompt": prompt, "n_predict": 1}
-    if prompt == "":
-        assert daemon.post("/completion", body)["tokens_evaluated"] == 1
-        return
     assert error_of(daemon, "/completion", json=body)["type"] == "invalid_request_error"
+
+
+def test_empty_prompt(daemon: Daemon) -> None:
+    """It is the BOS token, which begins every conversation: none is taken for its continuation."""
+    sessions = set()
+    for prompt in ("", "The cat sat", "A dog ran away"):
+        body = {"prompt": prompt, "n_predict": 1}
+        reply = requests.post(daemon.url + "/completion", json=body, timeout=60)
+        assert (reply.json()["tokens_evaluated"] == 1) == (prompt == "")
+        sessions.add(reply.headers["X-Towerd-Session"])
+    assert len(sessions) == 3
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,12 @@ class Talk:
         """One new session; its reply or its error."""
         name = f"s{len(self.kept)}-{self.refused}"
         prompt = [1] + [3 + (len(self.kept) * 7 + i * i) % 500 for i in range(120)]
-        body = {"prompt": prompt, "n_predict": 40, "return_tokens": True, "ignore_eos": True}
+        body: dict[str, Any] = {
+            "prompt": prompt,
+            "n_predict": 40,
+            "return_tokens": True,
+            "ignore_eos": True,
+        }
         reply = requests.post(
             self.daemon.url + "/completion", json=body, headers={"X-Towerd-Session": name},
             timeout=60,
@@ -125,7 +130,12 @@ def test_full_disk(make_daemon: Callable[..., Daemon], mount: Mount) -> None:
 
 def check_streamed_error(daemon: Daemon) -> None:
     """After the text the stream says that it was not kept, and nothing claims the opposite."""
-    body = {"prompt": [1] + [9] * 300, "n_predict": 100, "stream": True, "ignore_eos": True}
+    body: dict[str, Any] = {
+        "prompt": [1] + [9] * 300,
+        "n_predict": 100,
+        "stream": True,
+        "ignore_eos": True,
+    }
     with requests.post(daemon.url + "/completion", json=body, stream=True, timeout=60) as reply:
         events = [json.loads(line[6:]) for line in reply.iter_lines() if line]
     assert events[-1]["error"]["code"] == 507
@@ -133,9 +143,7 @@ def check_streamed_error(daemon: Daemon) -> None:
 
 
 @pytest.mark.parametrize("end", ["kill", "SIGTERM"])
-def test_restart_on_a_full_disk(
-    make_daemon: Callable[..., Daemon], mount: Mount, end: str
-) -> None:
+def test_restart_on_a_full_disk(make_daemon: Callable[..., Daemon], mount: Mount, end: str) -> None:
     """Killed or stopped when nothing fits, it may refuse to start until there is room, and says
     so; with room again everything acknowledged is there."""
     daemon = make_daemon()

@@ -89,7 +89,7 @@ def turn_of(daemon: Daemon, ids: list[int]) -> dict[str, Any]:
 def test_one_reply_beyond_the_context(make_daemon: MakeDaemon) -> None:
     """A single reply of several contexts' length, streamed; all of it is stored."""
     with make_daemon("--ctx-size", str(N_CTX), "--context-shift") as daemon:
-        body = {
+        body: dict[str, Any] = {
             "prompt": BASE, "n_predict": 4 * N_CTX, "ignore_eos": True, "stream": True, "seed": 1,
         }  # fmt: skip
         headers = {"X-Towerd-Session": "novel"}

@@ -58,5 +58,3 @@ def oracle(model_path: Path) -> Iterator[Oracle]:
     made = Oracle(model_path)
     yield made
     made.close()
-
-

@@ -69,9 +69,7 @@ async def _play(
 
 async def _step(service: Service, chats: Chats, oracle: Oracle, kind: str, pick: int) -> None:
     if kind == "evict":
-        await asyncio.wrap_future(
-            service.engine.scheduler.call(service.engine.scheduler.evict_one)
-        )
+        await asyncio.wrap_future(service.engine.scheduler.call(service.engine.scheduler.evict_one))
     elif kind == "forget":
         for node in service.store.nodes()[pick % 3 :: 3]:
             if node.file is not None:
@@ -93,7 +91,11 @@ async def _step(service: Service, chats: Chats, oracle: Oracle, kind: str, pick:
 )
 @given(steps=OPERATIONS, seed=st.integers(0, 999))
 def test_any_history_equals_monolithic_prefill(
-    service_on: OpenService, model_path: Path, oracle: Oracle, steps: list[tuple[str, int]], seed: int
+    service_on: OpenService,
+    model_path: Path,
+    oracle: Oracle,
+    steps: list[tuple[str, int]],
+    seed: int,
 ) -> None:
     """Whatever clients and tiers do, every answer is the one a fresh prefill gives."""
     asyncio.run(_play(service_on, model_path, oracle, steps, seed))

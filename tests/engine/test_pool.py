@@ -62,9 +62,7 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.pool.can_open() and any(s.n for s in self.pool))
     @rule(data=st.data())
     def branch(self, data: st.DataObject) -> None:
-        src = data.draw(
-            st.sampled_from(sorted((s for s in self.pool if s.n), key=lambda s: s.id))
-        )
+        src = data.draw(st.sampled_from(sorted((s for s in self.pool if s.n), key=lambda s: s.id)))
         n = data.draw(st.integers(1, src.n))
         dst = self.pool.branch(src, n, src.scope, 64)
         assert list(dst.tokens()) == list(src.tokens()[:n])

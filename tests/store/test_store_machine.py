@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from store_tools import FINGERPRINT, check_rows, rows_of, turn_of
 
 from towerd.store import Node, Store
+from towerd.store.sessions import RECOGNISED_TOKENS_MIN
 
 SCOPES = ("a", "b")
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
@@ -102,7 +103,7 @@ class StoreMachine(RuleBasedStateMachine):
         found = [
             (len(end), updated[key], key)
             for owner, end, key, _ in self.ends
-            if owner == scope and end and prompt[: len(end)] == end
+            if owner == scope and len(end) >= RECOGNISED_TOKENS_MIN and prompt[: len(end)] == end
         ]
         return max(found)[2] if found else None
 

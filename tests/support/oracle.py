@@ -40,7 +40,8 @@ async def ask(service: Service, ids: Any, n_predict: int = 8, **fields: Any) -> 
     request = GenerateRequest(
         ids=np.asarray(ids, np.int32), sampling=GREEDY, n_predict=n_predict, **fields
     )
-    text, probs = "", []
+    text = ""
+    probs: list[TokenProbs] = []
     finish: Finish | None = None
     async for event in service.sessions.run(request):
         if isinstance(event, Piece):
@@ -128,8 +129,7 @@ class Oracle:
             self.context.batch.logits[: len(part)] = 1
             self.context.decode()
             rows += [
-                _log_softmax(self.context.logits(i))
-                for i in range(max(first, at) - at, len(part))
+                _log_softmax(self.context.logits(i)) for i in range(max(first, at) - at, len(part))
             ]
         return np.array(rows)
 
@@ -172,7 +172,9 @@ def check_answer(oracle: Oracle, prompt: Any, answer: Answer) -> float:
         assert probs.chosen.id == token
         allowed = np.delete(row, oracle.forbidden)
         gap = float(allowed.max() - row[token])
-        assert gap <= bound, f"token {token} is {gap:.2e} below the most likely, allowed {bound:.2e}"
+        assert gap <= bound, (
+            f"token {token} is {gap:.2e} below the most likely, allowed {bound:.2e}"
+        )
         for prob in (probs.chosen, *probs.top):
             worst = max(worst, abs(prob.logprob - row[prob.id]))
     assert worst <= bound, f"log-probabilities differ by {worst:.2e}, allowed {bound:.2e}"

@@ -14,6 +14,8 @@ from towerd.store.turn import SessionInfo, Turn, TurnInfo
 
 NAME_CHARS_MAX = 200
 TITLE_CHARS_MAX = 500
+RECOGNISED_TOKENS_MIN = 2
+"""The BOS token alone, which an empty prompt consists of, begins every conversation."""
 
 _SESSION = (
     "SELECT id, scope, title, named, leaf, n_tokens,"
@@ -41,6 +43,8 @@ class SessionTable:
         """The session of `scope` that has a prompt end or a reply end at the deepest possible
         node of `known` (shortest prefix first); of several, the one used last."""
         for node in reversed(known):
+            if node.p1 < RECOGNISED_TOKENS_MIN:
+                break
             rows = self.catalog.rows(
                 "SELECT s.pk, s.id FROM turns t JOIN sessions s ON s.pk = t.session"
                 " WHERE (t.prompt_node = ?1 OR t.reply_node = ?1) AND s.scope = ?2"

@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import numpy.typing as npt
 
-_ROUND_BYTES = 4 << 20
+_ROUND_BYTES = 1 << 20
 
 
 class BufferPool:
@@ -28,6 +28,14 @@ class BufferPool:
                 self._idle = [b for b in self._idle if b is not best]
                 return best
         return np.empty(-(-size // _ROUND_BYTES) * _ROUND_BYTES, np.uint8)
+
+    def warm_up(self, size: int, count: int) -> None:
+        """Make `count` buffers of `size` bytes now and touch their pages, so that the first
+        acquisitions do not pay for it."""
+        made = [self.acquire(size) for _ in range(count)]
+        for buffer in made:
+            buffer.fill(0)
+            self.release(buffer)
 
     def release(self, buffer: npt.NDArray[np.uint8]) -> None:
         """Give a buffer back; the largest ones are kept."""

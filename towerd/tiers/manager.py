@@ -33,6 +33,9 @@ from towerd.tiers.buffers import BufferPool
 log = logging.getLogger(__name__)
 
 _BLOB_BYTES = 6 << 20
+_BLOB_HEADER_BYTES = 1 << 20
+"""Room for what a blob holds besides rows: 12 bytes a cell and a few a plane."""
+_BLOBS_WARM = 4
 _BUFFER_BYTES_MAX = 64 << 20
 _PROMOTE_DELAY_S = 0.5
 """Promotion waits until the request that caused it has its first token."""
@@ -114,6 +117,7 @@ class Tiers:
         self._warm = make_policy(policy)
         self._lock = threading.Lock()
         self._buffers = BufferPool(_BUFFER_BYTES_MAX)
+        self._buffers.warm_up(_BLOB_BYTES + _BLOB_HEADER_BYTES, _BLOBS_WARM)
         self._work: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._promotions: deque[tuple[float, list[Node]]] = deque()
         self._unwritten: set[int] = set()

@@ -119,7 +119,9 @@ def _declared_layout(model: LlamaModel, config: Config) -> KVLayout:
         k_plane = Plane(k.ggml_type, k.row_bytes(n_kv * head_k))
         v_plane = Plane(v.ggml_type, v.row_bytes(n_kv * head_v))
     except (StateError, ValueError) as error:
-        raise ConfigError(f"Cache types {k.name}/{v.name} do not fit this model: {error}.") from error
+        raise ConfigError(
+            f"Cache types {k.name}/{v.name} do not fit this model: {error}."
+        ) from error
     return KVLayout((k_plane,) * n_layer, (v_plane,) * n_layer)
 
 
@@ -143,7 +145,9 @@ def _probe(context: LlamaContext) -> KVLayout:
         layout = parse_blob(blob).rows.layout
         self_test(blob, [0, 1], layout, slot_file=saved)
     except StateError as error:
-        raise ModelError(f"{error}; install the llama-cpp-python version that towerd names.") from error
+        raise ModelError(
+            f"{error}; install the llama-cpp-python version that towerd names."
+        ) from error
     return layout
 
 

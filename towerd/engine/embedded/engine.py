@@ -20,8 +20,6 @@ from towerd.engine.embedded.template import ChatTemplate
 from towerd.errors import InvalidRequest, TowerdError, Unavailable
 from towerd.tiers.manager import Tiers
 
-
-_DRAIN_POLL_S = 0.01
 _TEXT_CHARS_MAX = 64 * 1024
 """Longer texts are tokenized one at a time, apart from the others."""
 
@@ -77,6 +75,8 @@ class EmbeddedEngine:
         self._loop = asyncio.get_running_loop()
         self._generations: dict[int, EmbeddedGeneration] = {}
         self._is_draining = False
+        self._all_ended = asyncio.Event()
+        self._all_ended.set()
         scratch = core.context.n_seqs - 1
         self.pool = LivePool(core.context, n_seqs=scratch, n_cells=core.context.n_cells)
         self.materialiser = Materialiser(
@@ -118,10 +118,11 @@ class EmbeddedEngine:
         generation = EmbeddedGeneration(self.scheduler, self._loop)
         generation.job = Job(request, ids, len(ids))
         self._generations[id(generation.job)] = generation
+        self._all_ended.clear()
         try:
             self.scheduler.submit(generation.job)
         except TowerdError:
-            del self._generations[id(generation.job)]
+            self._forget(generation.job)
             raise
         return generation
 
@@ -172,19 +173,18 @@ class EmbeddedEngine:
 
     async def settle(self) -> None:
         """Wait until every recorded row of an idle sequence has been exported."""
-
         await asyncio.wrap_future(self.scheduler.settled())
 
     async def drain(self, grace_s: float) -> None:
-        deadline = self._loop.time() + grace_s
-        while self._generations and self._loop.time() < deadline:
-            await asyncio.sleep(_DRAIN_POLL_S)
+        try:
+            await asyncio.wait_for(self._all_ended.wait(), grace_s)
+        except TimeoutError:
+            self._is_draining = True
+            for generation in list(self._generations.values()):
+                if generation.job is not None:
+                    self.scheduler.cancel(generation.job)
+            await self._all_ended.wait()
         self._is_draining = True
-        for generation in list(self._generations.values()):
-            if generation.job is not None:
-                self.scheduler.cancel(generation.job)
-        while self._generations:
-            await asyncio.sleep(_DRAIN_POLL_S)
 
     async def close(self) -> None:
         await asyncio.to_thread(self.scheduler.close)
@@ -203,4 +203,9 @@ class EmbeddedEngine:
                 continue
             generation.events.put_nowait(event)
             if isinstance(event, Finish | TowerdError):
-                del self._generations[id(job)]
+                self._forget(job)
+
+    def _forget(self, job: Job) -> None:
+        del self._generations[id(job)]
+        if not self._generations:
+            self._all_ended.set()

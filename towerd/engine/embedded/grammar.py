@@ -7,14 +7,16 @@ quotes wrongly. So a schema is first copied into a plain form with its sizes che
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
-from llama_cpp.llama_grammar import PRIMITIVE_RULES, SchemaConverter
+from llama_cpp.llama_grammar import PRIMITIVE_RULES, RESERVED_NAMES, SchemaConverter
 
 from towerd.engine.embedded.gbnf import REPEAT_MAX, check_gbnf
+from towerd.engine.embedded.int_range import int_range_gbnf
 from towerd.errors import InvalidRequest, NotSupported
 
 DEPTH_MAX = 64
@@ -31,6 +33,10 @@ _ANY_TYPES = ("object", "array", "string", "number", "boolean", "null")
 _DATA_KEYS = frozenset({"const", "enum", "default", "examples", "example"})
 _SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _BOUNDS = ("minItems", "maxItems", "minLength", "maxLength")
+_INT_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+INTEGER_MAX = 2**63
+BOUNDS_KEY = "towerd-bounds"
+"""Where the plain form of an integer's schema has (low, high), each an int or None."""
 _PATTERN = re.compile(r"(\\.)|(\[(?:\\.|[^\]\\])*\])|(\{[^}]*\}?)|([\]}])|.", re.DOTALL)
 _CLASSES = {"d": "0-9", "w": "a-zA-Z0-9_", "s": " \\t\\n\\r"}
 _CHAR = r'[^"\\\x7F\x00-\x1F] | [\\] (["\\/bfnrt] | "u" [0-9a-fA-F]{4})'
@@ -46,7 +52,8 @@ def json_object_gbnf() -> str:
 def schema_to_gbnf(schema: Mapping[str, Any]) -> str:
     """The grammar of the JSON texts that a schema allows; {} allows any object.
 
-    Numeric bounds and unknown formats are not enforced, as in llama.cpp's own converter.
+    Bounds of integers are enforced; those of other numbers and unknown formats are not, as in
+    llama.cpp's own converter.
     Raises InvalidRequest for a schema that is malformed or too large, NotSupported for a remote
     `$ref` (nothing is ever fetched)."""
     if not isinstance(schema, Mapping):
@@ -68,6 +75,12 @@ def schema_to_gbnf(schema: Mapping[str, Any]) -> str:
 class _Converter(SchemaConverter):  # type: ignore[misc]  # the library has no types
     """The library's converter, made to yield JSON only: literals quoted so that GBNF reads back
     the same text, and no raw control character, quote or backslash inside a string."""
+
+    def visit(self, schema: dict[str, Any], name: str) -> str:
+        if BOUNDS_KEY in schema:
+            rule = f"({int_range_gbnf(*schema[BOUNDS_KEY])}) space"
+            return self._add_rule(f"{name}-" if name in RESERVED_NAMES else name or "root", rule)
+        return str(super().visit(schema, name))
 
     def _add_rule(self, name: str, rule: str) -> str:
         if rule == PRIMITIVE_RULES["char"].content:
@@ -174,6 +187,10 @@ class _Plain:
                 out.pop("type", None)  # the values say it already
         if "enum" in node and (not isinstance(node["enum"], list) or not node["enum"]):
             raise InvalidRequest(f"JSON schema{_at(path)}: enum must be a filled list.")
+        if out.get("type") == "integer":
+            bounds = _int_bounds(out, path)
+            if bounds != (None, None):
+                out[BOUNDS_KEY] = bounds
         for key in _BOUNDS:
             if key in node:
                 self._bound(out, key, path)
@@ -194,6 +211,9 @@ class _Plain:
         common = {k: v for k, v in out.items() if k != "type"}
         out.clear()
         out["anyOf"] = [{**_only(common, kind), "type": kind} for kind in kinds]
+        for part in out["anyOf"]:
+            if part["type"] == "integer" and (bounds := _int_bounds(part, path)) != (None, None):
+                part[BOUNDS_KEY] = bounds
 
     def _bound(self, out: dict[str, Any], key: str, path: str) -> None:
         value = out.get(key)
@@ -285,12 +305,36 @@ def _class_unit(unit: str, path: str) -> str:
     return f"\\x{ord(char):02X}" if char.isascii() else char
 
 
+def _int_bounds(node: Mapping[str, Any], path: str) -> tuple[int | None, int | None]:
+    """The least and the greatest integer that the four keywords allow."""
+    for key in _INT_BOUNDS:
+        value = node.get(key)
+        if value is not None and not (isinstance(value, int | float) and abs(value) < INTEGER_MAX):
+            raise InvalidRequest(
+                f"JSON schema{_at(path)}: {key} must be a number between -2^63 and 2^63."
+            )
+    at_least, at_most, above, below = (node.get(key) for key in _INT_BOUNDS)
+    if isinstance(above, bool):  # draft 4: a property of `minimum`
+        at_least, above = (None, at_least) if above else (at_least, None)
+    if isinstance(below, bool):
+        at_most, below = (None, at_most) if below else (at_most, None)
+    lows = [] if at_least is None else [math.ceil(at_least)]
+    lows += [] if above is None else [math.floor(above) + 1]
+    highs = [] if at_most is None else [math.floor(at_most)]
+    highs += [] if below is None else [math.ceil(below) - 1]
+    low, high = max(lows, default=None), min(highs, default=None)
+    if low is not None and high is not None and low > high:
+        raise InvalidRequest(f"JSON schema{_at(path)}: no integer is within its bounds.")
+    return low, high
+
+
 def _only(keywords: dict[str, Any], kind: str) -> dict[str, Any]:
     """The keywords that mean something for one type."""
     relevant = {
         "object": ("properties", "required", "additionalProperties", "allOf"),
         "array": ("items", "prefixItems", "minItems", "maxItems"),
         "string": ("pattern", "format", "minLength", "maxLength"),
+        "integer": _INT_BOUNDS,
     }.get(kind, ())
     return {k: v for k, v in keywords.items() if k in relevant}
 

@@ -32,7 +32,6 @@ _backend_lock = threading.Lock()
 _backend_ready = False
 
 
-@lib.llama_log_callback
 def _on_log(level: int, text: bytes, _user: Any) -> None:
     line = text.decode("utf-8", "replace").strip()
     if not line or line == ".":
@@ -43,12 +42,15 @@ def _on_log(level: int, text: bytes, _user: Any) -> None:
     log.log({3: logging.WARNING, 4: logging.ERROR}.get(level, logging.DEBUG), line)
 
 
+_log_callback = lib.llama_log_callback(_on_log)  # kept: llama.cpp holds the pointer for ever
+
+
 def init_backend() -> None:
     """Initialise llama.cpp once per process and route its log into ours."""
     global _backend_ready
     with _backend_lock:
         if not _backend_ready:
-            lib.llama_log_set(_on_log, ctypes.c_void_p(0))
+            lib.llama_log_set(_log_callback, ctypes.c_void_p(0))
             lib.llama_backend_init()
             _backend_ready = True
 
@@ -90,7 +92,9 @@ class LlamaModel:
         self.metadata = self._read_metadata()
         if not lib.llama_model_has_decoder(handle) or lib.llama_model_has_encoder(handle):
             self.close()
-            raise ModelError(f"{path} is not a decoder-only text model; towerd generates text only.")
+            raise ModelError(
+                f"{path} is not a decoder-only text model; towerd generates text only."
+            )
 
     def close(self) -> None:
         """Free the weights."""
