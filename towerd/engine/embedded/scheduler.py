@@ -138,21 +138,36 @@ class Scheduler:
     # ---- the loop ---------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
-            self._take_commands()
-            if self._may_exit():
-                break
-            self._admit()
-            self._drop_cancelled()
-            stepped = self._step()
-            self._flush()
-            if not stepped or time.monotonic() - self._last_export > _EXPORT_EVERY_S:
-                self._export_one()
-            later, self._later = self._later, []
-            for check in later:
-                check()
+        while not self._may_exit():
+            try:
+                self._pass()
+            except Exception:
+                # A bug here must cost the requests that met it, never the daemon.
+                log.exception("the inference thread failed; its running requests end")
+                self._fail_all()
         while self._export_one():
             pass
+        self._flush()
+
+    def _pass(self) -> None:
+        """One turn of the loop."""
+        self._take_commands()
+        self._admit()
+        self._drop_cancelled()
+        stepped = self._step()
+        self._flush()
+        if not stepped or time.monotonic() - self._last_export > _EXPORT_EVERY_S:
+            self._export_one()
+        later, self._later = self._later, []
+        for check in later:
+            check()
+
+    def _fail_all(self) -> None:
+        self.context.batch.clear()
+        error = TowerdError("Internal error in the inference thread; the daemon's log has it.")
+        for job in [*self.active, *self.waiting]:
+            self._fail(job, error)
+        self.waiting.clear()
         self._flush()
 
     def _take_commands(self) -> None:
@@ -234,9 +249,9 @@ class Scheduler:
             self.waiting.remove(job)
             self._fail(job, error)
             return True
+        self._take_slot(job)
         self.waiting.remove(job)
         self.active.append(job)
-        self._take_slot(job)
         if job.phase is Phase.LOADING:
             self.materialiser.load(job, self._on_loaded)
         elif job.request.return_progress:
@@ -247,8 +262,10 @@ class Scheduler:
         if job.task < 0:
             job.task = self.counters["tasks"]
             self.counters["tasks"] += 1
-        job.slot = next(i for i, j in enumerate(self.slots) if j is None or j not in self.active)
-        self.slots[job.slot] = job
+        if job.slot < 0 or self.slots[job.slot] is not job:  # not back from a preemption
+            free = (i for i, j in enumerate(self.slots) if j is None or j not in self.active)
+            job.slot = next(free)
+            self.slots[job.slot] = job
 
     def _capacity(self, job: Job) -> int:
         n_predict = job.request.n_predict
