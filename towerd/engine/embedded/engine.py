@@ -15,7 +15,8 @@ from towerd.engine.embedded.core import Core
 from towerd.engine.embedded.job import Job
 from towerd.engine.embedded.materialise import Materialiser
 from towerd.engine.embedded.pool import LivePool
-from towerd.engine.embedded.scheduler import Scheduler, check_fits
+from towerd.engine.embedded.scheduler import Scheduler
+from towerd.engine.embedded.shift import check_fits
 from towerd.engine.embedded.template import ChatTemplate
 from towerd.errors import InvalidRequest, TowerdError, Unavailable
 from towerd.tiers.manager import Tiers

@@ -24,7 +24,7 @@ from towerd.engine.embedded.output import OutputText
 from towerd.engine.embedded.pool import LivePool, common_prefix
 from towerd.engine.embedded.sampler import Sampler
 from towerd.engine.embedded.vocab import Vocab
-from towerd.errors import ContextExceeded, TowerdError, Unavailable
+from towerd.errors import TowerdError, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -491,14 +491,3 @@ class Scheduler:
 
 def same_scope(a: Job, b: Job) -> bool:
     return a.request.scope == b.request.scope
-
-
-def check_fits(n_prompt: int, n_ctx: int) -> None:
-    """Raises ContextExceeded as llama-server words it."""
-    if n_prompt >= n_ctx:
-        raise ContextExceeded(
-            f"request ({n_prompt} tokens) exceeds the available context size ({n_ctx} tokens), "
-            "try increasing it",
-            n_prompt_tokens=n_prompt,
-            n_ctx=n_ctx,
-        )
