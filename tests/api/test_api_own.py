@@ -112,7 +112,7 @@ async def test_pins(client: Client) -> None:
 
 async def test_precache(client: Client, service: Any) -> None:
     """A base is evaluated without generating, stored under its name, and precached once."""
-    body = {"name": "platform", "prompt": "You are kind. ", "level": 1}
+    body = {"name": "platform", "prompt": "You are kind. ", "level": 1, "public": True}
     first = await post(client, "/towerd/v1/precache", body)
     again = await post(client, "/towerd/v1/precache", body)
     assert first["base"] == again["base"]

@@ -102,7 +102,9 @@ def test_tenant_comes_from_the_key_only(guarded: Daemon) -> None:
 def test_public_base_is_shared(guarded: Daemon) -> None:
     """Both tenants find it, live and after a restart, and it lies in the store once; what they
     say after it stays their own."""
-    made = owner_post(guarded, "/towerd/v1/precache", {"name": "keeper", "prompt": BASE_TEXT})
+    made = owner_post(
+        guarded, "/towerd/v1/precache", {"name": "keeper", "prompt": BASE_TEXT, "public": True}
+    )
     n_base = made["base"]["tokens"]
     assert n_base > 100
     for restarts in (False, True):
@@ -128,7 +130,7 @@ def test_public_base_is_shared(guarded: Daemon) -> None:
 
 def test_private_base_is_not_shared(guarded: Daemon) -> None:
     """A base that was not made public belongs to the owner alone."""
-    body = {"name": "mine", "prompt": BASE_TEXT, "public": False}
+    body = {"name": "mine", "prompt": BASE_TEXT}
     owner_post(guarded, "/towerd/v1/precache", body)
     reply, _, _ = ask(guarded, ANN, BASE_TEXT + " Hello.")
     assert reply["timings"]["cache_n"] == 0

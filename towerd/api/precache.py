@@ -91,7 +91,7 @@ async def _parse(body: Body, engine: Engine, scope: str) -> BaseSpec:
         ids=ids,
         scope=scope,
         level=fields.integer_in(body, ("level",), 0, 0, LEVEL_MAX),
-        public=fields.boolean(body, "public", True),
+        public=fields.boolean(body, "public", False),
     )
 
 
