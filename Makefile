@@ -8,7 +8,7 @@ ARGS ?=
 NAME ?= resume
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test lint bench clean
+.PHONY: help setup serve test lint bench fuzz clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' Makefile
@@ -29,6 +29,9 @@ test: lint ## Format check, lint, type check, tests
 
 bench: setup ## Run one benchmark: NAME=resume|switch|store|concurrency ARGS=--quick
 	@$(BIN)/towerctl bench $(NAME) $(ARGS)
+
+fuzz: ## Fuzz the C++ kernels under sanitizers for ten minutes; FUZZ_SECONDS=60 for less
+	$(MAKE) -C tests/kernels/fuzz run SECONDS=$(or $(FUZZ_SECONDS),600)
 
 clean: ## Remove build outputs and caches, but not .venv
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -13,6 +13,7 @@ from urllib.parse import quote, urlencode, urlsplit
 
 from towerd.cli.client import Json, OnBytes
 from towerd.errors import ConfigError, TowerdError
+from towerd.tiers.module_text import ANYWHERE
 
 TIMEOUT_S = 60.0
 OWN = "/towerd/v1"
@@ -137,13 +138,24 @@ class DaemonBackend:
         report: Json = self._ask("POST", f"{OWN}/gc", body, timeout_s=None)["gc"]
         return report
 
+    def calibration(self) -> Json:
+        found: Json = self._get(f"{OWN}/calibration")["calibration"]
+        return found
+
     # --- what needs the model -------------------------------------------------------------
 
-    def tokenize(self, text: str) -> list[int]:
-        """The ids of a whole prompt, BOS included, special tokens in the text read as such."""
-        body = {"content": text, "add_special": True, "parse_special": True}
+    def tokenize(self, text: str, *, whole: bool = True) -> list[int]:
+        """The ids of a text, special tokens in it read as such; `whole`: of a prompt, BOS
+        included."""
+        body = {"content": text, "add_special": whole, "parse_special": True}
         ids: list[int] = self._ask("POST", "/tokenize", body)["tokens"]
         return ids
+
+    def calibrate(self, *, again: bool) -> Json:
+        """Begin a calibration unless there is one (`again`: in any case); see `calibration`."""
+        asked = self._ask("POST", f"{OWN}/calibration", {"again": again})
+        found: Json = asked["calibration"]
+        return found
 
     def apply_template(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The prompt text of `messages`, without the opening of an answer."""
@@ -158,11 +170,17 @@ class DaemonBackend:
         *,
         level: int,
         public: bool,
+        format: str | None = None,
+        recompute: float | None = None,
         progress: Callable[[int, int], None],
     ) -> Json:
         """Evaluate, store and pin a base; `base`, `reuse`, `timings`. `progress(done, total)` in
-        tokens."""
-        body = {"name": name, "prompt": list(ids), "level": level, "public": public}
+        tokens. `recompute`: a module of which so many per cent are evaluated again."""
+        body: Json = {
+            "name": name, "prompt": list(ids), "level": level, "public": public, "format": format
+        }  # fmt: skip
+        if recompute is not None:
+            body |= {"reuse": ANYWHERE, "recompute": recompute}
         result: Json | None = None
         for event in self._events(f"{OWN}/precache", body):
             if "base" in event:

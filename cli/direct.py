@@ -13,6 +13,7 @@ from towerd.api.pins import base_json
 from towerd.cli.client import Json, OnBytes
 from towerd.errors import NotFound, StoreError, TowerdError
 from towerd.store import Node, Store, latest_fingerprint
+from towerd.tiers.calibration_store import load_calibration
 
 _ORDERS = {"used": "last_used", "tokens": "n", "id": "id", "hits": "hits"}
 
@@ -136,6 +137,17 @@ class StoreBackend:
             **dict.fromkeys(daemon_only),
             "fingerprint": self.store.state.digest.hex(),
             "store": self.store.stats(),
+        }
+
+    def calibration(self) -> Json:
+        found = load_calibration(self.store, self.store.state.digest.hex())
+        return {
+            "state": "done" if found is not None else "waiting",
+            "why": "no daemon runs",
+            "fidelity": None,
+            "level_formats": None,
+            "progress": {"done": 0, "total": 0},
+            "calibration": found.to_json() if found is not None else None,
         }
 
     def verify(self, repair: bool, progress: OnBytes) -> Json:

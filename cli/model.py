@@ -9,6 +9,9 @@ import click
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 OUT = click.Path(dir_okay=False, path_type=Path)
+ARCHS = ["llama", "qwen3", "phi3", "stablelm", "gptneox", "smollm3", "qwen2vl", "qwen3vl",
+         "deepseek2"]  # fmt: skip
+SCALINGS = ["none", "linear", "yarn", "llama3", "longrope"]
 
 
 @click.group()
@@ -34,6 +37,8 @@ def model() -> None:
 @click.option("--vocab-size", "n_vocab", type=int, help="Tokens of a synthetic vocabulary.")
 @click.option("--ctx", "n_ctx_train", type=int, help="Context length to declare.")
 @click.option("--rope-freq-base", type=float, help="RoPE base frequency.")
+@click.option("--arch", type=click.Choice(ARCHS), help="Architecture.")
+@click.option("--rope-scaling", type=click.Choice(SCALINGS), help="How its context was extended.")
 @click.option("--ftype", type=click.Choice(["F32", "F16", "Q8_0"]), help="Type of the matrices.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Another seed, other weights.")
 @click.option("--vocab", type=FILE, help="GGUF whose tokenizer to copy; vocab-only ones will do.")
@@ -48,7 +53,7 @@ def random(
     as_json: bool,
     **given: Any,
 ) -> None:
-    """Write OUT, a llama model with random weights. The same options give the same bytes."""
+    """Write OUT, a model with random weights. The same options give the same bytes."""
     from dataclasses import replace
 
     from rich.console import Console

@@ -30,6 +30,8 @@ class Planned:
     status: str
     """new, changed or unchanged."""
     segment: int | None
+    module: Json | None = None
+    """What was measured of a module that is there already."""
 
     @property
     def digest(self) -> str:
@@ -55,7 +57,7 @@ def precache(spec: Path, dry_run: bool, as_json: bool, target: Target, **model: 
     from towerd.cli.spec import load_spec
 
     root = load_spec(spec)
-    with _daemon(target, model, quiet=as_json) as daemon:
+    with daemon_for(target, model, quiet=as_json) as daemon:
         plan = make_plan(daemon, root, spec)
         reports = [_report(base) for base in plan]
         if not dry_run:
@@ -66,7 +68,7 @@ def precache(spec: Path, dry_run: bool, as_json: bool, target: Target, **model: 
         _print(reports, dry_run)
 
 
-def _daemon(
+def daemon_for(
     target: Target, model: dict[str, Any], *, quiet: bool
 ) -> AbstractContextManager[DaemonBackend]:
     """The running daemon, or one for this command."""
@@ -125,11 +127,24 @@ def make_plan(daemon: DaemonBackend, root: Prompt, spec: Path) -> list[Planned]:
         old = known.get((prompt.name, prompt.public))
         status = "new"
         if old is not None:
-            same = (old["digest"], old["level"]) == (digest_of(ids[prompt.name]), prompt.level)
-            status = "unchanged" if same else "changed"
-        segment = old["segment"] if old is not None and status == "unchanged" else None
-        plan.append(Planned(prompt, ids[prompt.name], status, segment))
+            status = (
+                "unchanged" if _is_same(old, prompt, digest_of(ids[prompt.name])) else "changed"
+            )
+        same = old if old is not None and status == "unchanged" else {}
+        found = Planned(prompt, ids[prompt.name], status, same.get("segment"), same.get("module"))
+        plan.append(found)
     return plan
+
+
+def _is_same(old: Json, prompt: Prompt, digest: str) -> bool:
+    """Whether the base `old` is what the file asks for."""
+    module = old["module"]
+    if (module is None) != (prompt.recompute is None):
+        return False
+    if module is not None and module["recompute"] != prompt.recompute:
+        return False
+    known = (module or old)["digest"], old["level"], old["format"]
+    return bool(known == (digest, prompt.level, prompt.format))
 
 
 def digest_of(ids: Sequence[int]) -> str:
@@ -146,17 +161,34 @@ def _tokenize(daemon: DaemonBackend, root: Prompt, spec: Path) -> dict[str, list
     ids: dict[str, list[int]] = {}
 
     def read(prompt: Prompt, above: str, said: list[dict[str, str]]) -> None:
+        if prompt.recompute is not None:
+            ids[prompt.name] = _module_ids(daemon, prompt, spec)
+            return
         said = [*said, *prompt.messages]
         texts[prompt.name] = _text(daemon, prompt, above, said, spec)
         ids[prompt.name] = daemon.tokenize(texts[prompt.name])
         for child in prompt.children:
             read(child, texts[prompt.name], said)
+            if child.recompute is not None:
+                continue
             n = _shared(ids[prompt.name], ids[child.name])
             ids[prompt.name] = ids[prompt.name][:n]
         if not ids[prompt.name]:
             raise _problem(spec, prompt, "makes no tokens of its own")
 
     read(root, "", [])
+    return ids
+
+
+def _module_ids(daemon: DaemonBackend, prompt: Prompt, spec: Path) -> list[int]:
+    """The ids of a module wherever it stands."""
+    from towerd.tiers.module_text import inner_ids, surrounded
+
+    found = [daemon.tokenize(text, whole=False) for text in surrounded(prompt.text)]
+    try:
+        ids: list[int] = inner_ids(found).tolist()
+    except TowerdError as error:
+        raise _problem(spec, prompt, error.message) from error
     return ids
 
 
@@ -198,12 +230,22 @@ def _report(base: Planned) -> Json:
         "name": prompt.name,
         "level": prompt.level,
         "public": prompt.public,
+        "format": prompt.format,
         "tokens": len(base.ids),
         "digest": base.digest,
         "status": base.status,
         "segment": base.segment,
+        "module": base.module or _unmeasured(base),
         "reuse": None,
     }
+
+
+def _unmeasured(base: Planned) -> Json | None:
+    """A module as the daemon shows one, before it is measured; None for an ordinary base."""
+    if base.prompt.recompute is None:
+        return None
+    found: Json = {"tokens": len(base.ids), "recompute": base.prompt.recompute}
+    return found | {"recomputed": None, "kl": None, "top1": None, "digest": base.digest}
 
 
 def _evaluate(
@@ -220,6 +262,7 @@ def _evaluate(
             if base.status != "unchanged":
                 done = _evaluate_one(daemon, base, bar)
                 report |= {"segment": done["base"]["segment"], "reuse": done["reuse"]}
+                report["module"] = done["base"]["module"]
             bar.advance(overall, len(base.ids))
 
 
@@ -232,6 +275,8 @@ def _evaluate_one(daemon: DaemonBackend, base: Planned, bar: Progress) -> Json:
             base.ids,
             level=prompt.level,
             public=prompt.public,
+            format=prompt.format,
+            recompute=prompt.recompute,
             progress=lambda done, _: bar.update(task, completed=done),
         )
     finally:
@@ -241,24 +286,35 @@ def _evaluate_one(daemon: DaemonBackend, base: Planned, bar: Progress) -> Json:
 def _print(reports: list[Json], dry_run: bool) -> None:
     from towerd.cli.output import show_table
 
-    show_table(
-        ("BASE", ">TOKENS", ">REUSED", "STATUS", ">SEGMENT"),
-        [
-            (
-                "  " * report["level"] + report["name"],
-                f"{report['tokens']:,}",
-                f"{_reused(report):,}" if report["reuse"] else "-",
-                report["status"],
-                report["segment"] or "-",
-            )
-            for report in reports
-        ],
-    )
+    columns: tuple[str, ...] = ("BASE", ">TOKENS", ">REUSED", "STATUS", ">SEGMENT")
+    rows: list[tuple[str, ...]] = [
+        (
+            "  " * report["level"] + report["name"],
+            f"{report['tokens']:,}",
+            f"{_reused(report):,}" if report["reuse"] else "-",
+            report["status"],
+            str(report["segment"] or "-"),
+        )
+        for report in reports
+    ]
+    if any(report["module"] for report in reports):
+        columns += (">RECOMPUTED", ">DRIFT KL", ">TOP-1")
+        rows = [(*row, *_drift(report)) for row, report in zip(rows, reports, strict=True)]
+    show_table(columns, rows)
     todo = [report for report in reports if report["status"] != "unchanged"]
     if dry_run:
         click.echo(f"{len(todo)} of {len(reports)} bases would be evaluated; nothing was changed.")
     else:
         click.echo(f"{len(todo)} of {len(reports)} bases were evaluated; the rest was there.")
+
+
+def _drift(report: Json) -> tuple[str, str, str]:
+    """What is known of a module: tokens evaluated again, and what it costs."""
+    module = report["module"]
+    if module is None or module["kl"] is None:
+        return "-", "-", "-"
+    share = f"{module['recomputed']:,} ({module['recompute']:g} %)"
+    return share, f"{module['kl']:.5f}", f"{module['top1']:.1%}"
 
 
 def _reused(report: Json) -> int:

@@ -42,7 +42,7 @@ def ls(
         click.echo("No segments here.")
         return
     columns = (
-        ">SEGMENT", ">PARENT", "TENANT", "TOKENS", ">COUNT", "ROWS", ">BYTES", ">HITS",
+        ">SEGMENT", ">PARENT", "TENANT", "TOKENS", ">COUNT", "ROWS", "FORMAT", ">BYTES", ">HITS",
         ">LAST USED", "PINNED",
     )  # fmt: skip
     show_table(columns, [_row(each) for each in found["segments"]])
@@ -60,6 +60,7 @@ def _row(segment: Json) -> tuple[object, ...]:
         f"[{segment['p0']:,}, {segment['p1']:,})",
         f"{segment['tokens']:,}",
         tiers(segment),
+        segment["format"] or "-",
         size(segment["bytes"]),
         segment["hits"],
         ago(segment["last_used"]),
@@ -97,6 +98,7 @@ def _print(found: Json, *, whole_text: bool) -> None:
         ("tenant", found["scope"]),
         ("tokens", f"[{found['p0']:,}, {found['p1']:,}), {found['tokens']:,} in all"),
         ("rows", f"{tiers(found)}, {size(found['bytes'])}"),
+        ("format", found["format"] or "-"),
         ("pinned", "yes" if found["pinned"] else "no"),
         ("hits", found["hits"]),
         ("last used", moment(found["last_used"])),

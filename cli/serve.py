@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from towerd.cli.options import config_options
-from towerd.config import Config, load
+from towerd.config import Config, load, with_server_args
 
 
 @click.command()
@@ -19,8 +19,11 @@ from towerd.config import Config, load
     help="Settings file. [default: towerd.toml in the user's config directory; TOWERD_CONFIG]",
 )
 @config_options
-def serve(config_path: Path | None, **flags: Any) -> None:
+@click.argument("server_args", nargs=-1, type=click.UNPROCESSED, metavar="[-- FLAG...]")
+def serve(config_path: Path | None, server_args: tuple[str, ...], **flags: Any) -> None:
     """Serve a model, with llama-server's HTTP API, and remember every conversation.
+
+    With --engine llama-server, what stands after -- are flags for the llama-server.
 
     Every option can also stand in towerd.toml (its long name with underscores) or in the
     variable named in brackets. Sizes are bytes or texts such as 8GiB or 500MB.
@@ -28,6 +31,8 @@ def serve(config_path: Path | None, **flags: Any) -> None:
     from towerd import log
 
     config = load(flags, toml_path=config_path)
+    if server_args:
+        config = with_server_args(config, server_args)
     log.configure(config.log_level, config.log_format)
     _run(config)
 

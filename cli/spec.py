@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
 import yaml
 
 from towerd.errors import ConfigError
+from towerd.tiers.fidelity import NATIVE, check_format
+from towerd.tiers.module_text import ANYWHERE, PERCENT_DEFAULT, PERCENT_MAX, PREFIX
 
 Message: TypeAlias = dict[str, str]
 
@@ -39,6 +41,11 @@ class Prompt:
     text: str
     messages: tuple[Message, ...]
     children: tuple[Prompt, ...]
+    format: str | None = None
+    """The format to store its rows in whatever its level says; `native`: exact."""
+    recompute: float | None = None
+    """For a module (`reuse: anywhere`), whose prompt is its text alone: the percentage of its
+    tokens to evaluate again where it is spliced in. None: an ordinary base."""
 
     def walk(self) -> Iterator[Prompt]:
         """This one and all below it, parents first."""
@@ -100,18 +107,20 @@ class _Reader:
     def _prompt(self, node: yaml.Node, level: int, parent: Prompt | None) -> Prompt | None:
         below = LEVELS[level + 1 : level + 2]
         what = ("the platform", "a community", "a bot")[level]
-        keys = self._mapping(node, ("name", "public", *SOURCES, *below), what)
+        known = ("name", "public", "format", "fidelity", "reuse", "recompute", *SOURCES, *below)
+        keys = self._mapping(node, known, what)
         if keys is None:
             return None
         name = self._name(node, keys.get("name"), what, parent)
         public = self._public(keys.get("public"), parent)
         text, messages = self._source(node, keys, what, parent)
         line = node.start_mark.line + 1
-        prompt = Prompt(name, level, public, line, text, messages, ())
+        format = self._format(keys)
+        recompute = self._recompute(keys, below)
+        prompt = Prompt(name, level, public, line, text, messages, (), format, recompute)
         if not below or below[0] not in keys:
             return prompt
-        children = self._children(keys[below[0]], below[0], prompt)
-        return Prompt(name, level, public, line, text, messages, children)
+        return replace(prompt, children=self._children(keys[below[0]], below[0], prompt))
 
     def _children(self, node: yaml.Node, key: str, parent: Prompt) -> tuple[Prompt, ...]:
         if not isinstance(node, yaml.SequenceNode):
@@ -159,6 +168,56 @@ class _Reader:
             self._problem(node, f"public below {parent.name!r}, which is not")
         return public
 
+    def _format(self, keys: dict[str, yaml.Node]) -> str | None:
+        """What `format` or `fidelity: exact` ask for; None: the level's."""
+        if "format" in keys and "fidelity" in keys:
+            self._problem(keys["fidelity"], "'fidelity' beside 'format': give one of them")
+            return None
+        if "fidelity" in keys:
+            if self._text(keys["fidelity"], "fidelity") not in (None, "exact"):
+                self._problem(
+                    keys["fidelity"],
+                    "'fidelity' must be exact; the others are for the daemon as a whole",
+                )
+            return NATIVE
+        if "format" not in keys:
+            return None
+        name = self._text(keys["format"], "format")
+        if name is not None:
+            try:
+                check_format(name, "'format'")
+            except ConfigError as error:
+                self._problem(keys["format"], error.message)
+        return name
+
+    def _recompute(self, keys: dict[str, yaml.Node], below: tuple[str, ...]) -> float | None:
+        """What `reuse: anywhere` and `recompute` ask for; None: an ordinary base."""
+        reuse = self._text(keys["reuse"], "reuse") if "reuse" in keys else PREFIX
+        if reuse != ANYWHERE:
+            if reuse not in (None, PREFIX):
+                self._problem(keys["reuse"], f"'reuse' must be {PREFIX} or {ANYWHERE}")
+            if "recompute" in keys:
+                self._problem(keys["recompute"], f"'recompute' belongs to 'reuse: {ANYWHERE}'")
+            return None
+        for key in ("messages", *below):
+            if key in keys:
+                self._problem(
+                    keys[key],
+                    f"'{key}' in a module (reuse: {ANYWHERE}): it is a text of its own, and what "
+                    "stands before or after it is not known",
+                )
+        if "recompute" not in keys:
+            return PERCENT_DEFAULT
+        try:
+            percent = float(keys["recompute"].value)
+        except (TypeError, ValueError):
+            percent = -1.0
+        if not 0 <= percent <= PERCENT_MAX:
+            self._problem(
+                keys["recompute"], f"'recompute' must be a percentage, 0 to {PERCENT_MAX:g}"
+            )
+        return percent
+
     def _source(
         self, at: yaml.Node, keys: dict[str, yaml.Node], what: str, parent: Prompt | None
     ) -> tuple[str, tuple[Message, ...]]:
@@ -170,7 +229,7 @@ class _Reader:
             return "", ()
         node = keys[given[0]]
         if given[0] == "messages":
-            if parent is not None and not parent.messages:
+            if parent is not None and not parent.messages and "reuse" not in keys:
                 self._problem(node, f"'messages' cannot continue the text of {parent.name!r}")
             return "", self._messages(node)
         text = self._text(node, given[0])

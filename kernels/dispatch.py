@@ -1,6 +1,8 @@
-"""The kernels that the rest of towerd calls: C++ if it is built, else numpy.
+"""The kernels that the rest of towerd calls: C++ for this machine's instructions, else numpy.
 
-`TOWERD_KERNELS=reference` or `native` forces one; it is read at every call, so tests can flip it.
+`TOWERD_KERNELS` forces one: `reference` (numpy), `generic`, `avx2`, `avx512` or `neon` (C++), or
+`metal` (an Apple GPU for `rope_shift` and `hadamard`, C++ for the rest). It is read at every call,
+so tests can flip it; what this machine cannot run is a ValueError, never another one instead.
 """
 
 from __future__ import annotations
@@ -10,47 +12,118 @@ import importlib
 import logging
 import os
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any, Protocol, cast
 
-from towerd.kernels.reference import Bytes, Index, Job
+from towerd.kernels.reference import Bytes, Floats, Index, Job, Lines, TranscodeJob
 
-__all__ = ["THREADS", "Job", "copy_planes", "gather_rows", "name", "transpose"]
+__all__ = [
+    "THREADS",
+    "Job",
+    "TranscodeJob",
+    "available",
+    "copy_planes",
+    "gather_rows",
+    "hadamard",
+    "name",
+    "rope_shift",
+    "transcode",
+    "transpose",
+]
 
 THREADS = min(4, os.cpu_count() or 1)
 """Default upper bound of threads: a few cores already use all of the memory bandwidth."""
 ENV = "TOWERD_KERNELS"
+CHOICES = ("reference", "generic", "avx2", "avx512", "neon", "metal")
 log = logging.getLogger(__name__)
 
 
-class _Kernels(Protocol):
+class _RowKernels(Protocol):
+    def rope_shift(
+        self,
+        src: Bytes,
+        out: Bytes,
+        format: str,
+        cos: Floats,
+        sin: Floats,
+        row_table: Lines | None,
+        head_dim: int,
+        n_rot: int,
+        first: int,
+        neox: bool,
+        hadamard_block: int,
+        n_threads: int = 1,
+    ) -> None: ...
+    def hadamard(self, src: Floats, out: Floats, block: int, n_threads: int = 1) -> None: ...
+
+
+class _Kernels(_RowKernels, Protocol):
     def copy_planes(self, dst: Any, jobs: Sequence[Job], n_threads: int = 1) -> None: ...
     def gather_rows(self, src: Bytes, index: Index, out: Bytes, n_threads: int = 1) -> None: ...
     def transpose(self, src: Bytes, out: Bytes, element_bytes: int, n_threads: int = 1) -> None: ...
+    def transcode(self, dst: Any, jobs: Sequence[TranscodeJob], n_threads: int = 1) -> None: ...
+
+
+def available() -> tuple[str, ...]:
+    """What TOWERD_KERNELS may be on this machine, best first; `reference` is always the last."""
+    native = _native()
+    names = tuple(native.available()) if native else ()
+    return (*(("metal",) if native and _metal() else ()), *names, "reference")
+
+
+def name() -> str:
+    """Which implementation is in use: one of `available()`.
+
+    ValueError if TOWERD_KERNELS holds anything else."""
+    return _load(os.environ.get(ENV, ""))[0]
 
 
 @functools.cache
-def _load(choice: str) -> tuple[str, _Kernels]:
-    if choice not in ("", "reference", "native"):
-        raise ValueError(f"{ENV}={choice}: expected reference or native")
-    if choice != "reference":
-        try:
-            return "native", cast(_Kernels, importlib.import_module("towerd.kernels._native"))
-        except ImportError:
-            if choice == "native":
-                raise
-            log.warning("towerd.kernels._native is not built: using the slow numpy reference")
-    return "reference", cast(_Kernels, importlib.import_module("towerd.kernels.reference"))
+def _native() -> Any:
+    try:
+        return importlib.import_module("towerd.kernels._native")
+    except ImportError as error:
+        log.warning("towerd.kernels._native is not built (%s): the numpy reference is slow", error)
+        return None
+
+
+@functools.cache
+def _metal() -> ModuleType | None:
+    try:
+        module = importlib.import_module("towerd.kernels.mlx_kernels")
+    except ImportError:
+        return None
+    return module if module.available() else None
+
+
+@functools.cache
+def _load(choice: str) -> tuple[str, _Kernels, _RowKernels]:
+    """(name, kernels, those that run on the GPU if one is chosen)."""
+    if choice and choice not in CHOICES:
+        raise ValueError(f"{ENV}={choice}: expected one of {', '.join(CHOICES)}")
+    native = _native()
+    if choice == "metal" and (native is None or _metal() is None):
+        raise ValueError(f"{ENV}=metal: needs an Apple GPU, mlx and the built C++ kernels")
+    if choice == "reference" or (native is None and not choice):
+        reference = cast(_Kernels, importlib.import_module("towerd.kernels.reference"))
+        return "reference", reference, reference
+    names = native.available() if native else []
+    best = names[0] if choice in ("", "metal") else choice
+    if best not in names:
+        found = ", ".join(available())
+        raise ValueError(f"{ENV}={choice}: not on this machine, which has {found}")
+    kernels = cast(_Kernels, native.Kernels(best))
+    if choice == "metal":
+        return choice, kernels, cast(_RowKernels, _metal())
+    return best, kernels, kernels
 
 
 def _kernels() -> _Kernels:
     return _load(os.environ.get(ENV, ""))[1]
 
 
-def name() -> str:
-    """Which implementation is in use: `native` or `reference`.
-
-    ValueError if TOWERD_KERNELS holds anything else, ImportError if `native` is not built."""
-    return _load(os.environ.get(ENV, ""))[0]
+def _row_kernels() -> _RowKernels:
+    return _load(os.environ.get(ENV, ""))[2]
 
 
 def copy_planes(dst: Any, jobs: Sequence[Job], n_threads: int = THREADS) -> None:
@@ -66,3 +139,32 @@ def gather_rows(src: Bytes, index: Index, out: Bytes, n_threads: int = THREADS) 
 def transpose(src: Bytes, out: Bytes, element_bytes: int, n_threads: int = THREADS) -> None:
     """out[c, r] = src[r, c]; see `reference.transpose`."""
     _kernels().transpose(src, out, element_bytes, n_threads)
+
+
+def transcode(dst: Any, jobs: Sequence[TranscodeJob], n_threads: int = THREADS) -> None:
+    """Many rows into one buffer, in other formats; see `reference_transcode.transcode`."""
+    _kernels().transcode(dst, jobs, n_threads)
+
+
+def rope_shift(
+    src: Bytes,
+    out: Bytes,
+    format: str,
+    cos: Floats,
+    sin: Floats,
+    row_table: Lines | None,
+    head_dim: int,
+    n_rot: int,
+    first: int,
+    neox: bool,
+    hadamard_block: int,
+    n_threads: int = THREADS,
+) -> None:
+    """Rotate K rows by a position delta; see `reference_rope.rope_shift`."""
+    rotation = (cos, sin, row_table, head_dim, n_rot, first, neox, hadamard_block)
+    _row_kernels().rope_shift(src, out, format, *rotation, n_threads)
+
+
+def hadamard(src: Floats, out: Floats, block: int, n_threads: int = THREADS) -> None:
+    """Walsh-Hadamard transform of runs of `block`; see `reference_hadamard.hadamard`."""
+    _row_kernels().hadamard(src, out, block, n_threads)

@@ -1,24 +1,62 @@
-"""The ggml types that a KV cache may hold, one row each."""
+"""The formats that rows of K and V are kept in, one line each.
+
+Cache types are ggml's own: what a llama.cpp context holds, and all that blobs and slot files may
+hold. Stored formats are towerd's: what shared bases are kept in between uses.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+STORED_ID_MIN = 256
+"""Ids from here on are stored formats; ggml's type ids are far below."""
+HADAMARD_MAX = 64
+"""Longest run of elements that a stored row is Hadamard-rotated by."""
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How one ggml type lays out a row: blocks of `block_elements` in `block_bytes` bytes."""
+    """How one format lays out a row: blocks of `block_elements` in `block_bytes` bytes."""
 
     name: str
-    """llama-server's word for it (`--cache-type-k NAME`)."""
-    ggml_type: int
+    """Of a cache type: llama-server's word for it (`--cache-type-k NAME`)."""
+    type_id: int
+    """ggml's type, or an id from STORED_ID_MIN on: part of segment files, never reassigned."""
     block_elements: int
     block_bytes: int
+
+    @property
+    def is_cache_type(self) -> bool:
+        """True for what a llama.cpp context can hold; False for a stored format."""
+        return self.type_id < STORED_ID_MIN
+
+    @property
+    def ggml_type(self) -> int:
+        """The id to hand to llama.cpp. ValueError for a stored format, which it does not know."""
+        if not self.is_cache_type:
+            raise ValueError(f"format: {self.name} is a stored format, not a ggml type")
+        return self.type_id
 
     @property
     def is_quantized(self) -> bool:
         """True when a block holds more than one element."""
         return self.block_elements > 1
+
+    @property
+    def is_hadamard(self) -> bool:
+        """True when rows are rotated by `hadamard_block` before they are encoded."""
+        return self.codec != self.name
+
+    @property
+    def codec(self) -> str:
+        """The block code that rows are encoded with: the name without the Hadamard rotation."""
+        return self.name if self.is_cache_type else self.name.removesuffix("h")
+
+    @property
+    def bits_per_value(self) -> float:
+        """Bits that one element takes, scales included."""
+        return 8 * self.block_bytes / self.block_elements
 
     def row_bytes(self, n_elements: int) -> int:
         """Bytes of a row of `n_elements`; ValueError unless it is a whole number of blocks."""
@@ -36,8 +74,15 @@ class Format:
             )
         return row_bytes // self.block_bytes * self.block_elements
 
+    def hadamard_block(self, n_elements: int) -> int:
+        """Run of elements that a row of `n_elements` is rotated by: 32 or 64; 0 for no rotation.
 
-FORMATS: tuple[Format, ...] = (
+        ValueError as `row_bytes`."""
+        self.row_bytes(n_elements)
+        return math.gcd(n_elements, HADAMARD_MAX) if self.is_hadamard else 0
+
+
+CACHE_FORMATS: tuple[Format, ...] = (
     Format("f32", 0, 1, 4),
     Format("f16", 1, 1, 2),
     Format("q4_0", 2, 32, 18),
@@ -49,5 +94,29 @@ FORMATS: tuple[Format, ...] = (
     Format("bf16", 30, 1, 2),
 )
 
-BY_TYPE: dict[int, Format] = {row.ggml_type: row for row in FORMATS}
+STORED_FORMATS: tuple[Format, ...] = (
+    # f16 scale, then codes of 8, 6, 5 or 4 bits; "h": rotated by a Hadamard matrix first
+    Format("q8", 256, 32, 34),
+    Format("q8h", 257, 32, 34),
+    Format("q6", 258, 32, 26),
+    Format("q6h", 259, 32, 26),
+    Format("q5", 260, 32, 22),
+    Format("q5h", 261, 32, 22),
+    Format("q4", 262, 32, 18),
+    Format("q4h", 263, 32, 18),
+    # "a", asymmetric: f16 scale, f16 minimum, then the codes
+    Format("q8a", 264, 32, 36),
+    Format("q8ah", 265, 32, 36),
+    Format("q6a", 266, 32, 28),
+    Format("q6ah", 267, 32, 28),
+    Format("q5a", 268, 32, 24),
+    Format("q5ah", 269, 32, 24),
+    Format("q4a", 270, 32, 20),
+    Format("q4ah", 271, 32, 20),
+)
+
+FORMATS: tuple[Format, ...] = CACHE_FORMATS + STORED_FORMATS
+CACHE_TYPES: frozenset[int] = frozenset(row.type_id for row in CACHE_FORMATS)
+"""The ids that blobs, slot files and contexts may hold."""
+BY_TYPE: dict[int, Format] = {row.type_id: row for row in FORMATS}
 BY_NAME: dict[str, Format] = {row.name: row for row in FORMATS}

@@ -55,6 +55,7 @@ def blob_size(layout: KVLayout, n: int, *, n_stream: int = 1, v_trans: bool = Fa
 def emit_blob(
     parts: Sequence[KVRows],
     *,
+    layout: KVLayout | None = None,
     n_stream: int = 1,
     stream: int = 0,
     v_trans: bool = False,
@@ -64,16 +65,18 @@ def emit_blob(
 ) -> memoryview:
     """Compose consecutive parts into one blob that `llama_state_seq_set_data` takes.
 
+    layout: the context's, to which parts in stored formats are decoded on the way; None: all
+    parts have the same layout, and that is written
     out: a writable contiguous buffer to fill from its start (no part may view it); a new one
     if None. Returns exactly the blob's bytes. The copy runs on up to `n_threads` threads with
-    the GIL released. StateError if the parts do not follow one another, differ in layout,
-    cannot be framed so, or `out` is too small."""
+    the GIL released. StateError if the parts do not follow one another, do not hold what the
+    layout says, cannot be framed so, or `out` is too small."""
     frame = Frame(n_stream, stream, v_trans, seq_id)
-    layout = check_parts(parts, frame)
+    layout = check_parts(parts, frame, layout)
     size = blob_size(layout, sum(len(part) for part in parts), n_stream=n_stream)
     target = np.empty(size, np.uint8) if out is None else writable(out, size)
     write_prefix(target, seq_id)
-    write_state(target[PREFIX_BYTES:], parts, frame, None, n_threads)
+    write_state(target[PREFIX_BYTES:], parts, frame, None, n_threads, layout)
     return target.data
 
 

@@ -1,4 +1,5 @@
-"""Write the state of a plain KV cache from parts, in one pass over their bytes.
+"""Write the state of a plain KV cache from parts, in one pass over their bytes: what has the
+destination's format is copied, what is kept in a stored format is decoded straight into it.
 
     u32 n_stream | per stream: u32 n_cells and, for the one that holds cells:
     cell table | u32 v_trans | u32 n_layer | K sections | V sections
@@ -10,7 +11,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +21,7 @@ from towerd.kernels import dispatch
 from towerd.slots.cells import cell_bytes, cell_table
 from towerd.slots.errors import StateError
 from towerd.slots.layout import KVLayout, Plane
-from towerd.slots.rows import KVRows, check_consecutive
+from towerd.slots.rows import KVRows, check_consecutive, check_positions
 
 STREAMS_MAX = 256
 """llama.cpp's bound on sequences, and so on streams."""
@@ -55,10 +57,19 @@ def state_size(layout: KVLayout, n: int, n_stream: int) -> int:
     return 4 + 4 * n_stream + n * cell_bytes(layout.cell_ext) + 8 + sections
 
 
-def check_parts(parts: Sequence[KVRows], frame: Frame) -> KVLayout:
-    """The layout of `parts`. StateError if they are not consecutive or cannot be written as
-    `frame` says (llama.cpp has no transposed quantized V)."""
-    layout = check_consecutive(parts)
+def check_parts(parts: Sequence[KVRows], frame: Frame, layout: KVLayout | None = None) -> KVLayout:
+    """The layout to write: `layout`, or the one that all parts share.
+
+    StateError if the parts are not consecutive, hold other values than `layout`, or cannot be
+    written as `frame` says (llama.cpp has no transposed quantized V and no stored formats)."""
+    if layout is None:
+        layout = check_consecutive(parts)
+    else:
+        check_positions(parts)
+        if not all(part.layout is layout or part.layout.converts_to(layout) for part in parts):
+            raise StateError("a part holds other values than the layout to write")
+    if not layout.is_native:
+        raise StateError("a state cannot hold stored formats")
     if frame.v_trans:
         for plane in layout.v:
             check_transposable(plane)
@@ -77,11 +88,13 @@ def write_state(
     frame: Frame,
     order: npt.NDArray[np.int64] | None = None,
     n_threads: int = dispatch.THREADS,
+    layout: KVLayout | None = None,
 ) -> None:
     """Fill `out` (exactly `state_size` bytes, checked parts) with the state.
 
-    order: int64[n], the row that each cell holds, for a single part; None: position order."""
-    layout = parts[0].layout
+    order: int64[n], the row that each cell holds, for a single part; None: position order.
+    layout: what to write; None: the parts' own"""
+    layout = parts[0].layout if layout is None else layout
     n = sum(len(part) for part in parts)
     table = cell_table(parts, frame.seq_id, order)
     counts = [n if stream == frame.stream else 0 for stream in range(frame.n_stream)]
@@ -91,21 +104,57 @@ def write_state(
     at += len(table)
     struct.pack_into("<II", out.data, at, frame.v_trans, layout.n_layer)
     at += 8
-    jobs: list[dispatch.Job] = []
-    rows = [part.k + part.v for part in parts]
+    moves = _Moves()
+    sources = [_planes(part) for part in parts]
     for i, plane in enumerate(layout.planes):
         transposed = frame.v_trans and i >= layout.n_layer
         _write_header(out, at, plane, transposed)
         at += SECTION_BYTES
-        sources = [planes[i] for planes in rows]
+        runs = [planes[i] for planes in sources]
         if transposed:
             section = out[at : at + n * plane.row_bytes].reshape(plane.n_elements, -1)
-            _transpose_parts(section, sources, plane, order, n_threads)
+            _transpose_parts(section, runs, plane, order, n_threads)
         else:
-            jobs += _copies(at, sources, order)
+            moves.add(at, runs, plane, order)
         at += n * plane.row_bytes
-    dispatch.copy_planes(out, jobs, n_threads)
+    moves.run(out, n_threads)
     out[at:] = 0  # the streams after this one are empty
+
+
+_Source: TypeAlias = tuple[Plane, npt.NDArray[np.uint8]]
+"""The rows of one plane of one part: what they are, uint8[n, row_bytes]."""
+_Conversion: TypeAlias = tuple[int, npt.NDArray[np.uint8], npt.NDArray[np.int64] | None, str, str]
+"""(offset, rows, order, source format, destination format)."""
+
+
+def _planes(part: KVRows) -> list[_Source]:
+    return list(zip(part.layout.planes, part.planes(), strict=True))
+
+
+@dataclass(slots=True)
+class _Moves:
+    """The jobs that fill one buffer: copies, and conversions from other formats."""
+
+    copies: list[dispatch.Job] = field(default_factory=list)
+    conversions: list[_Conversion] = field(default_factory=list)
+
+    def add(
+        self, at: int, runs: Sequence[_Source], plane: Plane, order: npt.NDArray[np.int64] | None
+    ) -> None:
+        """Write the runs one after the other from offset `at`, as rows of `plane`."""
+        for stored, rows in runs:
+            if stored.ggml_type == plane.ggml_type:
+                self.copies.append((at, rows, order))
+            else:
+                names = stored.format.name, plane.format.name
+                self.conversions.append((at, rows, order, *names))
+            at += len(rows) * plane.row_bytes
+
+    def run(self, out: npt.NDArray[np.uint8], n_threads: int) -> None:
+        if self.copies:
+            dispatch.copy_planes(out, self.copies, n_threads)
+        if self.conversions:
+            dispatch.transcode(out, self.conversions, n_threads)
 
 
 def _write_header(out: npt.NDArray[np.uint8], at: int, plane: Plane, transposed: bool) -> None:
@@ -116,31 +165,24 @@ def _write_header(out: npt.NDArray[np.uint8], at: int, plane: Plane, transposed:
         struct.pack_into("<iQ", out.data, at, plane.ggml_type, plane.row_bytes)
 
 
-def _copies(
-    at: int, sources: Sequence[npt.NDArray[np.uint8]], order: npt.NDArray[np.int64] | None
-) -> list[dispatch.Job]:
-    jobs: list[dispatch.Job] = []
-    for source in sources:
-        jobs.append((at, source, order))
-        at += source.size
-    return jobs
-
-
 def _transpose_parts(
     section: npt.NDArray[np.uint8],
-    sources: Sequence[npt.NDArray[np.uint8]],
+    runs: Sequence[_Source],
     plane: Plane,
     order: npt.NDArray[np.int64] | None,
     n_threads: int,
 ) -> None:
-    """section: uint8[channels, n * element_bytes], each part a range of its columns."""
+    """section: uint8[channels, n * element_bytes], each part a range of its columns. What is
+    not in the destination's format and order yet goes through a scratch of one plane."""
     element_bytes = plane.format.block_bytes
     at = 0
-    for source in sources:
+    for stored, source in runs:
         rows = source
-        if order is not None:
-            rows = np.empty(source.shape, np.uint8)
-            dispatch.gather_rows(source, order, rows, n_threads)
+        if order is not None or stored.ggml_type != plane.ggml_type:
+            rows = np.empty((len(source), plane.row_bytes), np.uint8)
+            moves = _Moves()
+            moves.add(0, [(stored, source)], plane, order)
+            moves.run(rows.reshape(-1), n_threads)
         columns = section[:, at : at + len(rows) * element_bytes]
         dispatch.transpose(rows, columns, element_bytes, n_threads)
         at += len(rows) * element_bytes

@@ -1,12 +1,13 @@
-"""What one token's rows look like: the ggml type and byte size of each layer's K and V row."""
+"""What one token's rows look like: the format and byte size of each layer's K and V row."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from towerd.kernels.formats import BY_TYPE, Format
+from towerd.kernels.formats import BY_NAME, BY_TYPE, CACHE_TYPES, Format
 from towerd.slots.errors import StateError
 
 STATE_VERSION = 3
@@ -14,14 +15,17 @@ STATE_VERSION = 3
 CELL_EXT_BYTES = 12
 """Per-cell extension (x, y, token id) that M-RoPE models store."""
 LAYERS_MAX = 4096
+NATIVE = "native"
+"""The name of a layout's own formats, beside those of the stored ones."""
 ROW_BYTES_MAX = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """One layer's K or V row: `row_bytes` bytes of ggml type `ggml_type`.
+    """One layer's K or V row: `row_bytes` bytes of the format with id `ggml_type`, a ggml cache
+    type or a stored format (see `towerd.kernels.formats`).
 
-    Raises StateError for a type that is no cache type or a size that is not whole blocks."""
+    Raises StateError for an unknown id or a size that is not whole blocks."""
 
     ggml_type: int
     row_bytes: int
@@ -31,7 +35,7 @@ class Plane:
             raise StateError("ggml_type and row_bytes must be integers")
         row = BY_TYPE.get(self.ggml_type)
         if row is None:
-            raise StateError(f"ggml type {self.ggml_type} is not a KV cache type")
+            raise StateError(f"type {self.ggml_type} is no format of KV cache rows")
         if not 0 < self.row_bytes <= ROW_BYTES_MAX or self.row_bytes % row.block_bytes:
             raise StateError(
                 f"a row of {self.row_bytes} bytes is not 1 to {ROW_BYTES_MAX} bytes "
@@ -47,6 +51,17 @@ class Plane:
     def n_elements(self) -> int:
         """Values in one row (KV heads times head dimension)."""
         return self.format.n_elements(self.row_bytes)
+
+    def stored_as(self, name: str) -> Plane:
+        """These values as rows of the stored format `name`; this plane itself where that is
+        impossible (rows that are not whole blocks) or would not take fewer bytes.
+
+        Raises StateError unless `name` is a stored format."""
+        row = stored_format(name)
+        if self.n_elements % row.block_elements:
+            return self
+        n_bytes = row.row_bytes(self.n_elements)
+        return Plane(row.type_id, n_bytes) if n_bytes < self.row_bytes else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +97,34 @@ class KVLayout:
         ext = CELL_EXT_BYTES if self.cell_ext else 0
         return sum(plane.row_bytes for plane in self.planes) + ext
 
+    @property
+    def is_native(self) -> bool:
+        """True when every plane has a cache type, so that a llama.cpp context can hold it."""
+        return all(plane.ggml_type in CACHE_TYPES for plane in self.planes)
+
+    @property
+    def format_name(self) -> str:
+        """`native`, or the stored format that the layout was made with by `stored_as`."""
+        stored = (plane.format.name for plane in self.planes if not plane.format.is_cache_type)
+        return next(stored, NATIVE)
+
+    def stored_as(self, name: str) -> KVLayout:
+        """The same values with every plane in the stored format `name` that gains by it (see
+        `Plane.stored_as`); `native` is this layout itself. StateError for other names."""
+        return self if name == NATIVE else _stored_as(self, name)
+
+    def converts_to(self, other: KVLayout) -> bool:
+        """Whether rows of this layout hold the same values as rows of `other`, format aside."""
+        return (
+            (self.n_layer, len(self.v), self.cell_ext)
+            == (other.n_layer, len(other.v), other.cell_ext)
+        ) and all(
+            mine.n_elements == theirs.n_elements
+            for mine, theirs in zip(self.planes, other.planes, strict=True)
+        )
+
     def to_json(self) -> dict[str, Any]:
-        """A dict of JSON values; `from_json` takes it back."""
+        """A dict of JSON values; `from_json` takes it back if the layout is native."""
         return {
             "k": [[plane.ggml_type, plane.row_bytes] for plane in self.k],
             "v": [[plane.ggml_type, plane.row_bytes] for plane in self.v],
@@ -92,7 +133,7 @@ class KVLayout:
 
     @classmethod
     def from_json(cls, value: object) -> KVLayout:
-        """The layout that `to_json` described. Raises StateError for anything else."""
+        """The native layout that `to_json` described. Raises StateError for anything else."""
         if not isinstance(value, Mapping) or set(value) != {"k", "v", "cell_ext"}:
             raise StateError("a layout must be an object with exactly k, v and cell_ext")
         if not isinstance(value["cell_ext"], bool):
@@ -107,5 +148,29 @@ def _planes(value: object, name: str) -> tuple[Plane, ...]:
     for item in value:
         if not isinstance(item, list | tuple) or len(item) != 2:
             raise StateError(f"{name} must hold [ggml_type, row_bytes] pairs")
-        planes.append(Plane(item[0], item[1]))
+        planes.append(cache_plane(item[0], item[1]))
     return tuple(planes)
+
+
+def cache_plane(ggml_type: int, row_bytes: int) -> Plane:
+    """A plane as bytes from outside describe it. Raises StateError unless it has a cache type:
+    stored formats are never in what llama.cpp reads and writes."""
+    if ggml_type not in CACHE_TYPES:
+        raise StateError(f"ggml type {ggml_type} is not a KV cache type")
+    return Plane(ggml_type, row_bytes)
+
+
+def stored_format(name: str) -> Format:
+    """The stored format of that name. Raises StateError for any other name."""
+    row = BY_NAME.get(name)
+    if row is None or row.is_cache_type:
+        raise StateError(f"{name!r} is not a stored format")
+    return row
+
+
+@functools.lru_cache(maxsize=256)
+def _stored_as(layout: KVLayout, name: str) -> KVLayout:
+    stored_format(name)
+    k = tuple(plane.stored_as(name) for plane in layout.k)
+    v = tuple(plane.stored_as(name) for plane in layout.v)
+    return KVLayout(k, v, layout.cell_ext)

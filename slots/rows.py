@@ -113,16 +113,20 @@ def delta(rows: KVRows, parent_n: int) -> KVRows:
     return rest
 
 
-def check_consecutive(parts: Sequence[KVRows]) -> KVLayout:
-    """The layout that all parts share. StateError unless there is at least one part, each
-    starts where the one before it ends, and the layouts are the same."""
+def check_positions(parts: Sequence[KVRows]) -> None:
+    """StateError unless there is at least one part and each starts where the one before ends."""
     if not parts:
         raise StateError("no rows to compose")
     for before, after in zip(parts, parts[1:], strict=False):
         if before.p1 != after.p0:
             raise StateError(f"a part ends at position {before.p1}, the next begins at {after.p0}")
-        if before.layout != after.layout:
-            raise StateError("the parts have different layouts")
+
+
+def check_consecutive(parts: Sequence[KVRows]) -> KVLayout:
+    """The layout that all parts share. StateError as `check_positions`, or if they differ."""
+    check_positions(parts)
+    if any(part.layout != parts[0].layout for part in parts[1:]):
+        raise StateError("the parts have different layouts")
     return parts[0].layout
 
 

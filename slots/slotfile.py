@@ -71,6 +71,7 @@ def emit_slot_file(
     tokens: npt.NDArray[np.int32],
     parts: Sequence[KVRows],
     *,
+    layout: KVLayout | None = None,
     packed: bool = True,
     n_stream: int = 1,
     stream: int = 0,
@@ -83,14 +84,14 @@ def emit_slot_file(
 
     StateError too if there is not exactly one token per row: llama-server would fail later."""
     frame = Frame(n_stream, stream, v_trans, seq_id)
-    layout = check_parts(parts, frame)
+    layout = check_parts(parts, frame, layout)
     n = sum(len(part) for part in parts)
     if len(tokens) != n:
         raise StateError(f"{len(tokens)} tokens for {n} rows")
     section = token_section(tokens, packed)
     size = HEADER_BYTES + section.nbytes + state_size(layout, n, n_stream)
     target = np.empty(size, np.uint8) if out is None else writable(out, size)
-    write_state(_write_head(target, section), parts, frame, None, n_threads)
+    write_state(_write_head(target, section), parts, frame, None, n_threads, layout)
     return target.data
 
 

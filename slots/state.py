@@ -21,7 +21,7 @@ from towerd.slots.compose import (
     write_state,
 )
 from towerd.slots.errors import StateError
-from towerd.slots.layout import LAYERS_MAX, KVLayout, Plane
+from towerd.slots.layout import LAYERS_MAX, KVLayout, Plane, cache_plane
 from towerd.slots.reader import Reader
 from towerd.slots.rows import Bytes2D, KVRows
 
@@ -155,7 +155,7 @@ def _parse_sections(
 
 
 def _parse_section(reader: Reader, n_cells: int, what: str) -> _Section:
-    plane = Plane(reader.i32(what), reader.u64(what))
+    plane = cache_plane(reader.i32(what), reader.u64(what))
     data = reader.take(n_cells * plane.row_bytes, what)
     return _Section(plane, data.reshape(n_cells, plane.row_bytes), False)
 
@@ -164,7 +164,7 @@ def _parse_transposed(reader: Reader, n_cells: int, what: str) -> _Section:
     ggml_type, element_bytes, n_elements = (
         reader.i32(what), reader.u32(what), reader.u32(what),
     )  # fmt: skip
-    plane = Plane(ggml_type, element_bytes * n_elements)
+    plane = cache_plane(ggml_type, element_bytes * n_elements)
     check_transposable(plane)
     if element_bytes != BY_TYPE[ggml_type].block_bytes:
         raise StateError(f"{what}: elements of {element_bytes} bytes do not fit the type")

@@ -23,7 +23,7 @@ from towerd.api.middleware import MIDDLEWARES, add_headers
 from towerd.config import Config
 from towerd.errors import ConfigError
 from towerd.metrics import Metrics
-from towerd.routes import add_routes
+from towerd.routes import add_proxy_routes, add_routes
 from towerd.tenants import Tenants
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,10 @@ def build_app(
     app[TENANTS] = Tenants(config.api_keys)
     app.cleanup_ctx.append(_watch_loop)
     app.on_response_prepare.append(add_headers)
-    add_routes(app)
+    if config.engine == "llama-server":
+        add_proxy_routes(app)
+    else:
+        add_routes(app)
     return app
 
 
@@ -148,6 +151,10 @@ async def _serve_until(
 
 def _open_service(config: Config) -> AbstractAsyncContextManager[Service]:
     # Imported late: it loads llama.cpp, and /health answers before that.
+    if config.engine == "llama-server":
+        from towerd.sidecar import open_sidecar
+
+        return open_sidecar(config)
     from towerd.service import open_service
 
     return open_service(config)

@@ -12,16 +12,20 @@ import os
 import shutil
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import psutil
 
 from towerd import paths
 from towerd.errors import ConfigError
+from towerd.policy import NAMES as POLICIES
 from towerd.settings import Kind, Setting, keys_from
+from towerd.tiers.fidelity import FIDELITIES, LevelFormats
 
+ENGINES = ("embedded", "llama-server")
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
 UNQUANTIZED = ("f32", "f16", "bf16")
 ENV_PREFIX = "TOWERD_"
@@ -45,10 +49,13 @@ def _set(
     high: float | None = None,
     choices: tuple[str, ...] = (),
     auto: str = "",
+    secret: bool = False,
 ) -> Any:
-    """A Config field; `flags` and `off` are space-separated spellings."""
+    """A Config field; `flags` and `off` are space-separated spellings. A secret one is left out
+    of repr, as keys are."""
     spec = Setting(kind, help, tuple(flags.split()), tuple(off.split()), low, high, choices, auto)
-    return field(default=default, repr=kind != "keys", metadata={"setting": spec})
+    shown = kind != "keys" and not secret
+    return field(default=default, repr=shown, metadata={"setting": spec})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +106,8 @@ class Config:
     cache_type_v: str = _set("f16", "text", "--cache-type-v -ctv",
         "Type of the cached values; a quantized one needs flash attention.", choices=CACHE_TYPES)
     flash_attn: str = _set("auto", "text", "--flash-attn -fa",
-        "Flash attention.", choices=("auto", "on", "off"))
+        "Flash attention. auto is off on a CPU, where it makes one long conversation slower; "
+        "many short ones at once are faster with it.", choices=("auto", "on", "off"))
     gpu_layers: int = _set(-1, "int", "--gpu-layers -ngl",
         "Layers to put on the GPU, in a build that has one; -1 puts all.", low=-1, high=10000)
     mmap: bool = _set(True, "bool", "--mmap",
@@ -115,8 +123,16 @@ class Config:
     warm_bytes: int = _set(-1, "size", "--warm-bytes",
         "Disk for the attention state of conversations.", low=-1,
         auto="32 GiB, but at most half of what is free")
+    fidelity: str = _set("near", "text", "--fidelity",
+        "How true unused attention state stays on disk: as computed, or within a measured bound.",
+        choices=FIDELITIES)
+    level_formats: str | None = _set(None, "text", "--level-formats",
+        "Stored formats to use, by level, such as 0=q4h,1=q6h,2=q8.", auto="what calibration finds")
+    shrink_after_s: float = _set(600.0, "float", "--shrink-after",
+        "Seconds without use after which state is stored in its level's format; 0: at once.",
+        low=0)
     policy: str = _set("lru", "text", "--policy",
-        "What leaves a full tier first.", choices=("lru",))
+        "What leaves a full tier first.", choices=POLICIES)
     context_shift: bool = _set(False, "bool", "--context-shift",
         "Drop the oldest turns of a chat that outgrows its context, instead of an error.",
         off="--no-context-shift")
@@ -137,6 +153,23 @@ class Config:
         "Origins whose web pages may call the API besides this machine's own; * is any.")
     request_bytes_max: int = _set(64 * 2**20, "size", "--request-bytes-max",
         "Largest request body.", low=1024, high=2**31)
+    engine: str = _set(None, "text", "--engine",
+        "What evaluates the model: llama.cpp inside the daemon, or a llama-server behind it.",
+        choices=ENGINES, auto="embedded; with --upstream llama-server")
+    llama_server_bin: Path | None = _set(None, "path", "--llama-server-bin",
+        "The llama-server to start.", auto="the one in PATH, else the one of llama-cpp-python")
+    llama_server_args: tuple[str, ...] = _set((), "args", "--llama-server-args",
+        "More flags for the llama-server that is started, as on its command line; or after --.")
+    upstream: str | None = _set(None, "text", "--upstream",
+        "URL of a running llama-server to use instead of starting one.")
+    upstream_key: str | None = _set(None, "text", "--upstream-key",
+        "The key that this llama-server wants.", secret=True)
+    slot_dir: Path | None = _set(None, "path", "--slot-dir",
+        "Directory for slot files; of an --upstream its --slot-save-path.",
+        auto="one in memory, made at start and removed at the end")
+    allow_vulnerable: bool = _set(False, "bool", "--allow-vulnerable",
+        "Use a llama-server of b4882 to b9058, whose restore overflows (CVE-2026-43629).",
+        off="--no-allow-vulnerable")
     queue_max: int = _set(256, "int", "--queue-max",
         "Requests that may wait; more are answered 503.", low=0, high=2**20)
     log_level: str = _set("info", "text", "--log-level",
@@ -172,6 +205,10 @@ class Config:
             auto["store_dir"] = paths.store_dir()
         if self.socket is None:
             auto["socket"] = paths.runtime_socket()
+        if self.engine is None:
+            auto["engine"] = "embedded" if self.upstream is None else "llama-server"
+        if self.upstream is not None:
+            auto["upstream"] = self.upstream.rstrip("/")
         if self.threads == 0:
             auto["threads"] = _physical_cores()
         if self.threads_batch == 0:
@@ -200,12 +237,44 @@ class Config:
             raise ConfigError(
                 f"cache_type_v {self.cache_type_v} needs flash attention: leave flash_attn at auto."
             )
+        if self.level_formats is not None:
+            LevelFormats.parse(self.level_formats)
+            if self.fidelity == "exact":
+                raise ConfigError("fidelity exact stores as computed: leave level_formats out.")
         if self.chat_template is not None and self.chat_template_file is not None:
             raise ConfigError("Set chat_template or chat_template_file, not both.")
+        self._check_engine()
         if self.socket is not None and len(os.fsencode(self.socket)) > SOCKET_PATH_BYTES_MAX:
             raise ConfigError(
                 f"The socket path {self.socket} is longer than {SOCKET_PATH_BYTES_MAX} bytes: "
                 "give a shorter one with --socket."
+            )
+
+    def _check_engine(self) -> None:
+        """A llama-server is started or attached to, not both."""
+        if self.engine == "embedded":
+            for name in ("upstream", "llama_server_bin", "llama_server_args", "slot_dir"):
+                if getattr(self, name):
+                    flag = settings()[name].flags[0]
+                    raise ConfigError(f"{flag} needs --engine llama-server.")
+        if self.upstream is None:
+            if self.upstream_key is not None:
+                raise ConfigError("--upstream-key is the key of an --upstream; there is none.")
+            return
+        if not is_http_url(self.upstream):
+            raise ConfigError(
+                f"The upstream {self.upstream!r} is not a URL such as http://127.0.0.1:8081."
+            )
+        for name in ("llama_server_bin", "llama_server_args"):
+            if getattr(self, name):
+                raise ConfigError(
+                    f"{settings()[name].flags[0]} is for a llama-server that towerd starts; "
+                    "the one at --upstream runs already."
+                )
+        if self.slot_dir is None:
+            raise ConfigError(
+                "An --upstream needs --slot-dir: start that llama-server with "
+                "--slot-save-path DIR and give towerd the same directory."
             )
 
 
@@ -242,6 +311,15 @@ def load(
     return Config(**values)
 
 
+def with_server_args(config: Config, words: tuple[str, ...]) -> Config:
+    """`config` with `words` after its llama_server_args. Raises ConfigError."""
+    if config.engine == "embedded":
+        raise ConfigError(
+            f"Unexpected {words[0]!r}: only --engine llama-server takes flags after --."
+        )
+    return replace(config, llama_server_args=(*config.llama_server_args, *words))
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach `host`."""
     if host == "localhost":
@@ -250,6 +328,17 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+def is_http_url(text: str) -> bool:
+    """Whether `text` names a server: http or https, a host, maybe a port and a path prefix."""
+    try:
+        parts = urlsplit(text)
+        port_ok = parts.port is None or parts.port > 0
+    except ValueError:
+        return False
+    plain = not (parts.username or parts.password or parts.query or parts.fragment)
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and port_ok and plain
 
 
 def _from_toml(path: Path | None) -> dict[str, Any]:

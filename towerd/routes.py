@@ -11,6 +11,7 @@ from towerd.api import (
     completion,
     elsewhere,
     info,
+    own_calibration,
     own_segments,
     own_sessions,
     page,
@@ -65,6 +66,8 @@ OWN_ROUTES: tuple[Route, ...] = (
     Route("GET", "/towerd/v1/bases", pins.list_bases),
     Route("DELETE", "/towerd/v1/bases/{name}", pins.delete_base),
     Route("POST", "/towerd/v1/precache", precache.post_precache),
+    Route("GET", "/towerd/v1/calibration", own_calibration.get_calibration),
+    Route("POST", "/towerd/v1/calibration", own_calibration.post_calibration),
     Route("POST", "/towerd/v1/verify", upkeep.post_verify),
     Route("POST", "/towerd/v1/gc", upkeep.post_gc),
 )
@@ -83,10 +86,22 @@ ELSEWHERE_ROUTES: tuple[Route, ...] = tuple(
 ROUTES = LLAMA_ROUTES + OWN_ROUTES + PAGE_ROUTES + ELSEWHERE_ROUTES
 
 
-def add_routes(app: web.Application) -> None:
-    """Register the table."""
-    for route in ROUTES:
+def add_routes(app: web.Application, routes: tuple[Route, ...] = ROUTES) -> None:
+    """Register a table."""
+    for route in routes:
         if route.method == "GET":
             app.router.add_get(route.path, route.handler)  # HEAD as well
         else:
             app.router.add_route(route.method, route.path, route.handler)
+
+
+def add_proxy_routes(app: web.Application) -> None:
+    """Register the table in front of a llama-server: towerd's own endpoints, and everything else
+    through to it."""
+    from towerd.api import proxy_routes
+
+    proxy_routes.connect(app)
+    add_routes(app, OWN_ROUTES)
+    add_routes(app, tuple(route for route in PAGE_ROUTES if route.path != "/"))
+    add_routes(app, tuple(Route(*row) for row in proxy_routes.PROXY))
+    app.router.add_route("*", "/{path:.*}", proxy_routes.unknown)

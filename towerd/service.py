@@ -6,13 +6,16 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import cast
 
 from towerd.config import Config
+from towerd.engine.embedded.calibrate import Calibrator
 from towerd.engine.embedded.core import Core, load_core
 from towerd.engine.embedded.engine import EmbeddedEngine
 from towerd.session import Sessions
 from towerd.slots.fingerprint import Fingerprint
 from towerd.store import Catalog, Store
+from towerd.tiers.fidelity import Fidelity, LevelFormats
 from towerd.tiers.manager import Tiers
 
 
@@ -25,6 +28,7 @@ class Service:
     sessions: Sessions
     store: Store
     tiers: Tiers
+    calibrator: Calibrator
 
 
 @asynccontextmanager
@@ -40,10 +44,20 @@ async def open_service(config: Config) -> AsyncIterator[Service]:
             engine = EmbeddedEngine(core, tiers, config)
             engine.start()
             sessions = Sessions(engine, store)
+            calibrator = Calibrator(
+                core,
+                engine.scheduler,
+                store,
+                tiers,
+                fidelity=config.fidelity,
+                forced=config.level_formats is not None,
+            )
             try:
-                yield Service(config, engine, sessions, store, tiers)
+                await asyncio.to_thread(calibrator.start)
+                yield Service(config, engine, sessions, store, tiers, calibrator)
             finally:
                 await sessions.drain()
+                await asyncio.to_thread(calibrator.close)
                 await engine.close()
         finally:
             await asyncio.to_thread(tiers.close)
@@ -77,4 +91,7 @@ def _open_tiers(config: Config, core: Core, store: Store) -> Tiers:
         hot_bytes=config.hot_bytes,
         warm_bytes=config.warm_bytes,
         policy=config.policy,
+        fidelity=cast(Fidelity, config.fidelity),
+        forced=LevelFormats.parse(config.level_formats) if config.level_formats else None,
+        shrink_after_s=config.shrink_after_s,
     )

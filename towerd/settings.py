@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 from towerd.errors import ConfigError
 
-Kind: TypeAlias = Literal["int", "float", "bool", "text", "path", "size", "list", "keys"]
+Kind: TypeAlias = Literal["int", "float", "bool", "text", "path", "size", "list", "args", "keys"]
 
 UNITS = {
     "": 1,
@@ -133,6 +134,16 @@ def _list(raw: object, place: str) -> tuple[str, ...]:
     return tuple(part.strip() for item in items for part in _text(item, place).split(",") if part)
 
 
+def _args(raw: object, place: str) -> tuple[str, ...]:
+    """Words of a command line: a list of them, or text split as a shell does."""
+    if isinstance(raw, list | tuple):
+        return tuple(_text(item, place) for item in raw)
+    try:
+        return tuple(shlex.split(_text(raw, place)))
+    except ValueError as error:
+        raise ConfigError(f"{place} is not a command line: {error}.") from None
+
+
 def _keys(raw: object, place: str) -> tuple[tuple[str, str], ...]:
     """(key, tenant) pairs from "key" or "tenant:key" texts. No message repeats a key."""
     items = raw.split(",") if isinstance(raw, str) else raw
@@ -174,5 +185,6 @@ _PARSERS: dict[Kind, Callable[[object, str], Any]] = {
     "path": _path,
     "size": parse_size,
     "list": _list,
+    "args": _args,
     "keys": _keys,
 }

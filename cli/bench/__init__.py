@@ -9,6 +9,8 @@ from typing import Any
 
 import click
 
+from towerd.config import ENGINES
+
 _MODEL = click.option(
     "--model", "-m", type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="GGUF to measure; default: random weights of the 1B shape (written once).",
@@ -26,9 +28,11 @@ def bench() -> None:
 @_QUICK
 @click.option("--tokens", type=click.IntRange(64, 131072), default=2048, show_default=True,
               help="Length of the stored session.")  # fmt: skip
-def resume(model: Path | None, quick: bool, tokens: int) -> None:
+@click.option("--level-formats", default=None,
+              help="Store it in these formats first, such as 0=q8h; default: native.")  # fmt: skip
+def resume(model: Path | None, quick: bool, tokens: int, level_formats: str | None) -> None:
     """A stored session back to its first token, against prefilling it."""
-    _run("resume", model, quick, tokens=tokens)
+    _run("resume", model, quick, tokens=tokens, level_formats=level_formats)
 
 
 @bench.command()
@@ -36,9 +40,11 @@ def resume(model: Path | None, quick: bool, tokens: int) -> None:
 @_QUICK
 @click.option("--rounds", type=click.IntRange(1, 100), default=None,
               help="How often every chat is continued; default 3, with --quick 2.")  # fmt: skip
-def switch(model: Path | None, quick: bool, rounds: int | None) -> None:
+@click.option("--engine", type=click.Choice(ENGINES), default="embedded", show_default=True,
+              help="towerd's engine; llama-server: in front of one.")  # fmt: skip
+def switch(model: Path | None, quick: bool, rounds: int | None, engine: str) -> None:
     """Forty chats over one base, round robin, against llama-server's defaults."""
-    _run("switch", model, quick, rounds=rounds)
+    _run("switch", model, quick, rounds=rounds, engine=engine)
 
 
 @bench.command()
@@ -50,10 +56,71 @@ def concurrency(model: Path | None, quick: bool) -> None:
 
 
 @bench.command()
+@_MODEL
+@_QUICK
+def proxy(model: Path | None, quick: bool) -> None:
+    """What towerd before a llama-server adds to its times, at 1 and 32 streams."""
+    _run("proxy", model, quick)
+
+
+@bench.command()
 @_QUICK
 def store(quick: bool) -> None:
     """Load time, look-up time and size of a store of 100,000 segments."""
     _run("store", None, quick)
+
+
+@bench.command()
+@click.option("--model", "-m", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+              help="GGUF to measure, a trained one; default: the bundled model.")  # fmt: skip
+@click.option("--text", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+              help="UTF-8 text to measure on; default: the one that calibration uses.")  # fmt: skip
+@click.option("--plot", "plot_path", type=click.Path(dir_okay=False, path_type=Path),
+              help="Write the plot of attention drift here, as .png or .svg.")  # fmt: skip
+@_QUICK
+def quality(model: Path | None, text: Path | None, plot_path: Path | None, quick: bool) -> None:
+    """What the stored formats cost: perplexity, KL divergence, attention drift and its bound."""
+    _run("quality", model, quick, text=text, plot_path=plot_path)
+
+
+@bench.command()
+@click.option("--model", "-m", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+              help="GGUF to measure, a trained one; default: the bundled model.")  # fmt: skip
+@click.option("--text", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+              help="UTF-8 text to cut modules from; default: the one of calibration.")  # fmt: skip
+@_QUICK
+def splice(model: Path | None, text: Path | None, quick: bool) -> None:
+    """What a module costs in quality, and saves in time, wherever it is spliced in."""
+    _run("splice", model, quick, text=text)
+
+
+@bench.command()
+@_QUICK
+def kernels(quick: bool) -> None:
+    """GB/s of every kernel, beside memcpy and ggml's own routines."""
+    _run("kernels", None, quick)
+
+
+@bench.command()
+@click.option("--level-formats", default="0=q4h,1=q6h,2=q8", show_default=True,
+              help="The stored format of each level.")  # fmt: skip
+@click.option("--plot", "plot_path", type=click.Path(dir_okay=False, path_type=Path),
+              help="Write the curve here, as .png or .svg.")  # fmt: skip
+@_QUICK
+def footprint(quick: bool, level_formats: str, plot_path: Path | None) -> None:
+    """Disk per session in a hierarchy of shared bases, against one slot file per session."""
+    _run("footprint", None, quick, level_formats=level_formats, plot_path=plot_path)
+
+
+@bench.command()
+@click.option("--data", required=True,
+              type=click.Path(exists=True, file_okay=False, path_type=Path),
+              help="Folder of traces: agentic_coding/, mooncake_conversation.jsonl.zst, ...")  # fmt: skip
+@click.option("--policy", "policies", multiple=True, help="Measure this policy, too.")
+@_QUICK
+def policy(data: Path, policies: tuple[str, ...], quick: bool) -> None:
+    """What each eviction policy finds of recorded traces, beside LRU and the best possible."""
+    _run("policy", None, quick, data=data, policies=policies)
 
 
 def _run(name: str, model: Path | None, quick: bool, **options: Any) -> None:

@@ -25,7 +25,9 @@ async def run(model: Path | None, quick: bool) -> Report:
     """Both servers, one after the other, on the same requests."""
     path = bench_model(model, "small" if quick else "1b")
     n_vocab, n_predict = vocab_size(path), 32 if quick else 48
-    flags = ("-c", "4096", "-np", "8")
+    # Left to itself towerd does without flash attention on a CPU, which suits one long
+    # conversation; for many short ones it is the faster, and both get it here.
+    flags = ("-c", "4096", "-np", "8", "-fa", "on")
     report = Report("concurrency", path.name)
     with tempfile.TemporaryDirectory(prefix="towerd-bench-") as folder:
         with towerd_server(path, Path(folder) / "store", *flags) as server:

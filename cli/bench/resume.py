@@ -6,70 +6,126 @@ trial. The floor is what nobody can beat: one memcpy of the rows and one decode 
 
 from __future__ import annotations
 
+import asyncio
 import statistics
 import tempfile
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import aiohttp
 import numpy as np
 
 from towerd.cli.bench.client import complete, new_session
 from towerd.cli.bench.models import bench_model, random_prompt, vocab_size
 from towerd.cli.bench.report import Report
 from towerd.cli.bench.servers import ServerProcess, towerd_server
+from towerd.errors import TowerdError
 
 _TRIALS = 5
+_SHRINK_S_MAX = 60.0
 _RATIO_MIN = {2048: 350.0, 8192: 1000.0}
 
 
-async def run(model: Path | None, quick: bool, tokens: int) -> Report:
-    """Measure; `tokens` is the session's length."""
+async def run(model: Path | None, quick: bool, tokens: int, level_formats: str | None) -> Report:
+    """Measure; `tokens` is the session's length. With `level_formats` the session is measured
+    as computed first, then in these formats."""
     path = bench_model(model, "small" if quick else "1b")
     n_vocab = vocab_size(path)
     rng = np.random.default_rng(1)
     report = Report("resume", path.name)
     with tempfile.TemporaryDirectory(prefix="towerd-bench-") as folder:
-        ctx = str(-(-(tokens + 64) // 256) * 256)
-        server = towerd_server(path, Path(folder) / "store", "-c", ctx)
-        with server:
-            prompt = random_prompt(rng, tokens + 1, n_vocab).tolist()
+        flags = ["-c", str(-(-(tokens + 64) // 256) * 256)]
+        prompt = random_prompt(rng, tokens + 1, n_vocab).tolist()
+        store = Path(folder) / "store"
+        with towerd_server(path, store, *flags, "--fidelity", "exact") as server:
             await _measure(report, server, prompt, tokens)
+        if level_formats is not None:
+            flags += ["--level-formats", level_formats, "--shrink-after", "0"]
+            with towerd_server(path, store, *flags) as server:
+                await _measure_stored(report, server, prompt, level_formats)
     return report
 
 
-async def _measure(report: Report, server: ServerProcess, prompt: list[int], tokens: int) -> None:
-    warm_up = prompt[-1:] + prompt[:31]
+async def _measure_stored(
+    report: Report, server: ServerProcess, prompt: list[int], level_formats: str
+) -> None:
+    """The same session once its rows are in stored formats."""
+    started = time.monotonic()
     async with new_session() as session:
-        await complete(session, server.url, warm_up, 8)
-        cold = await complete(session, server.url, prompt[:tokens], 1)
-    resumes, decodes, starts, warm, moved = [], [], [], 0, 0
+        while not (await _stats(session, server))["tiers"]["segments_shrunk"]:
+            if time.monotonic() - started > _SHRINK_S_MAX:
+                raise TowerdError(f"Nothing was stored in {level_formats}; is it native?")
+            await asyncio.sleep(0.2)
+    trials = await _resumes(server, prompt)
+    report.figures |= {
+        "level_formats": level_formats,
+        "tokens_approximate": trials.n_approximate,
+        "stored_resume_s": statistics.median(trials.resumes),
+        "over_native": statistics.median(trials.resumes) / report.figures["resume_s"],
+    }
+    report.target("over_native", most=1.5)
+
+
+@dataclass(slots=True)
+class _Trials:
+    """Restart, then resume: what each trial took."""
+
+    resumes: list[float] = field(default_factory=list)
+    decodes: list[float] = field(default_factory=list)
+    starts: list[float] = field(default_factory=list)
+    n_stored: int = 0
+    n_approximate: int = 0
+    n_bytes: int = 0
+
+
+async def _resumes(server: ServerProcess, prompt: list[int]) -> _Trials:
+    trials = _Trials()
     for _ in range(_TRIALS):
         server.stop()
-        starts.append(server.start())
+        trials.starts.append(server.start())
         async with new_session() as session:
-            await complete(session, server.url, warm_up, 8)
+            await complete(session, server.url, _warm_up(prompt), 8)
             # One new token after the stored ones, so that the first step decodes exactly it.
             again = await complete(session, server.url, prompt, 12)
-            resumes.append(again.ttft_s)
-            decodes.append(float(again.timings["predicted_per_token_ms"]) / 1e3)
+            trials.resumes.append(again.ttft_s)
+            trials.decodes.append(float(again.timings["predicted_per_token_ms"]) / 1e3)
             reuse = again.final["towerd"]["reuse"]
-            warm = int(reuse["warm"]) + int(reuse["hot"])
-            async with session.get(f"{server.url}/towerd/v1/stats") as reply:
-                moved = int((await reply.json())["engine"]["bytes_in"])
-    memcpy_s = _memcpy_s(moved)
-    resume_s, decode_s = statistics.median(resumes), statistics.median(decodes)
+            trials.n_stored = int(reuse["warm"]) + int(reuse["hot"])
+            trials.n_approximate = int(reuse.get("approximate", 0))
+            trials.n_bytes = int((await _stats(session, server))["engine"]["bytes_in"])
+    return trials
+
+
+def _warm_up(prompt: list[int]) -> list[int]:
+    return prompt[-1:] + prompt[:31]
+
+
+async def _stats(session: aiohttp.ClientSession, server: ServerProcess) -> dict[str, Any]:
+    async with session.get(f"{server.url}/towerd/v1/stats") as reply:
+        return dict(await reply.json())
+
+
+async def _measure(report: Report, server: ServerProcess, prompt: list[int], tokens: int) -> None:
+    async with new_session() as session:
+        await complete(session, server.url, _warm_up(prompt), 8)
+        cold = await complete(session, server.url, prompt[:tokens], 1)
+    trials = await _resumes(server, prompt)
+    memcpy_s = _memcpy_s(trials.n_bytes)
+    resume_s, decode_s = statistics.median(trials.resumes), statistics.median(trials.decodes)
     report.figures |= {
         "tokens": tokens,
-        "tokens_from_store": warm,
+        "tokens_from_store": trials.n_stored,
         "prefill_s": cold.ttft_s,
         "resume_s": resume_s,
-        "resume_s_max": max(resumes),
+        "resume_s_max": max(trials.resumes),
         "ratio": cold.ttft_s / resume_s,
-        "bytes_moved": moved,
+        "bytes_moved": trials.n_bytes,
         "memcpy_s": memcpy_s,
         "decode_step_s": decode_s,
         "over_floor": resume_s / (memcpy_s + decode_s),
-        "start_s": statistics.median(starts),
+        "start_s": statistics.median(trials.starts),
     }
     if tokens in _RATIO_MIN and "1b" in report.model:
         report.target("ratio", least=_RATIO_MIN[tokens])

@@ -44,6 +44,7 @@ class ServerProcess:
         trace: TracebackType | None,
     ) -> None:
         self.stop()
+        self._log.close()
 
     def start(self) -> float:
         """Start and wait for /health; returns the seconds it took. Raises TowerdError."""
@@ -73,11 +74,12 @@ class ServerProcess:
         self._process = None
 
     def rss_bytes(self) -> int:
-        """Resident memory of the running process."""
+        """Resident memory of the running process and of what it started."""
         import psutil
 
         assert self._process is not None
-        return int(psutil.Process(self._process.pid).memory_info().rss)
+        process = psutil.Process(self._process.pid)
+        return sum(int(each.memory_info().rss) for each in (process, *process.children()))
 
     def _is_healthy(self) -> bool:
         try:

@@ -81,10 +81,10 @@ def kernels(config: Config) -> Finding:
 
     try:
         name = dispatch.name()
-    except (ImportError, ValueError) as error:
+    except ValueError as error:
         return fail(str(error), f"{SETUP} Or unset {dispatch.ENV}.")
-    if name == "native":
-        return ok("native kernels")
+    if name != "reference":
+        return ok(f"native kernels ({name})")
     forced = os.environ.get(dispatch.ENV) == "reference"
     advice = f"Unset {dispatch.ENV}." if forced else SETUP
     return warn("numpy reference kernels: correct, but many times slower", advice)

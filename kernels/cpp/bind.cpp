@@ -1,167 +1,85 @@
-// The Python face: check every argument with the GIL held, then work without it.
+// The Python face: one class with all kernels for one instruction set.
 
-#include <nanobind/nanobind.h>
+#include "bind.h"
 
-#include <algorithm>
-#include <deque>
 #include <string>
-#include <utility>
-#include <vector>
 
-#include "copy.h"
-#include "transpose.h"
-#include "view.h"
+#include "dispatch.h"
+#include "formats.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
-using towerd::Buffer;
-using towerd::CopyJob;
-using towerd::Rows;
-using towerd::refuse;
+using towerd::Format;
+using towerd::Isa;
+using nb::handle;
 
 namespace {
 
-constexpr const char * kBytes = "B";
-constexpr const char * kInt64 = "lq";
+struct Kernels {
+    const Isa & isa;
 
-std::size_t count_of(nb::handle value, const char * name, long long low, long long high) {
-    int             overflow = 0;
-    const long long count = PyLong_Check(value.ptr()) ? PyLong_AsLongLongAndOverflow(value.ptr(), &overflow) : -1;
-    if (!PyLong_Check(value.ptr()) || overflow != 0 || count < low || count > high) {
-        refuse(name, "expected an integer from " + std::to_string(low) + " to " + std::to_string(high));
-    }
-    return static_cast<std::size_t>(count);
-}
+    explicit Kernels(const char * name) : isa(named(name)) {}
 
-std::size_t threads_of(nb::handle value) { return count_of(value, "n_threads", 1, 1024); }
-
-void check_index(const Buffer & index, std::size_t n_rows, const std::string & name) {
-    index.require_contiguous(name);
-    const auto * at = reinterpret_cast<const std::int64_t *>(index.data());
-    for (std::size_t i = 0; i < index.shape(0); ++i) {
-        if (at[i] < 0 || static_cast<std::size_t>(at[i]) >= n_rows) {
-            refuse(name, "row " + std::to_string(at[i]) + " is not in [0, " + std::to_string(n_rows) + ")");
+    static const Isa & named(const char * name) {
+        const Isa * isa = towerd::isa_named(name);
+        if (isa == nullptr) {
+            towerd::refuse("name", "no kernels called " + std::string(name) + " on this machine");
         }
+        return *isa;
     }
+};
+
+nb::list available() {
+    nb::list names;
+    for (const Isa * isa : towerd::available()) {
+        names.append(nb::str(isa->name));
+    }
+    return names;
 }
 
-void check_targets(const std::vector<CopyJob> & jobs, const Buffer & dst) {
-    std::vector<std::pair<const std::uint8_t *, std::size_t>> spans;
-    for (const CopyJob & job : jobs) {
-        if (towerd::overlap(dst.data(), dst.shape(0), job.source.data, job.source.span())) {
-            refuse("jobs", "a source lies in dst");
-        }
-        if (job.bytes() != 0) {
-            spans.emplace_back(job.target, job.target_span());
-        }
+nb::list formats() {
+    nb::list rows;
+    for (const Format & row : towerd::kFormats) {
+        rows.append(nb::make_tuple(row.name, row.type_id, row.block_elements, row.block_bytes, row.hadamard));
     }
-    std::sort(spans.begin(), spans.end());
-    for (std::size_t i = 1; i < spans.size(); ++i) {
-        if (spans[i - 1].first + spans[i - 1].second > spans[i].first) {
-            refuse("jobs", "two jobs write the same bytes");
-        }
-    }
-}
-
-// Adds the buffers of job `i` to `held` (they must outlive the copy) and returns the job.
-CopyJob job_of(nb::handle item, std::size_t i, const Buffer & dst, std::deque<Buffer> & held) {
-    const std::string name = "jobs[" + std::to_string(i) + "]";
-    if (!PyTuple_Check(item.ptr()) || PyTuple_Size(item.ptr()) != 3) {
-        refuse(name, "expected a tuple (offset, rows, index)");
-    }
-    const nb::tuple   job = nb::borrow<nb::tuple>(item);
-    const std::size_t size = dst.shape(0);
-    const std::size_t offset = count_of(job[0], (name + ".offset").c_str(), 0, static_cast<long long>(size));
-    held.emplace_back(job[1], name + ".rows", false, 2, 1, kBytes);
-    const Rows source = towerd::rows_of(held.back(), name + ".rows");
-
-    const std::int64_t * index = nullptr;
-    std::size_t          n_rows = source.n;
-    const nb::object     picked = job[2];
-    if (!picked.is_none()) {
-        held.emplace_back(picked, name + ".index", false, 1, sizeof(std::int64_t), kInt64);
-        check_index(held.back(), source.n, name + ".index");
-        index = reinterpret_cast<const std::int64_t *>(held.back().data());
-        n_rows = held.back().shape(0);
-    }
-    const std::size_t room = size - offset;
-    if (source.bytes != 0 && n_rows > room / source.bytes) {
-        refuse(name, std::to_string(n_rows) + " rows of " + std::to_string(source.bytes) + " bytes do not fit into the " +
-                         std::to_string(room) + " bytes of dst from offset " + std::to_string(offset));
-    }
-    return {dst.data() + offset, source.bytes, source, index, n_rows};
-}
-
-void copy_planes(nb::handle dst, nb::handle jobs, nb::handle n_threads) {
-    const std::size_t threads = threads_of(n_threads);
-    const Buffer      target(dst, "dst", true, 1, 1, kBytes);
-    target.require_contiguous("dst");
-    if (!PyList_Check(jobs.ptr()) && !PyTuple_Check(jobs.ptr())) {
-        refuse("jobs", "expected a list or tuple");
-    }
-    std::deque<Buffer>   held;
-    std::vector<CopyJob> work;
-    std::size_t          i = 0;
-    for (nb::handle item : nb::borrow<nb::sequence>(jobs)) {
-        work.push_back(job_of(item, i++, target, held));
-    }
-    check_targets(work, target);
-    const nb::gil_scoped_release free;
-    towerd::run_copies(work, threads);
-}
-
-void gather_rows(nb::handle src, nb::handle index, nb::handle out, nb::handle n_threads) {
-    const std::size_t threads = threads_of(n_threads);
-    const Buffer      from(src, "src", false, 2, 1, kBytes);
-    const Buffer      at(index, "index", false, 1, sizeof(std::int64_t), kInt64);
-    const Buffer      to(out, "out", true, 2, 1, kBytes);
-    const Rows        source = towerd::rows_of(from, "src");
-    const Rows        target = towerd::rows_of(to, "out");
-    check_index(at, source.n, "index");
-    if (target.n != at.shape(0) || target.bytes != source.bytes) {
-        refuse("out", "expected shape (" + std::to_string(at.shape(0)) + ", " + std::to_string(source.bytes) + ")");
-    }
-    if (towerd::overlap(source.data, source.span(), target.data, target.span())) {
-        refuse("out", "overlaps src");
-    }
-    const auto *               rows = reinterpret_cast<const std::int64_t *>(at.data());
-    const std::vector<CopyJob> work{{target.data, target.stride, source, rows, target.n}};
-    const nb::gil_scoped_release free;
-    towerd::run_copies(work, threads);
-}
-
-void transpose(nb::handle src, nb::handle out, nb::handle element_bytes, nb::handle n_threads) {
-    const std::size_t threads = threads_of(n_threads);
-    const std::size_t element = count_of(element_bytes, "element_bytes", 1, 4);
-    if (element == 3) {
-        refuse("element_bytes", "expected 1, 2 or 4");
-    }
-    const Buffer from(src, "src", false, 2, 1, kBytes);
-    const Buffer to(out, "out", true, 2, 1, kBytes);
-    const Rows   source = towerd::rows_of(from, "src");
-    const Rows   target = towerd::rows_of(to, "out");
-    if (source.bytes % element != 0) {
-        refuse("src", "rows are not whole elements");
-    }
-    if (target.n != source.bytes / element || target.bytes != source.n * element) {
-        refuse("out", "expected shape (" + std::to_string(source.bytes / element) + ", " +
-                          std::to_string(source.n * element) + ")");
-    }
-    if (towerd::overlap(source.data, source.span(), target.data, target.span())) {
-        refuse("out", "overlaps src");
-    }
-    const nb::gil_scoped_release free;
-    towerd::transpose(source, target, element, threads);
+    return rows;
 }
 
 }  // namespace
 
 NB_MODULE(_native, m) {
     m.doc() = "C++ kernels of towerd; the contracts are in towerd.kernels.reference.";
-    m.def("copy_planes", &copy_planes, "dst"_a.none(), "jobs"_a.none(), "n_threads"_a.none() = 1,
-          "Copy the rows of every job (offset, rows, index) into dst.");
-    m.def("gather_rows", &gather_rows, "src"_a.none(), "index"_a.none(), "out"_a.none(), "n_threads"_a.none() = 1,
-          "out[i] = src[index[i]].");
-    m.def("transpose", &transpose, "src"_a.none(), "out"_a.none(), "element_bytes"_a.none(), "n_threads"_a.none() = 1,
-          "out[c, r] = src[r, c] for elements of 1, 2 or 4 bytes.");
+    m.def("available", &available, "Names of the instruction sets that this machine has, best first.");
+    m.def("formats", &formats, "(name, type id, block elements, block bytes, rotated) of each format.");
+    nb::class_<Kernels>(m, "Kernels", "All kernels for one instruction set. ValueError if it is not available.")
+        .def(nb::init<const char *>(), "name"_a)
+        .def_prop_ro("name", [](const Kernels & self) { return self.isa.name; })
+        .def("copy_planes", [](const Kernels &, handle dst, handle jobs, handle n_threads) {
+                towerd::bind_copy_planes(dst, jobs, n_threads);
+            }, "dst"_a.none(), "jobs"_a.none(), "n_threads"_a.none() = 1,
+            "Copy the rows of every job (offset, rows, index) into dst.")
+        .def("gather_rows", [](const Kernels &, handle src, handle index, handle out, handle n_threads) {
+                towerd::bind_gather_rows(src, index, out, n_threads);
+            }, "src"_a.none(), "index"_a.none(), "out"_a.none(), "n_threads"_a.none() = 1,
+            "out[i] = src[index[i]].")
+        .def("transpose", [](const Kernels &, handle src, handle out, handle element_bytes, handle n_threads) {
+                towerd::bind_transpose(src, out, element_bytes, n_threads);
+            }, "src"_a.none(), "out"_a.none(), "element_bytes"_a.none(), "n_threads"_a.none() = 1,
+            "out[c, r] = src[r, c] for elements of 1, 2 or 4 bytes.")
+        .def("transcode", [](const Kernels & self, handle dst, handle jobs, handle n_threads) {
+                towerd::bind_transcode(self.isa, dst, jobs, n_threads);
+            }, "dst"_a.none(), "jobs"_a.none(), "n_threads"_a.none() = 1,
+            "Write the rows of every job (offset, rows, index, src_format, dst_format) into dst.")
+        .def("rope_shift", [](const Kernels & self, handle src, handle out, handle format, handle cos, handle sin,
+                              handle row_table, handle head_dim, handle n_rot, handle first, handle neox,
+                              handle hadamard_block, handle n_threads) {
+                towerd::bind_rope_shift(self.isa, src, out, format, cos, sin, row_table, head_dim, n_rot, first, neox,
+                                        hadamard_block, n_threads);
+            }, "src"_a.none(), "out"_a.none(), "format"_a.none(), "cos"_a.none(), "sin"_a.none(), "row_table"_a.none(),
+            "head_dim"_a.none(), "n_rot"_a.none(), "first"_a.none(), "neox"_a.none(), "hadamard_block"_a.none(),
+            "n_threads"_a.none() = 1, "Rotate the RoPE pairs of K rows.")
+        .def("hadamard", [](const Kernels & self, handle src, handle out, handle block, handle n_threads) {
+                towerd::bind_hadamard(self.isa, src, out, block, n_threads);
+            }, "src"_a.none(), "out"_a.none(), "block"_a.none(), "n_threads"_a.none() = 1,
+            "Transform each run of `block` numbers.");
 }

@@ -45,7 +45,8 @@ void run_copies(const std::vector<CopyJob> & jobs, std::size_t n_threads) {
             tasks.push_back({&job, row, std::min(job.n_rows, row + step)});
         }
     }
-    parallel_for(tasks.size(), useful_threads(n_threads, total), [&](std::size_t i) { copy_rows(tasks[i]); });
+    const auto run = [&](std::size_t i, std::size_t) { copy_rows(tasks[i]); };
+    parallel_for(tasks.size(), useful_threads(n_threads, total), run);
 }
 
 }  // namespace towerd

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "view.h"
+#include "rows.h"
 
 namespace towerd {
 

@@ -17,13 +17,14 @@ inline std::size_t useful_threads(std::size_t n_threads, std::size_t bytes) {
     return std::max<std::size_t>(1, std::min(n_threads, bytes / kThreadBytes + 1));
 }
 
-// Calls task(i) once for each i in [0, n_tasks), in any order. `task` must not throw.
+// Calls task(i, worker) once for each i in [0, n_tasks), in any order; calls with the same worker,
+// a number below n_threads, never run at the same time. `task` must not throw.
 template <typename Task>
 void parallel_for(std::size_t n_tasks, std::size_t n_threads, const Task & task) {
     std::atomic<std::size_t> next{0};
-    const auto work = [&] {
+    const auto work = [&](std::size_t worker) {
         for (std::size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n_tasks;) {
-            task(i);
+            task(i, worker);
         }
     };
     std::vector<std::thread> helpers;
@@ -31,12 +32,12 @@ void parallel_for(std::size_t n_tasks, std::size_t n_threads, const Task & task)
     helpers.reserve(wanted);
     try {
         while (helpers.size() + 1 < wanted) {
-            helpers.emplace_back(work);
+            helpers.emplace_back(work, helpers.size() + 1);
         }
     } catch (const std::system_error &) {
         // The process may not have another thread; those that started and this one do the work.
     }
-    work();
+    work(0);
     for (auto & helper : helpers) {
         helper.join();
     }

@@ -3,7 +3,7 @@
 
 #include <cstddef>
 
-#include "view.h"
+#include "rows.h"
 
 namespace towerd {
 

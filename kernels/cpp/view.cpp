@@ -22,23 +22,37 @@ Buffer::Buffer(nb::handle object, const std::string & name, bool writable, int n
         const std::string found = std::string(format) + " of " + std::to_string(view_.ndim) + " dimension(s)";
         PyBuffer_Release(&view_);
         refuse(name, "expected " + std::to_string(ndim) + " dimension(s) of " + std::to_string(itemsize) +
-                         "-byte integers, found format " + found);
+                         (formats[0] == 'f' ? "-byte floats" : "-byte integers") + ", found format " + found);
     }
 }
 
 void Buffer::require_contiguous(const std::string & name) const {
-    if (shape(0) > 1 && stride(0) != view_.itemsize) {
-        refuse(name, "not contiguous");
+    std::ptrdiff_t expected = view_.itemsize;
+    for (int axis = view_.ndim - 1; axis >= 0; --axis) {
+        if (shape(axis) > 1 && stride(axis) != expected) {
+            refuse(name, "not contiguous");
+        }
+        expected *= view_.shape[axis];
     }
-    if (reinterpret_cast<std::uintptr_t>(view_.buf) % static_cast<std::size_t>(view_.itemsize) != 0) {
+    require_aligned(name);
+}
+
+void Buffer::require_aligned(const std::string & name) const {
+    const auto size = static_cast<std::size_t>(view_.itemsize);
+    const auto start = reinterpret_cast<std::uintptr_t>(view_.buf);
+    bool       aligned = start % size == 0;
+    for (int axis = 0; axis < view_.ndim; ++axis) {
+        aligned = aligned && (shape(axis) <= 1 || stride(axis) % view_.itemsize == 0);
+    }
+    if (!aligned) {
         refuse(name, "not aligned");
     }
 }
 
 Rows rows_of(const Buffer & buffer, const std::string & name) {
-    Rows rows{buffer.data(), buffer.shape(0), buffer.shape(1), 0};
-    if (rows.bytes > 1 && buffer.stride(1) != 1) {
-        refuse(name, "the bytes of a row are not contiguous");
+    Rows rows{buffer.data(), buffer.shape(0), buffer.shape(1) * buffer.itemsize(), 0};
+    if (buffer.shape(1) > 1 && buffer.stride(1) != static_cast<std::ptrdiff_t>(buffer.itemsize())) {
+        refuse(name, "the elements of a row are not contiguous");
     }
     if (rows.n > 1) {
         const std::ptrdiff_t stride = buffer.stride(0);

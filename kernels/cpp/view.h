@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <string>
 
+#include "rows.h"
+
 namespace towerd {
 
 namespace nb = nanobind;
@@ -28,22 +30,14 @@ public:
     std::uint8_t * data() const { return static_cast<std::uint8_t *>(view_.buf); }
     std::size_t    shape(int axis) const { return static_cast<std::size_t>(view_.shape[axis]); }
     std::ptrdiff_t stride(int axis) const { return view_.strides[axis]; }
+    std::size_t    itemsize() const { return static_cast<std::size_t>(view_.itemsize); }
 
-    // One dimension, elements one after the other, each aligned to its size.
+    // Elements one after the other, row by row, each aligned to its size.
     void require_contiguous(const std::string & name) const;
+    void require_aligned(const std::string & name) const;
 
 private:
     Py_buffer view_{};
-};
-
-// A two-dimensional uint8 array whose rows are contiguous and lie in ascending order.
-struct Rows {
-    std::uint8_t * data;
-    std::size_t    n;
-    std::size_t    bytes;   // of one row
-    std::size_t    stride;  // from one row to the next, >= bytes unless n <= 1
-
-    std::size_t span() const { return n == 0 || bytes == 0 ? 0 : (n - 1) * stride + bytes; }
 };
 
 Rows rows_of(const Buffer & buffer, const std::string & name);

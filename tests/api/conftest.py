@@ -27,6 +27,7 @@ from towerd.engine.base import (
     Generation,
     Ids,
     ModelInfo,
+    ModuleMaker,
     Piece,
     Progress,
     Reuse,
@@ -119,6 +120,8 @@ class FakeEngine:
             metadata={},
         )  # fmt: skip
     )
+
+    modules: ModuleMaker | None = None
 
     def generate(self, request: GenerateRequest) -> Generation:
         raise NotImplementedError

@@ -22,6 +22,7 @@ def _no_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in list(os.environ):
         if name.startswith("TOWERD_"):
             monkeypatch.delenv(name)
+    (tmp_path / "xdg").mkdir(mode=0o700)  # a runtime directory that others can read is refused
     for name in ("XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME", "XDG_RUNTIME_DIR"):
         monkeypatch.setenv(name, str(tmp_path / "xdg"))
 

@@ -55,6 +55,28 @@ def test_a_tree_of_prompts(tmp_path: Path) -> None:
     assert [p.line for p in root.walk()] == [2, 7, 10, 12, 13, 17]
 
 
+def test_formats_belong_to_one_prompt(tmp_path: Path) -> None:
+    """A format, or exact fidelity, is not handed down."""
+    text = GOOD.replace("  public: true\n", "  public: true\n  format: q6h\n")
+    text = text.replace("      text: Cook.\n", "      text: Cook.\n      fidelity: exact\n")
+    (tmp_path / "garden.txt").write_text("x")
+    root = load_spec(write(tmp_path, text))
+    assert [(p.name, p.format) for p in root.walk() if p.format] == [
+        ("acme", "q6h"), ("acme/kitchen", "native"),
+    ]  # fmt: skip
+
+
+def test_modules_stand_for_themselves(tmp_path: Path) -> None:
+    """`reuse: anywhere` with its share, 15 per cent unless it says otherwise; not handed down."""
+    text = GOOD.replace('text: "Roses. "', 'text: "Roses. "\n          reuse: anywhere')
+    text = text.replace("text: Tulips.", "text: Tulips., reuse: anywhere, recompute: 2.5")
+    (tmp_path / "garden.txt").write_text("x")
+    root = load_spec(write(tmp_path, text))
+    assert [(p.name, p.recompute) for p in root.walk() if p.recompute is not None] == [
+        ("acme/garden/roses", 15.0), ("acme/garden/tulips", 2.5),
+    ]  # fmt: skip
+
+
 def test_messages_continue_messages(tmp_path: Path) -> None:
     root = load_spec(
         write(
@@ -99,6 +121,11 @@ PROBLEMS = [
     (A + "  text: y\n", "4: 'text' stands here twice"),
     (A + "  public: maybe\n", "4: 'public' must be true or false"),
     (A + "  bots: []\n", "4: unknown key 'bots'"),
+    (A + "  format: q9\n", "4: 'format': 'q9' is no stored format"),
+    (A + "  format: q8_0\n", "4: 'format': 'q8_0' is no stored format"),
+    (A + "  format: 4\n", "4: 'format' must be text; put it in quotes"),
+    (A + "  fidelity: near\n", "4: 'fidelity' must be exact"),
+    (A + "  format: q4h\n  fidelity: exact\n", "5: 'fidelity' beside 'format'"),
     (A + "  communities: x\n", "4: 'communities' must be a list"),
     (A + "  communities:\n    - x\n", "5: a community must be a mapping"),
     (
@@ -112,6 +139,21 @@ PROBLEMS = [
     (
         A + "  communities: [{name: b, messages: [{role: user, content: x}]}]\n",
         "4: 'messages' cannot continue the text of 'a'",
+    ),
+    (A + "  reuse: everywhere\n", "4: 'reuse' must be prefix or anywhere"),
+    (A + "  reuse: true\n", "4: 'reuse' must be text; put it in quotes"),
+    (A + "  recompute: 5\n", "4: 'recompute' belongs to 'reuse: anywhere'"),
+    (A + "  reuse: prefix\n  recompute: 5\n", "5: 'recompute' belongs to 'reuse: anywhere'"),
+    (A + "  reuse: anywhere\n  recompute: 100\n", "5: 'recompute' must be a percentage, 0 to 99"),
+    (A + "  reuse: anywhere\n  recompute: nan\n", "5: 'recompute' must be a percentage, 0 to 99"),
+    (A + "  reuse: anywhere\n  recompute: [1]\n", "5: 'recompute' must be a percentage, 0 to 99"),
+    (
+        A + "  reuse: anywhere\n  communities: [{name: b, text: x}]\n",
+        "5: 'communities' in a module (reuse: anywhere): it is a text of its own",
+    ),
+    (
+        A + "  communities: [{name: b, reuse: anywhere, messages: [{role: user, content: x}]}]\n",
+        "4: 'messages' in a module (reuse: anywhere): it is a text of its own",
     ),
     ("platform:\n  name: a\n  messages: []\n", "3: 'messages' must be a list of messages"),
     ("platform:\n  name: a\n  messages: [{role: user}]\n", "3: a message needs 'content'"),

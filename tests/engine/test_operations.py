@@ -69,7 +69,9 @@ async def _play(
 
 async def _step(service: Service, chats: Chats, oracle: Oracle, kind: str, pick: int) -> None:
     if kind == "evict":
-        await asyncio.wrap_future(service.engine.scheduler.call(service.engine.scheduler.evict_one))
+        await asyncio.wrap_future(
+            service.engine.scheduler.call(service.engine.scheduler.idle.evict_one)
+        )
     elif kind == "forget":
         for node in service.store.nodes()[pick % 3 :: 3]:
             if node.file is not None:

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from towerd.engine.base import Ids
 from towerd.engine.embedded.pool import LivePool, common_prefix
 from towerd.engine.embedded.shift import shift_ids
+from towerd.store import APPROXIMATE, DERIVED, EXACT
 
 N_SEQS = 5
 
@@ -44,6 +45,12 @@ class PoolMachine(RuleBasedStateMachine):
         super().__init__()
         self.cells = Cells()
         self.pool = LivePool(self.cells, n_seqs=N_SEQS, n_cells=10_000)
+        self.taint: dict[int, int] = {}
+        """Cell -> what its rows are."""
+
+    def taints(self, seq: int) -> list[int]:
+        """Of a sequence's cells, in the order of their positions."""
+        return [self.taint[cell] for _, cell in sorted(self.cells.seqs.get(seq, {}).items())]
 
     @precondition(lambda self: self.pool.can_open())
     @rule(scope=st.sampled_from(["a", "b"]))
@@ -51,13 +58,20 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.open(scope, 64)
 
     @precondition(lambda self: len(self.pool) > 0)
-    @rule(data=st.data(), tokens=st.lists(st.integers(0, 2), min_size=1, max_size=6))
-    def append(self, data: st.DataObject, tokens: list[int]) -> None:
+    @rule(
+        data=st.data(), tokens=st.lists(st.integers(0, 2), min_size=1, max_size=6),
+        loaded=st.sampled_from([None, EXACT, DERIVED, APPROXIMATE]),
+    )  # fmt: skip
+    def append(self, data: st.DataObject, tokens: list[int], loaded: int | None) -> None:
+        """Rows are loaded and known, or computed: exactly only if all before them are exact."""
         seq = data.draw(st.sampled_from(sorted(self.pool, key=lambda s: s.id)))
+        computed = DERIVED if any(self.taints(seq.id)) else EXACT
         for i in range(len(tokens)):
+            self.taint[self.cells.next_cell] = computed if loaded is None else loaded
             self.cells.write(seq.id, seq.n + i)
         self.pool.grow(seq, seq.n + len(tokens))
-        self.pool.append(seq, np.array(tokens, np.int32))
+        taint = None if loaded is None else np.full(len(tokens), loaded, np.uint8)
+        self.pool.append(seq, np.array(tokens, np.int32), taint)
 
     @precondition(lambda self: self.pool.can_open() and any(s.n for s in self.pool))
     @rule(data=st.data())
@@ -99,6 +113,9 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.cells_used == self.cells.used()
         for seq in self.pool:
             assert len(self.cells.seqs.get(seq.id, {})) == seq.n
+            taints = self.taints(seq.id)
+            assert seq.taint[: seq.n].tolist() == taints
+            assert seq.n_approximate() == taints.count(APPROXIMATE)
 
 
 PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

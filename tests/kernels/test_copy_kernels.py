@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from towerd.kernels import _native, dispatch, reference
+from towerd.kernels import dispatch, reference
 
 MANY = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -40,11 +40,11 @@ def job_lists(draw: st.DrawFn) -> tuple[int, list[Any]]:
 
 @given(case=job_lists(), n_threads=st.integers(1, 5))
 @MANY
-def test_native_equals_reference(case: tuple[int, list[Any]], n_threads: int) -> None:
+def test_equals_reference(kernels: str, case: tuple[int, list[Any]], n_threads: int) -> None:
     """Any list of jobs gives the same bytes, and what lies between them stays."""
     size, jobs = case
     results = []
-    for module in (_native, reference):
+    for module in (dispatch, reference):
         dst = np.full(size, 0xEE, np.uint8)
         module.copy_planes(dst, jobs, n_threads)
         results.append(dst)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,24 +11,62 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from llama_cpp import llama_cpp
 
 import towerd.kernels
-from towerd.kernels import dispatch
-from towerd.kernels.formats import BY_NAME, BY_TYPE, FORMATS
+from towerd.kernels import _native, dispatch
+from towerd.kernels.formats import BY_NAME, BY_TYPE, CACHE_FORMATS, FORMATS
 
 
-def test_default_is_native(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the variable the C++ is used where it is built."""
+def test_default_is_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the variable the C++ for this machine's instructions is used where it is built."""
     monkeypatch.delenv("TOWERD_KERNELS", raising=False)
-    assert dispatch.name() == "native"
+    names = [name for name in dispatch.available() if name != "metal"]
+    assert dispatch.name() == names[0] == _native.available()[0]
+    assert names[-2:] == ["generic", "reference"]
+    assert set(names) < set(dispatch.CHOICES)
 
 
-@pytest.mark.parametrize("value", ["Native", "cuda", " "])
+@pytest.mark.parametrize("value", ["Generic", "native", "cuda", " ", "avx512 "])
 def test_unknown_choice_is_an_error(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     """A misspelt choice never falls back silently."""
     monkeypatch.setenv("TOWERD_KERNELS", value)
-    with pytest.raises(ValueError, match="expected reference or native"):
+    with pytest.raises(ValueError, match=f"TOWERD_KERNELS={value}: expected one of reference, "):
         dispatch.gather_rows(
             np.zeros((1, 1), np.uint8), np.zeros(1, np.int64), np.zeros((1, 1), np.uint8)
         )
+
+
+@pytest.mark.parametrize("value", dispatch.CHOICES)
+def test_choice_of_another_machine_is_an_error(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    """What the machine has is used, anything else is refused: never another one instead."""
+    monkeypatch.setenv("TOWERD_KERNELS", value)
+    if value in dispatch.available():
+        assert dispatch.name() == value
+        return
+    with pytest.raises(ValueError, match=f"TOWERD_KERNELS={value}: (not on this|needs an Apple)"):
+        dispatch.name()
+    if value != "metal":
+        with pytest.raises(ValueError, match=f"name: no kernels called {value}"):
+            _native.Kernels(value)
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="Linux tells what a CPU can do")
+def test_available_is_what_the_cpu_has() -> None:
+    """The C++ asks the CPU; the kernel's list of flags says the same."""
+    flags = set(Path("/proc/cpuinfo").read_text().split())
+    required = {
+        "avx512": {"avx2", "f16c", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq"},
+        "avx2": {"avx2", "f16c", "fma"},
+        "neon": {"asimd"},
+    }
+    has = [name for name, needs in required.items() if needs <= flags]
+    assert _native.available() == [*has, "generic"]
+
+
+def test_formats_of_the_extension() -> None:
+    """The C++ has the same table."""
+    assert _native.formats() == [
+        (row.name, row.type_id, row.block_elements, row.block_bytes, row.is_hadamard)
+        for row in FORMATS
+    ]
 
 
 def test_package_imports_nothing() -> None:
@@ -35,7 +74,7 @@ def test_package_imports_nothing() -> None:
     assert towerd.kernels.__version__.count(".") == 2
 
 
-@pytest.mark.parametrize("row", FORMATS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", CACHE_FORMATS, ids=lambda row: row.name)
 def test_formats_are_ggmls(row: towerd.kernels.formats.Format) -> None:
     """Ids and sizes agree with the gguf package and with the loaded libggml."""
     assert GGMLQuantizationType[row.name.upper()] == row.ggml_type

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from towerd.kernels.formats import BY_TYPE, FORMATS
+from towerd.kernels.formats import BY_TYPE, CACHE_FORMATS
 from towerd.slots.blob import blob_size, emit_blob, parse_blob
 from towerd.slots.errors import StateError
 from towerd.slots.rows import delta, join
@@ -21,7 +21,7 @@ OpenContext = Callable[..., Any]
 KINDS = sorted(
     {
         (row.ggml_type, v, v_trans)
-        for row in FORMATS
+        for row in CACHE_FORMATS
         for v, v_trans in ((row.ggml_type, False), (1, True), (row.ggml_type, True))
         if not (v_trans and BY_TYPE[v].is_quantized)  # llama.cpp refuses it
     }
@@ -75,7 +75,8 @@ def test_permuted_cells(open_context: OpenContext, ids: Ids, kind: tuple[int, in
     source = open_context(**options)
     source.decode(ids[:N], 0)
     straight = parse_blob(source.blob())
-    rows, frame = straight.rows, {"v_trans": straight.v_trans}
+    rows = straight.rows
+    frame: dict[str, Any] = {"v_trans": straight.v_trans}
     scattered = open_context(**options)
     for part, (p0, p1) in enumerate([(30, 40), (5, 12), (0, 5), (12, 30)], start=1):
         scattered.decode(ids[part : part + 1], part - 1, 7)  # a foreign cell in between

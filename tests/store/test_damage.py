@@ -17,7 +17,15 @@ from store_tools import FINGERPRINT, OTHER_MODEL, check_rows, make_hot, turn_of
 from towerd.errors import RowsDamaged, StoreError, StoreVersion
 from towerd.slots.errors import StateError
 from towerd.store import Store, latest_fingerprint
-from towerd.store.segment_header import PAGE, PREAMBLE, checksum, decode_head, encode_head
+from towerd.store.segment_header import (
+    PAGE,
+    PREAMBLE,
+    VERSION,
+    VERSION_NATIVE,
+    checksum,
+    decode_head,
+    encode_head,
+)
 
 IDS = np.arange(100, 150, dtype=np.int32)
 
@@ -212,7 +220,8 @@ def test_random_headers_raise_state_error(data: st.DataObject) -> None:
     """Even with a right checksum, whatever the header says is bounds-checked."""
     body = data.draw(st.binary(max_size=200))
     size = data.draw(st.integers(0, 3 * PAGE))
-    prefix = PREAMBLE.pack(b"TWRSEG", 1, len(body), 0, bytes(16))[:16]
+    version = data.draw(st.sampled_from([VERSION_NATIVE, VERSION]))
+    prefix = PREAMBLE.pack(b"TWRSEG", version, len(body), 0, bytes(16))[:16]
     blob = (prefix + checksum(prefix, body) + body).ljust(size, b"\0")
     with pytest.raises(StateError):
         decode_head(memoryview(blob))
@@ -232,10 +241,10 @@ def test_mutated_headers_never_reach_outside(
     if where in fields:
         fields[where] = number
     else:
-        plane = data.draw(st.sampled_from(fields["planes"]))
+        plane = data.draw(st.sampled_from(fields["runs"][0][4]))
         plane[{"row_bytes": 3, "offset": 5, "nbytes": 6}[where]] = number
     body = msgspec.msgpack.encode(fields)
-    prefix = PREAMBLE.pack(b"TWRSEG", 1, len(body), 0, bytes(16))[:16]
+    prefix = PREAMBLE.pack(b"TWRSEG", VERSION, len(body), 0, bytes(16))[:16]
     head_bytes = (prefix + checksum(prefix, body) + body).ljust(start, b"\0")
     changed = head_bytes + blob[start:]
     try:

@@ -55,7 +55,7 @@ def test_rows_are_views_of_the_mapped_file(store: Store) -> None:
     """Loading copies nothing, and the rows outlive the file and the store."""
     path = store.insert(IDS, "local", [50])
     write_all(store, path[-1])
-    rows = store.load_rows(store.plan_rows(path[-1], 5, 40)[0])
+    (rows,) = store.load_rows(store.plan_rows(path[-1], 5, 40)[0])
     assert all(not plane.flags.owndata and not plane.flags.writeable for plane in rows.planes())
     assert path[0].file is not None
     store.drop_file(path[0].file)
@@ -76,7 +76,7 @@ def test_split_views_one_file(store: Store) -> None:
     assert (upper.file_row0, upper.file_rows, leaf.file_row0, leaf.file_rows) == (0, 20, 20, 30)
     assert upper.hot is not None
     assert leaf.hot is not None
-    assert np.shares_memory(upper.hot.k[0], rows_base(leaf.hot))
+    assert np.shares_memory(upper.hot.parts[0].k[0], rows_base(leaf.hot.parts[0]))
     store.check_integrity(keys=True)
     store.drop_hot(leaf)
     assert [part.tier for part in store.plan_rows(leaf, 0, 50)] == ["hot", "warm"]
@@ -235,7 +235,7 @@ def test_few_mappings_stay_open(root: Path, monkeypatch: pytest.MonkeyPatch) -> 
         leaves = [store.insert(ids_of(n, 1, 2), "local", [3])[-1] for n in range(20)]
         for leaf in leaves:
             write_all(store, leaf)
-        held = store.load_rows(store.plan_rows(leaves[0], 0, 3)[0])
+        (held,) = store.load_rows(store.plan_rows(leaves[0], 0, 3)[0])
         before = len(os.listdir("/dev/fd"))
         for leaf in leaves * 2:
             check_rows(store, leaf)

@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from store_tools import FINGERPRINT, check_rows, rows_of, turn_of
 
-from towerd.store import Node, Store
+from towerd.slots.layout import NATIVE
+from towerd.store import APPROXIMATE, Node, Store, Wish
 from towerd.store.sessions import RECOGNISED_TOKENS_MIN
 
 SCOPES = ("a", "b")
+FORMATS = (NATIVE, "q4h", "q6", "q8ah")
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 Tokens = tuple[int, ...]
 
@@ -116,6 +118,15 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.attach_hot(node.path(), rows_of(ids, p0))
 
     @precondition(has_nodes)
+    @rule(data=st.data())
+    def promote(self, data: st.DataObject) -> None:
+        """Rows from a file become hot in the format they have there."""
+        node = self.pick(data)
+        if node.file is not None and node.hot is None:
+            (part,) = self.store.plan_rows(node, node.p0, node.p1)
+            assert self.store.attach_hot([node], self.store.load_rows(part).copy()) == [node]
+
+    @precondition(has_nodes)
     @rule(data=st.data(), everything=st.booleans())
     def write(self, data: st.DataObject, everything: bool) -> None:
         run: list[Node] = []
@@ -128,6 +139,28 @@ class StoreMachine(RuleBasedStateMachine):
         if run:
             file = self.store.write_rows(run)
             assert all(node.file is file for node in run)
+
+    @precondition(has_nodes)
+    @rule(data=st.data(), names=st.lists(st.sampled_from(FORMATS), min_size=1, max_size=3))
+    def reencode(self, data: st.DataObject, names: list[str]) -> None:
+        """Rows in a stored format stay as they are, native ones become what is wished."""
+        file = self.pick(data).file
+        if file is None:
+            return
+        p0, p1 = min(n.p0 for n in file.nodes), max(n.p1 for n in file.nodes)
+        cuts = [data.draw(st.integers(p0, p1)) for _ in names[1:]]
+        edges = [p0, *sorted(cuts), p1]
+        wishes = [
+            Wish(a, b, name) for a, b, name in zip(edges, edges[1:], names, strict=False) if a < b
+        ]
+        before = {p: file.taint(p, p + 1)[0] for p in range(p0, p1)}
+        new = self.store.reencode(file, wishes)
+        assert new is not None
+        for wish in wishes:
+            for p in range(wish.p0, wish.p1):
+                assert (new.taint(p, p + 1)[0] == APPROXIMATE) == (
+                    before[p] == APPROXIMATE or wish.format != NATIVE
+                )
 
     @precondition(has_nodes)
     @rule(data=st.data())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -15,6 +16,7 @@ import numpy.typing as npt
 
 from towerd.config import Config
 from towerd.engine.base import Finish, GenerateRequest, Ids, Piece, SamplingParams, TokenProbs
+from towerd.engine.embedded.attention import flash_attention
 from towerd.engine.embedded.context import LlamaContext
 from towerd.engine.embedded.model import LlamaModel
 from towerd.engine.embedded.vocab import Vocab
@@ -78,11 +80,15 @@ def check_live(service: Service) -> None:
 
 
 class Oracle:
-    """Monolithic prefill in one fresh context."""
+    """Monolithic prefill in one fresh context, with the attention that a daemon gets."""
 
     def __init__(self, path: Path) -> None:
         config = Config(model=path, batch_size=2048, ubatch_size=2048)
         self.model = LlamaModel(path, config)
+        attention = flash_attention(
+            config, n_head=self.model.n_head, n_cells=4096, ram_bytes=1 << 40
+        )
+        config = dataclasses.replace(config, flash_attn=attention)
         self.context = LlamaContext(self.model, config, n_cells=4096, n_seqs=2)
         self.forbidden = sorted(Vocab(self.model.ptr).eog_ids)  # requests here ignore EOS
 
@@ -99,7 +105,7 @@ class Oracle:
         """What llama.cpp itself differs by between batch splits of the same prefill: of these
         ids, or of any of a few prompts whose cells lie scattered in a shared cache.
 
-        Its flash attention adds up cells in blocks, so where a sequence's cells lie changes the
+        Cells are added up in blocks, so where a sequence's cells lie changes the
         rounding, rarely and then by much: one prompt alone would underestimate it."""
         whole = self.logprobs(ids, 0)
         splits = [self.logprobs(ids, 0, chunk) for chunk in (1, 7, 64)]

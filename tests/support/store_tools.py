@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
+from format_oracle import converted
 
 from towerd.slots.fingerprint import Fingerprint
 from towerd.slots.layout import KVLayout, Plane
@@ -21,6 +22,8 @@ FINGERPRINT = Fingerprint(
     "hash", "llama", "spm", {"freq_base": 1e4}, (), LAYOUT, False, False, False
 )
 OTHER_MODEL = replace(FINGERPRINT, model_hash="other")
+FINITE = np.uint8(0xBF)
+"""What keeps any byte from completing the exponent of an infinity."""
 MROPE = replace(FINGERPRINT, layout=replace(LAYOUT, cell_ext=True))
 
 
@@ -31,7 +34,8 @@ def ids_of(*ids: int) -> npt.NDArray[np.int32]:
 def rows_of(
     prefix: Sequence[int] | npt.NDArray[np.int32], p0: int = 0, layout: KVLayout = LAYOUT
 ) -> KVRows:
-    """The rows [p0, len(prefix)): each depends on every token up to its own, and on the plane."""
+    """The rows [p0, len(prefix)): each depends on every token up to its own, and on the plane.
+    Their bytes are finite numbers in every format."""
     h = hashlib.blake2b(digest_size=32)
     seeds = []
     for token in prefix:
@@ -40,7 +44,8 @@ def rows_of(
     n = len(seeds) - p0
     base = np.frombuffer(b"".join(seeds[p0:]), np.uint8).reshape(n, 32)
     planes = [
-        np.tile(base, (1, -(-plane.row_bytes // 32)))[:, : plane.row_bytes] + np.uint8(number)
+        (np.tile(base, (1, -(-plane.row_bytes // 32)))[:, : plane.row_bytes] + np.uint8(number))
+        & FINITE
         for number, plane in enumerate(layout.planes)
     ]
     ext = np.ascontiguousarray(base[:, :12]).view(np.int32) if layout.cell_ext else None
@@ -72,14 +77,23 @@ def write_all(store: Store, node: Node) -> None:
 
 
 def check_rows(store: Store, node: Node) -> int:
-    """Load whatever rows the path of `node` has from its start and compare; returns how many."""
+    """Load whatever rows the path of `node` has from its start and compare, those in stored
+    formats with native ones encoded once; returns how many."""
     at = 0
     for part in store.plan_rows(node, 0, node.p1):
-        assert part.p0 == at
-        expected = rows_of(node.prefix_ids()[: part.p1], part.p0, store.state.fingerprint.layout)
-        assert_same_rows(store.load_rows(part), expected)
-        at = part.p1
+        for rows in store.load_rows(part):
+            assert rows.p0 == at
+            layout = store.state.fingerprint.layout
+            expected = rows_of(node.prefix_ids()[: rows.p1], at, layout)
+            assert_same_rows(rows, converted(expected, rows.layout))
+            at = rows.p1
     return at
+
+
+def formats_of(store: Store, node: Node) -> list[tuple[int, str]]:
+    """(positions, format) of each run of a node's rows, as they would be loaded."""
+    (part,) = store.plan_rows(node, node.p0, node.p1)
+    return [(len(rows), rows.layout.format_name) for rows in store.load_rows(part)]
 
 
 def turn_of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 from aiohttp import web
@@ -17,33 +18,47 @@ async def read_object(request: web.Request) -> dict[str, Any]:
     """The body as a JSON object; an empty body is an empty object.
 
     Raises InvalidRequest (not JSON, not an object), PayloadTooLarge, RequestTimeout."""
-    data = await _read(request)
+    data = await read_bytes(request)
     if not data:
         return {}
-    if len(data) <= request.app[LIMITS].inline_bytes_max:
-        value = bigjson.decode(data)
-    else:
-        value = await asyncio.to_thread(bigjson.decode, data)
+    value = await decode(request, data)
     if not isinstance(value, dict):
         raise InvalidRequest(f"The request body must be a JSON object, but is {json_type(value)}")
     return value
 
 
-async def _read(request: web.Request) -> bytearray:
+async def decode(request: web.Request, data: bytearray) -> Any:
+    """The JSON value of a body, off the loop if it is big. Raises InvalidRequest."""
+    if len(data) <= request.app[LIMITS].inline_bytes_max:
+        return bigjson.decode(data)
+    return await asyncio.to_thread(bigjson.decode, data)
+
+
+async def read_bytes(request: web.Request) -> bytearray:
+    """The whole body. Raises InvalidRequest, PayloadTooLarge, RequestTimeout."""
+    data = bytearray()
+    async for chunk in iter_bytes(request):
+        data += chunk
+    return data
+
+
+async def iter_bytes(request: web.Request) -> AsyncIterator[bytes]:
+    """The body as it arrives. Raises as `read_bytes`."""
     bytes_max = request.app[CONFIG].request_bytes_max
     too_large = PayloadTooLarge(f"The request body exceeds the limit of {bytes_max} bytes")
     if (request.content_length or 0) > bytes_max:
         raise too_large
-    data = bytearray()
+    n = 0
     try:
         while True:
             async with asyncio.timeout(request.app[LIMITS].read_stall_s):
                 chunk = await request.content.readany()
             if not chunk:
-                return data
-            data += chunk
-            if len(data) > bytes_max:
+                return
+            n += len(chunk)
+            if n > bytes_max:
                 raise too_large
+            yield chunk
     except TimeoutError:
         raise RequestTimeout("The request body stopped arriving") from None
     except web.RequestPayloadError as error:

@@ -102,6 +102,7 @@ def _headers(choices: Sequence[Choice]) -> dict[str, str]:
         hot=sum(reuse.hot for reuse in parts),
         warm=sum(reuse.warm for reuse in parts),
         prefill=sum(reuse.prefill for reuse in parts),
+        approximate=sum(reuse.approximate for reuse in parts),
     )
     headers = {REUSE_HEADER: total.header()}
     finish = choices[0].finish

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+from contextlib import suppress
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -12,14 +13,19 @@ from aiohttp.typedefs import Handler
 from towerd.api.keys import CONFIG, GATE, METRICS, TENANT, TENANTS
 from towerd.api.reply import error_reply, from_http
 from towerd.config import is_loopback
-from towerd.errors import Forbidden, NotSupported, TowerdError, Unavailable
-from towerd.tenants import OWNER
+from towerd.errors import Forbidden, NotSupported, TowerdError, Unauthorized, Unavailable
+from towerd.tenants import OWNER, Tenant
 
 log = logging.getLogger(__name__)
 
 PUBLIC = frozenset(("/health", "/v1/health", "/", "/towerd", "/towerd/"))
 """Paths that need no key; the page's own files are public as well."""
 PAGE_PREFIX = "/towerd/page/"
+UI_PREFIX = "/_app/"
+UI_SUFFIXES = (
+    ".html", ".js", ".css", ".svg", ".png", ".ico", ".webmanifest", ".woff", ".woff2", ".map",
+    "/version.json", "/build.json",
+)  # fmt: skip
 METHODS = "GET, POST, PATCH, DELETE, OPTIONS"
 HEADERS_EXPOSED = "X-Towerd-Reuse, X-Towerd-Session"
 
@@ -86,17 +92,40 @@ async def authenticate(request: web.Request, handler: Handler) -> web.StreamResp
     """Find the tenant of the key. Raises Unauthorized."""
     if is_owner_socket(request):
         request[TENANT] = OWNER
-    elif request.path not in PUBLIC and not request.path.startswith(PAGE_PREFIX):
-        headers = request.headers
-        request[TENANT] = request.app[TENANTS].identify(
-            headers.get("Authorization", ""), headers.get("X-Api-Key", "")
-        )
+    elif is_ui_file(request):
+        with suppress(Unauthorized):
+            request[TENANT] = _identify(request)
+    elif not is_public(request.path):
+        request[TENANT] = _identify(request)
     return await handler(request)
+
+
+def _identify(request: web.Request) -> Tenant:
+    headers = request.headers
+    return request.app[TENANTS].identify(
+        headers.get("Authorization", ""), headers.get("X-Api-Key", "")
+    )
+
+
+def is_ui_file(request: web.Request) -> bool:
+    """Whether this asks for a file of llama-server's web UI, which needs no key: a browser loads
+    it before anybody could enter one. Its data comes from the API, which does."""
+    if request.app[CONFIG].engine != "llama-server" or request.method not in ("GET", "HEAD"):
+        return False
+    path = request.path
+    if path.startswith("/towerd"):
+        return False
+    return path.startswith(UI_PREFIX) or path.endswith(UI_SUFFIXES)
 
 
 def is_page(path: str) -> bool:
     """Whether this is the status page or one of its files, which need no model."""
     return path in ("/", "/towerd", "/towerd/") or path.startswith(PAGE_PREFIX)
+
+
+def is_public(path: str) -> bool:
+    """Whether this needs no key: health, the status page and its files."""
+    return path in PUBLIC or path.startswith(PAGE_PREFIX)
 
 
 def is_owner_socket(request: web.Request) -> bool:

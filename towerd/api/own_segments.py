@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from towerd.store import Node, Store
 
 PUBLIC = "public"
-DEPTH_MAX = 10_000
+DEPTH_MAX = 200
+"""Levels in one answer; each nests the JSON by two, and its encoder has a limit."""
 _ORDERS = {"used": "last_used", "tokens": "n", "id": "id", "hits": "hits"}
 
 
@@ -31,6 +32,7 @@ def may_see(node: Node, scope: str | None) -> bool:
 def segment_json(node: Node, store: Store) -> dict[str, Any]:
     """One segment without its tokens."""
     parent = node.parent.id if node.parent is not None else 0
+    held = store.held(node)
     return {
         "id": node.id,
         "parent": parent,
@@ -40,7 +42,8 @@ def segment_json(node: Node, store: Store) -> dict[str, Any]:
         "tokens": node.n,
         "hot": node.hot is not None,
         "warm": node.file is not None,
-        "bytes": store.bytes_of(node),
+        "format": held.format,
+        "bytes": held.nbytes,
         "pinned": node.pinned,
         "hits": node.hits,
         "last_used": node.last_used,

@@ -16,7 +16,7 @@ from towerd.api.reply import json_reply
 from towerd.errors import Forbidden, InvalidRequest
 
 if TYPE_CHECKING:
-    from towerd.store import Base, Store
+    from towerd.store import Base, Module, Store
 
 
 def require_admin(request: web.Request) -> None:
@@ -66,6 +66,18 @@ async def delete_pin(request: web.Request) -> web.Response:
     return json_reply({"unpinned": node_id})
 
 
+def module_json(module: Module, n_tokens: int) -> dict[str, Any]:
+    """What is known of a base of `n_tokens` that is spliced in anywhere."""
+    return {
+        "tokens": n_tokens - module.first,
+        "recompute": module.percent,
+        "recomputed": module.n_recomputed,
+        "kl": module.kl,
+        "top1": module.top1,
+        "digest": module.digest,
+    }
+
+
 def base_json(base: Base) -> dict[str, Any]:
     """A precached prompt."""
     return {
@@ -73,6 +85,8 @@ def base_json(base: Base) -> dict[str, Any]:
         "scope": base.scope,
         "public": base.scope == PUBLIC,
         "level": base.level,
+        "format": base.format,
+        "module": None if base.module is None else module_json(base.module, base.n_tokens),
         "segment": base.node,
         "tokens": base.n_tokens,
         "digest": base.digest.hex(),

@@ -16,14 +16,39 @@ from towerd.api.fields import Body
 from towerd.api.keys import LIMITS, TENANT, Service, service_of
 from towerd.api.own_segments import PUBLIC
 from towerd.api.pins import base_json, require_admin
-from towerd.api.prompts import tokenize_prompts
+from towerd.api.prompts import tokenize_mixed, tokenize_prompts
 from towerd.api.reply import json_reply
 from towerd.api.shapes import progress_json, reuse_json, timings_json
 from towerd.api.sse import EventStream
-from towerd.engine.base import Engine, Finish, GenerateRequest, Ids, Progress
-from towerd.errors import ContextExceeded, InvalidRequest, TowerdError, Unavailable
+from towerd.engine.base import Engine, Finish, GenerateRequest, Ids, ModuleMaker, Progress
+from towerd.errors import (
+    ConfigError,
+    ContextExceeded,
+    InvalidRequest,
+    NotSupported,
+    TowerdError,
+    Unavailable,
+)
+from towerd.tiers.fidelity import check_format
+from towerd.tiers.module_text import (
+    ANYWHERE,
+    PERCENT_DEFAULT,
+    PERCENT_MAX,
+    PREFIX,
+    inner_ids,
+    surrounded,
+)
 
 LEVEL_MAX = 64
+
+
+@dataclass(frozen=True, slots=True)
+class WantedModule:
+    """A text to be spliced in anywhere: its own ids, and how much of it to evaluate again."""
+
+    maker: ModuleMaker
+    ids: Ids
+    percent: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +60,10 @@ class BaseSpec:
     scope: str
     level: int
     public: bool
+    format: str | None = None
+    """The format to store it in, whatever its level says."""
+    module: WantedModule | None = None
+    """Set for `reuse: anywhere`; then `ids` end with the module's."""
 
     def request(self) -> GenerateRequest:
         """The request that evaluates it and generates nothing."""
@@ -48,7 +77,8 @@ class BaseSpec:
 
 
 async def post_precache(request: web.Request) -> web.StreamResponse:
-    """`name`, and `prompt` (as in /completion) or `messages`; `level`, `public`, `stream`.
+    """`name`, and `prompt` (as in /completion) or `messages`; `level`, `public`, `format`,
+    `reuse`, `recompute`, `stream`.
     Doing it again with the same prompt costs nothing."""
     require_admin(request)
     service = service_of(request)
@@ -73,12 +103,8 @@ async def _parse(body: Body, engine: Engine, scope: str) -> BaseSpec:
         raise InvalidRequest("Field 'name' is required: printable text")
     if (body.get("prompt") is None) == (body.get("messages") is None):
         raise InvalidRequest("Exactly one of 'prompt' and 'messages' is required")
-    if body.get("messages") is not None:
-        prompt: Any = await render_chat({"add_generation_prompt": False, **body}, engine)
-    else:
-        prompt = body["prompt"]
-    prompts = await tokenize_prompts(prompt, engine, 1)
-    ids = prompts[0]
+    module = await _module(body, engine)
+    ids = await _ids(body, engine) if module is None else module.maker.path(module.ids)
     if len(ids) >= engine.n_ctx:
         raise ContextExceeded(
             f"the base ({len(ids)} tokens) exceeds the available context size "
@@ -92,16 +118,74 @@ async def _parse(body: Body, engine: Engine, scope: str) -> BaseSpec:
         scope=scope,
         level=fields.integer_in(body, ("level",), 0, 0, LEVEL_MAX),
         public=fields.boolean(body, "public", False),
+        format=_format(body),
+        module=module,
     )
+
+
+async def _ids(body: Body, engine: Engine) -> Ids:
+    """The prompt of an ordinary base."""
+    if body.get("messages") is not None:
+        prompt: Any = await render_chat({"add_generation_prompt": False, **body}, engine)
+    else:
+        prompt = body["prompt"]
+    prompts = await tokenize_prompts(prompt, engine, 1)
+    return prompts[0]
+
+
+async def _module(body: Body, engine: Engine) -> WantedModule | None:
+    """What `reuse: anywhere` asks for. Raises InvalidRequest, NotSupported."""
+    reuse = fields.string(body, "reuse", PREFIX)
+    if reuse not in (PREFIX, ANYWHERE):
+        raise InvalidRequest(f"Field 'reuse' must be '{PREFIX}' or '{ANYWHERE}', not {reuse!r}")
+    if reuse == PREFIX:
+        if body.get("recompute") is not None:
+            raise InvalidRequest(f"Field 'recompute' belongs to 'reuse': '{ANYWHERE}'")
+        return None
+    if engine.modules is None:
+        raise NotSupported("This engine splices nothing; the embedded engine does")
+    if body.get("messages") is not None:
+        raise InvalidRequest("A module is a 'prompt', not 'messages': it may stand anywhere")
+    percent = PERCENT_DEFAULT
+    if body.get("recompute") is not None:
+        percent = fields.number("recompute", body["recompute"])
+        fields.check_range("recompute", percent, 0, PERCENT_MAX)
+    prompt = body["prompt"]
+    if isinstance(prompt, str):
+        texts = surrounded(prompt)
+        found = [
+            await engine.tokenize(text, add_special=False, parse_special=True) for text in texts
+        ]
+        ids = inner_ids(found)
+    else:
+        ids = await tokenize_mixed(prompt, engine, add_special=False, parse_special=True)
+    engine.modules.check(len(ids))
+    return WantedModule(engine.modules, ids, percent)
+
+
+def _format(body: Body) -> str | None:
+    """The stored format that is asked for. Raises InvalidRequest."""
+    name = fields.string(body, "format", "")
+    if not name:
+        return None
+    try:
+        check_format(name, "Field 'format'")
+    except ConfigError as error:
+        raise InvalidRequest(error.message) from error
+    return name
 
 
 async def _enter(service: Service, spec: BaseSpec, finish: Finish | None) -> dict[str, Any]:
     """Pin the evaluated path under its name."""
     if finish is None or finish.stop == "cancelled":
         raise Unavailable("The base was not evaluated to its end")
+    module = None
+    if (wanted := spec.module) is not None:
+        module = await wanted.maker.measure(wanted.ids, wanted.percent)
     base = await asyncio.to_thread(
-        service.store.add_base, spec.name, spec.ids, spec.scope, spec.level, spec.public
-    )
+        service.store.add_base, spec.name, spec.ids, spec.scope, spec.level, spec.public,
+        spec.format, module,
+    )  # fmt: skip
     return {
         "base": base_json(base),
         "reuse": reuse_json(finish.reuse),

@@ -57,13 +57,17 @@ def usage_json(choices: Sequence[Choice], n_per_prompt: int) -> Json:
 
 
 def reuse_json(reuse: Reuse) -> Json:
-    return {"live": reuse.live, "hot": reuse.hot, "warm": reuse.warm, "prefill": reuse.prefill}
+    tiers = {"live": reuse.live, "hot": reuse.hot, "warm": reuse.warm, "prefill": reuse.prefill}
+    return tiers | ({"approximate": reuse.approximate} if reuse.approximate else {})
 
 
 def towerd_json(choice: Choice) -> Json:
     """What the last chunk of a stream says about its memory."""
     session = choice.finish.session if choice.finish else ""
-    return {"reuse": reuse_json(choice.reuse), "session": session}
+    out: Json = {"reuse": reuse_json(choice.reuse), "session": session}
+    if choice.reuse.approximate:
+        out["drift"] = {"kl": choice.reuse.drift_kl}
+    return out
 
 
 def probs_json(probs: Sequence[TokenProbs], post_sampling: bool) -> list[msgspec.Raw]:

@@ -16,12 +16,26 @@ class ClientStalled(ConnectionError):
     """The client took nothing for `write_stall_s`; its connection is gone."""
 
 
+async def write_or_stall(request: web.Request, response: web.StreamResponse, data: bytes) -> None:
+    """Write to a client, waiting for it up to `write_stall_s`.
+
+    Raises ClientStalled, ConnectionResetError."""
+    if not data:
+        return
+    try:
+        async with asyncio.timeout(request.app[LIMITS].write_stall_s):
+            await response.write(data)
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+        raise ClientStalled("the client stopped reading") from None
+
+
 class EventStream:
     """A `text/event-stream` response. Writing waits for the client, but not for ever."""
 
     def __init__(self, request: web.Request, headers: Mapping[str, str]) -> None:
         self._request = request
-        self._stall_s = request.app[LIMITS].write_stall_s
         self.response = web.StreamResponse(
             headers={
                 "Content-Type": "text/event-stream",
@@ -47,15 +61,7 @@ class EventStream:
         await self._write(b":\n\n")
 
     async def _write(self, data: bytes) -> None:
-        if not data:
-            return
-        try:
-            async with asyncio.timeout(self._stall_s):
-                await self.response.write(data)
-        except TimeoutError:
-            if self._request.transport is not None:
-                self._request.transport.abort()
-            raise ClientStalled("the client stopped reading") from None
+        await write_or_stall(self._request, self.response, data)
 
     async def close(self) -> None:
         await self.response.write_eof()

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from towerd.slots.fingerprint import Fingerprint
+from towerd.store.module import Module
 
 Ids: TypeAlias = npt.NDArray[np.int32]
 
@@ -133,16 +134,22 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """Where the prompt's tokens came from; the four add up to the prompt's length."""
+    """Where the prompt's tokens came from; the first four add up to the prompt's length."""
 
     live: int = 0
     hot: int = 0
     warm: int = 0
     prefill: int = 0
+    approximate: int = 0
+    """Of the reused ones, those whose rows were kept in a stored format in between."""
+    drift_kl: float | None = None
+    """What such formats cost this model by its calibration: mean KL divergence of the next-token
+    distribution, in nats; None if there are none or it was not measured."""
 
     def header(self) -> str:
         """The value of X-Towerd-Reuse."""
-        return f"live={self.live},hot={self.hot},warm={self.warm},prefill={self.prefill}"
+        parts = f"live={self.live},hot={self.hot},warm={self.warm},prefill={self.prefill}"
+        return f"{parts},approx={self.approximate}" if self.approximate else parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +243,24 @@ class Generation(Protocol):
         ...
 
 
+class ModuleMaker(Protocol):
+    """Makes modules: texts whose rows are spliced in wherever they stand in a prompt."""
+
+    def check(self, n: int) -> None:
+        """Raises NotSupported or InvalidRequest, with the reason, if a text of `n` tokens cannot
+        be a module of this model."""
+        ...
+
+    def path(self, ids: Ids) -> Ids:
+        """The prompt at whose end the module's tokens stand alone."""
+        ...
+
+    async def measure(self, ids: Ids, percent: float) -> Module:
+        """Choose which `percent` of its tokens are evaluated again at each splice, and measure
+        what is lost. Takes a few times as long as evaluating them. Raises TowerdError."""
+        ...
+
+
 class Engine(Protocol):
     """A model that can be asked. All methods are called on the event loop and never block it."""
 
@@ -246,6 +271,8 @@ class Engine(Protocol):
     """Tokens one sequence may hold."""
     n_slots: int
     """Sequences that may run at once."""
+    modules: ModuleMaker | None
+    """None: this engine splices nothing."""
 
     def generate(self, request: GenerateRequest) -> Generation:
         """Queue one request.

@@ -1,4 +1,5 @@
-"""Llama-architecture GGUFs of any shape with reproducible random weights, for tests and benches.
+"""GGUFs of any shape and many architectures with reproducible random weights, for tests and
+benches.
 
 They know nothing, but they behave: unit-variance activations, attention that is neither uniform
 nor one-hot (so a wrong key or value changes the output), a next-token distribution with a clear
@@ -7,100 +8,35 @@ but changing favourite, and no control token that is ever likely.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, LlamaFileType, quants
+from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, quants
 
-from towerd.errors import ModelError
 from towerd.models import templates
+from towerd.models.architectures import ARCHITECTURES, NORM_EPS, layer_tensors, matrix
 from towerd.models.gguf_file import begin_data, writing
+from towerd.models.rope_scaling import add_scaling, factor_tensors
+from towerd.models.shape import PRESETS, Shape
+from towerd.models.tensor import F32, Tensor, norm
 from towerd.models.vocabulary import from_gguf, synthetic
 
-FType: TypeAlias = Literal["F32", "F16", "Q8_0"]
+__all__ = ["PRESETS", "Progress", "Shape", "make_random_gguf"]
+
 Progress: TypeAlias = Callable[[int, int], None]
 """Called with (bytes written, bytes in all) after each tensor."""
 
-F32 = npt.NDArray[np.float32]
 FILE_TYPES = {
     "F32": LlamaFileType.ALL_F32,
     "F16": LlamaFileType.MOSTLY_F16,
     "Q8_0": LlamaFileType.MOSTLY_Q8_0,
 }
-RMS_EPS = 1e-5
-QUERY_GAIN = 2.0
-"""Attention logits get this standard deviation: far from uniform, far from one-hot."""
 LOGIT_STD = 3.0
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """A llama model's shape. `head_dim` None is n_embd / n_head. Raises ModelError if impossible."""
-
-    n_layer: int
-    n_embd: int
-    n_head: int
-    n_head_kv: int
-    n_ff: int
-    n_vocab: int
-    head_dim: int | None = None
-    n_ctx_train: int = 131072
-    rope_freq_base: float = 500000.0
-    ftype: FType = "Q8_0"
-
-    def __post_init__(self) -> None:
-        counts = (self.n_layer, self.n_embd, self.n_head, self.n_head_kv, self.n_ff)
-        if min(counts) < 1 or self.n_ctx_train < 1:
-            raise ModelError("Every dimension of a model must be at least 1.")
-        if self.n_head % self.n_head_kv:
-            raise ModelError("The KV heads must divide the heads.")
-        if self.head_dim is None and self.n_embd % self.n_head:
-            raise ModelError("The heads must divide the embedding, or give the head dimension.")
-        if self.head_size % 2:
-            raise ModelError("The head dimension must be even: RoPE rotates pairs.")
-        if self.ftype not in get_args(FType):
-            raise ModelError(f"The file type must be one of {', '.join(get_args(FType))}.")
-        block = GGML_QUANT_SIZES[self.matrix_type][0]
-        if any(n % block for n in (self.n_embd, self.n_ff, self.n_head * self.head_size)):
-            raise ModelError(f"{self.ftype} needs row lengths that are multiples of {block}.")
-
-    @property
-    def head_size(self) -> int:
-        """Values per head."""
-        return self.n_embd // self.n_head if self.head_dim is None else self.head_dim
-
-    @property
-    def matrix_type(self) -> GGMLQuantizationType:
-        """How matrices are stored; norms are always float32."""
-        return GGMLQuantizationType[self.ftype]
-
-
-PRESETS = {
-    "tiny": Shape(4, 256, 4, 2, 512, 512, n_ctx_train=8192, ftype="F32"),
-    "small": Shape(12, 768, 12, 4, 2304, 8192, n_ctx_train=32768),
-    "1b": Shape(16, 2048, 32, 8, 8192, 32000),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    """One tensor to be drawn: numpy `shape`, standard deviation (0: all ones, a norm's gain)."""
-
-    name: str
-    shape: tuple[int, ...]
-    std: float
-    type: GGMLQuantizationType
-
-    @property
-    def nbytes(self) -> int:
-        block, block_bytes = GGML_QUANT_SIZES[self.type]
-        return math.prod(self.shape) // block * block_bytes
 
 
 def make_random_gguf(
@@ -124,14 +60,14 @@ def make_random_gguf(
     plan = list(_plan(shape))
     n_total = sum(tensor.nbytes for tensor in plan)
     n_done = 0
-    with writing(path, "llama") as writer:
+    with writing(path, shape.arch) as writer:
         _add_metadata(writer, shape, seed)
         vocabulary.write(writer, template)
         for tensor in plan:
             _announce(writer, tensor)
         begin_data(writer)
         for tensor in plan:
-            values = _draw(tensor, seed)
+            values = tensor.draw(seed)
             if tensor.name == "output.weight":
                 values[vocabulary.silent] = 0.0
             writer.write_tensor_data(_stored(values, tensor.type))
@@ -140,48 +76,16 @@ def make_random_gguf(
                 progress(n_done, n_total)
 
 
-def _plan(shape: Shape) -> Iterator[_Tensor]:
-    """Every tensor in file order, with the deviation that keeps activations at unit variance.
-
-    What a layer adds to the residual stream is scaled by 1/sqrt(2 layers), so that the depth of
-    the model does not drown the embedding. A SwiGLU of unit normals has variance ~0.36.
-    """
-    embd, ff = shape.n_embd, shape.n_ff
-    q, kv = shape.n_head * shape.head_size, shape.n_head_kv * shape.head_size
-    unit = 1 / math.sqrt(embd)
-    added = 1 / math.sqrt(2 * shape.n_layer)
-
-    def matrix(name: str, rows: int, columns: int, std: float) -> _Tensor:
-        return _Tensor(f"{name}.weight", (rows, columns), std, shape.matrix_type)
-
-    def norm(name: str) -> _Tensor:
-        return _Tensor(f"{name}.weight", (embd,), 0.0, GGMLQuantizationType.F32)
-
-    yield matrix("token_embd", shape.n_vocab, embd, 1.0)
+def _plan(shape: Shape) -> Iterator[Tensor]:
+    """Every tensor in file order."""
+    yield matrix(shape, "token_embd", (shape.n_vocab, shape.n_embd), 1.0)
+    yield from factor_tensors(shape)
     for layer in range(shape.n_layer):
-        block = f"blk.{layer}"
-        yield norm(f"{block}.attn_norm")
-        yield matrix(f"{block}.attn_q", q, embd, QUERY_GAIN * unit)
-        yield matrix(f"{block}.attn_k", kv, embd, unit)
-        yield matrix(f"{block}.attn_v", kv, embd, unit)
-        yield matrix(f"{block}.attn_output", embd, q, 2.0 * added / math.sqrt(q))
-        yield norm(f"{block}.ffn_norm")
-        yield matrix(f"{block}.ffn_gate", ff, embd, unit)
-        yield matrix(f"{block}.ffn_up", ff, embd, unit)
-        yield matrix(f"{block}.ffn_down", embd, ff, 2.0 * added / math.sqrt(ff))
-    yield norm("output_norm")
-    yield matrix("output", shape.n_vocab, embd, LOGIT_STD * unit)
-
-
-def _draw(tensor: _Tensor, seed: int) -> F32:
-    """The tensor's values: a stream of its own per name, whatever else the model holds."""
-    if tensor.std == 0.0:
-        return np.ones(tensor.shape, dtype=np.float32)
-    digest = hashlib.blake2b(f"{seed}/{tensor.name}".encode(), digest_size=16).digest()
-    stream = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
-    values = stream.standard_normal(tensor.shape, dtype=np.float32)
-    values *= np.float32(tensor.std)
-    return values
+        yield from layer_tensors(shape, layer)
+    with_bias = ARCHITECTURES[shape.arch].is_layer_norm
+    yield from norm("output_norm", shape.n_embd, with_bias=with_bias)
+    unit = 1 / math.sqrt(shape.n_embd)
+    yield matrix(shape, "output", (shape.n_vocab, shape.n_embd), LOGIT_STD * unit)
 
 
 def _stored(values: F32, kind: GGMLQuantizationType) -> npt.NDArray[np.generic]:
@@ -190,12 +94,14 @@ def _stored(values: F32, kind: GGMLQuantizationType) -> npt.NDArray[np.generic]:
     return quants.quantize(values, kind)
 
 
-def _announce(writer: GGUFWriter, tensor: _Tensor) -> None:
+def _announce(writer: GGUFWriter, tensor: Tensor) -> None:
     dtype = np.dtype(np.float32)
     writer.add_tensor_info(tensor.name, tensor.shape, dtype, tensor.nbytes, tensor.type)
 
 
 def _add_metadata(writer: GGUFWriter, shape: Shape, seed: int) -> None:
+    arch = ARCHITECTURES[shape.arch]
+    is_latent = shape.arch == "deepseek2"
     writer.add_name(f"random-{shape.n_layer}x{shape.n_embd}-{shape.ftype}-seed{seed}")
     writer.add_description("Random weights; made by towerctl model random")
     writer.add_file_type(FILE_TYPES[shape.ftype])
@@ -206,9 +112,13 @@ def _add_metadata(writer: GGUFWriter, shape: Shape, seed: int) -> None:
     writer.add_block_count(shape.n_layer)
     writer.add_feed_forward_length(shape.n_ff)
     writer.add_head_count(shape.n_head)
-    writer.add_head_count_kv(shape.n_head_kv)
-    writer.add_key_length(shape.head_size)
+    writer.add_head_count_kv(1 if is_latent else shape.n_head_kv)
+    writer.add_key_length(shape.head_size + (shape.n_rot if is_latent else 0))
     writer.add_value_length(shape.head_size)
-    writer.add_layer_norm_rms_eps(RMS_EPS)
-    writer.add_rope_dimension_count(shape.head_size)
+    add_eps = writer.add_layer_norm_eps if arch.is_layer_norm else writer.add_layer_norm_rms_eps
+    add_eps(NORM_EPS)
+    writer.add_rope_dimension_count(shape.n_rot)
     writer.add_rope_freq_base(shape.rope_freq_base)
+    add_scaling(writer, shape)
+    if arch.metadata is not None:
+        arch.metadata(writer, shape)

@@ -13,7 +13,10 @@ Key: TypeAlias = int
 
 class Policy(Protocol):
     """What to evict from one tier. Keys form a tree: a node is useless without its parents, so
-    a parent is never chosen before those of its children that are in the policy."""
+    a parent is never chosen before those of its children that are in the policy.
+
+    Times never need to be exact; one that lies before an earlier one counts as that one. What
+    is used at the same time counts as one use of each key."""
 
     def insert(self, key: Key, nbytes: int, now: float, parent: Key | None) -> None:
         """`key` is in the tier from now on, below `parent` (which may be elsewhere). Counts as
@@ -31,6 +34,16 @@ class Policy(Protocol):
     def split(self, lower: Key, upper: Key, upper_nbytes: int, now: float) -> None:
         """`upper` took the first `upper_nbytes` of `lower` and is its parent now. Ignored when
         `lower` is unknown."""
+        ...
+
+    def answered(self, key: Key, now: float, stop: str) -> None:
+        """The request whose input ends with `key` was answered; `stop` is the reason why the
+        answer ended, such as `tool_use`, or "". An optional event: a policy may ignore it, and
+        must do well without it."""
+        ...
+
+    def ended(self, key: Key, now: float) -> None:
+        """Whoever used `key` last will not go on from it. An optional event."""
         ...
 
     def victims(self, bytes_needed: int, is_evictable: Callable[[Key], bool]) -> list[Key]:

@@ -6,9 +6,19 @@ from collections.abc import Callable
 
 from towerd.errors import ConfigError
 from towerd.policy.base import Policy
+from towerd.policy.foresight import Foresight
+from towerd.policy.gdsf import GDSF
+from towerd.policy.lindy import Lindy
 from towerd.policy.lru import LRU
+from towerd.policy.sieve import Sieve
 
-_POLICIES: dict[str, Callable[[], Policy]] = {"lru": LRU}
+_POLICIES: dict[str, Callable[[], Policy]] = {
+    "foresight": Foresight,
+    "gdsf": GDSF,
+    "lindy": Lindy,
+    "lru": LRU,
+    "sieve": Sieve,
+}
 NAMES = tuple(sorted(_POLICIES))
 
 

@@ -2,8 +2,20 @@
 
 from towerd.store.catalog import Catalog, latest_fingerprint
 from towerd.store.collect import GcReport
+from towerd.store.module import Module
 from towerd.store.node import PUBLIC, Ids, Node
+from towerd.store.reencode import Wish
 from towerd.store.rows import RowsPart, Tier
+from towerd.store.run import (
+    AFTER_SPLICE,
+    APPROXIMATE,
+    DERIVED,
+    EXACT,
+    SPLICED,
+    Run,
+    Taint,
+    computed_after,
+)
 from towerd.store.segment_file import SegmentFile
 from towerd.store.store import Store
 from towerd.store.trie import Match
@@ -11,7 +23,8 @@ from towerd.store.turn import Base, SessionInfo, Turn, TurnInfo, TurnResult
 from towerd.store.verify import VerifyReport
 
 __all__ = [
-    "PUBLIC", "Base", "Catalog", "GcReport", "Ids", "Match", "Node", "RowsPart", "SegmentFile",
-    "SessionInfo", "Store", "Tier", "Turn", "TurnInfo", "TurnResult", "VerifyReport",
-    "latest_fingerprint",
+    "AFTER_SPLICE", "APPROXIMATE", "DERIVED", "EXACT", "PUBLIC", "SPLICED", "Base", "Catalog",
+    "GcReport", "Ids", "Match", "Module", "Node", "RowsPart", "Run", "SegmentFile", "SessionInfo",
+    "Store", "Taint", "Tier", "Turn", "TurnInfo", "TurnResult", "VerifyReport", "Wish",
+    "computed_after", "latest_fingerprint",
 ]  # fmt: skip

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from towerd.errors import NotFound
 from towerd.store.catalog import Catalog
+from towerd.store.module import module_from_json
 from towerd.store.node import Node
 from towerd.store.turn import Base
 
@@ -16,13 +17,15 @@ class BaseTable:
 
     catalog: Catalog
     fingerprint: int
+    version: int = 0
+    """Counts changes."""
 
     def listing(self) -> list[Base]:
         """Every base by level, scope and name."""
         return [
-            Base(*row)
+            replace(Base(*row[:-1]), module=module_from_json(row[-1]))
             for row in self.catalog.rows(
-                "SELECT name, scope, level, node, n_tokens, digest FROM bases"
+                "SELECT name, scope, level, node, n_tokens, digest, format, module FROM bases"
                 " WHERE fingerprint = ? ORDER BY level, scope, name",
                 (self.fingerprint,),
             )
@@ -37,19 +40,23 @@ class BaseTable:
 
     def put(self, base: Base, now: float) -> None:
         """Enter or move a base, inside a transaction."""
+        self.version += 1
         self.catalog.run(
-            "INSERT INTO bases(fingerprint, scope, name, level, node, n_tokens, digest, created)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (fingerprint, scope, name) DO UPDATE"
-            " SET level = excluded.level, node = excluded.node, n_tokens = excluded.n_tokens,"
-            " digest = excluded.digest, created = excluded.created",
+            "INSERT INTO bases(fingerprint, scope, name, level, node, n_tokens, digest, created,"
+            " format, module) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+            " ON CONFLICT (fingerprint, scope, name) DO UPDATE SET"
+            " level = excluded.level, node = excluded.node, n_tokens = excluded.n_tokens,"
+            " digest = excluded.digest, created = excluded.created, format = excluded.format,"
+            " module = excluded.module",
             (
                 self.fingerprint, base.scope, base.name, base.level, base.node, base.n_tokens,
-                base.digest, now,
+                base.digest, now, base.format, base.module and base.module.to_json(),
             ),
         )  # fmt: skip
 
     def remove(self, name: str, scope: str) -> int:
         """Forget a base; returns the id of its node. Raises NotFound."""
+        self.version += 1
         base = self.find(name, scope)
         if base is None:
             raise NotFound(f"there is no base {name!r} in scope {scope!r}")

@@ -8,6 +8,7 @@ from typing import Any
 
 from towerd.store.keys import key_hash
 from towerd.store.node import ID_BYTES, PUBLIC, Node
+from towerd.store.run import decode_runs
 from towerd.store.state import StoreState
 
 
@@ -71,6 +72,8 @@ def _node_problems(state: StoreState, node: Node) -> Iterator[str]:
         yield f"{node} is filed under a wrong token"
     if node.hot is not None and (node.hot.p0, node.hot.p1) != (node.p0, node.p1):
         yield f"{node} has hot rows [{node.hot.p0}, {node.hot.p1})"
+    if node.hot is not None and not node.hot.fits(state.fingerprint.layout):
+        yield f"{node} has hot rows of another layout"
     file = node.file
     if file is None:
         return
@@ -109,14 +112,14 @@ def _catalog_problems(state: StoreState, nodes: list[Node]) -> Iterator[str]:
         if mine.get(id) != stored.get(id):
             yield f"segment {id} differs between trie and catalog"
     files = {
-        file.id: (file.path.name, file.p0, file.n_rows, file.nbytes)
+        file.id: (file.path.name, file.p0, file.n_rows, file.nbytes, file.runs)
         for file in state.files.values()
     }
     rows = state.catalog.rows(
-        "SELECT id, name, p0, n_rows, bytes FROM files WHERE fingerprint = ?",
+        "SELECT id, name, p0, n_rows, bytes, runs FROM files WHERE fingerprint = ?",
         (state.fingerprint_pk,),
     )
-    if {row[0]: row[1:] for row in rows} != files:
+    if {row[0]: (*row[1:5], decode_runs(row[5], row[3])) for row in rows} != files:
         yield "the files in memory and in the catalog differ"
     yield from state.catalog.quick_check()
 

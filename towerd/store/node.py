@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from towerd.slots.rows import KVRows
+from towerd.slots.runs import Runs
 
 if TYPE_CHECKING:
     from towerd.store.segment_file import SegmentFile
@@ -33,15 +33,24 @@ def ids_array(data: bytes) -> Ids:
     return np.frombuffer(data, np.int32)
 
 
+def path_bytes(ids: Ids, ends: Sequence[int]) -> bytes:
+    """The ids up to the last end, as bytes. ValueError unless the ends ascend within them."""
+    bounds = [0, *ends, len(ids) + 1]
+    if not ends or any(a >= b for a, b in zip(bounds, bounds[1:], strict=False)):
+        raise ValueError(f"ends {list(ends)} must ascend strictly from 1 to {len(ids)}")
+    return ids_bytes(ids)[: ends[-1] * ID_BYTES]
+
+
 class Node:
     """A run of tokens [p0, p1) below `parent`; only the store changes it, under its lock.
 
     Rows cover the whole node or nothing: `hot` holds them in memory, `file` on disk, where
-    they begin at row `file_row0`. A split keeps this object for the lower part."""
+    they begin at row `file_row0`. `derived`: approximate rows went into computing the hot ones.
+    A split keeps this object for the lower part."""
 
     __slots__ = (
-        "by_token", "file", "file_row0", "hits", "hot", "id", "ids", "last_used", "p0", "p1",
-        "parent", "pins", "removed", "scope",
+        "by_token", "derived", "file", "file_row0", "hits", "hot", "id", "ids", "last_used", "p0",
+        "p1", "parent", "pins", "removed", "scope",
     )  # fmt: skip
 
     def __init__(self, id: int, parent: Node | None, scope: str, p0: int, ids: bytes) -> None:
@@ -54,7 +63,8 @@ class Node:
         self.by_token: dict[tuple[str, int], Node] | None = None
         self.file: SegmentFile | None = None
         self.file_row0 = 0
-        self.hot: KVRows | None = None
+        self.hot: Runs | None = None
+        self.derived = False
         self.pins = 0
         self.hits = 0
         self.last_used = 0.0
@@ -82,6 +92,16 @@ class Node:
     def file_rows(self) -> int:
         """Rows of `file` that belong to this node: all of the node's, or 0 without a file."""
         return self.n if self.file is not None else 0
+
+    @property
+    def has_exact_hot(self) -> bool:
+        """True when the rows in memory are what prefill computes."""
+        return self.hot is not None and not self.derived and self.hot.is_native
+
+    @property
+    def has_exact_file(self) -> bool:
+        """True when the rows on disk are what prefill computes."""
+        return self.file is not None and self.file.is_exact(self.p0, self.p1)
 
     @property
     def pinned(self) -> bool:

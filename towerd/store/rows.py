@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,12 +14,14 @@ import numpy as np
 from towerd.errors import DiskFull, RowsDamaged, StoreError
 from towerd.slots.errors import StateError
 from towerd.slots.rows import KVRows
+from towerd.slots.runs import Runs
 from towerd.store import durable
 from towerd.store.catalog import Catalog
 from towerd.store.keys import segment_key
 from towerd.store.node import ID_BYTES, Node
+from towerd.store.run import APPROXIMATE, DERIVED, EXACT, Taint, encode_runs
 from towerd.store.segment_file import Claim, SegmentFile
-from towerd.store.segment_writer import Draft, new_name, write_segment
+from towerd.store.segment_writer import Draft, DraftRun, new_name, write_segment
 from towerd.store.state import StoreState
 
 Tier: TypeAlias = Literal["hot", "warm"]
@@ -36,7 +38,20 @@ class RowsPart:
     p0: int
     p1: int
     tier: Tier
-    source: KVRows | SegmentFile
+    source: Runs | SegmentFile
+    derived: bool = False
+    """Of hot rows: approximate ones went into computing them."""
+
+    @property
+    def taint(self) -> Taint:
+        """EXACT, DERIVED or APPROXIMATE for each position, uint8[p1 - p0]."""
+        if isinstance(self.source, SegmentFile):
+            return self.source.taint(self.p0, self.p1)
+        taint = np.full(self.p1 - self.p0, DERIVED if self.derived else EXACT, np.uint8)
+        for rows in self.source.slice(self.p0, self.p1):
+            if not rows.layout.is_native:
+                taint[rows.p0 - self.p0 : rows.p1 - self.p0] = APPROXIMATE
+        return taint
 
 
 class RowStore:
@@ -48,29 +63,40 @@ class RowStore:
         self.writing: set[str] = set()
         """Names of files that are not in the catalog yet; gc must leave them alone."""
 
-    def plan(self, nodes: Sequence[Node], start: int, stop: int) -> list[RowsPart]:
-        """The rows of [start, stop) along a path, up to the first token without any."""
+    def plan(self, nodes: Sequence[Node], start: int, stop: int, *, exact: bool) -> list[RowsPart]:
+        """The rows of [start, stop) along a path, up to the first token without any; `exact`:
+        as if there were none but those that prefill computes."""
         parts: list[RowsPart] = []
         at = start
         for node in nodes:
             if node.p1 <= at or at >= stop:
                 continue
-            source = node.hot if node.hot is not None else node.file
-            if source is None:
-                break
-            tier: Tier = "hot" if node.hot is not None else "warm"
             end = min(node.p1, stop)
-            parts.append(RowsPart(node, at, end, tier, source))
+            if node.hot is not None and (not exact or node.has_exact_hot):
+                parts.append(RowsPart(node, at, end, "hot", node.hot, node.derived))
+            elif node.file is not None and (not exact or node.has_exact_file):
+                parts.append(RowsPart(node, at, end, "warm", node.file))
+            else:
+                break
             at = end
         return parts
 
-    def load(self, part: RowsPart) -> KVRows:
+    def load(self, part: RowsPart) -> Runs:
         """The rows themselves, as views. Raises RowsDamaged (the file is in quarantine now) or
         StoreError (it cannot be opened for want of descriptors or memory)."""
-        if isinstance(part.source, KVRows):
+        if isinstance(part.source, Runs):
             return part.source.slice(part.p0, part.p1)
         file = part.source
-        self._ensure_verified(file, part.node)
+        while True:
+            file = _newest(file, part)
+            try:
+                return self._load(file, part)
+            except RowsDamaged:
+                if _newest(file, part) is file:  # else it was re-encoded just now
+                    raise
+
+    def _load(self, file: SegmentFile, part: RowsPart) -> Runs:
+        self.ensure_verified(file, part.node)
         try:
             return file.rows(self._state.fingerprint.layout, part.p0, part.p1)
         except (StateError, OSError) as error:
@@ -81,27 +107,31 @@ class RowStore:
         file = node.file
         if file is None or position not in node.boundaries:
             raise KeyError(position)
-        self._ensure_verified(file, node)
+        self.ensure_verified(file, node)
         try:
             return file.boundary(position)
         except (StateError, OSError) as error:
             raise self._damaged(file, error) from error
 
-    def attach_hot(self, nodes: Sequence[Node], rows: KVRows) -> list[Node]:
-        """Give every node of the path that ends with `nodes` and lies within `rows` its slice,
-        unless it is hot already; returns the nodes that became hot.
-
-        Raises StateError for rows of another layout or with gaps."""
-        state = self._state
-        if rows.layout != state.fingerprint.layout or not rows.is_consecutive:
-            raise StateError("these rows have another layout than the store's, or gaps")
+    def attach_hot(
+        self, nodes: Sequence[Node], rows: KVRows | Runs, *, derived: bool = False
+    ) -> list[Node]:
+        """Give every node of the path that ends with `nodes` and lies within `rows` its slice;
+        returns the nodes that took it. A node that is hot already keeps what it has, unless
+        that is not exact and `rows` are. Raises StateError for rows of another layout."""
+        state, rows = self._state, Runs.of(rows)
+        if not rows.fits(state.fingerprint.layout):
+            raise StateError("these rows have another layout than the store's")
+        is_exact = rows.is_native and not derived
         taken = []
         with state.lock:
             for node in _covered(nodes, rows.p0, rows.p1):
-                if node.hot is None:
-                    node.hot = rows.slice(node.p0, node.p1)
-                    state.hot_bytes += node.hot.nbytes
-                    taken.append(node)
+                if node.hot is not None and (node.has_exact_hot or not is_exact):
+                    continue
+                self.drop_hot(node)
+                node.hot, node.derived = rows.slice(node.p0, node.p1), derived
+                state.hot_bytes += node.hot.nbytes
+                taken.append(node)
         return taken
 
     def drop_hot(self, node: Node) -> int:
@@ -112,26 +142,56 @@ class RowStore:
             self._state.hot_bytes -= n_bytes
         return n_bytes
 
-    def write(self, nodes: Sequence[Node], boundaries: Mapping[int, bytes]) -> SegmentFile:
-        """Write the hot rows of consecutive nodes of one path into one file, durably."""
+    def write(
+        self, nodes: Sequence[Node], boundaries: Mapping[int, bytes], *, replace: bool = False
+    ) -> SegmentFile:
+        """Write the hot rows of consecutive nodes of one path into one file, durably. Nodes
+        keep the file that they have; with `replace` only if its rows are exact."""
         state = self._state
+
+        def wants(node: Node) -> bool:
+            return node.file is None or (replace and not node.has_exact_file)
+
         with state.lock:
-            if nodes and all(node.file is not None for node in nodes):
+            if nodes and not any(wants(node) for node in nodes):
                 assert nodes[-1].file is not None
                 return nodes[-1].file
-            draft = _draft(nodes, boundaries, state.digest)
-        directory, name = state.directory, new_name()
+            draft = _draft(nodes, boundaries, state)
+
+        def targets() -> list[Node]:
+            return [node for node in _covered(nodes, draft.p0, draft.p1) if wants(node)]
+
+        file = self.write_draft(draft, targets)
+        if file is None:
+            raise StoreError("the segments were removed while their rows were written")
+        return file
+
+    def write_draft(
+        self, draft: Draft, targets: Callable[[], Sequence[Node]]
+    ) -> SegmentFile | None:
+        """Write a draft and let `targets()` (asked under the lock when it is on disk) view it;
+        files that nobody views any more are deleted. None, and nothing is left, if there are
+        no targets. Raises DiskFull or StoreError, and then nothing is left either."""
+        state, name = self._state, new_name()
+        directory = state.directory
         self.writing.add(name)
         try:
             with durable.store_errors("rows cannot be written"):
                 n_bytes = write_segment(draft, name, directory.tmp, directory.segments, self._pool)
+            file: SegmentFile | None = None
+            unviewed: list[SegmentFile] = []
             try:
-                return self._adopt(nodes, draft, name, n_bytes)
-            except BaseException:
-                directory.remove(name)
-                raise
+                with state.lock:
+                    if nodes := targets():
+                        file, unviewed = _adopt(state, nodes, draft, name, n_bytes)
+            finally:
+                if file is None:
+                    directory.remove(name)
         finally:
             self.writing.discard(name)
+        for old in unviewed:
+            directory.remove(old.path.name)
+        return file
 
     def drop_file(self, file: SegmentFile, *, set_aside: bool = False) -> int:
         """Forget a file: its nodes keep their tokens only. Deletes it, or moves it into
@@ -162,17 +222,18 @@ class RowStore:
             if file.path.name not in names:
                 self.drop_file(file)
 
-    def _ensure_verified(self, file: SegmentFile, node: Node) -> None:
+    def ensure_verified(self, file: SegmentFile, node: Node, *, again: bool = False) -> None:
+        """Check a file that `node` views, once per process or `again`; raises as `load`."""
         if file.dropped:
             raise RowsDamaged(f"the rows in {file.path.name} were dropped meanwhile")
-        if file.verified:
+        if file.verified and not again:
             return
         state = self._state
         with state.lock:
             views = [(viewer.p0, viewer.ids) for viewer in file.nodes]
             prefix = node.prefix_bytes()
         try:
-            file.verify(Claim(state.fingerprint, prefix, views), self._pool)
+            file.verify(Claim(state.fingerprint, prefix, views), self._pool, again=again)
         except (StateError, OSError) as error:
             raise self._damaged(file, error) from error
 
@@ -189,36 +250,53 @@ class RowStore:
                 self._state.forget_file(file)
         return RowsDamaged(f"rows in {file.path.name} are damaged and set aside: {error}")
 
-    def _adopt(self, nodes: Sequence[Node], draft: Draft, name: str, n_bytes: int) -> SegmentFile:
-        """Enter a written file in the catalog for the nodes that lie in it by now."""
-        state = self._state
-        p0, p1 = draft.parts[0].p0, draft.parts[-1].p1
-        with state.lock:
-            targets = [node for node in _covered(nodes, p0, p1) if node.file is None]
-            if not targets:
-                raise StoreError("the segments were removed while their rows were written")
-            positions = sorted(draft.boundaries)
-            with state.catalog.transaction():
-                id = state.catalog.run(
-                    "INSERT INTO files(fingerprint, name, p0, n_rows, bytes, boundaries, created)"
-                    " VALUES (?, ?, ?, ?, ?, ?, ?)",
-                    (
-                        state.fingerprint_pk, name, p0, p1 - p0, n_bytes,
-                        np.array(positions, "<i4").tobytes(), state.clock(),
-                    ),
-                )  # fmt: skip
-                state.catalog.run_many(
-                    "UPDATE segments SET file = ?, file_row0 = ?, file_rows = ? WHERE id = ?",
-                    [(id, node.p0 - p0, node.n, node.id) for node in targets],
-                )
-            path = state.directory.segments / name
-            file = SegmentFile(id, path, p0, p1 - p0, n_bytes, tuple(positions), state.mappings)
-            for node in targets:
-                node.file, node.file_row0 = file, node.p0 - p0
-            file.nodes = targets
-            state.files[id] = file
-            state.warm_bytes += n_bytes
-        return file
+
+def _adopt(
+    state: StoreState, nodes: Sequence[Node], draft: Draft, name: str, n_bytes: int
+) -> tuple[SegmentFile, list[SegmentFile]]:
+    """Enter a written file in the catalog as the one that `nodes` view, in one transaction;
+    returns it and the files that lost their last view, which are forgotten. Under the lock."""
+    p0, n_rows, runs = draft.p0, draft.p1 - draft.p0, draft.run_table
+    positions = sorted(draft.boundaries)
+    before = {node.file.id: node.file for node in nodes if node.file is not None}
+    unviewed = [old for old in before.values() if all(node in nodes for node in old.nodes)]
+    with state.catalog.transaction():
+        id = state.catalog.run(
+            "INSERT INTO files(fingerprint, name, p0, n_rows, bytes, boundaries, created, runs)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                state.fingerprint_pk, name, p0, n_rows, n_bytes,
+                np.array(positions, "<i4").tobytes(), state.clock(), encode_runs(runs),
+            ),
+        )  # fmt: skip
+        state.catalog.run_many(
+            "UPDATE segments SET file = ?, file_row0 = ?, file_rows = ? WHERE id = ?",
+            [(id, node.p0 - p0, node.n, node.id) for node in nodes],
+        )
+        state.catalog.run_many("DELETE FROM files WHERE id = ?", [(old.id,) for old in unviewed])
+    path = state.directory.segments / name
+    file = SegmentFile(id, path, p0, n_rows, n_bytes, tuple(positions), state.mappings, runs)
+    for node in nodes:
+        if node.file is not None:
+            node.file.nodes.remove(node)
+        node.file, node.file_row0 = file, node.p0 - p0
+    file.nodes = list(nodes)
+    state.files[id] = file
+    state.warm_bytes += n_bytes
+    for old in unviewed:
+        old.successor = file
+        state.forget_file(old)
+    return file, unviewed
+
+
+def _newest(file: SegmentFile, part: RowsPart) -> SegmentFile:
+    """The file that has a planned part's rows by now."""
+    while file.dropped and file.successor is not None:
+        after = file.successor
+        if not after.p0 <= part.p0 < part.p1 <= after.p0 + after.n_rows:
+            break
+        file = after
+    return file
 
 
 def uncatalogue(catalog: Catalog, file_id: int) -> None:
@@ -240,22 +318,35 @@ def _covered(nodes: Sequence[Node], p0: int, p1: int) -> list[Node]:
     return [node for node in alive[-1].path() if node.p0 >= p0 and node.p1 <= p1]
 
 
-def _draft(nodes: Sequence[Node], boundaries: Mapping[int, bytes], digest: bytes) -> Draft:
+def _draft(nodes: Sequence[Node], boundaries: Mapping[int, bytes], state: StoreState) -> Draft:
     """What to write for consecutive hot nodes of one scope. Raises StoreError."""
     if not nodes:
         raise StoreError("no segments to write")
-    parts = []
+    runs: list[DraftRun] = []
     for above, node in zip([None, *nodes], nodes, strict=False):
         if node.removed or node.hot is None:
             raise StoreError(f"segment {node.id} has no rows in memory to write")
         if above is not None and (node.parent is not above or node.scope != above.scope):
             raise StoreError("only consecutive segments of one scope can share a file")
-        parts.append(node.hot)
+        runs += [DraftRun([rows], rows.layout.format_name, node.derived) for rows in node.hot]
     first, last = nodes[0], nodes[-1]
     if any(not first.p0 < position <= last.p1 for position in boundaries):
         raise StoreError("a boundary state lies outside the segments")
     prefix = last.prefix_bytes()
     return Draft(
-        digest, segment_key(digest, last.scope, prefix), last.scope,
-        prefix[first.p0 * ID_BYTES :], parts, dict(boundaries),
+        state.digest, segment_key(state.digest, last.scope, prefix), last.scope,
+        prefix[first.p0 * ID_BYTES :], state.fingerprint.layout, merge_runs(runs),
+        dict(boundaries),
     )  # fmt: skip
+
+
+def merge_runs(runs: Sequence[DraftRun]) -> list[DraftRun]:
+    """Neighbours of the same format and origin as one."""
+    merged: list[DraftRun] = []
+    for run in runs:
+        last = merged[-1] if merged else None
+        if last is not None and (last.format, last.derived) == (run.format, run.derived):
+            merged[-1] = DraftRun([*last.parts, *run.parts], run.format, run.derived)
+        else:
+            merged.append(run)
+    return merged

@@ -105,5 +105,14 @@ CREATE TABLE bases (
 CREATE INDEX bases_node ON bases(node);
 """
 
-MIGRATIONS = (_V1,)
+_V2 = """
+-- [[rows, format, derived], ...]; empty: one run of native rows
+ALTER TABLE files ADD COLUMN runs TEXT NOT NULL DEFAULT '';
+-- the stored format that a base asks for, native for exact ones; NULL: that of its level
+ALTER TABLE bases ADD COLUMN format TEXT;
+-- what is known of a base that may be spliced in anywhere; NULL: an ordinary one
+ALTER TABLE bases ADD COLUMN module TEXT;
+"""
+
+MIGRATIONS = (_V1, _V2)
 VERSION = len(MIGRATIONS)

@@ -7,8 +7,8 @@ import os
 import stat
 import threading
 import weakref
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,14 +17,17 @@ import numpy as np
 
 from towerd.slots.errors import StateError
 from towerd.slots.fingerprint import Fingerprint
-from towerd.slots.layout import KVLayout
+from towerd.slots.layout import NATIVE, KVLayout
 from towerd.slots.rows import KVRows
+from towerd.slots.runs import Runs
 from towerd.store.keys import segment_key
 from towerd.store.node import ID_BYTES, Node
+from towerd.store.run import EXACT, Run, Taint, native_run, taint_of
 from towerd.store.segment_header import (
     BoundaryEntry,
     Header,
     PlaneEntry,
+    RunEntry,
     check_layout,
     checksum,
     decode_head,
@@ -76,12 +79,12 @@ class SegmentFile:
 
     __slots__ = (
         "_header", "_lock", "_mapped", "_mappings", "_start", "boundaries", "dropped", "id",
-        "n_rows", "nbytes", "nodes", "p0", "path", "verified",
+        "n_rows", "nbytes", "nodes", "p0", "path", "runs", "successor", "verified",
     )  # fmt: skip
 
     def __init__(
         self, id: int, path: Path, p0: int, n_rows: int, nbytes: int,
-        boundaries: tuple[int, ...], mappings: Mappings,
+        boundaries: tuple[int, ...], mappings: Mappings, runs: tuple[Run, ...] = (),
     ) -> None:  # fmt: skip
         self.id = id
         self.path = path
@@ -89,6 +92,10 @@ class SegmentFile:
         self.n_rows = n_rows
         self.nbytes = nbytes
         """Size on disk."""
+        self.runs = runs or native_run(n_rows)
+        """In which format which rows are."""
+        self.successor: SegmentFile | None = None
+        """The file that took this one's place, once it is dropped for that reason."""
         self.boundaries = boundaries
         """Positions that have a boundary state, ascending."""
         self.nodes: list[Node] = []
@@ -103,36 +110,70 @@ class SegmentFile:
     def __repr__(self) -> str:
         return f"SegmentFile({self.id}, {self.path.name}, [{self.p0}, {self.p0 + self.n_rows}))"
 
-    def verify(self, claim: Claim, pool: Executor) -> None:
-        """Check everything there is to check, once per process.
+    @property
+    def is_native(self) -> bool:
+        """True when no row is in a stored format."""
+        return all(run.format == NATIVE for run in self.runs)
+
+    def taint(self, p0: int, p1: int) -> Taint:
+        """EXACT, DERIVED or APPROXIMATE for each position in [p0, p1), uint8[p1 - p0]."""
+        return taint_of(self.runs, p0 - self.p0, p1 - self.p0)
+
+    def is_exact(self, p0: int, p1: int) -> bool:
+        """True when the rows [p0, p1) are what prefill computes, in native format."""
+        row0, row1 = p0 - self.p0, p1 - self.p0
+        return all(run.taint == EXACT for run in self.runs if run.row0 < row1 and row0 < run.end)
+
+    def verify(self, claim: Claim, pool: Executor, *, again: bool = False) -> None:
+        """Check everything there is to check, once per process or, if need be, `again`.
 
         Raises StateError (damaged, foreign) or OSError (cannot be opened)."""
         with self._lock:
-            if self.verified:
+            if not self.verified:
+                header, start = self._check(self._map(), claim, pool)
+                self._header, self._start = header, start
+                self.verified = True
                 return
             data = self._map()
-            header, start = decode_head(memoryview(data))
-            self._check_identity(header)
-            check_layout(header, claim.fingerprint.layout)
-            check_claim(header, claim)
-            check_planes(data, header, start, pool)
-            self._header, self._start = header, start
-            self.verified = True
+        if again:  # without the lock: others may load meanwhile
+            self._check(data, claim, pool)
 
-    def rows(self, layout: KVLayout, p0: int, p1: int) -> KVRows:
-        """Rows [p0, p1) as views of the mapped file, which they keep alive.
+    def _check(self, data: mmap.mmap, claim: Claim, pool: Executor) -> tuple[Header, int]:
+        """The header and where the data begin."""
+        header, start = decode_head(memoryview(data))
+        self._check_identity(header)
+        check_layout(header, claim.fingerprint.layout)
+        check_claim(header, claim)
+        check_planes(data, header, start, pool)
+        return header, start
+
+    def rows(self, layout: KVLayout, p0: int, p1: int) -> Runs:
+        """Rows [p0, p1) as views of the mapped file, which they keep alive; one part per run
+        of the file, in the run's format. `layout` is the native one.
 
         The file must be verified. Raises OSError or StateError if it is gone by now."""
         with self._lock:
             data, header, start = self._map(), self._header, self._start
         assert header is not None
         assert self.p0 <= p0 < p1 <= self.p0 + self.n_rows
-        cut = np.s_[p0 - self.p0 : p1 - self.p0]
-        planes = [_view(data, start, plane, header.n)[cut] for plane in header.planes]
+        row0, row1 = p0 - self.p0, p1 - self.p0
+        parts = []
+        for entry in header.runs:
+            first, last = max(row0, entry.row0), min(row1, entry.row0 + entry.n_rows)
+            if first < last:
+                parts.append(self._run_rows(data, start, entry, layout, first, last))
+        return Runs(tuple(parts))
+
+    def _run_rows(
+        self, data: mmap.mmap, start: int, entry: RunEntry, layout: KVLayout, row0: int, row1: int
+    ) -> KVRows:
+        cut = np.s_[row0 - entry.row0 : row1 - entry.row0]
+        planes = [_view(data, start, plane, entry.n_rows)[cut] for plane in entry.planes]
         ext = planes.pop().view(np.int32) if layout.cell_ext else None
         n_k = len(layout.k)
-        positions = np.arange(p0, p1, dtype=np.int32)
-        return KVRows(layout, positions, tuple(planes[:n_k]), tuple(planes[n_k:]), ext)
+        positions = np.arange(self.p0 + row0, self.p0 + row1, dtype=np.int32)
+        stored = layout.stored_as(entry.format)
+        return KVRows(stored, positions, tuple(planes[:n_k]), tuple(planes[n_k:]), ext)
 
     def boundary(self, position: int) -> memoryview:
         """The boundary state at `position`, a view. The file must be verified; KeyError if it
@@ -147,8 +188,9 @@ class SegmentFile:
         raise KeyError(position)
 
     def _check_identity(self, header: Header) -> None:
-        found = (header.p0, header.n, tuple(entry.position for entry in header.boundaries))
-        if found != (self.p0, self.n_rows, self.boundaries):
+        positions = tuple(entry.position for entry in header.boundaries)
+        found = (header.p0, header.n, positions, header.run_table)
+        if found != (self.p0, self.n_rows, self.boundaries, self.runs):
             raise StateError("the catalog describes another file under this name")
 
     def _map(self) -> mmap.mmap:
@@ -173,6 +215,17 @@ def map_file(path: Path, n_bytes: int) -> mmap.mmap:
         return mmap.mmap(fd, n_bytes, prot=mmap.PROT_READ)
     finally:
         os.close(fd)
+
+
+def quantized_bytes(files: Iterable[SegmentFile], native: KVLayout) -> int:
+    """What the rows in stored formats take in these files."""
+    n_rows: Counter[str] = Counter()
+    for file in files:
+        for run in file.runs:
+            n_rows[run.format] += run.n_rows
+    return sum(
+        n * native.stored_as(name).token_bytes for name, n in n_rows.items() if name != NATIVE
+    )
 
 
 def check_claim(header: Header, claim: Claim) -> None:

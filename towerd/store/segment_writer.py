@@ -8,20 +8,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from towerd.slots.rows import KVRows, check_consecutive
+from towerd.kernels import dispatch
+from towerd.slots.layout import KVLayout
+from towerd.slots.rows import KVRows, check_positions
 from towerd.store import durable
+from towerd.store.run import Run
 from towerd.store.segment_header import (
     CHECKSUM_BYTES,
-    NATIVE,
     BoundaryEntry,
     Header,
     PlaneEntry,
+    RunEntry,
+    Shape,
     checksum,
     encode_head,
     page_up,
@@ -33,32 +36,66 @@ SUFFIX = ".twr"
 
 
 @dataclass(frozen=True, slots=True)
+class DraftRun:
+    """Rows to be kept in one format. Parts in another one are encoded while they are written;
+    they must be native then."""
+
+    parts: Sequence[KVRows]
+    format: str
+    derived: bool = False
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of all parts."""
+        return sum(len(part) for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
 class Draft:
-    """What is to be written: rows of consecutive parts and the identity they get."""
+    """What is to be written: consecutive runs and the identity they get."""
 
     fingerprint: bytes
     key: bytes
     scope: str
     ids: bytes
-    parts: Sequence[KVRows]
-    boundaries: Mapping[int, bytes] = field(default_factory=dict)
+    native: KVLayout
+    runs: Sequence[DraftRun]
+    boundaries: Mapping[int, bytes | memoryview] = field(default_factory=dict)
     """Position in (p0, p1] -> opaque state."""
 
+    @property
+    def p0(self) -> int:
+        """The first position."""
+        return self.runs[0].parts[0].p0
 
-@dataclass(slots=True)
+    @property
+    def p1(self) -> int:
+        """The last position plus one."""
+        return self.runs[-1].parts[-1].p1
+
+    @property
+    def run_table(self) -> tuple[Run, ...]:
+        """What the catalog says of the runs."""
+        table: list[Run] = []
+        for run in self.runs:
+            at = table[-1].end if table else 0
+            table.append(Run(at, run.n_rows, run.format, run.derived))
+        return tuple(table)
+
+
+@dataclass(frozen=True, slots=True)
 class _Extent:
-    kind: Literal["k", "v", "ext"]
-    layer: int
-    ggml_type: int
-    row_bytes: int
+    """Where one plane of one run goes."""
+
+    run: DraftRun
+    index: int
+    """Its number among the run's planes."""
+    shape: Shape
     offset: int
     nbytes: int
 
     def entry(self, digest: bytes) -> PlaneEntry:
-        return PlaneEntry(
-            self.kind, self.layer, self.ggml_type, self.row_bytes, NATIVE,
-            self.offset, self.nbytes, digest,
-        )  # fmt: skip
+        return PlaneEntry(*self.shape, self.offset, self.nbytes, digest)
 
 
 def new_name() -> str:
@@ -72,20 +109,17 @@ def write_segment(draft: Draft, name: str, tmp: Path, final: Path, pool: Executo
     Raises OSError, and then nothing is left behind."""
     extents, n_planes = _place(draft)
     boundaries, n_data = _place_boundaries(draft, n_planes)
-    blank = [extent.entry(bytes(CHECKSUM_BYTES)) for extent in extents]
-    start = len(encode_head(_header(draft, blank, boundaries)))
+    blank = [bytes(CHECKSUM_BYTES)] * len(extents)
+    start = len(encode_head(_header(draft, extents, blank, boundaries)))
     path = tmp / name
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         try:
             durable.reserve(fd, start + n_data)
-            digests = _write_planes(fd, start, extents, draft.parts, pool)
-            entries = [
-                extent.entry(digest) for extent, digest in zip(extents, digests, strict=True)
-            ]
+            digests = _write_planes(fd, start, extents, draft.native, pool)
             for entry in boundaries:
                 _write(fd, memoryview(draft.boundaries[entry.position]), start + entry.offset)
-            head = encode_head(_header(draft, entries, boundaries))
+            head = encode_head(_header(draft, extents, digests, boundaries))
             assert len(head) == start
             _write(fd, memoryview(head), 0)
             durable.sync(fd)
@@ -100,33 +134,47 @@ def write_segment(draft: Draft, name: str, tmp: Path, final: Path, pool: Executo
 
 
 def _write_planes(
-    fd: int, start: int, extents: Sequence[_Extent], parts: Sequence[KVRows], pool: Executor
+    fd: int, start: int, extents: Sequence[_Extent], native: KVLayout, pool: Executor
 ) -> list[bytes]:
     """Write every plane side by side; returns their checksums."""
     jobs: list[Future[bytes]] = []
     try:
         for extent in extents:
-            jobs.append(pool.submit(_write_plane, fd, start, extent, parts))
+            jobs.append(pool.submit(_write_plane, fd, start, extent, native))
     finally:
         wait(jobs)  # the caller closes fd next: no job may outlive this
     return [job.result() for job in jobs]
 
 
-def _header(draft: Draft, planes: list[PlaneEntry], boundaries: list[BoundaryEntry]) -> Header:
+def _header(
+    draft: Draft,
+    extents: Sequence[_Extent],
+    digests: Sequence[bytes],
+    boundaries: list[BoundaryEntry],
+) -> Header:
+    entries = [extent.entry(digest) for extent, digest in zip(extents, digests, strict=True)]
+    n_planes = len(entries) // len(draft.runs)
+    runs = [
+        RunEntry(
+            run.row0, run.n_rows, run.format, run.derived,
+            entries[i * n_planes : (i + 1) * n_planes],
+        )
+        for i, run in enumerate(draft.run_table)
+    ]  # fmt: skip
     return Header(
-        draft.fingerprint, draft.key, draft.scope, draft.parts[0].p0, draft.parts[-1].p1,
-        draft.ids, planes, boundaries,
-    )  # fmt: skip
+        draft.fingerprint, draft.key, draft.scope, draft.p0, draft.p1, draft.ids, runs, boundaries
+    )
 
 
 def _place(draft: Draft) -> tuple[list[_Extent], int]:
     """Each plane on a page of its own; the extents and the end of the last."""
-    layout = check_consecutive(draft.parts)
-    n = draft.parts[-1].p1 - draft.parts[0].p0
+    check_positions([part for run in draft.runs for part in run.parts])
     extents, at = [], 0
-    for kind, layer, ggml_type, row_bytes in plane_shapes(layout):
-        extents.append(_Extent(kind, layer, ggml_type, row_bytes, at, n * row_bytes))
-        at = page_up(at + n * row_bytes)
+    for run in draft.runs:
+        for index, shape in enumerate(plane_shapes(draft.native, run.format)):
+            n_bytes = run.n_rows * shape[3]
+            extents.append(_Extent(run, index, shape, at, n_bytes))
+            at = page_up(at + n_bytes)
     return extents, at
 
 
@@ -139,22 +187,41 @@ def _place_boundaries(draft: Draft, at: int) -> tuple[list[BoundaryEntry], int]:
     return entries, at
 
 
-def _write_plane(fd: int, start: int, extent: _Extent, parts: Sequence[KVRows]) -> bytes:
+def _write_plane(fd: int, start: int, extent: _Extent, native: KVLayout) -> bytes:
     h = xxhash.xxh3_128()
     at = start + extent.offset
-    for part in parts:
-        for chunk in _chunks(_plane(part, extent)):
+    for part in extent.run.parts:
+        for chunk in _encoded(part, extent, native):
             h.update(chunk)
             _write(fd, chunk, at)
             at += len(chunk)
     return h.digest()
 
 
-def _plane(part: KVRows, extent: _Extent) -> npt.NDArray[np.uint8]:
-    if extent.kind == "ext":
+def _encoded(part: KVRows, extent: _Extent, native: KVLayout) -> Iterator[memoryview]:
+    """The bytes to write of one part, in order."""
+    if extent.shape[0] == "ext":
         assert part.ext is not None
-        return np.ascontiguousarray(part.ext).view(np.uint8).reshape(len(part), -1)
-    return (part.k if extent.kind == "k" else part.v)[extent.layer]
+        return _chunks(np.ascontiguousarray(part.ext).view(np.uint8).reshape(len(part), -1))
+    rows = (part.k + part.v)[extent.index]
+    have = part.layout.planes[extent.index].format
+    want = native.stored_as(extent.run.format).planes[extent.index]
+    if have == want.format:
+        return _chunks(rows)
+    assert have.is_cache_type, "approximate rows would be encoded a second time"
+    return _converted(rows, have.name, want.format.name, want.row_bytes)
+
+
+def _converted(
+    rows: npt.NDArray[np.uint8], have: str, want: str, row_bytes: int
+) -> Iterator[memoryview]:
+    """The rows in another format, a chunk at a time, so that memory stays bounded."""
+    step = max(1, CHUNK_BYTES // rows.shape[1])
+    for row in range(0, len(rows), step):
+        chunk = rows[row : row + step]
+        out = np.empty(len(chunk) * row_bytes, np.uint8)
+        dispatch.transcode(out, [(0, chunk, None, have, want)], 1)
+        yield out.data
 
 
 def _chunks(plane: npt.NDArray[np.uint8]) -> Iterator[memoryview]:

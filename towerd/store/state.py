@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from towerd.slots.fingerprint import Fingerprint
 from towerd.store.catalog import Catalog
@@ -12,6 +13,15 @@ from towerd.store.directory import Directory
 from towerd.store.node import Node
 from towerd.store.segment_file import Mappings, SegmentFile
 from towerd.store.trie import Trie
+
+
+class Held(NamedTuple):
+    """How a segment's rows are kept."""
+
+    format: str | None
+    """`native`, a stored format, or several joined by "+", first rows first; None: no rows."""
+    nbytes: int
+    """What they take; without rows, what native ones would."""
 
 
 @dataclass(slots=True)
@@ -42,6 +52,22 @@ class StoreState:
             each.last_used = now
             each.hits += 1
             self.touched.add(each)
+
+    def held(self, node: Node) -> Held:
+        """How a node's rows are kept: in memory, else on disk, else not at all."""
+        layout = self.fingerprint.layout
+        if node.hot is not None:
+            names = [part.layout.format_name for part in node.hot]
+            return Held("+".join(dict.fromkeys(names)), node.hot.nbytes)
+        if node.file is None:
+            return Held(None, node.n * layout.token_bytes)
+        first, end = node.file_row0, node.file_row0 + node.n
+        runs = [run for run in node.file.runs if run.row0 < end and first < run.end]
+        n_bytes = sum(
+            (min(end, run.end) - max(first, run.row0)) * layout.stored_as(run.format).token_bytes
+            for run in runs
+        )
+        return Held("+".join(dict.fromkeys(run.format for run in runs)), n_bytes)
 
     def forget_file(self, file: SegmentFile) -> None:
         """Take a file out of memory; rows that someone still views stay readable."""

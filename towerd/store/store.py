@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 from towerd.errors import NotFound, StoreError
 from towerd.slots.fingerprint import Fingerprint
 from towerd.slots.rows import KVRows
+from towerd.slots.runs import Runs
 from towerd.store import durable
 from towerd.store.bases import BaseTable, is_pinned_by_catalog
 from towerd.store.catalog import Catalog
@@ -25,11 +26,13 @@ from towerd.store.growth import Growth
 from towerd.store.integrity import problems
 from towerd.store.loader import add_pins, load_files, load_trie
 from towerd.store.lock import StoreLock
-from towerd.store.node import ID_BYTES, PUBLIC, Ids, Node, ids_array, ids_bytes
+from towerd.store.module import Module
+from towerd.store.node import ID_BYTES, PUBLIC, Ids, Node, ids_array, ids_bytes, path_bytes
+from towerd.store.reencode import Wish, reencode
 from towerd.store.rows import RowsPart, RowStore
-from towerd.store.segment_file import Mappings, SegmentFile
+from towerd.store.segment_file import Mappings, SegmentFile, quantized_bytes
 from towerd.store.sessions import SessionTable, check_name
-from towerd.store.state import StoreState
+from towerd.store.state import Held, StoreState
 from towerd.store.trie import Match
 from towerd.store.turn import Base, SessionInfo, Turn, TurnInfo, TurnResult
 from towerd.store.verify import VerifyReport, verify
@@ -121,7 +124,7 @@ class Store:
     def insert(self, ids: Ids, scope: str, ends: Sequence[int]) -> list[Node]:
         """Make a path for `ids[:ends[-1]]` with a node end at exactly each of `ends` (strictly
         ascending, from 1 to len(ids)); returns its nodes. One durable transaction."""
-        data = _checked_path(ids, ends)
+        data = path_bytes(ids, ends)
         with self._open_lock():
             with self._growing() as growth:
                 path = growth.grow(data, scope, ends)
@@ -146,6 +149,11 @@ class Store:
         with self._open_lock():
             return list(self.state.trie.nodes.values())
 
+    def files(self) -> list[SegmentFile]:
+        """A snapshot of every segment file, in no order."""
+        with self._open_lock():
+            return list(self.state.files.values())
+
     def touch(self, node: Node) -> None:
         """Note a use of `node` and everything above it; durable with the next `flush`."""
         with self._open_lock():
@@ -158,16 +166,19 @@ class Store:
 
     # --- rows -----------------------------------------------------------------------------
 
-    def plan_rows(self, match: Match | Node, start: int, stop: int) -> list[RowsPart]:
+    def plan_rows(
+        self, match: Match | Node, start: int, stop: int, *, exact: bool = False
+    ) -> list[RowsPart]:
         """The rows that exist from token `start` on, up to the first gap, `stop`, or the end
-        of the match (or of the node's path)."""
+        of the match (or of the node's path); `exact`: only those that prefill computes."""
         with self._open_lock():
             nodes = match.nodes if isinstance(match, Match) else match.path()
             n = match.n if isinstance(match, Match) else match.p1
-            return self.rows.plan(nodes, start, min(stop, n))
+            return self.rows.plan(nodes, start, min(stop, n), exact=exact)
 
-    def load_rows(self, part: RowsPart) -> KVRows:
-        """A part's rows as views; a file is checked on its first use in this process.
+    def load_rows(self, part: RowsPart) -> Runs:
+        """A part's rows as views, in the formats they are stored in; a file is checked on its
+        first use in this process.
 
         Raises RowsDamaged (the file went to quarantine, or was dropped since planning: plan
         again) or StoreError."""
@@ -179,24 +190,47 @@ class Store:
         self._check_open()
         return self.rows.load_boundary(node, position)
 
-    def attach_hot(self, nodes: Sequence[Node], rows: KVRows) -> list[Node]:
+    def attach_hot(
+        self, nodes: Sequence[Node], rows: KVRows | Runs, *, derived: bool = False
+    ) -> list[Node]:
         """Hand rows to the nodes of a path that lie within them; returns those that took any.
-        A node that is hot already keeps its rows. Raises StateError for another layout."""
-        return self.rows.attach_hot(nodes, rows)
+        A node that is hot already keeps its rows unless only the new ones are exact.
+        `derived`: computed after approximate rows. Raises StateError for another layout."""
+        return self.rows.attach_hot(nodes, rows, derived=derived)
 
     def drop_hot(self, node: Node) -> int:
         """Let go of a node's rows in memory; returns their bytes."""
         return self.rows.drop_hot(node)
 
     def write_rows(
-        self, nodes: Sequence[Node], boundaries: Mapping[int, bytes] | None = None
-    ) -> SegmentFile:
+        self, nodes: Sequence[Node], boundaries: Mapping[int, bytes] | None = None,
+        *, replace: bool = False,
+    ) -> SegmentFile:  # fmt: skip
         """Write consecutive hot nodes of one path and scope into one file; durable. If all
-        have files already, the last one's is returned. `boundaries`: position -> state.
+        have files already, the last one's is returned. `boundaries`: position -> state;
+        `replace`: a file whose rows are not exact counts as none.
 
         Raises DiskFull (nothing is left behind) or StoreError (not hot, not consecutive)."""
         self._check_open()
-        return self.rows.write(nodes, boundaries or {})
+        return self.rows.write(nodes, boundaries or {}, replace=replace)
+
+    def reencode(self, file: SegmentFile, wishes: Sequence[Wish]) -> SegmentFile | None:
+        """Replace a file by one whose native rows are in the wished formats; durable, and safe
+        against everything that goes on meanwhile. None if the file was dropped before it
+        could be. Raises RowsDamaged (its checksums do not match), DiskFull or StoreError."""
+        self._check_open()
+        return reencode(self.state, self.rows, file, wishes)
+
+    def held(self, node: Node) -> Held:
+        """In which format a node's rows are kept and what they take."""
+        with self._open_lock():
+            return self.state.held(node)
+
+    @contextmanager
+    def still(self) -> Iterator[None]:
+        """Nothing changes inside the block, and everybody waits: look, and leave."""
+        with self._open_lock():
+            yield
 
     def drop_file(self, file: SegmentFile) -> int:
         """Delete a file; its nodes keep their tokens. Returns the bytes freed."""
@@ -314,14 +348,17 @@ class Store:
             rows = self.state.catalog.rows("SELECT node FROM pins ORDER BY node")
             return [nodes[id] for (id,) in rows if id in nodes]
 
-    def add_base(self, name: str, ids: Ids, scope: str, level: int, public: bool) -> Base:
+    def add_base(
+        self, name: str, ids: Ids, scope: str, level: int, public: bool,
+        format: str | None = None, module: Module | None = None,
+    ) -> Base:  # fmt: skip
         """Store and pin the path of a precached prompt; idempotent. A public base belongs to
-        every scope; a changed prompt moves the name to its new path."""
+        every scope; a changed prompt moves the name to its new path. The rest: see Base."""
         check_name(name)
-        data = _checked_path(ids, [len(ids)])
+        data = path_bytes(ids, [len(ids)])
         base = Base(
             name, PUBLIC if public else scope, level, 0, len(ids),
-            hashlib.blake2b(data, digest_size=32).digest(),
+            hashlib.blake2b(data, digest_size=32).digest(), format, module,
         )  # fmt: skip
         with self._open_lock():
             old = self._bases.find(name, base.scope)
@@ -339,6 +376,11 @@ class Store:
         """Every base by level, scope and name."""
         with self._open_lock():
             return self._bases.listing()
+
+    @property
+    def bases_version(self) -> int:
+        """Another number whenever `bases` may have something else to say."""
+        return self._bases.version
 
     def remove_base(self, name: str, scope: str) -> None:
         """Forget a base's name and pin. Raises NotFound."""
@@ -379,6 +421,9 @@ class Store:
                 "bases": count("bases"),
                 "hot_bytes": state.hot_bytes,
                 "warm_bytes": state.warm_bytes,
+                "warm_quantized_bytes": quantized_bytes(
+                    state.files.values(), state.fingerprint.layout
+                ),
                 "disk_bytes": int(
                     state.catalog.rows("SELECT coalesce(sum(bytes), 0) FROM files")[0][0]
                 ),
@@ -451,11 +496,3 @@ def _load(
     )  # fmt: skip
     directory.sweep_tmp()
     return state
-
-
-def _checked_path(ids: Ids, ends: Sequence[int]) -> bytes:
-    """The ids up to the last end, as bytes. ValueError unless the ends ascend within them."""
-    bounds = [0, *ends, len(ids) + 1]
-    if not ends or any(a >= b for a, b in zip(bounds, bounds[1:], strict=False)):
-        raise ValueError(f"ends {list(ends)} must ascend strictly from 1 to {len(ids)}")
-    return ids_bytes(ids)[: ends[-1] * ID_BYTES]

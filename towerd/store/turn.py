@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from towerd.store.module import Module
 from towerd.store.node import Ids, Node
 
 
@@ -83,3 +84,7 @@ class Base:
     n_tokens: int
     digest: bytes
     """BLAKE2b-256 of the ids; changes when the prompt does."""
+    format: str | None = None
+    """The format to store its rows in whatever its level says: `native` or a stored one."""
+    module: Module | None = None
+    """Set for one that may be spliced in anywhere."""

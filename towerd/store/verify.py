@@ -14,6 +14,7 @@ from towerd.slots.fingerprint import Fingerprint
 from towerd.store.collect import orphans
 from towerd.store.integrity import problems
 from towerd.store.rows import RowStore
+from towerd.store.run import decode_runs
 from towerd.store.segment_file import Claim, check_claim, check_planes, map_file
 from towerd.store.segment_header import check_layout, decode_head
 from towerd.store.state import StoreState
@@ -50,7 +51,8 @@ def verify(
         n_segments = len(state.trie)
         n_sessions = int(state.catalog.rows("SELECT count(*) FROM sessions")[0][0])
         files = state.catalog.rows(
-            "SELECT files.id, name, p0, bytes, n_rows, fingerprints.json, boundaries FROM files"
+            "SELECT files.id, name, p0, bytes, n_rows, fingerprints.json, boundaries,"
+            " files.runs FROM files"
             " JOIN fingerprints ON fingerprints.id = files.fingerprint ORDER BY files.id"
         )
     total, done, n_set_aside = sum(row[3] for row in files), 0, 0
@@ -70,7 +72,7 @@ def verify(
 
 
 def _file_problem(state: StoreState, pool: Executor, row: tuple[Any, ...]) -> str | None:
-    id, name, p0, n_bytes, n_rows, text, boundaries = row
+    id, name, p0, n_bytes, n_rows, text, boundaries, runs = row
     try:
         fingerprint = Fingerprint.from_json(msgspec.json.decode(text))
         with state.lock:
@@ -83,7 +85,8 @@ def _file_problem(state: StoreState, pool: Executor, row: tuple[Any, ...]) -> st
         data = map_file(state.directory.segments / name, n_bytes)
         header, start = decode_head(memoryview(data))
         positions = b"".join(b.position.to_bytes(4, "little") for b in header.boundaries)
-        if (header.p0, header.n, positions) != (p0, n_rows, boundaries):
+        found = (header.p0, header.n, positions, header.run_table)
+        if found != (p0, n_rows, boundaries, decode_runs(runs, n_rows)):
             return "the catalog describes another file under this name"
         check_layout(header, fingerprint.layout)
         check_claim(header, Claim(fingerprint, prefix, [view[:2] for view in views]))

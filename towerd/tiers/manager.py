@@ -2,9 +2,11 @@
 
     live --gaps/accept--> hot --writer thread--> warm --warm budget--> tokens only
     live <--plan/compose-- hot, warm                 warm --after use--> hot
+                                                     warm --unused--> warm in stored formats
 
 The inference thread asks `plan` and `gaps` (trie look-ups) and hands rows over with `accept`;
-`compose` runs on the engine's workers; writing, promoting and evicting run on one thread here.
+`compose` runs on the engine's workers; writing, promoting, evicting and re-encoding run on one
+thread here.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from towerd.engine.base import Ids
 from towerd.errors import NotFound, RowsDamaged, StoreError
@@ -27,8 +28,23 @@ from towerd.policy import make_policy
 from towerd.slots.blob import blob_size, emit_blob
 from towerd.slots.layout import KVLayout
 from towerd.slots.rows import KVRows
-from towerd.store import PUBLIC, Match, Node, RowsPart, SegmentFile, Store
+from towerd.slots.runs import Runs
+from towerd.store import (
+    APPROXIMATE,
+    DERIVED,
+    PUBLIC,
+    Match,
+    Node,
+    RowsPart,
+    SegmentFile,
+    Store,
+    Taint,
+)
+from towerd.store.segment_file import quantized_bytes
 from towerd.tiers.buffers import BufferPool
+from towerd.tiers.fidelity import Fidelity, LevelFormats
+from towerd.tiers.plan import Composed, Gap, Plan
+from towerd.tiers.shrink import Shrinker
 
 log = logging.getLogger(__name__)
 
@@ -40,45 +56,6 @@ _BUFFER_BYTES_MAX = 64 << 20
 _PROMOTE_DELAY_S = 0.5
 """Promotion waits until the request that caused it has its first token."""
 _RETRY_WRITE_S = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Stored rows that continue a live prefix: `parts` are consecutive from token `start`."""
-
-    start: int = 0
-    parts: tuple[RowsPart, ...] = ()
-    n_hot: int = 0
-    n_warm: int = 0
-    n_public: int = 0
-
-    @property
-    def n(self) -> int:
-        return self.n_hot + self.n_warm
-
-    @classmethod
-    def nothing(cls) -> Plan:
-        return cls()
-
-
-@dataclass(frozen=True, slots=True)
-class Composed:
-    """One sequence blob for the next `n` planned tokens, in a buffer to be recycled."""
-
-    n: int
-    n_hot: int
-    n_warm: int
-    blob: npt.NDArray[np.uint8]
-    buffer: npt.NDArray[np.uint8]
-
-
-@dataclass(frozen=True, slots=True)
-class Gap:
-    """Recorded tokens [p0, p1) of one path whose rows the store lacks."""
-
-    nodes: tuple[Node, ...]
-    p0: int
-    p1: int
 
 
 @dataclass(slots=True)
@@ -104,8 +81,13 @@ class Tiers:
         hot_bytes: int,
         warm_bytes: int,
         policy: str,
+        fidelity: Fidelity = "near",
+        forced: LevelFormats | None = None,
+        shrink_after_s: float = 600.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        """forced: the stored format of each level, whatever `set_formats` says
+        shrink_after_s: how long rows must be unused before they are stored in it"""
         self.store = store
         self.layout = layout
         self.v_trans = v_trans
@@ -121,6 +103,14 @@ class Tiers:
         self._work: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._promotions: deque[tuple[float, list[Node]]] = deque()
         self._unwritten: set[int] = set()
+        self._idle_due = 0.0
+        """time.monotonic() from which on what was put off is tried again."""
+        self.exact = fidelity == "exact"
+        self._forced = forced
+        self.drift_kl: float | None = None
+        """The measured cost of the table in force (see `Reuse.drift_kl`); None: not measured."""
+        self._shrinker = Shrinker(store, shrink_after_s, clock)
+        self._shrinker.set_formats(None if self.exact else forced, enabled=not self.exact)
         store.on_split = self._on_split
         store.on_remove = self._on_remove
         for file, last_used in _by_use(store.nodes()):
@@ -133,6 +123,18 @@ class Tiers:
         self._work.put(("stop", None))
         self._thread.join()
 
+    def set_formats(self, formats: LevelFormats | None) -> None:
+        """Store unused rows in these formats from now on; None: natively. What is stored in
+        others stays as it is. Nothing changes under exact fidelity or forced formats."""
+        if not self.exact and self._forced is None:
+            self._shrinker.set_formats(formats, enabled=True)
+            self._work.put(("look", None))
+
+    @property
+    def formats(self) -> LevelFormats | None:
+        """The table in force."""
+        return self._shrinker.formats
+
     # ---- rows in (towards live) -------------------------------------------------------------
 
     def plan(self, ids: Ids, scope: str, start: int) -> Plan:
@@ -143,21 +145,35 @@ class Tiers:
             if node.scope != PUBLIC:
                 break
             n_public = min(node.p1, match.n)
-        parts = tuple(self.store.plan_rows(match, start, match.n)) if match.n > start else ()
+        parts: tuple[RowsPart, ...] = ()
+        if match.n > start:
+            parts = tuple(self.store.plan_rows(match, start, match.n, exact=self.exact))
         n_hot = sum(p.p1 - p.p0 for p in parts if p.tier == "hot")
         n_all = sum(p.p1 - p.p0 for p in parts)
         self._touch(match)
-        return Plan(start, parts, n_hot, n_all - n_hot, n_public)
+        n_approximate = sum(int(np.count_nonzero(p.taint == APPROXIMATE)) for p in parts)
+        return Plan(start, parts, n_hot, n_all - n_hot, n_public, n_approximate)
 
     def compose(self, plan: Plan) -> Iterator[Composed]:
         """Read, check and join the planned rows, one blob of a few megabytes at a time.
 
         Small blobs stay in the CPU's cache between our copy and llama.cpp's, and the caller can
-        append one while the next is made. Damaged or evicted rows end the iteration early."""
+        append one while the next is made. Damaged or evicted rows end the iteration early, and
+        so do stored ones that the context's format cannot hold."""
+        for chunk in self._chunks(plan):
+            try:
+                composed = self._blob(chunk)
+            except ValueError as error:
+                log.warning("stored rows cannot be decoded", extra={"error": str(error)})
+                return
+            yield composed
+
+    def _chunks(self, plan: Plan) -> Iterator[list[tuple[RowsPart, Runs]]]:
+        """The planned rows in runs that make one blob each."""
         chunk = max(1, _BLOB_BYTES // self.layout.token_bytes)
-        pending: list[tuple[RowsPart, KVRows]] = []
+        pending: list[tuple[RowsPart, Runs]] = []
         n_pending = 0
-        for part, rows in self._readable(plan.parts):
+        for part, rows in self.rows(plan):
             at = rows.p0
             while at < rows.p1:
                 end = min(rows.p1, at + chunk - n_pending)
@@ -165,16 +181,22 @@ class Tiers:
                 n_pending += end - at
                 at = end
                 if n_pending == chunk:
-                    yield self._blob(pending)
+                    yield pending
                     pending, n_pending = [], 0
         if pending:
-            yield self._blob(pending)
+            yield pending
+
+    def rows(self, plan: Plan) -> Iterator[tuple[RowsPart, Runs]]:
+        """The planned rows as they are stored, for an engine that frames them itself. Ends early
+        as `compose` does; the views stay readable."""
+        with self._shrinker.reading(part.source for part in plan.parts):
+            yield from self._readable(plan.parts)
 
     def recycle(self, composed: Composed) -> None:
         """Give the blob's buffer back once llama.cpp has copied it."""
         self._buffers.release(composed.buffer)
 
-    def _readable(self, parts: tuple[RowsPart, ...]) -> Iterator[tuple[RowsPart, KVRows]]:
+    def _readable(self, parts: tuple[RowsPart, ...]) -> Iterator[tuple[RowsPart, Runs]]:
         """The parts' rows up to the first that cannot be had; warm ones get promoted later."""
         warm: list[Node] = []
         for part in parts:
@@ -193,13 +215,19 @@ class Tiers:
         if warm:
             self._work.put(("promote", (time.monotonic() + _PROMOTE_DELAY_S, warm)))
 
-    def _blob(self, rows: list[tuple[RowsPart, KVRows]]) -> Composed:
+    def _blob(self, rows: list[tuple[RowsPart, Runs]]) -> Composed:
         n = sum(len(r) for _, r in rows)
         size = blob_size(self.layout, n, v_trans=self.v_trans)
         buffer = self._buffers.acquire(size)
-        emit_blob([r for _, r in rows], v_trans=self.v_trans, out=buffer[:size])
+        parts = [part for _, runs in rows for part in runs]
+        try:
+            emit_blob(parts, layout=self.layout, v_trans=self.v_trans, out=buffer[:size])
+        except BaseException:
+            self._buffers.release(buffer)
+            raise
         n_hot = sum(len(r) for part, r in rows if part.tier == "hot")
-        return Composed(n, n_hot, n - n_hot, buffer[:size], buffer)
+        taint = np.concatenate([p.taint[r.p0 - p.p0 : r.p1 - p.p0] for p, r in rows])
+        return Composed(n, n_hot, n - n_hot, buffer[:size], buffer, taint)
 
     def base_tokens(self, ids: Ids, scope: str) -> int:
         """Length of the deepest pinned base that `ids` begins with."""
@@ -208,13 +236,17 @@ class Tiers:
 
     # ---- rows out (from live) ---------------------------------------------------------------
 
-    def gaps(self, ids: Ids, scope: str) -> list[Gap]:
-        """Recorded runs along `ids` that have neither hot nor warm rows."""
+    def gaps(self, ids: Ids, scope: str, taint: Taint | None = None) -> list[Gap]:
+        """Recorded runs along `ids` that have neither hot nor warm rows (under exact fidelity:
+        no exact ones).
+
+        taint: of the live rows; segments with an approximate one, or one that has to do with a
+        splice, are left out: they must never be taken for what prefill computes."""
         match = self.store.match(ids, scope)
         gaps: list[Gap] = []
         run: list[Node] = []
         for node in (*match.nodes, None):
-            lacks = node is not None and node.p1 <= match.n and not _has_rows(node)
+            lacks = node is not None and node.p1 <= match.n and self._lacks(node, taint)
             if lacks and node is not None:
                 run.append(node)
             elif run:
@@ -222,13 +254,24 @@ class Tiers:
                 run = []
         return gaps
 
-    def accept(self, gap: Gap, rows: KVRows) -> None:
-        """Take exported rows of a gap into the hot tier and have them written."""
-        taken = self.store.attach_hot(gap.nodes, rows)
+    def _lacks(self, node: Node, taint: Taint | None) -> bool:
+        """Whether the live rows of `node` are to be exported."""
+        if taint is not None and (taint[node.p0 : node.p1] >= APPROXIMATE).any():
+            return False
+        if not self.exact:
+            return node.hot is None and node.file is None
+        if taint is not None and taint[node.p0 : node.p1].any():
+            return node.hot is None and node.file is None
+        return not node.has_exact_hot and not node.has_exact_file
+
+    def accept(self, gap: Gap, rows: KVRows, *, derived: bool = False) -> None:
+        """Take exported rows of a gap into the hot tier and have them written. `derived`:
+        approximate rows went into computing them."""
+        taken = self.store.attach_hot(gap.nodes, rows, derived=derived)
         now = self._clock()
         with self._lock:
             for node in taken:
-                self._hot.insert(node.id, self.store.bytes_of(node), now, _parent_id(node))
+                self._hot.insert(node.id, _hot_bytes(node), now, _parent_id(node))
                 self._unwritten.add(node.id)
         self._work.put(("write", gap.nodes[-1]))
 
@@ -246,12 +289,16 @@ class Tiers:
             "hot_bytes_max": self.hot_bytes_max,
             "warm_bytes": self.store.warm_bytes,
             "warm_bytes_max": self.warm_bytes_max,
+            "warm_quantized_bytes": quantized_bytes(self.store.files(), self.layout),
+            "segments_shrunk": self._shrinker.n_shrunk,
+            "segments_kept": self._shrinker.n_kept,
+            "level_formats": str(self.formats) if self.formats is not None else "",
             "unwritten_segments": len(self._unwritten),
             "segments_written": c.written,
             "segments_promoted": c.promoted,
             "hot_evictions": c.hot_evicted,
             "warm_evictions": c.warm_evicted,
-            "damaged_segments": c.damaged,
+            "damaged_segments": c.damaged + self._shrinker.n_damaged,
             "write_errors": c.write_errors,
             "bytes_written": c.bytes_written,
         }
@@ -264,11 +311,13 @@ class Tiers:
             try:
                 kind, item = self._work.get(timeout=self._idle_s())
             except queue.Empty:
-                kind, item = "idle", None
+                kind, item = ("idle" if time.monotonic() >= self._idle_due else "look"), None
             try:
                 self._do(kind, item)
                 self._promote_due()
                 self._enforce()
+                if kind != "stop" and self._work.empty():
+                    self._shrink()
             except StoreError as error:
                 self.counters.write_errors += 1
                 log.error("a segment could not be written", extra={"error": str(error)})
@@ -278,6 +327,8 @@ class Tiers:
                 item.set()
 
     def _do(self, kind: str, item: Any) -> None:
+        if kind == "idle":
+            self._idle_due = time.monotonic() + _RETRY_WRITE_S
         if kind == "write":
             self._write_path(item)
         elif kind == "promote":
@@ -287,22 +338,39 @@ class Tiers:
             self.store.flush()
 
     def _idle_s(self) -> float:
+        idle_s = min(_RETRY_WRITE_S, self._shrinker.wait_s())
         if not self._promotions:
-            return _RETRY_WRITE_S
-        return max(0.0, self._promotions[0][0] - time.monotonic())
+            return idle_s
+        return min(idle_s, max(0.0, self._promotions[0][0] - time.monotonic()))
+
+    def _shrink(self) -> None:
+        """Re-encode at most one file."""
+        done = self._shrinker.step()
+        if done is not None:
+            old, new = done
+            with self._lock:
+                self._warm.remove(old.id)
+                self._warm.insert(new.id, new.nbytes, _last_used(new), None)
+            self.counters.bytes_written += new.nbytes
 
     def _write_path(self, leaf: Node) -> None:
         """Write every run of hot, unwritten nodes on the path to `leaf`, one file a run."""
         run: list[Node] = []
         for node in (*leaf.path(), None):
-            if node is not None and node.hot is not None and node.file is None:
+            if node is not None and self._is_unwritten(node):
                 run.append(node)
             elif run:
                 self._write(run)
                 run = []
 
+    def _is_unwritten(self, node: Node) -> bool:
+        if node.hot is None:
+            return False
+        replaces = self.exact and node.has_exact_hot and not node.has_exact_file
+        return node.file is None or replaces
+
     def _write(self, nodes: list[Node]) -> None:
-        file = self.store.write_rows(nodes)
+        file = self.store.write_rows(nodes, replace=self.exact)
         with self._lock:
             self._unwritten.difference_update(n.id for n in nodes)
             self._warm.insert(file.id, file.nbytes, self._clock(), None)
@@ -312,7 +380,7 @@ class Tiers:
     def _write_left_over(self) -> None:
         for node_id in list(self._unwritten):
             node = self._node(node_id)
-            if node is None or node.hot is None or node.file is not None:
+            if node is None or not self._is_unwritten(node):
                 self._unwritten.discard(node_id)
             else:
                 self._write_path(node)
@@ -324,16 +392,15 @@ class Tiers:
 
     def _promote(self, node: Node) -> None:
         """Copy a used segment's rows into RAM, so that no page cache pressure can take them."""
-        n_bytes = self.store.bytes_of(node)
+        n_bytes = self.store.held(node).nbytes
         if node.hot is not None or node.file is None or n_bytes > self.hot_bytes_max // 4:
             return
         part = RowsPart(node, node.p0, node.p1, "warm", node.file)
-        taken = self.store.attach_hot([node], self.store.load_rows(part).copy())
+        derived = bool((part.taint == DERIVED).any())
+        taken = self.store.attach_hot([node], self.store.load_rows(part).copy(), derived=derived)
         with self._lock:
             for each in taken:
-                self._hot.insert(
-                    each.id, self.store.bytes_of(each), self._clock(), _parent_id(each)
-                )
+                self._hot.insert(each.id, _hot_bytes(each), self._clock(), _parent_id(each))
         self.counters.promoted += 1
 
     def _enforce(self) -> None:
@@ -354,8 +421,9 @@ class Tiers:
                 self._drop_file(files.get(file_id), file_id)
 
     def _can_drop_hot(self, node_id: int) -> bool:
-        node = self._node(node_id)
-        return node is None or node.hot is None or node.file is not None
+        # Asked while our lock is held: who holds the store's may be waiting for ours (_on_split).
+        node = self.store.state.trie.nodes.get(node_id)
+        return node is None or not self._is_unwritten(node)
 
     def _drop_hot(self, node_id: int) -> None:
         with self._lock:
@@ -372,8 +440,11 @@ class Tiers:
 
     def _on_split(self, lower: Node, upper: Node) -> None:
         with self._lock:
-            self._hot.split(lower.id, upper.id, self.store.bytes_of(upper), self._clock())
-            if lower.id in self._unwritten:
+            if lower.id in self._hot:
+                self._hot.split(lower.id, upper.id, _hot_bytes(upper), self._clock())
+            elif upper.hot is not None:  # it is just becoming hot, or just being evicted
+                self._hot.insert(upper.id, upper.hot.nbytes, self._clock(), _parent_id(upper))
+            if self._is_unwritten(upper):
                 self._unwritten.add(upper.id)
 
     def _on_remove(self, node: Node) -> None:
@@ -399,8 +470,12 @@ class Tiers:
                     self._warm.access(node.file.id, now)
 
 
-def _has_rows(node: Node) -> bool:
-    return node.hot is not None or node.file is not None
+def _hot_bytes(node: Node) -> int:
+    return node.hot.nbytes if node.hot is not None else 0
+
+
+def _last_used(file: SegmentFile) -> float:
+    return max((node.last_used for node in file.nodes), default=0.0)
 
 
 def _parent_id(node: Node) -> int | None:

@@ -78,8 +78,12 @@ class Batch:
 class LlamaContext:
     """A unified KV cache of `n_cells` cells for `n_seqs` sequences, and the decode call."""
 
-    def __init__(self, model: LlamaModel, config: Config, *, n_cells: int, n_seqs: int) -> None:
-        """Raises ModelError when llama.cpp cannot make the context (memory, cache types)."""
+    def __init__(
+        self, model: LlamaModel, config: Config, *, n_cells: int, n_seqs: int, cb_eval: Any = None
+    ) -> None:
+        """cb_eval: the callback of `towerd.engine.embedded.taps`, which the caller keeps alive.
+
+        Raises ModelError when llama.cpp cannot make the context (memory, cache types)."""
         params = lib.llama_context_default_params()
         params.n_ctx = n_cells
         # llama.cpp aborts on a batch that cannot take one token of every sequence.
@@ -94,6 +98,8 @@ class LlamaContext:
         params.type_v = BY_NAME[config.cache_type_v].ggml_type
         params.kv_unified = True
         params.no_perf = True
+        if cb_eval is not None:
+            params.cb_eval = cb_eval
         params.offload_kqv = config.gpu_layers != 0
         if config.rope_freq_base:
             params.rope_freq_base = config.rope_freq_base

@@ -9,7 +9,7 @@ import hashlib
 import logging
 import os
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,7 @@ import psutil
 
 from towerd.config import Config
 from towerd.engine.base import ModelInfo
+from towerd.engine.embedded.attention import flash_attention
 from towerd.engine.embedded.context import LlamaContext
 from towerd.engine.embedded.model import LlamaModel, hash_file
 from towerd.engine.embedded.vocab import Vocab
@@ -69,6 +70,11 @@ def load_core(config: Config, catalog: Catalog) -> Core:
     try:
         n_ctx, n_cells = _sizes(model, config)
         n_seqs = min(_SEQS_MAX, config.live_sequences + 1)
+        ram_bytes = psutil.virtual_memory().total
+        attention = flash_attention(
+            config, n_head=model.n_head, n_cells=n_cells, ram_bytes=ram_bytes
+        )
+        config = replace(config, flash_attn=attention)
         context = LlamaContext(model, config, n_cells=n_cells, n_seqs=n_seqs)
     except Exception:
         model.close()
@@ -162,14 +168,14 @@ def _info(
     rotated = os.environ.get("LLAMA_ATTN_ROT_DISABLE", "0") in ("", "0")
     n_head_kv = int(model.key("attention.head_count_kv", "1").strip("[]").split(",")[0]) or 1
     fingerprint = Fingerprint(
-        model_hash=_model_hash(model.path, catalog),
+        model_hash=file_hash(model.path, catalog),
         arch=model.arch,
-        tokenizer=_tokenizer_hash(vocab),
+        tokenizer=tokenizer_hash(vocab),
         rope=model.rope(config),
         lora=(),
         layout=layout,
-        rot_k=rotated and _is_rotated(layout.k[0], n_head_kv),
-        rot_v=rotated and bool(layout.v) and _is_rotated(layout.v[0], n_head_kv),
+        rot_k=rotated and is_rotated(layout.k[0], n_head_kv),
+        rot_v=rotated and bool(layout.v) and is_rotated(layout.v[0], n_head_kv),
         long_context=model.is_long_context(n_cells),
     )
     return ModelInfo(
@@ -191,19 +197,19 @@ def _info(
     )
 
 
-def _is_rotated(plane: Plane, n_head_kv: int) -> bool:
+def is_rotated(plane: Plane, n_head_kv: int) -> bool:
     """llama.cpp rotates quantized rows whose head size is a multiple of 64."""
     return plane.format.is_quantized and (plane.n_elements // n_head_kv) % 64 == 0
 
 
-def _tokenizer_hash(vocab: Vocab) -> str:
+def tokenizer_hash(vocab: Vocab) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for piece in vocab.pieces:
         digest.update(len(piece).to_bytes(4, "little") + piece)
     return digest.hexdigest()
 
 
-def _model_hash(path: Path, catalog: Catalog) -> str:
+def file_hash(path: Path, catalog: Catalog) -> str:
     """The file's hash, remembered in the catalog by (device, inode, size, mtime)."""
     stat = path.stat()
     key = f"model_hash:{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}"

@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 
 from towerd.config import Config
-from towerd.engine.base import Event, Finish, GenerateRequest, Ids, SlotView
+from towerd.engine.base import Event, Finish, GenerateRequest, Ids, ModuleMaker, SlotView
 from towerd.engine.embedded.core import Core
 from towerd.engine.embedded.job import Job
 from towerd.engine.embedded.materialise import Materialiser
+from towerd.engine.embedded.modules import EmbeddedModules
 from towerd.engine.embedded.pool import LivePool
 from towerd.engine.embedded.scheduler import Scheduler
 from towerd.engine.embedded.shift import check_fits
+from towerd.engine.embedded.splice import Splicer
 from towerd.engine.embedded.template import ChatTemplate
 from towerd.errors import InvalidRequest, TowerdError, Unavailable
 from towerd.tiers.manager import Tiers
@@ -80,8 +82,14 @@ class EmbeddedEngine:
         self._all_ended.set()
         scratch = core.context.n_seqs - 1
         self.pool = LivePool(core.context, n_seqs=scratch, n_cells=core.context.n_cells)
+        self.splicer = Splicer(core, tiers)
         self.materialiser = Materialiser(
-            core.context, self.pool, tiers, scratch_seq=scratch, can_slice=core.can_slice
+            core.context,
+            self.pool,
+            tiers,
+            self.splicer,
+            scratch_seq=scratch,
+            can_slice=core.can_slice,
         )
         self.scheduler = Scheduler(
             core.context,
@@ -94,6 +102,8 @@ class EmbeddedEngine:
             context_shift=config.context_shift,
             deliver=self._deliver,
         )
+        self.embedded_modules = EmbeddedModules(core, self.scheduler, self.splicer)
+        self.modules: ModuleMaker | None = self.embedded_modules
         self.template = ChatTemplate(
             config.chat_template_source() or core.info.chat_template,
             core.info.bos_token,
@@ -169,6 +179,8 @@ class EmbeddedEngine:
             "why_not_sliceable": self.core.why_not_sliceable,
             "busy_slots_per_decode": scheduler.counters["sequences_decoded"]
             / max(1, scheduler.counters["decode_steps"]),
+            "exports": scheduler.idle.n_exports,
+            "tokens_spliced": self.splicer.n_spliced,
             **scheduler.counters,
         }
 
@@ -188,6 +200,7 @@ class EmbeddedEngine:
         self._is_draining = True
 
     async def close(self) -> None:
+        await asyncio.to_thread(self.embedded_modules.close)
         await asyncio.to_thread(self.scheduler.close)
         await asyncio.to_thread(self.materialiser.close)
         self._text.shutdown()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,6 +24,10 @@ from towerd.engine.embedded.context import Buffer
 from towerd.engine.embedded.output import OutputText
 from towerd.engine.embedded.pool import LiveSeq
 from towerd.engine.embedded.sampler import Sampler
+from towerd.store import Taint
+
+if TYPE_CHECKING:
+    from towerd.engine.embedded.splice import Splice
 
 
 class Phase(enum.Enum):
@@ -59,8 +64,10 @@ class Job:
     reuse: Reuse = field(default_factory=Reuse)
     reply: list[int] = field(default_factory=list)
     """Sampled tokens whose text was sent or is held back only for UTF-8 or a stop string."""
-    saved: tuple[int, Buffer] | None = None
-    """Live tokens and sequence blob of a preempted job."""
+    saved: tuple[Taint, Buffer] | None = None
+    """What a preempted job had live: the taint of each token's rows, and its sequence blob."""
+    splice: Splice | None = None
+    """What is still to be spliced into its sequence."""
     loads: int = 0
     """How many loads were started; blobs of an earlier one are stale."""
     n_loaded_hot: int = 0
@@ -83,7 +90,14 @@ class Job:
 
     @property
     def n_to_evaluate(self) -> int:
-        return self.n - self.n_live
+        """Tokens up to the next ones to be spliced in, or to the end."""
+        stop = None if self.splice is None else self.splice.p0
+        return (self.n if stop is None else stop) - self.n_live
+
+    @property
+    def is_at_splice(self) -> bool:
+        """What comes next is not evaluated but spliced in."""
+        return self.splice is not None and self.splice.p0 == self.n_live
 
     def push(self, token: int) -> None:
         """Append a sampled token; it still has to be decoded."""

@@ -12,16 +12,21 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from towerd.engine.base import GenerateRequest, Reuse
 from towerd.engine.embedded.context import Buffer, LlamaContext
 from towerd.engine.embedded.job import Job, Phase
 from towerd.engine.embedded.pool import LivePool, LiveSeq
 from towerd.engine.embedded.shift import shift_ids
+from towerd.engine.embedded.splice import Piece, Splicer
 from towerd.errors import TowerdError
 from towerd.slots.blob import parse_blob
-from towerd.tiers.manager import Composed, Plan, Tiers
+from towerd.store import APPROXIMATE, DERIVED, SPLICED, Taint
+from towerd.tiers.manager import Tiers
+from towerd.tiers.plan import Composed, Plan
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +41,19 @@ class Loaded:
     `composed` from the store, or `blob` alone: a preempted job's own rows."""
 
     load: int
-    n: int
+    taint: Taint | None
+    """What the rows of each token are; None without rows."""
     blob: Buffer | None
     composed: Composed | None
     is_last: bool
     slot: threading.Semaphore | None = None
+    piece: Piece | None = None
+    """What was to be spliced in: `blob` has its rows, None if they cannot be had."""
+
+    @property
+    def n(self) -> int:
+        """Tokens whose rows these are."""
+        return 0 if self.taint is None else len(self.taint)
 
 
 class Materialiser:
@@ -51,6 +64,7 @@ class Materialiser:
         context: LlamaContext,
         pool: LivePool,
         tiers: Tiers,
+        splicer: Splicer,
         *,
         scratch_seq: int,
         can_slice: bool,
@@ -58,6 +72,7 @@ class Materialiser:
         self.context = context
         self.pool = pool
         self.tiers = tiers
+        self.splicer = splicer
         self.can_slice = can_slice
         self.bytes_in = 0
         self.bytes_out = 0
@@ -67,6 +82,11 @@ class Materialiser:
 
     def close(self) -> None:
         self._workers.shutdown()
+
+    @property
+    def can_take_back(self) -> bool:
+        """Whether rows that leave the context can be had again without evaluating them."""
+        return self.can_slice and self.tiers.hot_bytes_max > 0
 
     # ---- in ---------------------------------------------------------------------------------
 
@@ -83,9 +103,13 @@ class Materialiser:
         job.seq = seq
         self.pool.touch(seq)
         plan = self._plan(job, seq)
-        if not job.t_first:
-            n_rest = job.n_prompt - seq.n - plan.n_hot - plan.n_warm
-            job.reuse = Reuse(seq.n, plan.n_hot, plan.n_warm, n_rest)
+        if job.saved is None:  # else it goes on where it was
+            job.splice = self.splicer.plan(job, seq, plan.n, self._workers)
+            job.n_loaded_hot = job.n_loaded_warm = 0
+            if not job.t_first:
+                self._report(job, seq.n, plan.n_hot, plan.n_warm, plan.n_approximate)
+        elif not job.t_first and (job.splice is None or not job.splice.counted):
+            self._restate(job, job.saved[0])
         if plan.n or job.saved is not None:
             self._plans[id(job)] = plan
             job.phase = Phase.LOADING
@@ -98,12 +122,11 @@ class Materialiser:
         blob at a time, and last with `is_last` or an error."""
         plan = self._plans.pop(id(job))
         job.loads += 1
-        job.n_loaded_hot = job.n_loaded_warm = 0
         load = job.loads
         if job.saved is not None:
-            n, blob = job.saved
+            taint, blob = job.saved
             job.saved = None
-            on_loaded(job, Loaded(load, n, blob, None, True))
+            on_loaded(job, Loaded(load, taint, blob, None, True))
             return
 
         def work() -> None:
@@ -111,8 +134,9 @@ class Materialiser:
                 slot = threading.Semaphore(_BLOBS_AHEAD)
                 for composed in self.tiers.compose(plan):
                     slot.acquire()
-                    on_loaded(job, Loaded(load, composed.n, composed.blob, composed, False, slot))
-                on_loaded(job, Loaded(load, 0, None, None, True))
+                    rows = composed.taint, composed.blob, composed
+                    on_loaded(job, Loaded(load, *rows, False, slot))
+                on_loaded(job, Loaded(load, None, None, None, True))
             except TowerdError as error:
                 on_loaded(job, error)
             except Exception as error:
@@ -121,22 +145,39 @@ class Materialiser:
 
         self._workers.submit(work)
 
+    def splice(self, job: Job, on_loaded: Callable[[Job, Loaded | TowerdError], None]) -> None:
+        """Load the rows to be spliced in where `job` stands; `on_loaded` is called once."""
+        assert job.splice is not None
+        piece, load = job.splice.pieces[0], job.loads + 1
+        job.loads = load
+
+        def tell(blob: Buffer | None) -> None:
+            taint = None if blob is None else piece.taint
+            on_loaded(job, Loaded(load, taint, blob, None, True, piece=piece))
+
+        piece.when_ready(tell)
+
     def attach(self, job: Job, loaded: Loaded) -> None:
         """Append loaded rows to the job's sequence. Raises TowerdError if llama.cpp refuses."""
         seq = job.seq
         assert seq is not None
+        if loaded.piece is not None and loaded.blob is None and job.splice is not None:
+            job.splice.drop(loaded.piece.placed)
+            return
         try:
-            if loaded.blob is not None:
+            if loaded.blob is not None and loaded.taint is not None:
                 self._append(seq, loaded.blob)
                 self.bytes_in += len(loaded.blob)
-                self.pool.append(seq, job.ids[seq.n : seq.n + loaded.n])
+                ids = job.ids[seq.n : seq.n + loaded.n]
+                self.pool.append(seq, ids, loaded.taint)
+            if loaded.piece is not None:
+                self.splicer.attached(job, loaded.piece)
             if loaded.composed is not None:
                 job.n_loaded_hot += loaded.composed.n_hot
                 job.n_loaded_warm += loaded.composed.n_warm
-            elif loaded.is_last and not job.t_first and loaded.n == 0:
+            elif loaded.is_last and not job.t_first and loaded.blob is None:
                 # Rows that turned out damaged or gone are prefilled: report what really came.
-                hot, warm, live = job.n_loaded_hot, job.n_loaded_warm, job.reuse.live
-                job.reuse = Reuse(live, hot, warm, job.n_prompt - live - hot - warm)
+                self._report(job, job.reuse.live, job.n_loaded_hot, job.n_loaded_warm, 0)
         finally:
             self.discard(loaded)
 
@@ -146,6 +187,29 @@ class Materialiser:
             self.tiers.recycle(loaded.composed)
         if loaded.slot is not None:
             loaded.slot.release()
+
+    def _report(self, job: Job, live: int, hot: int, warm: int, n_approximate: int) -> None:
+        """Set the job's reuse; `n_approximate`: tokens, beside the live ones, that are so."""
+        assert job.seq is not None
+        n_rest = job.n_prompt - live - hot - warm
+        reuse = Reuse(live, hot, warm, n_rest, n_approximate + job.seq.n_approximate())
+        if reuse.approximate:
+            reuse = replace(reuse, drift_kl=self.splicer.drift(job, job.seq, reuse))
+        job.reuse = reuse
+
+    def _restate(self, job: Job, saved: Taint) -> None:
+        """Correct the reuse of a job that gave way, maybe before all planned rows had come; from
+        here on it evaluates what it has not got. `saved`: the taint of what it has."""
+        hot, warm, live = job.n_loaded_hot, job.n_loaded_warm, job.reuse.live
+        n_approximate = int(np.isin(saved, (APPROXIMATE, SPLICED)).sum())
+        job.reuse = replace(
+            job.reuse,
+            hot=hot,
+            warm=warm,
+            prefill=job.n_prompt - live - hot - warm,
+            approximate=n_approximate,
+            drift_kl=job.reuse.drift_kl if n_approximate else None,
+        )
 
     def _append(self, seq: LiveSeq, blob: Buffer) -> None:
         if seq.n == 0:
@@ -187,9 +251,23 @@ class Materialiser:
     def _source(self, job: Job) -> tuple[LiveSeq | None, int]:
         if not job.request.cache_prompt or job.saved is not None:
             return None, 0
-        source, n = self.pool.best_prefix(job.ids[: job.n - 1], job.request.scope)
+        source, n = self._best_prefix(job)
         if source is not None and not self.can_slice and (n < source.n or source.busy):
             return None, 0
+        return source, n
+
+    def _best_prefix(self, job: Job) -> tuple[LiveSeq | None, int]:
+        """The live sequence to go on from. What was spliced into it counts as long as the store
+        has no exact rows instead, and never for a prompt that is to be stored."""
+        ids, scope = job.ids[: job.n - 1], job.request.scope
+        if job.request.precache is not None:
+            return self.pool.best_prefix(ids, scope, unspliced=True)
+        source, n = self.pool.best_prefix(ids, scope)
+        if source is None or source.n_unspliced() >= n:
+            return source, n
+        exact, n_exact = self.pool.best_prefix(ids, scope, unspliced=True)
+        if self.can_slice and n_exact + self.tiers.plan(ids, scope, n_exact).n >= n:
+            return exact, n_exact
         return source, n
 
     def _can_take_over(self, source: LiveSeq, n: int, job: Job) -> bool:
@@ -205,14 +283,16 @@ class Materialiser:
         seq.dirty = False
         if not self.can_slice or not seq.n:
             return
-        for gap in self.tiers.gaps(seq.tokens(), seq.scope):
+        taint = seq.taint[: seq.n]
+        for gap in self.tiers.gaps(seq.tokens(), seq.scope, taint):
             self.context.seq_cp(seq.id, self._scratch, gap.p0, gap.p1)
             try:
                 blob = self.context.get_state(self._scratch)
             finally:
                 self.context.seq_rm(self._scratch)
             self.bytes_out += len(blob)
-            self.tiers.accept(gap, parse_blob(blob).rows)
+            derived = bool((taint[gap.p0 : gap.p1] == DERIVED).any())
+            self.tiers.accept(gap, parse_blob(blob).rows, derived=derived)
 
     # ---- context shift ----------------------------------------------------------------------
 

@@ -72,13 +72,16 @@ def hash_file(path: Path, stop: Callable[[], bool] = lambda: False) -> str:
 class LlamaModel:
     """A loaded GGUF. Free it with `close()` after every context made from it."""
 
-    def __init__(self, path: Path, config: Config) -> None:
-        """Raises ModelError: missing, not a GGUF, truncated, or unknown to this llama.cpp."""
+    def __init__(self, path: Path, config: Config, *, vocab_only: bool = False) -> None:
+        """vocab_only: tokenizer and metadata without the weights, in milliseconds.
+
+        Raises ModelError: missing, not a GGUF, truncated, or unknown to this llama.cpp."""
         _check_magic(path)
         init_backend()
         params = lib.llama_model_default_params()
         params.n_gpu_layers = config.gpu_layers
         params.load_mode = _load_mode(config)
+        params.vocab_only = vocab_only
         _recent_log.clear()
         handle = lib.llama_model_load_from_file(str(path).encode(), params)
         if not handle:
@@ -90,6 +93,7 @@ class LlamaModel:
         self.ptr: Any = handle
         self.vocab_ptr: Any = lib.llama_model_get_vocab(handle)
         self.metadata = self._read_metadata()
+        self.vocab_only = vocab_only
         if not lib.llama_model_has_decoder(handle) or lib.llama_model_has_encoder(handle):
             self.close()
             raise ModelError(
@@ -109,11 +113,20 @@ class LlamaModel:
 
     @property
     def n_ctx_train(self) -> int:
+        if self.vocab_only:
+            return int(self.key("context_length", "0"))
         return int(lib.llama_model_n_ctx_train(self.ptr))
 
     @property
     def n_embd(self) -> int:
+        if self.vocab_only:
+            return int(self.key("embedding_length", "0"))
         return int(lib.llama_model_n_embd(self.ptr))
+
+    @property
+    def n_head(self) -> int:
+        """Query heads of the widest layer."""
+        return int(lib.llama_model_n_head(self.ptr))
 
     @property
     def n_params(self) -> int:
@@ -157,6 +170,8 @@ class LlamaModel:
 
     def is_long_context(self, n_ctx_seq: int) -> bool:
         """Whether llama.cpp picks the long RoPE factors (longrope) for this context size."""
+        if self.key("rope.scaling.type") != "longrope":
+            return False
         original = self.key("rope.scaling.original_context_length")
         return n_ctx_seq > (int(original) if original else self.n_ctx_train)
 

@@ -17,8 +17,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from towerd.engine.base import Ids
+from towerd.store import APPROXIMATE, SPLICED, Taint, computed_after
 
 
 class SeqOps(Protocol):
@@ -54,10 +56,25 @@ class LiveSeq:
     session: str | None = None
     last_used: int = 0
     runs: list[Run] = field(default_factory=list)
+    taint: Taint = field(default_factory=lambda: np.zeros(0, np.uint8))
+    """uint8 buffer beside `ids`: what became of each token's rows on their way here."""
 
     def tokens(self) -> Ids:
         """View of the live tokens, int32[n]."""
         return self.ids[: self.n]
+
+    def n_approximate(self) -> int:
+        """Live tokens whose rows were decoded from a stored format or spliced in."""
+        return int(np.isin(self.taint[: self.n], (APPROXIMATE, SPLICED)).sum())
+
+    def spliced(self) -> npt.NDArray[np.bool_]:
+        """bool[n]: whether each live token's rows were spliced in."""
+        return np.equal(self.taint[: self.n], SPLICED)
+
+    def n_unspliced(self) -> int:
+        """Leading tokens before anything that was spliced in."""
+        found = self.spliced()
+        return int(found.argmax()) if found.any() else self.n
 
 
 class LivePool:
@@ -95,14 +112,19 @@ class LivePool:
         self._clock += 1
         seq.last_used = self._clock
 
-    def best_prefix(self, ids: Ids, scope: str) -> tuple[LiveSeq | None, int]:
+    def best_prefix(
+        self, ids: Ids, scope: str, *, unspliced: bool = False
+    ) -> tuple[LiveSeq | None, int]:
         """The sequence that shares the longest visible prefix with `ids`, and its length.
 
-        Idle sequences win ties, because an idle one can be taken over without a branch."""
+        Idle sequences win ties, because an idle one can be taken over without a branch.
+        unspliced: nothing from the first spliced token on counts"""
         best: LiveSeq | None = None
         best_n = 0
         for seq in self._live.values():
             limit = seq.n if seq.scope == scope else min(seq.n, seq.n_public)
+            if unspliced:
+                limit = min(limit, seq.n_unspliced())
             n = common_prefix(seq.ids[:limit], ids)
             if n > best_n or (best is not None and n == best_n and _idler(seq, best)):
                 best, best_n = seq, n
@@ -115,6 +137,7 @@ class LivePool:
         """A new empty sequence that can hold `capacity` tokens. Needs `can_open()`."""
         assert self._free, "no free sequence: ask can_open() and evict first"
         seq = LiveSeq(self._free.pop(), scope, np.zeros(capacity, np.int32))
+        seq.taint = np.zeros(capacity, np.uint8)
         self._live[seq.id] = seq
         self.touch(seq)
         return seq
@@ -125,6 +148,7 @@ class LivePool:
         self._split_at(src, n)
         dst = self.open(scope, capacity)
         dst.ids[:n] = src.ids[:n]
+        dst.taint[:n] = src.taint[:n]
         dst.n = n
         dst.n_public = min(src.n_public, n)
         length = 0
@@ -137,11 +161,15 @@ class LivePool:
         self._ops.seq_cp(src.id, dst.id, 0, n)
         return dst
 
-    def append(self, seq: LiveSeq, ids: Ids) -> None:
-        """Account for `ids` whose cells the context has just filled, after `seq`'s last."""
+    def append(self, seq: LiveSeq, ids: Ids, taint: Taint | None = None) -> None:
+        """Account for `ids` whose cells the context has just filled, after `seq`'s last.
+
+        taint: what the rows are, uint8[n]; None: they were computed, from what was there"""
         n = len(ids)
         assert 0 < n <= len(seq.ids) - seq.n, "sequence over its capacity"
         seq.ids[seq.n : seq.n + n] = ids
+        computed = computed_after(seq.taint[: seq.n]) if taint is None else taint
+        seq.taint[seq.n : seq.n + n] = computed
         seq.n += n
         self.cells_used += n
         last = seq.runs[-1] if seq.runs else None
@@ -153,7 +181,9 @@ class LivePool:
     def grow(self, seq: LiveSeq, capacity: int) -> None:
         """Let `seq` hold `capacity` tokens."""
         if capacity > len(seq.ids):
-            seq.ids = np.concatenate([seq.ids, np.zeros(capacity - len(seq.ids), np.int32)])
+            more = capacity - len(seq.ids)
+            seq.ids = np.concatenate([seq.ids, np.zeros(more, np.int32)])
+            seq.taint = np.concatenate([seq.taint, np.zeros(more, np.uint8)])
 
     def truncate(self, seq: LiveSeq, n: int) -> None:
         """Keep the first `n` tokens of `seq`."""

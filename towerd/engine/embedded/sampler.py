@@ -93,6 +93,10 @@ class Sampler:
         self._dry_base = params.dry_base if params.dry_base >= 1 else SamplingParams().dry_base
         self._order = _known_samplers(params.samplers)
         self._biases = self._all_biases()
+        self._bias_ids = np.array([t for t, _ in self._biases], np.int32)
+        self._bias_values = np.array([b for _, b in self._biases], np.float32)
+        self._only_bans = all(b == -math.inf for _, b in self._biases)
+        self._banned = frozenset(t for t, _ in self._biases)
         self._history_n = self._needed_history()
         self._greedy = self._is_greedy()
         self._candidates: Candidates | None = None
@@ -173,11 +177,11 @@ class Sampler:
     def _pick(self, logits: Floats, *, constrained: bool) -> int:
         self._left = None
         if self._greedy and not constrained:
-            return int(logits.argmax())
+            return self._best(logits)
         if self._candidates is None:
             self._candidates = Candidates(self._vocab.n_vocab)
         candidates = self._candidates
-        candidates.fill(logits)
+        candidates.fill(self._biased(logits) if self._greedy else logits)
         if constrained:
             lib.llama_sampler_apply(self._grammar, candidates.ref)
             if self._greedy:
@@ -189,6 +193,20 @@ class Sampler:
         if self._params.post_sampling_probs and self._params.n_probs > 0:
             self._left = candidates.left()
         return token
+
+    def _best(self, logits: Floats) -> int:
+        """The token with the highest biased logit, the first of equals."""
+        best = int(logits.argmax())
+        if self._only_bans and best not in self._banned:  # the usual case needs no copy
+            return best
+        return int(self._biased(logits).argmax())
+
+    def _biased(self, logits: Floats) -> Floats:
+        if not self._biases:
+            return logits
+        biased = logits.copy()
+        np.add.at(biased, self._bias_ids, self._bias_values)
+        return biased
 
     def _allows(self, token: int) -> bool:
         """Whether the grammar can go on with this token."""
@@ -220,7 +238,7 @@ class Sampler:
         return max(n, self._dry_n if dry else 0)
 
     def _is_greedy(self) -> bool:
-        """Whether the chain always ends in the highest raw logit.
+        """Whether the chain always ends in the highest biased logit.
 
         Temperature 0 leaves only the best of what the other samplers left; of those only XTC,
         typical-p and infill can drop or change the overall best."""
@@ -230,7 +248,6 @@ class Sampler:
             and "temperature" in self._order
             and p.temperature <= 0
             and p.dynatemp_range <= 0
-            and not self._biases
             and not self._history_n
             and not ("xtc" in self._order and p.xtc_probability > 0)
             and not ("typ_p" in self._order and p.typical_p < 1)

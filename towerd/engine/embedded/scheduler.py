@@ -18,6 +18,7 @@ from typing import Any
 
 from towerd.engine.embedded.batching import Batching
 from towerd.engine.embedded.context import DecodeError, LlamaContext
+from towerd.engine.embedded.idle import IdleSequences
 from towerd.engine.embedded.job import Job, Phase
 from towerd.engine.embedded.materialise import Loaded, Materialiser
 from towerd.engine.embedded.output import OutputText
@@ -28,10 +29,8 @@ from towerd.errors import TowerdError, Unavailable
 
 log = logging.getLogger(__name__)
 
-_EXPORT_EVERY_S = 1.0
-"""While streams run, dirty sequences are exported at most this often."""
 _COUNTERS = (
-    "tasks", "decode_steps", "sequences_decoded", "tokens_decoded", "preemptions", "exports",
+    "tasks", "decode_steps", "sequences_decoded", "tokens_decoded", "preemptions",
 )  # fmt: skip
 _CLOSE_WAIT_S = 10.0
 """How long a shutdown waits for finished turns to be recorded before it exports."""
@@ -72,6 +71,7 @@ class Scheduler:
         """The last job of each place that GET /slots shows."""
         self.counters = dict.fromkeys(_COUNTERS, 0)
         self._batching = Batching(context)
+        self.idle = IdleSequences(pool, materialiser)
         self._deliver = deliver
         self._outbox: list[tuple[Job, Any]] = []
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -79,7 +79,6 @@ class Scheduler:
         self._close_deadline = 0.0
         self._stalled = False
         self._later: list[Callable[[], None]] = []
-        self._last_export = 0.0
         self._thread = threading.Thread(target=self._run, name="towerd-inference", daemon=True)
 
     def start(self) -> None:
@@ -145,7 +144,7 @@ class Scheduler:
                 # A bug here must cost the requests that met it, never the daemon.
                 log.exception("the inference thread failed; its running requests end")
                 self._fail_all()
-        while self._export_one():
+        while self.idle.export_one():
             pass
         self._flush()
 
@@ -154,10 +153,12 @@ class Scheduler:
         self._take_commands()
         self._admit()
         self._drop_cancelled()
+        self._splice()
+        self.idle.thin_out(len(self.active))
         stepped = self._step()
         self._flush()
-        if not stepped or time.monotonic() - self._last_export > _EXPORT_EVERY_S:
-            self._export_one()
+        if not stepped or self.idle.is_export_due:
+            self.idle.export_one()
         later, self._later = self._later, []
         for check in later:
             check()
@@ -190,7 +191,7 @@ class Scheduler:
             return True
         if self.waiting and len(self.active) < self.parallel and not self._stalled:
             return True
-        return self._dirty()
+        return self.idle.is_dirty
 
     def _may_exit(self) -> bool:
         """Closing, nothing runs, and every finished job is recorded (or its time is up)."""
@@ -243,7 +244,7 @@ class Scheduler:
             if job.output is None:
                 job.output = OutputText(job.request.stop)
             job.t_prompt = job.t_prompt or time.monotonic()
-            if not self.materialiser.begin(job, self._capacity(job), self.evict_one):
+            if not self.materialiser.begin(job, self._capacity(job), self.idle.evict_one):
                 return False
         except TowerdError as error:
             self.waiting.remove(job)
@@ -306,6 +307,13 @@ class Scheduler:
                 self._finish(job, "cancelled")
 
     # ---- one batch --------------------------------------------------------------------------
+
+    def _splice(self) -> None:
+        """Load what comes next for jobs that have evaluated their prompt up to a module."""
+        for job in self.active:
+            if job.phase is Phase.PREFILL and job.is_at_splice:
+                job.phase = Phase.LOADING
+                self.materialiser.splice(job, self._on_loaded)
 
     def _step(self) -> bool:
         """Decode one batch and sample from it; False when there was nothing to decode."""
@@ -406,6 +414,8 @@ class Scheduler:
         if job.sampler is not None:
             job.sampler.close()
             job.sampler = None
+        if job.splice is not None:
+            job.splice.abandon()
 
     def _release(self, job: Job) -> None:
         seq = job.seq
@@ -432,7 +442,7 @@ class Scheduler:
     def _make_room(self, n_cells: int, jobs: list[Job]) -> bool:
         """Evict idle sequences until `n_cells` are free; then preempt. False: jobs changed."""
         while self.pool.cells_free < n_cells:
-            if self.evict_one():
+            if self.idle.evict_one():
                 continue
             if len(self.active) < 2:
                 raise Unavailable("The live context is full of running requests; try again later.")
@@ -440,20 +450,13 @@ class Scheduler:
             return False
         return True
 
-    def evict_one(self) -> bool:
-        seq = self.pool.idle_lru()
-        if seq is None:
-            return False
-        self.materialiser.export(seq)
-        self.pool.drop(seq)
-        return True
-
     def _preempt(self) -> None:
         """Push the youngest running job back to the queue; its rows wait in RAM."""
         job = max((j for j in self.active if j.seq is not None), key=lambda j: j.t_submit)
         assert job.seq is not None
         if job.n_live:
-            job.saved = (job.n_live, self.context.get_state(job.seq.id))
+            taint = job.seq.taint[: job.n_live].copy()
+            job.saved = (taint, self.context.get_state(job.seq.id))
         self.counters["preemptions"] += 1
         self._requeue(job)
 
@@ -466,19 +469,6 @@ class Scheduler:
         self.waiting.appendleft(job)
 
     # ---- exports and delivery ---------------------------------------------------------------
-
-    def _dirty(self) -> bool:
-        return any(s.dirty and not s.busy for s in self.pool)
-
-    def _export_one(self) -> bool:
-        """Export the rows of one dirty idle sequence; False when none is dirty."""
-        dirty = [s for s in self.pool if s.dirty and not s.busy]
-        if not dirty:
-            return False
-        self._last_export = time.monotonic()
-        self.materialiser.export(min(dirty, key=lambda s: s.last_used))
-        self.counters["exports"] += 1
-        return True
 
     def _emit(self, job: Job, event: Any) -> None:
         self._outbox.append((job, event))

@@ -1,0 +1,134 @@
+"""`towerctl calibrate`: which stored formats the model tolerates, measured or as measured."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from towerd.cli.client import Json, Target, connect, json_option, setting_option, target_options
+from towerd.errors import TowerdError
+
+if TYPE_CHECKING:
+    from towerd.cli.daemon import DaemonBackend
+
+POLL_S = 0.3
+
+
+@click.command()
+@click.option(
+    "--fidelity", type=click.Choice(["near", "small"]), help="Show the table of this one only."
+)
+@click.option("--again", is_flag=True, help="Measure again what has been measured.")
+@setting_option("model")
+@json_option
+@target_options
+def calibrate(
+    fidelity: str | None, again: bool, as_json: bool, target: Target, model: str | None
+) -> None:
+    """Measure what stored formats cost the model, or show what was measured.
+
+    The daemon does it by itself in idle time; this asks it to do it now, in small steps between
+    requests. Without a running daemon the model is loaded for this command.
+    """
+    from towerd.cli.output import echo_json
+
+    found = _known(target, model) if not again else None
+    if found is None:
+        with _daemon(target, model, quiet=as_json) as daemon:
+            found = _measure(daemon, again=again, quiet=as_json)
+    calibration = found["calibration"]
+    if fidelity is not None:
+        calibration["choices"] = {fidelity: calibration["choices"][fidelity]}
+    if as_json:
+        echo_json(found)
+    else:
+        _print(found)
+
+
+def _known(target: Target, model: str | None) -> Json | None:
+    """What the daemon or the store knows; None if it has to be measured, and for a model that
+    is named: only loading it tells whether the store's calibration is its."""
+    if model is not None:
+        return None
+    try:
+        with connect(target) as backend:
+            found = backend.calibration()
+    except TowerdError:
+        if target.url is not None or target.socket is not None:
+            raise
+        return None  # no store yet: measuring makes one
+    return found if found["calibration"] is not None else None
+
+
+def _daemon(
+    target: Target, model: str | None, *, quiet: bool
+) -> AbstractContextManager[DaemonBackend]:
+    """The running daemon, or one for this command."""
+    from towerd.cli.precache import daemon_for
+
+    return daemon_for(target, {"model": model}, quiet=quiet)
+
+
+def _measure(daemon: DaemonBackend, *, again: bool, quiet: bool) -> Json:
+    """Have it measured. Raises TowerdError if that is not possible."""
+    from towerd.cli.output import progress_bar
+
+    found = daemon.calibrate(again=again)
+    with progress_bar((), quiet=quiet) as bar:
+        task = bar.add_task("calibrating", total=None)
+        while found["state"] in ("running", "waiting"):
+            time.sleep(POLL_S)
+            found = daemon.calibration()
+            done, total = found["progress"]["done"], found["progress"]["total"]
+            bar.update(task, completed=done, total=total or None)
+    if found["state"] == "failed" or found["calibration"] is None:
+        raise TowerdError(f"The calibration failed: {found['why']}")
+    return found
+
+
+def _print(found: Json) -> None:
+    from towerd.cli.output import moment, show_facts, show_table
+
+    calibration: Json = found["calibration"]
+    show_facts(
+        [
+            ("measured", f"{moment(calibration['made_unix'])}, {calibration['n_tokens']} tokens"),
+            ("in force", _in_force(found)),
+        ]
+    )
+    show_table(
+        ("format", ">bits", ">mean KL", ">top-1", ">level 0 alone", ">level 1", ">level 2"),
+        [
+            (
+                name,
+                f"{calibration['bits'][name]:.2f}",
+                f"{cost['kl']:.5f}",
+                f"{cost['top1']:.1%}",
+                *(f"{each['kl']:.5f}" for each in calibration["grid"]["single"][name]),
+            )
+            for name, cost in calibration["grid"]["uniform"].items()
+        ],
+    )
+    show_table(
+        ("fidelity", "levels", ">bits", ">mean KL", ">top-1"),
+        [
+            (
+                name,
+                ",".join(f"{level}={each}" for level, each in enumerate(choice["levels"])),
+                f"{choice['bits']:.2f} of {calibration['bits']['native']:.2f}",
+                f"{choice['cost']['kl']:.5f}",
+                f"{choice['cost']['top1']:.1%}",
+            )
+            for name, choice in calibration["choices"].items()
+        ],
+    )
+
+
+def _in_force(found: Json) -> str:
+    formats: Any = found["level_formats"]
+    if formats is None:
+        return f"rows as computed ({found['why']})" if found["why"] else "rows as computed"
+    return f"{formats} ({found['fidelity']})" if not found["why"] else str(formats)

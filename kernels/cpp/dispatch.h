@@ -1,0 +1,16 @@
+// Which instruction sets this build has and this machine can run.
+#pragma once
+
+#include <vector>
+
+#include "isa.h"
+
+namespace towerd {
+
+// Best first; the last one runs anywhere. Asks the CPU once.
+const std::vector<const Isa *> & available();
+
+// nullptr if there is no such instruction set, or not here.
+const Isa * isa_named(const char * name);
+
+}  // namespace towerd

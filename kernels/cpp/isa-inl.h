@@ -1,0 +1,37 @@
+// Puts the bodies into the table that dispatch.cpp reads. Included last.
+#pragma once
+
+#include "convert-inl.h"
+
+namespace towerd::TOWERD_ISA_NAMESPACE {
+namespace {
+
+#define TOWERD_TEXT_OF(name) #name
+#define TOWERD_TEXT(name)    TOWERD_TEXT_OF(name)
+
+Isa assemble() {
+    Isa isa{};
+    isa.name = TOWERD_TEXT(TOWERD_ISA_NAMESPACE);
+    isa.codecs[kF32] = {decode_elements<F32>, encode_elements<F32>};
+    isa.codecs[kF16] = {decode_elements<F16>, encode_elements<F16>};
+    isa.codecs[kBf16] = {decode_elements<Bf16>, encode_elements<Bf16>};
+    block_codecs(isa.codecs);
+    isa.hadamard = hadamard;
+    isa.rotate[kF32] = rotate<F32>;
+    isa.rotate[kF16] = rotate<F16>;
+    isa.rotate[kBf16] = rotate<Bf16>;
+    isa.peak[kF32] = peak_f32;
+    isa.peak[kF16] = peak_f16;
+    isa.peak[kBf16] = peak_bf16;
+    return isa;
+}
+
+}  // namespace
+
+// Only called on a CPU that has the instructions.
+const Isa & isa() {
+    static const Isa table = assemble();
+    return table;
+}
+
+}  // namespace towerd::TOWERD_ISA_NAMESPACE

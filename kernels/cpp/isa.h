@@ -1,0 +1,96 @@
+// What one instruction set offers, and the table of formats. Included by every translation unit
+// that is compiled for an instruction set (generic.cpp, avx2.cpp, avx512.cpp, neon.cpp).
+//
+// Rules of those units, because the linker keeps one copy of an inline function and it must not
+// be the one with AVX-512 in it:
+// - everything lives in `namespace towerd::TOWERD_ISA_NAMESPACE` inside an anonymous namespace;
+// - no C++ library header with templates or inline functions (<algorithm>, <cmath>, <vector>):
+//   only <cstddef>, <cstdint>, <cstring>, <math.h> and compiler intrinsics;
+// - no global that is initialised by code: nothing may run before the CPU has been asked.
+//
+// Each unit defines TOWERD_ISA_NAMESPACE and TOWERD_LANES, includes vector-inl.h (types, loads,
+// stores), defines the primitives that its instructions do best (listed there), then includes the
+// bodies: convert-inl.h, hadamard-inl.h, rotate-inl.h, blocks-inl.h (whose `void block_codecs(Codec
+// (&codecs)[kCodecs])` fills in the codecs from kQ4_0 on), and last isa-inl.h.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace towerd {
+
+// One per way to store numbers. A format with a Hadamard rotation uses the codec of its plain one.
+enum CodecId : int {
+    kF32,
+    kF16,
+    kBf16,
+    kQ4_0,
+    kQ4_1,
+    kQ5_0,
+    kQ5_1,
+    kQ8_0,
+    kIq4Nl,
+    kQ8,  // stored formats: symmetric, then asymmetric
+    kQ6,
+    kQ5,
+    kQ4,
+    kQ8a,
+    kQ6a,
+    kQ5a,
+    kQ4a,
+    kCodecs  // how many
+};
+
+// `n` elements, a whole number of blocks. Bytes have no alignment, floats lie on 64 bytes; the two
+// never overlap. `encode` gets finite numbers, and for block codecs none beyond +-65504 (what f16
+// holds); other input may give any bytes but must stay defined.
+struct Codec {
+    void (*decode)(const std::uint8_t * from, float * to, std::size_t n);
+    void (*encode)(const float * from, std::uint8_t * to, std::size_t n);
+};
+
+// One row of kernels/formats.py.
+struct Format {
+    const char * name;
+    int          type_id;
+    CodecId      codec;
+    std::size_t  block_elements;
+    std::size_t  block_bytes;
+    std::size_t  scales;      // f16 numbers at the start of a block: none, scale, or scale and minimum
+    bool         hadamard;    // rotated by blocks of gcd(elements of the row, 64) before `encode`
+    bool         cache_type;  // ggml's, may be in a llama.cpp state
+
+    bool        quantized() const { return block_elements > 1; }
+    std::size_t bytes(std::size_t elements) const { return elements / block_elements * block_bytes; }
+};
+
+// Where the rotated elements of a row lie: in each head of `head_dim` the `n_rot` from `first` on.
+struct Heads {
+    std::size_t n;
+    std::size_t head_dim;
+    std::size_t first;
+    std::size_t n_rot;
+    bool        neox;  // pair j is (j, j + n_rot/2), otherwise (2j, 2j + 1)
+};
+
+struct Isa {
+    const char * name;
+    Codec        codecs[kCodecs];
+
+    // In place: each run of `block` (a power of two, 32 to 512) of the `n` elements times the
+    // Walsh-Hadamard matrix / sqrt(block). Scaled first, then sums at distance 1, 2, 4 ...
+    // as in ggml's CPU operation, so that all instruction sets and ggml round alike.
+    void (*hadamard)(float * x, std::size_t n, std::size_t block);
+
+    // One row of f32, f16 or bf16 (indexed by codec): pairs (a, b) become (a*c - b*s, b*c + a*s),
+    // every other element is copied as bytes. `cos` and `sin` have n_rot floats: as the table if neox, else
+    // line[j / 2] (sin negated where j is even). `to` may be `from`. No alignment.
+    void (*rotate[3])(const std::uint8_t * from, std::uint8_t * to, const Heads & heads, const float * cos,
+                      const float * sin);
+
+    // The largest magnitude of a run of f32, f16 or bf16 (indexed by codec); infinity if one is not
+    // finite. No alignment.
+    float (*peak[3])(const std::uint8_t * from, std::size_t n);
+};
+
+}  // namespace towerd

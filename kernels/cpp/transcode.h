@@ -1,0 +1,43 @@
+// Rows from one format into another, in one pass.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "isa.h"
+#include "rows.h"
+
+namespace towerd {
+
+// Writes `source`'s rows (all, or those that `index` names, in its order) to `target`, one after the other.
+struct TranscodeJob {
+    std::uint8_t *       target;
+    Rows                 source;
+    const std::int64_t * index;   // nullptr: rows 0 to n_rows-1
+    std::size_t          n_rows;  // rows to write
+    const Format *       from;
+    const Format *       to;
+    std::size_t          n_elements;  // of one row
+
+    std::size_t target_bytes() const { return to->bytes(n_elements); }  // of one row
+    std::size_t target_span() const { return n_rows * target_bytes(); }
+    std::size_t row_at(std::size_t i) const { return index == nullptr ? i : static_cast<std::size_t>(index[i]); }
+};
+
+// A row that a quantized format cannot hold.
+struct BadRow {
+    std::size_t job;
+    std::size_t row;  // of the job's source
+    float       peak;
+    float       limit;
+};
+
+// Finds the first row with a number that the target format cannot hold: NaN, an infinity, or more
+// than +-65504 as the codec sees it (after a Hadamard rotation that is sqrt(block) less at worst).
+std::optional<BadRow> find_bad_row(const std::vector<TranscodeJob> & jobs, const Isa & isa, std::size_t n_threads);
+
+void transcode(const std::vector<TranscodeJob> & jobs, const Isa & isa, std::size_t n_threads);
+
+}  // namespace towerd

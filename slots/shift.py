@@ -1,0 +1,164 @@
+"""The same rows at other positions: K rotated once more, V as it is.
+
+A row depends on its position only through its key's rotation, as long as what stands before it
+is the same at the same distances (towers paper, Definition 6, Remark 8, Theorem 9).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from towerd.kernels import dispatch
+from towerd.slots.errors import StateError
+from towerd.slots.layout import KVLayout, Plane
+from towerd.slots.rope import LayerRope, Rope, Table
+from towerd.slots.rows import Bytes2D, KVRows
+
+POSITION_MAX = (1 << 31) - 1
+LANDING_MIN = 8192
+"""Positions from which on rows are moved along llama.cpp's rounded angles: see
+`Rope.landing_tables`. Below, the difference is less than a quarter of f16's rounding."""
+HADAMARD_MIN = 64
+"""llama.cpp's smallest rotation of quantized keys, and what a head must be a multiple of."""
+
+
+def shift(
+    rows: KVRows,
+    to: int,
+    rope: Rope,
+    *,
+    rot_k: bool = False,
+    n_threads: int = dispatch.THREADS,
+) -> KVRows:
+    """The rows with the first at position `to` and the distances between them kept.
+
+    rot_k: the cache stores quantized keys Hadamard-rotated (the fingerprint's word). Native
+    formats only; quantized keys are rounded once more. V, and keys of layers without RoPE, are
+    the same arrays; rows that stay where they are, the same value. StateError if `rope` does not
+    fit the layout, a plane is in a stored format, or a position would be out of range."""
+    check_rope(rows.layout, rope)
+    delta = to - rows.p0
+    if to < 0 or rows.p1 + delta > POSITION_MAX:
+        raise StateError(f"rows [{rows.p0}, {rows.p1}) cannot begin at position {to}")
+    if delta == 0:
+        return rows
+    tables: dict[LayerRope, _Tables] = {}
+    planes = []
+    for i, (plane, layer) in enumerate(zip(rows.layout.k, rope.layers, strict=True)):
+        source = rows.k[i]
+        if layer.kind != "none":
+            if layer not in tables:
+                tables[layer] = _tables(rows, rope, i, delta)
+            block = _hadamard_block(rows.layout, plane, layer) if rot_k else 0
+            source = _rotated(source, plane, layer, tables[layer], block, n_threads)
+        planes.append(source)
+    positions = rows.positions + np.int32(delta)
+    return KVRows(rows.layout, positions, tuple(planes), rows.v, _moved_ext(rows, delta))
+
+
+def compose_at(
+    parts: Sequence[KVRows],
+    rope: Rope,
+    *,
+    start: int = 0,
+    rot_k: bool = False,
+    n_threads: int = dispatch.THREADS,
+) -> list[KVRows]:
+    """A tower: each part moved to where the one before it ends, the first to `start`.
+
+    Equal to prefilling the tokens in this order if each part was computed after the same tokens
+    at the same distances (Theorem 9); anything else is an approximation that its caller answers
+    for. StateError as `shift`, or if a part has holes or the layouts differ."""
+    if not parts:
+        raise StateError("no rows to compose")
+    if any(part.layout != parts[0].layout for part in parts):
+        raise StateError("the parts have different layouts")
+    if not all(part.is_consecutive for part in parts):
+        raise StateError("a part has holes: a tower has a row for every position")
+    ends = itertools.accumulate((len(part) for part in parts), initial=start)
+    return [
+        shift(part, at, rope, rot_k=rot_k, n_threads=n_threads)
+        for part, at in zip(parts, ends, strict=False)
+    ]
+
+
+def check_rope(layout: KVLayout, rope: Rope) -> None:
+    """StateError unless `rope` describes the layers that a cache of `layout` holds."""
+    if len(rope.layers) != layout.n_layer:
+        raise StateError(f"the RoPE has {len(rope.layers)} layers, the cache {layout.n_layer}")
+    if rope.is_multi != layout.cell_ext:
+        raise StateError("cells have an extension exactly when the RoPE is an M-RoPE")
+    for plane, layer in zip(layout.k, rope.layers, strict=True):
+        if not plane.format.is_cache_type:
+            raise StateError(f"keys in the stored format {plane.format.name} cannot be rotated")
+        if plane.n_elements % layer.head_dim:
+            raise StateError(
+                f"a key of {plane.n_elements} elements is not whole heads of {layer.head_dim}"
+            )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Tables:
+    """float32[k, n_rot / 2] each, and which line each row takes; None: all rows the only one."""
+
+    cos: Table
+    sin: Table
+    row_table: npt.NDArray[np.int32] | None
+
+
+def _tables(rows: KVRows, rope: Rope, layer: int, delta: int) -> _Tables:
+    """One line for all rows; one for each where llama.cpp's own rounding shows."""
+    if max(rows.p1, rows.p1 + delta) <= LANDING_MIN:
+        return _Tables(*rope.tables(layer, [delta]), None)
+    lines = np.arange(len(rows), dtype=np.int32)
+    return _Tables(*rope.landing_tables(layer, rows.positions, delta), lines)
+
+
+def _rotated(
+    source: Bytes2D,
+    plane: Plane,
+    layer: LayerRope,
+    tables: _Tables,
+    block: int,
+    n_threads: int,
+) -> Bytes2D:
+    out = np.empty(source.shape, np.uint8)
+    try:
+        dispatch.rope_shift(
+            source,
+            out,
+            plane.format.name,
+            tables.cos,
+            tables.sin,
+            tables.row_table,
+            layer.head_dim,
+            layer.n_rot,
+            layer.first,
+            layer.kind == "neox",
+            block,
+            n_threads,
+        )
+    except ValueError as error:  # a key that is not a finite number
+        raise StateError(f"the keys cannot be rotated: {error}") from error
+    return out
+
+
+def _hadamard_block(layout: KVLayout, plane: Plane, layer: LayerRope) -> int:
+    """The largest power of two that divides the head, for quantized keys of caches with a V.
+
+    MLA's K-only attention writes its keys without it (llama.cpp `src/llama-graph.cpp`)."""
+    if not plane.format.is_quantized or not layout.v or layer.head_dim % HADAMARD_MIN:
+        return 0
+    return layer.head_dim & -layer.head_dim
+
+
+def _moved_ext(rows: KVRows, delta: int) -> npt.NDArray[np.int32] | None:
+    """x and y are positions too; the third column is the token's id."""
+    if rows.ext is None:
+        return None
+    return rows.ext + np.array([delta, delta, 0], np.int32)

@@ -1,0 +1,68 @@
+"""towerctl calibrate and bench quality, as a person calls them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from daemon import Daemon
+
+from towerd.tiers.calibration import BOUNDS, Calibration
+
+
+def test_calibrate_without_and_with_a_daemon(
+    server: Daemon, ctl: Callable[..., Result], ctl_json: Callable[..., Any]
+) -> None:
+    place = ("--socket", server.socket)
+    found = ctl_json("calibrate", *place)
+    calibration = Calibration.from_json(found["calibration"])
+    assert found["state"] == "done"
+    near = calibration.choices["near"].levels
+    assert found["level_formats"] == ",".join(f"{i}={name}" for i, name in enumerate(near))
+    shown = ctl("calibrate", "--fidelity", "small", *place).stdout
+    assert "small" in shown
+    assert "q4h" in shown
+    assert "near " not in shown.splitlines()[-2]
+    server.stop()
+    stored = ctl_json("calibrate", "--store-dir", server.store_dir)
+    assert stored["calibration"] == found["calibration"]
+    assert stored["why"] == "no daemon runs"
+
+
+def test_calibrate_loads_the_model_when_nothing_is_known(
+    ctl: Callable[..., Result], tmp_path: Path
+) -> None:
+    result = ctl("calibrate", "--store-dir", tmp_path / "store")
+    assert "loading the bundled model" in result.stderr
+    assert "0=" in result.stdout
+
+
+def test_bench_quality(
+    ctl: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setenv("TOWERD_THREADS", "1")
+    plot = tmp_path / "q.svg"
+    result = ctl("bench", "quality", "--quick", "--plot", plot)
+    figures = json.loads(result.stdout.splitlines()[-1])
+    assert figures["bench"] == "quality"
+    assert figures["missed"] == []
+    assert figures["kl_near"] <= BOUNDS["near"]
+    assert figures["share_under_whole_bound"] == 1.0
+    assert {line["name"] for line in figures["tables"]} >= {"native", "q4h", "q8", "q6ah"}
+    assert figures["tables"][0]["kl"] == 0
+    assert plot.read_text().startswith("<?xml")
+
+
+def test_bench_quality_refuses_bad_files(ctl: Callable[..., Result], tmp_path: Path) -> None:
+    binary = tmp_path / "b.txt"
+    binary.write_bytes(b"\xff\xfe\x00")
+    assert "b.txt" in ctl("bench", "quality", "--text", binary, code=1).stderr
+    assert "--plot" in ctl("bench", "quality", "--plot", tmp_path / "x.pdf", code=1).stderr
+    short = tmp_path / "s.txt"
+    short.write_text("Once upon a time.")
+    assert "261 tokens" in ctl("bench", "quality", "--text", short, code=1).stderr

@@ -1,0 +1,204 @@
+"""The daemon's calibration: in idle time, in steps, kept, applied."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from oracle import OpenService, ask, check_integrity, settle
+
+from towerd.engine.base import Ids
+from towerd.engine.embedded.calibrate import Calibrator, calibration_text
+from towerd.errors import NotSupported
+from towerd.models.bundled import bundled_model
+from towerd.service import Service
+from towerd.slots.layout import NATIVE
+from towerd.tiers.calibration import BOUNDS, Calibration
+from towerd.tiers.calibration_store import load_calibration
+
+WAIT_S = 90.0
+
+
+def prompt(n: int, seed: int = 0) -> Ids:
+    return np.random.default_rng(seed).integers(260, 500, n).astype(np.int32)
+
+
+async def finished(service: Service, calibrator: Calibrator | None = None) -> dict[str, Any]:
+    """The view once the calibration has ended."""
+    return await asyncio.to_thread(_finished, calibrator or service.calibrator)
+
+
+def _finished(calibrator: Calibrator) -> dict[str, Any]:
+    deadline = time.monotonic() + WAIT_S
+    while (view := calibrator.view())["state"] in ("running", "waiting"):
+        assert time.monotonic() < deadline, view
+        time.sleep(0.05)
+    return view
+
+
+def calibrator_on(service: Service, idle_s: float) -> Calibrator:
+    """Another one on the same engine, less patient."""
+    return Calibrator(
+        service.engine.core, service.engine.scheduler, service.store, service.tiers,
+        fidelity="near", forced=False, idle_s=idle_s,
+    )  # fmt: skip
+
+
+async def test_calibrates_when_idle_and_keeps_it(service_on: OpenService) -> None:
+    async with service_on(bundled_model(), threads=1) as service:
+        assert service.calibrator.view()["state"] == "waiting"
+        calibrator = calibrator_on(service, 0.1)
+        await asyncio.to_thread(calibrator.start)
+        view = await finished(service, calibrator)
+        assert view["state"] == "done", view["why"]
+        found = Calibration.from_json(view["calibration"])
+        assert found.n_tokens == 512
+        assert found.grid.native.kl == 0
+        for name, bound in BOUNDS.items():
+            assert found.choices[name].cost.kl <= bound
+        near = found.choices["near"]
+        assert near.levels != (NATIVE,) * 3
+        assert service.tiers.formats is not None
+        assert service.tiers.formats.names == near.levels
+        assert service.tiers.drift_kl == near.cost.kl
+        digest = service.store.state.digest.hex()
+        assert load_calibration(service.store, digest) == found
+        await check_integrity(service)  # the scratch sequence is empty
+        await asyncio.to_thread(calibrator.close)
+    async with service_on(bundled_model(), threads=1, fidelity="small") as service:
+        view = service.calibrator.view()
+        assert view["state"] == "done"
+        assert view["calibration"] == found.to_json()
+        assert service.tiers.formats is not None
+        assert service.tiers.formats.names == found.choices["small"].levels
+    async with service_on(bundled_model(), threads=1, fidelity="exact") as service:
+        assert service.calibrator.view()["state"] == "done"
+        assert service.tiers.formats is None
+
+
+async def test_requests_run_in_between_and_stay_exact(service_on: OpenService) -> None:
+    """Chats fill the live context and go on while it calibrates."""
+    chats = [prompt(60 + i, i) for i in range(6)]
+    async with service_on(bundled_model(), threads=1, live_tokens=512) as service:
+        before = [await ask(service, chat) for chat in chats]
+        assert service.engine.pool.cells_used > 300
+        service.calibrator.request(again=False)
+        after = [await ask(service, chat, 12) for chat in chats]
+        assert service.calibrator.view()["state"] == "running"
+        for a, b in zip(before, after, strict=True):
+            assert a.probs[0].chosen.id == b.probs[0].chosen.id
+            assert abs(a.probs[0].chosen.logprob - b.probs[0].chosen.logprob) < 0.01
+            assert b.finish.reuse.prefill == 1  # evicted rows came back from RAM
+        view = await finished(service)
+        assert view["state"] == "done", view["why"]
+        assert 0 < view["progress"]["done"] <= view["progress"]["total"]
+        await settle(service)
+
+
+async def test_again_gives_the_same(service_on: OpenService) -> None:
+    async with service_on(bundled_model(), threads=1) as service:
+        service.calibrator.request(again=False)
+        first = Calibration.from_json((await finished(service))["calibration"])
+        service.calibrator.request(again=False)
+        assert service.calibrator.view()["state"] == "done"
+        service.calibrator.request(again=True)
+        assert service.calibrator.view()["state"] == "running"
+        second = Calibration.from_json((await finished(service))["calibration"])
+    assert second.made_unix > first.made_unix
+    assert second.ids == first.ids
+    for name, choice in first.choices.items():
+        assert second.choices[name].cost.kl == pytest.approx(choice.cost.kl, rel=0.2)
+
+
+async def test_small_context_is_skipped(service_on: OpenService) -> None:
+    async with service_on(bundled_model(), threads=1, ctx_size=256) as service:
+        service.calibrator.request(again=False)
+        view = await finished(service)
+        assert view["state"] == "failed"
+        assert "at least 261 tokens" in view["why"]
+        assert service.tiers.formats is None
+
+
+@pytest.mark.parametrize("settings", [{"fidelity": "exact"}, {"level_formats": "0=q4h,1=q8"}])
+async def test_off_when_it_would_change_nothing(
+    service_on: OpenService, settings: dict[str, str]
+) -> None:
+    async with service_on(bundled_model(), threads=1, **settings) as service:
+        before = service.tiers.formats
+        view = service.calibrator.view()
+        assert view["state"] == "off"
+        assert view["why"]
+        if before is not None:
+            return  # one calibration takes seconds: once is enough
+        service.calibrator.request(again=False)  # only to look at it
+        view = await finished(service)
+        assert view["state"] == "done"
+        assert view["calibration"]["choices"]["near"]["levels"]
+        assert service.tiers.formats == before
+
+
+async def test_closing_ends_a_running_calibration(service_on: OpenService) -> None:
+    async with service_on(bundled_model(), threads=1) as service:
+        service.calibrator.request(again=False)
+    async with service_on(bundled_model(), threads=1) as service:
+        assert service.calibrator.view()["state"] in ("waiting", "done")
+
+
+async def test_a_damaged_calibration_is_made_again(service_on: OpenService) -> None:
+    async with service_on(bundled_model(), threads=1) as service:
+        key = f"calibration:{service.store.state.digest.hex()}"
+        service.store.set_meta(key, "{")
+    async with service_on(bundled_model(), threads=1) as service:
+        assert service.calibrator.view()["state"] == "waiting"
+        service.store.set_meta(key, '{"version": 1}')
+    async with service_on(bundled_model(), threads=1) as service:
+        assert service.calibrator.view()["state"] == "waiting"
+
+
+async def test_model_that_cannot_be_sliced(service_on: OpenService) -> None:
+    async with service_on(bundled_model(), threads=1) as service:
+        core = service.engine.core
+        object.__setattr__(core, "can_slice", False)
+        object.__setattr__(core, "why_not_sliceable", "for a test")
+        calibrator = calibrator_on(service, 0.0)
+        assert calibrator.view()["state"] == "off"
+        with pytest.raises(NotSupported, match="for a test"):
+            calibrator.request(again=True)
+        object.__setattr__(core, "can_slice", True)
+
+
+def test_text_is_varied_and_small() -> None:
+    text = calibration_text()
+    assert 8000 < len(text.encode()) < 10_000
+    for part in ("def ", '{"id"', "Assistant:", "über", "1. ", "Lily"):
+        assert part in text
+    assert Path(bundled_model()).exists()
+
+
+async def test_stored_rows_are_labelled_with_what_they_cost(service_on: OpenService) -> None:
+    """Calibrated, shrunk, restarted: the reuse says how many tokens are approximate, and how."""
+    text = prompt(300)
+    async with service_on(bundled_model(), threads=1, shrink_after_s=0) as service:
+        service.calibrator.request(again=False)
+        kl = (await finished(service))["calibration"]["choices"]["near"]["cost"]["kl"]
+        first = await ask(service, text, 1)
+        assert first.finish.reuse.drift_kl is None
+        await settle(service)
+        await asyncio.to_thread(_wait_shrunk, service)
+    async with service_on(bundled_model(), threads=1) as service:
+        again = await ask(service, text, 4)
+        reuse = again.finish.reuse
+        assert reuse.warm == 299
+        assert reuse.approximate == 300 - 4 - 128
+        assert reuse.drift_kl == kl
+
+
+def _wait_shrunk(service: Service) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not service.tiers.stats()["segments_shrunk"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

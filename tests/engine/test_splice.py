@@ -1,0 +1,420 @@
+"""Modules in a real service: spliced where they stand, labelled, and never taken for exact."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from oracle import Answer, OpenService, Oracle, ask, settle
+
+from towerd.engine.base import GenerateRequest, Ids
+from towerd.engine.embedded.measure import Scratch, log_softmax
+from towerd.engine.embedded.splice import rope_of
+from towerd.engine.embedded.splice_meter import SpliceMeter, StepLine
+from towerd.errors import NotSupported
+from towerd.service import Service
+from towerd.store import AFTER_SPLICE, SPLICED, Base, Module
+from towerd.store.module import Spans
+
+SPANS: Spans = ((0, 16), (48, 56))
+NOISE = 0.01
+"""What log-probabilities of the same evaluation in other batches and cells may differ by."""
+N_MODULE = 100
+N_KEPT = N_MODULE - 24
+
+
+def _ids(n: int, seed: int) -> Ids:
+    return np.random.default_rng(seed).integers(260, 500, n).astype(np.int32)
+
+
+MODULE, OTHER = _ids(N_MODULE, 1), _ids(60, 2)
+GAP, REST = _ids(40, 3), _ids(7, 4)
+PROMPT = np.concatenate([GAP, MODULE, REST])
+
+
+async def add_module(
+    service: Service,
+    name: str = "m",
+    ids: Ids = MODULE,
+    spans: Spans = SPANS,
+    scope: str = "local",
+    public: bool = False,
+    kl: float = 0.5,
+) -> Base:
+    """Precache `ids` as a module, with given numbers instead of measured ones."""
+    maker = service.engine.modules
+    assert maker is not None
+    maker.check(len(ids))
+    path = maker.path(ids)
+    await ask(service, path, 0, scope="public" if public else scope, precache=name)
+    module = Module(len(path) - len(ids), "", 15.0, spans, kl, 0.9)
+    base = service.store.add_base(name, path, scope, 0, public, None, module)
+    await settle(service)
+    return base
+
+
+def spliced_logprobs(
+    oracle: Oracle, parts: Sequence[Ids | tuple[Ids, Spans]], tail: Ids
+) -> np.ndarray:
+    """log-softmax after each of `tail`, in a fresh context: parts are evaluated, or spliced in
+    with some of their tokens evaluated again."""
+    model, context = oracle.model, oracle.context
+    oracle._clear()
+    scratch = Scratch(context, 1)
+    rope = rope_of(model, {"type": _rope_type(oracle)}, context.n_cells)
+    head = np.array([1], np.int32) if bos(oracle) else np.zeros(0, np.int32)
+    line = StepLine(scratch)
+    for part in parts:
+        if isinstance(part, tuple):
+            meter = SpliceMeter(
+                lambda: StepLine(scratch), rope, rot_k=False, head=head, ids=part[0]
+            )
+            meter.prepare([])
+            meter.splice(line, part[1])
+        else:
+            line.decode(part)
+    logits = line.decode(tail, logits=True)
+    assert logits is not None
+    return np.stack([log_softmax(row) for row in logits])
+
+
+def _rope_type(oracle: Oracle) -> str:
+    import llama_cpp.llama_cpp as lib
+
+    return str(lib.llama_model_rope_type(oracle.model.ptr))
+
+
+def bos(oracle: Oracle) -> bool:
+    import llama_cpp.llama_cpp as lib
+
+    vocab = oracle.model.vocab_ptr
+    return bool(lib.llama_vocab_get_add_bos(vocab)) and lib.llama_vocab_bos(vocab) == 1
+
+
+def check_spliced(
+    oracle: Oracle, parts: Sequence[Ids | tuple[Ids, Spans]], last: Ids, answer: Answer
+) -> None:
+    """The reply is what the same splice in a fresh context gives; `last`: the end of the prompt,
+    after `parts`."""
+    tail = np.concatenate([last, np.array(answer.ids[:-1], np.int32)])
+    expected = spliced_logprobs(oracle, parts, tail)[len(last) - 1 :]
+    assert difference(expected, answer) <= NOISE
+
+
+def check_prefill(oracle: Oracle, prompt: Ids, answer: Answer) -> None:
+    """The reply is what monolithic prefill gives."""
+    assert difference(prefilled(oracle, prompt, answer), answer) <= NOISE
+
+
+def prefilled(oracle: Oracle, prompt: Ids, answer: Answer) -> np.ndarray:
+    whole = np.concatenate([prompt, np.array(answer.ids[:-1], np.int32)])
+    return oracle.logprobs(whole, len(prompt) - 1)
+
+
+def difference(expected: np.ndarray, answer: Answer) -> float:
+    """The largest one of the log-probabilities of the reply's tokens."""
+    return max(
+        abs(float(each.chosen.logprob - row[each.chosen.id]))
+        for row, each in zip(expected, answer.probs, strict=True)
+    )
+
+
+async def test_a_module_is_spliced_in(
+    service_on: OpenService, model_path: Path, oracle: Oracle
+) -> None:
+    """After a gap, its rows come from the store but for the tokens evaluated again; the reply
+    says so, and is that of the same splice in a context of its own."""
+    async with service_on(model_path) as service:
+        await add_module(service)
+        answer = await ask(service, PROMPT)
+        reuse = answer.finish.reuse
+        assert (reuse.hot + reuse.warm, reuse.approximate) == (N_KEPT, N_KEPT)
+        assert reuse.live + reuse.prefill + N_KEPT == len(PROMPT)
+        assert reuse.drift_kl == 0.5
+        assert reuse.header().endswith(f"approx={N_KEPT}")
+        check_spliced(oracle, [GAP, (MODULE, SPANS)], REST, answer)
+        # and that is not what prefill gives: the comparison sees a splice
+        assert difference(prefilled(oracle, PROMPT, answer), answer) > 2 * NOISE
+        longer = np.concatenate([PROMPT, np.array(answer.ids, np.int32), _ids(5, 5)])
+        again = await ask(service, longer)
+        assert again.finish.reuse.live == len(PROMPT) + 7
+        assert (again.finish.reuse.approximate, again.finish.reuse.drift_kl) == (N_KEPT, 0.5)
+        await settle(service)
+
+
+async def test_all_evaluated_again_is_prefill(
+    service_on: OpenService, model_path: Path, oracle: Oracle
+) -> None:
+    async with service_on(model_path) as service:
+        await add_module(service, spans=((0, N_MODULE),))
+        answer = await ask(service, PROMPT)
+        assert answer.finish.reuse.approximate == 0
+        check_prefill(oracle, PROMPT, answer)
+        await settle(service)
+
+
+def test_rows_that_stay_and_rows_made_anew_are_one_prefill(oracle: Oracle) -> None:
+    """The order of evaluation is exact: around rows that are what prefill computes there, the
+    tokens in between come out as prefill computes them."""
+    oracle._clear()
+    scratch = Scratch(oracle.context, 1)
+    whole = StepLine(scratch)
+    whole.decode(PROMPT)
+    n = len(GAP)
+    rows = whole.rows(n, n + N_MODULE)
+    line = StepLine(scratch)
+    line.decode(GAP)
+    at = n
+    for p0, p1 in ((n + 10, n + 30), (n + 31, n + 90)):
+        line.decode(PROMPT[at:p0])
+        line.append(rows.slice(p0, p1))
+        at = p1
+    logits = line.decode(PROMPT[at:], logits=True)
+    assert logits is not None
+    found = np.stack([log_softmax(row) for row in logits])
+    expected = oracle.logprobs(PROMPT, at)
+    assert np.abs(found - expected).max() <= NOISE
+
+
+async def test_spliced_rows_never_reach_the_store(
+    service_on: OpenService, model_path: Path, oracle: Oracle
+) -> None:
+    """They live in the context only. Without the module the prompt is evaluated, exactly, and
+    that is stored; nothing of the splice is left."""
+    async with service_on(model_path) as service:
+        await add_module(service)
+        answer = await ask(service, PROMPT)
+        (seq,) = [s for s in service.engine.pool if s.n > N_MODULE + 20]
+        taint = seq.taint[len(GAP) : seq.n]
+        assert set(taint[:16]) == {0}  # before the first row of the module
+        assert np.count_nonzero(taint == SPLICED) == N_KEPT
+        assert set(taint[48:56]) | set(taint[N_MODULE:]) == {AFTER_SPLICE}
+        await settle(service)
+        whole = np.concatenate([PROMPT, np.array(answer.ids, np.int32)])
+        nodes = service.store.match(whole, "local").nodes
+        assert nodes[-1].p1 >= len(PROMPT)
+        assert all(node.hot is None and node.file is None for node in nodes)
+    async with service_on(model_path) as service:
+        again = await ask(service, whole)  # still spliced, from what was written
+        assert again.finish.reuse.approximate == again.finish.reuse.warm == N_KEPT
+        service.store.remove_base("m", "local")
+        await settle(service)
+    async with service_on(model_path) as service:
+        exact = await ask(service, whole)
+        assert (exact.finish.reuse.approximate, exact.finish.reuse.warm) == (0, 0)
+        check_prefill(oracle, whole, exact)
+        await settle(service)
+    async with service_on(model_path) as service:
+        await add_module(service)
+        stored = await ask(service, whole)
+        assert stored.finish.reuse.warm == len(whole) - 1
+        assert stored.finish.reuse.approximate == 0
+        check_prefill(oracle, whole, stored)
+        await settle(service)
+
+
+async def test_exact_reuse_wins(service_on: OpenService, tiny_model: Path) -> None:
+    """What is live or stored as prefill computes it is not spliced, and takes the place of what
+    was; a prompt that is precached never takes spliced rows over."""
+    async with service_on(tiny_model) as service:
+        await ask(service, PROMPT)
+        await settle(service)
+        await add_module(service)
+        live = await ask(service, np.concatenate([PROMPT, REST]))
+        assert live.finish.reuse.approximate == 0
+        spliced = await ask(service, np.concatenate([_ids(20, 9), PROMPT, REST]))
+        assert spliced.finish.reuse.approximate == N_KEPT
+        other = np.concatenate([_ids(20, 9), PROMPT])
+        stored = await ask(service, other, 0, precache="p")
+        assert stored.finish.reuse.approximate == 0
+        assert stored.finish.reuse.live < 20 + len(GAP) + N_MODULE
+        await settle(service)
+        after = await ask(service, np.concatenate([other, _ids(9, 8)]))
+        assert after.finish.reuse.approximate == 0
+        assert after.finish.reuse.prefill <= 9
+        await settle(service)
+
+
+async def test_two_modules_in_one_prompt(
+    service_on: OpenService, model_path: Path, oracle: Oracle
+) -> None:
+    async with service_on(model_path) as service:
+        await add_module(service)
+        await add_module(service, "o", OTHER, ((0, 8),), kl=0.25)
+        prompt = np.concatenate([GAP, OTHER, REST, MODULE, REST])
+        answer = await ask(service, prompt)
+        assert answer.finish.reuse.approximate == N_KEPT + 52
+        assert answer.finish.reuse.drift_kl == 0.75
+        parts: list[Ids | tuple[Ids, Spans]] = [GAP, (OTHER, ((0, 8),)), REST, (MODULE, SPANS)]
+        check_spliced(oracle, parts, REST, answer)
+        # one right after the other, the first at the very beginning
+        prompt = np.concatenate([MODULE, OTHER, MODULE, REST])
+        answer = await ask(service, prompt)
+        assert answer.finish.reuse.approximate == 2 * N_KEPT + 52
+        parts = [(MODULE, SPANS), (OTHER, ((0, 8),)), (MODULE, SPANS)]
+        check_spliced(oracle, parts, REST, answer)
+        await settle(service)
+
+
+async def test_a_module_at_the_end(
+    service_on: OpenService, model_path: Path, oracle: Oracle
+) -> None:
+    """Its last token is evaluated: restored rows carry no logits."""
+    async with service_on(model_path) as service:
+        await add_module(service)
+        answer = await ask(service, PROMPT[: -len(REST)])
+        assert answer.finish.reuse.approximate == N_KEPT - 1
+        short = (MODULE[:-1], SPANS)
+        check_spliced(oracle, [GAP, short], MODULE[-1:], answer)
+        await settle(service)
+
+
+async def test_a_module_that_is_partly_live(
+    service_on: OpenService, model_path: Path, oracle: Oracle
+) -> None:
+    """What is live of it stays; the rest is spliced."""
+    async with service_on(model_path) as service:
+        await ask(service, np.concatenate([GAP, MODULE[:30], _ids(4, 7)]))
+        await add_module(service)
+        answer = await ask(service, PROMPT)
+        assert answer.finish.reuse.live == len(GAP) + 30
+        assert answer.finish.reuse.approximate == N_KEPT - 14
+        spans: Spans = ((0, 30), (48, 56))
+        check_spliced(oracle, [GAP, (MODULE, spans)], REST, answer)
+        await settle(service)
+
+
+async def test_requests_that_do_not_want_it(
+    service_on: OpenService, tiny_model: Path, oracle: Oracle
+) -> None:
+    """cache_prompt: false, other texts, and modules that are gone."""
+    async with service_on(tiny_model) as service:
+        await add_module(service)
+        answer = await ask(service, PROMPT, cache_prompt=False)
+        assert answer.finish.reuse.prefill == len(PROMPT)
+        changed = PROMPT.copy()
+        changed[len(GAP) + 50] = 300 if changed[len(GAP) + 50] != 300 else 301
+        assert (await ask(service, changed)).finish.reuse.approximate == 0
+        service.store.remove_base("m", "local")
+        gone = await ask(service, np.concatenate([_ids(9, 6), PROMPT]))
+        assert gone.finish.reuse.approximate == 0
+        await settle(service)
+
+
+async def test_rows_that_are_gone_are_evaluated(
+    service_on: OpenService, model_path: Path, oracle: Oracle
+) -> None:
+    async with service_on(model_path) as service:
+        await add_module(service)
+        for node in service.store.nodes():
+            service.store.drop_hot(node)
+        for file in service.store.files():
+            service.store.drop_file(file)
+        answer = await ask(service, PROMPT)
+        assert answer.finish.reuse.prefill == len(PROMPT)
+        assert (answer.finish.reuse.approximate, answer.finish.reuse.drift_kl) == (0, None)
+        check_prefill(oracle, PROMPT, answer)
+        await settle(service)
+
+
+async def test_tenants_do_not_share_modules(service_on: OpenService, tiny_model: Path) -> None:
+    """But for public ones; and what is live of a splice belongs to whom it was made for."""
+    async with service_on(tiny_model) as service:
+        await add_module(service, scope="a")
+        await add_module(service, "o", OTHER, ((0, 8),), public=True)
+        prompt = np.concatenate([GAP, OTHER, REST, MODULE, REST])
+        mine = await ask(service, prompt, scope="a")
+        theirs = await ask(service, prompt, scope="b")
+        assert mine.finish.reuse.approximate == N_KEPT + 52
+        assert theirs.finish.reuse.approximate == 52
+        assert theirs.finish.reuse.live == 0
+        await settle(service)
+
+
+async def test_preempted_in_the_middle(
+    service_on: OpenService, model_path: Path, oracle: Oracle
+) -> None:
+    """A request that gives way goes on where it was, and keeps its label."""
+    settings = {"live_tokens": 512, "ctx_size": 448, "batch_size": 32, "ubatch_size": 32}
+    async with service_on(model_path, **settings) as service:
+        await add_module(service)
+        other = [ask(service, _ids(100, 20 + i), 60) for i in range(2)]
+        first = asyncio.gather(*other)
+        await asyncio.sleep(0.02)
+        answers = [ask(service, np.concatenate([_ids(9, i), PROMPT]), 60) for i in range(2)]
+        found = await asyncio.gather(*answers)
+        await first
+        assert service.engine.scheduler.counters["preemptions"] > 0
+        for i, answer in enumerate(found):
+            assert answer.finish.reuse.approximate == N_KEPT
+            assert answer.finish.reuse.drift_kl == 0.5
+            check_spliced(oracle, [_ids(9, i), GAP, (MODULE, SPANS)], REST, answer)
+        await settle(service)
+
+
+@pytest.mark.parametrize("n_events", [1, 3, 5])
+async def test_cancelled_in_the_middle(
+    service_on: OpenService, tiny_model: Path, oracle: Oracle, n_events: int
+) -> None:
+    """Nothing leaks, and the next request goes on from what was live."""
+    async with service_on(tiny_model, batch_size=8, ubatch_size=8) as service:
+        await add_module(service)
+        request = GenerateRequest(ids=PROMPT, n_predict=4, return_progress=True)
+        generation = service.engine.generate(request)
+        n = 0
+        async for _ in generation:
+            n += 1
+            if n == n_events:
+                break
+        await generation.cancel()
+        generation.release()
+        await settle(service)
+        answer = await ask(service, PROMPT)
+        assert answer.finish.reuse.approximate == N_KEPT
+        await settle(service)
+
+
+async def test_exact_daemons_splice_nothing(service_on: OpenService, tiny_model: Path) -> None:
+    async with service_on(tiny_model) as service:
+        await add_module(service)
+    async with service_on(tiny_model, fidelity="exact") as service:
+        assert (await ask(service, PROMPT)).finish.reuse.approximate == 0
+        maker = service.engine.modules
+        assert maker is not None
+        with pytest.raises(NotSupported, match="--fidelity exact"):
+            maker.check(100)
+        await settle(service)
+
+
+async def test_measuring_beside_requests(service_on: OpenService, model_path: Path) -> None:
+    """A measurement chooses as many tokens as it is told to, says what they cost, and holds
+    nothing when it is done; requests go on meanwhile."""
+    async with service_on(model_path) as service:
+        maker = service.engine.modules
+        assert maker is not None
+        module, _ = await asyncio.gather(
+            maker.measure(MODULE, 25.0), ask(service, _ids(100, 11), 30)
+        )
+        assert module.n_recomputed == 25
+        assert module.kl > 0
+        assert 0 <= module.top1 <= 1
+        whole = await maker.measure(OTHER, 90.0)
+        assert whole.n_recomputed == 54
+        await settle(service)
+
+
+async def test_a_measurement_nobody_waits_for_ends(
+    service_on: OpenService, tiny_model: Path
+) -> None:
+    async with service_on(tiny_model) as service:
+        maker = service.engine.modules
+        assert maker is not None
+        task = asyncio.create_task(maker.measure(MODULE, 15.0))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await settle(service)

@@ -1,0 +1,315 @@
+// Drives every kernel of every instruction set with random sizes, formats and addresses, and compares what they
+// write. Built with sanitizers (see Makefile); `fuzz SECONDS [SEED]`, `fuzz 0 SEED` runs one case again.
+
+#include <sanitizer/common_interface_defs.h>
+
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <vector>
+
+#include "copy.h"
+#include "dispatch.h"
+#include "formats.h"
+#include "memory.h"
+#include "random.h"
+#include "rope.h"
+#include "transcode.h"
+#include "transpose.h"
+
+namespace {
+
+using towerd::Format;
+using towerd::Heads;
+using towerd::Isa;
+using towerd::Rows;
+
+constexpr std::size_t kBlockMax = 64;  // Hadamard blocks of stored rows
+constexpr float       kF16Max = 65504.0f;
+constexpr float       kFloatMax = 3.4e38f;
+
+std::uint64_t seed_in_work = 0;
+
+void report_seed() { std::fprintf(stderr, "seed %llu\n", static_cast<unsigned long long>(seed_in_work)); }
+
+void require(bool holds, const char * what, const char * where) {
+    if (!holds) {
+        std::fprintf(stderr, "%s: %s\n", where, what);
+        report_seed();
+        std::exit(1);
+    }
+}
+
+const Format & any_format(Random & random, bool cache_type) {
+    for (;;) {
+        const Format & format = towerd::kFormats[random.between(0, 24)];
+        if (format.cache_type || !cache_type) {
+            return format;
+        }
+    }
+}
+
+// Random rows `stride` bytes apart, the last one ending where the memory ends.
+struct Table {
+    Table(std::size_t n, std::size_t bytes, std::size_t gap, std::size_t shift)
+        : memory(n == 0 ? 0 : (n - 1) * (bytes + gap) + bytes, shift), rows{memory.data(), n, bytes, bytes + gap} {}
+
+    std::uint8_t * at(std::size_t row) const { return rows.data + row * rows.stride; }
+
+    Memory memory;
+    Rows   rows;
+};
+
+std::size_t any_gap(Random & random) { return random.chance(2) ? 0 : random.between(1, 5); }
+
+// Rows of any bits, or of numbers that `format` can hold.
+Table any_rows(Random & random, const Format & format, std::size_t n, std::size_t n_elements, bool numbers) {
+    Table table(n, format.bytes(n_elements), any_gap(random), random.between(0, 17));
+    if (!numbers) {
+        random.fill(table.memory.data(), table.memory.size());
+        return table;
+    }
+    const Memory values(n_elements * sizeof(float));
+    for (std::size_t row = 0; row < n; ++row) {
+        random.fill_numbers(values.floats(), n_elements, random.chance(9) ? kF16Max : 60.0f);
+        towerd::available().back()->codecs[format.codec].encode(values.floats(), table.at(row), n_elements);
+    }
+    return table;
+}
+
+std::vector<std::int64_t> any_index(Random & random, std::size_t n_rows) {
+    std::vector<std::int64_t> index(n_rows == 0 ? 0 : random.between(0, 2 * n_rows));
+    for (auto & row : index) {
+        row = static_cast<std::int64_t>(random.between(0, n_rows - 1));
+    }
+    return index;
+}
+
+// All instruction sets decode any bits and encode any numbers alike; what is not finite must only stay defined.
+void fuzz_codec(Random & random) {
+    const Format &    format = any_format(random, false);
+    const std::size_t n = random.between(0, 40) * (format.quantized() ? 32 : random.between(1, 9));
+    const Memory      bytes(format.bytes(n), random.between(0, 17));
+    const Memory      values(n * sizeof(float));
+    const bool        finite = !random.chance(4);
+    random.fill(bytes.data(), bytes.size());
+    if (finite) {
+        random.fill_numbers(values.floats(), n, random.chance(4) ? kFloatMax : kF16Max);
+    } else {
+        random.fill(values.data(), values.size());
+    }
+    std::vector<Memory> numbers;
+    std::vector<Memory> blocks;
+    for (const Isa * isa : towerd::available()) {
+        numbers.emplace_back(n * sizeof(float));
+        blocks.emplace_back(bytes.size(), random.between(0, 17));
+        isa->codecs[format.codec].decode(bytes.data(), numbers.back().floats(), n);
+        isa->codecs[format.codec].encode(values.floats(), blocks.back().data(), n);
+        require(!finite || blocks.back().same(blocks.front()), "encoded differently", format.name);
+        for (std::size_t i = 0; i < n; ++i) {
+            const float a = numbers.back().floats()[i];
+            const float b = numbers.front().floats()[i];
+            require(std::memcmp(&a, &b, sizeof a) == 0 || (a != a && b != b), "decoded differently", format.name);
+        }
+    }
+}
+
+struct Transcoding {
+    std::vector<Table>                     sources;
+    std::vector<std::vector<std::int64_t>> indices;
+    std::vector<towerd::TranscodeJob>      jobs;
+    std::size_t                            size = 0;
+    bool                                   exact = true;  // no NaN is written, which may have any bits
+};
+
+Transcoding any_transcoding(Random & random) {
+    Transcoding work;
+    const auto  n_jobs = random.between(1, 4);
+    work.sources.reserve(n_jobs);
+    work.indices.reserve(n_jobs);
+    for (std::size_t j = 0; j < n_jobs; ++j) {
+        const Format &    from = any_format(random, false);
+        const Format &    to = any_format(random, false);
+        const bool        whole_blocks = from.quantized() || to.quantized();
+        const std::size_t n_elements = random.between(1, random.chance(8) ? 80 : 9) * (whole_blocks ? 32 : 7);
+        const std::size_t n = random.between(0, random.chance(20) ? 900 : 6);
+        const bool        numbers = !random.chance(5);
+        work.exact = work.exact && (numbers || to.quantized() || &from == &to);
+        work.sources.push_back(any_rows(random, from, n, n_elements, numbers));
+        work.indices.push_back(any_index(random, n));
+        const bool picked = random.chance(2);
+        work.jobs.push_back({nullptr, work.sources.back().rows, picked ? work.indices.back().data() : nullptr,
+                             picked ? work.indices.back().size() : n, &from, &to, n_elements});
+        work.size += work.jobs.back().target_span();
+    }
+    return work;
+}
+
+void fuzz_transcode(Random & random) {
+    Transcoding         work = any_transcoding(random);
+    std::vector<Memory> written;
+    bool                defined = true;
+    for (const Isa * isa : towerd::available()) {
+        written.emplace_back(work.size, random.between(0, 17));
+        std::size_t at = 0;
+        for (auto & job : work.jobs) {
+            job.target = written.back().data() + at;
+            at += job.target_span();
+        }
+        const bool bad = towerd::find_bad_row(work.jobs, *isa, random.between(1, 3)).has_value();
+        require(isa == towerd::available().front() || bad == !defined, "rows refused by some only", "transcode");
+        defined = !bad;
+        if (defined) {
+            towerd::transcode(work.jobs, *isa, random.between(1, 3));
+        }
+    }
+    for (const Memory & memory : written) {
+        require(!defined || !work.exact || memory.same(written.front()), "written differently", "transcode");
+    }
+}
+
+towerd::RopeShift any_shift(Random & random) {
+    towerd::RopeShift shift{};
+    shift.format = &any_format(random, true);
+    const std::size_t unit = shift.format->quantized() ? 32 : 2;
+    shift.heads.head_dim = unit * random.between(1, random.chance(2) ? 4 : 12);
+    shift.heads.n = random.between(1, 5);
+    shift.heads.n_rot = 2 * random.between(1, shift.heads.head_dim / 2);
+    shift.heads.first = random.between(0, shift.heads.head_dim - shift.heads.n_rot);
+    shift.heads.neox = random.chance(2);
+    shift.n_elements = shift.heads.n * shift.heads.head_dim;
+    shift.hadamard_block = random.one_of({0, 32, 64, 128});
+    if (shift.hadamard_block != 0 && shift.heads.head_dim % shift.hadamard_block != 0) {
+        shift.hadamard_block = 0;
+    }
+    return shift;
+}
+
+void fuzz_rope_shift(Random & random) {
+    towerd::RopeShift shift = any_shift(random);
+    const std::size_t n = random.between(0, random.chance(20) ? 300 : 7);
+    const std::size_t n_lines = random.between(1, 3);
+    const bool        numbers = !random.chance(5);
+    const Table       source = any_rows(random, *shift.format, n, shift.n_elements, numbers);
+    const Memory      cos(n_lines * shift.heads.n_rot / 2 * sizeof(float));
+    const Memory      sin(cos.size());
+    random.fill_numbers(cos.floats(), cos.size() / sizeof(float), 1.0f);
+    random.fill_numbers(sin.floats(), sin.size() / sizeof(float), 1.0f);
+    std::vector<std::int32_t> lines(n);
+    for (auto & line : lines) {
+        line = static_cast<std::int32_t>(random.between(0, n_lines)) - 1;
+    }
+    shift.source = source.rows;
+    shift.cos = cos.floats();
+    shift.sin = sin.floats();
+    shift.row_table = random.chance(3) ? nullptr : lines.data();
+    if (towerd::find_bad_row(shift, random.between(1, 3))) {
+        return;
+    }
+    std::vector<Table> targets;
+    for (const Isa * isa : towerd::available()) {
+        targets.emplace_back(n, source.rows.bytes, any_gap(random), random.between(0, 17));
+        shift.target = targets.back().rows;
+        towerd::rope_shift(shift, *isa, random.between(1, 3));
+        for (std::size_t row = 0; numbers && row < n; ++row) {
+            const bool same = std::memcmp(targets.back().at(row), targets.front().at(row), source.rows.bytes) == 0;
+            require(same, "rotated differently", shift.format->name);
+        }
+    }
+}
+
+void fuzz_hadamard(Random & random) {
+    const std::size_t block = random.one_of({32, 64, 128, 256, 512});
+    const std::size_t d = block * random.between(1, 5);
+    const std::size_t n = random.between(0, 6);
+    const std::size_t gap = sizeof(float) * any_gap(random);
+    const Table       source(n, d * sizeof(float), gap, 4 * random.between(0, 15));
+    const bool        numbers = !random.chance(5);
+    for (std::size_t row = 0; row < n; ++row) {
+        if (numbers) {
+            random.fill_numbers(reinterpret_cast<float *>(source.at(row)), d, kF16Max);
+        } else {
+            random.fill(source.at(row), source.rows.bytes);
+        }
+    }
+    std::vector<Table> targets;
+    for (const Isa * isa : towerd::available()) {
+        targets.emplace_back(n, source.rows.bytes, 4 * any_gap(random), 4 * random.between(0, 15));
+        towerd::hadamard_rows(source.rows, targets.back().rows, block, *isa, random.between(1, 3));
+        for (std::size_t row = 0; numbers && row < n; ++row) {
+            const bool same = std::memcmp(targets.back().at(row), targets.front().at(row), source.rows.bytes) == 0;
+            require(same, "transformed differently", "hadamard");
+        }
+    }
+}
+
+void fuzz_copy(Random & random) {
+    const std::size_t n = random.between(0, random.chance(20) ? 2000 : 9);
+    const std::size_t bytes = random.between(0, random.chance(20) ? 3000 : 70);
+    const Table       source(n, bytes, any_gap(random), random.between(0, 17));
+    random.fill(source.memory.data(), source.memory.size());
+    const auto  index = any_index(random, n);
+    const bool  picked = random.chance(2);
+    const auto  n_rows = picked ? index.size() : n;
+    const Table target(n_rows, bytes, any_gap(random), random.between(0, 17));
+    towerd::run_copies({{target.rows.data, target.rows.stride, source.rows, picked ? index.data() : nullptr, n_rows}},
+                       random.between(1, 3));
+    for (std::size_t row = 0; bytes != 0 && row < n_rows; ++row) {
+        const auto * from = source.at(picked ? static_cast<std::size_t>(index[row]) : row);
+        require(std::memcmp(target.at(row), from, bytes) == 0, "row is wrong", "copy");
+    }
+}
+
+void fuzz_transpose(Random & random) {
+    const std::size_t element = random.one_of({1, 2, 4});
+    const std::size_t n = random.between(0, random.chance(9) ? 700 : 40);
+    const std::size_t columns = random.between(0, random.chance(9) ? 700 : 40);
+    const Table       source(n, columns * element, any_gap(random), random.between(0, 17));
+    const Table       target(columns, n * element, any_gap(random), random.between(0, 17));
+    random.fill(source.memory.data(), source.memory.size());
+    towerd::transpose(source.rows, target.rows, element, random.between(1, 3));
+    for (std::size_t row = 0; row < n; ++row) {
+        for (std::size_t column = 0; column < columns; ++column) {
+            const auto * moved = target.at(column) + row * element;
+            const auto * from = source.at(row) + column * element;
+            require(std::memcmp(from, moved, element) == 0, "element is wrong", "transpose");
+        }
+    }
+}
+
+struct Kernel {
+    const char * name;
+    void (*fuzz)(Random &);
+    unsigned long long cases;
+};
+
+void run_case(std::uint64_t seed, Kernel (&kernels)[6]) {
+    seed_in_work = seed;
+    Random   random(seed);
+    Kernel & kernel = kernels[random.between(0, 5)];
+    kernel.fuzz(random);
+    ++kernel.cases;
+}
+
+}  // namespace
+
+int main(int n_arguments, char ** arguments) {
+    const double        seconds = n_arguments > 1 ? std::atof(arguments[1]) : 10.0;
+    const std::uint64_t first = n_arguments > 2 ? std::strtoull(arguments[2], nullptr, 10) : 1;
+    Kernel              kernels[6] = {
+        {"codec", fuzz_codec, 0},       {"transcode", fuzz_transcode, 0}, {"rope_shift", fuzz_rope_shift, 0},
+        {"hadamard", fuzz_hadamard, 0}, {"copy", fuzz_copy, 0},           {"transpose", fuzz_transpose, 0}};
+    __sanitizer_set_death_callback(report_seed);
+    using Clock = std::chrono::steady_clock;
+    const auto end = Clock::now() + std::chrono::duration<double>(seconds);
+    for (std::uint64_t seed = first; seed == first || Clock::now() < end; ++seed) {
+        run_case(seed, kernels);
+    }
+    for (const Isa * isa : towerd::available()) {
+        std::printf("%s ", isa->name);
+    }
+    for (const Kernel & kernel : kernels) {
+        std::printf(" %s %llu", kernel.name, kernel.cases);
+    }
+    std::printf("\n");
+}

@@ -1,0 +1,246 @@
+"""transcode: every pair of formats, the same bytes on every instruction set, bad input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from kernel_rows import at_odd_address, numbers, patterns, rows_of, same
+
+from towerd.kernels import dispatch, reference
+from towerd.kernels.formats import BY_NAME, FORMATS
+
+NAMES = [row.name for row in FORMATS]
+ELEMENTS = ["f32", "f16", "bf16"]
+BLOCKS = [row.name for row in FORMATS if row.is_quantized]
+
+
+def _size(name: str, n: int, n_elements: int) -> int:
+    return n * BY_NAME[name].row_bytes(n_elements)
+
+
+def _both(size: int, jobs: list[Any], n_threads: int = 2) -> Any:
+    """dst as the kernels in force write it, after checking it against the reference."""
+    got, expected = np.full(size, 0xEE, np.uint8), np.full(size, 0xEE, np.uint8)
+    dispatch.transcode(got, jobs, n_threads)
+    with np.errstate(all="ignore"):
+        reference.transcode(expected, jobs)
+    assert same(got, expected)
+    return got
+
+
+def _one(rows: Any, src: str, dst: str, n_elements: int) -> Any:
+    size = _size(dst, len(rows), n_elements)
+    return _both(size, [(0, rows, None, src, dst)]).reshape(len(rows), -1)
+
+
+@pytest.mark.parametrize("src", NAMES)
+@pytest.mark.parametrize("n_elements", [32, 96, 1024, 1120, 2112])
+def test_every_pair(kernels: str, src: str, n_elements: int) -> None:
+    """From rows at odd addresses to odd addresses, rows longer than one run, several jobs."""
+    n = 5 if n_elements < 2000 else 3
+    rows = at_odd_address(rows_of(src, n, n_elements))
+    index = np.array([n - 1, 0, 0, 2], np.int64)
+    jobs: list[Any] = []
+    at = 1
+    for dst in NAMES:
+        jobs.append((at, rows, None if len(jobs) % 2 else index, src, dst))
+        at += _size(dst, n if len(jobs) % 2 == 0 else 4, n_elements) + len(jobs) % 3
+    _both(at + 1, jobs)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_any_bits_of_blocks(kernels: str, name: str) -> None:
+    """Codes and scales of any value decode alike, infinite and NaN scales included."""
+    rows = patterns(name, 16, 128)
+    got, expected = (np.zeros(_size("f32", 16, 128), np.uint8) for _ in range(2))
+    dispatch.transcode(got, [(0, rows, None, name, "f32")])
+    with np.errstate(all="ignore"):
+        reference.transcode(expected, [(0, rows, None, name, "f32")])
+    assert np.array_equal(got.view(np.float32), expected.view(np.float32), equal_nan=True)
+
+
+def test_every_half(kernels: str) -> None:
+    """All 65,536 halves become f32 exactly, and come back as they were."""
+    halves = np.arange(1 << 16, dtype=np.uint16).reshape(64, 1024)
+    wide = _one(halves.view(np.uint8), "f16", "f32", 1024)
+    with np.errstate(invalid="ignore"):
+        exact = halves.view(np.float16).astype(np.float32)
+    assert np.array_equal(wide.view(np.float32), exact, equal_nan=True)
+    back = _one(wide, "f32", "f16", 1024).view(np.uint16)
+    quiet = np.where((halves & 0x7FFF) > 0x7C00, halves | 0x200, halves)
+    assert np.array_equal(back, quiet)
+    _one(halves.view(np.uint8), "f16", "bf16", 1024)
+    _one(halves.view(np.uint8), "bf16", "f32", 1024)
+    _one(halves.view(np.uint8), "bf16", "f16", 1024)
+
+
+def _edges() -> Any:
+    """f32 on, just below and just above every number of f16 and bf16 and half-way between."""
+    with np.errstate(all="ignore"):
+        halves = np.arange(0x7C01, dtype=np.uint16).view(np.float16).astype(np.float64)
+        halves[-1] = 65536
+        middle = ((halves[1:] + halves[:-1]) / 2).astype(np.float32)
+    tops = np.arange(0x7F81, dtype=np.uint32) << 16
+    raw = np.concatenate([middle.view(np.uint32), halves.astype(np.float32).view(np.uint32), tops])
+    raw = np.concatenate([raw, raw + np.uint32(0x8000), raw + 1, raw - 1, raw | 0x80000000])
+    return np.resize(raw, (raw.size // 1024 + 1, 1024)).astype(np.uint32)
+
+
+@pytest.mark.parametrize("name", ["f16", "bf16"])
+def test_rounding(kernels: str, name: str) -> None:
+    """To nearest, ties to even: around every number, for all magnitudes, NaNs and infinities."""
+    raw = _edges()
+    out = _one(raw.view(np.uint8), "f32", name, 1024).view(np.uint16)
+    values = raw.view(np.float32)
+    finite = np.isfinite(values)
+    assert ((out[np.isnan(values)] & 0x7FFF) > (0x7C00 if name == "f16" else 0x7F80)).all()
+    with np.errstate(all="ignore"):
+        if name == "f16":
+            assert np.array_equal(out[finite], values.astype(np.float16).view(np.uint16)[finite])
+        else:
+            wide = (out.astype(np.uint32) << 16).view(np.float32)
+            step = np.spacing(np.abs(values).astype(np.float64)) * 2.0**45  # of bf16
+            near = np.abs(wide.astype(np.float64) - values)[finite & np.isfinite(wide)]
+            assert (near <= np.maximum(step, 2.0**-134)[finite & np.isfinite(wide)]).all()
+
+
+@pytest.mark.parametrize("n_elements", [1, 2, 3, 5, 15, 16, 17, 31, 33, 1023, 1025])
+def test_tails(kernels: str, n_elements: int) -> None:
+    """Rows of elements need not be whole vectors; nothing is written beside them."""
+    for src in ELEMENTS:
+        rows = at_odd_address(patterns(src, 3, n_elements), 1)
+        at, jobs = 1, []
+        for dst in ELEMENTS:
+            jobs.append((at, rows, None, src, dst))
+            at += _size(dst, 3, n_elements) + 1
+        _both(at, jobs)
+
+
+@pytest.mark.parametrize("n_threads", [1, 2, 5])
+def test_many_rows(kernels: str, n_threads: int) -> None:
+    """Several tasks and threads, gathered and strided."""
+    n = 1500 if kernels != "reference" else 50
+    rows = at_odd_address(rows_of("q4h", n, 1024))
+    index = np.random.default_rng(3).permutation(n).astype(np.int64)
+    f16 = _size("f16", n, 1024)
+    jobs = [(f16, rows, index, "q4h", "f16"), (0, rows, None, "q4h", "f16")]
+    dst = _both(2 * f16, jobs, n_threads).reshape(2, n, -1)
+    assert np.array_equal(dst[1], dst[0][index])
+
+
+def test_hadamard_is_part_of_the_format(kernels: str) -> None:
+    """q4h is q4 of the rotated row; 96 elements rotate by 32, 128 by 64; h to h never rotates."""
+    for n_elements, block in ((96, 32), (128, 64)):
+        values = numbers(6, n_elements)
+        rotated = np.zeros_like(values)
+        dispatch.hadamard(values, rotated, block)
+        stored = _one(values.view(np.uint8), "f32", "q4h", n_elements)
+        assert same(stored, _one(rotated.view(np.uint8), "f32", "q4", n_elements))
+        plain = _one(stored, "q4", "q6", n_elements)
+        assert same(_one(stored, "q4h", "q6h", n_elements), plain)
+
+
+def test_same_format_copies(kernels: str) -> None:
+    """Bytes, whatever they mean: not even a NaN is looked at."""
+    for name in NAMES:
+        rows = patterns(name, 4, 64)
+        assert same(_one(rows, name, name, 64), rows)
+
+
+def test_nothing_to_do(kernels: str) -> None:
+    """No jobs, no rows, an empty index; any buffer will do."""
+    rows = rows_of("f16", 3, 64)
+    dispatch.transcode(bytearray(), [])
+    _both(2, [(2, rows[:0], None, "f16", "q8"), (1, rows, np.empty(0, np.int64), "f16", "f32")])
+
+
+ROWS = rows_of("f16", 4, 64)
+DST = np.zeros(1024, np.uint8)
+READ_ONLY = np.zeros(1024, np.uint8)
+READ_ONLY.flags.writeable = False
+BAD: dict[str, tuple[str, Any, Any, Any]] = {
+    "dst float": ("dst", np.zeros(32, np.float32), [], 1),
+    "dst read-only": ("dst", READ_ONLY, [], 1),
+    "dst strided": ("dst", DST[::2], [], 1),
+    "jobs none": ("jobs", DST, None, 1),
+    "job of three": (r"jobs\[0\]", DST, [(0, ROWS, None)], 1),
+    "job list": (r"jobs\[0\]", DST, [[0, ROWS, None, "f16", "q8"]], 1),
+    "offset negative": (r"jobs\[0\].offset", DST, [(-1, ROWS, None, "f16", "q8")], 1),
+    "offset beyond": (r"jobs\[0\].offset", DST, [(1025, ROWS, None, "f16", "q8")], 1),
+    "rows flat": (r"jobs\[0\].rows", DST, [(0, ROWS[0], None, "f16", "q8")], 1),
+    "rows halves": (r"jobs\[0\].rows", DST, [(0, ROWS.view(np.uint16), None, "f16", "q8")], 1),
+    "rows backwards": (r"jobs\[0\].rows", DST, [(0, ROWS[::-1], None, "f16", "q8")], 1),
+    "rows cut": (r"jobs\[0\].rows", DST, [(0, ROWS[:, :33], None, "f16", "q8")], 1),
+    "rows no blocks": (r"jobs\[0\].rows", DST, [(0, ROWS, None, "q8_0", "f16")], 1),
+    "rows empty": (r"jobs\[0\].rows", DST, [(0, ROWS[:, :0], None, "f16", "f32")], 1),
+    "elements no blocks": (r"jobs\[0\].dst_format", DST, [(0, ROWS[:, :80], None, "f16", "q8")], 1),
+    "src_format": (r"jobs\[0\].src_format", DST, [(0, ROWS, None, "F16", "q8")], 1),
+    "src_format id": (r"jobs\[0\].src_format", DST, [(0, ROWS, None, 1, "q8")], 1),
+    "dst_format": (r"jobs\[1\].dst_format", DST, [(0, ROWS, None, "f16", "q8")] * 1
+                   + [(512, ROWS, None, "f16", "q4_h")], 1),
+    "dst_format none": (r"jobs\[0\].dst_format", DST, [(0, ROWS, None, "f16", None)], 1),
+    "dst_format nul": (r"jobs\[0\].dst_format", DST, [(0, ROWS, None, "f16", "q8\0h")], 1),
+    "too many rows": (r"jobs\[0\]", DST, [(1, ROWS, None, "f16", "f32")], 1),
+    "index beyond": (r"jobs\[0\].index", DST, [(0, ROWS, np.array([4]), "f16", "q8")], 1),
+    "index int32": (r"jobs\[0\].index", DST, [(0, ROWS, np.zeros(1, np.int32), "f16", "q8")], 1),
+    "jobs overlap": ("jobs", DST, [(0, ROWS, None, "f16", "q8"), (271, ROWS, None, "f16", "q8")], 1),
+    "source in dst": ("jobs", DST, [(0, DST[512:].reshape(4, 128), None, "f16", "q8")], 1),
+    "no threads": ("n_threads", DST, [], 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(kernels: str, name: str) -> None:
+    """Every bad argument is named, and a good job beside a bad one has not run."""
+    argument, dst, jobs, n_threads = BAD[name]
+    before = bytes(DST)
+    with pytest.raises(ValueError, match=f"^{argument}[.: ]"):
+        dispatch.transcode(dst, jobs, n_threads)
+    assert bytes(DST) == before
+
+
+@pytest.mark.parametrize("src", ELEMENTS)
+@pytest.mark.parametrize("dst", ["q8_0", "q4h"])
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
+def test_rows_that_are_not_finite(kernels: str, src: str, dst: str, value: float) -> None:
+    """The first such row of the source is named and nothing is written, also far into the job."""
+    n, n_elements = 700 if kernels != "reference" else 30, 1088
+    values = numbers(n, n_elements)
+    values[[n - 9, n - 3], n_elements - 1] = value
+    rows = at_odd_address(_one(values.view(np.uint8), "f32", src, n_elements))
+    out = np.zeros(2 * _size(dst, n, n_elements), np.uint8)
+    good = (0, rows[: n - 10], None, src, dst)
+    bad = (len(out) // 2, rows, None, src, dst)
+    with pytest.raises(ValueError, match=rf"^jobs\[1\]\.rows: row {n - 9} is not finite$"):
+        dispatch.transcode(out, [good, bad], 3)
+    index = np.array([0, n - 3], np.int64)
+    with pytest.raises(ValueError, match=rf"^jobs\[0\]\.rows: row {n - 3} is not finite$"):
+        dispatch.transcode(out, [(0, rows, index, src, dst)])
+    assert not out.any()
+    dispatch.transcode(out, [(0, rows, np.array([0, 1]), src, dst)])
+
+
+def test_scales_that_are_not_finite(kernels: str) -> None:
+    """Re-quantizing a damaged row is refused as well; decoding it is not."""
+    rows = rows_of("q5_1", 6, 64)
+    rows[4, 26:28] = (0x00, 0x7C)  # minimum of the second block: infinity
+    out = np.zeros(6 * 256, np.uint8)
+    for dst in ("q8_0", "q8h"):
+        with pytest.raises(ValueError, match=r"^jobs\[0\]\.rows: row 4 is not finite$"):
+            dispatch.transcode(out, [(0, rows, None, "q5_1", dst)])
+    assert not out.any()
+    dispatch.transcode(out, [(0, rows, None, "q5_1", "f32")])
+
+
+def test_numbers_beyond_a_scale(kernels: str) -> None:
+    """What f16 scales cannot hold is refused, before a rotation 1/sqrt(block) of it."""
+    values = numbers(4, 64)
+    out = np.zeros(4 * 256, np.uint8)
+    for dst, limit in (("q8_0", 65504), ("q4a", 65504), ("q8h", 8188)):
+        values[2, 7] = -limit
+        dispatch.transcode(out, [(0, values.view(np.uint8), None, "f32", dst)])
+        values[2, 7] = np.nextafter(np.float32(limit), np.float32(1e9))
+        with pytest.raises(ValueError, match=rf"rows: row 2 has a number beyond \+-{limit}$"):
+            dispatch.transcode(out, [(0, values.view(np.uint8), None, "f32", dst)])

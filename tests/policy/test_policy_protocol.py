@@ -1,0 +1,124 @@
+"""What every policy owes, whatever it prefers: sums, the tree, enough victims, no side effects."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from towerd.policy import NAMES, Policy, make_policy
+
+KINDS = ["insert", "access", "remove", "split", "evict", "answered", "ended", "back"]
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[tuple[str, int, int]]:
+    one = st.tuples(st.sampled_from(KINDS), st.integers(0, 9), st.integers(1, 50))
+    return draw(st.lists(one, max_size=60))
+
+
+class Model:
+    """The truth about one policy's keys."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.sizes: dict[int, int] = {}
+        self.parents: dict[int, int | None] = {}
+        self.now = 0.0
+        self._fresh = 10
+
+    def play(self, kind: str, key: int, nbytes: int) -> None:
+        """One event, to the policy and to the model."""
+        self.now += 1.0 if kind != "back" else -3.0
+        if kind == "insert":
+            self.parents.setdefault(key, key // 2 if key > 1 else None)
+            self.sizes[key] = nbytes
+            self.policy.insert(key, nbytes, self.now, self.parents[key])
+        elif kind == "access":
+            self.policy.access(key, self.now)
+        elif kind == "remove":
+            self._remove(key)
+        elif kind == "evict":
+            for victim in self.policy.victims(nbytes, lambda key: True):
+                self._remove(victim)
+        elif kind == "answered":
+            self.policy.answered(key, self.now, "tool_use" if nbytes % 2 else "end_turn")
+        elif kind == "ended":
+            self.policy.ended(key, self.now)
+        elif kind == "split" and self.sizes.get(key, 0) > 1:
+            self.policy.split(key, self._fresh, 1, self.now)
+            self.sizes[self._fresh], self.sizes[key] = 1, self.sizes[key] - 1
+            self.parents[self._fresh], self.parents[key] = self.parents[key], self._fresh
+            self._fresh += 1
+
+    def _remove(self, key: int) -> None:
+        self.policy.remove(key)
+        self.sizes.pop(key, None)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(history=histories(), blocked=st.sets(st.integers(0, 30)), wanted=st.integers(0, 300))
+def test_any_history(
+    name: str, history: list[tuple[str, int, int]], blocked: set[int], wanted: int
+) -> None:
+    """After any events: sums hold, no victim has a child that stays, enough is freed if it can
+    be and no more than that, and asking twice gives the same answer."""
+    model = Model(make_policy(name))
+    policy, sizes, parents = model.policy, model.sizes, model.parents
+    for kind, key, nbytes in history:
+        model.play(kind, key, nbytes)
+        assert policy.nbytes == sum(sizes.values())
+        assert len(policy) == len(sizes)
+    assert all(key in policy for key in sizes)
+    victims = policy.victims(wanted, lambda key: key not in blocked)
+    assert victims == policy.victims(wanted, lambda key: key not in blocked)
+    gone: set[int] = set()
+    for victim in victims:
+        assert victim not in blocked
+        assert victim in sizes
+        assert victim not in gone
+        assert all(parents[key] != victim for key in sizes if key not in gone)
+        gone.add(victim)
+    possible = policy.victims(10**9, lambda key: key not in blocked)
+    assert set(possible) == _removable(sizes, parents, blocked)
+    freed = sum(sizes[key] for key in victims)
+    assert freed >= min(wanted, sum(sizes[key] for key in possible))
+    if victims:
+        assert freed - sizes[victims[-1]] < wanted
+
+
+def _removable(
+    sizes: dict[int, int], parents: dict[int, int | None], blocked: set[int]
+) -> set[int]:
+    """Everything but what is blocked and what that stands on."""
+    stays: set[int] = set()
+    for key in sizes:
+        at: int | None = key
+        if key in blocked:
+            while at is not None and at in sizes and at not in stays:
+                stays.add(at)
+                at = parents[at]
+    return set(sizes) - stays
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_child_may_come_before_its_parent(name: str) -> None:
+    """The tier may get the lower part of a path first."""
+    policy = make_policy(name)
+    policy.insert(2, 10, 0.0, 1)
+    policy.insert(3, 10, 1.0, 2)
+    policy.insert(1, 10, 2.0, None)
+    assert policy.victims(30, lambda key: True) == [3, 2, 1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_unknown_keys_are_ignored(name: str) -> None:
+    policy = make_policy(name)
+    policy.access(7, 0.0)
+    policy.remove(7)
+    policy.split(7, 8, 1, 0.0)
+    policy.answered(7, 0.0, "tool_use")
+    policy.ended(7, 0.0)
+    assert len(policy) == 0
+    assert policy.nbytes == 0
+    assert policy.victims(10, lambda key: True) == []

@@ -1,0 +1,122 @@
+"""Choosing and configuring the llama-server engine: flags, settings file, environment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from click.testing import CliRunner
+from daemon import Daemon, run_towerd
+
+from towerd.cli.main import towerd
+from towerd.config import Config, load, with_server_args
+from towerd.errors import ConfigError
+
+MakeDaemon = Callable[..., Daemon]
+ATTACH = {"upstream": "http://127.0.0.1:8081", "slot_dir": "/tmp/slots"}
+
+
+@pytest.fixture(autouse=True)
+def no_user_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the developer's own towerd.toml out of these tests."""
+    monkeypatch.setattr("towerd.paths.config_file", lambda: tmp_path / "absent.toml")
+
+
+def test_engine_follows_the_upstream() -> None:
+    """--upstream says which engine it is; without it the model is evaluated here."""
+    assert load({}, {}).engine == "embedded"
+    assert load({"engine": "llama-server"}, {}).engine == "llama-server"
+    attached = load({**ATTACH, "upstream": "http://127.0.0.1:8081/prefix/"}, {})
+    assert attached.engine == "llama-server"
+    assert attached.upstream == "http://127.0.0.1:8081/prefix"
+
+
+def test_settings_file_and_environment(tmp_path: Path) -> None:
+    """Flags for llama-server are a list, or text as a shell splits it."""
+    toml = tmp_path / "towerd.toml"
+    toml.write_text('engine = "llama-server"\nllama_server_args = ["--samplers", "a,b c"]\n')
+    config = load({}, {}, toml)
+    assert config.llama_server_args == ("--samplers", "a,b c")
+    env = {"TOWERD_ENGINE": "llama-server", "TOWERD_LLAMA_SERVER_ARGS": "--x 'a b' -y"}
+    config = load({}, env)
+    assert config.llama_server_args == ("--x", "a b", "-y")
+    assert with_server_args(config, ("--z",)).llama_server_args == ("--x", "a b", "-y", "--z")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"upstream": "127.0.0.1:8081", "slot_dir": "d"}, "is not a URL such as"),
+        ({"upstream": "ftp://host", "slot_dir": "d"}, "is not a URL such as"),
+        ({"upstream": "http://", "slot_dir": "d"}, "is not a URL such as"),
+        ({"upstream": "http://host:99999", "slot_dir": "d"}, "is not a URL such as"),
+        ({"upstream": "http://me:pw@host", "slot_dir": "d"}, "is not a URL such as"),
+        ({"upstream": "http://host"}, "needs --slot-dir"),
+        ({"upstream_key": "k"}, "there is none"),
+        ({"slot_dir": "d"}, "--slot-dir needs --engine llama-server"),
+        ({"llama_server_bin": "b"}, "--llama-server-bin needs --engine llama-server"),
+        ({"llama_server_args": "-x"}, "--llama-server-args needs --engine llama-server"),
+        ({"engine": "embedded", **ATTACH}, "--upstream needs --engine llama-server"),
+        ({**ATTACH, "llama_server_bin": "b"}, "the one at --upstream runs already"),
+        ({**ATTACH, "llama_server_args": "-x"}, "the one at --upstream runs already"),
+        ({"engine": "llama-server", "llama_server_args": "'"}, "is not a command line"),
+        ({"engine": "vllm"}, "must be one of embedded, llama-server"),
+    ],
+)
+def test_what_does_not_go_together(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(flags, {})
+    assert message in caught.value.message
+
+
+def test_upstream_key_is_not_shown() -> None:
+    config = load({**ATTACH, "upstream_key": "very-secret"}, {})
+    assert config.upstream_key == "very-secret"
+    assert "very-secret" not in repr(config)
+
+
+def test_words_after_two_dashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They go to llama-server as they are; the embedded engine has no use for them."""
+    seen: list[Config] = []
+    monkeypatch.setattr("towerd.cli.serve._run", seen.append)
+    words = ["--", "--lora", "a b.gguf", "-np", "3"]
+    done = CliRunner().invoke(towerd, ["serve", "--engine", "llama-server", "-np", "2", *words])
+    assert done.exit_code == 0, done.output
+    assert seen[0].llama_server_args == tuple(words[1:])
+    assert seen[0].parallel == 2
+    for wrong in (words, ["stray"]):
+        done = CliRunner().invoke(towerd, ["serve", *wrong])
+        assert done.exit_code == 1
+        assert "only --engine llama-server takes flags" in done.output
+
+
+def test_start_and_stop(make_sidecar: MakeDaemon, tmp_path: Path) -> None:
+    """llama-server gets its flags, runs below towerd, and is gone when towerd is, killed or not;
+    the slot directory goes with it."""
+    slots = tmp_path / "ram"
+    slots.mkdir(mode=0o700)
+    daemon = make_sidecar("--slot-dir", str(slots), "--", "--no-warmup", "--alias", "sto ry")
+    for end in (daemon.stop, daemon.kill):
+        daemon.start()
+        (child,) = psutil.Process(daemon.pid).children()
+        assert {"--no-warmup", "sto ry", "--parallel"} <= set(child.cmdline())
+        assert daemon.get("/v1/models")["data"][0]["id"] == "sto ry"
+        (private,) = slots.iterdir()
+        assert private.stat().st_mode & 0o777 == 0o700
+        end()
+        child.wait(20)
+        if end == daemon.stop:
+            assert list(slots.iterdir()) == []
+
+
+def test_embedded_needs_no_llama_server(tmp_path: Path) -> None:
+    """The default is what it was."""
+    done = run_towerd(tmp_path, "serve", "--help")
+    assert "--engine [embedded|llama-server]" in done.stdout
+    with Daemon(tmp_path / "d") as daemon:
+        assert psutil.Process(daemon.pid).children() == []
+        assert daemon.get("/towerd/v1/stats")["engine_name"] == "embedded"
+        assert daemon.post("/v1/messages", {}, 501)["error"]["type"] == "not_supported_error"

@@ -1,0 +1,479 @@
+"""The engine on a real llama-server: leases, tenants, failures, and a store that both engines
+read."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sidecar_tools import GREEDY, OpenSidecar, Sidecar, alone, ask, prompt, running_again, until
+
+from towerd.config import Config
+from towerd.engine.base import Finish, GenerateRequest, Ids, Piece, Started, TokenProbs
+from towerd.engine.llama_server.lease import Lease
+from towerd.engine.llama_server.process import free_port
+from towerd.errors import ConfigError, ContextExceeded, InvalidRequest, TowerdError, Unavailable
+from towerd.models.bundled import bundled_model
+from towerd.models.random_gguf import PRESETS, make_random_gguf
+from towerd.service import open_service
+
+
+async def complete(sidecar: Sidecar, lease: Lease, ids: Ids, n: int = 8) -> dict[str, Any]:
+    """What the pass-through does with a lease."""
+    body = {"prompt": ids.tolist(), "id_slot": lease.slot, "n_predict": n, "temperature": 0.0}
+    body |= {"ignore_eos": True, "return_tokens": True}
+    reply: dict[str, Any] = await sidecar.engine.upstream.post("/completion", body)
+    await lease.launched()
+    return reply
+
+
+async def turn(
+    sidecar: Sidecar, ids: Ids, scope: str = "local", session: str | None = None
+) -> tuple[dict[str, Any], Lease, str]:
+    """One leased request: the reply, the lease and the session."""
+    async with await sidecar.engine.lease(ids, scope, session) as lease:
+        reply = await complete(sidecar, lease, ids)
+        session = await lease.finished(
+            reply_ids=reply["tokens"],
+            reply_text=reply["content"],
+            cache_n=reply["timings"]["cache_n"],
+            stop="limit",
+        )
+    return reply, lease, session
+
+
+async def test_a_chat_comes_back(sidecar_on: OpenSidecar) -> None:
+    """Captured, evicted and restored: the reply says that it was used, and is the same."""
+    async with sidecar_on() as sidecar:
+        engine = sidecar.engine
+        _, done = await ask(sidecar, prompt(60))
+        assert done.timings.cache_n == 0
+        longer = np.concatenate([prompt(60), done.ids, prompt(5, 1)])
+        text, again = await ask(sidecar, longer)
+        assert again.reuse.live == again.timings.cache_n == 67
+        assert again.session == done.session
+        assert engine.stats()["saves"] == 0
+        for seed in (2, 3, 4):
+            await ask(sidecar, prompt(60, seed))
+        back, restored = await ask(sidecar, longer)
+        assert back == text
+        assert restored.reuse.hot == restored.timings.cache_n == 72
+        assert engine.stats()["restores_missed"] == 0
+
+
+async def test_leases(sidecar_on: OpenSidecar) -> None:
+    """What the pass-through sees: the slot, where tokens came from, the recorded session."""
+    async with sidecar_on() as sidecar:
+        reply, lease, session = await turn(sidecar, prompt(50))
+        assert (lease.reuse.prefill, lease.expected) == (50, 0)
+        assert reply["id_slot"] == lease.slot
+        longer = np.concatenate([prompt(50), np.array(reply["tokens"], np.int32), prompt(9, 1)])
+        again, second, same = await turn(sidecar, longer)
+        assert (second.slot, same) == (lease.slot, session)
+        assert second.expected == again["timings"]["cache_n"] == second.reuse.live == 57
+        _, _, named = await turn(sidecar, prompt(30, 2), session="my-chat")
+        assert named == "my-chat"
+        infos = await asyncio.to_thread(sidecar.store.sessions)
+        assert {info.id for info in infos} == {session, "my-chat"}
+
+
+async def test_tenants_do_not_share_slots(sidecar_on: OpenSidecar) -> None:
+    """The same prompt of another tenant is computed anew: nothing tells that it was asked."""
+    async with sidecar_on(parallel=1) as sidecar:
+        ids = prompt(70)
+        await turn(sidecar, ids, "alice")
+        reply, lease, _ = await turn(sidecar, ids, "bob")
+        assert reply["timings"]["cache_n"] == lease.reuse.live == 0
+        back, lease, _ = await turn(sidecar, ids, "alice")
+        assert back["timings"]["cache_n"] == lease.reuse.hot == 69
+
+
+async def test_a_public_base_is_shared(sidecar_on: OpenSidecar) -> None:
+    """What the operator marked public is restored for everybody, and only that."""
+    async with sidecar_on(parallel=1) as sidecar:
+        base = prompt(80)
+        add = sidecar.store.add_base
+        await asyncio.to_thread(add, "base", base, "local", 0, True)
+        request = GenerateRequest(base, GREEDY, 0, precache="base")
+        async for _ in sidecar.sessions.run(request):
+            pass
+        await sidecar.engine.settle()
+        for tenant in ("alice", "bob"):
+            own = np.concatenate([base, prompt(20, ord(tenant[0]))])
+            reply, lease, _ = await turn(sidecar, own, tenant)
+            assert reply["timings"]["cache_n"] == lease.reuse.live + lease.reuse.hot == 80
+
+
+async def test_opaque_prompts(sidecar_on: OpenSidecar) -> None:
+    """Unknown tokens: pinned by label, never stored, and gone before another tenant comes."""
+    async with sidecar_on() as sidecar:
+        engine = sidecar.engine
+        async with await engine.lease_opaque("alice", label="images") as lease:
+            await complete(sidecar, lease, prompt(40))
+            assert await lease.finished(reply_ids=None, reply_text="x", cache_n=0, stop="eos") == ""
+        async with await engine.lease_opaque("alice", label="images") as again:
+            assert again.slot == lease.slot
+            reply = await complete(sidecar, again, prompt(40))
+            assert reply["timings"]["cache_n"] == 39
+        first = again.slot
+        seen = set()
+        async with AsyncExitStack() as stack:
+            for _ in range(2):
+                other = await stack.enter_async_context(await engine.lease_opaque("bob", label="b"))
+                reply = await complete(sidecar, other, prompt(40))
+                assert reply["timings"]["cache_n"] == 0
+                seen.add(other.slot)
+        assert first in seen
+        await engine.settle()
+        assert engine.stats()["saves"] == 0
+
+
+async def test_requests_that_the_server_places(sidecar_on: OpenSidecar) -> None:
+    """After one of those, slots are asked what they hold before anything is believed."""
+    async with sidecar_on(parallel=1) as sidecar:
+        engine = sidecar.engine
+        first, _, _ = await turn(sidecar, prompt(60))
+        async with engine.unpinned("local") as unpinned:
+            body = {"prompt": prompt(45, 5).tolist(), "n_predict": 4}
+            await engine.upstream.post("/completion", body)
+            unpinned.launched()
+        longer = np.concatenate([prompt(60), np.array(first["tokens"], np.int32), prompt(4, 1)])
+        reply, lease, _ = await turn(sidecar, longer)
+        assert lease.reuse.live == 0  # it was overwritten, and that was noticed
+        assert reply["timings"]["cache_n"] == 0
+
+
+async def test_an_unstreamed_reply_holds_nobody_up(sidecar_on: OpenSidecar) -> None:
+    """Its first byte is its last, so that it runs is seen in the slots."""
+    async with sidecar_on() as sidecar:
+        engine = sidecar.engine
+        lease = await engine.lease(prompt(30), "local", None)
+        body = {"prompt": prompt(30), "id_slot": lease.slot, "n_predict": 470, "ignore_eos": True}
+        long = asyncio.create_task(engine.upstream.post("/completion", body))
+        async with engine.unpinned("local"):
+            assert not long.done()
+        await long
+        lease.release()
+
+
+async def test_shifted_rows_are_never_stored(sidecar_on: OpenSidecar) -> None:
+    """A context shift and --cache-reuse move rows; a slot in which that happened is not saved."""
+    async with sidecar_on(None, "--context-shift", parallel=1, ctx_size=256) as sidecar:
+        _, done = await ask(sidecar, prompt(40), 300)
+        assert len(done.ids) == 300
+        await sidecar.engine.settle()
+        assert sidecar.engine.stats()["saves"] == 0
+    async with sidecar_on(None, parallel=1) as sidecar:
+        engine = sidecar.engine
+        await turn(sidecar, prompt(120))
+        moved = np.concatenate([prompt(120)[:10], prompt(120)[30:], prompt(4, 2)])
+        async with await engine.lease(moved, "local", None) as lease:
+            body = {"prompt": moved, "id_slot": lease.slot, "n_predict": 4, "n_cache_reuse": 16}
+            reply = await engine.upstream.post("/completion", {**body, "return_tokens": True})
+            cache_n = reply["timings"]["cache_n"]
+            assert cache_n >= 90
+            await lease.finished(
+                reply_ids=reply["tokens"], reply_text="", cache_n=cache_n, stop="limit"
+            )
+        saves = engine.stats()["saves"]
+        await engine.settle()
+        assert engine.stats()["saves"] == saves
+
+
+async def test_a_server_that_clears_idle_slots(
+    sidecar_on: OpenSidecar, llama_server: Path, tmp_path: Path
+) -> None:
+    """llama-server's own defaults: every change of chat is a save and a restore, but exact."""
+    shared = tmp_path / "slots"
+    shared.mkdir(mode=0o700)
+    flags = ("--slot-save-path", str(shared), "-np", "2", "-kvu", "-c", "512", "--cache-ram", "64")
+    async with alone(llama_server, bundled_model(), tmp_path, *flags) as process:
+        settings = {"slot_dir": shared, "llama_server_args": ()}
+        settings |= {"upstream": process.upstream.url, "upstream_key": process.upstream.key}
+        async with sidecar_on(**settings) as sidecar:
+            chats = [prompt(60, 1), prompt(60, 2)]
+            texts: list[list[str]] = [[], []]
+            for _ in range(3):
+                for i in range(2):
+                    text, done = await ask(sidecar, chats[i])
+                    texts[i].append(text)
+                    chats[i] = np.concatenate([chats[i], done.ids, prompt(3, i)])
+            _, done = await ask(sidecar, chats[0])
+            assert done.reuse.hot == done.timings.cache_n == len(chats[0]) - 4
+            assert sidecar.engine.stats()["restores_missed"] == 0
+            assert sidecar.engine.stats()["live_missed"] == 0
+
+
+async def test_big_prompts_do_not_stop_the_loop(sidecar_on: OpenSidecar) -> None:
+    """Megabytes go to the template and back."""
+    async with sidecar_on() as sidecar:
+        text = "word " * 400_000
+        body = {"messages": [{"role": "user", "content": text}]}
+        assert text.strip() in await sidecar.engine.apply_template(body)
+
+
+async def test_the_queue_is_bounded(sidecar_on: OpenSidecar) -> None:
+    """One slot, one that may wait: the third is told 503, and the second gets its turn."""
+    async with sidecar_on(parallel=1, queue_max=1) as sidecar:
+        engine = sidecar.engine
+        lease = await engine.lease(prompt(10), "local", None)
+        waiting = asyncio.create_task(engine.lease(prompt(10, 1), "local", None))
+        await until(lambda: engine.stats()["waiting"] == 1)
+        with pytest.raises(Unavailable, match="waiting"):
+            await engine.lease(prompt(10, 2), "local", None)
+        lease.release()
+        (await waiting).release()
+        assert engine.stats()["running"] == 0
+
+
+async def test_bad_prompts(sidecar_on: OpenSidecar) -> None:
+    """Ids that are no tokens, none at all, too many of them, a bad grammar."""
+    async with sidecar_on() as sidecar:
+        engine = sidecar.engine
+        with pytest.raises(InvalidRequest, match="vocabulary"):
+            await engine.lease(np.array([1, 99999], np.int32), "local", None)
+        with pytest.raises(InvalidRequest, match="no tokens"):
+            engine.generate(GenerateRequest(np.zeros(0, np.int32)))
+        with pytest.raises(ContextExceeded):
+            engine.generate(GenerateRequest(prompt(600)))
+        bad = replace(GREEDY, grammar="root ::= (")
+        with pytest.raises(InvalidRequest):
+            async for _ in sidecar.sessions.run(GenerateRequest(prompt(5), bad, 3)):
+                pass
+        _, done = await ask(sidecar, prompt(20))
+        assert done.stop == "limit"
+        assert engine.stats()["running"] == 0
+
+
+async def test_events(sidecar_on: OpenSidecar) -> None:
+    """Started comes before the text, probabilities with it, a stop string ends it."""
+    async with sidecar_on() as sidecar:
+        request = GenerateRequest(prompt(30), replace(GREEDY, n_probs=3), 6, return_progress=True)
+        kinds = []
+        probs: list[TokenProbs] = []
+        async for event in sidecar.sessions.run(request):
+            kinds.append(type(event).__name__)
+            if isinstance(event, Piece):
+                probs += event.probs
+        assert kinds[0] == "Progress"
+        assert kinds.index("Started") < kinds.index("Piece")
+        assert kinds[-1] == "Finish"
+        assert len(probs) == 6
+        assert all(len(each.top) == 3 and each.chosen == each.top[0] for each in probs)
+        text, _ = await ask(sidecar, prompt(30), 8)
+        word = text.split()[1]
+        _, done = await ask(sidecar, prompt(30), 8, stop=(word,))
+        assert (done.stop, done.stopping_word) == ("word", word)
+
+
+async def test_cancelled(sidecar_on: OpenSidecar) -> None:
+    """A client that leaves frees its slot; what it got is recorded."""
+    async with sidecar_on(parallel=1) as sidecar:
+        run = sidecar.sessions.run(GenerateRequest(prompt(40), GREEDY, 400))
+        async for event in run:
+            if isinstance(event, Piece) and event.ids:
+                break
+        await run.aclose()  # type: ignore[attr-defined]
+        await sidecar.sessions.drain()
+        assert sidecar.engine.stats()["running"] == 0
+        infos = await asyncio.to_thread(sidecar.store.sessions)
+        assert [info.n_tokens > 40 for info in infos] == [True]
+        _, done = await ask(sidecar, prompt(40))
+        assert done.timings.cache_n == 39
+
+
+async def test_killed_while_it_streams(sidecar_on: OpenSidecar) -> None:
+    """The request fails with a clear error, who comes meanwhile is told 503, the next one works,
+    and what was recorded is still there."""
+    async with sidecar_on() as sidecar:
+        _, done = await ask(sidecar, prompt(60))
+        await sidecar.engine.settle()
+        process = sidecar.engine.backend.process
+        assert process is not None
+        assert process.pid is not None
+        again = asyncio.create_task(running_again(sidecar))
+
+        async def stream() -> None:
+            async for event in sidecar.sessions.run(GenerateRequest(prompt(40, 3), GREEDY, 400)):
+                if isinstance(event, Started):
+                    os.kill(process.pid or 0, signal.SIGKILL)
+
+        with pytest.raises(TowerdError, match="llama-server"):
+            await stream()
+        await again
+        assert sidecar.engine.stats()["restarts"] == 1
+        longer = np.concatenate([prompt(60), done.ids, prompt(5, 1)])
+        _, restored = await ask(sidecar, longer)
+        assert restored.timings.cache_n == restored.reuse.hot == 67
+        assert restored.session == done.session
+
+
+async def test_who_waits_is_told(sidecar_on: OpenSidecar) -> None:
+    """When llama-server dies, a queued request fails at once instead of waiting for ever."""
+    async with sidecar_on(parallel=1) as sidecar:
+        engine = sidecar.engine
+        process = engine.backend.process
+        assert process is not None
+        lease = await engine.lease(prompt(10), "local", None)
+        waiting = asyncio.create_task(engine.lease(prompt(10, 1), "local", None))
+        await until(lambda: engine.stats()["waiting"] == 1)
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        with pytest.raises(Unavailable, match="SIGKILL"):
+            await waiting
+        assert lease.is_stale
+        lease.release()
+        assert not engine.is_running
+        with pytest.raises(Unavailable, match="being started"):
+            await engine.lease(prompt(10), "local", None)
+
+
+async def test_an_attached_server_goes_and_comes_back(
+    sidecar_on: OpenSidecar,
+    llama_server: Path,
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is waited for, and requests meanwhile are told so; then what was stored is restored."""
+    port = free_port()
+    monkeypatch.setattr("towerd.engine.llama_server.process.free_port", lambda: port)
+    shared = tmp_path / "slots"
+    shared.mkdir(mode=0o700)
+    flags = ("--slot-save-path", str(shared), "-np", "2", "-c", "1024")
+    async with alone(llama_server, tiny_model, tmp_path, *flags) as process:
+        settings = {"slot_dir": shared, "llama_server_args": ()}
+        settings |= {"upstream": process.upstream.url, "upstream_key": process.upstream.key}
+        async with sidecar_on(tiny_model, **settings) as sidecar:
+            await ask(sidecar, prompt(60))
+            await sidecar.engine.settle()
+            os.kill(process.pid or 0, signal.SIGKILL)
+            with pytest.raises(Unavailable):
+                await ask(sidecar, prompt(60))
+            assert not sidecar.engine.is_running
+            await until(lambda: sidecar.engine.is_running)
+            _, again = await ask(sidecar, prompt(60))
+            assert again.timings.cache_n == again.reuse.hot == 59
+
+
+async def test_a_restore_that_does_not_take(sidecar_on: OpenSidecar) -> None:
+    """A reply that reports fewer cached tokens than were restored is counted; after a few in a
+    row nothing is restored any more, and the notes say why."""
+    async with sidecar_on(parallel=1) as sidecar:
+        engine = sidecar.engine
+        for seed in range(2):
+            await ask(sidecar, prompt(60, seed))
+        for missed in range(1, 6):
+            async with await engine.lease(prompt(60, (missed + 1) % 2), "local", None) as lease:
+                assert lease.restored
+                await engine.upstream.erase(lease.slot)  # as a build would that drops it
+                reply = await complete(sidecar, lease, prompt(60, (missed + 1) % 2))
+                await lease.finished(
+                    reply_ids=reply["tokens"],
+                    reply_text="",
+                    cache_n=reply["timings"]["cache_n"],
+                    stop="limit",
+                )
+            assert engine.stats()["restores_missed"] == missed
+        assert any("Nothing is restored any more" in note for note in engine.notes)
+        assert engine.stats()["reuse_works"] == 0
+        _, done = await ask(sidecar, prompt(60, 1), 4)
+        assert done.reuse.hot == 0
+        assert done.timings.predicted_n == 4
+
+
+async def test_cells_that_all_slots_share(sidecar_on: OpenSidecar) -> None:
+    """When the next prompt does not fit beside the idle chats, the longest unused is saved and
+    emptied, before llama-server empties whichever it likes."""
+    async with sidecar_on(parallel=4, ctx_size=512) as sidecar:
+        engine = sidecar.engine
+        assert engine.probe.cells == 512
+        for seed in range(4):
+            _, done = await ask(sidecar, prompt(150, seed))
+        held = [slot["n_prompt_tokens"] for slot in await engine.upstream.slots()]
+        assert sum(held) <= 512
+        assert engine.stats()["live_cells_used"] == sum(held)
+        assert engine.stats()["erases"] >= 1
+        _, back = await ask(sidecar, np.concatenate([prompt(150, 0), prompt(5, 9)]))
+        assert back.timings.cache_n == back.reuse.hot == 150
+        assert engine.stats()["live_missed"] == 0
+
+
+async def test_idle_chats_are_saved(sidecar_on: OpenSidecar) -> None:
+    """A chat that nobody has asked for a while is in the store, so that a crash costs nothing."""
+    async with sidecar_on() as sidecar:
+        sidecar.engine.upkeep.idle_s = 0.0
+        await ask(sidecar, prompt(60))
+        await until(lambda: sidecar.engine.stats()["saves"] == 1)
+        assert sidecar.tiers.plan(prompt(60), "local", 0).n == 60
+
+
+ENGINES = ("embedded", "llama-server")
+
+
+@pytest.mark.parametrize("first", ENGINES)
+@pytest.mark.parametrize("cache", ["f16", "q8_0"])
+async def test_both_engines_read_one_store(
+    sidecar_on: OpenSidecar, tiny_model: Path, tmp_path: Path, first: str, cache: str
+) -> None:
+    """A chat begun on one engine goes on, restored, on the other."""
+    settings: dict[str, Any] = {"cache_type_k": cache, "cache_type_v": cache, "ctx_size": 1024}
+
+    async def with_embedded(work: Callable[[Any], Any]) -> Any:
+        config = Config(
+            model=tiny_model, store_dir=tmp_path / "store", socket=tmp_path / "s",
+            live_tokens=2048, live_sequences=8, parallel=2, threads=1,
+            hot_bytes=1 << 30, warm_bytes=1 << 30, **settings,
+        )  # fmt: skip
+        async with open_service(config) as service:
+            return await work(service), service.engine.info.fingerprint
+
+    async def with_server(work: Callable[[Any], Any]) -> Any:
+        async with sidecar_on(tiny_model, **settings) as sidecar:
+            return await work(sidecar), sidecar.engine.info.fingerprint
+
+    run = [with_embedded, with_server]
+    begin, go_on = run if first == "embedded" else run[::-1]
+    (text, done), written = await begin(lambda on: ask(on, prompt(90)))
+    longer = np.concatenate([prompt(90), done.ids, prompt(7, 1)])
+    (_, again), read = await go_on(lambda on: ask(on, longer))
+    assert written.differences(read) == []
+    assert again.reuse.warm == 97
+    assert again.session == done.session
+
+
+@pytest.mark.parametrize("arch", ["qwen2vl", "deepseek2", "qwen3"])
+async def test_other_architectures(sidecar_on: OpenSidecar, tmp_path: Path, arch: Any) -> None:
+    """Cells with an extension (M-RoPE), caches without V (MLA), per-head norms."""
+    path = tmp_path / "model.gguf"
+    make_random_gguf(path, replace(PRESETS["tiny"], n_layer=2, n_head=4, arch=arch))
+    async with sidecar_on(path, parallel=1) as sidecar:
+        assert sidecar.engine.probe.can_compose, sidecar.engine.notes
+        text, done = await ask(sidecar, prompt(60))
+        await ask(sidecar, prompt(60, 1))
+        longer = np.concatenate([prompt(60), done.ids, prompt(5, 2)])
+        _, restored = await ask(sidecar, longer)
+        assert restored.timings.cache_n == restored.reuse.hot == 67
+        back, _ = await ask(sidecar, prompt(60))
+        assert back == text
+
+
+async def test_bad_starts(sidecar_on: OpenSidecar, tmp_path: Path) -> None:
+    """A flag that towerd needs itself, a model that is not there; nothing is left running."""
+    with pytest.raises(ConfigError, match="--port"):
+        async with sidecar_on(None, "--port", "80"):
+            pytest.fail("it cannot start")
+    with pytest.raises(TowerdError, match="no model"):
+        async with sidecar_on(tmp_path / "missing.gguf"):
+            pytest.fail("it cannot start")
+    async with sidecar_on() as sidecar:
+        _, done = await ask(sidecar, prompt(10), 2)
+        assert isinstance(done, Finish)

@@ -1,0 +1,165 @@
+"""The supervised child: it serves with a key of its own, comes back when it dies, goes with us."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import psutil
+import pytest
+from sidecar_tools import alone
+
+from towerd.engine.llama_server.binary import Build, build_of, find_binary, library_env
+from towerd.engine.llama_server.flags import clashing, names_model, row_overrides
+from towerd.engine.llama_server.process import describe_exit
+from towerd.engine.llama_server.upstream import Upstream
+from towerd.errors import ConfigError, Unauthorized
+from towerd.models.bundled import bundled_model
+
+
+async def test_it_serves_with_its_key_only(llama_server: Path, tmp_path: Path) -> None:
+    """The key is in no command line."""
+    async with alone(llama_server, bundled_model(), tmp_path) as process:
+        assert await process.upstream.is_healthy()
+        assert (await process.upstream.get("/props"))["total_slots"] == 1
+        stranger = Upstream(process.upstream.url)
+        try:
+            with pytest.raises(Unauthorized):
+                await stranger.get("/props")
+        finally:
+            await stranger.close()
+        assert process.pid is not None
+        command = " ".join(psutil.Process(process.pid).cmdline())
+        assert process.upstream.key is not None
+        assert process.upstream.key not in command
+        assert process.log_path.stat().st_size > 0
+        pid = process.pid
+    assert not psutil.pid_exists(pid)
+
+
+async def test_it_comes_back(llama_server: Path, tmp_path: Path) -> None:
+    """Killed, it is started again on another port; the reason is kept."""
+    events: list[str] = []
+    async with alone(llama_server, bundled_model(), tmp_path) as process:
+        back = asyncio.Event()
+        process.on_exit = lambda: events.append(process.exit_reason)
+        process.on_start = back.set
+        for _ in range(2):
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGKILL)
+            await back.wait()
+            back.clear()
+            assert process.is_running
+            assert await process.upstream.is_healthy()
+        assert process.restarts == 2
+    assert events == ["was killed by SIGKILL"] * 2
+
+
+async def test_a_bad_start_says_why(llama_server: Path, tmp_path: Path) -> None:
+    """A model that cannot be loaded, a flag that does not exist, a binary that is none."""
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF" + bytes(100))
+    with pytest.raises(ConfigError, match=r"status \d+ while starting: .*[a-z]"):
+        async with alone(llama_server, broken, tmp_path):
+            pytest.fail("it cannot start")
+    with pytest.raises(ConfigError, match="--no-such-flag"):
+        async with alone(llama_server, bundled_model(), tmp_path, "--no-such-flag"):
+            pytest.fail("it cannot start")
+    with pytest.raises(ConfigError, match="while starting"):
+        async with alone(Path("/bin/true"), bundled_model(), tmp_path):
+            pytest.fail("it cannot start")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel does it on Linux only")
+def test_it_dies_with_us(llama_server: Path, tmp_path: Path) -> None:
+    """However we end: no llama-server is left when towerd is killed."""
+    script = f"""
+        import asyncio, sys
+        sys.path.insert(0, {str(Path(__file__).parent.parent / "support")!r})
+        from pathlib import Path
+        from sidecar_tools import alone
+        from towerd.models.bundled import bundled_model
+
+        async def main():
+            binary, root = Path({str(llama_server)!r}), Path({str(tmp_path)!r})
+            async with alone(binary, bundled_model(), root) as process:
+                print(process.pid, flush=True)
+                await asyncio.Event().wait()
+
+        asyncio.run(main())
+    """
+    command = [sys.executable, "-P", "-c", textwrap.dedent(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        assert child.is_running()
+        parent.kill()
+        child.wait(timeout=30)
+    assert not child.is_running()
+
+
+def test_builds() -> None:
+    """A build number is found wherever it is written; the vulnerable range is refused."""
+    assert Build.parse("version: 0.5.0-dev (build 1, commit 0c1e570)\nbuilt with").number == 1
+    assert Build.parse("version: 6123 (abcdef0)").number == 6123
+    assert Build.parse("b9058-abcdef0").number == 9058
+    assert Build.parse("something else").number == 0
+    for number in (4882, 9058):
+        with pytest.raises(ConfigError, match="CVE-2026-43629"):
+            Build("", number).check(allow_vulnerable=False)
+        Build("", number).check(allow_vulnerable=True)
+    for number in (0, 1, 4881, 9059):
+        Build("", number).check(allow_vulnerable=False)
+
+
+def test_the_binary_is_found(
+    llama_server: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By name, on PATH before the one beside llama-cpp-python; what does not run is refused."""
+    assert build_of(llama_server).number >= 1
+    fake = tmp_path / "llama-server"
+    fake.write_text("#!/bin/sh\necho something else\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    assert find_binary() == fake
+    with pytest.raises(ConfigError, match="something else"):
+        build_of(fake)
+    with pytest.raises(ConfigError, match="There is no program"):
+        find_binary(tmp_path / "missing")
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert find_binary().name == "llama-server"
+    assert library_env(Path("/bin/sh")) == {}
+
+
+def test_exit_reasons() -> None:
+    assert describe_exit(1) == "ended with status 1"
+    assert describe_exit(-9) == "was killed by SIGKILL"
+    assert describe_exit(-63) == "was killed by signal 63"
+
+
+def test_flags_that_change_rows() -> None:
+    """RoPE overrides and the like enter the fingerprint as the settings do, however written."""
+    flags = [
+        "--rope-freq-base",
+        "1000000",
+        "--yarn-ext-factor=0.5",
+        "--rope-scaling",
+        "yarn",
+        "-c",
+        "8",
+    ]
+    assert row_overrides(flags, {"LLAMA_ARG_ROPE_FREQ_SCALE": "0.5"}) == {
+        "override.freq_base": "1000000.0",
+        "override.yarn_ext_factor": "0.5",
+        "override.scaling": "yarn",
+        "override.freq_scale": "0.5",
+    }
+    assert row_overrides(["-np", "4"], {}) == {}
+    assert clashing(["--port=80", "-np", "2", "--api-key", "x"]) == ["--port=80", "--api-key"]
+    assert names_model(["-hf", "a/b"])
+    assert not names_model(["-np", "2"])

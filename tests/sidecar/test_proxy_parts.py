@@ -1,0 +1,369 @@
+"""The parts of the pass-through that need no server: headers, splicing, events, conversions."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from multidict import CIMultiDict
+
+from towerd.api.proxy_chat import NotText, from_messages, from_responses, has_media
+from towerd.api.proxy_headers import to_client, to_upstream
+from towerd.api.proxy_splice import with_fields, without_token_ids
+from towerd.api.proxy_watch import Dialect, EventSplitter, Watch, event_data
+
+# --- headers ------------------------------------------------------------------------------
+
+
+def test_headers_to_upstream() -> None:
+    """The client's key and name for us stay here, as does what is about its connection."""
+    headers = CIMultiDict(
+        [
+            ("Host", "localhost:8080"), ("authorization", "Bearer clients"),
+            ("X-API-Key", "clients"), ("Cookie", "a=b"), ("Origin", "http://localhost"),
+            ("Connection", "keep-alive, X-Hop"), ("Keep-Alive", "timeout=5"), ("X-Hop", "1"),
+            ("TE", "trailers"), ("Transfer-Encoding", "chunked"), ("Upgrade", "websocket"),
+            ("Proxy-Authorization", "x"), ("Expect", "100-continue"), ("Content-Length", "7"),
+            ("X-Towerd-Session", "diary"), ("Content-Type", "application/json"),
+            ("Accept", "*/*"), ("X-Custom", "1"), ("X-Custom", "2"),
+        ]
+    )  # fmt: skip
+    sent = to_upstream(headers, {"Authorization": "Bearer private"})
+    assert sorted(sent.items()) == [
+        ("Accept", "*/*"), ("Authorization", "Bearer private"),
+        ("Content-Type", "application/json"), ("X-Custom", "1"), ("X-Custom", "2"),
+    ]  # fmt: skip
+    assert "Authorization" not in to_upstream(headers, {})
+
+
+def test_headers_to_client() -> None:
+    """llama-server's answers about origins and keys are not ours."""
+    headers = CIMultiDict(
+        [
+            ("Content-Type", "text/event-stream"), ("Content-Length", "3"), ("ETag", '"a"'),
+            ("Content-Encoding", "gzip"), ("Transfer-Encoding", "chunked"), ("Connection", "close"),
+            ("Access-Control-Allow-Origin", "*"), ("Server", "llama.cpp"), ("Set-Cookie", "a=b"),
+            ("X-Towerd-Session", "forged"), ("Process-Start-Time-Unix", "1"),
+        ]
+    )  # fmt: skip
+    assert set(to_client(headers)) == {
+        "Content-Type", "Content-Length", "ETag", "Content-Encoding", "Process-Start-Time-Unix",
+    }  # fmt: skip
+
+
+# --- splicing -----------------------------------------------------------------------------
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.text(), JSON), st.dictionaries(st.text(), JSON), st.booleans())
+def test_spliced_fields_win(document: dict[str, Any], fields: dict[str, Any], spaced: bool) -> None:
+    """Every reader that takes the last of equal keys, as llama-server does, sees our values, and
+    the rest of the document as it was."""
+    text = json.dumps(document, indent=2 if spaced else None).encode() + b" \n" * spaced
+    spliced = with_fields(text, fields)
+    assert json.loads(spliced) == {**document, **fields}
+    assert msgspec.json.decode(spliced) == {**document, **fields}
+
+
+def test_splicing_leaves_the_bytes_alone() -> None:
+    text = b'{"temperature":0.70000000000000001,"x":[1,\t2],"n":1e-05, "u":"\\u00e9"}'
+    assert with_fields(text, {"id_slot": 1}) == text[:-1] + b',"id_slot":1}'
+    assert with_fields(bytearray(b" { } "), {"id_slot": 1}) == b'{"id_slot":1}'
+    with pytest.raises(ValueError, match="not a JSON object"):
+        with_fields(b"[1]", {"a": 1})
+
+
+def test_token_ids_are_taken_out() -> None:
+    """Only the reply's own `tokens`, whatever its text says."""
+    text = b'{"content":"say \\"tokens\\":[7] or ,\\"tokens\\":[8]","tokens":[1,22,3],"stop":true}'
+    assert without_token_ids(text) == text.replace(b"[1,22,3]", b"[]")
+    assert without_token_ids(b'{"content":"a"}') == b'{"content":"a"}'
+
+
+# --- events -------------------------------------------------------------------------------
+
+EVENTS = [
+    b'data: {"content":"a"}\n\n', b":\n\n", b'event: x\ndata: {"b":1}\n\n', b"data: [DONE]\n\n",
+    b'event: y\r\ndata: {"c":"\xc3\xa9"}\r\n\r\n', b"id: 3\n\n",
+]  # fmt: skip
+
+
+@given(st.lists(st.sampled_from(EVENTS), max_size=6), st.data())
+def test_events_are_cut_wherever_the_bytes_arrive(events: list[bytes], data: st.DataObject) -> None:
+    """However a stream is split into reads, the same events come out, and no byte is lost."""
+    stream = b"".join(events) + b"data: rest"
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=5)))
+    splitter = EventSplitter()
+    found = []
+    for start, stop in zip([0, *cuts], [*cuts, len(stream)], strict=True):
+        found += splitter.feed(stream[start:stop])
+    assert found == events
+    assert splitter.rest() == b"data: rest"
+
+
+def test_data_of_events() -> None:
+    assert [event_data(event) for event in EVENTS] == [
+        b'{"content":"a"}', b"", b'{"b":1}', b"[DONE]", b'{"c":"\xc3\xa9"}', b"",
+    ]  # fmt: skip
+    assert event_data(b"data: a\ndata:b\n\n") == b"a\nb"
+
+
+@pytest.mark.parametrize(
+    ("dialect", "events", "text", "stop", "counts"),
+    [
+        (
+            Dialect.NATIVE,
+            [
+                '{"content":"He","tokens":[5],"stop":false}',
+                '{"content":"y","tokens":[6],"stop":false}',
+                '{"content":"","tokens":[],"stop":true,"stop_type":"word",'
+                '"timings":{"cache_n":3,"prompt_n":2,"prompt_ms":1.5,"predicted_n":2,'
+                '"predicted_ms":4}}',
+            ],
+            "Hey", "word", (3, 5, 2),
+        ),
+        (
+            Dialect.CHAT,
+            [
+                '{"choices":[{"finish_reason":null,"delta":{"role":"assistant","content":null}}]}',
+                '{"choices":[{"finish_reason":null,"delta":{"content":"Hey"}}]}',
+                '{"choices":[{"finish_reason":"length","delta":{}}]}',
+                '{"choices":[],"usage":{"completion_tokens":2,"prompt_tokens":5,'
+                '"prompt_tokens_details":{"cached_tokens":3}}}',
+                "[DONE]",
+            ],
+            "Hey", "limit", (3, 5, 2),
+        ),
+        (
+            Dialect.COMPLETION,
+            [
+                '{"choices":[{"text":"Hey","finish_reason":"stop"}],"usage":{"prompt_tokens":5,'
+                '"completion_tokens":2},"timings":{"cache_n":3,"prompt_n":2,"prompt_ms":0.1,'
+                '"predicted_n":2,"predicted_ms":1.0}}',
+            ],
+            "Hey", "eos", (3, 5, 2),
+        ),
+        (
+            Dialect.RESPONSES,
+            [
+                '{"type":"response.created","response":{"id":"r","status":"in_progress"}}',
+                '{"type":"response.output_text.delta","delta":"Hey"}',
+                '{"type":"response.completed","response":{"output":[],"usage":{"input_tokens":5,'
+                '"output_tokens":2,"input_tokens_details":{"cached_tokens":3}}}}',
+            ],
+            "Hey", "eos", (3, 5, 2),
+        ),
+        (
+            Dialect.RESPONSES,
+            [
+                '{"object":"response","output":[{"type":"reasoning","content":[{"text":"hm"}]},'
+                '{"type":"message","content":[{"type":"output_text","text":"Hey"}]}],'
+                '"usage":{"input_tokens":5,"output_tokens":2,'
+                '"input_tokens_details":{"cached_tokens":3}}}',
+            ],
+            "Hey", "eos", (3, 5, 2),
+        ),
+        (
+            Dialect.MESSAGES,
+            [
+                '{"type":"message_start","message":{"content":[],"usage":'
+                '{"cache_read_input_tokens":3,"input_tokens":2,"output_tokens":0}}}',
+                '{"type":"content_block_start","index":0,"content_block":{"type":"text"}}',
+                '{"type":"content_block_delta","delta":{"type":"text_delta","text":"Hey"}}',
+                '{"type":"content_block_delta","delta":{"type":"thinking_delta","thinking":"x"}}',
+                '{"type":"message_delta","delta":{"stop_reason":"max_tokens"},'
+                '"usage":{"output_tokens":2}}',
+                '{"type":"message_stop"}',
+            ],
+            "Hey", "limit", (3, 5, 2),
+        ),
+        (
+            Dialect.MESSAGES,
+            [
+                '{"type":"message","content":[{"type":"text","text":"Hey"}],'
+                '"stop_reason":"end_turn","usage":{"cache_read_input_tokens":3,"input_tokens":2,'
+                '"output_tokens":2}}',
+            ],
+            "Hey", "eos", (3, 5, 2),
+        ),
+    ],
+)  # fmt: skip
+def test_watch(
+    dialect: Dialect, events: list[str], text: str, stop: str, counts: tuple[int, int, int]
+) -> None:
+    """Text, end and figures of a reply in each dialect."""
+    watch = Watch(dialect)
+    for event in events:
+        watch.see(event.encode())
+    assert watch.text == text
+    assert watch.stop == stop
+    assert not watch.failed
+    assert (watch.cache_n, watch.n_prompt, watch.n_predicted) == counts
+    timings = watch.final_timings()
+    assert (timings.cache_n, timings.prompt_n, timings.predicted_n) == (3, 2, 2)
+
+
+@pytest.mark.parametrize("dialect", list(Dialect))
+def test_watch_sees_failures(dialect: Dialect) -> None:
+    watch = Watch(dialect)
+    watch.see(b'{"no": "such", "event": [1]}')
+    watch.see(b"not JSON")
+    watch.see(b'{"type": 7, "choices": "?", "content": 1}')
+    assert not watch.is_over
+    watch.see(b'{"error":{"code":500,"message":"m","type":"server_error"}}')
+    assert watch.failed
+    assert watch.is_over
+
+
+# --- conversions --------------------------------------------------------------------------
+
+
+def test_messages_as_a_chat() -> None:
+    """Anthropic's blocks become messages, tool calls and tool results."""
+    body = {
+        "model": "x", "max_tokens": 5, "stream": True,
+        "system": [{"type": "text", "text": "Be "}, {"type": "text", "text": "kind."}],
+        "messages": [
+            {"role": "user", "content": "Hi"},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "hm"},
+                    {"type": "text", "text": "Let me look."},
+                    {"type": "tool_use", "id": "t1", "name": "look", "input": {"at": "é"}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "t1",
+                     "content": [{"type": "text", "text": "a "}, {"type": "text", "text": "dog"}]},
+                    {"type": "text", "text": "And?"},
+                ],
+            },
+            {"role": "assistant"},
+        ],
+        "tools": [{"name": "look", "description": "d", "input_schema": {"type": "object"}}],
+        "tool_choice": {"type": "any"},
+    }  # fmt: skip
+    assert from_messages(body) == {
+        "messages": [
+            {"role": "system", "content": "Be kind."},
+            {"role": "user", "content": "Hi"},
+            {
+                "role": "assistant",
+                "content": [{"type": "text", "text": "Let me look."}],
+                "tool_calls": [
+                    {"id": "t1", "type": "function",
+                     "function": {"name": "look", "arguments": '{"at":"é"}'}}
+                ],
+                "reasoning_content": "hm",
+            },
+            {"role": "user", "content": [{"type": "text", "text": "And?"}]},
+            {"role": "tool", "tool_call_id": "t1", "content": "a dog"},
+        ],
+        "tools": [
+            {"type": "function",
+             "function": {"name": "look", "description": "d", "parameters": {"type": "object"}}}
+        ],
+        "tool_choice": "required",
+    }  # fmt: skip
+
+
+def test_stamped_first_line() -> None:
+    """What Claude Code changes with every request is evened out, as llama-server does."""
+    line = "x-anthropic-billing-header: v=1; cch=a5145;You are Claude."
+    found = from_messages({"system": line, "messages": []})
+    assert found["messages"][0]["content"] == line.replace("a5145", "fffff")
+    for other in ("cch=a5145; no header", "x-anthropic-billing-header: v=1;", "x cch=12345;"):
+        assert from_messages({"system": other, "messages": []})["messages"][0]["content"] == other
+
+
+def test_responses_as_a_chat() -> None:
+    """OpenAI's items become messages; items of one assistant turn become one message."""
+    body = {
+        "instructions": "Be kind.", "temperature": 0, "reasoning": {"effort": "low"},
+        "input": [
+            {"role": "user", "content": "Hi"},
+            {"type": "reasoning", "summary": [], "content": [{"text": "hm"}]},
+            {"type": "message", "role": "assistant", "status": "completed",
+             "content": [{"type": "output_text", "text": "Let me look."}]},
+            {"type": "function_call", "call_id": "t1", "name": "look", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "t1", "output": "a dog"},
+            {"role": "user", "type": "message", "content": [{"type": "input_text", "text": "?"}]},
+        ],
+        "tools": [{"type": "function", "name": "look", "parameters": {}}, {"type": "web_search"}],
+    }  # fmt: skip
+    found = from_responses(body)
+    assert found["messages"] == [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": [{"text": "Hi", "type": "text"}]},
+        {
+            "role": "assistant",
+            "content": [{"text": "Let me look.", "type": "text"}],
+            "reasoning_content": "hm",
+            "tool_calls": [
+                {"function": {"arguments": "{}", "name": "look"}, "id": "t1", "type": "function"}
+            ],
+        },
+        {"content": "a dog", "role": "tool", "tool_call_id": "t1"},
+        {"role": "user", "content": [{"text": "?", "type": "text"}]},
+    ]
+    assert found["tools"] == [
+        {"type": "function", "function": {"name": "look", "parameters": {}, "strict": True}}
+    ]
+    assert found["reasoning_effort"] == "low"
+    assert found["temperature"] == 0
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [{"type": "image", "source": {"type": "base64", "data": ""}}],
+        [{"type": "tool_result", "tool_use_id": "t", "content": [{"type": "image"}]}],
+        "no list", 7,
+    ],
+)  # fmt: skip
+def test_more_than_text_in_messages(content: Any) -> None:
+    messages = [{"role": "user", "content": content}]
+    if isinstance(content, list):
+        with pytest.raises(NotText):
+            from_messages({"messages": messages})
+    else:
+        assert from_messages({"messages": messages}) == {"messages": messages}
+    wrongs: list[Any] = [None, "x", [1], {}]
+    for wrong in wrongs:
+        with pytest.raises(NotText):
+            from_messages({"messages": wrong})
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]},
+        {"type": "function_call_output", "call_id": "t", "output": [{"type": "input_image"}]},
+        {"type": "computer_call"}, {}, {"role": "user", "content": 5},
+    ],
+)  # fmt: skip
+def test_more_than_text_in_responses(item: dict[str, Any]) -> None:
+    with pytest.raises(NotText):
+        from_responses({"input": [item]})
+    with pytest.raises(NotText):
+        from_responses({"input": None})
+
+
+def test_media_in_chats() -> None:
+    text = {"role": "user", "content": [{"type": "text", "text": "a"}]}
+    image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}
+    assert not has_media([text, {"role": "user", "content": "b"}, {"role": "assistant"}])
+    assert has_media([text, image])
+    assert not has_media("no list")

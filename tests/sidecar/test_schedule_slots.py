@@ -1,0 +1,331 @@
+"""Which conversation gets which slot: decisions alone, without a server or a clock."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from towerd.engine.base import Ids
+from towerd.engine.llama_server.gate import Gate
+from towerd.engine.llama_server.scheduler import Choice, Costs, Policy, Slot, Want
+from towerd.engine.llama_server.slot_table import SlotTable
+from towerd.errors import Unavailable
+
+
+def ids(n: int, seed: int = 0) -> Ids:
+    return np.random.default_rng(seed).integers(300, 30000, n).astype(np.int32)
+
+
+def filled(slot_id: int, tokens: Ids, *, used: int = 1, stored: int = 0, scope: str = "a") -> Slot:
+    """A slot that holds `tokens`, the first `stored` of them in the store too."""
+    slot = Slot(slot_id, last_used=used)
+    slot.hold(tokens, scope)
+    slot.n_stored = stored
+    return slot
+
+
+def choose(policy: Policy, want: Want, *slots: Slot) -> Choice:
+    choice = policy.choose(want, slots)
+    assert choice is not None
+    return choice
+
+
+@pytest.fixture
+def policy() -> Policy:
+    return Policy(Costs())
+
+
+def test_a_chat_goes_on_where_it_is(policy: Policy) -> None:
+    """No restore, no save, no erase: steady chatting costs nothing."""
+    chat = ids(100)
+    want = Want(np.concatenate([chat, ids(10, 1)]), "a", n_storable=100)
+    own, other = filled(0, chat, stored=50), filled(1, ids(80, 2), used=9)
+    choice = choose(policy, want, other, own)
+    assert (choice.slot, choice.n_reused) == (own, 100)
+    assert (choice.restore, choice.erase, choice.capture) == (False, False, None)
+
+
+def test_an_empty_slot_is_taken_before_a_full_one(policy: Policy) -> None:
+    """Whatever the store has is restored there; nobody has to leave."""
+    want = Want(ids(200), "a", n_storable=150)
+    empty = Slot(2)
+    choice = choose(policy, want, filled(0, ids(90, 1)), filled(1, ids(90, 2)), empty)
+    assert (choice.slot, choice.restore, choice.n_reused) == (empty, True, 150)
+    assert choice.capture is None
+
+
+def test_the_longest_unused_leaves(policy: Policy) -> None:
+    """Among slots whose rows are all stored it is recency that counts."""
+    slots = [filled(i, ids(100, i), used=used, stored=100) for i, used in enumerate((3, 1, 2))]
+    choice = choose(policy, Want(ids(50, 9), "a"), *slots)
+    assert choice.slot is slots[1]
+    assert choice.capture is None
+
+
+def test_rows_of_worth_are_saved_first(policy: Policy) -> None:
+    """A slot with many tokens of its own is saved before it is given away; for a few tokens
+    saving all of it would cost more than computing them again."""
+    many, few = filled(0, ids(500), stored=100), filled(0, ids(500), stored=499)
+    assert choose(policy, Want(ids(50, 9), "a"), many).capture is many
+    policy.costs.save_ms = 1.0
+    assert choose(policy, Want(ids(50, 9), "a"), few).capture is None
+
+
+def test_a_base_in_another_slot_is_captured_and_restored(policy: Policy) -> None:
+    """A new chat over a base that only an idle slot has: that slot is saved, and both keep it."""
+    base = ids(1000)
+    first = filled(0, np.concatenate([base, ids(200, 1)]))
+    want = Want(np.concatenate([base, ids(50, 2)]), "a")
+    choice = choose(policy, want, first, Slot(1))
+    assert choice.slot.id == 1
+    assert (choice.restore, choice.n_reused, choice.capture) == (True, 1000, first)
+
+
+def test_short_prompts_are_computed(policy: Policy) -> None:
+    """Restoring less than it costs to restore is not worth it."""
+    policy.costs.call_ms = 50.0
+    choice = choose(policy, Want(ids(20), "a", n_storable=10), Slot(0))
+    assert not choice.restore
+    assert choice.n_reused == 0
+
+
+def test_another_tenants_tokens_are_not_used(policy: Policy) -> None:
+    """Nor is it left to the server to find them: the slot is emptied. What is public may stay."""
+    chat = ids(100)
+    theirs = filled(0, chat, scope="b", stored=100)
+    choice = choose(policy, Want(chat, "a"), theirs)
+    assert (choice.n_reused, choice.erase) == (0, True)
+    public = Want(np.concatenate([chat, ids(5, 1)]), "a", n_public=100)
+    assert policy.live(public, theirs) == (100, False)
+    theirs.hidden = True  # a reply nobody knows the tokens of may follow the public ones
+    assert policy.live(public, theirs) == (0, True)
+
+
+def test_nothing_is_reused_unasked(policy: Policy) -> None:
+    """cache_prompt=false: no restore, and what is live is left to the server to drop."""
+    chat = ids(100)
+    want = Want(chat, "a", n_storable=90, cache_prompt=False)
+    choice = choose(policy, want, filled(0, chat))
+    assert (choice.n_reused, choice.restore) == (0, False)
+
+
+def test_nothing_is_stored_where_it_does_not_work() -> None:
+    """Without composition slots are only chosen, by what they hold."""
+    policy = Policy(Costs(), can_store=False)
+    chat = ids(100)
+    slots = [filled(0, ids(100, 1)), filled(1, chat)]
+    choice = choose(policy, Want(np.append(chat, 7).astype(np.int32), "a", n_storable=99), *slots)
+    assert (choice.slot, choice.restore, choice.capture) == (slots[1], False, None)
+
+
+def test_windows() -> None:
+    """With sliding-window layers a prefix inside a slot is not certain to be usable; in a slot
+    that was restored without it, it must not be used."""
+    policy = Policy(Costs(), window=40)
+    chat = ids(100)
+    slot = filled(0, chat)
+    inside = Want(np.concatenate([chat[:60], ids(9, 1)]), "a")
+    assert policy.live(inside, slot) == (0, False)
+    assert policy.live(Want(np.append(chat, 5).astype(np.int32), "a"), slot) == (100, False)
+    slot.hold_restored(chat, "a", 61, np.zeros(100, np.uint8))
+    assert policy.live(inside, slot) == (0, True)
+    assert policy.live(Want(np.append(chat, 5).astype(np.int32), "a"), slot) == (100, False)
+
+
+def test_opaque_conversations_keep_their_slot(policy: Policy) -> None:
+    """Images and the like: by label, never with what another tenant left."""
+    slots = [Slot(0, last_used=5), Slot(1, last_used=1)]
+    slots[0].hold_unknown("a", "chat-7")
+    slots[1].hold_unknown("b", "chat-7")
+    own = choose(policy, Want(None, "a", "chat-7"), *slots)
+    assert (own.slot, own.erase) == (slots[0], False)
+    slots[0].busy = True
+    other = choose(policy, Want(None, "a", "chat-7"), *slots)
+    assert (other.slot, other.erase) == (slots[1], True)
+
+
+def test_a_request_that_cannot_name_its_slot(policy: Policy) -> None:
+    """It gets the slot that the server would pick, or any that it would pick once prepared."""
+    chat = ids(100)
+    slots = [filled(0, ids(50, 1)), filled(1, chat[:99]), filled(2, chat)]
+    want = Want(chat, "a", n_storable=99, pinned=False)
+    assert choose(policy, want, *slots).slot is slots[2]
+    slots[2].busy = True
+    assert choose(policy, want, *slots).slot is slots[1]
+    slots[1].busy = True
+    assert choose(policy, want, *slots).slot is slots[0]
+
+
+def test_all_busy(policy: Policy) -> None:
+    slot = filled(0, ids(10))
+    slot.busy = True
+    assert policy.choose(Want(ids(10), "a"), [slot]) is None
+    assert policy.next([Want(ids(10), "a")], [slot]) is None
+    assert policy.next([], [Slot(0)]) is None
+
+
+def test_tenants_take_turns(policy: Policy) -> None:
+    """One who has slots waits for one who has none, however many requests he sends."""
+    busy = Slot(0, busy=True, holder="greedy")
+    greedy = [Want(ids(10, i), "greedy") for i in range(5)]
+    modest = Want(ids(10, 9), "modest")
+    found = policy.next([*greedy, modest], [busy, Slot(1)])
+    assert found is not None
+    assert found[0] is modest
+
+
+def test_who_is_there_may_go_first_but_not_for_ever(policy: Policy) -> None:
+    """A request that continues the only free slot overtakes one that would evict it; after as
+    many times as there are slots the other one goes."""
+    chat = ids(100)
+    slot = filled(0, chat)
+    stranger = Want(ids(100, 1), "a")
+    own = Want(np.append(chat, 5).astype(np.int32), "a")
+    order = []
+    for _ in range(3):
+        found = policy.next([stranger, own], [slot])
+        assert found is not None
+        order.append(found[0])
+    assert order == [own, stranger, stranger]
+
+
+def test_costs_follow_what_is_measured() -> None:
+    """Short samples say nothing; long ones move the estimate towards themselves."""
+    costs = Costs(prefill_ms=2.0, call_ms=1.0)
+    costs.observe_prefill(3, 900.0)
+    assert costs.prefill_ms == 2.0
+    for _ in range(50):
+        costs.observe_prefill(100, 700.0)
+        costs.observe_restore(1000, 101.0)
+        costs.observe_save(1000, 201.0)
+    assert costs.prefill_ms == pytest.approx(7.0, rel=0.01)
+    assert costs.restore_ms == pytest.approx(0.1, rel=0.01)
+    assert costs.save_ms == pytest.approx(0.2, rel=0.01)
+
+
+def test_records_of_a_slot() -> None:
+    """What is stored stays stored for the prefix that stays the same."""
+    slot = Slot(0)
+    slot.hold_restored(ids(50), "a", 0, np.full(50, 2, np.uint8))
+    assert (slot.n, slot.n_stored, slot.n_unsaved) == (50, 50, 0)
+    longer = np.concatenate([ids(50)[:30], ids(40, 1)])
+    slot.hold(longer, "a")
+    assert (slot.n, slot.n_stored, slot.n_unsaved) == (70, 30, 40)
+    assert slot.taint_of(70).tolist() == [2] * 30 + [1] * 40
+    slot.forget()
+    assert (slot.n, slot.n_stored, slot.known) == (0, 0, True)
+
+
+async def test_the_queue_is_bounded(policy: Policy) -> None:
+    """Who comes when it is full is told so at once; who waits gets the slot that is freed."""
+    table = SlotTable(policy, 1, queue_max=1, verify=lambda: None)
+    first = await table.acquire(Want(ids(5), "a"))
+    second = asyncio.create_task(table.acquire(Want(ids(5, 1), "a")))
+    await asyncio.sleep(0)
+    with pytest.raises(Unavailable, match="1 requests are waiting"):
+        await table.acquire(Want(ids(5, 2), "a"))
+    table.free(first.slot)
+    assert (await second).slot is first.slot
+    table.free(first.slot)
+    assert (table.n_busy, table.n_waiting) == (0, 0)
+
+
+async def test_who_leaves_gives_the_slot_back(policy: Policy) -> None:
+    """Cancelled while waiting, or in the moment it was granted."""
+    table = SlotTable(policy, 1, queue_max=5, verify=lambda: None)
+    held = await table.acquire(Want(ids(5), "a"))
+    waiting = [asyncio.create_task(table.acquire(Want(ids(5, i), "a"))) for i in range(3)]
+    await asyncio.sleep(0)
+    waiting[0].cancel()
+    await asyncio.sleep(0)
+    table.free(held.slot)  # grants the second
+    waiting[1].cancel()
+    done = await asyncio.gather(*waiting, return_exceptions=True)
+    assert isinstance(done[2], Choice)
+    table.free(done[2].slot)
+    assert (table.n_busy, table.n_waiting) == (0, 0)
+
+
+async def test_the_gate_keeps_the_two_kinds_apart() -> None:
+    """An unpinned request waits for leases that are being placed, and holds new ones up."""
+    gate = Gate()
+    await gate.begin_placing()
+    unpinned = asyncio.create_task(gate.begin_unpinned())
+    await asyncio.sleep(0)
+    later = asyncio.create_task(gate.begin_placing())
+    await asyncio.sleep(0)
+    assert not unpinned.done()
+    assert not later.done()
+    gate.end_placing()
+    await unpinned
+    assert not later.done()
+    gate.end_unpinned()
+    await later
+    gate.end_placing()
+
+
+class Play:
+    """A server of slots that does what it is told: chats come in any order, each turn longer."""
+
+    def __init__(self, n_slots: int) -> None:
+        self.policy = Policy(Costs())
+        self.slots = [Slot(i) for i in range(n_slots)]
+        self.stored: dict[int, int] = {}
+        self.turn = 0
+
+    def ask(self, chat: int, n: int) -> Choice:
+        """One turn of `chat` with `n` tokens; returns what was decided."""
+        self.turn += 1
+        tokens = ids(4000, chat)[:n]
+        want = Want(tokens, "a", n_storable=min(self.stored.get(chat, 0), n - 1))
+        choice = self.policy.choose(want, self.slots)
+        assert choice is not None
+        if choice.capture is not None:
+            owner = self.owner(choice.capture)
+            self.stored[owner] = max(self.stored.get(owner, 0), choice.capture.n)
+            choice.capture.n_stored = choice.capture.n
+        slot = choice.slot
+        if choice.restore:
+            slot.hold_restored(
+                tokens[: choice.n_reused], "a", 0, np.zeros(choice.n_reused, np.uint8)
+            )
+        slot.hold(tokens, "a")
+        slot.last_used = self.turn
+        return choice
+
+    def owner(self, slot: Slot) -> int:
+        return next(c for c in range(50) if slot.common(ids(4000, c)) == slot.n)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=40), st.integers(1, 3))
+def test_any_order_of_chats(order: Sequence[int], n_slots: int) -> None:
+    """Whatever comes: what is claimed to be reused is in the slot or in the store, and a chat that
+    fits is never restored while it is live."""
+    play = Play(n_slots)
+    length: dict[int, int] = {}
+    for chat in order:
+        n = length[chat] = length.get(chat, 100) + 50
+        live = max((s.n for s in play.slots if s.n and s.common(ids(4000, chat)) == s.n), default=0)
+        choice = play.ask(chat, n)
+        assert choice.n_reused <= max(live, play.stored.get(chat, 0))
+        if live == n - 50:
+            assert not choice.restore
+            assert choice.n_reused == live
+        assert not choice.erase
+
+
+def test_chats_that_fit_are_never_moved() -> None:
+    """As many chats as slots: each is placed once, and then nothing is saved or restored."""
+    play = Play(3)
+    for turn in range(10):
+        for chat in range(3):
+            choice = play.ask(chat, 100 + 50 * turn)
+            assert not choice.restore
+            assert choice.capture is None
+    assert not play.stored

@@ -1,0 +1,260 @@
+"""Tiers over rows in stored formats: what is planned, composed, promoted, exported."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from format_oracle import plane_of
+from store_tools import FINGERPRINT, assert_same_rows, check_rows, formats_of, rows_of
+
+from towerd.slots.blob import emit_blob, parse_blob
+from towerd.slots.layout import NATIVE, KVLayout
+from towerd.store import APPROXIMATE, DERIVED, EXACT, Node, Store
+from towerd.tiers.fidelity import LevelFormats
+from towerd.tiers.manager import Tiers
+from towerd.tiers.plan import Plan
+from towerd.tiers.shrink import SINKS, TAIL
+
+LAYOUT = KVLayout((plane_of("f16", 64),), (plane_of("f16", 64),))
+IDS = np.random.default_rng(0).integers(0, 1000, 600).astype(np.int32)
+N_STORED = 600 - SINKS - TAIL
+Q6H = LevelFormats(("q6h",))
+OpenTiers = Callable[..., tuple[Store, Tiers]]
+
+
+@pytest.fixture
+def open_tiers(tmp_path: Path) -> Iterator[OpenTiers]:
+    """`open_tiers(**settings)`: tiers over this test's store; what was open before is closed."""
+    opened: list[tuple[Store, Tiers]] = []
+
+    def close() -> None:
+        for store, tiers in opened:
+            tiers.close()
+            store.check_integrity(keys=True)
+            store.close()
+        opened.clear()
+
+    def open_it(**settings: Any) -> tuple[Store, Tiers]:
+        close()
+        store = Store.open(tmp_path / "store", replace(FINGERPRINT, layout=LAYOUT))
+        values: dict[str, Any] = {
+            "v_trans": False, "hot_bytes": 1 << 30, "warm_bytes": 1 << 30, "policy": "lru",
+            "shrink_after_s": 0.0,
+        }  # fmt: skip
+        opened.append((store, Tiers(store, LAYOUT, **(values | settings))))
+        return opened[-1]
+
+    yield open_it
+    close()
+
+
+def until(done: Callable[[], bool]) -> None:
+    """Wait for the tier thread."""
+    deadline = time.monotonic() + 20
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def put(store: Store, tiers: Tiers, ends: tuple[int, ...] = (600,), **flags: Any) -> list[Node]:
+    """A recorded path whose rows came out of the live context."""
+    path = store.insert(IDS, "local", ends)
+    (gap,) = tiers.gaps(IDS, "local")
+    tiers.accept(gap, rows_of(IDS, 0, LAYOUT), **flags)
+    tiers.flush()
+    return path
+
+
+def composed(tiers: Tiers, plan: Plan) -> tuple[list[np.ndarray[Any, Any]], np.ndarray[Any, Any]]:
+    """The blobs of a plan and the taint of all their tokens."""
+    blobs, taint = [], []
+    for item in tiers.compose(plan):
+        blobs.append(item.blob.copy())
+        taint.append(item.taint)
+        assert item.n == len(item.taint) == item.n_hot + item.n_warm
+        tiers.recycle(item)
+    return blobs, np.concatenate(taint)
+
+
+def test_unused_rows_shrink_by_themselves(open_tiers: OpenTiers) -> None:
+    """Written as computed, re-encoded in the background; a plan says what it would bring."""
+    store, tiers = open_tiers(forced=Q6H)
+    (leaf,) = put(store, tiers)
+    until(lambda: tiers.stats()["segments_shrunk"] == 1)
+    store.drop_hot(leaf)
+    plan = tiers.plan(IDS, "local", 0)
+    assert (plan.n_warm, plan.n_approximate) == (600, N_STORED)
+    assert tiers.plan(IDS, "local", 300).n_approximate == 600 - TAIL - 300
+    blobs, taint = composed(tiers, plan)
+    assert taint.tolist() == [EXACT] * SINKS + [APPROXIMATE] * N_STORED + [EXACT] * TAIL
+    (part,) = store.plan_rows(leaf, 0, 600)
+    assert bytes(blobs[0]) == bytes(emit_blob(list(store.load_rows(part)), layout=LAYOUT))
+    found = parse_blob(blobs[0], layout=LAYOUT).rows
+    native = rows_of(IDS, 0, LAYOUT)
+    for p0, p1 in ((0, SINKS), (600 - TAIL, 600)):
+        assert_same_rows(found.slice(p0, p1), native.slice(p0, p1))
+    kept = N_STORED * LAYOUT.stored_as("q6h").token_bytes
+    assert tiers.stats()["warm_quantized_bytes"] == kept
+    assert tiers.stats()["level_formats"] == "0=q6h"
+
+
+def test_promoted_rows_keep_their_format(open_tiers: OpenTiers) -> None:
+    """In RAM they take what they take on disk, and are decoded on their way out."""
+    store, tiers = open_tiers(forced=Q6H)
+    path = put(store, tiers, (300, 600))
+    until(lambda: tiers.stats()["segments_shrunk"] == 2)
+    for node in path:
+        store.drop_hot(node)
+    cold, _ = composed(tiers, tiers.plan(IDS, "local", 0))
+    until(lambda: tiers.stats()["segments_promoted"] == 2)
+    assert store.hot_bytes == sum(store.held(node).nbytes for node in path)
+    assert store.hot_bytes < 0.6 * 600 * LAYOUT.token_bytes
+    plan = tiers.plan(IDS, "local", 0)
+    assert (plan.n_hot, plan.n_approximate) == (600, N_STORED)
+    hot, taint = composed(tiers, plan)
+    assert all(map(np.array_equal, cold, hot))
+    assert np.count_nonzero(taint == APPROXIMATE) == N_STORED
+
+
+def test_small_blobs_cut_through_runs(
+    open_tiers: OpenTiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However a tower is cut into blobs, the rows are the same."""
+    store, tiers = open_tiers(forced=Q6H)
+    path = put(store, tiers, (5, 300, 590, 600))
+    until(lambda: tiers.stats()["segments_shrunk"] > 0)
+    for node in path:
+        store.drop_hot(node)
+    whole, taint = composed(tiers, tiers.plan(IDS, "local", 0))
+    monkeypatch.setattr("towerd.tiers.manager._BLOB_BYTES", 7 * LAYOUT.token_bytes)
+    pieces, again = composed(tiers, tiers.plan(IDS, "local", 0))
+    assert len(pieces) == -(-600 // 7)
+    assert np.array_equal(taint, again)
+    rows = parse_blob(whole[0], layout=LAYOUT).rows
+    for piece in pieces:
+        part = parse_blob(piece, layout=LAYOUT).rows
+        assert_same_rows(part, rows.slice(part.p0, part.p1))
+
+
+def test_calibration_sets_the_table(open_tiers: OpenTiers) -> None:
+    """None until it is there; never against a forced one, and not under exact fidelity."""
+    store, tiers = open_tiers()
+    (leaf,) = put(store, tiers)
+    assert tiers.formats is None
+    assert tiers.stats()["segments_shrunk"] == 0
+    tiers.set_formats(LevelFormats(("q8",)))
+    until(lambda: tiers.stats()["segments_shrunk"] == 1)
+    store.drop_hot(leaf)
+    assert formats_of(store, leaf)[1] == (N_STORED, "q8")
+    for settings in ({"forced": Q6H}, {"fidelity": "exact"}):
+        _, tiers = open_tiers(**settings)
+        tiers.set_formats(LevelFormats(("q4",)))
+        assert tiers.formats == settings.get("forced")
+
+
+def test_approximate_rows_are_never_exported(open_tiers: OpenTiers) -> None:
+    """When their file is gone, live copies of them do not become stored rows."""
+    store, tiers = open_tiers()
+    path = store.insert(IDS, "local", [200, 400, 600])
+    taint = np.zeros(600, np.uint8)
+    taint[250:260] = APPROXIMATE
+    taint[400:] = DERIVED
+    gaps = tiers.gaps(IDS, "local", taint)
+    assert [(gap.p0, gap.p1) for gap in gaps] == [(0, 200), (400, 600)]
+    tiers.accept(gaps[1], rows_of(IDS, 400, LAYOUT), derived=True)
+    tiers.flush()
+    assert path[2].file is not None
+    assert set(path[2].file.taint(400, 600).tolist()) == {DERIVED}
+
+
+def test_exact_fidelity_uses_and_makes_exact_rows_only(open_tiers: OpenTiers) -> None:
+    """What an earlier run stored approximately is evaluated again, and replaced."""
+    store, tiers = open_tiers(forced=Q6H)
+    path = put(store, tiers, (300, 600))
+    until(lambda: tiers.stats()["segments_shrunk"] == 2)
+    store, tiers = open_tiers(fidelity="exact")
+    assert tiers.plan(IDS, "local", 0).n == 0
+    gaps = tiers.gaps(IDS, "local", np.zeros(600, np.uint8))
+    assert [(gap.p0, gap.p1) for gap in gaps] == [(0, 600)]
+    assert tiers.gaps(IDS, "local", np.full(600, DERIVED, np.uint8)) == []
+    tiers.accept(gaps[0], rows_of(IDS, 0, LAYOUT))
+    tiers.flush()
+    assert len(store.files()) == 1
+    assert tiers.gaps(IDS, "local", np.zeros(600, np.uint8)) == []
+    store, tiers = open_tiers(fidelity="exact")
+    plan = tiers.plan(IDS, "local", 0)
+    assert (plan.n_warm, plan.n_approximate) == (600, 0)
+    path = list(store.match(IDS, "local").nodes)
+    assert [formats_of(store, node) for node in path] == [[(300, NATIVE)]] * 2
+    assert check_rows(store, path[-1]) == 600
+
+
+def test_a_damaged_stored_file_ends_the_rows(open_tiers: OpenTiers) -> None:
+    """What is before it is composed, the rest is left to prefill; nobody sees an error."""
+    store, tiers = open_tiers(forced=Q6H)
+    path = store.insert(IDS, "local", [300, 600])
+    rows = rows_of(IDS, 0, LAYOUT)
+    for node, p0 in zip(path, (0, 300), strict=True):
+        store.attach_hot([node], rows.slice(p0, p0 + 300))
+        store.write_rows([node])
+        store.drop_hot(node)
+    until(lambda: tiers.stats()["segments_shrunk"] == 2)
+    store, tiers = open_tiers(forced=Q6H, shrink_after_s=1e6)
+    lower = store.match(IDS, "local").nodes[-1].file
+    assert lower is not None
+    with lower.path.open("r+b") as handle:
+        handle.seek(-200, 2)
+        handle.write(b"damage")
+    plan = tiers.plan(IDS, "local", 0)
+    assert plan.n == 600
+    _, taint = composed(tiers, plan)
+    assert len(taint) == 300
+    assert tiers.stats()["damaged_segments"] == 1
+    assert tiers.plan(IDS, "local", 0).n == 300
+
+
+def test_eviction_waits_for_nobody(open_tiers: OpenTiers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A split that comes while victims are chosen holds the store's lock and waits for ours."""
+    store, tiers = open_tiers()
+    put(store, tiers)
+    splitting = threading.Thread(target=lambda: store.insert(IDS, "local", [300]))
+    real = tiers._hot.victims
+
+    def store_is_busy() -> bool:
+        if store.state.lock.acquire(blocking=False):
+            store.state.lock.release()
+            return False
+        return True
+
+    def victims(n_bytes: int, may_go: Callable[[int], bool]) -> list[int]:
+        if splitting.ident is None:
+            splitting.start()
+            until(store_is_busy)
+        return real(n_bytes, may_go)
+
+    monkeypatch.setattr(tiers._hot, "victims", victims)
+    tiers.hot_bytes_max = 1
+    tiers.flush()
+    splitting.join()
+    tiers.flush()
+    assert store.hot_bytes == 0
+
+
+def test_eviction_counts_what_files_take(open_tiers: OpenTiers) -> None:
+    """After shrinking the budget holds more; the policy knows the new file."""
+    store, tiers = open_tiers(forced=Q6H)
+    put(store, tiers)
+    until(lambda: tiers.stats()["segments_shrunk"] == 1)
+    (file,) = store.files()
+    assert store.warm_bytes == file.nbytes == file.path.stat().st_size
+    tiers.warm_bytes_max = file.nbytes - 1
+    tiers.flush()
+    assert store.files() == []
+    assert tiers.stats()["warm_evictions"] == 1

@@ -1,0 +1,135 @@
+"""Requests that go to llama-server as they are, and come back as they are."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+
+import aiohttp
+from aiohttp import hdrs, web
+from multidict import CIMultiDict
+
+from towerd.api.body import iter_bytes
+from towerd.api.keys import TENANT
+from towerd.api.proxy_headers import to_client, to_upstream
+from towerd.api.proxy_link import LINK, LOST, Sidecar, sidecar_of
+from towerd.api.reply import encode
+from towerd.api.sse import write_or_stall
+from towerd.errors import TowerdError, Unavailable
+
+EVENT_STREAM = "text/event-stream"
+
+
+async def forward(request: web.Request) -> web.StreamResponse:
+    """Pass one request through that takes no slot."""
+    engine = sidecar_of(request)
+    reply = await send(request, engine, auth=engine.upstream.auth())
+    try:
+        return await copy(request, reply)
+    finally:
+        reply.close()
+
+
+async def forward_unpinned(request: web.Request) -> web.StreamResponse:
+    """Pass one request through that may take any slot: embeddings, reranking, transcriptions,
+    and whatever a newer llama-server has that is not known here."""
+    if request.method in ("GET", "HEAD"):
+        return await forward(request)
+    engine = sidecar_of(request)
+    async with engine.unpinned(request[TENANT].scope) as unpinned:
+        reply = await send(request, engine, auth=engine.upstream.auth())
+        unpinned.launched()
+        try:
+            return await copy(request, reply)
+        finally:
+            reply.close()
+
+
+async def send(
+    request: web.Request, engine: Sidecar, *, auth: Mapping[str, str], path: str | None = None
+) -> aiohttp.ClientResponse:
+    """Send the request on, its body as it arrives; returns when the reply's head is there.
+
+    Raises what reading the body raises, and Unavailable."""
+    headers = to_upstream(request.headers, auth)
+    link = request.app[LINK]
+    target = path or request.rel_url.raw_path_qs
+    if not request.body_exists:
+        return await link.request(engine, request.method, target, headers)
+    upload = _Upload(request)
+    if request.content_length is not None and hdrs.CONTENT_ENCODING not in request.headers:
+        headers[hdrs.CONTENT_LENGTH] = str(request.content_length)
+    try:
+        return await link.request(engine, request.method, target, headers, upload.chunks())
+    except Unavailable:
+        if upload.error is not None:
+            raise upload.error from None
+        raise
+
+
+class _Upload:
+    """A body on its way; keeps why it could not be read, which aiohttp's client would hide."""
+
+    def __init__(self, request: web.Request) -> None:
+        self._request = request
+        self.error: TowerdError | None = None
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        try:
+            async for chunk in iter_bytes(self._request):
+                yield chunk
+        except TowerdError as error:
+            self.error = error
+            raise
+
+
+def head_of(
+    reply: aiohttp.ClientResponse, extra: Mapping[str, str] | None = None
+) -> web.StreamResponse:
+    """A response with the reply's status and headers, and `extra` ones."""
+    headers: CIMultiDict[str] = to_client(reply.headers)
+    headers.update(extra or {})
+    return web.StreamResponse(status=reply.status, reason=reply.reason, headers=headers)
+
+
+async def copy(
+    request: web.Request, reply: aiohttp.ClientResponse, extra: Mapping[str, str] | None = None
+) -> web.StreamResponse:
+    """Pass a reply on as it arrives."""
+    response = head_of(reply, extra)
+    await response.prepare(request)
+    try:
+        while chunk := await read(reply):
+            await write_or_stall(request, response, chunk)
+    except Unavailable as error:
+        sidecar_of(request).notice(error)
+        await cut_off(request, response, error)
+    await response.write_eof()
+    return response
+
+
+async def read(reply: aiohttp.ClientResponse) -> bytes:
+    """What has arrived of a reply's body, at least one byte; none at its end.
+
+    Raises Unavailable when llama-server ended before the reply did."""
+    try:
+        return await reply.content.readany()
+    except aiohttp.ClientError as error:
+        raise Unavailable(LOST) from error
+
+
+async def cut_off(request: web.Request, response: web.StreamResponse, error: TowerdError) -> None:
+    """Tell a client that what it got is not all: as an event if it reads events, else by cutting
+    its connection. Raises ConnectionResetError."""
+    if response.content_type != EVENT_STREAM:
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError(error.message) from error
+    await write_or_stall(request, response, b"data: %s\n\n" % encode(error.body()))
+
+
+async def body_of(reply: aiohttp.ClientResponse) -> bytes:
+    """The whole body of a reply. Raises Unavailable."""
+    chunks = []
+    while chunk := await read(reply):
+        chunks.append(chunk)
+    return b"".join(chunks)

@@ -1,0 +1,128 @@
+"""Generation through llama-server: a slot is prepared, the request goes on pinned to it, and the
+turn is recorded before the reply's last part goes out."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from towerd.api.body import decode, read_bytes
+from towerd.api.completion import session_header
+from towerd.api.keys import TENANT, TENANTS
+from towerd.api.off_loop import release
+from towerd.api.proxy import copy
+from towerd.api.proxy_conversations import with_conversation
+from towerd.api.proxy_exchange import Exchange
+from towerd.api.proxy_headers import to_upstream
+from towerd.api.proxy_link import LINK, Lease, Sidecar, sidecar_of
+from towerd.api.proxy_plan import Placement, Plan, make_plan
+from towerd.api.proxy_watch import Dialect
+from towerd.errors import InvalidRequest
+
+INFILL = "infill"
+
+
+async def post_completion(request: web.Request) -> web.StreamResponse:
+    """llama-server's native completion."""
+    return await _generate(request, Dialect.NATIVE)
+
+
+async def post_openai_completion(request: web.Request) -> web.StreamResponse:
+    """OpenAI's text completion."""
+    return await _generate(request, Dialect.COMPLETION)
+
+
+async def post_chat(request: web.Request) -> web.StreamResponse:
+    """OpenAI's chat completion, with tools and media."""
+    return await _generate(request, Dialect.CHAT)
+
+
+async def post_responses(request: web.Request) -> web.StreamResponse:
+    """OpenAI's responses."""
+    return await _generate(request, Dialect.RESPONSES)
+
+
+async def post_messages(request: web.Request) -> web.StreamResponse:
+    """Anthropic's messages, which llama-server does not let name a slot."""
+    return await _generate(request, Dialect.MESSAGES, can_pin=False)
+
+
+async def post_infill(request: web.Request) -> web.StreamResponse:
+    """Fill in the middle: llama-server alone knows how it puts the prompt together."""
+    engine = sidecar_of(request)
+    data = await read_bytes(request)
+    plan = Plan(Dialect.NATIVE, data, Placement.OPAQUE, label=INFILL)
+    try:
+        body = await decode(request, data)
+    except InvalidRequest:
+        body = None
+    if not isinstance(body, dict):
+        return await _as_it_is(request, engine, plan)
+    plan.stream = body.get("stream") is True
+    plan.hides_end = bool(body.get("response_fields"))
+    if body.get("n_cmpl", 1) != 1 or body.get("n", 1) != 1:
+        return await _free(request, engine, plan)
+    return await _pinned(request, engine, plan)
+
+
+async def _generate(
+    request: web.Request, dialect: Dialect, *, can_pin: bool = True
+) -> web.StreamResponse:
+    engine = sidecar_of(request)
+    session_header(request)  # refused before anything else happens
+    data = await read_bytes(request)
+    body = await decode(request, data)
+    if not isinstance(body, dict) or not _has_prompt(dialect, body):
+        return await _as_it_is(request, engine, Plan(dialect, data, Placement.FREE))
+    try:
+        plan = await make_plan(dialect, data, body, engine, can_pin=can_pin)
+    finally:
+        await release(body)
+    if plan.placement is Placement.FREE:
+        return await _free(request, engine, plan)
+    return await _pinned(request, engine, plan)
+
+
+def _has_prompt(dialect: Dialect, body: dict[str, object]) -> bool:
+    """Whether there is anything to evaluate; llama-server says what is wrong when not."""
+    name = {Dialect.NATIVE: "prompt", Dialect.COMPLETION: "prompt", Dialect.RESPONSES: "input"}
+    return body.get(name.get(dialect, "messages")) is not None
+
+
+async def _as_it_is(request: web.Request, engine: Sidecar, plan: Plan) -> web.StreamResponse:
+    """A request that llama-server refuses, for all that is known here."""
+    headers = to_upstream(request.headers, engine.upstream.auth())
+    path, data = request.rel_url.raw_path_qs, plan.body
+    async with engine.unpinned(request[TENANT].scope):
+        reply = await request.app[LINK].request(engine, request.method, path, headers, data)
+        try:
+            return await copy(request, reply)
+        finally:
+            reply.close()
+
+
+async def _free(request: web.Request, engine: Sidecar, plan: Plan) -> web.StreamResponse:
+    """A request that llama-server places itself. What it reuses from slots would tell one tenant
+    about another, so with several it may not."""
+    if request.app[TENANTS].required:
+        plan.fields["cache_prompt"] = False
+    exchange = Exchange(request, engine, plan)
+    with_conversation(request, exchange.headers)
+    async with engine.unpinned(request[TENANT].scope) as unpinned:
+        exchange.unpinned = unpinned
+        return await exchange.run()
+
+
+async def _pinned(request: web.Request, engine: Sidecar, plan: Plan) -> web.StreamResponse:
+    exchange = Exchange(request, engine, plan)
+    exchange.lease = await _lease(request, engine, plan)
+    exchange.is_resumable = with_conversation(request, exchange.headers) and plan.stream
+    return await exchange.run()
+
+
+async def _lease(request: web.Request, engine: Sidecar, plan: Plan) -> Lease:
+    scope = request[TENANT].scope
+    if plan.ids is None:
+        return await engine.lease_opaque(scope, label=plan.label)
+    return await engine.lease(
+        plan.ids, scope, session_header(request), compose=plan.compose, pinned=plan.can_pin
+    )

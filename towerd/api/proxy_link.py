@@ -1,0 +1,208 @@
+"""The way to llama-server: raw requests, and what an engine offers the pass-through."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
+from types import TracebackType
+from typing import Any, Protocol, cast
+
+import aiohttp
+from aiohttp import web
+from multidict import CIMultiDict
+from yarl import URL
+
+from towerd.api.keys import service_of
+from towerd.engine.base import Engine, Ids, Reuse
+from towerd.errors import TowerdError, Unavailable
+
+PIECEWISE_BYTES_MIN = 512 * 1024
+"""Bodies over this go out in pieces: one write of megabytes holds the loop up."""
+LOST = "llama-server ended while it answered; try again"
+_DOWN = "llama-server is not running at the moment; try again"
+
+
+class Upstream(Protocol):
+    """Where llama-server listens."""
+
+    @property
+    def url(self) -> str:
+        """Without a slash at the end; another one after a restart."""
+        ...
+
+    def auth(self) -> Mapping[str, str]:
+        """The headers that carry its private key."""
+        ...
+
+    async def slots(self) -> list[dict[str, Any]]:
+        """GET /slots. Raises TowerdError."""
+        ...
+
+
+class Lease(Protocol):
+    """One request's hold on one slot, given back on exit."""
+
+    @property
+    def slot(self) -> int: ...
+    @property
+    def reuse(self) -> Reuse: ...
+
+    async def launched(self) -> None:
+        """The request runs in its slot."""
+        ...
+
+    def strayed(self) -> None:
+        """The request ran in another slot; to be told before `finished`."""
+        ...
+
+    async def finished(
+        self,
+        *,
+        reply_ids: Sequence[int] | None,
+        reply_text: str,
+        cache_n: int | None,
+        stop: str,
+        prompt_ms: float | None = None,
+    ) -> str:
+        """Record the turn durably; the session's id, empty if nothing was recorded."""
+        ...
+
+    async def __aenter__(self) -> Lease: ...
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+
+class Unpinned(Protocol):
+    """A request that llama-server places itself."""
+
+    def launched(self) -> None:
+        """Its reply has begun."""
+        ...
+
+
+class Sidecar(Engine, Protocol):
+    """`towerd.engine.llama_server.engine.LlamaServerEngine` as the pass-through sees it."""
+
+    @property
+    def upstream(self) -> Upstream: ...
+    @property
+    def is_running(self) -> bool: ...
+
+    async def lease(
+        self,
+        ids: Ids,
+        scope: str,
+        session: str | None,
+        *,
+        compose: bool = True,
+        pinned: bool = True,
+    ) -> Lease:
+        """A slot with as much of `ids` in it as the store has; for a request that cannot name it
+        (not `pinned`) one that llama-server would choose. Raises Unavailable."""
+        ...
+
+    async def lease_opaque(self, scope: str, *, label: str) -> Lease:
+        """A slot for a prompt whose ids nobody knows. Raises Unavailable."""
+        ...
+
+    def unpinned(self, scope: str) -> AbstractAsyncContextManager[Unpinned]:
+        """Around a request that llama-server places itself. Raises Unavailable."""
+        ...
+
+    def notice(self, error: TowerdError) -> None:
+        """A request to llama-server failed like this."""
+        ...
+
+    async def lora_changed(self) -> None:
+        """The scales of LoRA adapters were set."""
+        ...
+
+
+def sidecar_of(request: web.Request) -> Sidecar:
+    """The engine behind the pass-through; see `service_of`."""
+    return cast(Sidecar, service_of(request).engine)
+
+
+class Link:
+    """The connections to llama-server, and what goes on after its client left."""
+
+    def __init__(self) -> None:
+        self._session: aiohttp.ClientSession | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._unattended: set[asyncio.Event] = set()
+        self._is_closing = False
+
+    async def run(self, app: web.Application) -> AsyncIterator[None]:
+        """For `app.cleanup_ctx`."""
+        self._session = aiohttp.ClientSession(
+            # An idle connection would occupy one of llama-server's few HTTP threads.
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
+            auto_decompress=False,
+            read_bufsize=2**18,
+            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+        yield
+        self._is_closing = True
+        for leaving in self._unattended:
+            leaving.set()
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+        await self._session.close()
+
+    @contextmanager
+    def unattended(self) -> Iterator[asyncio.Event]:
+        """While a reply is followed for nobody; the event is set when the daemon leaves."""
+        leaving = asyncio.Event()
+        if self._is_closing:
+            leaving.set()
+        self._unattended.add(leaving)
+        try:
+            yield leaving
+        finally:
+            self._unattended.discard(leaving)
+
+    def later(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work` apart from the request that it belongs to."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def request(
+        self,
+        engine: Sidecar,
+        method: str,
+        path: str,
+        headers: CIMultiDict[str],
+        data: bytes | bytearray | io.BytesIO | AsyncIterator[bytes] | None = None,
+    ) -> aiohttp.ClientResponse:
+        """Send one request as it stands (`path` is quoted, with its query) and return when the
+        reply's head is there. Raises Unavailable when llama-server is not."""
+        assert self._session is not None
+        if not engine.is_running:
+            raise Unavailable(_DOWN)
+        url = URL(engine.upstream.url + path, encoded=True)
+        if isinstance(data, bytes | bytearray) and len(data) > PIECEWISE_BYTES_MIN:
+            data = await asyncio.to_thread(io.BytesIO, data)
+        try:
+            return await self._session.request(
+                method, url, headers=headers, data=data, allow_redirects=False
+            )
+        except aiohttp.ClientConnectionError as error:
+            is_lost = isinstance(error, aiohttp.ServerDisconnectedError)
+            failure = Unavailable(LOST if is_lost else _DOWN)
+            # llama-server closes on a body that it does not want; that says nothing about it.
+            if not isinstance(data, AsyncIterator):
+                engine.notice(failure)
+            raise failure from error
+
+
+LINK = web.AppKey("link", Link)

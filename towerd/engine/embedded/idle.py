@@ -1,0 +1,63 @@
+"""Live sequences that no request uses: exported, thinned out, evicted.
+
+Called by the inference thread only.
+"""
+
+from __future__ import annotations
+
+import time
+
+from towerd.engine.embedded.materialise import Materialiser
+from towerd.engine.embedded.pool import LivePool
+
+EXPORT_EVERY_S = 5.0
+"""While streams run, dirty sequences are exported at most this often: it costs them a step."""
+IDLE_CELLS_MAX = 1024
+"""Cells that idle sequences keep while one request runs; n requests allow an n-th of it. On a CPU
+every step scans all cells in use for every running request, at about 1.6 us a cell (1B shape); to
+have an idle one's rows back from RAM costs 5 us, once."""
+
+
+class IdleSequences:
+    """What happens to a sequence between its requests."""
+
+    def __init__(self, pool: LivePool, materialiser: Materialiser) -> None:
+        self.n_exports = 0
+        self._pool = pool
+        self._materialiser = materialiser
+        self._last_export = 0.0
+
+    @property
+    def is_dirty(self) -> bool:
+        """Whether one of them may hold rows that the store lacks."""
+        return any(s.dirty and not s.busy for s in self._pool)
+
+    @property
+    def is_export_due(self) -> bool:
+        """Whether streams that run have had `EXPORT_EVERY_S` without one."""
+        return time.monotonic() - self._last_export > EXPORT_EVERY_S
+
+    def export_one(self) -> bool:
+        """Export the rows of one dirty sequence; False when none is dirty."""
+        dirty = [s for s in self._pool if s.dirty and not s.busy]
+        if not dirty:
+            return False
+        self._last_export = time.monotonic()
+        self._materialiser.export(min(dirty, key=lambda s: s.last_used))
+        self.n_exports += 1
+        return True
+
+    def thin_out(self, n_running: int) -> None:
+        """Evict one of those that would slow the running requests down by more than it saves."""
+        n_idle = self._pool.cells_used - self._pool.cells_busy()
+        if n_idle * n_running > IDLE_CELLS_MAX and self._materialiser.can_take_back:
+            self.evict_one()
+
+    def evict_one(self) -> bool:
+        """Free the least recently used one; False when all sequences are busy."""
+        seq = self._pool.idle_lru()
+        if seq is None:
+            return False
+        self._materialiser.export(seq)
+        self._pool.drop(seq)
+        return True

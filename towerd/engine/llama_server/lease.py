@@ -1,0 +1,174 @@
+"""One request's hold on one slot."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from towerd.engine.base import Ids, Reuse
+from towerd.engine.llama_server.scheduler import Slot
+from towerd.store.turn import Turn
+
+if TYPE_CHECKING:
+    from towerd.engine.llama_server.engine import LlamaServerEngine
+
+_NONE: Ids = np.zeros(0, np.int32)
+
+
+class Lease:
+    """A slot with as much of a prompt in it as could be had. Use it as a context manager: it
+    gives the slot back on exit, whatever happened."""
+
+    def __init__(
+        self,
+        engine: LlamaServerEngine,
+        slot: Slot,
+        ids: Ids | None,
+        scope: str,
+        *,
+        session: str | None = None,
+        label: str = "",
+        reuse: Reuse | None = None,
+        restored: bool = False,
+        expected: int | None = None,
+        n_live_max: int | None = None,
+    ) -> None:
+        self.ids = ids
+        self.scope = scope
+        self.label = label
+        self.reuse = reuse or Reuse(prefill=0 if ids is None else len(ids))
+        """Where the prompt's tokens come from."""
+        self.expected = expected
+        """Tokens that the reply must report as cached; None: that cannot be foretold."""
+        self.restored = restored
+        """Whether they come from a restore for this request."""
+        self.n_live_max = n_live_max
+        """More than so many cannot be cached; None: that cannot be foretold."""
+        self.is_exact = True
+        """False: the slot's rows are not what evaluating its tokens gives."""
+        self._engine = engine
+        self._slot = slot
+        self._session = session
+        self._started_s = time.time()
+        self._epoch = engine.epoch
+        self._is_placing = True
+        self._is_open = True
+        self._is_released = False
+        self._has_strayed = False
+
+    @property
+    def slot(self) -> int:
+        """The slot to pin the request to (`id_slot`)."""
+        return self._slot.id
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether llama-server was restarted since: the slot is empty by now."""
+        return self._epoch != self._engine.epoch
+
+    async def launched(self) -> None:
+        """The request runs in its slot: others may be placed from now on."""
+        if self._is_placing:
+            self._is_placing = False
+            self._engine.placed()
+
+    def strayed(self) -> None:
+        """The request ran in another slot: this one holds all of the prompt but its last token,
+        and what free slots hold has to be asked for. Call it before `finished`."""
+        self._has_strayed = True
+        self._engine.strayed()
+
+    async def finished(
+        self,
+        *,
+        reply_ids: Sequence[int] | None,
+        reply_text: str,
+        cache_n: int | None,
+        stop: str,
+        prompt_ms: float | None = None,
+    ) -> str:
+        """Record the turn durably and say what the slot holds now; the session's id, "" if there
+        was nothing to record. Call it before the last bytes of the reply go out.
+
+        reply_ids: the generated tokens, or None when only their text is known
+        cache_n: how many prompt tokens llama-server says it reused (None: it did not say)
+        prompt_ms: how long it says the others took
+        Raises DiskFull or another StoreError; the slot is then given back all the same."""
+        if self.ids is None:
+            return ""
+        self._engine.observe(self, cache_n, prompt_ms)
+        if reply_ids is not None:
+            reply = np.asarray(reply_ids, np.int32)
+        else:
+            reply = await self._engine.guess(reply_text)
+        is_certain = reply_ids is not None
+        self.hold(reply, is_certain=is_certain, hidden=not is_certain or stop in _CUT_SHORT)
+        n_cached = len(self.ids) - self._has_strayed
+        n_cached += max(0, len(reply) - 1) if is_certain and not self._has_strayed else 0
+        turn = Turn(
+            scope=self.scope,
+            session=self._session,
+            prompt=self.ids,
+            reply=reply,
+            n_cached=n_cached,
+            started_s=self._started_s,
+            finished=stop != "cancelled",
+        )
+        # A reply that is all tool calls has no text, and is one all the same.
+        answered = len(reply) > 0 or (reply_ids is None and stop != "cancelled")
+        return await self._engine.record(turn, answered=answered)
+
+    def hold(self, reply: Ids, *, is_certain: bool, hidden: bool) -> None:
+        """Note what the slot holds after this reply: all but its last token, which llama-server
+        never evaluated."""
+        if self.ids is None or self.is_stale:
+            return
+        self._is_open = False
+        tokens = np.concatenate([self.ids, reply[:-1]])
+        room = self._engine.n_ctx - (0 if is_certain else _GUESS_TOKENS)
+        if self._has_strayed:
+            self._slot.hold(self.ids[:-1], self.scope)
+        elif not self.is_exact or len(tokens) >= room:
+            # Moved rows, or a context shift: not what a store may ever hold.
+            self._slot.hold_unknown(self.scope)
+        else:
+            n_certain = len(tokens) if is_certain else len(self.ids)
+            self._slot.hold(tokens, self.scope, n_certain=n_certain, hidden=hidden)
+
+    async def __aenter__(self) -> Lease:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Give the slot back. Without `finished` its content counts as unknown."""
+        engine, slot = self._engine, self._slot
+        if self._is_placing:
+            self._is_placing = False
+            engine.placed()
+        if self._is_released:
+            return
+        self._is_released = True
+        if self._is_open and not self.is_stale:
+            if self.ids is None:
+                slot.hold_unknown(self.scope, self.label)
+            else:
+                n = self.expected or 0
+                slot.hold(self.ids[:n], self.scope, hidden=True)
+        engine.give_back(self, slot)
+
+
+_GUESS_TOKENS = 64
+"""How far off the number of tokens may be that is guessed from a reply's text."""
+_CUT_SHORT = ("word", "cancelled")
+"""Ends after which the server may have evaluated more tokens than it sent."""

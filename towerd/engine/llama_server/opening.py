@@ -1,0 +1,81 @@
+"""Opening the llama-server engine with its store and tiers, and closing all of it in order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import cast
+
+from towerd.config import Config
+from towerd.engine.llama_server.backend import Backend, open_backend
+from towerd.engine.llama_server.describe import Described, describe, first_model
+from towerd.engine.llama_server.engine import LlamaServerEngine
+from towerd.slots.fingerprint import Fingerprint
+from towerd.store import Catalog, Store
+from towerd.tiers.fidelity import Fidelity, LevelFormats
+from towerd.tiers.manager import Tiers
+
+log = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def open_llama_server(
+    config: Config,
+) -> AsyncIterator[tuple[LlamaServerEngine, Store, Tiers]]:
+    """Start or attach, probe, open the store for what was found; undo it all at the end.
+
+    On the way out what only slots hold is saved and written. Raises ConfigError, ModelError,
+    StoreError."""
+    async with AsyncExitStack() as stack:
+        backend, described, store = await _open_store(config, stack)
+        tiers = await asyncio.to_thread(_open_tiers, config, backend, store)
+        try:
+            engine = LlamaServerEngine(backend, described, store, tiers, config)
+            for note in engine.notes:
+                log.warning(note)
+            try:
+                yield engine, store, tiers
+            finally:
+                await engine.close()
+        finally:
+            await asyncio.to_thread(tiers.close)
+
+
+async def _open_store(config: Config, stack: AsyncExitStack) -> tuple[Backend, Described, Store]:
+    """Lock the store first, so that a second daemon fails before it starts a llama-server."""
+    loop = asyncio.get_running_loop()
+    found: list[tuple[Backend, Described]] = []
+
+    async def find(catalog: Catalog) -> Fingerprint:
+        backend = await stack.enter_async_context(open_backend(config))
+        meta = first_model(await backend.upstream.get("/v1/models"))
+        described = await asyncio.to_thread(
+            describe, config, backend.probe, backend.model, backend.command, meta, catalog
+        )
+        found.append((backend, described))
+        return described.info.fingerprint
+
+    def fingerprint(catalog: Catalog) -> Fingerprint:
+        return asyncio.run_coroutine_threadsafe(find(catalog), loop).result()
+
+    store = await asyncio.to_thread(Store.open, config.store_dir, fingerprint)
+    backend, described = found[0]
+    stack.push_async_callback(asyncio.to_thread, store.close)
+    return backend, described, store
+
+
+def _open_tiers(config: Config, backend: Backend, store: Store) -> Tiers:
+    spec = backend.probe.spec
+    return Tiers(
+        store,
+        store.state.fingerprint.layout,
+        v_trans=spec is not None and spec.v_trans,
+        hot_bytes=config.hot_bytes,
+        warm_bytes=config.warm_bytes,
+        policy=config.policy,
+        fidelity=cast(Fidelity, config.fidelity),
+        forced=LevelFormats.parse(config.level_formats) if config.level_formats else None,
+        shrink_after_s=config.shrink_after_s,
+    )

@@ -1,0 +1,355 @@
+"""Which conversation sits in which slot: pure policy over what each slot is believed to hold.
+
+A decision weighs milliseconds: tokens to prefill, bytes to restore, bytes to save so that nothing
+of worth is lost, and what it will take to bring back the conversation that has to leave. Nothing
+here does I/O or looks at a clock, so that every decision can be replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from towerd.engine.base import Ids
+from towerd.store import DERIVED, EXACT, Taint
+
+_EMPTY: Ids = np.zeros(0, np.int32)
+_SMOOTHING = 0.2
+"""Weight of a new measurement; older ones fade."""
+_RETURN_ODDS = 0.9
+"""How likely the conversation used last comes back soon; each one before it half as likely."""
+
+
+@dataclass(slots=True)
+class Costs:
+    """What things take on this machine, in milliseconds; refined by `observe_*`."""
+
+    prefill_ms: float = 2.0
+    """Per token. The start value only has to be far above restoring one."""
+    restore_ms: float = 0.02
+    save_ms: float = 0.02
+    call_ms: float = 1.0
+    """Fixed part of a save or restore."""
+
+    def restore(self, n: int) -> float:
+        """Composing and restoring `n` tokens."""
+        return self.call_ms + self.restore_ms * n if n else 0.0
+
+    def save(self, n: int) -> float:
+        """Saving a slot of `n` tokens: llama-server always writes all of it."""
+        return self.call_ms + self.save_ms * n if n else 0.0
+
+    def prefill(self, n: int) -> float:
+        """Evaluating `n` prompt tokens."""
+        return self.prefill_ms * n
+
+    def observe_prefill(self, n: int, ms: float) -> None:
+        """`n` prompt tokens took `ms`. Short prompts say more about overhead than about rate."""
+        if n >= 16:
+            self.prefill_ms = _blend(self.prefill_ms, ms / n)
+
+    def observe_restore(self, n: int, ms: float) -> None:
+        if n >= 16:
+            self.restore_ms = _blend(self.restore_ms, max(ms - self.call_ms, 0.0) / n)
+
+    def observe_save(self, n: int, ms: float) -> None:
+        if n >= 16:
+            self.save_ms = _blend(self.save_ms, max(ms - self.call_ms, 0.0) / n)
+
+
+def _blend(old: float, new: float) -> float:
+    return old + _SMOOTHING * (new - old)
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """What towerd believes about one slot of the server."""
+
+    id: int
+    tokens: Ids = field(default_factory=lambda: _EMPTY)
+    """What it holds rows for."""
+    scope: str = ""
+    """Whose tokens these are."""
+    known: bool = True
+    """False: it holds something towerd cannot name (images, a request it did not place)."""
+    n_certain: int = 0
+    """Leading tokens that it certainly holds; the others are what a reply's text suggests."""
+    hidden: bool = False
+    """Whether it may hold more after `tokens`: a reply that nobody told us the ids of."""
+    n_stored: int = 0
+    """Leading tokens whose rows the store has."""
+    taint: Taint = field(default_factory=lambda: np.zeros(0, np.uint8))
+    """Of the restored leading tokens: what became of their rows (see `towerd.store.run`)."""
+    window_from: int = 0
+    """The first position whose sliding-window rows it holds; earlier ones were not restored."""
+    label: str = ""
+    """Which opaque conversation used it last."""
+    busy: bool = False
+    holder: str = ""
+    """Scope of the request that has it, while busy."""
+    sure: bool = True
+    """False: something may have changed it behind our back; ask before relying on it."""
+    last_used: int = 0
+    """Count of leases when it was released last; 0 never."""
+
+    @property
+    def n(self) -> int:
+        """Tokens it holds."""
+        return len(self.tokens)
+
+    @property
+    def n_unsaved(self) -> int:
+        """Tokens whose rows only this slot has."""
+        return max(0, self.n - self.n_stored)
+
+    def forget(self) -> None:
+        """It is empty."""
+        self.hold_restored(_EMPTY, "", 0, np.zeros(0, np.uint8))
+
+    def hold(
+        self, tokens: Ids, scope: str, *, n_certain: int | None = None, hidden: bool = False
+    ) -> None:
+        """It holds these tokens; of its rows those are as before whose tokens are the same."""
+        self.n_stored = min(self.n_stored, self.common(tokens))
+        self.taint = self.taint[: self.common(tokens)]
+        self.tokens, self.scope = tokens, scope
+        self.n_certain = len(tokens) if n_certain is None else n_certain
+        self.known, self.sure, self.hidden, self.label = True, True, hidden, ""
+
+    def hold_restored(self, tokens: Ids, scope: str, window_from: int, taint: Taint) -> None:
+        """It was replaced by what the store has of these tokens."""
+        self.tokens, self.scope, self.taint = tokens, scope, taint
+        self.n_certain = self.n_stored = len(tokens)
+        self.window_from, self.label = window_from, ""
+        self.known, self.sure, self.hidden = True, True, False
+
+    def taint_of(self, n: int) -> Taint:
+        """The taint of `n` tokens: what follows a row that is not exact is derived."""
+        taint = np.full(n, DERIVED if self.taint.any() else EXACT, np.uint8)
+        taint[: min(n, len(self.taint))] = self.taint[:n]
+        return taint
+
+    def hold_unknown(self, scope: str, label: str = "") -> None:
+        """It holds something of `scope` that cannot be named."""
+        self.forget()
+        self.scope, self.known, self.label = scope, False, label
+
+    def common(self, ids: Ids) -> int:
+        """Length of the prefix that it shares with `ids`."""
+        n = min(self.n, len(ids))
+        differ = np.flatnonzero(self.tokens[:n] != ids[:n])
+        return int(differ[0]) if len(differ) else n
+
+
+@dataclass(slots=True, eq=False)
+class Want:
+    """A request that wants a slot."""
+
+    ids: Ids | None
+    """Its prompt, or None when nobody knows its tokens."""
+    scope: str
+    label: str = ""
+    n_storable: int = 0
+    """Leading tokens that the store can restore."""
+    n_public: int = 0
+    """Leading tokens that belong to everybody."""
+    cache_prompt: bool = True
+    pinned: bool = True
+    """False: the request cannot name its slot, so it has to be the one the server would pick."""
+    overtaken: int = 0
+    """How often a later request went first."""
+
+    @property
+    def n(self) -> int:
+        return 0 if self.ids is None else len(self.ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What to do for a request: put it into `slot`, which then holds `n_reused` of its tokens."""
+
+    slot: Slot
+    n_reused: int
+    restore: bool = False
+    """Its first `n_reused` tokens are to be restored; otherwise they are there already."""
+    erase: bool = False
+    """Empty the slot first: what it holds must not be used, or not be seen."""
+    capture: Slot | None = None
+    """Save this slot first (maybe `slot` itself): it alone has rows that are needed."""
+    cost_ms: float = 0.0
+
+
+class Policy:
+    """Decides. `window`: tokens that sliding-window layers look back; 0: no such layers."""
+
+    def __init__(self, costs: Costs, *, window: int = 0, can_store: bool = True) -> None:
+        self.costs = costs
+        self.window = window
+        self.can_store = can_store
+        """Whether states can be saved and restored at all."""
+
+    # ---- one request --------------------------------------------------------------------------
+
+    def choose(self, want: Want, slots: Sequence[Slot]) -> Choice | None:
+        """The cheapest way to serve `want` in a free slot; None when all are busy."""
+        free = [slot for slot in slots if not slot.busy]
+        if not want.pinned:
+            free = self._picked(want, free)
+        options = [option for slot in free for option in self._options(want, slot, slots)]
+        return min(
+            options, key=lambda choice: (choice.cost_ms, choice.slot.last_used), default=None
+        )
+
+    def _options(self, want: Want, slot: Slot, slots: Sequence[Slot]) -> list[Choice]:
+        if want.ids is None:
+            return [self._opaque(want, slot, slots)]
+        live, erase = self.live(want, slot)
+        found = [self._keep(want, slot, slots, live, erase)]
+        if self.can_store and want.cache_prompt:
+            source, n = self._best_source(want, slots)
+            if n > live:
+                found.append(self._restore(want, slot, slots, n, source))
+        return found
+
+    def _picked(self, want: Want, free: list[Slot]) -> list[Slot]:
+        """Of the free slots the one that llama-server prefers, once any other holds all but the
+        last token of this prompt: the first of those that share most. All, if none shares that
+        much."""
+        assert want.ids is not None
+        shared = [(-slot.common(want.ids), slot.id, slot) for slot in free if slot.known]
+        rivals = [each for each in shared if -each[0] >= want.n - 1]
+        return [min(rivals)[2]] if rivals else free
+
+    def live(self, want: Want, slot: Slot) -> tuple[int, bool]:
+        """How many of the request's tokens can be used where they are, and whether the slot has
+        to be emptied first because the server would use others too."""
+        assert want.ids is not None
+        if not slot.known:
+            return 0, slot.scope != want.scope or self.window > 0
+        common = slot.common(want.ids)
+        if slot.hidden and slot.scope != want.scope:
+            return 0, True
+        if not want.cache_prompt:
+            return 0, False
+        allowed = common if slot.scope == want.scope else min(common, want.n_public)
+        if allowed < common:
+            return 0, True
+        if self.window and 0 < common < slot.n:
+            if slot.window_from and common < slot.window_from + self.window - 1:
+                return 0, True  # with --swa-full the server would use rows that it lacks
+            if common < slot.n - 1:
+                return 0, False  # it starts over, unless it kept a checkpoint
+        return common, False
+
+    def _keep(
+        self, want: Want, slot: Slot, slots: Sequence[Slot], live: int, erase: bool
+    ) -> Choice:
+        """Go on from what the slot holds."""
+        capture = slot if self.worth_saving(slot, live) else None
+        cost = self.costs.prefill(want.n - live) + self._leave(slot, live, slots, capture)
+        return Choice(slot, live, erase=erase, capture=capture, cost_ms=cost)
+
+    def _restore(
+        self, want: Want, slot: Slot, slots: Sequence[Slot], n: int, source: Slot | None
+    ) -> Choice:
+        """Replace what the slot holds by `n` tokens from the store, or from `source` by way of it."""
+        capture = source
+        if capture is None and self.worth_saving(slot, 0):
+            capture = slot
+        if source is not None and source is not slot and self.worth_saving(slot, 0):
+            # Two saves; only the one that the request needs is named, the other costs its rows.
+            lost = self.costs.prefill(slot.n_unsaved)
+        else:
+            lost = 0.0
+        cost = self.costs.restore(n) + self.costs.prefill(want.n - n) + lost
+        cost += self._leave(slot, 0, slots, capture)
+        if capture is not None and capture is not slot:
+            cost += self.costs.save(capture.n)
+        return Choice(slot, n, restore=True, capture=capture, cost_ms=cost)
+
+    def _opaque(self, want: Want, slot: Slot, slots: Sequence[Slot]) -> Choice:
+        """A slot for unknown tokens: the one its conversation had, else the one least missed."""
+        own = not slot.known and slot.scope == want.scope and slot.label == want.label != ""
+        if own:
+            return Choice(slot, 0, cost_ms=-1.0)
+        capture = slot if self.worth_saving(slot, 0) else None
+        foreign = slot.scope != want.scope and (slot.n > 0 or not slot.known)
+        cost = self._leave(slot, 0, slots, capture)
+        return Choice(slot, 0, erase=foreign, capture=capture, cost_ms=cost)
+
+    def _best_source(self, want: Want, slots: Sequence[Slot]) -> tuple[Slot | None, int]:
+        """Where the longest restorable prefix is: the store (None), or an idle slot that has
+        to be saved first."""
+        assert want.ids is not None
+        best: Slot | None = None
+        n_best = want.n_storable
+        for slot in slots:
+            if slot.busy or not slot.known or not slot.sure or slot.n_unsaved == 0:
+                continue
+            n = min(slot.common(want.ids), want.n - 1)
+            if slot.scope != want.scope:
+                n = min(n, want.n_public)
+            if self.window and n < slot.n:
+                continue  # its window rows are those before its own end
+            gain = self.costs.prefill(n - n_best) - self.costs.save(slot.n)
+            if n > n_best and gain > 0:
+                best, n_best = slot, n
+        return best, n_best
+
+    # ---- what leaves --------------------------------------------------------------------------
+
+    def _leave(self, slot: Slot, n_kept: int, slots: Sequence[Slot], capture: Slot | None) -> float:
+        """What it costs that only `n_kept` tokens stay: saving what only it has (or losing it),
+        and bringing the rest back, the likelier the later it was used."""
+        if slot.n <= n_kept and slot.known:
+            return 0.0
+        save = self.costs.save(slot.n) if capture is slot else 0.0
+        lost = 0 if capture is slot else max(0, slot.n - max(slot.n_stored, n_kept))
+        later = sum(1 for other in slots if other.last_used > slot.last_used)
+        odds = _RETURN_ODDS * 0.5**later
+        return save + odds * (self.costs.prefill(lost) + self.costs.restore(slot.n))
+
+    def worth_saving(self, slot: Slot, n_kept: int) -> bool:
+        """Whether rows that would be lost are dearer than saving the slot."""
+        if not self.can_store or not slot.known or not slot.sure:
+            return False
+        lost = slot.n - max(slot.n_stored, n_kept)
+        return lost > 0 and self.costs.prefill(lost) > self.costs.save(slot.n)
+
+    # ---- many requests ------------------------------------------------------------------------
+
+    def next(self, waiting: Sequence[Want], slots: Sequence[Slot]) -> tuple[Want, Choice] | None:
+        """The request to serve now and how; None when nothing waits or no slot is free.
+
+        The scope with the fewest slots goes first, then who came first. A request whose rows are
+        live in a slot that the first one would take may go before it, but only so often."""
+        if not waiting:
+            return None
+        busy: dict[str, int] = {}
+        for slot in slots:
+            if slot.busy:
+                busy[slot.holder] = busy.get(slot.holder, 0) + 1
+        first = min(waiting, key=lambda want: busy.get(want.scope, 0))
+        choice = self.choose(first, slots)
+        if choice is None:
+            return None
+        if first.overtaken < len(slots):
+            for later in waiting:
+                if later is not first and self._continues(later, choice.slot):
+                    if self._continues(first, choice.slot):
+                        break
+                    first.overtaken += 1
+                    other = self.choose(later, slots)
+                    assert other is not None
+                    return later, other
+        return first, choice
+
+    def _continues(self, want: Want, slot: Slot) -> bool:
+        """Whether the slot holds most of this request's tokens, so that giving it to another
+        would throw away what is about to be used."""
+        if want.ids is None:
+            return not slot.known and slot.label == want.label != "" and slot.scope == want.scope
+        live, _ = self.live(want, slot)
+        return 2 * live > want.n

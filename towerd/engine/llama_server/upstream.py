@@ -1,0 +1,199 @@
+"""One HTTP client to one llama-server: the calls that towerd itself makes."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
+
+from towerd.engine.base import Ids
+from towerd.errors import (
+    ContextExceeded,
+    Forbidden,
+    InvalidRequest,
+    NotFound,
+    NotSupported,
+    TowerdError,
+    Unauthorized,
+    Unavailable,
+)
+
+_CONNECT_S_MAX = 10.0
+_BIG_BYTES = 256 * 1024
+"""Documents over this are encoded and decoded off the loop, and sent in pieces."""
+_BY_STATUS: dict[int, type[TowerdError]] = {
+    400: InvalidRequest,
+    401: Unauthorized,
+    403: Forbidden,
+    404: NotFound,
+    501: NotSupported,
+    503: Unavailable,
+}
+
+
+class UpstreamGone(Unavailable):
+    """llama-server does not answer: it died, restarts, or is not there."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotAction:
+    """What a save or restore did."""
+
+    n_tokens: int
+    n_bytes: int
+    ms: float
+
+
+class Upstream:
+    """A llama-server at `url`. Make it on the event loop; `url` and `key` may change while it is
+    restarted. Every call raises UpstreamGone, or the TowerdError of the status it got."""
+
+    def __init__(self, url: str, key: str | None = None) -> None:
+        self.url = url.rstrip("/")
+        self.key = key
+        # An idle connection would occupy one of llama-server's few HTTP threads.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S_MAX)
+        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout)
+
+    def auth(self) -> dict[str, str]:
+        """The header that opens it."""
+        return {"Authorization": f"Bearer {self.key}"} if self.key else {}
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def get(self, path: str) -> Any:
+        """JSON of a GET."""
+        async with self._request("GET", path) as reply:
+            return await _json(reply)
+
+    async def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """JSON of a POST; arrays of ids may be numpy arrays."""
+        async with self._request("POST", path, _ENCODER.encode(body)) as reply:
+            return await _json(reply)
+
+    async def post_big(self, path: str, body: Mapping[str, Any]) -> Any:
+        """As `post`, for bodies that may be megabytes."""
+        data = await asyncio.to_thread(_ENCODER.encode, body)
+        async with self._request("POST", path, data) as reply:
+            return await _json(reply)
+
+    async def is_healthy(self) -> bool:
+        """Whether it answers and its model is loaded."""
+        try:
+            await self.get("/health")
+        except TowerdError:
+            return False
+        return True
+
+    async def save(self, slot: int, name: str) -> SlotAction:
+        """Write the slot's state to `name` in its slot directory; waits while the slot runs."""
+        reply = await self.post(f"/slots/{slot}?action=save", {"filename": name})
+        return SlotAction(reply["n_saved"], reply["n_written"], reply["timings"]["save_ms"])
+
+    async def restore(self, slot: int, name: str) -> SlotAction:
+        """Replace the slot's state by the file's; on an error the slot is empty."""
+        reply = await self.post(f"/slots/{slot}?action=restore", {"filename": name})
+        return SlotAction(reply["n_restored"], reply["n_read"], reply["timings"]["restore_ms"])
+
+    async def erase(self, slot: int) -> None:
+        """Empty the slot."""
+        await self.post(f"/slots/{slot}?action=erase", {})
+
+    async def slots(self) -> list[dict[str, Any]]:
+        """GET /slots."""
+        reply = await self.get("/slots")
+        return list(reply)
+
+    async def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> Ids:
+        """Text to ids by the upstream's own tokenizer."""
+        body = {"content": text, "add_special": add_special, "parse_special": parse_special}
+        reply = await self.post_big("/tokenize", body)
+        return np.asarray(reply["tokens"], np.int32)
+
+    async def detokenize(self, ids: Sequence[int]) -> str:
+        """Ids to text; bytes that are not UTF-8 are replaced."""
+        reply = await self.post_big("/detokenize", {"tokens": [int(i) for i in ids]})
+        return str(reply["content"])
+
+    async def apply_template(self, body: Mapping[str, Any]) -> str:
+        """A chat request body to the prompt text."""
+        return str((await self.post_big("/apply-template", body))["prompt"])
+
+    async def evaluate(self, ids: Ids, slot: int) -> int:
+        """Bring the slot to hold exactly `ids`, generating nothing; returns how many of them
+        came from the cache."""
+        body = {"prompt": ids, "n_predict": 0, "id_slot": slot, "cache_prompt": True}
+        reply = await self.post("/completion", body)
+        return int(reply["timings"]["cache_n"])
+
+    @asynccontextmanager
+    async def stream(
+        self, path: str, body: Mapping[str, Any]
+    ) -> AsyncIterator[aiohttp.StreamReader]:
+        """The bytes of a streamed reply."""
+        async with self._request("POST", path, _ENCODER.encode(body)) as reply:
+            yield reply.content
+
+    @asynccontextmanager
+    async def _request(
+        self, method: str, path: str, data: bytes | None = None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        big = data is not None and len(data) > _BIG_BYTES
+        try:
+            async with self._session.request(
+                method,
+                self.url + path,
+                data=io.BytesIO(data) if big and data is not None else data,
+                headers=self.auth() | {"Content-Type": "application/json"},
+            ) as reply:
+                if reply.status != 200:
+                    raise await _error(reply)
+                yield reply
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            raise UpstreamGone(f"llama-server at {self.url} does not answer: {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    """Arrays of ids are sent as they are."""
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is no JSON value")
+
+
+_ENCODER = msgspec.json.Encoder(enc_hook=_plain)
+
+
+async def _json(reply: aiohttp.ClientResponse) -> Any:
+    data = await reply.read()
+    try:
+        if len(data) > _BIG_BYTES:
+            return await asyncio.to_thread(msgspec.json.decode, data)
+        return msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise TowerdError(f"{reply.url.path} of the upstream did not answer JSON.") from error
+
+
+async def _error(reply: aiohttp.ClientResponse) -> TowerdError:
+    """The upstream's error as ours, with its own words."""
+    message = f"llama-server answered {reply.status}"
+    extra: dict[str, Any] = {}
+    try:
+        error = (await reply.json(content_type=None))["error"]
+        message = str(error["message"])
+        if error.get("type") == ContextExceeded.kind:
+            extra = {key: error[key] for key in ("n_prompt_tokens", "n_ctx") if key in error}
+            return ContextExceeded(message, **extra)
+    except (ValueError, KeyError, TypeError):
+        pass
+    made = _BY_STATUS.get(reply.status, TowerdError)(message)
+    made.status = reply.status
+    return made

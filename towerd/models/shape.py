@@ -1,0 +1,95 @@
+"""Shape: how large a random-weight model is, and of which architecture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
+
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from towerd.errors import ModelError
+
+FType: TypeAlias = Literal["F32", "F16", "Q8_0"]
+Arch: TypeAlias = Literal[
+    "llama", "qwen3", "phi3", "stablelm", "gptneox", "smollm3", "qwen2vl", "qwen3vl", "deepseek2"
+]
+Scaling: TypeAlias = Literal["none", "linear", "yarn", "llama3", "longrope"]
+
+PARTIAL = {"stablelm": 4, "gptneox": 4, "deepseek2": 2}
+"""Architectures that rotate only one in so many elements of a head."""
+FACTOR_ARCHS = {"llama3": ("llama",), "longrope": ("llama", "phi3")}
+"""Who reads the tensor of frequency factors that a scaling needs."""
+
+
+def _check_word(what: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ModelError(f"The {what} must be one of {', '.join(known)}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A model's shape. `head_dim` None is n_embd / n_head. Raises ModelError if impossible."""
+
+    n_layer: int
+    n_embd: int
+    n_head: int
+    n_head_kv: int
+    n_ff: int
+    n_vocab: int
+    head_dim: int | None = None
+    n_ctx_train: int = 131072
+    rope_freq_base: float = 500000.0
+    ftype: FType = "Q8_0"
+    arch: Arch = "llama"
+    rope_scaling: Scaling = "none"
+
+    def __post_init__(self) -> None:
+        counts = (self.n_layer, self.n_embd, self.n_head, self.n_head_kv, self.n_ff)
+        if min(counts) < 1 or self.n_ctx_train < 1:
+            raise ModelError("Every dimension of a model must be at least 1.")
+        if self.n_head % self.n_head_kv:
+            raise ModelError("The KV heads must divide the heads.")
+        if self.head_dim is None and self.n_embd % self.n_head:
+            raise ModelError("The heads must divide the embedding, or give the head dimension.")
+        if self.head_size % 2:
+            raise ModelError("The head dimension must be even: RoPE rotates pairs.")
+        _check_word("file type", self.ftype, get_args(FType))
+        _check_word("architecture", self.arch, get_args(Arch))
+        _check_word("RoPE scaling", self.rope_scaling, get_args(Scaling))
+        if self.arch not in FACTOR_ARCHS.get(self.rope_scaling, (self.arch,)):
+            raise ModelError(f"{self.arch} reads no frequency factors for {self.rope_scaling}.")
+        self._check_rows()
+
+    def _check_rows(self) -> None:
+        if self.head_size % (2 * PARTIAL.get(self.arch, 1)):
+            raise ModelError(f"{self.arch} rotates pairs of a part of the head: it is too small.")
+        fixed = ("phi3", "stablelm", "gptneox", "qwen2vl")  # llama.cpp assumes it there
+        if self.arch in fixed and self.n_head * self.head_size != self.n_embd:
+            raise ModelError(f"The heads of {self.arch} must fill the embedding.")
+        block = GGML_QUANT_SIZES[self.matrix_type][0]
+        if any(n % block for n in (self.n_embd, self.n_ff, self.n_head * self.head_size)):
+            raise ModelError(f"{self.ftype} needs row lengths that are multiples of {block}.")
+        if self.arch == "deepseek2" and (self.head_size // 2) % block:
+            raise ModelError(f"{self.ftype} needs half-heads that are multiples of {block}.")
+
+    @property
+    def head_size(self) -> int:
+        """Values per head."""
+        return self.n_embd // self.n_head if self.head_dim is None else self.head_dim
+
+    @property
+    def n_rot(self) -> int:
+        """Values per head that RoPE rotates."""
+        return self.head_size // PARTIAL.get(self.arch, 1)
+
+    @property
+    def matrix_type(self) -> GGMLQuantizationType:
+        """How matrices are stored; norms are always float32."""
+        return GGMLQuantizationType[self.ftype]
+
+
+PRESETS = {
+    "tiny": Shape(4, 256, 4, 2, 512, 512, n_ctx_train=8192, ftype="F32"),
+    "small": Shape(12, 768, 12, 4, 2304, 8192, n_ctx_train=32768),
+    "1b": Shape(16, 2048, 32, 8, 8192, 32000),
+}

@@ -1,0 +1,45 @@
+"""GDSF: Greedy-Dual-Size-Frequency (Cherkasova 1998) over a tree.
+
+A key is worth its uses per byte plus the worth of what was last given up (the "age" of the
+cache): what is used often and is small stays longer, and old fame fades.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from towerd.policy.base import Key
+from towerd.policy.tree import Entry, Rank, TreePolicy
+
+_MEAN_WEIGHT = 0.01
+
+
+class GDSF(TreePolicy):
+    """Rank = age + uses * (mean size / size). Sizes count in units of the mean one, so that the
+    ranks do not depend on how many bytes a token has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._age = 0.0
+        self._mean_nbytes = 0.0
+        self._offered: dict[Key, Rank] = {}
+
+    def _rank(self, entry: Entry) -> Rank:
+        return entry.weight, entry.used
+
+    def _on_use(self, entry: Entry, *, is_new: bool) -> None:
+        if is_new:
+            step = _MEAN_WEIGHT if self._mean_nbytes else 1.0
+            self._mean_nbytes += step * (entry.nbytes - self._mean_nbytes)
+        entry.seq += 1
+        entry.weight = self._age + entry.seq * self._mean_nbytes / max(1, entry.nbytes)
+
+    def _on_remove(self, entry: Entry) -> None:
+        if entry.key in self._offered:
+            self._age = max(self._age, self._offered.pop(entry.key)[0])
+
+    def victims(self, bytes_needed: int, is_evictable: Callable[[Key], bool]) -> list[Key]:
+        """See Policy.victims."""
+        offers = self._offers(bytes_needed, is_evictable)
+        self._offered = {entry.key: rank for rank, entry in offers}
+        return list(self._offered)

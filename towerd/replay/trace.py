@@ -1,0 +1,58 @@
+"""A trace as the replayer sees it: a tree of segments and the requests that walk it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from towerd.errors import TowerdError
+
+
+class TraceError(TowerdError):
+    """A trace that cannot be used; the message names the file, the record and the field."""
+
+    status = 400
+    kind = "invalid_request_error"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request. Times in seconds, lengths in tokens.
+
+    path: the segments of its input from the root on; session: calls with equal numbers follow
+    each other; stop: why the answer ended ("" unknown); service_s: how long the answer took;
+    agent: who asked ("" unknown); ends: inputs, by their last segments, that nobody will go on
+    from once this is answered."""
+
+    time_s: float
+    path: tuple[int, ...]
+    n_tokens: int
+    session: int
+    stop: str = ""
+    service_s: float = 0.0
+    agent: str = ""
+    ends: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class Trace:
+    """Requests in order of time over a tree of segments.
+
+    A segment is a run of blocks that every request uses as a whole; parents[s] is the segment
+    before s (-1: none) and n_blocks[s] its length in blocks of `block_tokens` tokens."""
+
+    name: str
+    block_tokens: int
+    parents: list[int]
+    n_blocks: list[int]
+    calls: list[Call] = field(default_factory=list)
+    is_woven: bool = True
+    """False: every session begins at time 0, see `interleave`."""
+
+    @property
+    def n_distinct_blocks(self) -> int:
+        """Blocks an unlimited cache would hold in the end."""
+        return sum(self.n_blocks)
+
+    @property
+    def n_input_tokens(self) -> int:
+        return sum(call.n_tokens for call in self.calls)

@@ -1,0 +1,40 @@
+"""The running service in front of a llama-server."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from towerd.config import Config
+from towerd.engine.llama_server.engine import LlamaServerEngine
+from towerd.engine.llama_server.opening import open_llama_server
+from towerd.session import Sessions
+from towerd.store import Store
+from towerd.tiers.manager import Tiers
+
+
+@dataclass(frozen=True, slots=True)
+class SidecarService:
+    """What the API serves from; see `towerd.service.Service`."""
+
+    config: Config
+    engine: LlamaServerEngine
+    sessions: Sessions
+    store: Store
+    tiers: Tiers
+
+
+@asynccontextmanager
+async def open_sidecar(config: Config) -> AsyncIterator[SidecarService]:
+    """Start llama-server or attach to one, open the store; undo it all at the end.
+
+    On the way out running requests are cancelled and recorded, slots are saved and their new
+    rows written, and a llama-server that was started is stopped. Raises ModelError, StoreError,
+    ConfigError."""
+    async with open_llama_server(config) as (engine, store, tiers):
+        sessions = Sessions(engine, store)
+        try:
+            yield SidecarService(config, engine, sessions, store, tiers)
+        finally:
+            await sessions.drain()

@@ -1,0 +1,43 @@
+"""Module: what is known of a base that may be spliced in anywhere (`reuse: anywhere`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import msgspec
+
+Spans: TypeAlias = tuple[tuple[int, int], ...]
+"""[start, stop) of some of a module's tokens, ascending and apart, counted from its first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """The base's rows are those of the module standing alone, after `first` tokens."""
+
+    first: int
+    """How many of the base's tokens come before the module's own (BOS, if the model has one)."""
+    digest: str
+    """BLAKE2b-256 of the module's own ids, hex."""
+    percent: float
+    """Which share of its tokens the operator wants evaluated again where it is spliced in."""
+    spans: Spans
+    """Those tokens: where its rows deviate most from those after other text."""
+    kl: float
+    """Measured drift: mean KL divergence of the next-token distributions after it, in nats."""
+    top1: float
+    """Share of those distributions whose most likely token is the same."""
+
+    @property
+    def n_recomputed(self) -> int:
+        """Tokens evaluated again at each splice."""
+        return sum(stop - start for start, stop in self.spans)
+
+    def to_json(self) -> str:
+        """The catalog's text."""
+        return msgspec.json.encode(self).decode()
+
+
+def module_from_json(text: str | None) -> Module | None:
+    """The inverse; None for a base that is no module. Raises ValueError."""
+    return None if text is None else msgspec.json.decode(text, type=Module)

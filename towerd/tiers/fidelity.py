@@ -1,0 +1,94 @@
+"""What fidelity promises: which format the rows of each level may be stored in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from towerd.errors import ConfigError
+from towerd.kernels.formats import BY_NAME, STORED_FORMATS
+
+Fidelity: TypeAlias = Literal["exact", "near", "small"]
+
+FIDELITIES: tuple[Fidelity, ...] = ("exact", "near", "small")
+NATIVE = "native"
+"""The context's own formats: rows as they were computed."""
+LEVEL_MAX = 64
+DYNAMIC = LEVEL_MAX + 1
+"""The level of a segment that no base covers: deeper than every base."""
+
+
+@dataclass(frozen=True, slots=True)
+class LevelFormats:
+    """The stored format of each level, level 0 first; deeper levels take the last entry.
+
+    Each name is `native` or a stored format of `towerd.kernels.formats`. Raises ConfigError for
+    other names, no level, or more than LEVEL_MAX + 1."""
+
+    names: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.names) <= LEVEL_MAX + 1:
+            raise ConfigError(f"level formats need 1 to {LEVEL_MAX + 1} levels.")
+        for name in self.names:
+            check_format(name, "level formats")
+
+    @classmethod
+    def parse(cls, text: str, place: str = "level_formats") -> LevelFormats:
+        """The table of a text such as "0=q4h,1=q6h,2=q8"; `place` names it in the ConfigError."""
+        found: dict[int, str] = {}
+        for item in text.split(","):
+            level, equals, name = (part.strip() for part in item.partition("="))
+            if not equals or not level.isascii() or not level.isdigit():
+                raise ConfigError(
+                    f"{place} must be like 0=q4h,1=q6h,2=q8 (level=format); "
+                    f"{item.strip()!r} is not."
+                )
+            if int(level) > LEVEL_MAX:
+                raise ConfigError(f"{place}: level {level} is beyond {LEVEL_MAX}.")
+            if int(level) in found:
+                raise ConfigError(f"{place} names level {int(level)} twice.")
+            check_format(name, place)
+            found[int(level)] = name
+        missing = next(level for level in range(len(found) + 1) if level not in found)
+        if missing < len(found):
+            raise ConfigError(
+                f"{place} skips level {missing}: name every level from 0 to the deepest; "
+                "deeper ones take the last format."
+            )
+        return cls(tuple(found[level] for level in range(len(found))))
+
+    @classmethod
+    def from_json(cls, value: object) -> LevelFormats:
+        """The table that `to_json` described. Raises ConfigError for anything else."""
+        if not isinstance(value, Mapping) or not all(
+            isinstance(level, str) and isinstance(name, str) for level, name in value.items()
+        ):
+            raise ConfigError("level formats must be an object of level: format.")
+        return cls.parse(",".join(f"{level}={name}" for level, name in value.items()))
+
+    def to_json(self) -> dict[str, Any]:
+        """{"0": name, ...}; `from_json` takes it back."""
+        return {str(level): name for level, name in enumerate(self.names)}
+
+    def __str__(self) -> str:
+        """As `parse` reads it."""
+        return ",".join(f"{level}={name}" for level, name in enumerate(self.names))
+
+    def format_for(self, level: int) -> str:
+        """The name of the format of `level` (0 or more; DYNAMIC for what no base covers)."""
+        return self.names[min(level, len(self.names) - 1)]
+
+    @property
+    def is_native(self) -> bool:
+        """True when every level stays native."""
+        return all(name == NATIVE for name in self.names)
+
+
+def check_format(name: str, place: str) -> None:
+    """ConfigError, which begins with `place`, unless `name` is `native` or a stored format."""
+    known = BY_NAME.get(name)
+    if name != NATIVE and (known is None or known.is_cache_type):
+        names = ", ".join(row.name for row in STORED_FORMATS)
+        raise ConfigError(f"{place}: {name!r} is no stored format; it is native or one of {names}.")

@@ -1,0 +1,62 @@
+"""The text of a module (`reuse: anywhere`), and its tokens wherever it stands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from towerd.errors import InvalidRequest
+
+_Ids: TypeAlias = npt.NDArray[np.int32]
+
+PREFIX, ANYWHERE = "prefix", "anywhere"
+"""The values of `reuse`: where a base may stand in a prompt."""
+TOKENS_MIN = 32
+"""A shorter text is not worth a splice."""
+PERCENT_DEFAULT = 15.0
+"""Share of a module's tokens that is evaluated again where it is spliced in."""
+PERCENT_MAX = 99.0
+"""More would leave nothing to be spliced."""
+
+BEFORE = ("\n", "\n\n", " ", ": ", ">", '"')
+AFTER = ("\n", "\n\n", " ", ".", "<", '"')
+"""What a module's text may stand between; see `surrounded`."""
+
+
+def surrounded(text: str) -> list[str]:
+    """The texts to tokenize (without BOS, special tokens read as such) for `inner_ids`: the
+    module's alone, after something else, and before something else."""
+    return [text, *(before + text for before in BEFORE), *(text + after for after in AFTER)]
+
+
+def inner_ids(tokenized: Sequence[Any]) -> _Ids:
+    """The ids of a module wherever it stands, from those of `surrounded(text)`.
+
+    Tokenizers merge across joints, and some put a space before every text. Tokens at the ends
+    that depend on what stands beside them are left out; a prompt evaluates them anew.
+    Raises InvalidRequest if fewer than TOKENS_MIN are left."""
+    alone, *others = (np.asarray(ids, np.int32) for ids in tokenized)
+    n_last = min(_common_end(alone, each) for each in others[: len(BEFORE)])
+    n_first = min(_common_end(alone[::-1], each[::-1]) for each in others[len(BEFORE) :])
+    found = alone[len(alone) - n_last : n_first]
+    check_length(len(found))
+    return np.ascontiguousarray(found)
+
+
+def check_length(n: int) -> None:
+    """Raises InvalidRequest if a module of `n` tokens is too short."""
+    if n < TOKENS_MIN:
+        raise InvalidRequest(
+            f"A module needs at least {TOKENS_MIN} tokens that do not depend on the text around "
+            f"it; this one has {n}."
+        )
+
+
+def _common_end(a: _Ids, b: _Ids) -> int:
+    """How many ids two sequences share at their ends."""
+    n = min(len(a), len(b))
+    different = np.flatnonzero(a[len(a) - n :][::-1] != b[len(b) - n :][::-1])
+    return int(different[0]) if len(different) else n

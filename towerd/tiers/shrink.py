@@ -1,0 +1,235 @@
+"""Shrinker: stores rows that nobody has used for a while in the formats of their levels.
+
+What a tower attends to most stays as it was computed: its first SINKS positions, and the TAIL
+positions before each end that it has so far (a segment that is continued loses that privilege).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+from towerd.errors import NotFound, RowsDamaged, StoreError
+from towerd.kernels.formats import BY_NAME
+from towerd.store import Base, Node, SegmentFile, Store, Wish
+from towerd.store.reencode import differs
+from towerd.tiers.fidelity import DYNAMIC, NATIVE, LevelFormats
+
+log = logging.getLogger(__name__)
+
+SINKS = 4
+TAIL = 128
+_SCAN_S = (0.5, 60.0)
+"""Least and most time between two looks at all files."""
+_RETRY_S = 60.0
+_EXAMINED_MAX = 64
+"""Files looked at in one step: other work waits for it."""
+
+
+class Shrinker:
+    """Finds files whose rows should be in other formats and re-encodes them, one a step.
+
+    `step` and `wait_s` are for one thread; the rest may be called by any."""
+
+    def __init__(self, store: Store, after_s: float, clock: Callable[[], float]) -> None:
+        """after_s: how long rows must be unused; `clock` is the store's."""
+        self.n_shrunk = 0
+        """Segments re-encoded so far."""
+        self.n_damaged = 0
+        self._store = store
+        self._after_s = after_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._reading: Counter[int] = Counter()
+        self._formats: LevelFormats | None = None
+        self._enabled = False
+        self._bases: list[Base] = []
+        self._settled: dict[int, tuple[float, int]] = {}
+        """File id -> last use of its segments when nothing was left to do with it, and how many
+        of them are in another stored format than wished."""
+        self._queue: deque[SegmentFile] = deque()
+        self._rest_until = 0.0
+        """time.monotonic() before which no step does anything."""
+
+    @property
+    def formats(self) -> LevelFormats | None:
+        """The table in force."""
+        return self._formats
+
+    @property
+    def n_kept(self) -> int:
+        """Segments that are in another stored format than wished, and stay so."""
+        with self._lock:
+            return sum(n_kept for _, n_kept in self._settled.values())
+
+    @property
+    def is_looking(self) -> bool:
+        """In the middle of a look at all files."""
+        return bool(self._queue)
+
+    def set_formats(self, formats: LevelFormats | None, *, enabled: bool) -> None:
+        """The table to follow from now on; disabled, nothing is ever re-encoded."""
+        with self._lock:
+            self._formats, self._enabled = formats, enabled
+            self._settled = {}
+        self._rest_until = 0.0
+
+    @contextmanager
+    def reading(self, sources: Iterable[object]) -> Iterator[None]:
+        """Leave those of `sources` that are files alone inside the block."""
+        ids = [source.id for source in sources if isinstance(source, SegmentFile)]
+        with self._lock:
+            self._reading.update(ids)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._reading.subtract(ids)
+                self._reading += Counter()  # forget the zeros
+
+    def wait_s(self) -> float:
+        """Seconds until `step` may have something to do."""
+        return max(0.0, self._rest_until - time.monotonic()) if self._enabled else math.inf
+
+    def step(self) -> tuple[SegmentFile, SegmentFile] | None:
+        """Look at some files and re-encode at most one: (old, new) if so.
+
+        Raises DiskFull or StoreError if it cannot be written; the next try is a while later."""
+        began = time.monotonic()
+        if not self._enabled or began < self._rest_until:
+            return None
+        if not self._queue:
+            self._begin()
+        for _ in range(min(_EXAMINED_MAX, len(self._queue))):
+            file = self._queue.popleft()
+            if not self._is_wanted(file):
+                continue
+            try:
+                new = self._reencode(file)
+            except StoreError:
+                self._queue.clear()
+                self._rest_until = time.monotonic() + _RETRY_S
+                raise
+            if new is not None:
+                # whoever is being served gets at least half of the time
+                self._rest_until = 2 * time.monotonic() - began
+                return file, new
+        if not self._queue:
+            low, high = _SCAN_S
+            self._rest_until = time.monotonic() + min(high, max(low, self._after_s / 4))
+        return None
+
+    def _begin(self) -> None:
+        """Queue every file that was used, or may be wanted in another format, since last time."""
+        bases = self._store.bases()
+        with self._lock:
+            if bases != self._bases:
+                self._settled = {}
+            self._bases, settled = bases, self._settled
+        if self._formats is None and not any(base.format for base in bases):
+            return
+        files = self._store.files()
+        with self._lock:
+            for gone in settled.keys() - {file.id for file in files}:
+                del settled[gone]
+        known = (0.0, 0)
+        self._queue.extend(
+            file for file in files if settled.get(file.id, known)[0] != _last_used(file)
+        )
+
+    def _is_wanted(self, file: SegmentFile) -> bool:
+        """Whether re-encoding would change anything, and now is the time."""
+        used = _last_used(file)
+        if self._clock() - used < self._after_s or self._reading[file.id]:
+            return False
+        wishes = self._wishes(file)
+        native = self._store.state.fingerprint.layout
+        n_changed, _ = differs(file, wishes, native)
+        if n_changed == 0:
+            n_kept = sum(differs(file, [wish], native)[1] > 0 for wish in wishes)
+            with self._lock:
+                self._settled[file.id] = used, n_kept
+        return n_changed > 0
+
+    def _reencode(self, file: SegmentFile) -> SegmentFile | None:
+        self._bases = self._store.bases()  # one may have been added since the look began
+        wishes = self._wishes(file)
+        if differs(file, wishes, self._store.state.fingerprint.layout)[0] == 0:
+            return None
+        try:
+            new = self._store.reencode(file, wishes)
+        except RowsDamaged as error:
+            log.warning("stored rows cannot be re-encoded", extra={"error": str(error)})
+            self.n_damaged += 1
+            return None
+        except ValueError as error:  # infinities and the like, which no block code can hold
+            log.warning("rows stay as computed", extra={"error": str(error)})
+            with self._lock:
+                self._settled[file.id] = _last_used(file), 0
+            return None
+        if new is not None:
+            self.n_shrunk += len(new.nodes)
+        return new
+
+    def _wishes(self, file: SegmentFile) -> list[Wish]:
+        """What the rows of the file's segments should be in, sinks and tails left out."""
+        wishes = []
+        with self._store.still():
+            for node in file.nodes:
+                p0, p1 = max(node.p0, SINKS), min(node.p1, tail_start(node))
+                name = self._format_for(node)
+                if p0 < p1 and name != NATIVE:
+                    wishes.append(Wish(p0, p1, name))
+        return wishes
+
+    def _format_for(self, node: Node) -> str:
+        """The format of the level of the shallowest base that covers `node`, or the one that
+        this base asks for; where several do, the most faithful."""
+        covering = [base for base in self._bases if node.pinned and self._covers(base, node)]
+        if not covering:
+            return self._level_format(DYNAMIC)
+        level = min(base.level for base in covering)
+        names = [
+            base.format or self._level_format(level) for base in covering if base.level == level
+        ]
+        return max(names, key=_bits)
+
+    def _level_format(self, level: int) -> str:
+        return NATIVE if self._formats is None else self._formats.format_for(level)
+
+    def _covers(self, base: Base, node: Node) -> bool:
+        try:
+            end = self._store.node(base.node)
+        except NotFound:
+            return False
+        while end.parent is not None and end.p0 > node.p0:
+            end = end.parent
+        return end is node
+
+
+def tail_start(node: Node) -> int:
+    """The first of the last TAIL positions of any tower through `node`, as it stands. Call it
+    while the trie is still. It may lie beyond the node: then no row of it is in a tail."""
+    end = node.p1 + TAIL
+    stack = [node]
+    while stack:
+        each = stack.pop()
+        if each.p1 < end:
+            if each.children:
+                stack += each.children
+            else:
+                end = each.p1
+    return end - TAIL
+
+
+def _bits(name: str) -> float:
+    return math.inf if name == NATIVE else BY_NAME[name].bits_per_value
+
+
+def _last_used(file: SegmentFile) -> float:
+    return max((node.last_used for node in list(file.nodes)), default=math.inf)
