@@ -8,7 +8,10 @@ from hypothesis import strategies as st
 
 from towerd.policy import NAMES, Policy, make_policy
 
-KINDS = ["insert", "access", "remove", "split", "evict", "answered", "ended", "back"]
+KINDS = [
+    "insert", "access", "remove", "split", "evict", "answered", "ended", "back", "resize",
+    "stepped", "workflow_ended",
+]  # fmt: skip
 
 
 @st.composite
@@ -45,6 +48,13 @@ class Model:
             self.policy.answered(key, self.now, "tool_use" if nbytes % 2 else "end_turn")
         elif kind == "ended":
             self.policy.ended(key, self.now)
+        elif kind == "resize":
+            self.policy.resize(key, nbytes)
+            self.sizes |= {key: nbytes} if key in self.sizes else {}
+        elif kind == "stepped":
+            self.policy.stepped(key, self.now, f"w{nbytes % 3}", f"a{nbytes % 4}")
+        elif kind == "workflow_ended":
+            self.policy.workflow_ended(f"w{nbytes % 3}", self.now)
         elif kind == "split" and self.sizes.get(key, 0) > 1:
             self.policy.split(key, self._fresh, 1, self.now)
             self.sizes[self._fresh], self.sizes[key] = 1, self.sizes[key] - 1
@@ -122,3 +132,18 @@ def test_unknown_keys_are_ignored(name: str) -> None:
     assert len(policy) == 0
     assert policy.nbytes == 0
     assert policy.victims(10, lambda key: True) == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_explains_the_order(name: str) -> None:
+    """`place` is the order in which single leaves go; others stand on an inner key."""
+    policy = make_policy(name)
+    for key in range(1, 6):
+        policy.insert(key, 10, float(key), 1 if key > 1 else None)
+    policy.access(3, 9.0)
+    places = {key: policy.explain(key, 10.0)["place"] for key in range(1, 6)}
+    assert places.pop(1) is None
+    assert sorted(places.values()) == [0, 1, 2, 3]
+    if name != "sieve":  # whose hand spares what was used and goes on
+        assert policy.victims(1, lambda key: True) == [min(places, key=lambda key: places[key])]
+    assert policy.explain(77, 10.0) == {}

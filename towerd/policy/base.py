@@ -6,7 +6,7 @@ replayer run the same code. It does no I/O and reads no clock."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 Key: TypeAlias = int
 
@@ -44,6 +44,26 @@ class Policy(Protocol):
 
     def ended(self, key: Key, now: float) -> None:
         """Whoever used `key` last will not go on from it. An optional event."""
+        ...
+
+    def stepped(self, key: Key, now: float, workflow: str, agent: str) -> None:
+        """The request whose input ends with `key` was a step of `agent` in `workflow`. An
+        optional event. Names of one tenant never equal those of another."""
+        ...
+
+    def workflow_ended(self, workflow: str, now: float) -> None:
+        """No step of `workflow` will follow. An optional event; what its steps used may still
+        be used by others."""
+        ...
+
+    def resize(self, key: Key, nbytes: int) -> None:
+        """`key` takes this much now; not a use. Unknown keys are ignored."""
+        ...
+
+    def explain(self, key: Key, now: float) -> dict[str, Any]:
+        """What the policy goes by for `key`, for people: `score`, `place` (how many go before
+        it; None: others stand on it), `used` (time of its last use) and what else it knows.
+        Empty for unknown keys. Changes nothing."""
         ...
 
     def victims(self, bytes_needed: int, is_evictable: Callable[[Key], bool]) -> list[Key]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from typing import Any
 
 from towerd.policy.base import Key
 from towerd.policy.lru import LRU
@@ -130,6 +131,27 @@ class Foresight(Forecast):
         self.visits.ended(key)
         self.refresh(key, now)
         self._pure.refresh(key, now)
+
+    def resize(self, key: Key, nbytes: int) -> None:
+        """See Policy.resize."""
+        super().resize(key, nbytes)
+        self._pure.resize(key, nbytes)
+        self._lru.resize(key, nbytes)
+
+    def explain(self, key: Key, now: float) -> dict[str, Any]:
+        """See Policy.explain. `trusts`: whether forecasts lead, or the last use does."""
+        found = super().explain(key, now)
+        if found:
+            visit = self._of[key]
+            found |= {
+                "trusts": self.trusts,
+                "returns_per_s": self.visits.index(visit, now),
+                "turn": visit.turn,
+                "stop": visit.stop,
+                "away_s": max(0.0, now - visit.start_s),
+                "ended": visit.ended,
+            }
+        return found
 
     def victims(self, bytes_needed: int, is_evictable: Callable[[Key], bool]) -> list[Key]:
         """See Policy.victims. Tells the shadows how much room there is."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from typing import Any
 
 from towerd.policy.base import Key
 
@@ -132,6 +133,30 @@ class TreePolicy:
     def ended(self, key: Key, now: float) -> None:
         """See Policy.ended."""
 
+    def stepped(self, key: Key, now: float, workflow: str, agent: str) -> None:
+        """See Policy.stepped."""
+
+    def workflow_ended(self, workflow: str, now: float) -> None:
+        """See Policy.workflow_ended."""
+
+    def resize(self, key: Key, nbytes: int) -> None:
+        """See Policy.resize."""
+        entry = self._entries.get(key)
+        if entry is not None:
+            self._nbytes += nbytes - entry.nbytes
+            entry.nbytes = nbytes
+
+    def explain(self, key: Key, now: float) -> dict[str, Any]:
+        """See Policy.explain. Looks at every leaf."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return {}
+        place = None
+        if key not in self._n_children:
+            leaves = {pair for pair in self._heap if self._is_current(*pair)}
+            place = sum(pair < (entry.ranked, key) for pair in leaves)
+        return {"score": entry.ranked[0], "place": place, "used": entry.used}
+
     def victims(self, bytes_needed: int, is_evictable: Callable[[Key], bool]) -> list[Key]:
         """See Policy.victims."""
         return [entry.key for _, entry in self._offers(bytes_needed, is_evictable)]
@@ -157,8 +182,8 @@ class TreePolicy:
     def _in_order(
         self, is_evictable: Callable[[Key], bool]
     ) -> Generator[tuple[Rank, Entry], None, None]:
-        """Entries to give up one after the other, with the ranks at which they go. Whatever is taken off the heap returns to it
-        when the generator is closed."""
+        """Entries to give up one after the other, with the ranks at which they go. Whatever is
+        taken off the heap returns to it when the generator is closed."""
         heap, taken = self._heap, list[tuple[Rank, Key]]()
         extra: list[tuple[Rank, Key]] = []
         met: set[Key] = set()
