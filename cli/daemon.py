@@ -133,8 +133,8 @@ class DaemonBackend:
             raise self._broken("it ended before the verification did")
         return report
 
-    def gc(self, quarantine_days: float) -> Json:
-        body = {"quarantine_days": quarantine_days}
+    def gc(self, quarantine_days: float, dry_run: bool) -> Json:
+        body = {"quarantine_days": quarantine_days, "dry_run": dry_run}
         report: Json = self._ask("POST", f"{OWN}/gc", body, timeout_s=None)["gc"]
         return report
 

@@ -154,8 +154,8 @@ class StoreBackend:
         report = self.store.verify(progress, repair=repair)
         return {"ok": report.ok, **asdict(report), "problems": list(report.problems)}
 
-    def gc(self, quarantine_days: float) -> Json:
-        return asdict(self.store.gc(quarantine_days=quarantine_days))
+    def gc(self, quarantine_days: float, dry_run: bool) -> Json:
+        return asdict(self.store.gc(quarantine_days=quarantine_days, dry_run=dry_run))
 
 
 def needs_daemon() -> TowerdError:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import click
 
-from towerd.cli.client import PAGE_MAX, Backend, Json, Target, connect, json_option, target_options
-from towerd.errors import NotSupported
+from towerd.cli.client import Target, connect, json_option, target_options
 
 
 @click.command()
@@ -26,52 +23,13 @@ def gc(dry_run: bool, quarantine_days: float, as_json: bool, target: Target) -> 
     from towerd.cli.output import echo_json, size
 
     with connect(target) as backend:
-        report = would_go(backend) if dry_run else backend.gc(quarantine_days)
+        report = backend.gc(quarantine_days, dry_run)
     if as_json:
         echo_json({"dry_run": dry_run, **report})
-    elif dry_run:
-        click.echo(
-            f"Would remove {report['segments']:,} segments with {size(report['bytes_freed'])} of "
-            "rows on disk; nothing was changed."
-        )
+        return
+    what = f"{report['segments']:,} segments and {report['files']:,} files"
+    freed = size(report["bytes_freed"])
+    if dry_run:
+        click.echo(f"Would remove {what} and free {freed}; nothing was changed.")
     else:
-        click.echo(
-            f"Removed {report['segments']:,} segments and {report['files']:,} files; "
-            f"{size(report['bytes_freed'])} freed."
-        )
-
-
-def would_go(backend: Backend) -> Json:
-    """What gc would remove, counted from outside: `segments`, `bytes_freed` (of their rows; a
-    file that a needed segment shares would stay) and `files`, which is unknown (None)."""
-    segments = {each["id"]: each for each in _all_segments(backend)}
-    needed = _needed(backend)
-    for id in list(needed):
-        while id in segments and (id := segments[id]["parent"]) not in needed:
-            needed.add(id)
-    doomed = [each for id, each in segments.items() if id not in needed]
-    freed = sum(each["bytes"] for each in doomed if each["warm"])
-    return {"segments": len(doomed), "files": None, "bytes_freed": freed}
-
-
-def _all_segments(backend: Backend) -> Iterator[Json]:
-    offset, total = 0, 1
-    while offset < total:
-        page = backend.segments("id", PAGE_MAX, offset)
-        yield from page["segments"]
-        offset, total = offset + PAGE_MAX, page["total"]
-
-
-def _needed(backend: Backend) -> set[int]:
-    """The segments that turns, pins and bases name."""
-    sessions = backend.sessions(PAGE_MAX)
-    if len(sessions) == PAGE_MAX and backend.stats()["store"]["sessions"] > PAGE_MAX:
-        raise NotSupported(
-            f"A dry run looks through at most {PAGE_MAX:,} sessions: run gc without --dry-run; it "
-            "never removes what a session, a base or a pin needs."
-        )
-    needed = {pin["id"] for pin in backend.pins()} | {base["segment"] for base in backend.bases()}
-    for session in sessions:
-        for turn in backend.session(session["id"], session["scope"])["turns"]:
-            needed |= {turn["prompt_node"], turn["reply_node"]}
-    return needed
+        click.echo(f"Removed {what}; {freed} freed.")

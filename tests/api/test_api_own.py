@@ -163,7 +163,9 @@ async def test_upkeep(client: Client, sse: Any) -> None:
     session = (await get(client, "/towerd/v1/sessions"))["sessions"][0]["id"]
     async with client.delete(f"/towerd/v1/sessions/{session}") as reply:
         assert reply.status == 200
+    expected = (await post(client, "/towerd/v1/gc", {"dry_run": True}))["gc"]
     removed = (await post(client, "/towerd/v1/gc", {"quarantine_days": 1}))["gc"]
+    assert removed == expected
     assert removed["segments"] > 0
     await post(client, "/towerd/v1/gc", {"quarantine_days": -1}, 400)
 

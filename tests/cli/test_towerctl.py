@@ -17,7 +17,6 @@ from daemon import Daemon
 from towerd.cli.client import Backend
 from towerd.cli.daemon import DaemonBackend
 from towerd.cli.direct import StoreBackend
-from towerd.cli.gc import would_go
 
 Ctl = Callable[..., Result]
 CtlJson = Callable[..., Any]
@@ -67,7 +66,7 @@ def answers(backend: Backend) -> dict[str, Any]:
         "cut": [backend.trie(0, 1, 100), backend.trie(0, 50, 2), backend.trie(1, 50, 100)],
         "pins": backend.pins(),
         "bases": backend.bases(),
-        "gc": would_go(backend),
+        "gc": backend.gc(30.0, True),
         "stats": {
             name: backend.stats()["store"][name]
             for name in ("segments", "tokens", "files", "sessions", "bases", "warm_bytes")
@@ -111,12 +110,12 @@ def test_both_change_the_same_things(server: Daemon, chats: list[str]) -> None:
         turn = backend.session(session)["turns"][-1]
         backend.pin(turn["reply_node"])
         backend.delete_session(session)
-        assert would_go(backend)["segments"] == 0
+        assert backend.gc(30.0, True)["segments"] == 0
         backend.unpin(turn["reply_node"])
-        expected = would_go(backend)["segments"]
-        report = backend.gc(30.0)
-        assert report["segments"] == expected > 0
-        assert report["bytes_freed"] > 0
+        expected = backend.gc(30.0, True)
+        assert backend.gc(30.0, False) == expected
+        assert expected["segments"] > 0
+        assert expected["bytes_freed"] > 0
 
     with DaemonBackend.at_socket(server.socket) as daemon:
         change(daemon, chats[0])
@@ -235,7 +234,9 @@ def test_gc(server: Daemon, chats: list[str], ctl: Ctl, ctl_json: CtlJson) -> No
     assert "nothing was changed" in ctl("gc", "--dry-run", *at(server)).output
     wet = ctl_json("gc", *at(server))
     assert set(dry) == set(wet) == {"dry_run", "segments", "files", "bytes_freed"}
-    assert dry["segments"] == wet["segments"] > 0
+    assert dry["dry_run"] is True
+    assert {**dry, "dry_run": False} == wet
+    assert wet["segments"] > 0
     assert "Removed 0 segments and 0 files; 0 B freed." in ctl("gc", *at(server)).output
     assert ctl_json("verify", *at(server))["ok"]
 

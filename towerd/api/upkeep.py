@@ -98,7 +98,7 @@ async def _stream_verify(
 
 async def post_gc(request: web.Request) -> web.Response:
     """Remove what no session, base or pin needs, and quarantined files older than
-    `quarantine_days`."""
+    `quarantine_days`; with `dry_run` only say what would go."""
     require_admin(request)
     store = service_of(request).store
     body = await read_object(request)
@@ -106,5 +106,6 @@ async def post_gc(request: web.Request) -> web.Response:
     days_kept = QUARANTINE_DAYS if days is None else fields.number("quarantine_days", days)
     if days_kept < 0:
         raise InvalidRequest("Field 'quarantine_days': must not be negative")
-    report = await asyncio.to_thread(store.gc, quarantine_days=days_kept)
+    dry_run = fields.boolean(body, "dry_run", False)
+    report = await asyncio.to_thread(store.gc, quarantine_days=days_kept, dry_run=dry_run)
     return json_reply({"gc": asdict(report)})

@@ -12,7 +12,7 @@ from towerd.store.state import StoreState
 
 @dataclass(frozen=True, slots=True)
 class GcReport:
-    """What was removed."""
+    """What was removed, or would be."""
 
     segments: int
     files: int
@@ -26,11 +26,21 @@ def collect(
     quarantine_days: float,
     writing: Collection[str],
     on_remove: Callable[[Node], None],
+    *,
+    dry_run: bool = False,
 ) -> GcReport:
-    """Remove leaves until every leaf is needed, then what they leave behind. Under the lock."""
+    """Remove leaves until every leaf is needed, then what they leave behind. Under the lock.
+    With `dry_run` only say what would go."""
     doomed = _unneeded(state, keep)
     ids = {node.id for node in doomed}
     unviewed = [file for file in state.files.values() if all(node.id in ids for node in file.nodes)]
+    strays = orphans(state, writing)
+    n_files = len(unviewed) + len(strays)
+    directory = state.directory
+    if dry_run:
+        names = [file.path.name for file in unviewed] + list(strays)
+        freed = sum(directory.size(name) for name in names)
+        return GcReport(len(doomed), n_files, freed + directory.leftovers(writing, quarantine_days))
     with state.catalog.transaction():
         state.catalog.run_many("DELETE FROM segments WHERE id = ?", [(n.id,) for n in doomed])
         state.catalog.run_many("DELETE FROM files WHERE id = ?", [(f.id,) for f in unviewed])
@@ -40,12 +50,11 @@ def collect(
     freed = 0
     for file in unviewed:
         state.forget_file(file)
-        freed += state.directory.remove(file.path.name)
-    strays = orphans(state, writing)
-    freed += sum(state.directory.remove(name) for name in strays)
-    freed += state.directory.sweep_tmp(writing)
-    freed += state.directory.empty_quarantine(quarantine_days)
-    return GcReport(len(doomed), len(unviewed) + len(strays), freed)
+        freed += directory.remove(file.path.name)
+    freed += sum(directory.remove(name) for name in strays)
+    freed += directory.sweep_tmp(writing)
+    freed += directory.empty_quarantine(quarantine_days)
+    return GcReport(len(doomed), n_files, freed)
 
 
 def drop_foreign(state: StoreState, bytes_needed: int) -> int:

@@ -39,7 +39,7 @@ class Directory:
 
     def sweep_tmp(self, writing: Container[str] = ()) -> int:
         """Delete what a killed process left half-written; returns the bytes freed."""
-        return sum(_remove(path) for path in self.tmp.iterdir() if path.name not in writing)
+        return sum(_remove(path) for path in self._halves(writing))
 
     def names(self) -> set[str]:
         """The names in `segments/`."""
@@ -61,10 +61,29 @@ class Directory:
 
     def empty_quarantine(self, days: float) -> int:
         """Delete what was set aside more than `days` ago; returns the bytes freed."""
+        return sum(_remove(path) for path in self._set_aside_before(days))
+
+    def size(self, name: str) -> int:
+        """Bytes of a segment file; 0 if it is not there."""
+        return _size(self.segments / name)
+
+    def leftovers(self, writing: Container[str], days: float) -> int:
+        """Bytes that `sweep_tmp` and `empty_quarantine` would free."""
+        return sum(_size(p) for p in (*self._halves(writing), *self._set_aside_before(days)))
+
+    def _halves(self, writing: Container[str]) -> list[Path]:
+        return [path for path in self.tmp.iterdir() if path.name not in writing]
+
+    def _set_aside_before(self, days: float) -> list[Path]:
         oldest = time.time() - days * DAY_S
-        return sum(
-            _remove(path) for path in self.quarantine.iterdir() if path.lstat().st_mtime <= oldest
-        )
+        return [path for path in self.quarantine.iterdir() if path.lstat().st_mtime <= oldest]
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.lstat().st_size
+    except OSError:
+        return 0
 
 
 def _remove(path: Path) -> int:

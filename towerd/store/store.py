@@ -390,10 +390,16 @@ class Store:
 
     # --- upkeep ---------------------------------------------------------------------------
 
-    def gc(self, *, keep: Collection[int] = (), quarantine_days: float = 30) -> GcReport:
-        """Remove what no session, base or pin needs; `keep` lists node ids in use (live)."""
+    def gc(
+        self, *, keep: Collection[int] = (), quarantine_days: float = 30, dry_run: bool = False
+    ) -> GcReport:
+        """Remove what no session, base or pin needs; `keep` lists node ids in use (live). With
+        `dry_run` only say what would go."""
         with self._open_lock():
-            return collect(self.state, keep, quarantine_days, self.rows.writing, self._removed)
+            writing = self.rows.writing
+            return collect(
+                self.state, keep, quarantine_days, writing, self._removed, dry_run=dry_run
+            )
 
     def verify(
         self, progress: Callable[[int, int], None] | None = None, *, repair: bool = False
