@@ -75,20 +75,24 @@ async def test_a_bad_start_says_why(llama_server: Path, tmp_path: Path) -> None:
             pytest.fail("it cannot start")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel does it on Linux only")
-def test_it_dies_with_us(llama_server: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["kernel", "watch"])
+def test_it_dies_with_us(llama_server: Path, tmp_path: Path, method: str) -> None:
     """However we end: no llama-server is left when towerd is killed."""
+    if method == "kernel" and sys.platform != "linux":
+        pytest.skip("only Linux's kernel does it")
     script = f"""
         import asyncio, sys
         sys.path.insert(0, {str(Path(__file__).parent.parent / "support")!r})
         from pathlib import Path
         from sidecar_tools import alone
+        from towerd.engine.llama_server import process
         from towerd.models.bundled import bundled_model
 
         async def main():
+            process.GUARD_METHOD = {method!r}
             binary, root = Path({str(llama_server)!r}), Path({str(tmp_path)!r})
-            async with alone(binary, bundled_model(), root) as process:
-                print(process.pid, flush=True)
+            async with alone(binary, bundled_model(), root) as started:
+                print(started.pid, flush=True)
                 await asyncio.Event().wait()
 
         asyncio.run(main())
@@ -96,11 +100,36 @@ def test_it_dies_with_us(llama_server: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-c", textwrap.dedent(script)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
-        child = psutil.Process(int(parent.stdout.readline()))
-        assert child.is_running()
+        started = psutil.Process(int(parent.stdout.readline()))
+        family = [started, *started.children(recursive=True)]
+        assert len(family) == (2 if method == "watch" else 1)
         parent.kill()
-        child.wait(timeout=30)
-    assert not child.is_running()
+        assert psutil.wait_procs(family, timeout=30)[1] == []
+
+
+async def test_a_watched_one_ends_as_the_other(
+    llama_server: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Below a watching guard too it stops when asked, comes back when killed, and its exit is
+    told as its own; a killed guard leaves nothing behind."""
+    monkeypatch.setattr("towerd.engine.llama_server.process.GUARD_METHOD", "watch")
+    async with alone(llama_server, bundled_model(), tmp_path) as process:
+        back = asyncio.Event()
+        process.on_start = back.set
+        for kill_guard in (False, True):
+            assert process.pid is not None
+            (child,) = psutil.Process(process.pid).children()
+            os.kill(process.pid if kill_guard else child.pid, signal.SIGKILL)
+            await back.wait()
+            back.clear()
+            assert process.exit_reason == "was killed by SIGKILL"
+            assert await process.upstream.is_healthy()
+            assert psutil.wait_procs([child], timeout=30)[1] == []
+        (child,) = psutil.Process(process.pid).children()
+    assert psutil.wait_procs([child], timeout=30)[1] == []
+    with pytest.raises(ConfigError, match=r"status \d+ while starting: .*--no-such-flag"):
+        async with alone(llama_server, bundled_model(), tmp_path, "--no-such-flag"):
+            pytest.fail("it cannot start")
 
 
 def test_builds() -> None:

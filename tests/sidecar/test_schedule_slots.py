@@ -194,6 +194,22 @@ def test_who_is_there_may_go_first_but_not_for_ever(policy: Policy) -> None:
     assert order == [own, stranger, stranger]
 
 
+def test_a_slot_that_is_being_saved_is_waited_for(policy: Policy) -> None:
+    """Its own chat waits the moment that a save takes; another one does not, and goes first."""
+    chat = ids(100)
+    saved, empty = filled(0, chat), Slot(1)
+    saved.busy = saved.saving = True
+    own, stranger = Want(np.append(chat, 5).astype(np.int32), "a"), Want(ids(100, 1), "a")
+    assert policy.next([own], [saved, empty]) is None
+    found = policy.next([own, stranger], [saved, empty])
+    assert found is not None
+    assert found[0] is stranger
+    saved.saving = False  # it runs a request: that may take long
+    found = policy.next([own], [saved, empty])
+    assert found is not None
+    assert found[1].slot is empty
+
+
 def test_costs_follow_what_is_measured() -> None:
     """Short samples say nothing; long ones move the estimate towards themselves."""
     costs = Costs(prefill_ms=2.0, call_ms=1.0)

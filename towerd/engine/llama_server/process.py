@@ -1,7 +1,7 @@
 """A supervised child: llama-server on a free loopback port, with a key of its own.
 
 It is started again when it dies, after a growing pause, with its last words in our log; it dies
-with us, whatever kills us (Linux: the kernel does it; elsewhere the next start does).
+with us, whatever kills us (see `guard`).
 """
 
 from __future__ import annotations
@@ -33,14 +33,10 @@ STABLE_S = 60.0
 LOG_BYTES_MAX = 32 << 20
 LOG_TAIL_BYTES = 2000
 _KEY_BYTES = 32
-_DIE_WITH_PARENT = (
-    "import ctypes,os,signal,sys;"
-    "ctypes.CDLL(None).prctl(1,signal.SIGKILL);"
-    "os.getppid()==int(sys.argv[1]) or sys.exit(1);"
-    "os.execv(sys.argv[2],sys.argv[2:])"
-)
-"""PR_SET_PDEATHSIG, then the program. Set between fork and exec it could deadlock in a process
-with threads, so a fresh interpreter does it."""
+GUARD = Path(__file__).with_name("guard.py")
+GUARD_METHOD = "kernel" if sys.platform == "linux" else "watch"
+_PIPE = asyncio.subprocess.PIPE
+"""Nothing is written to it; its end tells a watching guard that we are gone."""
 
 
 class LlamaServerProcess:
@@ -74,7 +70,7 @@ class LlamaServerProcess:
 
     @property
     def pid(self) -> int | None:
-        """The child, while there is one."""
+        """The child, while there is one: llama-server, or the guard that watches over it."""
         return None if self._process is None else self._process.pid
 
     async def start(self) -> None:
@@ -98,8 +94,7 @@ class LlamaServerProcess:
                 await self._supervisor
         process = self._process
         if process is not None and process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.terminate()
+            self._signal(process, signal.SIGTERM)
             try:
                 await asyncio.wait_for(process.wait(), STOP_S_MAX)
             except TimeoutError:
@@ -111,17 +106,16 @@ class LlamaServerProcess:
     async def _spawn(self) -> None:
         port = free_port()
         self.upstream.url = f"http://127.0.0.1:{port}"
-        program = [str(self._binary), *self._command(port)]
-        if sys.platform == "linux":
-            launcher = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid())]
-            program = launcher + program
+        guard = [sys.executable, "-I", "-S", str(GUARD), GUARD_METHOD, str(os.getpid())]
         # The key goes through the environment: a command line is everybody's to read.
         env = self._env | {"LLAMA_API_KEY": self.upstream.key or ""}
         handle = await asyncio.to_thread(self._open_log)
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *program,
-                stdin=asyncio.subprocess.DEVNULL,
+                *guard,
+                str(self._binary),
+                *self._command(port),
+                stdin=_PIPE if GUARD_METHOD == "watch" else asyncio.subprocess.DEVNULL,
                 stdout=handle,
                 stderr=handle,
                 env=env,
@@ -146,9 +140,14 @@ class LlamaServerProcess:
     async def _kill(self) -> None:
         process = self._process
         if process is not None and process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+            self._signal(process, signal.SIGKILL)
             await process.wait()
+
+    @staticmethod
+    def _signal(process: asyncio.subprocess.Process, number: int) -> None:
+        """To its whole group: the guard, llama-server, and tools that it runs."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
 
     # ---- supervision ----------------------------------------------------------------------
 
@@ -161,6 +160,7 @@ class LlamaServerProcess:
             assert self._process is not None
             code = await self._wait()
             self.is_running = False
+            self._signal(self._process, signal.SIGKILL)  # what it leaves behind
             if loop.time() - started > STABLE_S:
                 failures = 0
             self.exit_reason = describe_exit(code)

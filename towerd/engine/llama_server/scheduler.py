@@ -89,6 +89,8 @@ class Slot:
     busy: bool = False
     holder: str = ""
     """Scope of the request that has it, while busy."""
+    saving: bool = False
+    """Busy only because it is being saved: it holds the same afterwards."""
     sure: bool = True
     """False: something may have changed it behind our back; ask before relying on it."""
     last_used: int = 0
@@ -182,11 +184,20 @@ class Choice:
 
 
 class Policy:
-    """Decides. `window`: tokens that sliding-window layers look back; 0: no such layers."""
+    """Decides. `window`: tokens that sliding-window layers look back; 0: no such layers.
+    `extends_only`: a slot is of use only to a prompt that begins with all it holds."""
 
-    def __init__(self, costs: Costs, *, window: int = 0, can_store: bool = True) -> None:
+    def __init__(
+        self,
+        costs: Costs,
+        *,
+        window: int = 0,
+        extends_only: bool = False,
+        can_store: bool = True,
+    ) -> None:
         self.costs = costs
         self.window = window
+        self.extends_only = extends_only
         self.can_store = can_store
         """Whether states can be saved and restored at all."""
 
@@ -236,6 +247,8 @@ class Policy:
         allowed = common if slot.scope == want.scope else min(common, want.n_public)
         if allowed < common:
             return 0, True
+        if self.extends_only and (common < slot.n or common == want.n):
+            return 0, False  # it starts over, unless it kept a checkpoint
         if self.window and 0 < common < slot.n:
             if slot.window_from and common < slot.window_from + self.window - 1:
                 return 0, True  # with --swa-full the server would use rows that it lacks
@@ -335,6 +348,8 @@ class Policy:
         choice = self.choose(first, slots)
         if choice is None:
             return None
+        if self._awaits(first, choice, slots):
+            return self.next([want for want in waiting if want is not first], slots)
         if first.overtaken < len(slots):
             for later in waiting:
                 if later is not first and self._continues(later, choice.slot):
@@ -345,6 +360,14 @@ class Policy:
                     assert other is not None
                     return later, other
         return first, choice
+
+    def _awaits(self, want: Want, choice: Choice, slots: Sequence[Slot]) -> bool:
+        """Whether a slot that is being saved is worth waiting for rather than to take `choice`."""
+        if want.ids is None:
+            return False
+        live = max((self.live(want, slot)[0] for slot in slots if slot.saving), default=0)
+        gain = self.costs.prefill(live - choice.n_reused)
+        return gain > max((self.costs.save(slot.n) for slot in slots if slot.saving), default=0.0)
 
     def _continues(self, want: Want, slot: Slot) -> bool:
         """Whether the slot holds most of this request's tokens, so that giving it to another

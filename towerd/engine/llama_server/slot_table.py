@@ -68,12 +68,12 @@ class SlotTable:
     def undo(self, choice: Choice) -> None:
         """Give back a choice that was not used; its slots hold what they held."""
         for slot in {choice.slot, choice.capture or choice.slot}:
-            slot.busy = False
+            slot.busy = slot.saving = False
         self.pump()
 
     def free(self, slot: Slot, *, used: bool = True) -> None:
         """Give a slot back. `used`: a request ran in it, rather than upkeep."""
-        slot.busy = False
+        slot.busy = slot.saving = False
         if used:
             self._n_leases += 1
             slot.last_used = self._n_leases
@@ -110,3 +110,4 @@ class SlotTable:
         slot.busy, slot.holder = True, want.scope
         if choice.capture is not None:
             choice.capture.busy = True
+            choice.capture.saving = choice.capture is not slot

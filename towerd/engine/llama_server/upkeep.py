@@ -18,6 +18,8 @@ IDLE_S = 30.0
 """A slot that was not used for so long is saved, so that a crash costs no prefill."""
 PRESSED_S = 0.02
 """With more conversations than slots it is saved at once, unless somebody is there already."""
+FOREIGN_S = 0.1
+"""A slot that was seen to run something that towerd did not place is asked for again after this."""
 
 
 class Upkeep:
@@ -65,7 +67,7 @@ class Upkeep:
         """Save it if it is idle and the store lacks some of it."""
         if not self._wants_capture(slot):
             return
-        slot.busy, slot.holder = True, ""
+        slot.busy, slot.holder, slot.saving = True, "", True
         try:
             await self._placer.capture(slot)
         except TowerdError as error:
@@ -99,12 +101,16 @@ class Upkeep:
 
     def doubt(self) -> None:
         """Something that towerd did not place ran or runs: believe nothing about free slots."""
-        for slot in self._foreign:
-            slot.hold_unknown("")
-            slot.busy = False
-        self._foreign.clear()
         for slot in self._placer.table.slots:
             slot.sure = False
+        self._release_foreign()
+
+    def _release_foreign(self) -> None:
+        """Slots that ran something else may be free by now; whoever wants one has it asked for."""
+        for slot in self._foreign:
+            slot.hold_unknown("")
+            slot.busy = slot.sure = False
+        self._foreign.clear()
         self._placer.table.pump()
 
     def verify_soon(self) -> None:
@@ -123,6 +129,8 @@ class Upkeep:
             if not slot.sure and not slot.busy:
                 self._settle_doubt(slot, views.get(slot.id))
         self._verifying = False
+        if self._foreign:
+            asyncio.get_running_loop().call_later(FOREIGN_S, self._release_foreign)
         self._placer.table.pump()
 
     def _settle_doubt(self, slot: Slot, view: dict[str, Any] | None) -> None:
