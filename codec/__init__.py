@@ -1,6 +1,8 @@
-"""Token ids to bits and back: the arithmetic coder that turns the text of an idle conversation
-into a few kilobytes (README.md states the contract). This package holds no code yet; nothing in
-the daemon depends on it.
-"""
+"""Token ids to bits and back: the cold form of a conversation, a few kilobytes (README.md)."""
 
 from __future__ import annotations
+
+from towerd.codec.codec import Codec
+from towerd.codec.errors import CodecError
+
+__all__ = ["Codec", "CodecError"]

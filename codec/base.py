@@ -1,0 +1,55 @@
+"""What the codec works on: token ids, and the vocabulary they are ids of."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Ids = npt.NDArray[np.int32]
+
+IDS_MAX = 1 << 24
+"""Token ids in one blob; a session longer than that is not a chat."""
+
+
+class Vocabulary(Protocol):
+    """A model's tokenizer as the codec needs it: tables, and one call."""
+
+    @property
+    def pieces(self) -> Sequence[bytes]:
+        """The bytes each id stands for in text; b"" for control tokens, which are no text."""
+        ...
+
+    @property
+    def names(self) -> Sequence[bytes]:
+        """How each control token is written in the model's template; b"" for all other ids."""
+        ...
+
+    def tokenize(self, text: bytes) -> Sequence[int] | Ids:
+        """Ids of valid UTF-8: nothing added, no control token read out of the text."""
+        ...
+
+
+def as_ids(ids: Sequence[int] | Ids) -> Ids:
+    """`ids` as int32[n]; ValueError if one is negative or does not fit."""
+    wide = np.asarray(ids, dtype=np.int64).reshape(-1)
+    if len(wide) and (int(wide.min()) < 0 or int(wide.max()) >= 1 << 31):
+        raise ValueError("Token ids are integers from 0 to 2^31 - 1.")
+    return wide.astype(np.int32)
+
+
+def ids_hash(ids: Ids) -> bytes:
+    """16 bytes of BLAKE2b over the ids as little-endian int32."""
+    return hashlib.blake2b(ids.astype("<i4").tobytes(), digest_size=16).digest()
+
+
+def vocabulary_hash(vocabulary: Vocabulary) -> bytes:
+    """8 bytes that name a vocabulary: its pieces and control tokens, in order of their ids."""
+    digest = hashlib.blake2b(digest_size=8)
+    for table in (vocabulary.pieces, vocabulary.names):
+        digest.update(np.array([len(piece) for piece in table], "<u4").tobytes())
+        digest.update(b"".join(table))
+    return digest.digest()

@@ -1,0 +1,150 @@
+"""The blob: a header that says what is needed to decode it, the bits, and checksums.
+
+    magic 4 | version 1 | form 1 | bytes in all, u32 | vocabulary hash 8 | ids hash 16
+    varint: ids | varint: base ids | base hash 16, if there is a base
+    model hash 8 and runtime hash 8, if the form needs them
+    varint: chunks, then per chunk its ids and the bytes of its committed coder output
+    varint: bytes of side information | side information | coded chunks
+    varint: bytes of the fallback | the fallback (another blob, for the same ids and base)
+    padding | BLAKE2b-64 of everything before
+
+The checksum covers every byte, so a flipped one is an error before anything is decoded; the hash
+of the ids catches what a wrong model or runtime would decode to. A reader takes no memory that
+the length of the blob does not justify: a blob has a byte for every IDS_PER_BYTE_MAX ids.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass
+
+from towerd.codec import varint
+from towerd.codec.base import IDS_MAX
+from towerd.codec.errors import CodecError, Damaged, NewerVersion, Truncated
+
+MAGIC = b"TWRC"
+VERSION = 1
+IDS_PER_BYTE_MAX = 1024
+_FIXED = struct.Struct("<4sBBI8s16s")
+_CHECKSUM_BYTES = 8
+_MODEL_BYTES = 8
+_BASE_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way to write ids as bits."""
+
+    code: int
+    name: str
+    has_model: bool
+    has_runtime: bool
+    note: str
+
+    @property
+    def portable(self) -> bool:
+        """Whether every machine decodes it alike, so that it needs no fallback."""
+        return not self.has_runtime
+
+
+FORMS = (
+    Form(0, "packed", False, False, "ids of ceil(log2 n) bits"),
+    Form(1, "ranked", True, False, "ids in order of frequency, varint, zstd with a dictionary"),
+    Form(2, "text", True, False, "text and its exceptions, zstd with a dictionary"),
+    Form(3, "mix", True, False, "context mixing over the mini vocabulary, integer arithmetic"),
+    Form(4, "network", True, True, "context mixing with the mini model's distribution"),
+    Form(5, "same", True, True, "the same over M's own ids, with a model of M's tokenizer"),
+)
+BY_CODE = {form.code: form for form in FORMS}
+BY_NAME = {form.name: form for form in FORMS}
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Ids that are coded on their own, and the coder's output for them."""
+
+    n_ids: int
+    bits: bytes
+
+
+@dataclass(frozen=True)
+class Blob:
+    """A parsed blob. `base_ids` counts the ids that it is conditioned on."""
+
+    form: Form
+    vocabulary: bytes
+    hash: bytes
+    n_ids: int
+    chunks: tuple[Chunk, ...]
+    side: bytes = b""
+    base_ids: int = 0
+    base_hash: bytes = b""
+    model: bytes = b""
+    runtime: bytes = b""
+    fallback: bytes = b""
+
+
+def write(blob: Blob) -> bytes:
+    """The bytes of a blob."""
+    parts = [varint.put(blob.n_ids), varint.put(blob.base_ids)]
+    parts += [blob.base_hash, blob.model, blob.runtime, varint.put(len(blob.chunks))]
+    parts += [varint.put_all((chunk.n_ids, len(chunk.bits))) for chunk in blob.chunks]
+    parts += [varint.put(len(blob.side)), blob.side, *(chunk.bits for chunk in blob.chunks)]
+    parts += [varint.put(len(blob.fallback)), blob.fallback]
+    body = b"".join(parts)
+    n_bytes = _FIXED.size + len(body) + _CHECKSUM_BYTES
+    padding = max(0, -(-blob.n_ids // IDS_PER_BYTE_MAX) - n_bytes)
+    head = (MAGIC, VERSION, blob.form.code, n_bytes + padding, blob.vocabulary, blob.hash)
+    data = _FIXED.pack(*head) + body + bytes(padding)
+    return data + _checksum(data)
+
+
+def read(data: bytes) -> Blob:
+    """Parse and check a blob that may be anything.
+
+    Raises Truncated, NewerVersion or Damaged; decodes nothing."""
+    form, vocabulary, hash_ = _read_fixed(data)
+    reader = varint.Reader(data[_FIXED.size : -_CHECKSUM_BYTES])
+    n_ids = reader.number(IDS_MAX + 1)
+    if n_ids > len(data) * IDS_PER_BYTE_MAX:
+        raise Damaged(f"The blob is damaged: {len(data)} bytes cannot hold {n_ids} ids.")
+    base_ids = reader.number()
+    base_hash = reader.take(_BASE_BYTES if base_ids else 0)
+    model = reader.take(_MODEL_BYTES if form.has_model else 0)
+    runtime = reader.take(_MODEL_BYTES if form.has_runtime else 0)
+    n_chunks = reader.number(len(data))
+    sizes = reader.numbers(2 * n_chunks)
+    side = reader.take(reader.number())
+    bits = [reader.take(n) for n in sizes[1::2]]
+    fallback = reader.take(reader.number())
+    if any(reader.rest()):
+        raise Damaged("The blob is damaged: its padding is not empty.")
+    if sum(sizes[::2]) != n_ids:
+        raise Damaged("The blob is damaged: its chunks hold another number of ids.")
+    chunks = tuple(map(Chunk, sizes[::2], bits))
+    return Blob(form, vocabulary, hash_, n_ids, chunks, side, base_ids, base_hash, model, runtime,
+                fallback)  # fmt: skip
+
+
+def _read_fixed(data: bytes) -> tuple[Form, bytes, bytes]:
+    if not data.startswith(MAGIC[: len(data)]):
+        raise Damaged("The blob is damaged: it does not start like one.")
+    if len(data) < _FIXED.size + _CHECKSUM_BYTES:
+        raise Truncated(f"The blob is truncated: {len(data)} bytes are less than a header.")
+    _, version, code, n_bytes, vocabulary, hash_ = _FIXED.unpack_from(data)
+    if version > VERSION:
+        raise NewerVersion(
+            f"The blob has version {version} and this towerd reads up to {VERSION}: update towerd."
+        )
+    if len(data) < n_bytes:
+        raise Truncated(f"The blob is truncated: {len(data)} of {n_bytes} bytes are here.")
+    if len(data) > n_bytes or _checksum(data[:-_CHECKSUM_BYTES]) != data[-_CHECKSUM_BYTES:]:
+        raise Damaged("The blob is damaged: its checksum does not match; restore it from a copy.")
+    if version < VERSION or code not in BY_CODE:
+        raise CodecError(f"Nothing here reads version {version}, form {code} of the format.")
+    return BY_CODE[code], vocabulary, hash_
+
+
+def _checksum(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=_CHECKSUM_BYTES).digest()

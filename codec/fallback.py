@@ -1,0 +1,183 @@
+"""Forms that need no model: what every machine with the same vocabulary can read.
+
+`packed` needs nothing but the ids. `ranked` replaces an id by its rank in the bundled sample, so
+that most take one byte, and compresses that with zstd and the sample as dictionary; `text` does
+the same with the text. Ranks come from the pieces alone (longest match, not the tokenizer), so a
+tokenizer that changes its merges does not change them.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import zstandard
+
+from towerd.codec import sample, varint
+from towerd.codec.base import Ids, Vocabulary
+from towerd.codec.errors import Damaged
+from towerd.codec.text import from_ids, parse, to_ids
+
+LEVEL = 19
+_PIECE_BYTES_MAX = 24
+_WINDOW_BYTES_MAX = 1 << 26
+_RANK_BYTES_MAX = 5
+Ranks = npt.NDArray[np.uint32]
+
+
+class Fallback(Protocol):
+    """A form without a model."""
+
+    name: str
+    model: bytes
+    """8 bytes that name what it needs besides the vocabulary; b"" for nothing."""
+
+    def encode(self, ids: Ids) -> tuple[bytes, bytes]:
+        """(side information, bits) of ids that are all in the vocabulary."""
+        ...
+
+    def decode(self, side: bytes, bits: bytes, n_ids: int) -> Sequence[int] | Ids:
+        """The ids; Damaged if the bytes are not what `encode` gives for `n_ids` ids."""
+        ...
+
+
+class Packed:
+    """Ids of as many bits as the vocabulary needs."""
+
+    name, model = "packed", b""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.n_tokens = len(vocabulary.pieces)
+        self.width = max(1, (self.n_tokens - 1).bit_length())
+
+    def encode(self, ids: Ids) -> tuple[bytes, bytes]:
+        """The bits, most significant first."""
+        shifts = np.arange(self.width - 1, -1, -1)
+        return b"", np.packbits(ids[:, None] >> shifts & 1).tobytes()
+
+    def decode(self, side: bytes, bits: bytes, n_ids: int) -> Ids:
+        """The ids again."""
+        if side or len(bits) != -(-n_ids * self.width // 8):
+            raise Damaged("The blob is damaged: its packed ids have another length.")
+        flat = np.unpackbits(np.frombuffer(bits, np.uint8), count=n_ids * self.width)
+        weights = 1 << np.arange(self.width - 1, -1, -1, dtype=np.int32)
+        return (flat.reshape(n_ids, self.width) @ weights).astype(np.int32)
+
+
+class Ranked:
+    """Ranks as varints, with zstd."""
+
+    name = "ranked"
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        """Takes about a second: the ranks are counted once per vocabulary."""
+        segments = _longest_matches(sample.load(), vocabulary.pieces)
+        self.order = _by_count(segments, len(vocabulary.pieces))
+        self.ranks = np.empty(len(self.order), np.uint32)
+        self.ranks[self.order] = np.arange(len(self.order), dtype=np.uint32)
+        dictionary = varint.pack(self.ranks[segments])
+        self.zstd = _Zstd(dictionary)
+        packed = varint.pack(self.order.astype(np.uint32))
+        self.model = hashlib.blake2b(packed + dictionary, digest_size=8).digest()
+
+    def encode(self, ids: Ids) -> tuple[bytes, bytes]:
+        """The compressed varints."""
+        return b"", self.zstd.compress(varint.pack(self.ranks[ids]))
+
+    def decode(self, side: bytes, bits: bytes, n_ids: int) -> Ids:
+        """The ids again."""
+        if side:
+            raise Damaged("The blob is damaged: ranked ids have no side information.")
+        ranks = varint.unpack(self.zstd.decompress(bits, n_ids * _RANK_BYTES_MAX), n_ids)
+        if n_ids and int(ranks.max()) >= len(self.order):
+            raise Damaged("The blob is damaged: it holds a rank that the vocabulary lacks.")
+        return self.order[ranks.astype(np.int64)]
+
+
+class ZstdText:
+    """Text and its exceptions, with zstd."""
+
+    name = "text"
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
+        self.zstd, self.model = _Zstd(sample.load()), sample.name()
+        self.piece_bytes_max = max(map(len, vocabulary.pieces), default=1) + 1
+
+    def encode(self, ids: Ids) -> tuple[bytes, bytes]:
+        """(exceptions, compressed text)."""
+        text = from_ids(ids, self.vocabulary)
+        return text.side(), self.zstd.compress(text.text)
+
+    def decode(self, side: bytes, bits: bytes, n_ids: int) -> list[int]:
+        """The ids again."""
+        text = self.zstd.decompress(bits, n_ids * self.piece_bytes_max)
+        return to_ids(parse(text, side), self.vocabulary)
+
+
+class _Zstd:
+    """zstd with a dictionary: no magic number, checksum or size, which the container has."""
+
+    def __init__(self, dictionary: bytes) -> None:
+        self.dictionary = zstandard.ZstdCompressionDict(
+            dictionary, dict_type=zstandard.DICT_TYPE_RAWCONTENT
+        )
+
+    @functools.cached_property
+    def _compressor(self) -> zstandard.ZstdCompressor:
+        params = zstandard.ZstdCompressionParameters.from_level(
+            LEVEL, dict_size=len(self.dictionary.as_bytes()), format=zstandard.FORMAT_ZSTD1_MAGICLESS,
+            write_content_size=False, write_checksum=False, write_dict_id=False,
+        )  # fmt: skip
+        self.dictionary.precompute_compress(compression_params=params)
+        return zstandard.ZstdCompressor(dict_data=self.dictionary, compression_params=params)
+
+    def compress(self, data: bytes) -> bytes:
+        """One frame."""
+        return self._compressor.compress(data)
+
+    def decompress(self, frame: bytes, bytes_max: int) -> bytes:
+        """Back again, reading no further than `bytes_max` bytes; Damaged for anything else."""
+        decompressor = zstandard.ZstdDecompressor(
+            dict_data=self.dictionary, max_window_size=_WINDOW_BYTES_MAX,
+            format=zstandard.FORMAT_ZSTD1_MAGICLESS,
+        )  # fmt: skip
+        try:
+            with decompressor.stream_reader(frame) as stream:
+                data = stream.read(bytes_max + 1)
+        except zstandard.ZstdError as error:
+            raise Damaged(f"The blob is damaged: zstd says {error}.") from error
+        if len(data) > bytes_max:
+            raise Damaged("The blob is damaged: it decompresses to more than its ids.")
+        return data
+
+
+def _longest_matches(text: bytes, pieces: Sequence[bytes]) -> npt.NDArray[np.int64]:
+    """Ids that spell `text`, each the longest piece that fits; bytes no piece has are skipped."""
+    table = {}
+    for token in range(len(pieces) - 1, -1, -1):
+        if 0 < len(pieces[token]) <= _PIECE_BYTES_MAX:
+            table[pieces[token]] = token
+    longest: dict[bytes, int] = {}
+    for piece in table:
+        longest[piece[:2]] = max(len(piece), longest.get(piece[:2], 0))
+    found, at = [], 0
+    while at < len(text):
+        length = longest.get(text[at : at + 2], 1)
+        while length and text[at : at + length] not in table:
+            length -= 1
+        if length:
+            found.append(table[text[at : at + length]])
+        at += length or 1
+    return np.array(found, np.int64)
+
+
+def _by_count(segments: npt.NDArray[np.int64], n_tokens: int) -> Ids:
+    """All ids, the most frequent first; equals and those that never occur by id."""
+    counts = Counter(segments.tolist())
+    return np.array(sorted(range(n_tokens), key=lambda i: (-counts[i], i)), np.int32)

@@ -1,0 +1,89 @@
+"""The tokenizer in a GGUF, read with llama.cpp; no tensors are loaded."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import llama_cpp.llama_cpp as lib
+import numpy as np
+
+from towerd.codec.base import Ids
+from towerd.codec.errors import UnknownModel
+
+_PIECE_BYTES = 64
+_INT32_P = ctypes.POINTER(ctypes.c_int32)
+
+
+class GgufVocabulary:
+    """A `Vocabulary` out of a GGUF file. Close it, or use it as a context manager."""
+
+    def __init__(self, path: Path) -> None:
+        """UnknownModel if the file cannot be read or has no tokenizer."""
+        lib.llama_backend_init()
+        params = lib.llama_model_default_params()
+        params.vocab_only = True
+        self._model: Any = lib.llama_model_load_from_file(str(path).encode(), params)
+        if not self._model:
+            raise UnknownModel(f"{path} cannot be loaded: it must be a GGUF with a tokenizer.")
+        self._ptr = lib.llama_model_get_vocab(self._model)
+        self.n_tokens = int(lib.llama_vocab_n_tokens(self._ptr))
+        self._pieces, self._names = self._read()
+
+    @property
+    def pieces(self) -> Sequence[bytes]:
+        """Bytes of each id as text; b"" for control tokens."""
+        return self._pieces
+
+    @property
+    def names(self) -> Sequence[bytes]:
+        """How each control token is written; b"" for the others."""
+        return self._names
+
+    def tokenize(self, text: bytes) -> Ids:
+        """int32[n] ids of UTF-8 text; nothing is added and no control token parsed."""
+        room = len(text) + 8
+        for _ in range(2):
+            out = np.empty(room, np.int32)
+            n = int(lib.llama_tokenize(self._ptr, text, len(text), out.ctypes.data_as(_INT32_P),
+                                       room, False, False))  # fmt: skip
+            if n >= 0:
+                return out[:n]
+            room = -n
+        raise ValueError("The text makes more than 2^31 tokens.")
+
+    def close(self) -> None:
+        """Free the model."""
+        if self._model:
+            lib.llama_model_free(self._model)
+            self._model = None
+
+    def __enter__(self) -> GgufVocabulary:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _read(self) -> tuple[list[bytes], list[bytes]]:
+        special = lib.LLAMA_TOKEN_ATTR_CONTROL | lib.LLAMA_TOKEN_ATTR_UNKNOWN
+        special |= lib.LLAMA_TOKEN_ATTR_UNUSED
+        pieces, names = [], []
+        for token in range(self.n_tokens):
+            control = bool(lib.llama_vocab_get_attr(self._ptr, token) & special)
+            piece = self._piece(token)
+            pieces.append(b"" if control else piece)
+            names.append(piece if control else b"")
+        return pieces, names
+
+    def _piece(self, token: int) -> bytes:
+        # A piece longer than the buffer gives minus its length: a second call has room for it.
+        room = _PIECE_BYTES
+        for _ in range(2):
+            buffer = ctypes.create_string_buffer(room)
+            n = int(lib.llama_token_to_piece(self._ptr, token, buffer, room, 0, True))
+            if n >= 0:
+                return buffer.raw[:n]
+            room = -n
+        return b""
