@@ -1,5 +1,5 @@
 """Clients that use everything at once; run as a program, so that they share no interpreter with
-the daemon under test: `python busy_clients.py URL`."""
+the daemon under test: `python busy_clients.py URL [CHAT_PATH...]`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import io
 import json
 import random
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import aiohttp
@@ -40,19 +41,17 @@ async def post_big(http: aiohttp.ClientSession, url: str, body: Any, status: int
         return await reply.json()
 
 
-async def big_texts(http: aiohttp.ClientSession, url: str) -> None:
+async def big_texts(http: aiohttp.ClientSession, url: str, chat_paths: Sequence[str]) -> None:
     """2 MB to tokenize, to detokenize, and as a prompt that does not fit."""
     tokens = (await post_big(http, url + "/tokenize", {"content": TEXT}, 200))["tokens"]
     assert len(tokens) > 100_000
     found = await post_big(http, url + "/detokenize", {"tokens": tokens}, 200)
     assert len(found["content"]) >= len(TEXT) - 1
-    messages = [{"role": "user", "content": TEXT}]
-    for path, body in (
-        ("/completion", {"prompt": TEXT}),
-        ("/completion", {"prompt": tokens}),
-        ("/v1/chat/completions", {"messages": messages}),
-    ):
-        await post_big(http, url + path, body, 400)
+    chat = {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 5}
+    for body in ({"prompt": TEXT}, {"prompt": tokens}):
+        await post_big(http, url + "/completion", body, 400)
+    for path in chat_paths:
+        await post_big(http, url + path, chat, 400)
 
 
 async def looks(http: aiohttp.ClientSession, url: str) -> None:
@@ -67,12 +66,12 @@ async def looks(http: aiohttp.ClientSession, url: str) -> None:
         await asyncio.sleep(0.1)
 
 
-async def main(url: str) -> None:
-    """All of it at once."""
+async def main(url: str, *chat_paths: str) -> None:
+    """All of it at once; long chats go to `chat_paths`."""
     async with aiohttp.ClientSession() as http:
         streams = [stream(http, url, seed) for seed in range(N_STREAMS)]
-        await asyncio.gather(*streams, big_texts(http, url), looks(http, url))
+        await asyncio.gather(*streams, big_texts(http, url, chat_paths), looks(http, url))
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1]))
+    asyncio.run(main(sys.argv[1], *(sys.argv[2:] or ["/v1/chat/completions"])))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 
 import aiohttp
@@ -17,6 +18,8 @@ from towerd.api.sse import write_or_stall
 from towerd.errors import TowerdError, Unavailable
 
 EVENT_STREAM = "text/event-stream"
+COPY_BYTES_MAX = 256 * 1024
+"""Of a reply that only passes through, in one step of the event loop."""
 
 
 async def forward(request: web.Request) -> web.StreamResponse:
@@ -107,14 +110,18 @@ async def copy(
     return response
 
 
-async def read(reply: aiohttp.ClientResponse) -> bytes:
-    """What has arrived of a reply's body, at least one byte; none at its end.
+async def read(reply: aiohttp.ClientResponse, bytes_max: int = COPY_BYTES_MAX) -> bytes:
+    """What has arrived of a reply's body, at least one byte; none at its end. When more than
+    `bytes_max` has, others get their turn before the rest is read.
 
     Raises Unavailable when llama-server ended before the reply did."""
     try:
-        return await reply.content.readany()
+        chunk = await reply.content.read(bytes_max)
     except aiohttp.ClientError as error:
         raise Unavailable(LOST) from error
+    if len(chunk) == bytes_max:
+        await asyncio.sleep(0)
+    return chunk
 
 
 async def cut_off(request: web.Request, response: web.StreamResponse, error: TowerdError) -> None:

@@ -12,7 +12,8 @@ import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict
 
-from towerd.api.completion import REUSE_HEADER, SESSION_HEADER
+from towerd.api.completion import REUSE_HEADER
+from towerd.api.hints import SESSION_HEADER
 from towerd.api.keys import METRICS
 from towerd.api.proxy import EVENT_STREAM, body_of, copy, head_of, read
 from towerd.api.proxy_headers import to_client, to_upstream
@@ -30,6 +31,8 @@ log = logging.getLogger(__name__)
 
 CONVERSATION = "X-Conversation-Id"
 READ_INLINE_BYTES_MAX = 256 * 1024
+EVENT_BYTES_MAX = 16 * 1024
+"""Of a stream in one step of the event loop: a hundred events, each taken apart."""
 
 
 class Exchange:
@@ -126,7 +129,7 @@ class Exchange:
         await response.prepare(request)
         last: list[bytes] = []
         try:
-            while chunk := await read(reply):
+            while chunk := await read(reply, EVENT_BYTES_MAX):
                 ready = self._take(chunk, last)
                 if ready:
                     await write_or_stall(request, response, ready)
@@ -217,7 +220,7 @@ class Exchange:
         with self._request.app[LINK].unattended() as leaving:
             ending = asyncio.create_task(self._end_when(leaving))
             try:
-                while chunk := await read(self._reply):
+                while chunk := await read(self._reply, EVENT_BYTES_MAX):
                     self._take(chunk, last)
             except Unavailable as error:
                 self._engine.notice(error)
