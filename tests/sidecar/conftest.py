@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from daemon import Daemon
-from sidecar_tools import OpenSidecar, Sidecar
+from sidecar_tools import OpenSidecar, Sidecar, SteadyCosts
 from window_model import make_window_model
 
 from towerd.cli.bench.servers import llama_server as llama_server_alone
@@ -70,6 +70,7 @@ def sidecar_on(llama_server: Path, tmp_path: Path) -> OpenSidecar:
         }
         config = Config(**(values | settings))
         async with open_llama_server(config) as (engine, store, tiers):
+            engine.placer.policy.costs = SteadyCosts()
             sessions = Sessions(engine, store)
             try:
                 yield Sidecar(config, engine, store, tiers, sessions)

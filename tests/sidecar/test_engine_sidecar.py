@@ -390,6 +390,20 @@ async def test_a_restore_that_does_not_take(sidecar_on: OpenSidecar) -> None:
         assert done.timings.predicted_n == 4
 
 
+async def test_a_slot_that_runs_something_else(sidecar_on: OpenSidecar) -> None:
+    """A slot in doubt that turns out to be running is used again once it is free."""
+    async with sidecar_on(parallel=1) as sidecar:
+        engine = sidecar.engine
+        stray = {"prompt": [300, 301], "n_predict": 400, "ignore_eos": True}
+        running = asyncio.create_task(engine.upstream.post("/completion", stray))
+        while not (await engine.upstream.slots())[0]["is_processing"]:
+            pass
+        engine.upkeep.doubt()
+        _, done = await ask(sidecar, prompt(20))
+        assert done.timings.predicted_n == 8
+        assert (await running)["tokens_predicted"] == 400
+
+
 async def test_cells_that_all_slots_share(sidecar_on: OpenSidecar) -> None:
     """When the next prompt does not fit beside the idle chats, the longest unused is saved and
     emptied, before llama-server empties whichever it likes."""

@@ -17,6 +17,7 @@ from towerd.engine.base import Finish, GenerateRequest, Ids, Piece, SamplingPara
 from towerd.engine.llama_server.binary import library_env
 from towerd.engine.llama_server.engine import LlamaServerEngine
 from towerd.engine.llama_server.process import LlamaServerProcess
+from towerd.engine.llama_server.scheduler import Costs
 from towerd.session import Sessions
 from towerd.store import Store
 from towerd.tiers.manager import Tiers
@@ -33,6 +34,14 @@ class Sidecar:
     store: Store
     tiers: Tiers
     sessions: Sessions
+
+
+class SteadyCosts(Costs):
+    """What things took at first, whatever they take: decisions do not hang on the machine."""
+
+    def observe_prefill(self, n: int, ms: float) -> None: ...
+    def observe_restore(self, n: int, ms: float) -> None: ...
+    def observe_save(self, n: int, ms: float) -> None: ...
 
 
 OpenSidecar = Callable[..., AbstractAsyncContextManager[Sidecar]]

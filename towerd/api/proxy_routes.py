@@ -11,7 +11,6 @@ from urllib.parse import unquote
 import msgspec
 from aiohttp import web
 
-from towerd.api import info
 from towerd.api.keys import CONFIG, GATE, TENANT
 from towerd.api.pins import require_admin
 from towerd.api.proxy import body_of, copy, forward, forward_unpinned, send
@@ -25,6 +24,7 @@ from towerd.api.proxy_generate import (
     post_responses,
 )
 from towerd.api.proxy_link import LINK, Link, sidecar_of
+from towerd.api.proxy_metrics import get_metrics
 from towerd.api.reply import json_reply
 from towerd.errors import NotFound, NotSupported, TowerdError
 
@@ -141,7 +141,7 @@ PROXY: tuple[tuple[str, str, Any], ...] = (
     ("POST", "/models/load", forward_admin),
     ("POST", "/models/unload", forward_admin),
     ("GET", "/models/sse", forward),
-    ("GET", "/metrics", info.get_metrics),
+    ("GET", "/metrics", get_metrics),
     ("GET", "/slots", get_slots),
     ("POST", "/slots/{id_slot}", post_slot),
     ("POST", "/completion", post_completion),

@@ -173,7 +173,7 @@ class LlamaServerEngine:
         lease = Lease(
             self, slot, want.ids, want.scope, session=session, label=want.label,
             reuse=_reuse(want, placed), restored=placed.restored is not None,
-            expected=self._expected(want, slot, placed), n_live_max=_live_max(slot, placed),
+            expected=self._expected(want, slot, placed), n_live_max=_live_max(want, slot),
         )  # fmt: skip
         self._open.add(lease)
         self._all_ended.clear()
@@ -185,7 +185,7 @@ class LlamaServerEngine:
             return None
         if placed.restored is not None:
             return placed.n
-        if self.placer.policy.window:
+        if self.placer.policy.window or self.placer.policy.extends_only:
             return None  # it depends on the checkpoints that the server happens to have
         return min(placed.n, slot.n_certain)
 
@@ -425,9 +425,11 @@ class LlamaServerEngine:
         self._text.shutdown(wait=False)
 
 
-def _live_max(slot: Slot, placed: Placed) -> int | None:
+def _live_max(want: Want, slot: Slot) -> int | None:
     """The most prompt tokens that the slot can have; None when it may hold more than we know."""
-    return None if slot.hidden or not slot.known else placed.n
+    if want.ids is None or slot.hidden or not slot.known:
+        return None
+    return slot.common(want.ids)
 
 
 def _reuse(want: Want, placed: Placed) -> Reuse:

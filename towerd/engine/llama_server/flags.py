@@ -13,6 +13,8 @@ OURS = ("--host", "--port", "--api-key", "--api-key-file", "--slot-save-path", "
 MODEL = ("-m", "--model", "-mu", "--model-url", "-dr", "--docker-repo", "-hf", "-hfr",
          "--hf-repo", "--models-dir", "--models-preset")  # fmt: skip
 """Flags that name a model, or make llama-server a router of several."""
+ALIAS = ("-a", "--alias")
+"""Flags of which llama-server does not take the last one, but all."""
 _ROPE = {
     "--rope-scaling": "scaling",
     "--rope-scale": "scale",
@@ -66,9 +68,11 @@ def server_flags(
     may take the row that makes a restored slot reusable; so each gets cells of its own."""
     flags = ["--host", "127.0.0.1", "--port", str(port), "--slot-save-path", str(slot_dir)]
     # Its own caches would keep a second copy of what towerd keeps, and clear idle slots.
-    flags += ["--cache-ram", "0", "--no-cache-idle-slots", "--slots"]
+    flags += ["--cache-ram", "0", "--no-cache-idle-slots", "--slots", "--metrics"]
     if model is not None:
-        flags += ["--model", str(model), "--alias", config.alias or model.name]
+        flags += ["--model", str(model)]
+        if not any(_name(flag) in ALIAS for flag in config.llama_server_args):
+            flags += ["--alias", config.alias or model.name]
     flags += ["--parallel", str(config.parallel)]
     flags.append("--no-kv-unified" if has_window else "--kv-unified")
     per_slot = config.ctx_size * (config.parallel if has_window else 1)

@@ -50,7 +50,12 @@ class Placer:
         """Counts restarts of llama-server; what an older lease knows is void."""
         spec = found.spec
         window = spec.window if spec is not None and spec.has_window else 0
-        self.policy = Policy(Costs(), window=window, can_store=found.can_compose)
+        self.policy = Policy(
+            Costs(),
+            window=window,
+            extends_only=found.extends_only,
+            can_store=found.can_compose,
+        )
         self._cells = found.cells
         self._keeps_idle = found.keeps_idle_slots
         self._upstream = backend.upstream

@@ -39,6 +39,11 @@ from towerd.slots.errors import StateError
 log = logging.getLogger(__name__)
 
 _TEXT = "The quick brown fox jumps over the lazy dog."
+_UNCUT = (
+    "this model's layers keep a state that cannot be cut at a token (recurrent or hybrid), which "
+    "towerd does not store behind a llama-server; a chat goes on from its slot while each prompt "
+    "is an exact extension of what the slot holds"
+)
 _WINDOW_TOKENS_MAX = 512
 """A probe longer than a sliding window is only made up to here; it has to be prefilled."""
 
@@ -57,6 +62,8 @@ class ProbeResult:
     says otherwise)."""
     keeps_idle_slots: bool
     """An idle slot keeps its tokens when another one runs."""
+    extends_only: bool
+    """A slot is reused only by a prompt that begins with all it holds (recurrent layers)."""
     speculative: bool
     loras: tuple[dict[str, Any], ...]
     model_path: str
@@ -129,6 +136,7 @@ async def probe(
         spec=None,
         reuse_works=False,
         keeps_idle_slots=True,
+        extends_only=False,
         speculative=speculative,
         loras=loras,
         model_path=str(props.get("model_path", "")),
@@ -165,7 +173,9 @@ async def _try_slots(
             found = replace(found, reuse_works=True)
         return _check_sharing(await _check_idle(upstream, found, len(ids)))
     except StateError as error:
-        return _without(found, f"this llama-server's slot files cannot be read ({error})")
+        if await _can_go_back(upstream, ids):
+            return _without(found, f"this llama-server's slot files cannot be read ({error})")
+        return replace(_without(found, _UNCUT), extends_only=True)
     finally:
         with contextlib.suppress(TowerdError):
             for slot in {0, last}:
@@ -212,6 +222,15 @@ def _read(data: np.ndarray[Any, np.dtype[np.uint8]], ids: Ids) -> SlotImage:
     if not np.array_equal(np.frombuffer(image.to_bytes(), np.uint8), data):
         raise StateError("parsed and written again it is not the same bytes")
     return image
+
+
+async def _can_go_back(upstream: Upstream, ids: Ids) -> bool:
+    """Whether slot 0, which holds `ids`, is reused by a prompt that begins with half of them."""
+    half = len(ids) // 2
+    other = next((token for token in ids if token != ids[half]), None)
+    if other is None:
+        return True
+    return await upstream.evaluate(np.append(ids[:half], other), 0) == half
 
 
 async def _check_reuse(
