@@ -59,6 +59,10 @@ class Backend(Protocol):
         """One segment with `path` and `children` ids; with `text` and `ids` if asked for."""
         ...
 
+    def why(self, id: int) -> Json:
+        """`segment`, and `why`: what the policies of the running daemon go by."""
+        ...
+
     def trie(self, root: int, depth: int, limit: int, scope: str | None = None) -> Json:
         """`root`, `trie` (segments with nested `children`), `segments` (how many), `truncated`."""
         ...

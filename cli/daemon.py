@@ -95,6 +95,9 @@ class DaemonBackend:
         found: Json = self._get(f"{OWN}/segments/{id}", **query)["segment"]
         return found
 
+    def why(self, id: int) -> Json:
+        return self._get(f"{OWN}/segments/{id}/why")
+
     def trie(self, root: int, depth: int, limit: int, scope: str | None = None) -> Json:
         return self._get(f"{OWN}/trie", root=root, depth=depth, limit=limit, scope=scope)
 

@@ -86,6 +86,9 @@ class StoreBackend:
             out["ids"] = memoryview(node.ids).cast("i").tolist()
         return out
 
+    def why(self, id: int) -> Json:
+        raise needs_daemon()
+
     def trie(self, root: int, depth: int, limit: int, scope: str | None = None) -> Json:
         top = self.store.node(root) if root else self.store.root
         if not (top is self.store.root or may_see(top, scope)):

@@ -14,6 +14,7 @@ CONTROL_COMMANDS = {
     "precache": "towerd.cli.precache:precache",
     "sessions": "towerd.cli.sessions:sessions",
     "segments": "towerd.cli.segments:segments",
+    "why": "towerd.cli.why:why",
     "trie": "towerd.cli.trie:trie",
     "pin": "towerd.cli.pin:pin",
     "unpin": "towerd.cli.pin:unpin",

@@ -133,6 +133,8 @@ class Config:
         low=0)
     policy: str = _set("lru", "text", "--policy",
         "What leaves a full tier first.", choices=POLICIES)
+    record: Path | None = _set(None, "path", "--record",
+        "File to append a trace of all requests to, for towerctl replay; texts stay secret.")
     context_shift: bool = _set(False, "bool", "--context-shift",
         "Drop the oldest turns of a chat that outgrows its context, instead of an error.",
         off="--no-context-shift")

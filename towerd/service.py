@@ -17,6 +17,7 @@ from towerd.slots.fingerprint import Fingerprint
 from towerd.store import Catalog, Store
 from towerd.tiers.fidelity import Fidelity, LevelFormats
 from towerd.tiers.manager import Tiers
+from towerd.traffic import Traffic, open_traffic
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class Service:
     sessions: Sessions
     store: Store
     tiers: Tiers
+    traffic: Traffic
     calibrator: Calibrator
 
 
@@ -41,9 +43,10 @@ async def open_service(config: Config) -> AsyncIterator[Service]:
     try:
         tiers = await asyncio.to_thread(_open_tiers, config, core, store)
         try:
+            traffic = await asyncio.to_thread(open_traffic, config, store, tiers)
             engine = EmbeddedEngine(core, tiers, config)
             engine.start()
-            sessions = Sessions(engine, store)
+            sessions = Sessions(engine, store, traffic)
             calibrator = Calibrator(
                 core,
                 engine.scheduler,
@@ -54,11 +57,12 @@ async def open_service(config: Config) -> AsyncIterator[Service]:
             )
             try:
                 await asyncio.to_thread(calibrator.start)
-                yield Service(config, engine, sessions, store, tiers, calibrator)
+                yield Service(config, engine, sessions, store, tiers, traffic, calibrator)
             finally:
                 await sessions.drain()
                 await asyncio.to_thread(calibrator.close)
                 await engine.close()
+                await asyncio.to_thread(traffic.close)
         finally:
             await asyncio.to_thread(tiers.close)
     finally:

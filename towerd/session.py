@@ -17,17 +17,22 @@ import numpy as np
 from towerd.engine.base import Engine, Event, Finish, GenerateRequest, Generation, Ids
 from towerd.errors import TowerdError
 from towerd.store import Store
-from towerd.store.turn import Turn
+from towerd.store.turn import Turn, TurnResult
+from towerd.traffic import Traffic
 
 log = logging.getLogger(__name__)
+
+STOPS = {"eos": "end_turn", "word": "stop_sequence", "limit": "max_tokens"}
+"""Why a reply ended, as a turn has it."""
 
 
 class Sessions:
     """Runs requests on an engine and records them in the store."""
 
-    def __init__(self, engine: Engine, store: Store) -> None:
+    def __init__(self, engine: Engine, store: Store, traffic: Traffic | None = None) -> None:
         self.engine = engine
         self.store = store
+        self.traffic = traffic
         self._closing: set[asyncio.Task[None]] = set()
 
     async def run(self, request: GenerateRequest) -> AsyncIterator[Event]:
@@ -76,7 +81,9 @@ class Sessions:
         ids = np.asarray(request.ids, np.int32)
         if request.precache is not None or not finish.ids:
             if finish.n_cached:
-                await asyncio.to_thread(self._insert, ids[: finish.n_cached], request.scope)
+                await asyncio.to_thread(
+                    self._insert, ids[: finish.n_cached], request.scope, started_s
+                )
             return finish
         turn = Turn(
             scope=request.scope,
@@ -86,9 +93,20 @@ class Sessions:
             n_cached=finish.n_cached,
             started_s=started_s,
             finished=finish.stop != "cancelled",
+            stop=STOPS.get(finish.stop, finish.stop),
+            workflow=request.workflow,
+            agent=request.agent,
         )
-        result = await asyncio.to_thread(self.store.commit_turn, turn)
+        result = await asyncio.to_thread(self._commit, turn)
         return dataclasses.replace(finish, session=result.session_id)
 
-    def _insert(self, ids: Ids, scope: str) -> None:
-        self.store.insert(ids, scope, [len(ids)])
+    def _commit(self, turn: Turn) -> TurnResult:
+        result = self.store.commit_turn(turn)
+        if self.traffic is not None:
+            self.traffic.recorded(turn, result.node, result.session_id)
+        return result
+
+    def _insert(self, ids: Ids, scope: str, started_s: float) -> None:
+        tip = self.store.insert(ids, scope, [len(ids)])[-1]
+        if self.traffic is not None:
+            self.traffic.kept(tip, started_s)

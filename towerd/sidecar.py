@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from towerd.engine.llama_server.opening import open_llama_server
 from towerd.session import Sessions
 from towerd.store import Store
 from towerd.tiers.manager import Tiers
+from towerd.traffic import Traffic, open_traffic
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,7 @@ class SidecarService:
     sessions: Sessions
     store: Store
     tiers: Tiers
+    traffic: Traffic
 
 
 @asynccontextmanager
@@ -33,8 +36,11 @@ async def open_sidecar(config: Config) -> AsyncIterator[SidecarService]:
     rows written, and a llama-server that was started is stopped. Raises ModelError, StoreError,
     ConfigError."""
     async with open_llama_server(config) as (engine, store, tiers):
-        sessions = Sessions(engine, store)
+        traffic = await asyncio.to_thread(open_traffic, config, store, tiers)
+        sessions = Sessions(engine, store, traffic)
+        engine.traffic = traffic
         try:
-            yield SidecarService(config, engine, sessions, store, tiers)
+            yield SidecarService(config, engine, sessions, store, tiers, traffic)
         finally:
             await sessions.drain()
+            await asyncio.to_thread(traffic.close)

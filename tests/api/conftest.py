@@ -39,7 +39,9 @@ from towerd.engine.base import (
 )
 from towerd.slots.fingerprint import Fingerprint
 from towerd.slots.layout import KVLayout, Plane
-from towerd.store import Store, Turn
+from towerd.store import Node, Store, Turn
+from towerd.tiers.ranking import Ranking
+from towerd.traffic import Traffic
 
 LOOP_MS_MAX = 5.0
 BOS, EOS, N_VOCAB = 256, 257, 258
@@ -232,6 +234,12 @@ class FakeSessions:
 class FakeTiers:
     """Sizes of tiers that hold nothing."""
 
+    def __init__(self) -> None:
+        self.ranking = Ranking("lru", time.time)
+
+    def visited(self, tip: Node, arrived_s: float) -> None:
+        self.ranking.visited(tip.path(), arrived_s, lambda node: 0)
+
     def stats(self) -> dict[str, Any]:
         return {"hot_bytes": 0, "hot_bytes_max": 1, "warm_bytes": 0, "warm_bytes_max": 1}
 
@@ -243,7 +251,8 @@ class FakeService:
     engine: FakeEngine
     sessions: FakeSessions
     store: Store
-    tiers: FakeTiers = field(default_factory=FakeTiers)
+    tiers: FakeTiers
+    traffic: Traffic
 
 
 @pytest.fixture
@@ -255,7 +264,9 @@ def store(tmp_path: Path) -> Iterator[Store]:
 @pytest.fixture
 def service(store: Store) -> FakeService:
     engine = FakeEngine()
-    return FakeService(engine, FakeSessions(engine, store), store)
+    tiers = FakeTiers()
+    traffic = Traffic(store, tiers)
+    return FakeService(engine, FakeSessions(engine, store), store, tiers, traffic)
 
 
 @pytest.fixture

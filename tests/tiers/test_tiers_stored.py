@@ -46,7 +46,7 @@ def open_tiers(tmp_path: Path) -> Iterator[OpenTiers]:
         store = Store.open(tmp_path / "store", replace(FINGERPRINT, layout=LAYOUT))
         values: dict[str, Any] = {
             "v_trans": False, "hot_bytes": 1 << 30, "warm_bytes": 1 << 30, "policy": "lru",
-            "shrink_after_s": 0.0,
+            "shrink_after_s": 0.0, "promote_delay_s": 0.0,
         }  # fmt: skip
         opened.append((store, Tiers(store, LAYOUT, **(values | settings))))
         return opened[-1]
@@ -225,7 +225,7 @@ def test_eviction_waits_for_nobody(open_tiers: OpenTiers, monkeypatch: pytest.Mo
     store, tiers = open_tiers()
     put(store, tiers)
     splitting = threading.Thread(target=lambda: store.insert(IDS, "local", [300]))
-    real = tiers._hot.victims
+    real = tiers.ranking._hot.victims
 
     def store_is_busy() -> bool:
         if store.state.lock.acquire(blocking=False):
@@ -239,7 +239,7 @@ def test_eviction_waits_for_nobody(open_tiers: OpenTiers, monkeypatch: pytest.Mo
             until(store_is_busy)
         return real(n_bytes, may_go)
 
-    monkeypatch.setattr(tiers._hot, "victims", victims)
+    monkeypatch.setattr(tiers.ranking._hot, "victims", victims)
     tiers.hot_bytes_max = 1
     tiers.flush()
     splitting.join()

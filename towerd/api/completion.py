@@ -12,19 +12,18 @@ from towerd.api import shapes
 from towerd.api.body import read_object
 from towerd.api.choice import Choice
 from towerd.api.fanout import Events, fan_out
+from towerd.api.hints import SESSION_HEADER, hints_of
 from towerd.api.keys import CONFIG, LIMITS, METRICS, TENANT, Service, service_of
 from towerd.api.off_loop import by_size, release
 from towerd.api.reply import json_reply
 from towerd.api.sse import ClientStalled, EventStream
 from towerd.api.task import Caller, Shape, Task, parse_task
 from towerd.engine.base import Event, Finish, Piece, Progress, Reuse, Started
-from towerd.errors import InvalidRequest, TowerdError
+from towerd.errors import TowerdError
 
 log = logging.getLogger(__name__)
 
-SESSION_CHARS_MAX = 128
 REUSE_HEADER = "X-Towerd-Reuse"
-SESSION_HEADER = "X-Towerd-Session"
 
 
 async def post_completion(request: web.Request) -> web.StreamResponse:
@@ -42,22 +41,10 @@ async def post_chat(request: web.Request) -> web.StreamResponse:
     return await _complete(request, Shape.CHAT)
 
 
-def session_header(request: web.Request) -> str | None:
-    """The client's name for its session. Raises InvalidRequest."""
-    name = request.headers.get(SESSION_HEADER)
-    if name is None or name == "":
-        return None
-    if len(name) > SESSION_CHARS_MAX or not name.isprintable():
-        raise InvalidRequest(
-            f"{SESSION_HEADER} must be at most {SESSION_CHARS_MAX} printable characters"
-        )
-    return name
-
-
 async def _complete(request: web.Request, shape: Shape) -> web.StreamResponse:
     service = service_of(request)
     limits = request.app[LIMITS]
-    caller = Caller(request[TENANT].scope, session_header(request))
+    caller = Caller(request[TENANT].scope, hints_of(request))
     body = await read_object(request)
     try:
         task = await parse_task(body, shape, caller, service.engine, request.app[CONFIG], limits)

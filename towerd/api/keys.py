@@ -17,6 +17,8 @@ from towerd.tenants import Tenant, Tenants
 
 if TYPE_CHECKING:
     from towerd.store import Store
+    from towerd.tiers.ranking import Ranking
+    from towerd.traffic import Traffic
 
 
 class Runner(Protocol):
@@ -33,6 +35,13 @@ class HasStats(Protocol):
     def stats(self) -> dict[str, Any]: ...
 
 
+class Tiers(HasStats, Protocol):
+    """`towerd.tiers.manager.Tiers` as the API sees it."""
+
+    ranking: Ranking
+    """What it goes by when something has to leave."""
+
+
 class Service(Protocol):
     """Everything behind the API, from `towerd.service.open_service`."""
 
@@ -43,7 +52,9 @@ class Service(Protocol):
     @property
     def store(self) -> Store: ...
     @property
-    def tiers(self) -> HasStats: ...
+    def tiers(self) -> Tiers: ...
+    @property
+    def traffic(self) -> Traffic: ...
 
 
 @dataclass(slots=True)

@@ -12,7 +12,8 @@ import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict
 
-from towerd.api.completion import REUSE_HEADER, SESSION_HEADER
+from towerd.api.completion import REUSE_HEADER
+from towerd.api.hints import SESSION_HEADER
 from towerd.api.keys import METRICS
 from towerd.api.proxy import EVENT_STREAM, body_of, copy, head_of, read
 from towerd.api.proxy_headers import to_client, to_upstream

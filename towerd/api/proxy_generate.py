@@ -6,7 +6,7 @@ from __future__ import annotations
 from aiohttp import web
 
 from towerd.api.body import decode, read_bytes
-from towerd.api.completion import session_header
+from towerd.api.hints import hints_of
 from towerd.api.keys import TENANT, TENANTS
 from towerd.api.off_loop import release
 from towerd.api.proxy import copy
@@ -68,7 +68,7 @@ async def _generate(
     request: web.Request, dialect: Dialect, *, can_pin: bool = True
 ) -> web.StreamResponse:
     engine = sidecar_of(request)
-    session_header(request)  # refused before anything else happens
+    hints_of(request)  # refused before anything else happens
     data = await read_bytes(request)
     body = await decode(request, data)
     if not isinstance(body, dict) or not _has_prompt(dialect, body):
@@ -124,5 +124,5 @@ async def _lease(request: web.Request, engine: Sidecar, plan: Plan) -> Lease:
     if plan.ids is None:
         return await engine.lease_opaque(scope, label=plan.label)
     return await engine.lease(
-        plan.ids, scope, session_header(request), compose=plan.compose, pinned=plan.can_pin
+        plan.ids, scope, hints_of(request).session, compose=plan.compose, pinned=plan.can_pin
     )

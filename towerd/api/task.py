@@ -15,8 +15,10 @@ from towerd.api import fields
 from towerd.api.chat import chat_fields, render_chat
 from towerd.api.constraint import chat_grammar, native_grammar
 from towerd.api.fields import INT32_MAX, Body
+from towerd.api.hints import Hints, agent_of
 from towerd.api.limits import Limits
 from towerd.api.models import check_model
+from towerd.api.off_loop import by_size, size_of
 from towerd.api.prompts import tokenize_prompts
 from towerd.api.sampling import SEED_MASK, parse_sampling
 from towerd.config import Config
@@ -52,12 +54,15 @@ class Task:
     """Seconds of silence before an SSE comment; None: never."""
 
 
+_NO_HINTS = Hints()
+
+
 @dataclass(frozen=True, slots=True)
 class Caller:
     """What the request's headers and key say, as opposed to its body."""
 
     scope: str
-    session: str | None
+    hints: Hints = _NO_HINTS
 
 
 async def parse_task(
@@ -67,7 +72,10 @@ async def parse_task(
 
     Raises InvalidRequest, ContextExceeded, NotFound (model), NotSupported."""
     check_model(body, engine)
+    agent = caller.hints.agent
     if shape is Shape.CHAT:
+        if agent is None:
+            agent = await by_size(size_of(body.get("messages")), agent_of, body)
         body = chat_fields(body)
         grammar = await chat_grammar(body)
         prompt: Any = await render_chat(body, engine)
@@ -78,7 +86,7 @@ async def parse_task(
         prompt = body["prompt"]
     sampling = await parse_sampling(body, engine, grammar=grammar, n_probs_max=limits.probs_max)
     n = fields.integer_in(body, ("n_cmpl", "n"), 1, 1, engine.n_slots)
-    template = _template(body, sampling, caller, config, limits)
+    template = replace(_template(body, sampling, caller, config, limits), agent=agent)
     prompts = await tokenize_prompts(prompt, engine, limits.prompts_max)
     _check_context(prompts, engine, config)
     return Task(
@@ -124,7 +132,8 @@ def _template(
         n_predict=n_predict,
         stop=_stop(body, limits.stops_max),
         scope=caller.scope,
-        session=caller.session,
+        session=caller.hints.session,
+        workflow=caller.hints.workflow,
         cache_prompt=fields.boolean(body, "cache_prompt", True),
         return_progress=fields.boolean(body, "return_progress", False)
         and fields.boolean(body, "stream", False),

@@ -80,6 +80,10 @@ class GenerateRequest:
     return_progress: bool = False
     n_keep: int = 0
     """Prompt tokens to keep at a context shift; -1: all of them (llama-server's meaning)."""
+    workflow: str | None = None
+    """The client's X-Towerd-Workflow."""
+    agent: str | None = None
+    """The client's X-Towerd-Agent, else a digest of system prompt and tools; None: neither."""
     precache: str | None = None
     """Name of a base when this evaluates a precached prompt: stored, pinned, no session."""
 

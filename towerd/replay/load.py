@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from towerd.replay import agentic, mooncake, workflows
+from towerd.replay import agentic, mooncake, recorded, workflows
+from towerd.replay.recorder import FORMAT as RECORDED
 from towerd.replay.records import open_text
 from towerd.replay.trace import Trace, TraceError
 
@@ -26,6 +27,8 @@ def load(path: Path, segment_tokens: int) -> Trace:
             raise TraceError(f"{path.name} cannot be read: {error}") from error
     if f'"{agentic.FORMAT}"' in head:
         return agentic.read([path], segment_tokens)
+    if f'"{RECORDED}"' in head:
+        return recorded.read(path, segment_tokens)
     if '"workflow_id"' in head:
         return workflows.read(path, segment_tokens)
     if '"hash_ids"' in head:

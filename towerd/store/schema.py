@@ -114,5 +114,33 @@ ALTER TABLE bases ADD COLUMN format TEXT;
 ALTER TABLE bases ADD COLUMN module TEXT;
 """
 
-MIGRATIONS = (_V1, _V2)
+_V3 = """
+CREATE TABLE workflows (
+    pk INTEGER PRIMARY KEY,
+    fingerprint INTEGER NOT NULL REFERENCES fingerprints,
+    scope TEXT NOT NULL,
+    id TEXT NOT NULL,
+    named INTEGER NOT NULL,
+    started REAL NOT NULL,
+    ended REAL
+) STRICT;
+CREATE INDEX workflows_name ON workflows(fingerprint, scope, id, started);
+
+-- tip names a segment that may be gone by now
+CREATE TABLE invocations (
+    id INTEGER PRIMARY KEY,
+    workflow INTEGER NOT NULL REFERENCES workflows ON DELETE CASCADE,
+    agent TEXT NOT NULL,
+    session TEXT NOT NULL,
+    tip INTEGER NOT NULL,
+    n_prompt INTEGER NOT NULL,
+    n_reply INTEGER NOT NULL,
+    arrived REAL NOT NULL,
+    answered REAL NOT NULL,
+    stop TEXT NOT NULL
+) STRICT;
+CREATE INDEX invocations_workflow ON invocations(workflow);
+"""
+
+MIGRATIONS = (_V1, _V2, _V3)
 VERSION = len(MIGRATIONS)

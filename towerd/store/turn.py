@@ -24,6 +24,12 @@ class Turn:
     """Unix time at which the request arrived."""
     finished: bool = True
     """False when the turn was cut off (cancelled, failed)."""
+    stop: str = ""
+    """Why the reply ended: `end_turn`, `stop_sequence`, `max_tokens`, `tool_use`, `cancelled`."""
+    workflow: str | None = None
+    """The client's name for the workflow that this is a step of."""
+    agent: str | None = None
+    """Who asked, named by the client or told apart by system prompt and tools; None: nobody."""
 
 
 @dataclass(frozen=True, slots=True)

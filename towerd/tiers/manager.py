@@ -24,7 +24,6 @@ import numpy as np
 
 from towerd.engine.base import Ids
 from towerd.errors import NotFound, RowsDamaged, StoreError
-from towerd.policy import make_policy
 from towerd.slots.blob import blob_size, emit_blob
 from towerd.slots.layout import KVLayout
 from towerd.slots.rows import KVRows
@@ -33,7 +32,6 @@ from towerd.store import (
     APPROXIMATE,
     DERIVED,
     PUBLIC,
-    Match,
     Node,
     RowsPart,
     SegmentFile,
@@ -44,6 +42,7 @@ from towerd.store.segment_file import quantized_bytes
 from towerd.tiers.buffers import BufferPool
 from towerd.tiers.fidelity import Fidelity, LevelFormats
 from towerd.tiers.plan import Composed, Gap, Plan
+from towerd.tiers.ranking import Ranking
 from towerd.tiers.shrink import Shrinker
 
 log = logging.getLogger(__name__)
@@ -53,8 +52,6 @@ _BLOB_HEADER_BYTES = 1 << 20
 """Room for what a blob holds besides rows: 12 bytes a cell and a few a plane."""
 _BLOBS_WARM = 4
 _BUFFER_BYTES_MAX = 64 << 20
-_PROMOTE_DELAY_S = 0.5
-"""Promotion waits until the request that caused it has its first token."""
 _RETRY_WRITE_S = 30.0
 
 
@@ -84,24 +81,27 @@ class Tiers:
         fidelity: Fidelity = "near",
         forced: LevelFormats | None = None,
         shrink_after_s: float = 600.0,
+        promote_delay_s: float = 30.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """forced: the stored format of each level, whatever `set_formats` says
-        shrink_after_s: how long rows must be unused before they are stored in it"""
+        shrink_after_s: how long rows must be unused before they are stored in it
+        promote_delay_s: rows that were read from disk are copied into RAM when the request that
+            needed them is recorded, or after this long"""
         self.store = store
         self.layout = layout
         self.v_trans = v_trans
         self.hot_bytes_max = hot_bytes
         self.warm_bytes_max = warm_bytes
         self.counters = _Counters()
-        self._clock = clock
-        self._hot = make_policy(policy)
-        self._warm = make_policy(policy)
+        self._promote_delay_s = promote_delay_s
+        self.ranking = Ranking(policy, clock)
         self._lock = threading.Lock()
         self._buffers = BufferPool(_BUFFER_BYTES_MAX)
         self._buffers.warm_up(_BLOB_BYTES + _BLOB_HEADER_BYTES, _BLOBS_WARM)
         self._work: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._promotions: deque[tuple[float, list[Node]]] = deque()
+        self._promoting: set[int] = set()
         self._unwritten: set[int] = set()
         self._idle_due = 0.0
         """time.monotonic() from which on what was put off is tried again."""
@@ -114,7 +114,7 @@ class Tiers:
         store.on_split = self._on_split
         store.on_remove = self._on_remove
         for file, last_used in _by_use(store.nodes()):
-            self._warm.insert(file.id, file.nbytes, last_used, None)
+            self.ranking.found_warm(file, last_used)
         self._thread = threading.Thread(target=self._run, name="towerd-tiers", daemon=True)
         self._thread.start()
 
@@ -150,7 +150,8 @@ class Tiers:
             parts = tuple(self.store.plan_rows(match, start, match.n, exact=self.exact))
         n_hot = sum(p.p1 - p.p0 for p in parts if p.tier == "hot")
         n_all = sum(p.p1 - p.p0 for p in parts)
-        self._touch(match)
+        if match.nodes:
+            self.store.touch(match.nodes[-1])
         n_approximate = sum(int(np.count_nonzero(p.taint == APPROXIMATE)) for p in parts)
         return Plan(start, parts, n_hot, n_all - n_hot, n_public, n_approximate)
 
@@ -213,7 +214,9 @@ class Tiers:
                 warm.append(part.node)
             yield part, rows
         if warm:
-            self._work.put(("promote", (time.monotonic() + _PROMOTE_DELAY_S, warm)))
+            with self._lock:
+                self._promoting.update(node.id for node in warm)
+            self._work.put(("promote", (time.monotonic() + self._promote_delay_s, warm)))
 
     def _blob(self, rows: list[tuple[RowsPart, Runs]]) -> Composed:
         n = sum(len(r) for _, r in rows)
@@ -233,6 +236,22 @@ class Tiers:
         """Length of the deepest pinned base that `ids` begins with."""
         match = self.store.match(ids, scope)
         return max((n.p1 for n in match.nodes if n.pinned and n.p1 <= match.n), default=0)
+
+    def visited(self, tip: Node, arrived_s: float) -> None:
+        """A request that arrived at `arrived_s` was recorded; its tower ends with `tip`."""
+        path = tip.path()
+        self.ranking.visited(path, arrived_s, self._bytes_expected)
+        due = [node for node in path if node.id in self._promoting]
+        if due:
+            self._work.put(("promote", (time.monotonic(), due)))
+
+    def _bytes_expected(self, node: Node) -> int:
+        """What a node's rows take in RAM, if they are there or on their way."""
+        if node.hot is not None:
+            return node.hot.nbytes
+        if node.file is None:
+            return self.store.bytes_of(node)
+        return self.store.held(node).nbytes if node.id in self._promoting else 0
 
     # ---- rows out (from live) ---------------------------------------------------------------
 
@@ -268,11 +287,9 @@ class Tiers:
         """Take exported rows of a gap into the hot tier and have them written. `derived`:
         approximate rows went into computing them."""
         taken = self.store.attach_hot(gap.nodes, rows, derived=derived)
-        now = self._clock()
+        self.ranking.became_hot(taken)
         with self._lock:
-            for node in taken:
-                self._hot.insert(node.id, _hot_bytes(node), now, _parent_id(node))
-                self._unwritten.add(node.id)
+            self._unwritten.update(node.id for node in taken)
         self._work.put(("write", gap.nodes[-1]))
 
     def flush(self) -> None:
@@ -333,6 +350,8 @@ class Tiers:
             self._write_path(item)
         elif kind == "promote":
             self._promotions.append(item)
+            if len(self._promotions) > 1:
+                self._promotions = deque(sorted(self._promotions, key=lambda due: due[0]))
         elif kind in ("idle", "flush", "stop"):
             self._write_left_over()
             self.store.flush()
@@ -348,9 +367,7 @@ class Tiers:
         done = self._shrinker.step()
         if done is not None:
             old, new = done
-            with self._lock:
-                self._warm.remove(old.id)
-                self._warm.insert(new.id, new.nbytes, _last_used(new), None)
+            self.ranking.replaced(old, new)
             self.counters.bytes_written += new.nbytes
 
     def _write_path(self, leaf: Node) -> None:
@@ -373,7 +390,7 @@ class Tiers:
         file = self.store.write_rows(nodes, replace=self.exact)
         with self._lock:
             self._unwritten.difference_update(n.id for n in nodes)
-            self._warm.insert(file.id, file.nbytes, self._clock(), None)
+        self.ranking.became_warm(file)
         self.counters.written += len(nodes)
         self.counters.bytes_written += file.nbytes
 
@@ -387,8 +404,13 @@ class Tiers:
 
     def _promote_due(self) -> None:
         while self._promotions and self._promotions[0][0] <= time.monotonic():
-            for node in self._promotions.popleft()[1]:
-                self._promote(node)
+            nodes = self._promotions.popleft()[1]
+            try:
+                for node in nodes:
+                    self._promote(node)
+            finally:
+                with self._lock:
+                    self._promoting.difference_update(node.id for node in nodes)
 
     def _promote(self, node: Node) -> None:
         """Copy a used segment's rows into RAM, so that no page cache pressure can take them."""
@@ -398,58 +420,50 @@ class Tiers:
         part = RowsPart(node, node.p0, node.p1, "warm", node.file)
         derived = bool((part.taint == DERIVED).any())
         taken = self.store.attach_hot([node], self.store.load_rows(part).copy(), derived=derived)
-        with self._lock:
-            for each in taken:
-                self._hot.insert(each.id, _hot_bytes(each), self._clock(), _parent_id(each))
+        self.ranking.became_hot(taken)
         self.counters.promoted += 1
 
     def _enforce(self) -> None:
         """Evict hot rows that have a file, then files, until both budgets hold."""
-        excess = self.store.hot_bytes - self.hot_bytes_max
-        if excess > 0:
-            with self._lock:
-                victims = self._hot.victims(excess, self._can_drop_hot)
+        while (excess := self.store.hot_bytes - self.hot_bytes_max) > 0:
+            victims = self.ranking.hot_victims(excess, self._can_drop_hot)
             for node_id in victims:
                 self._drop_hot(node_id)
+            if not victims:
+                break
         excess = self.store.warm_bytes - self.warm_bytes_max
         if excess > 0:
             self.store.drop_foreign(excess)
-            files = {f.id: f for n in self.store.nodes() if (f := n.file) is not None}
-            with self._lock:
-                victims = self._warm.victims(excess, lambda key: _can_drop(files.get(key)))
-            for file_id in victims:
-                self._drop_file(files.get(file_id), file_id)
+            found = {f.id: f for n in self.store.nodes() if (f := n.file) is not None}
+            files = {self.ranking.key_of(file): file for file in found.values()}
+            for key in self.ranking.warm_victims(excess, lambda key: _can_drop(files.get(key))):
+                self._drop_file(files.get(key), key)
 
     def _can_drop_hot(self, node_id: int) -> bool:
-        # Asked while our lock is held: who holds the store's may be waiting for ours (_on_split).
+        # Asked while the ranking is locked: who holds the store's lock may be waiting for it.
         node = self.store.state.trie.nodes.get(node_id)
         return node is None or not self._is_unwritten(node)
 
     def _drop_hot(self, node_id: int) -> None:
-        with self._lock:
-            self._hot.remove(node_id)
+        self.ranking.left_hot(node_id)
         node = self._node(node_id)
         if node is not None and self.store.drop_hot(node):
             self.counters.hot_evicted += 1
 
-    def _drop_file(self, file: SegmentFile | None, file_id: int) -> None:
-        with self._lock:
-            self._warm.remove(file_id)
+    def _drop_file(self, file: SegmentFile | None, key: int) -> None:
+        self.ranking.left_warm(key, file)
         if file is not None and self.store.drop_file(file):
             self.counters.warm_evicted += 1
 
     def _on_split(self, lower: Node, upper: Node) -> None:
+        self.ranking.split(lower, upper)
         with self._lock:
-            if lower.id in self._hot:
-                self._hot.split(lower.id, upper.id, _hot_bytes(upper), self._clock())
-            elif upper.hot is not None:  # it is just becoming hot, or just being evicted
-                self._hot.insert(upper.id, upper.hot.nbytes, self._clock(), _parent_id(upper))
             if self._is_unwritten(upper):
                 self._unwritten.add(upper.id)
 
     def _on_remove(self, node: Node) -> None:
+        self.ranking.left_hot(node.id)
         with self._lock:
-            self._hot.remove(node.id)
             self._unwritten.discard(node.id)
 
     def _node(self, node_id: int) -> Node | None:
@@ -457,29 +471,6 @@ class Tiers:
             return self.store.node(node_id)
         except NotFound:
             return None
-
-    def _touch(self, match: Match) -> None:
-        if not match.nodes:
-            return
-        now = self._clock()
-        self.store.touch(match.nodes[-1])
-        with self._lock:
-            for node in match.nodes:
-                self._hot.access(node.id, now)
-                if node.file is not None:
-                    self._warm.access(node.file.id, now)
-
-
-def _hot_bytes(node: Node) -> int:
-    return node.hot.nbytes if node.hot is not None else 0
-
-
-def _last_used(file: SegmentFile) -> float:
-    return max((node.last_used for node in file.nodes), default=0.0)
-
-
-def _parent_id(node: Node) -> int | None:
-    return node.parent.id if node.parent is not None else None
 
 
 def _can_drop(file: SegmentFile | None) -> bool:

@@ -27,6 +27,7 @@ from towerd.errors import InvalidRequest, NotSupported, TowerdError, Unavailable
 from towerd.store import APPROXIMATE, Store
 from towerd.store.turn import Turn
 from towerd.tiers.manager import Tiers
+from towerd.traffic import Traffic
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +77,8 @@ class LlamaServerEngine:
         self.n_slots = found.n_slots
         self.notes: list[str] = [*found.notes, *described.notes]
         """What does not work on this llama-server, in sentences."""
+        self.traffic: Traffic | None = None
+        """Hears of every recorded request."""
         self._vocab = described.vocab
         self._store = store
         self._workers = ThreadPoolExecutor(4, "towerd-slots")
@@ -289,11 +292,21 @@ class LlamaServerEngine:
         """Commit a turn; its session's id. A prompt without a reply is kept as tokens only."""
         run = asyncio.get_running_loop().run_in_executor
         if answered:
-            return (await run(self._workers, self._store.commit_turn, turn)).session_id
+            return await run(self._workers, self._commit, turn)
         if turn.n_cached:
-            ids, end = turn.prompt[: turn.n_cached], [turn.n_cached]
-            await run(self._workers, self._store.insert, ids, turn.scope, end)
+            await run(self._workers, self._keep, turn)
         return ""
+
+    def _commit(self, turn: Turn) -> str:
+        result = self._store.commit_turn(turn)
+        if self.traffic is not None:
+            self.traffic.recorded(turn, result.node, result.session_id)
+        return result.session_id
+
+    def _keep(self, turn: Turn) -> None:
+        path = self._store.insert(turn.prompt[: turn.n_cached], turn.scope, [turn.n_cached])
+        if self.traffic is not None:
+            self.traffic.kept(path[-1], turn.started_s)
 
     # ---- llama-server's life ----------------------------------------------------------------
 

@@ -1,0 +1,220 @@
+"""The daemon's tiers and the replayer decide alike; rows that come late change no order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from format_oracle import plane_of
+from store_tools import FINGERPRINT, rows_of
+
+from towerd.engine.base import Ids
+from towerd.policy import NAMES, make_policy
+from towerd.replay.load import load
+from towerd.replay.recorder import Recorder
+from towerd.replay.simulate import replay
+from towerd.slots.layout import KVLayout
+from towerd.store import Node, Store, Turn
+from towerd.tiers.manager import Tiers
+
+LAYOUT = KVLayout((plane_of("f16", 64),), (plane_of("f16", 64),))
+NOTHING = np.zeros(0, np.int32)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request of a made-up day."""
+
+    t: float
+    session: str
+    ids: Ids
+    stop: str
+    service_s: float
+
+
+def a_day(seed: int, n: int = 110) -> list[Ask]:
+    """A shared system prompt, then chats that take turns; some pause, some return at once."""
+    rng = np.random.default_rng(seed)
+    base = rng.integers(0, 500, 20).astype(np.int32)
+    asks = [Ask(1.0, "base", base, "end_turn", 0.5)]
+    chats: list[Ids] = []
+    t = 10.0
+    for _ in range(n):
+        if not chats or rng.random() < 0.15:
+            chats.append(base)
+        at = int(len(chats) * rng.random() ** 2) if rng.random() < 0.7 else len(chats) - 1
+        said = rng.integers(500 + 50 * at, 550 + 50 * at, int(rng.integers(3, 25)))
+        chats[at] = np.concatenate([chats[at], said.astype(np.int32)])
+        stop = str(rng.choice(["tool_use", "end_turn"]))
+        asks.append(Ask(t, str(at), chats[at], stop, 0.5))
+        t += float(rng.choice([2.0, 5.0, 90.0]))
+    return asks
+
+
+class Daemon:
+    """Store and tiers with a clock that stands where it is put, and what left RAM."""
+
+    def __init__(self, root: Path, policy: str, hot_tokens: int) -> None:
+        self.now = 0.0
+        self.hot_bytes = hot_tokens * LAYOUT.token_bytes
+        self.store = Store.open(root, replace(FINGERPRINT, layout=LAYOUT), clock=lambda: self.now)
+        self.tiers = Tiers(
+            self.store, LAYOUT, v_trans=False, hot_bytes=1 << 40, warm_bytes=1 << 40,
+            policy=policy, fidelity="exact", clock=lambda: self.now,
+        )  # fmt: skip
+        self.left: list[tuple[int, ...]] = []
+        real = self.tiers.ranking.hot_victims
+
+        def watch(*args: Any) -> list[int]:
+            found = real(*args)
+            self.left += [tuple(self.store.node(key).prefix_ids().tolist()) for key in found]
+            return found
+
+        self.tiers.ranking.hot_victims = watch  # type: ignore[method-assign]
+
+    def serve(self, ask: Ask) -> Node:
+        """What a request makes the engine and the session do, one thing after the other."""
+        self.now = ask.t
+        for _ in self.tiers.rows(self.tiers.plan(ask.ids, "local", 0)):
+            pass
+        self.tiers.hot_bytes_max = 1 << 40
+        tip = self.store.insert(ask.ids, "local", [len(ask.ids)])[-1]
+        self.tiers.visited(tip, ask.t)
+        for gap in self.tiers.gaps(ask.ids, "local"):
+            self.tiers.accept(gap, rows_of(ask.ids[: gap.p1], gap.p0, LAYOUT))
+        self.tiers.flush()
+        assert all(node.hot is not None for node in tip.path())
+        self.tiers.hot_bytes_max = self.hot_bytes
+        self.tiers.flush()
+        self.now = ask.t + ask.service_s
+        self.tiers.ranking.answered(tip, self.now, ask.stop)
+        return tip
+
+    def close(self) -> None:
+        self.tiers.close()
+        self.store.close()
+
+
+def recorded(path: Path, asks: list[Ask]) -> Path:
+    """The day as the daemon records it, a block a token."""
+    meta: dict[str, str] = {}
+    trace = Recorder.open(path, meta.get, meta.__setitem__, 0.0, block_tokens=1)
+    for ask in asks:
+        turn = Turn("local", ask.session, ask.ids, NOTHING, len(ask.ids), ask.t, stop=ask.stop)
+        trace.add(turn, ask.session, ask.t + ask.service_s)
+    trace.close()
+    return path
+
+
+class Watched:
+    """A policy, and what the replayer took out of it."""
+
+    def __init__(self, name: str) -> None:
+        self.policy = make_policy(name)
+        self.left: list[int] = []
+        real = self.policy.remove
+
+        def remove(key: int) -> None:
+            self.left.append(key)
+            real(key)
+
+        self.policy.remove = remove  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_replayer_decides_as_the_daemon(name: str, tmp_path: Path) -> None:
+    """The same requests, once through store and tiers and once recorded and replayed: the same
+    segments leave in the same order."""
+    asks = a_day(7)
+    hot_tokens = 400
+    daemon = Daemon(tmp_path / "store", name, hot_tokens)
+    for ask in asks:
+        daemon.serve(ask)
+        assert daemon.store.hot_bytes == daemon.tiers.ranking._hot.nbytes
+        assert daemon.store.hot_bytes <= daemon.hot_bytes
+    daemon.close()
+    trace = load(recorded(tmp_path / "day.trace", asks), 1 << 20)
+    text_of = {
+        segment: tuple(ask.ids[: sum(trace.n_blocks[s] for s in call.path[: i + 1])].tolist())
+        for ask, call in zip(asks, trace.calls, strict=True)
+        for i, segment in enumerate(call.path)
+    }
+    watched = Watched(name)
+    replay(trace, watched.policy, hot_tokens)
+    assert [text_of[key] for key in watched.left] == daemon.left
+    assert len(daemon.left) > 50
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Daemon]:
+    made = Daemon(tmp_path / "store", "lru", 10_000)
+    yield made
+    made.close()
+
+
+def test_rows_that_never_come_are_forgotten(daemon: Daemon) -> None:
+    """A visit expects rows; if none arrive they neither stay in the account nor block others."""
+    ranking = daemon.tiers.ranking
+    daemon.now = 1.0
+    ids = np.arange(30, dtype=np.int32)
+    tip = daemon.store.insert(ids, "local", [30])[-1]
+    daemon.tiers.visited(tip, 1.0)
+    assert ranking._hot.nbytes == 30 * LAYOUT.token_bytes
+    assert ranking.hot_victims(1, lambda key: True) == []
+    assert ranking.explain(tip)["hot"]["expected"]
+    daemon.now = 62.0
+    assert ranking.hot_victims(1, lambda key: True) == []
+    assert ranking._hot.nbytes == 0
+    assert ranking.explain(tip)["hot"] is None
+
+
+def test_a_split_belongs_to_the_visit_that_caused_it(daemon: Daemon) -> None:
+    """The beginning of what was cut gets its share, expected or there, and no use of its own."""
+    ranking = daemon.tiers.ranking
+    first = daemon.serve(Ask(1.0, "a", np.arange(30, dtype=np.int32), "end_turn", 0.5))
+    daemon.serve(Ask(5.0, "b", np.array([*range(20), 99], np.int32), "end_turn", 0.5))
+    assert ranking._hot.nbytes == daemon.store.hot_bytes == 31 * LAYOUT.token_bytes
+    assert ranking.explain(first)["hot"]["used"] == 1.0
+    upper = first.parent
+    assert upper is not None
+    assert ranking.explain(upper)["hot"]["used"] == 5.0
+    assert ranking.explain(upper)["hot"]["place"] is None
+    daemon.now = 9.0
+    path = daemon.store.insert(np.arange(200, 240, dtype=np.int32), "local", [40])
+    daemon.tiers.visited(path[-1], 9.0)
+    daemon.store.insert(np.arange(200, 210, dtype=np.int32), "local", [10])
+    assert ranking.hot_victims(1, lambda key: True) == [first.id]
+    assert ranking._hot.nbytes == (31 + 40) * LAYOUT.token_bytes
+
+
+def test_files_are_used_by_the_visit_that_wrote_them(daemon: Daemon) -> None:
+    """The warm tier hears of a visit once its file is there, stop reason included."""
+    tip = daemon.serve(Ask(3.0, "a", np.arange(30, dtype=np.int32), "end_turn", 0.5))
+    other = daemon.serve(Ask(4.0, "b", np.arange(50, 80, dtype=np.int32), "end_turn", 0.5))
+    daemon.serve(Ask(8.0, "a", np.arange(33, dtype=np.int32), "end_turn", 0.5))
+    ranking = daemon.tiers.ranking
+    assert [ranking.explain(node)["warm"]["used"] for node in (tip, other)] == [8.0, 4.0]
+    assert tip.file is not None
+    assert other.file is not None
+    everything = ranking.warm_victims(1 << 40, lambda key: True)
+    assert everything[0] == ranking.key_of(other.file)
+
+
+def test_a_replaced_file_keeps_its_place(daemon: Daemon) -> None:
+    """Re-encoding is not a use."""
+    tip = daemon.serve(Ask(3.0, "a", np.arange(30, dtype=np.int32), "end_turn", 0.5))
+    other = daemon.serve(Ask(4.0, "b", np.arange(50, 80, dtype=np.int32), "end_turn", 0.5))
+    ranking = daemon.tiers.ranking
+    old, newer = tip.file, other.file
+    assert old is not None
+    assert newer is not None
+    key = ranking.key_of(old)
+    ranking.replaced(old, newer)  # any file will do as the new one
+    assert ranking.key_of(newer) == key
+    assert ranking.warm_victims(1, lambda key: True) == [key]
+    ranking.left_warm(key, newer)
+    assert ranking.key_of(newer) == newer.id

@@ -1,0 +1,156 @@
+"""What a recorded request sets in motion beside its session: the policies hear of it, its workflow
+goes on, and it is written to the trace that the owner asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+import numpy as np
+
+from towerd.config import Config
+from towerd.errors import NotFound, TowerdError
+from towerd.replay.recorder import Recorder
+from towerd.store import Node, Store
+from towerd.store.turn import Turn
+from towerd.store.workflows import Invocation, WorkflowTable
+from towerd.tiers.ranking import Ranking
+from towerd.workflow import Step, Tracker, Workflow
+
+log = logging.getLogger(__name__)
+
+
+def open_traffic(config: Config, store: Store, tiers: Tiers) -> Traffic:
+    """For one running service. Raises ConfigError if the trace cannot be written."""
+    recorder = None
+    if config.record is not None:
+        recorder = Recorder.open(config.record, store.get_meta, store.set_meta, time.time())
+    return Traffic(store, tiers, recorder)
+
+
+class Tiers(Protocol):
+    """`towerd.tiers.manager.Tiers` as far as it hears of traffic."""
+
+    ranking: Ranking
+
+    def visited(self, tip: Node, arrived_s: float) -> None:
+        """A request that arrived at `arrived_s` was recorded; its tower ends with `tip`."""
+        ...
+
+
+class Traffic:
+    """Call `recorded` and `kept` off the event loop, after the commit."""
+
+    def __init__(
+        self,
+        store: Store,
+        tiers: Tiers,
+        recorder: Recorder | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.tracker = Tracker()
+        self.table = WorkflowTable(store.state)
+        self._tiers = tiers
+        self._recorder = recorder
+        self._clock = clock
+        self._new: list[Invocation] = []
+        self._lock = threading.Lock()
+        self._is_open = True
+        self._writer = ThreadPoolExecutor(1, "towerd-traffic")
+
+    def close(self) -> None:
+        """Write what is left. What is recorded after that moves the policies only."""
+        with self._lock:
+            self._is_open = False
+        self._writer.shutdown()
+        self._write()
+        if self._recorder is not None:
+            self._recorder.close()
+
+    def recorded(self, turn: Turn, tip: Node, session: str) -> None:
+        """`turn` was committed to `session`; its tower ends with `tip`."""
+        now = self._clock()
+        self._tiers.visited(tip, turn.started_s)
+        if turn.agent is not None or turn.workflow is not None:
+            self._step(turn, tip, session, now)
+        self._tiers.ranking.answered(tip, now, turn.stop)
+        if self._recorder is not None and self._is_open:
+            self._recorder.add(turn, session, now)
+
+    def kept(self, tip: Node, arrived_s: float) -> None:
+        """A prompt without an answer was kept as reusable tokens; its tower ends with `tip`."""
+        self._tiers.visited(tip, arrived_s)
+
+    def end(self, scope: str, id: str) -> Workflow:
+        """A client says that its workflow is over. Raises NotFound."""
+        workflow = self.tracker.end(scope, id)
+        if workflow is None:
+            raise NotFound(f"there is no running workflow {id!r}")
+        for tip in workflow.tips.values():
+            if tip.scope == scope and not tip.removed:  # what others share is not theirs to end
+                self._tiers.ranking.ended(tip)
+        self._tiers.ranking.workflow_ended(workflow.name)
+        self._later(lambda: self.table.end(scope, id, self._clock()))
+        return workflow
+
+    def stats(self) -> dict[str, Any]:
+        """Gauges and counters for /metrics and /towerd/v1/stats."""
+        stats: dict[str, Any] = {"workflow_" + k: v for k, v in self.tracker.stats().items()}
+        if self._recorder is not None:
+            stats["requests_recorded"] = self._recorder.n_requests
+        return stats
+
+    def _step(self, turn: Turn, tip: Node, session: str, now: float) -> None:
+        step = Step(
+            scope=turn.scope, session=session, agent=turn.agent or "", tip=tip,
+            prompt=np.asarray(turn.prompt), reply=np.asarray(turn.reply),
+            arrived_s=turn.started_s, answered_s=now, stop=turn.stop, workflow=turn.workflow,
+        )  # fmt: skip
+        workflow, over = self.tracker.step(step)
+        # names of one tenant must not teach a policy anything about those of another
+        agent = f"{turn.scope}\n{step.agent}"
+        self._tiers.ranking.stepped(tip, workflow.name, agent)
+        for each in over:
+            self._tiers.ranking.workflow_ended(each.name)
+        with self._lock:
+            self._new.append(
+                Invocation(
+                    turn.scope,
+                    workflow.id,
+                    workflow.named,
+                    workflow.started_s,
+                    step.agent,
+                    session,
+                    tip.id,
+                    len(turn.prompt),
+                    len(turn.reply),
+                    step.arrived_s,
+                    now,
+                    turn.stop,
+                )  # fmt: skip
+            )
+        self._later(self._write)
+
+    def _later(self, work: Callable[[], None]) -> None:
+        """Off the request's way: losing the last steps in a crash costs a predictor nothing."""
+
+        def run() -> None:
+            try:
+                work()
+            except TowerdError as error:
+                log.warning("a workflow was not recorded", extra={"error": str(error)})
+
+        with self._lock:
+            if self._is_open:
+                self._writer.submit(run)
+
+    def _write(self) -> None:
+        with self._lock:
+            steps, self._new = self._new, []
+        if steps:
+            self.table.add(steps)
