@@ -17,14 +17,14 @@ from towerd.cli.main import towerctl
 
 
 @pytest.fixture(autouse=True)
-def _no_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _no_settings(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Neither the user's variables nor towerd.toml, socket or store."""
     for name in list(os.environ):
         if name.startswith("TOWERD_"):
             monkeypatch.delenv(name)
-    (tmp_path / "xdg").mkdir(mode=0o700)  # a runtime directory that others can read is refused
+    folder = tmp_path_factory.mktemp("xdg")  # 0700: a runtime directory others can read is refused
     for name in ("XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME", "XDG_RUNTIME_DIR"):
-        monkeypatch.setenv(name, str(tmp_path / "xdg"))
+        monkeypatch.setenv(name, str(folder))
 
 
 @pytest.fixture

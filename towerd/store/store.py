@@ -393,13 +393,10 @@ class Store:
     def gc(
         self, *, keep: Collection[int] = (), quarantine_days: float = 30, dry_run: bool = False
     ) -> GcReport:
-        """Remove what no session, base or pin needs; `keep` lists node ids in use (live). With
-        `dry_run` only say what would go."""
+        """Remove, or only count, what no session, base or pin needs; `keep`: ids of live nodes."""
         with self._open_lock():
-            writing = self.rows.writing
-            return collect(
-                self.state, keep, quarantine_days, writing, self._removed, dry_run=dry_run
-            )
+            writing, tell = self.rows.writing, self._removed
+            return collect(self.state, keep, quarantine_days, writing, tell, dry_run=dry_run)
 
     def verify(
         self, progress: Callable[[int, int], None] | None = None, *, repair: bool = False
@@ -419,6 +416,7 @@ class Store:
         """Counts and sizes, for /metrics and people."""
         with self._open_lock():
             state, count = self.state, self._count
+            files, layout = state.files.values(), state.fingerprint.layout
             return {
                 "segments": len(state.trie),
                 "tokens": sum(node.n for node in state.trie.nodes.values()),
@@ -427,9 +425,7 @@ class Store:
                 "bases": count("bases"),
                 "hot_bytes": state.hot_bytes,
                 "warm_bytes": state.warm_bytes,
-                "warm_quantized_bytes": quantized_bytes(
-                    state.files.values(), state.fingerprint.layout
-                ),
+                "warm_quantized_bytes": quantized_bytes(files, layout),
                 "disk_bytes": int(
                     state.catalog.rows("SELECT coalesce(sum(bytes), 0) FROM files")[0][0]
                 ),
