@@ -133,6 +133,14 @@ class Config:
         low=0)
     policy: str = _set("lru", "text", "--policy",
         "What leaves a full tier first.", choices=POLICIES)
+    anticipate: bool = _set(True, "bool", "--anticipate",
+        "Evaluate in idle time what a chat's next prompt will begin with, where its template "
+        "renders the last answer otherwise than it was generated.", off="--no-anticipate")
+    anticipate_tokens_max: int = _set(2048, "int", "--anticipate-tokens-max",
+        "Tokens evaluated ahead for one answer, at most.", low=1, high=2**20)
+    prefetch_bytes: int = _set(64 * 2**20, "size", "--prefetch-bytes",
+        "Bytes a second that may be copied from disk into RAM before they are asked for, by a "
+        "policy that foretells; 0: none.", low=0)
     record: Path | None = _set(None, "path", "--record",
         "File to append a trace of all requests to, for towerctl replay; texts stay secret.")
     context_shift: bool = _set(False, "bool", "--context-shift",

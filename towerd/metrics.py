@@ -39,7 +39,7 @@ class Sample:
 
     name: str
     source: str
-    """`engine`, `tiers` or `store`: whose `stats()`."""
+    """`engine`, `tiers`, `store` or `traffic`: whose `stats()`."""
     key: str
     help: str
     counter: bool = False
@@ -76,6 +76,17 @@ SAMPLES = (
            "Slots of llama-server that were saved", counter=True),
     Sample("towerd_upstream_restarts_total", "engine", "restarts",
            "Times llama-server was started again", counter=True),
+    Sample("towerd_anticipated_tokens_total", "traffic", "anticipated_tokens",
+           "Tokens evaluated in idle time for prompts that were expected", counter=True),
+    Sample("towerd_anticipated_tokens_used_total", "traffic", "anticipated_tokens_used",
+           "Those that a prompt then began with", counter=True),
+    Sample("towerd_anticipated_tokens_wasted_total", "traffic", "anticipated_tokens_wasted",
+           "Those that no prompt began with", counter=True),
+    Sample("towerd_workflows", "traffic", "workflow_workflows", "Workflows that run"),
+    Sample("towerd_workflow_steps_total", "traffic", "workflow_steps",
+           "Requests that were steps of workflows", counter=True),
+    Sample("towerd_prefetched_segments_total", "tiers", "segments_prefetched",
+           "Segments copied from disk into RAM before they were asked for", counter=True),
     Sample("towerd_sessions", "store", "sessions", "Sessions in the catalog"),
     Sample("towerd_segments", "store", "segments", "Segments in the trie"),
 )

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import cast
 
+from towerd.anticipate import Anticipator
 from towerd.config import Config
 from towerd.engine.embedded.calibrate import Calibrator
 from towerd.engine.embedded.core import Core, load_core
@@ -46,7 +47,12 @@ async def open_service(config: Config) -> AsyncIterator[Service]:
             traffic = await asyncio.to_thread(open_traffic, config, store, tiers)
             engine = EmbeddedEngine(core, tiers, config)
             engine.start()
+            tiers.prefetcher.is_calm = engine.is_calm
             sessions = Sessions(engine, store, traffic)
+            if config.anticipate and core.can_slice:
+                traffic.anticipator = sessions.anticipator = Anticipator(
+                    engine, sessions.run_quietly, tokens_max=config.anticipate_tokens_max
+                )
             calibrator = Calibrator(
                 core,
                 engine.scheduler,
@@ -59,6 +65,8 @@ async def open_service(config: Config) -> AsyncIterator[Service]:
                 await asyncio.to_thread(calibrator.start)
                 yield Service(config, engine, sessions, store, tiers, traffic, calibrator)
             finally:
+                if sessions.anticipator is not None:
+                    await sessions.anticipator.close()
                 await sessions.drain()
                 await asyncio.to_thread(calibrator.close)
                 await engine.close()
@@ -95,6 +103,7 @@ def _open_tiers(config: Config, core: Core, store: Store) -> Tiers:
         hot_bytes=config.hot_bytes,
         warm_bytes=config.warm_bytes,
         policy=config.policy,
+        prefetch_bytes=config.prefetch_bytes,
         fidelity=cast(Fidelity, config.fidelity),
         forced=LevelFormats.parse(config.level_formats) if config.level_formats else None,
         shrink_after_s=config.shrink_after_s,

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator
 
 import numpy as np
 
+from towerd.anticipate import Anticipator
 from towerd.engine.base import Engine, Event, Finish, GenerateRequest, Generation, Ids
 from towerd.errors import TowerdError
 from towerd.store import Store
@@ -33,6 +34,7 @@ class Sessions:
         self.engine = engine
         self.store = store
         self.traffic = traffic
+        self.anticipator: Anticipator | None = None
         self._closing: set[asyncio.Task[None]] = set()
 
     async def run(self, request: GenerateRequest) -> AsyncIterator[Event]:
@@ -41,20 +43,32 @@ class Sessions:
         What was generated until then is kept. The Finish event is yielded only after the turn
         is durable. Raises what `Engine.generate` raises, and DiskFull."""
         started_s = time.time()
+        if self.anticipator is not None:
+            self.anticipator.asked(request)
         generation = self.engine.generate(request)
-        finished = False
+        finished: Finish | None = None
         try:
             async for event in generation:
                 if isinstance(event, Finish):
-                    finished = True
-                    event = await self._record(request, event, started_s)
+                    finished = event
+                    finished = event = await self._record(request, event, started_s)
                 yield event
         finally:
-            if finished:
+            if finished is not None:
                 generation.release()
+                if self.anticipator is not None:
+                    self.anticipator.answered(request, finished)
             else:
                 # Awaiting here would tie the clean-up to a task that is being cancelled.
                 self._end_later(request, generation, started_s)
+
+    async def run_quietly(self, request: GenerateRequest) -> Finish | None:
+        """Run a request that nobody listens to; None if it ended without a Finish."""
+        finish: Finish | None = None
+        async for event in self.run(request):
+            if isinstance(event, Finish):
+                finish = event
+        return finish
 
     async def drain(self) -> None:
         """Wait for the recording of requests whose clients left."""

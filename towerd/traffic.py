@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from towerd.anticipate import Anticipator
 from towerd.config import Config
 from towerd.errors import NotFound, TowerdError
 from towerd.replay.recorder import Recorder
@@ -54,6 +55,7 @@ class Traffic:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.tracker = Tracker()
+        self.anticipator: Anticipator | None = None
         self.table = WorkflowTable(store.state)
         self._tiers = tiers
         self._recorder = recorder
@@ -83,8 +85,10 @@ class Traffic:
             self._recorder.add(turn, session, now)
 
     def kept(self, tip: Node, arrived_s: float) -> None:
-        """A prompt without an answer was kept as reusable tokens; its tower ends with `tip`."""
+        """A prompt without an answer was kept as reusable tokens; its tower ends with `tip`. The
+        next of its conversation is a person's, as after any answer."""
         self._tiers.visited(tip, arrived_s)
+        self._tiers.ranking.answered(tip, self._clock(), "end_turn")
 
     def end(self, scope: str, id: str) -> Workflow:
         """A client says that its workflow is over. Raises NotFound."""
@@ -103,7 +107,7 @@ class Traffic:
         stats: dict[str, Any] = {"workflow_" + k: v for k, v in self.tracker.stats().items()}
         if self._recorder is not None:
             stats["requests_recorded"] = self._recorder.n_requests
-        return stats
+        return stats | (self.anticipator.stats() if self.anticipator is not None else {})
 
     def _step(self, turn: Turn, tip: Node, session: str, now: float) -> None:
         step = Step(

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from towerd.config import ENGINES
+from towerd.policy import NAMES as POLICIES
 
 _MODEL = click.option(
     "--model", "-m", type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -121,6 +122,40 @@ def footprint(quick: bool, level_formats: str, plot_path: Path | None) -> None:
 def policy(data: Path, policies: tuple[str, ...], quick: bool) -> None:
     """What each eviction policy finds of recorded traces, beside LRU and the best possible."""
     _run("policy", None, quick, data=data, policies=policies)
+
+
+@bench.command()
+@click.option("--model", "-m", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+              help="GGUF to measure with; default: the bundled model.")  # fmt: skip
+@_QUICK
+def anticipation(model: Path | None, quick: bool) -> None:
+    """What the next turn of a reasoning chat has to evaluate, with and without anticipation."""
+    _run("anticipation", model, quick)
+
+
+@bench.command()
+@_MODEL
+@_QUICK
+@click.option("--policy", type=click.Choice(POLICIES), default=None,
+              help="The policy to hold against LRU; default: the daemon's.")  # fmt: skip
+@click.option("--share", type=click.FloatRange(0, 1, min_open=True), default=None,
+              help="Of all distinct tokens, what fits; default 0.02, with --quick 0.04.")  # fmt: skip
+def agents(model: Path | None, quick: bool, policy: str | None, share: float | None) -> None:
+    """Agents in a daemon with little room: time to first token, against LRU."""
+    _run("agents", model, quick, policy=policy, share=share)
+
+
+@bench.command()
+@click.option("--data", required=True,
+              type=click.Path(exists=True, dir_okay=False, path_type=Path),
+              help="Chat records to measure on (dev.jsonl.zst), beside their train.jsonl.zst.")  # fmt: skip
+@click.option("--vocab", "vocabs", multiple=True,
+              type=click.Path(exists=True, dir_okay=False, path_type=Path),
+              help="GGUF whose tokenizer the sessions are in; more are counted in as well.")  # fmt: skip
+@_QUICK
+def codec(data: Path, vocabs: tuple[Path, ...], quick: bool) -> None:
+    """Bits per byte of cold sessions by kind of text, beside zstd, xz, brotli and PPMd."""
+    _run("codec", None, quick, data=data, vocabs=vocabs)
 
 
 def _run(name: str, model: Path | None, quick: bool, **options: Any) -> None:

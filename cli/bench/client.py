@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,7 @@ async def complete(
     url: str,
     prompt: Sequence[int],
     n_predict: int,
+    headers: Mapping[str, str] | None = None,
     **fields: Any,
 ) -> Completion:
     """POST /completion with token ids, greedy, ignoring EOS; TTFT is from request in to the
@@ -49,7 +50,7 @@ async def complete(
     result = Completion()
     data = json.dumps(body).encode()
     started = time.perf_counter()
-    headers = {"Content-Type": "application/json"}
+    headers = {"Content-Type": "application/json", **(headers or {})}
     async with session.post(f"{url}/completion", data=data, headers=headers) as reply:
         if reply.status != 200:
             raise TowerdError(f"{url} answered {reply.status}: {(await reply.text())[:300]}")

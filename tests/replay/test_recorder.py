@@ -98,7 +98,7 @@ def test_recording_goes_on_after_a_restart(tmp_path: Path, meta: dict[str, str])
 def test_files_that_cannot_be_gone_on_with(tmp_path: Path, meta: dict[str, str]) -> None:
     path = record(tmp_path / "t", meta, [turn("a", [1], 1.0)])
     with pytest.raises(ConfigError, match="by another store"):
-        Recorder.open(path, {}.get, meta.__setitem__, 0.0)
+        Recorder.open(path, lambda name: None, meta.__setitem__, 0.0)
     before = path.read_bytes()
     assert path.read_bytes() == before
     notes = tmp_path / "notes"

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -69,8 +68,8 @@ class Daemon:
         self.left: list[tuple[int, ...]] = []
         real = self.tiers.ranking.hot_victims
 
-        def watch(*args: Any) -> list[int]:
-            found = real(*args)
+        def watch(bytes_needed: int, is_evictable: Callable[[int], bool]) -> list[int]:
+            found = real(bytes_needed, is_evictable)
             self.left += [tuple(self.store.node(key).prefix_ids().tolist()) for key in found]
             return found
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from towerd.anticipate import can_anticipate
 from towerd.api import fields
 from towerd.api.chat import chat_fields, render_chat
 from towerd.api.constraint import chat_grammar, native_grammar
@@ -86,7 +87,9 @@ async def parse_task(
         prompt = body["prompt"]
     sampling = await parse_sampling(body, engine, grammar=grammar, n_probs_max=limits.probs_max)
     n = fields.integer_in(body, ("n_cmpl", "n"), 1, 1, engine.n_slots)
-    template = replace(_template(body, sampling, caller, config, limits), agent=agent)
+    template = replace(
+        _template(body, sampling, caller, config, limits), agent=agent, chat=_chat(body, shape)
+    )
     prompts = await tokenize_prompts(prompt, engine, limits.prompts_max)
     _check_context(prompts, engine, config)
     return Task(
@@ -141,6 +144,15 @@ def _template(
     )
 
 
+def _chat(body: Body, shape: Shape) -> Mapping[str, Any] | None:
+    """What the template needs of a chat request, in a list of our own: the body is emptied."""
+    if shape is not Shape.CHAT or not can_anticipate(body):
+        return None
+    kept = {name: body[name] for name in _TEMPLATE_FIELDS if name in body}
+    return {**kept, "messages": list(body["messages"])}
+
+
+_TEMPLATE_FIELDS = ("tools", "chat_template_kwargs", "reasoning_effort")
 _NO_IDS: Ids = np.zeros(0, dtype=np.int32)
 
 

@@ -80,6 +80,11 @@ class GenerateRequest:
     return_progress: bool = False
     n_keep: int = 0
     """Prompt tokens to keep at a context shift; -1: all of them (llama-server's meaning)."""
+    background: bool = False
+    """Nobody waits for it: it runs while nothing else does, and ends early when something comes."""
+    chat: Mapping[str, Any] | None = None
+    """The chat request that `ids` were rendered from, as far as the template needs it; None: it
+    is no chat."""
     workflow: str | None = None
     """The client's X-Towerd-Workflow."""
     agent: str | None = None

@@ -6,7 +6,7 @@ replayer run the same code. It does no I/O and reads no clock."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 Key: TypeAlias = int
 
@@ -43,7 +43,9 @@ class Policy(Protocol):
         ...
 
     def ended(self, key: Key, now: float) -> None:
-        """Whoever used `key` last will not go on from it. An optional event."""
+        """Whoever used `key` last will not go on from it. Of a leaf: its conversation is over,
+        with everything that it has to itself; of an inner key: it and what stands on it are, and
+        what is above goes on. An optional event."""
         ...
 
     def stepped(self, key: Key, now: float, workflow: str, agent: str) -> None:
@@ -78,4 +80,14 @@ class Policy(Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes of all keys."""
+        ...
+
+
+@runtime_checkable
+class Foretelling(Protocol):
+    """A Policy that knows what it expects back, in the tier or not."""
+
+    def wanted(self, now: float, most: int) -> list[Key]:
+        """The last keys of paths that are expected to be used, the soonest first; none while
+        the forecasts are not trusted. Changes nothing."""
         ...

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from towerd.replay.records import Record, lines
 from towerd.replay.recorder import FORMAT
+from towerd.replay.records import Record, lines
 from towerd.replay.trace import Call, Trace, TraceError
 from towerd.replay.tree import Prompt, TreeBuilder
 

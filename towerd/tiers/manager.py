@@ -42,6 +42,7 @@ from towerd.store.segment_file import quantized_bytes
 from towerd.tiers.buffers import BufferPool
 from towerd.tiers.fidelity import Fidelity, LevelFormats
 from towerd.tiers.plan import Composed, Gap, Plan
+from towerd.tiers.prefetch import Prefetcher
 from towerd.tiers.ranking import Ranking
 from towerd.tiers.shrink import Shrinker
 
@@ -82,12 +83,14 @@ class Tiers:
         forced: LevelFormats | None = None,
         shrink_after_s: float = 600.0,
         promote_delay_s: float = 30.0,
+        prefetch_bytes: int = 0,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """forced: the stored format of each level, whatever `set_formats` says
         shrink_after_s: how long rows must be unused before they are stored in it
         promote_delay_s: rows that were read from disk are copied into RAM when the request that
-            needed them is recorded, or after this long"""
+            needed them is recorded, or after this long
+        prefetch_bytes: how much may be copied a second before it is asked for; 0: nothing"""
         self.store = store
         self.layout = layout
         self.v_trans = v_trans
@@ -96,6 +99,9 @@ class Tiers:
         self.counters = _Counters()
         self._promote_delay_s = promote_delay_s
         self.ranking = Ranking(policy, clock)
+        self.prefetcher = Prefetcher(
+            store, self.ranking, self._copy_up, bytes_per_s=prefetch_bytes, clock=clock
+        )
         self._lock = threading.Lock()
         self._buffers = BufferPool(_BUFFER_BYTES_MAX)
         self._buffers.warm_up(_BLOB_BYTES + _BLOB_HEADER_BYTES, _BLOBS_WARM)
@@ -113,8 +119,7 @@ class Tiers:
         self._shrinker.set_formats(None if self.exact else forced, enabled=not self.exact)
         store.on_split = self._on_split
         store.on_remove = self._on_remove
-        for file, last_used in _by_use(store.nodes()):
-            self.ranking.found_warm(file, last_used)
+        self.ranking.found(store.nodes())
         self._thread = threading.Thread(target=self._run, name="towerd-tiers", daemon=True)
         self._thread.start()
 
@@ -240,6 +245,7 @@ class Tiers:
     def visited(self, tip: Node, arrived_s: float) -> None:
         """A request that arrived at `arrived_s` was recorded; its tower ends with `tip`."""
         path = tip.path()
+        self.prefetcher.covered(path)
         self.ranking.visited(path, arrived_s, self._bytes_expected)
         due = [node for node in path if node.id in self._promoting]
         if due:
@@ -315,6 +321,8 @@ class Tiers:
             "segments_promoted": c.promoted,
             "hot_evictions": c.hot_evicted,
             "warm_evictions": c.warm_evicted,
+            "segments_prefetched": self.prefetcher.n_fetched,
+            "segments_prefetched_used": self.prefetcher.n_used,
             "damaged_segments": c.damaged + self._shrinker.n_damaged,
             "write_errors": c.write_errors,
             "bytes_written": c.bytes_written,
@@ -335,6 +343,7 @@ class Tiers:
                 self._enforce()
                 if kind != "stop" and self._work.empty():
                     self._shrink()
+                    self.prefetcher.step(self.hot_bytes_max - self.store.hot_bytes)
             except StoreError as error:
                 self.counters.write_errors += 1
                 log.error("a segment could not be written", extra={"error": str(error)})
@@ -357,7 +366,7 @@ class Tiers:
             self.store.flush()
 
     def _idle_s(self) -> float:
-        idle_s = min(_RETRY_WRITE_S, self._shrinker.wait_s())
+        idle_s = min(_RETRY_WRITE_S, self._shrinker.wait_s(), self.prefetcher.wait_s())
         if not self._promotions:
             return idle_s
         return min(idle_s, max(0.0, self._promotions[0][0] - time.monotonic()))
@@ -414,17 +423,22 @@ class Tiers:
 
     def _promote(self, node: Node) -> None:
         """Copy a used segment's rows into RAM, so that no page cache pressure can take them."""
+        if self._copy_up(node):
+            self.ranking.became_hot([node])
+
+    def _copy_up(self, node: Node) -> bool:
         n_bytes = self.store.held(node).nbytes
         if node.hot is not None or node.file is None or n_bytes > self.hot_bytes_max // 4:
-            return
+            return False
         part = RowsPart(node, node.p0, node.p1, "warm", node.file)
         derived = bool((part.taint == DERIVED).any())
         taken = self.store.attach_hot([node], self.store.load_rows(part).copy(), derived=derived)
-        self.ranking.became_hot(taken)
-        self.counters.promoted += 1
+        self.counters.promoted += len(taken)
+        return bool(taken)
 
     def _enforce(self) -> None:
         """Evict hot rows that have a file, then files, until both budgets hold."""
+        self.prefetcher.give_back(self.store.hot_bytes - self.hot_bytes_max)
         while (excess := self.store.hot_bytes - self.hot_bytes_max) > 0:
             victims = self.ranking.hot_victims(excess, self._can_drop_hot)
             for node_id in victims:
@@ -463,6 +477,7 @@ class Tiers:
 
     def _on_remove(self, node: Node) -> None:
         self.ranking.left_hot(node.id)
+        self.prefetcher.forget(node.id)
         with self._lock:
             self._unwritten.discard(node.id)
 
@@ -475,13 +490,3 @@ class Tiers:
 
 def _can_drop(file: SegmentFile | None) -> bool:
     return file is None or not any(node.pinned for node in file.nodes)
-
-
-def _by_use(nodes: list[Node]) -> list[tuple[SegmentFile, float]]:
-    """Every file with the last use of any node in it, the longest unused first."""
-    used: dict[int, tuple[SegmentFile, float]] = {}
-    for node in nodes:
-        if node.file is not None:
-            _, last = used.get(node.file.id, (node.file, 0.0))
-            used[node.file.id] = (node.file, max(last, node.last_used))
-    return sorted(used.values(), key=lambda item: item[1])

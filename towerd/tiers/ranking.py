@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from towerd.policy import Key, make_policy
+from towerd.policy.base import Foretelling
 from towerd.store import Node, SegmentFile
 
 _STEP_S = 1e-6
@@ -138,10 +139,16 @@ class Ranking:
             if self._key(file) not in self._warm:
                 self._insert_warm(file, self._clock())
 
-    def found_warm(self, file: SegmentFile, used_s: float) -> None:
-        """A file was there at start; it was last used at `used_s`."""
+    def found(self, nodes: Iterable[Node]) -> None:
+        """These nodes were there at start; each of their files counts as used when any of its
+        nodes was."""
+        used: dict[SegmentFile, float] = {}
+        for node in nodes:
+            if node.file is not None:
+                used[node.file] = max(used.get(node.file, 0.0), node.last_used)
         with self._lock:
-            self._insert_warm(file, used_s)
+            for file in sorted(used, key=lambda file: used[file]):
+                self._insert_warm(file, used[file])
 
     def replaced(self, old: SegmentFile, new: SegmentFile) -> None:
         """`new` holds what `old` held: it keeps its place."""
@@ -193,6 +200,18 @@ class Ranking:
         """The key that `warm_victims` has for a file."""
         with self._lock:
             return self._key(file)
+
+    @property
+    def foretells(self) -> bool:
+        """Whether the policy can say what it expects back."""
+        return isinstance(self._hot, Foretelling)
+
+    def wanted(self, most: int) -> list[Key]:
+        """Ends of towers that the policy expects to be asked for, the soonest first."""
+        with self._lock:
+            if not isinstance(self._hot, Foretelling):
+                return []
+            return self._hot.wanted(self._clock(), most)
 
     def explain(self, node: Node) -> dict[str, Any]:
         """What each tier's policy goes by for `node`; None: it is not in that tier."""

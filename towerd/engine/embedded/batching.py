@@ -6,6 +6,7 @@ follows from the measured prefill speed and a time bound; alone, a prompt gets w
 
 from __future__ import annotations
 
+from towerd.engine.embedded.background import STEP_MS_MAX, is_background
 from towerd.engine.embedded.context import LlamaContext
 from towerd.engine.embedded.job import Job, Phase
 
@@ -33,7 +34,9 @@ class Batching:
         prompts = [j for j in active if j.phase is Phase.PREFILL]
         budget = self._tokens_max - len(streams)
         if streams:
-            budget = min(budget, self._chunk_tokens())
+            budget = min(budget, self._chunk_tokens(CHUNK_MS_MAX))
+        if any(is_background(j) for j in active):
+            budget = min(budget, self._chunk_tokens(STEP_MS_MAX))
         # Shortest first: an even share each, and what a short prompt leaves over goes on.
         prompts.sort(key=lambda j: j.n_to_evaluate)
         taken = []
@@ -52,10 +55,10 @@ class Batching:
             previous = self._prefill_token_s or sample
             self._prefill_token_s = 0.7 * previous + 0.3 * sample
 
-    def _chunk_tokens(self) -> int:
+    def _chunk_tokens(self, ms_max: float) -> int:
         if not self._prefill_token_s:
             return 4 * _CHUNK_TOKENS_MIN
-        return max(_CHUNK_TOKENS_MIN, int(CHUNK_MS_MAX / 1e3 / self._prefill_token_s))
+        return max(_CHUNK_TOKENS_MIN, int(ms_max / 1e3 / self._prefill_token_s))
 
     def _add(self, job: Job, n: int) -> None:
         assert job.seq is not None

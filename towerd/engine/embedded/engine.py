@@ -12,7 +12,7 @@ import numpy as np
 from towerd.config import Config
 from towerd.engine.base import Event, Finish, GenerateRequest, Ids, ModuleMaker, SlotView
 from towerd.engine.embedded.core import Core
-from towerd.engine.embedded.job import Job
+from towerd.engine.embedded.job import Job, Phase
 from towerd.engine.embedded.materialise import Materialiser
 from towerd.engine.embedded.modules import EmbeddedModules
 from towerd.engine.embedded.pool import LivePool
@@ -171,7 +171,7 @@ class EmbeddedEngine:
             "live_cells": self.pool.n_cells,
             "live_cells_used": self.pool.cells_used,
             "live_sequences": len(self.pool),
-            "running": len(scheduler.active),
+            "running": sum(not job.request.background for job in list(scheduler.active)),
             "waiting": len(scheduler.waiting),
             "bytes_in": self.materialiser.bytes_in,
             "bytes_out": self.materialiser.bytes_out,
@@ -184,11 +184,19 @@ class EmbeddedEngine:
             **scheduler.counters,
         }
 
+    def is_calm(self) -> bool:
+        """Whether it merely decodes or idles; may be asked by any thread."""
+        jobs = list(self.scheduler.active)
+        return not self.scheduler.waiting and all(job.phase is Phase.DECODE for job in jobs)
+
     async def settle(self) -> None:
         """Wait until every recorded row of an idle sequence has been exported."""
         await asyncio.wrap_future(self.scheduler.settled())
 
     async def drain(self, grace_s: float) -> None:
+        for generation in list(self._generations.values()):
+            if generation.job is not None and generation.job.request.background:
+                self.scheduler.cancel(generation.job)
         try:
             await asyncio.wait_for(self._all_ended.wait(), grace_s)
         except TimeoutError:

@@ -16,6 +16,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from towerd.engine.embedded.background import (
+    Background,
+    is_background,
+    nothing_to_evict,
+)
 from towerd.engine.embedded.batching import Batching
 from towerd.engine.embedded.context import DecodeError, LlamaContext
 from towerd.engine.embedded.idle import IdleSequences
@@ -72,6 +77,7 @@ class Scheduler:
         self.counters = dict.fromkeys(_COUNTERS, 0)
         self._batching = Batching(context)
         self.idle = IdleSequences(pool, materialiser)
+        self.background = Background(pool, lambda job: self._finish(job, "cancelled"))
         self._deliver = deliver
         self._outbox: list[tuple[Job, Any]] = []
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -90,7 +96,8 @@ class Scheduler:
             raise Unavailable("towerd is shutting down; try again when it is back.")
         if len(self.waiting) >= self.queue_max:
             raise Unavailable(f"{self.queue_max} requests are waiting already; try again later.")
-        self._inbox.put(lambda: self.waiting.append(job))
+        enter = self.background.add if is_background(job) else self.waiting.append
+        self._inbox.put(lambda: enter(job))
 
     def cancel(self, job: Job) -> None:
         """Stop a job at the next step; it still ends with a Finish event."""
@@ -154,7 +161,7 @@ class Scheduler:
         self._admit()
         self._drop_cancelled()
         self._splice()
-        self.idle.thin_out(len(self.active))
+        self.idle.thin_out(sum(not is_background(job) for job in self.active))
         stepped = self._step()
         self._flush()
         if not stepped or self.idle.is_export_due:
@@ -169,6 +176,7 @@ class Scheduler:
         for job in [*self.active, *self.waiting]:
             self._fail(job, error)
         self.waiting.clear()
+        self.background.drop(everything=True)
         self._flush()
 
     def _take_commands(self) -> None:
@@ -191,17 +199,22 @@ class Scheduler:
             return True
         if self.waiting and len(self.active) < self.parallel and not self._stalled:
             return True
-        return self.idle.is_dirty
+        return self.idle.is_dirty or (len(self.background) > 0 and not self.active)
 
     def _may_exit(self) -> bool:
         """Closing, nothing runs, and every finished job is recorded (or its time is up)."""
-        if not self._closing or self.active or self.waiting:
+        if not self._closing or self.active or self.waiting or self.background:
             return False
         busy = any(s.busy for s in self.pool)
         return not busy or time.monotonic() > self._close_deadline
 
     def _admit(self) -> None:
         """Start waiting jobs in order; one that waits for another's prefix lets others pass."""
+        self.background.drop(everything=self._closing)
+        if self.waiting:
+            self.background.give_way(self.active)
+        elif not self.active and not self.idle.is_dirty and (job := self.background.next()):
+            self.waiting.append(job)
         for job in list(self.waiting):
             if self._closing or job.cancelled:
                 self.waiting.remove(job)
@@ -244,13 +257,15 @@ class Scheduler:
             if job.output is None:
                 job.output = OutputText(job.request.stop)
             job.t_prompt = job.t_prompt or time.monotonic()
-            if not self.materialiser.begin(job, self._capacity(job), self.idle.evict_one):
+            evict = nothing_to_evict if is_background(job) else self.idle.evict_one
+            if not self.materialiser.begin(job, self._capacity(job), evict):
                 return False
         except TowerdError as error:
             self.waiting.remove(job)
             self._fail(job, error)
             return True
-        self._take_slot(job)
+        if not is_background(job):
+            self._take_slot(job)
         self.waiting.remove(job)
         self.active.append(job)
         if job.phase is Phase.LOADING:

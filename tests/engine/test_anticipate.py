@@ -1,0 +1,193 @@
+"""Anticipation on a real engine: the next turn pays for the user's words only, nobody waits for
+it, and what it evaluates is what the next prompt has."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from oracle import OpenService, check_integrity, settle
+
+from towerd.anticipate import Anticipator, as_sent_back
+from towerd.engine.base import Finish, GenerateRequest, Ids, SamplingParams
+from towerd.models.bundled import bundled_model
+from towerd.service import Service
+
+TEMPLATES = Path(__file__).resolve().parents[2] / "towerd" / "data" / "templates"
+THINKS = 'root ::= "<think>\\n" [a-z ]{40} "</think>\\n\\n" [a-z ]{60}'
+BEGUN = 'root ::= [a-z ]{40} "</think>\\n\\n" [a-z ]{60}'
+QUESTION = [{"role": "user", "content": "What did the cat do?"}]
+SETTINGS: dict[str, Any] = {
+    "ctx_size": 1024, "live_tokens": 4096, "threads": 1, "parallel": 4,
+}  # fmt: skip
+
+
+async def prompt_of(service: Service, messages: list[dict[str, str]]) -> Ids:
+    text = await service.engine.apply_template({"messages": messages})
+    return await service.engine.tokenize(text, add_special=True, parse_special=True)
+
+
+async def chat(
+    service: Service, messages: list[dict[str, str]], grammar: str = THINKS, n_predict: int = 400,
+    **fields: Any,
+) -> tuple[str, Finish]:  # fmt: skip
+    """The reply's text and Finish of one chat request."""
+    request = GenerateRequest(
+        ids=await prompt_of(service, messages), n_predict=n_predict,
+        sampling=SamplingParams(temperature=0.0, seed=1, grammar=grammar),
+        chat={"messages": messages}, **fields,
+    )  # fmt: skip
+    finish = await service.sessions.run_quietly(request)
+    assert finish is not None
+    ids = finish.ids[:-1] if finish.stop == "eos" else finish.ids
+    return (await service.engine.detokenize(ids)).decode(), finish
+
+
+def until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def said(text: str, back: str) -> list[dict[str, str]]:
+    return [*QUESTION, {"role": "assistant", "content": text}, {"role": "user", "content": back}]
+
+
+def anticipator(service: Service) -> Anticipator:
+    assert service.sessions.anticipator is not None
+    return service.sessions.anticipator
+
+
+@pytest.mark.parametrize(
+    ("template", "grammar"), [("Qwen3", THINKS), ("DeepSeek-R1-Distill", BEGUN)]
+)
+async def test_the_next_turn_pays_for_new_words_only(
+    service_on: OpenService, template: str, grammar: str
+) -> None:
+    source = (TEMPLATES / f"{template}.jinja").read_text()
+    evaluated: dict[bool, int] = {}
+    replies: dict[bool, str] = {}
+    for is_on in (True, False):
+        values = SETTINGS | {"chat_template": source, "anticipate": is_on}
+        async with service_on(bundled_model(), **values) as service:
+            text, finish = await chat(service, QUESTION, grammar, session=f"s{is_on}")
+            assert "</think>" in text
+            assert finish.stop == "eos"
+            if is_on:
+                await anticipator(service).idle()
+            await settle(service)
+            messages = said(text, "And then?")
+            replies[is_on], finish = await chat(service, messages, grammar, session=f"s{is_on}")
+            evaluated[is_on] = finish.reuse.prefill
+            if is_on:
+                stats = service.traffic.stats()
+                assert stats["anticipated_tokens_used"] == stats["anticipated_tokens"] > 50
+                assert stats["anticipated_tokens_wasted"] == 0
+                await settle(service)
+                await check_integrity(service)
+        # a store of its own for the other run
+        for path in sorted(service.config.store_dir.rglob("*"), reverse=True):
+            path.unlink() if path.is_file() else path.rmdir()
+    assert replies[True] == replies[False]
+    assert evaluated[False] > 2 * evaluated[True]
+    assert evaluated[True] < 40
+
+
+async def test_a_template_that_keeps_answers_costs_nothing(service_on: OpenService) -> None:
+    """Where the next prompt begins with the tower as it is, nothing is evaluated ahead."""
+    async with service_on(bundled_model(), **SETTINGS) as service:
+        before = service.engine.stats()["tokens_decoded"]
+        _, finish = await chat(service, QUESTION, "", 20)
+        await anticipator(service).idle()
+        spent = service.engine.stats()["tokens_decoded"] - before
+        assert spent <= finish.reuse.prefill + 20
+        assert service.traffic.stats()["anticipated_tokens"] == 0
+
+
+async def test_it_gives_way_at_once(service_on: OpenService) -> None:
+    """A request that comes while a background prompt runs ends it, and has the use of it."""
+    ids = np.random.default_rng(1).integers(260, 500, 900).astype(np.int32)
+    async with service_on(bundled_model(), **SETTINGS) as service:
+        quiet = GenerateRequest(ids=ids, n_predict=0, background=True)
+        running = asyncio.create_task(service.sessions.run_quietly(quiet))
+        await asyncio.to_thread(until, lambda: service.engine.stats()["tokens_decoded"] > 0)
+        loud = GenerateRequest(ids=np.append(ids, 7).astype(np.int32), n_predict=1)
+        finish = await service.sessions.run_quietly(loud)
+        early = await running
+        assert early is not None
+        assert finish is not None
+        assert early.stop == "cancelled"
+        assert 0 < early.n_cached < 900
+        assert finish.reuse.live == early.n_cached
+        assert finish.reuse.prefill == 901 - early.n_cached
+        await settle(service)
+        await check_integrity(service)
+
+
+async def test_it_never_pushes_anything_out(service_on: OpenService) -> None:
+    """Without free cells it is not done at all; live conversations stay."""
+    rng = np.random.default_rng(2)
+    async with service_on(bundled_model(), **(SETTINGS | {"live_tokens": 1100})) as service:
+        kept = GenerateRequest(ids=rng.integers(260, 500, 500).astype(np.int32), n_predict=1)
+        await service.sessions.run_quietly(kept)
+        await settle(service)
+        used = service.engine.pool.cells_used
+        quiet = GenerateRequest(
+            ids=rng.integers(260, 500, 600).astype(np.int32), n_predict=0, background=True
+        )
+        finish = await service.sessions.run_quietly(quiet)
+        assert finish is not None
+        assert finish.n_cached == 0
+        assert service.engine.pool.cells_used == used
+
+
+async def test_what_is_not_used_is_counted(service_on: OpenService) -> None:
+    """A client that edits its question instead; and one answer after the other in one session."""
+    source = (TEMPLATES / "Qwen3.jinja").read_text()
+    async with service_on(bundled_model(), **SETTINGS, chat_template=source) as service:
+        await chat(service, QUESTION, session="s")
+        await anticipator(service).idle()
+        first = service.traffic.stats()["anticipated_tokens"]
+        assert first > 50
+        edited = [{"role": "user", "content": "Where was the dog?"}]
+        await chat(service, edited, session="s")
+        stats = service.traffic.stats()
+        assert stats["anticipated_tokens_wasted"] == first
+        assert stats["anticipated_tokens_used"] == 0
+
+
+async def test_the_budget_holds(service_on: OpenService) -> None:
+    source = (TEMPLATES / "Qwen3.jinja").read_text()
+    values = SETTINGS | {"chat_template": source, "anticipate_tokens_max": 20}
+    async with service_on(bundled_model(), **values) as service:
+        text, _ = await chat(service, QUESTION)
+        await anticipator(service).idle()
+        assert service.traffic.stats()["anticipated_tokens"] == 20
+        await chat(service, said(text, "And then?"))
+        assert service.traffic.stats()["anticipated_tokens_used"] == 20
+
+
+async def test_leaving_while_it_runs(service_on: OpenService) -> None:
+    """The daemon may stop at any moment of it."""
+    source = (TEMPLATES / "Qwen3.jinja").read_text()
+    for _ in range(3):
+        async with service_on(bundled_model(), **SETTINGS, chat_template=source) as service:
+            await chat(service, QUESTION)
+        assert service.traffic.stats()["anticipated_tokens_wasted"] == 0
+
+
+def test_replies_as_clients_send_them_back() -> None:
+    reply = "<think>\nso\n</think>\n\nYes."
+    stripped = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    whole = [{"role": "assistant", "content": "<think>x</think>b"}]
+    assert as_sent_back([], reply) == reply
+    assert as_sent_back(stripped, reply) == "Yes."
+    assert as_sent_back(whole, reply) == reply
+    assert as_sent_back(stripped, "plain") == "plain"
+    assert as_sent_back([{"role": "assistant", "content": [{"type": "text"}]}, 7], reply) == reply

@@ -1,0 +1,134 @@
+"""Prefetch: rows of conversations that are expected back soon, from disk into RAM.
+
+Conservative, as in PBKV (section 4.3): into free room only, within a bandwidth, and only while
+the engine merely decodes or idles. Rows that were fetched so count as nobody's until a request uses
+them: they are the first to leave, and no policy takes them for used.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+
+from towerd.errors import StoreError
+from towerd.store import Node, Store
+from towerd.tiers.ranking import Ranking
+
+log = logging.getLogger(__name__)
+
+WANTED_MAX = 16
+"""Conversations looked at in one step."""
+BUSY_WAIT_S = 1.0
+IDLE_WAIT_S = 5.0
+_BURST_S = 2.0
+"""So many seconds' worth of bandwidth may be used at once after a pause."""
+
+
+class Prefetcher:
+    """Called by the tier thread; `covered` by any."""
+
+    def __init__(
+        self,
+        store: Store,
+        ranking: Ranking,
+        promote: Callable[[Node], bool],
+        *,
+        bytes_per_s: int,
+        clock: Callable[[], float],
+    ) -> None:
+        """promote: copies a node's rows into RAM, or does not; bytes_per_s: 0 fetches nothing"""
+        self.is_calm: Callable[[], bool] = lambda: True
+        """Whether the engine merely decodes or idles."""
+        self.on_cold: Callable[[Node], None] | None = None
+        """Called with what is expected back and has no rows anywhere: to be thawed ahead."""
+        self.n_fetched = self.n_used = 0
+        self._store = store
+        self._ranking = ranking
+        self._promote = promote
+        self._bytes_per_s = bytes_per_s
+        self._clock = clock
+        self._allowance = 0.0
+        self._last_s: float | None = None
+        self._did_work = False
+        self._held: OrderedDict[int, Node] = OrderedDict()
+        """What was fetched and not used yet, the oldest first."""
+        self._lock = threading.Lock()
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is ever fetched: the policy foretells, and there is bandwidth."""
+        return self._bytes_per_s > 0 and self._ranking.foretells
+
+    def wait_s(self) -> float:
+        """When to call `step` again."""
+        if not self.is_on:
+            return float("inf")
+        return BUSY_WAIT_S if self._did_work else IDLE_WAIT_S
+
+    def step(self, room: int) -> None:
+        """Fetch what is wanted, up to `room` bytes and the bandwidth that has accrued."""
+        self._accrue()
+        self._did_work = False
+        if not self.is_on or not self.is_calm():
+            return
+        for node_id in self._ranking.wanted(WANTED_MAX):
+            try:
+                room = self._fetch(self._store.node(node_id), room)
+            except StoreError as error:
+                log.warning("rows could not be fetched ahead", extra={"error": str(error)})
+
+    def covered(self, path: list[Node]) -> None:
+        """A request uses `path`: what was fetched of it is the policy's now."""
+        with self._lock:
+            for node in path:
+                self.n_used += self._held.pop(node.id, None) is not None
+
+    def forget(self, node_id: int) -> None:
+        """A node is gone."""
+        with self._lock:
+            self._held.pop(node_id, None)
+
+    def give_back(self, bytes_needed: int) -> int:
+        """Let go of what was fetched and not used, the oldest first; the bytes freed."""
+        freed = 0
+        while freed < bytes_needed:
+            with self._lock:
+                if not self._held:
+                    break
+                _, node = self._held.popitem(last=False)
+            freed += self._store.drop_hot(node)
+        return freed
+
+    def _fetch(self, tip: Node, room: int) -> int:
+        """The parts of a tower that are on disk only, if all of them fit; the room that is left."""
+        missing = [node for node in tip.path() if node.hot is None]
+        if missing and missing[-1].file is None and self.on_cold is not None:
+            self.on_cold(tip)
+        missing = [node for node in missing if node.file is not None]
+        n_bytes = sum(self._store.held(node).nbytes for node in missing)
+        if not missing or n_bytes > min(room, self._allowance):
+            return room
+        for node in missing:
+            with self._lock:
+                self._held[node.id] = node
+            was_copied = self._promote(node)
+            with self._lock:
+                is_held = node.id in self._held
+                if not was_copied:
+                    self._held.pop(node.id, None)
+            self.n_fetched += was_copied
+            if was_copied and not is_held:  # a request used it meanwhile
+                self._ranking.became_hot([node])
+        self._allowance -= n_bytes
+        self._did_work = True
+        return room - n_bytes
+
+    def _accrue(self) -> None:
+        now = self._clock()
+        if self._last_s is not None:
+            most = _BURST_S * self._bytes_per_s
+            earned = max(0.0, now - self._last_s) * self._bytes_per_s
+            self._allowance = min(most, self._allowance + earned)
+        self._last_s = now
