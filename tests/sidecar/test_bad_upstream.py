@@ -260,13 +260,14 @@ def test_draft_model(llama_server: Path, slot_dir: Path, tmp_path: Path) -> None
 
 
 def test_costly_flags(llama_server: Path, slot_dir: Path, tmp_path: Path) -> None:
-    """llama-server's own caches clear idle slots; towerd says which flag ends that."""
-    with start_llama_server(
-        bundled_model(), *FLAGS, "-kvu", "--slot-save-path", str(slot_dir)
-    ) as s:
+    """llama-server's own caches clear idle slots, and its sleep all; towerd says what ends that."""
+    flags = (*FLAGS, "-kvu", "--slot-save-path", str(slot_dir), "--sleep-idle-seconds", "3600")
+    with start_llama_server(bundled_model(), *flags) as s:
         with attached_to(tmp_path / "d", s.url, slot_dir) as daemon:
             notes = " ".join(daemon.get("/towerd/v1/stats")["engine"]["notes"])
             assert "--no-cache-idle-slots" in notes
+            assert "--cache-ram 0" in notes
+            assert "--sleep-idle-seconds" in notes
             assert notes[:40] in daemon.log
 
 

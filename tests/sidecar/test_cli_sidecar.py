@@ -98,12 +98,17 @@ def test_start_and_stop(make_sidecar: MakeDaemon, tmp_path: Path) -> None:
     the slot directory goes with it."""
     slots = tmp_path / "ram"
     slots.mkdir(mode=0o700)
-    daemon = make_sidecar("--slot-dir", str(slots), "--", "--no-warmup", "--alias", "sto ry")
+    # What was set up for a llama-server of one's own does not lead this one astray.
+    env = {"LLAMA_ARG_API_PREFIX": "/x", "LLAMA_ARG_PORT": "1", "LLAMA_API_KEY": "k",
+           "AIP_MODE": "PREDICTION", "AIP_HTTP_PORT": "8080"}  # fmt: skip
+    flags = ("--slot-dir", str(slots), "--", "--no-warmup", "--alias", "sto ry")
+    daemon = make_sidecar(*flags, **env)
     for end in (daemon.stop, daemon.kill):
         daemon.start()
         (child,) = psutil.Process(daemon.pid).children()
         assert {"--no-warmup", "sto ry", "--parallel"} <= set(child.cmdline())
-        assert daemon.get("/v1/models")["data"][0]["id"] == "sto ry"
+        (model,) = daemon.get("/v1/models")["data"]
+        assert (model["id"], model["aliases"]) == ("sto ry", ["sto ry"])
         (private,) = slots.iterdir()
         assert private.stat().st_mode & 0o777 == 0o700
         end()

@@ -15,7 +15,7 @@ import pytest
 from sidecar_tools import alone
 
 from towerd.engine.llama_server.binary import Build, build_of, find_binary, library_env
-from towerd.engine.llama_server.flags import clashing, names_model, row_overrides
+from towerd.engine.llama_server.flags import clashing, names_model, row_overrides, server_env
 from towerd.engine.llama_server.process import describe_exit
 from towerd.engine.llama_server.upstream import Upstream
 from towerd.errors import ConfigError, Unauthorized
@@ -189,6 +189,8 @@ def test_flags_that_change_rows() -> None:
         "override.freq_scale": "0.5",
     }
     assert row_overrides(["-np", "4"], {}) == {}
+    env = {"LLAMA_ARG_PORT": "1", "LLAMA_ARG_API_PREFIX": "/x", "LLAMA_ARG_THREADS": "3"}
+    assert server_env(env) == {"LLAMA_ARG_THREADS": "3"}
     assert clashing(["--port=80", "-np", "2", "--api-key", "x"]) == ["--port=80", "--api-key"]
     assert names_model(["-hf", "a/b"])
     assert not names_model(["-np", "2"])

@@ -6,6 +6,7 @@ import http.client
 import json
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -156,8 +157,14 @@ def test_clients_choose_no_slot(sidecar: Daemon, slot: Any) -> None:
 @pytest.mark.parametrize("action", ["save", "restore", "erase", "explode"])
 @pytest.mark.parametrize("path", ["/slots/0", "/slots/99", "/%73lots/0", "/slots%2F0", "/slots/0/"])
 def test_clients_move_no_slot(sidecar: Daemon, path: str, action: str) -> None:
-    """Slot actions do not reach llama-server, in no spelling of the path."""
-    before = sidecar.complete("keep me in my slot", 1)
+    """Slot actions do not reach llama-server, in no spelling of the path: any of them would
+    empty a slot, or leave a file."""
+
+    def held() -> list[int]:
+        return [slot["n_prompt_tokens"] for slot in sidecar.get("/slots")]
+
+    sidecar.complete("keep me in my slot", 1)
+    before = held()
     host, port = sidecar.url.removeprefix("http://").split(":")
     with closing(http.client.HTTPConnection(host, int(port), timeout=30)) as connection:
         body = json.dumps({"filename": "stolen"})
@@ -165,8 +172,11 @@ def test_clients_move_no_slot(sidecar: Daemon, path: str, action: str) -> None:
         reply = connection.getresponse()
         error = json.loads(reply.read())["error"]
     assert (reply.status, error["type"]) in ((501, "not_supported_error"), (404, "not_found_error"))
-    again = sidecar.complete("keep me in my slot", 1)
-    assert again["timings"]["cache_n"] == before["tokens_evaluated"] - 1
+    assert held() == before
+    assert sum(before) > 0
+    flags = llama_server_of(sidecar).cmdline()
+    slot_dir = Path(flags[flags.index("--slot-save-path") + 1])
+    assert not (slot_dir / "stolen").exists()
 
 
 def test_conversations_are_each_tenants_own(guarded: Daemon) -> None:

@@ -210,6 +210,17 @@ def test_a_slot_that_is_being_saved_is_waited_for(policy: Policy) -> None:
     assert found[1].slot is empty
 
 
+def test_a_state_that_cannot_be_cut() -> None:
+    """Only a prompt that begins with all that a slot holds, and has more, goes on from it."""
+    policy = Policy(Costs(), extends_only=True, can_store=False)
+    chat = ids(100)
+    slot = filled(0, chat)
+    for n, live in ((120, 100), (100, 0), (60, 0)):
+        want = Want(np.concatenate([chat, ids(20, 1)])[:n], "a")
+        assert policy.live(want, slot) == (live, False)
+    assert policy.live(Want(np.concatenate([chat[:50], ids(80, 2)]), "a"), slot) == (0, False)
+
+
 def test_costs_follow_what_is_measured() -> None:
     """Short samples say nothing; long ones move the estimate towards themselves."""
     costs = Costs(prefill_ms=2.0, call_ms=1.0)

@@ -15,7 +15,7 @@ from towerd.engine.embedded.model import LlamaModel
 from towerd.engine.llama_server.attached import Command, command_behind
 from towerd.engine.llama_server.binary import build_of, find_binary, library_env
 from towerd.engine.llama_server.describe import open_vocab, sliding_window
-from towerd.engine.llama_server.flags import clashing, names_model, server_flags
+from towerd.engine.llama_server.flags import clashing, names_model, server_env, server_flags
 from towerd.engine.llama_server.probe import ProbeResult, identify, probe
 from towerd.engine.llama_server.process import LlamaServerProcess
 from towerd.engine.llama_server.slotdir import SlotDir
@@ -67,7 +67,7 @@ async def _started(config: Config) -> AsyncIterator[Backend]:
     path = None if named_there else await asyncio.to_thread(find_model, config.model)
     model = await asyncio.to_thread(open_vocab, path, config)
     slotdir = await asyncio.to_thread(SlotDir.private, config.slot_dir)
-    env = {**os.environ, **library_env(binary)}
+    env = {**server_env(os.environ), **library_env(binary)}
 
     def flags(port: int) -> list[str]:
         has_window = sliding_window(model) > 0

@@ -46,11 +46,18 @@ class Described:
 
 
 def flag_notes(command: Command | None, *, is_ours: bool) -> tuple[str, ...]:
-    """What flags of an attached server cost."""
-    if command is None or is_ours:
+    """What flags of a server cost; towerd sets some of one that it starts itself."""
+    if command is None:
         return ()
     notes: list[str] = []
     flags = command.flags
+    if "--sleep-idle-seconds" in flags:
+        notes.append(
+            "It unloads its model when idle, and what its slots hold with it, so the next turn of "
+            "each chat is a restore at best: start llama-server without --sleep-idle-seconds."
+        )
+    if is_ours:
+        return tuple(notes)
     if not any(flag in ("-cram", "--cache-ram") for flag in flags):
         notes.append(
             "It keeps a second copy of prompts, of all tenants together, in its own RAM cache: "

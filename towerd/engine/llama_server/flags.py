@@ -10,6 +10,12 @@ from towerd.config import Config, defaults
 OURS = ("--host", "--port", "--api-key", "--api-key-file", "--slot-save-path", "--reuse-port",
         "--ssl-key-file", "--ssl-cert-file", "--api-prefix")  # fmt: skip
 """Flags that towerd needs for itself; a person cannot pass them on."""
+OUR_ENV = frozenset(
+    ("LLAMA_ARG_HOST", "LLAMA_ARG_PORT", "LLAMA_API_KEY", "LLAMA_ARG_API_KEY_FILE",
+     "LLAMA_ARG_REUSE_PORT", "LLAMA_ARG_SSL_KEY_FILE", "LLAMA_ARG_SSL_CERT_FILE",
+     "LLAMA_ARG_API_PREFIX")
+)  # fmt: skip
+"""Variables that say the same."""
 MODEL = ("-m", "--model", "-mu", "--model-url", "-dr", "--docker-repo", "-hf", "-hfr",
          "--hf-repo", "--models-dir", "--models-preset")  # fmt: skip
 """Flags that name a model, or make llama-server a router of several."""
@@ -91,6 +97,11 @@ def server_flags(
         if value != standard[name] and value is not None:
             flags += [flag, str(value)]
     return flags + list(config.llama_server_args)
+
+
+def server_env(env: Mapping[str, str]) -> dict[str, str]:
+    """`env` without what towerd decides: a person's own llama-server may have been set up there."""
+    return {name: value for name, value in env.items() if name not in OUR_ENV}
 
 
 def clashing(extra: Sequence[str]) -> list[str]:

@@ -108,7 +108,8 @@ class LlamaServerProcess:
         self.upstream.url = f"http://127.0.0.1:{port}"
         guard = [sys.executable, "-I", "-S", str(GUARD), GUARD_METHOD, str(os.getpid())]
         # The key goes through the environment: a command line is everybody's to read.
-        env = self._env | {"LLAMA_API_KEY": self.upstream.key or ""}
+        # On Vertex AI a variable names the port, over the flag; that one is ours to listen on.
+        env = self._env | {"LLAMA_API_KEY": self.upstream.key or "", "AIP_HTTP_PORT": str(port)}
         handle = await asyncio.to_thread(self._open_log)
         try:
             self._process = await asyncio.create_subprocess_exec(
