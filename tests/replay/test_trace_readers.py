@@ -45,7 +45,7 @@ def test_mooncake(tmp_path: Path) -> None:
     assert [call.path for call in trace.calls] == [(0, 1), (0, 1, 2), (0, 3), (4,)]
     assert [call.time_s for call in trace.calls] == [0.0, 0.005, 0.005, 0.009]
     assert [call.session for call in trace.calls] == [0, 0, 1, 2]
-    assert [call.ends for call in trace.calls] == [(), (2,), (3,), (4,)]
+    assert [call.ends for call in trace.calls] == [(), (1,), (0,), (4,)]
     assert trace.n_distinct_blocks == 6, "block 11 is not full"
     assert trace.n_input_tokens == 3 * 512 + 2500 + 3 * 512 + 512
     assert mooncake.read(path, 512).n_blocks == [1] * 6

@@ -8,15 +8,19 @@ from towerd.errors import ConfigError
 from towerd.policy.base import Policy
 from towerd.policy.foresight import Foresight
 from towerd.policy.gdsf import GDSF
+from towerd.policy.kvflow import KVFlow
 from towerd.policy.lindy import Lindy
 from towerd.policy.lru import LRU
+from towerd.policy.pbkv import PBKV
 from towerd.policy.sieve import Sieve
 
 _POLICIES: dict[str, Callable[[], Policy]] = {
     "foresight": Foresight,
     "gdsf": GDSF,
+    "kvflow": KVFlow,
     "lindy": Lindy,
     "lru": LRU,
+    "pbkv": PBKV,
     "sieve": Sieve,
 }
 NAMES = tuple(sorted(_POLICIES))

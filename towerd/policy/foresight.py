@@ -1,28 +1,30 @@
 """foresight: keep what is expected back soonest for the room it takes, guarded by LRU.
 
 Every leaf is ranked by the Gittins index of its last visit (see `predict.returns`). Forecasts
-can be wrong for a workload, so two shadow caches of the same capacity, which hold nothing but
-sizes, play pure forecast and pure LRU on the same events. The real cache follows whichever found
-more bytes lately.
+can be wrong for a workload, so a shadow cache of the same capacity, which holds nothing but
+sizes, plays the other side on the same events: LRU while the real cache goes by forecasts, and
+forecasts while it goes by LRU. When the shadow has found more bytes lately, they change sides.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable
 from typing import Any
 
 from towerd.policy.base import Key
 from towerd.policy.lru import LRU
 from towerd.policy.tree import Entry, Rank, TreePolicy
-from towerd.policy.visits import Visit, Visits
+from towerd.policy.visits import Visits
 
 _RERANK_EVERY = 16
 """Visits after which all leaves are ranked anew: indices change as time goes by."""
 _MEMORY = 0.998
-"""Weight of the past at each request in the comparison of the shadows."""
+"""Weight of the past at each request in the comparison of the two sides."""
+_HEIRS_MAX = 16
+"""Visits remembered whose tips are gone but not what they stand on."""
+_ABOVE_END = 1.0
 _MARGIN = 0.002
-"""Share of the bytes by which one shadow must lead before the real cache changes sides."""
+"""Share of the bytes by which the shadow must lead before the real cache changes sides."""
 
 
 class Forecast(TreePolicy):
@@ -31,30 +33,50 @@ class Forecast(TreePolicy):
     def __init__(self, visits: Visits) -> None:
         super().__init__()
         self.visits = visits
-        self._of: dict[Key, Visit] = {}
 
     def _rank(self, entry: Entry) -> Rank:
-        return self.visits.index(self._of[entry.key], self._now), entry.used
+        """The sum of what those who may come back for it are worth, and newcomers."""
+        if _is_over(entry):
+            return -1.0, entry.used
+        index = self.visits.index
+        worth = index(entry.visit, self._now)
+        if entry.heirs is not None:
+            others = (v for v in entry.heirs if v is not entry.visit and not v.is_back)
+            worth += sum(index(v, self._now) for v in others if not v.ended)
+        if entry.seq > 1:
+            worth += (entry.seq - 1) / max(1.0, self._now - entry.born)
+        return worth, entry.used
+
+    def _inherit(self, parent: Entry, child: Entry) -> None:
+        """What was to come for the child will come for its parent."""
+        heirs = list(child.heirs or ())
+        if child.visit is not parent.visit:
+            heirs.append(child.visit)
+        if child.used >= parent.used:
+            is_end = child.visit.ended_from == child.key
+            parent.weight = _ABOVE_END if is_end else child.weight
+        super()._inherit(parent, child)
+        mine = parent.heirs or []
+        mine += [v for v in heirs if not v.is_back and not v.ended and v not in mine]
+        if len(mine) > _HEIRS_MAX:
+            mine = [v for v in mine if not v.is_back and not v.ended][-_HEIRS_MAX:]
+        parent.heirs = mine or None
+
+    def greet(self, keys: list[Key]) -> None:
+        """A new conversation began on these."""
+        for key in keys:
+            entry = self._entries.get(key)
+            if entry is not None:
+                entry.seq += 1
 
     def _on_use(self, entry: Entry, *, is_new: bool) -> None:
-        self._of[entry.key] = self.visits.current
-
-    def _on_remove(self, entry: Entry) -> None:
-        del self._of[entry.key]
-
-    def _on_split(self, lower: Entry, upper: Entry) -> None:
-        self._of[upper.key] = self._of[lower.key]
+        entry.visit, entry.weight = self.visits.current, 0.0
 
     def rerank(self, now: float) -> None:
         """Rank every leaf as of `now`."""
         self._tick(now)
-        leaves = {key for rank, key in self._heap if self._is_current(rank, key)}
-        self._heap = []
-        for key in leaves:
-            entry = self._entries[key]
-            entry.ranked = self._rank(entry)
-            self._heap.append((entry.ranked, key))
-        heapq.heapify(self._heap)
+        self._unranked.update(key for rank, key in self._heap if self._is_current(rank, key))
+        self._heap.clear()
 
     def refresh(self, key: Key, now: float) -> None:
         """Rank one key anew after news about its visit."""
@@ -69,80 +91,103 @@ class Foresight(Forecast):
     def __init__(self) -> None:
         super().__init__(Visits())
         self.trusts = True
-        self._lru = LRU()
-        self._pure = Forecast(self.visits)
+        self._shadow: TreePolicy = LRU()
         self._lead = 0.0
-        """Bytes that pure forecast found and LRU did not, less the reverse; old ones fade."""
+        """Bytes that the real cache found and the shadow did not, less the reverse; old ones
+        fade."""
         self._seen = 0.0
         self._n_visits = 0
+        self._found: list[Key] = []
         self._room: int | None = None
         """Bytes that were to stay at the last eviction; None: there was none."""
 
     def _rank(self, entry: Entry) -> Rank:
         if self.trusts:
             return super()._rank(entry)
-        ended = self._of[entry.key].ended
-        return (-1.0 if ended else 0.0), entry.used
-
-    def _on_use(self, entry: Entry, *, is_new: bool) -> None:
-        if self._now > self.visits.current.start_s:
-            self._begin_visit()
-        self.visits.use(entry.key, entry.nbytes, self._now)
-        super()._on_use(entry, is_new=is_new)
-        self._seen += entry.nbytes
-        if entry.key in self._pure:
-            self._lead += entry.nbytes
-        if entry.key in self._lru:
-            self._lead -= entry.nbytes
-        for shadow in (self._pure, self._lru):
-            if entry.key in shadow:
-                shadow.access(entry.key, self._now)
-            else:
-                shadow.insert(entry.key, entry.nbytes, self._now, entry.parent)
-
-    def _on_remove(self, entry: Entry) -> None:
-        super()._on_remove(entry)
-        if self._room is None:
-            self._pure.remove(entry.key)
-            self._lru.remove(entry.key)
+        return (-1.0 if _is_over(entry) else 0.0), entry.used
 
     def _use(self, key: Key) -> None:
-        super()._use(key)
-        if key in self._entries:
+        """Walks the path: a conversation may go on from any key of it."""
+        entries, now = self._entries, self._now
+        if now > self.visits.current.start_s:
+            self._begin_visit()
+        visit = self.visits.current
+        path: list[Entry] = []
+        at: Key | None = key
+        while at is not None:
+            entry = entries.get(at)
+            if entry is None or entry.used >= now:
+                break
+            path.append(entry)
+            at = entry.parent
+        self._compare(path)
+        self._found += [entry.key for entry in path if entry.used > float("-inf")]
+        tips = self.visits.tips
+        for entry in path:
+            visit.nbytes += entry.nbytes
+            entry.used, entry.visit, entry.weight = now, visit, 0.0
+            if entry.key in tips:
+                self.visits.returned(entry.key, now)
+        if key in entries:
             self.visits.set_tip(key)
+            self._push(key)
+
+    def _compare(self, path: list[Entry]) -> None:
+        """Count what the real cache finds of this (from the lowest key up) and what the shadow
+        does, and let the shadow have it too."""
+        shadow = self._shadow
+        missing: list[Entry] = []
+        for entry in path:
+            self._seen += entry.nbytes
+            is_hit = entry.used > float("-inf")
+            if entry.key in shadow:
+                if not is_hit:
+                    self._lead -= entry.nbytes
+                continue
+            missing.append(entry)
+            if is_hit:
+                self._lead += entry.nbytes
+        if path and len(missing) < len(path):
+            shadow.access(path[len(missing)].key, self._now)
+        for entry in reversed(missing):
+            shadow.insert(entry.key, entry.nbytes, self._now, entry.parent)
+
+    def _on_remove(self, entry: Entry) -> None:
+        if self._room is None:
+            self._shadow.remove(entry.key)
 
     def split(self, lower: Key, upper: Key, upper_nbytes: int, now: float) -> None:
         """See Policy.split."""
         if lower in self._entries:
             more = 2 * upper_nbytes >= self._entries[lower].nbytes
             self.visits.split(lower, upper, upper_is_more=more)
-            self._pure.split(lower, upper, upper_nbytes, now)
-            self._lru.split(lower, upper, upper_nbytes, now)
+            self._shadow.split(lower, upper, upper_nbytes, now)
         super().split(lower, upper, upper_nbytes, now)
 
     def answered(self, key: Key, now: float, stop: str) -> None:
         """See Policy.answered."""
         self.visits.answered(key, now, stop)
-        self.refresh(key, now)
-        self._pure.refresh(key, now)
+        self._refresh_both(key, now)
 
     def ended(self, key: Key, now: float) -> None:
         """See Policy.ended."""
-        self.visits.ended(key)
-        self.refresh(key, now)
-        self._pure.refresh(key, now)
+        entry = self._entries.get(key)
+        if entry is not None and key not in self._n_children:
+            self.visits.ended(key)
+        elif entry is not None:
+            entry.visit.ended, entry.visit.ended_from = True, key
+        self._refresh_both(key, now)
 
     def resize(self, key: Key, nbytes: int) -> None:
         """See Policy.resize."""
         super().resize(key, nbytes)
-        self._pure.resize(key, nbytes)
-        self._lru.resize(key, nbytes)
+        self._shadow.resize(key, nbytes)
 
     def explain(self, key: Key, now: float) -> dict[str, Any]:
         """See Policy.explain. `trusts`: whether forecasts lead, or the last use does."""
         found = super().explain(key, now)
         if found:
-            visit = self._of[key]
+            visit = self._entries[key].visit
             found |= {
                 "trusts": self.trusts,
                 "returns_per_s": self.visits.index(visit, now),
@@ -154,25 +199,48 @@ class Foresight(Forecast):
         return found
 
     def victims(self, bytes_needed: int, is_evictable: Callable[[Key], bool]) -> list[Key]:
-        """See Policy.victims. Tells the shadows how much room there is."""
+        """See Policy.victims. Tells the shadow how much room there is."""
         self._room = max(0, self.nbytes - max(0, bytes_needed))
         return super().victims(bytes_needed, is_evictable)
 
     def _begin_visit(self) -> None:
-        """Before a new visit uses anything: the shadows make room, and the better one leads."""
+        """Before a new visit uses anything: the shadow makes room, and the better side leads."""
         if self._room is not None:
-            for shadow in (self._pure, self._lru):
-                for key in shadow.victims(shadow.nbytes - self._room, _always):
-                    shadow.remove(key)
+            for key in self._shadow.victims(self._shadow.nbytes - self._room, _always):
+                self._shadow.remove(key)
+        if not self.visits.current.turn:
+            self.greet(self._found)
+            if isinstance(self._shadow, Forecast):
+                self._shadow.greet(self._found)
+        self._found = []
+        self.visits.begin(self._now)
         self._lead *= _MEMORY
         self._seen *= _MEMORY
-        margin = _MARGIN * self._seen
-        changes = self._lead < -margin if self.trusts else self._lead > margin
-        self.trusts = self.trusts != changes
         self._n_visits += 1
-        if changes or self._n_visits % _RERANK_EVERY == 0:
+        if self._lead < -_MARGIN * self._seen:
+            self._change_sides()
+        elif self._n_visits % _RERANK_EVERY == 0:
             self.rerank(self._now)
-            self._pure.rerank(self._now)
+            if isinstance(self._shadow, Forecast):
+                self._shadow.rerank(self._now)
+
+    def _change_sides(self) -> None:
+        """The shadow goes on from what the real cache holds, so that both start equal."""
+        self._shadow = Forecast(self.visits) if self.trusts else LRU()
+        self._shadow.copy_from(self)
+        self.trusts = not self.trusts
+        self._lead = 0.0
+        self.rerank(self._now)
+
+    def _refresh_both(self, key: Key, now: float) -> None:
+        self.refresh(key, now)
+        if isinstance(self._shadow, Forecast):
+            self._shadow.refresh(key, now)
+
+
+def _is_over(entry: Entry) -> bool:
+    """Whether its last visit was the last of a conversation, and no other began here."""
+    return entry.visit.ended and entry.weight != _ABOVE_END and entry.seq < 2
 
 
 def _always(_: Key) -> bool:

@@ -18,6 +18,8 @@ class GDSF(TreePolicy):
     """Rank = age + uses * (mean size / size). Sizes count in units of the mean one, so that the
     ranks do not depend on how many bytes a token has."""
 
+    walks_path = True
+
     def __init__(self) -> None:
         super().__init__()
         self._age = 0.0

@@ -18,6 +18,8 @@ class Sieve(TreePolicy):
     """A rank is (lap, place in the queue): the order in which the hand will meet the leaves. A
     marked leaf that the hand passes gets the next lap; entry.weight is the mark."""
 
+    walks_path = True
+
     def __init__(self) -> None:
         super().__init__()
         self._hand: Rank = (0.0, 0.0)
@@ -40,6 +42,11 @@ class Sieve(TreePolicy):
             entry.seq = self._n_inserted
         else:
             entry.weight = 1.0
+
+    def _push(self, key: Key) -> None:
+        """Ranks at once: the hand must unmark every leaf that it passes."""
+        super()._push(key)
+        self._rank_leaves()
 
     def _on_split(self, lower: Entry, upper: Entry) -> None:
         upper.weight = 1.0

@@ -1,48 +1,58 @@
 """What all policies share: sizes, the tree, and a heap of the leaves.
 
-Only a leaf, a key without children in the tier, can be given up, so only leaves are ranked. A
-subclass says how (`_rank`, `_on_use`); a use costs one step per key of the path that was not
-used at this very time, an eviction O(log n).
+Only a leaf, a key without children in the tier, can be given up, so only leaves are ranked, and
+only when victims are asked for. A use of a key is a use of its path, but nobody asks when an
+inner key was used: it learns that from its last child when that one goes. So an access costs
+O(1), an eviction O(log n); a subclass that counts uses walks the path.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 from towerd.policy.base import Key
 
 Rank = tuple[float, float]
 _COMPACT_MIN = 1024
+_NEVER = float("-inf")
 
 
 @dataclass(slots=True)
 class Entry:
-    """One key. `used` and `born` are times; `weight` and `seq` are the subclass's."""
+    """One key. `used` and `born` are times; `weight`, `seq`, `visit` and `heirs` are the
+    subclass's, `visit` being about the last use."""
 
     key: Key
     nbytes: int
     parent: Key | None
     born: float
-    used: float = float("-inf")
+    used: float = _NEVER
     weight: float = 0.0
     seq: int = 0
+    visit: Any = None
+    heirs: Any = None
     ranked: Rank = (0.0, 0.0)
 
 
 class TreePolicy:
     """A Policy but for the ranking: the leaf of the least rank goes first."""
 
+    walks_path: ClassVar[bool] = False
+    """Whether `_on_use` must be called for every key of a path."""
+
     def __init__(self) -> None:
         self._entries: dict[Key, Entry] = {}
         self._n_children: dict[Key, int] = {}
         """Children in the tier of any key, in the tier or not."""
         self._heap: list[tuple[Rank, Key]] = []
-        """Holds every leaf with its rank, and stale pairs."""
+        """Holds every ranked leaf, and stale pairs."""
+        self._unranked: set[Key] = set()
+        """Leaves to rank before the next eviction; some may be none any more."""
         self._nbytes = 0
-        self._now = float("-inf")
+        self._now = _NEVER
 
     def __contains__(self, key: Key) -> bool:
         return key in self._entries
@@ -75,6 +85,9 @@ class TreePolicy:
     def _on_remove(self, entry: Entry) -> None:
         """`entry` has left."""
 
+    def _on_split(self, lower: Entry, upper: Entry) -> None:
+        """`upper` is new and has copies of weight, seq, visit and times of `lower`."""
+
     # ---- events -----------------------------------------------------------------------------
 
     def insert(self, key: Key, nbytes: int, now: float, parent: Key | None) -> None:
@@ -87,7 +100,7 @@ class TreePolicy:
             self._nbytes += nbytes - entry.nbytes
             entry.nbytes = nbytes
             if entry.parent != parent:
-                self._leave(entry.parent)
+                self._leave(entry)
                 entry.parent = parent
                 self._join(parent)
         self._use(key)
@@ -103,7 +116,8 @@ class TreePolicy:
         if entry is None:
             return
         self._nbytes -= entry.nbytes
-        self._leave(entry.parent)
+        self._unranked.discard(key)
+        self._leave(entry)
         self._on_remove(entry)
 
     def split(self, lower: Key, upper: Key, upper_nbytes: int, now: float) -> None:
@@ -116,16 +130,14 @@ class TreePolicy:
         entry.nbytes -= upper_nbytes
         above = Entry(upper, upper_nbytes, entry.parent, entry.born)
         above.weight, above.seq, above.used = entry.weight, entry.seq, entry.used
+        above.visit = entry.visit
         self._nbytes -= upper_nbytes
-        self._leave(entry.parent)
+        self._leave(entry)
         entry.parent = upper
         self._join(upper)
         self._add(above)
         self._on_split(entry, above)
         self._use(upper)
-
-    def _on_split(self, lower: Entry, upper: Entry) -> None:
-        """`upper` is new and has copies of weight, seq and times of `lower`."""
 
     def answered(self, key: Key, now: float, stop: str) -> None:
         """See Policy.answered."""
@@ -147,15 +159,29 @@ class TreePolicy:
             entry.nbytes = nbytes
 
     def explain(self, key: Key, now: float) -> dict[str, Any]:
-        """See Policy.explain. Looks at every leaf."""
+        """See Policy.explain. Looks at every key."""
         entry = self._entries.get(key)
         if entry is None:
             return {}
-        place = None
-        if key not in self._n_children:
-            leaves = {pair for pair in self._heap if self._is_current(*pair)}
-            place = sum(pair < (entry.ranked, key) for pair in leaves)
+        self._rank_leaves()
+        if key in self._n_children:
+            return {"score": self._rank(entry)[0], "place": None, "used": self._last_use(key)}
+        leaves = {pair for pair in self._heap if self._is_current(*pair)}
+        place = sum(pair < (entry.ranked, key) for pair in leaves)
         return {"score": entry.ranked[0], "place": place, "used": entry.used}
+
+    def _last_use(self, key: Key) -> float:
+        """Of an inner key: that of the last one in its subtree."""
+        below = {key}
+        for other in self._entries:
+            path: list[Key] = []
+            at: Key | None = other
+            while at is not None and at not in below and at in self._entries:
+                path.append(at)
+                at = self._entries[at].parent
+            if at in below:
+                below.update(path)
+        return max(self._entries[each].used for each in below)
 
     def victims(self, bytes_needed: int, is_evictable: Callable[[Key], bool]) -> list[Key]:
         """See Policy.victims."""
@@ -177,14 +203,23 @@ class TreePolicy:
         order.close()
         return offers
 
+    def copy_from(self, other: TreePolicy) -> None:
+        """Hold what `other` holds, with its times and visits."""
+        self._entries = {key: replace(entry) for key, entry in other._entries.items()}
+        self._n_children = dict(other._n_children)
+        self._nbytes, self._now = other._nbytes, other._now
+        self._heap = []
+        self._unranked = set(self._entries)
+
     # ---- inside -----------------------------------------------------------------------------
 
     def _in_order(
         self, is_evictable: Callable[[Key], bool]
     ) -> Generator[tuple[Rank, Entry], None, None]:
-        """Entries to give up one after the other, with the ranks at which they go. Whatever is
-        taken off the heap returns to it when the generator is closed."""
-        heap, taken = self._heap, list[tuple[Rank, Key]]()
+        """Entries to give up one after the other, with the ranks at which they go. What is
+        taken off the heap is to be ranked again when the generator is closed."""
+        self._rank_leaves()
+        heap, taken = self._heap, list[Key]()
         extra: list[tuple[Rank, Key]] = []
         met: set[Key] = set()
         n_gone: dict[Key, int] = {}
@@ -196,7 +231,7 @@ class TreePolicy:
                     rank, key = heapq.heappop(heap)
                     if key in met or not self._is_current(rank, key):
                         continue
-                    taken.append((rank, key))
+                    taken.append(key)
                 entry = self._entries[key]
                 if not is_evictable(key):
                     met.add(key)
@@ -210,19 +245,22 @@ class TreePolicy:
                 parent = self._entries.get(entry.parent) if entry.parent is not None else None
                 if parent is None:
                     continue
-                n_gone[parent.key] = n_gone.get(parent.key, 0) + 1
-                if n_gone[parent.key] == self._n_children[parent.key]:
+                self._inherit(parent, entry)
+                gone = n_gone.get(parent.key, 0) + 1
+                n_gone[parent.key] = gone
+                if gone == self._n_children[parent.key]:
                     heapq.heappush(extra, (self._rank_after(parent, rank), parent.key))
         finally:
-            for pair in taken:
-                heapq.heappush(heap, pair)
+            for key in taken:
+                self._push(key)
 
     def _is_current(self, rank: Rank, key: Key) -> bool:
         entry = self._entries.get(key)
         return entry is not None and entry.ranked == rank and key not in self._n_children
 
     def _tick(self, now: float) -> None:
-        self._now = max(self._now, now)
+        if now > self._now:
+            self._now = now
 
     def _add(self, entry: Entry) -> None:
         self._entries[entry.key] = entry
@@ -230,39 +268,56 @@ class TreePolicy:
         self._join(entry.parent)
 
     def _use(self, key: Key) -> None:
-        """Use `key` and its path up to the first that was used at this time already."""
+        """Use `key`, and its path up to the first that was used at this time already."""
         at: Key | None = key
         while at is not None:
             entry = self._entries.get(at)
             if entry is None or entry.used >= self._now:
                 break
-            self._on_use(entry, is_new=entry.used == float("-inf"))
+            self._on_use(entry, is_new=entry.used == _NEVER)
             entry.used = self._now
+            if not self.walks_path:
+                break
             at = entry.parent
         self._push(key)
 
     def _push(self, key: Key) -> None:
-        """Rank `key` anew if it is a leaf."""
-        entry = self._entries.get(key)
-        if entry is None or key in self._n_children:
-            return
-        entry.ranked = self._rank(entry)
-        heapq.heappush(self._heap, (entry.ranked, key))
+        """`key` may be a leaf that is to be ranked anew."""
+        self._unranked.add(key)
+
+    def _rank_leaves(self) -> None:
+        """Rank the leaves that wait for it."""
+        for key in self._unranked:
+            entry = self._entries.get(key)
+            if entry is not None and key not in self._n_children:
+                entry.ranked = self._rank(entry)
+                heapq.heappush(self._heap, (entry.ranked, key))
+        self._unranked.clear()
         if len(self._heap) > _COMPACT_MIN + 4 * len(self._entries):
-            pairs = {pair for pair in self._heap if self._is_current(*pair)}
-            self._heap = list(pairs)
+            self._heap = [pair for pair in set(self._heap) if self._is_current(*pair)]
             heapq.heapify(self._heap)
 
     def _join(self, parent: Key | None) -> None:
         if parent is not None:
             self._n_children[parent] = self._n_children.get(parent, 0) + 1
 
-    def _leave(self, parent: Key | None) -> None:
-        if parent is None:
+    def _leave(self, child: Entry) -> None:
+        """`child` is no longer below its parent."""
+        if child.parent is None:
             return
-        left = self._n_children[parent] - 1
+        parent = self._entries.get(child.parent)
+        if parent is not None:
+            self._inherit(parent, child)
+        left = self._n_children[child.parent] - 1
         if left:
-            self._n_children[parent] = left
+            self._n_children[child.parent] = left
         else:
-            del self._n_children[parent]
-            self._push(parent)
+            del self._n_children[child.parent]
+            if parent is not None:
+                self._push(child.parent)
+
+    def _inherit(self, parent: Entry, child: Entry) -> None:
+        """The last use of a child was one of its parent."""
+        if child.used > parent.used:
+            parent.used = child.used
+            parent.visit = child.visit

@@ -70,7 +70,7 @@ def _calls(rows: list[tuple[float, int]], paths: list[tuple[int, ...]]) -> list[
     for (time_s, n_tokens), path, session in zip(
         reversed(rows), reversed(paths), reversed(sessions), strict=True
     ):
-        ends = () if path[-1] in used else path[-1:]
+        ends = tuple(segment for segment in path if segment not in used)[:1]
         calls.append(Call(time_s, path, n_tokens, session, ends=ends))
         used.update(path)
     return calls[::-1]

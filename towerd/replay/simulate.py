@@ -8,6 +8,7 @@ up is gone. Answers are not cached, because traces do not say what they were.
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -62,16 +63,21 @@ def replay(
     trace: Trace, policy: Policy, capacity_blocks: int, *, end_hints: bool = False
 ) -> Outcome:
     """Serve the trace from a cache of `capacity_blocks` that starts empty. Sizes given to the
-    policy are in blocks. `end_hints`: tell the policy when nobody will go on from an input."""
+    policy are in blocks. `end_hints`: tell the policy when nobody will go on from an input, and
+    of workflows their steps and ends."""
     outcome = Outcome(trace.block_tokens)
+    depths = trace.depths()
     for now, call, is_answer in _events(trace):
         if is_answer:
             policy.answered(call.path[-1], now, call.stop)
-            for leaf in call.ends if end_hints else ():
-                policy.ended(leaf, now)
+            if end_hints:
+                _end(policy, call, now)
             continue
-        n_hit = _serve(trace, policy, call, now, outcome)
+        n_hit = _serve(trace, depths, policy, call, now)
+        outcome.n_moved_blocks += depths[call.path[-1]] - n_hit
         outcome.count(call, n_hit)
+        if end_hints and call.agent:
+            policy.stepped(call.path[-1], now, str(call.session), call.agent)
         excess = policy.nbytes - capacity_blocks
         if excess > 0:
             for victim in policy.victims(excess, _always):
@@ -83,21 +89,23 @@ def _always(_: int) -> bool:
     return True
 
 
-def _serve(trace: Trace, policy: Policy, call: Call, now: float, outcome: Outcome) -> int:
-    """Use what is there, insert what is not; returns the blocks found."""
-    n_hit, n_there = 0, 0
-    for segment in call.path:
-        if segment not in policy:
-            break
-        n_hit += trace.n_blocks[segment]
-        n_there += 1
+def _end(policy: Policy, call: Call, now: float) -> None:
+    for segment in call.ends:
+        policy.ended(segment, now)
+    if call.ends and call.agent:
+        policy.workflow_ended(str(call.session), now)
+
+
+def _serve(trace: Trace, depths: list[int], policy: Policy, call: Call, now: float) -> int:
+    """Use what is there, insert what is not; returns the blocks found. A parent outlives its
+    children, so what is there is the upper part of the path."""
+    path = call.path
+    n_there = bisect_left(path, True, key=lambda segment: segment not in policy)
     if n_there:
-        policy.access(call.path[n_there - 1], now)
-    for i in range(n_there, len(call.path)):
-        segment = call.path[i]
-        policy.insert(segment, trace.n_blocks[segment], now, call.path[i - 1] if i else None)
-        outcome.n_moved_blocks += trace.n_blocks[segment]
-    return n_hit
+        policy.access(path[n_there - 1], now)
+    for i in range(n_there, len(path)):
+        policy.insert(path[i], trace.n_blocks[path[i]], now, path[i - 1] if i else None)
+    return depths[path[n_there - 1]] if n_there else 0
 
 
 def _events(trace: Trace) -> Iterator[tuple[float, Call, bool]]:

@@ -20,8 +20,8 @@ class Call:
 
     path: the segments of its input from the root on; session: calls with equal numbers follow
     each other; stop: why the answer ended ("" unknown); service_s: how long the answer took;
-    agent: who asked ("" unknown); ends: inputs, by their last segments, that nobody will go on
-    from once this is answered."""
+    agent: who asked ("" unknown); ends: segments that nobody will go on from once this is
+    answered, nor from what stands on them."""
 
     time_s: float
     path: tuple[int, ...]
@@ -52,6 +52,13 @@ class Trace:
     def n_distinct_blocks(self) -> int:
         """Blocks an unlimited cache would hold in the end."""
         return sum(self.n_blocks)
+
+    def depths(self) -> list[int]:
+        """Blocks from the root to the end of each segment."""
+        depths: list[int] = []
+        for parent, length in zip(self.parents, self.n_blocks, strict=True):
+            depths.append(length + (depths[parent] if parent >= 0 else 0))
+        return depths
 
     @property
     def n_input_tokens(self) -> int:

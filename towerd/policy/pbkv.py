@@ -1,0 +1,80 @@
+"""PBKV: prediction-based eviction for agent workflows (Zheng et al., section 4.2).
+
+Retired keys, whose workflows are all over, go first, those that fewer workflows used before
+others; then active ones by equation 2: what is likely to be used in the next K steps of the
+workflows that used it. A key that no workflow used has score 0 and goes by its last use.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from towerd.policy.base import Key
+from towerd.policy.predict.base import END, Predictor, survival
+from towerd.policy.predict.markov import Markov
+from towerd.policy.tree import Entry, Rank
+from towerd.policy.workflow_tree import Run, WorkflowTree
+
+GAMMA = 0.7
+"""Confidence decay per step (section 6.2 uses the same)."""
+
+
+class PBKV(WorkflowTree):
+    """One step of a workflow renews its forecast and the ranks of the leaves it used: O(log n)
+    each, as ranks are put on the heap when victims are asked for."""
+
+    def __init__(self, predictor: Predictor | None = None, *, gamma: float = GAMMA) -> None:
+        super().__init__()
+        if not 0 < gamma < 1:
+            raise ValueError(f"gamma is {gamma}, not between 0 and 1")
+        self.gamma = gamma
+        self.predictor: Predictor = Markov() if predictor is None else predictor
+
+    def score(self, key: Key) -> float:
+        """Equation 2: the sum over workflows and steps of gamma^(k-1) s A P."""
+        total = 0.0
+        for workflow, agents in self.users.get(key, {}).items():
+            gains = self.runs[workflow].gains
+            total += sum(gains.get(agent, 0.0) for agent in agents)
+        return total
+
+    def value(self, key: Key) -> float:
+        """Equation 1, what prefetch goes by: the same for the next step alone."""
+        total = 0.0
+        for workflow, agents in self.users.get(key, {}).items():
+            forecast = self.runs[workflow].forecast
+            if forecast:
+                total += sum(forecast[0].get(agent, 0.0) for agent in agents)
+        return total
+
+    def explain(self, key: Key, now: float) -> dict[str, Any]:
+        """See Policy.explain."""
+        found = super().explain(key, now)
+        if found:
+            found["score"] = self.score(key)
+            found |= {"retired": self.is_retired(key), "next_step": self.value(key)}
+            found["workflows"] = len(self.users.get(key, {}))
+        return found
+
+    def workflow_ended(self, workflow: str, now: float) -> None:
+        """See Policy.workflow_ended."""
+        run = self.runs.get(workflow)
+        if run is not None:
+            self.predictor.observe([*run.path, END])
+        super().workflow_ended(workflow, now)
+
+    def _rank(self, entry: Entry) -> Rank:
+        if self.is_retired(entry.key):
+            return -1.0 / (1 + self._n_over[entry.key]), entry.used
+        return self.score(entry.key), entry.used
+
+    def _on_step(self, run: Run) -> None:
+        self.predictor.observe(run.path)
+        run.forecast = self.predictor.forecast(run.path)
+        run.gains = {}
+        weight = 1.0
+        for alive, step in zip(survival(run.forecast), run.forecast, strict=True):
+            for agent, chance in step.items():
+                if agent != END:
+                    run.gains[agent] = run.gains.get(agent, 0.0) + weight * alive * chance
+            weight *= self.gamma

@@ -1,0 +1,53 @@
+"""What a predictor of workflow steps owes: pure, synchronous, any names of agents."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol, TypeAlias
+
+END = "<end>"
+"""The symbol that follows the last step of a workflow."""
+N_STEPS = 3
+"""How far predictions look ahead (K of PBKV, section 4.2.2)."""
+
+Forecast: TypeAlias = Sequence[Mapping[str, float]]
+"""Per step ahead a distribution over agents and END, given that the workflow lasts until then.
+An empty sequence: no prediction."""
+
+
+class Predictor(Protocol):
+    """Forecasts the next steps of workflows, and may learn from those that it sees."""
+
+    def forecast(self, path: Sequence[str]) -> Forecast:
+        """The next N_STEPS steps after the steps of `path`, the latest last."""
+        ...
+
+    def observe(self, path: Sequence[str]) -> None:
+        """A workflow has come to the last step of `path`, which may be END. Called once for
+        every step of every workflow."""
+        ...
+
+
+class NoPrediction:
+    """For workloads that nobody can predict."""
+
+    def forecast(self, path: Sequence[str]) -> Forecast:
+        """Nothing."""
+        return ()
+
+    def observe(self, path: Sequence[str]) -> None:
+        """Learns nothing."""
+
+
+def best(step: Mapping[str, float]) -> str:
+    """The likeliest outcome; of equals the first by name."""
+    return min(step, key=lambda name: (-step[name], name))
+
+
+def survival(forecast: Forecast) -> list[float]:
+    """PBKV's s_w^(k): the chance that the workflow is still there at each step."""
+    out, alive = [], 1.0
+    for step in forecast:
+        out.append(alive)
+        alive *= 1.0 - step.get(END, 0.0)
+    return out

@@ -1,0 +1,77 @@
+"""Markov models of order 1 to 3 with back-off, one for each number of steps ahead.
+
+What follows a context of n steps is estimated from what followed it before, mixed with the
+estimate of the context of n - 1 steps, which counts as much as one more observation for every
+outcome that the longer context has had (Witten-Bell). Counts are kept per distance, so that no
+errors pile up from step to step.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+from towerd.policy.predict.base import END, N_STEPS, Forecast
+
+CONTEXTS_MAX = 1 << 16
+"""Contexts remembered; beyond that the one unused for longest is forgotten."""
+OUTCOMES_MAX = 1 << 10
+"""Outcomes told apart after one context."""
+_Context: TypeAlias = tuple[int, tuple[str, ...]]
+"""(steps ahead, the last steps)."""
+
+
+class Markov:
+    """Learns online. order: the longest context."""
+
+    def __init__(self, order: int = 3) -> None:
+        if order < 1:
+            raise ValueError(f"the order is {order}")
+        self.order = order
+        self._counts: OrderedDict[_Context, dict[str, int]] = OrderedDict()
+
+    def forecast(self, path: Sequence[str]) -> Forecast:
+        """See Predictor.forecast; nothing before anything was observed."""
+        steps = [self._step(path, ahead) for ahead in range(1, N_STEPS + 1)]
+        return steps if steps[0] else ()
+
+    def observe(self, path: Sequence[str]) -> None:
+        """See Predictor.observe."""
+        for ahead in range(1, N_STEPS + 1):
+            before = path[: len(path) - ahead]
+            if not before:
+                break
+            for n in range(min(self.order, len(before)) + 1):
+                self._count((ahead, tuple(before[len(before) - n :])), path[-1])
+
+    def _count(self, context: _Context, outcome: str) -> None:
+        counts = self._counts.get(context)
+        if counts is None:
+            counts = self._counts[context] = {}
+            if len(self._counts) > CONTEXTS_MAX:
+                self._counts.popitem(last=False)
+        else:
+            self._counts.move_to_end(context)
+        if outcome in counts or len(counts) < OUTCOMES_MAX:
+            counts[outcome] = counts.get(outcome, 0) + 1
+
+    def _step(self, path: Sequence[str], ahead: int) -> Mapping[str, float]:
+        mixed: dict[str, float] = {}
+        for n in range(min(self.order, len(path)) + 1):
+            counts = self._counts.get((ahead, tuple(path[len(path) - n :])))
+            if counts is None:
+                continue
+            n_seen, n_kinds = sum(counts.values()), len(counts)
+            weight = n_seen / (n_seen + n_kinds) if mixed else 1.0
+            mixed = {name: (1.0 - weight) * chance for name, chance in mixed.items()}
+            for name, count in counts.items():
+                mixed[name] = mixed.get(name, 0.0) + weight * count / n_seen
+        return mixed
+
+
+def learn(predictor: Markov, workflow: Sequence[str]) -> None:
+    """Observe a whole workflow that has ended."""
+    path = [*workflow, END]
+    for n in range(1, len(path) + 1):
+        predictor.observe(path[:n])
