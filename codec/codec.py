@@ -7,91 +7,154 @@ ids = codec.decode(blob, base=prefix_ids)
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from towerd.codec import container
+from towerd.codec import container, sample
 from towerd.codec.base import IDS_MAX, Ids, Vocabulary, as_ids, ids_hash, vocabulary_hash
-from towerd.codec.container import Blob, Chunk
-from towerd.codec.errors import Damaged, UnknownModel, WrongBase, WrongVocabulary
-from towerd.codec.fallback import Fallback, Packed, Ranked, ZstdText
+from towerd.codec.container import BY_NAME, Blob
+from towerd.codec.errors import CodecError, Damaged, UnknownModel, WrongBase, WrongVocabulary
+from towerd.codec.fallback import Packed, Ranked, ZstdText
+from towerd.codec.forms import Coded, FormCoder, RuntimeCoder
+from towerd.codec.lossy import Loss, reduce
+from towerd.codec.mix import Mix
+from towerd.codec.prior import file
 
-_FALLBACKS: dict[str, type[Packed] | type[Ranked] | type[ZstdText]] = {
-    "packed": Packed,
-    "ranked": Ranked,
-    "text": ZstdText,
-}
+PROBE_BYTES = 2000
+AUTO = ("packed", "ranked", "text", "mix")
+"""What `auto` chooses from: every form that any machine can read."""
 
 
 class Codec:
-    """Codes the ids of one vocabulary. Thread-safe once made; making it costs little, the first
-    use of a form builds that form's tables."""
+    """Codes the ids of one vocabulary. Thread-safe; the first use of a form builds its tables."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, networks: Sequence[RuntimeCoder] = ()) -> None:
+        """`networks`: forms that need a model which runs here (`models/`)."""
         self.vocabulary = vocabulary
         self.vocabulary_hash = vocabulary_hash(vocabulary)
+        self._makers: dict[str, Callable[[], FormCoder]] = {
+            "packed": lambda: Packed(vocabulary),
+            "ranked": lambda: Ranked(vocabulary),
+            "text": lambda: ZstdText(vocabulary),
+            "mix": lambda: Mix(vocabulary, file.bundled()),
+        }
+        self._networks = {network.name: network for network in networks}
+        self._made: dict[str, FormCoder] = {}
+        self._distrusted: set[str] = set()
+        self._lock = threading.Lock()
 
     def encode(self, ids: Sequence[int] | Ids, base: Sequence[int] | Ids = (),
                form: str = "auto") -> bytes:  # fmt: skip
         """The blob of `ids`, which follow `base` (context: it must be given again to decode).
 
-        `form` is "auto" (the smallest that is safe) or a name in `container.FORMS`. The blob was
+        `form` is "auto" (the smallest that every machine reads) or a name in `container.FORMS`; a
+        form that needs a runtime carries the smallest portable one as its fallback. The blob was
         decoded again and compared before it is returned. Raises ValueError for ids that are not
-        in the vocabulary or too many, RuntimeError if a form does not give back what it was given."""
+        in the vocabulary or too many, RuntimeError if a form does not give back what it was given.
+        """
         wanted, before = as_ids(ids), as_ids(base)
-        self._check(wanted)
+        self._check_ids(wanted)
+        self._check_ids(before)
         if len(wanted) > IDS_MAX:
             raise ValueError(f"{len(wanted)} ids are more than the {IDS_MAX} that a blob holds.")
-        names = _FALLBACKS if form == "auto" else (form,)
-        return min((self._encode(wanted, before, name) for name in names), key=len)
+        if form in self._networks:
+            portable = self.encode(wanted, before)
+            return self._encode(wanted, before, self._networks[form], portable)
+        names = AUTO if form == "auto" else (form,)
+        return min((self._encode(wanted, before, self._coder(name)) for name in names), key=len)
 
     def decode(self, blob: bytes, base: Sequence[int] | Ids = ()) -> Ids:
-        """int32[n] ids of a blob, whose hash is checked.
+        """int32[n] ids of a blob, whose hash is checked; of its fallback where the runtime that
+        wrote it is not the one here or no longer gives the same numbers.
 
         Raises a CodecError that says what is wrong or missing."""
         parsed = container.read(blob)
         before = as_ids(base)
         self._check_needs(parsed, before)
-        return self._decode(parsed, before)
+        if parsed.form.portable:
+            return self._decode(parsed, before)
+        try:
+            return self._decode(parsed, before)
+        except CodecError:
+            if not parsed.fallback:
+                raise
+        fallback = container.read(parsed.fallback)
+        if not fallback.form.portable or fallback.hash != parsed.hash:
+            raise Damaged("The blob is damaged: its fallback is not of the same ids.")
+        return self.decode(parsed.fallback, base)
 
     def can_decode(self, blob: bytes) -> bool:
-        """Whether the vocabulary, model and runtime that the blob needs are here."""
+        """Whether all that the blob needs besides its base is here: for a form with a runtime, the
+        same runtime and model (its fallback does not count)."""
         parsed = container.read(blob)
-        return parsed.vocabulary == self.vocabulary_hash and parsed.form.name in _FALLBACKS
+        try:
+            self._check_model(parsed, self._coder(parsed.form.name))
+        except CodecError:
+            return False
+        return parsed.vocabulary == self.vocabulary_hash
 
-    @functools.cached_property
-    def _fallbacks(self) -> dict[str, Fallback]:
-        return {name: kind(self.vocabulary) for name, kind in _FALLBACKS.items()}
+    def reduce(self, ids: Sequence[int] | Ids, p_min: float) -> Loss:
+        """Other ids that code shorter, by giving up tokens under the probability `p_min` (see
+        `lossy.py`); never done unless asked for. ValueError unless 0 <= p_min < 1."""
+        wanted = as_ids(ids)
+        self._check_ids(wanted)
+        return reduce(wanted, self.vocabulary, file.bundled(), p_min)
 
-    def _encode(self, ids: Ids, base: Ids, name: str) -> bytes:
-        form = container.BY_NAME.get(name)
-        coder = self._fallbacks.get(name)
-        if form is None or coder is None:
-            raise ValueError(f"There is no form called {name}; there are {', '.join(_FALLBACKS)}.")
-        side, bits = coder.encode(ids)
-        chunks = (Chunk(len(ids), bits),) if len(ids) else ()
-        blob = Blob(form, self.vocabulary_hash, ids_hash(ids), len(ids), chunks, side,
-                    model=coder.model)  # fmt: skip
-        data = container.write(blob)
-        if self.decode(data, base).tolist() != ids.tolist():
-            raise RuntimeError(f"The form {name} does not give back the ids it was given.")
-        return data
+    def make_probe(self, form: str) -> bytes:
+        """A canary: a short blob of a form with a runtime, without fallback, to be stored now and
+        given to `check_probe` at every later start. ValueError for a form that needs none."""
+        if form not in self._networks:
+            raise ValueError(f"The form {form} needs no runtime, so it needs no probe.")
+        ids = as_ids(self.vocabulary.tokenize(sample.load()[:PROBE_BYTES]))
+        return self._encode(ids, ids[:0], self._networks[form])
+
+    def check_probe(self, probe: bytes) -> bool:
+        """Whether the runtime still gives the numbers it gave when the probe was made. If not, its
+        blobs are read from their fallbacks from now on: `can_decode` says False for them, and
+        whoever has them should encode them again."""
+        form = container.read(probe).form.name
+        try:
+            self.decode(probe)
+        except CodecError:
+            self._distrusted.add(form)
+        return form not in self._distrusted
+
+    def _coder(self, name: str) -> FormCoder:
+        if name in self._networks:
+            return self._networks[name]
+        if name not in self._makers:
+            if name in BY_NAME:
+                raise UnknownModel(f"The form {name} needs a model that is not loaded here.")
+            raise ValueError(f"There is no form called {name}; there are {', '.join(BY_NAME)}.")
+        with self._lock:
+            if name not in self._made:
+                self._made[name] = self._makers[name]()
+            return self._made[name]
+
+    def _encode(self, ids: Ids, base: Ids, coder: FormCoder, fallback: bytes = b"") -> bytes:
+        coded = coder.encode(ids, base) if len(ids) else Coded(b"", ())
+        needed = base if coder.uses_base else base[:0]
+        blob = Blob(
+            BY_NAME[coder.name], self.vocabulary_hash, ids_hash(ids), len(ids), coded.chunks,
+            coded.side, len(needed), ids_hash(needed) if len(needed) else b"", coder.model,
+            _runtime(coder), fallback,
+        )  # fmt: skip
+        if self._decode(blob, base).tolist() != ids.tolist():
+            raise RuntimeError(f"The form {coder.name} does not give back the ids it was given.")
+        return container.write(blob)
 
     def _decode(self, blob: Blob, base: Ids) -> Ids:
-        coder = self._fallbacks[blob.form.name]
-        if blob.model != coder.model:
-            raise UnknownModel(
-                f"The blob needs the tables {blob.model.hex()}, and this towerd has "
-                f"{coder.model.hex()}: use the version of towerd that wrote it."
-            )
-        bits = b"".join(chunk.bits for chunk in blob.chunks)
-        ids = np.asarray(coder.decode(blob.side, bits, blob.n_ids) if blob.n_ids else (), np.int32)
-        return _checked(ids, blob)
+        coder = self._coder(blob.form.name)
+        self._check_model(blob, coder)
+        coded = Coded(blob.side, blob.chunks)
+        ids = coder.decode(coded, blob.n_ids, base) if blob.n_ids else np.zeros(0, np.int32)
+        if len(ids) != blob.n_ids or ids_hash(ids) != blob.hash:
+            raise Damaged("The blob decodes to other ids than it was made of: use a copy of it.")
+        return ids
 
-    def _check(self, ids: Ids) -> None:
+    def _check_ids(self, ids: Ids) -> None:
         n_tokens = len(self.vocabulary.pieces)
         if len(ids) and int(ids.max()) >= n_tokens:
             raise ValueError(f"Id {int(ids.max())} is not in the vocabulary of {n_tokens} tokens.")
@@ -107,16 +170,26 @@ class Codec:
                 f"The blob continues a prefix of {blob.base_ids} ids with hash "
                 f"{blob.base_hash.hex()}: give that prefix as the base."
             )
+        if len(base):
+            self._check_ids(base)
+
+    def _check_model(self, blob: Blob, coder: FormCoder) -> None:
+        if coder.name in self._distrusted:
+            raise UnknownModel(
+                f"The runtime of the form {coder.name} failed its probe: it no longer gives the "
+                "numbers it gave, so its blobs are read from their fallbacks."
+            )
+        if blob.model != coder.model:
+            raise UnknownModel(
+                f"The blob needs the model or table {blob.model.hex()}, and here is "
+                f"{coder.model.hex()}: use the version of towerd that wrote it."
+            )
+        if blob.runtime != _runtime(coder):
+            raise UnknownModel(
+                f"The blob was written with the runtime {blob.runtime.hex()}, and here is "
+                f"{_runtime(coder).hex()}: read it on the machine that wrote it."
+            )
 
 
-def without_fallback(data: bytes) -> bytes:
-    """The same blob without its fallback, for measuring."""
-    return container.write(dataclasses.replace(container.read(data), fallback=b""))
-
-
-def _checked(ids: Ids, blob: Blob) -> Ids:
-    if len(ids) != blob.n_ids or ids_hash(ids) != blob.hash:
-        raise Damaged(
-            "The blob decodes to other ids than it was made of; use its fallback or a copy."
-        )
-    return ids
+def _runtime(coder: FormCoder) -> bytes:
+    return coder.runtime if isinstance(coder, RuntimeCoder) else b""

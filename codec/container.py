@@ -3,14 +3,14 @@
     magic 4 | version 1 | form 1 | bytes in all, u32 | vocabulary hash 8 | ids hash 16
     varint: ids | varint: base ids | base hash 16, if there is a base
     model hash 8 and runtime hash 8, if the form needs them
-    varint: chunks, then per chunk its ids and the bytes of its committed coder output
+    varint: chunks, then per chunk its symbols and the bytes of its committed coder output
     varint: bytes of side information | side information | coded chunks
     varint: bytes of the fallback | the fallback (another blob, for the same ids and base)
     padding | BLAKE2b-64 of everything before
 
 The checksum covers every byte, so a flipped one is an error before anything is decoded; the hash
 of the ids catches what a wrong model or runtime would decode to. A reader takes no memory that
-the length of the blob does not justify: a blob has a byte for every IDS_PER_BYTE_MAX ids.
+the length of the blob does not justify: a blob has a byte for every IDS_PER_BYTE_MAX ids or symbols.
 """
 
 from __future__ import annotations
@@ -62,9 +62,10 @@ BY_NAME = {form.name: form for form in FORMS}
 
 @dataclass(frozen=True)
 class Chunk:
-    """Ids that are coded on their own, and the coder's output for them."""
+    """Symbols (whatever the form codes one by one) that have a coder of their own, and what it
+    wrote for them."""
 
-    n_ids: int
+    n_symbols: int
     bits: bytes
 
 
@@ -89,12 +90,13 @@ def write(blob: Blob) -> bytes:
     """The bytes of a blob."""
     parts = [varint.put(blob.n_ids), varint.put(blob.base_ids)]
     parts += [blob.base_hash, blob.model, blob.runtime, varint.put(len(blob.chunks))]
-    parts += [varint.put_all((chunk.n_ids, len(chunk.bits))) for chunk in blob.chunks]
+    parts += [varint.put_all((chunk.n_symbols, len(chunk.bits))) for chunk in blob.chunks]
     parts += [varint.put(len(blob.side)), blob.side, *(chunk.bits for chunk in blob.chunks)]
     parts += [varint.put(len(blob.fallback)), blob.fallback]
     body = b"".join(parts)
     n_bytes = _FIXED.size + len(body) + _CHECKSUM_BYTES
-    padding = max(0, -(-blob.n_ids // IDS_PER_BYTE_MAX) - n_bytes)
+    n_most = max(blob.n_ids, sum(chunk.n_symbols for chunk in blob.chunks))
+    padding = max(0, -(-n_most // IDS_PER_BYTE_MAX) - n_bytes)
     head = (MAGIC, VERSION, blob.form.code, n_bytes + padding, blob.vocabulary, blob.hash)
     data = _FIXED.pack(*head) + body + bytes(padding)
     return data + _checksum(data)
@@ -120,8 +122,8 @@ def read(data: bytes) -> Blob:
     fallback = reader.take(reader.number())
     if any(reader.rest()):
         raise Damaged("The blob is damaged: its padding is not empty.")
-    if sum(sizes[::2]) != n_ids:
-        raise Damaged("The blob is damaged: its chunks hold another number of ids.")
+    if sum(sizes[::2]) > len(data) * IDS_PER_BYTE_MAX:
+        raise Damaged(f"The blob is damaged: {len(data)} bytes cannot hold that many symbols.")
     chunks = tuple(map(Chunk, sizes[::2], bits))
     return Blob(form, vocabulary, hash_, n_ids, chunks, side, base_ids, base_hash, model, runtime,
                 fallback)  # fmt: skip

@@ -12,7 +12,6 @@ import functools
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +19,9 @@ import zstandard
 
 from towerd.codec import sample, varint
 from towerd.codec.base import Ids, Vocabulary
+from towerd.codec.container import Chunk
 from towerd.codec.errors import Damaged
+from towerd.codec.forms import Coded
 from towerd.codec.text import from_ids, parse, to_ids
 
 LEVEL = 19
@@ -30,39 +31,24 @@ _RANK_BYTES_MAX = 5
 Ranks = npt.NDArray[np.uint32]
 
 
-class Fallback(Protocol):
-    """A form without a model."""
-
-    name: str
-    model: bytes
-    """8 bytes that name what it needs besides the vocabulary; b"" for nothing."""
-
-    def encode(self, ids: Ids) -> tuple[bytes, bytes]:
-        """(side information, bits) of ids that are all in the vocabulary."""
-        ...
-
-    def decode(self, side: bytes, bits: bytes, n_ids: int) -> Sequence[int] | Ids:
-        """The ids; Damaged if the bytes are not what `encode` gives for `n_ids` ids."""
-        ...
-
-
 class Packed:
     """Ids of as many bits as the vocabulary needs."""
 
-    name, model = "packed", b""
+    name, model, uses_base = "packed", b"", False
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.n_tokens = len(vocabulary.pieces)
         self.width = max(1, (self.n_tokens - 1).bit_length())
 
-    def encode(self, ids: Ids) -> tuple[bytes, bytes]:
+    def encode(self, ids: Ids, base: Ids) -> Coded:
         """The bits, most significant first."""
         shifts = np.arange(self.width - 1, -1, -1)
-        return b"", np.packbits(ids[:, None] >> shifts & 1).tobytes()
+        return Coded(b"", (Chunk(len(ids), np.packbits(ids[:, None] >> shifts & 1).tobytes()),))
 
-    def decode(self, side: bytes, bits: bytes, n_ids: int) -> Ids:
+    def decode(self, coded: Coded, n_ids: int, base: Ids) -> Ids:
         """The ids again."""
-        if side or len(bits) != -(-n_ids * self.width // 8):
+        bits = coded.only_chunk()
+        if coded.side or len(bits) != -(-n_ids * self.width // 8):
             raise Damaged("The blob is damaged: its packed ids have another length.")
         flat = np.unpackbits(np.frombuffer(bits, np.uint8), count=n_ids * self.width)
         weights = 1 << np.arange(self.width - 1, -1, -1, dtype=np.int32)
@@ -72,7 +58,7 @@ class Packed:
 class Ranked:
     """Ranks as varints, with zstd."""
 
-    name = "ranked"
+    name, uses_base = "ranked", False
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         """Takes about a second: the ranks are counted once per vocabulary."""
@@ -85,13 +71,14 @@ class Ranked:
         packed = varint.pack(self.order.astype(np.uint32))
         self.model = hashlib.blake2b(packed + dictionary, digest_size=8).digest()
 
-    def encode(self, ids: Ids) -> tuple[bytes, bytes]:
+    def encode(self, ids: Ids, base: Ids) -> Coded:
         """The compressed varints."""
-        return b"", self.zstd.compress(varint.pack(self.ranks[ids]))
+        return Coded(b"", (Chunk(len(ids), self.zstd.compress(varint.pack(self.ranks[ids]))),))
 
-    def decode(self, side: bytes, bits: bytes, n_ids: int) -> Ids:
+    def decode(self, coded: Coded, n_ids: int, base: Ids) -> Ids:
         """The ids again."""
-        if side:
+        bits = coded.only_chunk()
+        if coded.side:
             raise Damaged("The blob is damaged: ranked ids have no side information.")
         ranks = varint.unpack(self.zstd.decompress(bits, n_ids * _RANK_BYTES_MAX), n_ids)
         if n_ids and int(ranks.max()) >= len(self.order):
@@ -102,22 +89,22 @@ class Ranked:
 class ZstdText:
     """Text and its exceptions, with zstd."""
 
-    name = "text"
+    name, uses_base = "text", False
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
         self.zstd, self.model = _Zstd(sample.load()), sample.name()
         self.piece_bytes_max = max(map(len, vocabulary.pieces), default=1) + 1
 
-    def encode(self, ids: Ids) -> tuple[bytes, bytes]:
-        """(exceptions, compressed text)."""
+    def encode(self, ids: Ids, base: Ids) -> Coded:
+        """Exceptions, and the compressed text."""
         text = from_ids(ids, self.vocabulary)
-        return text.side(), self.zstd.compress(text.text)
+        return Coded(text.side(), (Chunk(len(ids), self.zstd.compress(text.text)),))
 
-    def decode(self, side: bytes, bits: bytes, n_ids: int) -> list[int]:
+    def decode(self, coded: Coded, n_ids: int, base: Ids) -> Ids:
         """The ids again."""
-        text = self.zstd.decompress(bits, n_ids * self.piece_bytes_max)
-        return to_ids(parse(text, side), self.vocabulary)
+        text = self.zstd.decompress(coded.only_chunk(), n_ids * self.piece_bytes_max)
+        return np.array(to_ids(parse(text, coded.side), self.vocabulary), np.int32)
 
 
 class _Zstd:

@@ -123,6 +123,22 @@ def to_ids(text: Text, vocabulary: Vocabulary) -> list[int]:
     return out
 
 
+def as_context(ids: Ids, kinds: Sequence[int], vocabulary: Vocabulary) -> bytes:
+    """Text that a model may look back at: marks for `kinds`, nothing else exact."""
+    marks = {token: bytes((MARK_FIRST + kind,)) for kind, token in enumerate(kinds) if token >= 0}
+    pieces = vocabulary.pieces
+    parts = _MARKS.split(b"".join([marks.get(i) or pieces[i] for i in ids.tolist()]))
+    return b"".join(
+        part if len(part) == 1 and part[0] >= MARK_FIRST else part.decode(errors="ignore").encode()
+        for part in parts
+    )
+
+
+def split(text: bytes) -> list[bytes]:
+    """Runs of text and single marks, in turn; runs may be empty."""
+    return _MARKS.split(text)
+
+
 class _Patches:
     """Replaces ids of the tokenized runs, which come one after the other.
 

@@ -76,3 +76,38 @@ class Kernels:
         n_threads: int = 1,
     ) -> None:
         """Transform each run of `block` numbers."""
+
+def mixer_state_size(n_tokens: int) -> int:
+    """Numbers in the state of a Mixer."""
+
+class Mixer:
+    """Context mixing; the contract is in towerd.kernels.reference_mix."""
+
+    def __init__(
+        self,
+        weights: npt.NDArray[np.uint32],
+        tables: Sequence[tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint16]]],
+        state: npt.NDArray[np.uint32],
+    ) -> None: ...
+    def reset(self, lanes: int = 1, table_bits: int = 16) -> None:
+        """Forget what was seen."""
+
+    def begin(self, lane: int, counts: npt.NDArray[np.uint32] | None = None) -> int:
+        """Start the next token of a lane; P(1) of its first decision, times 65536."""
+
+    def step(self, bit: int) -> int:
+        """Take a decision: P(1) of the next one, or -1 - rank."""
+
+    def encode(
+        self,
+        lane: int,
+        ranks: npt.NDArray[np.int32],
+        counts: npt.NDArray[np.uint32] | None = None,
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float64]]:
+        """(decisions, their P(1)) of tokens, which are learned."""
+
+    def learn(self, lane: int, ranks: npt.NDArray[np.int32]) -> None:
+        """Take tokens as context."""
+
+    def state(self) -> npt.NDArray[np.uint32]:
+        """A copy of everything that was learned."""

@@ -1,0 +1,61 @@
+"""What a form of a blob is to the codec."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from towerd.codec.base import Ids
+from towerd.codec.container import Chunk
+from towerd.codec.errors import Damaged
+
+
+@dataclass(frozen=True)
+class Coded:
+    """What a form makes of ids: side information, and the coder's output by chunk."""
+
+    side: bytes
+    chunks: tuple[Chunk, ...]
+
+    def only_chunk(self) -> bytes:
+        """The bits of a form that has one chunk; Damaged if there are more or none."""
+        if len(self.chunks) != 1:
+            raise Damaged("The blob is damaged: it should have one chunk.")
+        return self.chunks[0].bits
+
+
+class FormCoder(Protocol):
+    """One way to write the ids of a vocabulary; thread-safe."""
+
+    @property
+    def name(self) -> str:
+        """A name in `container.FORMS`."""
+        ...
+
+    @property
+    def model(self) -> bytes:
+        """8 bytes that name what it needs besides the vocabulary; b"" for nothing."""
+        ...
+
+    @property
+    def uses_base(self) -> bool:
+        """Whether the bits depend on the base."""
+        ...
+
+    def encode(self, ids: Ids, base: Ids) -> Coded:
+        """Ids that are all in the vocabulary, at least one, after `base`."""
+        ...
+
+    def decode(self, coded: Coded, n_ids: int, base: Ids) -> Ids:
+        """The ids again; Damaged if this is nothing that `encode` gives."""
+        ...
+
+
+@runtime_checkable
+class RuntimeCoder(FormCoder, Protocol):
+    """A form whose bits only the runtime that wrote them can read."""
+
+    @property
+    def runtime(self) -> bytes:
+        """8 bytes that name everything the numbers depend on."""
+        ...

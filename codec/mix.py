@@ -1,0 +1,111 @@
+"""The form `mix`: text in the tokens of the mini model, coded with context mixing.
+
+Portable: the table is in the package and all arithmetic is on integers. The base is read, not
+coded, so that names and phrases of a shared prompt cost next to nothing in the session.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from towerd.codec.base import Ids, Vocabulary
+from towerd.codec.coder import Decoder, Encoder
+from towerd.codec.container import Chunk
+from towerd.codec.forms import Coded
+from towerd.codec.prior.file import Prior
+from towerd.codec.text import MARK_FIRST, as_context, from_ids, parse, split, to_ids
+
+BASE_IDS_MAX = 16384
+"""Of a longer base, the last ids are read."""
+_KINDS = (1, 2, 3, 0, 4, 5, 6, 7)
+"""Which control token of the mini vocabulary each kind of mark is: its chat form has the tokens
+begin (of the text), start (of a message), end, and thirteen without a meaning."""
+_SLOTS_PER_SYMBOL = 40
+
+Symbols = npt.NDArray[np.int32]
+
+
+class MiniText:
+    """Text with marks, as symbols: ranks of the mini vocabulary."""
+
+    def __init__(self, prior: Prior) -> None:
+        self.prior = prior
+        self.controls = [prior.controls[i] for i in _KINDS]
+        bytes_of = list(prior.pieces)
+        single = {piece: token for token, piece in enumerate(bytes_of) if len(piece) == 1}
+        self.spelled = {token: [single[bytes((byte,))] for byte in prior.vocabulary.pieces[token]]
+                        for token in prior.controls if prior.vocabulary.pieces[token]}  # fmt: skip
+        for kind, token in enumerate(self.controls):
+            bytes_of[token] = bytes((MARK_FIRST + kind,))
+        self.bytes_by_rank = [bytes_of[token] for token in prior.ids]
+
+    def symbols(self, text: bytes) -> Symbols:
+        """int32[n] ranks of UTF-8 with marks."""
+        ids: list[int] = []
+        for part in split(text):
+            if len(part) == 1 and part[0] >= MARK_FIRST:
+                ids.append(self.controls[part[0] - MARK_FIRST])
+            elif part:
+                ids += self._tokenize(part)
+        return self.prior.ranks[np.array(ids, np.int64)]
+
+    def _tokenize(self, run: bytes) -> list[int]:
+        """llama.cpp takes some names of control tokens in a text for the token: spell those."""
+        ids: list[int] = self.prior.vocabulary.tokenize(run).tolist()
+        if self.spelled.keys().isdisjoint(ids):
+            return ids
+        return [byte for token in ids for byte in self.spelled.get(token, (token,))]
+
+    def text(self, ranks: list[int]) -> bytes:
+        """The text again."""
+        return b"".join([self.bytes_by_rank[rank] for rank in ranks])
+
+
+class Mix:
+    """A `FormCoder`."""
+
+    name, uses_base = "mix", True
+
+    def __init__(self, vocabulary: Vocabulary, prior: Prior) -> None:
+        self.vocabulary, self.prior = vocabulary, prior
+        self.mini = MiniText(prior)
+        self.model = prior.name
+
+    def encode(self, ids: Ids, base: Ids) -> Coded:
+        """One chunk."""
+        text = from_ids(ids, self.vocabulary)
+        symbols = self.mini.symbols(text.text)
+        mixer = self.prior.mixer()
+        context = self._context(base, text.kinds)
+        mixer.reset(1, table_bits(len(symbols) + len(context)))
+        mixer.learn(0, context)
+        encoder = Encoder()
+        encoder.put(*mixer.encode(0, symbols))
+        return Coded(text.side(), (Chunk(len(symbols), encoder.finish()),))
+
+    def decode(self, coded: Coded, n_ids: int, base: Ids) -> Ids:
+        """The ids again."""
+        bits = coded.only_chunk()
+        n_symbols = coded.chunks[0].n_symbols
+        kinds = parse(b"", coded.side).kinds
+        mixer = self.prior.mixer()
+        context = self._context(base, kinds)
+        mixer.reset(1, table_bits(n_symbols + len(context)))
+        mixer.learn(0, context)
+        take, step, ranks = Decoder(bits).take, mixer.step, []
+        for _ in range(n_symbols):
+            answer = mixer.begin(0)
+            while answer >= 0:
+                answer = step(take(answer))
+            ranks.append(-1 - answer)
+        text = parse(self.mini.text(ranks), coded.side)
+        return np.array(to_ids(text, self.vocabulary), np.int32)
+
+    def _context(self, base: Ids, kinds: tuple[int, ...]) -> Symbols:
+        return self.mini.symbols(as_context(base[-BASE_IDS_MAX:], kinds, self.vocabulary))
+
+
+def table_bits(n_symbols: int) -> int:
+    """Size of the mixer's hash table: a slot for each context of each decision."""
+    return min(22, max(12, (n_symbols * _SLOTS_PER_SYMBOL).bit_length()))

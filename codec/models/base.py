@@ -1,0 +1,61 @@
+"""What a coder asks of a language model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Counts = npt.NDArray[np.uint32]
+
+COUNT_ONE = 1 << 24
+"""The sum of a distribution's counts, but for one that every token gets."""
+
+
+class Predictor(Protocol):
+    """A model that reads several texts side by side, one token of each per step."""
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of its vocabulary."""
+        ...
+
+    @property
+    def n_ctx(self) -> int:
+        """Tokens of one text that it can look back at."""
+        ...
+
+    @property
+    def lanes_max(self) -> int:
+        """Texts side by side."""
+        ...
+
+    @property
+    def name(self) -> bytes:
+        """8 bytes that name the model."""
+        ...
+
+    @property
+    def runtime(self) -> bytes:
+        """8 bytes that name everything else the numbers depend on."""
+        ...
+
+    def reset(self) -> None:
+        """Forget all texts."""
+        ...
+
+    def feed(self, tokens: Sequence[tuple[int, int]]) -> list[Counts]:
+        """Append one token to each of some lanes, (lane, id) in order of lane; per given lane the
+        distribution of what comes next: uint32[n_tokens], each at least 1, about COUNT_ONE in all.
+
+        The same calls in the same order since a reset give the same counts."""
+        ...
+
+
+def as_counts(logits: npt.NDArray[np.float32]) -> Counts:
+    """The distribution of logits [n]."""
+    chances = np.exp(logits.astype(np.float64) - float(logits.max()))
+    counts: Counts = (chances * (COUNT_ONE / chances.sum())).astype(np.uint32) + np.uint32(1)
+    return counts

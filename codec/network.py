@@ -1,0 +1,182 @@
+"""The forms `network` and `same`: context mixing with a language model's distribution.
+
+`network` codes text in the tokens of the mini model; `same` codes M's own ids with any model that
+shares M's tokenizer. A text is cut into chunks, which are read side by side: one step of the model
+is one batch with the next token of each. The chunks share one mixer, so what one of them taught it
+helps the others from the next step on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from towerd.codec.base import Ids, Vocabulary
+from towerd.codec.coder import Decoder, Encoder
+from towerd.codec.container import Chunk
+from towerd.codec.errors import Damaged, UnknownModel
+from towerd.codec.forms import Coded
+from towerd.codec.mix import BASE_IDS_MAX, MiniText, Symbols, table_bits
+from towerd.codec.models.base import Predictor
+from towerd.codec.prior import state
+from towerd.codec.prior.file import Prior, ranks_of
+from towerd.codec.text import as_context, from_ids, parse, to_ids
+from towerd.kernels.mixing import Mixer, make_mixer
+
+CHUNK_SYMBOLS = 1024
+"""Symbols of a chunk; measured, see README.md."""
+_FORMAT = b"1"
+
+
+class Lanes:
+    """Codes lists of ranks, one per chunk, with a mixer and a model in step."""
+
+    def __init__(self, predictor: Predictor, ids: Symbols, make: Callable[[], Mixer],
+                 first: int) -> None:  # fmt: skip
+        """`ids` [n]: the model's id of each rank; `first`: the id that every text starts with."""
+        self.predictor, self.make, self.first = predictor, make, first
+        self.ids = ids.tolist()
+        self.order = ids.astype(np.int64)
+        self._lock = threading.Lock()
+
+    def encode(self, chunks: Sequence[Symbols], context: Symbols) -> list[bytes]:
+        """The bits of each chunk."""
+        encoders = [Encoder() for _ in chunks]
+
+        def code(mixer: Mixer, lane: int, step: int, counts: npt.NDArray[np.uint32]) -> int:
+            rank = chunks[lane][step : step + 1]
+            encoders[lane].put(*mixer.encode(lane, rank, counts))
+            return int(rank[0])
+
+        self._run([len(chunk) for chunk in chunks], context, code)
+        return [encoder.finish() for encoder in encoders]
+
+    def decode(
+        self, sizes: Sequence[int], bits: Sequence[bytes], context: Symbols
+    ) -> list[list[int]]:
+        """The ranks of each chunk."""
+        decoders = [Decoder(each) for each in bits]
+        out: list[list[int]] = [[] for _ in sizes]
+
+        def code(mixer: Mixer, lane: int, step: int, counts: npt.NDArray[np.uint32]) -> int:
+            answer = mixer.begin(lane, counts)
+            while answer >= 0:
+                answer = mixer.step(decoders[lane].take(answer))
+            out[lane].append(-1 - answer)
+            return -1 - answer
+
+        self._run(sizes, context, code)
+        return out
+
+    def _run(self, sizes: Sequence[int], context: Symbols,
+             code: Callable[[Mixer, int, int, npt.NDArray[np.uint32]], int]) -> None:  # fmt: skip
+        if len(sizes) > self.predictor.lanes_max:
+            raise Damaged(f"The blob is damaged: it has {len(sizes)} chunks side by side.")
+        mixer = self.make()
+        mixer.reset(max(1, len(sizes)), table_bits(sum(sizes) + len(context)))
+        mixer.learn(0, context)
+        with self._lock:
+            self.predictor.reset()
+            last = [self.first] * len(sizes)
+            for step in range(max(sizes, default=0)):
+                lanes = [lane for lane, size in enumerate(sizes) if step < size]
+                found = self.predictor.feed([(lane, last[lane]) for lane in lanes])
+                for lane, counts in zip(lanes, found, strict=True):
+                    last[lane] = self.ids[code(mixer, lane, step, counts[self.order])]
+
+
+def cut(symbols: Symbols, chunk_symbols: int, lanes_max: int) -> list[Symbols]:
+    """Chunks of nearly equal length, about `chunk_symbols`, the longest first."""
+    n_chunks = max(1, min(lanes_max, -(-len(symbols) // chunk_symbols)))
+    return [np.ascontiguousarray(part) for part in np.array_split(symbols, n_chunks)]
+
+
+def _chunked(parts: Sequence[Symbols], bits: Sequence[bytes]) -> tuple[Chunk, ...]:
+    return tuple(Chunk(len(part), each) for part, each in zip(parts, bits, strict=True))
+
+
+class Network:
+    """The `RuntimeCoder` of `network`."""
+
+    name, uses_base = "network", True
+
+    def __init__(self, vocabulary: Vocabulary, prior: Prior, predictor: Predictor,
+                 chunk_symbols: int = CHUNK_SYMBOLS) -> None:  # fmt: skip
+        """UnknownModel if the model is not of the prior's vocabulary."""
+        if predictor.n_tokens != len(prior.ids):
+            raise UnknownModel(
+                f"The mini model has {predictor.n_tokens} tokens and its table "
+                f"{len(prior.ids)}: both must come from the same release of towerd."
+            )
+        self.vocabulary, self.prior, self.chunk_symbols = vocabulary, prior, chunk_symbols
+        self.mini = MiniText(prior)
+        trained = "network" if "network" in prior.states else "state"
+        self.lanes = Lanes(predictor, prior.ids, lambda: prior.mixer(trained), prior.controls[0])
+        self.model = _hash(_FORMAT, prior.name, predictor.name)
+        self.runtime = predictor.runtime
+
+    def encode(self, ids: Ids, base: Ids) -> Coded:
+        """Chunks of the text's symbols."""
+        text = from_ids(ids, self.vocabulary)
+        parts = cut(
+            self.mini.symbols(text.text), self.chunk_symbols, self.lanes.predictor.lanes_max
+        )
+        bits = self.lanes.encode(parts, self._context(base, text.kinds))
+        return Coded(text.side(), _chunked(parts, bits))
+
+    def decode(self, coded: Coded, n_ids: int, base: Ids) -> Ids:
+        """The ids again."""
+        context = self._context(base, parse(b"", coded.side).kinds)
+        sizes = [chunk.n_symbols for chunk in coded.chunks]
+        ranks = self.lanes.decode(sizes, [chunk.bits for chunk in coded.chunks], context)
+        text = self.mini.text([rank for part in ranks for rank in part])
+        return np.array(to_ids(parse(text, coded.side), self.vocabulary), np.int32)
+
+    def _context(self, base: Ids, kinds: tuple[int, ...]) -> Symbols:
+        return self.mini.symbols(as_context(base[-BASE_IDS_MAX:], kinds, self.vocabulary))
+
+
+class Same:
+    """The `RuntimeCoder` of `same`: no text, no exceptions, just ids."""
+
+    name, uses_base = "same", True
+
+    def __init__(self, vocabulary: Vocabulary, predictor: Predictor, first: int = 0,
+                 chunk_symbols: int = CHUNK_SYMBOLS) -> None:  # fmt: skip
+        """`first`: the id that a text starts with (BOS). UnknownModel if the model's vocabulary has
+        another size."""
+        n_tokens = len(vocabulary.pieces)
+        if predictor.n_tokens != n_tokens:
+            raise UnknownModel(
+                f"The codec's model has {predictor.n_tokens} tokens, not the {n_tokens} of the "
+                "served one: give one that shares its tokenizer."
+            )
+        self.ranks = ranks_of(vocabulary.pieces)
+        self.chunk_symbols = chunk_symbols
+        ids = np.argsort(self.ranks).astype(np.int32)
+        self.ids = ids
+        weights, start = np.zeros(n_tokens, np.uint32), state.untrained(n_tokens)
+        self.lanes = Lanes(predictor, ids, lambda: make_mixer(weights, (), start), first)
+        self.model = _hash(_FORMAT, predictor.name, first.to_bytes(4, "little"))
+        self.runtime = predictor.runtime
+
+    def encode(self, ids: Ids, base: Ids) -> Coded:
+        """Chunks of ids."""
+        parts = cut(self.ranks[ids], self.chunk_symbols, self.lanes.predictor.lanes_max)
+        bits = self.lanes.encode(parts, self.ranks[base[-BASE_IDS_MAX:]])
+        return Coded(b"", _chunked(parts, bits))
+
+    def decode(self, coded: Coded, n_ids: int, base: Ids) -> Ids:
+        """The ids again."""
+        sizes = [chunk.n_symbols for chunk in coded.chunks]
+        bits = [chunk.bits for chunk in coded.chunks]
+        ranks = self.lanes.decode(sizes, bits, self.ranks[base[-BASE_IDS_MAX:]])
+        return self.ids[np.array([rank for part in ranks for rank in part], np.int64)]
+
+
+def _hash(*parts: bytes) -> bytes:
+    return hashlib.blake2b(b"".join(parts), digest_size=8).digest()

@@ -1,0 +1,90 @@
+"""`python -m towerd.codec.prior.build DATA RUN OUT`: the prior of a folder of chat records.
+
+RUN is the folder of a training run of the mini model: its tokenizer is taken, and its encoded
+corpus, which is made if it is not there yet. The last part of each source is not counted but
+used to train the maps and weights, so that they learn what counts mean for unseen text.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import numpy as np
+import numpy.typing as npt
+from rich.progress import track
+
+from towerd.codec.prior import file, state, tables
+from towerd.codec.train.bpe import Bpe
+from towerd.codec.train.corpus import build_corpus
+from towerd.codec.train.form import MiniForm
+from towerd.codec.train.manifest import read_manifest
+from towerd.codec.train.mini import tokenizer_of
+from towerd.codec.train.records import read_dataset
+from towerd.kernels.mixing import make_mixer
+
+I32 = npt.NDArray[np.int32]
+HELD_SHARE, HELD_TOKENS_MAX = 0.05, 150_000
+
+
+@click.command()
+@click.argument("data", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("run", type=click.Path(file_okay=False, path_type=Path))
+@click.argument("out", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--mib", default=12.0, show_default=True, help="Size of the tables.")
+@click.option("--vocab", default=4096, show_default=True, help="Tokens, if RUN has no tokenizer.")
+def main(data: Path, run: Path, out: Path, mib: float, vocab: int) -> None:
+    """Count, prune, train and write."""
+    manifest = read_manifest()
+    dataset = read_dataset(data, manifest)
+    bpe = tokenizer_of(run / "tokenizer.json", dataset, manifest, vocab)
+    corpus = build_corpus(dataset, manifest, MiniForm(bpe), run / "corpus")
+    build(bpe, {name: np.asarray(ids) for name, ids in corpus.train.items()}, out, mib)
+
+
+def build(bpe: Bpe, corpus: dict[str, npt.NDArray[np.uint32]], out: Path, mib: float) -> None:
+    """The prior of ids by source."""
+    ranks = file.ranks_of(_pieces(bpe))
+    counted, held = [], []
+    for ids in corpus.values():
+        n_held = min(int(HELD_SHARE * len(ids)), HELD_TOKENS_MAX)
+        counted.append(ranks[ids[: len(ids) - n_held]])
+        held += _sessions(ranks[ids[len(ids) - n_held :]])
+    text = np.concatenate(counted).astype(np.uint32)
+    weights = np.bincount(text, minlength=len(ranks)).astype(np.uint32)
+    found = tables.build(text, len(ranks), int(mib * (1 << 20)))
+    click.echo(f"{len(text):,} tokens counted; tables of {_mib(found):.1f} MiB")
+    learned, costs = state.untrained(len(ranks)), []
+    turn = np.random.default_rng(0).permutation(len(held))
+    steps = state.trained(
+        lambda now: make_mixer(weights, found, now), learned, [held[i] for i in turn]
+    )
+    for learned, cost in track(steps, "training", total=len(held)):  # noqa: B007
+        costs.append(cost)
+    click.echo(f"held-out text: {np.mean(costs[len(costs) // 2 :]):.3f} bits per token")
+    done = state.capped(learned, len(ranks))
+    file.save(out, bpe.vocabulary(), weights, found, {"state": done})
+
+
+def _pieces(bpe: Bpe) -> list[bytes]:
+    """Bytes of each token; b"" for the controls."""
+    from towerd.codec.train.bpe import CONTROLS
+
+    plain = {chr(b): b for b in [*range(33, 127), *range(161, 173), *range(174, 256)]}
+    rest = [b for b in range(256) if chr(b) not in plain]
+    table = plain | {chr(256 + i): b for i, b in enumerate(rest)}
+    body = [bytes(table[char] for char in piece) for piece in bpe.pieces[len(CONTROLS) :]]
+    return [b""] * len(CONTROLS) + body
+
+
+def _sessions(ranks: I32) -> list[I32]:
+    size = state.SESSION_TOKENS
+    return [np.ascontiguousarray(ranks[i : i + size]) for i in range(0, len(ranks), size)]
+
+
+def _mib(found: list[tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint16]]]) -> float:
+    return sum(index.nbytes + data.nbytes for index, data in found) / (1 << 20)
+
+
+if __name__ == "__main__":
+    main()

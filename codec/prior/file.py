@@ -1,0 +1,112 @@
+"""The prior on disk: a GGUF with a tokenizer, without a model, and the tables as tensors.
+
+    mix.weights  int32[n]            how often each token occurs, in order of rank
+    mix.index.k  int32, mix.data.k  int16   the table of order k (`tables.py`)
+    mix.state    int32               maps and weights (`state.py`)
+    mix.network  int32               the same for use with the mini model, if it was trained
+
+Unsigned numbers are stored in signed tensors of the same size, which GGUF has. The rank of a token
+is its place among all pieces in order of their bytes; control tokens come last.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from gguf import GGUFReader, TokenType
+
+from towerd.codec.errors import UnknownModel
+from towerd.codec.vocabulary import GgufVocabulary
+from towerd.kernels.mixing import Mixer, make_mixer
+from towerd.models.gguf_file import writing
+from towerd.models.vocabulary import Vocabulary
+
+PATH = Path(__file__).resolve().parent.parent / "data" / "mix.gguf"
+ARCHITECTURE = "llama"
+"""llama.cpp reads the tokenizer of a known architecture only; there is no such model in the file."""
+U16 = npt.NDArray[np.uint16]
+U32 = npt.NDArray[np.uint32]
+I32 = npt.NDArray[np.int32]
+
+
+def ranks_of(pieces: Sequence[bytes]) -> I32:
+    """int32[n]: the rank of each token."""
+    order = sorted(range(len(pieces)), key=lambda i: (not pieces[i], pieces[i], i))
+    ranks = np.empty(len(pieces), np.int32)
+    ranks[order] = np.arange(len(pieces), dtype=np.int32)
+    return ranks
+
+
+@dataclass(frozen=True)
+class Prior:
+    """Everything that `mix` starts from. `ranks` maps ids to ranks, `ids` back; `pieces` are the
+    bytes of each token, b"" for control tokens."""
+
+    vocabulary: GgufVocabulary
+    pieces: Sequence[bytes]
+    name: bytes
+    ranks: I32
+    ids: I32
+    controls: tuple[int, ...]
+    """Ids of the control tokens, in order."""
+    weights: U32
+    tables: tuple[tuple[U32, U16], ...]
+    states: Mapping[str, U32]
+
+    def mixer(self, state: str = "state") -> Mixer:
+        """A fresh mixer; `state` "network": trained for use with the mini model."""
+        return make_mixer(self.weights, self.tables, self.states[state])
+
+
+@functools.cache
+def bundled() -> Prior:
+    """The prior in the package. UnknownModel if it was left out."""
+    if not PATH.exists():
+        raise UnknownModel(f"The table {PATH.name} is missing: install towerd again.")
+    return load(PATH)
+
+
+def load(path: Path) -> Prior:
+    """Read a prior; the tables stay in the file, mapped. UnknownModel if it is none."""
+    try:
+        reader = GGUFReader(path)
+        types = reader.fields["tokenizer.ggml.token_type"].contents()
+        tensors = {tensor.name: tensor.data for tensor in reader.tensors}
+        weights = tensors["mix.weights"].view(np.uint32)
+        tables = tuple(
+            (tensors[f"mix.index.{k}"].view(np.uint32), tensors[f"mix.data.{k}"].view(np.uint16))
+            for k in range(1, 1 + sum(name.startswith("mix.index.") for name in tensors))
+        )
+        states = {name: tensors[f"mix.{name}"].view(np.uint32)
+                  for name in ("state", "network") if f"mix.{name}" in tensors}  # fmt: skip
+    except (OSError, KeyError, ValueError) as error:
+        raise UnknownModel(f"{path} is not a table of this codec: {error}.") from error
+    vocabulary = GgufVocabulary(path)
+    # By the file, not by llama.cpp, which takes some names of control tokens for text.
+    controls = tuple(i for i, kind in enumerate(types) if kind == TokenType.CONTROL)
+    pieces = [b"" if i in controls else piece for i, piece in enumerate(vocabulary.pieces)]
+    ranks = ranks_of(pieces)
+    name = hashlib.blake2b(path.read_bytes(), digest_size=8).digest()
+    ids = np.argsort(ranks).astype(np.int32)
+    return Prior(vocabulary, pieces, name, ranks, ids, controls, weights, tables, states)
+
+
+def save(path: Path, vocabulary: Vocabulary, weights: U32, tables: Sequence[tuple[U32, U16]],
+         states: Mapping[str, U32]) -> None:  # fmt: skip
+    """Write a prior whole or not at all."""
+    arrays: dict[str, npt.NDArray[Any]] = {"mix.weights": weights.view(np.int32)}
+    for order, (index, data) in enumerate(tables, start=1):
+        arrays[f"mix.index.{order}"] = index.view(np.int32)
+        arrays[f"mix.data.{order}"] = data.view(np.int16)
+    arrays |= {f"mix.{name}": state.view(np.int32) for name, state in states.items()}
+    with writing(path, ARCHITECTURE) as writer:
+        vocabulary.write(writer, None)
+        for name, array in arrays.items():
+            writer.add_tensor(name, array)

@@ -1,0 +1,208 @@
+// towerd.kernels._native.Mixer: every table is checked once when the mixer is made.
+
+#include "bind_mix.h"
+
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <limits>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "mix.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace towerd {
+
+namespace {
+
+template <typename T> using Array = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Table                       = std::tuple<Array<std::uint32_t>, Array<std::uint16_t>>;
+
+constexpr std::size_t kTokensMax = 1u << 19;
+
+[[noreturn]] void refuse(const std::string & why) {
+    throw std::invalid_argument(why);
+}
+
+// A bucket of order 2 and up is lists, each behind its head; all ranks are tokens, in order.
+void check_bucket(const std::uint16_t * data, std::uint32_t at, std::uint32_t stop, bool heads, std::size_t n_tokens) {
+    while (at < stop) {
+        std::uint32_t n = stop - at;
+        if (heads) {
+            n = data[at++] & 63u;
+            if (n == 63u) {
+                n = at < stop ? data[at++] : std::numeric_limits<std::uint32_t>::max();
+            }
+        }
+        if (n > stop - at) {
+            refuse("tables: a list is longer than its bucket");
+        }
+        for (std::uint32_t i = 0; i < n; ++i) {
+            if (data[at + i] >> 4 >= n_tokens || (i != 0 && data[at + i] >> 4 <= data[at + i - 1] >> 4)) {
+                refuse("tables: a list is not of tokens in order");
+            }
+        }
+        at += n;
+    }
+}
+
+MixOrder checked(const Table & table, int order, std::size_t n_tokens) {
+    const auto & [index, data] = table;
+    if (index.shape(0) == 0) {
+        return {};
+    }
+    const std::size_t buckets = index.shape(0) - 1;
+    if (order == 1 ? buckets != n_tokens : buckets == 0 || (buckets & (buckets - 1)) != 0) {
+        refuse("tables: a wrong number of buckets");
+    }
+    for (std::size_t i = 0; i < buckets; ++i) {
+        if (index.data()[i] > index.data()[i + 1] || index.data()[i + 1] > data.shape(0)) {
+            refuse("tables: a bucket lies outside the data");
+        }
+        check_bucket(data.data(), index.data()[i], index.data()[i + 1], order > 1, n_tokens);
+    }
+    return {index.data(), data.data(), buckets};
+}
+
+class Bound {
+  public:
+    Bound(Array<std::uint32_t> weights, std::vector<Table> tables, Array<std::uint32_t> state)
+        : weights_(std::move(weights)), tables_(std::move(tables)), state_(std::move(state)),
+          mixer_(tokens(), weights_.data(), orders(), checked_state()) {}
+
+    void reset(std::size_t lanes, int table_bits) {
+        if (lanes < 1 || lanes > 256 || table_bits < 8 || table_bits > 24) {
+            refuse("lanes: 1 to 256; table_bits: 8 to 24");
+        }
+        mixer_.reset(lanes, table_bits);
+    }
+
+    int begin(std::size_t lane, const std::optional<Array<std::uint32_t>> & counts) {
+        check_lane(lane);
+        if (mixer_.busy()) {
+            refuse("begin: a token is not finished");
+        }
+        if (counts && counts->shape(0) != mixer_.n_tokens()) {
+            refuse("counts: one for each token");
+        }
+        return mixer_.begin(lane, counts ? counts->data() : nullptr);
+    }
+
+    int step(int bit) {
+        if (!mixer_.busy() || bit < 0 || bit > 1) {
+            refuse(mixer_.busy() ? "bit: 0 or 1" : "step: no token was begun");
+        }
+        return mixer_.step(bit);
+    }
+
+    nb::object encode(std::size_t lane, const Array<std::int32_t> & ranks,
+                      const std::optional<Array<std::uint32_t>> & counts) {
+        check_ranks(ranks);
+        auto * bits    = new std::vector<std::int32_t>;
+        auto * chances = new std::vector<double>;
+        nb::capsule bits_owner(bits, [](void * p) noexcept { delete static_cast<std::vector<std::int32_t> *>(p); });
+        nb::capsule chances_owner(chances, [](void * p) noexcept { delete static_cast<std::vector<double> *>(p); });
+        if (counts && ranks.shape(0) > 1) {
+            refuse("counts: they are of one token");
+        }
+        for (std::size_t i = 0; i < ranks.shape(0); ++i) {
+            int p = begin(lane, counts);
+            while (p >= 0) {
+                const int bit = mixer_.towards(static_cast<std::size_t>(ranks.data()[i]));
+                bits->push_back(bit);
+                chances->push_back(p / 65536.0);
+                p = mixer_.step(bit);
+            }
+        }
+        return nb::make_tuple(
+            nb::ndarray<nb::numpy, std::int32_t, nb::ndim<1>>(bits->data(), {bits->size()}, bits_owner),
+            nb::ndarray<nb::numpy, double, nb::ndim<1>>(chances->data(), {chances->size()}, chances_owner));
+    }
+
+    void learn(std::size_t lane, const Array<std::int32_t> & ranks) {
+        check_ranks(ranks);
+        for (std::size_t i = 0; i < ranks.shape(0); ++i) {
+            for (int p = begin(lane, std::nullopt); p >= 0;) {
+                p = mixer_.step(mixer_.towards(static_cast<std::size_t>(ranks.data()[i])));
+            }
+        }
+    }
+
+    nb::object state() const {
+        auto *      copy = new std::vector<std::uint32_t>(mixer_.state());
+        nb::capsule owner(copy, [](void * p) noexcept { delete static_cast<std::vector<std::uint32_t> *>(p); });
+        return nb::cast(nb::ndarray<nb::numpy, std::uint32_t, nb::ndim<1>>(copy->data(), {copy->size()}, owner));
+    }
+
+  private:
+    std::size_t tokens() const {
+        if (weights_.shape(0) < 2 || weights_.shape(0) > kTokensMax) {
+            refuse("weights: 2 to 524288 tokens");
+        }
+        return weights_.shape(0);
+    }
+
+    std::array<MixOrder, kMixStatic> orders() const {
+        if (tables_.size() > kMixStatic) {
+            refuse("tables: at most " + std::to_string(kMixStatic));
+        }
+        std::array<MixOrder, kMixStatic> orders;
+        for (std::size_t i = 0; i < tables_.size(); ++i) {
+            orders[i] = checked(tables_[i], static_cast<int>(i) + 1, tokens());
+        }
+        return orders;
+    }
+
+    const std::uint32_t * checked_state() const {
+        if (state_.shape(0) != Mixer::state_size(tokens())) {
+            refuse("state: expected " + std::to_string(Mixer::state_size(tokens())) + " numbers");
+        }
+        return state_.data();
+    }
+
+    void check_lane(std::size_t lane) const {
+        if (lane >= mixer_.lanes()) {
+            refuse("lane: there are " + std::to_string(mixer_.lanes()));
+        }
+    }
+
+    void check_ranks(const Array<std::int32_t> & ranks) const {
+        for (std::size_t i = 0; i < ranks.shape(0); ++i) {
+            if (ranks.data()[i] < 0 || static_cast<std::size_t>(ranks.data()[i]) >= mixer_.n_tokens()) {
+                refuse("ranks: " + std::to_string(ranks.data()[i]) + " is not a token");
+            }
+        }
+    }
+
+    Array<std::uint32_t> weights_;
+    std::vector<Table>   tables_;
+    Array<std::uint32_t> state_;
+    Mixer                mixer_;
+};
+
+}  // namespace
+
+void bind_mixer(nb::module_ & m) {
+    m.def("mixer_state_size", &Mixer::state_size, "n_tokens"_a, "Numbers in the state of a Mixer.");
+    nb::class_<Bound>(m, "Mixer", "Context mixing; the contract is in towerd.kernels.reference_mix.")
+        .def(nb::init<Array<std::uint32_t>, std::vector<Table>, Array<std::uint32_t>>(), "weights"_a, "tables"_a,
+             "state"_a)
+        .def("reset", &Bound::reset, "lanes"_a = 1, "table_bits"_a = 16, "Forget what was seen.")
+        .def("begin", &Bound::begin, "lane"_a, "counts"_a.none() = nb::none(),
+             "Start the next token of a lane; P(1) of its first decision, times 65536.")
+        .def("step", &Bound::step, "bit"_a, "Take a decision: P(1) of the next one, or -1 - rank.")
+        .def("encode", &Bound::encode, "lane"_a, "ranks"_a, "counts"_a.none() = nb::none(),
+             "(decisions, their P(1)) of tokens, which are learned.")
+        .def("learn", &Bound::learn, "lane"_a, "ranks"_a, "Take tokens as context.")
+        .def("state", &Bound::state, "A copy of everything that was learned.");
+}
+
+}  // namespace towerd

@@ -1,0 +1,110 @@
+// Context mixing over a vocabulary: the probability of each binary decision on the way to a token.
+// All arithmetic is on integers, so every machine gets the same bits. The contract, and why each
+// part is there, is in reference_mix.py; both must agree decision by decision.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace towerd {
+
+constexpr int kMixStatic   = 5;  // orders of the corpus table
+constexpr int kMixDynamic  = 6;  // contexts of what was seen since the reset
+constexpr int kMixMatches  = 2;
+constexpr int kMixInputs   = 1 + kMixStatic + kMixDynamic + kMixMatches + 2;
+constexpr int kMixLevels   = 48;
+constexpr int kMixSets     = 256;
+constexpr int kMixFinal    = 64;
+constexpr int kMixMatchMax = 32;
+
+struct MixOrder {
+    const std::uint32_t * index   = nullptr;  // [n_buckets + 1] offsets into data
+    const std::uint16_t * data    = nullptr;
+    std::size_t           buckets = 0;  // a power of two; order 1: the vocabulary
+};
+
+struct MixEntry {
+    std::uint32_t rank;
+    std::uint32_t count;
+};
+
+struct MixNode {
+    std::uint32_t low, middle, high, left, right;  // a child of 0 is a leaf
+};
+
+class Mixer {
+  public:
+    static std::size_t state_size(std::size_t n_tokens);
+
+    // All pointers must outlive the mixer. weights: [n_tokens]; state: [state_size].
+    Mixer(std::size_t n_tokens, const std::uint32_t * weights, const std::array<MixOrder, kMixStatic> & orders,
+          const std::uint32_t * state);
+
+    void reset(std::size_t lanes, int table_bits);
+    int  begin(std::size_t lane, const std::uint32_t * counts);  // of the next token: P(1) * 65536
+    int  step(int bit);                                           // the same of the next decision, or -1 - rank
+    int  towards(std::size_t rank) const { return rank >= tree_[node_].middle; }
+    bool busy() const { return busy_; }
+    std::size_t lanes() const { return lanes_.size(); }
+    std::size_t n_tokens() const { return n_tokens_; }
+    const std::vector<std::uint32_t> & state() const { return state_; }
+
+  private:
+    struct Match {
+        std::uint32_t lane = 0, at = 0, length = 0;
+    };
+    struct Lane {
+        std::vector<std::uint32_t>      history;
+        std::array<Match, kMixMatches>  matches;
+    };
+    struct List {
+        std::vector<MixEntry>      entries;
+        std::vector<std::uint64_t> sums;  // [entries + 1]
+        std::size_t                first = 0, last = 0, split = 0;
+    };
+
+    std::uint32_t build(std::size_t low, std::size_t high, const std::vector<std::uint64_t> & sums);
+    void          look_up(int order, const Lane & lane);
+    int           evaluate();
+    void          static_inputs();
+    void          dynamic_inputs();
+    void          match_inputs();
+    int           mix();
+    void          learn(int bit);
+    void          finish(std::size_t rank);
+    int           follows(const Match & match) const;
+    void          find_match(Lane & lane, int which);
+    std::uint32_t slot(std::uint64_t hash);
+    void          update(std::size_t map, int bit);
+    int           stretched(std::size_t map) const;
+
+    std::size_t                     n_tokens_;
+    std::array<MixOrder, kMixStatic> orders_;
+    const std::uint32_t *           initial_;
+    std::vector<MixNode>            tree_;
+    std::vector<std::uint32_t>      state_;
+    std::vector<Lane>               lanes_;
+    std::vector<std::uint8_t>       counts_, checks_;
+    std::array<std::vector<std::uint64_t>, kMixMatches> last_seen_;
+
+    bool                                   busy_ = false;
+    std::size_t                            lane_ = 0, node_ = 0;
+    std::array<List, kMixStatic>           lists_;
+    std::array<std::uint64_t, kMixDynamic> hashes_{};
+    std::array<int, kMixMatches>           predicted_{};
+    std::vector<std::uint64_t>             network_;  // [n_tokens + 1] sums by rank, or empty
+    std::array<int, kMixInputs>            inputs_{};
+    std::array<long, kMixStatic>           static_at_{};
+    std::array<std::uint32_t, kMixDynamic> slots_{};
+    std::array<std::uint8_t, kMixDynamic>  seen_{};
+    std::array<long, kMixMatches>          match_at_{};
+    int                                    best_static_ = 0, best_static_level_ = 0, best_dynamic_ = 0, match_class_ = 0;
+    std::array<std::size_t, 3>             sets_{};
+    std::array<int, 3>                     mixed_{}, mixed_probability_{};
+    std::size_t                            final_set_ = 0;
+    int                                    probability_ = 0;
+};
+
+}  // namespace towerd

@@ -1,0 +1,69 @@
+"""Context mixing: the C++ mixer where it is built, else the Python reference (slow)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from towerd.kernels import reference_mix
+from towerd.kernels.dispatch import ENV
+from towerd.kernels.reference_mix import (
+    DYNAMIC,
+    FINAL,
+    INPUTS,
+    LEVELS,
+    MATCH_MAX,
+    MATCHES,
+    SETS,
+    STATIC,
+    state_size,
+)
+
+__all__ = [
+    "DYNAMIC",
+    "FINAL",
+    "INPUTS",
+    "LEVELS",
+    "MATCHES",
+    "MATCH_MAX",
+    "SETS",
+    "STATIC",
+    "Mixer",
+    "make_mixer",
+    "state_size",
+]
+
+U16 = npt.NDArray[np.uint16]
+U32 = npt.NDArray[np.uint32]
+I32 = npt.NDArray[np.int32]
+
+
+class Mixer(Protocol):
+    """What both implementations do; `reference_mix.Mixer` says how."""
+
+    def reset(self, lanes: int = 1, table_bits: int = 16) -> None: ...
+    def begin(self, lane: int, counts: U32 | None = None) -> int: ...
+    def step(self, bit: int) -> int: ...
+    def encode(
+        self, lane: int, ranks: I32, counts: U32 | None = None
+    ) -> tuple[I32, npt.NDArray[np.float64]]: ...
+    def learn(self, lane: int, ranks: I32) -> None: ...
+    def state(self) -> U32: ...
+
+
+def make_mixer(weights: U32, tables: Sequence[tuple[U32, U16]], state: U32) -> Mixer:
+    """A mixer over len(weights) tokens. ValueError if the tables are not sound.
+
+    TOWERD_KERNELS=reference forces the one in Python; both give the same numbers."""
+    if os.environ.get(ENV) != "reference":
+        try:
+            from towerd.kernels import _native
+        except ImportError:
+            pass
+        else:
+            return _native.Mixer(weights, list(tables), state)
+    return reference_mix.Mixer(weights, tables, state)

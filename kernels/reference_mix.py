@@ -1,0 +1,395 @@
+"""Context mixing in Python: the specification of kernels/cpp/mix.cpp, a thousand times slower.
+
+The next token is found by binary decisions down a tree over the vocabulary (tokens in order of
+their text, split where the corpus weighs the halves alike). For each decision several models name
+a probability, and small online-trained networks mix them in the logistic domain, as PAQ does
+(Mahoney, "Adaptive Weighing of Context Models for Lossless Data Compression", 2005):
+
+- how often the node went either way in the corpus, after the last 0 to 5 tokens (`STATIC` tables);
+- how it went since the reset, after the last 0 to 4 tokens and after the one before the last
+  (`DYNAMIC`), as two small counts in a hash table;
+- what followed where the last tokens were seen before (`MATCHES`);
+- the network's distribution over the tokens, if one is given.
+
+Counts become probabilities through maps that learn what such counts meant so far. Everything is
+integer arithmetic (and + - * / of doubles for two tables), so all machines agree on every bit.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+STATIC, DYNAMIC, MATCHES = 5, 6, 2
+INPUTS = 1 + STATIC + DYNAMIC + MATCHES + 2
+LEVELS, SETS, FINAL, MATCH_MAX = 48, 256, 64, 32
+COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256, 1024, 4096, 16384)
+MATCH_ORDERS, MATCH_LEAST = (5, 2), 2
+SALTS = (3, 5, 7, 11)
+UNIT, STRETCH_MAX = 170, 2047
+RATE, FINAL_RATE = 16, 2
+PAD = 16
+_64 = (1 << 64) - 1
+
+U16 = npt.NDArray[np.uint16]
+U32 = npt.NDArray[np.uint32]
+I32 = npt.NDArray[np.int32]
+
+
+def state_size(n_tokens: int) -> int:
+    """Numbers in the state: maps, then weights."""
+    maps = n_tokens + STATIC * LEVELS**2 + DYNAMIC * 256 + MATCHES * 2 * MATCH_MAX
+    return maps + (2 * SETS + n_tokens) * INPUTS + FINAL * 3
+
+
+def _squash_table() -> list[int]:
+    ratio = term = 1.0
+    for i in range(1, 20):
+        term *= 1.0 / UNIT / i
+        ratio += term
+    table, power = [1] * 4096, 1.0
+    for i in range(STRETCH_MAX + 1):
+        p = min(65535, max(1, int(65536.0 * (power / (1.0 + power)))))
+        table[2048 + i], table[2048 - i] = p, 65536 - p
+        power *= ratio
+    return table
+
+
+def _stretch_table() -> list[int]:
+    table, at = [0] * 65536, 0
+    for p in range(32768, 65536):
+        while at < STRETCH_MAX and SQUASH[2048 + at] < p:
+            at += 1
+        table[p] = at
+    for p in range(1, 32768):
+        table[p] = -table[65536 - p]
+    table[0] = -STRETCH_MAX
+    return table
+
+
+SQUASH = _squash_table()
+STRETCH = _stretch_table()
+RATES = [131072 // (2 * n + 3) for n in range(1024)]
+
+
+def mixed_hash(value: int, more: int) -> int:
+    """One step of the chained hash."""
+    value = (value ^ more) * 0x9E3779B97F4A7C15 & _64
+    value ^= value >> 29
+    return value * 0xBF58476D1CE4E5B9 & _64
+
+
+def context_hash(history: Sequence[int], order: int) -> int:
+    """The hash of the last `order` ranks, latest first."""
+    value = 0
+    for back in range(1, order + 1):
+        value = mixed_hash(value, history[-back] + 1)
+    return value
+
+
+def level(n: int) -> int:
+    """A count, in LEVELS steps of about half an octave."""
+    if n < 5:
+        return n
+    bits = n.bit_length() - 1
+    return min(LEVELS - 1, 5 + 2 * (bits - 2) + (n >> (bits - 1) & 1))
+
+
+@dataclass
+class _Match:
+    lane: int = 0
+    at: int = 0
+    length: int = 0
+
+
+@dataclass
+class _Lane:
+    history: list[int] = field(default_factory=lambda: [0] * PAD)
+    matches: list[_Match] = field(default_factory=lambda: [_Match() for _ in range(MATCHES)])
+
+
+@dataclass
+class _List:
+    """What followed a context: ranks and running sums, narrowed to the node's tokens."""
+
+    ranks: list[int]
+    sums: list[int]
+    first: int = 0
+    last: int = 0
+    split: int = 0
+
+
+class Mixer:
+    """`weights` uint32[n]: how often each rank occurs; `tables`: (index, data) of orders 1 and up;
+    `state` uint32[state_size(n)]. Ranks are 0 to n - 1, a lane is one of several texts."""
+
+    def __init__(self, weights: U32, tables: Sequence[tuple[U32, U16]], state: U32) -> None:
+        """ValueError for a state of another size."""
+        self.n_tokens = len(weights)
+        if len(state) != state_size(self.n_tokens):
+            raise ValueError(f"state: expected {state_size(self.n_tokens)} numbers")
+        self.tables = tables
+        self.initial: list[int] = state.tolist()
+        sums = [0]
+        for weight in weights.tolist():
+            sums.append(sums[-1] + weight + 1)
+        self.tree: list[list[int]] = []
+        self._build(0, self.n_tokens, sums)
+        sizes = [self.n_tokens, STATIC * LEVELS**2, DYNAMIC * 256, MATCHES * 2 * MATCH_MAX,
+                 SETS * INPUTS, self.n_tokens * INPUTS, SETS * INPUTS]  # fmt: skip
+        starts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+        _, self.statics, self.dynamics, self.matches, *self.mixers, self.last = starts
+        self.reset()
+
+    def _build(self, low: int, high: int, sums: list[int]) -> int:
+        if high - low < 2:
+            return 0
+        ends = sums[low] + sums[high]
+        split = min(range(low + 1, high), key=lambda i: abs(2 * sums[i] - ends))
+        node = len(self.tree)
+        self.tree.append([low, split, high, 0, 0])
+        self.tree[node][3] = self._build(low, split, sums)
+        self.tree[node][4] = self._build(split, high, sums)
+        return node
+
+    def reset(self, lanes: int = 1, table_bits: int = 16) -> None:
+        """Forget what was seen; `lanes` texts are to come."""
+        self.values = list(self.initial)
+        self.lanes = [_Lane() for _ in range(lanes)]
+        self.counts, self.checks = [0] * (1 << table_bits), [0] * (1 << table_bits)
+        self.last_seen: list[dict[int, tuple[int, int]]] = [{} for _ in range(MATCHES)]
+
+    def state(self) -> U32:
+        """A copy of everything that was learned."""
+        return np.array(self.values, np.uint32)
+
+    def encode(
+        self, lane: int, ranks: I32, counts: U32 | None = None
+    ) -> tuple[I32, npt.NDArray[np.float64]]:
+        """(decisions, probability of 1 for each) of tokens, which are learned."""
+        bits, chances = [], []
+        for rank in ranks.tolist():
+            p = self.begin(lane, counts)
+            while p >= 0:
+                bits.append(int(rank >= self.tree[self.node][1]))
+                chances.append(p / 65536)
+                p = self.step(bits[-1])
+        return np.array(bits, np.int32), np.array(chances, np.float64)
+
+    def learn(self, lane: int, ranks: I32) -> None:
+        """Take tokens as context."""
+        self.encode(lane, ranks)
+
+    def begin(self, lane: int, counts: U32 | None = None) -> int:
+        """Start the next token of a lane: P(1) of its first decision, times 65536.
+
+        `counts` uint32[n]: the network's distribution, by rank."""
+        self.lane, self.node = lane, 0
+        here = self.lanes[lane]
+        self.lists = [self._look_up(order, here.history) for order in range(1, STATIC + 1)]
+        self.hashes = [context_hash(here.history, i + 1) * SALTS[i] & _64 for i in range(4)]
+        self.hashes += [mixed_hash(77, here.history[-2]), 9999]
+        self.predicted = [self._follows(match) for match in here.matches]
+        self.network = [] if counts is None else [0, *np.cumsum(counts, dtype=np.uint64).tolist()]
+        return self._evaluate()
+
+    def step(self, bit: int) -> int:
+        """Take a decision: P(1) of the next one, or -1 - rank."""
+        self._learn(bit)
+        _, middle, _, left, right = self.tree[self.node]
+        child = right if bit else left
+        if child:
+            self.node = child
+            return self._evaluate()
+        rank = middle if bit else self.tree[self.node][0]
+        self._finish(rank)
+        return -1 - rank
+
+    def _look_up(self, order: int, history: list[int]) -> _List:
+        found: list[int] = []
+        if order <= len(self.tables) and len(self.tables[order - 1][0]):
+            index, data = self.tables[order - 1]
+            key = context_hash(history, order)
+            bucket = history[-1] if order == 1 else key >> 32 & (len(index) - 2)
+            found = data[int(index[bucket]) : int(index[bucket + 1])].tolist()
+            if order > 1:
+                found = _listed(found, key >> 12 & 1023)
+        sums = [0]
+        for entry in found:
+            sums.append(sums[-1] + COUNTS[entry & 15])
+        return _List([entry >> 4 for entry in found], sums, 0, len(found))
+
+    def _evaluate(self) -> int:
+        self.inputs = [0] * INPUTS
+        self._static_inputs()
+        self._dynamic_inputs()
+        self._match_inputs()
+        self.inputs[INPUTS - 2] = 256
+        if self.network:
+            low, middle, high, _, _ = self.tree[self.node]
+            if everything := self.network[high] - self.network[low]:
+                p = (self.network[high] - self.network[middle]) * 65536 // everything
+                self.inputs[INPUTS - 1] = STRETCH[min(65535, max(1, p))]
+        return self._mix()
+
+    def _static_inputs(self) -> None:
+        self.inputs[0] = self._stretched(self.node)
+        self.best_static = self.best_level = 0
+        self.static_at: list[int] = []
+        for i, each in enumerate(self.lists):
+            each.split = each.first
+            self.static_at.append(-1)
+            if each.last == each.first:
+                continue
+            middle = self.tree[self.node][1]
+            each.split = bisect.bisect_left(each.ranks, middle, each.first, each.last)
+            zeros = each.sums[each.split] - each.sums[each.first]
+            ones = each.sums[each.last] - each.sums[each.split]
+            row = (i * LEVELS + level(zeros)) * LEVELS + level(ones)
+            self.static_at[i] = self.statics + row
+            self.inputs[1 + i] = self._stretched(self.static_at[i])
+            self.best_static, self.best_level = i + 1, min(3, level(zeros + ones) // 3)
+
+    def _dynamic_inputs(self) -> None:
+        self.slots, self.seen, self.best_dynamic = [], [], 0
+        for i, key in enumerate(self.hashes):
+            self.slots.append(self._slot(mixed_hash(key, self.node + 1)))
+            self.seen.append(self.counts[self.slots[i]])
+            if self.seen[i]:
+                at = self.dynamics + i * 256 + self.seen[i]
+                self.inputs[1 + STATIC + i] = self._stretched(at)
+                self.best_dynamic = i + 1 if i < 4 else self.best_dynamic
+
+    def _slot(self, key: int) -> int:
+        check = key >> 56 | 1
+        here = key >> 20 & (len(self.counts) - 1)
+        other = here ^ 1
+        for slot in (here, other):
+            if self.checks[slot] == check:
+                return slot
+        sizes = [(self.counts[slot] >> 4) + (self.counts[slot] & 15) for slot in (here, other)]
+        slot = other if sizes[1] < sizes[0] else here
+        self.checks[slot], self.counts[slot] = check, 0
+        return slot
+
+    def _match_inputs(self) -> None:
+        low, middle, high, _, _ = self.tree[self.node]
+        self.match_class, self.match_at = 0, [-1] * MATCHES
+        for i, rank in enumerate(self.predicted):
+            if not low <= rank < high:
+                continue
+            length = self.lanes[self.lane].matches[i].length
+            row = min(length, MATCH_MAX - 1) * 2 + int(rank >= middle)
+            self.match_at[i] = self.matches + i * 2 * MATCH_MAX + row
+            self.inputs[1 + STATIC + DYNAMIC + i] = self._stretched(self.match_at[i])
+            if i == 0:
+                self.match_class = 1 if length < 4 else 2 if length < 16 else 3
+
+    def _mix(self) -> int:
+        seen = self.seen[self.best_dynamic - 1] if self.best_dynamic else 0
+        certain = min(3, (seen >> 4) + (seen & 15) - 1) if self.best_dynamic else 0
+        reach = 2 if self.best_static > 4 else 1 if self.best_static > 2 else 0
+        rows = (
+            self.best_static * 16 + self.best_level * 4 + self.match_class,
+            self.node,
+            self.best_dynamic * 16 + certain * 4 + reach,
+        )
+        self.sets = [at + row * INPUTS for at, row in zip(self.mixers, rows, strict=True)]
+        self.mixed = [self._dot(at, self.inputs) for at in self.sets]
+        self.final_set = self.last + (self.match_class * 8 + self.best_static) * 3
+        self.probability = SQUASH[2048 + self._dot(self.final_set, self.mixed)]
+        return self.probability
+
+    def _dot(self, at: int, inputs: list[int]) -> int:
+        total = sum(_signed(self.values[at + i]) * x for i, x in enumerate(inputs))
+        return max(-STRETCH_MAX, min(STRETCH_MAX, total >> 16))
+
+    def _adjust(self, at: int, inputs: list[int], p: int, bit: int, rate: int) -> None:
+        error = ((bit << 16) - p) * rate
+        for i, x in enumerate(inputs):
+            step = (x * error + (1 << 17)) >> 18
+            self.values[at + i] = (self.values[at + i] + step) & 0xFFFFFFFF
+
+    def _stretched(self, at: int) -> int:
+        return STRETCH[self.values[at] >> 16]
+
+    def _update(self, at: int, bit: int) -> None:
+        n, p = self.values[at] & 1023, self.values[at] >> 10
+        p += (((1 << 22) - 1 if bit else 0) - p) * RATES[n] >> 16
+        p = max(64, min((1 << 22) - 64, p))
+        self.values[at] = p << 10 | min(1023, n + 1)
+
+    def _learn(self, bit: int) -> None:
+        for at, mixed in zip(self.sets, self.mixed, strict=True):
+            self._adjust(at, self.inputs, SQUASH[2048 + mixed], bit, RATE)
+        self._adjust(self.final_set, self.mixed, self.probability, bit, FINAL_RATE)
+        self._update(self.node, bit)
+        for at, each in zip(self.static_at, self.lists, strict=True):
+            if at >= 0:
+                self._update(at, bit)
+            if bit:
+                each.first = each.split
+            else:
+                each.last = each.split
+        for i, (slot, seen) in enumerate(zip(self.slots, self.seen, strict=True)):
+            if seen:
+                self._update(self.dynamics + i * 256 + seen, bit)
+            same, other = (seen & 15, seen >> 4) if bit else (seen >> 4, seen & 15)
+            same, other = min(15, same + 1), (other + 2) // 2 if other > 2 else other
+            self.counts[slot] = other << 4 | same if bit else same << 4 | other
+        for i, at in enumerate(self.match_at):
+            if at >= 0:
+                self._update(at, bit)
+                if (at - self.matches) & 1 != bit:
+                    self.predicted[i] = -1
+
+    def _follows(self, match: _Match) -> int:
+        past = self.lanes[match.lane].history
+        return past[match.at] if match.length and match.at < len(past) else -1
+
+    def _finish(self, rank: int) -> None:
+        lane = self.lanes[self.lane]
+        for match in lane.matches:
+            held = self._follows(match) == rank
+            match.length = match.length + 1 if held else 0
+            match.at += int(held)
+        lane.history.append(rank)
+        for i in range(MATCHES):
+            self._find_match(lane, i)
+
+    def _find_match(self, lane: _Lane, which: int) -> None:
+        end = len(lane.history)
+        key = context_hash(lane.history, MATCH_ORDERS[which]) >> 48
+        if lane.matches[which].length == 0 and key in self.last_seen[which]:
+            other, at = self.last_seen[which][key]
+            past, n = self.lanes[other].history, 0
+            while (
+                n < min(MATCH_MAX, at - PAD, end - PAD)
+                and past[at - 1 - n] == lane.history[end - 1 - n]
+            ):
+                n += 1
+            if n >= MATCH_LEAST:
+                lane.matches[which] = _Match(other, at, n)
+        self.last_seen[which][key] = (self.lane, end)
+
+
+def _listed(bucket: list[int], check: int) -> list[int]:
+    """The list in a bucket whose head has this check."""
+    at = 0
+    while at < len(bucket):
+        head, n = bucket[at], bucket[at] & 63
+        at += 1
+        if n == 63:
+            n, at = bucket[at], at + 1
+        if head >> 6 == check:
+            return bucket[at : at + n]
+        at += n
+    return []
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 32) if value >> 31 else value

@@ -1,0 +1,178 @@
+"""The C++ mixer against its specification in Python, decision by decision."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from towerd.codec.prior import state, tables
+from towerd.kernels import mixing, reference_mix
+
+N_TOKENS = 40
+Ranks = npt.NDArray[np.int32]
+
+
+@pytest.fixture(scope="module")
+def native() -> Any:
+    try:
+        return importlib.import_module("towerd.kernels._native")
+    except ImportError:
+        pytest.skip("the C++ kernels are not built")
+
+
+@pytest.fixture(scope="module")
+def parts() -> tuple[Any, ...]:
+    """Weights, tables and a start state of a made-up corpus with phrases in it."""
+    rng = np.random.default_rng(3)
+    phrases = [rng.integers(0, N_TOKENS, rng.integers(2, 12)) for _ in range(12)]
+    words = [phrases[rng.zipf(1.5) % 12] if rng.random() < 0.6 else rng.integers(0, N_TOKENS, 3)
+             for _ in range(900)]  # fmt: skip
+    corpus = np.concatenate(words).astype(np.uint32)
+    weights = np.bincount(corpus, minlength=N_TOKENS).astype(np.uint32)
+    return weights, tables.build(corpus, N_TOKENS, 6000), state.untrained(N_TOKENS), corpus
+
+
+def text_like(corpus: npt.NDArray[np.uint32], n: int, seed: int) -> Ranks:
+    rng = np.random.default_rng(seed)
+    at = rng.integers(0, len(corpus) - n)
+    ranks = corpus[at : at + n].astype(np.int32)
+    return np.where(rng.random(n) < 0.2, rng.integers(0, N_TOKENS, n, dtype=np.int32), ranks)
+
+
+@pytest.mark.parametrize("table_bits", [8, 12])
+def test_same_numbers_as_the_reference(native: Any, parts: Any, table_bits: int) -> None:
+    """Several lanes, some steps with a network's counts, a hash table that overflows."""
+    weights, tables_, start, corpus = parts
+    ours = native.Mixer(weights, tables_, start)
+    theirs = reference_mix.Mixer(weights, tables_, start)
+    rng = np.random.default_rng(5)
+    for mixer in (ours, theirs):
+        mixer.reset(3, table_bits)
+    for turn in range(24):
+        ranks = text_like(corpus, 12, turn % 5)
+        counts = rng.integers(0, 1 << 24, N_TOKENS, dtype=np.uint32)
+        for lane, some, given_counts in ((turn % 3, ranks, None), (1, ranks[:1], counts)):
+            found = ours.encode(lane, some, given_counts)
+            wanted = theirs.encode(lane, some, given_counts)
+            assert found[0].tolist() == wanted[0].tolist()
+            assert found[1].tolist() == wanted[1].tolist()
+    assert ours.state().tolist() == theirs.state().tolist()
+
+
+@pytest.mark.parametrize("forced", ["reference", ""])
+def test_decisions_lead_back_to_the_tokens(
+    parts: Any, forced: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights, tables_, start, corpus = parts
+    monkeypatch.setenv("TOWERD_KERNELS", forced)
+    mixer = mixing.make_mixer(weights, tables_, start)
+    ranks = text_like(corpus, 60, 1)
+    base = text_like(corpus, 40, 2)
+    mixer.reset(1, 10)
+    mixer.learn(0, base)
+    bits, chances = mixer.encode(0, ranks)
+    assert ((chances > 0) & (chances < 1)).all()
+    mixer.reset(1, 10)
+    mixer.learn(0, base)
+    decisions = iter(zip(bits.tolist(), chances.tolist(), strict=True))
+    for rank in ranks.tolist():
+        answer = mixer.begin(0)
+        while answer >= 0:
+            bit, chance = next(decisions)
+            assert answer == chance * 65536
+            answer = mixer.step(bit)
+        assert -1 - answer == rank
+
+
+def test_it_learns(parts: Any) -> None:
+    """Text that was seen costs less than new text, and text of the corpus less than noise."""
+    weights, tables_, start, corpus = parts
+    mixer = mixing.make_mixer(weights, tables_, start)
+
+    def cost(ranks: Ranks) -> float:
+        bits, chances = mixer.encode(0, ranks)
+        return float(-np.log2(np.where(bits == 1, chances, 1 - chances)).sum())
+
+    mixer.reset()
+    first = cost(corpus[:200].astype(np.int32))
+    assert cost(corpus[:200].astype(np.int32)) < 0.5 * first
+    mixer.reset()
+    assert first < 0.8 * cost(np.random.default_rng(0).integers(0, N_TOKENS, 200, dtype=np.int32))
+
+
+def test_it_follows_the_network(parts: Any) -> None:
+    """A distribution that is always right is soon believed."""
+    weights, tables_, start, _ = parts
+    mixer = mixing.make_mixer(weights, tables_, start)
+    mixer.reset()
+    rng = np.random.default_rng(0)
+    costs = []
+    for rank in rng.integers(0, N_TOKENS, 300, dtype=np.int32):
+        counts = np.ones(N_TOKENS, np.uint32)
+        counts[rank] = 1 << 24
+        bits, chances = mixer.encode(0, np.array([rank]), counts)
+        costs.append(float(-np.log2(np.where(bits == 1, chances, 1 - chances)).sum()))
+    assert np.mean(costs[-50:]) < 0.1 < np.mean(costs[:3]) < 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w, t, s: (w[:1], t, s), "weights"),
+        (lambda w, t, s: (w, t, s[:-1]), "state"),
+        (lambda w, t, s: (w, [(t[0][0][:-1], t[0][1]), *t[1:]], s), "buckets"),
+        (lambda w, t, s: (w, [t[0], (t[1][0][:-2], t[1][1])], s), "buckets"),
+        (lambda w, t, s: (w, [(t[0][0], t[0][1][:-1])], s), "outside"),
+        (lambda w, t, s: (w, [(t[0][0], t[0][1] | np.uint16(0xFFF0))], s), "tokens"),
+        (lambda w, t, s: (w, [t[0], (t[1][0], t[1][1] | np.uint16(62))], s), "longer|tokens"),
+    ],
+)  # fmt: skip
+def test_unsound_tables_are_refused(native: Any, parts: Any, change: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        native.Mixer(*change(*parts[:3]))
+
+
+def test_misuse_is_refused(native: Any, parts: Any) -> None:
+    mixer = native.Mixer(*parts[:3])
+    with pytest.raises(ValueError, match="no token was begun"):
+        mixer.step(0)
+    with pytest.raises(ValueError, match="lane"):
+        mixer.begin(1)
+    with pytest.raises(ValueError, match="not a token"):
+        mixer.encode(0, np.array([N_TOKENS], np.int32))
+    with pytest.raises(ValueError, match="counts"):
+        mixer.begin(0, np.ones(3, np.uint32))
+    mixer.begin(0)
+    with pytest.raises(ValueError, match="not finished"):
+        mixer.begin(0)
+    with pytest.raises(ValueError, match="lanes"):
+        mixer.reset(0, 12)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, 15), min_size=20, max_size=200), st.integers(1, 5))
+def test_tables_hold_the_counts(tokens: list[int], order: int) -> None:
+    """Every context that occurs twice, with what followed it: brute force over the text."""
+    ranks = np.array(tokens, np.uint32)
+    found = tables.count(ranks, order)
+    wanted: dict[tuple[int, ...], dict[int, int]] = {}
+    for i in range(order, len(tokens)):
+        after = wanted.setdefault(tuple(tokens[i - order : i]), {})
+        after[tokens[i]] = after.get(tokens[i], 0) + 1
+    least = 2 if order > 1 else 1
+    kept = {k: v for k, v in wanted.items() if sum(v.values()) >= least}
+    index, data = tables.pack(found, 16, order)
+    mixer = reference_mix.Mixer(
+        np.ones(16, np.uint32), [(index, data)] * order, state.untrained(16)
+    )
+    assert len(found.contexts) == len(kept)
+    for context, after in kept.items():
+        listed = mixer._look_up(order, [0] * 16 + list(context))
+        counts = dict(zip(listed.ranks, np.diff(listed.sums).tolist(), strict=True))
+        assert counts == {k: max(c for c in tables.COUNTS if c <= n) for k, n in after.items()}
