@@ -12,7 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 
-from towerd.errors import StoreError
+from towerd.errors import NotFound, StoreError
 from towerd.store import Node, Store
 from towerd.tiers.ranking import Ranking
 
@@ -76,6 +76,8 @@ class Prefetcher:
         for node_id in self._ranking.wanted(WANTED_MAX):
             try:
                 room = self._fetch(self._store.node(node_id), room)
+            except NotFound:
+                continue  # it is gone since the policy heard of it
             except StoreError as error:
                 log.warning("rows could not be fetched ahead", extra={"error": str(error)})
 
