@@ -9,6 +9,8 @@ forecasts while it goes by LRU. When the shadow has found more bytes lately, the
 from __future__ import annotations
 
 from collections.abc import Callable
+from heapq import nlargest
+from itertools import islice
 from typing import Any
 
 from towerd.policy.base import Key
@@ -18,6 +20,7 @@ from towerd.policy.visits import Visits
 
 _RERANK_EVERY = 16
 """Visits after which all leaves are ranked anew: indices change as time goes by."""
+_WANTED_AMONG = 1024
 _MEMORY = 0.998
 """Weight of the past at each request in the comparison of the two sides."""
 _HEIRS_MAX = 16
@@ -197,6 +200,15 @@ class Foresight(Forecast):
                 "ended": visit.ended,
             }
         return found
+
+    def wanted(self, now: float, most: int) -> list[Key]:
+        """See Foretelling.wanted. Looks at the conversations that were there last."""
+        if not self.trusts:
+            return []
+        last = islice(reversed(self.visits.tips.values()), _WANTED_AMONG)
+        ranked = [(self.visits.index(visit, now), visit.tip) for visit in last if not visit.ended]
+        best = nlargest(most, [(value, tip) for value, tip in ranked if tip is not None])
+        return [tip for value, tip in best if value > 0.0]
 
     def victims(self, bytes_needed: int, is_evictable: Callable[[Key], bool]) -> list[Key]:
         """See Policy.victims. Tells the shadow how much room there is."""
