@@ -1,0 +1,55 @@
+"""What foresight expects back: the soonest first, nothing that is over, nothing it cannot tell."""
+
+from __future__ import annotations
+
+from towerd.policy.base import Foretelling
+from towerd.policy.foresight import Foresight
+from towerd.policy.lru import LRU
+
+
+def a_day(policy: Foresight) -> float:
+    """Tools return in seconds, people in minutes: two hundred of each, so that it is learned."""
+    now = 0.0
+    for key in range(0, 800, 4):
+        for start, gap_s, stop in ((key, 2.0, "tool_use"), (key + 2, 200.0, "end_turn")):
+            policy.insert(start, 10, now, None)
+            policy.answered(start, now + 0.5, stop)
+            now += gap_s
+            policy.insert(start + 1, 10, now, start)
+            policy.ended(start + 1, now + 0.5)
+            now += 1.0
+    return now
+
+
+def test_the_soonest_first() -> None:
+    policy = Foresight()
+    now = a_day(policy)
+    policy.trusts = True
+    policy.insert(5001, 10, now, None)
+    policy.answered(5001, now + 0.1, "end_turn")
+    policy.insert(5002, 10, now + 1.0, None)
+    policy.answered(5002, now + 1.1, "tool_use")
+    policy.insert(5003, 10, now + 1.2, None)
+    policy.answered(5003, now + 1.3, "tool_use")
+    policy.ended(5003, now + 1.4)
+    policy.insert(5004, 10, now + 1.5, None)
+    policy.remove(5002)
+    before = [policy.explain(key, now + 1.6) for key in (5001, 5004)]
+    found = policy.wanted(now + 1.6, 10)
+    assert [key for key in found if key > 5000 and key != 5004] == [5002, 5001]
+    assert found[0] == 5002
+    assert policy.wanted(now + 1.6, 1) == [5002]
+    assert [policy.explain(key, now + 1.6) for key in (5001, 5004)] == before
+
+
+def test_nothing_while_forecasts_are_not_trusted() -> None:
+    policy = Foresight()
+    now = a_day(policy)
+    policy.trusts = False
+    assert policy.wanted(now, 10) == []
+    assert Foresight().wanted(0.0, 10) == []
+
+
+def test_who_foretells() -> None:
+    assert isinstance(Foresight(), Foretelling)
+    assert not isinstance(LRU(), Foretelling)
