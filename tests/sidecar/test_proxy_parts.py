@@ -13,6 +13,7 @@ from multidict import CIMultiDict
 
 from towerd.api.proxy_chat import NotText, from_messages, from_responses, has_media
 from towerd.api.proxy_headers import to_client, to_upstream
+from towerd.api.proxy_metrics import merged
 from towerd.api.proxy_splice import with_fields, without_token_ids
 from towerd.api.proxy_watch import Dialect, EventSplitter, Watch, event_data
 
@@ -367,3 +368,14 @@ def test_media_in_chats() -> None:
     assert not has_media([text, {"role": "user", "content": "b"}, {"role": "assistant"}])
     assert has_media([text, image])
     assert not has_media("no list")
+
+
+# --- metrics ------------------------------------------------------------------------------
+
+
+def test_metrics_of_both() -> None:
+    """llama-server's figures stand as it wrote them, towerd's follow, and no name comes twice."""
+    theirs = b"# HELP llamacpp:a A.\n# TYPE llamacpp:a counter\nllamacpp:a 7\n"
+    own = b"# HELP llamacpp:a Ours.\n# TYPE llamacpp:a counter\nllamacpp:a 5\ntowerd_b 1\n"
+    assert merged(theirs, own) == theirs + b"towerd_b 1\n"
+    assert merged(theirs.rstrip(b"\n"), own) == theirs + b"towerd_b 1\n"

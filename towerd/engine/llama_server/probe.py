@@ -173,9 +173,9 @@ async def _try_slots(
             found = replace(found, reuse_works=True)
         return _check_sharing(await _check_idle(upstream, found, len(ids)))
     except StateError as error:
-        if await _can_go_back(upstream, ids):
-            return _without(found, f"this llama-server's slot files cannot be read ({error})")
-        return replace(_without(found, _UNCUT), extends_only=True)
+        if await _is_uncut(upstream, ids):
+            return replace(_without(found, _UNCUT), extends_only=True)
+        return _without(found, f"this llama-server's slot files cannot be read ({error})")
     finally:
         with contextlib.suppress(TowerdError):
             for slot in {0, last}:
@@ -224,13 +224,14 @@ def _read(data: np.ndarray[Any, np.dtype[np.uint8]], ids: Ids) -> SlotImage:
     return image
 
 
-async def _can_go_back(upstream: Upstream, ids: Ids) -> bool:
-    """Whether slot 0, which holds `ids`, is reused by a prompt that begins with half of them."""
+async def _is_uncut(upstream: Upstream, ids: Ids) -> bool:
+    """Whether slot 0, which holds `ids`, is reused by a prompt that adds to them, but not by one
+    that begins with half of them."""
     half = len(ids) // 2
     other = next((token for token in ids if token != ids[half]), None)
-    if other is None:
-        return True
-    return await upstream.evaluate(np.append(ids[:half], other), 0) == half
+    if other is None or await upstream.evaluate(np.append(ids, ids[:1]), 0) != len(ids):
+        return False
+    return await upstream.evaluate(np.append(ids[:half], other), 0) != half
 
 
 async def _check_reuse(
