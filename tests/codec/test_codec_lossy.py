@@ -1,11 +1,10 @@
-"""Giving up tokens: only when asked, never control tokens, and it says how much."""
+"""Leaving out tokens: only when asked, never control tokens, and it says how much."""
 
 from __future__ import annotations
 
 import pytest
 
 from towerd.codec import Codec
-from towerd.codec.lossy import SUBSTITUTE
 from towerd.codec.prior import file
 from towerd.codec.vocabulary import GgufVocabulary
 
@@ -20,7 +19,7 @@ def test_reduced_ids_are_exact(codec: Codec, vocabulary: GgufVocabulary) -> None
     assert 0 < loss.n_lost < loss.n_symbols
     assert [i for i in loss.ids.tolist() if i == control] == [control, control]
     text = b"".join(vocabulary.pieces[i] for i in loss.ids.tolist())
-    assert SUBSTITUTE in text
+    assert len(text) < len(TEXT)
     assert b"tell me more about the" in text
     blob = codec.encode(loss.ids, form="mix")
     assert codec.decode(blob).tolist() == loss.ids.tolist()
