@@ -66,6 +66,7 @@ def check_same(
 ) -> requests.Response:
     """The same status, headers and body from both; towerd's reply."""
     replies = []
+    reply = requests.Response()
     for url in both:
         with requests.request(
             method, url + path, headers=headers, timeout=30, stream=True, allow_redirects=False
