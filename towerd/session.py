@@ -15,16 +15,21 @@ from collections.abc import AsyncIterator
 import numpy as np
 
 from towerd.anticipate import Anticipator
-from towerd.engine.base import Engine, Event, Finish, GenerateRequest, Generation, Ids
+from towerd.engine.base import (
+    TURN_STOPS,
+    Engine,
+    Event,
+    Finish,
+    GenerateRequest,
+    Generation,
+    Ids,
+)
 from towerd.errors import TowerdError
 from towerd.store import Store
 from towerd.store.turn import Turn, TurnResult
 from towerd.traffic import Traffic
 
 log = logging.getLogger(__name__)
-
-STOPS = {"eos": "end_turn", "word": "stop_sequence", "limit": "max_tokens"}
-"""Why a reply ended, as a turn has it."""
 
 
 class Sessions:
@@ -107,7 +112,7 @@ class Sessions:
             n_cached=finish.n_cached,
             started_s=started_s,
             finished=finish.stop != "cancelled",
-            stop=STOPS.get(finish.stop, finish.stop),
+            stop=TURN_STOPS[finish.stop],
             workflow=request.workflow,
             agent=request.agent,
         )

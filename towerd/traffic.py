@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,10 @@ from towerd.tiers.ranking import Ranking
 from towerd.workflow import Step, Tracker, Workflow
 
 log = logging.getLogger(__name__)
+
+_BATCH = 16
+"""Steps written to the catalog at once: what a crash may lose, and costs a predictor nothing."""
+T = TypeVar("T")
 
 
 def open_traffic(config: Config, store: Store, tiers: Tiers) -> Traffic:
@@ -61,6 +65,7 @@ class Traffic:
         self._recorder = recorder
         self._clock = clock
         self._new: list[Invocation] = []
+        """Touched by the writer only."""
         self._lock = threading.Lock()
         self._is_open = True
         self._writer = ThreadPoolExecutor(1, "towerd-traffic")
@@ -70,7 +75,10 @@ class Traffic:
         with self._lock:
             self._is_open = False
         self._writer.shutdown()
-        self._write()
+        try:
+            self._write()
+        except TowerdError as error:
+            log.warning("a workflow was not recorded", extra={"error": str(error)})
         if self._recorder is not None:
             self._recorder.close()
 
@@ -79,7 +87,7 @@ class Traffic:
         now = self._clock()
         self._tiers.visited(tip, turn.started_s)
         if turn.agent is not None or turn.workflow is not None:
-            self._step(turn, tip, session, now)
+            self._later(lambda: self._step(turn, tip, session, now))
         self._tiers.ranking.answered(tip, now, turn.stop)
         if self._recorder is not None and self._is_open:
             self._recorder.add(turn, session, now)
@@ -90,8 +98,15 @@ class Traffic:
         self._tiers.visited(tip, arrived_s)
         self._tiers.ranking.answered(tip, self._clock(), "end_turn")
 
+    def running(self, scope: str | None) -> list[Workflow]:
+        """The workflows of one tenant, or of all, with every step that was answered so far."""
+        return self._after(lambda: self.tracker.running(scope))
+
     def end(self, scope: str, id: str) -> Workflow:
         """A client says that its workflow is over. Raises NotFound."""
+        return self._after(lambda: self._end(scope, id))
+
+    def _end(self, scope: str, id: str) -> Workflow:
         workflow = self.tracker.end(scope, id)
         if workflow is None:
             raise NotFound(f"there is no running workflow {id!r}")
@@ -99,7 +114,8 @@ class Traffic:
             if tip.scope == scope and not tip.removed:  # what others share is not theirs to end
                 self._tiers.ranking.ended(tip)
         self._tiers.ranking.workflow_ended(workflow.name)
-        self._later(lambda: self.table.end(scope, id, self._clock()))
+        self._write()
+        self.table.end(scope, id, self._clock())
         return workflow
 
     def stats(self) -> dict[str, Any]:
@@ -121,27 +137,27 @@ class Traffic:
         self._tiers.ranking.stepped(tip, workflow.name, agent)
         for each in over:
             self._tiers.ranking.workflow_ended(each.name)
-        with self._lock:
-            self._new.append(
-                Invocation(
-                    turn.scope,
-                    workflow.id,
-                    workflow.named,
-                    workflow.started_s,
-                    step.agent,
-                    session,
-                    tip.id,
-                    len(turn.prompt),
-                    len(turn.reply),
-                    step.arrived_s,
-                    now,
-                    turn.stop,
-                )  # fmt: skip
+        self._new.append(
+            Invocation(
+                scope=turn.scope,
+                workflow=workflow.id,
+                named=workflow.named,
+                started_s=workflow.started_s,
+                agent=step.agent,
+                session=session,
+                tip=tip.id,
+                n_prompt=len(turn.prompt),
+                n_reply=len(turn.reply),
+                arrived_s=step.arrived_s,
+                answered_s=now,
+                stop=turn.stop,
             )
-        self._later(self._write)
+        )
+        if len(self._new) >= _BATCH:
+            self._write()
 
     def _later(self, work: Callable[[], None]) -> None:
-        """Off the request's way: losing the last steps in a crash costs a predictor nothing."""
+        """Off the request's way, one after the other."""
 
         def run() -> None:
             try:
@@ -153,8 +169,13 @@ class Traffic:
             if self._is_open:
                 self._writer.submit(run)
 
-    def _write(self) -> None:
+    def _after(self, work: Callable[[], T]) -> T:
+        """The result of `work`, once every step so far is accounted for."""
         with self._lock:
-            steps, self._new = self._new, []
+            future = self._writer.submit(work) if self._is_open else None
+        return work() if future is None else future.result()
+
+    def _write(self) -> None:
+        steps, self._new = self._new, []
         if steps:
             self.table.add(steps)

@@ -46,7 +46,7 @@ class Load:
     user_words: int = 5
 
 
-QUICK = Load(chats=2)
+QUICK = Load(chats=1, turns=4)
 
 
 @dataclass(slots=True)
@@ -94,7 +94,9 @@ async def _drive(model: Path, template: str, load: Load, flag: str) -> Outcome:
         source.write_text(
             (files("towerd") / "data" / "templates" / f"{template}.jinja").read_text()
         )
-        flags = ("-c", "16384", "--live-tokens", "65536", "--chat-template-file", str(source), flag)
+        flags = (
+            "-c", "16384", "--live-tokens", "65536", "-t", "1", "--chat-template-file", str(source), flag,
+        )  # fmt: skip
         with towerd_server(model, Path(folder) / "store", *flags) as server:
             async with new_session() as session:
                 for chat in range(load.chats):

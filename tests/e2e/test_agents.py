@@ -36,7 +36,7 @@ def workflows(daemon: Daemon, **kwargs: Any) -> dict[str, dict[str, Any]]:
 
 def test_a_named_workflow(make_daemon: MakeDaemon) -> None:
     """Two agents of one workflow; its end, once; its steps stay in the catalog."""
-    with make_daemon() as daemon:
+    with make_daemon("-t", "1") as daemon:
         chat(daemon, "A cat.", workflow="w1", agent="teller", session="s1")
         chat(daemon, "A dog.", workflow="w1", agent="critic", session="s2")
         chat(daemon, "A cow.", workflow="w2", agent="teller", session="s3")
@@ -63,7 +63,7 @@ def test_a_named_workflow(make_daemon: MakeDaemon) -> None:
 
 
 def test_hints_that_cannot_be(make_daemon: MakeDaemon) -> None:
-    with make_daemon() as daemon:
+    with make_daemon("-t", "1") as daemon:
         for header in ("X-Towerd-Workflow", "X-Towerd-Agent", "X-Towerd-Session"):
             reply = daemon.post(
                 "/completion", {"prompt": "a", "n_predict": 1}, 400, headers={header: "x" * 129}
@@ -74,7 +74,7 @@ def test_hints_that_cannot_be(make_daemon: MakeDaemon) -> None:
 
 def test_agents_without_hints(make_daemon: MakeDaemon) -> None:
     """Told apart by their system prompts; plain completions and bare chats are nobody's."""
-    with make_daemon() as daemon:
+    with make_daemon("-t", "1") as daemon:
         chat(daemon, "A cat.", session="a")
         chat(daemon, "A dog.", system="You are another one.", session="b")
         chat(daemon, "A dog.", system=None)
@@ -89,7 +89,7 @@ def test_agents_without_hints(make_daemon: MakeDaemon) -> None:
 
 def test_a_lie_moves_only_the_liar(make_daemon: MakeDaemon) -> None:
     """Another tenant cannot see a workflow, nor end it, whatever name it uses."""
-    with make_daemon("--api-key", "ann:k1,bob:k2") as daemon:
+    with make_daemon("-t", "1", "--api-key", "ann:k1,bob:k2") as daemon:
         ann = {"Authorization": "Bearer k1", "X-Towerd-Workflow": "w"}
         bob = {"Authorization": "Bearer k2", "X-Towerd-Workflow": "w"}
         body = {"prompt": "Once upon a time", "n_predict": 4}
@@ -111,7 +111,7 @@ def test_a_lie_moves_only_the_liar(make_daemon: MakeDaemon) -> None:
 def test_why(make_daemon: MakeDaemon) -> None:
     """Every policy has reasons; the command shows them."""
     for policy in ("lru", "foresight"):
-        with make_daemon("--policy", policy, name=policy) as daemon:
+        with make_daemon("-t", "1", "--policy", policy, name=policy) as daemon:
             chat(daemon, "A cat.", session="s")
             segments = daemon.get("/towerd/v1/segments")["segments"]
             leaf = next(each for each in segments if each["children"] == 0)
@@ -132,7 +132,7 @@ def test_why(make_daemon: MakeDaemon) -> None:
 
 
 def test_unknown_policy(make_daemon: MakeDaemon) -> None:
-    daemon = make_daemon("--policy", "magic")
+    daemon = make_daemon("-t", "1", "--policy", "magic")
     daemon.spawn()
     assert daemon.wait() == 2
     assert "magic" in daemon.log
@@ -141,7 +141,7 @@ def test_unknown_policy(make_daemon: MakeDaemon) -> None:
 def test_a_recorded_day_replays(make_daemon: MakeDaemon, tmp_path: Path) -> None:
     """Chats, a restart, more of them; the trace has no word of it, and towerctl replays it."""
     trace = tmp_path / "day.trace"
-    daemon = make_daemon("--record", str(trace))
+    daemon = make_daemon("-t", "1", "--record", str(trace))
     with daemon:
         first = daemon.complete("Once upon a time there was a cat who liked to swim.", 20)
         ids = [*daemon.session_ids(daemon.get("/towerd/v1/sessions")["sessions"][0]["id"])]
@@ -168,10 +168,10 @@ def test_a_recorded_day_replays(make_daemon: MakeDaemon, tmp_path: Path) -> None
 
 def test_a_trace_of_another_store(make_daemon: MakeDaemon, tmp_path: Path) -> None:
     trace = tmp_path / "t"
-    with make_daemon("--record", str(trace), name="a") as daemon:
+    with make_daemon("-t", "1", "--record", str(trace), name="a") as daemon:
         daemon.stop()
     before = trace.read_bytes()
-    other = make_daemon("--record", str(trace), name="b")
+    other = make_daemon("-t", "1", "--record", str(trace), name="b")
     other.spawn()
     assert other.wait() == 1
     assert "by another store" in other.log

@@ -17,9 +17,9 @@ from towerd.workflow import Workflow
 
 async def list_workflows(request: web.Request) -> web.Response:
     """Those that run, the last used first."""
-    tracker = service_of(request).traffic.tracker
+    traffic = service_of(request).traffic
     limit = integer_query(request, "limit", 100, 1, request.app[LIMITS].page_max)
-    found = await asyncio.to_thread(tracker.running, visible_scope(request))
+    found = await asyncio.to_thread(traffic.running, visible_scope(request))
     return json_reply({"workflows": [_json(each) for each in found[:limit]], "total": len(found)})
 
 

@@ -190,6 +190,7 @@ class Exchange:
             cache_n, prompt_ms = self._settling.cache_n, self._settling.prompt_ms
             if await self._settling.has_strayed():
                 lease.strayed()
+        lease.calls_tools = watch.calls_tools
         has_ids = self._plan.dialect is Dialect.NATIVE and not self._plan.hides_end
         self._session = await lease.finished(
             reply_ids=watch.ids if has_ids else None,

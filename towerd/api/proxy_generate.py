@@ -123,6 +123,9 @@ async def _lease(request: web.Request, engine: Sidecar, plan: Plan) -> Lease:
     scope = request[TENANT].scope
     if plan.ids is None:
         return await engine.lease_opaque(scope, label=plan.label)
-    return await engine.lease(
-        plan.ids, scope, hints_of(request).session, compose=plan.compose, pinned=plan.can_pin
+    hints = hints_of(request)
+    lease = await engine.lease(
+        plan.ids, scope, hints.session, compose=plan.compose, pinned=plan.can_pin
     )
+    lease.workflow, lease.agent = hints.workflow, hints.agent or plan.agent
+    return lease

@@ -44,6 +44,13 @@ class Upstream(Protocol):
 class Lease(Protocol):
     """One request's hold on one slot, given back on exit."""
 
+    workflow: str | None
+    """The workflow that the client names."""
+    agent: str | None
+    """Who asks, named or told apart by system prompt and tools."""
+    calls_tools: bool
+    """Whether the reply ended with a call of a tool."""
+
     @property
     def slot(self) -> int: ...
     @property

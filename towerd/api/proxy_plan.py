@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from towerd.api.hints import agent_of
+from towerd.api.off_loop import by_size, size_of
 from towerd.api.prompts import tokenize_prompts
 from towerd.api.proxy_chat import NotText, from_messages, from_responses, has_media
 from towerd.api.proxy_link import Sidecar
@@ -52,6 +54,8 @@ class Plan:
     """Whether the client wants only some fields of the last part (`response_fields`), so that
     it cannot be told, and the reply's ids may be missing."""
     label: str = ""
+    agent: str | None = None
+    """Told apart by system prompt and tools, where the request has any."""
     fields: dict[str, Any] = field(default_factory=dict)
 
     async def bytes_for(self, slot: int | None) -> bytes:
@@ -84,6 +88,7 @@ async def make_plan(
         stream=body.get("stream") is True,
         compose=body.get("cache_prompt") is not False,
         can_pin=can_pin,
+        agent=await by_size(size_of(body.get("messages")), agent_of, body),
         hides_end=bool(body.get("response_fields")),
     )
     unpinned = Placement.OPAQUE if can_pin else Placement.FREE

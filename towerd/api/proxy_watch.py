@@ -136,6 +136,8 @@ _DECODERS: dict[Dialect, msgspec.json.Decoder[Struct]] = {
 _STOPS: dict[str, StopType] = {
     "eos": "eos", "word": "word", "limit": "limit", "length": "limit", "max_tokens": "limit",
 }  # fmt: skip
+_CALLS = frozenset({"tool_calls", "function_call", "tool_use"})
+"""What OpenAI's and Anthropic's clients are told when the reply calls a tool."""
 
 
 @dataclass(slots=True)
@@ -147,6 +149,8 @@ class Watch:
     ids: list[int] = field(default_factory=list)
     stop: StopType | None = None
     """Why generation ended; None while it goes on."""
+    calls_tools: bool = False
+    """Whether it ended with a call of a tool."""
     failed: bool = False
     """The reply is an error, or ends with one."""
     cache_n: int | None = None
@@ -232,6 +236,7 @@ class Watch:
 
     def _end(self, word: str) -> None:
         self.stop = _STOPS.get(word, "eos")
+        self.calls_tools = word in _CALLS
 
     def _time(self, found: _Timings | None) -> None:
         if found is not None:

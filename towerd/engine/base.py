@@ -174,6 +174,12 @@ class Started:
 StopType: TypeAlias = Literal["eos", "word", "limit", "cancelled"]
 
 
+TURN_STOPS: dict[str, str] = {
+    "eos": "end_turn", "word": "stop_sequence", "limit": "max_tokens", "cancelled": "cancelled",
+}  # fmt: skip
+"""Why a reply ended, as its turn has it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Finish:
     """The last event. When it reaches the API the tokens are durable."""

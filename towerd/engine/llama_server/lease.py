@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from towerd.engine.base import Ids, Reuse
+from towerd.engine.base import TURN_STOPS, Ids, Reuse
 from towerd.engine.llama_server.scheduler import Slot
 from towerd.store.turn import Turn
 
@@ -50,6 +50,12 @@ class Lease:
         """More than so many cannot be cached; None: that cannot be foretold."""
         self.is_exact = True
         """False: the slot's rows are not what evaluating its tokens gives."""
+        self.workflow: str | None = None
+        """The workflow that the client names."""
+        self.agent: str | None = None
+        """Who asks, named or told apart by system prompt and tools."""
+        self.calls_tools = False
+        """Whether the reply ended with a call of a tool."""
         self._engine = engine
         self._slot = slot
         self._session = session
@@ -117,6 +123,9 @@ class Lease:
             n_cached=n_cached,
             started_s=self._started_s,
             finished=stop != "cancelled",
+            stop="tool_use" if self.calls_tools else TURN_STOPS.get(stop, ""),
+            workflow=self.workflow,
+            agent=self.agent,
         )
         # A reply that is all tool calls has no text, and is one all the same.
         answered = len(reply) > 0 or (reply_ids is None and stop != "cancelled")
