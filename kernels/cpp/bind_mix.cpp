@@ -1,4 +1,5 @@
-// towerd.kernels._native.Mixer: every table is checked once when the mixer is made.
+// towerd.kernels._native.Mixer: every table is checked once when the mixer is made. Long calls work
+// without the GIL; a mixer is for one thread at a time.
 
 #include "bind_mix.h"
 
@@ -113,13 +114,16 @@ class Bound {
         if (counts && ranks.shape(0) > 1) {
             refuse("counts: they are of one token");
         }
-        for (std::size_t i = 0; i < ranks.shape(0); ++i) {
-            int p = begin(lane, counts);
-            while (p >= 0) {
-                const int bit = mixer_.towards(static_cast<std::size_t>(ranks.data()[i]));
-                bits->push_back(bit);
-                chances->push_back(p / 65536.0);
-                p = mixer_.step(bit);
+        {
+            const nb::gil_scoped_release free;
+            for (std::size_t i = 0; i < ranks.shape(0); ++i) {
+                int p = begin(lane, counts);
+                while (p >= 0) {
+                    const int bit = mixer_.towards(static_cast<std::size_t>(ranks.data()[i]));
+                    bits->push_back(bit);
+                    chances->push_back(p / 65536.0);
+                    p = mixer_.step(bit);
+                }
             }
         }
         return nb::make_tuple(
@@ -129,6 +133,7 @@ class Bound {
 
     void learn(std::size_t lane, const Array<std::int32_t> & ranks) {
         check_ranks(ranks);
+        const nb::gil_scoped_release free;
         for (std::size_t i = 0; i < ranks.shape(0); ++i) {
             for (int p = begin(lane, std::nullopt); p >= 0;) {
                 p = mixer_.step(mixer_.towards(static_cast<std::size_t>(ranks.data()[i])));

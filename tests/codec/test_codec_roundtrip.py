@@ -13,13 +13,13 @@ from towerd.codec import Codec, CodecError, container
 from towerd.codec.errors import Damaged, UnknownModel, WrongVocabulary
 from towerd.codec.vocabulary import GgufVocabulary
 
-PORTABLE = ("packed", "ranked", "text")
+PORTABLE = ("packed", "ranked", "text", "mix")
 TEXT = b"You asked how caches work. A cache keeps what was used lately, so that it is near.\n" * 4
 
 
 @pytest.mark.parametrize("form", PORTABLE)
 @settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
 def test_any_ids_come_back(codec: Codec, form: str, data: st.DataObject) -> None:
@@ -50,7 +50,7 @@ def test_every_flipped_byte_is_an_error(codec: Codec, vocabulary: GgufVocabulary
 
 @pytest.mark.parametrize("form", PORTABLE)
 @settings(
-    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
 def test_damaged_bits_under_a_good_checksum(
