@@ -28,11 +28,16 @@ def test_any_ids_come_back(codec: Codec, form: str, data: st.DataObject) -> None
     assert codec.decode(codec.encode(ids, form=form)).tolist() == ids
 
 
-def test_empty_and_long(codec: Codec) -> None:
+def test_empty_and_long(codec: Codec, vocabulary: GgufVocabulary) -> None:
     n_tokens = len(codec.vocabulary.pieces)
     rng = np.random.default_rng(0)
-    for ids in ([], [0], [n_tokens - 1] * 32768, rng.integers(0, n_tokens, 32768).tolist()):
+    text = vocabulary.tokenize(TEXT).tolist()
+    noise = rng.integers(0, n_tokens, 2048).tolist()
+    long = [*text * 200, *noise, *text * 200][: 32768 - 1] + [0]
+    for ids in ([], [0], [n_tokens - 1] * 32768, noise, long):
         assert codec.decode(codec.encode(ids)).tolist() == ids
+    ids = rng.integers(0, n_tokens, 32768).tolist()
+    assert codec.decode(codec.encode(ids, form="packed")).tolist() == ids
 
 
 def test_auto_takes_the_smallest(codec: Codec, vocabulary: GgufVocabulary) -> None:
