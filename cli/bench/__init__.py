@@ -152,10 +152,12 @@ def agents(model: Path | None, quick: bool, policy: str | None, share: float | N
 @click.option("--vocab", "vocabs", multiple=True,
               type=click.Path(exists=True, dir_okay=False, path_type=Path),
               help="GGUF whose tokenizer the sessions are in; more are counted in as well.")  # fmt: skip
+@click.option("--mini", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+              help="A mini model: measure it with chunks of several sizes, too.")  # fmt: skip
 @_QUICK
-def codec(data: Path, vocabs: tuple[Path, ...], quick: bool) -> None:
+def codec(data: Path, vocabs: tuple[Path, ...], mini: Path | None, quick: bool) -> None:
     """Bits per byte of cold sessions by kind of text, beside zstd, xz, brotli and PPMd."""
-    _run("codec", None, quick, data=data, vocabs=vocabs)
+    _run("codec", None, quick, data=data, vocabs=vocabs, mini=mini)
 
 
 def _run(name: str, model: Path | None, quick: bool, **options: Any) -> None:

@@ -15,17 +15,20 @@ from rich.progress import track
 from towerd.cli.bench.codec_rivals import PRIME_BYTES, rivals
 from towerd.cli.bench.codec_texts import KINDS, sessions, tokenized, training
 from towerd.cli.bench.report import Report
-from towerd.codec import Codec
+from towerd.codec import Codec, container
+from towerd.codec.models.mini import mini_network
 from towerd.codec.prior import file
 from towerd.codec.vocabulary import GgufVocabulary
 
 SESSIONS, SESSIONS_QUICK = 24, 3
+CHUNK_SYMBOLS = (256, 1024, 8192)
 OURS = ("ranked", "text", "mix")
 CLASSICAL = ("zstd", "zstd_dict", "xz", "brotli", "ppmd", "ppmd_primed", "ranked")
 _BUNDLED = Path(file.PATH).parents[2] / "towerd" / "data" / "stories260K.gguf"
 
 
-async def run(model: Path | None, quick: bool, data: Path, vocabs: tuple[Path, ...]) -> Report:
+async def run(model: Path | None, quick: bool, data: Path, vocabs: tuple[Path, ...],
+              mini: Path | None) -> Report:  # fmt: skip
     """Measure with the first vocabulary; the others are only counted in."""
     texts = sessions(data, SESSIONS_QUICK if quick else SESSIONS)
     classical = rivals(training(data, 2 * PRIME_BYTES))
@@ -42,6 +45,8 @@ async def run(model: Path | None, quick: bool, data: Path, vocabs: tuple[Path, .
             sizes[form] = sum(_coded(codec, first, text, form, totals) for text in texts[kind])
         _kind(report, kind, texts[kind], sizes, vocabularies)
     _summary(report, next(iter(vocabularies)), totals)
+    if mini is not None:
+        _curve(report, first, [each[0] for each in texts.values()], mini)
     return report
 
 
@@ -90,3 +95,27 @@ def _summary(report: Report, vocabulary: str, totals: dict[str, float]) -> None:
     figures["decode_tok_s"] = round(totals["tokens"] / totals["decode_s"])
     report.target("vs_best_classical", least=1.3)
     report.target("decode_tok_s", least=1000)
+
+
+def _curve(report: Report, vocabulary: GgufVocabulary, texts: list[bytes], mini: Path) -> None:
+    """One session of each kind with the mini model: bits and speed against the size of chunks."""
+    network = mini_network(vocabulary, mini)
+    codec = Codec(vocabulary, [network])
+    for n_symbols in CHUNK_SYMBOLS:
+        network.chunk_symbols = n_symbols
+        n_bytes = n_tokens = n_chunks = 0
+        decode_s = 0.0
+        for text in track(texts, f"chunks of {n_symbols}"):
+            ids = tokenized(text, vocabulary)
+            blob = codec.encode(ids, form="network")
+            started = time.perf_counter()
+            codec.decode(blob)
+            decode_s += time.perf_counter() - started
+            parsed = container.read(blob)
+            n_bytes += len(blob) - len(parsed.fallback)
+            n_tokens += len(ids)
+            n_chunks = max(n_chunks, len(parsed.chunks))
+        key = f"network_{n_symbols}"
+        report.figures[f"{key}_chunks"] = n_chunks
+        report.figures[f"{key}_bits_per_byte"] = round(8 * n_bytes / sum(map(len, texts)), 3)
+        report.figures[f"{key}_decode_tok_s"] = round(n_tokens / decode_s)
