@@ -49,7 +49,7 @@ class Load:
     ctx_size: int = 1024
 
 
-QUICK = Load(users=6, agents_per_user=4, steps=5, share=0.04, think_s=2.0)
+QUICK = Load(users=6, agents_per_user=3, steps=5, share=0.05, think_s=2.0)
 
 
 @dataclass(slots=True)

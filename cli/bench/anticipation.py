@@ -3,8 +3,8 @@
 The same chats twice, without and with anticipation, on the templates of Qwen3 and
 DeepSeek-R1-Distill: each answer is a block of thinking and a short visible part, which the model
 is made to write by a grammar (what it says does not matter, how the template renders it does). A
-person thinks between turns until nothing is under way, and one turn in five is asked anew instead
-of going on, so that what was evaluated ahead for it is in vain.
+person thinks between turns until nothing is under way, and one question in five is put in other
+words before it goes on, so that what was evaluated ahead after its first answer is in vain.
 """
 
 from __future__ import annotations
@@ -117,8 +117,11 @@ async def _chat(
             outcome.evaluated.append(reply["timings"]["prompt_n"])
         outcome.thinking.append(reply["timings"]["predicted_n"])
         await _settled(session, url)
-        if rng.integers(_EDIT_EVERY) == 0:
-            await _ask(session, url, name, messages, grammar)
+        if (
+            turn % _EDIT_EVERY == _EDIT_EVERY - 2
+        ):  # asked in other words: what was ready is not used
+            messages[-1] = {"role": "user", "content": _text(rng, load.user_words)}
+            reply = await _ask(session, url, name, messages, grammar)
             await _settled(session, url)
         content = reply["choices"][0]["message"]["content"]
         messages.append({"role": "assistant", "content": content})
