@@ -21,6 +21,7 @@ from towerd.errors import TowerdError, Unavailable
 PIECEWISE_BYTES_MIN = 512 * 1024
 """Bodies over this go out in pieces: one write of megabytes holds the loop up."""
 LOST = "llama-server ended while it answered; try again"
+_BAD_HTTP = "llama-server's reply is not valid HTTP"
 _DOWN = "llama-server is not running at the moment; try again"
 
 
@@ -192,7 +193,8 @@ class Link:
         data: bytes | bytearray | io.BytesIO | AsyncIterator[bytes] | None = None,
     ) -> aiohttp.ClientResponse:
         """Send one request as it stands (`path` is quoted, with its query) and return when the
-        reply's head is there. Raises Unavailable when llama-server is not."""
+        reply's head is there. Raises Unavailable when llama-server is not, and TowerdError when its
+        reply cannot be read."""
         assert self._session is not None
         if not engine.is_running:
             raise Unavailable(_DOWN)
@@ -203,6 +205,8 @@ class Link:
             return await self._session.request(
                 method, url, headers=headers, data=data, allow_redirects=False
             )
+        except aiohttp.ClientResponseError as error:
+            raise TowerdError(_BAD_HTTP) from error
         except aiohttp.ClientConnectionError as error:
             is_lost = isinstance(error, aiohttp.ServerDisconnectedError)
             failure = Unavailable(LOST if is_lost else _DOWN)
