@@ -9,6 +9,7 @@ from towerd.policy.base import Policy
 from towerd.policy.foresight import Foresight
 from towerd.policy.gdsf import GDSF
 from towerd.policy.kvflow import KVFlow
+from towerd.policy.latem_tree import LatemTree
 from towerd.policy.lindy import Lindy
 from towerd.policy.lru import LRU
 from towerd.policy.pbkv import PBKV
@@ -18,6 +19,7 @@ _POLICIES: dict[str, Callable[[], Policy]] = {
     "foresight": Foresight,
     "gdsf": GDSF,
     "kvflow": KVFlow,
+    "latem": LatemTree,
     "lindy": Lindy,
     "lru": LRU,
     "pbkv": PBKV,

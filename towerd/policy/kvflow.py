@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Mapping
 
 from towerd.policy.base import Key
+from towerd.policy.predict.base import NoPrediction
 from towerd.policy.tree import Entry, Rank
 from towerd.policy.workflow_tree import AGENTS_MAX, Run, WorkflowTree
 
@@ -23,7 +24,7 @@ class KVFlow(WorkflowTree):
     seen."""
 
     def __init__(self, graph: Mapping[str, set[str]] | None = None) -> None:
-        super().__init__()
+        super().__init__(NoPrediction())
         self._is_given = graph is not None
         self._edges: dict[str, set[str]] = {a: set(bs) for a, bs in (graph or {}).items()}
         self._from: dict[str, dict[str, int]] = {}

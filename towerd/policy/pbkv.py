@@ -24,11 +24,10 @@ class PBKV(WorkflowTree):
     each, as ranks are put on the heap when victims are asked for."""
 
     def __init__(self, predictor: Predictor | None = None, *, gamma: float = GAMMA) -> None:
-        super().__init__()
+        super().__init__(Markov() if predictor is None else predictor)
         if not 0 < gamma < 1:
             raise ValueError(f"gamma is {gamma}, not between 0 and 1")
         self.gamma = gamma
-        self.predictor: Predictor = Markov() if predictor is None else predictor
 
     def score(self, key: Key) -> float:
         """Equation 2: the sum over workflows and steps of gamma^(k-1) s A P."""
@@ -56,21 +55,12 @@ class PBKV(WorkflowTree):
             found["workflows"] = len(self.users.get(key, {}))
         return found
 
-    def workflow_ended(self, workflow: str, now: float) -> None:
-        """See Policy.workflow_ended."""
-        run = self.runs.get(workflow)
-        if run is not None:
-            self.predictor.observe([*run.path, END])
-        super().workflow_ended(workflow, now)
-
     def _rank(self, entry: Entry) -> Rank:
         if self.is_retired(entry.key):
             return -1.0 / (1 + self._n_over[entry.key]), entry.used
         return self.score(entry.key), entry.used
 
     def _on_step(self, run: Run) -> None:
-        self.predictor.observe(run.path)
-        run.forecast = self.predictor.forecast(run.path)
         run.gains = {}
         weight = 1.0
         for alive, step in zip(survival(run.forecast), run.forecast, strict=True):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any
 
 from towerd.policy.base import Key
+from towerd.policy.predict.base import END, Forecast, Predictor
 from towerd.policy.tree import Entry, TreePolicy
 
 RUNS_MAX = 4096
@@ -16,6 +16,7 @@ PATH_MAX = 64
 """Last steps of a workflow that predictors see."""
 AGENTS_MAX = 256
 """Agents of a workflow that are told apart."""
+_NEW_GAP_WEIGHT = 0.02
 
 
 class Run:
@@ -29,16 +30,26 @@ class Run:
         self.keys: set[Key] = set()
         """What its steps used and is in the tier."""
         self.stepped_s = 0.0
-        self.forecast: Any = ()
+        self.forecast: Forecast = ()
         self.gains: dict[str, float] = {}
         """Per agent: what a key that it uses gains from this workflow."""
+
+    def copy(self) -> Run:
+        """One that changes by itself."""
+        new = Run()
+        new.path, new.agents, new.keys = list(self.path), set(self.agents), set(self.keys)
+        new.stepped_s, new.forecast, new.gains = self.stepped_s, self.forecast, self.gains
+        return new
 
 
 class WorkflowTree(TreePolicy):
     """Keeps `users`: per key and workflow the agents that used it (PBKV's A_w(c))."""
 
-    def __init__(self) -> None:
+    def __init__(self, predictor: Predictor) -> None:
         super().__init__()
+        self.predictor = predictor
+        self.step_s = 1.0
+        """How long a step of a workflow takes, of late."""
         self.runs: OrderedDict[str, Run] = OrderedDict()
         self.users: dict[Key, dict[str, set[str]]] = {}
         self._n_over: dict[Key, int] = {}
@@ -47,10 +58,7 @@ class WorkflowTree(TreePolicy):
     # ---- what a subclass says ---------------------------------------------------------------
 
     def _on_step(self, run: Run) -> None:
-        """`run` has taken a step, or has been resumed."""
-
-    def _on_over(self, run: Run) -> None:
-        """`run` is over."""
+        """`run` has taken a step and has a new forecast."""
 
     # ---- events -----------------------------------------------------------------------------
 
@@ -59,6 +67,8 @@ class WorkflowTree(TreePolicy):
         self._tick(now)
         run = self.runs.pop(workflow, None) or Run()
         self.runs[workflow] = run
+        if run.path:
+            self.step_s += _NEW_GAP_WEIGHT * (self._now - run.stepped_s - self.step_s)
         run.stepped_s = self._now
         if agent not in run.agents and len(run.agents) >= AGENTS_MAX:
             agent = ""
@@ -70,6 +80,8 @@ class WorkflowTree(TreePolicy):
             self.users.setdefault(at, {}).setdefault(workflow, set()).add(agent)
             run.keys.add(at)
             at = entry.parent
+        self.predictor.observe(run.path)
+        run.forecast = self.predictor.forecast(run.path)
         self._on_step(run)
         self._push_all(run)
         self._age()
@@ -80,11 +92,24 @@ class WorkflowTree(TreePolicy):
         run = self.runs.pop(workflow, None)
         if run is None:
             return
-        self._on_over(run)
+        self.predictor.observe([*run.path, END])
         for key in run.keys:
             del self.users[key][workflow]
             self._n_over[key] = self._n_over.get(key, 0) + 1
         self._push_all(run)
+
+    def copy_from(self, other: TreePolicy) -> None:
+        """See TreePolicy.copy_from; what is known of workflows too."""
+        super().copy_from(other)
+        if not isinstance(other, WorkflowTree):
+            return
+        self.step_s = other.step_s
+        self.users = {
+            key: {workflow: set(agents) for workflow, agents in users.items()}
+            for key, users in other.users.items()
+        }
+        self._n_over = dict(other._n_over)
+        self.runs = OrderedDict((name, run.copy()) for name, run in other.runs.items())
 
     def is_retired(self, key: Key) -> bool:
         """Whether workflows used it and all of them are over (PBKV, section 4.2.1)."""

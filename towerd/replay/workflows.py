@@ -63,7 +63,7 @@ def workflows(path: Path) -> Iterator[Workflow]:
         if not 0 < len(steps) <= _STEPS_MAX:
             raise TraceError(f"{record.where}: {len(steps)} steps")
         app = record.text("app")
-        yield Workflow(name, app, _group(record, app, steps), tuple(_steps(steps)))
+        yield Workflow(name, app, group_of(record, app, steps), tuple(_steps(steps)))
 
 
 def read(path: Path, segment_tokens: int, workflows_max: int | None = None) -> Trace:
@@ -148,7 +148,7 @@ def _steps(records: list[Record]) -> Iterator[Step]:
         at_s = time_s if timed else at_s + _PAUSE_S + n_tokens / _TOKENS_PER_S
 
 
-def _group(record: Record, app: str, steps: list[Record]) -> str:
+def group_of(record: Record, app: str, steps: list[Record]) -> str:
     """What tells runs of one task: never split those between training and test."""
     meta = record.value.get("meta")
     found = meta if isinstance(meta, dict) else {}

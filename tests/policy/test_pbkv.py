@@ -1,0 +1,263 @@
+"""PBKV against direct evaluation of its formulas, its bound, and its order; KVFlow; prefetch."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from towerd.policy.kvflow import FAR, KVFlow
+from towerd.policy.pbkv import PBKV
+from towerd.policy.predict.base import END, N_STEPS, Forecast, NoPrediction, survival
+from towerd.policy.prefetch import ACTIVE_SHARE, Candidate, Room, budget, plan
+from towerd.policy.workflow_tree import RUN_IDLE_S, RUNS_MAX, WorkflowTree
+
+AGENTS = ["planner", "coder", "tester"]
+
+
+def always(key: int) -> bool:
+    return True
+
+
+class Fixed:
+    """A forecast per path, drawn once; noise moves it towards another distribution."""
+
+    def __init__(self, seed: int, noise: float = 0.0) -> None:
+        self.seed, self.noise = seed, noise
+
+    def forecast(self, path: Sequence[str]) -> Forecast:
+        return [dict(zip([*AGENTS, END], row, strict=True)) for row in self.rows(path, self.noise)]
+
+    def rows(self, path: Sequence[str], noise: float) -> list[list[float]]:
+        rng = np.random.default_rng([self.seed, *(AGENTS.index(name) for name in path)])
+        true, other = rng.dirichlet(np.ones(4), N_STEPS), rng.dirichlet(np.ones(4), N_STEPS)
+        mixed: list[list[float]] = ((1 - noise) * true + noise * other).tolist()
+        return mixed
+
+    def observe(self, path: Sequence[str]) -> None:
+        pass
+
+
+def equation_2(
+    users: Mapping[str, set[str]], forecasts: Mapping[str, Forecast], gamma: float
+) -> float:
+    """Score(c) as printed: over k, over active workflows, s A . P."""
+    score = 0.0
+    for k in range(1, N_STEPS + 1):
+        for workflow, agents in users.items():
+            steps = forecasts[workflow]
+            alive = 1.0
+            for j in range(1, k):
+                alive *= 1.0 - steps[j - 1][END]
+            score += gamma ** (k - 1) * alive * sum(steps[k - 1][agent] for agent in agents)
+    return score
+
+
+STEPS = st.lists(
+    st.tuples(st.integers(0, 3), st.sampled_from(AGENTS), st.integers(0, 9), st.booleans()),
+    min_size=1, max_size=30,
+)  # fmt: skip
+
+
+@settings(deadline=None)
+@given(STEPS, st.floats(0.1, 0.9), st.integers(0, 99))
+def test_score_is_equation_2(
+    steps: list[tuple[int, str, int, bool]], gamma: float, seed: int
+) -> None:
+    """After any steps and ends, with removals; and victims go by it, retired ones before all."""
+    predictor = Fixed(seed)
+    policy = PBKV(predictor, gamma=gamma)
+    users: dict[int, dict[str, set[str]]] = {}
+    paths: dict[str, list[str]] = {}
+    over: dict[int, int] = {}
+    for i, (number, agent, key, ends) in enumerate(steps):
+        workflow = f"w{number}"
+        policy.insert(key, 10, float(i), None)
+        policy.stepped(key, float(i), workflow, agent)
+        users.setdefault(key, {}).setdefault(workflow, set()).add(agent)
+        paths.setdefault(workflow, []).append(agent)
+        if ends:
+            policy.workflow_ended(workflow, float(i))
+            del paths[workflow]
+            for key_of, by in users.items():
+                if by.pop(workflow, None) is not None:
+                    over[key_of] = over.get(key_of, 0) + 1
+    forecasts = {workflow: predictor.forecast(path) for workflow, path in paths.items()}
+    for key, by in users.items():
+        assert policy.score(key) == pytest.approx(equation_2(by, forecasts, gamma))
+        step_1 = sum(forecasts[w][0][a] for w, agents in by.items() for a in agents)
+        assert policy.value(key) == pytest.approx(step_1)
+        assert policy.is_retired(key) == (not by and key in over)
+    order = policy.victims(10**9, always)
+    retired = [policy.is_retired(key) for key in order]
+    assert retired == sorted(retired, reverse=True), "retired before active"
+    ranks = [over[key] if policy.is_retired(key) else policy.score(key) for key in order]
+    n = sum(retired)
+    assert ranks[:n] == sorted(ranks[:n])
+    assert ranks[n:] == pytest.approx(sorted(ranks[n:]))
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.25, 0.5, 0.75, 1.0])
+def test_regret_stays_under_its_bound(noise: float) -> None:
+    """Theorem G.4, over unit sizes: the true score of what goes, less that of the best set."""
+    gamma = 0.7
+    for seed in range(40):
+        rng = random.Random(seed)
+        noisy, truth = PBKV(Fixed(seed, noise), gamma=gamma), PBKV(Fixed(seed), gamma=gamma)
+        for key in range(20):
+            for policy in (noisy, truth):
+                policy.insert(key, 1, 0.0, None)
+        for i in range(30):
+            key, workflow, agent = rng.randrange(20), f"w{rng.randrange(5)}", rng.choice(AGENTS)
+            for policy in (noisy, truth):
+                policy.stepped(key, float(i), workflow, agent)
+        evicted = noisy.victims(7, always)
+        score = {key: truth.score(key) for key in range(20)}
+        best = sorted(score, key=lambda key: score[key])[:7]
+        regret = sum(score[key] for key in evicted) - sum(score[key] for key in best)
+        bound = sum(_error(noisy, truth, key, gamma) for key in set(evicted) ^ set(best))
+        bound *= (1 - gamma**N_STEPS) / (2 * (1 - gamma))
+        assert -1e-9 <= regret <= bound + 1e-9
+        if noise == 0.0:
+            assert regret == pytest.approx(0.0)
+
+
+def _error(noisy: PBKV, truth: PBKV, key: int, gamma: float) -> float:
+    """epsilon_c^gamma: discounted L1 distances of the forecasts of its workflows."""
+    total = 0.0
+    for workflow in truth.users.get(key, {}):
+        steps = zip(noisy.runs[workflow].forecast, truth.runs[workflow].forecast, strict=True)
+        for k, (said, true) in enumerate(steps):
+            total += gamma**k * sum(abs(said[name] - true[name]) for name in true)
+    return total
+
+
+def test_a_path_belongs_to_the_step() -> None:
+    """All keys of the path are used by the agent; parents go after their children."""
+    policy = PBKV()
+    for key in range(1, 5):
+        policy.insert(key, 10, 0.0, key - 1 if key > 1 else None)
+    policy.stepped(4, 1.0, "w", "coder")
+    policy.insert(9, 10, 2.0, 2)
+    assert set(policy.users) == {1, 2, 3, 4}
+    policy.split(3, 7, 4, 3.0)
+    assert policy.users[7] == {"w": {"coder"}}
+    policy.workflow_ended("w", 4.0)
+    assert policy.victims(16, always) == [4, 3]
+    assert policy.explain(4, 5.0)["retired"]
+
+
+def test_endless_workflows_age_out_and_floods_are_bounded() -> None:
+    """Without an end signal, and with ids that never come twice."""
+    policy = WorkflowTree(NoPrediction())
+    policy.insert(1, 10, 0.0, None)
+    policy._rank = lambda entry: (0.0, entry.used)  # type: ignore[method-assign]
+    for i in range(RUNS_MAX + 50):
+        policy.stepped(1, i / 1e6, f"w{i}", "a")
+    assert len(policy.runs) == len(policy.users[1]) == RUNS_MAX
+    policy.stepped(1, 1.0 + RUN_IDLE_S, "late", "a")
+    assert list(policy.runs) == ["late"]
+    for i in range(1000):
+        policy.stepped(1, 2.0 + RUN_IDLE_S, "late", f"agent {i}")
+    assert len(policy.runs["late"].agents) <= 257
+    assert len(policy.runs["late"].path) <= 64
+    policy.remove(1)
+    assert not policy.users
+
+
+def test_a_lie_about_an_end_costs_only_the_liar() -> None:
+    """A workflow that goes on after its end is active again; others never lost their place."""
+    policy = PBKV()
+    policy.insert(1, 10, 0.0, None)
+    policy.insert(2, 10, 0.0, None)
+    for i in range(4):
+        policy.stepped(1, float(i), "liar", "a")
+        policy.stepped(2, float(i), "honest", "a")
+    policy.workflow_ended("liar", 5.0)
+    policy.workflow_ended("never seen", 5.0)
+    assert policy.victims(10, always) == [1]
+    policy.stepped(1, 6.0, "liar", "a")
+    assert not policy.is_retired(1)
+
+
+def test_kvflow_counts_steps_on_its_graph() -> None:
+    """Against breadth-first search by hand; loops, ends and what cannot be reached."""
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set[str]()}
+    policy = KVFlow(graph)
+    for key, agent in enumerate("abcd"):
+        policy.insert(key, 10, 0.0, None)
+        policy.stepped(key, float(key), "w", agent)
+    policy.stepped(1, 5.0, "w", "b")
+    want = {}
+    for key, agent in enumerate("abcd"):
+        queue, seen, want[key] = deque([("b", 0)]), set[str](), FAR
+        while queue:
+            at, n = queue.popleft()
+            for after in graph[at] - seen:
+                seen.add(after)
+                queue.append((after, n + 1))
+                want[key] = min(want[key], n + 1 if after == agent else FAR)
+    assert {key: policy.steps_to_execution(key) for key in range(4)} == want
+    assert policy.victims(40, always) == [0, 1, 3, 2]
+    policy.workflow_ended("w", 6.0)
+    assert policy.steps_to_execution(2) == FAR
+    learned = KVFlow()
+    learned.insert(1, 10, 0.0, None)
+    for agent in "aba":
+        learned.stepped(1, 0.0, "w", agent)
+    assert learned.steps_to_execution(1) == 1
+
+
+ROOM = Room(100, 50, 200, 120, only_decodes=True)
+
+
+def test_prefetch_budget() -> None:
+    """Free and retired space, the bandwidth, and only while nothing is prefilled."""
+    assert budget(ROOM) == 120
+    assert budget(Room(10, 50, 200, 120, only_decodes=True)) == 60
+    assert budget(Room(10, 50, 200, 120, only_decodes=True), active_share=ACTIVE_SHARE) == 100
+    assert budget(Room(100, 50, 200, 120, only_decodes=False)) == 0
+    assert budget(Room(-5, 0, 200, 120, only_decodes=True)) == 0
+    with pytest.raises(ValueError, match="active_share"):
+        budget(ROOM, active_share=2.0)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 50), st.floats(0, 3)), max_size=12),
+    st.lists(st.integers(0, 20), min_size=12, max_size=12), st.integers(0, 200),
+)  # fmt: skip
+def test_prefetch_plan(nodes: list[tuple[int, float]], links: list[int], room: int) -> None:
+    """Never more than the room, parents first, and nothing that fits is left out for less."""
+    candidates = [
+        Candidate(i, nbytes, value, links[i] if links[i] < i else None)
+        for i, (nbytes, value) in enumerate(nodes)
+    ]
+    chosen = plan(candidates, room)
+    assert len(chosen) == len(set(chosen))
+    size = {each.key: each.nbytes for each in candidates}
+    left = room - sum(size[key] for key in chosen)
+    assert left >= 0
+    for each in candidates:
+        inside = each.parent is None or each.parent in chosen
+        if each.key in chosen:
+            if each.parent is not None:
+                assert chosen.index(each.parent) < chosen.index(each.key)
+        elif inside and each.value > 0:
+            assert each.nbytes > left
+
+
+def test_prefetch_takes_the_best_first() -> None:
+    many = [Candidate(1, 60, 0.2), Candidate(2, 60, 0.9), Candidate(3, 60, 0.0)]
+    assert plan(many, 100) == [2]
+    assert plan(many, 1000) == [2, 1]
+
+
+def test_survival() -> None:
+    forecast = [{END: 0.5, "a": 0.5}, {END: 0.25, "a": 0.75}, {"a": 1.0}]
+    assert survival(forecast) == [1.0, 0.5, 0.375]

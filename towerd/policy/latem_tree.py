@@ -1,0 +1,86 @@
+"""LATEM for a tier: the repaired algorithm of latem.py over a tree of sized keys.
+
+Conversations are the messages and their keys the tokens: only a leaf can go, so a key never
+outlives what it stands on, and every use marks the whole path. Sizes differ and the tier counts
+bytes, so there is no equal allocation, and the quota counts the keys held when the phase began.
+It is looked at once per call of `victims`. The arbitrary choice is the least recently used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from towerd.policy.base import Key
+from towerd.policy.latem import Trust
+from towerd.policy.predict.next_use import InterArrival
+from towerd.policy.tree import Entry, Rank, TreePolicy
+
+EPS = (0.05, 0.6)
+"""The least and the most trust; section 6.3 calls 0.1 conservative and 0.6 bold."""
+
+
+class LatemTree(TreePolicy):
+    """Rank = (marked, predicted next use, the last first), or by last use after the quota."""
+
+    walks_path = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trust = Trust(*EPS)
+        self._next_use = InterArrival()
+        self._phase_s = float("-inf")
+        self._n_slots = 0
+        self._n_predicted = 0
+        self._was_wrong = False
+        self._offered: set[Key] = set()
+        self._gone: set[Key] = set()
+        """Victims of predictions in this phase."""
+
+    @property
+    def predicts(self) -> bool:
+        """Whether the quota of this phase is not used up."""
+        return self._n_predicted < self.trust.quota(self._n_slots)
+
+    def _rank(self, entry: Entry) -> Rank:
+        is_marked = float(entry.used >= self._phase_s)
+        return is_marked, -self._next_use(entry.key) if self.predicts else entry.used
+
+    def _on_use(self, entry: Entry, *, is_new: bool) -> None:
+        self._next_use.observe(entry.key, self._now)
+        if is_new and entry.key in self._gone:
+            self._gone.discard(entry.key)
+            self._was_wrong = True
+            self.trust.was_wrong()
+
+    def _on_remove(self, entry: Entry) -> None:
+        if entry.key not in self._offered:
+            return
+        self._offered.discard(entry.key)
+        if self.predicts:
+            self._gone.add(entry.key)
+            self._n_predicted += 1
+            if not self.predicts:
+                self._rerank()
+
+    def victims(self, bytes_needed: int, is_evictable: Callable[[Key], bool]) -> list[Key]:
+        """See Policy.victims. A new phase begins when every leaf is marked."""
+        self._rank_leaves()
+        if all(rank[0] for rank, key in self._heap if self._is_current(rank, key)):
+            self._begin_phase()
+        chosen = super().victims(bytes_needed, is_evictable)
+        self._offered = set(chosen)
+        return chosen
+
+    def _begin_phase(self) -> None:
+        if self._n_predicted and not self._was_wrong:
+            self.trust.was_right()
+        self._phase_s = self._now
+        self._n_slots = len(self._entries)
+        self._n_predicted = 0
+        self._was_wrong = False
+        self._gone.clear()
+        self._rerank()
+
+    def _rerank(self) -> None:
+        self._heap.clear()
+        self._unranked.update(key for key in self._entries if key not in self._n_children)

@@ -1,0 +1,67 @@
+"""What to bring into a tier before it is asked for (PBKV, section 4.3, and the variant of
+appendix E). Decides only; the caller moves the bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from towerd.policy.base import Key
+
+ACTIVE_SHARE = 0.2
+"""Of the active bytes that the aggressive variant may displace: the paper's best."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A key of the slower tier. value: PBKV.value, the expected uses at the next step. Its
+    parent is in the faster tier, or a candidate too, or None."""
+
+    key: Key
+    nbytes: int
+    value: float
+    parent: Key | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The faster tier now. bandwidth_bytes: what can be copied during one decode step."""
+
+    free_bytes: int
+    retired_bytes: int
+    active_bytes: int
+    bandwidth_bytes: int
+    only_decodes: bool
+    """No prompt is being evaluated, so the copy is in nobody's way."""
+
+
+def budget(room: Room, *, active_share: float = 0.0) -> int:
+    """Bytes that may be prefetched now. active_share 0 is the conservative rule: free space and
+    what retired keys take, never what is active. Raises ValueError for a share outside [0, 1]."""
+    if not 0.0 <= active_share <= 1.0:
+        raise ValueError(f"active_share is {active_share}, not between 0 and 1")
+    if not room.only_decodes:
+        return 0
+    space = room.free_bytes + room.retired_bytes + int(active_share * room.active_bytes)
+    return max(0, min(space, room.bandwidth_bytes))
+
+
+def plan(candidates: Iterable[Candidate], bytes_max: int) -> list[Key]:
+    """Keys to bring, in order: greedily by value per byte, which is `value` itself, as a node of
+    n bytes saves n bytes of work; never a key before its parent, never one of no value, and never
+    more than `bytes_max`. What does not fit is passed over."""
+    pool = {each.key: each for each in candidates}
+    chosen: dict[Key, None] = {}
+    left = bytes_max
+    wanted = [each for each in pool.values() if each.value > 0]
+    for each in sorted(wanted, key=lambda c: (-c.value, c.key)):
+        chain: list[Candidate] = []
+        at: Candidate | None = each
+        while at is not None and at.key not in chosen:
+            chain.append(at)
+            at = pool.get(at.parent) if at.parent is not None else None
+        nbytes = sum(link.nbytes for link in chain)
+        if nbytes <= left:
+            left -= nbytes
+            chosen.update(dict.fromkeys(link.key for link in reversed(chain)))
+    return list(chosen)
