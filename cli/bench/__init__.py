@@ -117,11 +117,21 @@ def footprint(quick: bool, level_formats: str, plot_path: Path | None) -> None:
 @click.option("--data", required=True,
               type=click.Path(exists=True, file_okay=False, path_type=Path),
               help="Folder of traces: agentic_coding/, mooncake_conversation.jsonl.zst, ...")  # fmt: skip
+@click.option("--workflows", type=click.Path(exists=True, file_okay=False, path_type=Path),
+              help="Folder of agent workflows, *.jsonl.zst; default: none are measured.")  # fmt: skip
 @click.option("--policy", "policies", multiple=True, help="Measure this policy, too.")
+@click.option("--plot", "plot_path", type=click.Path(dir_okay=False, path_type=Path),
+              help="Write hit rates over time and against capacity here, as .png or .svg.")  # fmt: skip
 @_QUICK
-def policy(data: Path, policies: tuple[str, ...], quick: bool) -> None:
+def policy(
+    data: Path, workflows: Path | None, policies: tuple[str, ...], plot_path: Path | None,
+    quick: bool,
+) -> None:  # fmt: skip
     """What each eviction policy finds of recorded traces, beside LRU and the best possible."""
-    _run("policy", None, quick, data=data, policies=policies)
+    _run(
+        "policy", None, quick, data=data, policies=policies, workflows=workflows,
+        plot_path=plot_path,
+    )  # fmt: skip
 
 
 @bench.command()
