@@ -6,7 +6,7 @@ sizes, plays the other side on the same events: LRU while the real cache goes by
 forecasts while it goes by LRU. When the shadow has found more bytes lately, they change sides. It begins with LRU.
 
 What did not help: more turns, finer lengths and a prior of 40 visits instead of 10 (all within
-0.02 of the gap). Chats without end signals stay near 0.1 of the gap at 5 %: who returns is
+0.02 of the gap). Chats without end signals stay below 0.1 of the gap at 5 %: who returns is
 predictable there, but when is not, and above 5 % LRU's order is as good.
 """
 
