@@ -26,6 +26,7 @@ CONTROL_COMMANDS = {
     "replay": "towerd.cli.replay:replay",
     "bench": "towerd.cli.bench:bench",
     "model": "towerd.cli.model:model",
+    "train": "towerd.cli.train:train",
     "completion": "towerd.cli.completion:completion",
     "version": "towerd.cli.version:version",
 }

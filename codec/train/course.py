@@ -1,0 +1,178 @@
+"""A whole course of training: `train_mini` and `distill`, from a folder of records to a GGUF."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from towerd.codec.train.bpe import Bpe
+from towerd.codec.train.corpus import Corpus, Windows, build_corpus
+from towerd.codec.train.distillation import TeacherLesson
+from towerd.codec.train.errors import TrainError
+from towerd.codec.train.export import Card, export
+from towerd.codec.train.form import Form, MiniForm
+from towerd.codec.train.lesson import Lesson, TextLesson
+from towerd.codec.train.loss_plot import plot
+from towerd.codec.train.manifest import Source, read_manifest
+from towerd.codec.train.mini import tokenizer_of
+from towerd.codec.train.network import NetworkShape
+from towerd.codec.train.progress import Progress, Status
+from towerd.codec.train.records import Dataset, read_dataset
+from towerd.codec.train.run import Run
+from towerd.codec.train.teacher import Teacher, TeacherForm
+from towerd.codec.train.trainer import TrainConfig, Trainer
+from towerd.models.vocabulary import Vocabulary, from_gguf
+
+DEV_WINDOWS = 32
+"""Windows on which a student is compared with its teacher."""
+
+
+@dataclass(frozen=True)
+class Course:
+    """What both commands are told. `shape.n_vocab` is replaced by the tokenizer's size."""
+
+    data: Path
+    out: Path
+    config: TrainConfig
+    shape: NetworkShape
+    resume: bool = False
+    manifest: Path | None = None
+    eval_tokens: int = 32768
+    n_threads: int | None = None
+
+
+def train_mini(course: Course, n_vocab: int, progress: Progress | None = None) -> dict[str, Any]:
+    """Train the mini model and write mini.gguf; returns the report. Raises TrainError."""
+    run, data, manifest = _begin(course)
+    bpe: Bpe = tokenizer_of(run.folder / "tokenizer.json", data, manifest, n_vocab)
+    corpus = _corpus(course, data, manifest, MiniForm(bpe), progress)
+    shape = replace(course.shape, n_vocab=len(bpe))
+    lesson = TextLesson(Windows(corpus, shape.n_ctx, course.config.seed))
+    trainer = _trainer(course, run, shape, MiniForm(bpe), lesson, corpus)
+    trainer.train(_note_steps(trainer, progress))
+    card = Card("towerd-mini", "Language model of chat text, made by towerctl train mini",
+                _licence(manifest, corpus), {})  # fmt: skip
+    return _finish(course, run, trainer, bpe.vocabulary(), card, manifest, data, {})
+
+
+def distill(
+    course: Course, teacher_path: Path, top_k: int, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Train a student of a GGUF and write student.gguf; returns the report. Raises TrainError."""
+    if top_k < 1:
+        raise TrainError(f"The teacher must name at least 1 token at each place, not {top_k}.")
+    run, data, manifest = _begin(course)
+    vocabulary = from_gguf(teacher_path)
+    with Teacher(teacher_path, course.shape.n_ctx, n_threads=course.n_threads) as teacher:
+        form = TeacherForm(teacher)
+        corpus = _corpus(course, data, manifest, form, progress)
+        shape = replace(course.shape, n_vocab=teacher.n_vocab)
+        seed = course.config.seed
+        lesson = TeacherLesson(Windows(corpus, shape.n_ctx, seed), teacher, top_k)
+        trainer = _trainer(course, run, shape, form, lesson, corpus)
+        trainer.train(_note_steps(trainer, progress))
+        exam = TeacherLesson(Windows(_dev_as_train(corpus), shape.n_ctx, seed), teacher, top_k)
+        more = {"divergence_nats": round(_divergence(trainer, exam), 4)}
+    card = Card(f"towerd-student-{teacher_path.stem}", f"Student of {teacher_path.name}, made by "
+                "towerctl train distill", "the licence of the teacher", {})  # fmt: skip
+    return _finish(course, run, trainer, vocabulary, card, manifest, data, more)
+
+
+def _begin(course: Course) -> tuple[Run, Dataset, dict[str, Source]]:
+    if course.n_threads is not None:
+        torch.set_num_threads(course.n_threads)
+    manifest = read_manifest(course.manifest)
+    data = read_dataset(course.data, manifest)
+    return Run(course.out, resume=course.resume), data, manifest
+
+
+def _corpus(
+    course: Course,
+    data: Dataset,
+    manifest: Mapping[str, Source],
+    form: Form,
+    progress: Progress | None,
+) -> Corpus:
+    report = None if progress is None else progress.encoded
+    return build_corpus(data, manifest, form, course.out / "corpus", progress=report)
+
+
+def _trainer(
+    course: Course, run: Run, shape: NetworkShape, form: Form, lesson: Lesson, corpus: Corpus
+) -> Trainer:
+    return Trainer(run, shape, form.fingerprint, lesson, corpus.dev, course.config)
+
+
+def _note_steps(trainer: Trainer, progress: Progress | None) -> Callable[[Status], None]:
+    """Every tenth step becomes a line of history."""
+
+    def report(status: Status) -> None:
+        if status.step % 10 == 0:
+            trainer.note({"tokens_per_s": round(status.tokens_per_s)})
+        if progress is not None:
+            progress.learned(status)
+
+    return report
+
+
+def _dev_as_train(corpus: Corpus) -> Corpus:
+    ids = {name: text.ids for name, text in corpus.dev.items()}
+    return Corpus(ids, {}, {name: corpus.weights.get(name, 1.0) for name in ids})
+
+
+def _divergence(trainer: Trainer, exam: Lesson) -> float:
+    with torch.no_grad():
+        losses: list[float] = [
+            exam.loss(trainer.weights, trainer.shape, k, 1).item() for k in range(DEV_WINDOWS)
+        ]
+    return sum(losses) / len(losses)
+
+
+def _licence(manifest: Mapping[str, Source], corpus: Corpus) -> str:
+    licences = {part.strip() for n in corpus.train for part in manifest[n].licence.split(",")}
+    return "Apache-2.0; trained on text under " + ", ".join(sorted(licences))
+
+
+def _finish(
+    course: Course,
+    run: Run,
+    trainer: Trainer,
+    vocabulary: Vocabulary,
+    card: Card,
+    manifest: Mapping[str, Source],
+    data: Dataset,
+    more: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Evaluate, export, plot, report."""
+    bits = trainer.evaluate(course.eval_tokens).table(manifest)
+    trainer.note({"dev": bits["all"]})
+    shape = trainer.shape
+    name = "mini.gguf" if card.name == "towerd-mini" else "student.gguf"
+    numbers = {"tokens": trainer.n_tokens, "steps": trainer.step, "bits_per_byte": bits["all"]}
+    path = run.folder / name
+    export(path, trainer.weights, shape, vocabulary, replace(card, numbers=numbers))
+    plot(run.rows(), run.folder / "loss.png", f"{card.name}: {trainer.n_tokens / 1e6:.1f} M tokens")
+    report = {
+        "model": str(path),
+        "parameters": sum(weight.numel() for weight in trainer.weights.values()),
+        "n_vocab": shape.n_vocab,
+        "tokens": trainer.n_tokens,
+        "steps": trainer.step,
+        "minutes": round(trainer.elapsed_s / 60, 1),
+        "tokens_per_s": round(trainer.n_tokens / max(trainer.elapsed_s, 1e-9)),
+        "loss": round(trainer.smooth_loss, 4),
+        "bits_per_byte": bits,
+        "sources": {n: {"origin": s.origin, "licence": s.licence} for n, s in manifest.items()},
+        "data": data.digests,
+        **more,
+    }
+    part = run.folder / ".report.json.part"
+    part.write_text(json.dumps(report, indent=1) + "\n")
+    os.replace(part, run.folder / "report.json")
+    return report

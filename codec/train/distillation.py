@@ -1,0 +1,51 @@
+"""What a student learns from a teacher: its distribution of the next token, not just the token.
+
+The teacher gives its k likeliest tokens and, as one more outcome, all others together (knowledge
+distillation, Hinton and others 2015, on the truncated distribution).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from towerd.codec.train.corpus import Windows
+from towerd.codec.train.network import NetworkShape, Weights, device_of, logits
+from towerd.codec.train.teacher import Teacher
+
+TINY = 1e-9
+
+
+class TeacherLesson:
+    """Kullback-Leibler divergence of the student's distribution from the teacher's."""
+
+    def __init__(self, windows: Windows, teacher: Teacher, top_k: int) -> None:
+        self._windows, self._teacher, self._top_k = windows, teacher, top_k
+
+    def loss(self, weights: Weights, shape: NetworkShape, first: int, n: int) -> Tensor:
+        """Mean divergence, nats per token."""
+        device = device_of(weights)
+        rows = self._windows.batch(first, n)[:, :-1]
+        found = [self._teacher.targets(row, self._top_k) for row in rows]
+        ids = torch.from_numpy(np.stack([each.ids for each in found])).to(device)
+        p = torch.from_numpy(np.stack([each.p for each in found])).to(device)
+        scores = logits(weights, shape, torch.from_numpy(rows.astype(np.int64)).to(device))
+        return divergence(scores.float(), ids, p)
+
+
+def divergence(scores: Tensor, ids: Tensor, p: Tensor) -> Tensor:
+    """Mean over all positions of KL(teacher || student), nats.
+
+    scores: [..., n_vocab] logits of the student; ids, p: [..., k] likeliest tokens of the teacher
+    and their probabilities. The outcomes are these k and the rest as one.
+    """
+    q = scores.log_softmax(-1)
+    log_q = q.gather(-1, ids)
+    p_rest = (1 - p.sum(-1)).clamp(min=0.0)
+    found = (p * (p.clamp(min=TINY).log() - log_q)).sum(-1)
+    if ids.shape[-1] < scores.shape[-1]:
+        # In log space: 1 - sum(q) would lose everything where the student is as sure as the teacher.
+        log_q_rest = q.scatter(-1, ids, -torch.inf).logsumexp(-1)
+        found = found + p_rest * (p_rest.clamp(min=TINY).log() - log_q_rest)
+    return found.mean()

@@ -1,0 +1,9 @@
+"""The one error of training."""
+
+from __future__ import annotations
+
+from towerd.errors import TowerdError
+
+
+class TrainError(TowerdError):
+    """Training cannot start or go on: no torch, no data, a foreign checkpoint or teacher."""

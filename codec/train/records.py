@@ -1,0 +1,122 @@
+"""Conversations as they lie on disk: *.jsonl.zst, one JSON object a line."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import zstandard
+
+from towerd.codec.train.errors import TrainError
+from towerd.codec.train.manifest import Source
+
+SUFFIX = ".jsonl.zst"
+TRAIN, DEV = f"train{SUFFIX}", f"dev{SUFFIX}"
+DEV_SHARE = 0.02
+FIRST_SENTENCE = re.compile(r".+?(?:[.!?](?=\s)|\n|\Z)", re.DOTALL)
+
+
+class Message(msgspec.Struct, frozen=True):
+    """What one party says."""
+
+    role: str
+    content: str
+
+
+class Record(msgspec.Struct, frozen=True):
+    """One conversation or document. `src` is "<source>/<id>"."""
+
+    src: str
+    messages: list[Message]
+
+    @property
+    def source(self) -> str:
+        """The row of the manifest it belongs to."""
+        return self.src.partition("/")[0]
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Records of both splits, by source."""
+
+    train: dict[str, list[Record]] = field(default_factory=dict)
+    dev: dict[str, list[Record]] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
+    """File name -> SHA-256 of the file."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with any byte of any file."""
+        text = msgspec.json.encode(self.digests, order="sorted")
+        return hashlib.blake2b(text, digest_size=16).hexdigest()
+
+
+def read_dataset(folder: Path, manifest: dict[str, Source]) -> Dataset:
+    """Every *.jsonl.zst of `folder`: train and dev as they are named, the others split here.
+
+    Raises TrainError: nothing there, a damaged file, other fields, a source without a licence.
+    """
+    paths = sorted(folder.glob(f"*{SUFFIX}")) if folder.is_dir() else []
+    if not paths:
+        raise TrainError(f"{folder} holds no *{SUFFIX} files: name a folder of chat records.")
+    found = Dataset()
+    for path in paths:
+        found.digests[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
+        for record in read_records(path):
+            if record.source not in manifest:
+                raise TrainError(
+                    f"{path} has records of {record.source!r}, which the manifest does not list: "
+                    "add its origin, licence and weight there first."
+                )
+            is_dev = path.name == DEV or (path.name != TRAIN and in_dev(record))
+            split = found.dev if is_dev else found.train
+            split.setdefault(record.source, []).append(record)
+    if not found.train or not found.dev:
+        raise TrainError(
+            f"{folder} needs records for training and for evaluation ({TRAIN}, {DEV})."
+        )
+    return found
+
+
+def in_dev(record: Record) -> bool:
+    """Whether a record of a file without splits is kept for evaluation: by its first sentence, so
+    that answers which begin alike stay on one side."""
+    first = FIRST_SENTENCE.match(record.messages[0].content)
+    text = first[0].strip() if first else ""
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >= (1 - DEV_SHARE) * 2**64
+
+
+def read_records(path: Path) -> Iterator[Record]:
+    """The records of one file in order. Raises TrainError with the number of a bad line."""
+    decoder = msgspec.json.Decoder(Record)
+    number = 0
+    try:
+        for number, line in enumerate(_lines(path), start=1):
+            if line.strip():
+                record = decoder.decode(line)
+                if not record.messages:
+                    raise TrainError(f"{path}, line {number}: a record without messages.")
+                yield record
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise TrainError(
+            f"{path}, line {number}: not a record of src and messages with role and content "
+            f"({error})."
+        ) from error
+    except (OSError, zstandard.ZstdError) as error:
+        raise TrainError(f"{path} cannot be read: {error}.") from error
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """Split at line feeds only: the text may hold every other separator."""
+    with path.open("rb") as file, zstandard.ZstdDecompressor().stream_reader(file) as stream:
+        rest = b""
+        while block := stream.read(1 << 20):
+            *lines, rest = (rest + block).split(b"\n")
+            yield from lines
+        if rest:
+            yield rest

@@ -1,0 +1,124 @@
+"""`towerctl train` as people run it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from train_world import write_records
+
+from towerd.cli import train as module
+from towerd.cli.main import towerctl
+from towerd.codec.train.checkpoint import Checkpoint
+from towerd.codec.train.teacher import Teacher
+from towerd.codec.vocabulary import GgufVocabulary
+
+SMALL = ("--embd", "16", "--layers", "1", "--heads", "1", "--ff", "16", "--ctx", "32",
+         "--batch", "2", "--micro-batch", "2", "--threads", "1", "--eval-tokens", "64")  # fmt: skip
+
+
+def command(*args: str | Path) -> list[str]:
+    program = "from towerd.cli.main import towerctl; towerctl()"
+    return [sys.executable, "-P", "-c", program, "train", *map(str, args)]
+
+
+def towerctl_train(*args: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*args), capture_output=True, text=True)
+
+
+def test_mini_and_resume(tmp_path: Path, data_folder: Path, manifest_file: Path) -> None:
+    """A model that llama.cpp loads, a plot, a report; then the same run with more steps."""
+    out = tmp_path / "out"
+    where = ("--data", data_folder, "--out", out, "--manifest", manifest_file)
+    args = ("mini", *where, "--vocab-size", "400", *SMALL, "--json")
+    first = towerctl_train(*args, "--steps", "10")
+    assert first.returncode == 0, first.stderr
+    report = json.loads(first.stdout)
+    assert report["steps"] == 10
+    assert report["tokens"] == 10 * 2 * 32
+    assert report["n_vocab"] == 400
+    assert set(report["bits_per_byte"]["sources"]) == {"talk", "notes", "answers"}
+    assert report["sources"]["talk"]["licence"] == "Apache-2.0"
+    assert json.loads((out / "report.json").read_text()) == report
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    with GgufVocabulary(out / "mini.gguf") as vocabulary:
+        assert vocabulary.n_tokens == 400
+    with Teacher(out / "mini.gguf", 32) as model:
+        assert model.template is not None
+        assert model.name(1) == "<|im_start|>"
+    again = towerctl_train(*args, "--steps", "20", "--resume")
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout)["steps"] == 20
+
+
+def test_interrupt_saves(tmp_path: Path, data_folder: Path, manifest_file: Path) -> None:
+    """Ctrl-C in the middle: where it was is on disk, and the run goes on from there."""
+    out = tmp_path / "out"
+    args = ("mini", "--data", data_folder, "--out", out, "--manifest", manifest_file,
+            "--vocab-size", "300", *SMALL, "--json")  # fmt: skip
+    process = subprocess.Popen(
+        command(*args, "--steps", "100000"), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    while not (out / "history.jsonl").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate()
+    assert process.returncode == 1
+    assert b"Traceback" not in errors
+    step = Checkpoint.load(out / "last.pt").step
+    assert step > 0
+    again = towerctl_train(*args, "--steps", str(step + 3), "--resume")
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout)["steps"] == step + 3
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (("--steps", "1", "--data", "nowhere"), "holds no"),
+        (("--data", "."), "minutes or a number of steps"),
+        (("--steps", "1", "--data", ".", "--resume"), "holds no"),
+        (("--steps", "1", "--data", ".", "--embd", "7"), "multiple"),
+        (("--steps", "1", "--data", ".", "--manifest", "none.toml"), "manifest cannot be read"),
+    ],
+)
+def test_errors_are_one_sentence(tmp_path: Path, args: tuple[str, ...], text: str) -> None:
+    runner = CliRunner()
+    with runner.isolated_filesystem(tmp_path):
+        result = runner.invoke(towerctl, ["train", "mini", "--out", "out", *args])
+    assert result.exit_code == 1
+    assert result.output.startswith("Error: ")
+    assert text in result.output
+    assert "Traceback" not in result.output
+
+
+def test_records_of_another_form(tmp_path: Path) -> None:
+    write_records(tmp_path / "train.jsonl.zst", [{"text": "hello"}])
+    args = ["train", "mini", "--data", str(tmp_path), "--out", str(tmp_path / "o"), "--steps", "1"]
+    result = CliRunner().invoke(towerctl, args)
+    assert result.exit_code == 1
+    assert "line 1: not a record of src and messages" in result.output
+
+
+def test_without_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What is missing is named, with the way to install it."""
+    monkeypatch.setattr(module, "NEEDED", ("torch_that_is_not_there",))
+    args = ["train", "mini", "--data", str(tmp_path), "--out", str(tmp_path), "--steps", "1"]
+    result = CliRunner().invoke(towerctl, args)
+    assert result.exit_code == 1
+    assert "pip install 'towerd[train]'" in result.output
+
+
+def test_unknown_teacher(tmp_path: Path, data_folder: Path, manifest_file: Path) -> None:
+    args = ["train", "distill", "--data", str(data_folder), "--out", str(tmp_path / "o"),
+            "--manifest", str(manifest_file), "--steps", "1", "--teacher", "none.gguf"]  # fmt: skip
+    result = CliRunner().invoke(towerctl, args)
+    assert result.exit_code == 1
+    assert "none.gguf" in result.output
