@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -28,40 +29,12 @@ def command(*args: str | Path) -> list[str]:
     return [sys.executable, "-P", "-c", program, "train", *map(str, args)]
 
 
-def towerctl_train(*args: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*args), capture_output=True, text=True)
-
-
-def test_mini_and_resume(tmp_path: Path, data_folder: Path, manifest_file: Path) -> None:
-    """A model that llama.cpp loads, a plot, a report; then the same run with more steps."""
-    out = tmp_path / "out"
-    where = ("--data", data_folder, "--out", out, "--manifest", manifest_file)
-    args = ("mini", *where, "--vocab-size", "400", *SMALL, "--json")
-    first = towerctl_train(*args, "--steps", "10")
-    assert first.returncode == 0, first.stderr
-    report = json.loads(first.stdout)
-    assert report["steps"] == 10
-    assert report["tokens"] == 10 * 2 * 32
-    assert report["n_vocab"] == 400
-    assert set(report["bits_per_byte"]["sources"]) == {"talk", "notes", "answers"}
-    assert report["sources"]["talk"]["licence"] == "Apache-2.0"
-    assert json.loads((out / "report.json").read_text()) == report
-    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
-    with GgufVocabulary(out / "mini.gguf") as vocabulary:
-        assert vocabulary.n_tokens == 400
-    with Teacher(out / "mini.gguf", 32) as model:
-        assert model.template is not None
-        assert model.name(1) == "<|im_start|>"
-    again = towerctl_train(*args, "--steps", "20", "--resume")
-    assert again.returncode == 0, again.stderr
-    assert json.loads(again.stdout)["steps"] == 20
-
-
-def test_interrupt_saves(tmp_path: Path, data_folder: Path, manifest_file: Path) -> None:
-    """Ctrl-C in the middle: where it was is on disk, and the run goes on from there."""
+def test_mini(tmp_path: Path, data_folder: Path, manifest_file: Path) -> None:
+    """Ctrl-C in the middle saves; the run goes on from there to a model that llama.cpp loads, a
+    plot and a report."""
     out = tmp_path / "out"
     args = ("mini", "--data", data_folder, "--out", out, "--manifest", manifest_file,
-            "--vocab-size", "300", *SMALL, "--json")  # fmt: skip
+            "--vocab-size", "400", *SMALL, "--json")  # fmt: skip
     process = subprocess.Popen(
         command(*args, "--steps", "100000"), stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -74,9 +47,26 @@ def test_interrupt_saves(tmp_path: Path, data_folder: Path, manifest_file: Path)
     assert b"Traceback" not in errors
     step = Checkpoint.load(out / "last.pt").step
     assert step > 0
-    again = towerctl_train(*args, "--steps", str(step + 3), "--resume")
+    again = subprocess.run(
+        command(*args, "--steps", str(step + 3), "--resume"), capture_output=True, text=True
+    )
     assert again.returncode == 0, again.stderr
-    assert json.loads(again.stdout)["steps"] == step + 3
+    _check_result(out, json.loads(again.stdout), step + 3)
+
+
+def _check_result(out: Path, report: dict[str, Any], steps: int) -> None:
+    assert json.loads((out / "report.json").read_text()) == report
+    assert report["steps"] == steps
+    assert report["tokens"] == steps * 2 * 32
+    assert report["n_vocab"] == 400
+    assert set(report["bits_per_byte"]["sources"]) == {"talk", "notes", "answers"}
+    assert report["sources"]["talk"]["licence"] == "Apache-2.0"
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    with GgufVocabulary(out / "mini.gguf") as vocabulary:
+        assert vocabulary.n_tokens == 400
+    with Teacher(out / "mini.gguf", 32) as model:
+        assert model.template is not None
+        assert model.name(1) == "<|im_start|>"
 
 
 @pytest.mark.parametrize(
@@ -89,10 +79,11 @@ def test_interrupt_saves(tmp_path: Path, data_folder: Path, manifest_file: Path)
         (("--steps", "1", "--data", ".", "--manifest", "none.toml"), "manifest cannot be read"),
     ],
 )
-def test_errors_are_one_sentence(tmp_path: Path, args: tuple[str, ...], text: str) -> None:
-    runner = CliRunner()
-    with runner.isolated_filesystem(tmp_path):
-        result = runner.invoke(towerctl, ["train", "mini", "--out", "out", *args])
+def test_errors_are_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: tuple[str, ...], text: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(towerctl, ["train", "mini", "--out", "out", *args])
     assert result.exit_code == 1
     assert result.output.startswith("Error: ")
     assert text in result.output
