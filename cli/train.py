@@ -84,7 +84,9 @@ def train() -> None:
 @course_options
 @click.option("--vocab-size", "n_vocab", type=int, default=4096, show_default=True,
               help="Tokens of the tokenizer.")  # fmt: skip
-def mini(n_vocab: int, as_json: bool, **given: Any) -> None:
+@click.option("--tokenizer", type=FILE, metavar="FILE",
+              help="GGUF whose tokenizer to take instead of learning one.")  # fmt: skip
+def mini(n_vocab: int, tokenizer: Path | None, as_json: bool, **given: Any) -> None:
     """Train the mini model and its tokenizer, and write OUT/mini.gguf.
 
     Stopped by Ctrl-C it saves where it is; the same command with --resume goes on.
@@ -93,7 +95,7 @@ def mini(n_vocab: int, as_json: bool, **given: Any) -> None:
     from towerd.codec.train.course import train_mini
 
     with _Bar(quiet=as_json) as bar:
-        report = train_mini(course, n_vocab, bar)
+        report = train_mini(course, n_vocab, tokenizer, bar)
     _show(report, as_json)
 
 

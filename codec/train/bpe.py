@@ -24,7 +24,8 @@ from tokenizers.pre_tokenizers import Sequence as Steps
 from tokenizers.trainers import BpeTrainer
 
 from towerd.codec.train.errors import TrainError
-from towerd.models.vocabulary import Field, Vocabulary
+from towerd.errors import ModelError
+from towerd.models.vocabulary import Field, Vocabulary, from_gguf
 
 CONTROLS = ("<|begin|>", "<|im_start|>", "<|im_end|>", *(f"<|special_{i}|>" for i in range(13)))
 """Ids 0 to 15: before a session, before a role's name, after a message, and 13 for special tokens
@@ -89,6 +90,25 @@ class Bpe:
             return cls(table["pieces"], [(left, right) for left, right in table["merges"]])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise TrainError(f"{path} is not a tokenizer of this program: {error}.") from error
+
+    @classmethod
+    def from_gguf(cls, path: Path) -> Bpe:
+        """The tokenizer of a GGUF that this program made; its controls get today's names. Raises
+        TrainError."""
+        try:
+            fields = {field.key: field.value for field in from_gguf(path).fields}
+        except ModelError as error:
+            raise TrainError(error.message) from error
+        pieces, merges = (fields.get(f"tokenizer.ggml.{key}") for key in ("tokens", "merges"))
+        types = fields.get("tokenizer.ggml.token_type") or []
+        n_controls = len(CONTROLS)
+        is_ours = fields.get("tokenizer.ggml.pre") == PRE_TOKENIZER and [
+            i for i, kind in enumerate(types) if kind == TokenType.CONTROL
+        ] == list(range(n_controls))
+        if not pieces or not merges or not is_ours:
+            raise TrainError(f"{path} does not have a tokenizer of this program.")
+        pairs = [tuple(merge.split(" ")) for merge in merges]
+        return cls([*CONTROLS, *pieces[n_controls:]], [(left, right) for left, right in pairs])
 
     def vocabulary(self) -> Vocabulary:
         """What a GGUF says about this tokenizer."""

@@ -47,10 +47,16 @@ class Course:
     n_threads: int | None = None
 
 
-def train_mini(course: Course, n_vocab: int, progress: Progress | None = None) -> dict[str, Any]:
-    """Train the mini model and write mini.gguf; returns the report. Raises TrainError."""
+def train_mini(
+    course: Course,
+    n_vocab: int,
+    tokenizer: Path | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Train the mini model and write mini.gguf; returns the report. Its tokenizer is that of the
+    GGUF `tokenizer`, or a new one of `n_vocab` tokens. Raises TrainError."""
     run, data, manifest = _begin(course)
-    bpe: Bpe = tokenizer_of(run.folder / "tokenizer.json", data, manifest, n_vocab)
+    bpe: Bpe = tokenizer_of(run.folder / "tokenizer.json", data, manifest, n_vocab, tokenizer)
     corpus = _corpus(course, data, manifest, MiniForm(bpe), progress)
     shape = replace(course.shape, n_vocab=len(bpe))
     lesson = TextLesson(Windows(corpus, shape.n_ctx, course.config.seed))

@@ -14,10 +14,18 @@ TOKENIZER_BYTES = 20_000_000
 """Text that the tokenizer learns from."""
 
 
-def tokenizer_of(path: Path, data: Dataset, manifest: Mapping[str, Source], n_vocab: int) -> Bpe:
-    """The run's tokenizer; learned and written to `path` if it is not there yet."""
+def tokenizer_of(
+    path: Path,
+    data: Dataset,
+    manifest: Mapping[str, Source],
+    n_vocab: int,
+    given: Path | None = None,
+) -> Bpe:
+    """The run's tokenizer. If `path` does not have it yet, it is taken from the GGUF `given`, or
+    learned from the text, and written there."""
     if not path.exists():
-        train_bpe(_sample(data, manifest), n_vocab).save(path)
+        bpe = Bpe.from_gguf(given) if given else train_bpe(_sample(data, manifest), n_vocab)
+        bpe.save(path)
     return Bpe.load(path)
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from towerd.codec.prior.file import PATH as TABLE
 from towerd.codec.train.bpe import BEGIN, CONTROLS, END, START, Bpe, train_bpe
 from towerd.codec.train.errors import TrainError
 from towerd.codec.train.export import Card, export
@@ -18,6 +19,7 @@ from towerd.codec.train.manifest import read_manifest
 from towerd.codec.train.network import NetworkShape, init_weights
 from towerd.codec.train.records import Message, Record, read_dataset
 from towerd.codec.vocabulary import GgufVocabulary
+from towerd.models.bundled import bundled_model
 
 CHAT = Path(os.environ.get("TOWERD_TEST_CHAT", Path(__file__).parents[4] / "shared/data/chat"))
 """A folder of real chat records; without it the made-up ones have to do."""
@@ -78,6 +80,24 @@ def test_saved_and_loaded(bpe: Bpe, tmp_path: Path) -> None:
     again = Bpe.load(tmp_path / "tokenizer.json")
     assert again.fingerprint == bpe.fingerprint
     assert again.encode([ODD]) == bpe.encode([ODD])
+
+
+def test_taken_from_a_gguf(bpe: Bpe, tmp_path: Path) -> None:
+    shape = NetworkShape(len(bpe), n_embd=8, n_layer=1, n_head=1, n_ff=8, n_ctx=32)
+    path = tmp_path / "m.gguf"
+    export(path, init_weights(shape, 0), shape, bpe.vocabulary(), Card("t", "t", "MIT", {}))
+    assert Bpe.from_gguf(path).fingerprint == bpe.fingerprint
+    with pytest.raises(TrainError, match="not have a tokenizer"):
+        Bpe.from_gguf(bundled_model())
+    with pytest.raises(TrainError, match="not a readable GGUF"):
+        Bpe.from_gguf(tmp_path / "none.gguf")
+
+
+def test_the_table_of_the_package_has_one_too() -> None:
+    """A model for the table in the package is trained with its tokenizer."""
+    bpe = Bpe.from_gguf(TABLE)
+    assert bpe.pieces[: len(CONTROLS)] == list(CONTROLS)
+    assert len(bpe) == 4096
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"pieces": 1, "merges": []}', "[1]"])
