@@ -51,6 +51,14 @@ class Backend(Protocol):
         ...
 
     def delete_session(self, id: str, scope: str | None = None) -> None: ...
+    def export_session(self, id: str, scope: str | None = None) -> bytes:
+        """The session as a `.tower` file."""
+        ...
+
+    def import_session(self, data: bytes, scope: str | None = None) -> Json:
+        """Enter the session of a `.tower` file: `session`, `added` (turns) and `bases`."""
+        ...
+
     def segments(self, sort: str, limit: int, offset: int = 0, scope: str | None = None) -> Json:
         """`segments`, sorted by used, tokens, hits or id, and `total`."""
         ...
@@ -93,10 +101,12 @@ class Target:
     api_key: str | None = None
     store_dir: str | None = None
     config_path: Path | None = None
+    model: str | None = None
+    """The GGUF whose vocabulary a store without a daemon needs for `.tower` files."""
 
     def config(self, **flags: Any) -> Config:
         """The settings in force, with `flags` (field name -> text) on top. Raises ConfigError."""
-        places = {"socket": self.socket, "store_dir": self.store_dir}
+        places = {"socket": self.socket, "store_dir": self.store_dir, "model": self.model}
         return load(places | flags, toml_path=self.config_path)
 
 
@@ -191,7 +201,7 @@ def _open_store(config: Config) -> StoreBackend:
     from towerd.cli.direct import StoreBackend
 
     try:
-        return StoreBackend.at(config.store_dir)
+        return StoreBackend.at(config.store_dir, config.model)
     except StoreLocked as error:
         raise StoreLocked(
             f"{error.message}; ask a running daemon with --socket or --url"

@@ -87,6 +87,22 @@ class DaemonBackend:
     def delete_session(self, id: str, scope: str | None = None) -> None:
         self._ask("DELETE", f"{OWN}/sessions/{_name(id)}", query={"scope": scope})
 
+    def export_session(self, id: str, scope: str | None = None) -> bytes:
+        query = {"scope": scope} if scope is not None else {}
+        path = f"{OWN}/sessions/{_name(id)}/export?{urlencode(query)}"
+        reply = self._send("GET", path, None, None)
+        try:
+            data = reply.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise self._broken(error) from error
+        if reply.headers.get_content_type() == "application/octet-stream":
+            return data
+        self._decode(reply, data)
+        raise self._broken("it sent no file")
+
+    def import_session(self, data: bytes, scope: str | None = None) -> Json:
+        return self._ask("POST", f"{OWN}/sessions/import", data, {"scope": scope}, timeout_s=None)
+
     def segments(self, sort: str, limit: int, offset: int = 0, scope: str | None = None) -> Json:
         return self._get(f"{OWN}/segments", sort=sort, limit=limit, offset=offset, scope=scope)
 
@@ -203,7 +219,7 @@ class DaemonBackend:
         self,
         method: str,
         path: str,
-        body: Json | None = None,
+        body: Json | bytes | None = None,
         query: Mapping[str, Any] | None = None,
         timeout_s: float | None = TIMEOUT_S,
     ) -> Json:
@@ -235,9 +251,9 @@ class DaemonBackend:
                 self._connection.close()
 
     def _send(
-        self, method: str, target: str, body: Json | None, timeout_s: float | None
+        self, method: str, target: str, body: Json | bytes | None, timeout_s: float | None
     ) -> http.client.HTTPResponse:
-        data = None if body is None else json.dumps(body).encode()
+        data = json.dumps(body).encode() if isinstance(body, dict) else body
         try:
             if self._connection.sock is None:
                 self._connection.timeout = TIMEOUT_S

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from towerd import __version__
 from towerd.api.own_segments import may_see, segment_json
@@ -13,7 +14,12 @@ from towerd.api.pins import base_json
 from towerd.cli.client import Json, OnBytes
 from towerd.errors import NotFound, StoreError, TowerdError
 from towerd.store import Node, Store, latest_fingerprint
+from towerd.tenants import OWNER
 from towerd.tiers.calibration_store import load_calibration
+
+if TYPE_CHECKING:
+    from towerd.tower_file import Model
+    from towerd.transfer import Transfer
 
 _ORDERS = {"used": "last_used", "tokens": "n", "id": "id", "hits": "hits"}
 
@@ -26,18 +32,21 @@ class StoreBackend:
 
     kind = "store"
 
-    def __init__(self, store: Store, where: str) -> None:
+    def __init__(self, store: Store, where: str, model: Path | None = None) -> None:
         self.store = store
         self.where = where
+        self._model_path = model
+        self._transfer: Transfer | None = None
 
     @classmethod
-    def at(cls, root: Path) -> StoreBackend:
-        """The store in `root`, which must exist. Raises StoreError, StoreLocked, StoreVersion."""
+    def at(cls, root: Path, model: Path | None = None) -> StoreBackend:
+        """The store in `root`, which must exist; `model`: the GGUF that was served from it, None
+        for the bundled one. Raises StoreError, StoreLocked, StoreVersion."""
         if not (root / "catalog.sqlite").is_file():
             raise StoreError(
                 f"There is no store at {root}: run towerd serve, or name a store with --store-dir."
             )
-        return cls(Store.open(root, latest_fingerprint), str(root))
+        return cls(Store.open(root, latest_fingerprint), str(root), model)
 
     def __enter__(self) -> StoreBackend:
         return self
@@ -52,6 +61,8 @@ class StoreBackend:
 
     def close(self) -> None:
         """Give the store back."""
+        if self._transfer is not None:
+            self._transfer.close()
         self.store.close()
 
     # --- sessions and segments ------------------------------------------------------------
@@ -68,6 +79,34 @@ class StoreBackend:
 
     def delete_session(self, id: str, scope: str | None = None) -> None:
         self.store.delete_session(id, scope)
+
+    def export_session(self, id: str, scope: str | None = None) -> bytes:
+        from towerd.transfer import export_session
+
+        found = self.store.session(id, scope)  # before the model is read
+        return export_session(self.store, self._model(), id, found.scope)
+
+    def import_session(self, data: bytes, scope: str | None = None) -> Json:
+        from towerd.transfer import import_session
+
+        return import_session(self.store, self._model(), data, scope or OWNER.scope)
+
+    def _model(self) -> Model:
+        """The model that was served from the store last. Raises ModelError, NotSupported, or
+        StoreError if the settings name another one."""
+        from towerd.engine.embedded.core import file_hash
+        from towerd.models.bundled import find_model
+        from towerd.transfer import Transfer
+
+        path, hash = find_model(self._model_path), self.store.state.fingerprint.model_hash
+        if file_hash(path, self.store.state.catalog) != hash:
+            raise StoreError(
+                f"A .tower file takes the vocabulary of the model that was served from this store, "
+                f"and {path.name} is another one: name it with --model, or start its daemon."
+            )
+        if self._transfer is None:
+            self._transfer = Transfer()
+        return self._transfer.model(path, hash)
 
     def segments(self, sort: str, limit: int, offset: int = 0, scope: str | None = None) -> Json:
         nodes = [node for node in self.store.nodes() if may_see(node, scope)]

@@ -13,6 +13,8 @@ DAEMON_COMMANDS = {
 CONTROL_COMMANDS = {
     "precache": "towerd.cli.precache:precache",
     "sessions": "towerd.cli.sessions:sessions",
+    "export": "towerd.cli.transfer:export",
+    "import": "towerd.cli.transfer:import_",
     "segments": "towerd.cli.segments:segments",
     "why": "towerd.cli.why:why",
     "trie": "towerd.cli.trie:trie",

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from towerd.api.keys import CONFIG, GATE, LIMITS, METRICS, TENANTS, Gate, Service
+from towerd.api.keys import CONFIG, GATE, LIMITS, METRICS, TENANTS, TRANSFER, Gate, Service
 from towerd.api.limits import Limits
 from towerd.api.middleware import MIDDLEWARES, add_headers
 from towerd.config import Config
@@ -25,6 +25,7 @@ from towerd.errors import ConfigError
 from towerd.metrics import Metrics
 from towerd.routes import add_proxy_routes, add_routes
 from towerd.tenants import Tenants
+from towerd.transfer import Transfer
 
 log = logging.getLogger(__name__)
 
@@ -49,13 +50,19 @@ def build_app(
     app[LIMITS] = limits or Limits()
     app[METRICS] = metrics or Metrics()
     app[TENANTS] = Tenants(config.api_keys)
+    app[TRANSFER] = Transfer()
     app.cleanup_ctx.append(_watch_loop)
+    app.on_cleanup.append(_close_transfer)
     app.on_response_prepare.append(add_headers)
     if config.engine == "llama-server":
         add_proxy_routes(app)
     else:
         add_routes(app)
     return app
+
+
+async def _close_transfer(app: web.Application) -> None:
+    await asyncio.to_thread(app[TRANSFER].close)
 
 
 async def _watch_loop(app: web.Application) -> AsyncIterator[None]:

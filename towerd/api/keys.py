@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from towerd.store import Store
     from towerd.tiers.ranking import Ranking
     from towerd.traffic import Traffic
+    from towerd.transfer import Transfer
 
 
 class Runner(Protocol):
@@ -78,6 +79,7 @@ GATE = web.AppKey("gate", Gate)
 LIMITS = web.AppKey("limits", Limits)
 METRICS = web.AppKey("metrics", Metrics)
 TENANTS = web.AppKey("tenants", Tenants)
+TRANSFER: web.AppKey[Transfer] = web.AppKey("transfer")
 TENANT = web.RequestKey("tenant", Tenant)
 
 

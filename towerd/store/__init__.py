@@ -2,6 +2,7 @@
 
 from towerd.store.catalog import Catalog, latest_fingerprint
 from towerd.store.collect import GcReport
+from towerd.store.history import History
 from towerd.store.module import Module
 from towerd.store.node import PUBLIC, Ids, Node
 from towerd.store.reencode import Wish
@@ -24,7 +25,7 @@ from towerd.store.verify import VerifyReport
 
 __all__ = [
     "AFTER_SPLICE", "APPROXIMATE", "DERIVED", "EXACT", "PUBLIC", "SPLICED", "Base", "Catalog",
-    "GcReport", "Ids", "Match", "Module", "Node", "RowsPart", "Run", "SegmentFile", "SessionInfo",
+    "GcReport", "History", "Ids", "Match", "Module", "Node", "RowsPart", "Run", "SegmentFile", "SessionInfo",
     "Store", "Taint", "Tier", "Turn", "TurnInfo", "TurnResult", "VerifyReport", "Wish",
     "computed_after", "latest_fingerprint",
 ]  # fmt: skip

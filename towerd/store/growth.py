@@ -40,6 +40,14 @@ class Growth:
                 path.append(self._add(parent, scope, ids[: end * ID_BYTES]))
         return path
 
+    def grow_turn(self, ids: bytes, scope: str, n_prompt: int, n_cached: int) -> tuple[Node, Node]:
+        """Make the path of a turn of which the first `n_cached` tokens have rows; returns its
+        prompt end and its reply end, each no further than that (the root for 0)."""
+        ends = sorted({min(n_prompt, n_cached), n_cached} - {0})
+        path = self.grow(ids[: n_cached * ID_BYTES], scope, ends) if ends else []
+        at = {node.p1: node for node in path} | {0: self.trie.root}
+        return at[min(n_prompt, n_cached)], at[n_cached]
+
     def _cut(self, match: Match, ids: bytes, ends: Sequence[int]) -> list[Node]:
         """Split the matched nodes at every end, and the last where the match stops."""
         path: list[Node] = []

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from sys import intern
@@ -11,11 +12,30 @@ from sys import intern
 import numpy as np
 
 from towerd.slots.errors import StateError
+from towerd.slots.fingerprint import Fingerprint
 from towerd.store.catalog import Catalog
+from towerd.store.directory import Directory
 from towerd.store.node import ID_BYTES, PUBLIC, Node
 from towerd.store.run import decode_runs
 from towerd.store.segment_file import Mappings, SegmentFile
+from towerd.store.state import StoreState
 from towerd.store.trie import Trie
+
+
+def load_state(
+    directory: Directory, catalog: Catalog, fingerprint: Fingerprint, clock: Callable[[], float]
+) -> StoreState:
+    """What an opened store consists of, for one fingerprint, which is entered if it is new."""
+    pk = catalog.enter_fingerprint(fingerprint, clock())
+    mappings = Mappings()
+    files = load_files(catalog, pk, directory.segments, mappings)
+    state = StoreState(
+        directory, catalog, fingerprint, fingerprint.digest(), pk, clock, mappings,
+        threading.RLock(), load_trie(catalog, pk, files), files,
+        warm_bytes=sum(file.nbytes for file in files.values()),
+    )  # fmt: skip
+    directory.sweep_tmp()
+    return state
 
 
 def load_files(

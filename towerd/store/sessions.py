@@ -77,20 +77,28 @@ class SessionTable:
             found = self.recognise(known, turn.scope)
         else:
             check_name(turn.session)
-            rows = self.catalog.rows(
-                "SELECT pk, id FROM sessions WHERE fingerprint = ? AND scope = ? AND id = ?",
-                (self.fingerprint, turn.scope, turn.session),
-            )
-            found = Located(*rows[0]) if rows else None
+            found = self.lookup(turn.session, turn.scope)
         if found is not None:
             return found, False
         id = secrets.token_hex(8) if turn.session is None else turn.session
+        return self.create(id, turn.scope, turn.session is not None, now), True
+
+    def lookup(self, id: str, scope: str) -> Located | None:
+        """The session of `scope` with this id, if there is one."""
+        rows = self.catalog.rows(
+            "SELECT pk, id FROM sessions WHERE fingerprint = ? AND scope = ? AND id = ?",
+            (self.fingerprint, scope, id),
+        )
+        return Located(*rows[0]) if rows else None
+
+    def create(self, id: str, scope: str, named: bool, now: float) -> Located:
+        """Enter a session without turns, inside a transaction."""
         pk = self.catalog.run(
             "INSERT INTO sessions(fingerprint, scope, id, named, created, updated)"
             " VALUES (?, ?, ?, ?, ?, ?)",
-            (self.fingerprint, turn.scope, id, turn.session is not None, now, now),
+            (self.fingerprint, scope, id, named, now, now),
         )
-        return Located(pk, id), True
+        return Located(pk, id)
 
     def record(
         self, session: Located, turn: Turn, known: Sequence[Node], ends: tuple[Node, Node],
@@ -99,22 +107,34 @@ class SessionTable:
         """Enter the turn and make it the session's leaf. `known`: the nodes that its prompt
         matched in full before it was inserted; `ends`: its prompt end and reply end."""
         parent = self._parent_turn(session, known, len(turn.prompt))
+        facts = (len(turn.prompt), len(turn.reply), turn.n_cached, turn.started_s, now)
+        turn_id = self.enter_turn(session, parent, ends, facts, turn.finished, tail)
+        self.set_leaf(session, turn_id, len(turn.prompt) + len(turn.reply), now)
+        return turn_id
+
+    def enter_turn(
+        self, session: Located, parent: int | None, ends: tuple[Node, Node],
+        facts: tuple[int, int, int, float, float], finished: bool, tail: bytes,
+    ) -> int:  # fmt: skip
+        """One row of the turns, inside a transaction; `facts`: n_prompt, n_reply, n_cached,
+        started, created."""
         prompt_node, reply_node = ends
-        turn_id = self.catalog.run(
+        return self.catalog.run(
             "INSERT INTO turns(session, parent, prompt_node, reply_node, n_prompt, n_reply,"
             " n_cached, started, created, finished, tail)"
             " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
-                session.pk, parent, prompt_node.id or None, reply_node.id or None,
-                len(turn.prompt), len(turn.reply), turn.n_cached, turn.started_s, now,
-                turn.finished, tail,
+                session.pk, parent, prompt_node.id or None, reply_node.id or None, *facts,
+                finished, tail,
             ),
         )  # fmt: skip
+
+    def set_leaf(self, session: Located, turn_id: int, n_tokens: int, now: float) -> None:
+        """Where the current branch ends, inside a transaction."""
         self.catalog.run(
             "UPDATE sessions SET leaf = ?, n_tokens = ?, updated = ? WHERE pk = ?",
-            (turn_id, len(turn.prompt) + len(turn.reply), now, session.pk),
+            (turn_id, n_tokens, now, session.pk),
         )
-        return turn_id
 
     def listing(self, scope: str | None, limit: int) -> list[SessionInfo]:
         """The sessions used last first."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,14 +22,15 @@ from towerd.store.catalog import Catalog
 from towerd.store.collect import GcReport, collect, drop_foreign
 from towerd.store.directory import Directory
 from towerd.store.growth import Growth
+from towerd.store.history import History, add_history, take_history
 from towerd.store.integrity import problems
-from towerd.store.loader import add_pins, load_files, load_trie
+from towerd.store.loader import add_pins, load_state
 from towerd.store.lock import StoreLock
 from towerd.store.module import Module
 from towerd.store.node import ID_BYTES, PUBLIC, Ids, Node, ids_array, ids_bytes, path_bytes
 from towerd.store.reencode import Wish, reencode
 from towerd.store.rows import RowsPart, RowStore
-from towerd.store.segment_file import Mappings, SegmentFile, quantized_bytes
+from towerd.store.segment_file import SegmentFile, quantized_bytes
 from towerd.store.sessions import SessionTable, check_name
 from towerd.store.state import Held, StoreState
 from towerd.store.trie import Match
@@ -79,7 +79,10 @@ class Store:
                 lock_file.release()
                 raise
             try:
-                state = _load(directory, catalog, fingerprint, clock)
+                known = (
+                    fingerprint if isinstance(fingerprint, Fingerprint) else fingerprint(catalog)
+                )
+                state = load_state(directory, catalog, known, clock)
             except BaseException:
                 catalog.close()
                 lock_file.release()
@@ -265,15 +268,11 @@ class Store:
         n_prompt, n_cached = len(prompt) // ID_BYTES, turn.n_cached
         if not 0 <= n_cached <= len(data) // ID_BYTES:
             raise ValueError(f"n_cached {n_cached} of {len(data) // ID_BYTES} tokens")
-        ends = sorted({min(n_prompt, n_cached), n_cached} - {0})
-        cached, tail = data[: n_cached * ID_BYTES], data[n_cached * ID_BYTES :]
+        tail = data[n_cached * ID_BYTES :]
         with self._open_lock():
-            trie = self.state.trie
-            known = trie.matched(prompt, turn.scope)
+            known = self.state.trie.matched(prompt, turn.scope)
             with self._growing() as growth:
-                path = growth.grow(cached, turn.scope, ends) if ends else []
-                at = {node.p1: node for node in path} | {0: trie.root}
-                node_ends = at[min(n_prompt, n_cached)], at[n_cached]
+                node_ends = growth.grow_turn(data, turn.scope, n_prompt, n_cached)
                 session, is_new = self._sessions.enter(turn, known, growth.now)
                 turn_id = self._sessions.record(session, turn, known, node_ends, tail, growth.now)
             self.state.touch(node_ends[1])
@@ -307,6 +306,19 @@ class Store:
             node_id, tail = self._sessions.leaf_ids(self._sessions.find(id, scope))
             prefix = self.state.trie.nodes[node_id].prefix_bytes() if node_id else b""
         return ids_array(prefix + tail)
+
+    def history(self, id: str, scope: str | None = None) -> History:
+        """A session as it can be carried to another store. Raises as `session`."""
+        with self._open_lock():
+            found = self._sessions.find(id, scope)
+            taken = take_history(self.state, self._sessions, self._bases, found)
+        return taken.history()
+
+    def add_history(self, history: History, scope: str) -> int:
+        """Enter what a history has more than the session of its id; how many turns, in one
+        transaction. Raises InvalidRequest if the session here went on otherwise."""
+        with self._open_lock(), self._growing() as growth:
+            return add_history(self.state, self._sessions, growth, history, scope)
 
     def rename_session(self, id: str, title: str, scope: str | None = None) -> SessionInfo:
         """Set a session's title. Raises as `session`, or InvalidRequest."""
@@ -482,19 +494,3 @@ class Store:
     def _removed(self, node: Node) -> None:
         if self.on_remove is not None:
             self.on_remove(node)
-
-
-def _load(
-    directory: Directory, catalog: Catalog, which: WhichFingerprint, clock: Callable[[], float]
-) -> StoreState:
-    fingerprint = which if isinstance(which, Fingerprint) else which(catalog)
-    pk = catalog.enter_fingerprint(fingerprint, clock())
-    mappings = Mappings()
-    files = load_files(catalog, pk, directory.segments, mappings)
-    state = StoreState(
-        directory, catalog, fingerprint, fingerprint.digest(), pk, clock, mappings,
-        threading.RLock(), load_trie(catalog, pk, files), files,
-        warm_bytes=sum(file.nbytes for file in files.values()),
-    )  # fmt: skip
-    directory.sweep_tmp()
-    return state

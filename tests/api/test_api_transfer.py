@@ -1,0 +1,129 @@
+"""Export and import over HTTP: whose sessions, and what is refused. Files are tested elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient
+
+from towerd.models.bundled import bundled_model
+
+Client = TestClient[web.Request, web.Application]
+MakeClient = Callable[..., Awaitable[Client]]
+
+IMPORT = "/towerd/v1/sessions/import"
+KEYS = (("ka", "ann"), ("kb", "bob"))
+
+
+@pytest.fixture(autouse=True)
+def model(service: Any) -> Any:
+    """The fake model, with a vocabulary that can be read."""
+    service.engine.info = replace(service.engine.info, path=str(bundled_model()), n_vocab=512)
+    return service.engine.info
+
+
+def key(name: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {name}"}
+
+
+async def talk(client: Client, **headers: str) -> str:
+    """One turn; its session."""
+    reply = await client.post("/completion", json={"prompt": "abc"}, headers=headers)
+    assert reply.status == 200
+    return reply.headers["X-Towerd-Session"]
+
+
+async def export(client: Client, id: str, **headers: str) -> bytes:
+    reply = await client.get(f"/towerd/v1/sessions/{id}/export", headers=headers)
+    assert reply.status == 200, await reply.text()
+    assert reply.content_type == "application/octet-stream"
+    return await reply.read()
+
+
+async def refusal(reply: Any, status: int) -> str:
+    """The message of an error in llama-server's shape."""
+    assert reply.status == status, await reply.text()
+    error = (await reply.json())["error"]
+    assert error["code"] == status
+    return str(error["message"])
+
+
+async def test_a_tenant_imports_for_itself(make_client: MakeClient) -> None:
+    """Ann's file becomes Bob's session; neither can export the other's."""
+    client = await make_client(api_keys=KEYS)
+    id = await talk(client, **key("ka"))
+    data = await export(client, id, **key("ka"))
+    hidden = await client.get(f"/towerd/v1/sessions/{id}/export", headers=key("kb"))
+    assert "no session" in await refusal(hidden, 404)
+    for added in (1, 0):
+        reply = await client.post(f"{IMPORT}?scope=ann", data=data, headers=key("kb"))
+        assert reply.status == 200
+        found = await reply.json()
+        assert found["added"] == added
+        assert found["bases"] == []
+        assert (found["session"]["id"], found["session"]["scope"]) == (id, "bob")
+    assert await export(client, id, **key("kb")) == data
+
+
+async def test_the_owner_names_a_tenant(client: Client) -> None:
+    """Without keys the caller is the owner: `local`, or any tenant but `public`."""
+    id = await talk(client)
+    data = await export(client, id)
+    assert (await (await client.post(IMPORT, data=data)).json())["added"] == 0
+    found = await (await client.post(f"{IMPORT}?scope=guest", data=data)).json()
+    assert (found["added"], found["session"]["scope"]) == (1, "guest")
+    ambiguous = await client.get(f"/towerd/v1/sessions/{id}/export")
+    assert "guest, local" in await refusal(ambiguous, 500)
+    assert "public" in await refusal(await client.post(f"{IMPORT}?scope=public", data=data), 400)
+
+
+async def test_bad_bodies(make_client: MakeClient, service: Any) -> None:
+    """Each is refused with one sentence, and nothing is stored."""
+    client = await make_client(request_bytes_max=4096)
+    for body, words in (
+        (b"", "no .tower file"),
+        (b'{"prompt": "x"}', "no .tower file"),
+        (b"TWRS\x09" + bytes(60), "version 9"),
+        (b"TWRS\x01" + bytes(60), "damaged"),
+    ):
+        assert words in await refusal(await client.post(IMPORT, data=body), 400)
+    assert "4096" in await refusal(await client.post(IMPORT, data=bytes(4097)), 413)
+    assert service.store.sessions() == []
+    assert service.store.nodes() == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"path": ""}, "its path is not known"),
+        ({"path": "/nowhere/a.gguf"}, "/nowhere/a.gguf"),
+        ({"n_vocab": 99}, "has 512 tokens and the model that is served 99"),
+    ],
+)
+async def test_no_vocabulary(
+    client: Client, service: Any, changes: dict[str, Any], words: str
+) -> None:
+    """Without the model's vocabulary there are no files: 501 says why."""
+    id = await talk(client)
+    service.engine.info = replace(service.engine.info, **changes)
+    for reply in (
+        await client.get(f"/towerd/v1/sessions/{id}/export"),
+        await client.post(IMPORT, data=b"TWRS"),
+    ):
+        assert words in await refusal(reply, 501)
+
+
+async def test_unknown_sessions(client: Client) -> None:
+    assert "nobody" in await refusal(await client.get("/towerd/v1/sessions/nobody/export"), 404)
+
+
+async def test_exports_do_not_stop_the_loop(client: Client, loop_time: Any) -> None:
+    """Coding happens on a thread of its own."""
+    id = await talk(client)
+    data = await export(client, id)
+    await client.post(f"{IMPORT}?scope=guest", data=data)
+    loop_time.assert_never_blocked()

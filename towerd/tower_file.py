@@ -1,0 +1,262 @@
+"""The `.tower` file: one session's whole history, readable wherever the same model is served.
+
+    magic 4 | version 1 | bytes in all, u64
+    text: model | text: hash of the model's file | vocabulary hash 8 | varint: its tokens
+    text: session id | named 1 | text: title | created, updated: f64
+    varint: bases, then per base its name, level, tokens and digest 32
+    varint: turns, then per turn
+        varints: turns back to its parent, turns back to its origin (0: none), tokens shared with
+            the origin, tokens of the prompt, of the reply, and how many of both had rows
+        started, created: f64 | finished 1
+    varint: place of the current leaf
+    varint: bytes of the blob | the blob (`towerd.codec`, a form that every machine reads)
+    BLAKE2b-128 of everything before
+
+Numbers are little-endian or varints (`codec/varint.py`), a text is its length and UTF-8. The blob
+holds the token ids that each turn adds to the one it begins like, in order (`store/history.py`).
+The reader takes every byte as hostile: nothing is decoded before the checksum holds and the model
+is known to be the one served here, and no memory is taken that the bytes do not justify.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from towerd.codec import Codec, varint
+from towerd.codec.base import IDS_MAX, Ids
+from towerd.codec.errors import CodecError
+from towerd.errors import InvalidRequest
+from towerd.store.history import History, NamedBase, PastTurn
+from towerd.store.sessions import NAME_CHARS_MAX, TITLE_CHARS_MAX
+
+MAGIC = b"TWRS"
+VERSION = 1
+TURNS_MAX = 4096
+"""Turns of one session; the store's lock is held while they are entered."""
+TURN_IDS_MAX = 1 << 28
+"""Token ids of all turns together, each counted with all of its prompt."""
+SECONDS_MAX = 1e11
+_FIXED = struct.Struct("<4sBQ")
+_TIME = struct.Struct("<d")
+_TURN_NUMBERS = 6
+_CHECKSUM_BYTES = 16
+_VOCABULARY_BYTES = 8
+_DIGEST_BYTES = 32
+_UTF8_BYTES = 4
+
+
+class TowerFileError(InvalidRequest):
+    """A file that cannot be read here; the message says what is wrong with it or missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The model whose token ids sessions are made of."""
+
+    name: str
+    """For people: its file name."""
+    hash: str
+    """The fingerprint's `model_hash`."""
+    codec: Codec
+    """Of its vocabulary."""
+
+
+def write(history: History, model: Model) -> bytes:
+    """The bytes of a session. Takes a while, for the ids are decoded again and compared.
+
+    Raises TowerFileError for a session that is too long, or has ids of another vocabulary."""
+    _check_size(history.turns)
+    try:
+        blob = model.codec.encode(history.stream)
+    except ValueError as error:
+        raise TowerFileError(f"The session cannot be exported: {error}") from error
+    n_tokens = len(model.codec.vocabulary.pieces)
+    parts = [_text(model.name[:NAME_CHARS_MAX]), _text(model.hash), model.codec.vocabulary_hash]
+    parts += [varint.put(n_tokens), _text(history.id), bytes((history.named,))]
+    parts += [_text(history.title), _TIME.pack(history.created), _TIME.pack(history.updated)]
+    parts.append(varint.put(len(history.bases)))
+    for base in history.bases:
+        parts += [_text(base.name), varint.put_all((base.level, base.n_tokens)), base.digest]
+    parts.append(varint.put(len(history.turns)))
+    parts += [_turn(place, turn) for place, turn in enumerate(history.turns)]
+    parts += [varint.put(history.leaf), varint.put(len(blob)), blob]
+    body = b"".join(parts)
+    n_bytes = _FIXED.size + len(body) + _CHECKSUM_BYTES
+    data = _FIXED.pack(MAGIC, VERSION, n_bytes) + body
+    return data + _checksum(data)
+
+
+def read(data: bytes, model: Model) -> History:
+    """The session in a file that may be anything. Takes a while.
+
+    Raises TowerFileError."""
+    with _damage():
+        reader = varint.Reader(_checked(data))
+        _check_model(reader, model)
+        id, named = _read_text(reader, NAME_CHARS_MAX), _read_flag(reader)
+        title = _read_text(reader, TITLE_CHARS_MAX)
+        created, updated = _read_time(reader), _read_time(reader)
+        bases = _read_bases(reader)
+        turns = _read_turns(reader)
+        leaf = reader.number(len(turns))
+        blob = reader.take(reader.number())
+        reader.end()
+        _check_size(turns)
+        stream = _decode(blob, turns, model.codec)
+    return History(id, named, title, created, updated, leaf, turns, bases, stream)
+
+
+def _checked(data: bytes) -> bytes:
+    """What lies between the header and the checksum, which holds."""
+    if not data.startswith(MAGIC[: len(data)]) or not data:
+        raise TowerFileError("This is no .tower file: towerctl export writes them.")
+    if len(data) < _FIXED.size + _CHECKSUM_BYTES:
+        raise TowerFileError(f"The .tower file is truncated: it has only {len(data)} bytes.")
+    _, version, n_bytes = _FIXED.unpack_from(data)
+    if version > VERSION:
+        raise TowerFileError(
+            f"The .tower file has version {version}, and this towerd reads up to {VERSION}: "
+            "update towerd."
+        )
+    if len(data) < n_bytes:
+        raise TowerFileError(
+            f"The .tower file is truncated: {len(data)} of its {n_bytes} bytes are here."
+        )
+    whole = len(data) == n_bytes and version == VERSION
+    if not whole or _checksum(data[:-_CHECKSUM_BYTES]) != data[-_CHECKSUM_BYTES:]:
+        raise TowerFileError(
+            "The .tower file is damaged, its checksum does not match: use another copy of it."
+        )
+    return data[_FIXED.size : -_CHECKSUM_BYTES]
+
+
+def _check_model(reader: varint.Reader, model: Model) -> None:
+    """Refuse ids of another vocabulary, and sessions of another model."""
+    name, hash_ = _read_text(reader, NAME_CHARS_MAX), _read_text(reader, NAME_CHARS_MAX)
+    vocabulary, n_tokens = reader.take(_VOCABULARY_BYTES), reader.number()
+    codec = model.codec
+    if vocabulary != codec.vocabulary_hash:
+        raise TowerFileError(
+            f"The session is of {name!r}, whose vocabulary ({n_tokens} tokens, "
+            f"{vocabulary.hex()}) is not that of {model.name!r} here "
+            f"({len(codec.vocabulary.pieces)} tokens, {codec.vocabulary_hash.hex()}): serve "
+            f"{name!r} to import it."
+        )
+    if hash_ != model.hash:
+        raise TowerFileError(
+            f"The session is of the model {name!r} ({hash_[:16]}), and {model.name!r} here has "
+            f"the same vocabulary but other weights ({model.hash[:16]}): serve the model of the "
+            "session to import it."
+        )
+
+
+def _read_bases(reader: varint.Reader) -> tuple[NamedBase, ...]:
+    found = []
+    for _ in range(reader.number()):
+        name, (level, n_tokens) = _read_text(reader, NAME_CHARS_MAX), reader.numbers(2)
+        found.append(NamedBase(name, level, n_tokens, reader.take(_DIGEST_BYTES)))
+    return tuple(found)
+
+
+def _turn(place: int, turn: PastTurn) -> bytes:
+    """One turn, as it stands in the file."""
+    parent = 0 if turn.parent is None else place - turn.parent
+    numbers = (parent, place - turn.origin, turn.n_shared, turn.n_prompt, turn.n_reply,
+               turn.n_cached)  # fmt: skip
+    times = _TIME.pack(turn.started) + _TIME.pack(turn.created)
+    return varint.put_all(numbers) + times + bytes((turn.finished,))
+
+
+def _read_turns(reader: varint.Reader) -> tuple[PastTurn, ...]:
+    """The turns; each refers to earlier ones only and to tokens that they have."""
+    turns: list[PastTurn] = []
+    for place in range(reader.number(TURNS_MAX + 1)):
+        parent, origin, n_shared, n_prompt, n_reply, n_cached = reader.numbers(_TURN_NUMBERS)
+        turn = PastTurn(
+            place - parent if parent else None, place - origin, n_shared, n_prompt, n_reply,
+            n_cached, _read_time(reader), _read_time(reader), _read_flag(reader),
+        )  # fmt: skip
+        n_there = turns[turn.origin].n if 0 < origin <= place else 0
+        if max(parent, origin) > place or not 0 < turn.n <= IDS_MAX:
+            raise _unfit()
+        if turn.n_shared > min(turn.n, n_there) or turn.n_cached > turn.n:
+            raise _unfit()
+        turns.append(turn)
+    if not turns:
+        raise _unfit()
+    return tuple(turns)
+
+
+def _decode(blob: bytes, turns: tuple[PastTurn, ...], codec: Codec) -> Ids:
+    """The ids of the blob: as many as the turns add, all of them of the vocabulary."""
+    stream = codec.decode(blob)
+    n_tokens = len(codec.vocabulary.pieces)
+    if len(stream) != sum(turn.n - turn.n_shared for turn in turns):
+        raise _unfit()
+    if len(stream) and not 0 <= int(np.min(stream)) <= int(np.max(stream)) < n_tokens:
+        raise _unfit()
+    return stream
+
+
+def _check_size(turns: tuple[PastTurn, ...]) -> None:
+    n_ids = sum(turn.n for turn in turns)
+    if len(turns) > TURNS_MAX or n_ids > TURN_IDS_MAX:
+        raise TowerFileError(
+            f"The session has {len(turns)} turns with {n_ids} tokens, and a .tower file holds up "
+            f"to {TURNS_MAX} turns and {TURN_IDS_MAX} tokens."
+        )
+
+
+@contextmanager
+def _damage() -> Iterator[None]:
+    """Whatever the codec finds wrong, as this module's error."""
+    try:
+        yield
+    except CodecError as error:
+        raise TowerFileError(f"The .tower file cannot be read: {error}") from error
+
+
+def _unfit() -> TowerFileError:
+    return TowerFileError(
+        "The .tower file is damaged, its parts contradict each other: use another copy of it."
+    )
+
+
+def _text(text: str) -> bytes:
+    data = text.encode()
+    return varint.put(len(data)) + data
+
+
+def _read_text(reader: varint.Reader, chars_max: int) -> str:
+    try:
+        text = reader.take(reader.number(chars_max * _UTF8_BYTES + 1)).decode()
+    except UnicodeDecodeError:
+        raise _unfit() from None
+    if len(text) > chars_max:
+        raise _unfit()
+    return text
+
+
+def _read_time(reader: varint.Reader) -> float:
+    (value,) = _TIME.unpack(reader.take(_TIME.size))
+    if not math.isfinite(value) or not 0 <= value <= SECONDS_MAX:
+        raise _unfit()
+    return float(value)
+
+
+def _read_flag(reader: varint.Reader) -> bool:
+    byte = reader.take(1)[0]
+    if byte > 1:
+        raise _unfit()
+    return bool(byte)
+
+
+def _checksum(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=_CHECKSUM_BYTES).digest()
