@@ -172,7 +172,7 @@ class StoreBackend:
     def stats(self) -> Json:
         daemon_only = (
             "engine_name", "model", "model_path", "n_ctx", "n_slots", "uptime_s", "reuse",
-            "slots", "engine", "tiers",
+            "slots", "engine", "tiers", "traffic",
         )  # fmt: skip
         return {
             "version": __version__,

@@ -178,6 +178,8 @@ def as_version_1(root: Path) -> None:
     db.execute("ALTER TABLE files DROP COLUMN runs")
     db.execute("ALTER TABLE bases DROP COLUMN format")
     db.execute("ALTER TABLE bases DROP COLUMN module")
+    db.execute("DROP TABLE invocations")
+    db.execute("DROP TABLE workflows")
     db.execute("PRAGMA user_version = 1")
     db.commit()
     db.close()

@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
 
 from towerd.errors import ConfigError
 from towerd.policy.base import Policy
-from towerd.policy.foresight import Foresight
-from towerd.policy.gdsf import GDSF
-from towerd.policy.kvflow import KVFlow
-from towerd.policy.latem_tree import LatemTree
-from towerd.policy.lindy import Lindy
-from towerd.policy.lru import LRU
-from towerd.policy.pbkv import PBKV
-from towerd.policy.sieve import Sieve
 
-_POLICIES: dict[str, Callable[[], Policy]] = {
-    "foresight": Foresight,
-    "gdsf": GDSF,
-    "kvflow": KVFlow,
-    "latem": LatemTree,
-    "lindy": Lindy,
-    "lru": LRU,
-    "pbkv": PBKV,
-    "sieve": Sieve,
+_POLICIES = {  # imported when one is made: some need numpy, and --help has to be quick
+    "foresight": "towerd.policy.foresight:Foresight",
+    "gdsf": "towerd.policy.gdsf:GDSF",
+    "kvflow": "towerd.policy.kvflow:KVFlow",
+    "latem": "towerd.policy.latem_tree:LatemTree",
+    "lindy": "towerd.policy.lindy:Lindy",
+    "lru": "towerd.policy.lru:LRU",
+    "pbkv": "towerd.policy.pbkv:PBKV",
+    "sieve": "towerd.policy.sieve:Sieve",
 }
 NAMES = tuple(sorted(_POLICIES))
 
 
 def make_policy(name: str) -> Policy:
     """A fresh policy. Raises ConfigError for a name that is not in NAMES."""
-    maker = _POLICIES.get(name)
-    if maker is None:
+    where = _POLICIES.get(name)
+    if where is None:
         raise ConfigError(f"there is no policy {name!r}; choose one of: {', '.join(NAMES)}")
-    return maker()
+    module, attribute = where.split(":")
+    policy: Policy = getattr(importlib.import_module(module), attribute)()
+    return policy
