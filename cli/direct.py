@@ -14,6 +14,7 @@ from towerd.api.pins import base_json
 from towerd.cli.client import Json, OnBytes
 from towerd.errors import NotFound, StoreError, TowerdError
 from towerd.store import Node, Store, latest_fingerprint
+from towerd.store.boundaries import cut_of
 from towerd.tenants import OWNER
 from towerd.tiers.calibration_store import load_calibration
 
@@ -119,6 +120,7 @@ class StoreBackend:
             raise needs_daemon()
         node = self.store.node(id)
         out = segment_json(node, self.store)
+        out["cut"] = cut_of(self.store)
         out["path"] = [each.id for each in node.path()]
         out["children"] = [child.id for child in node.children]
         if ids:

@@ -10,7 +10,8 @@ import click
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 OUT = click.Path(dir_okay=False, path_type=Path)
 ARCHS = ["llama", "qwen3", "phi3", "stablelm", "gptneox", "smollm3", "qwen2vl", "qwen3vl",
-         "deepseek2"]  # fmt: skip
+         "deepseek2", "gemma3", "gpt-oss", "cohere2", "mamba", "rwkv7", "lfm2", "granitehybrid",
+         "jamba", "falcon-h1", "qwen35"]  # fmt: skip
 SCALINGS = ["none", "linear", "yarn", "llama3", "longrope"]
 
 

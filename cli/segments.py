@@ -6,6 +6,13 @@ import click
 
 from towerd.cli.client import PAGE_MAX, Json, Target, connect, json_option, target_options
 
+_CUTS = {
+    "anywhere": "cut at any token",
+    "boundary": "only where a segment ends with a boundary state",
+    "whole": "only where a segment ends with a boundary state, which is the whole state",
+}
+"""What can be done with a segment of a model of each kind."""
+
 
 @click.group()
 def segments() -> None:
@@ -99,6 +106,8 @@ def _print(found: Json, *, whole_text: bool) -> None:
         ("tokens", f"[{found['p0']:,}, {found['p1']:,}), {found['tokens']:,} in all"),
         ("rows", f"{tiers(found)}, {size(found['bytes'])}"),
         ("format", found["format"] or "-"),
+        ("reuse", _CUTS[found["cut"]]),
+        ("boundary", size(found["boundary_bytes"]) if found["boundary_bytes"] else "-"),
         ("pinned", "yes" if found["pinned"] else "no"),
         ("hits", found["hits"]),
         ("last used", moment(found["last_used"])),

@@ -49,6 +49,8 @@ def _running(found: Json) -> Iterator[tuple[str, object]]:
     yield "requests", f"{engine['running']} running, {engine['waiting']} waiting"
     if not engine.get("can_slice", True):
         yield "reuse", f"live only: {engine['why_not_sliceable']}"
+    if engine.get("state_cut", "anywhere") != "anywhere":
+        yield "reuse", f"at boundary states ({engine['state_kind']} model)"
     total = sum(reuse.values())
     shares = ", ".join(f"{name} {tokens:,}" for name, tokens in reuse.items())
     yield "prompt tokens", f"{total:,} ({shares})"

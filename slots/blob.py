@@ -23,7 +23,7 @@ from towerd.slots.state import (
     write_prefix,
 )
 
-__all__ = ["SequenceState", "blob_size", "emit_blob", "parse_blob"]
+__all__ = ["SequenceState", "blob_size", "emit_blob", "parse_blob", "parse_rows"]
 
 
 def parse_blob(
@@ -36,10 +36,7 @@ def parse_blob(
     one without V
     StateError for anything but one complete plain KV cache sequence, trailing bytes included."""
     reader = Reader(data)
-    magic = reader.u32("magic")
-    if magic != BLOB_MAGIC:
-        raise StateError(f"not a sequence blob: magic is {magic:#010x}, not {BLOB_MAGIC:#010x}")
-    seq_id = reader.i32("sequence id")
+    seq_id = _read_prefix(reader)
     state = parse_state(reader, cell_ext=cell_ext)
     if state.seq_id != seq_id:
         raise StateError(f"a blob of sequence {seq_id} holds cells of sequence {state.seq_id}")
@@ -47,9 +44,49 @@ def parse_blob(
     return state
 
 
+def parse_rows(
+    data: Data, *, cell_ext: bool = False, has_window: bool = False, layout: KVLayout | None = None
+) -> KVRows:
+    """The rows of a blob of one cache, or of two if it `has_window`: that of the full layers
+    and that of the sliding window, which must hold the same positions.
+
+    cell_ext, layout: as for `parse_blob`. A state of another kind that may follow the rows must
+    have been cut off. StateError for anything else."""
+    reader = Reader(data)
+    _read_prefix(reader)
+    if not has_window:
+        rows = parse_state(reader, cell_ext=cell_ext).rows
+    else:
+        full = parse_state(reader, cell_ext=cell_ext, has_v=True, is_last=False).rows
+        window = parse_state(reader, cell_ext=cell_ext, has_v=True).rows
+        rows = _joined(full, window)
+    check_layout(rows.layout, layout)
+    return rows
+
+
+def _read_prefix(reader: Reader) -> int:
+    """The sequence id."""
+    magic = reader.u32("magic")
+    if magic != BLOB_MAGIC:
+        raise StateError(f"not a sequence blob: magic is {magic:#010x}, not {BLOB_MAGIC:#010x}")
+    return reader.i32("sequence id")
+
+
+def _joined(full: KVRows, window: KVRows) -> KVRows:
+    """Rows of both caches as one. StateError if they are not of the same positions."""
+    if not np.array_equal(full.positions, window.positions):
+        raise StateError(
+            f"the window holds positions {window.p0} to {window.p1 - 1}, the full layers "
+            f"{full.p0} to {full.p1 - 1}"
+        )
+    a, b = full.layout, window.layout
+    layout = KVLayout(a.k + b.k, a.v + b.v, a.cell_ext, b.n_layer)
+    return KVRows(layout, full.positions, full.k + window.k, full.v + window.v, full.ext)
+
+
 def blob_size(layout: KVLayout, n: int, *, n_stream: int = 1, v_trans: bool = False) -> int:
-    """Bytes of a blob of `n` tokens (the same for both forms of V)."""
-    return PREFIX_BYTES + state_size(layout, n, n_stream)
+    """Bytes of a blob of `n` tokens (the same for both forms of V), without a tail."""
+    return PREFIX_BYTES + sum(state_size(part, n, n_stream) for part in layout.sections)
 
 
 def emit_blob(
@@ -60,6 +97,7 @@ def emit_blob(
     stream: int = 0,
     v_trans: bool = False,
     seq_id: int = 0,
+    tail: bytes = b"",
     out: Any = None,
     n_threads: int = dispatch.THREADS,
 ) -> memoryview:
@@ -67,17 +105,28 @@ def emit_blob(
 
     layout: the context's, to which parts in stored formats are decoded on the way; None: all
     parts have the same layout, and that is written
+    tail: what follows the rows, where the model has a state of another kind beside them
     out: a writable contiguous buffer to fill from its start (no part may view it); a new one
     if None. Returns exactly the blob's bytes. The copy runs on up to `n_threads` threads with
     the GIL released. StateError if the parts do not follow one another, do not hold what the
     layout says, cannot be framed so, or `out` is too small."""
     frame = Frame(n_stream, stream, v_trans, seq_id)
     layout = check_parts(parts, frame, layout)
-    size = blob_size(layout, sum(len(part) for part in parts), n_stream=n_stream)
+    n = sum(len(part) for part in parts)
+    size = blob_size(layout, n, n_stream=n_stream) + len(tail)
     target = np.empty(size, np.uint8) if out is None else writable(out, size)
     write_prefix(target, seq_id)
-    write_state(target[PREFIX_BYTES:], parts, frame, None, n_threads, layout)
+    at = PREFIX_BYTES
+    for section, rows in zip(layout.sections, _by_section(parts), strict=True):
+        end = at + state_size(section, n, n_stream)
+        write_state(target[at:end], rows, frame, None, n_threads, section)
+        at = end
+    target[at:] = np.frombuffer(tail, np.uint8)
     return target.data
+
+
+def _by_section(parts: Sequence[KVRows]) -> list[tuple[KVRows, ...]]:
+    return list(zip(*(part.sections() for part in parts), strict=True))
 
 
 def writable(out: Any, size: int) -> npt.NDArray[np.uint8]:

@@ -69,15 +69,20 @@ class KVLayout:
     """The planes of every cached layer in llama.cpp's order (ascending layer index).
 
     `v` is as long as `k`, or empty for caches that keep no V (MLA). `cell_ext`: every cell
-    carries 12 more bytes. Raises StateError when the counts do not fit."""
+    carries 12 more bytes. `n_window`: so many of the layers, the last ones, are in a second
+    cache, that of the sliding window. No layers at all: a model that keeps no rows. Raises
+    StateError when the counts do not fit."""
 
     k: tuple[Plane, ...]
     v: tuple[Plane, ...]
     cell_ext: bool = False
+    n_window: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 < len(self.k) <= LAYERS_MAX:
-            raise StateError(f"{len(self.k)} layers; expected 1 to {LAYERS_MAX}")
+        if len(self.k) > LAYERS_MAX:
+            raise StateError(f"{len(self.k)} layers; expected at most {LAYERS_MAX}")
+        if not 0 <= self.n_window < max(1, len(self.k)):
+            raise StateError(f"{self.n_window} of {len(self.k)} layers cannot have a window")
         if len(self.v) not in (0, len(self.k)):
             raise StateError(f"{len(self.v)} V planes for {len(self.k)} K planes")
 
@@ -90,6 +95,17 @@ class KVLayout:
     def planes(self) -> tuple[Plane, ...]:
         """All K planes, then all V planes."""
         return self.k + self.v
+
+    @property
+    def sections(self) -> tuple[KVLayout, ...]:
+        """The layouts of the caches that hold these layers, in llama.cpp's order."""
+        if not self.n_window:
+            return (self,)
+        n_full = self.n_layer - self.n_window
+        return (
+            KVLayout(self.k[:n_full], self.v[:n_full], self.cell_ext),
+            KVLayout(self.k[n_full:], self.v[n_full:], self.cell_ext),
+        )
 
     @property
     def token_bytes(self) -> int:
@@ -116,8 +132,8 @@ class KVLayout:
     def converts_to(self, other: KVLayout) -> bool:
         """Whether rows of this layout hold the same values as rows of `other`, format aside."""
         return (
-            (self.n_layer, len(self.v), self.cell_ext)
-            == (other.n_layer, len(other.v), other.cell_ext)
+            (self.n_layer, len(self.v), self.cell_ext, self.n_window)
+            == (other.n_layer, len(other.v), other.cell_ext, other.n_window)
         ) and all(
             mine.n_elements == theirs.n_elements
             for mine, theirs in zip(self.planes, other.planes, strict=True)
@@ -125,20 +141,25 @@ class KVLayout:
 
     def to_json(self) -> dict[str, Any]:
         """A dict of JSON values; `from_json` takes it back if the layout is native."""
-        return {
+        value = {
             "k": [[plane.ggml_type, plane.row_bytes] for plane in self.k],
             "v": [[plane.ggml_type, plane.row_bytes] for plane in self.v],
             "cell_ext": self.cell_ext,
         }
+        return value | ({"n_window": self.n_window} if self.n_window else {})
 
     @classmethod
     def from_json(cls, value: object) -> KVLayout:
         """The native layout that `to_json` described. Raises StateError for anything else."""
-        if not isinstance(value, Mapping) or set(value) != {"k", "v", "cell_ext"}:
+        if not isinstance(value, Mapping) or set(value) - {"n_window"} != {"k", "v", "cell_ext"}:
             raise StateError("a layout must be an object with exactly k, v and cell_ext")
         if not isinstance(value["cell_ext"], bool):
             raise StateError("cell_ext must be true or false")
-        return cls(_planes(value["k"], "k"), _planes(value["v"], "v"), value["cell_ext"])
+        n_window = value.get("n_window", 0)
+        if type(n_window) is not int:
+            raise StateError("n_window must be an integer")
+        k, v = _planes(value["k"], "k"), _planes(value["v"], "v")
+        return cls(k, v, value["cell_ext"], n_window)
 
 
 def _planes(value: object, name: str) -> tuple[Plane, ...]:
@@ -173,4 +194,4 @@ def _stored_as(layout: KVLayout, name: str) -> KVLayout:
     stored_format(name)
     k = tuple(plane.stored_as(name) for plane in layout.k)
     v = tuple(plane.stored_as(name) for plane in layout.v)
-    return KVLayout(k, v, layout.cell_ext)
+    return KVLayout(k, v, layout.cell_ext, layout.n_window)

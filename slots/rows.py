@@ -78,6 +78,17 @@ class KVRows:
         yield from self.k
         yield from self.v
 
+    def sections(self) -> tuple[KVRows, ...]:
+        """The rows of each cache (see `KVLayout.sections`), as views."""
+        if not self.layout.n_window:
+            return (self,)
+        n_full = self.layout.n_layer - self.layout.n_window
+        cuts = np.s_[:n_full], np.s_[n_full:]
+        return tuple(
+            KVRows(layout, self.positions, self.k[cut], self.v[cut], self.ext)
+            for layout, cut in zip(self.layout.sections, cuts, strict=True)
+        )
+
     def slice(self, p0: int, p1: int) -> KVRows:
         """The rows with p0 <= position < p1, as views. StateError if there is none."""
         first, last = np.searchsorted(self.positions, (p0, p1))

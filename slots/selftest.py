@@ -8,9 +8,9 @@ import numpy.typing as npt
 from towerd.slots.blob import emit_blob, parse_blob
 from towerd.slots.errors import StateError
 from towerd.slots.layout import STATE_VERSION, KVLayout
-from towerd.slots.reader import Data, as_bytes
-from towerd.slots.slotfile import parse_slot_file
-from towerd.slots.state import SequenceState
+from towerd.slots.reader import Data, Reader, as_bytes
+from towerd.slots.slotfile import FILE_MAGIC, parse_slot_file
+from towerd.slots.state import PREFIX_BYTES, SequenceState
 
 
 def self_test(
@@ -37,6 +37,21 @@ def self_test(
             f"llama.cpp's state is not the version {STATE_VERSION} format that towerd "
             f"supports: {error}"
         ) from error
+
+
+def check_slot_file(data: Data, blob: Data) -> None:
+    """StateError unless `data`, a slot file that llama.cpp just wrote, is of the version that
+    this package reads and holds the same state as the `blob` of its sequence."""
+    reader = Reader(data)
+    if reader.u32("magic") != FILE_MAGIC:
+        raise StateError("llama.cpp's slot file has another magic")
+    version = reader.u32("version")
+    if version != STATE_VERSION:
+        raise StateError(f"llama.cpp's state is version {version}, not {STATE_VERSION}")
+    reader.take(4 * reader.u32("token section size"), "token section")
+    state = reader.take(reader.remaining, "state")
+    if not np.array_equal(state, as_bytes(blob)[PREFIX_BYTES:]):
+        raise StateError("llama.cpp's slot file and its blob hold different states")
 
 
 def _check(

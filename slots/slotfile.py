@@ -85,6 +85,8 @@ def emit_slot_file(
     StateError too if there is not exactly one token per row: llama-server would fail later."""
     frame = Frame(n_stream, stream, v_trans, seq_id)
     layout = check_parts(parts, frame, layout)
+    if layout.n_window:
+        raise StateError("slot files of sliding-window models are composed elsewhere")
     n = sum(len(part) for part in parts)
     if len(tokens) != n:
         raise StateError(f"{len(tokens)} tokens for {n} rows")

@@ -102,9 +102,13 @@ class _Section:
         return rows
 
 
-def parse_state(reader: Reader, *, cell_ext: bool) -> SequenceState:
-    """Read a whole state up to the end of the bytes.
+def parse_state(
+    reader: Reader, *, cell_ext: bool, has_v: bool | None = None, is_last: bool = True
+) -> SequenceState:
+    """Read a whole state, if it `is_last` up to the end of the bytes.
 
+    has_v: whether V sections follow the K sections; None: told by what is left, which only
+    the last state allows
     Everything is checked before any row is moved; rows are views into the source when its
     cells are sorted and V is not transposed, otherwise copies of the same size. StateError if
     the bytes are anything but one plain KV cache with cells in exactly one stream."""
@@ -119,10 +123,12 @@ def parse_state(reader: Reader, *, cell_ext: bool) -> SequenceState:
         if found is not None:
             raise StateError("more than one stream holds cells")
         cells = parse_cells(reader, n_cells, cell_ext)
-        found = (stream, cells, *_parse_sections(reader, n_cells, 4 * (n_stream - 1 - stream)))
+        tail_bytes = 4 * (n_stream - 1 - stream)
+        found = (stream, cells, *_parse_sections(reader, n_cells, tail_bytes, has_v))
     if found is None:
         raise StateError("the state holds no cells")
-    reader.finish()
+    if is_last:
+        reader.finish()
     stream, cells, v_trans, k, v = found
     layout = KVLayout(tuple(s.plane for s in k), tuple(s.plane for s in v), cell_ext)
     n = len(cells.positions)
@@ -137,7 +143,7 @@ def parse_state(reader: Reader, *, cell_ext: bool) -> SequenceState:
 
 
 def _parse_sections(
-    reader: Reader, n_cells: int, tail_bytes: int
+    reader: Reader, n_cells: int, tail_bytes: int, has_v: bool | None
 ) -> tuple[bool, list[_Section], list[_Section]]:
     """v_trans, K and V sections. Caches without V (MLA) end after K; only what is left, less
     the `tail_bytes` of the streams that follow, tells them apart."""
@@ -148,7 +154,7 @@ def _parse_sections(
     if not 1 <= n_layer <= min(LAYERS_MAX, reader.remaining // SECTION_BYTES):
         raise StateError(f"n_layer is {n_layer} with {reader.remaining} bytes left")
     k = [_parse_section(reader, n_cells, f"K of layer {i}") for i in range(n_layer)]
-    if reader.remaining == tail_bytes:
+    if has_v is False or (has_v is None and reader.remaining == tail_bytes):
         return bool(v_trans), k, []
     parse = _parse_transposed if v_trans else _parse_section
     return bool(v_trans), k, [parse(reader, n_cells, f"V of layer {i}") for i in range(n_layer)]

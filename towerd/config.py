@@ -123,6 +123,11 @@ class Config:
     warm_bytes: int = _set(-1, "size", "--warm-bytes",
         "Disk for the attention state of conversations.", low=-1,
         auto="32 GiB, but at most half of what is free")
+    boundary_bytes: int = _set(-1, "size", "--boundary-bytes",
+        "Disk for boundary states, from which models with recurrent layers go on.", low=-1,
+        auto="a quarter of warm-bytes")
+    boundary_tokens: int = _set(512, "int", "--boundary-tokens",
+        "Tokens between boundary states near the end of a long prompt.", low=16, high=2**20)
     fidelity: str = _set("near", "text", "--fidelity",
         "How true unused attention state stays on disk: as computed, or within a measured bound.",
         choices=FIDELITIES)
@@ -228,6 +233,8 @@ class Config:
         if self.warm_bytes == -1:
             free = _free_bytes(auto.get("store_dir", self.store_dir))
             auto["warm_bytes"] = min(WARM_BYTES_MAX, free // 2)
+        if self.boundary_bytes == -1:
+            auto["boundary_bytes"] = auto.get("warm_bytes", self.warm_bytes) // 4
         for name, value in auto.items():
             object.__setattr__(self, name, value)
 

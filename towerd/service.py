@@ -16,6 +16,8 @@ from towerd.engine.embedded.engine import EmbeddedEngine
 from towerd.session import Sessions
 from towerd.slots.fingerprint import Fingerprint
 from towerd.store import Catalog, Store
+from towerd.store.boundaries import ANYWHERE, CUT_META
+from towerd.tiers.boundary import BoundaryTier
 from towerd.tiers.fidelity import Fidelity, LevelFormats
 from towerd.tiers.manager import Tiers
 from towerd.traffic import Traffic, open_traffic
@@ -31,6 +33,8 @@ class Service:
     store: Store
     tiers: Tiers
     traffic: Traffic
+    boundaries: BoundaryTier | None
+    """Of models whose memory cannot be cut at any token."""
     calibrator: Calibrator
 
 
@@ -42,10 +46,11 @@ async def open_service(config: Config) -> AsyncIterator[Service]:
     written, and the catalog is closed. Raises ModelError, StoreError, ConfigError."""
     core, store = await asyncio.to_thread(_open_store, config)
     try:
+        boundaries = await asyncio.to_thread(_open_boundaries, config, core, store)
         tiers = await asyncio.to_thread(_open_tiers, config, core, store)
         try:
             traffic = await asyncio.to_thread(open_traffic, config, store, tiers)
-            engine = EmbeddedEngine(core, tiers, config)
+            engine = EmbeddedEngine(core, tiers, config, boundaries)
             engine.start()
             tiers.prefetcher.is_calm = engine.is_calm
             sessions = Sessions(engine, store, traffic)
@@ -63,7 +68,9 @@ async def open_service(config: Config) -> AsyncIterator[Service]:
             )
             try:
                 await asyncio.to_thread(calibrator.start)
-                yield Service(config, engine, sessions, store, tiers, traffic, calibrator)
+                yield Service(
+                    config, engine, sessions, store, tiers, traffic, boundaries, calibrator
+                )
             finally:
                 if sessions.anticipator is not None:
                     await sessions.anticipator.close()
@@ -72,6 +79,8 @@ async def open_service(config: Config) -> AsyncIterator[Service]:
                 await engine.close()
                 await asyncio.to_thread(traffic.close)
         finally:
+            if boundaries is not None:
+                await asyncio.to_thread(boundaries.close)
             await asyncio.to_thread(tiers.close)
     finally:
         await asyncio.to_thread(store.close)
@@ -107,4 +116,14 @@ def _open_tiers(config: Config, core: Core, store: Store) -> Tiers:
         fidelity=cast(Fidelity, config.fidelity),
         forced=LevelFormats.parse(config.level_formats) if config.level_formats else None,
         shrink_after_s=config.shrink_after_s,
+        tail=core.memory.tail,
     )
+
+
+def _open_boundaries(config: Config, core: Core, store: Store) -> BoundaryTier | None:
+    if not core.memory.kind.has_state:
+        store.set_meta(CUT_META + store.state.digest.hex(), ANYWHERE)
+        return None
+    store.set_meta(CUT_META + store.state.digest.hex(), core.memory.kind.cut)
+    exact = config.fidelity == "exact"
+    return BoundaryTier(store, bytes_max=config.boundary_bytes, exact=exact)

@@ -33,32 +33,21 @@ def file(config: Config) -> Finding:
 
 
 def architecture(config: Config) -> Finding:
-    """Whether its cached state can be cut at any token."""
+    """Where its stored state can be taken up again."""
     reader = _read(find_model(config.model))
     arch = str(_value(reader, "general.architecture", ""))
     if not arch:
         return fail("the file names no architecture", "Convert the model to GGUF again.")
-    why = why_not_sliceable(reader, arch)
-    if why:
-        return warn(
-            f"{clean(arch)}: {why}",
-            "Conversations are kept, but their prompts are evaluated again unless still live.",
-        )
     n_ctx = int(_value(reader, f"{arch}.context_length", 0))
-    return ok(f"{clean(arch)}, cut at any token, trained for {n_ctx:,} tokens")
+    where = "resumed at boundary states" if has_state(reader, arch) else "resumed at any token"
+    return ok(f"{clean(arch)}, {where}, trained for {n_ctx:,} tokens")
 
 
-def why_not_sliceable(reader: GGUFReader, arch: str) -> str:
-    """The reason, or "": as far as the metadata tells; the engine decides when it loads."""
+def has_state(reader: GGUFReader, arch: str) -> bool:
+    """Whether it has recurrent layers, whose state is a function of the whole prefix: as far as
+    the metadata tells; the engine decides when it loads."""
     keys = [key.removeprefix(f"{arch}.") for key in reader.fields]
-    if arch.startswith("rwkv") or any(key.startswith(STATE_KEYS) for key in keys):
-        return "recurrent layers, whose state is a function of the whole prefix"
-    window = int(_value(reader, f"{arch}.attention.sliding_window", 0) or 0)
-    if window:
-        return f"sliding-window layers of {window:,} tokens"
-    if "rope.dimension_sections" in keys:
-        return "positions with more than one component (M-RoPE)"
-    return ""
+    return arch.startswith("rwkv") or any(key.startswith(STATE_KEYS) for key in keys)
 
 
 def chat_template(config: Config) -> Finding:

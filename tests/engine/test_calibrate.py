@@ -159,16 +159,15 @@ async def test_a_damaged_calibration_is_made_again(service_on: OpenService) -> N
         assert service.calibrator.view()["state"] == "waiting"
 
 
-async def test_model_that_cannot_be_sliced(service_on: OpenService) -> None:
+async def test_model_whose_rows_cannot_be_moved(service_on: OpenService) -> None:
     async with service_on(bundled_model(), threads=1) as service:
         core = service.engine.core
-        object.__setattr__(core, "can_slice", False)
-        object.__setattr__(core, "why_not_sliceable", "for a test")
+        object.__setattr__(core, "why_not_spliceable", "for a test")
         calibrator = calibrator_on(service, 0.0)
         assert calibrator.view()["state"] == "off"
         with pytest.raises(NotSupported, match="for a test"):
             calibrator.request(again=True)
-        object.__setattr__(core, "can_slice", True)
+        object.__setattr__(core, "why_not_spliceable", "")
 
 
 def test_text_is_varied_and_small() -> None:

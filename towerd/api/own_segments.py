@@ -14,6 +14,7 @@ from towerd.api.own_sessions import visible_scope
 from towerd.api.query import flag, integer_query, segment_id
 from towerd.api.reply import json_reply
 from towerd.errors import InvalidRequest, NotFound
+from towerd.store.boundaries import boundary_bytes, cut_of
 
 if TYPE_CHECKING:
     from towerd.store import Node, Store
@@ -44,6 +45,7 @@ def segment_json(node: Node, store: Store) -> dict[str, Any]:
         "warm": node.file is not None,
         "format": held.format,
         "bytes": held.nbytes,
+        "boundary_bytes": boundary_bytes(store, node),
         "pinned": node.pinned,
         "hits": node.hits,
         "last_used": node.last_used,
@@ -76,7 +78,8 @@ async def get_segment(request: web.Request) -> web.Response:
     service = service_of(request)
     store, scope = service.store, visible_scope(request)
     node = await asyncio.to_thread(visible_node, store, segment_id(request), scope)
-    out = segment_json(node, store)
+    out = await asyncio.to_thread(segment_json, node, store)
+    out["cut"] = await asyncio.to_thread(cut_of, store)
     out["path"] = [each.id for each in node.path()]
     out["children"] = [child.id for child in list(node.children) if may_see(child, scope)]
     ids = _run_ids(node)

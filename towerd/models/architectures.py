@@ -1,125 +1,66 @@
 """The tensors and keys of each architecture that a random-weight model can have.
 
-Names and shapes are those that llama.cpp's `src/models/<arch>.cpp` loads. Deviations keep
-activations at unit variance: what a layer adds to the residual stream is scaled by
-1/sqrt(2 layers), so that the depth of the model does not drown the embedding; a SwiGLU of unit
-normals has variance ~0.36, a GELU ~0.43.
+Names and shapes are those that llama.cpp's `src/models/<arch>.cpp` loads.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from gguf import GGUFWriter
 
+from towerd.models import parts, recurrent, windowed
 from towerd.models.shape import Arch, Shape
-from towerd.models.tensor import Tensor, bias, norm
+from towerd.models.tensor import Tensor, norm
 
 NORM_EPS = 1e-5
-QUERY_GAIN = 2.0
-"""Attention logits get this standard deviation: far from uniform, far from one-hot."""
-NORM_SPREAD = 0.2
-"""Gains of Q and K norms vary, as trained ones do."""
 
 Parts = Callable[[Shape, str], Iterator[Tensor]]
+Layer = Callable[[Shape, int], Iterator[Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """How a layer is made: its attention and its feed-forward network, and its kind of norm.
+    """How layers are made, and what else there is.
 
-    metadata: adds the keys beyond the ones that all architectures have"""
+    layer: every tensor of one layer, in file order
+    metadata: adds the keys beyond the ones that all architectures have
+    extra: tensors that belong to no layer"""
 
-    attention: Parts
-    feed_forward: Parts
+    layer: Layer
     is_layer_norm: bool = False
-    """LayerNorm with biases; otherwise RMS norm."""
+    """LayerNorm, mostly with biases; otherwise RMS norm."""
+    has_norm_bias: bool = False
+    """Whether the last norm has a bias."""
     metadata: Callable[[GGUFWriter, Shape], None] | None = None
+    extra: Callable[[Shape], Iterator[Tensor]] | None = None
+    output_norm: str = "output_norm"
+    embd_std: Callable[[Shape], float] = lambda shape: 1.0
+    is_tied: bool = False
+    """The embedding is the output matrix."""
+    heads_kv: Callable[[Shape], list[int]] | None = None
+    """KV heads of each layer, where layers differ."""
+    has_heads: bool = True
+    """Without attention there are none."""
 
 
 def layer_tensors(shape: Shape, layer: int) -> Iterator[Tensor]:
     """Every tensor of one layer, in file order."""
-    arch, block = ARCHITECTURES[shape.arch], f"blk.{layer}"
-    yield from norm(f"{block}.attn_norm", shape.n_embd, with_bias=arch.is_layer_norm)
-    yield from arch.attention(shape, block)
-    yield from norm(f"{block}.ffn_norm", shape.n_embd, with_bias=arch.is_layer_norm)
-    yield from arch.feed_forward(shape, block)
+    return ARCHITECTURES[shape.arch].layer(shape, layer)
 
 
-def matrix(shape: Shape, name: str, dims: tuple[int, ...], std: float) -> Tensor:
-    """A matrix of the model's type; the last of `dims` is the row length."""
-    return Tensor(f"{name}.weight", dims, std, type=shape.matrix_type)
+def _attention(attention: Parts, feed_forward: Parts, *, is_layer_norm: bool = False) -> Layer:
+    """The layer of a plain transformer."""
 
+    def layer(shape: Shape, il: int) -> Iterator[Tensor]:
+        block = f"blk.{il}"
+        yield from norm(f"{block}.attn_norm", shape.n_embd, with_bias=is_layer_norm)
+        yield from attention(shape, block)
+        yield from norm(f"{block}.ffn_norm", shape.n_embd, with_bias=is_layer_norm)
+        yield from feed_forward(shape, block)
 
-def _added(shape: Shape, fan_in: int) -> float:
-    return 2.0 / math.sqrt(2 * shape.n_layer * fan_in)
-
-
-def _qkv(shape: Shape, block: str) -> Iterator[Tensor]:
-    embd, unit = shape.n_embd, 1 / math.sqrt(shape.n_embd)
-    q, kv = shape.n_head * shape.head_size, shape.n_head_kv * shape.head_size
-    yield matrix(shape, f"{block}.attn_q", (q, embd), QUERY_GAIN * unit)
-    yield matrix(shape, f"{block}.attn_k", (kv, embd), unit)
-    yield matrix(shape, f"{block}.attn_v", (kv, embd), unit)
-    yield matrix(shape, f"{block}.attn_output", (embd, q), _added(shape, q))
-
-
-def _normed_qkv(shape: Shape, block: str) -> Iterator[Tensor]:
-    yield from _qkv(shape, block)
-    for name in ("attn_q_norm", "attn_k_norm"):
-        yield from norm(f"{block}.{name}", shape.head_size, spread=NORM_SPREAD)
-
-
-def _fused_qkv(shape: Shape, block: str) -> Iterator[Tensor]:
-    embd, unit = shape.n_embd, math.sqrt(QUERY_GAIN / shape.n_embd)
-    rows = (shape.n_head + 2 * shape.n_head_kv) * shape.head_size
-    yield matrix(shape, f"{block}.attn_qkv", (rows, embd), unit)
-    yield matrix(shape, f"{block}.attn_output", (embd, embd), _added(shape, embd))
-
-
-def _fused_qkv_biased(shape: Shape, block: str) -> Iterator[Tensor]:
-    yield from _fused_qkv(shape, block)
-    yield bias(f"{block}.attn_qkv", (shape.n_head + 2 * shape.n_head_kv) * shape.head_size)
-    yield bias(f"{block}.attn_output", shape.n_embd)
-
-
-def _latent(shape: Shape, block: str) -> Iterator[Tensor]:
-    """DeepSeek's MLA: K and V are one latent of `head_size` values and half a head of roped
-    ones; the other half of each head, and V, are made from the latent."""
-    embd, rank, half = shape.n_embd, shape.head_size, shape.head_size // 2
-    heads = shape.n_head
-    yield from norm(f"{block}.attn_q_a_norm", rank)
-    yield from norm(f"{block}.attn_kv_a_norm", rank)
-    yield matrix(shape, f"{block}.attn_q_a", (rank, embd), 1 / math.sqrt(embd))
-    gain = QUERY_GAIN / math.sqrt(rank)
-    yield matrix(shape, f"{block}.attn_q_b", (heads * 2 * half, rank), gain)
-    yield matrix(shape, f"{block}.attn_kv_a_mqa", (rank + half, embd), 1 / math.sqrt(embd))
-    for name, dims in (("attn_k_b", (heads, rank, half)), ("attn_v_b", (heads, half, rank))):
-        yield Tensor(f"{block}.{name}.weight", dims, 1 / math.sqrt(rank))  # llama.cpp: no F16
-    yield matrix(shape, f"{block}.attn_output", (embd, heads * half), _added(shape, heads * half))
-
-
-def _swiglu(shape: Shape, block: str) -> Iterator[Tensor]:
-    embd, ff, unit = shape.n_embd, shape.n_ff, 1 / math.sqrt(shape.n_embd)
-    yield matrix(shape, f"{block}.ffn_gate", (ff, embd), unit)
-    yield matrix(shape, f"{block}.ffn_up", (ff, embd), unit)
-    yield matrix(shape, f"{block}.ffn_down", (embd, ff), _added(shape, ff))
-
-
-def _fused_swiglu(shape: Shape, block: str) -> Iterator[Tensor]:
-    embd, ff = shape.n_embd, shape.n_ff
-    yield matrix(shape, f"{block}.ffn_up", (2 * ff, embd), 1 / math.sqrt(embd))
-    yield matrix(shape, f"{block}.ffn_down", (embd, ff), _added(shape, ff))
-
-
-def _gelu(shape: Shape, block: str) -> Iterator[Tensor]:
-    embd, ff = shape.n_embd, shape.n_ff
-    yield matrix(shape, f"{block}.ffn_up", (ff, embd), 1 / math.sqrt(embd))
-    yield bias(f"{block}.ffn_up", ff)
-    yield matrix(shape, f"{block}.ffn_down", (embd, ff), _added(shape, ff))
-    yield bias(f"{block}.ffn_down", embd)
+    return layer
 
 
 def _parallel_residual(writer: GGUFWriter, shape: Shape) -> None:
@@ -146,16 +87,66 @@ def _latent_metadata(writer: GGUFWriter, shape: Shape) -> None:
     writer.add_value_length_mla(shape.head_size // 2)
 
 
+_LLAMA = _attention(parts.qkv, parts.swiglu)
+_QWEN3 = _attention(parts.normed_qkv, parts.swiglu)
+
 ARCHITECTURES: dict[Arch, Architecture] = {
-    "llama": Architecture(_qkv, _swiglu),
-    "qwen3": Architecture(_normed_qkv, _swiglu),
-    "phi3": Architecture(_fused_qkv, _fused_swiglu),
-    "stablelm": Architecture(_qkv, _swiglu, is_layer_norm=True),
-    "gptneox": Architecture(
-        _fused_qkv_biased, _gelu, is_layer_norm=True, metadata=_parallel_residual
+    "llama": Architecture(_LLAMA),
+    "qwen3": Architecture(_QWEN3),
+    "phi3": Architecture(_attention(parts.fused_qkv, parts.fused_swiglu)),
+    "stablelm": Architecture(
+        _attention(parts.qkv, parts.swiglu, is_layer_norm=True),
+        is_layer_norm=True,
+        has_norm_bias=True,
     ),
-    "smollm3": Architecture(_qkv, _swiglu),
-    "qwen2vl": Architecture(_qkv, _swiglu, metadata=_sections),
-    "qwen3vl": Architecture(_normed_qkv, _swiglu, metadata=_sections),
-    "deepseek2": Architecture(_latent, _swiglu, metadata=_latent_metadata),
+    "gptneox": Architecture(
+        _attention(parts.fused_qkv_biased, parts.gelu, is_layer_norm=True),
+        is_layer_norm=True,
+        has_norm_bias=True,
+        metadata=_parallel_residual,
+    ),
+    "smollm3": Architecture(_LLAMA),
+    "qwen2vl": Architecture(_LLAMA, metadata=_sections),
+    "qwen3vl": Architecture(_QWEN3, metadata=_sections),
+    "deepseek2": Architecture(_attention(parts.latent, parts.swiglu), metadata=_latent_metadata),
+    "gemma3": Architecture(
+        windowed.gemma3_layer,
+        metadata=windowed.gemma3_metadata,
+        embd_std=lambda shape: shape.n_embd**-0.5,  # llama.cpp scales it up again
+    ),
+    "gpt-oss": Architecture(windowed.gpt_oss_layer, metadata=windowed.gpt_oss_metadata),
+    "cohere2": Architecture(
+        windowed.cohere2_layer,
+        is_layer_norm=True,
+        metadata=windowed.cohere2_metadata,
+        embd_std=lambda shape: windowed.TIED_STD,
+        is_tied=True,
+    ),
+    "mamba": Architecture(
+        recurrent.mamba_layer, metadata=recurrent.mamba_metadata, has_heads=False
+    ),
+    "rwkv7": Architecture(
+        recurrent.rwkv7_layer,
+        is_layer_norm=True,
+        has_norm_bias=True,
+        metadata=recurrent.rwkv7_metadata,
+        extra=recurrent.rwkv7_extra,
+        has_heads=False,
+    ),
+    "lfm2": Architecture(
+        recurrent.lfm2_layer,
+        metadata=recurrent.lfm2_metadata,
+        output_norm="token_embd_norm",
+        heads_kv=recurrent.heads_kv,
+    ),
+    "granitehybrid": Architecture(
+        recurrent.granite_layer,
+        metadata=recurrent.grouped_metadata,
+        heads_kv=recurrent.heads_kv,
+    ),
+    "jamba": Architecture(
+        recurrent.jamba_layer, metadata=recurrent.mamba_metadata, heads_kv=recurrent.heads_kv
+    ),
+    "falcon-h1": Architecture(recurrent.falcon_h1_layer, metadata=recurrent.grouped_metadata),
+    "qwen35": Architecture(recurrent.qwen35_layer, metadata=recurrent.qwen35_metadata),
 }

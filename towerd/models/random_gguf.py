@@ -19,8 +19,9 @@ import numpy.typing as npt
 from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, quants
 
 from towerd.models import templates
-from towerd.models.architectures import ARCHITECTURES, NORM_EPS, layer_tensors, matrix
+from towerd.models.architectures import ARCHITECTURES, NORM_EPS, layer_tensors
 from towerd.models.gguf_file import begin_data, writing
+from towerd.models.parts import LOGIT_STD, matrix
 from towerd.models.rope_scaling import add_scaling, factor_tensors
 from towerd.models.shape import PRESETS, Shape
 from towerd.models.tensor import F32, Tensor, norm
@@ -36,7 +37,6 @@ FILE_TYPES = {
     "F16": LlamaFileType.MOSTLY_F16,
     "Q8_0": LlamaFileType.MOSTLY_Q8_0,
 }
-LOGIT_STD = 3.0
 
 
 def make_random_gguf(
@@ -60,6 +60,7 @@ def make_random_gguf(
     plan = list(_plan(shape))
     n_total = sum(tensor.nbytes for tensor in plan)
     n_done = 0
+    output = "token_embd" if ARCHITECTURES[shape.arch].is_tied else "output"
     with writing(path, shape.arch) as writer:
         _add_metadata(writer, shape, seed)
         vocabulary.write(writer, template)
@@ -68,7 +69,7 @@ def make_random_gguf(
         begin_data(writer)
         for tensor in plan:
             values = tensor.draw(seed)
-            if tensor.name == "output.weight":
+            if tensor.name == f"{output}.weight":
                 values[vocabulary.silent] = 0.0
             writer.write_tensor_data(_stored(values, tensor.type))
             n_done += tensor.nbytes
@@ -78,14 +79,16 @@ def make_random_gguf(
 
 def _plan(shape: Shape) -> Iterator[Tensor]:
     """Every tensor in file order."""
-    yield matrix(shape, "token_embd", (shape.n_vocab, shape.n_embd), 1.0)
+    arch = ARCHITECTURES[shape.arch]
+    size = (shape.n_vocab, shape.n_embd)
+    yield matrix(shape, "token_embd", size, arch.embd_std(shape))
     yield from factor_tensors(shape)
+    yield from arch.extra(shape) if arch.extra is not None else ()
     for layer in range(shape.n_layer):
         yield from layer_tensors(shape, layer)
-    with_bias = ARCHITECTURES[shape.arch].is_layer_norm
-    yield from norm("output_norm", shape.n_embd, with_bias=with_bias)
-    unit = 1 / math.sqrt(shape.n_embd)
-    yield matrix(shape, "output", (shape.n_vocab, shape.n_embd), LOGIT_STD * unit)
+    yield from norm(arch.output_norm, shape.n_embd, with_bias=arch.has_norm_bias)
+    if not arch.is_tied:
+        yield matrix(shape, "output", size, LOGIT_STD / math.sqrt(shape.n_embd))
 
 
 def _stored(values: F32, kind: GGMLQuantizationType) -> npt.NDArray[np.generic]:
@@ -111,8 +114,11 @@ def _add_metadata(writer: GGUFWriter, shape: Shape, seed: int) -> None:
     writer.add_embedding_length(shape.n_embd)
     writer.add_block_count(shape.n_layer)
     writer.add_feed_forward_length(shape.n_ff)
-    writer.add_head_count(shape.n_head)
-    writer.add_head_count_kv(1 if is_latent else shape.n_head_kv)
+    writer.add_head_count(shape.n_head if arch.has_heads else 0)
+    if arch.heads_kv is not None:
+        writer.add_head_count_kv(arch.heads_kv(shape))
+    elif arch.has_heads:
+        writer.add_head_count_kv(1 if is_latent else shape.n_head_kv)
     writer.add_key_length(shape.head_size + (shape.n_rot if is_latent else 0))
     writer.add_value_length(shape.head_size)
     add_eps = writer.add_layer_norm_eps if arch.is_layer_norm else writer.add_layer_norm_rms_eps

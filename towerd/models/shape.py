@@ -11,14 +11,20 @@ from towerd.errors import ModelError
 
 FType: TypeAlias = Literal["F32", "F16", "Q8_0"]
 Arch: TypeAlias = Literal[
-    "llama", "qwen3", "phi3", "stablelm", "gptneox", "smollm3", "qwen2vl", "qwen3vl", "deepseek2"
-]
+    "llama", "qwen3", "phi3", "stablelm", "gptneox", "smollm3", "qwen2vl", "qwen3vl", "deepseek2",
+    "gemma3", "gpt-oss", "cohere2", "mamba", "rwkv7", "lfm2", "granitehybrid", "jamba",
+    "falcon-h1", "qwen35",
+]  # fmt: skip
 Scaling: TypeAlias = Literal["none", "linear", "yarn", "llama3", "longrope"]
 
-PARTIAL = {"stablelm": 4, "gptneox": 4, "deepseek2": 2}
+PARTIAL = {"stablelm": 4, "gptneox": 4, "deepseek2": 2, "qwen35": 4}
 """Architectures that rotate only one in so many elements of a head."""
 FACTOR_ARCHS = {"llama3": ("llama",), "longrope": ("llama", "phi3")}
 """Who reads the tensor of frequency factors that a scaling needs."""
+UNROTATED = ("mamba", "rwkv7", "jamba")
+"""Architectures without RoPE."""
+WINDOWED = ("gemma3", "gpt-oss", "cohere2")
+"""Architectures with sliding-window layers."""
 
 
 def _check_word(what: str, value: str, known: tuple[str, ...]) -> None:
@@ -42,6 +48,8 @@ class Shape:
     ftype: FType = "Q8_0"
     arch: Arch = "llama"
     rope_scaling: Scaling = "none"
+    window: int = 128
+    """Positions that a sliding-window layer sees, in architectures that have such layers."""
 
     def __post_init__(self) -> None:
         counts = (self.n_layer, self.n_embd, self.n_head, self.n_head_kv, self.n_ff)
@@ -58,14 +66,29 @@ class Shape:
         _check_word("RoPE scaling", self.rope_scaling, get_args(Scaling))
         if self.arch not in FACTOR_ARCHS.get(self.rope_scaling, (self.arch,)):
             raise ModelError(f"{self.arch} reads no frequency factors for {self.rope_scaling}.")
+        if self.arch in UNROTATED and self.rope_scaling != "none":
+            raise ModelError(f"{self.arch} has no RoPE to scale.")
+        if self.window < 1:
+            raise ModelError("A sliding window must hold at least one position.")
         self._check_rows()
 
     def _check_rows(self) -> None:
         if self.head_size % (2 * PARTIAL.get(self.arch, 1)):
             raise ModelError(f"{self.arch} rotates pairs of a part of the head: it is too small.")
-        fixed = ("phi3", "stablelm", "gptneox", "qwen2vl")  # llama.cpp assumes it there
+        fixed = (
+            "phi3",
+            "stablelm",
+            "gptneox",
+            "qwen2vl",
+            "cohere2",
+            "jamba",
+            "lfm2",
+            "rwkv7",
+        )  # llama.cpp assumes it there
         if self.arch in fixed and self.n_head * self.head_size != self.n_embd:
             raise ModelError(f"The heads of {self.arch} must fill the embedding.")
+        if self.arch == "rwkv7" and self.n_embd % 64:
+            raise ModelError("The embedding of rwkv7 must be whole heads of 64.")
         block = GGML_QUANT_SIZES[self.matrix_type][0]
         if any(n % block for n in (self.n_embd, self.n_ff, self.n_head * self.head_size)):
             raise ModelError(f"{self.ftype} needs row lengths that are multiples of {block}.")

@@ -88,16 +88,18 @@ class Tiers:
         shrink_after_s: float = 600.0,
         promote_delay_s: float = 30.0,
         prefetch_bytes: int = 0,
+        tail: bytes = b"",
         clock: Callable[[], float] = time.time,
     ) -> None:
         """forced: the stored format of each level, whatever `set_formats` says
         shrink_after_s: how long rows must be unused before they are stored in it
         promote_delay_s: rows that were read from disk are copied into RAM when the request that
             needed them is recorded, or after this long
-        prefetch_bytes: how much may be copied a second before it is asked for; 0: nothing"""
+        prefetch_bytes: how much may be copied a second before it is asked for; 0: nothing
+        tail: what every composed blob must end with"""
         self.store = store
         self.layout = layout
-        self.v_trans = v_trans
+        self.v_trans, self._tail = v_trans, tail
         self.hot_bytes_max = hot_bytes
         self.warm_bytes_max = warm_bytes
         self.counters = _Counters()
@@ -162,7 +164,7 @@ class Tiers:
         if match.nodes:
             self.store.touch(match.nodes[-1])
         n_approximate = sum(int(np.count_nonzero(p.taint == APPROXIMATE)) for p in parts)
-        return Plan(start, parts, n_hot, n_all - n_hot, n_public, n_approximate)
+        return Plan(start, parts, n_hot, n_all - n_hot, n_public, n_approximate, match.n)
 
     def compose(self, plan: Plan) -> Iterator[Composed]:
         """Read, check and join the planned rows, one blob of a few megabytes at a time.
@@ -180,7 +182,7 @@ class Tiers:
 
     def _chunks(self, plan: Plan) -> Iterator[list[tuple[RowsPart, Runs]]]:
         """The planned rows in runs that make one blob each."""
-        chunk = max(1, _BLOB_BYTES // self.layout.token_bytes)
+        chunk = max(1, _BLOB_BYTES // max(1, self.layout.token_bytes))
         pending: list[tuple[RowsPart, Runs]] = []
         n_pending = 0
         for part, rows in self.rows(plan):
@@ -230,11 +232,12 @@ class Tiers:
     def _blob(self, rows: list[tuple[RowsPart, Runs]]) -> Composed:
         n = sum(len(r) for _, r in rows)
         layout, v_trans, threads = self.layout, self.v_trans, _COMPOSE_THREADS
-        size = blob_size(layout, n, v_trans=v_trans)
+        size = blob_size(layout, n, v_trans=v_trans) + len(self._tail)
         buffer = self._buffers.acquire(size)
         parts = [part for _, runs in rows for part in runs]
         try:
-            emit_blob(parts, layout=layout, v_trans=v_trans, out=buffer[:size], n_threads=threads)
+            out, tail = buffer[:size], self._tail
+            emit_blob(parts, layout=layout, v_trans=v_trans, tail=tail, out=out, n_threads=threads)
         except BaseException:
             self._buffers.release(buffer)
             raise

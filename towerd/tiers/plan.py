@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from towerd.store import APPROXIMATE, Node, RowsPart, Taint
+from towerd.store.boundaries import Boundary
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +22,33 @@ class Plan:
     n_public: int = 0
     n_approximate: int = 0
     """Of these tokens, those whose rows are in a stored format."""
+    n_match: int = 0
+    """How many leading tokens of the prompt are stored at all, with rows or without."""
+    boundary: Boundary | None = None
+    """The state to put behind the rows."""
 
     @property
     def n(self) -> int:
         return self.n_hot + self.n_warm
+
+    @property
+    def n_rows(self) -> int:
+        """Tokens that come with rows: all, unless the model keeps none."""
+        return sum(part.p1 - part.p0 for part in self.parts)
+
+    def up_to(self, boundary: Boundary) -> Plan:
+        """This plan cut off where a state is, to be ended with it."""
+        end = boundary.position
+        parts = tuple(replace(p, p1=min(p.p1, end)) for p in self.parts if p.p0 < end)
+        n_hot = sum(p.p1 - p.p0 for p in parts if p.tier == "hot")
+        n_warm = sum(p.p1 - p.p0 for p in parts if p.tier == "warm")
+        if not parts:
+            n_hot, n_warm = (end - self.start, 0)[:: 1 if boundary.data is not None else -1]
+        n_approximate = sum(int(np.count_nonzero(p.taint == APPROXIMATE)) for p in parts)
+        return replace(
+            self, parts=parts, n_hot=n_hot, n_warm=n_warm, n_approximate=n_approximate,
+            boundary=boundary,
+        )  # fmt: skip
 
     @classmethod
     def nothing(cls) -> Plan:

@@ -112,8 +112,8 @@ class Calibrator:
     def request(self, *, again: bool) -> None:
         """Calibrate now, between requests, unless that has been done; `again`: in any case.
 
-        Raises NotSupported for a model whose rows cannot be stored."""
-        if not self._core.can_slice:
+        Raises NotSupported for a model whose rows cannot be measured."""
+        if self._core.why_not_spliceable:
             raise NotSupported(f"This model has nothing to calibrate: {self.why_off}.")
         if self._state != "running" and (again or self._state != "done"):
             self._asked = True
@@ -246,8 +246,8 @@ class Calibrator:
 
 
 def _why_off(core: Core, fidelity: str, forced: bool) -> str:
-    if not core.can_slice:
-        return core.why_not_sliceable
+    if core.why_not_spliceable:
+        return core.why_not_spliceable
     if forced:
         return "the formats are set with --level-formats"
     if fidelity not in BOUNDS:

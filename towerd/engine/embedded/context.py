@@ -26,6 +26,8 @@ _FLASH_ATTN = {
     "on": lib.LLAMA_FLASH_ATTN_TYPE_ENABLED,
     "off": lib.LLAMA_FLASH_ATTN_TYPE_DISABLED,
 }
+PARTIAL = int(lib.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
+"""Of a hybrid's state only the recurrent part."""
 _U8P = ctypes.POINTER(ctypes.c_uint8)
 
 
@@ -97,6 +99,7 @@ class LlamaContext:
         params.type_k = BY_NAME[config.cache_type_k].ggml_type
         params.type_v = BY_NAME[config.cache_type_v].ggml_type
         params.kv_unified = True
+        params.swa_full = True  # else rows that slid out of a window could not be stored
         params.no_perf = True
         if cb_eval is not None:
             params.cb_eval = cb_eval
@@ -151,23 +154,26 @@ class LlamaContext:
     def pos_min(self, seq: int) -> int:
         return int(lib.llama_memory_seq_pos_min(self._mem, seq))
 
-    def state_size(self, seq: int) -> int:
-        """Bytes of the sequence blob."""
-        return int(lib.llama_state_seq_get_size(self.ptr, seq))
+    def state_size(self, seq: int, flags: int = 0) -> int:
+        """Bytes of the sequence blob. flags: 0 or PARTIAL."""
+        return int(lib.llama_state_seq_get_size_ext(self.ptr, seq, flags))
 
-    def get_state(self, seq: int, out: Buffer | None = None) -> Buffer:
-        """The sequence blob as uint8[n]; written into `out` when that is large enough."""
-        size = self.state_size(seq)
-        blob = out[:size] if out is not None and len(out) >= size else np.empty(size, np.uint8)
-        got = lib.llama_state_seq_get_data(self.ptr, blob.ctypes.data_as(_U8P), size, seq)
+    def get_state(self, seq: int, flags: int = 0) -> Buffer:
+        """The sequence blob as uint8[n]."""
+        size = self.state_size(seq, flags)
+        blob = np.empty(size, np.uint8)
+        data = blob.ctypes.data_as(_U8P)
+        got = lib.llama_state_seq_get_data_ext(self.ptr, data, size, seq, flags)
         if got != size:
             raise TowerdError(f"llama.cpp wrote {got} of {size} state bytes.")
         return blob
 
-    def set_state(self, seq: int, blob: Buffer) -> None:
-        """Replace a sequence by a blob. Raises TowerdError; the sequence is then empty."""
+    def set_state(self, seq: int, blob: Buffer, flags: int = 0) -> None:
+        """Replace a sequence, or its part that `flags` names, by a blob. Raises TowerdError;
+        the sequence is then empty."""
         size = blob.nbytes
-        used = lib.llama_state_seq_set_data(self.ptr, blob.ctypes.data_as(_U8P), size, seq)
+        data = blob.ctypes.data_as(_U8P)
+        used = lib.llama_state_seq_set_data_ext(self.ptr, data, size, seq, flags)
         if used != size:
             raise TowerdError(f"llama.cpp refused a state of {size} bytes: {last_errors()}")
 

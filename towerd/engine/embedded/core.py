@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import psutil
@@ -21,22 +22,24 @@ from towerd.config import Config
 from towerd.engine.base import ModelInfo
 from towerd.engine.embedded.attention import flash_attention
 from towerd.engine.embedded.context import LlamaContext
+from towerd.engine.embedded.memory import Memory, n_seqs_of, open_memory
 from towerd.engine.embedded.model import LlamaModel, hash_file
 from towerd.engine.embedded.vocab import Vocab
 from towerd.errors import ConfigError, ModelError
 from towerd.kernels.formats import BY_NAME
 from towerd.models.bundled import find_model
-from towerd.slots.blob import parse_blob
 from towerd.slots.errors import StateError
 from towerd.slots.fingerprint import Fingerprint
+from towerd.slots.kind import DENSE, WHOLE
 from towerd.slots.layout import KVLayout, Plane
-from towerd.slots.selftest import self_test
+from towerd.slots.selftest import check_slot_file, self_test
 from towerd.store import Catalog
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 N_CTX_DEFAULT_MAX = 32768
-_SEQS_MAX = 256  # LLAMA_MAX_SEQ
 _CELLS_ROUND = 256
 _LIVE_RAM_SHARE = 8
 """The default live context takes at most one part in this many of RAM."""
@@ -51,8 +54,14 @@ class Core:
     vocab: Vocab
     info: ModelInfo
     n_ctx: int
-    can_slice: bool
-    why_not_sliceable: str
+    memory: Memory
+    why_not_spliceable: str
+    """Why rows cannot be moved to another place, or "" if they can."""
+
+    @property
+    def can_slice(self) -> bool:
+        """Whether stored state can be cut at any token."""
+        return self.memory.kind.can_slice
 
     @property
     def layout(self) -> KVLayout:
@@ -71,30 +80,31 @@ def load_core(config: Config, catalog: Catalog) -> Core:
     model = LlamaModel(find_model(config.model), config)
     try:
         n_ctx, n_cells = _sizes(model, config)
-        n_seqs = min(_SEQS_MAX, config.live_sequences + 1)
         ram_bytes = psutil.virtual_memory().total
         attention = flash_attention(
             config, n_head=model.n_head, n_cells=n_cells, ram_bytes=ram_bytes
         )
         config = replace(config, flash_attn=attention)
+        n_seqs = _in_passing(lambda: n_seqs_of(model, config, ram_bytes))
         context = LlamaContext(model, config, n_cells=n_cells, n_seqs=n_seqs)
     except Exception:
         model.close()
         raise
     try:
         vocab = Vocab(model.ptr)
-        why = model.why_not_sliceable()
-        if why:
-            log.warning("stored reuse is off for this model", extra={"reason": why})
-            layout = _declared_layout(model, config)
-        else:
-            layout = _in_passing(lambda: _probe(context))
-        info = _info(model, vocab, config, layout, context.n_cells, catalog)
+        memory = _in_passing(lambda: _probe(context, model))
+        info = _info(model, vocab, config, memory, catalog)
     except Exception:
         context.close()
         model.close()
         raise
-    return Core(model, context, vocab, info, n_ctx, not why, why)
+    return Core(model, context, vocab, info, n_ctx, memory, _why_not_spliceable(memory))
+
+
+def _why_not_spliceable(memory: Memory) -> str:
+    if memory.kind is not DENSE:
+        return f"its state is {memory.kind.name}, and only dense attention's rows can be moved"
+    return "positions have more than one component (M-RoPE)" if memory.layout.cell_ext else ""
 
 
 def _sizes(model: LlamaModel, config: Config) -> tuple[int, int]:
@@ -116,11 +126,11 @@ def _sizes(model: LlamaModel, config: Config) -> tuple[int, int]:
 
 def _declared_layout(model: LlamaModel, config: Config) -> KVLayout:
     """The layout that the metadata promises; only the probe knows the real one."""
-    n_head = int(model.key("attention.head_count", "1").strip("[]").split(",")[0])
+    n_head = _largest(model, "attention.head_count", 1)
     n_embd = int(model.key("embedding_length", "0"))
     head_k = int(model.key("attention.key_length", str(n_embd // max(1, n_head))))
     head_v = int(model.key("attention.value_length", str(head_k)))
-    n_kv = int(model.key("attention.head_count_kv", str(n_head)).strip("[]").split(",")[0]) or 1
+    n_kv = _largest(model, "attention.head_count_kv", n_head)
     n_layer = int(model.key("block_count", "1"))
     k, v = BY_NAME[config.cache_type_k], BY_NAME[config.cache_type_v]
     try:
@@ -133,7 +143,7 @@ def _declared_layout(model: LlamaModel, config: Config) -> KVLayout:
     return KVLayout((k_plane,) * n_layer, (v_plane,) * n_layer)
 
 
-def _in_passing(work: Callable[[], KVLayout]) -> KVLayout:
+def _in_passing(work: Callable[[], T]) -> T:
     """Run `work`, which computes, on a thread that ends with it.
 
     OpenMP keeps a team of threads for each thread that ever computed. With more of them than
@@ -144,50 +154,59 @@ def _in_passing(work: Callable[[], KVLayout]) -> KVLayout:
         return thread.submit(work).result()
 
 
-def _probe(context: LlamaContext) -> KVLayout:
-    """Decode two tokens, read their state both ways, and check our reading byte for byte.
+def _largest(model: LlamaModel, name: str, default: int) -> int:
+    """A metadata value that may be a list, one for each layer; at least 1."""
+    values = model.key(name, str(default)).strip("[]").split(",")
+    return max(1, *(int(value) for value in values))
+
+
+def _probe(context: LlamaContext, model: LlamaModel) -> Memory:
+    """Decode two tokens and check our reading of their state byte for byte.
 
     Raises ModelError when this llama.cpp writes another format: then nothing may be stored."""
     seq, ids = context.n_seqs - 1, np.array([0, 0], np.int32)
-    context.batch.add(ids, 0, seq, logits_last=True)
-    context.decode()
-    blob = context.get_state(seq)
-    handle, name = tempfile.mkstemp(suffix=".slot")
-    os.close(handle)
     try:
-        context.save_file(seq, name, ids)
-        saved = Path(name).read_bytes()
-    finally:
-        os.unlink(name)
-    context.seq_rm(seq)
-    try:
-        layout = parse_blob(blob).rows.layout
-        self_test(blob, [0, 1], layout, slot_file=saved)
+        memory = open_memory(context, model)
+        context.batch.add(ids, 0, seq, logits_last=True)
+        context.decode()
+        handle, name = tempfile.mkstemp(suffix=".slot")
+        os.close(handle)
+        try:
+            context.save_file(seq, name, ids)
+            check_slot_file(Path(name).read_bytes(), context.get_state(seq))
+            if memory.kind is DENSE:
+                self_test(context.get_state(seq), [0, 1], memory.layout)
+        finally:
+            os.unlink(name)
+            context.seq_rm(seq)
     except StateError as error:
         raise ModelError(
             f"{error}; install the llama-cpp-python version that towerd names."
         ) from error
-    return layout
+    return memory
 
 
 def _info(
     model: LlamaModel,
     vocab: Vocab,
     config: Config,
-    layout: KVLayout,
-    n_cells: int,
+    memory: Memory,
     catalog: Catalog,
 ) -> ModelInfo:
+    layout, n_cells = memory.layout, memory.context.n_cells
     rotated = os.environ.get("LLAMA_ATTN_ROT_DISABLE", "0") in ("", "0")
-    n_head_kv = int(model.key("attention.head_count_kv", "1").strip("[]").split(",")[0]) or 1
+    arch = model.arch
+    if memory.kind is WHOLE:  # its bytes depend on what else only the layout says
+        arch = f"{arch}:{config.cache_type_k}:{config.cache_type_v}:{memory.context.v_trans:d}"
+    n_head_kv = _largest(model, "attention.head_count_kv", 1)
     fingerprint = Fingerprint(
         model_hash=file_hash(model.path, catalog),
-        arch=model.arch,
+        arch=arch,
         tokenizer=tokenizer_hash(vocab),
         rope=model.rope(config),
         lora=(),
         layout=layout,
-        rot_k=rotated and is_rotated(layout.k[0], n_head_kv),
+        rot_k=rotated and bool(layout.k) and is_rotated(layout.k[0], n_head_kv),
         rot_v=rotated and bool(layout.v) and is_rotated(layout.v[0], n_head_kv),
         long_context=model.is_long_context(n_cells),
     )

@@ -16,11 +16,13 @@ from towerd.engine.embedded.job import Job, Phase
 from towerd.engine.embedded.materialise import Materialiser
 from towerd.engine.embedded.modules import EmbeddedModules
 from towerd.engine.embedded.pool import LivePool
+from towerd.engine.embedded.resume import Resumer
 from towerd.engine.embedded.scheduler import Scheduler
 from towerd.engine.embedded.shift import check_fits
 from towerd.engine.embedded.splice import Splicer
 from towerd.engine.embedded.template import ChatTemplate
 from towerd.errors import InvalidRequest, TowerdError, Unavailable
+from towerd.tiers.boundary import BoundaryTier
 from towerd.tiers.manager import Tiers
 
 _TEXT_CHARS_MAX = 64 * 1024
@@ -69,28 +71,30 @@ class EmbeddedEngine:
 
     name = "embedded"
 
-    def __init__(self, core: Core, tiers: Tiers, config: Config) -> None:
+    def __init__(
+        self, core: Core, tiers: Tiers, config: Config, boundaries: BoundaryTier | None = None
+    ) -> None:
+        """boundaries: needed for a model whose memory has a state"""
         self.info = core.info
         self.n_ctx = core.n_ctx
         self.n_slots = config.parallel
         self.core = core
         self.context_shift = config.context_shift
+        self.boundaries = boundaries
         self._loop = asyncio.get_running_loop()
         self._generations: dict[int, EmbeddedGeneration] = {}
         self._is_draining = False
         self._all_ended = asyncio.Event()
         self._all_ended.set()
-        scratch = core.context.n_seqs - 1
-        self.pool = LivePool(core.context, n_seqs=scratch, n_cells=core.context.n_cells)
+        memory = core.memory
+        self.pool = LivePool(memory, n_seqs=memory.n_live, n_cells=core.context.n_cells)
         self.splicer = Splicer(core, tiers)
-        self.materialiser = Materialiser(
-            core.context,
-            self.pool,
-            tiers,
-            self.splicer,
-            scratch_seq=scratch,
-            can_slice=core.can_slice,
-        )
+        resumer = None
+        if boundaries is not None:
+            resumer = Resumer(
+                memory, self.pool, tiers, boundaries, core.vocab.eog_ids, config.boundary_tokens
+            )
+        self.materialiser = Materialiser(memory, self.pool, tiers, self.splicer, resumer)
         self.scheduler = Scheduler(
             core.context,
             self.pool,
@@ -175,12 +179,13 @@ class EmbeddedEngine:
             "waiting": len(scheduler.waiting),
             "bytes_in": self.materialiser.bytes_in,
             "bytes_out": self.materialiser.bytes_out,
-            "can_slice": self.core.can_slice,
-            "why_not_sliceable": self.core.why_not_sliceable,
+            "state_kind": self.core.memory.kind.name,
+            "state_cut": self.core.memory.kind.cut,
             "busy_slots_per_decode": scheduler.counters["sequences_decoded"]
             / max(1, scheduler.counters["decode_steps"]),
             "exports": scheduler.idle.n_exports,
             "tokens_spliced": self.splicer.n_spliced,
+            **({} if self.boundaries is None else self.boundaries.stats()),
             **scheduler.counters,
         }
 

@@ -40,6 +40,15 @@ class Phase(enum.Enum):
     DONE = "done"
 
 
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A sequence that gave way: each token's taint, the blob, the boundary states it had."""
+
+    taint: Taint
+    blob: Buffer
+    states: dict[int, Buffer]
+
+
 @dataclass(eq=False, slots=True)
 class Job:
     """State of one request. Touched by the inference thread only, but for `cancelled`."""
@@ -64,8 +73,12 @@ class Job:
     reuse: Reuse = field(default_factory=Reuse)
     reply: list[int] = field(default_factory=list)
     """Sampled tokens whose text was sent or is held back only for UTF-8 or a stop string."""
-    saved: tuple[Taint, Buffer] | None = None
-    """What a preempted job had live: the taint of each token's rows, and its sequence blob."""
+    saved: Saved | None = None
+    """What a preempted job had live."""
+    marks: tuple[int, ...] = ()
+    """Positions of its prompt, ascending, where a boundary state is to be taken."""
+    n_broken: int = 0
+    """Loads that ended before all planned rows had come."""
     splice: Splice | None = None
     """What is still to be spliced into its sequence."""
     loads: int = 0
@@ -90,14 +103,20 @@ class Job:
 
     @property
     def n_to_evaluate(self) -> int:
-        """Tokens up to the next ones to be spliced in, or to the end."""
+        """Tokens up to the next ones to be spliced in, the next boundary, or the end."""
         stop = None if self.splice is None else self.splice.p0
-        return (self.n if stop is None else stop) - self.n_live
+        stop = self.n if stop is None else stop
+        return min((p for p in self.marks if self.n_live < p < stop), default=stop) - self.n_live
 
     @property
     def is_at_splice(self) -> bool:
         """What comes next is not evaluated but spliced in."""
         return self.splice is not None and self.splice.p0 == self.n_live
+
+    def save(self, blob: Buffer) -> None:
+        """Keep what is live of it, as `blob`, before its sequence is dropped."""
+        assert self.seq is not None
+        self.saved = Saved(self.seq.taint[: self.n_live].copy(), blob, self.seq.states)
 
     def push(self, token: int) -> None:
         """Append a sampled token; it still has to be decoded."""

@@ -10,20 +10,21 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from towerd.engine.base import GenerateRequest, Reuse
-from towerd.engine.embedded.context import Buffer, LlamaContext
-from towerd.engine.embedded.job import Job, Phase
+from towerd.engine.embedded.context import Buffer
+from towerd.engine.embedded.job import Job, Phase, Saved
+from towerd.engine.embedded.memory import Memory
 from towerd.engine.embedded.pool import LivePool, LiveSeq
+from towerd.engine.embedded.resume import LoadedState, Resumer
 from towerd.engine.embedded.shift import shift_ids
 from towerd.engine.embedded.splice import Piece, Splicer
 from towerd.errors import TowerdError
-from towerd.slots.blob import parse_blob
 from towerd.store import APPROXIMATE, DERIVED, SPLICED, Taint
 from towerd.tiers.manager import Tiers
 from towerd.tiers.plan import Composed, Plan
@@ -50,33 +51,40 @@ class Loaded:
     piece: Piece | None = None
     """What was to be spliced in: `blob` has its rows, None if they cannot be had."""
 
+    state: LoadedState | None = None
+    """The boundary state to end the load with: `taint` is then that of tokens without rows."""
+    saved: Saved | None = None
+    is_short: bool = False
+    """Rows that were planned turned out to be damaged or gone."""
+
     @property
     def n(self) -> int:
-        """Tokens whose rows these are."""
+        """Tokens that these stand for."""
         return 0 if self.taint is None else len(self.taint)
 
 
+class RowsMissing(TowerdError):
+    """Half of what a boundary state needs came; the job has to begin again."""
+
+
 class Materialiser:
-    """Needs one scratch sequence of the context that the pool does not hand out."""
+    """Towers of one memory. `resumer` is there exactly if the memory has a state."""
 
     def __init__(
         self,
-        context: LlamaContext,
+        memory: Memory,
         pool: LivePool,
         tiers: Tiers,
         splicer: Splicer,
-        *,
-        scratch_seq: int,
-        can_slice: bool,
+        resumer: Resumer | None,
     ) -> None:
-        self.context = context
+        self.memory = memory
         self.pool = pool
         self.tiers = tiers
         self.splicer = splicer
-        self.can_slice = can_slice
+        self.resumer = resumer
         self.bytes_in = 0
         self.bytes_out = 0
-        self._scratch = scratch_seq
         self._plans: dict[int, Plan] = {}
         self._workers = ThreadPoolExecutor(2, "towerd-compose")
 
@@ -86,7 +94,7 @@ class Materialiser:
     @property
     def can_take_back(self) -> bool:
         """Whether rows that leave the context can be had again without evaluating them."""
-        return self.can_slice and self.tiers.hot_bytes_max > 0
+        return self.memory.kind.has_rows and self.tiers.hot_bytes_max > 0
 
     # ---- in ---------------------------------------------------------------------------------
 
@@ -109,10 +117,11 @@ class Materialiser:
             if not job.t_first:
                 self._report(job, seq.n, plan.n_hot, plan.n_warm, plan.n_approximate)
         elif not job.t_first and (job.splice is None or not job.splice.counted):
-            self._restate(job, job.saved[0])
+            self._restate(job, job.saved.taint)
         if plan.n or job.saved is not None:
             self._plans[id(job)] = plan
             job.phase = Phase.LOADING
+            seq.is_whole = self.resumer is None
         else:
             job.phase = Phase.PREFILL
         return True
@@ -124,19 +133,25 @@ class Materialiser:
         job.loads += 1
         load = job.loads
         if job.saved is not None:
-            taint, blob = job.saved
-            job.saved = None
-            on_loaded(job, Loaded(load, taint, blob, None, True))
+            saved, job.saved = job.saved, None
+            on_loaded(job, Loaded(load, saved.taint, saved.blob, None, True, saved=saved))
             return
 
         def work() -> None:
             try:
                 slot = threading.Semaphore(_BLOBS_AHEAD)
-                for composed in self.tiers.compose(plan):
+                state = None if self.resumer is None else self.resumer.load(plan)
+                n = 0
+                for composed in self.tiers.compose(plan) if state or not self.resumer else ():
                     slot.acquire()
                     rows = composed.taint, composed.blob, composed
                     on_loaded(job, Loaded(load, *rows, False, slot))
-                on_loaded(job, Loaded(load, None, None, None, True))
+                    n += composed.n
+                last = Loaded(load, None, None, None, True)
+                if state is not None:
+                    is_short = n + len(state.taint) < plan.n
+                    last = replace(last, state=state, taint=state.taint, is_short=is_short)
+                on_loaded(job, last)
             except TowerdError as error:
                 on_loaded(job, error)
             except Exception as error:
@@ -165,17 +180,32 @@ class Materialiser:
             job.splice.drop(loaded.piece.placed)
             return
         try:
+            if loaded.is_short:
+                raise RowsMissing("stored rows turned out to be gone")
             if loaded.blob is not None and loaded.taint is not None:
-                self._append(seq, loaded.blob)
+                self.memory.append(seq.id, loaded.blob, is_empty=seq.n == 0)
                 self.bytes_in += len(loaded.blob)
                 ids = job.ids[seq.n : seq.n + loaded.n]
                 self.pool.append(seq, ids, loaded.taint)
+            if loaded.saved is not None:
+                seq.states = loaded.saved.states
+            if loaded.state is not None and self.resumer is not None:
+                self.bytes_in += len(loaded.state.data)
+                try:
+                    self.resumer.attach(job, seq, loaded.state)
+                except TowerdError as error:
+                    raise RowsMissing(f"a boundary state was refused: {error}") from error
+            seq.is_whole = seq.is_whole or loaded.is_last
+        except RowsMissing as error:
+            log.warning("a prompt is taken up again", extra={"reason": str(error)})
+            job.n_broken += 1
+            raise
             if loaded.piece is not None:
                 self.splicer.attached(job, loaded.piece)
             if loaded.composed is not None:
                 job.n_loaded_hot += loaded.composed.n_hot
                 job.n_loaded_warm += loaded.composed.n_warm
-            elif loaded.is_last and not job.t_first and loaded.blob is None:
+            elif loaded.is_last and not job.t_first and loaded.blob is None and not loaded.n:
                 # Rows that turned out damaged or gone are prefilled: report what really came.
                 self._report(job, job.reuse.live, job.n_loaded_hot, job.n_loaded_warm, 0)
         finally:
@@ -211,27 +241,25 @@ class Materialiser:
             drift_kl=job.reuse.drift_kl if n_approximate else None,
         )
 
-    def _append(self, seq: LiveSeq, blob: Buffer) -> None:
-        if seq.n == 0:
-            self.context.set_state(seq.id, blob)
-            return
-        self.context.set_state(self._scratch, blob)
-        self.context.seq_cp(self._scratch, seq.id)
-        self.context.seq_rm(self._scratch)
-
     def _plan(self, job: Job, seq: LiveSeq) -> Plan:
-        if not job.request.cache_prompt or not self.can_slice or job.saved is not None:
+        if job.saved is not None:
+            return Plan.nothing()
+        if self.resumer is not None:
+            return self.resumer.plan(job, seq)
+        if not job.request.cache_prompt:
             return Plan.nothing()
         plan = self.tiers.plan(job.ids[: job.n - 1], job.request.scope, seq.n)
         seq.n_public = plan.n_public
         return plan
 
     def _sequence(self, job: Job, capacity: int, evict: Callable[[], bool]) -> LiveSeq | None:
+        if self.resumer is not None:
+            return self.resumer.sequence(job, capacity, evict)
         source, n = self._source(job)
         if source is not None and self._can_take_over(source, n, job):
             self.pool.grow(source, capacity)
             return source
-        if source is not None and self.can_slice:
+        if source is not None:
             was_busy, source.busy = source.busy, True
             try:
                 if self._can_open(evict):
@@ -252,7 +280,7 @@ class Materialiser:
         if not job.request.cache_prompt or job.saved is not None:
             return None, 0
         source, n = self._best_prefix(job)
-        if source is not None and not self.can_slice and (n < source.n or source.busy):
+        if source is not None and n < source.n and not self.memory.can_branch(source.id, n):
             return None, 0
         return source, n
 
@@ -266,7 +294,7 @@ class Materialiser:
         if source is None or source.n_unspliced() >= n:
             return source, n
         exact, n_exact = self.pool.best_prefix(ids, scope, unspliced=True)
-        if self.can_slice and n_exact + self.tiers.plan(ids, scope, n_exact).n >= n:
+        if n_exact + self.tiers.plan(ids, scope, n_exact).n >= n:
             return exact, n_exact
         return source, n
 
@@ -281,18 +309,45 @@ class Materialiser:
     def export(self, seq: LiveSeq) -> None:
         """Hand rows of recorded tokens that the store lacks to the hot tier."""
         seq.dirty = False
-        if not self.can_slice or not seq.n:
+        if not seq.n:
+            return
+        if self.resumer is not None:
+            self.resumer.export(seq)
+        if not self.memory.kind.has_rows:
             return
         taint = seq.taint[: seq.n]
         for gap in self.tiers.gaps(seq.tokens(), seq.scope, taint):
-            self.context.seq_cp(seq.id, self._scratch, gap.p0, gap.p1)
-            try:
-                blob = self.context.get_state(self._scratch)
-            finally:
-                self.context.seq_rm(self._scratch)
-            self.bytes_out += len(blob)
+            rows = self.memory.rows(seq.id, gap.p0, gap.p1)
+            if rows is None:
+                continue
+            self.bytes_out += rows.nbytes
             derived = bool((taint[gap.p0 : gap.p1] == DERIVED).any())
-            self.tiers.accept(gap, parse_blob(blob).rows, derived=derived)
+            self.tiers.accept(gap, rows, derived=derived)
+
+    def protect(self, jobs: Iterable[Job]) -> None:
+        """Keep the jobs' rows through the decode of their parts of the batch."""
+        for job in jobs:
+            assert job.seq is not None
+            self.memory.protect(job.seq.id, job.seq.n, job.n_in_batch)
+
+    def advanced(self, job: Job) -> None:
+        """Take a boundary state where the job has evaluated its prompt up to one of its marks."""
+        if job.seq is not None and job.seq.n in job.marks and self.resumer is not None:
+            self.resumer.capture(job.seq)
+
+    def left(self, job: Job) -> None:
+        """Give up the sequence of a job that ends while it is being loaded, if the rows that
+        came are of no use without their boundary state."""
+        if job.seq is not None and not job.seq.is_whole:
+            self.pool.drop(job.seq)
+            job.seq = None
+
+    def released(self, seq: LiveSeq) -> None:
+        """Its job is recorded: it may be exported, shared, evicted; where it ends is a boundary."""
+        if self.resumer is not None and seq.n:
+            self.resumer.capture(seq)
+        seq.busy = False
+        seq.dirty = True
 
     # ---- context shift ----------------------------------------------------------------------
 

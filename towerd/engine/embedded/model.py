@@ -24,6 +24,7 @@ log = logging.getLogger("towerd.llama")
 
 _GGUF_MAGIC = b"GGUF"
 _MROPE_TYPES = (8, 24, 40)  # GGML_ROPE_TYPE_MROPE, _VISION, _IMROPE: more than one position a cell
+_COMPRESSED = ("deepseek4",)
 _HASH_CHUNK_BYTES = 8 << 20
 _META_VALUE_BYTES = 1 << 20
 
@@ -144,15 +145,25 @@ class LlamaModel:
         """The metadata value of `{arch}.{name}`."""
         return self.metadata.get(f"{self.arch}.{name}", default)
 
-    def why_not_sliceable(self) -> str:
-        """Why this architecture's rows cannot be cut at any token, or "" if they can."""
-        if lib.llama_model_is_recurrent(self.ptr) or lib.llama_model_is_hybrid(self.ptr):
-            return "recurrent state is a function of the whole prefix"
-        if self.n_swa > 0:
-            return f"sliding-window layers keep only {self.n_swa} rows"
-        if int(lib.llama_model_rope_type(self.ptr)) in _MROPE_TYPES:
-            return "positions have more than one component (M-RoPE)"
-        return ""
+    @property
+    def is_recurrent(self) -> bool:
+        """Recurrent layers only."""
+        return bool(lib.llama_model_is_recurrent(self.ptr))
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Recurrent layers and attention."""
+        return bool(lib.llama_model_is_hybrid(self.ptr))
+
+    @property
+    def has_indexer(self) -> bool:
+        """Whether attention keeps an index or compressed keys beside its rows."""
+        return self.arch in _COMPRESSED or any(".indexer." in key for key in self.metadata)
+
+    @property
+    def has_cell_ext(self) -> bool:
+        """Whether every cell carries more than a position: models with M-RoPE."""
+        return int(lib.llama_model_rope_type(self.ptr)) in _MROPE_TYPES
 
     def rope(self, config: Config) -> dict[str, str]:
         """The RoPE parameters in force, as text, for the fingerprint."""

@@ -53,9 +53,13 @@ class LiveSeq:
     dirty: bool = False
     """Some of its rows may not be in the store yet."""
     busy: bool = False
+    is_whole: bool = True
+    """Not so while rows come in whose boundary state is still to follow."""
     session: str | None = None
     last_used: int = 0
     runs: list[Run] = field(default_factory=list)
+    states: dict[int, npt.NDArray[np.uint8]] = field(default_factory=dict)
+    """Boundary states taken of it that the store may lack, by position."""
     taint: Taint = field(default_factory=lambda: np.zeros(0, np.uint8))
     """uint8 buffer beside `ids`: what became of each token's rows on their way here."""
 

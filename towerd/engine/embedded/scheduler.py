@@ -25,7 +25,7 @@ from towerd.engine.embedded.batching import Batching
 from towerd.engine.embedded.context import DecodeError, LlamaContext
 from towerd.engine.embedded.idle import IdleSequences
 from towerd.engine.embedded.job import Job, Phase
-from towerd.engine.embedded.materialise import Loaded, Materialiser
+from towerd.engine.embedded.materialise import Loaded, Materialiser, RowsMissing
 from towerd.engine.embedded.output import OutputText
 from towerd.engine.embedded.pool import LivePool, common_prefix
 from towerd.engine.embedded.sampler import Sampler
@@ -308,7 +308,7 @@ class Scheduler:
                 return
             self.materialiser.attach(job, loaded)
         except TowerdError as error:
-            self._fail(job, error)
+            self._requeue(job) if isinstance(error, RowsMissing) else self._fail(job, error)
             return
         if not loaded.is_last:
             return
@@ -338,6 +338,7 @@ class Scheduler:
         try:
             while not self._make_room(sum(j.n_in_batch for j in jobs), jobs):
                 jobs = self._batching.fill(self.active)
+            self.materialiser.protect(jobs)
             started = time.monotonic()
             self.context.decode()
             self._batching.learn(sum(j.n_in_batch for j in jobs), time.monotonic() - started)
@@ -356,6 +357,7 @@ class Scheduler:
         n = job.seq.n
         self.pool.append(job.seq, job.ids[n : n + job.n_in_batch])
         self.counters["tokens_decoded"] += job.n_in_batch
+        self.materialiser.advanced(job)
         if job.phase is Phase.PREFILL:
             if job.request.return_progress:
                 self._emit(job, job.progress())
@@ -423,6 +425,7 @@ class Scheduler:
         self._emit(job, error)
 
     def _leave(self, job: Job) -> None:
+        self.materialiser.left(job)
         job.phase = Phase.DONE
         if job in self.active:
             self.active.remove(job)
@@ -437,8 +440,7 @@ class Scheduler:
         if seq is None:
             return
         job.seq = None
-        seq.busy = False
-        seq.dirty = True
+        self.materialiser.released(seq)
         if seq.n == 0:
             self.pool.drop(seq)
 
@@ -469,9 +471,8 @@ class Scheduler:
         """Push the youngest running job back to the queue; its rows wait in RAM."""
         job = max((j for j in self.active if j.seq is not None), key=lambda j: j.t_submit)
         assert job.seq is not None
-        if job.n_live:
-            taint = job.seq.taint[: job.n_live].copy()
-            job.saved = (taint, self.context.get_state(job.seq.id))
+        if job.n_live and job.seq.is_whole:
+            job.save(self.context.get_state(job.seq.id))
         self.counters["preemptions"] += 1
         self._requeue(job)
 

@@ -115,9 +115,9 @@ class Splicer:
             raise NotSupported(
                 "A module is spliced in approximately, and this daemon runs with --fidelity exact."
             )
-        if not self._core.can_slice:
+        if self._core.why_not_spliceable:
             raise NotSupported(
-                f"This model's rows cannot be spliced: {self._core.why_not_sliceable}."
+                f"This model's rows cannot be spliced: {self._core.why_not_spliceable}."
             )
         if self._rope is None:
             core = self._core
@@ -135,7 +135,9 @@ class Splicer:
 
         Composing begins at once, on `workers`. Prompts to be precached get exact rows only."""
         request = job.request
-        if not request.cache_prompt or request.precache is not None or not self._core.can_slice:
+        if not request.cache_prompt or request.precache is not None:
+            return None
+        if self._core.why_not_spliceable:
             return None
         start, stop = seq.n + n_stored, job.n - 1  # the last token has to be evaluated
         splice = Splice()

@@ -1,0 +1,36 @@
+"""What a model keeps of a sequence, and so where its state can be cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+Cut: TypeAlias = Literal["anywhere", "boundary", "whole"]
+
+
+@dataclass(frozen=True, slots=True)
+class StateKind:
+    """One kind of llama.cpp memory.
+
+    cut: where a stored sequence can be resumed: after any token, where a boundary state was
+    taken, or only as one piece
+    has_rows: attention rows of single positions can be stored
+    has_state: a state must be there that is valid at one position only"""
+
+    name: str
+    cut: Cut
+    has_rows: bool
+    has_state: bool
+
+    @property
+    def can_slice(self) -> bool:
+        """Whether every prefix of what is stored is of use."""
+        return self.cut == "anywhere"
+
+
+DENSE = StateKind("dense", "anywhere", has_rows=True, has_state=False)
+WINDOW = StateKind("window", "anywhere", has_rows=True, has_state=False)
+HYBRID = StateKind("hybrid", "boundary", has_rows=True, has_state=True)
+RECURRENT = StateKind("recurrent", "boundary", has_rows=False, has_state=True)
+WHOLE = StateKind("whole", "whole", has_rows=False, has_state=True)
+"""Memories whose bytes are not known well enough to be cut: kept as llama.cpp wrote them."""

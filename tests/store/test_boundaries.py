@@ -1,0 +1,147 @@
+"""Boundary states: durable, checked, found again, and first to go where they save least."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from store_tools import FINGERPRINT, OTHER_MODEL
+
+from towerd.errors import RowsDamaged
+from towerd.store import Store
+from towerd.store.boundaries import BoundaryTable, boundary_bytes
+from towerd.tiers.boundary import BoundaryTier, leaf_distance
+
+IDS = np.arange(1, 101, dtype=np.int32)
+
+
+def state(position: int, n: int = 1000) -> npt.NDArray[np.uint8]:
+    """Bytes that depend on the position."""
+    return np.random.default_rng(position).integers(0, 256, n).astype(np.uint8)
+
+
+def stored(store: Store, *positions: int, derived: bool = False) -> BoundaryTable:
+    """The tokens are recorded and these positions have states in files."""
+    store.insert(IDS, "local", [len(IDS)])
+    table = BoundaryTable(store)
+    nodes = table.attach(IDS, "local", {p: (state(p), derived) for p in positions})
+    assert [node.p1 for node in nodes] == list(positions)
+    for node in nodes:
+        assert table.write(node) > 1000
+    return table
+
+
+def test_states_survive_a_restart_and_later_splits(root: Path) -> None:
+    with Store.open(root, FINGERPRINT) as store:
+        stored(store, 40, 70)
+    with Store.open(root, FINGERPRINT) as store:
+        table = BoundaryTable(store)
+        store.insert(np.append(IDS[:55], 7).astype(np.int32), "local", [56])
+        found = {each.position: each for each in table.all()}
+        assert sorted(found) == [40, 70]
+        for position, each in found.items():
+            np.testing.assert_array_equal(table.load(each), state(position))
+            assert boundary_bytes(store, each.node) == each.nbytes
+        store.check_integrity()
+
+
+def test_only_recorded_tokens_take_states(store: Store) -> None:
+    store.insert(IDS[:50], "local", [50])
+    table = BoundaryTable(store)
+    nodes = table.attach(IDS, "local", {50: (state(50), False), 60: (state(60), False)})
+    assert [node.p1 for node in nodes] == [50]
+    assert table.attach(IDS, "elsewhere", {50: (state(50), False)}) == []
+
+
+def test_an_exact_state_replaces_a_derived_one_never_the_reverse(store: Store) -> None:
+    table = stored(store, 40, derived=True)
+    (node,) = table.attach(IDS, "local", {40: (state(41), False)})
+    table.write(node)
+    assert table.attach(IDS, "local", {40: (state(42), True)}) == []
+    found = table.at(node)
+    assert found is not None
+    np.testing.assert_array_equal(table.load(found), state(41))
+    assert len(list(table.folder.iterdir())) == 1
+
+
+@pytest.mark.parametrize("at", [2, 40, 4096, 5000, -1])
+def test_every_damage_is_found(store: Store, at: int) -> None:
+    """A flipped bit anywhere that counts: set aside, and never used."""
+    table = stored(store, 40)
+    (path,) = table.folder.iterdir()
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    path.write_bytes(data)
+    (found,) = table.all()
+    with pytest.raises(RowsDamaged, match="set aside"):
+        table.load(found)
+    assert table.all() == []
+    assert not list(table.folder.iterdir())
+    assert len(list((store.state.directory.quarantine).iterdir())) == 1
+
+
+def test_a_state_of_another_prefix_is_refused(store: Store) -> None:
+    """Files cannot be swapped: each says whose state it holds."""
+    table = stored(store, 40, 70)
+    first, second = sorted(table.folder.iterdir())
+    swapped = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(swapped)
+    for found in table.all():
+        with pytest.raises(RowsDamaged, match="another prefix"):
+            table.load(found)
+
+
+def test_what_a_kill_left_is_swept_and_foreign_states_go_first(root: Path) -> None:
+    with Store.open(root, OTHER_MODEL) as store:
+        stored(store, 40)
+    (root / "boundaries" / "0123.tmp").write_bytes(b"half")
+    with Store.open(root, FINGERPRINT) as store:
+        table = stored(store, 70)
+        assert not list(table.folder.glob("*.tmp"))
+        assert len(list(table.folder.iterdir())) == 2
+        assert table.drop_foreign(1) > 1000
+        assert [each.position for each in table.all()] == [70]
+
+
+def test_the_budget_keeps_the_leaf_and_thins_the_past(store: Store) -> None:
+    ids = np.arange(1, 4097, dtype=np.int32)
+    store.insert(ids, "local", [len(ids)])
+    tier = BoundaryTier(store, bytes_max=8 * (1000 + 4096), exact=False)
+    try:
+        every = range(256, 4097, 256)
+        tier.accept(ids, "local", {p: (state(p), False) for p in every})
+        tier.flush()
+        kept = sorted(each.position for each in tier.table.all())
+        assert len(kept) == 8
+        assert kept[-2:] == [3840, 4096]
+        gaps = np.diff([0, *kept])
+        assert gaps[0] >= gaps[-1]
+        found = tier.deepest(ids, "local", 0, 4000)
+        assert found is not None
+        assert found.position == 3840
+        assert tier.stats()["boundary_evictions"] == 8
+    finally:
+        tier.close()
+
+
+def test_exact_daemons_take_nothing_derived(store: Store) -> None:
+    stored(store, 40, derived=True)
+    tier = BoundaryTier(store, bytes_max=1 << 20, exact=True)
+    try:
+        assert tier.deepest(IDS, "local", 0, 100) is None
+        tier.accept(IDS, "local", {50: (state(50), True)})
+        tier.flush()
+        assert len(tier.table.all()) == 1
+    finally:
+        tier.close()
+
+
+def test_distance_to_the_nearest_leaf(store: Store) -> None:
+    store.insert(IDS, "local", [20, 100])
+    store.insert(np.append(IDS[:20], [9, 9, 9]).astype(np.int32), "local", [23])
+    top = store.root.children
+    (node,) = top
+    assert leaf_distance(node) == 3

@@ -1,0 +1,56 @@
+"""Dense attention: every position's rows stand for themselves."""
+
+from __future__ import annotations
+
+from towerd.engine.embedded.context import Buffer, LlamaContext
+from towerd.slots.blob import parse_rows
+from towerd.slots.kind import DENSE, StateKind
+from towerd.slots.layout import KVLayout
+from towerd.slots.rows import KVRows
+
+
+class PlainMemory:
+    """See `Memory`."""
+
+    kind: StateKind = DENSE
+    tail = b""
+
+    def __init__(self, context: LlamaContext, layout: KVLayout) -> None:
+        self.context = context
+        self.layout = layout
+        self.n_live = context.n_seqs - 1
+        self.scratch = self.n_live
+
+    def seq_rm(self, seq: int, p0: int = -1, p1: int = -1) -> None:
+        self.context.seq_rm(seq, p0, p1)
+
+    def seq_cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
+        self.context.seq_cp(src, dst, p0, p1)
+
+    def can_branch(self, seq: int, n: int) -> bool:
+        return True
+
+    def protect(self, seq: int, n: int, n_more: int) -> None:
+        """Nothing takes them."""
+
+    def rows(self, seq: int, p0: int, p1: int) -> KVRows | None:
+        self.context.seq_cp(seq, self.scratch, p0, p1)
+        try:
+            blob = self.context.get_state(self.scratch)
+        finally:
+            self.context.seq_rm(self.scratch)
+        return parse_rows(blob, cell_ext=self.layout.cell_ext, layout=self.layout)
+
+    def append(self, seq: int, blob: Buffer, *, is_empty: bool) -> None:
+        if is_empty:
+            self.context.set_state(seq, blob)
+            return
+        self.context.set_state(self.scratch, blob)
+        self.context.seq_cp(self.scratch, seq)
+        self.context.seq_rm(self.scratch)
+
+    def snapshot(self, seq: int) -> Buffer:
+        raise AssertionError("a memory of rows has no state")
+
+    def restore(self, seq: int, state: Buffer) -> None:
+        raise AssertionError("a memory of rows has no state")
