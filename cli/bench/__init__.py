@@ -31,8 +31,20 @@ def bench() -> None:
               help="Length of the stored session.")  # fmt: skip
 @click.option("--level-formats", default=None,
               help="Store it in these formats first, such as 0=q8h; default: native.")  # fmt: skip
-def resume(model: Path | None, quick: bool, tokens: int, level_formats: str | None) -> None:
+@click.option("--arch", default=None,
+              help="Measure random weights of this architecture, or of all of them.")  # fmt: skip
+def resume(
+    model: Path | None, quick: bool, tokens: int, level_formats: str | None, arch: str | None
+) -> None:
     """A stored session back to its first token, against prefilling it."""
+    if arch is not None:
+        if model is not None or level_formats is not None:
+            raise click.UsageError("--arch goes with --quick and --tokens only.")
+        report = asyncio.run(
+            importlib.import_module("towerd.cli.bench.resume_arch").run(arch, quick, tokens)
+        )
+        report.show()
+        return
     _run("resume", model, quick, tokens=tokens, level_formats=level_formats)
 
 

@@ -23,6 +23,8 @@ class Report:
     model: str
     figures: dict[str, Any] = field(default_factory=dict)
     targets: dict[str, tuple[str, bool]] = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict)
+    """For the JSON line only; replaces figures of the same key."""
 
     def target(self, key: str, least: float | None = None, most: float | None = None) -> None:
         """Compare a figure with what we owe."""
@@ -54,6 +56,7 @@ class Report:
             "machine": machine(),
             "date": time.strftime("%Y-%m-%d"),
             **self.figures,
+            **self.details,
             "missed": missed,
         }
 

@@ -1,0 +1,139 @@
+"""`towerctl bench resume --arch`: a stored session of every architecture back to its first token.
+
+Random weights of one small shape for each. llama-server's own slot save and restore runs beside,
+on the same prompt: what it reused of the restored slot is in `llama_server_cache_n`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import click
+import numpy as np
+from platformdirs import user_cache_path
+
+from towerd.cli.bench.client import complete, new_session
+from towerd.cli.bench.models import random_prompt, vocab_size
+from towerd.cli.bench.report import Report
+from towerd.cli.bench.servers import ServerProcess, llama_server, towerd_server
+from towerd.errors import TowerdError
+from towerd.models.random_gguf import Shape, make_random_gguf
+
+ARCHS = (
+    "llama", "gemma3", "gpt-oss", "cohere2", "mamba", "rwkv7", "lfm2", "granitehybrid", "jamba",
+    "falcon-h1", "qwen35", "deepseek2", "qwen2vl", "qwen3vl",
+)  # fmt: skip
+_SHAPE = Shape(12, 768, 12, 4, 2304, 8192, n_ctx_train=32768, window=512)
+_QUICK = Shape(4, 256, 4, 2, 768, 2048, n_ctx_train=32768, window=128)
+_TRIALS = 3
+_RATIO_MIN = 100.0
+_SLOT = "bench.bin"
+
+
+async def run(arch: str, quick: bool, tokens: int) -> Report:
+    """Measure one architecture or `all`; `tokens` is the session's length."""
+    report = Report("resume", f"{arch}, random weights")
+    rows: dict[str, Any] = {}
+    for name in ARCHS if arch == "all" else (arch,):
+        path = _model(name, quick)
+        click.echo(f"{name} ...", err=True)
+        with tempfile.TemporaryDirectory(prefix="towerd-bench-") as folder:
+            prompt = random_prompt(np.random.default_rng(1), tokens + 1, vocab_size(path)).tolist()
+            flags = ["-c", str(-(-(tokens + 64) // 256) * 256)]
+            with towerd_server(path, Path(folder) / "store", *flags) as server:
+                rows[name] = await _towerd(server, prompt)
+            flags += ["-np", "1", "--slot-save-path", folder]
+            with llama_server(path, *flags) as server:
+                rows[name] |= await _llama_server(server, prompt)
+    for name, row in rows.items():
+        report.figures[name] = ", ".join(f"{key} {_short(value)}" for key, value in row.items())
+    report.figures["tokens"] = tokens
+    report.figures["ratio_min"] = min(row["ratio"] for row in rows.values())
+    report.figures["reused_tokens_min"] = min(row["reused_tokens"] for row in rows.values())
+    report.details = dict(rows)
+    report.target("ratio_min", least=_RATIO_MIN)
+    return report
+
+
+def _short(value: Any) -> str:
+    return f"{value:,.4g}" if isinstance(value, float) else str(value)
+
+
+def _model(arch: str, quick: bool) -> Path:
+    """Its GGUF, written to the user's cache on first use. Raises TowerdError."""
+    if arch not in ARCHS:
+        raise TowerdError(f"--arch must be all or one of {', '.join(ARCHS)}.")
+    size = "quick" if quick else "small"
+    path = user_cache_path("towerd") / "bench" / f"arch-{arch}-{size}.gguf"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(".tmp")
+        shape = _QUICK if quick else _SHAPE
+        make_random_gguf(temporary, replace(shape, arch=arch))  # type: ignore[arg-type]
+        temporary.replace(path)
+    return path
+
+
+async def _towerd(server: ServerProcess, prompt: list[int]) -> dict[str, Any]:
+    """Prefill once; then restart and resume a few times."""
+    async with new_session() as session:
+        await complete(session, server.url, _other(prompt), 4)
+        cold = await complete(session, server.url, prompt[:-1], 1)
+    resumes: list[float] = []
+    reused: list[int] = []
+    stats: dict[str, Any] = {}
+    for _ in range(_TRIALS):
+        server.stop()
+        server.start()
+        async with new_session() as session:
+            await complete(session, server.url, _other(prompt), 4)
+            # One new token after the stored ones, so that the first step decodes exactly it.
+            again = await complete(session, server.url, prompt, 4)
+            resumes.append(again.ttft_s)
+            reused.append(int(again.timings["cache_n"]))
+            async with session.get(f"{server.url}/towerd/v1/stats") as reply:
+                stats = (await reply.json())["engine"]
+    resume_s = statistics.median(resumes)
+    return {
+        "state_kind": stats["state_kind"],
+        "prefill_s": cold.ttft_s,
+        "resume_s": resume_s,
+        "ratio": cold.ttft_s / resume_s,
+        "reused_tokens": min(reused),
+        "bytes_moved": int(stats["bytes_in"]),
+        "boundary_bytes": int(stats.get("boundary_bytes", 0)),
+    }
+
+
+async def _llama_server(server: ServerProcess, prompt: list[int]) -> dict[str, Any]:
+    """Its own way: save the slot, restart, restore it, ask on."""
+    async with new_session() as session:
+        await complete(session, server.url, prompt[:-1], 1, id_slot=0)
+        await _slot(session, server, "save")
+    server.stop()
+    server.start()
+    async with new_session() as session:
+        await complete(session, server.url, _other(prompt), 4, id_slot=0)
+        await _slot(session, server, "restore")
+        again = await complete(session, server.url, prompt, 4, id_slot=0)
+    return {
+        "llama_server_resume_s": again.ttft_s,
+        "llama_server_cache_n": int(again.timings["cache_n"]),
+    }
+
+
+async def _slot(session: aiohttp.ClientSession, server: ServerProcess, action: str) -> None:
+    url = f"{server.url}/slots/0?action={action}"
+    async with session.post(url, json={"filename": _SLOT}) as reply:
+        if reply.status != 200:
+            raise TowerdError(f"llama-server could not {action} its slot: {await reply.text()}")
+
+
+def _other(prompt: list[int]) -> list[int]:
+    """A short prompt that shares nothing, to wake the process up."""
+    return prompt[-1:] + prompt[:31]
