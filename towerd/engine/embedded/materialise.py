@@ -200,6 +200,7 @@ class Materialiser:
             log.warning("a prompt is taken up again", extra={"reason": str(error)})
             job.n_broken += 1
             raise
+        else:
             if loaded.piece is not None:
                 self.splicer.attached(job, loaded.piece)
             if loaded.composed is not None:
