@@ -29,8 +29,11 @@ async def list_pins(request: web.Request) -> web.Response:
     """The pinned segments."""
     require_admin(request)
     store = service_of(request).store
-    nodes = await asyncio.to_thread(store.pins)
-    return json_reply({"pins": [segment_json(node, store) for node in nodes]})
+
+    def work() -> list[dict[str, Any]]:
+        return [segment_json(node, store) for node in store.pins()]
+
+    return json_reply({"pins": await asyncio.to_thread(work)})
 
 
 async def post_pin(request: web.Request) -> web.Response:
@@ -45,9 +48,12 @@ async def post_pin(request: web.Request) -> web.Response:
     else:
         session = fields.string(body, "session", "")
         node_id = await asyncio.to_thread(_leaf, store, session)
-    await asyncio.to_thread(store.pin, node_id)
-    node = await asyncio.to_thread(store.node, node_id)
-    return json_reply({"pinned": segment_json(node, store)})
+
+    def work() -> dict[str, Any]:
+        store.pin(node_id)
+        return segment_json(store.node(node_id), store)
+
+    return json_reply({"pinned": await asyncio.to_thread(work)})
 
 
 def _leaf(store: Store, session: str) -> int:
