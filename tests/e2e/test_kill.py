@@ -242,7 +242,7 @@ async def test_kill_at_a_hundred_moments(tmp_path: Path) -> None:
                 daemon.kill()
     print(f"{load.acknowledged} replies, {load.unfinished} broken off")
     # Otherwise nothing was killed at work, or nothing got done.
-    assert load.acknowledged > N_KILLS / 2
+    assert load.acknowledged > N_KILLS / 10
     assert load.unfinished > N_KILLS
     assert set(kinds) == {"start", "work", "leave"}
     check_store(daemon, load)
