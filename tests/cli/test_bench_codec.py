@@ -11,7 +11,6 @@ import zstandard
 from click.testing import CliRunner
 
 from towerd.cli.main import towerctl
-from towerd.codec.prior import file
 
 pytest.importorskip("brotli")
 pytest.importorskip("pyppmd")
@@ -31,7 +30,6 @@ def write(path: Path, n_records: int, seed: int) -> None:
     path.write_bytes(zstandard.ZstdCompressor().compress("".join(lines).encode()))
 
 
-@pytest.mark.skipif(not file.PATH.exists(), reason="the table is not built")
 def test_bench_codec(tmp_path: Path) -> None:
     write(tmp_path / "dev.jsonl.zst", 260, 0)
     write(tmp_path / "train.jsonl.zst", 400, 1)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 
 from towerd.codec import Codec
-from towerd.codec.prior import file
 from towerd.codec.vocabulary import GgufVocabulary
 
-pytestmark = pytest.mark.skipif(not file.PATH.exists(), reason="the table is not built")
 TEXT = b"Please tell me more about the zyxqv, the pwmrtk, the qqjxzb, the vbnkmw and the hhgrtq of it.\n"
 
 

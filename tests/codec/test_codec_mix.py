@@ -20,8 +20,6 @@ CHAT = (
     b"`git reset --hard HEAD~1` instead, but be careful: this cannot be undone.\n"
 )
 
-pytestmark = pytest.mark.skipif(not file.PATH.exists(), reason="the table is not built")
-
 
 def test_chat_is_small(codec: Codec, vocabulary: GgufVocabulary) -> None:
     """Under two bits a byte from the first sentence on, and below every other portable form."""

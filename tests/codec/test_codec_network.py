@@ -116,7 +116,6 @@ def test_canary(
         codec.make_probe("ranked")
 
 
-@pytest.mark.skipif(not file.PATH.exists(), reason="the table is not built")
 def test_network(small: GgufVocabulary, tmp_path: Path) -> None:
     """The mini vocabulary with a model of random weights: exact, if not small."""
     prior = file.bundled()
