@@ -1,0 +1,195 @@
+"""Each policy against its paper's algorithm in plain Python, and what holds for all of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support import retained
+from towerd.retention import NAMES, View, open_retention, retention_config
+from towerd.retention.buzz import Buzz, BuzzConfig, key_scale, threshold_per_window
+from towerd.retention.h2o import H2O, H2OConfig
+from towerd.retention.latem import Latem, LatemConfig, shares
+from towerd.retention.snapkv import SnapKV, SnapKVConfig
+from towerd.retention.streaming import Streaming, StreamingConfig
+from towerd.retention.window import Window, WindowConfig
+
+EVICTING = tuple(name for name in NAMES if name != "none")
+seeds = st.integers(0, 2**32 - 1)
+ends = st.tuples(st.integers(0, 5), st.integers(1, 9))
+
+
+@given(seeds, st.integers(0, 60), ends, st.integers(0, 40))
+def test_streaming_and_window_are_the_oldest_evicted(
+    seed: int, n: int, end: tuple[int, int], room: int
+) -> None:
+    sink, window = end
+    view, n_max = retained.random_view(seed, n), sink + window + room
+    kept = Streaming(StreamingConfig(sink, window)).keep(view, n_max)
+    assert kept.tolist() == retained.streaming(view, n_max, sink)
+    kept = Window(WindowConfig(window)).keep(view, n_max)
+    assert kept.tolist() == retained.streaming(view, n_max, 0)
+
+
+@given(seeds, st.integers(0, 60), ends, st.integers(0, 40))
+def test_h2o_is_the_papers(seed: int, n: int, end: tuple[int, int], room: int) -> None:
+    sink, window = end
+    view, n_max = retained.random_view(seed, n), sink + window + room
+    kept = H2O(H2OConfig(sink, window)).keep(view, n_max)
+    assert kept.tolist() == retained.h2o(view, n_max, sink, window)
+
+
+@given(seeds, st.integers(0, 60), ends, st.integers(0, 40), st.sampled_from((1, 3, 7)))
+def test_snapkv_is_the_papers(
+    seed: int, n: int, end: tuple[int, int], room: int, pool: int
+) -> None:
+    sink, window = end
+    view, n_max = retained.random_view(seed, n), sink + window + room
+    kept = SnapKV(SnapKVConfig(sink, window, pool)).keep(view, n_max)
+    assert kept.tolist() == retained.snapkv(view, n_max, sink, window, pool)
+
+
+@given(seeds, st.integers(3, 9), ends, st.integers(0, 40), st.lists(st.integers(1, 60), min_size=1))
+def test_buzz_is_algorithm_1_over_many_evictions(
+    seed: int, stride: int, end: tuple[int, int], room: int, more: list[int]
+) -> None:
+    """Prompts longer than the container included: sampling goes on until it fits."""
+    config = BuzzConfig(end[0], end[1], stride=stride)
+    policy, paper = Buzz(config), retained.Buzz(config)
+    view, n_max = retained.random_view(seed, 30), config.n_min + room
+    for step, n_new in enumerate(more):
+        kept = policy.keep(view, n_max)
+        assert kept.tolist() == paper.evict(view, n_max)
+        view = retained.grown(view, kept, n_new, seed + step)
+
+
+@given(
+    seeds, ends, st.integers(0, 40), st.integers(1, 4), st.sampled_from((0.1, 0.3, 0.9)),
+    st.lists(st.integers(1, 60), min_size=1),
+)  # fmt: skip
+def test_latem_is_algorithm_1_over_many_evictions(
+    seed: int, end: tuple[int, int], room: int, k_m: int, trust: float, more: list[int]
+) -> None:
+    config = LatemConfig(end[0], end[1], k_m, trust)
+    policy, paper = Latem(config), retained.Latem(config)
+    view, n_max = retained.random_view(seed, 40), config.n_min + room
+    for step, n_new in enumerate(more):
+        kept = policy.keep(view, n_max)
+        assert kept.tolist() == paper.evict(view, n_max)
+        check_coherence(view, kept, config)
+        view = retained.grown(view, kept, n_new, seed + step)
+
+
+def check_coherence(view: View, kept: np.ndarray, config: LatemConfig) -> None:
+    """Between the ends there are tokens of at most k_m messages, if anything had to go."""
+    assert view.messages is not None
+    if len(kept) < view.n:
+        middle = kept[config.sink : len(kept) - config.window]
+        messages = view.messages[np.searchsorted(view.positions, middle)]
+        assert len(np.unique(messages)) <= config.messages_max
+
+
+@pytest.mark.parametrize("name", EVICTING)
+@given(seed=seeds, budget=st.integers(8, 200), more=st.lists(st.integers(1, 300), max_size=6))
+def test_invariants(name: str, seed: int, budget: int, more: list[int]) -> None:
+    """The budget holds, sink and window stay, nothing is invented or repeated."""
+    config = retention_config(name, budget)
+    policy = open_retention(config)
+    sink, window = getattr(config, "sink", 0), getattr(config, "window", 1)
+    view = retained.random_view(seed, budget + 20)
+    for step, n_new in enumerate([1, *more]):
+        kept = policy.keep(view, budget)
+        assert len(kept) <= budget
+        assert (np.diff(kept) > 0).all()
+        assert np.isin(kept, view.positions).all()
+        assert np.array_equal(kept[:sink], view.positions[:sink])
+        assert np.array_equal(kept[-window:], view.positions[-window:])
+        view = retained.grown(view, kept, n_new, seed + step)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(seed=seeds, n=st.integers(0, 80))
+def test_what_fits_stays(name: str, seed: int, n: int) -> None:
+    view = retained.random_view(seed, n)
+    policy = open_retention(retention_config(name, 80))
+    assert np.array_equal(policy.keep(view, 80), view.positions)
+
+
+@pytest.mark.parametrize("name", EVICTING)
+def test_branches_of_a_chat_decide_apart(name: str) -> None:
+    """What one branch decides later does not change what the other does."""
+    policy = open_retention(retention_config(name, 60))
+    view = retained.random_view(1, 100)
+    kept = policy.keep(view, 60)
+    branch, twin = policy.fork(), policy.fork()
+    for seed in range(5):
+        branch.keep(retained.grown(view, kept, 90, seed), 60)
+    view = retained.grown(view, kept, 90, 7)
+    assert np.array_equal(policy.keep(view, 60), twin.keep(view, 60))
+
+
+def test_parameter_theorem() -> None:
+    """With T / w as the theorem says, the recurrence of the old tokens levels off near w."""
+    for stride in range(3, 13):
+        window = 400
+        threshold = threshold_per_window(stride) * window
+        old = threshold / stride
+        for _ in range(500):
+            old = math.floor(old / ((stride + 1) // 2)) + math.floor((threshold - old) / stride)
+        assert abs(old - window) <= 2 * stride
+
+
+@given(st.integers(6, 5000), st.integers(3, 12))
+def test_buzz_fills_its_budget(budget: int, stride: int) -> None:
+    assert BuzzConfig.for_budget(budget, stride).budget == budget
+
+
+def test_log_n_is_plain_at_512() -> None:
+    assert key_scale(512) == pytest.approx(1.0)
+    assert key_scale(512**2) == pytest.approx(2.0)
+
+
+@given(st.lists(st.integers(1, 50), max_size=9), st.integers(0, 300))
+def test_shares_are_fair(sizes: list[int], room: int) -> None:
+    dealt = shares(np.array(sizes, np.int64), room)
+    assert dealt.sum() == min(room, sum(sizes))
+    assert (dealt <= sizes).all()
+    hungry = dealt < np.array(sizes, np.int64)
+    if hungry.any():
+        assert dealt.max() - dealt[hungry].min() <= 1
+
+
+def test_none_drops_nothing() -> None:
+    policy = open_retention(retention_config("none", 1))
+    with pytest.raises(ValueError, match="none may be dropped"):
+        policy.keep(retained.random_view(0, 5), 4)
+
+
+@pytest.mark.parametrize("name", EVICTING)
+def test_bad_views(name: str) -> None:
+    policy = open_retention(retention_config(name, 40))
+    view = retained.random_view(0, 50)
+    with pytest.raises(ValueError, match="sink and window alone are"):
+        policy.keep(view, policy.config.n_min - 1)
+    with pytest.raises(ValueError, match="ascending"):
+        policy.keep(replace(view, positions=view.positions[::-1]), 40)
+    with pytest.raises(ValueError, match=r"in \[0, 3\)"):
+        policy.keep(replace(view, n_seen=3), 40)
+    for signal in policy.signals:
+        with pytest.raises(ValueError, match="missing"):
+            policy.keep(replace(view, **{signal.value: None}), 40)
+        with pytest.raises(ValueError, match="entries for 50"):
+            policy.keep(replace(view, **{signal.value: view.positions[:9]}), 40)
+
+
+@pytest.mark.parametrize("name", EVICTING)
+def test_budgets_that_are_too_small(name: str) -> None:
+    with pytest.raises(ValueError, match="too small"):
+        retention_config(name, 1 if name == "window" else 4)
+    with pytest.raises(ValueError, match="no retention policy 'lru'"):
+        retention_config("lru", 100)

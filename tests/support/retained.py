@@ -1,0 +1,203 @@
+"""Retention policies as their papers write them, one element at a time, and random views."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from towerd.retention import View
+from towerd.retention.buzz import BuzzConfig
+from towerd.retention.latem import LatemConfig
+
+
+def random_view(seed: int, n: int, *, n_messages: int = 5) -> View:
+    """A view of n positions with gaps; every mass is distinct."""
+    rng = np.random.default_rng(seed)
+    positions = np.sort(rng.choice(2 * n + 8, n, replace=False)).astype(np.int64)
+    return View(
+        positions,
+        n_seen=2 * n + 8,
+        mass=(rng.permutation(n) + 1).astype(np.float32),
+        recent=(rng.permutation(n) + 1).astype(np.float32),
+        messages=np.sort(rng.integers(0, n_messages, n)).astype(np.int64),
+    )
+
+
+def grown(view: View, kept: np.ndarray, n_new: int, seed: int) -> View:
+    """What the chat of `view` looks like after `kept` stayed and `n_new` tokens came."""
+    rng = np.random.default_rng(seed)
+    new = np.arange(view.n_seen, view.n_seen + n_new, dtype=np.int64)
+    assert view.messages is not None
+    n = len(kept) + n_new
+    message = view.messages[np.searchsorted(view.positions, kept)]
+    last = int(view.messages.max(initial=0))
+    return View(
+        np.concatenate([kept, new]),
+        n_seen=view.n_seen + n_new,
+        mass=(rng.permutation(n) + 1).astype(np.float32),
+        recent=(rng.permutation(n) + 1).astype(np.float32),
+        messages=np.concatenate([message, np.full(n_new, last + 1)]).astype(np.int64),
+    )
+
+
+def streaming(view: View, n_max: int, sink: int) -> list[int]:
+    """Evict the oldest token that is no sink until the rest fits."""
+    cache = view.positions.tolist()
+    while len(cache) > n_max:
+        del cache[sink]
+    return cache
+
+
+def h2o(view: View, n_max: int, sink: int, window: int) -> list[int]:
+    """H2O's Algorithm 1, its eviction repeated: drop the lowest accumulated score outside the
+    window (and outside the sink, if there is one)."""
+    assert view.mass is not None
+    cache = view.positions.tolist()
+    score = dict(zip(cache, view.mass.tolist(), strict=True))
+    while len(cache) > n_max:
+        middle = cache[sink : len(cache) - window]
+        cache.remove(min(middle, key=lambda p: score[p]))
+    return cache
+
+
+def snapkv(view: View, n_max: int, sink: int, window: int, pool: int) -> list[int]:
+    """SnapKV's listing: votes of the window's queries, max pooling, the top ones, the window."""
+    assert view.recent is not None
+    cache = view.positions.tolist()
+    if len(cache) <= n_max:
+        return cache
+    votes = view.recent.tolist()[sink : len(cache) - window]
+    half = pool // 2
+    pooled = [max(votes[max(0, i - half) : i + half + 1]) for i in range(len(votes))]
+    order = sorted(range(len(votes)), key=lambda i: (pooled[i], i), reverse=True)
+    chosen = sorted(order[: n_max - sink - window])
+    return cache[:sink] + [cache[sink + i] for i in chosen] + cache[len(cache) - window :]
+
+
+class Buzz:
+    """Algorithms 1 and 2 of BUZZ over lists, with its remark 2."""
+
+    def __init__(self, config: BuzzConfig) -> None:
+        self.config = config
+        self.old: list[int] = []
+
+    def evict(self, view: View, n_max: int) -> list[int]:
+        assert view.mass is not None
+        k, w, s = self.config.sink, self.config.window, self.config.stride
+        s_hat = (s + 1) // 2
+        cache = view.positions.tolist()
+        if len(cache) <= n_max:
+            return cache
+        score = dict(zip(cache, view.mass.tolist(), strict=True))
+        n_old = len(self.old)
+        assert cache[k : k + n_old] == self.old
+        new = cache[k + n_old : len(cache) - w]
+        self.old = self.interval_sample(s_hat, self.old) + self.local_max_sample(s, new, score)
+        while k + len(self.old) + w > n_max:
+            if n_max == k + w:
+                self.old = []
+            else:
+                self.old = self.interval_sample(s_hat, self.old)
+        return cache[:k] + self.old + cache[len(cache) - w :]
+
+    @staticmethod
+    def interval_sample(stride: int, old: list[int]) -> list[int]:
+        return [p for i, p in enumerate(old) if i % stride == 0]
+
+    @staticmethod
+    def local_max_sample(stride: int, new: list[int], score: dict[int, float]) -> list[int]:
+        kept, idx = [], 0
+        while idx < len(new):
+            segment = new[idx : idx + stride]
+            kept.append(max(segment, key=lambda p: score[p]))
+            idx += stride
+        return kept
+
+
+class Latem:
+    """Algorithm 1 of LATEM, one victim at a time, on the requests that one eviction serves."""
+
+    def __init__(self, config: LatemConfig) -> None:
+        self.config = config
+        self.marked_m: set[int] = set()
+        self.pred_count_m = 0
+        self.marked_t: dict[int, set[int]] = {}
+        self.pred_count_t: dict[int, int] = {}
+
+    def evict(self, view: View, n_max: int) -> list[int]:
+        assert view.mass is not None
+        assert view.recent is not None
+        assert view.messages is not None
+        k, w = self.config.sink, self.config.window
+        cache = view.positions.tolist()
+        if len(cache) <= n_max:
+            return cache
+        span = range(k, len(cache) - w)
+        tokens = {cache[i]: int(view.messages[i]) for i in span}
+        recent = {cache[i]: float(view.recent[i]) for i in span}
+        rate = {cache[i]: float(view.mass[i]) / (view.n_seen - cache[i]) for i in span}
+        self.mark(tokens, recent)
+        tokens = self.evict_messages(tokens, rate)
+        tokens = self.evict_tokens(tokens, rate, n_max - k - w)
+        return cache[:k] + sorted(tokens) + cache[len(cache) - w :]
+
+    def mark(self, tokens: dict[int, int], recent: dict[int, float]) -> None:
+        of = {m: [p for p in tokens if tokens[p] == m] for m in set(tokens.values())}
+        sums = {m: sum(recent[p] for p in of[m]) for m in of}
+        self.marked_m |= {m for m in of if sums[m] >= sum(sums.values()) / len(sums)}
+        mean = sum(recent.values()) / len(recent)
+        for p, m in tokens.items():
+            if recent[p] >= mean:
+                self.marked_t.setdefault(m, set()).add(p)
+
+    def evict_messages(self, tokens: dict[int, int], rate: dict[int, float]) -> dict[int, int]:
+        live = sorted(set(tokens.values()))
+        sums = {m: sum(rate[p] for p in tokens if tokens[p] == m) for m in live}
+        tau = math.ceil(self.config.trust * self.config.messages_max)
+        while len(live) > self.config.messages_max:
+            if all(m in self.marked_m for m in live):
+                self.marked_m, self.pred_count_m = set(), 0
+            unmarked = [m for m in live if m not in self.marked_m]
+            if self.pred_count_m < tau:
+                victim = min(unmarked, key=lambda m: (sums[m], m))
+                self.pred_count_m += 1
+            else:
+                victim = unmarked[0]
+            live.remove(victim)
+            self.marked_t.pop(victim, None)
+            self.pred_count_t.pop(victim, None)
+            self.marked_m.discard(victim)
+        return {p: m for p, m in tokens.items() if m in live}
+
+    def evict_tokens(
+        self, tokens: dict[int, int], rate: dict[int, float], room: int
+    ) -> dict[int, int]:
+        live = sorted(set(tokens.values()))
+        of = {m: sorted(p for p in tokens if tokens[p] == m) for m in live}
+        share = dict.fromkeys(live, 0)
+        dealt = 0
+        while dealt < min(room, len(tokens)):  # one slot each in turn, the last messages first
+            hungry = [m for m in live if share[m] < len(of[m])]
+            for m in hungry[max(0, len(hungry) - (min(room, len(tokens)) - dealt)) :]:
+                share[m] += 1
+                dealt += 1
+        for m in live:
+            self.evict_of_message(m, of[m], rate, share[m])
+        return {p: m for m in live for p in of[m]}
+
+    def evict_of_message(self, m: int, mine: list[int], rate: dict[int, float], k: int) -> None:
+        tau = math.ceil(self.config.trust * k)
+        while len(mine) > k:
+            marked = self.marked_t.setdefault(m, set())
+            if all(p in marked for p in mine):
+                marked.clear()
+                self.pred_count_t[m] = 0
+            unmarked = [p for p in mine if p not in marked]
+            if self.pred_count_t.get(m, 0) < tau:
+                victim = min(unmarked, key=lambda p: (rate[p], p))
+                self.pred_count_t[m] = self.pred_count_t.get(m, 0) + 1
+            else:
+                victim = unmarked[0]
+            mine.remove(victim)
+            marked.discard(victim)

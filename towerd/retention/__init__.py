@@ -1,0 +1,15 @@
+"""What of a long chat stays in the live cache: pure functions over arrays."""
+
+from towerd.retention.base import Positions, Retention, RetentionConfig, Signal, View
+from towerd.retention.factory import NAMES, open_retention, retention_config
+
+__all__ = [
+    "NAMES",
+    "Positions",
+    "Retention",
+    "RetentionConfig",
+    "Signal",
+    "View",
+    "open_retention",
+    "retention_config",
+]

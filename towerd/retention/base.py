@@ -1,0 +1,127 @@
+"""The protocol of in-context retention: which positions of a chat stay in the live cache.
+
+llama.cpp holds or drops a position for all heads and layers at once, so a policy answers with
+positions. It knows nothing of llama.cpp: the engine and the evaluation run the same code.
+
+Somebody keeps a chat under a budget of live tokens like this: before the live tokens would exceed
+the budget, make a `View` of what is live, ask `keep(view, n_max)` and drop the rest.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+import numpy as np
+import numpy.typing as npt
+
+Positions = npt.NDArray[np.int64]
+Mass = npt.NDArray[np.float32]
+Rows = npt.NDArray[np.float32]
+
+
+class Signal(enum.Enum):
+    """A field of `View` that a policy needs beside the positions."""
+
+    MASS = "mass"
+    RECENT = "recent"
+    MESSAGES = "messages"
+    KEYS = "keys"
+    QUERIES = "queries"
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a policy sees of one chat when it has to choose. n positions stand to choose from."""
+
+    positions: Positions
+    """int64[n], ascending: where the tokens stand in the chat; never renumbered."""
+    n_seen: int
+    """Tokens of the chat so far, dropped ones included; over every position."""
+    mass: Mass | None = None
+    """float32[n]: attention that each position got from all queries observed since its rows were
+    computed; a query spreads a mass of 1, and heads and layers are averaged."""
+    recent: Mass | None = None
+    """float32[n]: the same from the last queries only (the observation window)."""
+    messages: Positions | None = None
+    """int64[n], never falling: the number of the message that each position belongs to."""
+    keys: Rows | None = None
+    """float32[layers, KV heads, n, head size]: cached keys, rotated by RoPE."""
+    queries: Rows | None = None
+    """float32[layers, heads, m, head size]: the last m queries, rotated by RoPE."""
+    live: npt.NDArray[np.bool_] | None = None
+    """bool[n]: which positions are live now; None: all. Only a policy that can recall is shown
+    others, whose rows would have to be fetched."""
+
+    @property
+    def n(self) -> int:
+        return len(self.positions)
+
+    @property
+    def ages(self) -> Positions:
+        """int64[n]: how many tokens came after each position."""
+        return self.n_seen - 1 - self.positions
+
+    def signal(self, signal: Signal) -> npt.NDArray[np.generic]:
+        """The array of a signal. Raises ValueError where it is missing or of another length."""
+        values: npt.NDArray[np.generic] | None = getattr(self, signal.value)
+        if values is None:
+            raise ValueError(f"this policy needs the signal {signal.value!r}, which is missing")
+        n = values.shape[2] if signal is Signal.KEYS else len(values)
+        if signal is not Signal.QUERIES and n != self.n:
+            raise ValueError(f"{signal.value!r} has {n} entries for {self.n} positions")
+        return values
+
+
+class RetentionConfig(Protocol):
+    """Parameters of one policy, a frozen dataclass checked on construction."""
+
+    @property
+    def n_min(self) -> int:
+        """The fewest positions that the policy can be asked to keep: sink + window."""
+        ...
+
+    @classmethod
+    def for_budget(cls, budget: int) -> Self:
+        """What the paper recommends for `budget` live tokens. Raises ValueError if too few."""
+        ...
+
+
+class Retention(Protocol):
+    """One policy's decisions for one chat. It may remember what it decided before."""
+
+    signals: frozenset[Signal]
+    """What a view must bring."""
+    can_recall: bool
+    """Whether it also chooses among positions that are not live (`View.live`)."""
+
+    @property
+    def config(self) -> RetentionConfig: ...
+
+    def keep(self, view: View, n_max: int) -> Positions:
+        """int64[at most n_max], ascending: the positions that stay (or come back).
+
+        All of them if they fit. Raises ValueError for n_max < config.n_min, a signal that is
+        missing, positions that do not ascend or are not below n_seen."""
+        ...
+
+    def fork(self) -> Self:
+        """The same decisions so far, for a branch of the chat; later ones are apart."""
+        ...
+
+
+def check_view(policy: Retention, view: View, n_max: int) -> None:
+    """Raises ValueError unless `policy.keep(view, n_max)` can be answered."""
+    if n_max < policy.config.n_min:
+        raise ValueError(
+            f"cannot keep at most {n_max} positions: sink and window alone are "
+            f"{policy.config.n_min}"
+        )
+    positions = view.positions
+    if positions.ndim != 1 or (np.diff(positions) <= 0).any():
+        raise ValueError("positions must be one ascending row without repeats")
+    if len(positions) and not 0 <= positions[0] <= positions[-1] < view.n_seen:
+        raise ValueError(f"positions must be in [0, {view.n_seen})")
+    for signal in policy.signals:
+        view.signal(signal)

@@ -1,0 +1,122 @@
+"""BUZZ: one heavy hitter of each segment (Zhao et al. 2024, "BUZZ: Beehive-structured Sparse KV
+Cache with Segmented Heavy Hitters", Algorithms 1 and 2, Theorem 3.1, section 3.5).
+
+    [ sink k ][ old: every s^-th stays ][ new: of every s the one with most attention ][ window w ]
+
+A position is new until it has survived an eviction. Tokens gather until sink, middle and window
+fill k + T + w, which is the budget.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from towerd.retention.base import Mass, Positions, Signal, View, check_view
+from towerd.retention.choice import SINK_DEFAULT, Indices, check_ends, middle, with_ends
+
+_LOG_BASE = 512
+"""The length for which the log n form is the plain one (section 3.5)."""
+
+
+@dataclass(frozen=True, slots=True)
+class BuzzConfig:
+    sink: int = SINK_DEFAULT
+    """k"""
+    window: int = 1
+    """w"""
+    threshold: int = 1
+    """T: tokens between sink and window, old ones included, at which an eviction is due."""
+    stride: int = 5
+    """s, for new tokens. With 1 or 2 every old token would stay, and the cache would never end."""
+    log_n: bool = False
+    """Scale kept keys by `key_scale`."""
+
+    def __post_init__(self) -> None:
+        check_ends(self.sink, self.window)
+        if self.stride < 3 or self.threshold < 1:
+            raise ValueError("BUZZ needs a stride of at least 3 and a threshold of at least 1")
+
+    @property
+    def stride_old(self) -> int:
+        """s^, for tokens that survived an eviction."""
+        return (self.stride + 1) // 2
+
+    @property
+    def n_min(self) -> int:
+        return self.sink + self.window
+
+    @property
+    def budget(self) -> int:
+        """The most tokens that are ever live."""
+        return self.sink + self.threshold + self.window
+
+    @classmethod
+    def for_budget(cls, budget: int, stride: int = 5) -> Self:
+        window = max(1, int((budget - SINK_DEFAULT) / (1 + threshold_per_window(stride))))
+        threshold = budget - SINK_DEFAULT - window
+        if threshold < 1:
+            raise ValueError(f"BUZZ needs a budget of at least {SINK_DEFAULT + 2} tokens")
+        return cls(window=window, threshold=threshold, stride=stride)
+
+
+def threshold_per_window(stride: int) -> float:
+    """T / w at which the old tokens level off at w (Theorem 3.1).
+
+    The theorem's two cases are right; its proof names them the wrong way round."""
+    return (stride**2 + 1) / (stride + 1) if stride % 2 else stride - 1.0
+
+
+def key_scale(n: int) -> float:
+    """log_512 n: what the log n form multiplies keys of a chat of n tokens by (equation 8)."""
+    return math.log(max(n, 2)) / math.log(_LOG_BASE)
+
+
+class Buzz:
+    """Samples old and new tokens; remembers up to where tokens are old."""
+
+    signals = frozenset((Signal.MASS,))
+    can_recall = False
+
+    def __init__(self, config: BuzzConfig) -> None:
+        self.config = config
+        self._old_end = 0
+        """Positions from here on are new."""
+
+    def keep(self, view: View, n_max: int) -> Positions:
+        check_view(self, view, n_max)
+        assert view.mass is not None
+        if view.n <= n_max:
+            return view.positions
+        span = middle(view.n, self.config.sink, self.config.window)
+        positions = view.positions[span]
+        n_old = int(np.searchsorted(positions, self._old_end))
+        new = local_maxima(view.mass[span][n_old:], self.config.stride) + n_old
+        kept = np.concatenate([interval_sample(n_old, self.config.stride_old), new])
+        room = n_max - self.config.n_min
+        while len(kept) > room:  # remark 2: until it fits
+            kept = kept[interval_sample(len(kept), self.config.stride_old)] if room else kept[:0]
+        if len(positions):
+            self._old_end = int(positions[-1]) + 1
+        return with_ends(view.positions, span, kept)
+
+    def fork(self) -> Self:
+        return copy.copy(self)
+
+
+def interval_sample(n: int, stride: int) -> Indices:
+    """Every stride-th of n, from the first."""
+    return np.arange(0, n, stride, dtype=np.int64)
+
+
+def local_maxima(mass: Mass, stride: int) -> Indices:
+    """The index of the largest of every `stride` (Algorithm 2); of equal ones the first."""
+    n = len(mass)
+    padded = np.full(-(-n // stride) * stride, -np.inf, np.float32)
+    padded[:n] = mass
+    rows = padded.reshape(-1, stride)
+    return np.asarray(np.arange(len(rows)) * stride + rows.argmax(axis=1), np.int64)

@@ -1,0 +1,53 @@
+"""H2O: heavy hitters by accumulated attention, and the last tokens (Zhang et al. 2023, "H2O:
+Heavy-Hitter Oracle for Efficient Generative Inference", Algorithm 1).
+
+The paper evicts one token for each new one, per head; here as many as must go at once, and a
+position for all heads. Half of the budget goes to the last tokens, as in the paper.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+from towerd.retention.base import Positions, Signal, View, check_view
+from towerd.retention.choice import SINK_DEFAULT, check_ends, middle, top, with_ends
+
+
+@dataclass(frozen=True, slots=True)
+class H2OConfig:
+    sink: int = SINK_DEFAULT
+    """The paper has none, its first tokens being heavy hitters; 0 is the paper's form."""
+    window: int = 1
+
+    def __post_init__(self) -> None:
+        check_ends(self.sink, self.window)
+
+    @property
+    def n_min(self) -> int:
+        return self.sink + self.window
+
+    @classmethod
+    def for_budget(cls, budget: int) -> Self:
+        return cls(window=(budget - SINK_DEFAULT) // 2)
+
+
+class H2O:
+    """Keeps the sink, the window, and of the rest what got most attention so far."""
+
+    signals = frozenset((Signal.MASS,))
+    can_recall = False
+
+    def __init__(self, config: H2OConfig) -> None:
+        self.config = config
+
+    def keep(self, view: View, n_max: int) -> Positions:
+        check_view(self, view, n_max)
+        assert view.mass is not None
+        if view.n <= n_max:
+            return view.positions
+        span = middle(view.n, self.config.sink, self.config.window)
+        return with_ends(view.positions, span, top(view.mass[span], n_max - self.config.n_min))
+
+    def fork(self) -> Self:
+        return self

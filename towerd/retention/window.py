@@ -1,0 +1,43 @@
+"""The sliding window alone: the last tokens; what StreamingLLM's sink is measured against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+from towerd.retention.base import Positions, Signal, View, check_view
+from towerd.retention.choice import check_ends
+
+
+@dataclass(frozen=True, slots=True)
+class WindowConfig:
+    window: int = 1
+    """The fewest last tokens; as many stay as fit."""
+
+    def __post_init__(self) -> None:
+        check_ends(0, self.window)
+
+    @property
+    def n_min(self) -> int:
+        return self.window
+
+    @classmethod
+    def for_budget(cls, budget: int) -> Self:
+        return cls(window=budget // 2)
+
+
+class Window:
+    """Keeps as many last tokens as fit."""
+
+    signals: frozenset[Signal] = frozenset()
+    can_recall = False
+
+    def __init__(self, config: WindowConfig) -> None:
+        self.config = config
+
+    def keep(self, view: View, n_max: int) -> Positions:
+        check_view(self, view, n_max)
+        return view.positions[-n_max:]
+
+    def fork(self) -> Self:
+        return self
