@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import retained
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support import retained
 from towerd.retention import NAMES, View, open_retention, retention_config
 from towerd.retention.buzz import Buzz, BuzzConfig, key_scale, threshold_per_window
 from towerd.retention.h2o import H2O, H2OConfig
