@@ -10,7 +10,8 @@ import asyncio
 import dataclasses
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
 
 import numpy as np
 
@@ -51,21 +52,23 @@ class Sessions:
         if self.anticipator is not None:
             self.anticipator.asked(request)
         generation = self.engine.generate(request)
-        finished: Finish | None = None
+        record: asyncio.Future[Finish] | None = None
         try:
             async for event in generation:
                 if isinstance(event, Finish):
-                    finished = event
-                    finished = event = await self._record(request, event, started_s)
+                    record = asyncio.ensure_future(self._record(request, event, started_s))
+                    event = await asyncio.shield(record)
                 yield event
         finally:
-            if finished is not None:
-                generation.release()
-                if self.anticipator is not None:
-                    self.anticipator.answered(request, finished)
+            # Awaiting here would tie the clean-up to a task that is being cancelled.
+            if record is None:
+                self._later(self._abandon(request, generation, started_s))
+            elif not record.done():  # what is released before it is stored is not kept
+                self._later(self._release(record, generation))
             else:
-                # Awaiting here would tie the clean-up to a task that is being cancelled.
-                self._end_later(request, generation, started_s)
+                generation.release()
+                if self.anticipator is not None and not _failed(record):
+                    self.anticipator.answered(request, record.result())
 
     async def run_quietly(self, request: GenerateRequest) -> Finish | None:
         """Run a request that nobody listens to; None if it ended without a Finish."""
@@ -80,10 +83,18 @@ class Sessions:
         while self._closing:
             await asyncio.wait(self._closing)
 
-    def _end_later(self, request: GenerateRequest, run: Generation, started_s: float) -> None:
-        task = asyncio.create_task(self._abandon(request, run, started_s))
+    def _later(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
+
+    async def _release(self, record: asyncio.Future[Finish], run: Generation) -> None:
+        try:
+            await record
+        except TowerdError as error:
+            log.error("a turn was not recorded", extra={"error": str(error)})
+        finally:
+            run.release()
 
     async def _abandon(self, request: GenerateRequest, run: Generation, started_s: float) -> None:
         try:
@@ -129,3 +140,7 @@ class Sessions:
         tip = self.store.insert(ids, scope, [len(ids)])[-1]
         if self.traffic is not None:
             self.traffic.kept(tip, started_s)
+
+
+def _failed(record: asyncio.Future[Finish]) -> bool:
+    return record.cancelled() or record.exception() is not None

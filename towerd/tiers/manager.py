@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -150,15 +151,13 @@ class Tiers:
 
     def plan(self, ids: Ids, scope: str, start: int) -> Plan:
         """What the store can add to the first `start` tokens of `ids`."""
-        match = self.store.match(ids, scope)
-        n_public = 0
-        for node in match.nodes:
-            if node.scope != PUBLIC:
-                break
-            n_public = min(node.p1, match.n)
         parts: tuple[RowsPart, ...] = ()
-        if match.n > start:
-            parts = tuple(self.store.plan_rows(match, start, match.n, exact=self.exact))
+        with self.store.still():  # a split would leave its upper part out
+            match = self.store.match(ids, scope)
+            if match.n > start:
+                parts = tuple(self.store.plan_rows(match, start, match.n, exact=self.exact))
+        public = takewhile(lambda node: node.scope == PUBLIC, match.nodes)
+        n_public = max((min(node.p1, match.n) for node in public), default=0)
         n_hot = sum(p.p1 - p.p0 for p in parts if p.tier == "hot")
         n_all = sum(p.p1 - p.p0 for p in parts)
         if match.nodes:
@@ -275,16 +274,17 @@ class Tiers:
 
         taint: of the live rows; segments with an approximate one, or one that has to do with a
         splice, are left out: they must never be taken for what prefill computes."""
-        match = self.store.match(ids, scope)
         gaps: list[Gap] = []
         run: list[Node] = []
-        for node in (*match.nodes, None):
-            lacks = node is not None and node.p1 <= match.n and self._lacks(node, taint)
-            if lacks and node is not None:
-                run.append(node)
-            elif run:
-                gaps.append(Gap(tuple(run), run[0].p0, run[-1].p1))
-                run = []
+        with self.store.still():  # a split would leave its upper part out
+            match = self.store.match(ids, scope)
+            for node in (*match.nodes, None):
+                lacks = node is not None and node.p1 <= match.n and self._lacks(node, taint)
+                if lacks and node is not None:
+                    run.append(node)
+                elif run:
+                    gaps.append(Gap(tuple(run), run[0].p0, run[-1].p1))
+                    run = []
         return gaps
 
     def _lacks(self, node: Node, taint: Taint | None) -> bool:

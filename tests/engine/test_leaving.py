@@ -1,0 +1,49 @@
+"""A client leaves in the very moment its answer is recorded: what was computed is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from oracle import OpenService, ask
+
+from towerd.models.random_gguf import PRESETS, make_random_gguf
+from towerd.store.turn import Turn, TurnResult
+
+
+@pytest.mark.parametrize("arch", ["llama", "lfm2"])
+async def test_a_client_that_leaves_while_its_turn_is_recorded(
+    service_on: OpenService, tmp_path: Path, arch: str
+) -> None:
+    path = tmp_path / "model.gguf"
+    make_random_gguf(path, replace(PRESETS["tiny"], n_layer=4, arch=arch))  # type: ignore[arg-type]
+    prompt = np.random.default_rng(1).integers(300, 448, 90).tolist()
+    begun, may_go_on = threading.Event(), threading.Event()
+    async with service_on(path) as service:
+        commit = service.store.commit_turn
+
+        def slow_commit(turn: Turn) -> TurnResult:
+            begun.set()
+            may_go_on.wait(30)
+            return commit(turn)
+
+        service.store.commit_turn = slow_commit  # type: ignore[method-assign]
+        asking: asyncio.Task[Any] = asyncio.create_task(ask(service, prompt, 4))
+        await asyncio.to_thread(begun.wait, 30)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        for _ in range(3):  # it has had the time to export
+            await asyncio.wrap_future(service.engine.scheduler.call(lambda: None))
+        may_go_on.set()
+    async with service_on(path) as service:
+        (session,) = service.store.sessions()
+        ids = service.store.session_ids(session.id)
+        assert len(ids) == len(prompt) + 4
+        again = await ask(service, [*ids.tolist(), 300], 2)
+        reuse = again.finish.reuse
+        assert reuse.warm == len(ids) - 1
