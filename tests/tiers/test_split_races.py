@@ -67,8 +67,9 @@ def test_rows_reach_both_parts_of_a_split_segment(store: Store, tiers: Tiers) ->
         while splitting.is_alive():
             gaps = tiers.gaps(ids, "local")
             assert [(gap.p0, gap.p1) for gap in gaps] == [(0, N)]
-        splitting = split_meanwhile(store, ids, 45)
-        for gap in gaps:  # found before the last split
+        gaps = tiers.gaps(ids, "local")
+        splitting = split_meanwhile(store, ids, 3)
+        for gap in gaps:
             tiers.accept(gap, rows_of(ids[: gap.p1], gap.p0))
         splitting.join()
         assert [node for node in store.match(ids, "local").nodes if node.hot is None] == []
