@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
 
+import uvloop
 from aiohttp import web
 
 from towerd.api.keys import CONFIG, GATE, LIMITS, METRICS, TENANTS, TRANSFER, Gate, Service
@@ -87,7 +88,8 @@ def run(config: Config) -> None:
     StoreError; nothing is left running then."""
     # A worker thread that runs Python gives way to the event loop after this long.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    asyncio.run(_serve(config))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(config))
 
 
 def tame_collector() -> None:

@@ -116,6 +116,8 @@ def test_data_of_events() -> None:
         b'{"content":"a"}', b"", b'{"b":1}', b"[DONE]", b'{"c":"\xc3\xa9"}', b"",
     ]  # fmt: skip
     assert event_data(b"data: a\ndata:b\n\n") == b"a\nb"
+    assert event_data(b"data: a\rdata: b\n\n") == b"a"
+    assert event_data(b"data: a\r\n\r\n") == b"a"
 
 
 @pytest.mark.parametrize(

@@ -276,6 +276,9 @@ class EventSplitter:
     def feed(self, data: bytes) -> list[bytes]:
         """The events that `data` completes, each with its closing blank line."""
         data = self._rest + data
+        if data.endswith(_END) and data.find(_END) == len(data) - len(_END) and b"\r" not in data:
+            self._rest = b""  # one whole event, as nearly all arrive
+            return [data]
         events, start = [], 0
         for found in _BLANK_LINE.finditer(data):
             events.append(data[start : found.end()])
@@ -289,9 +292,13 @@ class EventSplitter:
 
 
 _BLANK_LINE = re.compile(rb"\r?\n\r?\n")
+_END = b"\n\n"
+_ONE_LINE = b"data: "
 _DATA = re.compile(rb"^data:[ ]?([^\r\n]*)", re.MULTILINE)
 
 
 def event_data(event: bytes) -> bytes:
     """The `data` of an event; empty if it has none, as comments have not."""
+    if event.startswith(_ONE_LINE) and event.find(b"\n") == len(event) - 2 and b"\r" not in event:
+        return event[len(_ONE_LINE) : -2]
     return b"\n".join(_DATA.findall(event))
