@@ -53,11 +53,15 @@ def resume(
 @_QUICK
 @click.option("--rounds", type=click.IntRange(1, 100), default=None,
               help="How often every chat is continued; default 3, with --quick 2.")  # fmt: skip
+@click.option("--chats", type=click.IntRange(2, 1000), default=None,
+              help="How many chats there are; default 40, with --quick 10.")  # fmt: skip
 @click.option("--engine", type=click.Choice(ENGINES), default="embedded", show_default=True,
               help="towerd's engine; llama-server: in front of one.")  # fmt: skip
-def switch(model: Path | None, quick: bool, rounds: int | None, engine: str) -> None:
+def switch(
+    model: Path | None, quick: bool, rounds: int | None, chats: int | None, engine: str
+) -> None:
     """Forty chats over one base, round robin, against llama-server's defaults."""
-    _run("switch", model, quick, rounds=rounds, engine=engine)
+    _run("switch", model, quick, rounds=rounds, chats=chats, engine=engine)
 
 
 @bench.command()

@@ -53,12 +53,16 @@ class Outcome:
 
 
 async def run(
-    model: Path | None, quick: bool, rounds: int | None = None, engine: str = "embedded"
+    model: Path | None,
+    quick: bool,
+    rounds: int | None = None,
+    chats: int | None = None,
+    engine: str = "embedded",
 ) -> Report:
-    """Run the same load on towerd and on llama-server."""
+    """Run the same load on towerd and on llama-server. `rounds`, `chats`: other than usual."""
     path = bench_model(model, "small" if quick else "1b")
     load = QUICK if quick else Load()
-    load = replace(load, rounds=rounds or load.rounds)
+    load = replace(load, rounds=rounds or load.rounds, chats=chats or load.chats)
     n_vocab = vocab_size(path)
     ctx = str(load.ctx_size)
     with tempfile.TemporaryDirectory(prefix="towerd-bench-") as folder:
