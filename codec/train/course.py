@@ -55,16 +55,16 @@ def train_mini(
 ) -> dict[str, Any]:
     """Train the mini model and write mini.gguf; returns the report. Its tokenizer is that of the
     GGUF `tokenizer`, or a new one of `n_vocab` tokens. Raises TrainError."""
-    run, data, manifest = _begin(course)
+    run, data, manifest = begin(course)
     bpe: Bpe = tokenizer_of(run.folder / "tokenizer.json", data, manifest, n_vocab, tokenizer)
-    corpus = _corpus(course, data, manifest, MiniForm(bpe), progress)
+    corpus = make_corpus(course, data, manifest, MiniForm(bpe), progress)
     shape = replace(course.shape, n_vocab=len(bpe))
     lesson = TextLesson(Windows(corpus, shape.n_ctx, course.config.seed))
-    trainer = _trainer(course, run, shape, MiniForm(bpe), lesson, corpus)
-    trainer.train(_note_steps(trainer, progress))
+    trainer = make_trainer(course, run, shape, MiniForm(bpe), lesson, corpus)
+    trainer.train(note_steps(trainer, progress))
     card = Card("towerd-mini", "Language model of chat text, made by towerctl train mini",
                 _licence(manifest, corpus), {})  # fmt: skip
-    return _finish(course, run, trainer, bpe.vocabulary(), card, manifest, data, {})
+    return finish(course, run, trainer, bpe.vocabulary(), card, manifest, data, {})
 
 
 def distill(
@@ -73,24 +73,25 @@ def distill(
     """Train a student of a GGUF and write student.gguf; returns the report. Raises TrainError."""
     if top_k < 1:
         raise TrainError(f"The teacher must name at least 1 token at each place, not {top_k}.")
-    run, data, manifest = _begin(course)
+    run, data, manifest = begin(course)
     vocabulary = from_gguf(teacher_path)
     with Teacher(teacher_path, course.shape.n_ctx, n_threads=course.n_threads) as teacher:
         form = TeacherForm(teacher)
-        corpus = _corpus(course, data, manifest, form, progress)
+        corpus = make_corpus(course, data, manifest, form, progress)
         shape = replace(course.shape, n_vocab=teacher.n_vocab)
         seed = course.config.seed
         lesson = TeacherLesson(Windows(corpus, shape.n_ctx, seed), teacher, top_k)
-        trainer = _trainer(course, run, shape, form, lesson, corpus)
-        trainer.train(_note_steps(trainer, progress))
+        trainer = make_trainer(course, run, shape, form, lesson, corpus)
+        trainer.train(note_steps(trainer, progress))
         exam = TeacherLesson(Windows(_dev_as_train(corpus), shape.n_ctx, seed), teacher, top_k)
         more = {"divergence_nats": round(_divergence(trainer, exam), 4)}
     card = Card(f"towerd-student-{teacher_path.stem}", f"Student of {teacher_path.name}, made by "
                 "towerctl train distill", "the licence of the teacher", {})  # fmt: skip
-    return _finish(course, run, trainer, vocabulary, card, manifest, data, more)
+    return finish(course, run, trainer, vocabulary, card, manifest, data, more)
 
 
-def _begin(course: Course) -> tuple[Run, Dataset, dict[str, Source]]:
+def begin(course: Course) -> tuple[Run, Dataset, dict[str, Source]]:
+    """The run's folder, its text and its manifest. Raises TrainError."""
     if course.n_threads is not None:
         torch.set_num_threads(course.n_threads)
     manifest = read_manifest(course.manifest)
@@ -98,24 +99,26 @@ def _begin(course: Course) -> tuple[Run, Dataset, dict[str, Source]]:
     return Run(course.out, resume=course.resume), data, manifest
 
 
-def _corpus(
+def make_corpus(
     course: Course,
     data: Dataset,
     manifest: Mapping[str, Source],
     form: Form,
     progress: Progress | None,
 ) -> Corpus:
+    """The text as ids, kept in the run's folder."""
     report = None if progress is None else progress.encoded
     return build_corpus(data, manifest, form, course.out / "corpus", progress=report)
 
 
-def _trainer(
+def make_trainer(
     course: Course, run: Run, shape: NetworkShape, form: Form, lesson: Lesson, corpus: Corpus
 ) -> Trainer:
+    """A trainer that goes on with the run, or starts it."""
     return Trainer(run, shape, form.fingerprint, lesson, corpus.dev, course.config)
 
 
-def _note_steps(trainer: Trainer, progress: Progress | None) -> Callable[[Status], None]:
+def note_steps(trainer: Trainer, progress: Progress | None) -> Callable[[Status], None]:
     """Every tenth step becomes a line of history."""
 
     def report(status: Status) -> None:
@@ -145,7 +148,7 @@ def _licence(manifest: Mapping[str, Source], corpus: Corpus) -> str:
     return "Apache-2.0; trained on text under " + ", ".join(sorted(licences))
 
 
-def _finish(
+def finish(
     course: Course,
     run: Run,
     trainer: Trainer,
@@ -159,9 +162,8 @@ def _finish(
     bits = trainer.evaluate(course.eval_tokens).table(manifest)
     trainer.note({"dev": bits["all"]})
     shape = trainer.shape
-    name = "mini.gguf" if card.name == "towerd-mini" else "student.gguf"
     numbers = {"tokens": trainer.n_tokens, "steps": trainer.step, "bits_per_byte": bits["all"]}
-    path = run.folder / name
+    path = run.folder / f"{card.name.split('-')[1]}.gguf"
     export(path, trainer.weights, shape, vocabulary, replace(card, numbers=numbers))
     plot(run.rows(), run.folder / "loss.png", f"{card.name}: {trainer.n_tokens / 1e6:.1f} M tokens")
     report = {
