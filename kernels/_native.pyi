@@ -111,3 +111,44 @@ class Mixer:
 
     def state(self) -> npt.NDArray[np.uint32]:
         """A copy of everything that was learned."""
+
+class DciTree:
+    """Multi-level prioritized DCI; the contract is in towerd.kernels.reference_dci."""
+
+    def __init__(
+        self,
+        n_dims: int,
+        directions: npt.NDArray[np.float32],
+        ratio: float,
+        page_rows: int,
+        seed: int,
+        visits_max: int,
+        beam: int,
+    ) -> None: ...
+    def __len__(self) -> int: ...
+    @property
+    def n_levels(self) -> int: ...
+    @property
+    def n_pages(self) -> int: ...
+    def add(self, keys: npt.NDArray[np.float32]) -> None:
+        """Insert keys; they get the next numbers."""
+
+    def search(
+        self, queries: npt.NDArray[np.float32], k: int, visits_max: int, beam: int
+    ) -> npt.NDArray[np.int64]:
+        """Numbers of the k keys with the largest inner products, for each query."""
+
+    def levels(self) -> npt.NDArray[np.int32]:
+        """The level of each key."""
+
+    def parents(self) -> npt.NDArray[np.int64]:
+        """The key that each one hangs below, or -1."""
+
+    def pages(self) -> npt.NDArray[np.int64]:
+        """The page of each key."""
+
+    def copy(self) -> DciTree:
+        """The same tree, apart from now on."""
+
+    def check_integrity(self) -> None:
+        """RuntimeError if the tree is not sound."""

@@ -1,6 +1,7 @@
 // The Python face: one class with all kernels for one instruction set.
 
 #include "bind.h"
+#include "bind_dci.h"
 #include "bind_mix.h"
 
 #include <string>
@@ -83,5 +84,6 @@ NB_MODULE(_native, m) {
                 towerd::bind_hadamard(self.isa, src, out, block, n_threads);
             }, "src"_a.none(), "out"_a.none(), "block"_a.none(), "n_threads"_a.none() = 1,
             "Transform each run of `block` numbers.");
+    towerd::bind_dci(m);
     towerd::bind_mixer(m);
 }

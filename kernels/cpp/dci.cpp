@@ -1,0 +1,378 @@
+#include "dci.h"
+
+#include <algorithm>
+#include <cmath>
+#include <queue>
+#include <tuple>
+
+namespace towerd {
+
+namespace {
+
+constexpr std::size_t kLanes    = 8;
+constexpr double      kScaleMin = 1e-15;
+constexpr double      kHeadroom = 1.25;  // of the scale, when a longer key than all before comes
+constexpr int         kLevelMax = 32;
+
+// Eight running sums in a fixed order: every machine gets the same bits, with any vector width.
+float dot(const float * a, const float * b, std::size_t n) {
+    float sums[kLanes] = {};
+    for (std::size_t i = 0; i < n; i += kLanes) {
+        for (std::size_t lane = 0; lane < kLanes; ++lane) {
+            sums[lane] += a[i + lane] * b[i + lane];
+        }
+    }
+    return ((sums[0] + sums[4]) + (sums[2] + sums[6])) + ((sums[1] + sums[5]) + (sums[3] + sums[7]));
+}
+
+std::uint64_t mixed(std::uint64_t x) {  // splitmix64
+    x += 0x9E3779B97F4A7C15ull;
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
+    return x ^ (x >> 31);
+}
+
+}  // namespace
+
+DciTree::DciTree(const DciOptions & options, std::vector<float> directions, const DciLimits & building)
+    : options_(options), building_(building), padded_((options.n_dims + kLanes - 1) / kLanes * kLanes),
+      n_directions_(directions.size() / (options.n_dims + 1)), directions_(n_directions_ * padded_),
+      direction_last_(n_directions_) {
+    for (std::size_t i = 0; i < n_directions_; ++i) {
+        const float * row = directions.data() + i * (options.n_dims + 1);
+        std::copy_n(row, options.n_dims, directions_.data() + i * padded_);
+        direction_last_[i] = row[options.n_dims];
+    }
+}
+
+double DciTree::square(const float * values) const {
+    double sum = 0;
+    for (std::size_t i = 0; i < options_.n_dims; ++i) {
+        sum += static_cast<double>(values[i]) * static_cast<double>(values[i]);
+    }
+    return sum;
+}
+
+float DciTree::last_of(double square) const {
+    return static_cast<float>(std::sqrt(std::max(0.0, 1.0 - square / (scale_ * scale_))));
+}
+
+float DciTree::projected(const float * raw, std::size_t direction, float last) const {
+    return static_cast<float>(static_cast<double>(*raw) / scale_ +
+                              static_cast<double>(direction_last_[direction]) * static_cast<double>(last));
+}
+
+float DciTree::score(const Query & query, std::int64_t id) const {
+    return dot(query.vector.data(), key(id), padded_) + query.last * last_[static_cast<std::size_t>(id)];
+}
+
+DciTree::Query DciTree::as_query(const float * values) const {
+    Query        query{std::vector<float>(padded_), 0, std::vector<float>(n_directions_)};
+    const double length = std::sqrt(square(values));
+    if (length > 0) {
+        std::vector<float> unit(padded_);
+        for (std::size_t i = 0; i < options_.n_dims; ++i) {
+            unit[i]         = static_cast<float>(values[i] / length);
+            query.vector[i] = static_cast<float>(values[i] / length / scale_);
+        }
+        for (std::size_t i = 0; i < n_directions_; ++i) {
+            query.projections[i] = dot(directions_.data() + i * padded_, unit.data(), padded_);
+        }
+    }
+    return query;
+}
+
+DciTree::Query DciTree::as_point(std::int64_t id) const {
+    const auto at = static_cast<std::size_t>(id);
+    Query      query{std::vector<float>(padded_), last_[at], {}};
+    for (std::size_t i = 0; i < options_.n_dims; ++i) {
+        query.vector[i] = static_cast<float>(key(id)[i] / (scale_ * scale_));
+    }
+    const float * row = projection_.data() + at * n_directions_;
+    query.projections.assign(row, row + n_directions_);
+    return query;
+}
+
+int DciTree::drawn_level(std::size_t id) const {
+    int level = 1;
+    std::uint64_t x = mixed(options_.seed + id * 0xD1342543DE82EF95ull);
+    while (level < kLevelMax && static_cast<double>(x >> 11) * 0x1p-53 < options_.ratio) {
+        ++level;
+        x = mixed(x);
+    }
+    return level;
+}
+
+void DciTree::widen(double longest) {
+    if (scale_ >= longest && scale_ > 0) {
+        return;
+    }
+    scale_ = std::max(kScaleMin, size() == 0 ? longest : longest * kHeadroom);
+    for (std::size_t i = 0; i < size(); ++i) {
+        last_[i] = last_of(square_[i]);
+        for (std::size_t j = 0; j < n_directions_; ++j) {
+            const std::size_t at = i * n_directions_ + j;
+            projection_[at]      = projected(&raw_[at], j, last_[i]);
+        }
+    }
+    for (Node & node : nodes_) {
+        for (std::size_t j = 0; j < n_directions_; ++j) {
+            for (auto & [projection, id] : node.lines[j]) {
+                projection = projection_[static_cast<std::size_t>(id) * n_directions_ + j];
+            }
+            std::sort(node.lines[j].begin(), node.lines[j].end());
+        }
+    }
+}
+
+void DciTree::store(const float * values) {
+    keys_.resize(keys_.size() + padded_);
+    float * row = keys_.data() + keys_.size() - padded_;
+    std::copy_n(values, options_.n_dims, row);
+    square_.push_back(square(values));
+    last_.push_back(last_of(square_.back()));
+    for (std::size_t j = 0; j < n_directions_; ++j) {
+        raw_.push_back(dot(directions_.data() + j * padded_, row, padded_));
+        projection_.push_back(projected(&raw_.back(), j, last_.back()));
+    }
+    parent_.push_back(-1);
+    page_.push_back(-1);
+    own_node_.push_back(-1);
+}
+
+void DciTree::add(const float * keys, std::size_t n) {
+    if (n == 0) {
+        return;
+    }
+    double longest = 0;
+    for (std::size_t i = 0; i < n; ++i) {
+        longest = std::max(longest, square(keys + i * options_.n_dims));
+    }
+    widen(std::sqrt(longest));
+    const std::size_t before = size();
+    for (std::size_t i = 0; i < n; ++i) {
+        store(keys + i * options_.n_dims);
+        level_.push_back(drawn_level(before + i));
+    }
+    if (before == 0) {  // levels that nobody drew are left out
+        std::vector<int> taken(kLevelMax + 1, 0);
+        for (const int level : level_) {
+            taken[static_cast<std::size_t>(level)] = 1;
+        }
+        for (std::size_t i = 1; i < taken.size(); ++i) {
+            taken[i] += taken[i - 1];
+        }
+        for (int & level : level_) {
+            level = taken[static_cast<std::size_t>(level)];
+        }
+        n_levels_ = static_cast<std::size_t>(taken.back());
+        nodes_.emplace_back();
+        nodes_.back().lines.resize(n_directions_);
+    } else {
+        for (std::size_t i = before; i < size(); ++i) {
+            level_[i] = std::min(level_[i], static_cast<int>(n_levels_) + 1);
+        }
+    }
+    std::vector<std::int64_t> order(n);
+    for (std::size_t i = 0; i < n; ++i) {
+        order[i] = static_cast<std::int64_t>(before + i);
+    }
+    std::stable_sort(order.begin(), order.end(), [&](std::int64_t a, std::int64_t b) {
+        return level_[static_cast<std::size_t>(a)] > level_[static_cast<std::size_t>(b)];
+    });
+    for (const std::int64_t id : order) {
+        insert(id);
+    }
+}
+
+void DciTree::insert(std::int64_t id) {
+    const auto level = static_cast<std::size_t>(level_[static_cast<std::size_t>(id)]);
+    if (level > n_levels_) {
+        raise(id);
+    } else if (level == n_levels_) {
+        join(root_, id);
+    } else {
+        const auto found = nearest(as_point(id), level + 1, false, 1, building_);
+        join(node_of(found.front().id), id);
+    }
+}
+
+// A point above all others: everything that was at the top becomes its own.
+void DciTree::raise(std::int64_t id) {
+    const std::size_t below = root_;
+    nodes_[below].owner     = id;
+    for (const std::int64_t member : nodes_[below].members) {
+        parent_[static_cast<std::size_t>(member)] = id;
+    }
+    own_node_[static_cast<std::size_t>(id)] = static_cast<std::int64_t>(below);
+    root_                                   = nodes_.size();
+    nodes_.emplace_back();
+    nodes_.back().lines.resize(n_directions_);
+    ++n_levels_;
+    join(root_, id);
+}
+
+std::size_t DciTree::node_of(std::int64_t id) {
+    std::int64_t & node = own_node_[static_cast<std::size_t>(id)];
+    if (node < 0) {
+        node = static_cast<std::int64_t>(nodes_.size());
+        nodes_.emplace_back();
+        nodes_.back().owner = id;
+        nodes_.back().lines.resize(n_directions_);
+    }
+    return static_cast<std::size_t>(node);
+}
+
+void DciTree::join(std::size_t at, std::int64_t id) {
+    Node & node = nodes_[at];
+    const auto i = static_cast<std::size_t>(id);
+    node.members.push_back(id);
+    for (std::size_t j = 0; j < n_directions_; ++j) {
+        const auto entry = std::make_pair(projection_[i * n_directions_ + j], id);
+        Line &     line  = node.lines[j];
+        line.insert(std::lower_bound(line.begin(), line.end(), entry), entry);
+    }
+    if (node.page < 0 || page_fill_[static_cast<std::size_t>(node.page)] == options_.page_rows) {
+        node.page = static_cast<std::int64_t>(page_fill_.size());
+        page_fill_.push_back(0);
+    }
+    ++page_fill_[static_cast<std::size_t>(node.page)];
+    parent_[i] = node.owner;
+    page_[i]   = node.page;
+}
+
+std::vector<DciTree::Scored> DciTree::visit(const Node & node, const Query & query, std::size_t wanted,
+                                            std::size_t visits) const {
+    if (visits != 0 && visits < node.members.size()) {
+        return visit_nearest(node, query, wanted, visits);
+    }
+    std::vector<Scored> found;
+    found.reserve(node.members.size());
+    for (const std::int64_t id : node.members) {
+        found.push_back({score(query, id), id});
+    }
+    return found;
+}
+
+// Prioritized DCI: along every direction points are met by their distance from the query; who was
+// met along all of them is a candidate. No point can be nearer than along any direction.
+std::vector<DciTree::Scored> DciTree::visit_nearest(const Node & node, const Query & query, std::size_t wanted,
+                                                    std::size_t visits) const {
+    using Step = std::tuple<float, std::size_t, int>;  // distance, direction, side
+    std::priority_queue<Step, std::vector<Step>, std::greater<Step>> steps;
+    std::vector<std::size_t> above(n_directions_), below(n_directions_);
+    const auto push = [&](std::size_t j, int side) {
+        const Line & line = node.lines[j];
+        if (side == 0 ? below[j] > 0 : above[j] < line.size()) {
+            const float at = side == 0 ? line[below[j] - 1].first : line[above[j]].first;
+            steps.emplace(std::abs(at - query.projections[j]), j, side);
+        }
+    };
+    for (std::size_t j = 0; j < n_directions_; ++j) {
+        const auto first = std::make_pair(query.projections[j], std::numeric_limits<std::int64_t>::min());
+        const Line & line = node.lines[j];
+        above[j] = static_cast<std::size_t>(std::lower_bound(line.begin(), line.end(), first) - line.begin());
+        below[j] = above[j];
+        push(j, 0);
+        push(j, 1);
+    }
+    std::vector<std::pair<std::int64_t, std::size_t>> met;  // sorted by id
+    std::vector<Scored>        found;
+    std::priority_queue<Scored> best;  // the worst of the best `wanted` on top
+    while (!steps.empty() && found.size() < visits) {
+        const auto [distance, j, side] = steps.top();
+        steps.pop();
+        if (best.size() == wanted && distance * distance >= 2 - 2 * best.top().score) {
+            break;
+        }
+        const std::int64_t id = side == 0 ? node.lines[j][--below[j]].second : node.lines[j][above[j]++].second;
+        push(j, side);
+        auto at = std::lower_bound(met.begin(), met.end(), std::make_pair(id, std::size_t{0}));
+        if (at == met.end() || at->first != id) {
+            at = met.insert(at, {id, 0});
+        }
+        if (++at->second == n_directions_) {
+            found.push_back({score(query, id), id});
+            best.push(found.back());
+            if (best.size() > wanted) {
+                best.pop();
+            }
+        }
+    }
+    return found;
+}
+
+std::vector<DciTree::Scored> DciTree::nearest(const Query & query, std::size_t level, bool all_levels, std::size_t k,
+                                              const DciLimits & limits) const {
+    const std::size_t   wanted = limits.beam == 0 ? std::numeric_limits<std::size_t>::max() : std::max(k, limits.beam);
+    std::vector<Scored> best;
+    std::vector<std::size_t> nodes{root_};
+    for (std::size_t at = n_levels_; at >= level && !nodes.empty(); --at) {
+        std::vector<Scored> found;
+        for (const std::size_t node : nodes) {
+            const auto some = visit(nodes_[node], query, wanted, limits.visits);
+            found.insert(found.end(), some.begin(), some.end());
+        }
+        if (all_levels || at == level) {
+            best.insert(best.end(), found.begin(), found.end());
+        }
+        nodes.clear();
+        found.erase(std::remove_if(found.begin(), found.end(), [&](const Scored & point) {
+            return at > level && own_node_[static_cast<std::size_t>(point.id)] < 0;
+        }), found.end());
+        const std::size_t n_kept = limits.beam == 0 ? found.size() : std::min(limits.beam, found.size());
+        std::partial_sort(found.begin(), found.begin() + static_cast<std::ptrdiff_t>(n_kept), found.end());
+        for (std::size_t i = 0; i < n_kept && at > level; ++i) {
+            nodes.push_back(static_cast<std::size_t>(own_node_[static_cast<std::size_t>(found[i].id)]));
+        }
+    }
+    const std::size_t n = std::min(k, best.size());
+    std::partial_sort(best.begin(), best.begin() + static_cast<std::ptrdiff_t>(n), best.end());
+    best.resize(n);
+    return best;
+}
+
+std::vector<std::int64_t> DciTree::search(const float * query, std::size_t k, const DciLimits & limits) const {
+    std::vector<std::int64_t> ids;
+    if (size() != 0) {
+        for (const Scored & found : nearest(as_query(query), 1, true, k, limits)) {
+            ids.push_back(found.id);
+        }
+    }
+    return ids;
+}
+
+std::string DciTree::broken() const {
+    std::vector<std::size_t> fill(page_fill_.size(), 0), times(size(), 0);
+    for (std::size_t at = 0; at < nodes_.size(); ++at) {
+        const Node & node = nodes_[at];
+        const bool   is_root = node.owner < 0;
+        if (is_root != (at == root_) || (!is_root && own_node_[static_cast<std::size_t>(node.owner)] != static_cast<std::int64_t>(at))) {
+            return "a node belongs to the wrong point";
+        }
+        const std::size_t level = is_root ? n_levels_ + 1 : static_cast<std::size_t>(level_[static_cast<std::size_t>(node.owner)]);
+        for (const std::int64_t id : node.members) {
+            const auto i = static_cast<std::size_t>(id);
+            ++times[i];
+            if (parent_[i] != node.owner || static_cast<std::size_t>(level_[i]) + 1 != level) {
+                return "point " + std::to_string(id) + " has the wrong parent";
+            }
+            ++fill[static_cast<std::size_t>(page_[i])];
+        }
+        for (const Line & line : node.lines) {
+            if (line.size() != node.members.size() || !std::is_sorted(line.begin(), line.end())) {
+                return "a node is out of order";
+            }
+        }
+    }
+    if (std::any_of(times.begin(), times.end(), [](std::size_t n) { return n != 1; })) {
+        return "a point is not in exactly one node";
+    }
+    const auto full = [&](std::size_t n) { return n == 0 || n > options_.page_rows; };
+    if (fill != page_fill_ || std::any_of(fill.begin(), fill.end(), full)) {
+        return "a page holds too many rows or none";
+    }
+    return "";
+}
+
+}  // namespace towerd

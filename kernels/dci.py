@@ -1,0 +1,69 @@
+"""An index of attention keys: the C++ tree where it is built, else the numpy reference (slow)."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from towerd.kernels import reference_dci
+from towerd.kernels.dispatch import ENV
+from towerd.kernels.reference_dci import F32, I32, I64
+
+__all__ = ["DciConfig", "DciTree", "make_dci_tree"]
+
+
+class DciTree(Protocol):
+    """What both implementations do; `reference_dci.DciTree` says how."""
+
+    @property
+    def n_levels(self) -> int: ...
+    @property
+    def n_pages(self) -> int: ...
+    def __len__(self) -> int: ...
+    def add(self, keys: F32) -> None: ...
+    def search(self, queries: F32, k: int, visits_max: int, beam: int) -> I64: ...
+    def levels(self) -> I32: ...
+    def parents(self) -> I64: ...
+    def pages(self) -> I64: ...
+    def copy(self) -> DciTree: ...
+    def check_integrity(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class DciConfig:
+    """How a tree is built. Raises ValueError when the tree is made."""
+
+    page_rows: int = 16
+    """Keys of a page."""
+    ratio: float = 1 / 16
+    """Of the keys of a level that are promoted to the next one; nodes have 1 / ratio keys."""
+    n_directions: int = 4
+    """Random directions that order the points of a node."""
+    visits_max: int = 64
+    """Points of a node that the search for a parent looks at; 0: all."""
+    beam: int = 4
+    """Nodes of a level that the search for a parent enters; 0: all."""
+    seed: int = 1
+
+
+def make_dci_tree(n_dims: int, config: DciConfig | None = None) -> DciTree:
+    """An empty tree over keys of `n_dims` numbers. Raises ValueError.
+
+    TOWERD_KERNELS=reference forces the one in numpy; both give the same tree."""
+    config = config or DciConfig()
+    chance = np.random.default_rng(config.seed)
+    directions = chance.standard_normal((config.n_directions, n_dims + 1))
+    directions /= np.linalg.norm(directions, axis=1, keepdims=True)
+    rows = directions.astype(np.float32)
+    options = (config.ratio, config.page_rows, config.seed, config.visits_max, config.beam)
+    if os.environ.get(ENV) != "reference":
+        try:
+            from towerd.kernels import _native
+        except ImportError:
+            pass
+        else:
+            return _native.DciTree(n_dims, rows, *options)
+    return reference_dci.DciTree(n_dims, rows, *options)

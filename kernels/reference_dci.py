@@ -1,0 +1,392 @@
+"""Multi-level prioritized DCI in numpy: the specification of kernels/cpp/dci.cpp.
+
+An index of attention keys that finds the keys with the largest inner product with a query, takes
+new keys at any time, and groups similar keys into pages (papers/icecache: "IceCache", sections
+3.3, 4.1 and B.1; P-DCI: Li and Malik, "Fast k-Nearest Neighbour Search via Prioritized DCI",
+2017).
+
+- Keys become points of length 1 by one more coordinate, [k / c, sqrt(1 - |k|^2 / c^2)] with
+  c >= |k| for all of them, and queries [q / |q|, 0]: then the nearest point is the key with the
+  largest inner product. When a key longer than c comes, c grows and all points move.
+- Every key draws a level: 1, and one more as often as a number below `ratio` is drawn. Points of
+  the highest level hang below the root, every other one below the nearest point of the next level.
+  What hangs below one point is a node; its keys fill pages of `page_rows` in the order they come.
+- A search goes down level by level. In each node that it enters it looks at `visits_max` points,
+  those first that are near the query along fixed random directions; it enters the nodes of the
+  `beam` nearest points of a level. With both 0 (no limit) the result is that of brute force.
+
+Keys of one `add` enter from the highest level down, so that parents are there before children; a
+key that comes later may be nearer to a point of another node than its parent and leaves that point
+where it is: pages that were written stay. Sums are in a fixed order and the same as in C++.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import math
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from towerd.kernels.reference_checks import check_int
+
+F32: TypeAlias = npt.NDArray[np.float32]
+I32: TypeAlias = npt.NDArray[np.int32]
+I64: TypeAlias = npt.NDArray[np.int64]
+Scored: TypeAlias = tuple[float, int]
+"""(minus the score, number of the point): sorts the better one first."""
+
+KEY_MAX = 1e15
+LEVEL_MAX = 32
+DIMS_MAX, DIRECTIONS_MAX, PAGE_MAX, COUNT_MAX = 4096, 64, 1 << 20, 1 << 40
+_LANES = 8
+_SCALE_MIN = 1e-15
+_HEADROOM = 1.25
+_64 = (1 << 64) - 1
+
+
+@dataclass(slots=True)
+class _Node:
+    owner: int = -1
+    members: list[int] = field(default_factory=list)
+    lines: list[list[tuple[float, int]]] = field(default_factory=list)
+    page: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class _Query:
+    vector: F32
+    last: np.float32
+    projections: F32
+
+
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    visits: int
+    beam: int
+
+
+class DciTree:
+    """A tree over keys of `n_dims` numbers.
+
+    directions: float32[n, n_dims + 1], each of length 1; ratio: above 0, at most 0.5; visits_max
+    and beam: the limits of the search for a parent. Raises ValueError with the argument's name.
+    """
+
+    def __init__(
+        self,
+        n_dims: int,
+        directions: F32,
+        ratio: float,
+        page_rows: int,
+        seed: int,
+        visits_max: int,
+        beam: int,
+    ) -> None:
+        self._n_dims = check_int(n_dims, "n_dims", 1, DIMS_MAX)
+        if not isinstance(ratio, float) or not 0 < ratio <= 0.5:
+            raise ValueError("ratio: expected a float above 0, at most 0.5")
+        self._ratio = ratio
+        self._page_rows = check_int(page_rows, "page_rows", 1, PAGE_MAX)
+        self._seed = check_int(seed, "seed", 0, (1 << 63) - 1)
+        _check_rows(directions, n_dims + 1, "directions")
+        if not 1 <= len(directions) <= DIRECTIONS_MAX:
+            raise ValueError("directions: expected 1 to 64 rows")
+        self._building = _limits(visits_max, beam)
+        self._directions = _padded(directions[:, :-1])
+        self._direction_last = directions[:, -1].astype(np.float64)
+        self._scale = 0.0
+        self._keys = np.zeros((0, self._directions.shape[1]), np.float32)
+        self._square: list[float] = []
+        self._last: list[np.float32] = []
+        self._raw: list[F32] = []
+        self._projection: list[F32] = []
+        self._level: list[int] = []
+        self._parent: list[int] = []
+        self._page: list[int] = []
+        self._own_node: dict[int, int] = {}
+        self._page_fill: list[int] = []
+        self._nodes: list[_Node] = []
+        self._root = 0
+        self.n_levels = 0
+        """Levels that have a point."""
+
+    def __len__(self) -> int:
+        return len(self._level)
+
+    @property
+    def n_pages(self) -> int:
+        """Pages that hold at least one key."""
+        return len(self._page_fill)
+
+    def add(self, keys: F32) -> None:
+        """Insert keys [n, n_dims]; they are numbered on from those that are there."""
+        _check_rows(keys, self._n_dims, "keys")
+        if not len(keys):
+            return
+        self._widen(math.sqrt(max(_square(key) for key in keys)))
+        before = len(self)
+        for i, key in enumerate(keys):
+            self._store(key)
+            self._level.append(self._drawn_level(before + i))
+        if before == 0:
+            taken = sorted(set(self._level))
+            self._level = [taken.index(level) + 1 for level in self._level]
+            self.n_levels = len(taken)
+            self._nodes.append(self._new_node(-1))
+        for i in range(before, len(self)):
+            self._level[i] = min(self._level[i], self.n_levels + 1)
+        for i in sorted(range(before, len(self)), key=lambda i: -self._level[i]):
+            self._insert(i)
+
+    def search(self, queries: F32, k: int, visits_max: int, beam: int) -> I64:
+        """int64[n queries, min(k, keys)]: the numbers of the keys with the largest inner products,
+        largest first; -1 where a limited search met fewer."""
+        _check_rows(queries, self._n_dims, "queries")
+        n_columns = min(check_int(k, "k", 1, PAGE_MAX), max(1, len(self)))
+        limits = _limits(visits_max, beam)
+        ids = np.full((len(queries), n_columns), -1, np.int64)
+        for i, query in enumerate(queries if len(self) else ()):
+            found = self._nearest(self._as_query(query), 1, True, n_columns, limits)
+            ids[i, : len(found)] = [point for _, point in found]
+        return ids
+
+    def levels(self) -> I32:
+        """int32[n]: the level of each key, 1 at the bottom."""
+        return np.array(self._level, np.int32)
+
+    def parents(self) -> I64:
+        """int64[n]: the key that each one hangs below, or -1."""
+        return np.array(self._parent, np.int64)
+
+    def pages(self) -> I64:
+        """int64[n]: the page of each key."""
+        return np.array(self._page, np.int64)
+
+    def copy(self) -> DciTree:
+        """The same tree; what is added to one is not in the other."""
+        import copy
+
+        return copy.deepcopy(self)
+
+    def check_integrity(self) -> None:
+        """RuntimeError if a point is not in exactly one node below a point of the next level, a
+        node is out of order, or a page holds too many rows or none."""
+        fill = [0] * self.n_pages
+        times = [0] * len(self)
+        for at, node in enumerate(self._nodes):
+            if (node.owner < 0) != (at == self._root) or self._own_node.get(node.owner, at) != at:
+                raise RuntimeError("a node belongs to the wrong point")
+            level = self.n_levels + 1 if node.owner < 0 else self._level[node.owner]
+            for i in node.members:
+                times[i] += 1
+                fill[self._page[i]] += 1
+                if self._parent[i] != node.owner or self._level[i] + 1 != level:
+                    raise RuntimeError(f"point {i} has the wrong parent")
+            for line in node.lines:
+                if len(line) != len(node.members) or line != sorted(line):
+                    raise RuntimeError("a node is out of order")
+        if any(n != 1 for n in times):
+            raise RuntimeError("a point is not in exactly one node")
+        if fill != self._page_fill or any(not 0 < n <= self._page_rows for n in fill):
+            raise RuntimeError("a page holds too many rows or none")
+
+    def _new_node(self, owner: int) -> _Node:
+        return _Node(owner, [], [[] for _ in self._directions])
+
+    def _widen(self, longest: float) -> None:
+        if self._scale >= longest and self._scale > 0:
+            return
+        self._scale = max(_SCALE_MIN, longest * _HEADROOM if len(self) else longest)
+        for i in range(len(self)):
+            self._last[i] = self._last_of(self._square[i])
+            self._projection[i] = self._projected(self._raw[i], self._last[i])
+        for node in self._nodes:
+            for j, line in enumerate(node.lines):
+                line[:] = sorted((float(self._projection[i][j]), i) for _, i in line)
+
+    def _store(self, key: F32) -> None:
+        row = _padded(key[None])[0]
+        self._keys = np.concatenate([self._keys, row[None]])
+        self._square.append(_square(key))
+        self._last.append(self._last_of(self._square[-1]))
+        self._raw.append(_dots(self._directions, row))
+        self._projection.append(self._projected(self._raw[-1], self._last[-1]))
+        self._parent.append(-1)
+        self._page.append(-1)
+
+    def _last_of(self, square: float) -> np.float32:
+        return np.float32(math.sqrt(max(0.0, 1.0 - square / (self._scale * self._scale))))
+
+    def _projected(self, raw: F32, last: np.float32) -> F32:
+        values = raw.astype(np.float64) / self._scale + self._direction_last * float(last)
+        return values.astype(np.float32)
+
+    def _drawn_level(self, number: int) -> int:
+        level, x = 1, _mixed((self._seed + number * 0xD1342543DE82EF95) & _64)
+        while level < LEVEL_MAX and (x >> 11) * 2.0**-53 < self._ratio:
+            level, x = level + 1, _mixed(x)
+        return level
+
+    def _insert(self, i: int) -> None:
+        level = self._level[i]
+        if level > self.n_levels:
+            self._raise(i)
+        elif level == self.n_levels:
+            self._join(self._root, i)
+        else:
+            found = self._nearest(self._as_point(i), level + 1, False, 1, self._building)
+            self._join(self._node_of(found[0][1]), i)
+
+    def _raise(self, i: int) -> None:
+        below = self._nodes[self._root]
+        below.owner = i
+        for member in below.members:
+            self._parent[member] = i
+        self._own_node[i] = self._root
+        self._root = len(self._nodes)
+        self._nodes.append(self._new_node(-1))
+        self.n_levels += 1
+        self._join(self._root, i)
+
+    def _node_of(self, i: int) -> int:
+        if i not in self._own_node:
+            self._own_node[i] = len(self._nodes)
+            self._nodes.append(self._new_node(i))
+        return self._own_node[i]
+
+    def _join(self, at: int, i: int) -> None:
+        node = self._nodes[at]
+        node.members.append(i)
+        for j, line in enumerate(node.lines):
+            bisect.insort(line, (float(self._projection[i][j]), i))
+        if node.page < 0 or self._page_fill[node.page] == self._page_rows:
+            node.page = len(self._page_fill)
+            self._page_fill.append(0)
+        self._page_fill[node.page] += 1
+        self._parent[i], self._page[i] = node.owner, node.page
+
+    def _as_query(self, query: F32) -> _Query:
+        length = math.sqrt(_square(query))
+        unit = np.zeros(self._n_dims, np.float64)
+        if length > 0:
+            unit = query.astype(np.float64) / length
+        vector = _padded((unit / self._scale).astype(np.float32)[None])[0]
+        rows = _padded(unit.astype(np.float32)[None])[0]
+        return _Query(vector, np.float32(0), _dots(self._directions, rows))
+
+    def _as_point(self, i: int) -> _Query:
+        vector = self._keys[i].astype(np.float64) / (self._scale * self._scale)
+        return _Query(vector.astype(np.float32), self._last[i], self._projection[i])
+
+    def _scores(self, query: _Query, points: list[int]) -> list[Scored]:
+        last = np.array([self._last[i] for i in points], np.float32)
+        scores = _dots(self._keys[points], query.vector) + query.last * last
+        return [(-float(score), i) for score, i in zip(scores, points, strict=True)]
+
+    def _visit(self, node: _Node, query: _Query, wanted: int, visits: int) -> list[Scored]:
+        if visits == 0 or visits >= len(node.members):
+            return self._scores(query, node.members) if node.members else []
+        steps: list[tuple[float, int, int]] = []
+        above = [bisect.bisect_left(line, (float(query.projections[j]), -1))
+                 for j, line in enumerate(node.lines)]  # fmt: skip
+        below = list(above)
+
+        def push(j: int, side: int) -> None:
+            line = node.lines[j]
+            if below[j] > 0 if side == 0 else above[j] < len(line):
+                at = line[below[j] - 1][0] if side == 0 else line[above[j]][0]
+                distance = abs(np.float32(at) - query.projections[j])
+                heapq.heappush(steps, (float(distance), j, side))
+
+        for j in range(len(node.lines)):
+            push(j, 0)
+            push(j, 1)
+        met: dict[int, int] = {}
+        found: list[Scored] = []
+        while steps and len(found) < visits:
+            distance, j, side = heapq.heappop(steps)
+            if len(found) >= wanted and _is_beyond(distance, sorted(found)[wanted - 1]):
+                break
+            below[j] -= side == 0
+            i = node.lines[j][below[j] if side == 0 else above[j]][1]
+            above[j] += side == 1
+            push(j, side)
+            met[i] = met.get(i, 0) + 1
+            if met[i] == len(node.lines):
+                found += self._scores(query, [i])
+        return found
+
+    def _nearest(
+        self, query: _Query, level: int, all_levels: bool, k: int, limits: _Limits
+    ) -> list[Scored]:
+        wanted = len(self) + 1 if limits.beam == 0 else max(k, limits.beam)
+        best: list[Scored] = []
+        nodes = [self._root]
+        for at in range(self.n_levels, level - 1, -1):
+            found = [
+                point
+                for node in nodes
+                for point in self._visit(self._nodes[node], query, wanted, limits.visits)
+            ]
+            if all_levels or at == level:
+                best += found
+            inner = sorted(point for point in found if point[1] in self._own_node)
+            nodes = [self._own_node[i] for _, i in inner[: limits.beam or None]]
+        return sorted(best)[:k]
+
+
+def _is_beyond(distance: float, worst: Scored) -> bool:
+    """Whether nothing at `distance` or further along some direction is nearer than `worst`."""
+    length = np.float32(distance)
+    return bool(length * length >= np.float32(2) + np.float32(2) * np.float32(worst[0]))
+
+
+def _limits(visits_max: object, beam: object) -> _Limits:
+    return _Limits(check_int(visits_max, "visits_max", 0, COUNT_MAX),
+                   check_int(beam, "beam", 0, COUNT_MAX))  # fmt: skip
+
+
+def _check_rows(rows: F32, n_dims: int, name: str) -> None:
+    if not isinstance(rows, np.ndarray) or rows.dtype != np.float32 or rows.ndim != 2:
+        raise ValueError(f"{name}: expected float32 rows")
+    if not rows.flags.c_contiguous or not rows.flags.aligned:
+        raise ValueError(f"{name}: not contiguous")
+    if rows.shape[1] != n_dims:
+        raise ValueError(f"{name}: rows of {rows.shape[1]} numbers, expected {n_dims}")
+    if not (np.isfinite(rows).all() and (np.abs(rows) <= KEY_MAX).all()):
+        raise ValueError(f"{name}: a number is not finite or larger than 1e15")
+
+
+def _padded(rows: F32) -> F32:
+    n_more = -rows.shape[1] % _LANES
+    return np.pad(rows, ((0, 0), (0, n_more))) if n_more else rows.copy()
+
+
+def _dots(rows: F32, vector: F32) -> F32:
+    """[n]: eight running sums, then a tree; the order of the C++ kernel."""
+    products = (rows * vector).reshape(len(rows), -1, _LANES)
+    sums = np.zeros((len(rows), _LANES), np.float32)
+    for block in range(products.shape[1]):
+        sums += products[:, block]
+    s = sums.T
+    total: F32 = ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]))
+    return total
+
+
+def _square(values: F32) -> float:
+    total = 0.0
+    for value in values.tolist():
+        total += value * value
+    return total
+
+
+def _mixed(x: int) -> int:
+    """One step of splitmix64."""
+    x = (x + 0x9E3779B97F4A7C15) & _64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _64
+    return x ^ (x >> 31)

@@ -1,0 +1,226 @@
+"""The DCI tree: brute force, soundness under insertion, the reference against C++, bad arguments."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from towerd.kernels.dci import DciConfig, DciTree, make_dci_tree
+
+F32 = npt.NDArray[np.float32]
+
+
+@pytest.fixture(params=["reference", ""])
+def forced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both implementations in turn."""
+    if not request.param:
+        pytest.importorskip("towerd.kernels._native", exc_type=ImportError)
+    monkeypatch.setenv("TOWERD_KERNELS", request.param)
+    return str(request.param)
+
+
+@pytest.fixture
+def both(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[DciTree, DciTree]]:
+    """Makes the same empty tree in C++ and in numpy."""
+    native = pytest.importorskip("towerd.kernels._native", exc_type=ImportError)
+
+    def make(n_dims: int, config: DciConfig) -> tuple[DciTree, DciTree]:
+        ours = make_dci_tree(n_dims, config)
+        assert isinstance(ours, native.DciTree)
+        with monkeypatch.context() as patch:
+            patch.setenv("TOWERD_KERNELS", "reference")
+            return ours, make_dci_tree(n_dims, config)
+
+    return make
+
+
+def clustered(n: int, n_dims: int, seed: int, n_clusters: int = 12) -> F32:
+    """Keys around some centres, of many lengths."""
+    chance = np.random.default_rng(seed)
+    centres = chance.standard_normal((n_clusters, n_dims)) * chance.uniform(0.5, 3, (n_clusters, 1))
+    keys = centres[chance.integers(0, n_clusters, n)] + 0.3 * chance.standard_normal((n, n_dims))
+    return keys.astype(np.float32)
+
+
+def brute_force(keys: F32, query: F32, k: int) -> F32:
+    """The k largest inner products, falling."""
+    products = keys.astype(np.float64) @ query.astype(np.float64)
+    return np.sort(products)[::-1][:k]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    n=st.integers(1, 60), n_dims=st.integers(1, 11), k=st.integers(1, 70),
+    seed=st.integers(0, 1 << 30), cuts=st.lists(st.integers(0, 60), max_size=4),
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["reference", ""])
+def test_without_limits_it_is_brute_force(
+    name: str, n: int, n_dims: int, k: int, seed: int, cuts: list[int]
+) -> None:
+    """Whatever the keys are and however they arrive, the k largest inner products are found."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TOWERD_KERNELS", name)
+        tree = make_dci_tree(n_dims, DciConfig(page_rows=4, ratio=0.25, seed=seed))
+    keys = clustered(n, n_dims, seed)
+    for part in np.split(keys, sorted(min(cut, n) for cut in cuts)):
+        tree.add(np.ascontiguousarray(part))
+        tree.check_integrity()
+    queries = clustered(3, n_dims, seed + 1)
+    for query, found in zip(queries, tree.search(queries, k, 0, 0), strict=True):
+        assert len(found) == min(k, n)
+        assert len(set(found.tolist())) == len(found)
+        assert (found >= 0).all()
+        products = keys[found].astype(np.float64) @ query.astype(np.float64)
+        np.testing.assert_allclose(products, brute_force(keys, query, k), rtol=1e-4, atol=1e-4)
+
+
+def test_parents_are_the_nearest_promoted_points(forced: str) -> None:
+    """In a tree built at once without limits: the distance between transformed keys."""
+    keys = clustered(150, 6, 3)
+    tree = make_dci_tree(6, DciConfig(ratio=0.25, visits_max=0, beam=0))
+    tree.add(keys)
+    levels, parents = tree.levels(), tree.parents()
+    wide = keys.astype(np.float64)
+    scale = np.linalg.norm(wide, axis=1).max()
+    last = np.sqrt(np.maximum(0, 1 - (wide**2).sum(1) / scale**2))
+    points = np.concatenate([wide / scale, last[:, None]], 1)
+    assert levels.max() == tree.n_levels >= 3
+    for i, (level, parent) in enumerate(zip(levels, parents, strict=True)):
+        if level == tree.n_levels:
+            assert parent == -1
+            continue
+        above = np.flatnonzero(levels == level + 1)
+        distances = np.linalg.norm(points[above] - points[i], axis=1)
+        assert np.linalg.norm(points[parent] - points[i]) <= distances.min() + 1e-5
+
+
+def test_levels_thin_out_by_the_ratio(forced: str) -> None:
+    tree = make_dci_tree(2, DciConfig(ratio=0.25, seed=5))
+    tree.add(clustered(1500, 2, 1))
+    counts = np.bincount(tree.levels())[1:]
+    assert counts.sum() == 1500
+    for level, count in enumerate(counts[:3]):
+        expected = 1500 * 0.25**level * 0.75
+        assert abs(count - expected) < 5 * np.sqrt(expected)
+
+
+@pytest.mark.parametrize("limits", [(0, 0), (8, 3), (3, 1), (1, 0)])
+def test_reference_and_cpp_agree(both: Any, limits: tuple[int, int]) -> None:
+    """The same tree and the same answers, also where the search is limited and keys grow."""
+    config = DciConfig(page_rows=5, ratio=0.2, visits_max=6, beam=2, n_directions=3, seed=9)
+    ours, theirs = both(13, config)
+    queries = clustered(20, 13, 11)
+    for seed, n, factor in ((1, 90, 1.0), (2, 30, 3.0), (3, 1, 0.5), (4, 60, 20.0)):
+        keys = clustered(n, 13, seed) * np.float32(factor)
+        for tree in (ours, theirs):
+            tree.add(keys)
+            tree.check_integrity()
+        assert ours.levels().tolist() == theirs.levels().tolist()
+        assert ours.parents().tolist() == theirs.parents().tolist()
+        assert ours.pages().tolist() == theirs.pages().tolist()
+        assert (ours.n_levels, ours.n_pages) == (theirs.n_levels, theirs.n_pages)
+        found = ours.search(queries, 7, *limits)
+        assert found.tolist() == theirs.search(queries, 7, *limits).tolist()
+        for row in found:
+            assert len(set(row[row >= 0].tolist())) == (row >= 0).sum()
+
+
+def test_a_limited_search_finds_most(forced: str) -> None:
+    """A few nodes hold nearly all of the nearest keys when keys come in clusters."""
+    n = 1200 if forced == "" else 300
+    keys, queries = clustered(n, 16, 2, 40), clustered(10, 16, 2, 40)
+    tree = make_dci_tree(16, DciConfig(ratio=1 / 8, page_rows=8))
+    tree.add(keys)
+    found = tree.search(queries, 8, 0, 12)
+    exact = tree.search(queries, 8, 0, 0)
+    shared = [len(set(a) & set(b)) for a, b in zip(found.tolist(), exact.tolist(), strict=True)]
+    assert np.mean(shared) > 6
+
+
+def test_pages_are_shared_by_similar_keys_and_never_move(forced: str) -> None:
+    keys = clustered(200, 8, 4)
+    tree = make_dci_tree(8, DciConfig(page_rows=6, ratio=1 / 6))
+    tree.add(keys[:150])
+    before = tree.pages()
+    apart = tree.copy()
+    tree.add(keys[150:])
+    assert (tree.pages()[:150] == before).all()
+    assert len(apart) == 150
+    assert apart.pages().tolist() == before.tolist()
+    apart.check_integrity()
+    fills = np.bincount(tree.pages())
+    assert len(fills) == tree.n_pages
+    assert fills.min() >= 1
+    assert fills.max() <= 6
+    unit = keys / np.linalg.norm(keys, axis=1, keepdims=True)
+    same = tree.pages()[:, None] == tree.pages()
+    cosine = unit @ unit.T
+    off = ~np.eye(200, dtype=bool)
+    assert cosine[same & off].mean() > cosine[~same].mean() + 0.3
+
+
+def test_edge_cases(forced: str) -> None:
+    """No keys, equal keys, zero keys and a zero query."""
+    tree = make_dci_tree(3, DciConfig(page_rows=2))
+    assert tree.search(np.ones((2, 3), np.float32), 4, 0, 0).tolist() == [[-1], [-1]]
+    tree.add(np.zeros((0, 3), np.float32))
+    assert len(tree) == 0
+    tree.add(np.zeros((5, 3), np.float32))
+    tree.add(np.ones((4, 3), np.float32))
+    tree.check_integrity()
+    assert tree.search(np.zeros((1, 3), np.float32), 9, 0, 0).tolist() == [list(range(9))]
+    assert tree.search(np.ones((1, 3), np.float32), 4, 0, 0).tolist() == [[5, 6, 7, 8]]
+
+
+def test_bad_arguments_are_value_errors(forced: str) -> None:
+    """Each is refused by name, and the tree is as it was."""
+    tree = make_dci_tree(3)
+    tree.add(clustered(20, 3, 1))
+    bad: list[Any] = [
+        None, 3, "keys", np.ones((2, 4), np.float32), np.ones(3, np.float32), np.ones((2, 3)),
+        np.full((2, 3), np.nan, np.float32), np.full((2, 3), np.inf, np.float32),
+        np.full((2, 3), 2e15, np.float32), np.ones((3, 2), np.float32).T,
+        np.ones((2, 3), np.complex64),
+    ]  # fmt: skip
+    for rows in bad:
+        with pytest.raises(ValueError, match="keys"):
+            tree.add(rows)
+        with pytest.raises(ValueError, match="queries"):
+            tree.search(rows, 1, 0, 0)
+    queries = np.ones((1, 3), np.float32)
+    wrong: list[Any] = [0, -1, 1.5, None, "1", 1 << 90]
+    for value in wrong:
+        with pytest.raises(ValueError, match="^k:"):
+            tree.search(queries, value, 0, 0)
+        if value != 0:
+            with pytest.raises(ValueError, match="visits_max"):
+                tree.search(queries, 1, value, 0)
+            with pytest.raises(ValueError, match="beam"):
+                tree.search(queries, 1, 0, value)
+    assert len(tree) == 20
+    tree.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("ratio", 0.0), ("ratio", 0.6), ("ratio", float("nan")), ("ratio", "x"), ("page_rows", 0),
+     ("seed", -1), ("seed", 1 << 70), ("visits_max", -1), ("beam", None), ("n_dims", 0),
+     ("n_dims", 99999), ("directions", np.ones((0, 4), np.float32)),
+     ("directions", np.ones((2, 3), np.float32)), ("directions", np.ones((65, 4), np.float32))],
+)  # fmt: skip
+def test_bad_options_are_value_errors(forced: str, name: str, value: Any) -> None:
+    module = "reference_dci" if forced else "_native"
+    maker = importlib.import_module(f"towerd.kernels.{module}").DciTree
+    options = asdict(DciConfig()) | {"n_dims": 3, "directions": np.eye(2, 4, dtype=np.float32)}
+    del options["n_directions"]
+    maker(**options)
+    with pytest.raises(ValueError, match=f"^{name}"):
+        maker(**(options | {name: value}))
