@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -127,10 +127,18 @@ class TaskRows:
         return ids, answers
 
 
+class RowSource(Protocol):
+    """Someone who makes rows."""
+
+    def draw(self, chance: np.random.Generator, filler: Ids) -> Row:
+        """A row as long as `filler`, which is text it may take."""
+        ...
+
+
 class RetrievalLesson:
     """Window number k of n_ctx tokens, cut into rows of the curriculum's length."""
 
-    def __init__(self, windows: Windows, rows: TaskRows, curriculum: Curriculum) -> None:
+    def __init__(self, windows: Windows, rows: RowSource, curriculum: Curriculum) -> None:
         self._windows, self._rows, self._curriculum = windows, rows, curriculum
 
     def loss(self, weights: Weights, shape: NetworkShape, first: int, n: int) -> Tensor:
