@@ -87,9 +87,7 @@ class DciTree:
         beam: int,
     ) -> None:
         self._n_dims = check_int(n_dims, "n_dims", 1, DIMS_MAX)
-        if not isinstance(ratio, float) or not 0 < ratio <= 0.5:
-            raise ValueError("ratio: expected a float above 0, at most 0.5")
-        self._ratio = ratio
+        self._ratio = _check_ratio(ratio)
         self._page_rows = check_int(page_rows, "page_rows", 1, PAGE_MAX)
         self._seed = check_int(seed, "seed", 0, (1 << 63) - 1)
         _check_rows(directions, n_dims + 1, "directions")
@@ -350,7 +348,13 @@ def _limits(visits_max: object, beam: object) -> _Limits:
                    check_int(beam, "beam", 0, COUNT_MAX))  # fmt: skip
 
 
-def _check_rows(rows: F32, n_dims: int, name: str) -> None:
+def _check_ratio(ratio: object) -> float:
+    if not isinstance(ratio, float) or not 0 < ratio <= 0.5:
+        raise ValueError("ratio: expected a float above 0, at most 0.5")
+    return ratio
+
+
+def _check_rows(rows: object, n_dims: int, name: str) -> None:
     if not isinstance(rows, np.ndarray) or rows.dtype != np.float32 or rows.ndim != 2:
         raise ValueError(f"{name}: expected float32 rows")
     if not rows.flags.c_contiguous or not rows.flags.aligned:

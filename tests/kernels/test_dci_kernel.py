@@ -50,7 +50,7 @@ def clustered(n: int, n_dims: int, seed: int, n_clusters: int = 12) -> F32:
     return keys.astype(np.float32)
 
 
-def brute_force(keys: F32, query: F32, k: int) -> F32:
+def brute_force(keys: F32, query: F32, k: int) -> npt.NDArray[np.float64]:
     """The k largest inner products, falling."""
     products = keys.astype(np.float64) @ query.astype(np.float64)
     return np.sort(products)[::-1][:k]

@@ -10,6 +10,19 @@ from towerd.retention import View
 from towerd.retention.buzz import BuzzConfig
 from towerd.retention.latem import LatemConfig
 
+_N_POSITIONS = 4096
+_KEYS = np.random.default_rng(8).standard_normal((3, 1, _N_POSITIONS, 4), dtype=np.float32)
+
+
+def keys_of(positions: np.ndarray) -> np.ndarray:
+    """Keys [3 layers, 1 head, n, 4] that belong to their positions."""
+    return _KEYS[:, :, positions % _N_POSITIONS]
+
+
+def queries_of(seed: int) -> np.ndarray:
+    """Two queries of two heads: [3, 2, 2, 4]."""
+    return np.random.default_rng(seed).standard_normal((3, 2, 2, 4), dtype=np.float32)
+
 
 def random_view(seed: int, n: int, *, n_messages: int = 5) -> View:
     """A view of n positions with gaps; every mass is distinct."""
@@ -21,6 +34,8 @@ def random_view(seed: int, n: int, *, n_messages: int = 5) -> View:
         mass=(rng.permutation(n) + 1).astype(np.float32),
         recent=(rng.permutation(n) + 1).astype(np.float32),
         messages=np.sort(rng.integers(0, n_messages, n)).astype(np.int64),
+        keys=keys_of(positions),
+        queries=queries_of(seed),
     )
 
 
@@ -32,12 +47,15 @@ def grown(view: View, kept: np.ndarray, n_new: int, seed: int) -> View:
     n = len(kept) + n_new
     message = view.messages[np.searchsorted(view.positions, kept)]
     last = int(view.messages.max(initial=0))
+    positions = np.concatenate([kept, new])
     return View(
-        np.concatenate([kept, new]),
+        positions,
         n_seen=view.n_seen + n_new,
         mass=(rng.permutation(n) + 1).astype(np.float32),
         recent=(rng.permutation(n) + 1).astype(np.float32),
         messages=np.concatenate([message, np.full(n_new, last + 1)]).astype(np.int64),
+        keys=keys_of(positions),
+        queries=queries_of(seed),
     )
 
 

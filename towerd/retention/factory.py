@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from towerd.retention.base import Retention, RetentionConfig
 from towerd.retention.buzz import Buzz, BuzzConfig
 from towerd.retention.h2o import H2O, H2OConfig
+from towerd.retention.icecache import IceCache, IceCacheConfig
 from towerd.retention.latem import Latem, LatemConfig
 from towerd.retention.none import KeepAll, NoneConfig
 from towerd.retention.snapkv import SnapKV, SnapKVConfig
@@ -30,6 +31,7 @@ KINDS: Mapping[str, Kind] = {
     "snapkv": Kind(SnapKVConfig, SnapKV),
     "buzz": Kind(BuzzConfig, Buzz),
     "latem": Kind(LatemConfig, Latem),
+    "icecache": Kind(IceCacheConfig, IceCache),
 }
 NAMES = tuple(KINDS)
 

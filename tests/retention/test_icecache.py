@@ -1,0 +1,130 @@
+"""IceCache's choice of positions, against attention computed in full, and the layout of its pages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import retained
+from hypothesis import given
+from hypothesis import strategies as st
+
+from towerd.kernels.dci import DciConfig
+from towerd.retention import View
+from towerd.retention.icecache import IceCache, IceCacheConfig
+from towerd.retention.layout import cluster_order, n_reads
+
+UNLIMITED = IceCacheConfig(
+    sink=2, window=3, keys_max=1 << 16, layer_first=0, tree=DciConfig(page_rows=1, beam=1 << 16)
+)
+
+
+def full_votes(view: View, layers: range) -> np.ndarray:
+    """The largest attention of each head's queries on every position, summed over heads."""
+    assert view.keys is not None
+    assert view.queries is not None
+    votes = np.zeros(view.n)
+    group = view.queries.shape[1] // view.keys.shape[1]
+    for layer in layers:
+        for head, keys in enumerate(view.keys[layer].astype(np.float64)):
+            best = np.zeros(view.n)
+            for queries in view.queries[layer, head * group : (head + 1) * group]:
+                for query in queries.astype(np.float64):
+                    share = np.exp(keys @ query / np.sqrt(len(query)))
+                    best = np.maximum(best, share / share.sum())
+            votes += best
+    return votes
+
+
+@given(st.integers(0, 2**31), st.integers(6, 70), st.integers(0, 30), st.sampled_from((1, 3)))
+def test_with_single_keys_and_no_limits_it_is_full_attention(
+    seed: int, n: int, room: int, step: int
+) -> None:
+    """Pages of one key, every key searched for: the positions with most attention stay."""
+    view, n_max = retained.random_view(seed, n), 5 + room
+    kept = IceCache(replace(UNLIMITED, layer_step=step)).keep(view, n_max)
+    if n <= n_max:
+        assert kept.tolist() == view.positions.tolist()
+        return
+    votes = full_votes(view, range(0, 3, step))[2 : n - 3]
+    inside = np.isin(view.positions[2 : n - 3], kept)
+    assert inside.sum() == room
+    if room:
+        assert votes[inside].min() >= votes[~inside].max() - 1e-5
+
+
+def told(n: int, needles: dict[tuple[int, int], int], n_heads: int = 4) -> View:
+    """Small keys, but for one position for each (layer, head), whose key is that head's query."""
+    rng = np.random.default_rng(4)
+    keys = 0.1 * rng.standard_normal((4, 2, n, 16), dtype=np.float32)
+    queries = 0.01 * rng.standard_normal((4, n_heads, 1, 16), dtype=np.float32)
+    for (layer, head), position in needles.items():
+        query = rng.standard_normal(16, dtype=np.float32)
+        queries[layer, head, 0] = 3 * query
+        keys[layer, head * 2 // n_heads, position] = 3 * query
+    live = np.arange(n) >= n - 40
+    return View(np.arange(n, dtype=np.int64), n, keys=keys, queries=queries, live=live)
+
+
+def test_each_head_of_a_group_brings_back_what_it_looks_for() -> None:
+    """Positions that are not live, from two heads that share a KV head and one that does not."""
+    view = told(400, {(2, 0): 50, (2, 1): 131, (3, 3): 222})
+    policy = IceCache(IceCacheConfig.for_budget(60))
+    assert policy.can_recall
+    kept = policy.keep(view, 60)
+    assert {50, 131, 222} <= set(kept.tolist())
+    assert len(kept) == 60
+
+
+def test_layers_without_trees_have_no_vote() -> None:
+    """The first two layers, and with reuse all but every third."""
+    view = told(400, {(0, 0): 50, (2, 1): 131, (3, 3): 222})
+    kept = IceCache(IceCacheConfig(window=10, keys_max=8, layer_step=3)).keep(view, 40)
+    assert 131 in kept
+    assert 50 not in kept
+    assert 222 not in kept
+    assert list(IceCacheConfig().anchors(1)) == [0]
+
+
+def test_the_index_grows_with_the_chat() -> None:
+    """What was indexed piece by piece is found like what was indexed at once."""
+    view = told(400, {(2, 0): 50, (3, 2): 222})
+    assert view.keys is not None
+    policy = IceCache(IceCacheConfig(window=20, keys_max=16))
+    for n in (60, 61, 200, 333):
+        policy.index(np.arange(4, n), view.keys[:, :, 4:n])
+    branch = policy.fork()
+    assert {50, 222} <= set(policy.keep(view, 60).tolist())
+    shorter = View(view.positions[:300], 300, keys=view.keys[:, :, :300], queries=view.queries)
+    kept = branch.keep(shorter, 60)
+    assert {50, 222} <= set(kept.tolist())
+    assert kept.max() == 299
+
+
+@pytest.mark.parametrize("wrong", [{"keys_max": 0}, {"layer_step": 0}, {"window": 0}])
+def test_bad_parameters(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="IceCache|window"):
+        IceCacheConfig(**wrong)
+
+
+def test_similar_keys_are_read_together() -> None:
+    """Every position stands in the file once; what one query looks for lies in few runs."""
+    rng = np.random.default_rng(2)
+    centres = rng.standard_normal((30, 2, 2, 8), dtype=np.float32)
+    cluster = rng.integers(0, 30, 600)
+    noise = 0.2 * rng.standard_normal((600, 2, 2, 8), dtype=np.float32)
+    keys = np.ascontiguousarray((centres[cluster] + noise).transpose(1, 2, 0, 3))
+    order = cluster_order(keys)
+    assert sorted(order.tolist()) == list(range(600))
+    in_order = np.arange(600)
+    runs, runs_before = [], []
+    for wanted in range(30):
+        chosen = np.flatnonzero(cluster == wanted)
+        runs.append(n_reads(order, chosen))
+        runs_before.append(n_reads(in_order, chosen))
+        assert n_reads(order, chosen, gap_max=8) <= runs[-1]
+    assert sum(runs) <= sum(runs_before) / 3
+    assert n_reads(order, np.array([], np.int64)) == 0
+    assert n_reads(in_order, np.array([3, 4, 5, 9])) == 2
+    assert n_reads(in_order, np.array([3, 4, 5, 9]), gap_max=3) == 1

@@ -1,0 +1,163 @@
+"""IceCache: what the queries at hand look for, of everything the chat ever held (Mao et al. 2026,
+"IceCache: Memory-efficient KV-cache Management for Long-Sequence LLMs", sections 4.1, 4.2, A, B).
+
+    [ sink ][ indexed: the pages that the queries' nearest keys lie in ][ window ]
+
+Each KV head of each layer has a DCI tree over its keys; tokens enter it when they leave the window.
+The queries of a group search the tree of their KV head, and the pages they hit are shared.
+
+The paper loads pages per head. Here a position is live for all heads at once, so each head votes:
+for every key of its pages with the attention that it would give it, were these pages, the sink and
+the window everything; of its queries the one that gives most. A head that looks for one token
+outvotes many that look everywhere a little.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from towerd.kernels.dci import DciConfig, DciTree, make_dci_tree
+from towerd.retention.base import Positions, Rows, Signal, View, check_view
+from towerd.retention.choice import SINK_DEFAULT, check_ends, middle, top, with_ends
+
+Votes = npt.NDArray[np.float32]
+
+_KEYS_MIN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class IceCacheConfig:
+    """Sizes are in tokens."""
+
+    sink: int = SINK_DEFAULT
+    window: int = 1
+    keys_max: int = 64
+    """Nearest keys that each query looks for; the pages they lie in are voted on."""
+    layer_first: int = 2
+    """Layers before it have no tree: their attention is not sparse (section 5.1)."""
+    layer_step: int = 1
+    """3: only every third layer has trees and votes (the reuse form, section C)."""
+    tree: DciConfig = field(default_factory=DciConfig)
+
+    def __post_init__(self) -> None:
+        check_ends(self.sink, self.window)
+        if self.keys_max < 1 or self.layer_first < 0 or self.layer_step < 1:
+            raise ValueError("IceCache looks for at least one key, in layers that exist")
+
+    @property
+    def n_min(self) -> int:
+        return self.sink + self.window
+
+    @classmethod
+    def for_budget(cls, budget: int) -> Self:
+        window = (budget - SINK_DEFAULT) // 4
+        free = budget - SINK_DEFAULT - window
+        return cls(window=window, keys_max=max(_KEYS_MIN, free // 2))
+
+    def anchors(self, n_layer: int) -> range:
+        """The layers that have trees; the last one if the model has no more."""
+        return range(min(self.layer_first, n_layer - 1), n_layer, self.layer_step)
+
+
+class IceCache:
+    """Keeps the sink, the window, and of what was indexed the positions with most votes."""
+
+    signals = frozenset((Signal.KEYS, Signal.QUERIES))
+    can_recall = True
+
+    def __init__(self, config: IceCacheConfig) -> None:
+        self.config = config
+        self._trees: dict[tuple[int, int], DciTree] = {}
+        self._indexed: Positions = np.empty(0, np.int64)
+        """Positions by their number in every tree."""
+
+    def keep(self, view: View, n_max: int) -> Positions:
+        """As the protocol says; the keys of a position must be the same at every call."""
+        check_view(self, view, n_max)
+        check_rows(view.keys, view.queries)
+        span = middle(view.n, self.config.sink, self.config.window)
+        if view.n <= n_max:
+            return view.positions
+        assert view.keys is not None
+        self.index(view.positions[span], view.keys[:, :, span])
+        chosen = top(self._votes(view, span), n_max - self.config.n_min)
+        return with_ends(view.positions, span, chosen)
+
+    def index(self, positions: Positions, keys: Rows) -> None:
+        """Put positions [n] with their keys [layers, KV heads, n, head size] into the trees, but
+        for those that are there. `keep` does it for what it is shown; who has time before, such as
+        while a prompt is evaluated, may do it then."""
+        is_new = ~np.isin(positions, self._indexed)
+        if not is_new.any():
+            return
+        for layer in self.config.anchors(len(keys)):
+            for head, rows in enumerate(keys[layer]):
+                tree = self._trees.get((layer, head))
+                if tree is None:
+                    tree = make_dci_tree(rows.shape[1], self.config.tree)
+                    self._trees[layer, head] = tree
+                tree.add(np.ascontiguousarray(rows[is_new]))
+        self._indexed = np.concatenate([self._indexed, positions[is_new]])
+
+    def fork(self) -> Self:
+        branch = type(self)(self.config)
+        branch._trees = {place: tree.copy() for place, tree in self._trees.items()}
+        branch._indexed = self._indexed
+        return branch
+
+    def _votes(self, view: View, span: slice) -> Votes:
+        """float32[length of span]: the votes of all heads with trees."""
+        keys, queries = view.keys, view.queries
+        assert keys is not None
+        assert queries is not None
+        votes = np.zeros(span.stop - span.start, np.float32)
+        place = self._places(view.positions[span])
+        is_end = np.ones(view.n, np.bool_)
+        is_end[span] = False
+        group = queries.shape[1] // keys.shape[1]
+        for (layer, head), tree in self._trees.items():
+            asking = queries[layer, head * group : (head + 1) * group]
+            asking = np.ascontiguousarray(asking.reshape(-1, asking.shape[-1]))
+            hit = place[self._hits(tree, asking)]
+            hit = np.sort(hit[hit >= 0])
+            rows = keys[layer, head]
+            shares = attention(asking, np.concatenate([rows[span][hit], rows[is_end]]))
+            votes[hit] += shares[:, : len(hit)].max(0, initial=0)
+        return votes
+
+    def _places(self, positions: Positions) -> Positions:
+        """Where each indexed position stands among `positions`, -1 if it does not."""
+        if not len(positions):
+            return np.full(len(self._indexed), -1, np.int64)
+        at = np.minimum(np.searchsorted(positions, self._indexed), len(positions) - 1)
+        return np.where(positions[at] == self._indexed, at, -1)
+
+    def _hits(self, tree: DciTree, queries: Rows) -> Positions:
+        """Numbers of all keys in the pages of the queries' nearest keys."""
+        k = self.config.keys_max
+        found = tree.search(queries, k, 0, max(self.config.tree.beam, k))
+        pages = tree.pages()
+        is_hit = np.zeros(tree.n_pages, np.bool_)
+        is_hit[pages[found[found >= 0]]] = True
+        return np.flatnonzero(is_hit[pages])
+
+
+def check_rows(keys: Rows | None, queries: Rows | None) -> None:
+    """Raises ValueError unless keys and queries are of the same layers, heads and head size."""
+    if keys is None or queries is None or keys.ndim != 4 or queries.ndim != 4:
+        raise ValueError("keys and queries must be [layers, heads, rows, head size]")
+    (layers, heads, _, size), (q_layers, q_heads, _, q_size) = keys.shape, queries.shape
+    if (layers, size) != (q_layers, q_size) or heads < 1 or q_heads % heads:
+        raise ValueError(f"queries of shape {queries.shape} do not go with keys of {keys.shape}")
+
+
+def attention(queries: Rows, keys: Rows) -> Rows:
+    """float32[queries, keys]: softmax of q k / sqrt(d)."""
+    scores = queries @ keys.T / np.sqrt(queries.shape[1], dtype=np.float32)
+    scores = np.exp(scores - scores.max(1, keepdims=True))
+    shares: Rows = scores / scores.sum(1, keepdims=True)
+    return shares

@@ -1,0 +1,58 @@
+"""In which order the rows of dropped positions are best written, so that a recall reads few runs.
+
+A recall takes what one query looks for. Positions with similar keys are recalled together, so they
+stand side by side: in the order of a DCI tree over the keys of all heads at once, each point before
+those below it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from towerd.kernels.dci import DciConfig, make_dci_tree
+from towerd.retention.base import Positions, Rows
+
+SKETCH_DIMS = 64
+"""Numbers that stand for the keys of all heads of a position: random projections keep distances."""
+
+
+def cluster_order(keys: Rows, config: DciConfig | None = None) -> Positions:
+    """int64[n]: the indices of keys [layers, KV heads, n, head size], similar ones side by side."""
+    n = keys.shape[2]
+    sketch = _sketch(keys)
+    tree = make_dci_tree(sketch.shape[1], config)
+    tree.add(sketch)
+    parents = tree.parents()
+    below: dict[int, list[int]] = {}
+    for i in range(n):
+        below.setdefault(int(parents[i]), []).append(i)
+    order: list[int] = []
+    waiting = [-1]
+    while waiting:
+        point = waiting.pop()
+        order += [point] if point >= 0 else []
+        members = below.get(point, [])
+        order += [i for i in members if i not in below]
+        waiting += reversed([i for i in members if i in below])
+    return np.array(order, np.int64)
+
+
+def n_reads(order: Positions, chosen: Positions, gap_max: int = 0) -> int:
+    """Contiguous reads that fetch the indices `chosen` from a file written in `order`; up to
+    `gap_max` rows that nobody asked for are read over."""
+    slot = np.empty(len(order), np.int64)
+    slot[order] = np.arange(len(order))
+    places = np.sort(slot[np.unique(chosen)])
+    return int(len(places) > 0) + int((np.diff(places) > gap_max + 1).sum())
+
+
+def _sketch(keys: Rows) -> Rows:
+    """[n, at most SKETCH_DIMS]: all keys of a position, each head scaled to the same length."""
+    length = np.sqrt((keys**2).sum(-1).mean(-1))[..., None, None]
+    scaled = keys / np.maximum(length, np.float32(1e-20))
+    rows = scaled.transpose(2, 0, 1, 3).reshape(keys.shape[2], -1)
+    if rows.shape[1] > SKETCH_DIMS:
+        chance = np.random.default_rng(1)
+        directions = chance.standard_normal((rows.shape[1], SKETCH_DIMS), dtype=np.float32)
+        rows = rows @ (directions / np.float32(np.sqrt(SKETCH_DIMS)))
+    return np.ascontiguousarray(rows, np.float32)
