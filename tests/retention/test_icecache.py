@@ -102,10 +102,19 @@ def test_the_index_grows_with_the_chat() -> None:
     assert kept.max() == 299
 
 
-@pytest.mark.parametrize("wrong", [{"keys_max": 0}, {"layer_step": 0}, {"window": 0}])
-def test_bad_parameters(wrong: dict[str, int]) -> None:
+@pytest.mark.parametrize(("keys_max", "layer_step", "window"), [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
+def test_bad_parameters(keys_max: int, layer_step: int, window: int) -> None:
     with pytest.raises(ValueError, match="IceCache|window"):
-        IceCacheConfig(**wrong)
+        IceCacheConfig(keys_max=keys_max, layer_step=layer_step, window=window)
+
+
+def test_keys_and_queries_must_go_together() -> None:
+    view = told(100, {})
+    assert view.queries is not None
+    policy = IceCache(IceCacheConfig())
+    for wrong in (view.queries[:3], view.queries[:, :3], view.queries[..., :8]):
+        with pytest.raises(ValueError, match="do not go with"):
+            policy.keep(replace(view, queries=wrong), 40)
 
 
 def test_similar_keys_are_read_together() -> None:

@@ -68,7 +68,7 @@ class View:
         values: npt.NDArray[np.generic] | None = getattr(self, signal.value)
         if values is None:
             raise ValueError(f"this policy needs the signal {signal.value!r}, which is missing")
-        n = values.shape[2] if signal is Signal.KEYS else len(values)
+        n = values.shape[2] if signal is Signal.KEYS and values.ndim == 4 else len(values)
         if signal is not Signal.QUERIES and n != self.n:
             raise ValueError(f"{signal.value!r} has {n} entries for {self.n} positions")
         return values
