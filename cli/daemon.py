@@ -81,11 +81,25 @@ class DaemonBackend:
         return found
 
     def session(self, id: str, scope: str | None = None, *, text: bool = False) -> Json:
-        found = self._get(f"{OWN}/sessions/{_name(id)}", scope=scope, text=int(text))
+        query = {"scope": scope, "text": int(text), "thaw": 0}  # who looks does not go on
+        found = self._get(f"{OWN}/sessions/{_name(id)}", **query)
         return {"text": None, **found}
 
     def delete_session(self, id: str, scope: str | None = None) -> None:
         self._ask("DELETE", f"{OWN}/sessions/{_name(id)}", query={"scope": scope})
+
+    def freeze_session(self, id: str, scope: str | None = None) -> Json:
+        path = f"{OWN}/sessions/{_name(id)}/freeze"
+        return self._ask("POST", path, {}, {"scope": scope}, timeout_s=None)
+
+    def thaw_session(self, id: str, scope: str | None = None) -> Json:
+        path = f"{OWN}/sessions/{_name(id)}/thaw"
+        return self._ask("POST", path, {}, {"scope": scope}, timeout_s=None)
+
+    def idle_sessions(self, idle_s: int, limit: int, scope: str | None = None) -> list[Json]:
+        query = {"limit": limit, "scope": scope, "idle_s": idle_s}
+        found: list[Json] = self._get(f"{OWN}/sessions", **query)["sessions"]
+        return found
 
     def export_session(self, id: str, scope: str | None = None) -> bytes:
         query = {"scope": scope} if scope is not None else {}

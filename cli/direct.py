@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
 from operator import attrgetter
 from pathlib import Path
@@ -19,8 +20,8 @@ from towerd.tenants import OWNER
 from towerd.tiers.calibration_store import load_calibration
 
 if TYPE_CHECKING:
+    from towerd.cold import Coding
     from towerd.tower_file import Model
-    from towerd.transfer import Transfer
 
 _ORDERS = {"used": "last_used", "tokens": "n", "id": "id", "hits": "hits"}
 
@@ -37,7 +38,7 @@ class StoreBackend:
         self.store = store
         self.where = where
         self._model_path = model
-        self._transfer: Transfer | None = None
+        self._coding: Coding | None = None
 
     @classmethod
     def at(cls, root: Path, model: Path | None = None) -> StoreBackend:
@@ -62,8 +63,8 @@ class StoreBackend:
 
     def close(self) -> None:
         """Give the store back."""
-        if self._transfer is not None:
-            self._transfer.close()
+        if self._coding is not None:
+            self._coding.close()
         self.store.close()
 
     # --- sessions and segments ------------------------------------------------------------
@@ -92,22 +93,45 @@ class StoreBackend:
 
         return import_session(self.store, self._model(), data, scope or OWNER.scope)
 
+    def freeze_session(self, id: str, scope: str | None = None) -> Json:
+        from towerd.cold import freeze
+
+        found = self.store.session(id, scope)
+        froze = freeze(self.store, self._model().codec, id, found.scope)
+        return {
+            "session": asdict(self.store.session(id, found.scope)),
+            "changed": froze is not None,
+        }
+
+    def thaw_session(self, id: str, scope: str | None = None) -> Json:
+        from towerd.cold import thaw
+
+        found = self.store.session(id, scope)
+        was_frozen = bool(found.cold_bytes) and thaw(
+            self.store, self._model().codec, id, found.scope
+        )
+        return {"session": asdict(self.store.session(id, found.scope)), "changed": was_frozen}
+
+    def idle_sessions(self, idle_s: int, limit: int, scope: str | None = None) -> list[Json]:
+        found = self.store.cold.idle(time.time() - idle_s, limit, scope)
+        return [asdict(session) for session in found]
+
     def _model(self) -> Model:
         """The model that was served from the store last. Raises ModelError, NotSupported, or
         StoreError if the settings name another one."""
+        from towerd.cold import Coding, Source
         from towerd.engine.embedded.core import file_hash
         from towerd.models.bundled import find_model
-        from towerd.transfer import Transfer
 
         path, hash = find_model(self._model_path), self.store.state.fingerprint.model_hash
         if file_hash(path, self.store.state.catalog) != hash:
             raise StoreError(
-                f"A .tower file takes the vocabulary of the model that was served from this store, "
-                f"and {path.name} is another one: name it with --model, or start its daemon."
+                "Coding a conversation takes the vocabulary of the model that was served from this "
+                f"store, and {path.name} is another one: name it with --model, or start its daemon."
             )
-        if self._transfer is None:
-            self._transfer = Transfer()
-        return self._transfer.model(path, hash)
+        if self._coding is None:
+            self._coding = Coding(lambda: Source(path, hash))
+        return self._coding.model()
 
     def segments(self, sort: str, limit: int, offset: int = 0, scope: str | None = None) -> Json:
         nodes = [node for node in self.store.nodes() if may_see(node, scope)]
@@ -174,7 +198,7 @@ class StoreBackend:
     def stats(self) -> Json:
         daemon_only = (
             "engine_name", "model", "model_path", "n_ctx", "n_slots", "uptime_s", "reuse",
-            "slots", "engine", "tiers", "traffic",
+            "slots", "engine", "tiers", "cold", "traffic",
         )  # fmt: skip
         return {
             "version": __version__,

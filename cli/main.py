@@ -13,6 +13,8 @@ DAEMON_COMMANDS = {
 CONTROL_COMMANDS = {
     "precache": "towerd.cli.precache:precache",
     "sessions": "towerd.cli.sessions:sessions",
+    "freeze": "towerd.cli.freeze:freeze",
+    "thaw": "towerd.cli.freeze:thaw",
     "export": "towerd.cli.transfer:export",
     "import": "towerd.cli.transfer:import_",
     "segments": "towerd.cli.segments:segments",

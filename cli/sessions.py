@@ -11,6 +11,7 @@ from towerd.cli.client import PAGE_MAX, Backend, Json, Target, connect, json_opt
 SCOPE_HELP = "Only this tenant's."
 TEXT_HEAD = 300
 TEXT_END = 700
+_COLUMNS = ("SESSION", "TENANT", ">TURNS", ">TOKENS", ">FROZEN", ">LAST USED", "TITLE OR END")
 
 
 @click.group()
@@ -27,7 +28,7 @@ def sessions() -> None:
 @target_options
 def ls(limit: int, scope: str | None, as_json: bool, target: Target) -> None:
     """List sessions, the last used first."""
-    from towerd.cli.output import ago, echo_json, show_table
+    from towerd.cli.output import ago, echo_json, show_table, size
 
     with connect(target) as backend:
         found = backend.sessions(limit, scope)
@@ -43,19 +44,20 @@ def ls(limit: int, scope: str | None, as_json: bool, target: Target) -> None:
                 each["scope"],
                 each["n_turns"],
                 f"{each['n_tokens']:,}",
+                size(each["cold_bytes"]) if each["cold_bytes"] else "",
                 ago(each["updated"]),
                 each["title"] or _ending(backend, each),
             )
             for each in found
         ]
-    show_table(("SESSION", "TENANT", ">TURNS", ">TOKENS", ">LAST USED", "TITLE OR END"), rows)
+    show_table(_COLUMNS, rows)
 
 
 def _ending(backend: Backend, session: Json) -> str:
     """The last words of a conversation, if somebody can say them."""
     from towerd.cli.output import preview
 
-    if backend.kind == "store":
+    if backend.kind == "store" or session["cold_bytes"]:  # a frozen one would be decoded
         return ""
     text = backend.session(session["id"], session["scope"], text=True)["text"]
     return preview(text, 60, end=True)
@@ -104,6 +106,15 @@ def _by_tier(session: Json, path: list[Json]) -> dict[str, int]:
     return {"hot": hot, "warm": warm, "tokens_only": session["n_tokens"] - hot - warm}
 
 
+def _rows(session: Json, by_tier: dict[str, int]) -> str:
+    from towerd.cli.output import size
+
+    if session["cold_bytes"]:
+        return f"none: frozen, its tokens are coded in {size(session['cold_bytes'])}"
+    hot, warm, rest = by_tier["hot"], by_tier["warm"], by_tier["tokens_only"]
+    return f"hot {hot:,}, warm {warm:,}, tokens only {rest:,}"
+
+
 def _print(found: Json, path: list[Json], *, whole_text: bool) -> None:
     from towerd.cli.output import clean, moment, show_facts, show_table, size, tiers
 
@@ -119,11 +130,7 @@ def _print(found: Json, path: list[Json], *, whole_text: bool) -> None:
             ("created", moment(session["created"])),
             ("last used", moment(session["updated"])),
             ("tokens", f"{session['n_tokens']:,} in the current branch"),
-            (
-                "rows",
-                f"hot {by_tier['hot']:,}, warm {by_tier['warm']:,}, "
-                f"tokens only {by_tier['tokens_only']:,}",
-            ),
+            ("rows", _rows(session, by_tier)),
         )
     )
     show_table(

@@ -34,6 +34,8 @@ def _facts(found: Json) -> Iterator[tuple[str, object]]:
         yield "daemon", "not running; figures of the model that was served last"
     store = found["store"]
     yield "sessions", f"{store['sessions']:,}"
+    if store["frozen_sessions"]:
+        yield "frozen", f"{store['frozen_sessions']:,} of them, in {size(store['cold_bytes'])}"
     yield "bases", f"{store['bases']:,}"
     yield "segments", f"{store['segments']:,} with {store['tokens']:,} tokens"
     yield "segment files", f"{store['files']:,}, all models {size(store['disk_bytes'])}"

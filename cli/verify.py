@@ -12,8 +12,8 @@ from towerd.cli.client import Json, Target, connect, json_option, target_options
 @json_option
 @target_options
 def verify(repair: bool, as_json: bool, target: Target) -> None:
-    """Read every segment file against its checksums, and the catalog and the trie against each
-    other. Exit code 1 if anything is damaged."""
+    """Read every segment file and every frozen session against its checksums, and the catalog and
+    the trie against each other. Exit code 1 if anything is damaged."""
     from rich.progress import DownloadColumn
 
     from towerd.cli.output import echo_json, progress_bar
@@ -38,7 +38,8 @@ def _print(report: Json) -> None:
 
     click.echo(
         f"Read {report['files']:,} files ({size(report['bytes_read'])}); checked "
-        f"{report['segments']:,} segments and {report['sessions']:,} sessions."
+        f"{report['segments']:,} segments and {report['sessions']:,} sessions, "
+        f"{report['frozen_sessions']:,} of them frozen."
     )
     if report["orphans"]:
         click.echo(f"{report['orphans']:,} files are left of a crash; towerctl gc removes them.")

@@ -136,6 +136,9 @@ class Config:
     shrink_after_s: float = _set(600.0, "float", "--shrink-after",
         "Seconds without use after which state is stored in its level's format; 0: at once.",
         low=0)
+    freeze_after_s: float = _set(2592000.0, "float", "--freeze-after",
+        "Seconds without use after which a conversation is kept as coded text only, a thousandth "
+        "of its size, and evaluated again when it goes on; -1: never.", low=-1)
     policy: str = _set("lru", "text", "--policy",
         "What leaves a full tier first.", choices=POLICIES)
     anticipate: bool = _set(True, "bool", "--anticipate",

@@ -101,5 +101,14 @@ class RowsDamaged(StoreError):
     """Stored rows failed their check; they are quarantined and their tokens get prefilled."""
 
 
+class SessionFrozen(StoreError):
+    """The tokens of a session are coded; thaw it first."""
+
+
+class ThawError(StoreError):
+    """A frozen session cannot be decoded here; it stays as it is, and the message names what is
+    missing."""
+
+
 class ConfigError(TowerdError):
     """A setting is unknown, of the wrong type or contradictory; nothing was started."""

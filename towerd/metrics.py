@@ -39,7 +39,7 @@ class Sample:
 
     name: str
     source: str
-    """`engine`, `tiers`, `store` or `traffic`: whose `stats()`."""
+    """`engine`, `tiers`, `store`, `cold` or `traffic`: whose `stats()`."""
     key: str
     help: str
     counter: bool = False
@@ -94,6 +94,18 @@ SAMPLES = (
            "Requests that were steps of workflows", counter=True),
     Sample("towerd_prefetched_segments_total", "tiers", "segments_prefetched",
            "Segments copied from disk into RAM before they were asked for", counter=True),
+    Sample("towerd_frozen_sessions", "cold", "frozen_sessions", "Sessions kept as coded text"),
+    Sample("towerd_cold_bytes", "cold", "cold_bytes", "What their coded tokens take"),
+    Sample("towerd_freezes_total", "cold", "freezes", "Sessions that were frozen", counter=True),
+    Sample("towerd_freeze_seconds_total", "cold", "freeze_seconds",
+           "Time spent freezing, coding and checking included", counter=True),
+    Sample("towerd_thaws_total", "cold", "thaws", "Sessions that were thawed", counter=True),
+    Sample("towerd_thaw_seconds_total", "cold", "thaw_seconds",
+           "Time spent getting their tokens back", counter=True),
+    Sample("towerd_thaws_ahead_total", "cold", "thaws_ahead",
+           "Conversations evaluated before they were asked for", counter=True),
+    Sample("towerd_cold_failures_total", "cold", "cold_failures",
+           "Sessions that could not be frozen or thawed", counter=True),
     Sample("towerd_sessions", "store", "sessions", "Sessions in the catalog"),
     Sample("towerd_segments", "store", "segments", "Segments in the trie"),
 )

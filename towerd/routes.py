@@ -60,6 +60,8 @@ OWN_ROUTES: tuple[Route, ...] = (
     Route("GET", "/towerd/v1/sessions/{id}", own_sessions.get_session),
     Route("PATCH", "/towerd/v1/sessions/{id}", own_sessions.patch_session),
     Route("DELETE", "/towerd/v1/sessions/{id}", own_sessions.delete_session),
+    Route("POST", "/towerd/v1/sessions/{id}/freeze", own_sessions.post_freeze),
+    Route("POST", "/towerd/v1/sessions/{id}/thaw", own_sessions.post_thaw),
     Route("GET", "/towerd/v1/sessions/{id}/export", own_transfer.get_export),
     Route("POST", "/towerd/v1/sessions/import", own_transfer.post_import),
     Route("GET", "/towerd/v1/segments", own_segments.list_segments),

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import cast
 
 from towerd.anticipate import Anticipator
+from towerd.cold import Coding, Keeper, source_of
 from towerd.config import Config
 from towerd.engine.embedded.calibrate import Calibrator
 from towerd.engine.embedded.core import Core, load_core
 from towerd.engine.embedded.engine import EmbeddedEngine
 from towerd.session import Sessions
 from towerd.slots.fingerprint import Fingerprint
-from towerd.store import Catalog, Store
+from towerd.store import Catalog, Node, Store
 from towerd.store.boundaries import ANYWHERE, CUT_META
 from towerd.tiers.boundary import BoundaryTier
 from towerd.tiers.fidelity import Fidelity, LevelFormats
@@ -36,6 +37,7 @@ class Service:
     boundaries: BoundaryTier | None
     """Of models whose memory cannot be cut at any token."""
     calibrator: Calibrator
+    cold: Keeper
 
 
 @asynccontextmanager
@@ -66,14 +68,20 @@ async def open_service(config: Config) -> AsyncIterator[Service]:
                 fidelity=config.fidelity,
                 forced=config.level_formats is not None,
             )
+            cold = sessions.cold = _open_keeper(config, engine, store, boundaries)
             try:
                 await asyncio.to_thread(calibrator.start)
+                cold.start(sessions.run_quietly, engine.n_ctx)
+                if cold.ahead is not None:
+                    tiers.prefetcher.on_cold = cold.ahead.foretold
                 yield Service(
-                    config, engine, sessions, store, tiers, traffic, boundaries, calibrator
+                    config, engine, sessions, store, tiers, traffic, boundaries, calibrator, cold
                 )
             finally:
+                tiers.prefetcher.on_cold = None
                 if sessions.anticipator is not None:
                     await sessions.anticipator.close()
+                await cold.close()
                 await sessions.drain()
                 await asyncio.to_thread(calibrator.close)
                 await engine.close()
@@ -118,6 +126,20 @@ def _open_tiers(config: Config, core: Core, store: Store) -> Tiers:
         shrink_after_s=config.shrink_after_s,
         tail=core.memory.tail,
     )
+
+
+def _open_keeper(
+    config: Config, engine: EmbeddedEngine, store: Store, boundaries: BoundaryTier | None
+) -> Keeper:
+    """The cold tier; boundary states of segments that go are deleted with them."""
+
+    def forget(nodes: Sequence[Node]) -> None:
+        if boundaries is not None:
+            for node in nodes:
+                boundaries.table.drop(node)
+
+    coding = Coding(lambda: source_of(engine.info))
+    return Keeper(store, coding, freeze_after_s=config.freeze_after_s, on_frozen=forget)
 
 
 def _open_boundaries(config: Config, core: Core, store: Store) -> BoundaryTier | None:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from towerd.anticipate import Anticipator
+from towerd.cold.keeper import Keeper
 from towerd.engine.base import (
     TURN_STOPS,
     Engine,
@@ -41,6 +42,7 @@ class Sessions:
         self.store = store
         self.traffic = traffic
         self.anticipator: Anticipator | None = None
+        self.cold: Keeper | None = None
         self._closing: set[asyncio.Task[None]] = set()
 
     async def run(self, request: GenerateRequest) -> AsyncIterator[Event]:
@@ -51,22 +53,31 @@ class Sessions:
         started_s = time.time()
         if self.anticipator is not None:
             self.anticipator.asked(request)
-        generation = self.engine.generate(request)
+        use = self.cold.enter(request) if self.cold is not None else None
+        generation: Generation | None = None
         record: asyncio.Future[Finish] | None = None
         try:
+            if use is not None:
+                async for progress in use.thawing():
+                    yield progress
+            generation = self.engine.generate(request)
             async for event in generation:
+                if use is not None:
+                    event = use.stamp(event)
                 if isinstance(event, Finish):
                     record = asyncio.ensure_future(self._record(request, event, started_s))
                     event = await asyncio.shield(record)
                 yield event
         finally:
             # Awaiting here would tie the clean-up to a task that is being cancelled.
-            if record is None:
+            if generation is None:
+                self._leave(request, None)
+            elif record is None:
                 self._later(self._abandon(request, generation, started_s))
             elif not record.done():  # what is released before it is stored is not kept
-                self._later(self._release(record, generation))
+                self._later(self._release(request, record, generation))
             else:
-                generation.release()
+                self._leave(request, generation)
                 if self.anticipator is not None and not _failed(record):
                     self.anticipator.answered(request, record.result())
 
@@ -88,13 +99,22 @@ class Sessions:
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
-    async def _release(self, record: asyncio.Future[Finish], run: Generation) -> None:
+    def _leave(self, request: GenerateRequest, run: Generation | None) -> None:
+        """A request is over and recorded, or never ran."""
+        if run is not None:
+            run.release()
+        if self.cold is not None:
+            self.cold.leave(request)
+
+    async def _release(
+        self, request: GenerateRequest, record: asyncio.Future[Finish], run: Generation
+    ) -> None:
         try:
             await record
         except TowerdError as error:
             log.error("a turn was not recorded", extra={"error": str(error)})
         finally:
-            run.release()
+            self._leave(request, run)
 
     async def _abandon(self, request: GenerateRequest, run: Generation, started_s: float) -> None:
         try:
@@ -104,7 +124,7 @@ class Sessions:
         except TowerdError as error:
             log.error("an abandoned turn was not recorded", extra={"error": str(error)})
         finally:
-            run.release()
+            self._leave(request, run)
 
     async def _record(self, request: GenerateRequest, finish: Finish, started_s: float) -> Finish:
         """Commit the turn; a prompt that got no answer is kept as reusable tokens only."""

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from towerd.cold import Coding, Keeper, source_of
 from towerd.config import Config
 from towerd.engine.llama_server.engine import LlamaServerEngine
 from towerd.engine.llama_server.opening import open_llama_server
@@ -26,6 +27,7 @@ class SidecarService:
     store: Store
     tiers: Tiers
     traffic: Traffic
+    cold: Keeper
 
 
 @asynccontextmanager
@@ -39,8 +41,12 @@ async def open_sidecar(config: Config) -> AsyncIterator[SidecarService]:
         traffic = await asyncio.to_thread(open_traffic, config, store, tiers)
         sessions = Sessions(engine, store, traffic)
         engine.traffic = traffic
+        coding = Coding(lambda: source_of(engine.info))
+        cold = sessions.cold = Keeper(store, coding, freeze_after_s=config.freeze_after_s)
         try:
-            yield SidecarService(config, engine, sessions, store, tiers, traffic)
+            cold.start()  # llama-server has no requests that give way: none are made ahead
+            yield SidecarService(config, engine, sessions, store, tiers, traffic, cold)
         finally:
+            await cold.close()
             await sessions.drain()
             await asyncio.to_thread(traffic.close)

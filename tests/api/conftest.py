@@ -19,6 +19,7 @@ from blockbuster import blockbuster_ctx
 
 from towerd.api.limits import Limits
 from towerd.app import build_app, tame_collector
+from towerd.cold import Coding, Keeper, source_of
 from towerd.config import Config
 from towerd.engine.base import (
     Event,
@@ -263,6 +264,7 @@ class FakeService:
     store: Store
     tiers: FakeTiers
     traffic: Traffic
+    cold: Keeper
 
 
 @pytest.fixture
@@ -276,7 +278,8 @@ def service(store: Store) -> FakeService:
     engine = FakeEngine()
     tiers = FakeTiers()
     traffic = Traffic(store, tiers)
-    return FakeService(engine, FakeSessions(engine, store), store, tiers, traffic)
+    keeper = Keeper(store, Coding(lambda: source_of(engine.info)), freeze_after_s=-1)
+    return FakeService(engine, FakeSessions(engine, store), store, tiers, traffic, keeper)
 
 
 @pytest.fixture

@@ -180,6 +180,10 @@ def as_version_1(root: Path) -> None:
     db.execute("ALTER TABLE bases DROP COLUMN module")
     db.execute("DROP TABLE invocations")
     db.execute("DROP TABLE workflows")
+    for name in ("blobs", "cold"):
+        db.execute(f"DROP TABLE {name}")
+    db.execute("DROP INDEX sessions_warm")
+    db.execute("ALTER TABLE sessions DROP COLUMN cold_bytes")
     db.execute("PRAGMA user_version = 1")
     db.commit()
     db.close()

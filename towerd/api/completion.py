@@ -90,6 +90,7 @@ def _headers(choices: Sequence[Choice]) -> dict[str, str]:
         warm=sum(reuse.warm for reuse in parts),
         prefill=sum(reuse.prefill for reuse in parts),
         approximate=sum(reuse.approximate for reuse in parts),
+        cold=sum(reuse.cold for reuse in parts),
     )
     headers = {REUSE_HEADER: total.header()}
     finish = choices[0].finish

@@ -132,10 +132,11 @@ async def get_metrics(request: web.Request) -> web.Response:
 
 
 async def all_stats(service: Service) -> dict[str, dict[str, Any]]:
-    """Counters and gauges of the engine, the tiers, the store and the traffic."""
+    """Counters and gauges of the engine, the tiers, the store, the cold tier and the traffic."""
     return {
         "engine": service.engine.stats(),
         "tiers": await asyncio.to_thread(service.tiers.stats),
         "store": await asyncio.to_thread(service.store.stats),
+        "cold": await asyncio.to_thread(service.cold.stats),
         "traffic": service.traffic.stats(),
     }

@@ -16,6 +16,7 @@ from towerd.metrics import Metrics
 from towerd.tenants import Tenant, Tenants
 
 if TYPE_CHECKING:
+    from towerd.cold import Keeper
     from towerd.store import Store
     from towerd.tiers.ranking import Ranking
     from towerd.traffic import Traffic
@@ -56,6 +57,8 @@ class Service(Protocol):
     def tiers(self) -> Tiers: ...
     @property
     def traffic(self) -> Traffic: ...
+    @property
+    def cold(self) -> Keeper: ...
 
 
 @dataclass(slots=True)

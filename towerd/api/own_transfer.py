@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from aiohttp import web
 
 from towerd.api.body import read_bytes
-from towerd.api.keys import TENANT, TRANSFER, Service, service_of
+from towerd.api.keys import TENANT, TRANSFER, service_of
 from towerd.api.own_sessions import visible_scope
 from towerd.api.reply import json_reply
-from towerd.tower_file import Model
-from towerd.transfer import Transfer, export_session, import_session
+from towerd.transfer import export_session, import_session
 
 
 async def get_export(request: web.Request) -> web.Response:
@@ -21,7 +18,7 @@ async def get_export(request: web.Request) -> web.Response:
 
     def work() -> bytes:
         found = service.store.session(id, scope)  # before the vocabulary is loaded
-        return export_session(service.store, _model(transfer, service), id, found.scope)
+        return export_session(service.store, service.cold.coding.model(), id, found.scope)
 
     return web.Response(body=await transfer.run(work), content_type="application/octet-stream")
 
@@ -34,11 +31,6 @@ async def post_import(request: web.Request) -> web.Response:
     data = bytes(await read_bytes(request))
 
     def work() -> dict[str, object]:
-        return import_session(service.store, _model(transfer, service), data, scope)
+        return import_session(service.store, service.cold.coding.model(), data, scope)
 
     return json_reply(await transfer.run(work))
-
-
-def _model(transfer: Transfer, service: Service) -> Model:
-    info = service.engine.info
-    return transfer.model(Path(info.path), info.fingerprint.model_hash, info.n_vocab)

@@ -24,6 +24,7 @@ from towerd.api.proxy_splice import without_token_ids
 from towerd.api.proxy_watch import Dialect, EventSplitter, Watch, event_data
 from towerd.api.reply import encode
 from towerd.api.sse import write_or_stall
+from towerd.cold.keeper import Use
 from towerd.engine.base import Finish, Reuse
 from towerd.errors import TowerdError, Unavailable
 
@@ -42,6 +43,8 @@ class Exchange:
         self.headers = to_upstream(request.headers, engine.upstream.auth())
         self.lease: Lease | None = None
         """Its slot; None when llama-server chooses."""
+        self.use: Use | None = None
+        """Its announcement to the cold tier."""
         self.unpinned: Unpinned | None = None
         self.is_resumable = False
         """Whether llama-server goes on when the connection ends."""
@@ -172,7 +175,8 @@ class Exchange:
 
     @property
     def _reuse(self) -> Reuse:
-        return self.lease.reuse if self.lease is not None else Reuse()
+        reuse = self.lease.reuse if self.lease is not None else Reuse()
+        return reuse if self.use is None else self.use.reuse(reuse)
 
     async def _record(self) -> None:
         """Make the turn durable, once, even if the client leaves meanwhile. Raises StoreError."""
@@ -261,3 +265,5 @@ class Exchange:
             self._reply.close()
         if self.lease is not None:
             await self.lease.__aexit__(None, None, None)
+        if self.use is not None:
+            self.use.leave()

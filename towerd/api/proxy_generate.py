@@ -7,7 +7,7 @@ from aiohttp import web
 
 from towerd.api.body import decode, read_bytes
 from towerd.api.hints import hints_of
-from towerd.api.keys import TENANT, TENANTS
+from towerd.api.keys import TENANT, TENANTS, service_of
 from towerd.api.off_loop import release
 from towerd.api.proxy import copy
 from towerd.api.proxy_conversations import with_conversation
@@ -16,6 +16,8 @@ from towerd.api.proxy_headers import to_upstream
 from towerd.api.proxy_link import LINK, Lease, Sidecar, sidecar_of
 from towerd.api.proxy_plan import Placement, Plan, make_plan
 from towerd.api.proxy_watch import Dialect
+from towerd.cold.keeper import Use
+from towerd.engine.base import GenerateRequest
 from towerd.errors import InvalidRequest
 
 INFILL = "infill"
@@ -114,9 +116,32 @@ async def _free(request: web.Request, engine: Sidecar, plan: Plan) -> web.Stream
 
 async def _pinned(request: web.Request, engine: Sidecar, plan: Plan) -> web.StreamResponse:
     exchange = Exchange(request, engine, plan)
-    exchange.lease = await _lease(request, engine, plan)
+    exchange.use = await _thawed(request, plan)
+    try:
+        exchange.lease = await _lease(request, engine, plan)
+    except BaseException:
+        if exchange.use is not None:
+            exchange.use.leave()
+        raise
     exchange.is_resumable = with_conversation(request, exchange.headers) and plan.stream
     return await exchange.run()
+
+
+async def _thawed(request: web.Request, plan: Plan) -> Use | None:
+    """The request announced to the cold tier, and what it goes on thawed."""
+    if plan.ids is None:
+        return None
+    asked = GenerateRequest(
+        ids=plan.ids, scope=request[TENANT].scope, session=hints_of(request).session
+    )
+    use = service_of(request).cold.enter(asked)
+    try:
+        async for _ in use.thawing():
+            pass  # llama-server says how far it is, when it is asked
+    except BaseException:
+        use.leave()
+        raise
+    return use
 
 
 async def _lease(request: web.Request, engine: Sidecar, plan: Plan) -> Lease:

@@ -58,7 +58,8 @@ def usage_json(choices: Sequence[Choice], n_per_prompt: int) -> Json:
 
 def reuse_json(reuse: Reuse) -> Json:
     tiers = {"live": reuse.live, "hot": reuse.hot, "warm": reuse.warm, "prefill": reuse.prefill}
-    return tiers | ({"approximate": reuse.approximate} if reuse.approximate else {})
+    more = {"approximate": reuse.approximate, "cold": reuse.cold}
+    return tiers | {name: n for name, n in more.items() if n}
 
 
 def towerd_json(choice: Choice) -> Json:

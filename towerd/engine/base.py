@@ -151,6 +151,8 @@ class Reuse:
     prefill: int = 0
     approximate: int = 0
     """Of the reused ones, those whose rows were kept in a stored format in between."""
+    cold: int = 0
+    """Of the evaluated ones, those that were known from a session that was frozen."""
     drift_kl: float | None = None
     """What such formats cost this model by its calibration: mean KL divergence of the next-token
     distribution, in nats; None if there are none or it was not measured."""
@@ -158,7 +160,8 @@ class Reuse:
     def header(self) -> str:
         """The value of X-Towerd-Reuse."""
         parts = f"live={self.live},hot={self.hot},warm={self.warm},prefill={self.prefill}"
-        return f"{parts},approx={self.approximate}" if self.approximate else parts
+        parts += f",approx={self.approximate}" if self.approximate else ""
+        return f"{parts},cold={self.cold}" if self.cold else parts
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from towerd.store.node import Node
 from towerd.store.rows import uncatalogue
+from towerd.store.segment_file import SegmentFile
 from towerd.store.state import StoreState
 
 
@@ -33,7 +34,7 @@ def collect(
     With `dry_run` only say what would go."""
     doomed = _unneeded(state, keep)
     ids = {node.id for node in doomed}
-    unviewed = [file for file in state.files.values() if all(node.id in ids for node in file.nodes)]
+    unviewed = [file for file in state.files.values() if all(n.id in ids for n in file.nodes)]
     strays = orphans(state, writing)
     n_files = len(unviewed) + len(strays)
     directory = state.directory
@@ -42,19 +43,36 @@ def collect(
         freed = sum(directory.size(name) for name in names)
         return GcReport(len(doomed), n_files, freed + directory.leftovers(writing, quarantine_days))
     with state.catalog.transaction():
-        state.catalog.run_many("DELETE FROM segments WHERE id = ?", [(n.id,) for n in doomed])
-        state.catalog.run_many("DELETE FROM files WHERE id = ?", [(f.id,) for f in unviewed])
+        delete(state, doomed, unviewed)
+    freed = forget(state, doomed, unviewed, on_remove)
+    freed += sum(directory.remove(name) for name in strays)
+    freed += directory.sweep_tmp(writing)
+    freed += directory.empty_quarantine(quarantine_days)
+    return GcReport(len(doomed), n_files, freed)
+
+
+def delete(state: StoreState, doomed: Sequence[Node], unviewed: Sequence[SegmentFile]) -> None:
+    """Take nodes, children before their parents, and files out of the catalog, inside a
+    transaction; `forget` follows once it is durable."""
+    state.catalog.run_many("DELETE FROM segments WHERE id = ?", [(n.id,) for n in doomed])
+    state.catalog.run_many("DELETE FROM files WHERE id = ?", [(f.id,) for f in unviewed])
+
+
+def forget(
+    state: StoreState,
+    doomed: Sequence[Node],
+    unviewed: Sequence[SegmentFile],
+    on_remove: Callable[[Node], None],
+) -> int:
+    """Take them out of memory and from the disk; the bytes that the files had."""
     for node in doomed:
         _detach(state, node)
         on_remove(node)
     freed = 0
     for file in unviewed:
         state.forget_file(file)
-        freed += directory.remove(file.path.name)
-    freed += sum(directory.remove(name) for name in strays)
-    freed += directory.sweep_tmp(writing)
-    freed += directory.empty_quarantine(quarantine_days)
-    return GcReport(len(doomed), n_files, freed)
+        freed += state.directory.remove(file.path.name)
+    return freed
 
 
 def drop_foreign(state: StoreState, bytes_needed: int) -> int:
@@ -78,7 +96,7 @@ def _unneeded(state: StoreState, keep: Collection[int]) -> list[Node]:
     needed = set(keep)
     for (id,) in state.catalog.rows(
         "SELECT prompt_node FROM turns UNION SELECT reply_node FROM turns"
-        " UNION SELECT node FROM pins UNION SELECT node FROM bases"
+        " UNION SELECT node FROM pins UNION SELECT node FROM bases UNION SELECT base FROM cold"
     ):
         needed.add(id)
     doomed: list[Node] = []

@@ -135,7 +135,7 @@ class Taken:
         leaf = places[info.leaf] if info.leaf is not None else len(turns) - 1
         return History(
             info.id, info.named, info.title, info.created, info.updated, leaf, tuple(turns),
-            _beginning(self._ids(*self._ends(leaf)), self.bases), ids_array(b"".join(stream)),
+            beginning(self._ids(*self._ends(leaf)), self.bases), ids_array(b"".join(stream)),
         )  # fmt: skip
 
     def _path(self, node: int) -> Iterator[int]:
@@ -154,7 +154,8 @@ class Taken:
 def take_history(
     state: StoreState, table: SessionTable, bases: BaseTable, session: Located
 ) -> Taken:
-    """Copy all that a session's history consists of, under the lock."""
+    """Copy all that a session's history consists of, under the lock. Raises SessionFrozen."""
+    table.check_thawed(session)
     info = table.info(session)
     rows = state.catalog.rows(_TURNS, (session.pk,))
     nodes: dict[int, tuple[int, bytes]] = {}
@@ -163,8 +164,13 @@ def take_history(
         while node.parent is not None and node.id not in nodes:
             nodes[node.id] = (node.parent.id, node.ids)
             node = node.parent
-    visible = [base for base in bases.listing() if base.scope in (info.scope, PUBLIC)]
-    return Taken(info, rows, nodes, [base for base in visible if base.module is None])
+    return Taken(info, rows, nodes, visible_bases(bases, info.scope))
+
+
+def visible_bases(bases: BaseTable, scope: str) -> list[Base]:
+    """The bases that a tenant's sessions may begin with, modules left out."""
+    listed = [base for base in bases.listing() if base.scope in (scope, PUBLIC)]
+    return [base for base in listed if base.module is None]
 
 
 def add_history(
@@ -174,7 +180,7 @@ def add_history(
     turns that was. Under the lock, in a transaction that can grow the trie.
 
     Raises InvalidRequest if the session here has turns that the history lacks where it has
-    others."""
+    others, SessionFrozen if its tokens are not here."""
     check_name(history.id)
     known = table.lookup(history.id, scope)
     if known is None:
@@ -182,6 +188,7 @@ def add_history(
         table.catalog.run("UPDATE sessions SET title = ? WHERE pk = ?", (history.title, session.pk))
     else:
         session = known
+        table.check_thawed(session)
         turn_ids = _same_turns(state, session, history)
         if len(turn_ids) >= len(history.turns):
             return 0
@@ -217,7 +224,7 @@ def _same_turns(state: StoreState, session: Located, history: History) -> list[i
     return list(places)
 
 
-def _beginning(ids: bytes, bases: Sequence[Base]) -> tuple[NamedBase, ...]:
+def beginning(ids: bytes, bases: Sequence[Base]) -> tuple[NamedBase, ...]:
     """The bases that `ids` begin with, the shortest first."""
     found = []
     digest, at = hashlib.blake2b(digest_size=32), 0

@@ -11,6 +11,12 @@ from towerd.store.node import ID_BYTES, PUBLIC, Node
 from towerd.store.run import decode_runs
 from towerd.store.state import StoreState
 
+_LOST = (
+    "SELECT turns.id, sessions.id FROM turns JOIN sessions ON sessions.pk = turns.session"
+    " LEFT JOIN cold ON cold.session = turns.session AND cold.frozen = 1"
+    " WHERE turns.reply_node IS NULL AND n_cached > 0 AND cold.session IS NULL LIMIT 20"
+)
+
 
 def problems(state: StoreState, *, keys: bool) -> list[str]:
     """What does not agree, empty when all is well. Call it under the lock."""
@@ -121,6 +127,8 @@ def _catalog_problems(state: StoreState, nodes: list[Node]) -> Iterator[str]:
     )
     if {row[0]: (*row[1:5], decode_runs(row[5], row[3])) for row in rows} != files:
         yield "the files in memory and in the catalog differ"
+    for id, name in state.catalog.rows(_LOST):
+        yield f"turn {id} of session {name!r} has no tokens, and the session is not frozen"
     yield from state.catalog.quick_check()
 
 

@@ -142,5 +142,35 @@ CREATE TABLE invocations (
 CREATE INDEX invocations_workflow ON invocations(workflow);
 """
 
-MIGRATIONS = (_V1, _V2, _V3)
+_V4 = """
+-- bytes of the blob while a session is frozen, else 0
+ALTER TABLE sessions ADD COLUMN cold_bytes INTEGER NOT NULL DEFAULT 0;
+CREATE INDEX sessions_warm ON sessions(fingerprint, updated) WHERE cold_bytes = 0;
+
+-- frozen = 0: a copy, its session still has its tokens; base: the context of the blob
+CREATE TABLE cold (
+    session INTEGER PRIMARY KEY REFERENCES sessions,
+    base INTEGER REFERENCES segments,
+    n_base INTEGER NOT NULL CHECK (n_base >= 0),
+    frozen INTEGER NOT NULL DEFAULT 0,
+    turns BLOB NOT NULL,
+    marks BLOB NOT NULL,
+    digest BLOB NOT NULL CHECK (length(digest) = 16)
+) STRICT;
+CREATE INDEX cold_base ON cold(base) WHERE base IS NOT NULL;
+
+-- apart from what is read at every start
+CREATE TABLE blobs (
+    session INTEGER PRIMARY KEY REFERENCES cold,
+    blob BLOB NOT NULL
+) STRICT;
+
+-- the turns of a frozen session name no segments
+DROP INDEX turns_prompt;
+DROP INDEX turns_reply;
+CREATE INDEX turns_prompt ON turns(prompt_node) WHERE prompt_node IS NOT NULL;
+CREATE INDEX turns_reply ON turns(reply_node) WHERE reply_node IS NOT NULL;
+"""
+
+MIGRATIONS = (_V1, _V2, _V3, _V4)
 VERSION = len(MIGRATIONS)

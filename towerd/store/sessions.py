@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from towerd.errors import InvalidRequest, NotFound, StoreError
+from towerd.errors import InvalidRequest, NotFound, SessionFrozen, StoreError
 from towerd.store.catalog import Catalog
 from towerd.store.node import Node
 from towerd.store.turn import SessionInfo, Turn, TurnInfo
@@ -19,8 +19,8 @@ RECOGNISED_TOKENS_MIN = 2
 
 _SESSION = (
     "SELECT id, scope, title, named, leaf, n_tokens,"
-    " (SELECT count(*) FROM turns WHERE turns.session = sessions.pk), created, updated"
-    " FROM sessions WHERE fingerprint = ?"
+    " (SELECT count(*) FROM turns WHERE turns.session = sessions.pk), created, updated,"
+    " cold_bytes FROM sessions WHERE fingerprint = ?"
 )
 
 
@@ -165,10 +165,13 @@ class SessionTable:
         return [TurnInfo(*(*row[:9], bool(row[9]), row[0] in branch)) for row in rows]
 
     def leaf_ids(self, session: Located) -> tuple[int, bytes]:
-        """(reply node, 0 for the root; tail ids) of the current leaf turn."""
+        """(reply node, 0 for the root; tail ids) of the current leaf turn. Raises
+        SessionFrozen if they are coded."""
         rows = self.catalog.rows(
             "SELECT coalesce(reply_node, 0), tail FROM turns WHERE id = ?", (self._leaf(session),)
         )
+        if not rows or rows[0] == (0, b""):
+            self.check_thawed(session)
         return rows[0] if rows else (0, b"")
 
     def rename(self, session: Located, title: str) -> None:
@@ -185,7 +188,18 @@ class SessionTable:
             self.catalog.run("UPDATE sessions SET leaf = NULL WHERE pk = ?", pk)
             self.catalog.run("UPDATE turns SET parent = NULL WHERE session = ?", pk)
             self.catalog.run("DELETE FROM turns WHERE session = ?", pk)
+            self.catalog.run("DELETE FROM blobs WHERE session = ?", pk)
+            self.catalog.run("DELETE FROM cold WHERE session = ?", pk)
             self.catalog.run("DELETE FROM sessions WHERE pk = ?", pk)
+
+    def check_thawed(self, session: Located) -> None:
+        """SessionFrozen unless all tokens of the session are here."""
+        if self.catalog.rows(
+            "SELECT 1 FROM sessions WHERE pk = ? AND cold_bytes > 0", (session.pk,)
+        ):
+            raise SessionFrozen(
+                f"Session {session.id!r} is frozen: thaw it with towerctl thaw first."
+            )
 
     def _leaf(self, session: Located) -> int | None:
         leaf: int | None = self.catalog.rows(

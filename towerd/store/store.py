@@ -19,6 +19,7 @@ from towerd.slots.runs import Runs
 from towerd.store import durable
 from towerd.store.bases import BaseTable, is_pinned_by_catalog
 from towerd.store.catalog import Catalog
+from towerd.store.cold import ColdTable
 from towerd.store.collect import GcReport, collect, drop_foreign
 from towerd.store.directory import Directory
 from towerd.store.growth import Growth
@@ -62,6 +63,8 @@ class Store:
         self._sessions = SessionTable(state.catalog, state.fingerprint_pk)
         self._bases = BaseTable(state.catalog, state.fingerprint_pk)
         self._is_open = True
+        tables, lock = (self._sessions, self._bases), self._open_lock
+        self.cold = ColdTable(state, *tables, lock, self._growing, self._removed)
 
     @classmethod
     def open(
@@ -407,15 +410,15 @@ class Store:
     ) -> GcReport:
         """Remove, or only count, what no session, base or pin needs; `keep`: ids of live nodes."""
         with self._open_lock():
-            writing, tell = self.rows.writing, self._removed
-            return collect(self.state, keep, quarantine_days, writing, tell, dry_run=dry_run)
+            known = self.state, keep, quarantine_days, self.rows.writing, self._removed
+            return collect(*known, dry_run=dry_run)
 
     def verify(
         self, progress: Callable[[int, int], None] | None = None, *, repair: bool = False
     ) -> VerifyReport:
-        """Re-read everything and compare; `progress(done_bytes, total_bytes)`. With `repair`
-        damaged files go to quarantine. The lock is not held while files are read."""
-        return verify(self.state, self.rows, self._pool, progress, repair=repair)
+        """Re-read everything and compare; `progress(done_bytes, total_bytes)`. `repair`: damaged
+        files go to quarantine. The lock is not held while files are read."""
+        return verify(self.state, self.rows, self.cold, self._pool, progress, repair=repair)
 
     def check_integrity(self, *, keys: bool = False) -> None:
         """AssertionError unless trie, catalog, files and sums agree; `keys`: recompute them."""
@@ -427,17 +430,17 @@ class Store:
     def stats(self) -> dict[str, Any]:
         """Counts and sizes, for /metrics and people."""
         with self._open_lock():
-            state, count = self.state, self._count
-            files, layout = state.files.values(), state.fingerprint.layout
+            state, count, files = self.state, self._count, self.state.files.values()
             return {
                 "segments": len(state.trie),
                 "tokens": sum(node.n for node in state.trie.nodes.values()),
                 "files": len(state.files),
                 "sessions": count("sessions"),
                 "bases": count("bases"),
+                **self.cold.stats(),
                 "hot_bytes": state.hot_bytes,
                 "warm_bytes": state.warm_bytes,
-                "warm_quantized_bytes": quantized_bytes(files, layout),
+                "warm_quantized_bytes": quantized_bytes(files, state.fingerprint.layout),
                 "disk_bytes": int(
                     state.catalog.rows("SELECT coalesce(sum(bytes), 0) FROM files")[0][0]
                 ),

@@ -57,6 +57,8 @@ class SessionInfo:
     n_turns: int
     created: float
     updated: float
+    cold_bytes: int = 0
+    """What its coded tokens take while it is frozen; 0: it is not."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import msgspec
 
 from towerd.slots.errors import StateError
 from towerd.slots.fingerprint import Fingerprint
+from towerd.store.cold import ColdTable
 from towerd.store.collect import orphans
 from towerd.store.integrity import problems
 from towerd.store.rows import RowStore
@@ -33,6 +34,8 @@ class VerifyReport:
     orphans: int
     """Files that no catalog row names, left by a crash; harmless, gc removes them."""
     problems: tuple[str, ...]
+    frozen_sessions: int = 0
+    """Of the sessions, those whose coded tokens were checked."""
 
     @property
     def ok(self) -> bool:
@@ -41,10 +44,10 @@ class VerifyReport:
 
 
 def verify(
-    state: StoreState, rows: RowStore, pool: Executor,
+    state: StoreState, rows: RowStore, cold: ColdTable, pool: Executor,
     progress: Callable[[int, int], None] | None, *, repair: bool,
 ) -> VerifyReport:  # fmt: skip
-    """Check the accounting, then every file of every fingerprint."""
+    """Check the accounting, then every file of every fingerprint and every frozen session."""
     with state.lock:
         found = problems(state, keys=True)
         n_orphans = len(orphans(state, rows.writing))
@@ -66,9 +69,11 @@ def verify(
         done += row[3]
         if progress is not None:
             progress(done, total)
+    found += cold.damaged()
     return VerifyReport(
-        n_segments, len(files), done, n_sessions, n_set_aside, n_orphans, tuple(found)
-    )
+        n_segments, len(files), done, n_sessions, n_set_aside, n_orphans, tuple(found),
+        cold.stats()["frozen_sessions"],
+    )  # fmt: skip
 
 
 def _file_problem(state: StoreState, pool: Executor, row: tuple[Any, ...]) -> str | None:

@@ -1,0 +1,121 @@
+"""Thawing ahead: what was opened, named or foretold is made live before its next prompt comes.
+
+The tokens come back at once; their rows are evaluated in the background, while no request runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from towerd.engine.base import Finish, GenerateRequest, Ids
+from towerd.errors import NotFound, TowerdError
+from towerd.store import PUBLIC, Node, Store
+
+log = logging.getLogger(__name__)
+
+AGAIN_S = 600.0
+"""The same segment is evaluated ahead at most this often: where there is no room, it would be for
+nothing."""
+TIPS_MAX = 1024
+AT_ONCE_MAX = 4
+"""Conversations on their way at one time; more are left to their own requests."""
+
+
+class Ahead:
+    """Lives on the event loop; `foretold` may be called by any thread."""
+
+    def __init__(
+        self,
+        store: Store,
+        thaw: Callable[[str, str], Awaitable[bool]],
+        run: Callable[[GenerateRequest], Coroutine[Any, Any, Finish | None]] | None,
+        n_ctx: int,
+    ) -> None:
+        self.n_ahead = 0
+        self._store = store
+        self._thaw = thaw
+        self._run = run
+        self._n_ctx = n_ctx
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._tips: OrderedDict[int, float] = OrderedDict()
+
+    async def close(self) -> None:
+        """Give up what is under way."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def idle(self) -> None:
+        """Wait until nothing is under way."""
+        while self._tasks:
+            await asyncio.wait(list(self._tasks))
+
+    def opened(self, id: str, scope: str) -> None:
+        """A client looks at a session, or names it: thaw it if it is frozen."""
+        self._spawn(self._open(id, scope))
+
+    def evaluate(self, id: str, scope: str) -> None:
+        """A session was thawed: have its rows made."""
+        self._spawn(self._evaluate_session(id, scope))
+
+    def foretold(self, tip: Node) -> None:
+        """The policy expects the tower of `tip` back, and it has no rows."""
+        self._loop.call_soon_threadsafe(self._foretold, tip)
+
+    def stats(self) -> dict[str, int]:
+        """Counters."""
+        return {"thaws_ahead": self.n_ahead}
+
+    def _foretold(self, tip: Node) -> None:
+        now = time.monotonic()
+        if now - self._tips.get(tip.id, -AGAIN_S) >= AGAIN_S and tip.scope != PUBLIC:
+            self._tips[tip.id] = now
+            self._tips.move_to_end(tip.id)
+            if len(self._tips) > TIPS_MAX:
+                self._tips.popitem(last=False)
+            self._spawn(self._evaluate_tip(tip))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        if len(self._tasks) >= AT_ONCE_MAX:
+            work.close()
+            return
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _open(self, id: str, scope: str) -> None:
+        try:
+            if await self._thaw(id, scope):
+                await self._evaluate_session(id, scope)
+        except NotFound:
+            return
+        except TowerdError as error:
+            log.warning("a session was not thawed ahead", extra={"error": str(error)})
+
+    async def _evaluate_session(self, id: str, scope: str) -> None:
+        try:
+            ids = await asyncio.to_thread(self._store.session_ids, id, scope)
+            await self._evaluate(ids, scope, id)
+        except TowerdError as error:
+            log.debug("a session was not evaluated ahead", extra={"error": str(error)})
+
+    async def _evaluate_tip(self, tip: Node) -> None:
+        try:
+            await self._evaluate(await asyncio.to_thread(tip.prefix_ids), tip.scope, None)
+        except TowerdError as error:
+            log.debug("a prompt was not evaluated ahead", extra={"error": str(error)})
+
+    async def _evaluate(self, ids: Ids, scope: str, session: str | None) -> None:
+        """Have the rows of `ids` made in the background."""
+        if self._run is not None and 0 < len(ids) < self._n_ctx:
+            request = GenerateRequest(
+                ids=ids, n_predict=0, scope=scope, session=session, background=True
+            )
+            done = await self._run(request)
+            self.n_ahead += done is not None

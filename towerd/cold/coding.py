@@ -1,0 +1,83 @@
+"""The codec of the model that is served: its vocabulary is read at first use and kept."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from towerd.codec import Codec, CodecError
+from towerd.codec.vocabulary import GgufVocabulary
+from towerd.engine.base import ModelInfo
+from towerd.engine.embedded.model import init_backend
+from towerd.errors import NotSupported
+from towerd.tower_file import Model
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where the vocabulary comes from."""
+
+    path: Path
+    """The model's GGUF; without a name if nobody knows."""
+    hash: str
+    """The fingerprint's `model_hash`."""
+    n_vocab: int | None = None
+    """How many tokens the model has, if that is known."""
+
+
+def source_of(info: ModelInfo) -> Source:
+    """Of the model that an engine serves."""
+    return Source(Path(info.path), info.fingerprint.model_hash, info.n_vocab)
+
+
+class Coding:
+    """The codec of one model. Thread-safe."""
+
+    def __init__(self, source: Callable[[], Source]) -> None:
+        """`source` is asked when the codec is used for the first time."""
+        self._source = source
+        self._vocabulary: GgufVocabulary | None = None
+        self._model: Model | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def codec(self) -> Codec:
+        """Raises NotSupported if the model's vocabulary cannot be had."""
+        return self.model().codec
+
+    def model(self) -> Model:
+        """The model and its codec. Raises NotSupported if its vocabulary cannot be had."""
+        with self._lock:
+            if self._model is None:
+                source = self._source()
+                self._vocabulary = _vocabulary(source)
+                self._model = Model(source.path.name, source.hash, Codec(self._vocabulary))
+            return self._model
+
+    def close(self) -> None:
+        """Free the vocabulary; whoever uses the codec has to be done."""
+        with self._lock:
+            if self._vocabulary is not None:
+                self._vocabulary.close()
+            self._vocabulary = self._model = None
+
+
+def _vocabulary(source: Source) -> GgufVocabulary:
+    where = source.path if source.path.name else "its path is not known"
+    init_backend()  # routes what llama.cpp says into our log
+    try:
+        vocabulary = GgufVocabulary(source.path)
+    except CodecError as error:
+        raise NotSupported(
+            "Coding a conversation takes the model's vocabulary, and its GGUF cannot be read "
+            f"here ({where}): make it readable for towerd."
+        ) from error
+    if source.n_vocab not in (None, vocabulary.n_tokens):
+        vocabulary.close()
+        raise NotSupported(
+            f"{source.path} has {vocabulary.n_tokens} tokens and the model that is served "
+            f"{source.n_vocab}: put the model's own file there and restart towerd."
+        )
+    return vocabulary

@@ -1,0 +1,93 @@
+"""Freezing and thawing one session of a store: the order in which nothing can be lost.
+
+    tokens --encode, decode, compare--> blob --durable--> read back, decode, compare
+           --one transaction--> turns without tokens, segments of nobody else's removed
+    blob --decode, its hash holds--> tokens --one transaction--> turns and segments, no blob
+
+Killed anywhere in between, the session is either as it was before or as it is after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from towerd.codec import Codec, CodecError
+from towerd.errors import StoreError, ThawError
+from towerd.store import History, Ids, Node, Store
+from towerd.store.cold import Frozen
+
+MayDrop = Callable[[str, str, Sequence[Node]], bool]
+"""(id, scope, segments that would go): whether nobody uses the session right now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Froze:
+    """What freezing a session did."""
+
+    id: str
+    scope: str
+    n_tokens: int
+    """Of all turns, each token once, what is shared with other sessions left out."""
+    nbytes: int
+    """The blob."""
+    removed: tuple[Node, ...]
+
+
+def freeze(
+    store: Store, codec: Codec, id: str, scope: str | None = None, may_drop: MayDrop | None = None,
+    form: str = "auto",
+) -> Froze | None:  # fmt: skip
+    """Freeze a session; None if it is frozen already. Takes a while: about a second for a few
+    thousand tokens.
+
+    Raises NotFound, InvalidRequest (no turns), SessionBusy (in use, or it went on meanwhile),
+    StoreError (ambiguous, or it cannot be coded), DiskFull; the session stays as it was then."""
+    warm = store.cold.take(id, scope)
+    if warm is None:
+        return None
+    info = warm.taken.info
+    history = warm.taken.history()
+    base, own = history.stream[: warm.n_base], history.stream[warm.n_base :]
+    try:
+        blob = codec.encode(own, base=base, form=form)
+        copy = store.cold.put(warm, history, blob)
+        if not np.array_equal(_stream(codec, copy), history.stream):
+            raise RuntimeError("the blob that was stored has other tokens")
+    except (CodecError, ThawError, ValueError, RuntimeError) as error:
+        raise StoreError(f"Session {id!r} cannot be frozen: {error}") from error
+    if copy.history(history.stream).turns != history.turns:
+        raise StoreError(f"Session {id!r} cannot be frozen: its turns do not come back.")
+    ask = may_drop or (lambda *_: True)
+    removed = store.cold.drop(warm, lambda doomed: ask(info.id, info.scope, doomed))
+    return Froze(info.id, info.scope, len(own), len(blob), tuple(removed))
+
+
+def thaw(store: Store, codec: Codec, id: str, scope: str | None = None) -> bool:
+    """Thaw a session; False if it is not frozen. Raises NotFound, StoreError (ambiguous),
+    ThawError (it cannot be decoded here, and stays as it is), DiskFull."""
+    frozen = store.cold.read(id, scope)
+    if frozen is None:
+        return False
+    return store.cold.restore(frozen, frozen.history(decode(codec, frozen)))
+
+
+def cold_history(store: Store, codec: Codec, id: str, scope: str | None = None) -> History | None:
+    """What a frozen session consists of, without thawing it; None if it is not frozen. Raises as
+    `thaw`."""
+    frozen = store.cold.read(id, scope)
+    return None if frozen is None else frozen.history(decode(codec, frozen))
+
+
+def decode(codec: Codec, frozen: Frozen) -> Ids:
+    """int32[n]: the token ids that the turns of a frozen session add. Raises ThawError."""
+    try:
+        return _stream(codec, frozen)
+    except CodecError as error:
+        raise ThawError(f"Session {frozen.info.id!r} cannot be thawed: {error}") from error
+
+
+def _stream(codec: Codec, frozen: Frozen) -> Ids:
+    return np.concatenate([frozen.base, codec.decode(frozen.blob, base=frozen.base)])

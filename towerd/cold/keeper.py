@@ -1,0 +1,317 @@
+"""The keeper of the cold tier: freezes sessions in idle time, thaws them when they are wanted.
+
+A request announces itself before it runs and takes its leave when its turn is recorded; a session
+that a request may be using is never frozen. Freezing runs on one thread of low priority, thawing on
+two others, so that a request never waits for a session that is being coded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from towerd.cold.ahead import Ahead
+from towerd.cold.coding import Coding
+from towerd.cold.freezing import Froze, cold_history, freeze, thaw
+from towerd.engine.base import Event, Finish, GenerateRequest, Ids, Progress, Reuse, Started
+from towerd.errors import NotFound, SessionFrozen, StoreError, TowerdError
+from towerd.store import Node, Store
+from towerd.store.node import ids_bytes
+
+log = logging.getLogger(__name__)
+
+NICE = 10
+QUIET_S = 5.0
+"""Nothing is frozen by itself until no request has run for so long."""
+LOOK_S_MAX = 60.0
+LOOK_S_MIN = 0.05
+RETRY_S = 3600.0
+"""After which a session that could not be frozen is tried again."""
+BATCH = 16
+
+Run = Callable[[GenerateRequest], Coroutine[Any, Any, Finish | None]]
+T = TypeVar("T")
+
+
+class Keeper:
+    """Lives on the event loop of a running service; `start` it there."""
+
+    def __init__(
+        self,
+        store: Store,
+        coding: Coding,
+        *,
+        freeze_after_s: float,
+        on_frozen: Callable[[Sequence[Node]], None] = lambda _: None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """freeze_after_s: how long a session must be unused before it is frozen by itself; -1:
+        never. on_frozen: told the segments that went, off the loop."""
+        self.store = store
+        self.coding = coding
+        self.freeze_after_s = freeze_after_s
+        self.ahead: Ahead | None = None
+        self.n_frozen = self.n_thawed = self.n_failed = 0
+        self.freeze_s = self.thaw_s = 0.0
+        self._on_frozen = on_frozen
+        self._clock = clock
+        self._uses: dict[int, GenerateRequest] = {}
+        self._last_use = time.monotonic()
+        self._not_before: dict[tuple[str, str], float] = {}
+        """(scope, id) -> when a session that failed, or was thawed without a turn, is frozen."""
+        self._freezer = ThreadPoolExecutor(1, "towerd-freeze", initializer=_be_nice)
+        self._thawer = ThreadPoolExecutor(2, "towerd-thaw")
+        self._counting = threading.Lock()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, run: Run | None = None, n_ctx: int = 0) -> None:
+        """Begin to look for sessions to freeze. `run`: evaluates a background request of less than
+        `n_ctx` tokens, for what is thawed ahead; None: only its tokens are made ready."""
+        self.ahead = Ahead(self.store, self.thaw, run, n_ctx)
+        self._task = asyncio.create_task(self._watch())
+
+    async def close(self) -> None:
+        """Let what is being frozen or thawed end."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self.ahead is not None:
+            await self.ahead.close()
+        await asyncio.to_thread(self._shut_down)
+
+    def _shut_down(self) -> None:
+        for pool in (self._freezer, self._thawer):
+            pool.shutdown(cancel_futures=True)
+        self.coding.close()
+
+    # ---- requests ---------------------------------------------------------------------------
+
+    def enter(self, request: GenerateRequest) -> Use:
+        """A request is about to run: until it leaves, nothing that it uses is frozen."""
+        self._uses[id(request)] = request
+        return Use(self, request)
+
+    def leave(self, request: GenerateRequest) -> None:
+        """Its turn is recorded."""
+        if self._uses.pop(id(request), None) is not None and not request.background:
+            self._last_use = time.monotonic()
+
+    async def frozen_session(self, request: GenerateRequest) -> str | None:
+        """The frozen session that a request goes on."""
+        if self.store.cold.is_empty or request.precache is not None:
+            return None
+        return await asyncio.to_thread(self._frozen_session, request)
+
+    def _frozen_session(self, request: GenerateRequest) -> str | None:
+        if request.session is not None:
+            return self.store.cold.named(request.session, request.scope)
+        return self.store.cold.continued_by(ids_bytes(request.ids), request.scope)
+
+    async def thaw_for(self, id: str, request: GenerateRequest) -> int:
+        """Thaw the session that a request goes on; how many tokens of its prompt are known then.
+        One that cannot be thawed costs the request nothing but its lineage: it has its prompt."""
+        try:
+            await self.thaw(id, request.scope)
+        except NotFound:
+            return 0  # removed meanwhile
+        except TowerdError as error:
+            log.error("a frozen session cannot be thawed", extra={"error": str(error)})
+            return 0
+        match = await asyncio.to_thread(self.store.match, request.ids, request.scope)
+        return match.n
+
+    # ---- sessions ---------------------------------------------------------------------------
+
+    async def freeze(self, id: str, scope: str | None = None) -> Froze | None:
+        """Freeze a session now; None if it is frozen already. Raises as `freezing.freeze`, and
+        NotSupported."""
+        return await self._on(self._freezer, self._freeze, id, scope)
+
+    async def thaw(self, id: str, scope: str | None = None) -> bool:
+        """Thaw a session; False if it is not frozen. Raises as `freezing.thaw`, and
+        NotSupported."""
+        return await self._on(self._thawer, self._thaw, id, scope)
+
+    async def session_ids(self, id: str, scope: str | None = None) -> Ids:
+        """Every token of a session's current branch, int32, whether it is frozen or not; it stays
+        so. Raises as `thaw`."""
+        return await self._on(self._thawer, self._session_ids, id, scope)
+
+    def stats(self) -> dict[str, Any]:
+        """Gauges and counters for /metrics and /towerd/v1/stats."""
+        return {
+            **self.store.cold.stats(),
+            "freezes": self.n_frozen,
+            "thaws": self.n_thawed,
+            "cold_failures": self.n_failed,
+            "freeze_seconds": round(self.freeze_s, 6),
+            "thaw_seconds": round(self.thaw_s, 6),
+            "freeze_after_s": self.freeze_after_s,
+            **({} if self.ahead is None else self.ahead.stats()),
+        }
+
+    # ---- inside -----------------------------------------------------------------------------
+
+    async def _on(self, pool: ThreadPoolExecutor, work: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(pool, work, *args)
+
+    def _freeze(self, id: str, scope: str | None) -> Froze | None:
+        began = time.monotonic()
+        with self._counted_failure():
+            self.store.session(id, scope)  # before the vocabulary is loaded
+            done = freeze(self.store, self.coding.codec, id, scope, self._may_drop)
+        if done is not None:
+            self._on_frozen(done.removed)
+            with self._counting:
+                self.n_frozen += 1
+                self.freeze_s += time.monotonic() - began
+        return done
+
+    def _thaw(self, id: str, scope: str | None) -> bool:
+        began = time.monotonic()
+        with self._counted_failure():
+            info = self.store.session(id, scope)
+            if not info.cold_bytes:
+                return False
+            was_frozen = thaw(self.store, self.coding.codec, id, info.scope)
+            self._not_before[info.scope, id] = self._clock() + self.freeze_after_s
+        with self._counting:
+            self.n_thawed += was_frozen
+            self.thaw_s += time.monotonic() - began
+        return was_frozen
+
+    def _session_ids(self, id: str, scope: str | None) -> Ids:
+        try:
+            return self.store.session_ids(id, scope)
+        except SessionFrozen:
+            history = cold_history(self.store, self.coding.codec, id, scope)
+        if history is None:  # thawed just now
+            return self.store.session_ids(id, scope)
+        return history.ids(history.leaf)
+
+    def _counted_failure(self) -> _Failures:
+        return _Failures(self)
+
+    def _may_drop(self, id: str, scope: str, doomed: Sequence[Node]) -> bool:
+        """Whether no request that runs may be of this session. Called under the store's lock."""
+        gone = {node.id for node in doomed}
+        for request in list(self._uses.values()):
+            if request.scope != scope:
+                continue
+            if request.session is not None:
+                if request.session == id:
+                    return False
+            elif any(node.id in gone for node in self.store.match(request.ids, scope).nodes):
+                return False
+        return True
+
+    def _is_idle(self) -> bool:
+        is_used = any(not request.background for request in list(self._uses.values()))
+        return not is_used and time.monotonic() - self._last_use >= self._quiet_s
+
+    @property
+    def _quiet_s(self) -> float:
+        return min(QUIET_S, max(LOOK_S_MIN, self.freeze_after_s))
+
+    async def _watch(self) -> None:
+        """Freeze what has been unused for long, one session at a time, while nothing runs."""
+        if not self.store.cold.is_empty:
+            await self._warm_up()
+        while self.freeze_after_s >= 0:
+            did_freeze = self._is_idle() and await self._freeze_oldest()
+            pause = min(LOOK_S_MAX, max(LOOK_S_MIN, self.freeze_after_s / 4))
+            await asyncio.sleep(LOOK_S_MIN if did_freeze else pause)
+
+    async def _warm_up(self) -> None:
+        """Build the codec's tables before somebody waits for them."""
+        try:
+            await self._on(self._freezer, _build, self.coding)
+        except TowerdError as error:
+            log.warning("frozen sessions cannot be thawed", extra={"error": str(error)})
+
+    async def _freeze_oldest(self) -> bool:
+        """Freeze the session that was unused for longest; False if there is none to freeze."""
+        now = self._clock()
+        waits = {key: until for key, until in self._not_before.items() if until > now}
+        self._not_before = waits
+        before, most = now - self.freeze_after_s, BATCH + len(waits)
+        found = await asyncio.to_thread(self.store.cold.idle, before, most)
+        due = [each for each in found if (each.scope, each.id) not in waits]
+        if not due:
+            return False
+        try:
+            await self.freeze(due[0].id, due[0].scope)
+        except NotFound:
+            pass
+        except TowerdError as error:
+            self._not_before[due[0].scope, due[0].id] = now + RETRY_S
+            log.warning("a session was not frozen", extra={"error": str(error)})
+        return True
+
+
+class Use:
+    """One request on its way through the cold tier."""
+
+    def __init__(self, keeper: Keeper, request: GenerateRequest) -> None:
+        self._keeper = keeper
+        self._request = request
+        self._n_known = 0
+        self.was_frozen = False
+
+    async def thawing(self) -> AsyncIterator[Progress]:
+        """Thaw what the request goes on. Says so first, if the client wants to know."""
+        id = await self._keeper.frozen_session(self._request)
+        if id is None:
+            return
+        if self._request.return_progress:
+            yield Progress(len(self._request.ids), 0, 0, 0.0)
+        self.was_frozen = True
+        self._n_known = await self._keeper.thaw_for(id, self._request)
+
+    def reuse(self, reuse: Reuse) -> Reuse:
+        """With the tokens that came from the cold tier, which were evaluated again."""
+        n_reused = reuse.live + reuse.hot + reuse.warm
+        n_cold = min(self._n_known - n_reused, reuse.prefill)
+        return dataclasses.replace(reuse, cold=n_cold) if n_cold > 0 else reuse
+
+    def stamp(self, event: Event) -> Event:
+        """An event of the request, its reuse completed."""
+        if self.was_frozen and isinstance(event, Started | Finish):
+            return dataclasses.replace(event, reuse=self.reuse(event.reuse))
+        return event
+
+    def leave(self) -> None:
+        """The request's turn is recorded, or it had none."""
+        self._keeper.leave(self._request)
+
+
+class _Failures:
+    """Counts what goes wrong in its block, but for what was asked of nobody."""
+
+    def __init__(self, keeper: Keeper) -> None:
+        self._keeper = keeper
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, StoreError):
+            self._keeper.n_failed += 1
+
+
+def _build(coding: Coding) -> None:
+    codec = coding.codec
+    codec.decode(codec.encode([0]))
+
+
+def _be_nice() -> None:
+    """Lower the priority of this thread; on Linux a thread has its own."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)

@@ -1,0 +1,449 @@
+"""Frozen sessions in the catalog: their tokens as a blob, their turns without segments.
+
+A session is frozen in two steps, each a transaction: `put` makes the blob durable beside the tokens
+that it was made of; `drop` empties the turns and removes the segments that nobody else needs. In
+between it is a copy, which changes nothing. `restore` takes both back. Titles, times, branches and
+lengths stay in the clear; token ids do not. What the session shares with others stays in the trie
+and is the blob's context. The store never reads a blob: who has the model's codec does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from towerd.codec import varint
+from towerd.codec.errors import CodecError
+from towerd.errors import InvalidRequest, NotFound, StoreError, ThawError
+from towerd.store.bases import BaseTable
+from towerd.store.collect import delete, forget
+from towerd.store.growth import Growth
+from towerd.store.history import (
+    History,
+    PastTurn,
+    Taken,
+    beginning,
+    take_history,
+    visible_bases,
+)
+from towerd.store.marks import MarkIndex, marks_at, prefix_marks
+from towerd.store.node import ID_BYTES, Ids, Node, ids_array
+from towerd.store.prune import Needs, common_base, own_nodes, unneeded, unviewed
+from towerd.store.sessions import RECOGNISED_TOKENS_MIN, Located, SessionTable
+from towerd.store.state import StoreState
+from towerd.store.turn import Base, SessionInfo
+
+DIGEST_BYTES = 16
+_ROW = (
+    "SELECT base, n_base, turns, marks, digest, blob FROM cold JOIN blobs USING (session)"
+    " WHERE session = ? AND frozen = ?"
+)
+_TURNS = (
+    "SELECT id, parent, n_prompt, n_reply, n_cached, started, created, finished FROM turns"
+    " WHERE session = ? ORDER BY id"
+)
+
+Lock = Callable[[], AbstractContextManager[None]]
+Growing = Callable[[], AbstractContextManager[Growth]]
+
+
+@dataclass(frozen=True, slots=True)
+class Warm:
+    """A session that can be frozen, as it was when it was looked at."""
+
+    session: Located
+    taken: Taken
+    base: Node | None
+    n_base: int
+
+    @property
+    def turn_ids(self) -> list[int]:
+        """Of every turn, the oldest first."""
+        return [row[0] for row in self.taken.turns]
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """A frozen session as it is stored. `stream` of its history is `base` and what `blob` says."""
+
+    session: Located
+    info: SessionInfo
+    base: Ids
+    """int32[n_base]: the tokens that the blob follows."""
+    turns: bytes
+    blob: bytes
+    rows: list[tuple[Any, ...]]
+    """What the catalog has of each turn."""
+    bases: list[Base]
+    """Those that its tenant's sessions may begin with."""
+
+    def history(self, stream: Ids) -> History:
+        """The session, once its tokens are known. Raises ThawError if they are too few."""
+        turns = self._turns()
+        wanted = sum(turn.n - turn.n_shared for _, turn in turns)
+        if wanted != len(stream):
+            raise _damaged(
+                self.info.id, f"its turns have {wanted} tokens and its blob {len(stream)}"
+            )
+        places = {id: place for place, (id, _) in enumerate(turns)}
+        leaf = places.get(self.info.leaf or 0, len(turns) - 1)
+        info = self.info
+        history = History(
+            info.id, info.named, info.title, info.created, info.updated, leaf,
+            tuple(turn for _, turn in turns), (), stream,
+        )  # fmt: skip
+        return replace(history, bases=beginning(history.ids(leaf).tobytes(), self.bases))
+
+    def turn_ids(self) -> list[int]:
+        """Of the turns that the blob has, the oldest first."""
+        return [id for id, _ in self._turns()]
+
+    def _turns(self) -> list[tuple[int, PastTurn]]:
+        known = {row[0]: row[1:] for row in self.rows}
+        places: dict[int, int] = {}
+        found = []
+        try:
+            decoded = decode_turns(self.turns)
+        except CodecError as error:
+            raise _damaged(self.info.id, str(error)) from error
+        for place, (id, origin, n_shared) in enumerate(decoded):
+            if id not in known:
+                raise _damaged(self.info.id, f"its turn {id} is gone from the catalog")
+            parent, n_prompt, n_reply, n_cached, started, created, finished = known[id]
+            places[id] = place
+            turn = PastTurn(
+                places.get(parent), origin, n_shared, n_prompt, n_reply, n_cached, started,
+                created, bool(finished),
+            )  # fmt: skip
+            found.append((id, turn))
+        return found
+
+
+class ColdTable:
+    """The frozen sessions of one open store. Thread-safe."""
+
+    def __init__(
+        self, state: StoreState, sessions: SessionTable, bases: BaseTable, lock: Lock,
+        growing: Growing, on_remove: Callable[[Node], None],
+    ) -> None:  # fmt: skip
+        self._state = state
+        self._sessions = sessions
+        self._bases = bases
+        self._lock = lock
+        self._growing = growing
+        self._on_remove = on_remove
+        self._marks = MarkIndex()
+        self._marks.load(
+            state.catalog.rows(
+                "SELECT session, marks FROM cold JOIN sessions ON pk = session"
+                " WHERE frozen = 1 AND fingerprint = ?",
+                (state.fingerprint_pk,),
+            )
+        )
+        self.is_empty = not state.catalog.rows("SELECT 1 FROM cold LIMIT 1")
+        """False as soon as any session is about to be frozen; may be read without the lock."""
+
+    # --- looking --------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, int]:
+        """How many sessions are frozen and what their blobs take."""
+        with self._lock():
+            rows = self._state.catalog.rows(
+                "SELECT count(*), coalesce(sum(cold_bytes), 0) FROM sessions"
+                " WHERE fingerprint = ? AND cold_bytes > 0",
+                (self._state.fingerprint_pk,),
+            )
+        return {"frozen_sessions": int(rows[0][0]), "cold_bytes": int(rows[0][1])}
+
+    def idle(self, before: float, limit: int, scope: str | None = None) -> list[SessionInfo]:
+        """Sessions with tokens that were last used before a Unix time and are not frozen, the
+        longest unused first."""
+        with self._lock():
+            rows = self._state.catalog.rows(
+                "SELECT pk, id FROM sessions WHERE fingerprint = ? AND cold_bytes = 0"
+                " AND updated < ? AND (?3 IS NULL OR scope = ?3) AND leaf IS NOT NULL"
+                " ORDER BY updated, pk LIMIT ?4",
+                (self._state.fingerprint_pk, before, scope, limit),
+            )
+            return [self._sessions.info(Located(*row)) for row in rows]
+
+    def named(self, id: str, scope: str) -> str | None:
+        """The id if it is that of a frozen session."""
+        with self._lock():
+            found = self._sessions.lookup(id, scope)
+            is_frozen = found is not None and self._sessions.info(found).cold_bytes > 0
+        return id if is_frozen else None
+
+    def continued_by(self, prompt: bytes, scope: str) -> str | None:
+        """The id of the frozen session that a prompt (int32 LE) most likely goes on, if it goes
+        on none of the others further."""
+        marks = prefix_marks(prompt, scope)
+        with self._lock():
+            for n, pks in self._marks.find(marks):
+                if n < RECOGNISED_TOKENS_MIN:
+                    break
+                found = [each for pk in pks if (each := self._frozen_in(pk, scope)) is not None]
+                if found:
+                    return self._unless_warm(prompt, scope, n, max(found, key=_used))
+        return None
+
+    def read(self, id: str, scope: str | None = None) -> Frozen | None:
+        """A frozen session, its bytes checked; None if it is not frozen. Raises NotFound,
+        StoreError (the id is ambiguous), ThawError (damaged)."""
+        with self._lock():
+            session = self._sessions.find(id, scope)
+            found = self._read(session, frozen=True)
+            if found is None and self._sessions.info(session).cold_bytes:
+                raise _damaged(id, "its coded tokens are gone from the catalog")
+            return found
+
+    # --- freezing -------------------------------------------------------------------------
+
+    def take(self, id: str, scope: str | None = None) -> Warm | None:
+        """What a session consists of, to be coded; None if it is frozen already. Raises NotFound,
+        StoreError (ambiguous), InvalidRequest (no turns)."""
+        with self._lock():
+            session = self._sessions.find(id, scope)
+            if self._sessions.info(session).cold_bytes:
+                return None
+            taken = take_history(self._state, self._sessions, self._bases, session)
+            if not taken.turns:
+                raise InvalidRequest(f"Session {id!r} has no turns: there is nothing to freeze.")
+            first = self._state.trie.nodes.get(taken.turns[0][2])
+            needs = Needs(self._state, session.pk)
+            base = None if first is None else common_base(needs, first, taken.nodes)
+            return Warm(session, taken, base, 0 if base is None else base.p1)
+
+    def put(self, warm: Warm, history: History, blob: bytes) -> Frozen:
+        """Store the blob of a session beside its tokens; durable. Returns it as it was read back.
+
+        Raises SessionBusy if the session went on meanwhile, DiskFull."""
+        turns = encode_turns(warm.turn_ids, history.turns)
+        marks = _marks_of(history, warm.taken.info.scope)
+        digest = _digest(warm.n_base, turns, marks, blob)
+        with self._lock():
+            self._check_same(warm)
+            self.is_empty = False
+            base = None if warm.base is None else warm.base.id
+            with self._state.catalog.transaction():
+                run, pk = self._state.catalog.run, warm.session.pk
+                self._forget_rows(pk)
+                run(
+                    "INSERT INTO cold(session, base, n_base, turns, marks, digest)"
+                    " VALUES (?, ?, ?, ?, ?, ?)",
+                    (pk, base, warm.n_base, turns, marks, digest),
+                )
+                run("INSERT INTO blobs VALUES (?, ?)", (pk, blob))
+            copy = self._read(warm.session, frozen=False)
+        assert copy is not None
+        return copy
+
+    def drop(self, warm: Warm, may_drop: Callable[[Sequence[Node]], bool]) -> list[Node]:
+        """Freeze a session whose blob was stored and found to be right: its turns let go of their
+        tokens, and what nobody else needs is removed, in one transaction. Returns the nodes that
+        are gone. `may_drop(doomed)` is asked under the lock.
+
+        Raises SessionBusy (it went on meanwhile, or may not be dropped: nothing changes)."""
+        state, pk = self._state, warm.session.pk
+        with self._lock():
+            self._check_same(warm)
+            doomed = unneeded(Needs(state, pk), own_nodes(state, pk), warm.base)
+            if not may_drop(doomed):
+                raise SessionBusy(f"Session {warm.session.id!r} is in use: freeze it later.")
+            files = unviewed(doomed)
+            ((marks,),) = state.catalog.rows("SELECT marks FROM cold WHERE session = ?", (pk,))
+            with state.catalog.transaction():
+                state.catalog.run(
+                    "UPDATE turns SET prompt_node = NULL, reply_node = NULL, tail = x''"
+                    " WHERE session = ?",
+                    (pk,),
+                )
+                state.catalog.run("UPDATE cold SET frozen = 1 WHERE session = ?", (pk,))
+                state.catalog.run(
+                    "UPDATE sessions SET cold_bytes ="
+                    " (SELECT length(blob) FROM blobs WHERE session = pk) WHERE pk = ?",
+                    (pk,),
+                )
+                delete(state, doomed, files)
+            self._marks.add(pk, marks)
+            forget(state, doomed, files, self._on_remove)
+        return doomed
+
+    def recode(self, frozen: Frozen, blob: bytes) -> None:
+        """Put another blob of the same tokens in the place of a frozen session's; durable. Nothing
+        happens if the session was thawed or coded anew meanwhile."""
+        state, pk = self._state, frozen.session.pk
+        with self._lock():
+            now = self._read(frozen.session, frozen=True)
+            if now is None or now.blob != frozen.blob:
+                return
+            ((marks,),) = state.catalog.rows("SELECT marks FROM cold WHERE session = ?", (pk,))
+            digest = _digest(len(frozen.base), frozen.turns, marks, blob)
+            with state.catalog.transaction():
+                state.catalog.run("UPDATE cold SET digest = ? WHERE session = ?", (digest, pk))
+                state.catalog.run("UPDATE blobs SET blob = ? WHERE session = ?", (blob, pk))
+                state.catalog.run(
+                    "UPDATE sessions SET cold_bytes = ? WHERE pk = ?", (len(blob), pk)
+                )
+
+    # --- thawing --------------------------------------------------------------------------
+
+    def restore(self, frozen: Frozen, history: History) -> bool:
+        """Give the turns of a frozen session their tokens back and forget its blob, in one
+        transaction; False if somebody else just did. Raises DiskFull."""
+        pk, scope = frozen.session.pk, frozen.info.scope
+        with self._lock():
+            if not self._state.catalog.rows(_ROW, (pk, 1)):
+                return False
+            with self._growing() as growth:
+                for place, turn_id in enumerate(frozen.turn_ids()):
+                    turn, data = history.turns[place], history.ids(place).tobytes()
+                    ends = growth.grow_turn(data, scope, turn.n_prompt, turn.n_cached)
+                    tail = data[turn.n_cached * ID_BYTES :]
+                    self._state.catalog.run(
+                        "UPDATE turns SET prompt_node = ?, reply_node = ?, tail = ? WHERE id = ?",
+                        (ends[0].id or None, ends[1].id or None, tail, turn_id),
+                    )
+                self._forget_rows(pk)
+                self._state.catalog.run("UPDATE sessions SET cold_bytes = 0 WHERE pk = ?", (pk,))
+            self._marks.discard(pk)
+        return True
+
+    # --- checking -------------------------------------------------------------------------
+
+    def damaged(self) -> Iterator[str]:
+        """What is wrong with each frozen session whose bytes do not fit together. Others get the
+        lock in between."""
+        with self._lock():
+            rows = self._state.catalog.rows(
+                "SELECT id, scope FROM sessions WHERE fingerprint = ? AND cold_bytes > 0",
+                (self._state.fingerprint_pk,),
+            )
+        for row in rows:
+            try:
+                frozen = self.read(*row)
+                if frozen is not None:
+                    frozen.turn_ids()
+            except NotFound:
+                continue  # removed since the list was made
+            except ThawError as error:
+                yield str(error)
+
+    # --- inside ---------------------------------------------------------------------------
+
+    def _read(self, session: Located, *, frozen: bool) -> Frozen | None:
+        rows = self._state.catalog.rows(_ROW, (session.pk, int(frozen)))
+        if not rows:
+            return None
+        base_id, n_base, turns, marks, digest, blob = rows[0]
+        base = self._state.trie.nodes.get(base_id) if base_id is not None else None
+        is_right = n_base == (0 if base is None else base.p1)
+        if not is_right or _digest(n_base, turns, marks, blob) != digest:
+            raise _damaged(session.id, "the checksum of its coded tokens does not match")
+        ids = ids_array(base.prefix_bytes() if base is not None else b"")
+        turn_rows = self._state.catalog.rows(_TURNS, (session.pk,))
+        info = self._sessions.info(session)
+        bases = visible_bases(self._bases, info.scope)
+        return Frozen(session, info, ids, turns, blob, turn_rows, bases)
+
+    def _check_same(self, warm: Warm) -> None:
+        """SessionBusy unless the session still is what was taken."""
+        rows = self._state.catalog.rows(
+            "SELECT id FROM turns WHERE session = ? ORDER BY id", (warm.session.pk,)
+        )
+        known = self._sessions.lookup(warm.session.id, warm.taken.info.scope)
+        is_same = known == warm.session and [row[0] for row in rows] == warm.turn_ids
+        is_base_there = warm.base is None or not warm.base.removed
+        if not is_same or not is_base_there or self._sessions.info(warm.session).cold_bytes:
+            raise SessionBusy(f"Session {warm.session.id!r} changed meanwhile: freeze it again.")
+
+    def _forget_rows(self, pk: int) -> None:
+        self._state.catalog.run("DELETE FROM blobs WHERE session = ?", (pk,))
+        self._state.catalog.run("DELETE FROM cold WHERE session = ?", (pk,))
+
+    def _frozen_in(self, pk: int, scope: str) -> tuple[float, int, str] | None:
+        """(last use, pk, id) of a frozen session of `scope`."""
+        rows = self._state.catalog.rows(
+            "SELECT updated, pk, id FROM sessions WHERE pk = ? AND scope = ? AND fingerprint = ?"
+            " AND cold_bytes > 0",
+            (pk, scope, self._state.fingerprint_pk),
+        )
+        return rows[0] if rows else None
+
+    def _unless_warm(
+        self, prompt: bytes, scope: str, n: int, cold: tuple[float, int, str]
+    ) -> str | None:
+        """The frozen session, unless a warm one goes on further, or as far and was used later."""
+        known = self._state.trie.matched(prompt, scope)
+        deeper = [node for node in known if node.p1 >= n]
+        warm = self._sessions.recognise(deeper, scope)
+        if warm is None:
+            return cold[2]
+        is_deeper = self._sessions.recognise([e for e in deeper if e.p1 > n], scope) is not None
+        if is_deeper or self._sessions.info(warm).updated >= cold[0]:
+            return None
+        return cold[2]
+
+
+class SessionBusy(StoreError):
+    """A session cannot be frozen now; nothing was changed."""
+
+    status = 409
+    kind = "invalid_request_error"
+
+
+def encode_turns(ids: Sequence[int], turns: Sequence[PastTurn]) -> bytes:
+    """What a blob needs to know of its turns besides what the catalog has: varints of how many,
+    and of each its id less the one before, turns back to its origin, tokens shared with it."""
+    out = [varint.put(len(ids))]
+    before = 0
+    for place, (id, turn) in enumerate(zip(ids, turns, strict=True)):
+        out.append(varint.put_all((id - before, place - turn.origin, turn.n_shared)))
+        before = id
+    return b"".join(out)
+
+
+def decode_turns(data: bytes) -> list[tuple[int, int, int]]:
+    """(id, place of its origin, tokens shared) of each turn. Raises CodecError."""
+    reader = varint.Reader(data)
+    found, id = [], 0
+    for place in range(reader.number()):
+        step, back, n_shared = reader.numbers(3)
+        id += step
+        found.append((id, place - back, n_shared))
+    reader.end()
+    return found
+
+
+def _marks_of(history: History, scope: str) -> bytes:
+    """Where its turns' prompts and replies end, as far as they have rows, for `MarkIndex`."""
+    found: set[int] = set()
+    for place, turn in enumerate(history.turns):
+        ends = {min(turn.n_prompt, turn.n_cached), turn.n_cached}
+        wanted = [end for end in ends if end >= RECOGNISED_TOKENS_MIN]
+        if wanted:
+            found.update(marks_at(history.ids(place).tobytes(), scope, wanted))
+    return np.array(sorted(found), "<u8").tobytes()
+
+
+def _digest(n_base: int, turns: bytes, marks: bytes, blob: bytes) -> bytes:
+    h = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for part in (varint.put(n_base), turns, marks, blob):
+        h.update(varint.put(len(part)) + part)
+    return h.digest()
+
+
+def _damaged(id: str, what: str) -> ThawError:
+    return ThawError(
+        f"Session {id!r} cannot be thawed: {what.rstrip('.')}; put back a copy of the store's "
+        "catalog, or remove the session and import it."
+    )
+
+
+def _used(found: tuple[float, int, str]) -> tuple[float, int]:
+    return found[:2]

@@ -1,0 +1,90 @@
+"""Marks: by what a prompt is recognised that goes on a frozen conversation.
+
+A frozen session has no ids that a prompt could be compared with. Of every place where a turn's
+prompt or reply ended it keeps one number, made of all tokens before that place. A prompt has such
+a number after each of its tokens, all computed in one pass; those that are known name the sessions
+to thaw. A mark is a hint: whether the prompt goes on a session shows when its ids are back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+Marks = npt.NDArray[np.uint64]
+
+MARK_BYTES = 8
+_POSITION_BITS = np.uint64(32)
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX = (
+    (np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)),
+    (np.uint64(27), np.uint64(0x94D049BB133111EB)),
+)
+_LAST_SHIFT = np.uint64(31)
+
+
+def prefix_marks(ids: bytes, scope: str) -> Marks:
+    """uint64[n]: the mark of the first 1, 2, ... n of `ids` (int32 LE), for one tenant.
+
+    Each token and its position go through the finalizer of SplitMix64 (Steele, Lea, Flood 2014);
+    a mark is the sum of them, so that all come out of one cumulative sum."""
+    tokens = np.frombuffer(ids, "<u4").astype(np.uint64)
+    seed = np.frombuffer(hashlib.blake2b(scope.encode(), digest_size=MARK_BYTES).digest(), "<u8")
+    value = (np.arange(len(tokens), dtype=np.uint64) << _POSITION_BITS | tokens) + seed + _GOLDEN
+    for shift, factor in _MIX:
+        value = (value ^ (value >> shift)) * factor
+    marks: Marks = np.cumsum(value ^ (value >> _LAST_SHIFT), dtype=np.uint64)
+    return marks
+
+
+def marks_at(ids: bytes, scope: str, ends: Iterable[int]) -> list[int]:
+    """The marks of the first `end` ids, for each of `ends` (at least 1)."""
+    marks = prefix_marks(ids, scope)
+    return [int(marks[end - 1]) for end in ends]
+
+
+class MarkIndex:
+    """Mark -> sessions, in two parallel sorted arrays: 16 bytes a mark. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._marks: Marks = np.zeros(0, np.uint64)
+        self._sessions = np.zeros(0, np.int64)
+
+    def __len__(self) -> int:
+        return len(self._marks)
+
+    def load(self, rows: Iterable[tuple[int, bytes]]) -> None:
+        """Take the place of all by (session, its marks as they are stored)."""
+        found = list(rows)
+        data = b"".join(marks for _, marks in found)
+        counts = [len(marks) // MARK_BYTES for _, marks in found]
+        marks = np.frombuffer(data, "<u8").astype(np.uint64)
+        sessions = np.repeat(np.array([pk for pk, _ in found], np.int64), counts)
+        order = np.argsort(marks, kind="stable")
+        self._marks, self._sessions = marks[order], sessions[order]
+
+    def add(self, session: int, marks: bytes) -> None:
+        """Enter a session's marks as they are stored (uint64 LE, in any order)."""
+        new = np.sort(np.frombuffer(marks, "<u8").astype(np.uint64))
+        places = np.searchsorted(self._marks, new)
+        self._marks = np.insert(self._marks, places, new)
+        self._sessions = np.insert(self._sessions, places, session)
+
+    def discard(self, session: int) -> None:
+        """Forget a session's marks, if it has any."""
+        kept = self._sessions != session
+        self._marks, self._sessions = self._marks[kept], self._sessions[kept]
+
+    def find(self, marks: Marks) -> Iterator[tuple[int, list[int]]]:
+        """(n, sessions) for each of the marks of a prompt that is known, the longest first."""
+        if not len(self._marks):
+            return
+        first = np.searchsorted(self._marks, marks, "left")
+        within = first < len(self._marks)
+        hits = np.flatnonzero(within & (self._marks[np.where(within, first, 0)] == marks))
+        for at in hits[::-1].tolist():
+            end = int(np.searchsorted(self._marks, marks[at], "right"))
+            yield at + 1, self._sessions[first[at] : end].tolist()
