@@ -1,0 +1,264 @@
+"""A frozen conversation goes on as if it had never been frozen, on the real engine."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from oracle import GREEDY, Answer, OpenService, ask
+
+from towerd.engine.base import Finish, GenerateRequest, Progress, Started
+from towerd.errors import NotFound, SessionFrozen
+from towerd.models.bundled import bundled_model
+from towerd.models.random_gguf import Shape, make_random_gguf
+from towerd.service import Service
+from towerd.store.cold import SessionBusy
+
+BASE = list(range(100, 180))
+"""What several chats begin with."""
+HYBRID = Shape(
+    4, 128, 4, 2, 128, 448, n_ctx_train=2048, rope_freq_base=10000.0, ftype="F32", arch="lfm2"
+)
+END_OF_MESSAGE = 4
+
+
+async def settle(service: Service) -> None:
+    await service.engine.settle()
+    await asyncio.to_thread(service.tiers.flush)
+    if service.boundaries is not None:
+        await asyncio.to_thread(service.boundaries.flush)
+    await asyncio.to_thread(service.store.check_integrity)
+
+
+def words(n: int, seed: int) -> list[int]:
+    """What a user says; of ordinary tokens, and an end."""
+    return [*np.random.default_rng(seed).integers(300, 440, n - 1).tolist(), END_OF_MESSAGE]
+
+
+async def chat(service: Service, session: str | None, *, freeze: bool) -> list[Answer]:
+    """Four turns; between them the session is frozen, or not."""
+    prompt, answers = [1, *BASE, *words(30, 1)], []
+    for n in range(4):
+        answers.append(await ask(service, prompt, session=session))
+        name = answers[-1].finish.session
+        prompt = prompt + answers[-1].ids + words(20, n + 2)
+        await settle(service)
+        if freeze:
+            froze = await service.cold.freeze(name)
+            assert froze is not None
+            assert froze.removed
+            await settle(service)
+            # what is live would hide that the rows are gone
+            for seq in list(service.engine.pool):
+                service.engine.pool.drop(seq)
+    return answers
+
+
+@pytest.fixture(scope="module")
+def hybrid_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "lfm2.gguf"
+    make_random_gguf(path, HYBRID)
+    return path
+
+
+@pytest.fixture(params=["dense", "hybrid"])
+def model(request: pytest.FixtureRequest) -> Path:
+    is_dense = request.param == "dense"
+    return bundled_model() if is_dense else request.getfixturevalue("hybrid_model")
+
+
+@pytest.mark.parametrize("session", ["my chat", None])
+async def test_the_same_tokens_as_never_frozen(
+    service_on: OpenService, model: Path, session: str | None
+) -> None:
+    """Named or recognised by its tokens: the same session, greedy tokens, turns; what others begin
+    with is kept with its rows, the rest was frozen, and the reuse says so."""
+    fields: dict[str, Any] = {"boundary_tokens": 32, "live_sequences": 1, "parallel": 1}
+    async with service_on(model, "never", **fields) as service:
+        await ask(service, [1, *BASE, *words(9, 90)])
+        expected = await chat(service, session, freeze=False)
+    async with service_on(model, "often", **fields) as service:
+        await ask(service, [1, *BASE, *words(9, 90)])
+        found = await chat(service, session, freeze=True)
+        assert [answer.ids for answer in found] == [answer.ids for answer in expected]
+        (name,) = {answer.finish.session for answer in found}
+        for before, answer in zip(found, found[1:], strict=False):
+            reuse, n_known = answer.finish.reuse, before.finish.n_cached
+            n_reused = reuse.live + reuse.hot + reuse.warm
+            assert len(BASE) + 1 >= n_reused > len(BASE) // 3
+            assert reuse.cold == n_known - n_reused
+            assert reuse.header().endswith(f",cold={reuse.cold}")
+        assert [turn.current for turn in service.store.turns(name)] == [True] * 4
+        stats = service.cold.stats()
+        assert (stats["freezes"], stats["thaws"], stats["frozen_sessions"]) == (4, 3, 1)
+        assert stats["cold_bytes"] == service.store.session(name).cold_bytes < 700
+        assert service.cold.n_failed == 0
+        report = service.store.verify()
+        assert report.ok, report.problems
+
+
+async def test_it_survives_a_restart(service_on: OpenService) -> None:
+    """A frozen session of an earlier run is recognised by its tokens alone."""
+    prompt = [1, *words(60, 3)]
+    async with service_on(bundled_model()) as service:
+        first = await ask(service, prompt)
+        name = first.finish.session
+        await settle(service)
+        await service.cold.freeze(name)
+        assert service.store.stats()["segments"] == 0
+        assert service.store.stats()["disk_bytes"] == 0
+    longer = prompt + first.ids + words(10, 4)
+    async with service_on(bundled_model()) as service:
+        assert (await service.cold.session_ids(name)).tolist() == prompt + first.ids
+        assert service.store.session(name).cold_bytes
+        other = await ask(service, prompt[:30] + words(9, 5))
+        assert other.finish.session != name
+        assert other.finish.reuse.cold == 0
+        assert service.store.session(name).cold_bytes
+        again = await ask(service, longer)
+        assert again.finish.session == name
+        assert again.finish.reuse.cold > 30  # `other` begins with the rest
+        assert service.store.session(name).cold_bytes == 0
+
+
+async def test_progress_begins_with_thawing(service_on: OpenService) -> None:
+    """A client that wants progress hears at once; the end is the prompt's length."""
+    prompt = [1, *words(200, 6)]
+    async with service_on(bundled_model(), batch_size=32) as service:
+        first = await ask(service, prompt, session="s")
+        await settle(service)
+        await service.cold.freeze("s")
+        for seq in list(service.engine.pool):
+            service.engine.pool.drop(seq)
+        ids = np.array(prompt + first.ids + words(40, 7), np.int32)
+        request = GenerateRequest(
+            ids=ids, sampling=GREEDY, n_predict=3, session="s", return_progress=True
+        )
+        seen = [event async for event in service.sessions.run(request)]
+        progress = [event for event in seen if isinstance(event, Progress)]
+        assert (progress[0].total, progress[0].processed) == (len(ids), 0)
+        assert len(progress) > 3
+        assert progress[-1].processed == len(ids)
+        for event in seen:
+            if isinstance(event, Started | Finish):
+                assert event.reuse.cold == len(prompt) + len(first.ids) - 1
+
+
+async def test_a_session_in_use_is_not_frozen(service_on: OpenService) -> None:
+    """Neither by its name nor by its tokens, until its turn is recorded; another one is."""
+    prompt = [1, *words(60, 8)]
+    async with service_on(bundled_model()) as service:
+        name = (await ask(service, prompt)).finish.session
+        await ask(service, [1, *words(40, 9)], session="other")
+        for session in (None, name):
+            ids = np.array(prompt + words(5, 10), np.int32)
+            request = GenerateRequest(ids=ids, sampling=GREEDY, n_predict=400, session=session)
+            run = service.sessions.run(request)
+            await anext(run)
+            with pytest.raises(SessionBusy, match="in use"):
+                await service.cold.freeze(name)
+            assert service.store.session(name).cold_bytes == 0
+            await run.aclose()
+            await service.sessions.drain()
+        assert await service.cold.freeze("other") is not None
+        assert await service.cold.freeze(name) is not None
+        assert await service.cold.freeze(name) is None
+        with pytest.raises(NotFound):
+            await service.cold.freeze("nobody")
+
+
+async def test_idle_sessions_freeze_by_themselves(service_on: OpenService) -> None:
+    """After `freeze_after_s`, the one unused for longest first; what goes on thaws again."""
+    async with service_on(bundled_model(), freeze_after_s=0.3) as service:
+        answers = [await ask(service, [1, *words(50, n)]) for n in range(3)]
+        for _ in range(400):
+            if service.cold.stats()["frozen_sessions"] == 3:
+                break
+            await asyncio.sleep(0.05)
+        assert service.cold.stats()["frozen_sessions"] == 3
+        with pytest.raises(SessionFrozen):
+            service.store.session_ids(answers[0].finish.session)
+        again = await ask(service, [1, *words(50, 1), *answers[1].ids, *words(9, 20)])
+        assert again.finish.session == answers[1].finish.session
+        assert service.cold.n_failed == 0
+
+
+async def test_thawed_ahead(service_on: OpenService) -> None:
+    """Opened, its rows are there before the next prompt comes."""
+    prompt = [1, *words(120, 11)]
+    async with service_on(bundled_model()) as service:
+        first = await ask(service, prompt, session="s")
+        await settle(service)
+        await service.cold.freeze("s")
+        for seq in list(service.engine.pool):
+            service.engine.pool.drop(seq)
+        assert service.cold.ahead is not None
+        service.cold.ahead.opened("s", "local")
+        await service.cold.ahead.idle()
+        assert service.store.session("s").cold_bytes == 0
+        assert service.cold.stats()["thaws_ahead"] == 1
+        next_one = await ask(service, prompt + first.ids + words(9, 12), session="s")
+        assert next_one.finish.reuse.prefill <= 12
+        assert next_one.finish.reuse.cold == 0
+
+
+async def test_a_damaged_blob(service_on: OpenService) -> None:
+    """One error that says so; the session stays listed; a request goes on without it; the rest of
+    the store is as it was."""
+    prompt = [1, *words(60, 13)]
+    async with service_on(bundled_model()) as service:
+        first = await ask(service, prompt, session="s")
+        await service.cold.freeze("s")
+        catalog = service.store.state.catalog
+        ((blob,),) = catalog.rows("SELECT blob FROM blobs")
+        bad = bytearray(blob)
+        bad[len(bad) // 2] ^= 4
+        with catalog.transaction():
+            catalog.run("UPDATE blobs SET blob = ?", (bytes(bad),))
+        for work in (service.cold.thaw, service.cold.session_ids):
+            with pytest.raises(Exception, match="'s' cannot be thawed: the checksum of its coded"):
+                await work("s")
+        assert [info.id for info in service.store.sessions()] == ["s"]
+        assert service.store.session("s").cold_bytes == len(blob)
+        report = service.store.verify()
+        assert not report.ok
+        assert "'s' cannot be thawed" in report.problems[0]
+        longer = prompt + first.ids + words(9, 14)
+        answer = await ask(service, longer, session="s")
+        assert answer.finish.session == "s"
+        assert service.store.session_ids("s").tolist() == longer + answer.ids
+        assert service.cold.n_failed >= 2
+        with catalog.transaction():
+            catalog.run("UPDATE blobs SET blob = ?", (blob,))
+        assert await service.cold.thaw("s")
+        history = service.store.history("s")
+        assert history.ids(0).tolist() == prompt + first.ids
+        assert history.ids(1).tolist() == longer + answer.ids
+
+
+async def test_another_table_is_named(
+    service_on: OpenService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A blob that needs what is not here says what; nothing is changed by the attempt."""
+    async with service_on(bundled_model()) as service:
+        await ask(service, [1, *words(200, 15)], session="s")
+        await service.cold.freeze("s")
+        codec = service.cold.coding.codec
+        for name in list(codec._made):
+            coder = codec._made[name]
+            monkeypatch.setattr(type(coder), "model", b"\1" * 8, raising=False)
+        with pytest.raises(Exception, match="use the version of towerd that wrote it"):
+            await service.cold.thaw("s")
+        monkeypatch.undo()
+        assert await service.cold.thaw("s")
+
+
+def test_reuse_without_cold_is_as_before() -> None:
+    from towerd.engine.base import Reuse
+
+    assert Reuse(1, 2, 3, 4).header() == "live=1,hot=2,warm=3,prefill=4"
+    assert replace(Reuse(prefill=4), cold=3).header() == "live=0,hot=0,warm=0,prefill=4,cold=3"
