@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -162,7 +162,7 @@ async def test_a_session_in_use_is_not_frozen(service_on: OpenService) -> None:
             with pytest.raises(SessionBusy, match="in use"):
                 await service.cold.freeze(name)
             assert service.store.session(name).cold_bytes == 0
-            await run.aclose()
+            await cast(Any, run).aclose()
             await service.sessions.drain()
         assert await service.cold.freeze("other") is not None
         assert await service.cold.freeze(name) is not None
