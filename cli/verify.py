@@ -12,8 +12,9 @@ from towerd.cli.client import Json, Target, connect, json_option, target_options
 @json_option
 @target_options
 def verify(repair: bool, as_json: bool, target: Target) -> None:
-    """Read every segment file and every frozen session against its checksums, and the catalog and
-    the trie against each other. Exit code 1 if anything is damaged."""
+    """Read every file with rows or a boundary state and every frozen session against its
+    checksums, and the catalog and the trie against each other. Exit code 1 if anything is
+    damaged."""
     from rich.progress import DownloadColumn
 
     from towerd.cli.output import echo_json, progress_bar

@@ -6,8 +6,6 @@ import asyncio
 import json
 import random
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +14,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 import pytest
-from daemon import Daemon, clean_env
+from daemon import Daemon, run_towerctl
 
 from towerd.store import Store
 
@@ -249,22 +247,11 @@ async def test_kill_at_a_hundred_moments(tmp_path: Path) -> None:
     with daemon.start():
         load.check_over_http()
         assert daemon.stop() == 0
-    check_towerctl(daemon)
+    done = run_towerctl(daemon, "verify")
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def check_store(daemon: Daemon, load: Load) -> None:
     """The store as the kill left it."""
     with daemon.stored() as store:
         load.check(store)
-
-
-def check_towerctl(daemon: Daemon) -> None:
-    """`towerctl verify`, as a person would run it."""
-    towerctl = str(Path(sys.executable).with_name("towerctl"))
-    env = clean_env(daemon.root) | {
-        "TOWERD_STORE_DIR": str(daemon.store_dir), "TOWERD_SOCKET": str(daemon.socket),
-    }  # fmt: skip
-    done = subprocess.run(
-        [towerctl, "verify"], capture_output=True, text=True, check=False, env=env, timeout=120
-    )
-    assert done.returncode == 0, done.stdout + done.stderr

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from store_tools import FINGERPRINT, OTHER_MODEL
+from store_tools import FINGERPRINT, OTHER_MODEL, turn_of
 
 from towerd.errors import RowsDamaged
 from towerd.store import Store
@@ -104,6 +106,61 @@ def test_what_a_kill_left_is_swept_and_foreign_states_go_first(root: Path) -> No
         assert len(list(table.folder.iterdir())) == 2
         assert table.drop_foreign(1) > 1000
         assert [each.position for each in table.all()] == [70]
+
+
+def test_verify_reads_every_state_of_every_model(root: Path) -> None:
+    with Store.open(root, OTHER_MODEL) as store:
+        stored(store, 40)
+    with Store.open(root, FINGERPRINT) as store:
+        before = set((root / "boundaries").iterdir())
+        table = stored(store, 20, 70)
+        mine = {path.name for path in table.folder.iterdir() if path not in before}
+        sizes = [path.stat().st_size for path in table.folder.iterdir()]
+        seen: list[tuple[int, int]] = []
+        report = store.verify(lambda done, total: seen.append((done, total)))
+        assert (report.ok, report.boundaries, report.orphans) == (True, 3, 0)
+        assert seen[-1] == (report.bytes_read, report.bytes_read) == (sum(sizes), sum(sizes))
+        damaged, renamed, _ = sorted(table.folder.iterdir())
+        with damaged.open("r+b") as file:
+            file.seek(-8, os.SEEK_END)
+            file.write(b"otherwise"[:8])
+        renamed.rename(renamed.with_name("0" * 64 + ".twb"))
+        report = store.verify()
+        assert (report.ok, report.quarantined, report.orphans) == (False, 0, 1)
+        assert len(report.problems) == 2
+        assert store.verify(repair=True).quarantined == 2
+        report = store.verify()
+        assert (report.ok, report.boundaries, report.orphans) == (True, 1, 0)
+        assert len(list(store.state.directory.quarantine.iterdir())) == 2
+        for each in table.all():  # what was set aside under an open table is forgotten
+            with contextlib.suppress(RowsDamaged):
+                table.load(each)
+        there = {path.name for path in table.folder.iterdir()}
+        assert len(table.all()) == len([name for name in there if name in mine]) > 0
+
+
+def test_gc_deletes_the_states_of_what_it_removes(store: Store) -> None:
+    table = stored(store, 40, 70)
+    other = IDS[::-1].copy()
+    turn = store.commit_turn(turn_of(other[:50].tolist(), other[50:].tolist()))
+    (node,) = table.attach(other, "local", {60: (state(1), False)})
+    table.write(node)
+    half = table.folder / "0123.tmp"
+    half.write_bytes(b"being written")
+    would = store.gc(dry_run=True)
+    assert len(list(table.folder.iterdir())) == 4
+    done = store.gc()
+    assert (done.files, done.bytes_freed) == (would.files, would.bytes_freed)
+    assert done.files == 2
+    os.utime(half, (0, 0))
+    assert store.gc().bytes_freed == len(b"being written")
+    table.sweep()
+    (found,) = table.all()
+    assert found.position == 60
+    assert table.file_bytes == found.nbytes
+    store.delete_session(turn.session_id)
+    store.gc()
+    assert not list(table.folder.iterdir())
 
 
 def test_the_budget_keeps_the_leaf_and_thins_the_past(store: Store) -> None:

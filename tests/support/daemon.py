@@ -202,6 +202,17 @@ def run_towerd(root: Path, *flags: str, **env: str) -> subprocess.CompletedProce
     )  # fmt: skip
 
 
+def run_towerctl(daemon: Daemon, *args: str) -> subprocess.CompletedProcess[str]:
+    """`towerctl ARGS` on a daemon's store or socket, as a person would run it."""
+    towerctl = str(Path(sys.executable).with_name("towerctl"))
+    env = clean_env(daemon.root) | {
+        "TOWERD_STORE_DIR": str(daemon.store_dir), "TOWERD_SOCKET": str(daemon.socket),
+    }  # fmt: skip
+    return subprocess.run(
+        [towerctl, *args], capture_output=True, text=True, check=False, env=env, timeout=120
+    )
+
+
 def reuse_of(headers: Mapping[str, str]) -> dict[str, int]:
     """X-Towerd-Reuse as numbers."""
     parts = (part.split("=") for part in headers["X-Towerd-Reuse"].split(","))

@@ -8,10 +8,8 @@ files are named by the keys that the catalog has of every segment.
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -19,12 +17,18 @@ import numpy.typing as npt
 from towerd.errors import RowsDamaged, StoreError
 from towerd.slots.errors import StateError
 from towerd.store import durable
-from towerd.store.boundary_file import file_name, parse_name, read_boundary, write_boundary
+from towerd.store.boundary_check import boundary_files
+from towerd.store.boundary_file import (
+    FOLDER,
+    file_name,
+    parse_name,
+    read_boundary,
+    write_boundary,
+)
 from towerd.store.keys import segment_key
 from towerd.store.node import Ids, Node
 from towerd.store.store import Store
 
-FOLDER = "boundaries"
 CUT_META = "state_cut:"
 """With the fingerprint's digest behind it: where this model's stored state can be cut."""
 ANYWHERE = "anywhere"
@@ -135,7 +139,7 @@ class BoundaryTable:
             self._forget(found)
             raise RowsDamaged(f"the boundary state {name} is gone") from error
         except StateError as error:
-            self._set_aside(name)
+            self.store.state.directory.set_aside(self.folder / name)
             self._forget(found)
             raise RowsDamaged(f"{name} is damaged and set aside: {error}") from error
         except OSError as error:
@@ -153,7 +157,7 @@ class BoundaryTable:
 
     def drop_foreign(self, bytes_needed: int) -> int:
         """Delete files of other fingerprints and of segments that are gone, as many as needed."""
-        self._sweep()
+        self.sweep()
         freed = 0
         with self._lock:
             for name in list(self._foreign):
@@ -164,26 +168,19 @@ class BoundaryTable:
             self.file_bytes -= freed
         return freed
 
-    def verify(self) -> list[str]:
-        """Read every file of this fingerprint against its checksum; what is wrong. Damaged ones
-        are set aside."""
-        problems = []
-        for found in self.all():
-            try:
-                self.load(found)
-            except StoreError as error:
-                problems.append(str(error))
-        return problems
-
-    def _sweep(self) -> None:
-        """Forget states whose segment was collected."""
+    def sweep(self) -> None:
+        """Forget states whose segment was collected; their files may be gone already."""
         with self._lock:
             for id, found in list(self._found.items()):
-                if found.node.removed:
-                    del self._found[id]
-                    if found.has_file:
-                        name = file_name(self._key(found.node), found.derived)
+                if not found.node.removed:
+                    continue
+                del self._found[id]
+                if found.has_file:
+                    name = file_name(self._key(found.node), found.derived)
+                    if (self.folder / name).exists():
                         self._foreign[name] = found.nbytes
+                    else:
+                        self.file_bytes -= found.nbytes
 
     def _load(self) -> None:
         state = self.store.state
@@ -193,7 +190,7 @@ class BoundaryTable:
                 "SELECT id, key FROM segments WHERE fingerprint = ?", (state.fingerprint_pk,)
             )
         }
-        for path, size in _files(self.folder):
+        for path, size in boundary_files(state.directory.root):
             named = parse_name(path.name)
             if named is None:
                 path.unlink(missing_ok=True)  # half-written by a killed process
@@ -219,13 +216,6 @@ class BoundaryTable:
     def _unlink(self, name: str) -> None:
         (self.folder / name).unlink(missing_ok=True)
 
-    def _set_aside(self, name: str) -> None:
-        target = self.store.state.directory.quarantine / f"{int(time.time())}-{name}"
-        try:
-            (self.folder / name).rename(target)
-        except OSError:
-            self._unlink(name)
-
 
 def cut_of(store: Store) -> str:
     """Where the stored state of the open fingerprint can be cut: `anywhere`, at a `boundary`, or
@@ -246,9 +236,3 @@ def boundary_bytes(store: Store, node: Node) -> int:
         if path.is_file():
             return path.stat().st_size
     return 0
-
-
-def _files(folder: Path) -> Iterator[tuple[Path, int]]:
-    for path in sorted(folder.iterdir()):
-        if path.is_file() and not path.is_symlink():
-            yield path, path.stat().st_size

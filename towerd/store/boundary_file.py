@@ -27,7 +27,11 @@ from towerd.store.segment_header import PREAMBLE, PREFIX_BYTES, checksum, page_u
 
 MAGIC = b"TWRBND"
 VERSION = 1
+FOLDER = "boundaries"
+"""Where they lie in a store."""
 SUFFIX = ".twb"
+HALF = ".tmp"
+"""The suffix while one is written."""
 DERIVED = ".derived"
 """Before the suffix: approximate rows went into computing the state."""
 
@@ -77,7 +81,7 @@ def write_boundary(
     prefix = PREAMBLE.pack(MAGIC, VERSION, len(body), 0, bytes(16))[:PREFIX_BYTES]
     head = prefix + checksum(prefix, body) + body
     head = head.ljust(page_up(len(head)), b"\0")
-    path = folder / f"{secrets.token_hex(8)}.tmp"
+    path = folder / f"{secrets.token_hex(8)}{HALF}"
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         try:
@@ -99,6 +103,20 @@ def write_boundary(
 
 def read_boundary(path: Path, fingerprint: bytes, key: bytes, position: int) -> Bytes:
     """The state, every byte checked. Raises StateError (damaged, or another's) or OSError."""
+    header, state = _read(path)
+    if (header.fingerprint, header.key, header.position) != (fingerprint, key, position):
+        raise StateError("the state is of another prefix or model")
+    return state
+
+
+def check_boundary(path: Path) -> None:
+    """Check every byte, and that the file is what its name says. Raises as `read_boundary`."""
+    header, _ = _read(path)
+    if parse_name(path.name) != (header.key, header.derived):
+        raise StateError("the state is of another prefix than the file's name says")
+
+
+def _read(path: Path) -> tuple[Header, Bytes]:
     data = np.fromfile(path, np.uint8)
     head = data[:PREFIX_BYTES].tobytes()
     if len(data) < PREAMBLE.size:
@@ -114,9 +132,7 @@ def read_boundary(path: Path, fingerprint: bytes, key: bytes, position: int) -> 
         header = _decode(body)
     except msgspec.MsgspecError as error:
         raise StateError(f"the header cannot be read: {error}") from error
-    if (header.fingerprint, header.key, header.position) != (fingerprint, key, position):
-        raise StateError("the state is of another prefix or model")
     state = data[page_up(end) :]
     if len(state) != header.nbytes or checksum(state.data) != header.checksum:
         raise StateError("the state's checksum does not match")
-    return state
+    return header, state

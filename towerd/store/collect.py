@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from towerd.store.boundary_check import stray_boundaries
+from towerd.store.directory import remove_file
 from towerd.store.node import Node
 from towerd.store.rows import uncatalogue
 from towerd.store.segment_file import SegmentFile
@@ -18,7 +20,8 @@ class GcReport:
     segments: int
     files: int
     bytes_freed: int
-    """Segment files, orphans, temporary and quarantined files; the catalog not counted."""
+    """Segment files, boundary states, orphans, temporary and quarantined files; the catalog not
+    counted."""
 
 
 def collect(
@@ -36,16 +39,19 @@ def collect(
     ids = {node.id for node in doomed}
     unviewed = [file for file in state.files.values() if all(n.id in ids for n in file.nodes)]
     strays = orphans(state, writing)
-    n_files = len(unviewed) + len(strays)
+    boundaries = stray_boundaries(state, ids)
+    n_files = len(unviewed) + len(strays) + len(boundaries)
     directory = state.directory
     if dry_run:
         names = [file.path.name for file in unviewed] + list(strays)
         freed = sum(directory.size(name) for name in names)
+        freed += sum(path.stat().st_size for path in boundaries)
         return GcReport(len(doomed), n_files, freed + directory.leftovers(writing, quarantine_days))
     with state.catalog.transaction():
         delete(state, doomed, unviewed)
     freed = forget(state, doomed, unviewed, on_remove)
     freed += sum(directory.remove(name) for name in strays)
+    freed += sum(remove_file(path) for path in boundaries)
     freed += directory.sweep_tmp(writing)
     freed += directory.empty_quarantine(quarantine_days)
     return GcReport(len(doomed), n_files, freed)

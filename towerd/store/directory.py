@@ -39,7 +39,7 @@ class Directory:
 
     def sweep_tmp(self, writing: Container[str] = ()) -> int:
         """Delete what a killed process left half-written; returns the bytes freed."""
-        return sum(_remove(path) for path in self._halves(writing))
+        return sum(remove_file(path) for path in self._halves(writing))
 
     def names(self) -> set[str]:
         """The names in `segments/`."""
@@ -48,20 +48,22 @@ class Directory:
 
     def remove(self, name: str) -> int:
         """Delete a segment file if it is there; returns the bytes freed."""
-        return _remove(self.segments / name)
+        return remove_file(self.segments / name)
 
-    def set_aside(self, name: str) -> None:
-        """Move a damaged file into `quarantine/`, stamped with the time it got there."""
-        target = self.quarantine / name
+    def set_aside(self, path: Path) -> bool:
+        """Move a damaged file into `quarantine/`, stamped with the time it got there; whether
+        it could be."""
+        target = self.quarantine / path.name
         try:
-            os.rename(self.segments / name, target)
+            os.rename(path, target)
             os.utime(target, follow_symlinks=False)
         except OSError:
-            return  # gone or unmovable: the catalog forgets it either way
+            return False  # gone or unmovable: the catalog forgets it either way
+        return True
 
     def empty_quarantine(self, days: float) -> int:
         """Delete what was set aside more than `days` ago; returns the bytes freed."""
-        return sum(_remove(path) for path in self._set_aside_before(days))
+        return sum(remove_file(path) for path in self._set_aside_before(days))
 
     def size(self, name: str) -> int:
         """Bytes of a segment file; 0 if it is not there."""
@@ -86,7 +88,8 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _remove(path: Path) -> int:
+def remove_file(path: Path) -> int:
+    """Delete a file if it can be; returns the bytes freed."""
     try:
         n_bytes = path.lstat().st_size
         path.unlink()

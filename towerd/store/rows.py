@@ -210,7 +210,7 @@ class RowStore:
                     uncatalogue(state.catalog, file.id)
             state.forget_file(file)
         if set_aside:
-            state.directory.set_aside(file.path.name)
+            state.directory.set_aside(file.path)
         else:
             state.directory.remove(file.path.name)
         return file.nbytes

@@ -11,6 +11,8 @@ import msgspec
 
 from towerd.slots.errors import StateError
 from towerd.slots.fingerprint import Fingerprint
+from towerd.store.boundary_check import boundary_files, boundary_problem, stray_boundaries
+from towerd.store.boundary_file import SUFFIX
 from towerd.store.cold import ColdTable
 from towerd.store.collect import orphans
 from towerd.store.integrity import problems
@@ -31,6 +33,8 @@ class VerifyReport:
     sessions: int
     quarantined: int
     """Files set aside (only with `repair`)."""
+    boundaries: int
+    """Of the files, those with a boundary state."""
     orphans: int
     """Files that no catalog row names, left by a crash; harmless, gc removes them."""
     problems: tuple[str, ...]
@@ -50,7 +54,7 @@ def verify(
     """Check the accounting, then every file of every fingerprint and every frozen session."""
     with state.lock:
         found = problems(state, keys=True)
-        n_orphans = len(orphans(state, rows.writing))
+        n_orphans = len(orphans(state, rows.writing)) + len(stray_boundaries(state))
         n_segments = len(state.trie)
         n_sessions = int(state.catalog.rows("SELECT count(*) FROM sessions")[0][0])
         files = state.catalog.rows(
@@ -58,7 +62,9 @@ def verify(
             " files.runs FROM files"
             " JOIN fingerprints ON fingerprints.id = files.fingerprint ORDER BY files.id"
         )
-    total, done, n_set_aside = sum(row[3] for row in files), 0, 0
+    states = [each for each in boundary_files(state.directory.root) if each[0].suffix == SUFFIX]
+    total = sum(row[3] for row in files) + sum(size for _, size in states)
+    done, n_set_aside = 0, 0
     for row in files:
         problem = _file_problem(state, pool, row)
         if problem is not None and not _is_catalogued(state, row[0]):
@@ -69,10 +75,18 @@ def verify(
         done += row[3]
         if progress is not None:
             progress(done, total)
+    for path, size in states:
+        problem = boundary_problem(path)
+        if problem is not None:
+            found.append(f"{path.name}: {problem}")
+            n_set_aside += repair and state.directory.set_aside(path)
+        done += size
+        if progress is not None:
+            progress(done, total)
     found += cold.damaged()
     return VerifyReport(
-        n_segments, len(files), done, n_sessions, n_set_aside, n_orphans, tuple(found),
-        cold.stats()["frozen_sessions"],
+        n_segments, len(files) + len(states), done, n_sessions, n_set_aside, len(states),
+        n_orphans, tuple(found), cold.stats()["frozen_sessions"],
     )  # fmt: skip
 
 

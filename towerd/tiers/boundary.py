@@ -30,8 +30,9 @@ Bytes = npt.NDArray[np.uint8]
 
 AGE_S = 600.0
 """States used within this time of each other count as equally recent."""
-NEAR_TOKENS = 256
-"""So far from a leaf nothing is far yet."""
+NEAR_TOKENS = 32
+"""So far from a leaf nothing is far yet: the state at the end of a short answer outlives those
+that would save more, but of a turn long past."""
 
 
 class BoundaryTier:
@@ -120,6 +121,7 @@ class BoundaryTier:
                 item.set()
 
     def _enforce(self) -> None:
+        self.table.sweep()
         excess = self.table.file_bytes - self.bytes_max
         if excess <= 0:
             return
