@@ -31,8 +31,8 @@ Bytes = npt.NDArray[np.uint8]
 AGE_S = 600.0
 """States used within this time of each other count as equally recent."""
 NEAR_TOKENS = 32
-"""So far from a leaf nothing is far yet: the state at the end of a short answer outlives those
-that would save more, but of a turn long past."""
+"""So far from a leaf nothing is far yet. The state at a leaf, where a conversation goes on, counts
+as if it saved that much, however short the last answer."""
 
 
 class BoundaryTier:
@@ -142,9 +142,13 @@ class BoundaryTier:
 
     def _worth(self, found: Boundary, now: float) -> float:
         """Tokens that it saves, by how far back and how long ago it was of use."""
-        gap = found.position - self._position_before(found.node)
+        gap, distance = (
+            found.position - self._position_before(found.node),
+            leaf_distance(found.node),
+        )
         age = (now - found.node.last_used) // AGE_S
-        return gap / (NEAR_TOKENS + leaf_distance(found.node)) / (1 + max(0.0, age))
+        saves = gap if distance else max(gap, NEAR_TOKENS)
+        return saves / (NEAR_TOKENS + distance) / (1 + max(0.0, age))
 
     def _position_before(self, node: Node) -> int:
         above = node.parent
