@@ -18,6 +18,7 @@ from typing import Any
 import llama_cpp.llama_cpp as lib
 
 from towerd.config import Config
+from towerd.engine.embedded.loadable import check_loadable, why_not_loaded
 from towerd.errors import ModelError
 
 log = logging.getLogger("towerd.llama")
@@ -76,9 +77,11 @@ class LlamaModel:
     def __init__(self, path: Path, config: Config, *, vocab_only: bool = False) -> None:
         """vocab_only: tokenizer and metadata without the weights, in milliseconds.
 
-        Raises ModelError: missing, not a GGUF, truncated, or unknown to this llama.cpp."""
+        Raises ModelError: missing, not a GGUF, truncated, unknown to this llama.cpp, or one that
+        cannot be served."""
         _check_magic(path)
         init_backend()
+        check_loadable(path)
         params = lib.llama_model_default_params()
         params.n_gpu_layers = config.gpu_layers
         params.load_mode = _load_mode(config)
@@ -86,10 +89,7 @@ class LlamaModel:
         _recent_log.clear()
         handle = lib.llama_model_load_from_file(str(path).encode(), params)
         if not handle:
-            raise ModelError(
-                f"llama.cpp cannot load {path}: {last_errors() or 'no reason given'}; "
-                "download the file again or use a GGUF that this build supports."
-            )
+            raise ModelError(why_not_loaded(path, last_errors()))
         self.path = path
         self.ptr: Any = handle
         self.vocab_ptr: Any = lib.llama_model_get_vocab(handle)
@@ -98,7 +98,8 @@ class LlamaModel:
         if not lib.llama_model_has_decoder(handle) or lib.llama_model_has_encoder(handle):
             self.close()
             raise ModelError(
-                f"{path} is not a decoder-only text model; towerd generates text only."
+                f"{path} has an encoder, whose state towerd does not keep: serve a decoder-only "
+                "model."
             )
 
     def close(self) -> None:

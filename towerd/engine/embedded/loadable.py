@@ -1,0 +1,66 @@
+"""Models that cannot be served, told by their metadata before llama.cpp sees the weights.
+
+Some of these llama.cpp refuses with a remark meant for its own tools; with others it ends the
+process (an assertion while it loads), or loads what then has no memory of a context.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from towerd.engine.gguf_keys import GgufKeys
+from towerd.errors import ModelError
+
+
+def check_loadable(path: Path) -> None:
+    """Raises ModelError for a projector, a model that reads in both directions, or latent
+    attention without its RoPE dimensions. What ggml cannot read is left to llama.cpp."""
+    try:
+        keys = GgufKeys(path)
+    except ValueError:
+        return
+    try:
+        reason = _reason(keys, str(keys.get("general.architecture", "")))
+    finally:
+        keys.close()
+    if reason:
+        raise ModelError(f"{path} {reason}.")
+
+
+def _reason(keys: GgufKeys, arch: str) -> str:
+    if arch == "clip" or keys.get("general.type") == "mmproj":
+        return (
+            "is a projector (mmproj), which is no model by itself: serve its language model, for "
+            "images with --engine llama-server and -- --mmproj FILE"
+        )
+    if keys.get(f"{arch}.attention.causal") is False:
+        return (
+            "reads text in both directions (an embedding or diffusion model), so it keeps no "
+            "state to go on from: serve a model that generates text from left to right"
+        )
+    is_latent = keys.get(f"{arch}.attention.kv_lora_rank", 0) > 0
+    if is_latent and not keys.get(f"{arch}.rope.dimension_count", 0):
+        return (
+            f"has latent attention but lacks {arch}.rope.dimension_count in its metadata: convert "
+            "the model again, or download another conversion"
+        )
+    return ""
+
+
+def why_not_loaded(path: Path, complaints: str) -> str:
+    """The sentence for a model that llama.cpp refused with these log lines."""
+    if found := re.search(r"unknown model architecture: '([^']*)'", complaints):
+        return (
+            f"{path} has the architecture {found[1]!r}, which this llama.cpp does not know: "
+            "install a newer one with towerd, or serve another model."
+        )
+    if found := re.search(r"key not found in model: ([\w.-]+)", complaints):
+        return (
+            f"{path} lacks {found[1]} in its metadata: convert the model again, or download "
+            "another conversion."
+        )
+    return (
+        f"llama.cpp cannot load {path}: {complaints or 'no reason given'}; "
+        "download the file again or use a GGUF that this build supports."
+    )
