@@ -117,7 +117,7 @@ class Anticipator:
             done = await self._run(
                 GenerateRequest(
                     ids=branch.ids, n_predict=0, scope=request.scope, session=finish.session,
-                    background=True,
+                    background=True, live=request.live,
                 )
             )  # fmt: skip
         except TowerdError as error:

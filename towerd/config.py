@@ -27,6 +27,10 @@ from towerd.tiers.fidelity import FIDELITIES, LevelFormats
 
 ENGINES = ("embedded", "llama-server")
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
+RETENTIONS = ("none", "shift", "streaming")
+"""Those of towerd.retention whose signals the embedded engine has, and what needs none."""
+UNBOUNDED = ("none", "shift")
+"""Those that know no budget."""
 UNQUANTIZED = ("f32", "f16", "bf16")
 ENV_PREFIX = "TOWERD_"
 ENV_OTHER = ("TOWERD_CONFIG", "TOWERD_KERNELS")
@@ -151,9 +155,13 @@ class Config:
         "policy that foretells; 0: none.", low=0)
     record: Path | None = _set(None, "path", "--record",
         "File to append a trace of all requests to, for towerctl replay; texts stay secret.")
-    context_shift: bool = _set(False, "bool", "--context-shift",
-        "Drop the oldest turns of a chat that outgrows its context, instead of an error.",
-        off="--no-context-shift")
+    retention: str = _set(None, "text", "--retention",
+        "What becomes of a chat that grows: an error at the end of its context, its oldest turns "
+        "dropped there, or a policy that keeps it within --live-budget.",
+        choices=RETENTIONS, auto="shift; with a llama-server what its own flags say")
+    live_budget: int = _set(0, "int", "--live-budget",
+        "Tokens of one chat that stay in the live context under a --retention policy.", low=0,
+        high=2**31 - 1, auto="half of ctx-size")
     n_predict: int = _set(-1, "int", "--n-predict -n",
         "Tokens generated when a request does not say; -1: until the model ends.", low=-1,
         high=2**31 - 1)
@@ -225,6 +233,8 @@ class Config:
             auto["socket"] = paths.runtime_socket()
         if self.engine is None:
             auto["engine"] = "embedded" if self.upstream is None else "llama-server"
+        if self.retention is None:
+            auto["retention"] = "shift" if auto.get("engine", self.engine) == "embedded" else "none"
         if self.upstream is not None:
             auto["upstream"] = self.upstream.rstrip("/")
         if self.threads == 0:
@@ -270,8 +280,23 @@ class Config:
                 "give a shorter one with --socket."
             )
 
+    def _check_retention(self) -> None:
+        """Only the embedded engine can drop single positions, and only a policy needs a budget."""
+        if self.retention in UNBOUNDED:
+            if self.live_budget:
+                raise ConfigError(
+                    f"--live-budget needs a policy that keeps to it: set --retention to one of "
+                    f"{', '.join(name for name in RETENTIONS if name not in UNBOUNDED)}."
+                )
+        elif self.engine != "embedded":
+            raise ConfigError(
+                f"--retention {self.retention} needs the embedded engine; a llama-server takes "
+                "none or shift."
+            )
+
     def _check_engine(self) -> None:
         """A llama-server is started or attached to, not both."""
+        self._check_retention()
         if self.engine == "embedded":
             for name in ("upstream", "llama_server_bin", "llama_server_args", "slot_dir"):
                 if getattr(self, name):

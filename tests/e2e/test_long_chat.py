@@ -1,4 +1,4 @@
-"""A chat that outgrows its context: an error by default, a shift when that was asked for."""
+"""A chat that outgrows its context: a shift by default, an error where that was asked for."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def some_ids(n: int, seed: int) -> list[int]:
 BASE = [1, *some_ids(N_BASE - 1, 0)]
 
 
-def test_error_by_default(make_daemon: MakeDaemon) -> None:
+def test_error_where_asked_for(make_daemon: MakeDaemon) -> None:
     """llama-server's refusal at the turn that does not fit; the turns before stay usable, and a
     reply ends where the context does."""
-    with make_daemon("--ctx-size", str(N_CTX)) as daemon:
+    with make_daemon("--ctx-size", str(N_CTX), "--retention", "none") as daemon:
         ids = list(BASE)
         while len(ids) + 40 < N_CTX:
             ids += some_ids(20, len(ids))
@@ -48,7 +48,7 @@ def test_shift_goes_on(make_daemon: MakeDaemon) -> None:
     """Turn after turn far beyond the context: the base stays, the oldest turns are dropped,
     every token of the chat is stored, and what follows is what a prompt of the kept tokens
     gives. A restart does not change that."""
-    with make_daemon("--ctx-size", str(N_CTX), "--context-shift") as daemon:
+    with make_daemon("--ctx-size", str(N_CTX)) as daemon:
         daemon.post("/towerd/v1/precache", {"name": "base", "prompt": BASE})
         ids = list(BASE)
         for turn in range(16):
@@ -88,7 +88,7 @@ def turn_of(daemon: Daemon, ids: list[int]) -> dict[str, Any]:
 
 def test_one_reply_beyond_the_context(make_daemon: MakeDaemon) -> None:
     """A single reply of several contexts' length, streamed; all of it is stored."""
-    with make_daemon("--ctx-size", str(N_CTX), "--context-shift") as daemon:
+    with make_daemon("--ctx-size", str(N_CTX)) as daemon:
         body: dict[str, Any] = {
             "prompt": BASE, "n_predict": 4 * N_CTX, "ignore_eos": True, "stream": True, "seed": 1,
         }  # fmt: skip
@@ -107,7 +107,7 @@ def test_one_reply_beyond_the_context(make_daemon: MakeDaemon) -> None:
 @pytest.mark.parametrize("n_keep", [-1, 30])
 def test_keep_what_the_request_says(make_daemon: MakeDaemon, n_keep: int) -> None:
     """n_keep as llama-server has it; -1 keeps the prompt as far as half the context."""
-    with make_daemon("--ctx-size", str(N_CTX), "--context-shift") as daemon:
+    with make_daemon("--ctx-size", str(N_CTX)) as daemon:
         ids = [1, *some_ids(2 * N_CTX, 3)]
         reply = daemon.complete(ids, 2, n_keep=n_keep)
         kept = len(ids) if n_keep == -1 else n_keep
@@ -121,7 +121,7 @@ def test_keep_what_the_request_says(make_daemon: MakeDaemon, n_keep: int) -> Non
 def test_chat_messages_beyond_the_context(make_daemon: MakeDaemon) -> None:
     """The same through /v1/chat/completions, whose messages only ever grow."""
     messages = [{"role": "system", "content": "You tell stories."}]
-    with make_daemon("--ctx-size", str(N_CTX), "--context-shift") as daemon:
+    with make_daemon("--ctx-size", str(N_CTX)) as daemon:
         n_prompt = 0
         for turn in range(12):
             messages.append({"role": "user", "content": f"Tell me story number {turn}, please."})

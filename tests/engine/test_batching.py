@@ -100,7 +100,7 @@ async def test_a_running_stream_gets_a_token_with_every_chunk(
         steps = service.engine.scheduler.counters["decode_steps"]
         await ask(service, prompt, 1)
         spent = service.engine.scheduler.counters["decode_steps"] - steps
-        running = next(j for j in service.engine.scheduler.slots if j is not None)
+        running = next(j for j in service.engine.scheduler.slots.jobs if j is not None)
         assert spent >= 1500 / 512
         assert len(running.reply) >= spent or running.phase is Phase.DONE
         async for _ in stream:

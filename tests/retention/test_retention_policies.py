@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -181,10 +182,12 @@ def test_bad_views(name: str) -> None:
     with pytest.raises(ValueError, match=r"in \[0, 3\)"):
         policy.keep(replace(view, n_seen=3), 40)
     for signal in policy.signals:
+        missing: dict[str, Any] = {signal.value: None}
         with pytest.raises(ValueError, match="missing"):
-            policy.keep(replace(view, **{signal.value: None}), 40)
+            policy.keep(replace(view, **missing), 40)
+        short: dict[str, Any] = {signal.value: view.positions[:9]}
         with pytest.raises(ValueError, match="entries for 50|must be"):
-            policy.keep(replace(view, **{signal.value: view.positions[:9]}), 40)
+            policy.keep(replace(view, **short), 40)
 
 
 @pytest.mark.parametrize("name", EVICTING)

@@ -72,11 +72,16 @@ def check_live(service: Service) -> None:
     """No leaked cell: the context holds exactly what the pool accounts for."""
     pool, context = service.engine.pool, service.engine.core.context
     pool.check_integrity()
-    live = {seq.id: seq.n for seq in pool}
+    live = {seq.id: seq.place_next for seq in pool}
     for seq in range(context.n_seqs):
         assert context.pos_max(seq) == live.get(seq, 0) - 1, f"sequence {seq}"
         if live.get(seq):
             assert context.pos_min(seq) == 0
+    for thinned in (seq for seq in pool if seq.is_thinned):
+        rows = service.engine.core.memory.rows(thinned.id, 0, thinned.place_next)
+        assert rows is not None
+        assert thinned.retained is not None
+        assert np.array_equal(rows.positions, thinned.retained.places), "places"
 
 
 class Oracle:

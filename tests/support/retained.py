@@ -61,7 +61,7 @@ def grown(view: View, kept: np.ndarray, n_new: int, seed: int) -> View:
 
 def streaming(view: View, n_max: int, sink: int) -> list[int]:
     """Evict the oldest token that is no sink until the rest fits."""
-    cache = view.positions.tolist()
+    cache: list[int] = view.positions.tolist()
     while len(cache) > n_max:
         del cache[sink]
     return cache
@@ -71,7 +71,7 @@ def h2o(view: View, n_max: int, sink: int, window: int) -> list[int]:
     """H2O's Algorithm 1, its eviction repeated: drop the lowest accumulated score outside the
     window (and outside the sink, if there is one)."""
     assert view.mass is not None
-    cache = view.positions.tolist()
+    cache: list[int] = view.positions.tolist()
     score = dict(zip(cache, view.mass.tolist(), strict=True))
     while len(cache) > n_max:
         middle = cache[sink : len(cache) - window]
@@ -82,7 +82,7 @@ def h2o(view: View, n_max: int, sink: int, window: int) -> list[int]:
 def snapkv(view: View, n_max: int, sink: int, window: int, pool: int) -> list[int]:
     """SnapKV's listing: votes of the window's queries, max pooling, the top ones, the window."""
     assert view.recent is not None
-    cache = view.positions.tolist()
+    cache: list[int] = view.positions.tolist()
     if len(cache) <= n_max:
         return cache
     votes = view.recent.tolist()[sink : len(cache) - window]
@@ -104,7 +104,7 @@ class Buzz:
         assert view.mass is not None
         k, w, s = self.config.sink, self.config.window, self.config.stride
         s_hat = (s + 1) // 2
-        cache = view.positions.tolist()
+        cache: list[int] = view.positions.tolist()
         if len(cache) <= n_max:
             return cache
         score = dict(zip(cache, view.mass.tolist(), strict=True))
@@ -148,7 +148,7 @@ class Latem:
         assert view.recent is not None
         assert view.messages is not None
         k, w = self.config.sink, self.config.window
-        cache = view.positions.tolist()
+        cache: list[int] = view.positions.tolist()
         if len(cache) <= n_max:
             return cache
         span = range(k, len(cache) - w)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from towerd.api.hints import agent_of
+from towerd.api.live import refuse_live
 from towerd.api.off_loop import by_size, size_of
 from towerd.api.prompts import tokenize_prompts
 from towerd.api.proxy_chat import NotText, from_messages, from_responses, has_media
@@ -81,6 +82,7 @@ async def make_plan(
     """Plan the request whose body is `data`, decoded as `body`.
 
     Raises InvalidRequest and ContextExceeded, as llama-server would answer."""
+    refuse_live(body)
     plan = Plan(
         dialect,
         data,

@@ -18,6 +18,7 @@ from towerd.api.constraint import chat_grammar, native_grammar
 from towerd.api.fields import INT32_MAX, Body
 from towerd.api.hints import Hints, agent_of
 from towerd.api.limits import Limits
+from towerd.api.live import parse_live
 from towerd.api.models import check_model
 from towerd.api.off_loop import by_size, size_of
 from towerd.api.prompts import tokenize_prompts
@@ -88,10 +89,14 @@ async def parse_task(
     sampling = await parse_sampling(body, engine, grammar=grammar, n_probs_max=limits.probs_max)
     n = fields.integer_in(body, ("n_cmpl", "n"), 1, 1, engine.n_slots)
     template = replace(
-        _template(body, sampling, caller, config, limits), agent=agent, chat=_chat(body, shape)
+        _template(body, sampling, caller, config, limits),
+        agent=agent,
+        chat=_chat(body, shape),
+        live=parse_live(body, config, engine.n_ctx),
     )
     prompts = await tokenize_prompts(prompt, engine, limits.prompts_max)
-    _check_context(prompts, engine, config)
+    if template.live.policy == "none":
+        _check_context(prompts, engine)
     return Task(
         shape=shape,
         id="chatcmpl-" + "".join(secrets.choice(_ALPHABET) for _ in range(32)),
@@ -174,10 +179,8 @@ def _stop(body: Body, stops_max: int) -> tuple[str, ...]:
     return tuple(word for word in words if word)
 
 
-def _check_context(prompts: list[Ids], engine: Engine, config: Config) -> None:
-    """Refuse before anything runs; with context shift the engine decides."""
-    if config.context_shift:
-        return
+def _check_context(prompts: list[Ids], engine: Engine) -> None:
+    """Refuse before anything runs."""
     for ids in prompts:
         if len(ids) >= engine.n_ctx:
             raise ContextExceeded(

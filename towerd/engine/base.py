@@ -63,6 +63,20 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class LiveBudget:
+    """What becomes of a chat that grows: `none` ends it with an error at the end of its context,
+    `shift` drops its oldest turns there, any other policy keeps it within `tokens` live ones."""
+
+    policy: str = "none"
+    tokens: int = 0
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether there is a number of tokens to stay within."""
+        return self.policy not in ("none", "shift")
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One completion of one prompt."""
 
@@ -80,6 +94,8 @@ class GenerateRequest:
     return_progress: bool = False
     n_keep: int = 0
     """Prompt tokens to keep at a context shift; -1: all of them (llama-server's meaning)."""
+    live: LiveBudget = LiveBudget()
+    """What stays in the live context as the chat grows."""
     background: bool = False
     """Nobody waits for it: it runs while nothing else does, and ends early when something comes."""
     chat: Mapping[str, Any] | None = None
@@ -153,6 +169,8 @@ class Reuse:
     """Of the reused ones, those whose rows were kept in a stored format in between."""
     cold: int = 0
     """Of the evaluated ones, those that were known from a session that was frozen."""
+    kept: int | None = None
+    """Tokens in the live context when the reply began, if the chat has a budget."""
     drift_kl: float | None = None
     """What such formats cost this model by its calibration: mean KL divergence of the next-token
     distribution, in nats; None if there are none or it was not measured."""
@@ -161,7 +179,11 @@ class Reuse:
         """The value of X-Towerd-Reuse."""
         parts = f"live={self.live},hot={self.hot},warm={self.warm},prefill={self.prefill}"
         parts += f",approx={self.approximate}" if self.approximate else ""
-        return f"{parts},cold={self.cold}" if self.cold else parts
+        parts += f",cold={self.cold}" if self.cold else ""
+        if self.kept is not None:
+            n = self.live + self.hot + self.warm + self.prefill
+            parts += f",kept={self.kept}/{n}"
+        return parts
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,11 @@
 """What of a long chat stays in the live cache: pure functions over arrays."""
 
-from towerd.retention.base import Positions, Retention, RetentionConfig, Signal, View
+from towerd.retention.base import Mass, Positions, Retention, RetentionConfig, Signal, View
 from towerd.retention.factory import NAMES, open_retention, retention_config
 
 __all__ = [
     "NAMES",
+    "Mass",
     "Positions",
     "Retention",
     "RetentionConfig",

@@ -13,6 +13,7 @@ from towerd.store.run import (
     DERIVED,
     EXACT,
     SPLICED,
+    THINNED,
     Run,
     Taint,
     computed_after,
@@ -24,7 +25,7 @@ from towerd.store.turn import Base, SessionInfo, Turn, TurnInfo, TurnResult
 from towerd.store.verify import VerifyReport
 
 __all__ = [
-    "AFTER_SPLICE", "APPROXIMATE", "DERIVED", "EXACT", "PUBLIC", "SPLICED", "Base", "Catalog",
+    "AFTER_SPLICE", "APPROXIMATE", "DERIVED", "EXACT", "PUBLIC", "SPLICED", "THINNED", "Base", "Catalog",
     "GcReport", "History", "Ids", "Match", "Module", "Node", "RowsPart", "Run", "SegmentFile", "SessionInfo",
     "Store", "Taint", "Tier", "Turn", "TurnInfo", "TurnResult", "VerifyReport", "Wish",
     "computed_after", "latest_fingerprint",

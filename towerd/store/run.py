@@ -18,7 +18,7 @@ RUNS_MAX = 1 << 16
 
 Taint: TypeAlias = npt.NDArray[np.uint8]
 """uint8[n]: what became of each token's rows. On disk EXACT, DERIVED or APPROXIMATE; live ones
-can also be SPLICED or AFTER_SPLICE."""
+can also be SPLICED, AFTER_SPLICE or THINNED."""
 EXACT = 0
 """As monolithic prefill computes them."""
 DERIVED = 1
@@ -29,11 +29,15 @@ SPLICED = 3
 """A module's, moved here from after other text; never stored."""
 AFTER_SPLICE = 4
 """Computed as always, but after tokens whose rows were spliced; never stored."""
+THINNED = 5
+"""Computed while some of what stands before was not live; never stored."""
 
 
 def computed_after(before: Taint) -> int:
     """What rows are that are computed after rows of these taints."""
     worst = int(before.max(initial=EXACT))
+    if worst == THINNED:
+        return THINNED
     return EXACT if worst == EXACT else DERIVED if worst < SPLICED else AFTER_SPLICE
 
 

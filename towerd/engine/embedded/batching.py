@@ -64,6 +64,7 @@ class Batching:
         assert job.seq is not None
         start = job.seq.n
         last = start + n == job.n
-        index = self._batch.add(job.ids[start : start + n], start, job.seq.id, logits_last=last)
+        ids, place = job.ids[start : start + n], job.seq.place_next
+        index = self._batch.add(ids, place, job.seq.id, logits_last=last)
         job.n_in_batch = n
         job.logits_index = index if last else -1

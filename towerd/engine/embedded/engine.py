@@ -10,7 +10,14 @@ from typing import Any
 import numpy as np
 
 from towerd.config import Config
-from towerd.engine.base import Event, Finish, GenerateRequest, Ids, ModuleMaker, SlotView
+from towerd.engine.base import (
+    Event,
+    Finish,
+    GenerateRequest,
+    Ids,
+    ModuleMaker,
+    SlotView,
+)
 from towerd.engine.embedded.core import Core
 from towerd.engine.embedded.job import Job, Phase
 from towerd.engine.embedded.materialise import Materialiser
@@ -21,10 +28,13 @@ from towerd.engine.embedded.scheduler import Scheduler
 from towerd.engine.embedded.shift import check_fits
 from towerd.engine.embedded.splice import Splicer
 from towerd.engine.embedded.template import ChatTemplate
+from towerd.engine.embedded.thinning import Thinner
 from towerd.errors import InvalidRequest, TowerdError, Unavailable
 from towerd.tiers.boundary import BoundaryTier
 from towerd.tiers.manager import Tiers
 
+PARKED_SHARE = 4
+"""Thinned chats that left the context take at most one part in this many of --hot-bytes."""
 _TEXT_CHARS_MAX = 64 * 1024
 """Longer texts are tokenized one at a time, apart from the others."""
 
@@ -79,7 +89,6 @@ class EmbeddedEngine:
         self.n_ctx = core.n_ctx
         self.n_slots = config.parallel
         self.core = core
-        self.context_shift = config.context_shift
         self.boundaries = boundaries
         self._loop = asyncio.get_running_loop()
         self._generations: dict[int, EmbeddedGeneration] = {}
@@ -94,7 +103,10 @@ class EmbeddedEngine:
             resumer = Resumer(
                 memory, self.pool, tiers, boundaries, core.vocab.eog_ids, config.boundary_tokens
             )
-        self.materialiser = Materialiser(memory, self.pool, tiers, self.splicer, resumer)
+        self.thinner = Thinner(core, self.pool, self.splicer, tiers.hot_bytes_max // PARKED_SHARE)
+        self.materialiser = Materialiser(
+            memory, self.pool, tiers, self.splicer, self.thinner, resumer
+        )
         self.scheduler = Scheduler(
             core.context,
             self.pool,
@@ -103,7 +115,6 @@ class EmbeddedEngine:
             n_ctx=core.n_ctx,
             parallel=config.parallel,
             queue_max=config.queue_max,
-            context_shift=config.context_shift,
             deliver=self._deliver,
         )
         self.embedded_modules = EmbeddedModules(core, self.scheduler, self.splicer)
@@ -128,7 +139,8 @@ class EmbeddedEngine:
         if len(ids) == 0:
             raise InvalidRequest("The prompt has no tokens.")
         self.core.vocab.validate(ids)
-        if not self.context_shift:
+        self.thinner.check(request.live)
+        if request.live.policy != "shift" and not self.thinner.may_outgrow(request.live):
             check_fits(len(ids), self.n_ctx)
         generation = EmbeddedGeneration(self.scheduler, self._loop)
         generation.job = Job(request, ids, len(ids))
@@ -161,7 +173,7 @@ class EmbeddedEngine:
 
     def slots(self) -> list[SlotView]:
         """A snapshot, read without the inference thread's help."""
-        jobs = list(self.scheduler.slots)
+        jobs = list(self.scheduler.slots.jobs)
         return [
             job.view(self.n_ctx)
             if job is not None
@@ -185,7 +197,9 @@ class EmbeddedEngine:
             / max(1, scheduler.counters["decode_steps"]),
             "exports": scheduler.idle.n_exports,
             "tokens_spliced": self.splicer.n_spliced,
+            **self.thinner.stats(),
             **({} if self.boundaries is None else self.boundaries.stats()),
+            "tasks": scheduler.slots.n_tasks,
             **scheduler.counters,
         }
 

@@ -60,5 +60,5 @@ class IdleSequences:
         if seq is None:
             return False
         self._materialiser.export(seq)
-        self._pool.drop(seq)
+        self._materialiser.drop(seq)
         return True

@@ -97,16 +97,25 @@ class Job:
         return len(self.ids)
 
     @property
+    def n_cells(self) -> int:
+        """Cells that its tokens so far need."""
+        live = self.request.live
+        return min(self.n, live.tokens) if live.is_bounded else self.n
+
+    @property
     def n_live(self) -> int:
         """Tokens whose rows are in the context."""
         return self.seq.n if self.seq is not None else 0
 
     @property
     def n_to_evaluate(self) -> int:
-        """Tokens up to the next ones to be spliced in, the next boundary, or the end."""
+        """Tokens up to the next ones to be spliced in, the next boundary, the next eviction, or
+        the end."""
         stop = None if self.splice is None else self.splice.p0
         stop = self.n if stop is None else stop
-        return min((p for p in self.marks if self.n_live < p < stop), default=stop) - self.n_live
+        n = min((p for p in self.marks if self.n_live < p < stop), default=stop) - self.n_live
+        retained = None if self.seq is None else self.seq.retained
+        return n if retained is None else min(n, retained.room)
 
     @property
     def is_at_splice(self) -> bool:

@@ -20,10 +20,12 @@ from towerd.engine.base import GenerateRequest, Reuse
 from towerd.engine.embedded.context import Buffer
 from towerd.engine.embedded.job import Job, Phase, Saved
 from towerd.engine.embedded.memory import Memory
+from towerd.engine.embedded.parked import Parked
 from towerd.engine.embedded.pool import LivePool, LiveSeq
 from towerd.engine.embedded.resume import LoadedState, Resumer
 from towerd.engine.embedded.shift import shift_ids
 from towerd.engine.embedded.splice import Piece, Splicer
+from towerd.engine.embedded.thinning import Thinner
 from towerd.errors import TowerdError
 from towerd.store import APPROXIMATE, DERIVED, SPLICED, Taint
 from towerd.tiers.manager import Tiers
@@ -76,12 +78,14 @@ class Materialiser:
         pool: LivePool,
         tiers: Tiers,
         splicer: Splicer,
+        thinner: Thinner,
         resumer: Resumer | None,
     ) -> None:
         self.memory = memory
         self.pool = pool
         self.tiers = tiers
         self.splicer = splicer
+        self.thinner = thinner
         self.resumer = resumer
         self.bytes_in = 0
         self.bytes_out = 0
@@ -110,9 +114,11 @@ class Materialiser:
         seq.session = job.request.session
         job.seq = seq
         self.pool.touch(seq)
+        self.thinner.enter(job, seq)
         plan = self._plan(job, seq)
         if job.saved is None:  # else it goes on where it was
-            job.splice = self.splicer.plan(job, seq, plan.n, self._workers)
+            bounded = job.request.live.is_bounded
+            job.splice = None if bounded else self.splicer.plan(job, seq, plan.n, self._workers)
             job.n_loaded_hot = job.n_loaded_warm = 0
             if not job.t_first:
                 self._report(job, seq.n, plan.n_hot, plan.n_warm, plan.n_approximate)
@@ -247,9 +253,12 @@ class Materialiser:
             return Plan.nothing()
         if self.resumer is not None:
             return self.resumer.plan(job, seq)
-        if not job.request.cache_prompt:
+        if not job.request.cache_prompt or seq.is_thinned:
             return Plan.nothing()
-        plan = self.tiers.plan(job.ids[: job.n - 1], job.request.scope, seq.n)
+        stop = job.n - 1
+        if job.request.live.is_bounded:
+            stop = min(stop, max(seq.n, job.request.live.tokens))
+        plan = self.tiers.plan(job.ids[:stop], job.request.scope, seq.n)
         seq.n_public = plan.n_public
         return plan
 
@@ -257,6 +266,13 @@ class Materialiser:
         if self.resumer is not None:
             return self.resumer.sequence(job, capacity, evict)
         source, n = self._source(job)
+        parked = self._parked(job, n)
+        if parked is not None:
+            if not self._can_open(evict) or not self.thinner.can_unpark(parked, evict):
+                return None
+            seq = self.pool.open(job.request.scope, capacity)
+            self.thinner.unpark(parked, seq)
+            return seq
         if source is not None and self._can_take_over(source, n, job):
             self.pool.grow(source, capacity)
             return source
@@ -285,12 +301,24 @@ class Materialiser:
             return None, 0
         return source, n
 
+    def _parked(self, job: Job, n_live: int) -> Parked | None:
+        """A chat of this budget that left the context and is worth more than `n_live` tokens."""
+        request = job.request
+        if not request.live.is_bounded or not request.cache_prompt or job.saved is not None:
+            return None
+        parked = self.thinner.parked.best(job.ids[: job.n - 1], request.scope, request.live)
+        return parked if parked is not None and parked.n > n_live else None
+
     def _best_prefix(self, job: Job) -> tuple[LiveSeq | None, int]:
         """The live sequence to go on from. What was spliced into it counts as long as the store
         has no exact rows instead, and never for a prompt that is to be stored."""
         ids, scope = job.ids[: job.n - 1], job.request.scope
         if job.request.precache is not None:
             return self.pool.best_prefix(ids, scope, unspliced=True)
+        if job.request.live.is_bounded:
+            thinned, n_thinned = self.pool.best_thinned(ids, scope, job.request.live)
+            whole, n_whole = self.pool.best_prefix(ids, scope)
+            return (thinned, n_thinned) if n_thinned > n_whole else (whole, n_whole)
         source, n = self.pool.best_prefix(ids, scope)
         if source is None or source.n_unspliced() >= n:
             return source, n
@@ -316,6 +344,9 @@ class Materialiser:
             self.resumer.export(seq)
         if not self.memory.kind.has_rows:
             return
+        if seq.is_thinned:
+            self._export_beginning(seq)
+            return
         taint = seq.taint[: seq.n]
         for gap in self.tiers.gaps(seq.tokens(), seq.scope, taint):
             rows = self.memory.rows(seq.id, gap.p0, gap.p1)
@@ -324,6 +355,26 @@ class Materialiser:
             self.bytes_out += rows.nbytes
             derived = bool((taint[gap.p0 : gap.p1] == DERIVED).any())
             self.tiers.accept(gap, rows, derived=derived)
+
+    def _export_beginning(self, seq: LiveSeq) -> None:
+        """Of a thinned sequence only the rows from before its first eviction are what prefill
+        computes; of the tokens after it the store has the ids alone."""
+        assert seq.retained is not None
+        rows, seq.retained.exact = seq.retained.exact, None
+        if rows is None:
+            return
+        taint = seq.taint[: rows.p1]
+        derived = bool((taint == DERIVED).any())
+        for gap in self.tiers.gaps(seq.ids[: rows.p1], seq.scope, taint):
+            part = rows.slice(gap.p0, gap.p1)
+            self.bytes_out += part.nbytes
+            self.tiers.accept(gap, part.copy(), derived=derived)
+
+    def drop(self, seq: LiveSeq) -> None:
+        """Take a sequence out of the context; what nothing else has of it is kept in RAM."""
+        if seq.is_thinned:
+            self.thinner.park(seq)
+        self.pool.drop(seq)
 
     def protect(self, jobs: Iterable[Job]) -> None:
         """Keep the jobs' rows through the decode of their parts of the batch."""

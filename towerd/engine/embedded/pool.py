@@ -8,6 +8,10 @@ shared by every sequence that was branched from it:
 
 A run belongs to all its owners and its cells are free when the last one lets go. Truncating or
 branching inside a run splits it into two (for all owners), so that a run is always whole.
+
+A sequence with a budget may be thinned: it lacks positions, and its runs are those of its live
+cells in the order of their positions. It is a tower of its own kind: whoever asks for a prefix
+gets it only with the same budget (`best_thinned`).
 """
 
 from __future__ import annotations
@@ -19,8 +23,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from towerd.engine.base import Ids
-from towerd.store import APPROXIMATE, SPLICED, Taint, computed_after
+from towerd.engine.base import Ids, LiveBudget
+from towerd.engine.embedded.retained import Retained
+from towerd.store import APPROXIMATE, SPLICED, THINNED, Taint, computed_after
 
 
 class SeqOps(Protocol):
@@ -62,6 +67,31 @@ class LiveSeq:
     """Boundary states taken of it that the store may lack, by position."""
     taint: Taint = field(default_factory=lambda: np.zeros(0, np.uint8))
     """uint8 buffer beside `ids`: what became of each token's rows on their way here."""
+    retained: Retained | None = None
+    """Which of its tokens are live, if its chat has a budget; None: all."""
+
+    @property
+    def is_thinned(self) -> bool:
+        """Whether tokens among the first `n` are not live, or not where they were."""
+        return self.retained is not None and self.retained.is_thinned
+
+    @property
+    def n_cells(self) -> int:
+        """Tokens that are live."""
+        return self.n if self.retained is None else len(self.retained.kept)
+
+    @property
+    def place_next(self) -> int:
+        """The context's position for its next token."""
+        return self.n if self.retained is None else self.retained.place_next
+
+    def place_of(self, n: int) -> int:
+        """The context's position that ends the first `n` tokens."""
+        return n if self.retained is None else self.retained.place_of(n)
+
+    def rank(self, n: int) -> int:
+        """How many of its cells hold tokens before token `n`."""
+        return n if self.retained is None else self.retained.rank(n)
 
     def tokens(self) -> Ids:
         """View of the live tokens, int32[n]."""
@@ -126,10 +156,28 @@ class LivePool:
         best: LiveSeq | None = None
         best_n = 0
         for seq in self._live.values():
+            if seq.is_thinned:
+                continue
             limit = seq.n if seq.scope == scope else min(seq.n, seq.n_public)
             if unspliced:
                 limit = min(limit, seq.n_unspliced())
             n = common_prefix(seq.ids[:limit], ids)
+            if n > best_n or (best is not None and n == best_n and _idler(seq, best)):
+                best, best_n = seq, n
+        return best, best_n
+
+    def best_thinned(self, ids: Ids, scope: str, budget: LiveBudget) -> tuple[LiveSeq | None, int]:
+        """The thinned sequence of this budget that shares the longest prefix with `ids` and has
+        the tokens just before its end, and its length."""
+        best: LiveSeq | None = None
+        best_n = 0
+        for seq in self._live.values():
+            retained = seq.retained
+            if retained is None or not seq.is_thinned or seq.scope != scope:
+                continue
+            n = common_prefix(seq.tokens(), ids)
+            if retained.budget != budget or not retained.is_intact_before(n):
+                continue
             if n > best_n or (best is not None and n == best_n and _idler(seq, best)):
                 best, best_n = seq, n
         return best, best_n
@@ -149,7 +197,8 @@ class LivePool:
     def branch(self, src: LiveSeq, n: int, scope: str, capacity: int) -> LiveSeq:
         """A new sequence that shares the first `n` cells of `src`. Needs `can_open()`."""
         assert 0 < n <= src.n
-        self._split_at(src, n)
+        n_cells, place = src.rank(n), src.place_of(n)
+        self._split_at(src, n_cells)
         dst = self.open(scope, capacity)
         dst.ids[:n] = src.ids[:n]
         dst.taint[:n] = src.taint[:n]
@@ -157,12 +206,15 @@ class LivePool:
         dst.n_public = min(src.n_public, n)
         length = 0
         for run in src.runs:
-            if length == n:
+            if length == n_cells:
                 break
             run.owners.add(dst.id)
             dst.runs.append(run)
             length += run.n
-        self._ops.seq_cp(src.id, dst.id, 0, n)
+        if src.retained is not None:
+            dst.retained = src.retained.fork()
+            dst.retained.truncate(n)
+        self._ops.seq_cp(src.id, dst.id, 0, place)
         return dst
 
     def append(self, seq: LiveSeq, ids: Ids, taint: Taint | None = None) -> None:
@@ -172,8 +224,13 @@ class LivePool:
         n = len(ids)
         assert 0 < n <= len(seq.ids) - seq.n, "sequence over its capacity"
         seq.ids[seq.n : seq.n + n] = ids
-        computed = computed_after(seq.taint[: seq.n]) if taint is None else taint
-        seq.taint[seq.n : seq.n + n] = computed
+        if taint is None and seq.is_thinned:
+            seq.taint[seq.n : seq.n + n] = THINNED
+        else:
+            computed = computed_after(seq.taint[: seq.n]) if taint is None else taint
+            seq.taint[seq.n : seq.n + n] = computed
+        if seq.retained is not None:
+            seq.retained.extend(n)
         seq.n += n
         self.cells_used += n
         last = seq.runs[-1] if seq.runs else None
@@ -193,19 +250,34 @@ class LivePool:
         """Keep the first `n` tokens of `seq`."""
         if n >= seq.n:
             return
-        self._split_at(seq, n)
-        length = 0
-        keep: list[Run] = []
-        for run in seq.runs:
-            if length < n:
-                keep.append(run)
-            else:
-                self._let_go(run, seq)
-            length += run.n
-        seq.runs = keep
+        place = seq.place_of(n)
+        self._cut(seq, seq.rank(n), seq.n_cells)
+        if seq.retained is not None:
+            seq.retained.truncate(n)
         seq.n = n
         seq.n_public = min(seq.n_public, n)
-        self._ops.seq_rm(seq.id, n, -1)
+        self._ops.seq_rm(seq.id, place, -1)
+
+    def thin(self, seq: LiveSeq, p0: int, p1: int) -> None:
+        """Drop the live ones of tokens [p0, p1) of `seq`; their positions stay empty."""
+        assert seq.retained is not None, "only a sequence with a budget can be thinned"
+        start, end = seq.rank(p0), seq.rank(p1)
+        place0, place1 = (int(seq.retained.places[i]) for i in (start, end - 1))
+        self._cut(seq, start, end)
+        seq.retained.forget(p0, p1)
+        seq.n_public = min(seq.n_public, p0)
+        self._ops.seq_rm(seq.id, place0, place1 + 1)
+
+    def let_go(self, seq: LiveSeq) -> None:
+        """Free all cells of `seq`, which stays open; `take` accounts for what is put there."""
+        self._cut(seq, 0, seq.n_cells)
+        self._ops.seq_rm(seq.id, -1, -1)
+
+    def take(self, seq: LiveSeq, n: int) -> None:
+        """The context has put `n` cells into `seq`, which had none."""
+        assert not seq.runs
+        seq.runs.append(Run(n, {seq.id}))
+        self.cells_used += n
 
     def drop(self, seq: LiveSeq) -> None:
         """Free the sequence and the cells only it holds."""
@@ -229,8 +301,11 @@ class LivePool:
         """The account adds up: raises AssertionError naming what does not."""
         runs: dict[int, Run] = {}
         for seq in self._live.values():
-            assert sum(r.n for r in seq.runs) == seq.n, f"runs of sequence {seq.id}"
+            assert sum(r.n for r in seq.runs) == seq.n_cells, f"runs of sequence {seq.id}"
             assert 0 <= seq.n_public <= seq.n
+            if seq.retained is not None:
+                assert seq.retained.n == seq.n, f"the account of sequence {seq.id}"
+                seq.retained.check_integrity()
             for run in seq.runs:
                 assert run.n > 0, f"an empty run of sequence {seq.id}"
                 assert seq.id in run.owners, f"a run of sequence {seq.id}"
@@ -247,8 +322,24 @@ class LivePool:
         if not run.owners:
             self.cells_used -= run.n
 
+    def _cut(self, seq: LiveSeq, start: int, end: int) -> None:
+        """Let go of the cells [start, end) of `seq`."""
+        self._split_at(seq, start)
+        self._split_at(seq, end)
+        length = 0
+        keep: list[Run] = []
+        for run in seq.runs:
+            if start <= length < end:
+                self._let_go(run, seq)
+            else:
+                keep.append(run)
+            length += run.n
+        seq.runs = keep
+
     def _split_at(self, seq: LiveSeq, n: int) -> None:
-        """Make `n` a run boundary of `seq`, and so of every owner of the run it falls in."""
+        """Make cell `n` of `seq` a run boundary, of every owner of the run it falls in.
+
+        What lies in one run lies in the same order, without anything between, in all its owners."""
         start = 0
         for run in seq.runs:
             if start < n < start + run.n:

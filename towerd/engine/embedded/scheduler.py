@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 from towerd.engine.embedded.background import (
@@ -29,13 +30,14 @@ from towerd.engine.embedded.materialise import Loaded, Materialiser, RowsMissing
 from towerd.engine.embedded.output import OutputText
 from towerd.engine.embedded.pool import LivePool, common_prefix
 from towerd.engine.embedded.sampler import Sampler
+from towerd.engine.embedded.slot_table import SlotTable
 from towerd.engine.embedded.vocab import Vocab
 from towerd.errors import TowerdError, Unavailable
 
 log = logging.getLogger(__name__)
 
 _COUNTERS = (
-    "tasks", "decode_steps", "sequences_decoded", "tokens_decoded", "preemptions",
+    "decode_steps", "sequences_decoded", "tokens_decoded", "preemptions",
 )  # fmt: skip
 _CLOSE_WAIT_S = 10.0
 """How long a shutdown waits for finished turns to be recorded before it exports."""
@@ -59,7 +61,6 @@ class Scheduler:
         n_ctx: int,
         parallel: int,
         queue_max: int,
-        context_shift: bool,
         deliver: Callable[[list[tuple[Job, Any]]], None],
     ) -> None:
         self.context = context
@@ -69,11 +70,10 @@ class Scheduler:
         self.n_ctx = n_ctx
         self.parallel = parallel
         self.queue_max = queue_max
-        self.context_shift = context_shift
+        self.thinner = materialiser.thinner
         self.active: list[Job] = []
         self.waiting: deque[Job] = deque()
-        self.slots: list[Job | None] = [None] * parallel
-        """The last job of each place that GET /slots shows."""
+        self.slots = SlotTable(parallel)
         self.counters = dict.fromkeys(_COUNTERS, 0)
         self._batching = Batching(context)
         self.idle = IdleSequences(pool, materialiser)
@@ -230,7 +230,7 @@ class Scheduler:
     def _fits(self, job: Job) -> bool:
         """Its cells can be had by evicting idle sequences; a lone job always fits."""
         room = self.pool.n_cells - self.pool.cells_busy()
-        return not self.active or job.n + _HEADROOM_TOKENS * len(self.active) <= room
+        return not self.active or job.n_cells + _HEADROOM_TOKENS * len(self.active) <= room
 
     def _prefix_is_coming(self, job: Job) -> bool:
         """A running prompt will soon have a much longer prefix of this one live: wait for it."""
@@ -238,7 +238,10 @@ class Scheduler:
             return False
         _, have = self.pool.best_prefix(job.ids, job.request.scope)
         for other in self.active:
-            if other.phase in (Phase.LOADING, Phase.PREFILL) and same_scope(other, job):
+            if (
+                other.phase in (Phase.LOADING, Phase.PREFILL)
+                and other.request.scope == job.request.scope
+            ):
                 common = common_prefix(other.ids, job.ids)
                 if common >= have + _SHARE_TOKENS_MIN and other.n_live < common:
                     return True
@@ -249,7 +252,7 @@ class Scheduler:
 
         False when no sequence can be had now."""
         try:
-            if job.n >= self.n_ctx:
+            if job.n >= self.n_ctx and job.request.live.policy == "shift":
                 self.materialiser.shift(job, self.n_ctx)
             if job.sampler is None:
                 job.sampler = Sampler(job.request.sampling, self.vocab, self.n_ctx)
@@ -265,7 +268,7 @@ class Scheduler:
             self._fail(job, error)
             return True
         if not is_background(job):
-            self._take_slot(job)
+            self.slots.take(job, self.active)
         self.waiting.remove(job)
         self.active.append(job)
         if job.phase is Phase.LOADING:
@@ -273,15 +276,6 @@ class Scheduler:
         elif job.request.return_progress:
             self._emit(job, job.progress())
         return True
-
-    def _take_slot(self, job: Job) -> None:
-        if job.task < 0:
-            job.task = self.counters["tasks"]
-            self.counters["tasks"] += 1
-        if job.slot < 0 or self.slots[job.slot] is not job:  # not back from a preemption
-            free = (i for i, j in enumerate(self.slots) if j is None or j not in self.active)
-            job.slot = next(free)
-            self.slots[job.slot] = job
 
     def _capacity(self, job: Job) -> int:
         n_predict = job.request.n_predict
@@ -332,6 +326,7 @@ class Scheduler:
 
     def _step(self) -> bool:
         """Decode one batch and sample from it; False when there was nothing to decode."""
+        self._thin()
         jobs = self._batching.fill(self.active)
         if not jobs:
             return False
@@ -350,6 +345,15 @@ class Scheduler:
         for job in jobs:
             self._advance(job)
         return True
+
+    def _thin(self) -> None:
+        """Make room in the budgets of the jobs that go on."""
+        for job in list(self.active):
+            if job.phase in (Phase.PREFILL, Phase.DECODE):
+                try:
+                    self.thinner.make_room(job, self.idle.evict_one)
+                except TowerdError as error:
+                    self._fail(job, error)
 
     def _advance(self, job: Job) -> None:
         """Account for the job's part of the batch; sample when its last token was in it."""
@@ -370,6 +374,8 @@ class Scheduler:
     def _prompt_done(self, job: Job) -> None:
         first = job.t_first == 0.0
         if first:
+            if job.request.live.is_bounded and job.seq is not None:
+                job.reuse = replace(job.reuse, kept=job.seq.n_cells)
             job.t_first = time.monotonic()
             self._emit(job, job.started())
         job.phase = Phase.DECODE
@@ -394,15 +400,11 @@ class Scheduler:
             self._finish(job, "eos")
         elif 0 < job.request.n_predict <= len(job.reply):
             self._finish(job, "limit")
-        elif job.n >= self.n_ctx:
-            self._context_full(job)
-
-    def _context_full(self, job: Job) -> None:
-        if self.context_shift:
+        elif job.n >= self.n_ctx and job.request.live.policy == "shift":
             self._requeue(job)  # it is shortened when it begins again
-            return
-        job.is_full = True
-        self._finish(job, "limit")
+        elif job.n >= self.n_ctx and not self.thinner.may_outgrow(job.request.live):
+            job.is_full = True
+            self._finish(job, "limit")
 
     # ---- endings ----------------------------------------------------------------------------
 
@@ -471,14 +473,14 @@ class Scheduler:
         """Push the youngest running job back to the queue; its rows wait in RAM."""
         job = max((j for j in self.active if j.seq is not None), key=lambda j: j.t_submit)
         assert job.seq is not None
-        if job.n_live and job.seq.is_whole:
+        if job.n_live and job.seq.is_whole and not job.seq.is_thinned:
             job.save(self.context.get_state(job.seq.id))
         self.counters["preemptions"] += 1
         self._requeue(job)
 
     def _requeue(self, job: Job) -> None:
         assert job.seq is not None
-        self.pool.drop(job.seq)
+        self.materialiser.drop(job.seq)
         job.seq = None
         job.phase = Phase.WAITING
         self.active.remove(job)
@@ -493,7 +495,3 @@ class Scheduler:
         if self._outbox:
             self._deliver(self._outbox)
             self._outbox = []
-
-
-def same_scope(a: Job, b: Job) -> bool:
-    return a.request.scope == b.request.scope

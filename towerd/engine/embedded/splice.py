@@ -115,6 +115,19 @@ class Splicer:
             raise NotSupported(
                 "A module is spliced in approximately, and this daemon runs with --fidelity exact."
             )
+        return self.rope()
+
+    @property
+    def can_rotate(self) -> bool:
+        """Whether the model's rows can be moved to other positions."""
+        try:
+            self.rope()
+        except NotSupported:
+            return False
+        return True
+
+    def rope(self) -> Rope:
+        """The model's RoPE. Raises NotSupported, with the reason, if its rows cannot be moved."""
         if self._core.why_not_spliceable:
             raise NotSupported(
                 f"This model's rows cannot be spliced: {self._core.why_not_spliceable}."

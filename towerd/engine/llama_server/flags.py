@@ -89,7 +89,7 @@ def server_flags(
         flags += ["--load-mode", "mlock" if config.mlock else "none"]
     elif config.mlock:
         flags += ["--load-mode", "mmap+mlock"]
-    if config.context_shift:
+    if config.retention == "shift":
         flags.append("--context-shift")
     standard = defaults()
     for name, flag in _SETTINGS:

@@ -1,0 +1,258 @@
+"""Chats with a live budget: what stays in the context, what comes out, what the store has."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import llama_cpp.llama_cpp as lib
+import numpy as np
+import numpy.typing as npt
+import pytest
+from oracle import OpenService, ask, settle
+
+from towerd.config import RETENTIONS, UNBOUNDED, Config
+from towerd.engine.base import Ids, LiveBudget
+from towerd.engine.embedded.context import LlamaContext
+from towerd.engine.embedded.model import LlamaModel
+from towerd.engine.embedded.pool import LiveSeq
+from towerd.errors import ContextExceeded, InvalidRequest, NotSupported
+from towerd.models.bundled import bundled_model
+from towerd.models.random_gguf import PRESETS, make_random_gguf
+from towerd.retention.streaming import StreamingConfig
+from towerd.service import Service
+
+BOUNDED = tuple(name for name in RETENTIONS if name not in UNBOUNDED)
+
+
+def some_ids(n: int, seed: int = 0) -> Ids:
+    return np.random.default_rng(seed).integers(260, 500, n).astype(np.int32)
+
+
+async def live_of(service: Service) -> list[LiveSeq]:
+    """The sequences with a budget."""
+    found = service.engine.scheduler.call(
+        lambda: [seq for seq in service.engine.pool if seq.retained is not None]
+    )
+    return await asyncio.wrap_future(found)
+
+
+@pytest.mark.parametrize("policy", BOUNDED)
+async def test_a_budget_as_long_as_the_chat_changes_nothing(
+    service_on: OpenService, policy: str
+) -> None:
+    """Bit-identical probabilities, turn after turn, and the same rows stored."""
+    answers = []
+    for live in (LiveBudget(), LiveBudget(policy, 300)):
+        async with service_on(bundled_model(), warm_bytes=0) as service:
+            ids = some_ids(60)
+            mine = []
+            for turn in range(4):
+                answer = await ask(service, ids, 12, live=live, scope=live.policy)
+                mine.append((answer.ids, answer.probs, answer.finish.n_cached))
+                ids = np.concatenate([ids, np.array(answer.ids, np.int32), some_ids(20, turn)])
+            answers.append(mine)
+            await settle(service)
+            for seq in await live_of(service):
+                assert not seq.is_thinned
+    assert answers[0] == answers[1]
+
+
+class Reference:
+    """StreamingLLM by hand in a context of its own: tokens evaluated, cells removed, and at the
+    context's end moved together by llama.cpp's own shift of keys."""
+
+    def __init__(self, budget: int, n_ctx: int) -> None:
+        config = Config(model=bundled_model(), flash_attn="off", threads=1)
+        self.model = LlamaModel(bundled_model(), config)
+        self.context = LlamaContext(self.model, config, n_cells=n_ctx, n_seqs=1)
+        self.budget, self.n_ctx = budget, n_ctx
+        self.places: list[int] = []
+
+    def close(self) -> None:
+        self.context.close()
+        self.model.close()
+
+    def logits(self, ids: Ids) -> npt.NDArray[np.float32]:
+        """Evaluate `ids` after what is there; the logits of the last."""
+        at, index = 0, 0
+        while at < len(ids):
+            if len(self.places) >= self.budget:
+                self._evict()
+            if self.places and self.places[-1] + 1 >= self.n_ctx:
+                self._move_together()
+            place = self.places[-1] + 1 if self.places else 0
+            n = min(len(ids) - at, self.budget - len(self.places), self.n_ctx - place)
+            index = self.context.batch.add(ids[at : at + n], place, 0, logits_last=True)
+            self.context.decode()
+            self.places += range(place, place + n)
+            at += n
+        return self.context.logits(index).copy()
+
+    def _evict(self) -> None:
+        n_gone = len(self.places) - (self.budget - self.budget // 8)
+        sink = StreamingConfig().sink
+        for place in self.places[sink : sink + n_gone]:
+            self.context.seq_rm(0, place, place + 1)
+        del self.places[sink : sink + n_gone]
+
+    def _move_together(self) -> None:
+        for to, place in enumerate(self.places):
+            lib.llama_memory_seq_add(self.context._mem, 0, place, place + 1, to - place)
+        self.places = list(range(len(self.places)))
+
+
+@pytest.mark.parametrize(("budget", "n_ctx", "bound"), [(64, 512, 0.0), (100, 256, 0.05)])
+async def test_streaming_is_what_it_says(
+    service_on: OpenService, budget: int, n_ctx: int, bound: float
+) -> None:
+    """Turn after turn the tokens that StreamingLLM by hand gives; exactly so until the chat is
+    longer than the context. The budget holds, the store has every token."""
+    reference = Reference(budget, n_ctx)
+    live = LiveBudget("streaming", budget)
+    settings = {"ctx_size": n_ctx, "live_tokens": n_ctx, "flash_attn": "off", "threads": 1}
+    async with service_on(bundled_model(), **settings) as service:
+        ids, n_seen = some_ids(90), 0
+        for turn in range(8):
+            answer = await ask(service, ids, 30, live=live, session="long")
+            for i, token in enumerate(answer.ids):
+                chat = np.concatenate([ids, np.array(answer.ids[:i], np.int32)])
+                row = reference.logits(chat[n_seen:]).astype(np.float64)
+                n_seen = len(chat)
+                best = max(
+                    row[t] for t in range(len(row)) if t not in service.engine.core.vocab.eog_ids
+                )
+                assert row[token] >= best - bound, (turn, i)
+            ids = np.concatenate([ids, np.array(answer.ids, np.int32), some_ids(25, turn)])
+            (seq,) = await live_of(service)
+            assert seq.is_thinned
+            assert seq.n_cells <= budget
+            assert answer.finish.reuse.kept is not None
+            assert answer.finish.reuse.kept <= budget
+            await settle(service)
+        stats = service.engine.stats()
+        assert (stats["retention_moves"] > 0) == (len(ids) > n_ctx + 100)
+        stored = service.store.session_ids("long", "local")
+        assert np.array_equal(stored, ids[: len(stored)])
+        assert len(stored) == len(ids) - 25
+    reference.close()
+
+
+async def grow_chats(
+    service: Service, names: str, n_turns: int, live: LiveBudget
+) -> list[list[int]]:
+    """Chats that take turns; all tokens of each."""
+    chats = {name: some_ids(70, ord(name)) for name in names}
+    for turn in range(n_turns):
+        for name in names:
+            answer = await ask(service, chats[name], 12, live=live, session=name)
+            more = some_ids(9, 100 * turn + ord(name))
+            chats[name] = np.concatenate([chats[name], np.array(answer.ids, np.int32), more])
+    await settle(service)
+    return [chat.tolist() for chat in chats.values()]
+
+
+@pytest.mark.parametrize("policy", BOUNDED)
+async def test_switching_between_chats_changes_nothing(
+    service_on: OpenService, policy: str
+) -> None:
+    """Where only one chat fits the context, each leaves it at every turn and comes back as it
+    was: the same tokens as where all stay, and none evaluated twice."""
+    live = LiveBudget(policy, 48)
+    async with service_on(bundled_model(), threads=1) as service:
+        expected = await grow_chats(service, "a", 8, live)
+    fewer = {"live_sequences": 1, "parallel": 1, "threads": 1}
+    async with service_on(bundled_model(), **fewer) as service:
+        n_new = 0
+        found = await grow_chats(service, "abc", 8, live)
+        stats = service.engine.stats()
+        n_new = sum(len(chat) for chat in found)
+        assert stats["tokens_decoded"] <= n_new
+        assert stats["parked_sequences"] == 2
+    assert found[0] == expected[0]
+
+
+async def test_exact_rows_stay_exact(service_on: OpenService) -> None:
+    """Beside and after a thinned chat, the same tokens without a budget are answered as if there
+    were none; and the store got the rows from before the first eviction."""
+    live = LiveBudget("streaming", 48)
+    async with service_on(bundled_model(), threads=1) as service:
+        first = await ask(service, some_ids(30), 10, live=live, session="x")
+        ids = np.concatenate([some_ids(30), np.array(first.ids, np.int32)])
+        long = np.concatenate([ids, some_ids(60, 5)])
+        thinned = await ask(service, long, 10, live=live, session="x")
+        assert thinned.finish.reuse.kept is not None
+        await settle(service)
+        whole = await ask(service, long, 10)
+        assert whole.finish.reuse.kept is None
+        assert whole.finish.reuse.prefill >= 60
+        assert whole.finish.reuse.live + whole.finish.reuse.hot >= 39
+        alone = await ask(service, long, 10, scope="other")
+    assert alone.finish.reuse.prefill == len(long)
+    assert whole.ids == alone.ids
+
+
+async def test_a_branch_of_a_thinned_chat(service_on: OpenService) -> None:
+    """Another answer to the same prompt goes on from what is live, and leaves the first alone."""
+    live = LiveBudget("streaming", 64)
+    async with service_on(bundled_model(), threads=1) as service:
+        ids = some_ids(200)
+        first = await ask(service, ids, 10, live=live)
+        again = await ask(service, ids, 10, live=live)
+        assert again.ids == first.ids
+        assert again.finish.reuse.prefill == 1
+        longer = np.concatenate([ids, np.array(first.ids, np.int32), some_ids(5)])
+        after = await ask(service, longer, 10, live=live)
+        assert after.finish.reuse.prefill <= 7
+        await settle(service)
+
+
+async def test_running_side_by_side_under_pressure(service_on: OpenService) -> None:
+    """Budgets of several running chats together exceed the context: they give way to each other
+    and all come to their end, with what they would have said alone."""
+    live = LiveBudget("streaming", 120)
+    settings = {"ctx_size": 256, "live_tokens": 256, "parallel": 4, "threads": 1}
+    async with service_on(bundled_model(), **settings) as service:
+        prompts = [some_ids(150, seed) for seed in range(4)]
+        answers = await asyncio.gather(*(ask(service, ids, 120, live=live) for ids in prompts))
+        assert all(len(answer.ids) == 120 for answer in answers)
+        await settle(service)
+
+
+async def test_hundreds_of_turns(service_on: OpenService) -> None:
+    """Bounded memory, no crash, and the store has every token."""
+    live = LiveBudget("streaming", 64)
+    async with service_on(bundled_model(), threads=1, ctx_size=256, live_tokens=512) as service:
+        ids = some_ids(10)
+        for turn in range(300):
+            answer = await ask(service, ids, 4, live=live, session="endless")
+            ids = np.concatenate([ids, np.array(answer.ids, np.int32), some_ids(6, turn)])
+            assert service.engine.pool.cells_used <= 64
+        await settle(service)
+        stored = service.store.session_ids("endless", "local")
+        assert np.array_equal(stored, ids[: len(stored)])
+        assert len(stored) == len(ids) - 6
+
+
+async def test_impossible_budgets(service_on: OpenService, tmp_path: Path) -> None:
+    """One sentence that says what is possible, before anything runs."""
+    async with service_on(bundled_model(), ctx_size=256) as service:
+        for live, words in (
+            (LiveBudget("streaming", 15), "at least 16 and less than the context"),
+            (LiveBudget("streaming", 256), "less than the context (256 tokens)"),
+            (LiveBudget("lru", 64), "There is no retention 'lru'"),
+        ):
+            with pytest.raises(InvalidRequest, match=re.escape(words)):
+                await ask(service, some_ids(20), 4, live=live)
+        with pytest.raises(ContextExceeded):
+            await ask(service, some_ids(300), 4)
+        for policy in BOUNDED:  # every budget from the smallest on can be kept to
+            for tokens in range(16, 256):
+                service.engine.thinner.check(LiveBudget(policy, tokens))
+    mamba = tmp_path / "mamba.gguf"
+    make_random_gguf(mamba, replace(PRESETS["tiny"], n_layer=2, arch="mamba"))
+    async with service_on(mamba, ctx_size=256) as service:
+        with pytest.raises(NotSupported, match="cannot lose one; take none or shift"):
+            await ask(service, [1, 2, 3], 4, live=LiveBudget("streaming", 64))

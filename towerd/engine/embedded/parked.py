@@ -1,0 +1,80 @@
+"""Thinned sequences that left the context, in RAM.
+
+The store has every token of such a chat but no rows that were computed under a thinned cache, so
+what is live of it is kept here as it is. If it goes, or the daemon ends, the chat's tokens are
+evaluated again under its budget. Called by the inference thread only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from towerd.engine.base import Ids, LiveBudget
+from towerd.engine.embedded.context import Buffer
+from towerd.engine.embedded.pool import common_prefix
+from towerd.engine.embedded.retained import Retained
+from towerd.store import Taint
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Parked:
+    """One chat: its tokens int32[n], what each token's rows are, the account of what is live and
+    its rows as a sequence blob."""
+
+    scope: str
+    session: str | None
+    ids: Ids
+    taint: Taint
+    retained: Retained
+    blob: Buffer
+
+    @property
+    def n(self) -> int:
+        return len(self.ids)
+
+    @property
+    def nbytes(self) -> int:
+        return self.blob.nbytes + self.ids.nbytes + self.taint.nbytes
+
+
+class ParkedTowers:
+    """The last used ones, within `bytes_max`."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self.bytes_max = bytes_max
+        self.nbytes = 0
+        self._by_age: list[Parked] = []
+        """The last used last."""
+
+    def __len__(self) -> int:
+        return len(self._by_age)
+
+    def add(self, parked: Parked) -> None:
+        """Keep it, in place of the ones used longest ago; not if it is too big by itself."""
+        self._by_age.append(parked)
+        self.nbytes += parked.nbytes
+        while self.nbytes > self.bytes_max:
+            self.nbytes -= self._by_age.pop(0).nbytes
+
+    def best(self, ids: Ids, scope: str, budget: LiveBudget) -> Parked | None:
+        """The longest one of this budget that `ids` continues."""
+        fitting = (
+            each
+            for each in self._by_age
+            if each.scope == scope
+            and each.retained.budget == budget
+            and each.n <= len(ids)
+            and common_prefix(each.ids, ids) == each.n
+        )
+        return max(fitting, key=lambda each: each.n, default=None)
+
+    def take(self, parked: Parked) -> None:
+        """It becomes live."""
+        self._by_age.remove(parked)
+        self.nbytes -= parked.nbytes
+
+    def find(self, ids: Ids, scope: str) -> Parked | None:
+        """The one of any budget that has most of `ids` in common."""
+        mine = [each for each in self._by_age if each.scope == scope]
+        best = max(mine, key=lambda each: common_prefix(each.ids, ids), default=None)
+        return best if best is not None and common_prefix(best.ids, ids) else None

@@ -1,0 +1,155 @@
+"""What is live of a chat that has a budget: which of its positions, where, and who decides.
+
+A position of the chat keeps its rows' rotation while it is live, so its place in the context is
+its position there, until a chat that outgrew the context is moved together:
+
+    chat       0 1 2 3 . . . . 8 9 . . 12 13 14      `kept`: ascending, `.` was dropped
+    context    0 1 2 3 . . . . 8 9 . . 12 13 14      `places`, before
+    context    0 1 2 3 4 5 6 7 8                     `places`, moved together
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from towerd.engine.base import LiveBudget
+from towerd.retention import Mass, Positions, Retention, View, open_retention, retention_config
+from towerd.slots.rows import KVRows
+
+RELEASE_SHARE = 8
+"""An eviction frees at least one part in this many of the budget, so that it is rare."""
+
+
+@dataclass(eq=False, slots=True)
+class Retained:
+    """The account of one live sequence with a budget. Arrays are replaced, never changed."""
+
+    budget: LiveBudget
+    policy: Retention
+    kept: Positions
+    """int64[m], ascending: positions of the chat that are live."""
+    places: Positions
+    """int64[m], ascending: where each stands in the context."""
+    mass: Mass
+    """float32[m]: see `View.mass`."""
+    recent: Mass
+    """float32[m]: see `View.recent`."""
+    n: int
+    """Tokens of the chat that were evaluated."""
+    n_places: int
+    """The context's length: places are below it."""
+    exact: KVRows | None = None
+    """Rows as they were before the first eviction, until the store has them."""
+    n_evictions: int = 0
+
+    @classmethod
+    def whole(cls, budget: LiveBudget, n: int, n_places: int) -> Retained:
+        """Of a sequence whose `n` tokens are all live. Raises ValueError as `retention_config`."""
+        policy = open_retention(retention_config(budget.policy, budget.tokens))
+        every = np.arange(n, dtype=np.int64)
+        zeros = np.zeros(n, np.float32)
+        return cls(budget, policy, every, every, zeros, zeros, n, n_places)
+
+    @property
+    def is_thinned(self) -> bool:
+        """Not everything is live where it was: such rows are never taken for exact ones."""
+        return self.n_evictions > 0
+
+    @property
+    def n_release(self) -> int:
+        return max(1, self.budget.tokens // RELEASE_SHARE)
+
+    @property
+    def n_target(self) -> int:
+        """The most positions that stay at an eviction."""
+        return self.budget.tokens - self.n_release
+
+    @property
+    def room(self) -> int:
+        """Tokens that may be evaluated before something has to be done."""
+        return min(self.budget.tokens - len(self.kept), self.n_places - self.place_next)
+
+    @property
+    def place_next(self) -> int:
+        """Where the next token goes in the context."""
+        return int(self.places[-1]) + 1 if len(self.places) else 0
+
+    def rank(self, n: int) -> int:
+        """How many live positions stand before position `n` of the chat."""
+        return int(np.searchsorted(self.kept, n))
+
+    def place_of(self, n: int) -> int:
+        """The first place in the context that belongs to no position before `n`."""
+        rank = self.rank(n)
+        return int(self.places[rank - 1]) + 1 if rank else 0
+
+    def extend(self, n: int) -> None:
+        """`n` more tokens of the chat were evaluated."""
+        new = np.arange(n, dtype=np.int64)
+        self.places = np.concatenate([self.places, new + self.place_next])
+        self.kept = np.concatenate([self.kept, new + self.n])
+        zeros = np.zeros(n, np.float32)
+        self.mass, self.recent = np.append(self.mass, zeros), np.append(self.recent, zeros)
+        self.n += n
+
+    def truncate(self, n: int) -> None:
+        """Only the first `n` tokens of the chat are left."""
+        self._only(np.arange(self.rank(n)))
+        self.n = n
+
+    def view(self, messages: Positions) -> View:
+        """What the policy sees. messages: int64[n], the message of each token of the chat"""
+        return View(
+            self.kept,
+            self.n,
+            mass=self.mass,
+            recent=self.recent,
+            messages=messages[self.kept],
+        )
+
+    def drop(self, stay: Positions) -> list[tuple[int, int]]:
+        """Only `stay` is live from now on. Returns what has to leave the context: [p0, p1) of
+        the chat, each a run of live positions, the last first."""
+        is_kept = np.isin(self.kept, stay, assume_unique=True)
+        ranks = np.flatnonzero(~is_kept)
+        runs = np.split(ranks, np.flatnonzero(np.diff(ranks) > 1) + 1) if len(ranks) else []
+        gone = [(int(self.kept[r[0]]), int(self.kept[r[-1]]) + 1) for r in runs]
+        self.n_evictions += bool(gone)
+        return gone[::-1]
+
+    def forget(self, p0: int, p1: int) -> None:
+        """Positions [p0, p1) have left the context."""
+        self._only(np.flatnonzero((self.kept < p0) | (self.kept >= p1)))
+
+    def moved_together(self) -> None:
+        """The rows were moved to places without holes."""
+        self.places = np.arange(len(self.kept), dtype=np.int64)
+        self.n_evictions += 1
+
+    def is_intact_before(self, n: int) -> bool:
+        """Whether the tokens just before position `n` are live, as after an eviction they are."""
+        window = min(n, getattr(self.policy.config, "window", 1))
+        return self.rank(n) - self.rank(n - window) == window
+
+    def fork(self) -> Retained:
+        """The account of a branch."""
+        return Retained(
+            self.budget, self.policy.fork(), self.kept, self.places, self.mass, self.recent,
+            self.n, self.n_places, None, self.n_evictions,
+        )  # fmt: skip
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError naming what does not add up."""
+        m = len(self.kept)
+        assert len(self.places) == len(self.mass) == len(self.recent) == m, "lengths"
+        assert (np.diff(self.kept) > 0).all(), "kept positions ascend"
+        assert (np.diff(self.places) > 0).all(), "places ascend"
+        assert m == 0 or int(self.kept[-1]) < self.n, "a position is not evaluated yet"
+        assert self.is_thinned or m == self.n, "positions are missing of a whole sequence"
+
+    def _only(self, ranks: npt.NDArray[np.int64]) -> None:
+        self.kept, self.places = self.kept[ranks], self.places[ranks]
+        self.mass, self.recent = self.mass[ranks], self.recent[ranks]

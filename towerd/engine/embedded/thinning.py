@@ -1,0 +1,184 @@
+"""Thinner: keeps chats with a budget within it.
+
+Before a step that would exceed the budget, the policy says what stays and the rest is dropped
+from the context; positions keep their rotation, so holes are left. When a chat reaches the last
+position of the context, what is live of it is moved together: keys are rotated to places without
+holes, so that a chat may be longer than any context. Called by the inference thread only, but for
+`check`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from towerd.config import RETENTIONS
+from towerd.engine.base import LiveBudget
+from towerd.engine.embedded.core import Core
+from towerd.engine.embedded.job import Job
+from towerd.engine.embedded.parked import Parked, ParkedTowers
+from towerd.engine.embedded.pool import LivePool, LiveSeq
+from towerd.engine.embedded.retained import Retained
+from towerd.engine.embedded.splice import Splicer
+from towerd.errors import InvalidRequest, NotSupported, Unavailable
+from towerd.retention import Positions, retention_config
+from towerd.slots.blob import emit_blob
+from towerd.slots.kind import DENSE
+from towerd.slots.rows import KVRows, join
+from towerd.slots.shift import compose_at
+
+_BUDGET_MIN = 16
+
+
+class Thinner:
+    """What happens to live sequences of chats that have a budget."""
+
+    def __init__(self, core: Core, pool: LivePool, splicer: Splicer, parked_bytes_max: int) -> None:
+        self.parked = ParkedTowers(parked_bytes_max)
+        self.n_evictions = 0
+        self.n_tokens_dropped = 0
+        self.n_moves = 0
+        self._core = core
+        self._memory = core.memory
+        self._pool = pool
+        self._splicer = splicer
+        self._eog_ids = np.array(sorted(core.vocab.eog_ids), np.int32)
+
+    # ---- asked before a request is taken -------------------------------------------------
+
+    def check(self, budget: LiveBudget) -> None:
+        """Raises NotSupported or InvalidRequest, saying what is possible, if no chat of this
+        model can be kept within `budget`."""
+        if not budget.is_bounded:
+            return
+        if budget.policy not in RETENTIONS:
+            raise InvalidRequest(
+                f"There is no retention {budget.policy[:40]!r}: take one of "
+                f"{', '.join(RETENTIONS)}."
+            )
+        if self._memory.kind is not DENSE:
+            raise NotSupported(
+                f"Retention {budget.policy!r} drops single positions, and this model's state "
+                f"({self._memory.kind.name}) cannot lose one; take none or shift."
+            )
+        if not _BUDGET_MIN <= budget.tokens < self._core.n_ctx:
+            raise InvalidRequest(
+                f"A live budget of {budget.tokens} tokens cannot be: it must be at least "
+                f"{_BUDGET_MIN} and less than the context ({self._core.n_ctx} tokens)."
+            )
+        try:
+            config = retention_config(budget.policy, budget.tokens)
+        except ValueError as error:
+            raise InvalidRequest(f"The live budget does not do: {error}.") from error
+        assert config.n_min <= Retained.whole(budget, 0, 0).n_target
+
+    def may_outgrow(self, budget: LiveBudget) -> bool:
+        """Whether a chat of this budget may be longer than the context: what is live of it can
+        be moved together."""
+        return budget.is_bounded and self._splicer.can_rotate
+
+    # ---- a job's sequence ----------------------------------------------------------------
+
+    def enter(self, job: Job, seq: LiveSeq) -> None:
+        """`seq`, which is the job's from now on, gets the account that the job's budget wants."""
+        budget = job.request.live
+        if not budget.is_bounded:
+            assert not seq.is_thinned, "a thinned sequence went to a request without a budget"
+            seq.retained = None
+        elif seq.retained is None or seq.retained.budget != budget:
+            assert not seq.is_thinned, "a thinned sequence went to a request of another budget"
+            seq.retained = Retained.whole(budget, seq.n, self._core.n_ctx)
+
+    def make_room(self, job: Job, evict: Callable[[], bool]) -> None:
+        """Make sure that `job` can evaluate a token. `evict` frees an idle sequence.
+
+        Raises Unavailable when no cells can be had to move the chat together."""
+        seq = job.seq
+        assert seq is not None
+        retained = seq.retained
+        if retained is None:
+            return
+        if seq.n + 1 > len(seq.ids):
+            self._pool.grow(seq, seq.n + max(retained.budget.tokens, seq.n // 4))
+        if len(retained.kept) >= retained.budget.tokens:
+            self._evict(job, seq, retained)
+        if self.may_outgrow(retained.budget) and retained.place_next >= retained.n_places:
+            self._move_together(seq, retained, evict)
+
+    def _evict(self, job: Job, seq: LiveSeq, retained: Retained) -> None:
+        view = retained.view(self._messages(job, seq.n))
+        stay = retained.policy.keep(view, retained.n_target)
+        if not retained.is_thinned and len(stay) < len(retained.kept):
+            retained.exact = self._memory.rows(seq.id, 0, seq.n)
+        for p0, p1 in retained.drop(stay):
+            self._pool.thin(seq, p0, p1)
+        self.n_evictions += 1
+        self.n_tokens_dropped += view.n - len(stay)
+
+    def _messages(self, job: Job, n: int) -> Positions:
+        """int64[n]: how many messages have ended before each token."""
+        ends = np.isin(job.ids[:n], self._eog_ids)
+        return np.concatenate([[0], np.cumsum(ends)[:-1]]).astype(np.int64)[:n]
+
+    def _move_together(self, seq: LiveSeq, retained: Retained, evict: Callable[[], bool]) -> None:
+        """Move the live rows to the places [0, m), their keys rotated."""
+        rows = self._memory.rows(seq.id, 0, retained.place_next)
+        assert rows is not None
+        if not retained.is_thinned:
+            retained.exact = rows
+        rot_k = self._core.info.fingerprint.rot_k
+        moved = compose_at(runs_of(rows), self._splicer.rope(), rot_k=rot_k)
+        blob = np.asarray(emit_blob([join(moved)], v_trans=self._core.context.v_trans))
+        self._pool.let_go(seq)
+        retained.moved_together()
+        while self._pool.cells_free < len(rows):  # others share what was let go of
+            if not evict():
+                raise Unavailable("The live context is full of running requests; try again later.")
+        self._memory.append(seq.id, blob, is_empty=True)
+        self._pool.take(seq, len(rows))
+        self.n_moves += 1
+
+    # ---- out of the context and back -----------------------------------------------------
+
+    def park(self, seq: LiveSeq) -> None:
+        """Keep what is live of a thinned sequence that is about to be dropped."""
+        assert seq.retained is not None
+        blob = self._core.context.get_state(seq.id)
+        ids, taint = seq.tokens().copy(), seq.taint[: seq.n].copy()
+        self.parked.add(Parked(seq.scope, seq.session, ids, taint, seq.retained, blob))
+
+    def can_unpark(self, parked: Parked, evict: Callable[[], bool]) -> bool:
+        """Whether its cells can be had now; idle sequences are evicted for them."""
+        while self._pool.cells_free < len(parked.retained.kept):
+            if not evict():
+                return False
+        return True
+
+    def unpark(self, parked: Parked, seq: LiveSeq) -> None:
+        """Make a parked chat the content of the empty sequence `seq`. Needs `can_unpark`."""
+        self._memory.append(seq.id, parked.blob, is_empty=True)
+        self.parked.take(parked)
+        self._pool.grow(seq, parked.n)
+        seq.ids[: parked.n], seq.taint[: parked.n] = parked.ids, parked.taint
+        seq.n, seq.retained = parked.n, parked.retained
+        self._pool.take(seq, len(parked.retained.kept))
+
+    def stats(self) -> dict[str, int]:
+        """Counters and gauges."""
+        return {
+            "retention_evictions": self.n_evictions,
+            "retention_tokens_dropped": self.n_tokens_dropped,
+            "retention_moves": self.n_moves,
+            "parked_sequences": len(self.parked),
+            "parked_bytes": self.parked.nbytes,
+        }
+
+
+def runs_of(rows: KVRows) -> list[KVRows]:
+    """The runs of consecutive positions of `rows`, as views."""
+    positions = rows.positions.astype(np.int64)
+    breaks = np.flatnonzero(np.diff(positions) > 1)
+    starts: Iterable[int] = [rows.p0, *(int(positions[i + 1]) for i in breaks)]
+    ends: Iterable[int] = [*(int(positions[i]) + 1 for i in breaks), rows.p1]
+    return [rows.slice(p0, p1) for p0, p1 in zip(starts, ends, strict=True)]
