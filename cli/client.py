@@ -47,7 +47,8 @@ class Backend(Protocol):
         ...
 
     def session(self, id: str, scope: str | None = None, *, text: bool = False) -> Json:
-        """`session`, `turns` and `text`: that of the current branch, or None."""
+        """`session`, `turns`, `text` (that of the current branch, or None) and `kept`: what is
+        live of a chat with a budget, or None."""
         ...
 
     def delete_session(self, id: str, scope: str | None = None) -> None: ...

@@ -81,9 +81,10 @@ class DaemonBackend:
         return found
 
     def session(self, id: str, scope: str | None = None, *, text: bool = False) -> Json:
-        query = {"scope": scope, "text": int(text), "thaw": 0}  # who looks does not go on
+        # Who looks does not go on.
+        query = {"scope": scope, "text": int(text), "kept": 1, "thaw": 0}
         found = self._get(f"{OWN}/sessions/{_name(id)}", **query)
-        return {"text": None, **found}
+        return {"text": None, "kept": None, **found}
 
     def delete_session(self, id: str, scope: str | None = None) -> None:
         self._ask("DELETE", f"{OWN}/sessions/{_name(id)}", query={"scope": scope})

@@ -77,7 +77,12 @@ class StoreBackend:
             raise needs_daemon()
         info = self.store.session(id, scope)
         turns = self.store.turns(id, info.scope)
-        return {"text": None, "session": asdict(info), "turns": [asdict(turn) for turn in turns]}
+        return {
+            "text": None,
+            "kept": None,
+            "session": asdict(info),
+            "turns": [asdict(turn) for turn in turns],
+        }
 
     def delete_session(self, id: str, scope: str | None = None) -> None:
         self.store.delete_session(id, scope)

@@ -11,6 +11,7 @@ from towerd.cli.client import PAGE_MAX, Backend, Json, Target, connect, json_opt
 SCOPE_HELP = "Only this tenant's."
 TEXT_HEAD = 300
 TEXT_END = 700
+DRAWING_CHARS = 64
 _COLUMNS = ("SESSION", "TENANT", ">TURNS", ">TOKENS", ">FROZEN", ">LAST USED", "TITLE OR END")
 
 
@@ -83,6 +84,28 @@ def show(session: str, scope: str | None, text: bool, as_json: bool, target: Tar
         _print(found, path, whole_text=text)
 
 
+def kept_facts(kept: Json | None) -> list[tuple[str, str]]:
+    """How much of a chat with a budget is live, and a drawing of where in the chat it stands."""
+    if kept is None:
+        return []
+    n_kept = sum(p1 - p0 for p0, p1 in kept["runs"])
+    return [
+        ("live", f"{n_kept:,} of {kept['n']:,} ({kept['policy']}, budget {kept['budget']:,})"),
+        ("kept", f"|{drawn(kept['runs'], kept['n'])}|"),
+    ]
+
+
+def drawn(runs: list[list[int]], n: int, width: int = DRAWING_CHARS) -> str:
+    """Tokens [0, n) as one line: a character is full, half or empty as its tokens are kept."""
+    width = min(width, n)
+    line = ""
+    for i in range(width):
+        p0, p1 = i * n // width, (i + 1) * n // width
+        n_kept = sum(max(0, min(p1, b) - max(p0, a)) for a, b in runs)
+        line += "█" if n_kept == p1 - p0 else "▒" if n_kept else "·"
+    return line
+
+
 def _path(backend: Backend, turns: list[Json]) -> list[Json]:
     """The segments of the current branch, first to last."""
     leaf = leaf_segment(turns)
@@ -131,6 +154,7 @@ def _print(found: Json, path: list[Json], *, whole_text: bool) -> None:
             ("last used", moment(session["updated"])),
             ("tokens", f"{session['n_tokens']:,} in the current branch"),
             ("rows", _rows(session, by_tier)),
+            *kept_facts(found["kept"]),
         )
     )
     show_table(

@@ -27,6 +27,7 @@ from towerd.engine.base import (
     GenerateRequest,
     Generation,
     Ids,
+    Kept,
     ModelInfo,
     ModuleMaker,
     Piece,
@@ -138,6 +139,9 @@ class FakeEngine:
 
     def generate(self, request: GenerateRequest) -> Generation:
         raise NotImplementedError
+
+    async def kept(self, ids: Ids, scope: str) -> Kept | None:
+        return None
 
     async def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> Ids:
         return await asyncio.to_thread(self._tokenize, text, add_special)

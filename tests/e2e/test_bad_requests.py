@@ -45,7 +45,7 @@ def test_prompt_over_the_context(daemon: Daemon, path: str, stream: bool) -> Non
     prompt = (
         {"messages": [{"role": "user", "content": text}]} if "chat" in path else {"prompt": ids}
     )
-    error = error_of(daemon, path, json=prompt | {"stream": stream})
+    error = error_of(daemon, path, json=prompt | {"stream": stream, "retention": "none"})
     assert error["type"] == "exceed_context_size_error"
     assert error["n_ctx"] == 512
     assert error["n_prompt_tokens"] >= len(ids)
@@ -54,10 +54,11 @@ def test_prompt_over_the_context(daemon: Daemon, path: str, stream: bool) -> Non
 
 def test_prompt_that_just_fits(daemon: Daemon) -> None:
     """One token below the context is served, the context itself is not."""
-    reply = daemon.complete([5] * 511, 10)
+    reply = daemon.complete([5] * 511, 10, retention="none")
     assert reply["tokens_predicted"] == 1
     assert reply["truncated"] is True
-    assert error_of(daemon, "/completion", json={"prompt": [5] * 512})["n_prompt_tokens"] == 512
+    over = {"prompt": [5] * 512, "retention": "none"}
+    assert error_of(daemon, "/completion", json=over)["n_prompt_tokens"] == 512
 
 
 @pytest.mark.parametrize(
@@ -168,11 +169,13 @@ def test_ten_megabytes(daemon: Daemon) -> None:
     """Three at once, as text, as tokens and as a chat: each gets a clear error, and meanwhile
     health checks and other requests are answered."""
     text = "Once upon a time there was a girl. " * (TEN_MB // 35)
-    bodies = [
+    bodies: list[tuple[str, dict[str, Any]]] = [
         ("/completion", {"prompt": text}),
         ("/completion", {"prompt": [10] * (TEN_MB // 4)}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
     ]
+    for _, body in bodies:
+        body["retention"] = "none"
     errors: list[dict[str, Any]] = []
 
     def send(path: str, data: bytes) -> None:

@@ -247,7 +247,9 @@ def test_errors_become_exceptions(openai: OpenAI) -> None:
         openai.chat.completions.create(model=MODEL, messages=wrong_messages)
     assert wrong.value.type == "invalid_request_error"
     with pytest.raises(openai_errors.BadRequestError) as too_long:
-        openai.chat.completions.create(model=MODEL, messages=user("word " * 2000))
+        openai.chat.completions.create(
+            model=MODEL, messages=user("word " * 2000), extra_body={"retention": "none"}
+        )
     assert too_long.value.type == "exceed_context_size_error"
 
 

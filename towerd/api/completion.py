@@ -84,6 +84,7 @@ def _absorb(request: web.Request, choice: Choice, event: Event) -> None:
 
 def _headers(choices: Sequence[Choice]) -> dict[str, str]:
     parts = [choice.reuse for choice in choices]
+    kept = [reuse.kept for reuse in parts if reuse.kept is not None]
     total = Reuse(
         live=sum(reuse.live for reuse in parts),
         hot=sum(reuse.hot for reuse in parts),
@@ -91,6 +92,7 @@ def _headers(choices: Sequence[Choice]) -> dict[str, str]:
         prefill=sum(reuse.prefill for reuse in parts),
         approximate=sum(reuse.approximate for reuse in parts),
         cold=sum(reuse.cold for reuse in parts),
+        kept=sum(kept) if kept else None,
     )
     headers = {REUSE_HEADER: total.header()}
     finish = choices[0].finish

@@ -40,8 +40,9 @@ async def list_sessions(request: web.Request) -> web.Response:
 
 
 async def get_session(request: web.Request) -> web.Response:
-    """One session with its turns; `?text=1` adds the text of its current branch. Whoever opens a
-    frozen one is about to go on with it: it is thawed, unless `?thaw=0` says otherwise."""
+    """One session with its turns; `?text=1` adds the text of its current branch, `?kept=1` what
+    is live of it. Whoever opens a frozen one is about to go on with it: it is thawed, unless
+    `?thaw=0` says otherwise."""
     service = service_of(request)
     store, name, scope = service.store, request.match_info["id"], visible_scope(request)
     info = await asyncio.to_thread(store.session, name, scope)
@@ -49,6 +50,8 @@ async def get_session(request: web.Request) -> web.Response:
     out: dict[str, Any] = {"session": asdict(info), "turns": [asdict(turn) for turn in turns]}
     if info.cold_bytes and service.cold.ahead is not None and request.query.get("thaw") != "0":
         service.cold.ahead.opened(name, info.scope)
+    if flag(request, "kept"):
+        out["kept"] = None if info.cold_bytes else await _kept(request, name, info.scope)
     if flag(request, "text") or flag(request, "ids"):
         ids = await service.cold.session_ids(name, info.scope)
         if flag(request, "ids"):
@@ -57,6 +60,14 @@ async def get_session(request: web.Request) -> web.Response:
             raw = await service.engine.detokenize(ids.tolist())
             out["text"] = raw.decode("utf-8", "replace")
     return json_reply(out)
+
+
+async def _kept(request: web.Request, name: str, scope: str) -> dict[str, Any] | None:
+    """What is live of a session whose tokens are at hand, if its chat has a budget."""
+    service = service_of(request)
+    ids = await asyncio.to_thread(service.store.session_ids, name, scope)
+    kept = await service.engine.kept(ids, scope)
+    return None if kept is None else asdict(kept)
 
 
 async def patch_session(request: web.Request) -> web.Response:

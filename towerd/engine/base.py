@@ -267,6 +267,18 @@ class SlotView:
     has_new_line: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What is live of a chat that has a budget, or waits in RAM to be live again."""
+
+    policy: str
+    budget: int
+    n: int
+    """Tokens of the chat that were evaluated."""
+    runs: tuple[tuple[int, int], ...]
+    """[p0, p1) of its tokens that are kept, ascending."""
+
+
 class Generation(Protocol):
     """A running request. Iterate it to its Finish, or `cancel`; then always `release`."""
 
@@ -340,6 +352,11 @@ class Engine(Protocol):
 
     def slots(self) -> list[SlotView]:
         """A snapshot of the live sequences."""
+        ...
+
+    async def kept(self, ids: Ids, scope: str) -> Kept | None:
+        """What is kept of the chat whose tokens are `ids`; None: it has no budget, or nothing of
+        it is live."""
         ...
 
     def stats(self) -> dict[str, Any]:

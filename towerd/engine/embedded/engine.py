@@ -15,6 +15,8 @@ from towerd.engine.base import (
     Finish,
     GenerateRequest,
     Ids,
+    Kept,
+    LiveBudget,
     ModuleMaker,
     SlotView,
 )
@@ -29,7 +31,7 @@ from towerd.engine.embedded.shift import check_fits
 from towerd.engine.embedded.splice import Splicer
 from towerd.engine.embedded.template import ChatTemplate
 from towerd.engine.embedded.thinning import Thinner
-from towerd.errors import InvalidRequest, TowerdError, Unavailable
+from towerd.errors import ConfigError, InvalidRequest, NotSupported, TowerdError, Unavailable
 from towerd.tiers.boundary import BoundaryTier
 from towerd.tiers.manager import Tiers
 
@@ -117,6 +119,7 @@ class EmbeddedEngine:
             queue_max=config.queue_max,
             deliver=self._deliver,
         )
+        self._check_retention(config)
         self.embedded_modules = EmbeddedModules(core, self.scheduler, self.splicer)
         self.modules: ModuleMaker | None = self.embedded_modules
         self.template = ChatTemplate(
@@ -128,6 +131,14 @@ class EmbeddedEngine:
         )
         self._text = ThreadPoolExecutor(2, "towerd-text")
         self._big_text = ThreadPoolExecutor(1, "towerd-big-text")
+
+    def _check_retention(self, config: Config) -> None:
+        """Raises ConfigError unless this model's chats can be kept within the budget set."""
+        try:
+            tokens = config.live_budget or self.n_ctx // 2
+            self.thinner.check(LiveBudget(config.retention, tokens))
+        except (InvalidRequest, NotSupported) as error:
+            raise ConfigError(str(error)) from error
 
     def start(self) -> None:
         self.scheduler.start()
@@ -180,6 +191,10 @@ class EmbeddedEngine:
             else SlotView(i, self.n_ctx, False, None, 0, 0, None)
             for i, job in enumerate(jobs)
         ]
+
+    async def kept(self, ids: Ids, scope: str) -> Kept | None:
+        found = self.scheduler.call(lambda: self.thinner.kept(ids, scope))
+        return await asyncio.wrap_future(found)
 
     def stats(self) -> dict[str, Any]:
         scheduler = self.scheduler

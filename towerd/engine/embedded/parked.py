@@ -73,8 +73,6 @@ class ParkedTowers:
         self._by_age.remove(parked)
         self.nbytes -= parked.nbytes
 
-    def find(self, ids: Ids, scope: str) -> Parked | None:
-        """The one of any budget that has most of `ids` in common."""
-        mine = [each for each in self._by_age if each.scope == scope]
-        best = max(mine, key=lambda each: common_prefix(each.ids, ids), default=None)
-        return best if best is not None and common_prefix(best.ids, ids) else None
+    def entries(self) -> list[tuple[Ids, str, Retained]]:
+        """Tokens, scope and account of each."""
+        return [(each.ids, each.scope, each.retained) for each in self._by_age]

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from towerd.config import RETENTIONS
-from towerd.engine.base import LiveBudget
+from towerd.engine.base import Ids, Kept, LiveBudget
 from towerd.engine.embedded.core import Core
 from towerd.engine.embedded.job import Job
 from towerd.engine.embedded.parked import Parked, ParkedTowers
-from towerd.engine.embedded.pool import LivePool, LiveSeq
+from towerd.engine.embedded.pool import LivePool, LiveSeq, common_prefix
 from towerd.engine.embedded.retained import Retained
 from towerd.engine.embedded.splice import Splicer
 from towerd.errors import InvalidRequest, NotSupported, Unavailable
@@ -163,6 +163,25 @@ class Thinner:
         seq.ids[: parked.n], seq.taint[: parked.n] = parked.ids, parked.taint
         seq.n, seq.retained = parked.n, parked.retained
         self._pool.take(seq, len(parked.retained.kept))
+
+    def kept(self, ids: Ids, scope: str) -> Kept | None:
+        """What is kept of the chat whose tokens are `ids`, live or parked."""
+        best: Retained | None = None
+        best_n = 0
+        candidates = [(seq.tokens(), seq.scope, seq.retained) for seq in self._pool]
+        for tokens, its_scope, retained in [*candidates, *self.parked.entries()]:
+            n = common_prefix(tokens, ids)
+            if retained is None or its_scope != scope or n < min(len(tokens), len(ids)):
+                continue
+            if n > best_n:
+                best, best_n = retained, n
+        if best is None:
+            return None
+        breaks = np.flatnonzero(np.diff(best.kept) > 1)
+        starts = best.kept[np.concatenate([[0], breaks + 1])]
+        ends = best.kept[np.concatenate([breaks, [len(best.kept) - 1]])] + 1
+        runs = tuple(zip(starts.tolist(), ends.tolist(), strict=True))
+        return Kept(best.budget.policy, best.budget.tokens, best.n, runs)
 
     def stats(self) -> dict[str, int]:
         """Counters and gauges."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from towerd.config import Config
-from towerd.engine.base import GenerateRequest, Ids, ModelInfo, ModuleMaker, Reuse, SlotView
+from towerd.engine.base import GenerateRequest, Ids, Kept, ModelInfo, ModuleMaker, Reuse, SlotView
 from towerd.engine.embedded.shift import check_fits
 from towerd.engine.llama_server.backend import Backend
 from towerd.engine.llama_server.describe import Described
@@ -386,6 +386,10 @@ class LlamaServerEngine:
             SlotView(slot.id, self.n_ctx, slot.busy, None, slot.n, 0, None)
             for slot in self.table.slots
         ]
+
+    async def kept(self, ids: Ids, scope: str) -> Kept | None:
+        """A llama-server keeps all of a chat, or moves it in ways of its own."""
+        return None
 
     def stats(self) -> dict[str, Any]:
         counters = self.placer.counters
