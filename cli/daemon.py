@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
 from towerd.cli.client import Json, OnBytes
-from towerd.errors import ConfigError, TowerdError
+from towerd.errors import ConfigError, NotFound, TowerdError
 from towerd.tiers.module_text import ANYWHERE
 
 TIMEOUT_S = 60.0
@@ -153,6 +153,13 @@ class DaemonBackend:
         self._ask("DELETE", f"{OWN}/bases/{_name(name)}", query={"scope": scope})
 
     # --- upkeep ---------------------------------------------------------------------------
+
+    def model_path(self) -> Path:
+        """The file of the served model, if the daemon runs on this machine. Raises NotFound."""
+        path = Path(self.stats()["model_path"])
+        if not path.is_file():
+            raise NotFound(f"The served model, {path}, is not on this machine: ask there.")
+        return path
 
     def stats(self) -> Json:
         return self._get(f"{OWN}/stats")

@@ -121,19 +121,25 @@ class StoreBackend:
         found = self.store.cold.idle(time.time() - idle_s, limit, scope)
         return [asdict(session) for session in found]
 
-    def _model(self) -> Model:
-        """The model that was served from the store last. Raises ModelError, NotSupported, or
+    def model_path(self) -> Path:
+        """The file of the model that was served from the store last. Raises ModelError, or
         StoreError if the settings name another one."""
-        from towerd.cold import Coding, Source
         from towerd.engine.embedded.core import file_hash
         from towerd.models.bundled import find_model
 
-        path, hash = find_model(self._model_path), self.store.state.fingerprint.model_hash
-        if file_hash(path, self.store.state.catalog) != hash:
+        path = find_model(self._model_path)
+        if file_hash(path, self.store.state.catalog) != self.store.state.fingerprint.model_hash:
             raise StoreError(
-                "Coding a conversation takes the vocabulary of the model that was served from this "
-                f"store, and {path.name} is another one: name it with --model, or start its daemon."
+                "Coding a text takes the vocabulary of the model that was served from this store, "
+                f"and {path.name} is another one: name it with --model, or start its daemon."
             )
+        return path
+
+    def _model(self) -> Model:
+        """The model of `model_path`, to code with. Raises as that, and NotSupported."""
+        from towerd.cold import Coding, Source
+
+        path, hash = self.model_path(), self.store.state.fingerprint.model_hash
         if self._coding is None:
             self._coding = Coding(lambda: Source(path, hash))
         return self._coding.model()

@@ -20,6 +20,7 @@ CONTROL_COMMANDS = {
     "segments": "towerd.cli.segments:segments",
     "why": "towerd.cli.why:why",
     "trie": "towerd.cli.trie:trie",
+    "cluster": "towerd.cli.cluster:cluster",
     "pin": "towerd.cli.pin:pin",
     "unpin": "towerd.cli.pin:unpin",
     "stats": "towerd.cli.stats:stats",

@@ -30,6 +30,8 @@ _FIXED = struct.Struct("<4sBBI8s16s")
 _CHECKSUM_BYTES = 8
 _MODEL_BYTES = 8
 _BASE_BYTES = 16
+BASE_HEAD_BYTES = _BASE_BYTES + 2
+"""What naming a base takes in a blob, about."""
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,25 @@ class MiniText:
         return b"".join([self.bytes_by_rank[rank] for rank in ranks])
 
 
+class TextModel:
+    """What a text costs, without writing it."""
+
+    def __init__(self, vocabulary: Vocabulary, prior: Prior) -> None:
+        self._vocabulary, self._mini, self._mixer = vocabulary, MiniText(prior), prior.mixer()
+
+    def symbols(self, ids: Ids) -> Symbols:
+        """The symbols of ids of the vocabulary."""
+        return self._mini.symbols(from_ids(ids, self._vocabulary).text)
+
+    def bits(self, symbols: Symbols, context: Symbols) -> float:
+        """Bits of symbols that follow `context`, of which the last BASE_IDS_MAX are read."""
+        read = context[-BASE_IDS_MAX:]
+        self._mixer.reset(1, table_bits(len(symbols) + len(read)))
+        self._mixer.learn(0, read)
+        bits, chances = self._mixer.encode(0, symbols)
+        return float(-np.log2(np.where(bits == 1, chances, 1 - chances)).sum())
+
+
 class Mix:
     """A `FormCoder`."""
 
