@@ -23,13 +23,13 @@ from towerd.codec.forms import Coded
 from towerd.codec.mix import BASE_IDS_MAX, MiniText, Symbols, table_bits
 from towerd.codec.models.base import Predictor
 from towerd.codec.prior import state
-from towerd.codec.prior.file import Prior, ranks_of
+from towerd.codec.prior.file import Prior, kinds_of, ranks_of
 from towerd.codec.text import as_context, from_ids, parse, to_ids
 from towerd.kernels.mixing import Mixer, make_mixer
 
 CHUNK_SYMBOLS = 1024
 """Symbols of a chunk; measured, see README.md."""
-_FORMAT = b"1"
+_FORMAT = b"2"
 
 
 class Lanes:
@@ -160,7 +160,8 @@ class Same:
         ids = np.argsort(self.ranks).astype(np.int32)
         self.ids = ids
         weights, start = np.zeros(n_tokens, np.uint32), state.untrained(n_tokens)
-        self.lanes = Lanes(predictor, ids, lambda: make_mixer(weights, (), start), first)
+        kinds = kinds_of(vocabulary.pieces)
+        self.lanes = Lanes(predictor, ids, lambda: make_mixer(weights, (), start, kinds), first)
         self.model = _hash(_FORMAT, predictor.name, first.to_bytes(4, "little"))
         self.runtime = predictor.runtime
 

@@ -88,6 +88,7 @@ class Mixer:
         weights: npt.NDArray[np.uint32],
         tables: Sequence[tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint16]]],
         state: npt.NDArray[np.uint32],
+        kinds: npt.NDArray[np.uint8],
     ) -> None: ...
     def reset(self, lanes: int = 1, table_bits: int = 16) -> None:
         """Forget what was seen."""

@@ -12,31 +12,40 @@ import numpy.typing as npt
 from towerd.kernels import reference_mix
 from towerd.kernels.dispatch import ENV
 from towerd.kernels.reference_mix import (
+    BREAK,
     DYNAMIC,
     FINAL,
     INPUTS,
     LEVELS,
     MATCH_MAX,
     MATCHES,
+    OPENING,
+    PLAIN,
     SETS,
     STATIC,
+    n_maps,
     state_size,
 )
 
 __all__ = [
+    "BREAK",
     "DYNAMIC",
     "FINAL",
     "INPUTS",
     "LEVELS",
     "MATCHES",
     "MATCH_MAX",
+    "OPENING",
+    "PLAIN",
     "SETS",
     "STATIC",
     "Mixer",
     "make_mixer",
+    "n_maps",
     "state_size",
 ]
 
+U8 = npt.NDArray[np.uint8]
 U16 = npt.NDArray[np.uint16]
 U32 = npt.NDArray[np.uint32]
 I32 = npt.NDArray[np.int32]
@@ -55,7 +64,7 @@ class Mixer(Protocol):
     def state(self) -> U32: ...
 
 
-def make_mixer(weights: U32, tables: Sequence[tuple[U32, U16]], state: U32) -> Mixer:
+def make_mixer(weights: U32, tables: Sequence[tuple[U32, U16]], state: U32, kinds: U8) -> Mixer:
     """A mixer over len(weights) tokens. ValueError if the tables are not sound.
 
     TOWERD_KERNELS=reference forces the one in Python; both give the same numbers."""
@@ -65,5 +74,5 @@ def make_mixer(weights: U32, tables: Sequence[tuple[U32, U16]], state: U32) -> M
         except ImportError:
             pass
         else:
-            return _native.Mixer(weights, list(tables), state)
-    return reference_mix.Mixer(weights, tables, state)
+            return _native.Mixer(weights, list(tables), state, kinds)
+    return reference_mix.Mixer(weights, tables, state, kinds)

@@ -6,12 +6,17 @@ a probability, and small online-trained networks mix them in the logistic domain
 (Mahoney, "Adaptive Weighing of Context Models for Lossless Data Compression", 2005):
 
 - how often the node went either way in the corpus, after the last 0 to 5 tokens (`STATIC` tables);
-- how it went since the reset, after the last 0 to 4 tokens and after the one before the last
-  (`DYNAMIC`), as two small counts in a hash table;
+- these orders interpolated over the tokens, as n-gram models do (Chen and Goodman, "An Empirical
+  Study of Smoothing Techniques for Language Modeling", 1998): counts are discounted, and what a
+  context is likely to be followed by besides what is listed goes to the next shorter context;
+- how it went since the reset, after the last 0 to 3 tokens and at such a place of the chat
+  (`DYNAMIC`), as two small counts in a hash table, and the former over the interpolation;
 - what followed where the last tokens were seen before (`MATCHES`);
 - the network's distribution over the tokens, if one is given.
 
-Counts become probabilities through maps that learn what such counts meant so far. Everything is
+Counts become probabilities through maps that learn what such counts meant so far. The weights of
+the inputs come from several sets, each chosen by something else, and their results are mixed again.
+How unlikely the way down the tree was until here is one of these things. Everything is
 integer arithmetic (and + - * / of doubles for two tables), so all machines agree on every bit.
 """
 
@@ -24,17 +29,31 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-STATIC, DYNAMIC, MATCHES = 5, 6, 2
-INPUTS = 1 + STATIC + DYNAMIC + MATCHES + 2
-LEVELS, SETS, FINAL, MATCH_MAX = 48, 256, 64, 32
+STATIC, DYNAMIC, MATCHES = 5, 7, 1
+BLENDS = 2
+INPUTS = 1 + STATIC + DYNAMIC + MATCHES + BLENDS + 2
+LEVELS, SETS, FINAL, MATCH_MAX = 48, 6, 128, 32
+SET_ROWS = (96, 0, 80, 0, 1024, 1024)
+"""Rows of each set of weights; 0: one per token."""
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256, 1024, 4096, 16384)
-MATCH_ORDERS, MATCH_LEAST = (5, 2), 2
-SALTS = (3, 5, 7, 11)
+MATCH_ORDERS, MATCH_LEAST = (5,), 2
+SALTS = (3, 5, 7)
+ENTRY, LEAST = (80, 120, 120, 120, 120), 30
+"""What a context's unlisted tokens weigh in the interpolation: so much for each listed one, by
+order, and so much at least, in 64ths of an occurrence."""
+DISCOUNT = 32
+"""What a listed token gives up for it, in the same unit."""
+SESSION = (200, 100, 60)
+"""What everything else weighs after the last 1 to 3 tokens of this session, in 16ths."""
 UNIT, STRETCH_MAX = 170, 2047
-RATE, FINAL_RATE = 16, 2
+RATE, FINAL_RATE = 22, 2
 PAD = 16
+PLAIN, BREAK, OPENING = 0, 1, 2
+"""Kinds of tokens: text within a line, text with a line break, and the mark that opens a message,
+after which its author's name stands up to the end of the line."""
 _64 = (1 << 64) - 1
 
+U8 = npt.NDArray[np.uint8]
 U16 = npt.NDArray[np.uint16]
 U32 = npt.NDArray[np.uint32]
 I32 = npt.NDArray[np.int32]
@@ -42,8 +61,13 @@ I32 = npt.NDArray[np.int32]
 
 def state_size(n_tokens: int) -> int:
     """Numbers in the state: maps, then weights."""
-    maps = n_tokens + STATIC * LEVELS**2 + DYNAMIC * 256 + MATCHES * 2 * MATCH_MAX
-    return maps + (2 * SETS + n_tokens) * INPUTS + FINAL * 3
+    rows = sum(n or n_tokens for n in SET_ROWS)
+    return n_maps(n_tokens) + rows * INPUTS + FINAL * SETS
+
+
+def n_maps(n_tokens: int) -> int:
+    """Numbers in the state that are maps."""
+    return n_tokens + STATIC * LEVELS**2 + DYNAMIC * 256 + MATCHES * 2 * MATCH_MAX
 
 
 def _squash_table() -> list[int]:
@@ -110,6 +134,40 @@ class _Match:
 class _Lane:
     history: list[int] = field(default_factory=lambda: [0] * PAD)
     matches: list[_Match] = field(default_factory=lambda: [_Match() for _ in range(MATCHES)])
+    name: int = 0
+    """Hash of the name of this message's author."""
+    previous: int = 0
+    """That of the message before."""
+    letters: int = 0
+    """Hash of the part of a name that is there so far."""
+    in_name: bool = False
+    line: int = 0
+    """The first token of this line, plus 1."""
+    place: int = 0
+    """Tokens of the message so far."""
+
+    def append(self, rank: int, kinds: U8) -> None:
+        """Follow the form of the chat."""
+        kind, after_break = kinds[rank], kinds[self.history[-1]] == BREAK
+        self.history.append(rank)
+        if kind == OPENING:
+            self.in_name, self.letters, self.previous, self.place = True, 0, self.name, 0
+        elif not self.in_name:
+            self.place += 1
+            if self.place == 1 or after_break:
+                self.line = rank + 1
+        elif kind == BREAK:
+            self.in_name, self.name, self.place, self.line = False, self.letters, 0, 0
+        else:
+            self.letters = mixed_hash(self.letters, rank + 1)
+
+    def contexts(self) -> list[int]:
+        """Hashes of the `DYNAMIC` contexts."""
+        last = self.history[-1]
+        orders = [context_hash(self.history, i + 1) * SALTS[i] & _64 for i in range(3)]
+        turn = mixed_hash(self.previous ^ 13, 2 * min(self.place, 6) + int(self.in_name))
+        line = mixed_hash(self.line + 9, last + (min(self.place, 3) << 20))
+        return [*orders, 9999, mixed_hash(self.name ^ 5, last), line, turn]
 
 
 @dataclass
@@ -121,17 +179,25 @@ class _List:
     first: int = 0
     last: int = 0
     split: int = 0
+    unlisted: int = 0
+    """Weight of all tokens that are not in the list, in 4096ths of an occurrence."""
 
 
 class Mixer:
     """`weights` uint32[n]: how often each rank occurs; `tables`: (index, data) of orders 1 and up;
-    `state` uint32[state_size(n)]. Ranks are 0 to n - 1, a lane is one of several texts."""
+    `state` uint32[state_size(n)]; `kinds` uint8[n]: PLAIN, BREAK or OPENING. Ranks are 0 to n - 1,
+    a lane is one of several texts."""
 
-    def __init__(self, weights: U32, tables: Sequence[tuple[U32, U16]], state: U32) -> None:
-        """ValueError for a state of another size."""
+    def __init__(
+        self, weights: U32, tables: Sequence[tuple[U32, U16]], state: U32, kinds: U8
+    ) -> None:
+        """ValueError for a state or kinds of another size."""
         self.n_tokens = len(weights)
         if len(state) != state_size(self.n_tokens):
             raise ValueError(f"state: expected {state_size(self.n_tokens)} numbers")
+        if len(kinds) != self.n_tokens:
+            raise ValueError(f"kinds: expected {self.n_tokens} numbers")
+        self.kinds = kinds
         self.tables = tables
         self.initial: list[int] = state.tolist()
         sums = [0]
@@ -140,7 +206,7 @@ class Mixer:
         self.tree: list[list[int]] = []
         self._build(0, self.n_tokens, sums)
         sizes = [self.n_tokens, STATIC * LEVELS**2, DYNAMIC * 256, MATCHES * 2 * MATCH_MAX,
-                 SETS * INPUTS, self.n_tokens * INPUTS, SETS * INPUTS]  # fmt: skip
+                 *((n or self.n_tokens) * INPUTS for n in SET_ROWS)]  # fmt: skip
         starts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
         _, self.statics, self.dynamics, self.matches, *self.mixers, self.last = starts
         self.reset()
@@ -191,8 +257,8 @@ class Mixer:
         self.lane, self.node = lane, 0
         here = self.lanes[lane]
         self.lists = [self._look_up(order, here.history) for order in range(1, STATIC + 1)]
-        self.hashes = [context_hash(here.history, i + 1) * SALTS[i] & _64 for i in range(4)]
-        self.hashes += [mixed_hash(77, here.history[-2]), 9999]
+        self.reached = [1 << 28] * (STATIC + 1)
+        self.hashes = here.contexts()
         self.predicted = [self._follows(match) for match in here.matches]
         self.network = [] if counts is None else [0, *np.cumsum(counts, dtype=np.uint64).tolist()]
         return self._evaluate()
@@ -221,12 +287,14 @@ class Mixer:
         sums = [0]
         for entry in found:
             sums.append(sums[-1] + COUNTS[entry & 15])
-        return _List([entry >> 4 for entry in found], sums, 0, len(found))
+        unlisted = 64 * (len(found) * ENTRY[order - 1] + LEAST)
+        return _List([entry >> 4 for entry in found], sums, 0, len(found), 0, unlisted)
 
     def _evaluate(self) -> int:
         self.inputs = [0] * INPUTS
         self._static_inputs()
         self._dynamic_inputs()
+        self._blend_inputs()
         self._match_inputs()
         self.inputs[INPUTS - 2] = 256
         if self.network:
@@ -262,7 +330,31 @@ class Mixer:
             if self.seen[i]:
                 at = self.dynamics + i * 256 + self.seen[i]
                 self.inputs[1 + STATIC + i] = self._stretched(at)
-                self.best_dynamic = i + 1 if i < 4 else self.best_dynamic
+                self.best_dynamic = i + 1 if i < 3 else self.best_dynamic
+
+    def _blend_inputs(self) -> None:
+        """The interpolated probability of 1 by order, `chances`, whose last is an input; then the
+        same with the counts of the session.
+
+        An unlisted token weighs `unlisted` times its chance in the shorter context, so all that
+        are under this node weigh `unlisted` times `reached`: the chance to come to it."""
+        self.chances = [_within(self.values[self.node] >> 16, 16)]
+        for each, reached in zip(self.lists, self.reached, strict=False):
+            zeros, ones = ((each.sums[to] - each.sums[at] << 12) - (to - at) * DISCOUNT * 64
+                           for at, to in ((each.first, each.split), (each.split, each.last)))  # fmt: skip
+            rest = (each.unlisted * reached >> 28) + 1
+            chance = ((ones << 16) + rest * self.chances[-1]) // (zeros + ones + rest)
+            self.chances.append(_within(chance, 8))
+        chance = self.chances[-1]
+        at = 1 + STATIC + DYNAMIC + MATCHES
+        self.inputs[at] = STRETCH[chance]
+        for weight, seen in zip(SESSION, self.seen, strict=False):
+            if seen:
+                zeros, ones = seen >> 4, seen & 15
+                rest = (weight * 256 * self.reached[STATIC] >> 28) + 1
+                chance = ((ones << 28) + rest * chance) // ((zeros + ones << 12) + rest)
+        self.inputs[at + 1] = STRETCH[_within(chance, 8)]
+        self.surprise = min(15, 29 - self.reached[STATIC].bit_length())
 
     def _slot(self, key: int) -> int:
         check = key >> 56 | 1
@@ -278,7 +370,7 @@ class Mixer:
 
     def _match_inputs(self) -> None:
         low, middle, high, _, _ = self.tree[self.node]
-        self.match_class, self.match_at = 0, [-1] * MATCHES
+        self.match_class, self.match_bit, self.match_at = 0, 0, [-1] * MATCHES
         for i, rank in enumerate(self.predicted):
             if not low <= rank < high:
                 continue
@@ -288,19 +380,24 @@ class Mixer:
             self.inputs[1 + STATIC + DYNAMIC + i] = self._stretched(self.match_at[i])
             if i == 0:
                 self.match_class = 1 if length < 4 else 2 if length < 16 else 3
+                self.match_bit = 1 + int(rank >= middle)
 
     def _mix(self) -> int:
         seen = self.seen[self.best_dynamic - 1] if self.best_dynamic else 0
         certain = min(3, (seen >> 4) + (seen & 15) - 1) if self.best_dynamic else 0
         reach = 2 if self.best_static > 4 else 1 if self.best_static > 2 else 0
+        surprise = self.surprise * 64
         rows = (
             self.best_static * 16 + self.best_level * 4 + self.match_class,
             self.node,
             self.best_dynamic * 16 + certain * 4 + reach,
+            self.lanes[self.lane].history[-1],
+            surprise + self.match_bit * 4 + self.best_dynamic,
+            surprise + self.best_static * 8 + self.best_dynamic,
         )
         self.sets = [at + row * INPUTS for at, row in zip(self.mixers, rows, strict=True)]
         self.mixed = [self._dot(at, self.inputs) for at in self.sets]
-        self.final_set = self.last + (self.match_class * 8 + self.best_static) * 3
+        self.final_set = self.last + (self.surprise * 8 + self.best_static) * SETS
         self.probability = SQUASH[2048 + self._dot(self.final_set, self.mixed)]
         return self.probability
 
@@ -327,6 +424,8 @@ class Mixer:
         for at, mixed in zip(self.sets, self.mixed, strict=True):
             self._adjust(at, self.inputs, SQUASH[2048 + mixed], bit, RATE)
         self._adjust(self.final_set, self.mixed, self.probability, bit, FINAL_RATE)
+        self.reached = [max(1, reached * (chance if bit else 65536 - chance) >> 16)
+                        for reached, chance in zip(self.reached, self.chances, strict=True)]  # fmt: skip
         self._update(self.node, bit)
         for at, each in zip(self.static_at, self.lists, strict=True):
             if at >= 0:
@@ -357,7 +456,7 @@ class Mixer:
             held = self._follows(match) == rank
             match.length = match.length + 1 if held else 0
             match.at += int(held)
-        lane.history.append(rank)
+        lane.append(rank, self.kinds)
         for i in range(MATCHES):
             self._find_match(lane, i)
 
@@ -389,6 +488,11 @@ def _listed(bucket: list[int], check: int) -> list[int]:
             return bucket[at : at + n]
         at += n
     return []
+
+
+def _within(chance: int, least: int) -> int:
+    """A probability out of 65536, kept away from 0 and 1."""
+    return min(65535 - least, max(least, chance))
 
 
 def _signed(value: int) -> int:

@@ -7,6 +7,7 @@ used to train the maps and weights, so that they learn what counts mean for unse
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import click
@@ -15,7 +16,7 @@ import numpy.typing as npt
 from rich.progress import track
 
 from towerd.codec.prior import file, state, tables
-from towerd.codec.train.bpe import Bpe
+from towerd.codec.train.bpe import START, Bpe
 from towerd.codec.train.corpus import build_corpus
 from towerd.codec.train.form import MiniForm
 from towerd.codec.train.manifest import read_manifest
@@ -24,14 +25,18 @@ from towerd.codec.train.records import read_dataset
 from towerd.kernels.mixing import make_mixer
 
 I32 = npt.NDArray[np.int32]
+U32 = npt.NDArray[np.uint32]
 HELD_SHARE, HELD_TOKENS_MAX = 0.05, 150_000
+WORTH = {"human": 2.0, "assistant": 1.3, "code": 1.2, "task": 0.5}
+"""What a bit saved counts when tables are pruned, by the kind of its source: prompts made from
+templates are plenty and take the room of what people write."""
 
 
 @click.command()
 @click.argument("data", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("run", type=click.Path(file_okay=False, path_type=Path))
 @click.argument("out", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--mib", default=12.0, show_default=True, help="Size of the tables.")
+@click.option("--mib", default=11.0, show_default=True, help="Size of the tables.")
 @click.option("--vocab", default=4096, show_default=True, help="Tokens, if RUN has no tokenizer.")
 def main(data: Path, run: Path, out: Path, mib: float, vocab: int) -> None:
     """Count, prune, train and write."""
@@ -39,31 +44,41 @@ def main(data: Path, run: Path, out: Path, mib: float, vocab: int) -> None:
     dataset = read_dataset(data, manifest)
     bpe = tokenizer_of(run / "tokenizer.json", dataset, manifest, vocab)
     corpus = build_corpus(dataset, manifest, MiniForm(bpe), run / "corpus")
-    build(bpe, {name: np.asarray(ids) for name, ids in corpus.train.items()}, out, mib)
+    train = {name: np.asarray(ids) for name, ids in corpus.train.items()}
+    build(bpe, train, {name: WORTH[manifest[name].kind] for name in train}, out, mib)
 
 
-def build(bpe: Bpe, corpus: dict[str, npt.NDArray[np.uint32]], out: Path, mib: float) -> None:
-    """The prior of ids by source."""
+def build(
+    bpe: Bpe, corpus: Mapping[str, U32], worth: Mapping[str, float], out: Path, mib: float
+) -> None:
+    """The prior of ids by source; `worth`: see `tables.count`, by source."""
     ranks = file.ranks_of(_pieces(bpe))
-    counted, held = [], []
-    for ids in corpus.values():
+    counted, worths, held = [], [], []
+    for name, ids in corpus.items():
         n_held = min(int(HELD_SHARE * len(ids)), HELD_TOKENS_MAX)
         counted.append(ranks[ids[: len(ids) - n_held]])
+        worths.append(np.full(len(ids) - n_held, worth[name], np.float32))
         held += _sessions(ranks[ids[len(ids) - n_held :]])
     text = np.concatenate(counted).astype(np.uint32)
     weights = np.bincount(text, minlength=len(ranks)).astype(np.uint32)
-    found = tables.build(text, len(ranks), int(mib * (1 << 20)))
+    found = tables.build(text, len(ranks), int(mib * (1 << 20)), worth=np.concatenate(worths))
     click.echo(f"{len(text):,} tokens counted; tables of {_mib(found):.1f} MiB")
-    learned, costs = state.untrained(len(ranks)), []
+    done = _trained(file.kinds_of(_pieces(bpe), START), weights, found, held)
+    file.save(out, bpe.vocabulary(), weights, found, {"state": done})
+
+
+def _trained(kinds: npt.NDArray[np.uint8], weights: U32,
+             found: list[tuple[U32, npt.NDArray[np.uint16]]], held: list[I32]) -> U32:  # fmt: skip
+    """The state after the held-out sessions, in an order that mixes the sources."""
+    learned, costs = state.untrained(len(weights)), []
     turn = np.random.default_rng(0).permutation(len(held))
     steps = state.trained(
-        lambda now: make_mixer(weights, found, now), learned, [held[i] for i in turn]
+        lambda now: make_mixer(weights, found, now, kinds), learned, [held[i] for i in turn]
     )
     for learned, cost in track(steps, "training", total=len(held)):  # noqa: B007
         costs.append(cost)
     click.echo(f"held-out text: {np.mean(costs[len(costs) // 2 :]):.3f} bits per token")
-    done = state.capped(learned, len(ranks))
-    file.save(out, bpe.vocabulary(), weights, found, {"state": done})
+    return state.capped(learned, len(weights))
 
 
 def _pieces(bpe: Bpe) -> list[bytes]:

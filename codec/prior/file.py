@@ -24,13 +24,16 @@ from gguf import GGUFReader, TokenType
 
 from towerd.codec.errors import UnknownModel
 from towerd.codec.vocabulary import GgufVocabulary
-from towerd.kernels.mixing import Mixer, make_mixer
+from towerd.kernels.mixing import BREAK, OPENING, Mixer, make_mixer
 from towerd.models.gguf_file import writing
 from towerd.models.vocabulary import Vocabulary
 
 PATH = Path(__file__).resolve().parent.parent / "data" / "mix.gguf"
+START = 1
+"""Which control token starts a message: train/bpe.py."""
 ARCHITECTURE = "llama"
 """llama.cpp reads the tokenizer of a known architecture only; there is no such model in the file."""
+U8 = npt.NDArray[np.uint8]
 U16 = npt.NDArray[np.uint16]
 U32 = npt.NDArray[np.uint32]
 I32 = npt.NDArray[np.int32]
@@ -42,6 +45,15 @@ def ranks_of(pieces: Sequence[bytes]) -> I32:
     ranks = np.empty(len(pieces), np.int32)
     ranks[order] = np.arange(len(pieces), dtype=np.int32)
     return ranks
+
+
+def kinds_of(pieces: Sequence[bytes], opening: int | None = None) -> U8:
+    """uint8[n]: the mixer's kind of each rank, of tokens with these bytes; `opening`: the id of the
+    mark that opens a message."""
+    kinds = np.array([BREAK if b"\n" in piece else 0 for piece in pieces], np.uint8)
+    if opening is not None:
+        kinds[opening] = OPENING
+    return kinds[np.argsort(ranks_of(pieces))]
 
 
 @dataclass(frozen=True)
@@ -56,13 +68,15 @@ class Prior:
     ids: I32
     controls: tuple[int, ...]
     """Ids of the control tokens, in order."""
+    kinds: U8
+    """The mixer's kind of each rank."""
     weights: U32
     tables: tuple[tuple[U32, U16], ...]
     states: Mapping[str, U32]
 
     def mixer(self, state: str = "state") -> Mixer:
         """A fresh mixer; `state` "network": trained for use with the mini model."""
-        return make_mixer(self.weights, self.tables, self.states[state])
+        return make_mixer(self.weights, self.tables, self.states[state], self.kinds)
 
 
 @functools.cache
@@ -95,7 +109,8 @@ def load(path: Path) -> Prior:
     ranks = ranks_of(pieces)
     name = hashlib.blake2b(path.read_bytes(), digest_size=8).digest()
     ids = np.argsort(ranks).astype(np.int32)
-    return Prior(vocabulary, pieces, name, ranks, ids, controls, weights, tables, states)
+    kinds = kinds_of(pieces, controls[START])
+    return Prior(vocabulary, pieces, name, ranks, ids, controls, kinds, weights, tables, states)
 
 
 def save(path: Path, vocabulary: Vocabulary, weights: U32, tables: Sequence[tuple[U32, U16]],

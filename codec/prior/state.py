@@ -10,13 +10,14 @@ import numpy.typing as npt
 from towerd.kernels.mixing import (
     DYNAMIC,
     FINAL,
-    INPUTS,
     LEVELS,
     MATCH_MAX,
     MATCHES,
     SETS,
     STATIC,
     Mixer,
+    n_maps,
+    state_size,
 )
 
 U32 = npt.NDArray[np.uint32]
@@ -40,16 +41,17 @@ def untrained(n_tokens: int) -> U32:
     match = np.stack([1 - right, right], axis=1).reshape(-1)
     chances = [np.full(n_tokens, 0.5), *[static] * STATIC, *[dynamic] * DYNAMIC, *[match] * MATCHES]
     maps = (np.concatenate(chances) * ((1 << 22) - 1)).astype(np.uint32) << np.uint32(10)
-    inputs = np.full((2 * SETS + n_tokens) * INPUTS, 1 << 14, np.uint32)
-    return np.concatenate([maps, inputs, np.full(FINAL * 3, 22000, np.uint32)])
+    n_last = FINAL * SETS
+    inputs = np.full(state_size(n_tokens) - len(maps) - n_last, 1 << 14, np.uint32)
+    return np.concatenate([maps, inputs, np.full(n_last, 66000 // SETS, np.uint32)])
 
 
 def capped(state: U32, n_tokens: int) -> U32:
     """The state with the counts of its maps at COUNT_MAX."""
-    n_maps = n_tokens + STATIC * LEVELS**2 + DYNAMIC * 256 + MATCHES * 2 * MATCH_MAX
-    maps = state[:n_maps]
+    n = n_maps(n_tokens)
+    maps = state[:n]
     few = np.minimum(maps & np.uint32(1023), np.uint32(COUNT_MAX))
-    return np.concatenate([maps & ~np.uint32(1023) | few, state[n_maps:]])
+    return np.concatenate([maps & ~np.uint32(1023) | few, state[n:]])
 
 
 def trained(

@@ -15,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256, 1024, 4096, 16384)
+CONTEXTS_PER_BUCKET = 4
+"""At most; a bucket takes 4 bytes of index, and there are 2^k of them."""
 ORDERS = 5
 TOKENS_MAX = 4096
 LENGTH_MAX = 62
@@ -26,6 +28,7 @@ _LOSS = 0.8
 U16 = npt.NDArray[np.uint16]
 U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]
+F32 = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
 
 
@@ -36,6 +39,8 @@ class Counts:
 
     keys: U64
     n: U32
+    worth: F32
+    """Per key: the worth of its occurrences, together."""
     contexts: U64
     starts: npt.NDArray[np.int64]
     shorter: U64
@@ -59,8 +64,10 @@ def extended(hashes: U64, tokens: U32) -> U64:
     return mixed * np.uint64(0xBF58476D1CE4E5B9)
 
 
-def count(ranks: U32, order: int) -> Counts:
-    """Counts of every context of `order` tokens that occurs twice (order 1: at all)."""
+def count(ranks: U32, order: int, worth: F32 | None = None) -> Counts:
+    """Counts of every context of `order` tokens that occurs twice (order 1: at all).
+
+    `worth` float32[n]: what it is worth to know each token; 1 if not given."""
     n = len(ranks)
     context = np.zeros(n - order, np.uint64)
     shorter = context
@@ -73,7 +80,11 @@ def count(ranks: U32, order: int) -> Counts:
     keys, times = ordered[first], np.diff(np.append(first, len(ordered))).astype(np.uint32)
     starts = np.flatnonzero(np.append(True, (keys[1:] ^ keys[:-1]) & ~_TOKEN != 0))
     at = order_of[first[starts]]
-    return _frequent(Counts(keys, times, context[at], starts, shorter[at]), 2 if order > 1 else 1)
+    each = times.astype(np.float32)
+    if worth is not None:
+        each = np.add.reduceat(worth[order:][order_of], first)
+    counts = Counts(keys, times, each, context[at], starts, shorter[at])
+    return _frequent(counts, 2 if order > 1 else 1)
 
 
 def _frequent(counts: Counts, least: int) -> Counts:
@@ -86,13 +97,13 @@ def _selected(counts: Counts, contexts: Bools, entries: Bools) -> Counts:
     owner = np.repeat(np.arange(len(counts.starts)), counts.lengths)
     entries = entries & contexts[owner]
     left, starts = np.unique(owner[entries], return_index=True)
-    return Counts(counts.keys[entries], counts.n[entries], counts.contexts[left],
-                  starts.astype(np.int64), counts.shorter[left])  # fmt: skip
+    return Counts(counts.keys[entries], counts.n[entries], counts.worth[entries],
+                  counts.contexts[left], starts.astype(np.int64), counts.shorter[left])  # fmt: skip
 
 
 def gains(counts: Counts, lower: Counts, least: int) -> tuple[npt.NDArray[np.float64], Bools]:
-    """(bits saved per byte by each context over its shorter one, entries that occur `least`
-    times)."""
+    """(worth of the bits saved per byte by each context over its shorter one, entries that occur
+    `least` times)."""
     owner = np.repeat(np.arange(len(counts.starts)), counts.lengths)
     key = counts.shorter[owner] & ~_TOKEN | counts.keys & _TOKEN
     at = np.minimum(np.searchsorted(lower.keys, key), len(lower.keys) - 1)
@@ -103,9 +114,13 @@ def gains(counts: Counts, lower: Counts, least: int) -> tuple[npt.NDArray[np.flo
     size = counts.totals + counts.lengths
     ratio = (counts.n / size[owner]) / ((n_lower + 0.01) / size_lower[owner])
     kept = counts.n >= least
-    saved = np.where(kept, (counts.n - _LOSS) * np.log2(ratio), 0)
-    n_bytes = 5 + 2 * np.add.reduceat(kept.astype(np.int64), counts.starts)
-    return np.add.reduceat(saved, counts.starts) / n_bytes, kept
+    saved = np.where(kept, counts.worth * (1 - _LOSS / counts.n) * np.log2(ratio), 0)
+    return np.add.reduceat(saved, counts.starts) / _sizes(counts, kept), kept
+
+
+def _sizes(counts: Counts, kept: Bools) -> npt.NDArray[np.float64]:
+    """Bytes that each context takes in a table: its head, its share of the index, its entries."""
+    return 2 + 6 / CONTEXTS_PER_BUCKET + 2 * np.add.reduceat(kept.astype(np.int64), counts.starts)
 
 
 def pack(counts: Counts, n_tokens: int, order: int) -> tuple[U32, U16]:
@@ -114,7 +129,8 @@ def pack(counts: Counts, n_tokens: int, order: int) -> tuple[U32, U16]:
     entries = ((counts.keys & _TOKEN) << np.uint64(4) | rows.astype(np.uint64)).astype(np.uint16)
     if order == 1:
         return _pack_first(counts, entries, n_tokens)
-    n_buckets = 1 << max(0, int(np.ceil(np.log2(max(1, len(counts.contexts) / 2)))))
+    n_contexts = max(1, len(counts.contexts))
+    n_buckets = 1 << max(0, int(np.ceil(np.log2(n_contexts / CONTEXTS_PER_BUCKET))))
     bucket = (counts.contexts >> np.uint64(32)) & np.uint64(n_buckets - 1)
     turn = np.argsort(bucket, kind="stable")
     lengths = counts.lengths
@@ -152,21 +168,23 @@ def _pack_first(counts: Counts, entries: U16, n_tokens: int) -> tuple[U32, U16]:
     return index, np.concatenate(parts) if parts else np.zeros(0, np.uint16)
 
 
-def build(ranks: U32, n_tokens: int, bytes_max: int, least: int = 2) -> list[tuple[U32, U16]]:
-    """Tables of orders 1 to ORDERS of a corpus, together about `bytes_max` bytes.
+def build(ranks: U32, n_tokens: int, bytes_max: int, least: int = 2,
+          worth: F32 | None = None) -> list[tuple[U32, U16]]:  # fmt: skip
+    """Tables of orders 1 to ORDERS of a corpus, together about `bytes_max` bytes. `worth`: see
+    `count`.
 
-    Takes 60 bytes of memory per token of the corpus."""
+    Takes 70 bytes of memory per token of the corpus."""
     if n_tokens > TOKENS_MAX:
         raise ValueError(f"Tables are for at most {TOKENS_MAX} tokens, not {n_tokens}.")
-    found = [count(ranks, 1)]
+    found = [count(ranks, 1, worth)]
     rated = []
     for order in range(2, ORDERS + 1):
-        found.append(count(ranks, order))
+        found.append(count(ranks, order, worth))
         rated.append(gains(found[-1], found[-2], least))
     first = _selected(found[0], np.ones(len(found[0].starts), np.bool_), found[0].n >= least)
     tables = [pack(first, n_tokens, 1)]
     rates = np.concatenate([rate for rate, _ in rated])
-    sizes = np.concatenate([5 + 2 * np.add.reduceat(kept.astype(np.int64), counts.starts)
+    sizes = np.concatenate([_sizes(counts, kept)
                             for (_, kept), counts in zip(rated, found[1:], strict=True)])  # fmt: skip
     turn = np.argsort(-rates)
     n_kept = int(np.searchsorted(np.cumsum(sizes[turn]), bytes_max - tables[0][1].nbytes))

@@ -75,9 +75,9 @@ MixOrder checked(const Table & table, int order, std::size_t n_tokens) {
 
 class Bound {
   public:
-    Bound(Array<std::uint32_t> weights, std::vector<Table> tables, Array<std::uint32_t> state)
-        : weights_(std::move(weights)), tables_(std::move(tables)), state_(std::move(state)),
-          mixer_(tokens(), weights_.data(), orders(), checked_state()) {}
+    Bound(Array<std::uint32_t> weights, std::vector<Table> tables, Array<std::uint32_t> state, Array<std::uint8_t> kinds)
+        : weights_(std::move(weights)), tables_(std::move(tables)), state_(std::move(state)), kinds_(std::move(kinds)),
+          mixer_(tokens(), weights_.data(), orders(), checked_state(), checked_kinds()) {}
 
     void reset(std::size_t lanes, int table_bits) {
         if (lanes < 1 || lanes > 256 || table_bits < 8 || table_bits > 24) {
@@ -173,6 +173,13 @@ class Bound {
         return state_.data();
     }
 
+    const MixKind * checked_kinds() const {
+        if (kinds_.shape(0) != tokens()) {
+            refuse("kinds: expected " + std::to_string(tokens()) + " numbers");
+        }
+        return reinterpret_cast<const MixKind *>(kinds_.data());
+    }
+
     void check_lane(std::size_t lane) const {
         if (lane >= mixer_.lanes()) {
             refuse("lane: there are " + std::to_string(mixer_.lanes()));
@@ -190,6 +197,7 @@ class Bound {
     Array<std::uint32_t> weights_;
     std::vector<Table>   tables_;
     Array<std::uint32_t> state_;
+    Array<std::uint8_t>  kinds_;
     Mixer                mixer_;
 };
 
@@ -198,8 +206,8 @@ class Bound {
 void bind_mixer(nb::module_ & m) {
     m.def("mixer_state_size", &Mixer::state_size, "n_tokens"_a, "Numbers in the state of a Mixer.");
     nb::class_<Bound>(m, "Mixer", "Context mixing; the contract is in towerd.kernels.reference_mix.")
-        .def(nb::init<Array<std::uint32_t>, std::vector<Table>, Array<std::uint32_t>>(), "weights"_a, "tables"_a,
-             "state"_a)
+        .def(nb::init<Array<std::uint32_t>, std::vector<Table>, Array<std::uint32_t>, Array<std::uint8_t>>(),
+             "weights"_a, "tables"_a, "state"_a, "kinds"_a)
         .def("reset", &Bound::reset, "lanes"_a = 1, "table_bits"_a = 16, "Forget what was seen.")
         .def("begin", &Bound::begin, "lane"_a, "counts"_a.none() = nb::none(),
              "Start the next token of a lane; P(1) of its first decision, times 65536.")

@@ -9,12 +9,16 @@ namespace {
 
 constexpr int kUnit       = 170;  // steps of the logistic domain for one nat
 constexpr int kStretchMax = 2047;
-constexpr int kRate = 16, kFinalRate = 2;
+constexpr int kRate = 22, kFinalRate = 2;
 constexpr int kRounds = 16;  // ranks before a history, so that no context reaches in front of it
 constexpr std::uint32_t kCountRows[16] = {1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256, 1024, 4096, 16384};
-constexpr int           kMatchOrders[kMixMatches] = {5, 2};
+constexpr int           kMatchOrders[kMixMatches] = {5};
 constexpr int           kMatchLeast               = 2;
-constexpr std::uint64_t kDynamicSalts[4]          = {3, 5, 7, 11};
+constexpr std::uint64_t kDynamicSalts[kMixOrders] = {3, 5, 7};
+constexpr std::size_t   kSetRows[kMixSets]        = {96, 0, 80, 0, 1024, 1024};  // 0: one per token
+constexpr std::uint64_t kEntry[kMixStatic]        = {80, 120, 120, 120, 120};
+constexpr std::uint64_t kLeast = 30, kDiscount = 32;
+constexpr std::uint64_t kSession[kMixOrders] = {200, 100, 60};
 
 struct Tables {
     std::int16_t  stretch[65536];
@@ -83,20 +87,26 @@ int level(std::uint64_t n) {
 
 // Where each part of the state starts.
 struct Layout {
-    std::size_t nodes, statics, dynamics, matches, first, second, third, last, end;
+    std::size_t nodes, statics, dynamics, matches, last, end;
+    std::array<std::size_t, kMixSets> sets;
 
     explicit Layout(std::size_t n_tokens) {
         nodes    = 0;
         statics  = nodes + n_tokens;
         dynamics = statics + kMixStatic * kMixLevels * kMixLevels;
         matches  = dynamics + kMixDynamic * 256;
-        first    = matches + kMixMatches * 2 * kMixMatchMax;
-        second   = first + kMixSets * kMixInputs;
-        third    = second + n_tokens * kMixInputs;
-        last     = third + kMixSets * kMixInputs;
-        end      = last + kMixFinal * 3;
+        last     = matches + kMixMatches * 2 * kMixMatchMax;
+        for (int i = 0; i < kMixSets; ++i) {
+            sets[i] = last;
+            last += (kSetRows[i] != 0 ? kSetRows[i] : n_tokens) * kMixInputs;
+        }
+        end = last + kMixFinal * kMixSets;
     }
 };
+
+std::uint64_t within(std::uint64_t chance, std::uint64_t least) {
+    return std::clamp<std::uint64_t>(chance, least, 65535 - least);
+}
 
 std::int64_t product(const std::uint32_t * weights, const int * inputs, int n) {
     std::int64_t sum = 0;
@@ -124,8 +134,8 @@ std::size_t Mixer::state_size(std::size_t n_tokens) {
 }
 
 Mixer::Mixer(std::size_t n_tokens, const std::uint32_t * weights, const std::array<MixOrder, kMixStatic> & orders,
-             const std::uint32_t * state)
-    : n_tokens_(n_tokens), orders_(orders), initial_(state) {
+             const std::uint32_t * state, const MixKind * kinds)
+    : n_tokens_(n_tokens), orders_(orders), initial_(state), kinds_(kinds) {
     std::vector<std::uint64_t> sums(n_tokens + 1);
     for (std::size_t i = 0; i < n_tokens; ++i) {
         sums[i + 1] = sums[i] + weights[i] + 1u;
@@ -176,7 +186,7 @@ void Mixer::look_up(int order, const Lane & lane) {
     List &           list  = lists_[order - 1];
     const MixOrder & table = orders_[order - 1];
     const auto *     end   = lane.history.data() + lane.history.size();
-    list.entries.clear();
+    list.ranks.clear();
     list.sums.assign(1, 0);
     if (table.buckets != 0) {
         const std::uint64_t hash   = context_hash(end, order);
@@ -197,13 +207,48 @@ void Mixer::look_up(int order, const Lane & lane) {
             }
         }
         for (std::uint32_t i = at; i < at + n; ++i) {
-            const std::uint32_t count = kCountRows[table.data[i] & 15u];
-            list.entries.push_back({table.data[i] >> 4u, count});
-            list.sums.push_back(list.sums.back() + count);
+            list.ranks.push_back(table.data[i] >> 4u);
+            list.sums.push_back(list.sums.back() + kCountRows[table.data[i] & 15u]);
         }
     }
-    list.first = 0;
-    list.last  = list.entries.size();
+    list.first    = 0;
+    list.last     = list.ranks.size();
+    list.unlisted = 64 * (list.last * kEntry[order - 1] + kLeast);
+}
+
+// Follows the form of the chat: whose message this is, and where in it we are.
+void Mixer::Lane::append(std::uint32_t rank, const MixKind * kinds) {
+    const MixKind kind        = kinds[rank];
+    const bool    after_break = kinds[history.back()] == MixKind::line_break;
+    history.push_back(rank);
+    if (kind == MixKind::opening) {
+        in_name  = true;
+        letters  = 0;
+        previous = name;
+        place    = 0;
+    } else if (!in_name) {
+        if (++place == 1 || after_break) {
+            line = rank + 1u;
+        }
+    } else if (kind == MixKind::line_break) {
+        in_name = false;
+        name    = letters;
+        place = line = 0;
+    } else {
+        letters = mixed_hash(letters, rank + 1u);
+    }
+}
+
+void Mixer::Lane::contexts(std::array<std::uint64_t, kMixDynamic> & hashes) const {
+    const auto *        end  = history.data() + history.size();
+    const std::uint64_t last = end[-1];
+    for (int i = 0; i < kMixOrders; ++i) {
+        hashes[i] = context_hash(end, i + 1) * kDynamicSalts[i];
+    }
+    hashes[3] = 9999;
+    hashes[4] = mixed_hash(name ^ 5, last);
+    hashes[5] = mixed_hash(line + 9, last + (std::min<std::uint64_t>(place, 3) << 20));
+    hashes[6] = mixed_hash(previous ^ 13, 2 * std::min<std::uint64_t>(place, 6) + (in_name ? 1 : 0));
 }
 
 int Mixer::begin(std::size_t lane, const std::uint32_t * counts) {
@@ -214,12 +259,8 @@ int Mixer::begin(std::size_t lane, const std::uint32_t * counts) {
     for (int order = 1; order <= kMixStatic; ++order) {
         look_up(order, here);
     }
-    const auto * end = here.history.data() + here.history.size();
-    for (int i = 0; i < 4; ++i) {
-        hashes_[i] = context_hash(end, i + 1) * kDynamicSalts[i];
-    }
-    hashes_[4] = mixed_hash(77, end[-2]);
-    hashes_[5] = 9999;
+    reached_.fill(std::uint64_t{1} << 28);
+    here.contexts(hashes_);
     for (int i = 0; i < kMixMatches; ++i) {
         predicted_[i] = follows(here.matches[i]);
     }
@@ -237,6 +278,7 @@ int Mixer::evaluate() {
     inputs_.fill(0);
     static_inputs();
     dynamic_inputs();
+    blend_inputs();
     match_inputs();
     inputs_[kMixInputs - 2] = 256;
     if (!network_.empty()) {
@@ -262,11 +304,9 @@ void Mixer::static_inputs() {
         if (list.last == list.first) {
             continue;
         }
-        const auto begin = list.entries.begin();
+        const auto begin = list.ranks.begin();
         list.split       = static_cast<std::size_t>(
-            std::lower_bound(begin + static_cast<long>(list.first), begin + static_cast<long>(list.last), node.middle,
-                                   [](const MixEntry & entry, std::uint32_t rank) { return entry.rank < rank; }) -
-            begin);
+            std::lower_bound(begin + static_cast<long>(list.first), begin + static_cast<long>(list.last), node.middle) - begin);
         const std::uint64_t zeros = list.sums[list.split] - list.sums[list.first];
         const std::uint64_t ones  = list.sums[list.last] - list.sums[list.split];
         static_at_[i]  = static_cast<long>(at.statics) + (i * kMixLevels + level(zeros)) * kMixLevels + level(ones);
@@ -284,9 +324,33 @@ void Mixer::dynamic_inputs() {
         seen_[i]  = counts_[slots_[i]];
         if (seen_[i] != 0) {
             inputs_[1 + kMixStatic + i] = stretched(at.dynamics + static_cast<std::size_t>(i) * 256 + seen_[i]);
-            best_dynamic_               = i < 4 ? i + 1 : best_dynamic_;
+            best_dynamic_               = i < kMixOrders ? i + 1 : best_dynamic_;
         }
     }
+}
+
+// The interpolated probability of 1 by order, and the last of these with the counts of the session.
+// All unlisted tokens under this node weigh `unlisted` times the chance to come here.
+void Mixer::blend_inputs() {
+    std::uint64_t chance = chances_[0] = within(state_[node_] >> 16, 16);
+    for (int i = 0; i < kMixStatic; ++i) {
+        const List &        list  = lists_[i];
+        const std::uint64_t zeros = ((list.sums[list.split] - list.sums[list.first]) << 12) - (list.split - list.first) * kDiscount * 64;
+        const std::uint64_t ones  = ((list.sums[list.last] - list.sums[list.split]) << 12) - (list.last - list.split) * kDiscount * 64;
+        const std::uint64_t rest  = (list.unlisted * reached_[i] >> 28) + 1;
+        chance = chances_[i + 1] = within(((ones << 16) + rest * chance) / (zeros + ones + rest), 8);
+    }
+    constexpr std::size_t at = 1 + kMixStatic + kMixDynamic + kMixMatches;
+    inputs_[at]              = tables().stretch[chance];
+    for (int i = 0; i < kMixOrders; ++i) {
+        if (seen_[i] != 0) {
+            const std::uint64_t zeros = seen_[i] >> 4, ones = seen_[i] & 15;
+            const std::uint64_t rest = (kSession[i] * 256 * reached_[kMixStatic] >> 28) + 1;
+            chance                   = ((ones << 28) + rest * chance) / (((zeros + ones) << 12) + rest);
+        }
+    }
+    inputs_[at + 1] = tables().stretch[within(chance, 8)];
+    surprise_       = std::min(15, __builtin_clzll(reached_[kMixStatic]) - 35);
 }
 
 // The slot of a hash: its own, its neighbour, or the one of the two that has seen less, emptied.
@@ -310,7 +374,7 @@ std::uint32_t Mixer::slot(std::uint64_t hash) {
 void Mixer::match_inputs() {
     const Layout    at(n_tokens_);
     const MixNode & node = tree_[node_];
-    match_class_         = 0;
+    match_class_ = match_bit_ = 0;
     for (int i = 0; i < kMixMatches; ++i) {
         match_at_[i]   = -1;
         const int rank = predicted_[i];
@@ -323,6 +387,7 @@ void Mixer::match_inputs() {
         inputs_[1 + kMixStatic + kMixDynamic + i] = stretched(static_cast<std::size_t>(match_at_[i]));
         if (i == 0) {
             match_class_ = length < 4 ? 1 : length < 16 ? 2 : 3;
+            match_bit_   = rank >= static_cast<int>(node.middle) ? 2 : 1;
         }
     }
 }
@@ -332,15 +397,22 @@ int Mixer::mix() {
     const int    seen = best_dynamic_ != 0 ? seen_[best_dynamic_ - 1] : 0;
     const int    certain = best_dynamic_ != 0 ? std::min(3, (seen >> 4) + (seen & 15) - 1) : 0;
     const int    reach   = best_static_ > 4 ? 2 : best_static_ > 2 ? 1 : 0;
-    sets_[0] = at.first + static_cast<std::size_t>(best_static_ * 16 + best_static_level_ * 4 + match_class_) * kMixInputs;
-    sets_[1] = at.second + node_ * kMixInputs;
-    sets_[2] = at.third + static_cast<std::size_t>(best_dynamic_ * 16 + certain * 4 + reach) * kMixInputs;
-    for (int i = 0; i < 3; ++i) {
-        mixed_[i]             = clamped(product(&state_[sets_[i]], inputs_.data(), kMixInputs));
+    const int    surprise = surprise_ * 64;
+    const int    rows[kMixSets] = {
+        best_static_ * 16 + best_static_level_ * 4 + match_class_,
+        static_cast<int>(node_),
+        best_dynamic_ * 16 + certain * 4 + reach,
+        static_cast<int>(lanes_[lane_].history.back()),
+        surprise + match_bit_ * 4 + best_dynamic_,
+        surprise + best_static_ * 8 + best_dynamic_,
+    };
+    for (int i = 0; i < kMixSets; ++i) {
+        sets_[i]  = at.sets[i] + static_cast<std::size_t>(rows[i]) * kMixInputs;
+        mixed_[i] = clamped(product(&state_[sets_[i]], inputs_.data(), kMixInputs));
         mixed_probability_[i] = tables().squash[2048 + mixed_[i]];
     }
-    final_set_   = at.last + static_cast<std::size_t>(match_class_ * 8 + best_static_) * 3;
-    probability_ = tables().squash[2048 + clamped(product(&state_[final_set_], mixed_.data(), 3))];
+    final_set_   = at.last + static_cast<std::size_t>(surprise_ * 8 + best_static_) * kMixSets;
+    probability_ = tables().squash[2048 + clamped(product(&state_[final_set_], mixed_.data(), kMixSets))];
     return probability_;
 }
 
@@ -359,10 +431,13 @@ void Mixer::update(std::size_t map, int bit) {
 
 void Mixer::learn(int bit) {
     const Layout at(n_tokens_);
-    for (int i = 0; i < 3; ++i) {
+    for (int i = 0; i < kMixSets; ++i) {
         adjust(&state_[sets_[i]], inputs_.data(), kMixInputs, mixed_probability_[i], bit, kRate);
     }
-    adjust(&state_[final_set_], mixed_.data(), 3, probability_, bit, kFinalRate);
+    adjust(&state_[final_set_], mixed_.data(), kMixSets, probability_, bit, kFinalRate);
+    for (int i = 0; i <= kMixStatic; ++i) {
+        reached_[i] = std::max<std::uint64_t>(1, reached_[i] * (bit != 0 ? chances_[i] : 65536 - chances_[i]) >> 16);
+    }
     update(at.nodes + node_, bit);
     for (int i = 0; i < kMixStatic; ++i) {
         if (static_at_[i] >= 0) {
@@ -417,7 +492,7 @@ void Mixer::finish(std::size_t rank) {
         match.length    = held ? match.length + 1 : 0;
         match.at += held ? 1 : 0;
     }
-    lane.history.push_back(static_cast<std::uint32_t>(rank));
+    lane.append(static_cast<std::uint32_t>(rank), kinds_);
     for (int i = 0; i < kMixMatches; ++i) {
         find_match(lane, i);
     }

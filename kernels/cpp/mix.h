@@ -11,12 +11,14 @@
 namespace towerd {
 
 constexpr int kMixStatic   = 5;  // orders of the corpus table
-constexpr int kMixDynamic  = 6;  // contexts of what was seen since the reset
-constexpr int kMixMatches  = 2;
-constexpr int kMixInputs   = 1 + kMixStatic + kMixDynamic + kMixMatches + 2;
+constexpr int kMixDynamic  = 7;  // contexts of what was seen since the reset
+constexpr int kMixOrders   = 3;  // of these, the first are the last 1, 2, 3 tokens
+constexpr int kMixMatches  = 1;
+constexpr int kMixBlends   = 2;
+constexpr int kMixInputs   = 1 + kMixStatic + kMixDynamic + kMixMatches + kMixBlends + 2;
 constexpr int kMixLevels   = 48;
-constexpr int kMixSets     = 256;
-constexpr int kMixFinal    = 64;
+constexpr int kMixSets     = 6;
+constexpr int kMixFinal    = 128;
 constexpr int kMixMatchMax = 32;
 
 struct MixOrder {
@@ -25,10 +27,7 @@ struct MixOrder {
     std::size_t           buckets = 0;  // a power of two; order 1: the vocabulary
 };
 
-struct MixEntry {
-    std::uint32_t rank;
-    std::uint32_t count;
-};
+enum class MixKind : std::uint8_t { plain, line_break, opening };
 
 struct MixNode {
     std::uint32_t low, middle, high, left, right;  // a child of 0 is a leaf
@@ -38,9 +37,9 @@ class Mixer {
   public:
     static std::size_t state_size(std::size_t n_tokens);
 
-    // All pointers must outlive the mixer. weights: [n_tokens]; state: [state_size].
+    // All pointers must outlive the mixer. weights, kinds: [n_tokens]; state: [state_size].
     Mixer(std::size_t n_tokens, const std::uint32_t * weights, const std::array<MixOrder, kMixStatic> & orders,
-          const std::uint32_t * state);
+          const std::uint32_t * state, const MixKind * kinds);
 
     void reset(std::size_t lanes, int table_bits);
     int  begin(std::size_t lane, const std::uint32_t * counts);  // of the next token: P(1) * 65536
@@ -58,11 +57,17 @@ class Mixer {
     struct Lane {
         std::vector<std::uint32_t>      history;
         std::array<Match, kMixMatches>  matches;
+        std::uint64_t                   name = 0, previous = 0, letters = 0, line = 0, place = 0;
+        bool                            in_name = false;
+
+        void append(std::uint32_t rank, const MixKind * kinds);
+        void contexts(std::array<std::uint64_t, kMixDynamic> & hashes) const;
     };
     struct List {
-        std::vector<MixEntry>      entries;
-        std::vector<std::uint64_t> sums;  // [entries + 1]
+        std::vector<std::uint32_t> ranks;
+        std::vector<std::uint64_t> sums;  // [ranks + 1]
         std::size_t                first = 0, last = 0, split = 0;
+        std::uint64_t              unlisted = 0;
     };
 
     std::uint32_t build(std::size_t low, std::size_t high, const std::vector<std::uint64_t> & sums);
@@ -70,6 +75,7 @@ class Mixer {
     int           evaluate();
     void          static_inputs();
     void          dynamic_inputs();
+    void          blend_inputs();
     void          match_inputs();
     int           mix();
     void          learn(int bit);
@@ -83,6 +89,7 @@ class Mixer {
     std::size_t                     n_tokens_;
     std::array<MixOrder, kMixStatic> orders_;
     const std::uint32_t *           initial_;
+    const MixKind *                 kinds_;
     std::vector<MixNode>            tree_;
     std::vector<std::uint32_t>      state_;
     std::vector<Lane>               lanes_;
@@ -100,9 +107,12 @@ class Mixer {
     std::array<std::uint32_t, kMixDynamic> slots_{};
     std::array<std::uint8_t, kMixDynamic>  seen_{};
     std::array<long, kMixMatches>          match_at_{};
-    int                                    best_static_ = 0, best_static_level_ = 0, best_dynamic_ = 0, match_class_ = 0;
-    std::array<std::size_t, 3>             sets_{};
-    std::array<int, 3>                     mixed_{}, mixed_probability_{};
+    std::array<std::uint64_t, kMixStatic + 1> reached_{};  // chance to come to this node, times 2^28
+    std::array<std::uint64_t, kMixStatic + 1> chances_{};  // of a 1, times 65536
+    int                                    best_static_ = 0, best_static_level_ = 0, best_dynamic_ = 0;
+    int                                    match_class_ = 0, match_bit_ = 0, surprise_ = 0;
+    std::array<std::size_t, kMixSets>      sets_{};
+    std::array<int, kMixSets>              mixed_{}, mixed_probability_{};
     std::size_t                            final_set_ = 0;
     int                                    probability_ = 0;
 };

@@ -25,7 +25,7 @@ def test_build_and_use(tmp_path: Path, small: GgufVocabulary) -> None:
     parts = [text[at : at + 500] for at in range(0, len(text), 500)]
     bpe = train_bpe(parts, 400)
     ids = np.concatenate([np.array(each, np.uint32) for each in bpe.encode(parts)])
-    build(bpe, {"sample": ids}, tmp_path / "mix.gguf", 0.1)
+    build(bpe, {"sample": ids}, {"sample": 1.0}, tmp_path / "mix.gguf", 0.1)
     prior = file.load(tmp_path / "mix.gguf")
     assert len(prior.ids) == 400
     assert sorted(prior.ids.tolist()) == list(range(400))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 from typing import Any
 
@@ -28,14 +29,17 @@ def native() -> Any:
 
 @pytest.fixture(scope="module")
 def parts() -> tuple[Any, ...]:
-    """Weights, tables and a start state of a made-up corpus with phrases in it."""
+    """Weights, tables, a start state and kinds of a made-up corpus with phrases in it."""
     rng = np.random.default_rng(3)
     phrases = [rng.integers(0, N_TOKENS, rng.integers(2, 12)) for _ in range(12)]
     words = [phrases[rng.zipf(1.5) % 12] if rng.random() < 0.6 else rng.integers(0, N_TOKENS, 3)
              for _ in range(900)]  # fmt: skip
     corpus = np.concatenate(words).astype(np.uint32)
     weights = np.bincount(corpus, minlength=N_TOKENS).astype(np.uint32)
-    return weights, tables.build(corpus, N_TOKENS, 6000), state.untrained(N_TOKENS), corpus
+    kinds = np.zeros(N_TOKENS, np.uint8)
+    kinds[[5, 17]], kinds[[9, 23]] = mixing.BREAK, mixing.OPENING
+    found = tables.build(corpus, N_TOKENS, 6000)
+    return weights, found, state.untrained(N_TOKENS), kinds, corpus
 
 
 def text_like(corpus: npt.NDArray[np.uint32], n: int, seed: int) -> Ranks:
@@ -48,9 +52,9 @@ def text_like(corpus: npt.NDArray[np.uint32], n: int, seed: int) -> Ranks:
 @pytest.mark.parametrize("table_bits", [8, 12])
 def test_same_numbers_as_the_reference(native: Any, parts: Any, table_bits: int) -> None:
     """Several lanes, some steps with a network's counts, a hash table that overflows."""
-    weights, tables_, start, corpus = parts
-    ours = native.Mixer(weights, tables_, start)
-    theirs = reference_mix.Mixer(weights, tables_, start)
+    weights, tables_, start, kinds, corpus = parts
+    ours = native.Mixer(weights, tables_, start, kinds)
+    theirs = reference_mix.Mixer(weights, tables_, start, kinds)
     rng = np.random.default_rng(5)
     for mixer in (ours, theirs):
         mixer.reset(3, table_bits)
@@ -69,9 +73,9 @@ def test_same_numbers_as_the_reference(native: Any, parts: Any, table_bits: int)
 def test_decisions_lead_back_to_the_tokens(
     parts: Any, forced: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weights, tables_, start, corpus = parts
+    weights, tables_, start, kinds, corpus = parts
     monkeypatch.setenv("TOWERD_KERNELS", forced)
-    mixer = mixing.make_mixer(weights, tables_, start)
+    mixer = mixing.make_mixer(weights, tables_, start, kinds)
     ranks = text_like(corpus, 60, 1)
     base = text_like(corpus, 40, 2)
     mixer.reset(1, 10)
@@ -90,10 +94,60 @@ def test_decisions_lead_back_to_the_tokens(
         assert -1 - answer == rank
 
 
+def test_interpolation_is_over_tokens(parts: Any) -> None:
+    """The decisions on the way to a token multiply to its probability in the interpolated n-gram
+    model, computed from the lists token by token."""
+    weights, tables_, start, kinds, corpus = parts
+    mixer = reference_mix.Mixer(weights, tables_, start, kinds)
+    mixer.learn(0, corpus[100:160].astype(np.int32))
+    mixer.begin(0)
+    assert sum(len(each.ranks) > 0 for each in mixer.lists) >= 2
+    found, wanted = np.ones(N_TOKENS), np.ones(N_TOKENS)
+    for rank in range(N_TOKENS):
+        walk = copy.deepcopy(mixer)
+        node = walk.node
+        while True:
+            _, middle, _, left, right = walk.tree[node]
+            bit = rank >= middle
+            by_order = (walk.chances[reference_mix.STATIC], walk.chances[0])
+            for product, chance in zip((found, wanted), by_order, strict=True):
+                product[rank] *= (chance if bit else 65536 - chance) / 65536
+            if not (node := right if bit else left):
+                break
+            walk.step(int(bit))
+    for each in mixer.lists:
+        listed = np.zeros(N_TOKENS)
+        listed[each.ranks] = np.diff(each.sums) - reference_mix.DISCOUNT / 64
+        rest = each.unlisted / 4096
+        wanted = (listed + rest * wanted) / (listed.sum() + rest)
+    assert found.sum() == pytest.approx(1, abs=0.01)
+    assert found == pytest.approx(wanted, rel=0.03, abs=2e-4)
+
+
+def test_who_speaks_is_followed() -> None:
+    """Contexts of the chat's form: the author, the one before, the first token of the line."""
+    text, opening, feed = 1, 2, 3
+    kinds = np.array([0, 0, mixing.OPENING, mixing.BREAK, 0, 0, 0], np.uint8)
+    lane = reference_mix._Lane()
+    first, second = (text, 4), (text, 5)
+    for name in (first, second, first):
+        for rank in (opening, *name, feed):
+            lane.append(rank, kinds)
+        for rank in (6, text, feed, 4, 5):
+            lane.append(rank, kinds)
+        if name == first:
+            named = lane.name
+        assert lane.line == 4 + 1
+        assert lane.place == 5
+    other = lane.previous
+    assert named == lane.name != other != 0
+    assert not lane.in_name
+
+
 def test_it_learns(parts: Any) -> None:
     """Text that was seen costs less than new text, and text of the corpus less than noise."""
-    weights, tables_, start, corpus = parts
-    mixer = mixing.make_mixer(weights, tables_, start)
+    weights, tables_, start, kinds, corpus = parts
+    mixer = mixing.make_mixer(weights, tables_, start, kinds)
 
     def cost(ranks: Ranks) -> float:
         bits, chances = mixer.encode(0, ranks)
@@ -108,8 +162,8 @@ def test_it_learns(parts: Any) -> None:
 
 def test_it_follows_the_network(parts: Any) -> None:
     """A distribution that is always right is soon believed."""
-    weights, tables_, start, _ = parts
-    mixer = mixing.make_mixer(weights, tables_, start)
+    weights, tables_, start, kinds, _ = parts
+    mixer = mixing.make_mixer(weights, tables_, start, kinds)
     mixer.reset()
     rng = np.random.default_rng(0)
     costs = []
@@ -124,22 +178,23 @@ def test_it_follows_the_network(parts: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda w, t, s: (w[:1], t, s), "weights"),
-        (lambda w, t, s: (w, t, s[:-1]), "state"),
-        (lambda w, t, s: (w, [(t[0][0][:-1], t[0][1]), *t[1:]], s), "buckets"),
-        (lambda w, t, s: (w, [t[0], (t[1][0][:-2], t[1][1])], s), "buckets"),
-        (lambda w, t, s: (w, [(t[0][0], t[0][1][:-1])], s), "outside"),
-        (lambda w, t, s: (w, [(t[0][0], t[0][1] | np.uint16(0xFFF0))], s), "tokens"),
-        (lambda w, t, s: (w, [t[0], (t[1][0], t[1][1] | np.uint16(62))], s), "longer|tokens"),
+        (lambda w, t, s, k: (w[:1], t, s, k), "weights"),
+        (lambda w, t, s, k: (w, t, s[:-1], k), "state"),
+        (lambda w, t, s, k: (w, t, s, k[1:]), "kinds"),
+        (lambda w, t, s, k: (w, [(t[0][0][:-1], t[0][1]), *t[1:]], s, k), "buckets"),
+        (lambda w, t, s, k: (w, [t[0], (t[1][0][:-2], t[1][1])], s, k), "buckets"),
+        (lambda w, t, s, k: (w, [(t[0][0], t[0][1][:-1])], s, k), "outside"),
+        (lambda w, t, s, k: (w, [(t[0][0], t[0][1] | np.uint16(0xFFF0))], s, k), "tokens"),
+        (lambda w, t, s, k: (w, [t[0], (t[1][0], t[1][1] | np.uint16(62))], s, k), "longer|tokens"),
     ],
 )  # fmt: skip
 def test_unsound_tables_are_refused(native: Any, parts: Any, change: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        native.Mixer(*change(*parts[:3]))
+        native.Mixer(*change(*parts[:4]))
 
 
 def test_misuse_is_refused(native: Any, parts: Any) -> None:
-    mixer = native.Mixer(*parts[:3])
+    mixer = native.Mixer(*parts[:4])
     with pytest.raises(ValueError, match="no token was begun"):
         mixer.step(0)
     with pytest.raises(ValueError, match="lane"):
@@ -169,7 +224,7 @@ def test_tables_hold_the_counts(tokens: list[int], order: int) -> None:
     kept = {k: v for k, v in wanted.items() if sum(v.values()) >= least}
     index, data = tables.pack(found, 16, order)
     mixer = reference_mix.Mixer(
-        np.ones(16, np.uint32), [(index, data)] * order, state.untrained(16)
+        np.ones(16, np.uint32), [(index, data)] * order, state.untrained(16), np.zeros(16, np.uint8)
     )
     assert len(found.contexts) == len(kept)
     for context, after in kept.items():
