@@ -152,7 +152,7 @@ def _row(each: Cluster, members: Sequence[Member], distances: Distances, codec: 
     base = members[each.medoid].ids
     alone = {i: len(codec.encode(members[i].ids)) for i in (each.medoid, *each.members)}
     given = {i: len(codec.encode(members[i].ids, base=base)) for i in each.members}
-    told = [
+    told: list[Json] = [
         {"name": members[i].name, "bits": round(float(distances.given[i, each.medoid])),
          "bits_alone": round(float(distances.alone[i])), "bytes": min(given[i], alone[i])}
         for i in each.members
@@ -175,7 +175,7 @@ def _print(found: Json) -> None:
         saved = row["bytes_alone"] - row["bytes"]
         rows.append((row["medoid"], 1 + len(row["members"]), f"{row['radius_bits']:,}",
                      size(row["bytes_alone"]), size(saved), names))  # fmt: skip
-    show_table((">MEDOID", ">PROMPTS", ">RADIUS BITS", ">ALONE", ">SAVED", "MEMBERS"), rows)
+    show_table(("MEDOID", ">PROMPTS", ">RADIUS BITS", ">ALONE", ">SAVED", "MEMBERS"), rows)
     click.echo(
         f"{found['prompts']} prompts in {len(found['clusters'])} clusters: "
         f"{found['bytes_alone']:,} bytes by themselves, {found['bytes']:,} clustered."

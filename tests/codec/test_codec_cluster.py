@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,9 +16,11 @@ from towerd.codec.prior import file
 from towerd.codec.vocabulary import GgufVocabulary
 
 GROUPS, MEMBERS = 3, 4
+Ids = npt.NDArray[np.int32]
+Bits = npt.NDArray[np.float64]
 
 
-def planted(small: GgufVocabulary) -> list[np.ndarray]:
+def planted(small: GgufVocabulary) -> list[Ids]:
     """Prompts of three kinds: those of a kind share all but a sentence."""
     text = sample.load()
     prompts = []
@@ -31,12 +34,12 @@ def planted(small: GgufVocabulary) -> list[np.ndarray]:
 
 
 @pytest.fixture(scope="module")
-def measured(small: GgufVocabulary) -> tuple[list[np.ndarray], Distances]:
+def measured(small: GgufVocabulary) -> tuple[list[Ids], Distances]:
     prompts = planted(small)
     return prompts, measure(prompts, small, file.bundled())
 
 
-def test_distances_are_distances(measured: tuple[list[np.ndarray], Distances]) -> None:
+def test_distances_are_distances(measured: tuple[list[Ids], Distances]) -> None:
     """Never negative, next to nothing to itself, the same both ways, never over `alone`."""
     prompts, found = measured
     n = len(prompts)
@@ -50,7 +53,7 @@ def test_distances_are_distances(measured: tuple[list[np.ndarray], Distances]) -
         assert (found.between(i, j) < 0.5 * found.alone[i]) == same
 
 
-def test_planted_clusters_are_found(measured: tuple[list[np.ndarray], Distances]) -> None:
+def test_planted_clusters_are_found(measured: tuple[list[Ids], Distances]) -> None:
     _, found = measured
     for n_clusters in (None, GROUPS):
         clusters = cluster(found, n_clusters)
@@ -61,7 +64,7 @@ def test_planted_clusters_are_found(measured: tuple[list[np.ndarray], Distances]
 
 
 def test_members_decode_on_top_of_their_medoid(
-    measured: tuple[list[np.ndarray], Distances], small: GgufVocabulary
+    measured: tuple[list[Ids], Distances], small: GgufVocabulary
 ) -> None:
     """Exactly, and in fewer bytes; `given` says how many but for the header."""
     prompts, found = measured
@@ -116,7 +119,7 @@ def test_against_brute_force(n: int, seed: int, is_fixed: bool) -> None:
         assert len(found) == n_fixed
 
 
-def _cost(alone: np.ndarray, given_: np.ndarray, medoids: tuple[int, ...]) -> float:
+def _cost(alone: Bits, given_: Bits, medoids: tuple[int, ...]) -> float:
     others = [i for i in range(len(alone)) if i not in medoids]
     return float(
         alone[list(medoids)].sum() + given_[np.ix_(others, list(medoids))].min(axis=1).sum()
