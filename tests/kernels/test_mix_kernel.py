@@ -130,17 +130,17 @@ def test_who_speaks_is_followed() -> None:
     kinds = np.array([0, 0, mixing.OPENING, mixing.BREAK, 0, 0, 0], np.uint8)
     lane = reference_mix._Lane()
     first, second = (text, 4), (text, 5)
+    names = []
     for name in (first, second, first):
         for rank in (opening, *name, feed):
             lane.append(rank, kinds)
         for rank in (6, text, feed, 4, 5):
             lane.append(rank, kinds)
-        if name == first:
-            named = lane.name
+        names.append(lane.name)
         assert lane.line == 4 + 1
         assert lane.place == 5
-    other = lane.previous
-    assert named == lane.name != other != 0
+    assert names[0] == names[2] != names[1] == lane.previous
+    assert 0 not in names
     assert not lane.in_name
 
 
