@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from decimal import Decimal
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from towerd.api.proxy_headers import to_client, to_upstream
 from towerd.api.proxy_metrics import merged
 from towerd.api.proxy_splice import with_fields, without_token_ids
 from towerd.api.proxy_watch import Dialect, EventSplitter, Watch, event_data
+from towerd.engine.llama_server.tally import counters, difference, without
 
 # --- headers ------------------------------------------------------------------------------
 
@@ -381,3 +383,15 @@ def test_metrics_of_both() -> None:
     own = b"# HELP llamacpp:a Ours.\n# TYPE llamacpp:a counter\nllamacpp:a 5\ntowerd_b 1\n"
     assert merged(theirs, own) == theirs + b"towerd_b 1\n"
     assert merged(theirs.rstrip(b"\n"), own) == theirs + b"towerd_b 1\n"
+
+
+def test_what_the_probe_counted_is_taken_off() -> None:
+    """From counters alone, to the digit; one that began anew is left as it is."""
+    before = b"# TYPE l:a counter\nl:a 2\n# TYPE l:b counter\nl:b 0.25\n# TYPE l:g gauge\nl:g 9\n"
+    after = before.replace(b"l:a 2", b"l:a 7").replace(b"0.25", b"0.3").replace(b"l:g 9", b"l:g 11")
+    added = difference(counters(after), counters(before))
+    assert added == {b"l:a": 5, b"l:b": Decimal("0.05")}
+    assert without(after, added) == before.replace(b"l:g 9", b"l:g 11")
+    restarted = before.replace(b"l:a 2", b"l:a 1")
+    assert b"\nl:a 1\n" in without(restarted, added)
+    assert without(after, {}) == after

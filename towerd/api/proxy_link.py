@@ -128,6 +128,10 @@ class Sidecar(Engine, Protocol):
         """A request to llama-server failed like this."""
         ...
 
+    def without_own(self, metrics: bytes) -> bytes:
+        """llama-server's Prometheus text without what towerd's probe added to it."""
+        ...
+
     async def lora_changed(self) -> None:
         """The scales of LoRA adapters were set."""
         ...

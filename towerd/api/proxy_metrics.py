@@ -41,7 +41,7 @@ async def _ask(request: web.Request) -> bytes:
     try:
         reply = await request.app[LINK].request(engine, "GET", "/metrics", auth)
         try:
-            return await body_of(reply) if reply.status == 200 else b""
+            return engine.without_own(await body_of(reply)) if reply.status == 200 else b""
         finally:
             reply.close()
     except TowerdError:

@@ -19,6 +19,7 @@ from towerd.engine.llama_server.flags import clashing, names_model, server_env, 
 from towerd.engine.llama_server.probe import ProbeResult, identify, probe
 from towerd.engine.llama_server.process import LlamaServerProcess
 from towerd.engine.llama_server.slotdir import SlotDir
+from towerd.engine.llama_server.tally import Counters, counters, difference
 from towerd.engine.llama_server.upstream import Upstream
 from towerd.errors import ConfigError
 from towerd.models.bundled import find_model
@@ -41,6 +42,8 @@ class Backend:
     """Its model file without weights; None when that cannot be read here."""
     command: Command | None
     """How it was started; None when that cannot be seen."""
+    added: Counters
+    """What the probe added to its counters."""
 
 
 @asynccontextmanager
@@ -114,15 +117,17 @@ async def _probed(
         path = Path(str(props.get("model_path", "")))
         model = await asyncio.to_thread(open_vocab, path, config)
     try:
+        before = counters(await upstream.metrics())
         found = await probe(
             upstream,
             slotdir,
             window=sliding_window(model),
             allow_vulnerable=config.allow_vulnerable,
         )
+        added = difference(counters(await upstream.metrics()), before)
         if not slotdir.in_ram:
             log.warning("slot states go through a disk", extra={"path": str(slotdir.path)})
-        yield Backend(upstream, slotdir, found, process, model, command)
+        yield Backend(upstream, slotdir, found, process, model, command, added)
     finally:
         if model is not None:
             model.close()

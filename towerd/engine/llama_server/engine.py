@@ -22,6 +22,7 @@ from towerd.engine.llama_server.lease import Lease
 from towerd.engine.llama_server.placer import Placed, Placer
 from towerd.engine.llama_server.scheduler import Slot, Want
 from towerd.engine.llama_server.slot_table import SlotTable
+from towerd.engine.llama_server.tally import without
 from towerd.engine.llama_server.upkeep import Upkeep
 from towerd.errors import InvalidRequest, NotSupported, TowerdError, Unavailable
 from towerd.store import APPROXIMATE, Store
@@ -230,6 +231,11 @@ class LlamaServerEngine:
         for slot in self.table.slots:
             if not slot.busy:
                 slot.hold_unknown("")
+
+    def without_own(self, metrics: bytes) -> bytes:
+        """llama-server's Prometheus text without what towerd's probe added to it; a restarted
+        one was not probed."""
+        return metrics if self.placer.epoch else without(metrics, self.backend.added)
 
     # ---- what a lease tells -----------------------------------------------------------------
 

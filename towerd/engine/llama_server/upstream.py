@@ -113,6 +113,14 @@ class Upstream:
         reply = await self.get("/slots")
         return list(reply)
 
+    async def metrics(self) -> bytes:
+        """GET /metrics; empty if it has none."""
+        try:
+            async with self._request("GET", "/metrics") as reply:
+                return await reply.read()
+        except NotSupported:
+            return b""
+
     async def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> Ids:
         """Text to ids by the upstream's own tokenizer."""
         body = {"content": text, "add_special": add_special, "parse_special": parse_special}
