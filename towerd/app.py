@@ -107,7 +107,7 @@ async def _serve(config: Config) -> None:
         app,
         access_log=None,
         handler_cancellation=True,
-        shutdown_timeout=limits.grace_s,
+        shutdown_timeout=limits.linger_s,
     )
     stopping = _stop_event()
     await runner.setup()

@@ -20,7 +20,9 @@ class Limits:
     ping_s: float = 30.0
     """Silence after which a stream gets an SSE comment, unless the request says otherwise."""
     grace_s: float = 10.0
-    """How long running requests may finish at shutdown before they are cancelled."""
+    """How long running generations may finish at shutdown before they are cancelled."""
+    linger_s: float = 2.0
+    """And then all other requests: a tool that llama-server runs may take minutes."""
     probs_max: int = 1024
     """Alternatives per token a client may ask for; formatting them is loop time."""
     stops_max: int = 1024
