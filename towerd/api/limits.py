@@ -21,7 +21,7 @@ class Limits:
     """Silence after which a stream gets an SSE comment, unless the request says otherwise."""
     grace_s: float = 10.0
     """How long running generations may finish at shutdown before they are cancelled."""
-    linger_s: float = 2.0
+    linger_s: float = 1.0
     """And then all other requests: a tool that llama-server runs may take minutes."""
     probs_max: int = 1024
     """Alternatives per token a client may ask for; formatting them is loop time."""
