@@ -186,6 +186,19 @@ def codec(data: Path, vocabs: tuple[Path, ...], mini: Path | None, quick: bool) 
     _run("codec", None, quick, data=data, vocabs=vocabs, mini=mini)
 
 
+@bench.command()
+@click.option("--model", "-m", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+              help="GGUF to evaluate thawed sessions with; default: the bundled model.")  # fmt: skip
+@click.option("--data", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+              help="Chat records to take the sessions from; default: shuffled sentences.")  # fmt: skip
+@click.option("--vocab", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+              help="GGUF whose tokenizer the sessions are in; then nothing is evaluated.")  # fmt: skip
+@_QUICK
+def cold(model: Path | None, data: Path | None, vocab: Path | None, quick: bool) -> None:
+    """Frozen sessions: bytes each of 100,000, finding one, and thawing it."""
+    _run("cold", model, quick, data=data, vocab=vocab)
+
+
 def _run(name: str, model: Path | None, quick: bool, **options: Any) -> None:
     module = importlib.import_module(f"towerd.cli.bench.{name}")
     report = asyncio.run(module.run(model, quick, **options))

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from towerd.codec import Codec, CodecError
+from towerd.codec.base import Vocabulary
+from towerd.codec.forms import RuntimeCoder
 from towerd.codec.vocabulary import GgufVocabulary
 from towerd.engine.base import ModelInfo
 from towerd.engine.embedded.model import init_backend
 from towerd.errors import NotSupported
 from towerd.tower_file import Model
+
+Networks: TypeAlias = Callable[[Vocabulary], Sequence[RuntimeCoder]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +40,13 @@ def source_of(info: ModelInfo) -> Source:
 class Coding:
     """The codec of one model. Thread-safe."""
 
-    def __init__(self, source: Callable[[], Source]) -> None:
-        """`source` is asked when the codec is used for the first time."""
+    def __init__(self, source: Callable[[], Source], networks: Networks | None = None) -> None:
+        """`source` is asked when the codec is used for the first time, and so is `networks`, for
+        the forms with a runtime; None: there are none."""
         self._source = source
+        self._networks = networks
+        self.forms: tuple[str, ...] = ()
+        """The forms with a runtime, once the codec was used."""
         self._vocabulary: GgufVocabulary | None = None
         self._model: Model | None = None
         self._lock = threading.Lock()
@@ -52,8 +61,10 @@ class Coding:
         with self._lock:
             if self._model is None:
                 source = self._source()
-                self._vocabulary = _vocabulary(source)
-                self._model = Model(source.path.name, source.hash, Codec(self._vocabulary))
+                vocabulary = self._vocabulary = _vocabulary(source)
+                found = [] if self._networks is None else list(self._networks(vocabulary))
+                self.forms = tuple(each.name for each in found)
+                self._model = Model(source.path.name, source.hash, Codec(vocabulary, found))
             return self._model
 
     def close(self) -> None:

@@ -19,11 +19,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from towerd.cold.ahead import Ahead
+from towerd.cold.canary import forget_probes, has_changed, recode, stale
 from towerd.cold.coding import Coding
 from towerd.cold.freezing import Froze, cold_history, freeze, thaw
 from towerd.engine.base import Event, Finish, GenerateRequest, Ids, Progress, Reuse, Started
 from towerd.errors import NotFound, SessionFrozen, StoreError, TowerdError
 from towerd.store import Node, Store
+from towerd.store.cold import Frozen
 from towerd.store.node import ids_bytes
 
 log = logging.getLogger(__name__)
@@ -51,20 +53,24 @@ class Keeper:
         *,
         freeze_after_s: float,
         on_frozen: Callable[[Sequence[Node]], None] = lambda _: None,
+        form: str = "auto",
         clock: Callable[[], float] = time.time,
     ) -> None:
         """freeze_after_s: how long a session must be unused before it is frozen by itself; -1:
-        never. on_frozen: told the segments that went, off the loop."""
+        never. on_frozen: told the segments that went, off the loop. form: of the codec, to freeze
+        in."""
         self.store = store
         self.coding = coding
         self.freeze_after_s = freeze_after_s
         self.ahead: Ahead | None = None
         self.n_frozen = self.n_thawed = self.n_failed = 0
         self.freeze_s = self.thaw_s = 0.0
+        self.n_recoded = 0
+        self._form = form
         self._on_frozen = on_frozen
         self._clock = clock
         self._uses: dict[int, GenerateRequest] = {}
-        self._last_use = time.monotonic()
+        self._last_use = float("-inf")
         self._not_before: dict[tuple[str, str], float] = {}
         """(scope, id) -> when a session that failed, or was thawed without a turn, is frozen."""
         self._freezer = ThreadPoolExecutor(1, "towerd-freeze", initializer=_be_nice)
@@ -152,6 +158,7 @@ class Keeper:
             "freezes": self.n_frozen,
             "thaws": self.n_thawed,
             "cold_failures": self.n_failed,
+            "recoded": self.n_recoded,
             "freeze_seconds": round(self.freeze_s, 6),
             "thaw_seconds": round(self.thaw_s, 6),
             "freeze_after_s": self.freeze_after_s,
@@ -167,7 +174,7 @@ class Keeper:
         began = time.monotonic()
         with self._counted_failure():
             self.store.session(id, scope)  # before the vocabulary is loaded
-            done = freeze(self.store, self.coding.codec, id, scope, self._may_drop)
+            done = freeze(self.store, self.coding.codec, id, scope, self._may_drop, self._form)
         if done is not None:
             self._on_frozen(done.removed)
             with self._counting:
@@ -223,7 +230,7 @@ class Keeper:
 
     async def _watch(self) -> None:
         """Freeze what has been unused for long, one session at a time, while nothing runs."""
-        if not self.store.cold.is_empty:
+        if not self.store.cold.is_empty or self._form != "auto":
             await self._warm_up()
         while self.freeze_after_s >= 0:
             did_freeze = self._is_idle() and await self._freeze_oldest()
@@ -231,11 +238,36 @@ class Keeper:
             await asyncio.sleep(LOOK_S_MIN if did_freeze else pause)
 
     async def _warm_up(self) -> None:
-        """Build the codec's tables before somebody waits for them."""
+        """Build the codec's tables before somebody waits for them, and see whether its runtimes
+        are what they were; if not, code again what depends on them."""
         try:
-            await self._on(self._freezer, _build, self.coding)
+            if not await self._on(self._freezer, self._has_changed):
+                return
+            for frozen in await self._on(self._freezer, self._stale):
+                await self._until_idle()
+                await self._on(self._freezer, recode, self.store, self.coding.codec, frozen)
+                self.n_recoded += 1
+            await self._on(self._freezer, forget_probes, self.store)
         except TowerdError as error:
-            log.warning("frozen sessions cannot be thawed", extra={"error": str(error)})
+            self.n_failed += 1
+            log.warning("frozen sessions cannot be coded again", extra={"error": str(error)})
+
+    async def _until_idle(self) -> None:
+        while True:
+            if self._is_idle():
+                return
+            await asyncio.sleep(QUIET_S)
+
+    def _has_changed(self) -> bool:
+        codec = self.coding.codec
+        codec.decode(codec.encode([0]))
+        changed = has_changed(self.store, codec, self.coding.forms)
+        if changed:
+            log.warning("a codec runtime gives other numbers: its blobs are coded again")
+        return changed
+
+    def _stale(self) -> list[Frozen]:
+        return list(stale(self.store, self.coding.codec))
 
     async def _freeze_oldest(self) -> bool:
         """Freeze the session that was unused for longest; False if there is none to freeze."""
@@ -304,11 +336,6 @@ class _Failures:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, StoreError):
             self._keeper.n_failed += 1
-
-
-def _build(coding: Coding) -> None:
-    codec = coding.codec
-    codec.decode(codec.encode([0]))
 
 
 def _be_nice() -> None:

@@ -225,7 +225,7 @@ class ColdTable:
         Raises SessionBusy if the session went on meanwhile, DiskFull."""
         turns = encode_turns(warm.turn_ids, history.turns)
         marks = _marks_of(history, warm.taken.info.scope)
-        digest = _digest(warm.n_base, turns, marks, blob)
+        digest = row_digest(warm.n_base, turns, marks, blob)
         with self._lock():
             self._check_same(warm)
             self.is_empty = False
@@ -283,7 +283,7 @@ class ColdTable:
             if now is None or now.blob != frozen.blob:
                 return
             ((marks,),) = state.catalog.rows("SELECT marks FROM cold WHERE session = ?", (pk,))
-            digest = _digest(len(frozen.base), frozen.turns, marks, blob)
+            digest = row_digest(len(frozen.base), frozen.turns, marks, blob)
             with state.catalog.transaction():
                 state.catalog.run("UPDATE cold SET digest = ? WHERE session = ?", (digest, pk))
                 state.catalog.run("UPDATE blobs SET blob = ? WHERE session = ?", (blob, pk))
@@ -343,7 +343,7 @@ class ColdTable:
         base_id, n_base, turns, marks, digest, blob = rows[0]
         base = self._state.trie.nodes.get(base_id) if base_id is not None else None
         is_right = n_base == (0 if base is None else base.p1)
-        if not is_right or _digest(n_base, turns, marks, blob) != digest:
+        if not is_right or row_digest(n_base, turns, marks, blob) != digest:
             raise _damaged(session.id, "the checksum of its coded tokens does not match")
         ids = ids_array(base.prefix_bytes() if base is not None else b"")
         turn_rows = self._state.catalog.rows(_TURNS, (session.pk,))
@@ -431,7 +431,8 @@ def _marks_of(history: History, scope: str) -> bytes:
     return np.array(sorted(found), "<u8").tobytes()
 
 
-def _digest(n_base: int, turns: bytes, marks: bytes, blob: bytes) -> bytes:
+def row_digest(n_base: int, turns: bytes, marks: bytes, blob: bytes) -> bytes:
+    """What guards a frozen session's bytes: BLAKE2b-128 of all of them."""
     h = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for part in (varint.put(n_base), turns, marks, blob):
         h.update(varint.put(len(part)) + part)

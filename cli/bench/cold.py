@@ -1,0 +1,262 @@
+"""`towerctl bench cold`: frozen sessions: what they take, how they are found, how they thaw.
+
+A few hundred sessions are recorded turn by turn and frozen as the daemon does it. To come to a
+hundred thousand, the rest of the store are copies of them with names, turns and marks of their own:
+every row has the size that a session of its own would have. Thawing is measured on the coded ones,
+and its prefill on the model's own engine.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from towerd.cli.bench.codec_texts import sessions, tokenized
+from towerd.cli.bench.report import Report
+from towerd.codec import Codec
+from towerd.codec.vocabulary import GgufVocabulary
+from towerd.cold import decode, freeze
+from towerd.config import Config
+from towerd.engine.base import GenerateRequest, Ids, SamplingParams, Started
+from towerd.engine.embedded.calibrate import calibration_text
+from towerd.engine.embedded.model import init_backend
+from towerd.kernels.formats import BY_NAME
+from towerd.models.bundled import bundled_model
+from towerd.service import open_service
+from towerd.slots.fingerprint import Fingerprint
+from towerd.slots.layout import KVLayout, Plane
+from towerd.store import Store, Turn
+from towerd.store.cold import encode_turns, row_digest
+from towerd.store.node import ids_bytes
+
+_TOKENS = 1000
+_BASE_TOKENS = 200
+_BASES = 10
+_TURNS = 4
+_BATCH = 2000
+_LOOKUPS = 500
+_PROMPT_TOKENS = 8000
+_THAWS = 3
+
+
+@dataclass(slots=True)
+class Population:
+    """The store, and the sessions of it that were coded."""
+
+    store: Store
+    codec: Codec
+    ids: list[Ids]
+    """int32[_BASE_TOKENS + _TOKENS] of each coded session."""
+    freeze_s: list[float]
+
+
+async def run(model: Path | None, quick: bool, data: Path | None, vocab: Path | None) -> Report:
+    """Fill a store in a temporary directory and measure it."""
+    n, n_coded = (2_000, 20) if quick else (100_000, 200)
+    path = model or bundled_model()
+    init_backend()
+    report = Report("cold", (vocab or path).name)
+    report.figures["text"] = data.name if data is not None else "shuffled sentences"
+    with tempfile.TemporaryDirectory(prefix="towerd-bench-") as folder:
+        root = Path(folder) / "store"
+        with GgufVocabulary(vocab or path) as vocabulary:
+            texts = _texts(data, vocabulary, n_coded)
+            with Store.open(root, _fingerprint()) as store:
+                made = _fill(store, Codec(vocabulary), texts, n_coded)
+                _copy(made, n)
+            _measure(report, root, made, n)
+        if vocab is None:
+            await _measure_prefill(report, path, Path(folder) / "served", texts[0])
+    report.target("bytes_per_session", most=3000)
+    report.target("lookup_p99_ms", most=1.0)
+    return report
+
+
+def _fingerprint() -> Fingerprint:
+    plane = Plane(BY_NAME["f16"].ggml_type, 512)
+    layout = KVLayout((plane,), (plane,))
+    return Fingerprint("bench", "llama", "bench", {}, (), layout, False, False, False)
+
+
+def _texts(data: Path | None, vocabulary: GgufVocabulary, n: int) -> list[Ids]:
+    """`n` runs of text, int32[_TOKENS] each, and one for the bases at the end."""
+    n_wanted = n * _TOKENS + _BASES * _BASE_TOKENS
+    ids: list[int] = []
+    for part in _shuffled() if data is None else sessions(data, n)["mixed"]:
+        ids += tokenized(part, vocabulary)
+        if len(ids) >= n_wanted:
+            break
+    stream = np.resize(np.array(ids, np.int32), n_wanted)  # a short text is begun again
+    return [*np.split(stream[: n * _TOKENS], n), stream[n * _TOKENS :]]
+
+
+def _shuffled() -> Iterator[bytes]:
+    """The sentences of the calibration text, which the codec does not know, in ever new orders."""
+    rng = np.random.default_rng(0)
+    sentences = re.split(r"(?<=[.!?])\s+", calibration_text())
+    while True:
+        yield " ".join(sentences[i] for i in rng.permutation(len(sentences))).encode()
+
+
+def _fill(store: Store, codec: Codec, texts: list[Ids], n: int) -> Population:
+    """Bases, and sessions of four turns each that are frozen at once."""
+    bases = np.split(texts[-1], _BASES)
+    for number, base in enumerate(bases):
+        store.add_base(f"base {number}", base, "local", 0, False)
+    made = Population(store, codec, [], [])
+    for number in range(n):
+        ids = np.concatenate([bases[number % _BASES], texts[number]])
+        for turn in range(1, _TURNS + 1):
+            end = _BASE_TOKENS + _TOKENS * turn // _TURNS
+            cut = end - _TOKENS // _TURNS // 3
+            store.commit_turn(
+                Turn("local", f"s{number}", ids[:cut], ids[cut:end], end - 1, time.time())
+            )
+        began = time.monotonic()
+        freeze(store, codec, f"s{number}", "local")
+        made.freeze_s.append(time.monotonic() - began)
+        made.ids.append(ids)
+    return made
+
+
+def _copy(made: Population, n: int) -> None:
+    """Fill the store up to `n` sessions with copies of the coded ones."""
+    rng, n_coded = np.random.default_rng(0), len(made.ids)
+    catalog = made.store.state.catalog
+    ((next_turn,),) = catalog.rows("SELECT max(id) + 1 FROM turns")
+    sources = [_Source(made, number) for number in range(n_coded)]
+    for first in range(n_coded, n, _BATCH):
+        with catalog.transaction():
+            for number in range(first, min(n, first + _BATCH)):
+                source = sources[number % n_coded]
+                next_turn = source.copy(number, next_turn, rng)
+
+
+class _Source:
+    """A coded session, to be copied."""
+
+    def __init__(self, made: Population, number: int) -> None:
+        self.catalog = made.store.state.catalog
+        self.frozen = made.store.cold.read(f"s{number}", "local")
+        assert self.frozen is not None
+        self.history = self.frozen.history(decode(made.codec, self.frozen))
+        pk = self.frozen.session.pk
+        ((self.session,),) = [self.catalog.rows(
+            "SELECT fingerprint, scope, named, title, n_tokens, created, updated, cold_bytes"
+            " FROM sessions WHERE pk = ?", (pk,))]  # fmt: skip
+        self.turns = self.catalog.rows(
+            "SELECT n_prompt, n_reply, n_cached, started, created, finished FROM turns"
+            " WHERE session = ? ORDER BY id", (pk,))  # fmt: skip
+        ((self.base, self.n_base, self.n_marks),) = self.catalog.rows(
+            "SELECT base, n_base, length(marks) FROM cold WHERE session = ?", (pk,))  # fmt: skip
+
+    def copy(self, number: int, first_turn: int, rng: np.random.Generator) -> int:
+        """Enter a copy whose turns begin with this id; the id after its last."""
+        assert self.frozen is not None
+        run, blob = self.catalog.run, self.frozen.blob
+        ids = list(range(first_turn, first_turn + len(self.turns)))
+        pk = run(
+            "INSERT INTO sessions(fingerprint, scope, named, title, n_tokens, created, updated,"
+            " cold_bytes, id) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (*self.session, f"{rng.integers(1 << 63):016x}"),
+        )
+        for id, turn in zip(ids, self.turns, strict=True):
+            parent = None if id == first_turn else id - 1
+            run(
+                "INSERT INTO turns(id, session, parent, n_prompt, n_reply, n_cached, started,"
+                " created, finished, tail) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, x'')",
+                (id, pk, parent, *turn),
+            )
+        run("UPDATE sessions SET leaf = ? WHERE pk = ?", (ids[-1], pk))
+        turns, marks = encode_turns(ids, self.history.turns), rng.bytes(self.n_marks)
+        digest = row_digest(self.n_base, turns, marks, blob)
+        run(
+            "INSERT INTO cold VALUES (?, ?, ?, 1, ?, ?, ?)",
+            (pk, self.base, self.n_base, turns, marks, digest),
+        )
+        run("INSERT INTO blobs VALUES (?, ?)", (pk, blob))
+        return ids[-1] + 1
+
+
+def _measure(report: Report, root: Path, made: Population, n: int) -> None:
+    figures, n_coded = report.figures, len(made.ids)
+    figures["sessions"], figures["coded_sessions"] = n, n_coded
+    figures["tokens_per_session"] = _TOKENS
+    figures["bytes_per_session"] = _disk_bytes(root) / n
+    began = time.monotonic()
+    with Store.open(root, _fingerprint()) as store:
+        figures["open_s"] = time.monotonic() - began
+        figures["blob_bytes"] = store.cold.stats()["cold_bytes"] / n
+        figures["freeze_ms"] = statistics.median(made.freeze_s) * 1e3
+        found = _lookups(store, made)
+        figures["lookup_p50_ms"] = float(np.percentile(found, 50))
+        figures["lookup_p99_ms"] = float(np.percentile(found, 99))
+        reads, decodes = [], []
+        for number in range(n_coded):
+            began = time.monotonic()
+            frozen = store.cold.read(f"s{number}", "local")
+            reads.append(time.monotonic() - began)
+            assert frozen is not None
+            began = time.monotonic()
+            stream = decode(made.codec, frozen)
+            decodes.append(time.monotonic() - began)
+            assert stream[: len(made.ids[number])].tolist() == made.ids[number].tolist()
+        figures["thaw_read_ms"] = statistics.median(reads) * 1e3
+        figures["thaw_decode_ms"] = statistics.median(decodes) * 1e3
+
+
+def _lookups(store: Store, made: Population) -> list[float]:
+    """Milliseconds to find the session that a prompt of 8,000 tokens goes on: half do."""
+    rng, found = np.random.default_rng(1), []
+    for number in range(_LOOKUPS):
+        more = rng.integers(0, 500, _PROMPT_TOKENS).astype(np.int32)
+        coded = number // 2 % len(made.ids)
+        goes_on = number % 2 == 0
+        prompt = np.concatenate([made.ids[coded] if goes_on else more[:0], more])[:_PROMPT_TOKENS]
+        data = ids_bytes(prompt)
+        began = time.monotonic()
+        session = store.cold.continued_by(data, "local")
+        found.append((time.monotonic() - began) * 1e3)
+        assert (session == f"s{coded}") == goes_on
+    return found
+
+
+async def _measure_prefill(report: Report, model: Path, store: Path, text: Ids) -> None:
+    """Time to the first token of a request that goes on a frozen session, and what of it was
+    evaluating the prompt."""
+    config = Config(
+        model=model, store_dir=store, socket=store.parent / "s", ctx_size=2 * _TOKENS,
+        live_sequences=1, parallel=1, freeze_after_s=-1, hot_bytes=0, anticipate=False,
+    )  # fmt: skip
+    firsts, prompts = [], []
+    async with open_service(config) as service:
+        turn = Turn("local", "chat", text[:-300], text[-300:], len(text) - 1, time.time())
+        service.store.commit_turn(turn)
+        for number in range(_THAWS):
+            await service.cold.freeze("chat", "local")
+            asked = np.concatenate([text, text[: 8 + number]])
+            request = GenerateRequest(
+                ids=asked, sampling=SamplingParams(temperature=0), n_predict=1, session="chat"
+            )
+            began = time.monotonic()
+            async for event in service.sessions.run(request):
+                if isinstance(event, Started):
+                    firsts.append(time.monotonic() - began)
+                    prompts.append(event.prompt_ms)
+            await service.engine.settle()
+            for seq in list(service.engine.pool):
+                service.engine.pool.drop(seq)
+    report.figures["thaw_prefill_ms"] = statistics.median(prompts)
+    report.figures["thaw_first_token_ms"] = statistics.median(firsts) * 1e3
+
+
+def _disk_bytes(root: Path) -> int:
+    """What the file system has given to the store."""
+    return sum(path.lstat().st_blocks * 512 for path in (root, *root.rglob("*")))

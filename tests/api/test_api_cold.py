@@ -1,0 +1,113 @@
+"""Freezing and thawing over HTTP: whose sessions, what is said of them, what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient
+
+from towerd.models.bundled import bundled_model
+
+Client = TestClient[web.Request, web.Application]
+MakeClient = Callable[..., Awaitable[Client]]
+
+OWN = "/towerd/v1/sessions"
+KEYS = (("ka", "ann"), ("kb", "bob"))
+
+
+@pytest.fixture(autouse=True)
+def model(service: Any) -> Any:
+    """The fake model, with a vocabulary that can be read."""
+    service.engine.info = replace(service.engine.info, path=str(bundled_model()), n_vocab=512)
+    return service.engine.info
+
+
+def key(name: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {name}"}
+
+
+async def talk(client: Client, **headers: str) -> str:
+    """One turn; its session."""
+    reply = await client.post("/completion", json={"prompt": "abc"}, headers=headers)
+    assert reply.status == 200
+    return reply.headers["X-Towerd-Session"]
+
+
+async def value(reply: Any, status: int = 200) -> Any:
+    assert reply.status == status, await reply.text()
+    return await reply.json()
+
+
+async def test_there_and_back(client: Client) -> None:
+    """Frozen it is listed with its bytes, shows its turns, ids and text, and is not due again;
+    thawed it is as before."""
+    id = await talk(client)
+    before = await value(await client.get(f"{OWN}/{id}?ids=1&text=1"))
+    due = await value(await client.get(f"{OWN}?idle_s=0"))
+    assert [each["id"] for each in due["sessions"]] == [id]
+    for changed in (True, False):
+        found = await value(await client.post(f"{OWN}/{id}/freeze", json={}))
+        assert found["changed"] is changed
+        assert found["session"]["cold_bytes"] > 0
+    assert (await value(await client.get(f"{OWN}?idle_s=0")))["sessions"] == []
+    (listed,) = (await value(await client.get(OWN)))["sessions"]
+    assert listed == found["session"]
+    shown = await value(await client.get(f"{OWN}/{id}?ids=1&text=1&thaw=0"))
+    assert (shown["ids"], shown["text"]) == (before["ids"], before["text"])
+    assert [turn["id"] for turn in shown["turns"]] == [turn["id"] for turn in before["turns"]]
+    exported = await client.get(f"{OWN}/{id}/export")
+    assert exported.status == 200
+    frozen_file = await exported.read()
+    for changed in (True, False):
+        found = await value(await client.post(f"{OWN}/{id}/thaw", json={"ahead": False}))
+        assert found["changed"] is changed
+        assert found["session"]["cold_bytes"] == 0
+    assert await (await client.get(f"{OWN}/{id}/export")).read() == frozen_file
+    after = await value(await client.get(f"{OWN}/{id}?ids=1&text=1"))
+    assert after["session"] == before["session"]
+    assert (after["ids"], after["text"]) == (before["ids"], before["text"])
+
+
+async def test_a_file_is_imported_over_a_frozen_session(client: Client) -> None:
+    """It is compared with what is here, whatever form that has."""
+    id = await talk(client)
+    data = await (await client.get(f"{OWN}/{id}/export")).read()
+    await value(await client.post(f"{OWN}/{id}/freeze"))
+    assert (await value(await client.post(f"{OWN}/import", data=data)))["added"] == 0
+
+
+async def test_whose_it_is(make_client: MakeClient) -> None:
+    """A tenant freezes and thaws its own."""
+    client = await make_client(api_keys=KEYS)
+    id = await talk(client, **key("ka"))
+    for verb in ("freeze", "thaw"):
+        refused = await value(await client.post(f"{OWN}/{id}/{verb}", headers=key("kb")), 404)
+        assert "no session" in refused["error"]["message"]
+        found = await value(await client.post(f"{OWN}/{id}/{verb}", headers=key("ka")))
+        assert found["changed"] is True
+
+
+async def test_without_the_vocabulary(client: Client, service: Any) -> None:
+    """The error says what is missing; nothing is changed. An unknown session is unknown first."""
+    service.engine.info = replace(service.engine.info, path="/nowhere/model.gguf")
+    id = await talk(client)
+    await value(await client.post(f"{OWN}/none/freeze"), 404)
+    refused = await value(await client.post(f"{OWN}/{id}/freeze"), 501)
+    assert "vocabulary" in refused["error"]["message"]
+    assert "/nowhere/model.gguf" in refused["error"]["message"]
+    (listed,) = (await value(await client.get(OWN)))["sessions"]
+    assert listed["cold_bytes"] == 0
+
+
+async def test_stats_and_metrics(client: Client) -> None:
+    id = await talk(client)
+    await value(await client.post(f"{OWN}/{id}/freeze"))
+    cold = (await value(await client.get("/towerd/v1/stats")))["cold"]
+    assert (cold["frozen_sessions"], cold["freezes"], cold["thaws"]) == (1, 1, 0)
+    text = await (await client.get("/metrics")).text()
+    assert f"\ntowerd_cold_bytes {float(cold['cold_bytes'])}\n" in text
+    assert "\ntowerd_freezes_total 1.0\n" in text

@@ -1,0 +1,46 @@
+"""`towerctl freeze` and `towerctl thaw`, with the daemon and on the store itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from click.testing import Result
+from daemon import Daemon
+
+Ctl = Callable[..., Result]
+CtlJson = Callable[..., Any]
+
+
+def test_with_a_daemon_and_without(server: Daemon, ctl: Ctl, ctl_json: CtlJson) -> None:
+    """By name and by age; listings, stats and verify say so; wrong usage is told."""
+    at = ("--socket", server.socket)
+    for name in ("one", "two"):
+        server.post("/completion", {"prompt": f"Once there was {name}", "n_predict": 9},
+                    headers={"X-Towerd-Session": name})  # fmt: skip
+    ids = server.session_ids("one")
+    assert "frozen, " in ctl("freeze", "one", *at).output
+    assert ctl("freeze", "one", *at).output == "Session one: is frozen already.\n"
+    assert "no session 'none'" in ctl("freeze", "none", *at, code=1).output
+    assert "give --idle" in ctl("freeze", *at, code=2).output
+    assert "no time such as" in ctl("freeze", "--idle", "soon", *at, code=2).output
+    assert "unused for so long" in ctl("freeze", "--idle", "1h", *at).output
+    (found,) = ctl_json("freeze", "--idle", "0s", *at)["frozen"]
+    assert (found["session"]["id"], found["changed"]) == ("two", True)
+    listed = ctl_json("sessions", "ls", *at)["sessions"]
+    assert all(0 < each["cold_bytes"] < 200 for each in listed)
+    assert "frozen, its tokens are coded" in ctl("sessions", "show", "one", *at).output
+    assert "2 of them" in ctl("stats", *at).output
+    assert "2 of them frozen" in ctl("verify", *at).output
+    (found,) = ctl_json("thaw", "one", *at)["thawed"]
+    assert found["changed"] is True
+    assert server.session_ids("one") == ids
+    assert server.stop() == 0
+    alone = ("--store-dir", server.store_dir)
+    assert "frozen, " in ctl("freeze", "--idle", "0", *alone).output
+    assert "its tokens are coded" in ctl("sessions", "show", "one", *alone).output
+    ctl("gc", *alone)
+    assert ctl("thaw", "one", "one", *alone).output == f"Session one: thawed, {len(ids)} tokens.\n"
+    assert "was not frozen" in ctl("thaw", "one", *alone).output
+    with server.stored() as store:
+        assert store.session_ids("one").tolist() == ids

@@ -1,0 +1,32 @@
+"""Freezes and thaws sessions of a store at random until it is killed: `freezer.py ROOT SEED N`."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+from cold_population import coder, name_of
+
+from towerd.cold import freeze, thaw
+from towerd.store import Store, latest_fingerprint
+
+
+def main() -> None:
+    """A tenth of what is frozen is of a form with a runtime."""
+    root, seed, n = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    chance = random.Random(seed)
+    with coder() as codec, Store.open(root, latest_fingerprint) as store:
+        freeze(store, codec, name_of(0), form="packed")
+        store.match(np.zeros(1, np.int32), "local")
+        print("ready", flush=True)
+        while True:
+            name = name_of(chance.randrange(n))
+            if store.session(name).cold_bytes:
+                thaw(store, codec, name)
+            else:
+                freeze(store, codec, name, form="same" if chance.random() < 0.1 else "packed")
+
+
+main()

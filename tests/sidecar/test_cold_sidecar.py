@@ -1,0 +1,40 @@
+"""Frozen conversations in front of a llama-server go on as in the embedded engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import requests
+from daemon import Daemon, reuse_of
+
+MakeDaemon = Callable[..., Daemon]
+
+
+def say(daemon: Daemon, prompt: list[int]) -> tuple[list[int], str, dict[str, int]]:
+    """(token ids of the greedy reply, session, where the prompt's tokens came from)."""
+    body = {"prompt": prompt, "n_predict": 8, "temperature": 0, "ignore_eos": True,
+            "return_tokens": True}  # fmt: skip
+    reply = requests.post(daemon.url + "/completion", json=body, timeout=60)
+    assert reply.status_code == 200, reply.text
+    return reply.json()["tokens"], reply.headers["X-Towerd-Session"], reuse_of(reply.headers)
+
+
+def test_a_frozen_conversation_goes_on(make_sidecar: MakeDaemon) -> None:
+    """Recognised by its tokens after a restart, with the same greedy reply as a twin that was
+    never frozen; the header says what was thawed."""
+    prompt = [1, *range(300, 380)]
+    with make_sidecar(name="frozen") as daemon:
+        reply, session, _ = say(daemon, prompt)
+        found = daemon.post(f"/towerd/v1/sessions/{session}/freeze", {})
+        assert 0 < found["session"]["cold_bytes"] < 400
+        assert daemon.stop() == 0, daemon.log
+        daemon.start()
+        assert daemon.session_ids(session) == prompt + reply
+        longer = [*prompt, *reply, *range(400, 420)]
+        again, same, reuse = say(daemon, longer)
+        assert same == session
+        assert reuse["cold"] > 40
+        assert daemon.get(f"/towerd/v1/sessions/{session}")["session"]["cold_bytes"] == 0
+    with make_sidecar(name="never") as daemon:
+        assert say(daemon, prompt)[0] == reply
+        assert say(daemon, longer)[0] == again
