@@ -29,7 +29,8 @@ def test_a_frozen_conversation_goes_on(make_sidecar: MakeDaemon) -> None:
         assert 0 < found["session"]["cold_bytes"] < 400
         assert daemon.stop() == 0, daemon.log
         daemon.start()
-        assert daemon.session_ids(session) == prompt + reply
+        where = f"/towerd/v1/sessions/{session}?ids=1&thaw=0"
+        assert daemon.get(where)["ids"] == prompt + reply
         longer = [*prompt, *reply, *range(400, 420)]
         again, same, reuse = say(daemon, longer)
         assert same == session
