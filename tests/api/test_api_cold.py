@@ -49,6 +49,7 @@ async def test_there_and_back(client: Client) -> None:
     before = await value(await client.get(f"{OWN}/{id}?ids=1&text=1"))
     due = await value(await client.get(f"{OWN}?idle_s=0"))
     assert [each["id"] for each in due["sessions"]] == [id]
+    found: Any = None
     for changed in (True, False):
         found = await value(await client.post(f"{OWN}/{id}/freeze", json={}))
         assert found["changed"] is changed
@@ -111,3 +112,23 @@ async def test_stats_and_metrics(client: Client) -> None:
     text = await (await client.get("/metrics")).text()
     assert f"\ntowerd_cold_bytes {float(cold['cold_bytes'])}\n" in text
     assert "\ntowerd_freezes_total 1.0\n" in text
+
+
+async def test_a_named_session_is_thawed_while_its_prompt_is_made(
+    client: Client, service: Any
+) -> None:
+    """Whoever counts or renders the tokens of a session is about to send them."""
+    id = await talk(client)
+    service.cold.start()
+    for path, body in (
+        ("/tokenize", {"content": "abc"}),
+        ("/apply-template", {"messages": [{"role": "user", "content": "abc"}]}),
+    ):
+        await value(await client.post(f"{OWN}/{id}/freeze"))
+        await value(await client.post(path, json=body))
+        await service.cold.ahead.idle()
+        assert service.store.session(id).cold_bytes
+        for name in ("nobody", id):
+            await value(await client.post(path, json=body, headers={"X-Towerd-Session": name}))
+        await service.cold.ahead.idle()
+        assert not service.store.session(id).cold_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import requests
 from daemon import Daemon, reuse_of
@@ -12,7 +13,7 @@ MakeDaemon = Callable[..., Daemon]
 
 def say(daemon: Daemon, prompt: list[int]) -> tuple[list[int], str, dict[str, int]]:
     """(token ids of the greedy reply, session, where the prompt's tokens came from)."""
-    body = {"prompt": prompt, "n_predict": 8, "temperature": 0, "ignore_eos": True,
+    body: dict[str, Any] = {"prompt": prompt, "n_predict": 8, "temperature": 0, "ignore_eos": True,
             "return_tokens": True}  # fmt: skip
     reply = requests.post(daemon.url + "/completion", json=body, timeout=60)
     assert reply.status_code == 200, reply.text

@@ -12,7 +12,8 @@ from aiohttp import web
 from towerd.api import fields
 from towerd.api.body import read_object
 from towerd.api.chat import render_chat
-from towerd.api.keys import service_of
+from towerd.api.hints import hints_of
+from towerd.api.keys import TENANT, service_of
 from towerd.api.off_loop import by_size
 from towerd.api.prompts import checked_ids, tokenize_mixed
 from towerd.api.reply import encode, json_reply
@@ -22,6 +23,7 @@ from towerd.errors import InvalidRequest
 
 async def post_tokenize(request: web.Request) -> web.Response:
     """Text, or a mix of texts and ids, to ids."""
+    _announce(request)
     engine = service_of(request).engine
     body = await read_object(request)
     if body.get("content") is None:
@@ -86,13 +88,20 @@ def _text(tokens: Any, engine: Engine) -> str:
 
 async def post_apply_template(request: web.Request) -> web.Response:
     """A chat request to the prompt text that it would be evaluated as."""
+    _announce(request)
     body = await read_object(request)
     return json_reply({"prompt": await render_chat(body, service_of(request).engine)})
 
 
 async def post_input_tokens(request: web.Request) -> web.Response:
     """How many tokens a chat request's prompt has."""
+    _announce(request)
     engine = service_of(request).engine
     text = await render_chat(await read_object(request), engine)
     ids = await engine.tokenize(text, add_special=True, parse_special=True)
     return json_reply({"input_tokens": len(ids), "object": "response.input_tokens"})
+
+
+def _announce(request: web.Request) -> None:
+    """Whoever prepares the prompt of a session is about to send it."""
+    service_of(request).cold.named(hints_of(request).session, request[TENANT].scope)

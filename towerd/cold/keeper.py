@@ -25,7 +25,7 @@ from towerd.cold.freezing import Froze, cold_history, freeze, thaw
 from towerd.engine.base import Event, Finish, GenerateRequest, Ids, Progress, Reuse, Started
 from towerd.errors import NotFound, SessionFrozen, StoreError, TowerdError
 from towerd.store import Node, Store
-from towerd.store.cold import Frozen
+from towerd.store.cold import Frozen, SessionBusy
 from towerd.store.node import ids_bytes
 
 log = logging.getLogger(__name__)
@@ -135,6 +135,11 @@ class Keeper:
         return match.n
 
     # ---- sessions ---------------------------------------------------------------------------
+
+    def named(self, id: str | None, scope: str) -> None:
+        """A client names a session in passing: if it is frozen, its next prompt is near."""
+        if id is not None and self.ahead is not None and not self.store.cold.is_empty:
+            self.ahead.opened(id, scope)
 
     async def freeze(self, id: str, scope: str | None = None) -> Froze | None:
         """Freeze a session now; None if it is frozen already. Raises as `freezing.freeze`, and
@@ -282,8 +287,8 @@ class Keeper:
         try:
             await self.freeze(due[0].id, due[0].scope)
         except NotFound:
-            pass
-        except TowerdError as error:
+            pass  # removed meanwhile
+        except Exception as error:  # whatever it is, the next one is not to wait for it
             self._not_before[due[0].scope, due[0].id] = now + RETRY_S
             log.warning("a session was not frozen", extra={"error": str(error)})
         return True
@@ -334,7 +339,7 @@ class _Failures:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, StoreError):
+        if isinstance(error, StoreError) and not isinstance(error, SessionBusy):
             self._keeper.n_failed += 1
 
 
