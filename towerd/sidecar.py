@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from towerd.config import Config
 from towerd.engine.llama_server.engine import LlamaServerEngine
 from towerd.engine.llama_server.opening import open_llama_server
 from towerd.session import Sessions
-from towerd.store import Store
+from towerd.store import Node, Store
 from towerd.tiers.manager import Tiers
 from towerd.traffic import Traffic, open_traffic
 
@@ -41,8 +41,7 @@ async def open_sidecar(config: Config) -> AsyncIterator[SidecarService]:
         traffic = await asyncio.to_thread(open_traffic, config, store, tiers)
         sessions = Sessions(engine, store, traffic)
         engine.traffic = traffic
-        coding = Coding(lambda: source_of(engine.info))
-        cold = sessions.cold = Keeper(store, coding, freeze_after_s=config.freeze_after_s)
+        cold = sessions.cold = _open_keeper(config, engine, store)
         try:
             cold.start()  # llama-server has no requests that give way: none are made ahead
             yield SidecarService(config, engine, sessions, store, tiers, traffic, cold)
@@ -50,3 +49,15 @@ async def open_sidecar(config: Config) -> AsyncIterator[SidecarService]:
             await cold.close()
             await sessions.drain()
             await asyncio.to_thread(traffic.close)
+
+
+def _open_keeper(config: Config, engine: LlamaServerEngine, store: Store) -> Keeper:
+    """The cold tier; slots do not bring back what it let go of."""
+    loop = asyncio.get_running_loop()
+
+    def forget(nodes: Sequence[Node]) -> None:
+        prefixes = {(node.scope, node.prefix_bytes()) for node in nodes}
+        loop.call_soon_threadsafe(engine.frozen, prefixes)
+
+    coding = Coding(lambda: source_of(engine.info))
+    return Keeper(store, coding, freeze_after_s=config.freeze_after_s, on_frozen=forget)

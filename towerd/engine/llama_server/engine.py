@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
@@ -313,6 +313,14 @@ class LlamaServerEngine:
         path = self._store.insert(turn.prompt[: turn.n_cached], turn.scope, [turn.n_cached])
         if self.traffic is not None:
             self.traffic.kept(path[-1], turn.started_s)
+
+    def frozen(self, prefixes: Collection[tuple[str, bytes]]) -> None:
+        """The store let go of the segments with these (scope, ids): slots that hold them are not
+        saved, which would bring them back."""
+        for slot in self.table.slots:
+            data = slot.tokens.tobytes()
+            if any(slot.scope == scope and data.startswith(ids) for scope, ids in prefixes):
+                slot.n_stored = slot.n
 
     # ---- llama-server's life ----------------------------------------------------------------
 
