@@ -27,10 +27,12 @@ from towerd.tiers.fidelity import FIDELITIES, LevelFormats
 
 ENGINES = ("embedded", "llama-server")
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
-RETENTIONS = ("none", "shift", "streaming")
+RETENTIONS = ("none", "shift", "streaming", "h2o", "snapkv", "buzz", "latem")
 """Those of towerd.retention whose signals the embedded engine has, and what needs none."""
 UNBOUNDED = ("none", "shift")
 """Those that know no budget."""
+WATCHING = ("h2o", "snapkv", "buzz", "latem")
+"""Those that go by what the attention says."""
 UNQUANTIZED = ("f32", "f16", "bf16")
 ENV_PREFIX = "TOWERD_"
 ENV_OTHER = ("TOWERD_CONFIG", "TOWERD_KERNELS")

@@ -13,14 +13,17 @@ import numpy.typing as npt
 import pytest
 from oracle import OpenService, ask, settle
 
-from towerd.config import RETENTIONS, UNBOUNDED, Config
+from towerd.config import RETENTIONS, UNBOUNDED, WATCHING, Config
 from towerd.engine.base import Ids, LiveBudget
 from towerd.engine.embedded.context import LlamaContext
 from towerd.engine.embedded.model import LlamaModel
 from towerd.engine.embedded.pool import LiveSeq
-from towerd.errors import ContextExceeded, InvalidRequest, NotSupported
+from towerd.engine.embedded.retained import Retained
+from towerd.engine.embedded.taps import Taps
+from towerd.errors import ConfigError, ContextExceeded, InvalidRequest, NotSupported
 from towerd.models.bundled import bundled_model
 from towerd.models.random_gguf import PRESETS, make_random_gguf
+from towerd.retention import View
 from towerd.retention.streaming import StreamingConfig
 from towerd.service import Service
 
@@ -46,7 +49,8 @@ async def test_a_budget_as_long_as_the_chat_changes_nothing(
     """Bit-identical probabilities, turn after turn, and the same rows stored."""
     answers = []
     for live in (LiveBudget(), LiveBudget(policy, 300)):
-        async with service_on(bundled_model(), warm_bytes=0) as service:
+        settings = {"warm_bytes": 0, "retention": policy}
+        async with service_on(bundled_model(), **settings) as service:
             ids = some_ids(60)
             mine = []
             for turn in range(4):
@@ -161,9 +165,9 @@ async def test_switching_between_chats_changes_nothing(
     """Where only one chat fits the context, each leaves it at every turn and comes back as it
     was: the same tokens as where all stay, and none evaluated twice."""
     live = LiveBudget(policy, 48)
-    async with service_on(bundled_model(), threads=1) as service:
+    async with service_on(bundled_model(), threads=1, retention=policy) as service:
         expected = await grow_chats(service, "a", 8, live)
-    fewer = {"live_sequences": 1, "parallel": 1, "threads": 1}
+    fewer = {"live_sequences": 1, "parallel": 1, "threads": 1, "retention": policy}
     async with service_on(bundled_model(), **fewer) as service:
         n_new = 0
         found = await grow_chats(service, "abc", 8, live)
@@ -238,7 +242,7 @@ async def test_hundreds_of_turns(service_on: OpenService) -> None:
 
 async def test_impossible_budgets(service_on: OpenService, tmp_path: Path) -> None:
     """One sentence that says what is possible, before anything runs."""
-    async with service_on(bundled_model(), ctx_size=256) as service:
+    async with service_on(bundled_model(), ctx_size=256, retention="h2o") as service:
         for live, words in (
             (LiveBudget("streaming", 15), "at least 16 and less than the context"),
             (LiveBudget("streaming", 256), "less than the context (256 tokens)"),
@@ -251,8 +255,69 @@ async def test_impossible_budgets(service_on: OpenService, tmp_path: Path) -> No
         for policy in BOUNDED:  # every budget from the smallest on can be kept to
             for tokens in range(16, 256):
                 service.engine.thinner.check(LiveBudget(policy, tokens))
+    async with service_on(bundled_model(), ctx_size=256) as service:
+        for policy in WATCHING:
+            with pytest.raises(InvalidRequest, match=f"start towerd with --retention {policy}"):
+                await ask(service, some_ids(20), 4, live=LiveBudget(policy, 64))
+    with pytest.raises(ConfigError, match="quantizes them"):
+        async with service_on(bundled_model(), retention="buzz", cache_type_k="q8_0"):
+            pass
     mamba = tmp_path / "mamba.gguf"
     make_random_gguf(mamba, replace(PRESETS["tiny"], n_layer=2, arch="mamba"))
     async with service_on(mamba, ctx_size=256) as service:
         with pytest.raises(NotSupported, match="cannot lose one; take none or shift"):
             await ask(service, [1, 2, 3], 4, live=LiveBudget("streaming", 64))
+
+
+@pytest.mark.parametrize("policy", WATCHING)
+@pytest.mark.parametrize("flash_attn", ["off", "on"])
+async def test_masses_are_the_attention(
+    service_on: OpenService, policy: str, flash_attn: str
+) -> None:
+    """What an eviction goes by is llama.cpp's own attention: a second context evaluates the same
+    tokens with its weights tapped, and the policy keeps the same of them."""
+    n, budget = 64, 64
+    ids = some_ids(n, 3)
+    taps = Taps()
+    config = Config(model=bundled_model(), flash_attn="off", threads=1)
+    model = LlamaModel(bundled_model(), config)
+    context = LlamaContext(model, config, n_cells=256, n_seqs=1, cb_eval=taps.callback)
+    taps.watch("kq_soft_max")
+    context.batch.add(ids, 0, 0, logits_last=True)
+    context.decode()
+    weights = np.stack([taps.take("kq_soft_max", layer) for layer in taps.layers])
+    expected = weights.mean(axis=(0, 1)).sum(axis=0)[:n]
+    context.close()
+    model.close()
+    settings = {"threads": 1, "retention": policy, "flash_attn": flash_attn}
+    async with service_on(bundled_model(), **settings) as service:
+        await ask(service, ids, 2, live=LiveBudget(policy, budget))
+        (seq,) = await live_of(service)
+        retained = seq.retained
+        assert retained is not None
+        assert retained.n_evictions == 1
+        kept = retained.kept[retained.kept < n]
+        mass = retained.mass[: len(kept)]
+        np.testing.assert_allclose(mass, expected[kept], rtol=0.02, atol=2e-3)
+        zeros = np.zeros(n, np.int64)
+        found = expected.astype(np.float32)
+        view = View(np.arange(n), n, mass=found, recent=found, messages=zeros)
+        fresh = Retained.whole(LiveBudget(policy, budget), n, 512)
+        assert np.array_equal(fresh.policy.keep(view, fresh.n_target), kept)
+
+
+@pytest.mark.parametrize("policy", WATCHING)
+async def test_long_chats_by_attention(service_on: OpenService, policy: str) -> None:
+    """Far beyond the context, several chats at once; budgets hold, accounts add up."""
+    settings = {"ctx_size": 200, "live_tokens": 512, "threads": 1, "retention": policy}
+    live = LiveBudget(policy, 60)
+    async with service_on(bundled_model(), **settings) as service:
+        chats = [some_ids(130, seed) for seed in range(2)]
+        for turn in range(5):
+            answers = await asyncio.gather(*(ask(service, ids, 40, live=live) for ids in chats))
+            for i, answer in enumerate(answers):
+                more = np.array(answer.ids, np.int32), some_ids(20, turn)
+                chats[i] = np.concatenate([chats[i], *more])
+            await settle(service)
+            assert all(seq.n_cells <= 60 for seq in await live_of(service))
+        assert service.engine.stats()["retention_moves"] > 0

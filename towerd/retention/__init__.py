@@ -1,7 +1,15 @@
 """What of a long chat stays in the live cache: pure functions over arrays."""
 
-from towerd.retention.base import Mass, Positions, Retention, RetentionConfig, Signal, View
-from towerd.retention.factory import NAMES, open_retention, retention_config
+from towerd.retention.base import (
+    Mass,
+    Positions,
+    Retention,
+    RetentionConfig,
+    Rows,
+    Signal,
+    View,
+)
+from towerd.retention.factory import NAMES, open_retention, retention_config, signals_of
 
 __all__ = [
     "NAMES",
@@ -9,8 +17,10 @@ __all__ = [
     "Positions",
     "Retention",
     "RetentionConfig",
+    "Rows",
     "Signal",
     "View",
     "open_retention",
     "retention_config",
+    "signals_of",
 ]

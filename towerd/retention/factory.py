@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from towerd.retention.base import Retention, RetentionConfig
+from towerd.retention.base import Retention, RetentionConfig, Signal
 from towerd.retention.buzz import Buzz, BuzzConfig
 from towerd.retention.h2o import H2O, H2OConfig
 from towerd.retention.icecache import IceCache, IceCacheConfig
@@ -20,7 +20,7 @@ class Kind(NamedTuple):
     """One row of the table: the parameters and what decides by them."""
 
     config: type[RetentionConfig]
-    policy: Callable[[Any], Retention]
+    policy: type[Retention]
 
 
 KINDS: Mapping[str, Kind] = {
@@ -47,9 +47,15 @@ def retention_config(name: str, budget: int) -> RetentionConfig:
         raise ValueError(f"a budget of {budget} tokens is too small for {name}: {error}") from error
 
 
+def signals_of(name: str) -> frozenset[Signal]:
+    """What a view for policy `name` must bring. Raises KeyError for an unknown name."""
+    return KINDS[name].policy.signals
+
+
 def open_retention(config: RetentionConfig) -> Retention:
     """A policy with these parameters, for one chat."""
     for kind in KINDS.values():
         if isinstance(config, kind.config):
-            return kind.policy(config)
+            make: Callable[[Any], Retention] = kind.policy
+            return make(config)
     raise ValueError(f"no retention policy has parameters of type {type(config).__name__}")

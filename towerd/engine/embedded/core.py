@@ -18,12 +18,14 @@ from typing import TypeVar
 import numpy as np
 import psutil
 
-from towerd.config import Config
+from towerd.config import WATCHING, Config
 from towerd.engine.base import ModelInfo
 from towerd.engine.embedded.attention import flash_attention
 from towerd.engine.embedded.context import LlamaContext
 from towerd.engine.embedded.memory import Memory, n_seqs_of, open_memory
 from towerd.engine.embedded.model import LlamaModel, hash_file
+from towerd.engine.embedded.observer import Observer, check_attention
+from towerd.engine.embedded.taps import Taps
 from towerd.engine.embedded.vocab import Vocab
 from towerd.errors import ConfigError, ModelError
 from towerd.kernels.formats import BY_NAME
@@ -57,6 +59,8 @@ class Core:
     memory: Memory
     why_not_spliceable: str
     """Why rows cannot be moved to another place, or "" if they can."""
+    observer: Observer | None = None
+    """What reads the attention; only where the daemon was started with a policy that needs it."""
 
     @property
     def can_slice(self) -> bool:
@@ -86,19 +90,32 @@ def load_core(config: Config, catalog: Catalog) -> Core:
         )
         config = replace(config, flash_attn=attention)
         n_seqs = _in_passing(lambda: n_seqs_of(model, config, ram_bytes))
-        context = LlamaContext(model, config, n_cells=n_cells, n_seqs=n_seqs)
+        taps = Taps() if config.retention in WATCHING else None
+        callback = None if taps is None else taps.callback
+        context = LlamaContext(model, config, n_cells=n_cells, n_seqs=n_seqs, cb_eval=callback)
     except Exception:
         model.close()
         raise
     try:
         vocab = Vocab(model.ptr)
         memory = _in_passing(lambda: _probe(context, model))
+        observer = None if taps is None else _observer(taps, memory, model, config)
         info = _info(model, vocab, config, memory, catalog)
     except Exception:
         context.close()
         model.close()
         raise
-    return Core(model, context, vocab, info, n_ctx, memory, _why_not_spliceable(memory))
+    return Core(model, context, vocab, info, n_ctx, memory, _why_not_spliceable(memory), observer)
+
+
+def _observer(taps: Taps, memory: Memory, model: LlamaModel, config: Config) -> Observer | None:
+    """None for a memory that no policy can thin, which the engine refuses in its own words."""
+    if memory.kind is not DENSE:
+        return None
+    cell_ext = memory.layout.cell_ext
+    return Observer(
+        taps, memory, _in_passing(lambda: check_attention(model, config, cell_ext=cell_ext))
+    )
 
 
 def _why_not_spliceable(memory: Memory) -> str:

@@ -377,13 +377,17 @@ class Materialiser:
         self.pool.drop(seq)
 
     def protect(self, jobs: Iterable[Job]) -> None:
-        """Keep the jobs' rows through the decode of their parts of the batch."""
+        """Keep the jobs' rows through the decode of their parts of the batch, in this order."""
+        jobs = list(jobs)
+        self.thinner.watch(jobs)
         for job in jobs:
             assert job.seq is not None
             self.memory.protect(job.seq.id, job.seq.n, job.n_in_batch)
 
     def advanced(self, job: Job) -> None:
-        """Take a boundary state where the job has evaluated its prompt up to one of its marks."""
+        """See what the job's part of the batch attended to; take a boundary state where it has
+        evaluated its prompt up to one of its marks."""
+        self.thinner.observe(job)
         if job.seq is not None and job.seq.n in job.marks and self.resumer is not None:
             self.resumer.capture(job.seq)
 

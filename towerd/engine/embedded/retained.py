@@ -16,11 +16,40 @@ import numpy as np
 import numpy.typing as npt
 
 from towerd.engine.base import LiveBudget
-from towerd.retention import Mass, Positions, Retention, View, open_retention, retention_config
+from towerd.retention import (
+    Mass,
+    Positions,
+    Retention,
+    Rows,
+    View,
+    open_retention,
+    retention_config,
+)
 from towerd.slots.rows import KVRows
 
 RELEASE_SHARE = 8
 """An eviction frees at least one part in this many of the budget, so that it is rare."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Observed:
+    """The queries of tokens [p0, p1) of a chat: float32[layers, heads, p1 - p0, head size]."""
+
+    p0: int
+    queries: Rows
+
+    @property
+    def p1(self) -> int:
+        return self.p0 + self.queries.shape[2]
+
+    def before(self, n: int) -> Observed:
+        """Those of tokens before `n`."""
+        return self if self.p1 <= n else Observed(self.p0, self.queries[:, :, : n - self.p0])
+
+    def last(self, n: int) -> Observed:
+        """Those of the last `n` tokens."""
+        extra = max(0, self.p1 - self.p0 - n)
+        return Observed(self.p0 + extra, self.queries[:, :, extra:]) if extra else self
 
 
 @dataclass(eq=False, slots=True)
@@ -44,6 +73,8 @@ class Retained:
     exact: KVRows | None = None
     """Rows as they were before the first eviction, until the store has them."""
     n_evictions: int = 0
+    observed: tuple[Observed, ...] = ()
+    """Queries since the last eviction, the last ones last."""
 
     @classmethod
     def whole(cls, budget: LiveBudget, n: int, n_places: int) -> Retained:
@@ -99,6 +130,17 @@ class Retained:
         """Only the first `n` tokens of the chat are left."""
         self._only(np.arange(self.rank(n)))
         self.n = n
+        self.observed = tuple(each.before(n) for each in self.observed if each.p0 < n)
+
+    def observe(self, observed: Observed, n_max: int) -> None:
+        """Keep the queries of the chat's last tokens, `n_max` of them at most."""
+        kept: list[Observed] = []
+        for each in reversed((*self.observed, observed)):
+            if n_max <= 0:
+                break
+            kept.append(each.last(n_max))
+            n_max -= kept[-1].p1 - kept[-1].p0
+        self.observed = tuple(reversed(kept))
 
     def view(self, messages: Positions) -> View:
         """What the policy sees. messages: int64[n], the message of each token of the chat"""
@@ -138,7 +180,7 @@ class Retained:
         """The account of a branch."""
         return Retained(
             self.budget, self.policy.fork(), self.kept, self.places, self.mass, self.recent,
-            self.n, self.n_places, None, self.n_evictions,
+            self.n, self.n_places, None, self.n_evictions, self.observed,
         )  # fmt: skip
 
     def check_integrity(self) -> None:

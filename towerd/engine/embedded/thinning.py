@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from towerd.config import RETENTIONS
+from towerd.config import RETENTIONS, WATCHING
 from towerd.engine.base import Ids, Kept, LiveBudget
 from towerd.engine.embedded.core import Core
 from towerd.engine.embedded.job import Job
@@ -41,6 +41,7 @@ class Thinner:
         self.n_moves = 0
         self._core = core
         self._memory = core.memory
+        self._observer = core.observer
         self._pool = pool
         self._splicer = splicer
         self._eog_ids = np.array(sorted(core.vocab.eog_ids), np.int32)
@@ -56,6 +57,12 @@ class Thinner:
             raise InvalidRequest(
                 f"There is no retention {budget.policy[:40]!r}: take one of "
                 f"{', '.join(RETENTIONS)}."
+            )
+        if budget.policy in WATCHING and self._observer is None and self._memory.kind is DENSE:
+            raise InvalidRequest(
+                f"Retention {budget.policy!r} goes by what the attention says, which costs every "
+                f"request a little: start towerd with --retention {budget.policy} to have it read, "
+                "or take none, shift or streaming."
             )
         if self._memory.kind is not DENSE:
             raise NotSupported(
@@ -106,7 +113,19 @@ class Thinner:
         if self.may_outgrow(retained.budget) and retained.place_next >= retained.n_places:
             self._move_together(seq, retained, evict)
 
+    def watch(self, jobs: Iterable[Job]) -> None:
+        """The next batch is that of `jobs`, in their order."""
+        if self._observer is not None:
+            self._observer.watch(jobs)
+
+    def observe(self, job: Job) -> None:
+        """The job's part of the batch was evaluated."""
+        if self._observer is not None:
+            self._observer.observe(job)
+
     def _evict(self, job: Job, seq: LiveSeq, retained: Retained) -> None:
+        if self._observer is not None and retained.policy.signals:
+            self._observer.measure(seq, retained)
         view = retained.view(self._messages(job, seq.n))
         stay = retained.policy.keep(view, retained.n_target)
         if not retained.is_thinned and len(stay) < len(retained.kept):

@@ -1,0 +1,165 @@
+"""Observer: what the attention of chats with a budget says, for the policies that go by it.
+
+The queries of evaluated tokens are tapped from the compute graph (`towerd.engine.embedded.taps`)
+and kept until the next eviction; there the mass that each live position gets from them is computed
+from the cached keys, once. The tap is a callback on every node of the graph, so a context has it
+only if the daemon was started with such a policy. Called by the inference thread only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from towerd.config import UNQUANTIZED, WATCHING, Config
+from towerd.engine.embedded.context import LlamaContext
+from towerd.engine.embedded.job import Job
+from towerd.engine.embedded.memory import Memory
+from towerd.engine.embedded.model import LlamaModel
+from towerd.engine.embedded.pool import LiveSeq
+from towerd.engine.embedded.retained import Observed, Retained
+from towerd.engine.embedded.taps import Taps
+from towerd.errors import ConfigError, TowerdError
+from towerd.retention import Rows
+from towerd.retention.attention import attention_mass
+from towerd.slots.blob import parse_rows
+from towerd.slots.errors import StateError
+from towerd.slots.layout import Plane
+from towerd.slots.rows import Bytes2D, KVRows
+
+QUERIES_MAX = 64
+"""Queries that one eviction goes by: the last ones before it."""
+_PROBE_TOKENS = 16
+_PROBE_ERROR_MAX = 0.05
+"""Of a mass of up to 16; f16 keys explain a tenth of it."""
+
+
+class Observer:
+    """Queries from the taps of one context, masses from its cells."""
+
+    def __init__(self, taps: Taps, memory: Memory, scale: float) -> None:
+        """scale: what `check_attention` found."""
+        self._taps = taps
+        self._memory = memory
+        self._scale = scale
+        self._starts: dict[int, int] = {}
+        self._n_batch = 0
+
+    def watch(self, jobs: Iterable[Job]) -> None:
+        """The next batch is that of `jobs`, in their order."""
+        self._starts, self._n_batch = {}, 0
+        for job in jobs:
+            if needs_attention(job):
+                self._starts[id(job)] = self._n_batch
+            self._n_batch += job.n_in_batch
+        self._taps.watch(*(("Qcur",) if self._starts else ()))
+
+    def observe(self, job: Job) -> None:
+        """The batch was evaluated, and the job's part of it is accounted for. Raises TowerdError
+        if the queries cannot be had."""
+        start = self._starts.pop(id(job), None)
+        if start is None or job.seq is None or job.seq.retained is None:
+            return
+        taken = [self._taps.take("Qcur", layer) for layer in self._taps.layers]
+        # Of a batch that was computed in several parts, the taps have the last.
+        first = self._n_batch - len(taken[0])
+        end = start + job.n_in_batch
+        start = max(start, first, end - QUERIES_MAX)
+        if start >= end:
+            return
+        span = slice(start - first, end - first)
+        queries = np.stack([each[span].transpose(1, 0, 2) for each in taken])
+        n = job.seq.n
+        job.seq.retained.observe(Observed(n - (end - start), queries), QUERIES_MAX)
+
+    def measure(self, seq: LiveSeq, retained: Retained) -> None:
+        """Add what the observed queries say to the account's masses; they are used up."""
+        observed, retained.observed = retained.observed, ()
+        if not observed:
+            retained.recent = np.zeros_like(retained.mass)
+            return
+        rows = self._memory.rows(seq.id, 0, retained.place_next)
+        assert rows is not None
+        queries = np.concatenate([each.queries for each in observed], axis=2)
+        positions = np.concatenate([np.arange(each.p0, each.p1) for each in observed])
+        places = retained.places[np.searchsorted(retained.kept, positions)]
+        keys = keys_of(rows, queries.shape[3])
+        recent = attention_mass(queries, keys, places, retained.places, self._scale)
+        retained.recent = recent
+        retained.mass = retained.mass + recent
+
+
+def needs_attention(job: Job) -> bool:
+    """Whether the job's chat is kept within its budget by what the attention says."""
+    return job.request.live.policy in WATCHING
+
+
+def keys_of(rows: KVRows, head_size: int) -> Rows:
+    """float32[layers, KV heads, n, head size]: the keys of `rows`, whose format has no blocks."""
+    layers = [_floats(plane, k) for plane, k in zip(rows.layout.k, rows.k, strict=True)]
+    return np.stack([k.reshape(len(rows), -1, head_size).transpose(1, 0, 2) for k in layers])
+
+
+def _floats(plane: Plane, rows: Bytes2D) -> npt.NDArray[np.float32]:
+    """float32[n, elements]"""
+    data = np.ascontiguousarray(rows)
+    if plane.format.name == "f32":
+        return data.view(np.float32)
+    if plane.format.name == "f16":
+        return data.view(np.float16).astype(np.float32)
+    assert plane.format.name == "bf16", "quantized keys are not read"
+    return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+
+def check_attention(model: LlamaModel, config: Config, *, cell_ext: bool) -> float:
+    """The factor of this model's attention scores, proved on a few tokens: masses from queries
+    and keys are those of llama.cpp's own weights.
+
+    Raises ConfigError if they are not, or cannot be compared: then no policy can go by them."""
+    if config.cache_type_k not in UNQUANTIZED:
+        raise ConfigError(
+            f"--retention {config.retention} reads cached keys, and --cache-type-k "
+            f"{config.cache_type_k} quantizes them: take one of {', '.join(UNQUANTIZED)}."
+        )
+    try:
+        error, scale = _probe(model, config, cell_ext)
+    except (TowerdError, StateError, ValueError) as failure:
+        raise ConfigError(f"{_cannot(config)}: {failure}") from failure
+    if not error <= _PROBE_ERROR_MAX:
+        raise ConfigError(f"{_cannot(config)}: it differs from what was expected by {error:.2g}.")
+    return scale
+
+
+def _cannot(config: Config) -> str:
+    return (
+        f"--retention {config.retention} goes by attention, and this model's cannot be read "
+        "(take none, shift or streaming)"
+    )
+
+
+def _probe(model: LlamaModel, config: Config, cell_ext: bool) -> tuple[float, float]:
+    """(the largest difference of a position's mass, the scale it was computed with)"""
+    taps = Taps()
+    config = replace(config, flash_attn="off", cache_type_v="f16")
+    context = LlamaContext(model, config, n_cells=256, n_seqs=1, cb_eval=taps.callback)
+    try:
+        taps.watch("Qcur", "kq_soft_max")
+        ids = np.arange(_PROBE_TOKENS, dtype=np.int32) % context.n_vocab
+        context.batch.add(ids, 0, 0, logits_last=True)
+        context.decode()
+        rows = parse_rows(context.get_state(0), cell_ext=cell_ext)
+        layers = taps.layers
+        queries = np.stack([taps.take("Qcur", layer).transpose(1, 0, 2) for layer in layers])
+        weights = np.stack([taps.take("kq_soft_max", layer) for layer in layers])
+    finally:
+        context.close()
+    size = queries.shape[3]
+    scale = float(model.key("attention.scale", "0")) or 1 / math.sqrt(size)
+    every = np.arange(_PROBE_TOKENS, dtype=np.int64)
+    found = attention_mass(queries, keys_of(rows, size), every, every, scale)
+    expected = weights.mean(axis=(0, 1)).sum(axis=0)[:_PROBE_TOKENS]
+    return float(np.abs(found - expected).max()), scale
