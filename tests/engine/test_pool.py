@@ -7,10 +7,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from towerd.engine.base import Ids
+from towerd.engine.base import Ids, LiveBudget
 from towerd.engine.embedded.pool import LivePool, common_prefix
+from towerd.engine.embedded.retained import Retained
 from towerd.engine.embedded.shift import shift_ids
-from towerd.store import APPROXIMATE, DERIVED, EXACT
+from towerd.store import APPROXIMATE, DERIVED, EXACT, THINNED
 
 N_SEQS = 5
 
@@ -28,7 +29,8 @@ class Cells:
 
     def seq_rm(self, seq: int, p0: int = -1, p1: int = -1) -> None:
         held = self.seqs.get(seq, {})
-        self.seqs[seq] = {p: c for p, c in held.items() if p < p0} if p0 > 0 else {}
+        end = p1 if p1 >= 0 else 1 << 31
+        self.seqs[seq] = {p: c for p, c in held.items() if not max(0, p0) <= p < end}
 
     def seq_cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
         part = {p: c for p, c in self.seqs[src].items() if p0 <= p < p1}
@@ -66,9 +68,11 @@ class PoolMachine(RuleBasedStateMachine):
         """Rows are loaded and known, or computed: exactly only if all before them are exact."""
         seq = data.draw(st.sampled_from(sorted(self.pool, key=lambda s: s.id)))
         computed = DERIVED if any(self.taints(seq.id)) else EXACT
+        if seq.is_thinned:
+            computed = THINNED
         for i in range(len(tokens)):
             self.taint[self.cells.next_cell] = computed if loaded is None else loaded
-            self.cells.write(seq.id, seq.n + i)
+            self.cells.write(seq.id, seq.place_next + i)
         self.pool.grow(seq, seq.n + len(tokens))
         taint = None if loaded is None else np.full(len(tokens), loaded, np.uint8)
         self.pool.append(seq, np.array(tokens, np.int32), taint)
@@ -80,6 +84,24 @@ class PoolMachine(RuleBasedStateMachine):
         n = data.draw(st.integers(1, src.n))
         dst = self.pool.branch(src, n, src.scope, 64)
         assert list(dst.tokens()) == list(src.tokens()[:n])
+
+    @precondition(lambda self: any(s.n_cells for s in self.pool))
+    @rule(data=st.data())
+    def thin(self, data: st.DataObject) -> None:
+        """Drop some tokens of a sequence: all its others stay where they are."""
+        seqs = sorted((s for s in self.pool if s.n_cells), key=lambda s: s.id)
+        seq = data.draw(st.sampled_from(seqs))
+        if seq.retained is None:
+            seq.retained = Retained.whole(LiveBudget("streaming", 16), seq.n, 1 << 20)
+        kept = seq.retained.kept.tolist()
+        stay = data.draw(st.sets(st.sampled_from(kept), max_size=len(kept) - 1))
+        before = self.cells.seqs[seq.id]
+        place_of = dict(zip(kept, seq.retained.places.tolist(), strict=True))
+        for p0, p1 in seq.retained.drop(np.array(sorted(stay), np.int64)):
+            self.pool.thin(seq, p0, p1)
+        assert seq.retained.kept.tolist() == sorted(stay)
+        places = {place_of[p] for p in stay}
+        assert self.cells.seqs[seq.id] == {p: c for p, c in before.items() if p in places}
 
     @precondition(lambda self: len(self.pool) > 0)
     @rule(data=st.data())
@@ -103,6 +125,7 @@ class PoolMachine(RuleBasedStateMachine):
         lengths = [
             common_prefix(s.tokens() if s.scope == scope else s.tokens()[: s.n_public], wanted)
             for s in self.pool
+            if not s.is_thinned
         ]
         assert n == max(lengths, default=0)
         assert (best is None) == (n == 0)
@@ -112,10 +135,15 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.check_integrity()
         assert self.pool.cells_used == self.cells.used()
         for seq in self.pool:
-            assert len(self.cells.seqs.get(seq.id, {})) == seq.n
+            held = self.cells.seqs.get(seq.id, {})
+            assert len(held) == seq.n_cells
             taints = self.taints(seq.id)
-            assert seq.taint[: seq.n].tolist() == taints
-            assert seq.n_approximate() == taints.count(APPROXIMATE)
+            if seq.retained is not None:
+                assert sorted(held) == seq.retained.places.tolist()
+                assert seq.taint[seq.retained.kept].tolist() == taints
+            else:
+                assert seq.taint[: seq.n].tolist() == taints
+                assert seq.n_approximate() == taints.count(APPROXIMATE)
 
 
 PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
