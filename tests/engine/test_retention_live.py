@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -226,11 +227,11 @@ async def test_running_side_by_side_under_pressure(service_on: OpenService) -> N
 
 
 async def test_hundreds_of_turns(service_on: OpenService) -> None:
-    """Bounded memory, no crash, and the store has every token."""
+    """Bounded memory, no crash, and the store has every token; TOWERD_TEST_TURNS runs more."""
     live = LiveBudget("streaming", 64)
     async with service_on(bundled_model(), threads=1, ctx_size=256, live_tokens=512) as service:
         ids = some_ids(10)
-        for turn in range(300):
+        for turn in range(int(os.environ.get("TOWERD_TEST_TURNS", "300"))):
             answer = await ask(service, ids, 4, live=live, session="endless")
             ids = np.concatenate([ids, np.array(answer.ids, np.int32), some_ids(6, turn)])
             assert service.engine.pool.cells_used <= 64
