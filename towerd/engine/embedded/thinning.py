@@ -141,11 +141,10 @@ class Thinner:
         return np.concatenate([[0], np.cumsum(ends)[:-1]]).astype(np.int64)[:n]
 
     def _move_together(self, seq: LiveSeq, retained: Retained, evict: Callable[[], bool]) -> None:
-        """Move the live rows to the places [0, m), their keys rotated."""
+        """Move the live rows to the places [0, m), their keys rotated. By then something was
+        dropped, for a budget is less than the context."""
         rows = self._memory.rows(seq.id, 0, retained.place_next)
         assert rows is not None
-        if not retained.is_thinned:
-            retained.exact = rows
         rot_k = self._core.info.fingerprint.rot_k
         moved = compose_at(runs_of(rows), self._splicer.rope(), rot_k=rot_k)
         blob = np.asarray(emit_blob([join(moved)], v_trans=self._core.context.v_trans))
