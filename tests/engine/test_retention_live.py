@@ -176,6 +176,7 @@ async def test_switching_between_chats_changes_nothing(
         n_new = sum(len(chat) for chat in found)
         assert stats["tokens_decoded"] <= n_new
         assert stats["parked_sequences"] == 2
+        assert 0 < stats["parked_bytes"] <= service.engine.thinner.parked.bytes_max
     assert found[0] == expected[0]
 
 
@@ -322,3 +323,19 @@ async def test_long_chats_by_attention(service_on: OpenService, policy: str) -> 
             await settle(service)
             assert all(seq.n_cells <= 60 for seq in await live_of(service))
         assert service.engine.stats()["retention_moves"] > 0
+
+
+async def test_chats_that_do_not_fit_in_ram_either(service_on: OpenService) -> None:
+    """A chat that was pushed out of RAM by others is evaluated again, from its first token."""
+    live = LiveBudget("streaming", 48)
+    fewer = {"live_sequences": 1, "parallel": 1, "threads": 1}
+    async with service_on(bundled_model(), **fewer) as service:
+        await grow_chats(service, "a", 2, live)
+        (seq,) = await live_of(service)
+        tower = service.engine.core.layout.token_bytes * seq.n_cells
+        service.engine.thinner.parked.bytes_max = int(1.5 * tower)
+        found = await grow_chats(service, "xyz", 4, live)
+        assert service.engine.thinner.parked.nbytes <= 1.5 * tower
+        assert service.engine.stats()["tokens_decoded"] > 2 * sum(map(len, found))
+    async with service_on(bundled_model(), threads=1) as service:
+        assert await grow_chats(service, "x", 4, live) == found[:1]

@@ -268,11 +268,7 @@ class Materialiser:
         source, n = self._source(job)
         parked = self._parked(job, n)
         if parked is not None:
-            if not self._can_open(evict) or not self.thinner.can_unpark(parked, evict):
-                return None
-            seq = self.pool.open(job.request.scope, capacity)
-            self.thinner.unpark(parked, seq)
-            return seq
+            return self._unparked(parked, capacity, evict)
         if source is not None and self._can_take_over(source, n, job):
             self.pool.grow(source, capacity)
             return source
@@ -308,6 +304,16 @@ class Materialiser:
             return None
         parked = self.thinner.parked.best(job.ids[: job.n - 1], request.scope, request.live)
         return parked if parked is not None and parked.n > n_live else None
+
+    def _unparked(self, parked: Parked, capacity: int, evict: Callable[[], bool]) -> LiveSeq | None:
+        """A parked chat in a sequence of its own; None if there is none, or no cells for it."""
+        self.thinner.parked.take(parked)  # what is evicted for it could push it out
+        if not self._can_open(evict) or not self.thinner.can_unpark(parked, evict):
+            self.thinner.parked.add(parked)
+            return None
+        seq = self.pool.open(parked.scope, capacity)
+        self.thinner.unpark(parked, seq)
+        return seq
 
     def _best_prefix(self, job: Job) -> tuple[LiveSeq | None, int]:
         """The live sequence to go on from. What was spliced into it counts as long as the store

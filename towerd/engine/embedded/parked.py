@@ -69,7 +69,7 @@ class ParkedTowers:
         return max(fitting, key=lambda each: each.n, default=None)
 
     def take(self, parked: Parked) -> None:
-        """It becomes live."""
+        """It is about to become live."""
         self._by_age.remove(parked)
         self.nbytes -= parked.nbytes
 

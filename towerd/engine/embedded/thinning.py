@@ -174,9 +174,9 @@ class Thinner:
         return True
 
     def unpark(self, parked: Parked, seq: LiveSeq) -> None:
-        """Make a parked chat the content of the empty sequence `seq`. Needs `can_unpark`."""
+        """Make a chat that was parked the content of the empty sequence `seq`. Needs
+        `can_unpark`."""
         self._memory.append(seq.id, parked.blob, is_empty=True)
-        self.parked.take(parked)
         self._pool.grow(seq, parked.n)
         seq.ids[: parked.n], seq.taint[: parked.n] = parked.ids, parked.taint
         seq.n, seq.retained = parked.n, parked.retained
