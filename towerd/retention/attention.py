@@ -42,4 +42,4 @@ def attention_mass(
         np.exp(scores, out=scores)
         weights = 1.0 / scores.sum(axis=2, dtype=np.float64)
         total += np.einsum("hmn,hm->n", scores, weights, optimize=True)
-    return (total / (layers * heads)).astype(np.float32)
+    return np.asarray(total / (layers * heads), np.float32)
