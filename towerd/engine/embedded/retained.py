@@ -40,7 +40,7 @@ class Observed:
 
     @property
     def p1(self) -> int:
-        return self.p0 + self.queries.shape[2]
+        return self.p0 + int(self.queries.shape[2])
 
     def before(self, n: int) -> Observed:
         """Those of tokens before `n`."""
