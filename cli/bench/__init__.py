@@ -138,15 +138,17 @@ def footprint(quick: bool, level_formats: str, plot_path: Path | None) -> None:
 @click.option("--policy", "policies", multiple=True, help="Measure this policy, too.")
 @click.option("--plot", "plot_path", type=click.Path(dir_okay=False, path_type=Path),
               help="Write hit rates over time and against capacity here, as .png or .svg.")  # fmt: skip
+@click.option("--jobs", type=click.IntRange(1, 256), default=1, show_default=True,
+              help="Processes that replay side by side.")  # fmt: skip
 @_QUICK
 def policy(
     data: Path, workflows: Path | None, policies: tuple[str, ...], plot_path: Path | None,
-    quick: bool,
+    jobs: int, quick: bool,
 ) -> None:  # fmt: skip
     """What each eviction policy finds of recorded traces, beside LRU and the best possible."""
     _run(
         "policy", None, quick, data=data, policies=policies, workflows=workflows,
-        plot_path=plot_path,
+        plot_path=plot_path, jobs=jobs,
     )  # fmt: skip
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -13,10 +14,8 @@ from towerd.cli.bench.policy_costs import costs
 from towerd.cli.bench.report import Report
 from towerd.cli.output import show_table
 from towerd.errors import ConfigError
-from towerd.replay.compare import BASELINE, BOUND, Cell, compare
-from towerd.replay.interleave import interleave
-from towerd.replay.load import load
-from towerd.replay.trace import Trace
+from towerd.replay.cells import Source, Task, Workers, workers
+from towerd.replay.compare import BASELINE, BOUND, Cell
 
 POLICY = "foresight"
 """The policy that the targets are about."""
@@ -30,6 +29,7 @@ _CHAT = "mooncake_conversation"
 _CODING = "coding-72"
 _TEAMS = "workflows with hints"
 _Cells = dict[str, list[Cell]]
+_Shown = dict[str, tuple[Source, Sequence[Cell]]]
 
 
 async def run(
@@ -40,67 +40,84 @@ async def run(
     policies: Sequence[str] = (),
     workflows: Path | None = None,
     plot_path: Path | None = None,
+    jobs: int = 1,
 ) -> Report:
-    """Replay everything in `data`, a folder with the traces, and in `workflows`; see README.md
-    of towerd/replay."""
+    """Replay everything in `data`, a folder with the traces, and in `workflows`, in `jobs`
+    processes; see README.md of towerd/replay."""
     if plot_path is not None:
         require(plot_path)
     names = tuple(dict.fromkeys((POLICY, *policies)))
-    capacities = (0.02, 0.05) if quick else CAPACITIES
-    plain: _Cells = {}
-    shown: dict[str, tuple[Trace, Sequence[Cell]]] = {}
-    for trace in _traces(data, quick):
-        found = list(compare(trace, names, capacities))
-        plain.setdefault(trace.name, []).extend(found)
-        shown.setdefault(trace.name, (trace, found))
-        _show(trace.name, found)
-    chat = shown[_CHAT][0]
-    ended = list(compare(chat, names, (0.05,), end_hints=True))
-    _show(f"{_CHAT} with end signals", ended)
+    chat = Source(_file(data, _CHAT), SEGMENT_TOKENS)
     report = Report("policy", POLICY)
-    report.figures = _figures(plain, ended)
+    shown: _Shown = {}
+    with workers(jobs) as work:
+        plain = _replay(work, _sources(data, quick), names, quick, shown)
+        ended = list(work([Task(chat, 0.05, names, end_hints=True)]))
+        _show(f"{_CHAT} with end signals", ended)
+        report.figures = _figures(plain, ended)
+        if workflows is not None:
+            report.figures |= _of_workflows(work, workflows, names, quick, shown)
     paths: list[tuple[str, ...]] = []
     if workflows is not None:
-        report.figures |= _of_workflows(workflows, names, quick, shown)
+        found = dict(policy_workflows.predictors(workflows, quick=quick))
+        policy_workflows.show(found)
+        report.figures |= policy_workflows.figures(found)
         paths = policy_workflows.paths_of(workflows)
-    report.figures |= costs(POLICY, chat, paths)
+    report.figures |= costs(POLICY, chat.trace(), paths)
     if plot_path is not None:
-        policy_plot.plot(
-            plot_path, {k: v for k, v in shown.items() if k in (_CODING, _CHAT, _TEAMS)}
-        )
+        plotted = {k: v for k, v in shown.items() if k in (_CODING, _CHAT, _TEAMS)}
+        policy_plot.plot(plot_path, {k: (of.trace(), v) for k, (of, v) in plotted.items()})
     _set_targets(report)
     return report
 
 
+def _replay(
+    work: Workers, sources: Sequence[Source], names: tuple[str, ...], quick: bool, shown: _Shown
+) -> _Cells:
+    """The cells of every trace; those of the first seed are also entered in `shown`."""
+    capacities = (0.02, 0.05) if quick else CAPACITIES
+    cells = work([Task(source, c, names) for source in sources for c in capacities])
+    plain: _Cells = {}
+    for source in sources:
+        found = list(islice(cells, len(capacities)))
+        name = source.path.name.split(".")[0]
+        if source.users:
+            name = f"coding-{source.users}"
+        plain.setdefault(name, []).extend(found)
+        shown.setdefault(name, (source, found))
+        _show(f"{name} #{source.seed}" if source.users else name, found)
+    return plain
+
+
 def _of_workflows(
-    folder: Path, names: Sequence[str], quick: bool,
-    shown: dict[str, tuple[Trace, Sequence[Cell]]],
-) -> dict[str, Any]:  # fmt: skip
-    """Hit rates on multi-agent workflows with hints, and how right predictors are."""
-    figures: dict[str, Any] = {}
-    trace = policy_workflows.main_trace(folder, SEGMENT_TOKENS)
-    if trace is not None:
-        policies = tuple(dict.fromkeys((*names, *policy_workflows.POLICIES)))
-        capacities = (0.05, 0.1) if quick else CAPACITIES
-        cells = list(compare(trace, policies, capacities, end_hints=True))
-        shown[_TEAMS] = (trace, cells)
-        _show(_TEAMS, cells)
-        figures["workflow_gap_10pct"] = _gap(cells, 0.1)
-        for name in policies[1:]:
-            figures[f"workflow_gap_10pct_{name}"] = _gap(cells, 0.1, name)
-    found = dict(policy_workflows.predictors(folder, quick=quick))
-    policy_workflows.show(found)
-    return figures | policy_workflows.figures(found)
+    work: Workers, folder: Path, names: Sequence[str], quick: bool, shown: _Shown
+) -> dict[str, Any]:
+    """Hit rates on multi-agent workflows with hints."""
+    source = policy_workflows.main_source(folder, SEGMENT_TOKENS)
+    if source is None:
+        return {}
+    policies = tuple(dict.fromkeys((*names, *policy_workflows.POLICIES)))
+    capacities = (0.05, 0.1) if quick else CAPACITIES
+    cells = list(work([Task(source, c, policies, end_hints=True) for c in capacities]))
+    shown[_TEAMS] = (source, cells)
+    _show(_TEAMS, cells)
+    figures: dict[str, Any] = {"workflow_gap_10pct": _gap(cells, 0.1)}
+    for name in policies[1:]:
+        figures[f"workflow_gap_10pct_{name}"] = _gap(cells, 0.1, name)
+    return figures
 
 
-def _traces(data: Path, quick: bool) -> Iterator[Trace]:
-    coding = load(data / "agentic_coding", SEGMENT_TOKENS)
-    for users in (72,) if quick else _USERS:
-        for seed in (0,) if quick else _SEEDS:
-            yield interleave(coding, users, seed)
-    yield load(_file(data, _CHAT), SEGMENT_TOKENS)
+def _sources(data: Path, quick: bool) -> list[Source]:
+    coding = data / "agentic_coding"
+    found = [
+        Source(coding, SEGMENT_TOKENS, users, seed)
+        for users in ((72,) if quick else _USERS)
+        for seed in ((0,) if quick else _SEEDS)
+    ]
+    found.append(Source(_file(data, _CHAT), SEGMENT_TOKENS))
     if not quick:
-        yield load(_file(data, "mooncake_synthetic"), SEGMENT_TOKENS)
+        found.append(Source(_file(data, "mooncake_synthetic"), SEGMENT_TOKENS))
+    return found
 
 
 def _file(data: Path, name: str) -> Path:

@@ -11,10 +11,8 @@ from typing import Any
 from towerd.cli.output import show_table
 from towerd.cli.train_predictor import scores
 from towerd.policy.predict.runs import Run, split
-from towerd.replay.interleave import interleave
-from towerd.replay.load import load
+from towerd.replay.cells import Source
 from towerd.replay.runs import read_runs
-from towerd.replay.trace import Trace
 
 POLICIES = ("pbkv", "kvflow", "latem")
 MAIN = "who_and_when"
@@ -29,11 +27,11 @@ def files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if ".jsonl" in path.suffixes)
 
 
-def main_trace(folder: Path, segment_tokens: int) -> Trace | None:
+def main_source(folder: Path, segment_tokens: int) -> Source | None:
     """The multi-agent workflows expanded to prompts, as 24 users; None: they are not there."""
     for path in files(folder):
         if path.name.startswith(MAIN):
-            return interleave(load(path, segment_tokens), _USERS, 0)
+            return Source(path, segment_tokens, _USERS)
     return None
 
 
