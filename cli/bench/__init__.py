@@ -153,6 +153,15 @@ def policy(
 
 
 @bench.command()
+@click.option("--plot", "plot_path", type=click.Path(dir_okay=False, path_type=Path),
+              help="Write cost against wrong advice here, as .png or .svg.")  # fmt: skip
+@_QUICK
+def latem(quick: bool, plot_path: Path | None) -> None:
+    """What LATEM pays over the optimum as predictions get worse, beside its paper's bounds."""
+    _run("latem", None, quick, plot_path=plot_path)
+
+
+@bench.command()
 @click.option("--model", "-m", type=click.Path(exists=True, dir_okay=False, path_type=Path),
               help="GGUF to measure with; default: the bundled model.")  # fmt: skip
 @_QUICK

@@ -34,6 +34,24 @@ def optimum_cost(requests: Sequence[Request], k_m: int, slots: int, token_cost: 
     return min(costs.values())
 
 
+def paging_cost(messages: Sequence[int], k_m: int) -> int:
+    """The same where no token is asked for, by Belady's rule: exact, and fast."""
+    next_use: list[float] = []
+    last: dict[int, int] = {}
+    for i in range(len(messages) - 1, -1, -1):
+        next_use.append(last.get(messages[i], float("inf")))
+        last[messages[i]] = i
+    held: dict[int, float] = {}
+    cost = 0
+    for message, then in zip(messages, reversed(next_use), strict=True):
+        if message not in held:
+            cost += 1
+            if len(held) == k_m:
+                del held[max(held, key=lambda each: held[each])]
+        held[message] = then
+    return cost
+
+
 def _moves(
     held: dict[int, frozenset[int]],
     message: int,
