@@ -147,6 +147,9 @@ class Config:
         "of its size, and evaluated again when it goes on; -1: never.", low=-1)
     policy: str = _set("lru", "text", "--policy",
         "What leaves a full tier first.", choices=POLICIES)
+    predictor: Path | None = _set(None, "path", "--predictor",
+        "What towerctl train predictor wrote, for foresight and pbkv.",
+        auto="what is counted while it runs")
     anticipate: bool = _set(True, "bool", "--anticipate",
         "Evaluate in idle time what a chat's next prompt will begin with, where its template "
         "renders the last answer otherwise than it was generated.", off="--no-anticipate")

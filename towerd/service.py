@@ -120,6 +120,7 @@ def _open_tiers(config: Config, core: Core, store: Store) -> Tiers:
         hot_bytes=config.hot_bytes,
         warm_bytes=config.warm_bytes,
         policy=config.policy,
+        predictor=config.predictor,
         prefetch_bytes=config.prefetch_bytes,
         fidelity=cast(Fidelity, config.fidelity),
         forced=LevelFormats.parse(config.level_formats) if config.level_formats else None,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from towerd.policy.base import Foretelling
 from towerd.policy.foresight import Foresight
 from towerd.policy.lru import LRU
+from towerd.policy.pbkv import PBKV
 
 
 def a_day(policy: Foresight) -> float:
@@ -36,9 +39,10 @@ def test_the_soonest_first() -> None:
     policy.remove(5002)
     before = [policy.explain(key, now + 1.6) for key in (5001, 5004)]
     found = policy.wanted(now + 1.6, 10)
-    assert [key for key in found if key > 5000 and key != 5004] == [5002, 5001]
-    assert found[0] == 5002
-    assert policy.wanted(now + 1.6, 1) == [5002]
+    assert [key for key, _ in found if key > 5000 and key != 5004] == [5002, 5001]
+    assert found[0][0] == 5002
+    assert policy.wanted(now + 1.6, 1) == found[:1]
+    assert all(a[1] >= b[1] > 0.0 for a, b in pairwise(found))
     assert [policy.explain(key, now + 1.6) for key in (5001, 5004)] == before
 
 
@@ -53,3 +57,20 @@ def test_nothing_while_forecasts_are_not_trusted() -> None:
 def test_who_foretells() -> None:
     assert isinstance(Foresight(), Foretelling)
     assert not isinstance(LRU(), Foretelling)
+    assert isinstance(PBKV(), Foretelling)
+
+
+def test_pbkv_wants_the_prompts_of_the_next_agents() -> None:
+    """Equation 1: the chance that the agent is next, of all workflows."""
+    policy = PBKV()
+    for now in range(20):
+        policy.insert(1, 10, 3.0 * now, None)
+        policy.stepped(1, 3.0 * now, "w", "plan")
+        policy.insert(2, 10, 3.0 * now + 1, None)
+        policy.stepped(2, 3.0 * now + 1, "w", "code")
+    (first, chance), *rest = policy.wanted(60.0, 5)
+    assert first == 1
+    assert 0.8 < chance <= 1.0
+    assert all(key == 2 and value < 0.2 for key, value in rest)
+    policy.workflow_ended("w", 61.0)
+    assert policy.wanted(62.0, 5) == []

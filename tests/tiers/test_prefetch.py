@@ -27,8 +27,8 @@ class Seer(LRU):
         super().__init__()
         self.said: list[int] = []
 
-    def wanted(self, now: float, most: int) -> list[int]:
-        return self.said[:most]
+    def wanted(self, now: float, most: int) -> list[tuple[int, float]]:
+        return [(key, 1.0 / (1 + i)) for i, key in enumerate(self.said[:most])]
 
 
 class Bench:

@@ -5,7 +5,7 @@ replayer run the same code. It does no I/O and reads no clock."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 Key: TypeAlias = int
@@ -87,7 +87,22 @@ class Policy(Protocol):
 class Foretelling(Protocol):
     """A Policy that knows what it expects back, in the tier or not."""
 
-    def wanted(self, now: float, most: int) -> list[Key]:
-        """The last keys of paths that are expected to be used, the soonest first; none while
-        the forecasts are not trusted. Changes nothing."""
+    def wanted(self, now: float, most: int) -> list[tuple[Key, float]]:
+        """The last keys of paths that are expected to be used and what a byte of each is worth
+        (above 0, on the policy's own scale), the most first; none while the forecasts are not
+        trusted. Changes nothing."""
+        ...
+
+
+@runtime_checkable
+class Learning(Protocol):
+    """A Policy, or a part of one, that learns what is worth keeping after a restart."""
+
+    def learned(self) -> Mapping[str, Any]:
+        """What it knows, of bounded size, as JSON has it. Says nothing about keys."""
+        ...
+
+    def recall(self, learned: Mapping[str, Any]) -> None:
+        """Go on from what `learned` gave. Raises ValueError, KeyError or TypeError
+        for anything else; what was sound of it may then be in force."""
         ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 
 from towerd.errors import ConfigError
 from towerd.policy.base import Policy
@@ -20,11 +21,24 @@ _POLICIES = {  # imported when one is made: some need numpy, and --help has to b
 NAMES = tuple(sorted(_POLICIES))
 
 
-def make_policy(name: str) -> Policy:
-    """A fresh policy. Raises ConfigError for a name that is not in NAMES."""
+_PREDICTING = ("foresight", "pbkv")
+
+
+def make_policy(name: str, predictor: Path | None = None) -> Policy:
+    """A fresh policy. predictor: a file of `towerctl train predictor`, which leads while it is
+    right often enough; then Markov does, then nobody. Raises ConfigError for a name that is not
+    in NAMES, a policy that asks no predictor, and a file that is none."""
     where = _POLICIES.get(name)
     if where is None:
         raise ConfigError(f"there is no policy {name!r}; choose one of: {', '.join(NAMES)}")
     module, attribute = where.split(":")
-    policy: Policy = getattr(importlib.import_module(module), attribute)()
+    make = getattr(importlib.import_module(module), attribute)
+    if predictor is None:
+        policy: Policy = make()
+        return policy
+    if name not in _PREDICTING:
+        raise ConfigError(
+            f"the policy {name} asks no predictor; choose one of: {', '.join(_PREDICTING)}"
+        )
+    policy = make(importlib.import_module("towerd.policy.predict.trained").load(predictor))
     return policy

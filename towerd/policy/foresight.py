@@ -12,12 +12,12 @@ predictable there, but when is not, and above 5 % LRU's order is as good.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from heapq import nlargest
 from itertools import islice
 from typing import Any
 
-from towerd.policy.base import Key
+from towerd.policy.base import Key, Learning
 from towerd.policy.lru import LRU
 from towerd.policy.predict.base import Forecast as Steps
 from towerd.policy.predict.base import Predictor, survival
@@ -263,14 +263,25 @@ class Foresight(Forecast):
             }
         return found
 
-    def wanted(self, now: float, most: int) -> list[Key]:
+    def learned(self) -> Mapping[str, Any]:
+        """See Learning.learned. Whether forecasts lead must be earned again."""
+        steps = self.predictor.learned() if isinstance(self.predictor, Learning) else {}
+        return {"visits": self.visits.learned(), "steps": steps}
+
+    def recall(self, learned: Mapping[str, Any]) -> None:
+        """See Learning.recall."""
+        if isinstance(self.predictor, Learning):
+            self.predictor.recall(learned["steps"])
+        self.visits.recall(learned["visits"])
+
+    def wanted(self, now: float, most: int) -> list[tuple[Key, float]]:
         """See Foretelling.wanted. Looks at the conversations that were there last."""
         if not self.trusts:
             return []
         last = islice(reversed(self.visits.tips.values()), _WANTED_AMONG)
         ranked = [(self.visits.index(visit, now), visit.tip) for visit in last if not visit.ended]
         best = nlargest(most, [(value, tip) for value, tip in ranked if tip is not None])
-        return [tip for value, tip in best if value > 0.0]
+        return [(tip, value) for value, tip in best if value > 0.0]
 
     def victims(self, bytes_needed: int, is_evictable: Callable[[Key], bool]) -> list[Key]:
         """See Policy.victims. Tells the shadow how much room there is."""

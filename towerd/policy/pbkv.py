@@ -7,9 +7,11 @@ workflows that used it. A key that no workflow used has score 0 and goes by its 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from heapq import nlargest
 from typing import Any
 
-from towerd.policy.base import Key
+from towerd.policy.base import Key, Learning
 from towerd.policy.predict.base import END, Predictor, survival
 from towerd.policy.predict.markov import Markov
 from towerd.policy.tree import Entry, Rank
@@ -54,6 +56,26 @@ class PBKV(WorkflowTree):
             found |= {"retired": self.is_retired(key), "next_step": self.value(key)}
             found["workflows"] = len(self.users.get(key, {}))
         return found
+
+    def learned(self) -> Mapping[str, Any]:
+        """See Learning.learned."""
+        return self.predictor.learned() if isinstance(self.predictor, Learning) else {}
+
+    def recall(self, learned: Mapping[str, Any]) -> None:
+        """See Learning.recall."""
+        if isinstance(self.predictor, Learning):
+            self.predictor.recall(learned)
+
+    def wanted(self, now: float, most: int) -> list[tuple[Key, float]]:
+        """See Foretelling.wanted: what the next step of a workflow may use again, the ends of
+        its agents' last prompts, by equation 1."""
+        chances: dict[Key, float] = {}
+        for run in self.runs.values():
+            step = run.forecast[0] if run.forecast else {}
+            for agent, tip in run.tips.items():
+                if (chance := step.get(agent, 0.0)) > 0.0:
+                    chances[tip] = chances.get(tip, 0.0) + chance
+        return nlargest(most, chances.items(), key=lambda pair: pair[1])
 
     def _rank(self, entry: Entry) -> Rank:
         if self.is_retired(entry.key):

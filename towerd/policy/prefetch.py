@@ -14,7 +14,7 @@ ACTIVE_SHARE = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A key of the slower tier. value: PBKV.value, the expected uses at the next step. Its
+    """A key of the slower tier. value: what a byte of it is worth (see Foretelling). Its
     parent is in the faster tier, or a candidate too, or None."""
 
     key: Key

@@ -1,73 +1,90 @@
 """Visits: who used what last, and whether and when they came back.
 
 A visit is one request as a policy sees it: the keys used at one moment, of which the last is its
-tip. It returns when a later visit uses its tip; the later one goes on with its turn number.
+tip. It returns when a later visit uses its tip; the later one goes on with its turn number. What
+is known of a visit is what the return-time model goes by: why answers ended, how long its
+conversation was away, how long it is and how much of that is new, its turn, and how long the
+answer took.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Mapping
+from itertools import islice
+from math import log, log1p
+from typing import Any
+
+import numpy as np
 
 from towerd.policy.base import Key
-from towerd.policy.predict.returns import ReturnModel, VisitClass, bucket
+from towerd.policy.predict.classes import VisitClass, bucket
+from towerd.policy.predict.returns import ReturnModel, bin_of
 
 TIPS_MAX = 20_000
 """Visits that are waited for; beyond that the oldest counts as lost."""
 _LEARN_EVERY = 128
-_LEARN_SHARE = 8
-"""The model learns again after this share of what is waited for is new: O(1) per visit."""
-_STOPS_MAX = 8
+_REFRESH_EVERY = 4
+_REFRESHED = 1024
+"""After every so many lessons, so many visits, the last ones, are judged anew."""
+STOPS_MAX = 8
 """Stop reasons told apart; clients may send any text."""
+_MEAN_VISITS = 100
+"""Visits that the mean length is of, about."""
+_TURNS_MAX = 8
 _FIRST = "first"
-_MEAN_WEIGHT = 0.01
 _GAP_EDGES_S = (1.0, 3.0, 10.0, 30.0, 90.0)
-_NEW_EDGES = (0.02, 0.06, 0.17, 0.5, 1.2)
-_LENGTH_EDGES = (0.4, 1.2)
-"""Of new and of all bytes: shares of the mean length of a visit."""
 _SERVICE_EDGES_S = (2.0, 4.0, 8.0, 16.0, 40.0)
+N_FEATURES = 2 * STOPS_MAX + 13
 
 
 class Visit:
-    """One request. before: the stop reason of the visit that it goes on from; gap_s: how long
-    its conversation was away; base_nbytes: what it shares with that visit."""
+    """One request. before: the visit that it goes on from; gap_s: how long its conversation was
+    away; base_nbytes: what it shares with that visit."""
 
     __slots__ = (
-        "answered_s", "asked", "base_nbytes", "before", "ended", "ended_from", "gap_s", "is_back",
-        "known", "nbytes", "start_s", "stop", "tip", "turn",
+        "answered_s", "base_nbytes", "before", "ended", "ended_from", "gap_s", "gap_before_s",
+        "is_back", "nbytes", "new_before", "number", "start_s", "stop", "table", "tip", "turn",
     )  # fmt: skip
 
     def __init__(self, start_s: float) -> None:
         self.start_s = start_s
         self.tip: Key | None = None
         self.turn = 0
-        self.before = _FIRST
+        self.before: str | None = None
+        """Why the answer before ended; None: there was none."""
         self.gap_s: float | None = None
+        self.gap_before_s: float | None = None
+        """gap_s of the visit before."""
         self.nbytes = 0
         self.base_nbytes = 0
+        self.new_before = 0
+        """New bytes of the visit before."""
         self.stop = ""
         self.answered_s: float | None = None
         self.ended = False
         self.ended_from: Key | None = None
         """An inner key: what is above it goes on."""
         self.is_back = False
-        self.asked: VisitClass | None = None
-        """Its class until it is answered, once it is complete."""
-        self.known: VisitClass | None = None
-        """Its class from then on."""
+        self.number: int | None = None
+        """In the model, once it is complete."""
+        self.table: array[float] | None = None
+        """Its index by idle time; None: to be made."""
 
 
 class Visits:
     """All visits that may return, and the model that learns from them."""
 
     def __init__(self) -> None:
-        self.model = ReturnModel()
+        self.model = ReturnModel(N_FEATURES)
         self.current = Visit(float("-inf"))
         self.tips: OrderedDict[Key, Visit] = OrderedDict()
         """Those that have not returned yet."""
-        self._stops: set[str] = set()
-        self._mean_nbytes = 0.0
-        self._n_new = 0
+        self.stops: list[str] = []
+        """Told apart, in the order of their numbers."""
+        self.mean_nbytes = 0.0
+        self._n_new = self._n_lessons = self._n_before = 0
 
     def begin(self, now: float) -> Visit:
         """What is used from now on is used by a new visit, if `now` is a later time."""
@@ -83,11 +100,14 @@ class Visits:
             return
         del self.tips[key]
         back.is_back = True
-        self._observe(back, now, returned=True)
+        if back.number is not None:
+            self.model.returned(back.number, now)
         if back.turn >= visit.turn:
             since_s = back.start_s if back.answered_s is None else back.answered_s
             visit.turn, visit.gap_s = back.turn + 1, max(0.0, now - since_s)
             visit.before, visit.base_nbytes = back.stop, back.nbytes
+            visit.gap_before_s = back.gap_s
+            visit.new_before = back.nbytes - back.base_nbytes
 
     def set_tip(self, key: Key) -> None:
         """The current visit has used everything up to `key`."""
@@ -107,12 +127,13 @@ class Visits:
         visit = self._find(key)
         if visit is None or visit.answered_s is not None:
             return
-        if stop not in self._stops and len(self._stops) < _STOPS_MAX:
-            self._stops.add(stop)
-        visit.stop = stop if stop in self._stops else ""
+        if stop not in self.stops and len(self.stops) < STOPS_MAX:
+            self.stops.append(stop)
+        visit.stop = stop if stop in self.stops else ""
         visit.answered_s = max(now, visit.start_s)
-        if visit.asked is not None:
-            visit.known = self._class_known(visit)
+        visit.table = None
+        if visit.number is not None:
+            self._tell_answer(visit, visit.number, visit.answered_s)
 
     def ended(self, key: Key) -> None:
         """See Policy.ended."""
@@ -122,9 +143,30 @@ class Visits:
 
     def index(self, visit: Visit, now: float) -> float:
         """What a byte of this visit is worth, as if it had not ended: returns per second."""
-        if visit.answered_s is None:
-            return self.model.index(visit.asked or self._class_asked(visit), now - visit.start_s)
-        return self.model.index(visit.known or self._class_known(visit), now - visit.answered_s)
+        if visit.table is None:
+            self._judge([visit])
+            assert visit.table is not None
+        since_s = visit.start_s if visit.answered_s is None else visit.answered_s
+        return visit.table[bin_of(now - since_s)]
+
+    def learned(self) -> Mapping[str, Any]:
+        """See Learning.learned."""
+        return {
+            "returns": self.model.learned(),
+            "stops": list(self.stops),
+            "mean_nbytes": self.mean_nbytes,
+        }
+
+    def recall(self, learned: Mapping[str, Any]) -> None:
+        """See Learning.recall. Before any visit."""
+        stops, mean_nbytes = list(learned["stops"]), float(learned["mean_nbytes"])
+        if len(stops) > STOPS_MAX or not all(isinstance(stop, str) for stop in stops):
+            raise ValueError("the stop reasons are damaged")
+        if not 0.0 <= mean_nbytes < float("inf"):
+            raise ValueError("the mean length is damaged")
+        self.model.recall(learned["returns"])
+        self.stops, self.mean_nbytes = stops, mean_nbytes
+        self._n_before = _MEAN_VISITS if mean_nbytes else 0
 
     def _find(self, key: Key) -> Visit | None:
         return self.current if self.current.tip == key else self.tips.get(key)
@@ -134,49 +176,74 @@ class Visits:
         visit = self.current
         if visit.tip is None:
             return
-        visit.asked = self._class_asked(visit)
+        visit.table = None
+        visit.number = self.model.asked(
+            self._class(visit, asked=True), self._features(visit, asked=True), visit.start_s
+        )
         if visit.answered_s is not None:
-            visit.known = self._class_known(visit)
+            self._tell_answer(visit, visit.number, visit.answered_s)
         self.tips[visit.tip] = visit
         self.tips.move_to_end(visit.tip)
-        self._mean_nbytes += _MEAN_WEIGHT * (visit.nbytes - self._mean_nbytes)
+        self._n_before = min(_MEAN_VISITS, self._n_before + 1)
+        self.mean_nbytes += (visit.nbytes - self.mean_nbytes) / self._n_before
         if len(self.tips) > TIPS_MAX:
-            _, lost = self.tips.popitem(last=False)
-            self._observe(lost, visit.start_s, returned=False)
+            self.tips.popitem(last=False)
         self._n_new += 1
-        if self._n_new >= max(_LEARN_EVERY, len(self.tips) // _LEARN_SHARE):
+        if self._n_new >= _LEARN_EVERY:
             self._n_new = 0
-            self.model.learn(self._away(visit.start_s))
+            self.model.learn(visit.start_s)
+            self._n_lessons += 1
+            if self._n_lessons <= _REFRESH_EVERY or self._n_lessons % _REFRESH_EVERY == 0:
+                self._judge(list(islice(reversed(self.tips.values()), _REFRESHED)))
 
-    def _observe(self, visit: Visit, now: float, *, returned: bool) -> None:
-        for of, since_s in _stages(visit):
-            self.model.observe(of, now - since_s, returned=returned)
+    def _tell_answer(self, visit: Visit, number: int, answered_s: float) -> None:
+        self.model.answered(number, self._class(visit), self._features(visit), answered_s)
 
-    def _away(self, now: float) -> Iterator[tuple[VisitClass, float]]:
-        for visit in self.tips.values():
-            for of, since_s in _stages(visit):
-                yield of, now - since_s
+    def _judge(self, visits: list[Visit]) -> None:
+        """Make the tables of these by what is known now."""
+        tables = self.model.tables(
+            [self._class(visit) for visit in visits],
+            np.array([self._features(visit) for visit in visits]),
+        )
+        for visit, table in zip(visits, tables, strict=True):
+            visit.table = array("d", table.tobytes())
 
-    def _class_asked(self, visit: Visit) -> VisitClass:
-        length = bucket(self._share(visit.nbytes), _LENGTH_EDGES)
-        return VisitClass("?" + visit.before, *self._buckets(visit), length)
+    def _class(self, visit: Visit, *, asked: bool = False) -> VisitClass:
+        """asked: as it was before the answer."""
+        gap = bucket(visit.gap_s, _GAP_EDGES_S)
+        if asked or visit.answered_s is None:
+            return VisitClass("?" + (_FIRST if visit.before is None else visit.before), gap)
+        service = bucket(visit.answered_s - visit.start_s, _SERVICE_EDGES_S)
+        return VisitClass(visit.stop, gap, service)
 
-    def _class_known(self, visit: Visit) -> VisitClass:
-        service_s = (visit.answered_s or visit.start_s) - visit.start_s
-        service = bucket(service_s, _SERVICE_EDGES_S)
-        return VisitClass(visit.stop, *self._buckets(visit), service)
+    def _features(self, visit: Visit, *, asked: bool = False) -> array[float]:
+        """N_FEATURES numbers of about the size of 1; asked: as they were before the answer."""
+        is_answered = visit.answered_s is not None and not asked
+        stops = [0.0] * (2 * STOPS_MAX)
+        if is_answered and visit.stop in self.stops:
+            stops[self.stops.index(visit.stop)] = 1.0
+        if visit.before in self.stops:
+            stops[STOPS_MAX + self.stops.index(visit.before)] = 1.0
+        service_s = visit.answered_s - visit.start_s if visit.answered_s is not None else 0.0
+        new = visit.nbytes - visit.base_nbytes
+        return array("d", [
+            *stops,
+            1.0,
+            float(is_answered),
+            log1p(service_s) / 2 if is_answered else 0.0,
+            float(visit.gap_s is not None),
+            log1p(visit.gap_s or 0.0) / 2,
+            float(visit.gap_before_s is not None),
+            log1p(visit.gap_before_s or 0.0) / 2,
+            self._size(visit.nbytes),
+            self._size(new),
+            self._size(visit.new_before),
+            float(visit.turn == 0),
+            float(visit.turn == 1),
+            min(visit.turn, _TURNS_MAX) / _TURNS_MAX,
+        ])  # fmt: skip
 
-    def _buckets(self, visit: Visit) -> tuple[int, int]:
-        new = self._share(visit.nbytes - visit.base_nbytes)
-        return bucket(visit.gap_s, _GAP_EDGES_S), bucket(new, _NEW_EDGES)
-
-    def _share(self, nbytes: int) -> float:
-        return nbytes / self._mean_nbytes if self._mean_nbytes else 1.0
-
-
-def _stages(visit: Visit) -> Iterator[tuple[VisitClass, float]]:
-    """The classes of a complete visit and the times from which its idle time counts in them."""
-    assert visit.asked is not None
-    yield visit.asked, visit.start_s
-    if visit.known is not None and visit.answered_s is not None:
-        yield visit.known, visit.answered_s
+    def _size(self, nbytes: int) -> float:
+        """On a scale of logarithms, 0 for the mean length of a visit."""
+        share = nbytes / self.mean_nbytes if self.mean_nbytes > 0.0 else 1.0
+        return 0.5 * log(max(1e-3, min(1e3, share)))

@@ -22,13 +22,15 @@ _NEW_GAP_WEIGHT = 0.02
 class Run:
     """One workflow that may go on."""
 
-    __slots__ = ("agents", "forecast", "gains", "keys", "path", "stepped_s")
+    __slots__ = ("agents", "forecast", "gains", "keys", "path", "stepped_s", "tips")
 
     def __init__(self) -> None:
         self.path: list[str] = []
         self.agents: set[str] = set()
         self.keys: set[Key] = set()
         """What its steps used and is in the tier."""
+        self.tips: dict[str, Key] = {}
+        """Per agent: where its last prompt ended, in the tier or not."""
         self.stepped_s = 0.0
         self.forecast: Forecast = ()
         self.gains: dict[str, float] = {}
@@ -38,6 +40,7 @@ class Run:
         """One that changes by itself."""
         new = Run()
         new.path, new.agents, new.keys = list(self.path), set(self.agents), set(self.keys)
+        new.tips = dict(self.tips)
         new.stepped_s, new.forecast, new.gains = self.stepped_s, self.forecast, self.gains
         return new
 
@@ -73,6 +76,7 @@ class WorkflowTree(TreePolicy):
         if agent not in run.agents and len(run.agents) >= AGENTS_MAX:
             agent = ""
         run.agents.add(agent)
+        run.tips[agent] = key
         run.path.append(agent)
         del run.path[:-PATH_MAX]
         at: Key | None = key

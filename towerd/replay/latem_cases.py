@@ -44,12 +44,12 @@ def _in_turn(rng: random.Random) -> list[Request]:
 
 
 def _clean(rng: random.Random) -> list[Request]:
-    """Every phase asks for eight new messages, then for most of those of the phase before."""
+    """Every phase asks for four new messages, then for most of those of the phase before."""
     held, n_seen, requests = list(range(64)), 64, [(m, None) for m in range(64)]
-    for _ in range(8):
-        new = list(range(n_seen, n_seen + 8))
-        n_seen += 8
-        held = rng.sample(held, 56)
+    for _ in range(40):
+        new = list(range(n_seen, n_seen + 4))
+        n_seen += 4
+        held = rng.sample(held, 60)
         requests += [(m, None) for m in (*new, *held)]
         held += new
     return list[Request](requests)

@@ -17,8 +17,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,7 +42,9 @@ from towerd.store import (
 )
 from towerd.store.segment_file import quantized_bytes
 from towerd.tiers.buffers import BufferPool
+from towerd.tiers.counters import Counters
 from towerd.tiers.fidelity import Fidelity, LevelFormats
+from towerd.tiers.learned import Learned
 from towerd.tiers.plan import Composed, Gap, Plan
 from towerd.tiers.prefetch import Prefetcher
 from towerd.tiers.ranking import Ranking
@@ -61,17 +63,6 @@ _COMPOSE_THREADS = max(1, THREADS - 1)
 come in 0.099 s with one thread and in 0.118 s with two."""
 
 
-@dataclass(slots=True)
-class _Counters:
-    written: int = 0
-    promoted: int = 0
-    hot_evicted: int = 0
-    warm_evicted: int = 0
-    damaged: int = 0
-    write_errors: int = 0
-    bytes_written: int = 0
-
-
 class Tiers:
     """Hot and warm tiers over one store. All methods are thread-safe."""
 
@@ -84,6 +75,7 @@ class Tiers:
         hot_bytes: int,
         warm_bytes: int,
         policy: str,
+        predictor: Path | None = None,
         fidelity: Fidelity = "near",
         forced: LevelFormats | None = None,
         shrink_after_s: float = 600.0,
@@ -92,7 +84,8 @@ class Tiers:
         tail: bytes = b"",
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """forced: the stored format of each level, whatever `set_formats` says
+        """predictor: for policies that ask one, a trained one
+        forced: the stored format of each level, whatever `set_formats` says
         shrink_after_s: how long rows must be unused before they are stored in it
         promote_delay_s: rows that were read from disk are copied into RAM when the request that
             needed them is recorded, or after this long
@@ -103,9 +96,10 @@ class Tiers:
         self.v_trans, self._tail = v_trans, tail
         self.hot_bytes_max = hot_bytes
         self.warm_bytes_max = warm_bytes
-        self.counters = _Counters()
+        self.counters = Counters()
         self._promote_delay_s = promote_delay_s
-        self.ranking = Ranking(policy, clock)
+        self.ranking = Ranking(policy, clock, predictor)
+        self._learned = Learned(self.ranking, store.get_meta, store.set_meta)
         self.prefetcher = Prefetcher(
             store, self.ranking, self._copy_up, bytes_per_s=prefetch_bytes, clock=clock
         )
@@ -325,15 +319,10 @@ class Tiers:
             "segments_kept": self._shrinker.n_kept,
             "level_formats": str(self.formats) if self.formats is not None else "",
             "unwritten_segments": len(self._unwritten),
-            "segments_written": c.written,
-            "segments_promoted": c.promoted,
-            "hot_evictions": c.hot_evicted,
-            "warm_evictions": c.warm_evicted,
             "segments_prefetched": self.prefetcher.n_fetched,
             "segments_prefetched_used": self.prefetcher.n_used,
             "damaged_segments": c.damaged + self._shrinker.n_damaged,
-            "write_errors": c.write_errors,
-            "bytes_written": c.bytes_written,
+            **c.stats(),
         }
 
     # ---- the tier thread --------------------------------------------------------------------
@@ -372,6 +361,8 @@ class Tiers:
         elif kind in ("idle", "flush", "stop"):
             self._write_left_over()
             self.store.flush()
+            if kind != "flush":
+                self._learned.keep(now=kind == "stop")
 
     def _idle_s(self) -> float:
         idle_s = min(_RETRY_WRITE_S, self._shrinker.wait_s(), self.prefetcher.wait_s())

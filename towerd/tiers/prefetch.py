@@ -1,5 +1,6 @@
 """Prefetch: rows of conversations that are expected back soon, from disk into RAM.
 
+What comes is planned by `towerd.policy.prefetch`, among what the policy says it wants.
 Conservative, as in PBKV (section 4.3): into free room only, within a bandwidth, and only while
 the engine merely decodes or idles. Rows that were fetched so count as nobody's until a request uses
 them: they are the first to leave, and no policy takes them for used.
@@ -13,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from towerd.errors import NotFound, StoreError
+from towerd.policy.prefetch import Candidate, Room, budget, plan
 from towerd.store import Node, Store
 from towerd.tiers.ranking import Ranking
 
@@ -73,11 +75,12 @@ class Prefetcher:
         self._did_work = False
         if not self.is_on or not self.is_calm():
             return
-        for node_id in self._ranking.wanted(WANTED_MAX):
+        nodes: dict[int, Node] = {}
+        candidates = self._candidates(nodes)
+        most = budget(Room(max(0, room), 0, 0, int(self._allowance), only_decodes=True))
+        for key in plan(candidates, most):
             try:
-                room = self._fetch(self._store.node(node_id), room)
-            except NotFound:
-                continue  # it is gone since the policy heard of it
+                self._fetch(nodes[key])
             except StoreError as error:
                 log.warning("rows could not be fetched ahead", extra={"error": str(error)})
 
@@ -103,29 +106,40 @@ class Prefetcher:
             freed += self._store.drop_hot(node)
         return freed
 
-    def _fetch(self, tip: Node, room: int) -> int:
-        """The parts of a tower that are on disk only, if all of them fit; the room that is left."""
-        missing = [node for node in tip.path() if node.hot is None]
-        if missing and missing[-1].file is None and self.on_cold is not None:
-            self.on_cold(tip)
-        missing = [node for node in missing if node.file is not None]
-        n_bytes = sum(self._store.held(node).nbytes for node in missing)
-        if not missing or n_bytes > min(room, self._allowance):
-            return room
-        for node in missing:
-            with self._lock:
-                self._held[node.id] = node
-            was_copied = self._promote(node)
-            with self._lock:
-                is_held = node.id in self._held
-                if not was_copied:
-                    self._held.pop(node.id, None)
-            self.n_fetched += was_copied
-            if was_copied and not is_held:  # a request used it meanwhile
-                self._ranking.became_hot([node])
-        self._allowance -= n_bytes
+    def _candidates(self, nodes: dict[int, Node]) -> list[Candidate]:
+        """What is on disk only of the towers that the policy wants, each part worth the most of
+        what goes through it. Enters them in `nodes`, and hands on what has no rows at all."""
+        found: dict[int, Candidate] = {}
+        for tip_id, value in self._ranking.wanted(WANTED_MAX):
+            try:
+                tip = self._store.node(tip_id)
+            except NotFound:
+                continue  # it is gone since the policy heard of it
+            if tip.hot is None and tip.file is None and self.on_cold is not None:
+                self.on_cold(tip)
+            for node in tip.path():
+                if node.hot is None and node.file is not None and node.id not in found:
+                    parent = node.parent.id if node.parent is not None else None
+                    nbytes = self._store.held(node).nbytes
+                    found[node.id] = Candidate(node.id, nbytes, value, parent)
+                    nodes[node.id] = node
+        return list(found.values())
+
+    def _fetch(self, node: Node) -> None:
+        """Copy one node's rows into RAM; they are nobody's until a request uses them."""
+        nbytes = self._store.held(node).nbytes
+        with self._lock:
+            self._held[node.id] = node
+        was_copied = self._promote(node)
+        with self._lock:
+            is_held = node.id in self._held
+            if not was_copied:
+                self._held.pop(node.id, None)
+        self.n_fetched += was_copied
+        if was_copied and not is_held:  # a request used it meanwhile
+            self._ranking.became_hot([node])
+        self._allowance -= nbytes
         self._did_work = True
-        return room - n_bytes
 
     def _accrue(self) -> None:
         now = self._clock()

@@ -9,15 +9,20 @@ are files, and its policy hears of a visit when the file of the visit's tip is w
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from towerd.policy import Key, make_policy
-from towerd.policy.base import Foretelling
+from towerd.policy.base import Foretelling, Learning
 from towerd.store import Node, SegmentFile
+from towerd.tiers.learned import pack, unpack
+
+log = logging.getLogger(__name__)
 
 _STEP_S = 1e-6
 """Between events that a clock gives the same time."""
@@ -43,10 +48,13 @@ class _Visit:
 class Ranking:
     """Both policies behind one lock; every method may be called from any thread."""
 
-    def __init__(self, policy: str, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, policy: str, clock: Callable[[], float], predictor: Path | None = None
+    ) -> None:
+        """predictor: a trained one for workflow steps. Raises ConfigError."""
         self.policy = policy
-        self._hot = make_policy(policy)
-        self._warm = make_policy(policy)
+        self._hot = make_policy(policy, predictor)
+        self._warm = make_policy(policy, predictor)
         self._clock = clock
         self._lock = threading.Lock()
         self._hot_s = self._warm_s = float("-inf")
@@ -206,8 +214,8 @@ class Ranking:
         """Whether the policy can say what it expects back."""
         return isinstance(self._hot, Foretelling)
 
-    def wanted(self, most: int) -> list[Key]:
-        """Ends of towers that the policy expects to be asked for, the soonest first."""
+    def wanted(self, most: int) -> list[tuple[Key, float]]:
+        """See Foretelling.wanted; nothing of a policy that does not foretell."""
         with self._lock:
             if not isinstance(self._hot, Foretelling):
                 return []
@@ -228,7 +236,31 @@ class Ranking:
                 "n_warm": len(self._warm),
             }
 
+    # ---- over a restart ---------------------------------------------------------------------
+
+    def learned(self) -> str | None:
+        """What both policies learned, as text for `recall`; None: they do not learn."""
+        with self._lock:
+            found = {name: each.learned() for name, each in self._learning()}
+        return pack(self.policy, found) if found else None
+
+    def recall(self, text: str | None) -> None:
+        """Go on from what `learned` gave; anything else is ignored, with a line in the log."""
+        if text is None:
+            return
+        with self._lock:
+            try:
+                found = unpack(self.policy, text)
+                for name, each in self._learning():
+                    each.recall(found[name])
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                log.warning("what the policy had learned is lost", extra={"error": str(error)})
+
     # ---- inside -----------------------------------------------------------------------------
+
+    def _learning(self) -> list[tuple[str, Learning]]:
+        both = (("hot", self._hot), ("warm", self._warm))
+        return [(name, each) for name, each in both if isinstance(each, Learning)]
 
     def _visit_warm(self, visit: _Visit) -> None:
         tip = visit.path[-1]

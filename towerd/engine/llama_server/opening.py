@@ -75,6 +75,7 @@ def _open_tiers(config: Config, backend: Backend, store: Store) -> Tiers:
         hot_bytes=config.hot_bytes,
         warm_bytes=config.warm_bytes,
         policy=config.policy,
+        predictor=config.predictor,
         fidelity=cast(Fidelity, config.fidelity),
         forced=LevelFormats.parse(config.level_formats) if config.level_formats else None,
         shrink_after_s=config.shrink_after_s,

@@ -8,8 +8,10 @@ enough at all; a graph model that has gone stale makes room for Markov, and Mark
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from towerd.policy.base import Learning
 from towerd.policy.predict.base import Forecast, NoPrediction, Predictor, best
 
 LIVE_MIN = 0.3
@@ -37,6 +39,20 @@ class Fallback:
     def live_accuracy(self) -> list[float]:
         """Of each predictor, one step ahead."""
         return [right / n for right, n in zip(self._right, self._n, strict=True)]
+
+    def learned(self) -> Mapping[str, Any]:
+        """See Learning.learned: of each kind of predictor; how right they were is judged anew."""
+        return {
+            type(each).__name__: each.learned()
+            for each in self._predictors
+            if isinstance(each, Learning)
+        }
+
+    def recall(self, learned: Mapping[str, Any]) -> None:
+        """See Learning.recall."""
+        for each in self._predictors:
+            if isinstance(each, Learning) and type(each).__name__ in learned:
+                each.recall(learned[type(each).__name__])
 
     @property
     def leader(self) -> Predictor:

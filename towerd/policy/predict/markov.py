@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from itertools import islice
+from typing import Any, TypeAlias
 
 from towerd.policy.predict.base import END, N_STEPS, Forecast
 
 CONTEXTS_MAX = 1 << 16
 """Contexts remembered; beyond that the one unused for longest is forgotten."""
+CONTEXTS_KEPT = 1 << 12
+"""Of them over a restart, those used last."""
 OUTCOMES_MAX = 1 << 10
 """Outcomes told apart after one context."""
 _Context: TypeAlias = tuple[int, tuple[str, ...]]
@@ -44,6 +47,26 @@ class Markov:
                 break
             for n in range(min(self.order, len(before)) + 1):
                 self._count((ahead, tuple(before[len(before) - n :])), path[-1])
+
+    def learned(self) -> Mapping[str, Any]:
+        """See Learning.learned: the contexts that were used last."""
+        newest = list(islice(reversed(self._counts.items()), CONTEXTS_KEPT))
+        rows = [[ahead, list(names), counts] for (ahead, names), counts in reversed(newest)]
+        return {"order": self.order, "contexts": rows}
+
+    def recall(self, learned: Mapping[str, Any]) -> None:
+        """See Learning.recall."""
+        if learned["order"] != self.order:
+            raise ValueError(f"the order was {learned['order']}")
+        counts: OrderedDict[_Context, dict[str, int]] = OrderedDict()
+        for ahead, names, row in learned["contexts"]:
+            is_sound = ahead in range(1, N_STEPS + 1) and len(names) <= self.order
+            if not is_sound or not all(type(n) is int and n > 0 for n in row.values()):
+                raise ValueError("a context is damaged")
+            counts[int(ahead), tuple(map(str, names))] = dict(row)
+        if len(counts) > CONTEXTS_MAX:
+            raise ValueError(f"there are {len(counts)} contexts")
+        self._counts = counts
 
     def _count(self, context: _Context, outcome: str) -> None:
         counts = self._counts.get(context)

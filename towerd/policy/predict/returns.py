@@ -1,10 +1,8 @@
-"""When an idle conversation comes back: survival curves, learned online, and what they are worth.
+"""When an idle conversation comes back: a survival model, learned online, and what it is worth.
 
-A visit is in a class (why its answer ended, how long it was away before, how much was new in
-it, and one detail more). Per class and per bin of idle time the model counts how many visits
-were still away when the bin began and how many returned within it (the Kaplan-Meier estimator);
-those that never returned count too. Classes with few visits lean on coarser ones. Old counts
-fade.
+A visit is described twice: when it is asked, and again when it is answered. The chance of a
+return within each bin of idle time is that of its class (see `classes`), corrected by a network
+(see `hazard`). Both learn from the latest visits, those that are still away included.
 
 Keeping something until time H costs the room for min(return, H) and saves its length with the
 probability of a return by then. The best ratio over H is its Gittins index: returns per second
@@ -13,135 +11,132 @@ of room. What has the least is given up first.
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
-from collections.abc import Iterable
-from typing import NamedTuple, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from towerd.policy.predict.classes import Classes, VisitClass
+from towerd.policy.predict.hazard import HazardNet
+
 Table: TypeAlias = NDArray[np.float64]
 _RATIO = 1.4
 _FIRST_S = 0.5
-_N_BINS = 40
-EDGES_S = (0.0, *(_FIRST_S * _RATIO**i for i in range(_N_BINS - 1)))
+N_BINS = 40
+EDGES_S = (0.0, *(_FIRST_S * _RATIO**i for i in range(N_BINS - 1)))
 """Where the bins of idle time begin; the last one, from 2 days on, has no end."""
 WIDTHS_S = tuple(b - a for a, b in zip(EDGES_S, EDGES_S[1:], strict=False)) + (EDGES_S[-1],)
-_PRIOR_VISITS = 10.0
-_PRIOR_CHANCE = 0.01
-_HALVE_AT = 20_000.0
-"""Visits after which all counts are halved, so that the model follows what people do now."""
-
-
-class VisitClass(NamedTuple):
-    """stop: why the answer ended, or before it has, "?" and why the one before did; gap, new
-    and more are buckets from 1 on; 0 stands for all of them."""
-
-    stop: str
-    gap: int = 0
-    new: int = 0
-    more: int = 0
-
-    def coarser(self) -> VisitClass | None:
-        """The class whose visits stand in for missing ones; None: there is none."""
-        if self == _ALL:
-            return None
-        if self.more:
-            return self._replace(more=0)
-        if self.new:
-            return self._replace(new=0)
-        return self._replace(gap=0) if self.gap else _ALL
-
-
-_ALL = VisitClass("*")
-
-
-def bucket(value: float | None, edges: tuple[float, ...]) -> int:
-    """1: there is no value; then one for each range between the edges."""
-    return 1 if value is None else 2 + bisect_right(edges, value)
-
-
-class _Counts:
-    """Of one class, per bin of idle time."""
-
-    __slots__ = ("left", "returned")
-
-    def __init__(self) -> None:
-        self.returned = [0.0] * _N_BINS
-        self.left = [0.0] * _N_BINS
-        """Those that were last seen away, in this bin."""
+VISITS_MAX = 16384
+"""The latest visits, which the model learns from: it follows what people do now."""
+_CURVES_KEPT = 1024
+"""Over a restart."""
+_BATCH = 256
+_STEPS = int(__import__("os").environ.get("ST", "8"))
+_WIDTHS = np.array(WIDTHS_S)
+_IS_AHEAD = np.triu(np.ones((N_BINS, N_BINS), dtype=bool))
+_ROWS_AT_ONCE = 64
 
 
 class ReturnModel:
-    """Learns from visits; `index` is in returns per second of room, and 0 before any data."""
+    """Learns from visits; indices are in returns per second of room."""
 
-    def __init__(self) -> None:
-        self._counts: dict[VisitClass, _Counts] = {}
-        self._index: dict[VisitClass, list[float]] = {}
-        self._n_seen = 0.0
+    def __init__(self, n_features: int) -> None:
+        self.net = HazardNet(n_features, N_BINS)
+        self.classes = Classes(N_BINS)
+        self._x = np.zeros((2, VISITS_MAX, n_features), np.float32)
+        self._of = np.zeros((2, VISITS_MAX), np.int64)
+        self._since_s = np.full((2, VISITS_MAX), np.nan)
+        """When a visit was asked and answered; nan: it was not."""
+        self._back_s = np.full(VISITS_MAX, np.inf)
+        self._n = 0
+        self._rng = np.random.default_rng(0)
 
-    def observe(self, of: VisitClass, idle_s: float, *, returned: bool) -> None:
-        """A visit of this class returned after `idle_s`, or was given up waiting for."""
-        counts = self._counts.get(of)
-        if counts is None:
-            counts = self._counts[of] = _Counts()
-        (counts.returned if returned else counts.left)[bin_of(idle_s)] += 1.0
-        self._n_seen += 1.0
+    @property
+    def is_learned(self) -> bool:
+        """Whether there was any data."""
+        return len(self.classes.curves) > 0
 
-    def learn(self, away: Iterable[tuple[VisitClass, float]]) -> None:
-        """Make the indices anew. `away`: class and idle time of every visit that has not
-        returned yet; it counts for the bins that it is through with."""
-        if self._n_seen > _HALVE_AT:
-            self._fade()
-        waiting: dict[VisitClass, list[float]] = {}
-        for of, idle_s in away:
-            waiting.setdefault(of, [0.0] * _N_BINS)[bin_of(idle_s)] += 1.0
-        sums = self._sums(waiting)
-        # coarser ones first: what is finer leans on them
-        order = sorted(sums, key=_fineness)
-        chances: dict[VisitClass, Table] = {}
-        for of in order:
-            up = of.coarser()
-            prior = _PRIOR_CHANCE if up is None else chances[up]
-            returned, left = sums[of]
-            at_risk = np.cumsum((returned + left)[::-1])[::-1] - left
-            chances[of] = (returned + _PRIOR_VISITS * prior) / (at_risk + _PRIOR_VISITS)
-        if order:
-            best = gittins(np.stack([chances[of] for of in order])).tolist()
-            self._index = dict(zip(order, best, strict=True))
+    def asked(self, of: VisitClass, x: array[float], now: float) -> int:
+        """A visit began; returns its number."""
+        row = self._n % VISITS_MAX
+        self._n += 1
+        self._back_s[row] = np.inf
+        self._since_s[1, row] = np.nan
+        self._describe(0, row, of, x, now)
+        return self._n - 1
 
-    def index(self, of: VisitClass, idle_s: float) -> float:
-        """Returns per second of room of a visit that is away for `idle_s`."""
-        at: VisitClass | None = of
-        while at is not None:
-            found = self._index.get(at)
-            if found is not None:
-                return found[bin_of(idle_s)]
-            at = at.coarser()
-        return 0.0
+    def answered(self, number: int, of: VisitClass, x: array[float], now: float) -> None:
+        """More is known of it now."""
+        if number >= self._n - VISITS_MAX:
+            self._describe(1, number % VISITS_MAX, of, x, now)
 
-    def _sums(self, waiting: dict[VisitClass, list[float]]) -> dict[VisitClass, Table]:
-        """[returned or left, bin] of each class with all that is finer."""
-        zeros = [0.0] * _N_BINS
-        sums: dict[VisitClass, Table] = {}
-        for of in self._counts.keys() | waiting.keys():
-            own = self._counts.get(of)
-            mine = np.array([own.returned, own.left] if own is not None else [zeros, zeros])
-            mine[1] += waiting.get(of, zeros)
-            at: VisitClass | None = of
-            while at is not None:
-                if at in sums:
-                    sums[at] += mine
-                else:
-                    sums[at] = mine.copy()
-                at = at.coarser()
-        return sums
+    def returned(self, number: int, now: float) -> None:
+        """It came back."""
+        if number >= self._n - VISITS_MAX:
+            self._back_s[number % VISITS_MAX] = now
 
-    def _fade(self) -> None:
-        self._n_seen /= 2
-        for counts in self._counts.values():
-            counts.returned = [x / 2 for x in counts.returned]
-            counts.left = [x / 2 for x in counts.left]
+    def learn(self, now: float) -> None:
+        """The curves of all classes anew, then some steps of training on visits chosen at
+        random."""
+        n = min(self._n, VISITS_MAX)
+        if not n:
+            return
+        is_answered = np.isfinite(self._since_s[1, :n]).astype(np.int64)
+        stage = np.concatenate([np.zeros(n, np.int64), np.ones(is_answered.sum(), np.int64)])
+        rows = np.concatenate([np.arange(n), np.flatnonzero(is_answered)])
+        self.classes.learn(self._of[stage, rows], *self._outcomes(stage, rows, now))
+        for _ in range(_STEPS):
+            rows = self._rng.integers(0, n, _BATCH)
+            stage = self._rng.integers(0, 2, _BATCH) * is_answered[rows]
+            x = self._x[stage, rows].astype(np.float64)
+            curves = self.classes.curves[self._of[stage, rows]]
+            self.net.step(x, curves, *self._outcomes(stage, rows, now))
+
+    def tables(self, of: Sequence[VisitClass], x: Table) -> Table:
+        """x: [n, features]. [n, bins], the index of each visit by how long it has been away; 0
+        before any data."""
+        if not self.is_learned:
+            return np.zeros((len(x), N_BINS))
+        curves = self.classes.curves[[self.classes.known(each) for each in of]]
+        return gittins(self.net.chances(x, curves))
+
+    def learned(self) -> Mapping[str, Any]:
+        """See Learning.learned: weights and curves to six digits; not the visits."""
+        if not self.is_learned:
+            return {}
+        table = [[*of, np.round(curve, 6).tolist()] for of, curve in self.classes.table()]
+        arrays = {name: np.round(array, 6).tolist() for name, array in self.net.arrays.items()}
+        return {"weights": arrays, "curves": table[:_CURVES_KEPT]}
+
+    def recall(self, learned: Mapping[str, Any]) -> None:
+        """See Learning.recall."""
+        if not learned:
+            return
+        found: dict[VisitClass, Table] = {}
+        for stop, gap, service, curve in learned["curves"][:_CURVES_KEPT]:
+            chances = np.array(curve, dtype=np.float64)
+            if chances.shape != (N_BINS,) or not ((chances >= 0) & (chances <= 1)).all():
+                raise ValueError("a curve is damaged")
+            found[VisitClass(str(stop), int(gap), int(service))] = chances
+        self.net.recall(learned["weights"])
+        self.classes.recall(found)
+
+    def _describe(self, stage: int, row: int, of: VisitClass, x: array[float], now: float) -> None:
+        self._of[stage, row] = self.classes.number(of)
+        self._x[stage, row] = x
+        self._since_s[stage, row] = now
+
+    def _outcomes(
+        self, stage: NDArray[np.int64], rows: NDArray[np.int64], now: float
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Of visits: the bin in which they returned or are away, and whether they returned."""
+        back = self._back_s[rows]
+        idle = np.minimum(back, now) - self._since_s[stage, rows]
+        last = np.searchsorted(EDGES_S, idle, side="right") - 1
+        return np.maximum(last, 0), np.isfinite(back)
 
 
 def bin_of(idle_s: float) -> int:
@@ -150,25 +145,22 @@ def bin_of(idle_s: float) -> int:
 
 
 def gittins(chances: Table) -> Table:
-    """chances: [classes, bins], the probability to return within a bin, given that one is away
+    """chances: [n, bins], the probability to return within a bin, given that one is away
     as it begins. For each bin the best ratio, over all horizons from its beginning, of the
     chance to return to the mean room-time spent. A return counts as in the middle of its bin."""
-    shape = chances.shape
-    alive, won, spent, best = np.ones(shape), np.zeros(shape), np.zeros(shape), np.zeros(shape)
-    for i in range(shape[1]):
-        chance = chances[:, i, None]
-        begun = slice(0, i + 1)  # those that look ahead from this bin or from an earlier one
-        won[:, begun] += alive[:, begun] * chance
-        spent[:, begun] += alive[:, begun] * (WIDTHS_S[i] * (1.0 - 0.5 * chance))
-        np.maximum(best[:, begun], won[:, begun] / spent[:, begun], out=best[:, begun])
-        alive[:, begun] *= 1.0 - chance
+    parts = [
+        _gittins(chances[i : i + _ROWS_AT_ONCE]) for i in range(0, len(chances), _ROWS_AT_ONCE)
+    ]
+    return np.concatenate(parts)
+
+
+def _gittins(chances: Table) -> Table:
+    """[n, bins]; inside, axis 1 is where one looks from and axis 2 how far."""
+    chances = np.minimum(chances, 1.0 - 1e-12)
+    stays = np.log1p(-chances)
+    to = np.cumsum(stays, axis=1) - stays
+    alive = np.exp(np.where(_IS_AHEAD, to[:, None, :] - to[:, :, None], -np.inf))
+    won = np.cumsum(alive * chances[:, None, :], axis=2)
+    spent = np.cumsum(alive * (_WIDTHS * (1.0 - 0.5 * chances))[:, None, :], axis=2)
+    best: Table = np.where(_IS_AHEAD, won / np.maximum(spent, 1e-300), 0.0).max(axis=2)
     return best
-
-
-def _fineness(of: VisitClass) -> tuple[int, VisitClass]:
-    """A key that sorts every class after those that it leans on."""
-    n = 0
-    up = of.coarser()
-    while up is not None:
-        n, up = n + 1, up.coarser()
-    return n, of

@@ -1,0 +1,168 @@
+"""What policies learned survives a restart, is bounded, and damage to it costs nothing else."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from towerd.errors import ConfigError
+from towerd.policy import make_policy
+from towerd.policy.base import Learning
+from towerd.policy.foresight import Foresight
+from towerd.policy.predict.base import END, N_STEPS
+from towerd.policy.predict.graph import GraphWeights, shapes
+from towerd.policy.predict.markov import CONTEXTS_KEPT, Markov, learn
+from towerd.policy.predict.trained import Trained
+from towerd.tiers.learned import BYTES_MAX, META_KEY, Learned, pack, unpack
+from towerd.tiers.ranking import Ranking
+
+
+def a_day(policy: Any) -> Any:
+    """Tools return in seconds, people in minutes; two agents take turns."""
+    now = 0.0
+    for key in range(0, 800, 4):
+        for start, gap_s, stop in ((key, 2.0, "tool_use"), (key + 2, 200.0, "end_turn")):
+            policy.insert(start, 10, now, None)
+            policy.stepped(start, now, "w", stop)
+            policy.answered(start, now + 0.5, stop)
+            now += gap_s
+            policy.insert(start + 1, 10, now, start)
+            now += 1.0
+    return policy
+
+
+@pytest.mark.parametrize("name", ["foresight", "pbkv"])
+def test_goes_on_where_it_stopped(name: str) -> None:
+    """Another policy that recalls what one learned foretells the same."""
+    old, new = a_day(make_policy(name)), make_policy(name)
+    assert isinstance(old, Learning)
+    assert isinstance(new, Learning)
+    new.recall(json.loads(json.dumps(old.learned())))
+    path = ["tool_use", "end_turn", "tool_use"]
+    predictors: list[Any] = [old.predictor, new.predictor]  # type: ignore[attr-defined]
+    assert predictors[0].forecast(path) == predictors[1].forecast(path) != ()
+    if isinstance(new, Foresight):
+        assert new.visits.stops == ["tool_use", "end_turn"]
+        for policy in (old, new):
+            policy.insert(9001, 10, 1e6, None)
+            policy.answered(9001, 1e6 + 1, "tool_use")
+        index = [p.visits.index(p.visits.tips.get(9001) or p.visits.current, 1e6 + 2)
+                 for p in (old, new)]  # fmt: skip
+        assert index[0] == pytest.approx(index[1], rel=1e-3)
+        assert index[1] > 0.0
+
+
+def test_the_catalog_keeps_it(caplog: pytest.LogCaptureFixture) -> None:
+    """Both tiers' policies; a text that is damaged, another policy's or no text is ignored."""
+    meta: dict[str, str] = {}
+
+    def opened(policy: str) -> tuple[Ranking, Learned]:
+        ranking = Ranking(policy, lambda: 0.0)
+        return ranking, Learned(ranking, meta.get, meta.__setitem__)
+
+    ranking, learned = opened("foresight")
+    a_day(ranking._hot)
+    learned.keep(now=False)
+    assert META_KEY not in meta, "not every moment"
+    learned.keep(now=True)
+    text = meta[META_KEY]
+    assert len(text) < BYTES_MAX
+    again, _ = opened("foresight")
+    assert again.learned() == text
+    with caplog.at_level(logging.WARNING):
+        for policy, damaged in (
+            ("foresight", text[:-7]), ("foresight", ""), ("foresight", "\x00é"), ("pbkv", text),
+            ("foresight", pack("foresight", {"hot": {}, "warm": []}) or ""),
+            ("foresight", pack("foresight", {"hot": {"steps": {}, "visits": {
+                "stops": [], "mean_nbytes": -1.0, "returns": {}}}}) or ""),
+        ):  # fmt: skip
+            meta[META_KEY] = damaged
+            caplog.clear()
+            fresh, _ = opened(policy)
+            assert "lost" in caplog.text
+            assert fresh.learned() == Ranking(policy, lambda: 0.0).learned()
+    lru, nothing = opened("lru")
+    nothing.keep(now=True)
+    assert lru.learned() is None
+
+
+@given(st.data())
+def test_no_changed_text_is_believed(data: st.DataObject) -> None:
+    text = pack("foresight", {"hot": {"a": 1}}) or ""
+    at = data.draw(st.integers(0, len(text) - 1))
+    other = data.draw(st.characters(codec="ascii").filter(lambda c: c != text[at]))
+    with pytest.raises(ValueError, match=r"."):
+        unpack("foresight", text[:at] + other + text[at + 1 :])
+
+
+def test_no_more_than_a_megabyte() -> None:
+    noise = np.random.default_rng(0).bytes(BYTES_MAX).hex()
+    assert pack("x", {"noise": noise}) is None
+
+
+def test_markov_keeps_what_was_used_last() -> None:
+    markov = Markov(1)
+    for i in range(CONTEXTS_KEPT):
+        learn(markov, [f"old {i}", "then"])
+    learn(markov, ["a", "b"])
+    kept = markov.learned()
+    assert len(kept["contexts"]) == CONTEXTS_KEPT
+    new = Markov(1)
+    new.recall(kept)
+    assert new.forecast(["a"])[0]["b"] == markov.forecast(["a"])[0]["b"]
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda d: d | {"order": 7},
+        lambda d: d | {"contexts": [[1, ["a"], {"b": -1}]]},
+        lambda d: d | {"contexts": [[N_STEPS + 1, ["a"], {"b": 1}]]},
+        lambda d: d | {"contexts": [[1, ["a"] * 9, {"b": 1}]]},
+        lambda d: {},
+        lambda d: d | {"contexts": 3},
+    ],
+)
+def test_markov_damaged(harm: Callable[[dict[str, Any]], Any]) -> None:
+    markov = Markov()
+    learn(markov, ["a", "b"])
+    before = markov.forecast(["a"])
+    with pytest.raises((ValueError, KeyError, TypeError)):
+        markov.recall(harm(dict(markov.learned())))
+    assert markov.forecast(["a"]) == before
+
+
+def test_a_trained_predictor_leads_while_it_is_right(tmp_path: Path) -> None:
+    """Names belong to the tenant that is asked about; when what it says stops coming true, counts
+    take over."""
+    agents = ("code", "plan")
+    arrays = {name: np.zeros(shape, np.float32) for name, shape in shapes(1 + len(agents)).items()}
+    arrays["temperature"] += 1.0
+    arrays["b4"][2::4] = 9.0  # plan, always
+    path = tmp_path / "p.npz"
+    GraphWeights(agents, arrays).save(path)
+    policy = make_policy("pbkv", path)
+    predictor: Any = policy.predictor  # type: ignore[attr-defined]
+    assert isinstance(predictor.leader, Trained)
+    said = predictor.forecast(["tenant\nplan"])[0]
+    assert set(said) == {"tenant\ncode", "tenant\nplan", END}
+    assert said["tenant\nplan"] > 0.9
+    for i in range(600):
+        policy.stepped(1, float(i), "w", "tenant\ncode")
+    assert isinstance(predictor.leader, Markov)
+    assert predictor.forecast(["tenant\ncode"])[0]["tenant\ncode"] > 0.9
+
+
+def test_predictors_that_cannot_be(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="asks no predictor"):
+        make_policy("lru", tmp_path / "p.npz")
+    with pytest.raises(ConfigError, match="is no predictor"):
+        make_policy("foresight", tmp_path / "missing.npz")

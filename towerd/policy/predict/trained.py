@@ -1,0 +1,39 @@
+"""A trained predictor as the daemon asks it: by name of an agent, whichever tenant's it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from towerd.policy.predict.base import END, Forecast, Predictor
+from towerd.policy.predict.fallback import Fallback
+from towerd.policy.predict.graph import GraphPredictor, load_weights
+from towerd.policy.predict.markov import Markov
+
+_MARK = "\n"
+"""Between tenant and agent in the names that policies hear."""
+
+
+class Trained:
+    """Learned names are plain; what a forecast names belongs to the tenant that is asked about."""
+
+    def __init__(self, predictor: Predictor) -> None:
+        self._predictor = predictor
+
+    def forecast(self, path: Sequence[str]) -> Forecast:
+        """See Predictor.forecast."""
+        tenant, mark, _ = path[-1].rpartition(_MARK)
+        said = self._predictor.forecast([name.rpartition(_MARK)[2] for name in path])
+        return [
+            {name if name == END else tenant + mark + name: p for name, p in step.items()}
+            for step in said
+        ]
+
+    def observe(self, path: Sequence[str]) -> None:
+        """See Predictor.observe."""
+        self._predictor.observe([name.rpartition(_MARK)[2] for name in path])
+
+
+def load(path: Path) -> Fallback:
+    """The predictor of a file, behind it Markov, then nobody. Raises ConfigError."""
+    return Fallback([Trained(GraphPredictor(load_weights(path))), Markov()])
