@@ -23,7 +23,7 @@ from towerd.policy.predict.returns import (
     bin_of,
     gittins,
 )
-from towerd.policy.visits import TIPS_MAX, Visits
+from towerd.policy.visits import Visits
 
 
 def always(key: int) -> bool:
@@ -218,14 +218,15 @@ def test_a_turn_that_leaves_the_last_input_early_is_a_return() -> None:
     assert policy.visits.current.turn == 0, "only a short base is shared"
 
 
-def test_floods_are_bounded() -> None:
+def test_floods_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """New conversations and new stop reasons without end take no more memory."""
+    monkeypatch.setattr("towerd.policy.visits.TIPS_MAX", 500)
     visits = Visits()
-    for i in range(TIPS_MAX + 300):
+    for i in range(800):
         visits.begin(float(i)).nbytes += 1
         visits.set_tip(i)
         visits.answered(i, i + 0.5, f"reason {i}")
-    assert len(visits.tips) <= TIPS_MAX
+    assert len(visits.tips) == 500
     assert len(visits.stops) <= 8
 
 

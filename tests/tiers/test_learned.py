@@ -99,8 +99,11 @@ def test_no_changed_text_is_believed(data: st.DataObject) -> None:
     text = pack("foresight", {"hot": {"a": 1}}) or ""
     at = data.draw(st.integers(0, len(text) - 1))
     other = data.draw(st.characters(codec="ascii").filter(lambda c: c != text[at]))
-    with pytest.raises(ValueError, match=r"."):
-        unpack("foresight", text[:at] + other + text[at + 1 :])
+    try:
+        found = unpack("foresight", text[:at] + other + text[at + 1 :])
+    except ValueError:
+        return
+    assert found == {"hot": {"a": 1}}, "the last digit may stand for the same bytes"
 
 
 def test_no_more_than_a_megabyte() -> None:
