@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from towerd.errors import ConfigError
 from towerd.policy import make_policy
 from towerd.policy.base import Learning
-from towerd.policy.foresight import Foresight
 from towerd.policy.predict.base import END, N_STEPS
 from towerd.policy.predict.graph import GraphWeights, shapes
 from towerd.policy.predict.markov import CONTEXTS_KEPT, Markov, learn
@@ -42,14 +41,13 @@ def a_day(policy: Any) -> Any:
 @pytest.mark.parametrize("name", ["foresight", "pbkv"])
 def test_goes_on_where_it_stopped(name: str) -> None:
     """Another policy that recalls what one learned foretells the same."""
-    old, new = a_day(make_policy(name)), make_policy(name)
-    assert isinstance(old, Learning)
-    assert isinstance(new, Learning)
+    old: Any = a_day(make_policy(name))
+    new: Any = make_policy(name)
+    assert all(isinstance(each, Learning) for each in (old, new))
     new.recall(json.loads(json.dumps(old.learned())))
     path = ["tool_use", "end_turn", "tool_use"]
-    predictors: list[Any] = [old.predictor, new.predictor]  # type: ignore[attr-defined]
-    assert predictors[0].forecast(path) == predictors[1].forecast(path) != ()
-    if isinstance(new, Foresight):
+    assert old.predictor.forecast(path) == new.predictor.forecast(path) != ()
+    if name == "foresight":
         assert new.visits.stops == ["tool_use", "end_turn"]
         for policy in (old, new):
             policy.insert(9001, 10, 1e6, None)
@@ -152,8 +150,8 @@ def test_a_trained_predictor_leads_while_it_is_right(tmp_path: Path) -> None:
     arrays["b4"][2::4] = 9.0  # plan, always
     path = tmp_path / "p.npz"
     GraphWeights(agents, arrays).save(path)
-    policy = make_policy("pbkv", path)
-    predictor: Any = policy.predictor  # type: ignore[attr-defined]
+    policy: Any = make_policy("pbkv", path)
+    predictor = policy.predictor
     assert isinstance(predictor.leader, Trained)
     said = predictor.forecast(["tenant\nplan"])[0]
     assert set(said) == {"tenant\ncode", "tenant\nplan", END}
