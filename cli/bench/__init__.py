@@ -210,6 +210,27 @@ def cold(model: Path | None, data: Path | None, vocab: Path | None, quick: bool)
     _run("cold", model, quick, data=data, vocab=vocab)
 
 
+@bench.command()
+@click.option("--model", "-m", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+              help="GGUF of a small trained llama; default: the bundled model.")  # fmt: skip
+@click.option("--text", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+              help="UTF-8 text to read, may be .zst; default: the one of calibration.")  # fmt: skip
+@click.option("--meetings", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+              help="QMSum's meetings, qmsum.jsonl.zst, to read as well.")  # fmt: skip
+@click.option("--pairs", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+              help="Key-value examples of Lost in the Middle, .jsonl.zst, for retrieval.")  # fmt: skip
+@click.option("--retrieval-model", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+              help="GGUF of `train retrieval`; without one no retrieval is measured.")  # fmt: skip
+@_QUICK
+def longchat(
+    model: Path | None, text: Path | None, meetings: Path | None, pairs: Path | None,
+    retrieval_model: Path | None, quick: bool,
+) -> None:  # fmt: skip
+    """What a bounded live cache costs, per retention policy, beside the full cache."""
+    _run("longchat", model, quick, text=text, meetings=meetings, pairs=pairs,
+         retrieval_model=retrieval_model)  # fmt: skip
+
+
 def _run(name: str, model: Path | None, quick: bool, **options: Any) -> None:
     module = importlib.import_module(f"towerd.cli.bench.{name}")
     report = asyncio.run(module.run(model, quick, **options))

@@ -1,8 +1,9 @@
 """A model that finds again what it was told: the lesson, the curriculum and the examination.
 
-Rows grow from 128 tokens to the whole context while training goes on: attention that matches
-contents is found quickly on short rows, and then only has to reach further. A step always sees
-the same number of tokens, as many short rows or a few long ones.
+Rows grow from 32 tokens to the whole context while training goes on: attention that matches
+contents is found quickly on short rows, and then only has to reach further. The shortest rows are
+nothing but noise said twice, longer ones are tasks in ordinary text. A step always sees the same
+number of tokens, as many short rows or a few long ones.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from towerd.codec.train.tasks import Fact, passkey, random_pair
 Row: TypeAlias = tuple[Ids, npt.NDArray[np.bool_]]
 """Ids [n] and which of them are answers [n]."""
 
-ROW_TOKENS_MIN = 128
+ROW_TOKENS_MIN = 32
+TASK_TOKENS_MIN = 128
+"""Shorter rows have no room for a task."""
 TEXT_WEIGHT = 0.1
 """Of the loss on everything that is not an answer, against that on answers."""
 EXAM_ROWS = 20
@@ -70,6 +73,8 @@ class TaskRows:
 
     def draw(self, chance: np.random.Generator, filler: Ids) -> Row:
         """A row as long as `filler`, which is the text it may take."""
+        if len(filler) < TASK_TOKENS_MIN:
+            return self._twice(chance, filler)
         kind = chance.choice(list(self._kinds), p=self._shares)
         ids, answers = self._kinds[str(kind)](chance, filler)
         assert len(ids) == len(answers) == len(filler)
@@ -106,6 +111,13 @@ class TaskRows:
             marks += [np.zeros(len(asked), np.bool_), np.ones(len(answer), np.bool_)]
             n += len(asked) + len(answer)
         return np.concatenate(parts)[: len(filler)], np.concatenate(marks)[: len(filler)]
+
+    def _twice(self, chance: np.random.Generator, filler: Ids) -> Row:
+        """Noise that fills half of the row, and again."""
+        n = len(filler) // 2
+        noise = chance.integers(len(CONTROLS), len(self._bpe), n).astype(np.uint32)
+        ids = np.concatenate([noise, noise, noise[: len(filler) - 2 * n]])
+        return ids, np.arange(len(ids)) > n
 
     def _text(self, _chance: np.random.Generator, filler: Ids) -> Row:
         return _marked(filler, len(filler))
@@ -188,7 +200,7 @@ def exam(
 ) -> dict[str, dict[str, float]]:
     """Share of answer tokens found, by task and length of the row, on text not trained on."""
     found: dict[str, dict[str, float]] = {"passkey": {}, "pairs": {}}
-    length = min(ROW_TOKENS_MIN, shape.n_ctx)
+    length = min(TASK_TOKENS_MIN, shape.n_ctx)
     while length <= min(shape.n_ctx, len(text)):
         chance = np.random.default_rng([seed, 4, length])
         for kind, shares in found.items():

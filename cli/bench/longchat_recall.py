@@ -1,0 +1,110 @@
+"""How many of the exact top keys the loaded pages hold, and what indexing costs beside prefill."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+
+from towerd.config import load
+from towerd.engine.embedded.context import LlamaContext
+from towerd.engine.embedded.measure import Scratch
+from towerd.engine.embedded.model import LlamaModel
+from towerd.kernels import dispatch
+from towerd.kernels.dci import DciConfig, make_dci_tree
+from towerd.retention.base import Positions, Rows
+from towerd.retention.icecache import IceCache, IceCacheConfig
+from towerd.slots.rows import KVRows
+
+TOP = 16
+"""Keys with the largest inner products that a query should find in the loaded pages."""
+
+
+def recalls(keys: Rows, queries: Rows, budget: int, page_rows: int = 16) -> dict[str, float]:
+    """Share of the exact TOP keys in `budget` loaded rows: keys [layers, KV heads, n, d], queries
+    [layers, heads, m, d]; mean over heads and queries.
+
+    Sequential pages are chosen in two ways: by Quest's bound (the largest product that any key
+    within the page's smallest and largest values could have), and by the nearest keys, as ours
+    are, which leaves only the layout to differ."""
+    found: dict[str, list[float]] = {"icecache": [], "sequential": [], "quest": []}
+    group = queries.shape[1] // keys.shape[1]
+    for layer in range(len(keys)):
+        for head, rows in enumerate(keys[layer]):
+            rows = np.ascontiguousarray(rows)
+            tree = make_dci_tree(rows.shape[1], DciConfig(page_rows=page_rows))
+            tree.add(rows)
+            asking = queries[layer, head * group : (head + 1) * group].reshape(-1, rows.shape[1])
+            asking = np.ascontiguousarray(asking)
+            exact = np.argsort(-(asking @ rows.T), axis=1, kind="stable")
+            nearest = tree.search(asking, budget, 0, budget)
+            pages, in_order = tree.pages(), np.arange(len(rows)) // page_rows
+            for i, query in enumerate(asking):
+                wanted = exact[i, :TOP]
+                ours = _loaded(pages, pages[nearest[i][nearest[i] >= 0]], budget)
+                found["icecache"].append(np.isin(wanted, ours).mean())
+                theirs = _loaded(in_order, in_order[exact[i]], budget)
+                found["sequential"].append(np.isin(wanted, theirs).mean())
+                theirs = _loaded(in_order, _quest_order(rows, query, page_rows), budget)
+                found["quest"].append(np.isin(wanted, theirs).mean())
+    return {name: float(np.mean(shares)) for name, shares in found.items()}
+
+
+def _loaded(pages: Positions, order: Positions, budget: int) -> Positions:
+    """The rows of whole pages, taken in `order` as long as they fit."""
+    fills = np.bincount(pages)
+    taken: list[int] = []
+    room = budget
+    for page in dict.fromkeys(order.tolist()):
+        if fills[page] > room:
+            break
+        taken.append(page)
+        room -= int(fills[page])
+    return np.flatnonzero(np.isin(pages, taken))
+
+
+def _quest_order(rows: Rows, query: Rows, page_rows: int) -> Positions:
+    """Pages by falling bound of their keys' products with the query (Tang et al. 2024, "Quest")."""
+    edges = np.arange(0, len(rows), page_rows)
+    low, high = np.minimum.reduceat(rows, edges), np.maximum.reduceat(rows, edges)
+    return np.argsort(-np.maximum(low * query, high * query).sum(1), kind="stable")
+
+
+def index_overhead(model: Path, n: int, head_size: int, n_threads: int) -> dict[str, float]:
+    """Seconds to prefill `n` random tokens with llama.cpp, and to index their keys: the index of
+    every layer but the first two. The keys are those of the prefill."""
+    config = load({"model": str(model), "batch_size": n, "ubatch_size": min(n, 512),
+                   "threads": n_threads})  # fmt: skip
+    loaded = LlamaModel(model, config)
+    try:
+        context = LlamaContext(loaded, config, n_cells=n, n_seqs=1)
+        try:
+            ids = np.random.default_rng(0).integers(300, 400, n).astype(np.int32)
+            scratch = Scratch(context, 0)
+            scratch.evaluate(None, 0, ids[:16], logits=False, rows=False)
+            started = time.perf_counter()
+            found = scratch.evaluate(None, 0, ids, logits=False, rows=True)
+            prefill_s = time.perf_counter() - started
+        finally:
+            context.close()
+    finally:
+        loaded.close()
+    assert found.rows is not None
+    keys = _keys(found.rows, head_size)
+    started = time.perf_counter()
+    IceCache(IceCacheConfig()).index(np.arange(n), keys)
+    index_s = time.perf_counter() - started
+    return {"prefill_s": prefill_s, "index_s": index_s}
+
+
+def _keys(rows: KVRows, head_size: int) -> Rows:
+    """float32[layers, KV heads, n, head size]"""
+    layers = []
+    for plane, values in zip(rows.layout.k, rows.k, strict=True):
+        out = np.empty((len(values), plane.n_elements), np.float32)
+        dispatch.transcode(
+            out.reshape(-1).view(np.uint8), [(0, values, None, plane.format.name, "f32")]
+        )
+        layers.append(out.reshape(len(values), -1, head_size).transpose(1, 0, 2))
+    return np.stack(layers)
