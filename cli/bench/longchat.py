@@ -256,7 +256,7 @@ def _retrieve(
     from towerd.retention.reference.chat import Chats, answers
 
     n = context.shape[1] + question.shape[1] + answer.shape[1]
-    parts = [torch.from_numpy(part) for part in (context, question, answer)]
+    told, asked, wanted = (torch.from_numpy(part) for part in (context, question, answer))
     for live in (n, *RETRIEVAL_BUDGETS):
         row: dict[str, Any] = {
             "task": task,
@@ -268,8 +268,8 @@ def _retrieve(
             step = STEP_TOKENS_MAX if live == n else step_of(live)
             room = live - max(step, question.shape[1])
             config = None if live == n else retention_config(name, room)
-            right = answers(Chats(llama, len(context), n, config, live), *parts, step).tolist()
-            row["depths"][name] = right
+            chats = Chats(llama, len(context), n, config, live)
+            row["depths"][name] = answers(chats, told, asked, wanted, step).tolist()
         if first == 0:
             report.retrieval.append(row)
             continue

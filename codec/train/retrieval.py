@@ -2,7 +2,7 @@
 
 Rows grow from 32 tokens to the whole context while training goes on: attention that matches
 contents is found quickly on short rows, and then only has to reach further. The shortest rows are
-nothing but noise said twice, longer ones are tasks in ordinary text. A step always sees the same
+nothing but noise that repeats itself, longer ones are tasks in ordinary text. A step always sees the same
 number of tokens, as many short rows or a few long ones.
 """
 
@@ -74,7 +74,7 @@ class TaskRows:
     def draw(self, chance: np.random.Generator, filler: Ids) -> Row:
         """A row as long as `filler`, which is the text it may take."""
         if len(filler) < TASK_TOKENS_MIN:
-            return self._twice(chance, filler)
+            return self._again(chance, filler)
         kind = chance.choice(list(self._kinds), p=self._shares)
         ids, answers = self._kinds[str(kind)](chance, filler)
         assert len(ids) == len(answers) == len(filler)
@@ -112,12 +112,12 @@ class TaskRows:
             n += len(asked) + len(answer)
         return np.concatenate(parts)[: len(filler)], np.concatenate(marks)[: len(filler)]
 
-    def _twice(self, chance: np.random.Generator, filler: Ids) -> Row:
-        """Noise that fills half of the row, and again."""
-        n = len(filler) // 2
+    def _again(self, chance: np.random.Generator, filler: Ids) -> Row:
+        """Noise that comes again and again, after another number of tokens in each row: what is
+        found by its distance alone is wrong in the next one."""
+        n = int(chance.integers(4, len(filler) // 2 + 1))
         noise = chance.integers(len(CONTROLS), len(self._bpe), n).astype(np.uint32)
-        ids = np.concatenate([noise, noise, noise[: len(filler) - 2 * n]])
-        return ids, np.arange(len(ids)) > n
+        return np.resize(noise, len(filler)), np.arange(len(filler)) > n
 
     def _text(self, _chance: np.random.Generator, filler: Ids) -> Row:
         return _marked(filler, len(filler))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from towerd.models.bundled import bundled_model
 
 pytest.importorskip("torch")
 
-from towerd.cli.bench import longchat
+longchat = importlib.import_module("towerd.cli.bench.longchat")
 
 
 def test_recall_of_sequential_pages_by_counting() -> None:
@@ -28,11 +29,12 @@ def test_recall_of_sequential_pages_by_counting() -> None:
     query[..., 0] = 1
     found = recalls(together, query, budget=32)
     assert found["sequential"] == found["quest"] == 1.0
-    apart = np.zeros((1, 1, 320, 8), np.float32)
-    apart[0, 0, ::20, 0] = 1 + np.arange(16)
+    chance = np.random.default_rng(3)
+    apart = chance.standard_normal((1, 1, 640, 8), dtype=np.float32)
+    apart[0, 0, ::40] = [9, 0, 0, 0, 0, 0, 0, 0] + 0.1 * apart[0, 0, ::40]
     found = recalls(apart, query, budget=32)
     assert found["sequential"] == found["quest"] == 2 / TOP
-    assert found["icecache"] > 4 * found["sequential"]
+    assert found["icecache"] >= 4 * found["sequential"]
 
 
 def test_loaded_pages_never_exceed_the_budget() -> None:

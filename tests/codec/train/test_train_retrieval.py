@@ -99,15 +99,16 @@ def test_a_few_steps_give_the_same_bits_again(bpe: Bpe) -> None:
 
 
 class Copies:
-    """Rows of noise that say everything twice."""
+    """Rows of noise that repeats itself, each after another number of tokens."""
 
     def draw(self, chance: np.random.Generator, filler: Ids) -> Row:
-        half = chance.integers(16, 48, len(filler) // 2).astype(np.uint32)
-        return np.concatenate([half, half]), np.arange(len(filler)) > len(filler) // 2
+        n = int(chance.integers(8, len(filler) // 2 + 1))
+        noise = chance.choice(np.arange(16, 48, dtype=np.uint32), n, replace=False)
+        return np.resize(noise, len(filler)), np.arange(len(filler)) > n
 
 
 def test_two_layers_learn_induction() -> None:
-    """After some hundred steps the second half of a row of noise is known from the first."""
+    """After some hundred steps noise that comes again is known from the first time."""
     torch.manual_seed(0)
     shape = NetworkShape(48, n_embd=32, n_layer=2, n_head=2, n_ff=32, n_ctx=2048)
     curriculum = Curriculum(32, 1, 5)

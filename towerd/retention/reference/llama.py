@@ -37,8 +37,10 @@ class Cache:
 
     def copy(self) -> Cache:
         """The same rows; what is done to one is not done to the other."""
-        tensors = (self.keys, self.values, self.live, self.mass, self.recent, self.queries)
-        return Cache(*(tensor.clone() for tensor in tensors), n=self.n)
+        return Cache(
+            self.keys.clone(), self.values.clone(), self.live.clone(), self.mass.clone(),
+            self.recent.clone(), self.queries, self.n,
+        )  # fmt: skip
 
 
 class Llama:
@@ -62,13 +64,16 @@ class Llama:
             torch.zeros(heads), torch.zeros(heads), torch.zeros((*rows[:2], s.n_head, 0, rows[4])),
         )  # fmt: skip
 
-    @torch.no_grad()
     def evaluate(self, ids: Tensor, cache: Cache) -> Tensor:
         """Logits [batch, n, vocab] of ids [batch, n] after what is live in `cache`, which takes
         their rows. ValueError if it has no room for them."""
         first, last = cache.n, cache.n + ids.shape[1]
         if last > cache.keys.shape[3]:
             raise ValueError(f"the cache holds {cache.keys.shape[3]} positions, not {last}")
+        with torch.no_grad():
+            return self._evaluate(ids, cache, first, last)
+
+    def _evaluate(self, ids: Tensor, cache: Cache, first: int, last: int) -> Tensor:
         cache.n = last
         cache.live[..., first:last] = True
         cache.recent.zero_()
