@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -17,6 +16,7 @@ from towerd.codec.train.teacher import silence_llama_cpp
 from towerd.codec.vocabulary import GgufVocabulary
 from towerd.errors import ConfigError
 
+T = TypeVar("T", bound=msgspec.Struct)
 Ids = npt.NDArray[np.int64]
 
 ZST = ".zst"
@@ -69,34 +69,43 @@ def read_text(path: Path) -> str:
         raise ConfigError(f"Cannot read the text {path}: {error}.") from error
 
 
+class _Meeting(msgspec.Struct):
+    split: str
+    transcript: list[tuple[str, str]]
+
+
+class _Example(msgspec.Struct):
+    ordered_kv_records: list[tuple[str, str]]
+    key: str
+
+
 def read_meetings(path: Path) -> str:
     """The transcripts of QMSum's test meetings, a line a turn. Raises ConfigError."""
-    lines: list[str] = []
-    for record in _records(path):
-        if record.get("split") == "test":
-            lines += [f"{speaker}: {said}" for speaker, said in record["transcript"]]
-    if not lines:
+    meetings = [each for each in _records(path, _Meeting) if each.split == "test"]
+    if not meetings:
         raise ConfigError(f"{path} holds no test meetings of QMSum.")
-    return "\n".join(lines)
+    turns = (turn for meeting in meetings for turn in meeting.transcript)
+    return "\n".join(f"{speaker}: {said}" for speaker, said in turns)
 
 
 def read_pairs(path: Path, n_max: int) -> list[tuple[list[Fact], int]]:
     """(facts, number of the one that is asked for) of each example of "Lost in the Middle"'s
     key-value task; identifiers are cut to their first letters, so that 75 fit. Raises ConfigError."""
     found = []
-    for record in _records(path):
-        records = record["ordered_kv_records"]
-        facts = [pair(key[:N_HEX], value[:N_HEX]) for key, value in records]
-        found.append((facts, [key for key, _ in records].index(record["key"])))
+    for example in _records(path, _Example)[:n_max]:
+        keys = [key for key, _ in example.ordered_kv_records]
+        if example.key not in keys:
+            raise ConfigError(f"{path} asks for the key {example.key!r}, which it does not tell.")
+        facts = [pair(key[:N_HEX], value[:N_HEX]) for key, value in example.ordered_kv_records]
+        found.append((facts, keys.index(example.key)))
     if not found:
         raise ConfigError(f"{path} holds no key-value examples.")
-    return found[:n_max]
+    return found
 
 
-def _records(path: Path) -> Iterator[dict[str, Any]]:
+def _records(path: Path, kind: type[T]) -> list[T]:
+    decoder = msgspec.json.Decoder(kind)
     try:
-        for line in read_text(path).split("\n"):
-            if line.strip():
-                yield msgspec.json.decode(line, type=dict[str, Any])
-    except (msgspec.MsgspecError, KeyError) as error:
+        return [decoder.decode(line) for line in read_text(path).split("\n") if line.strip()]
+    except msgspec.MsgspecError as error:
         raise ConfigError(f"{path} is not the data set that is needed: {error}.") from error
