@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,18 @@ from towerd.cli.bench.longchat_recall import TOP, recalls
 from towerd.errors import ConfigError
 from towerd.models.bundled import bundled_model
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
 longchat = importlib.import_module("towerd.cli.bench.longchat")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Networks this small only wait for a second thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def test_recall_of_sequential_pages_by_counting() -> None:
@@ -99,10 +109,10 @@ def test_a_quick_run(
     """Small sizes, everything measured; the last line is one JSON object with the keys we owe."""
     import asyncio
 
-    monkeypatch.setattr(longchat, "BUDGETS", (50,))
+    monkeypatch.setattr(longchat, "BUDGETS", (40,))
     monkeypatch.setattr(longchat, "POLICIES", ("streaming", "h2o", "buzz", "icecache"))
-    monkeypatch.setattr(longchat, "TEXT_TOKENS_MAX", 120)
-    monkeypatch.setattr(longchat, "RETRIEVAL_TOKENS", (200,))
+    monkeypatch.setattr(longchat, "TEXT_TOKENS_MAX", 80)
+    monkeypatch.setattr(longchat, "RETRIEVAL_TOKENS", (120,))
     monkeypatch.setattr(longchat, "RETRIEVAL_BUDGETS", (256,))
 
     def overhead(*_: Any, **__: Any) -> dict[str, float]:
@@ -121,5 +131,5 @@ def test_a_quick_run(
     assert {row["text"] for row in line["perplexity"]} == {"calibration.txt", "meetings.jsonl.zst"}
     assert all(row["buzz"] > 0.5 for row in line["perplexity"])
     tasks = {(row["task"], row["live"]) for row in line["retrieval"]}
-    assert tasks == {(t, n) for t in ("pass key in 200", "75 pairs") for n in ("full", "256")}
+    assert tasks == {(t, n) for t in ("pass key in 120", "75 pairs") for n in ("full", "256")}
     assert [len(r["depths"]["full"]) for r in line["retrieval"] if r["live"] == "full"] == [5, 2]

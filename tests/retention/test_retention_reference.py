@@ -28,6 +28,15 @@ TOLERANCE = 2e-4
 """Of logits, relative to their spread: both add up 32-bit floats, in other orders."""
 
 
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Networks this small only wait for a second thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
 def grouped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights, three query heads for each KV head, a RoPE base of its own."""
@@ -117,16 +126,16 @@ def test_a_budget_as_long_as_the_text_changes_nothing(name: str, by_head: bool) 
 def test_budgets_hold_and_cost_something(name: str, by_head: bool) -> None:
     """No head ever sees more than the budget, and the two texts do not disturb each other."""
     model, budget, step = Llama.load(bundled_model()), 40, 8
-    ids = torch.tensor([some_ids(120), some_ids(120, 4)])
+    ids = torch.tensor([some_ids(72), some_ids(72, 4)])
     config = retention_config(name, budget - step)
-    chats = Chats(model, 2, 120, config, budget, by_head=by_head)
-    for first in range(0, 120, step):
+    chats = Chats(model, 2, 72, config, budget, by_head=by_head)
+    for first in range(0, 72, step):
         chats.read(ids[:, first : first + step])
         assert chats.n_live_max <= budget
-    alone = surprises(Chats(model, 1, 120, config, budget, by_head=by_head), ids[1:], step)
-    both = surprises(Chats(model, 2, 120, config, budget, by_head=by_head), ids, step)
+    alone = surprises(Chats(model, 1, 72, config, budget, by_head=by_head), ids[1:], step)
+    both = surprises(Chats(model, 2, 72, config, budget, by_head=by_head), ids, step)
     torch.testing.assert_close(both[1:], alone, rtol=1e-3, atol=1e-3)
-    whole = surprises(Chats(model, 2, 120, None, 120), ids, step)
+    whole = surprises(Chats(model, 2, 72, None, 72), ids, step)
     assert not torch.allclose(both, whole, atol=1e-2)
 
 
