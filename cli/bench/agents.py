@@ -53,7 +53,7 @@ class Load:
     ctx_size: int = 1024
 
 
-QUICK = Load(users=6, agents_per_user=4, steps=5, share=0.05, think_s=1.0)
+QUICK = Load(users=4, agents_per_user=3, steps=4, share=0.1, think_s=0.5)
 
 
 @dataclass(slots=True)
