@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import requests
 from daemon import Daemon
@@ -21,7 +22,7 @@ def test_totals_count_requests_and_nothing_else(make_sidecar: Callable[..., Daem
     then just what its clients asked for."""
     with make_sidecar() as daemon:
         assert not any(_totals(daemon.url).values()), _totals(daemon.url)
-        body = {"prompt": [1, 403, 407, 261], "n_predict": 3, "ignore_eos": True}
+        body: dict[str, Any] = {"prompt": [1, 403, 407, 261], "n_predict": 3, "ignore_eos": True}
         reply = requests.post(f"{daemon.url}/completion", json=body, timeout=60).json()
         totals = _totals(daemon.url)
         assert totals["llamacpp:prompt_tokens_total"] == reply["timings"]["prompt_n"] == 4
