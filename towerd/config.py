@@ -168,7 +168,7 @@ class Config:
         "Tokens of one chat that stay in the live context under a --retention policy.", low=0,
         high=2**31 - 1, auto="half of ctx-size")
     n_predict: int = _set(-1, "int", "--n-predict -n",
-        "Tokens generated when a request does not say; -1: until the model ends.", low=-1,
+        "Tokens generated when a request does not say; -1: until the model ends, or its context is full once.", low=-1,
         high=2**31 - 1)
     chat_template: str | None = _set(None, "text", "--chat-template",
         "Jinja chat template to use.", auto="the model's own")

@@ -133,3 +133,10 @@ def test_chat_messages_beyond_the_context(make_daemon: MakeDaemon) -> None:
             n_prompt = reply["usage"]["prompt_tokens"]
         assert n_prompt > 2 * N_CTX
         assert len(daemon.get("/towerd/v1/sessions")["sessions"]) == 1
+
+
+def test_a_reply_without_an_end_ends(make_daemon: MakeDaemon) -> None:
+    """A model that never stops, asked for no number of tokens, gets one context full of them."""
+    with make_daemon("--ctx-size", str(N_CTX)) as daemon:
+        reply = daemon.post("/completion", {"prompt": BASE, "ignore_eos": True, "n_predict": -1})
+        assert (reply["tokens_predicted"], reply["stop_type"]) == (N_CTX, "limit")

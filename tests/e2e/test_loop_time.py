@@ -77,7 +77,7 @@ async def url(tmp_path: Path) -> AsyncIterator[str]:
     make_random_gguf(model, replace(PRESETS["tiny"], n_layer=2))
     config = Config(
         model=model, store_dir=tmp_path / "store", socket=tmp_path / "s", ctx_size=2048,
-        live_tokens=16384, threads=1, hot_bytes=1 << 28, warm_bytes=1 << 28,
+        live_tokens=16384, threads=1, retention="none", hot_bytes=1 << 28, warm_bytes=1 << 28,
     )  # fmt: skip
     interval, thresholds = sys.getswitchinterval(), gc.get_threshold()
     sys.setswitchinterval(SWITCH_INTERVAL_S)

@@ -84,7 +84,8 @@ class GenerateRequest:
     """The whole prompt, at least one token, special tokens already in place."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     n_predict: int = -1
-    """Tokens to generate; -1: until EOG or the context is full; 0: only evaluate the prompt."""
+    """Tokens to generate; -1: until EOG or the context is full (where the chat may
+    outgrow that: as many tokens as it holds); 0: only evaluate the prompt."""
     stop: tuple[str, ...] = ()
     scope: str = "local"
     """Tenant scope; comes from the authenticated key, never from the body."""

@@ -132,6 +132,11 @@ class Job:
         self.ids = np.append(self.ids, np.int32(token))
         self.reply.append(token)
 
+    def n_reply_max(self, n_ctx: int) -> int:
+        """Where the reply ends at the latest. A chat that may outgrow its context would let a
+        model that never ends go on for ever: nobody gets more than a context full at once."""
+        return self.request.n_predict if self.request.n_predict > 0 else n_ctx
+
     def progress(self) -> Progress:
         cached = self.reuse.live + self.reuse.hot + self.reuse.warm
         elapsed_ms = (time.monotonic() - self.t_prompt) * 1e3

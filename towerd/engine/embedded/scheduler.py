@@ -398,7 +398,7 @@ class Scheduler:
             self._finish(job, "word")
         elif eog:
             self._finish(job, "eos")
-        elif 0 < job.request.n_predict <= len(job.reply):
+        elif len(job.reply) >= job.n_reply_max(self.n_ctx):
             self._finish(job, "limit")
         elif job.n >= self.n_ctx and job.request.live.policy == "shift":
             self._requeue(job)  # it is shortened when it begins again
