@@ -38,7 +38,8 @@ IsEvictable = Callable[[Key], bool]
 class _Visit:
     """A request that the warm tier has not heard of."""
 
-    path: list[Node]
+    tip: Node
+    """Not the path: it may be thousands of nodes long, and is cut until then."""
     arrived_s: float
     answered_s: float = 0.0
     stop: str | None = None
@@ -88,7 +89,7 @@ class Ranking:
                     self._hot.insert(node.id, size, now, _parent_id(node))
                     if node.hot is None:
                         self._expected[node.id] = now, size
-            self._visit_warm(_Visit(path, arrived_s))
+            self._visit_warm(_Visit(path[-1], arrived_s))
 
     def answered(self, tip: Node, now: float, stop: str) -> None:
         """The visit of `tip` got its answer, which ended because of `stop`."""
@@ -263,7 +264,7 @@ class Ranking:
         return [(name, each) for name, each in both if isinstance(each, Learning)]
 
     def _visit_warm(self, visit: _Visit) -> None:
-        tip = visit.path[-1]
+        tip = visit.tip
         if tip.file is not None:
             self._deliver(visit)
             return
@@ -274,7 +275,7 @@ class Ranking:
 
     def _deliver(self, visit: _Visit) -> None:
         """Tell the warm tier's policy of a visit, by the files that there are."""
-        files = [node.file for node in visit.path if node.file is not None]
+        files = [node.file for node in visit.tip.path() if node.file is not None]
         if not files:
             return
         now = self._warm_s = max(visit.arrived_s, self._warm_s + _STEP_S)
