@@ -39,6 +39,7 @@ from towerd.engine.base import (
     TokenProb,
     TokenProbs,
 )
+from towerd.models.bundled import bundled_model
 from towerd.slots.fingerprint import Fingerprint
 from towerd.slots.layout import KVLayout, Plane
 from towerd.store import Node, Store, Turn
@@ -326,3 +327,9 @@ def sse() -> Callable[[str], list[str]]:
         return [e.removeprefix("data: ") for e in text.split("\n\n") if e.startswith("data: ")]
 
     return split
+
+
+@pytest.fixture
+def readable_model(service: Any) -> None:
+    """The fake model, with a vocabulary that can be read."""
+    service.engine.info = replace(service.engine.info, path=str(bundled_model()), n_vocab=512)

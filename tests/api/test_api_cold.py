@@ -7,34 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import TestClient
+from tenants_talk import KEYS, Client, key, talk
 
-from towerd.models.bundled import bundled_model
-
-Client = TestClient[web.Request, web.Application]
 MakeClient = Callable[..., Awaitable[Client]]
 
 OWN = "/towerd/v1/sessions"
-KEYS = (("ka", "ann"), ("kb", "bob"))
 
 
-@pytest.fixture(autouse=True)
-def model(service: Any) -> Any:
-    """The fake model, with a vocabulary that can be read."""
-    service.engine.info = replace(service.engine.info, path=str(bundled_model()), n_vocab=512)
-    return service.engine.info
-
-
-def key(name: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {name}"}
-
-
-async def talk(client: Client, **headers: str) -> str:
-    """One turn; its session."""
-    reply = await client.post("/completion", json={"prompt": "abc"}, headers=headers)
-    assert reply.status == 200
-    return reply.headers["X-Towerd-Session"]
+pytestmark = pytest.mark.usefixtures("readable_model")
 
 
 async def value(reply: Any, status: int = 200) -> Any:

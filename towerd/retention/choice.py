@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Self
+
 import numpy as np
 import numpy.typing as npt
 
@@ -20,6 +23,27 @@ def check_ends(sink: int, window: int) -> None:
             f"a sink of {sink} and a window of {window} tokens: the sink cannot be negative, "
             "and the last token always stays"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class EndsConfig:
+    """Parameters of a policy that always keeps the first and the last tokens."""
+
+    sink: int = SINK_DEFAULT
+    window: int = 1
+
+    def __post_init__(self) -> None:
+        check_ends(self.sink, self.window)
+
+    @property
+    def n_min(self) -> int:
+        """The fewest positions that stay."""
+        return self.sink + self.window
+
+    @classmethod
+    def for_budget(cls, budget: int) -> Self:
+        """Half of what the sink leaves goes to the last tokens. ValueError if too few."""
+        return cls(window=(budget - SINK_DEFAULT) // 2)
 
 
 def middle(n: int, sink: int, window: int) -> slice:

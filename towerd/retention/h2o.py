@@ -11,25 +11,12 @@ from dataclasses import dataclass
 from typing import Self
 
 from towerd.retention.base import Positions, Signal, View, check_view
-from towerd.retention.choice import SINK_DEFAULT, check_ends, middle, top, with_ends
+from towerd.retention.choice import EndsConfig, middle, top, with_ends
 
 
 @dataclass(frozen=True, slots=True)
-class H2OConfig:
-    sink: int = SINK_DEFAULT
-    """The paper has none, its first tokens being heavy hitters; 0 is the paper's form."""
-    window: int = 1
-
-    def __post_init__(self) -> None:
-        check_ends(self.sink, self.window)
-
-    @property
-    def n_min(self) -> int:
-        return self.sink + self.window
-
-    @classmethod
-    def for_budget(cls, budget: int) -> Self:
-        return cls(window=(budget - SINK_DEFAULT) // 2)
+class H2OConfig(EndsConfig):
+    """The paper has no sink, its first tokens being heavy hitters; `sink=0` is its form."""
 
 
 class H2O:

@@ -13,29 +13,25 @@ from typing import Self
 import numpy as np
 
 from towerd.retention.base import Mass, Positions, Signal, View, check_view
-from towerd.retention.choice import SINK_DEFAULT, check_ends, middle, top, with_ends
+from towerd.retention.choice import SINK_DEFAULT, EndsConfig, middle, top, with_ends
 
 _WINDOW_MAX = 32
 
 
 @dataclass(frozen=True, slots=True)
-class SnapKVConfig:
-    sink: int = SINK_DEFAULT
-    """The paper has none; 0 is its form."""
+class SnapKVConfig(EndsConfig):
+    """The paper has no sink; `sink=0` is its form."""
+
     window: int = _WINDOW_MAX
     pool: int = 7
     """Width of the max pooling over neighbours, odd."""
 
     def __post_init__(self) -> None:
-        check_ends(self.sink, self.window)
+        EndsConfig.__post_init__(self)
         if self.pool < 1 or self.pool % 2 == 0:
             raise ValueError(
                 f"a pooling over {self.pool} neighbours has no middle: take an odd one"
             )
-
-    @property
-    def n_min(self) -> int:
-        return self.sink + self.window
 
     @classmethod
     def for_budget(cls, budget: int) -> Self:

@@ -13,25 +13,12 @@ from typing import Self
 import numpy as np
 
 from towerd.retention.base import Positions, Signal, View, check_view
-from towerd.retention.choice import SINK_DEFAULT, check_ends, middle, with_ends
+from towerd.retention.choice import EndsConfig, middle, with_ends
 
 
 @dataclass(frozen=True, slots=True)
-class StreamingConfig:
-    sink: int = SINK_DEFAULT
-    window: int = 1
-    """The fewest last tokens; what the sink leaves of the budget goes to them."""
-
-    def __post_init__(self) -> None:
-        check_ends(self.sink, self.window)
-
-    @property
-    def n_min(self) -> int:
-        return self.sink + self.window
-
-    @classmethod
-    def for_budget(cls, budget: int) -> Self:
-        return cls(window=(budget - SINK_DEFAULT) // 2)
+class StreamingConfig(EndsConfig):
+    """`window` is the fewest last tokens: what the sink leaves of the budget goes to them."""
 
 
 class Streaming:
