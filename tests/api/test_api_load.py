@@ -23,14 +23,16 @@ MakeClient = Callable[..., Awaitable[Client]]
 
 TEN_MB = 10_000_000
 TEXT = ('He said "hi" \\ and left.\n\té你😀' * (TEN_MB // 40))[: TEN_MB // 2]
+FITS = {"retention": "none"}
+"""A prompt over the context is refused, not shortened."""
 BODIES: dict[str, tuple[str, bytes, int]] = {
-    "text": ("/completion", json.dumps({"prompt": TEXT}, ensure_ascii=False).encode(), 400),
-    "escaped": ("/completion", json.dumps({"prompt": TEXT}).encode(), 400),
-    "ids": ("/completion", json.dumps({"prompt": [7] * (TEN_MB // 3)}).encode(), 400),
-    "mixed": ("/completion", json.dumps({"prompt": ["a", *[7] * 300_000]}).encode(), 400),
+    "text": ("/completion", json.dumps({"prompt": TEXT, **FITS}, ensure_ascii=False).encode(), 400),
+    "escaped": ("/completion", json.dumps({"prompt": TEXT, **FITS}).encode(), 400),
+    "ids": ("/completion", json.dumps({"prompt": [7] * (TEN_MB // 3), **FITS}).encode(), 400),
+    "mixed": ("/completion", json.dumps({"prompt": ["a", *[7] * 300_000], **FITS}).encode(), 400),
     "messages": (
         "/v1/chat/completions",
-        json.dumps({"messages": [{"role": "user", "content": "x" * 50}] * 50_000}).encode(),
+        json.dumps({"messages": [{"role": "user", "content": "x" * 50}] * 50_000, **FITS}).encode(),
         400,
     ),
     "biases": (

@@ -38,7 +38,9 @@ def theirs() -> Iterator[str]:
 def ours(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """towerd's URL."""
     store = tmp_path_factory.mktemp("side") / "store"
-    server: ServerProcess = towerd_server(MODEL, store, "-np", "2", "-c", "512", "-t", "1")
+    server: ServerProcess = towerd_server(
+        MODEL, store, "-np", "2", "-c", "512", "-t", "1", "--retention", "none"
+    )
     with server:
         yield server.url
 

@@ -118,7 +118,9 @@ class Upstream:
         try:
             async with self._request("GET", "/metrics") as reply:
                 return await reply.read()
-        except NotSupported:
+        except UpstreamGone:
+            raise
+        except TowerdError:
             return b""
 
     async def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> Ids:
