@@ -17,18 +17,16 @@ from typing import Self
 import numpy as np
 
 from towerd.retention.base import Mass, Positions, Signal, View, check_view
-from towerd.retention.choice import SINK_DEFAULT, Indices, check_ends, middle, with_ends
+from towerd.retention.choice import SINK_DEFAULT, EndsConfig, Indices, middle, with_ends
 
 _LOG_BASE = 512
 """The length for which the log n form is the plain one (section 3.5)."""
 
 
 @dataclass(frozen=True, slots=True)
-class BuzzConfig:
-    sink: int = SINK_DEFAULT
-    """k"""
-    window: int = 1
-    """w"""
+class BuzzConfig(EndsConfig):
+    """`sink` is the paper's k, `window` its w."""
+
     threshold: int = 1
     """T: tokens between sink and window, old ones included, at which an eviction is due."""
     stride: int = 5
@@ -37,7 +35,7 @@ class BuzzConfig:
     """Scale kept keys by `key_scale`."""
 
     def __post_init__(self) -> None:
-        check_ends(self.sink, self.window)
+        EndsConfig.__post_init__(self)
         if self.stride < 3 or self.threshold < 1:
             raise ValueError("BUZZ needs a stride of at least 3 and a threshold of at least 1")
 
@@ -45,10 +43,6 @@ class BuzzConfig:
     def stride_old(self) -> int:
         """s^, for tokens that survived an eviction."""
         return (self.stride + 1) // 2
-
-    @property
-    def n_min(self) -> int:
-        return self.sink + self.window
 
     @property
     def budget(self) -> int:

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from towerd.kernels.dci import DciConfig, DciTree, make_dci_tree
 from towerd.retention.base import Positions, Rows, Signal, View, check_view
-from towerd.retention.choice import SINK_DEFAULT, check_ends, middle, top, with_ends
+from towerd.retention.choice import SINK_DEFAULT, EndsConfig, middle, top, with_ends
 
 Votes = npt.NDArray[np.float32]
 
@@ -30,11 +30,9 @@ _KEYS_MIN = 8
 
 
 @dataclass(frozen=True, slots=True)
-class IceCacheConfig:
+class IceCacheConfig(EndsConfig):
     """Sizes are in tokens."""
 
-    sink: int = SINK_DEFAULT
-    window: int = 1
     keys_max: int = 64
     """Nearest keys that each query looks for; the pages they lie in are voted on."""
     layer_first: int = 2
@@ -44,13 +42,9 @@ class IceCacheConfig:
     tree: DciConfig = field(default_factory=DciConfig)
 
     def __post_init__(self) -> None:
-        check_ends(self.sink, self.window)
+        EndsConfig.__post_init__(self)
         if self.keys_max < 1 or self.layer_first < 0 or self.layer_step < 1:
             raise ValueError("IceCache looks for at least one key, in layers that exist")
-
-    @property
-    def n_min(self) -> int:
-        return self.sink + self.window
 
     @classmethod
     def for_budget(cls, budget: int) -> Self:

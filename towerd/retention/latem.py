@@ -22,29 +22,23 @@ import numpy as np
 import numpy.typing as npt
 
 from towerd.retention.base import Positions, Signal, View, check_view
-from towerd.retention.choice import SINK_DEFAULT, Indices, check_ends, middle, with_ends
+from towerd.retention.choice import SINK_DEFAULT, EndsConfig, Indices, middle, with_ends
 
 Scores = npt.NDArray[np.float64]
 _TOKENS_PER_MESSAGE = 32
 
 
 @dataclass(frozen=True, slots=True)
-class LatemConfig:
-    sink: int = SINK_DEFAULT
-    window: int = 1
+class LatemConfig(EndsConfig):
     messages_max: int = 8
     """k_m: messages between sink and window."""
     trust: float = 0.3
     """eps: the share of a phase's victims that predictions choose, in (0, 1)."""
 
     def __post_init__(self) -> None:
-        check_ends(self.sink, self.window)
+        EndsConfig.__post_init__(self)
         if self.messages_max < 1 or not 0 < self.trust < 1:
             raise ValueError("LATEM needs room for one message and a trust between 0 and 1")
-
-    @property
-    def n_min(self) -> int:
-        return self.sink + self.window
 
     @classmethod
     def for_budget(cls, budget: int) -> Self:

@@ -48,11 +48,11 @@ _log_callback = lib.llama_log_callback(_on_log)  # kept: llama.cpp holds the poi
 
 
 def init_backend() -> None:
-    """Initialise llama.cpp once per process and route its log into ours."""
+    """Initialise llama.cpp once per process and route its log into ours, from whoever had it."""
     global _backend_ready
     with _backend_lock:
+        lib.llama_log_set(_log_callback, ctypes.c_void_p(0))
         if not _backend_ready:
-            lib.llama_log_set(_log_callback, ctypes.c_void_p(0))
             lib.llama_backend_init()
             _backend_ready = True
 

@@ -12,12 +12,18 @@ from towerd.slots.rows import KVRows
 class PlainMemory:
     """See `Memory`."""
 
-    kind: StateKind = DENSE
-    tail = b""
-
-    def __init__(self, context: LlamaContext, layout: KVLayout) -> None:
+    def __init__(
+        self,
+        context: LlamaContext,
+        layout: KVLayout,
+        kind: StateKind = DENSE,
+        tail: bytes = b"",
+    ) -> None:
+        """tail: what stands behind the rows of an empty sequence's blob"""
         self.context = context
         self.layout = layout
+        self.kind = kind
+        self.tail = tail
         self.n_live = context.n_seqs - 1
         self.scratch = self.n_live
 
@@ -36,10 +42,14 @@ class PlainMemory:
     def rows(self, seq: int, p0: int, p1: int) -> KVRows | None:
         self.context.seq_cp(seq, self.scratch, p0, p1)
         try:
-            blob = self.context.get_state(self.scratch)
+            blob = self._rows_blob(self.scratch)
         finally:
             self.context.seq_rm(self.scratch)
         return parse_rows(blob, cell_ext=self.layout.cell_ext, layout=self.layout)
+
+    def _rows_blob(self, seq: int) -> Buffer:
+        """A sequence's blob up to the end of its rows."""
+        return self.context.get_state(seq)
 
     def append(self, seq: int, blob: Buffer, *, is_empty: bool) -> None:
         if is_empty:
