@@ -11,6 +11,7 @@ import click
 
 from towerd.cli.client import Json, Target, connect, json_option, setting_option, target_options
 from towerd.errors import ConfigError
+from towerd.store.node import PUBLIC
 
 if TYPE_CHECKING:
     from towerd.cli.daemon import DaemonBackend
@@ -81,17 +82,21 @@ def _of_file(spec: Path, target: Target) -> tuple[Path, list[tuple[str, bytes | 
 def _of_store(target: Target) -> tuple[Path, list[tuple[str, bytes | Ids]]]:
     """(model, name and own ids of each base) of the daemon's store or the files themselves."""
     with connect(target) as backend:
-        bases = [base for base in backend.bases() if base["module"] is None]
-        held = {(base["name"], base["public"]): _path(backend, base) for base in bases}
-        own: list[tuple[str, bytes | Ids]] = []
-        for base in bases:
-            above = base["name"].rpartition("/")[0]
-            parent = held.get((above, base["public"])) or held.get((above, True)) or []
-            if base["level"] > PLATFORM_LEVEL:
-                own.append(
-                    (base["name"], _ids(backend, held[base["name"], base["public"]], parent))
-                )
-        return Path(backend.model_path()), own
+        return Path(backend.model_path()), own_ids(backend)
+
+
+def own_ids(backend: DaemonBackend | StoreBackend) -> list[tuple[str, bytes | Ids]]:
+    """Name and ids of each base, without those of the base above it; each tenant's are its own."""
+    bases = [base for base in backend.bases() if base["module"] is None]
+    held = {(base["name"], base["scope"]): _path(backend, base) for base in bases}
+    own: list[tuple[str, bytes | Ids]] = []
+    for base in bases:
+        name, scope = base["name"], base["scope"]
+        above = name.rpartition("/")[0]
+        parent = held.get((above, scope)) or held.get((above, PUBLIC)) or []
+        if base["level"] > PLATFORM_LEVEL:
+            own.append((name, _ids(backend, held[name, scope], parent)))
+    return own
 
 
 def _path(backend: DaemonBackend | StoreBackend, base: Json) -> list[int]:

@@ -111,12 +111,17 @@ def _freeze(backend: Backend, name: str, scope: str | None, quiet: bool) -> Json
 
 
 def _freeze_idle(backend: Backend, idle_s: int, scope: str | None, quiet: bool) -> list[Json]:
-    """Freeze all that are due. One that cannot be frozen is told, and the others go on."""
+    """Freeze all that are due. One that cannot be frozen is told, and the others go on; what is
+    said of two alike is not about a session, and ends it."""
     done: list[Json] = []
+    before = ""
     for session in _idle(backend, idle_s, scope):
         try:
             done.append(_freeze(backend, session["id"], session["scope"], quiet))
         except TowerdError as error:
+            if error.message == before:
+                raise
+            before = error.message
             click.echo(f"Session {session['id']}: {error.message}", err=True)
     return done
 

@@ -6,7 +6,7 @@ import click
 
 from towerd.cli.client import Backend, Json, Target, connect, json_option, target_options
 from towerd.cli.sessions import leaf_segment
-from towerd.errors import ConfigError, NotFound
+from towerd.errors import ConfigError, NotFound, SessionFrozen
 
 SEGMENT = click.IntRange(1, 2**62)
 SESSION_HELP = "The segment at which this session's current branch ends."
@@ -77,7 +77,10 @@ def _segment(backend: Backend, segment: int | None, session: str | None) -> int:
     if segment is not None:
         return segment
     assert session is not None
-    leaf = leaf_segment(backend.session(session)["turns"])
+    found = backend.session(session)
+    if found["session"]["cold_bytes"]:
+        raise SessionFrozen(f"The session {session!r} is frozen: thaw it with towerctl thaw first.")
+    leaf = leaf_segment(found["turns"])
     if leaf == 0:
         raise NotFound(f"The session {session!r} has no stored tokens yet.")
     return leaf

@@ -102,7 +102,10 @@ class RowsDamaged(StoreError):
 
 
 class SessionFrozen(StoreError):
-    """The tokens of a session are coded; thaw it first."""
+    """The tokens of a session are coded; thaw it first (409)."""
+
+    status = 409
+    kind = "invalid_request_error"
 
 
 class ThawError(StoreError):

@@ -56,7 +56,11 @@ def _open_keeper(config: Config, engine: LlamaServerEngine, store: Store) -> Kee
     loop = asyncio.get_running_loop()
 
     def forget(nodes: Sequence[Node]) -> None:
-        prefixes = {(node.scope, node.prefix_bytes()) for node in nodes}
+        gone = {node.id for node in nodes}
+        # A slot that holds what is below holds these, too.
+        tops = [node for node in nodes if node.parent is None or node.parent.id not in gone]
+        with store.still():
+            prefixes = {(node.scope, node.prefix_bytes()) for node in tops}
         loop.call_soon_threadsafe(engine.frozen, prefixes)
 
     coding = Coding(lambda: source_of(engine.info))

@@ -19,7 +19,9 @@ from blockbuster import blockbuster_ctx
 
 from towerd.api.limits import Limits
 from towerd.app import build_app, tame_collector
+from towerd.codec.vocabulary import GgufVocabulary
 from towerd.cold import Coding, Keeper, source_of
+from towerd.cold.coding import tokenizer_of
 from towerd.config import Config
 from towerd.engine.base import (
     Event,
@@ -332,4 +334,9 @@ def sse() -> Callable[[str], list[str]]:
 @pytest.fixture
 def readable_model(service: Any) -> None:
     """The fake model, with a vocabulary that can be read."""
-    service.engine.info = replace(service.engine.info, path=str(bundled_model()), n_vocab=512)
+    with GgufVocabulary(bundled_model()) as vocabulary:
+        tokenizer = tokenizer_of(vocabulary)
+    fingerprint = replace(service.engine.info.fingerprint, tokenizer=tokenizer)
+    service.engine.info = replace(
+        service.engine.info, path=str(bundled_model()), n_vocab=512, fingerprint=fingerprint
+    )

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from store_tools import turn_of
 from tenants_talk import KEYS, Client, key, talk
 
 MakeClient = Callable[..., Awaitable[Client]]
@@ -59,6 +60,20 @@ async def test_a_file_is_imported_over_a_frozen_session(client: Client) -> None:
     data = await (await client.get(f"{OWN}/{id}/export")).read()
     await value(await client.post(f"{OWN}/{id}/freeze"))
     assert (await value(await client.post(f"{OWN}/import", data=data)))["added"] == 0
+
+
+async def test_what_needs_its_tokens(client: Client, service: Any) -> None:
+    """A frozen session has no segment to pin; one that went on without its tokens is not exported
+    in part. Both are said to be thawed first."""
+    id = await talk(client)
+    await value(await client.post(f"{OWN}/{id}/freeze"))
+    refused = await value(await client.post("/towerd/v1/pins", json={"session": id}), 409)
+    assert "is frozen: thaw it" in refused["error"]["message"]
+    service.store.commit_turn(turn_of([1, 2, 3], [4, 5], session=id))
+    refused = await value(await client.get(f"{OWN}/{id}/export"), 409)
+    assert "went on since: thaw it" in refused["error"]["message"]
+    await value(await client.post(f"{OWN}/{id}/thaw", json={"ahead": False}))
+    assert (await client.get(f"{OWN}/{id}/export")).status == 200
 
 
 async def test_whose_it_is(make_client: MakeClient) -> None:

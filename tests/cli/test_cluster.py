@@ -6,9 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import Result
 from daemon import Daemon
+from store_tools import FINGERPRINT
+
+from towerd.cli.cluster import own_ids
+from towerd.cli.direct import StoreBackend
+from towerd.store import Store
 
 Ctl = Callable[..., Result]
 CtlJson = Callable[..., Any]
@@ -70,6 +76,16 @@ def test_bases_of_a_store(
     assert sets(ctl_json("cluster", "--store", *store)) == WANTED
     ctl("precache", spec, "--socket", server.socket)
     assert sets(ctl_json("cluster", "--store", "--socket", server.socket)) == WANTED
+
+
+def test_tenants_with_bases_of_one_name(tmp_path: Path) -> None:
+    """Each base is cut by what its own tenant has above it."""
+    with StoreBackend(Store.open(tmp_path / "store", FINGERPRINT), "here") as backend:
+        for scope, above, own in (("a", [1, 2, 3], [4, 5]), ("b", [6, 7], [8])):
+            backend.store.add_base("p", np.array(above, np.int32), scope, 0, False)
+            backend.store.add_base("p/q", np.array(above + own, np.int32), scope, 1, False)
+        found = [(name, np.asarray(ids).tolist()) for name, ids in own_ids(backend)]
+    assert sorted(found) == [("p/q", [4, 5]), ("p/q", [8])]
 
 
 def test_what_cannot_be_clustered(tmp_path: Path, ctl: Ctl) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from click.testing import Result
 from daemon import Daemon
+from store_tools import FINGERPRINT, turn_of
+
+from towerd.store import Store
 
 Ctl = Callable[..., Result]
 CtlJson = Callable[..., Any]
@@ -30,6 +34,7 @@ def test_with_a_daemon_and_without(server: Daemon, ctl: Ctl, ctl_json: CtlJson) 
     listed = ctl_json("sessions", "ls", *at)["sessions"]
     assert all(0 < each["cold_bytes"] < 200 for each in listed)
     assert "frozen, its tokens are coded" in ctl("sessions", "show", "one", *at).output
+    assert "is frozen: thaw it" in ctl("pin", "--session", "one", *at, code=1).output
     assert "2 of them" in ctl("stats", *at).output
     assert "2 of them frozen" in ctl("verify", *at).output
     (found,) = ctl_json("thaw", "one", *at)["thawed"]
@@ -40,7 +45,17 @@ def test_with_a_daemon_and_without(server: Daemon, ctl: Ctl, ctl_json: CtlJson) 
     assert "frozen, " in ctl("freeze", "--idle", "0", *alone).output
     assert "its tokens are coded" in ctl("sessions", "show", "one", *alone).output
     ctl("gc", *alone)
+    assert "'one' is frozen: thaw it" in ctl("pin", "--session", "one", *alone, code=1).output
     assert ctl("thaw", "one", "one", *alone).output == f"Session one: thawed, {len(ids)} tokens.\n"
     assert "was not frozen" in ctl("thaw", "one", *alone).output
     with server.stored() as store:
         assert store.session_ids("one").tolist() == ids
+
+
+def test_what_is_not_about_a_session_is_said_twice_at_most(tmp_path: Path, ctl: Ctl) -> None:
+    """Many are due, and the model is not there: it ends, and fails."""
+    with Store.open(tmp_path / "store", FINGERPRINT) as store:
+        for number in range(5):
+            store.commit_turn(turn_of([1, 2, 3], [4], session=f"s{number}"))
+    said = ctl("freeze", "--idle", "0", "--store-dir", tmp_path / "store", code=1).stderr
+    assert said.count("Coding a text takes the vocabulary") == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,10 @@ from towerd.codec.forms import RuntimeCoder
 from towerd.codec.models.llama import LlamaPredictor
 from towerd.codec.network import Same
 from towerd.cold import Coding, Keeper, Source
+from towerd.errors import ThawError
 from towerd.models.bundled import bundled_model
 from towerd.store import Store
+from towerd.store.cold import row_digest
 
 N = 6
 
@@ -87,3 +90,38 @@ async def test_blobs_of_a_changed_runtime_are_coded_again(
     async with keeper_of(root) as keeper:
         assert keeper.n_recoded == 0
         assert "same" in forms(keeper.store)
+
+
+def without_fallback(store: Store, name: str) -> None:
+    """Take from a session's blob what any machine can read."""
+    frozen, catalog = store.cold.read(name), store.state.catalog
+    assert frozen is not None
+    blob = container.write(replace(container.read(frozen.blob), fallback=b""))
+    pk = frozen.session.pk
+    ((marks,),) = catalog.rows("SELECT marks FROM cold WHERE session = ?", (pk,))
+    digest = row_digest(len(frozen.base), frozen.turns, marks, blob)
+    with catalog.transaction():
+        catalog.run("UPDATE blobs SET blob = ? WHERE session = ?", (blob, pk))
+        catalog.run("UPDATE cold SET digest = ? WHERE session = ?", (digest, pk))
+
+
+async def test_one_that_cannot_be_coded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stays what it is, the others are coded again, and it thaws where its runtime is back."""
+    root = tmp_path / "store"
+    async with keeper_of(root) as keeper:
+        for number in range(3):
+            record(keeper.store, number)
+            await keeper.freeze(name_of(number))
+        without_fallback(keeper.store, name_of(1))
+    monkeypatch.setenv("TOWERD_CODEC_FAULT", "logits")
+    async with keeper_of(root) as keeper:
+        assert (keeper.n_recoded, keeper.n_failed) == (2, 1)
+        with pytest.raises(ThawError, match="failed its probe"):
+            await keeper.thaw(name_of(1))
+        assert keeper.store.session(name_of(1)).cold_bytes
+    monkeypatch.delenv("TOWERD_CODEC_FAULT")
+    async with keeper_of(root) as keeper:
+        for number in range(3):
+            assert (await keeper.session_ids(name_of(number))).tolist() == said(number)[-1]

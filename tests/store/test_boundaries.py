@@ -96,6 +96,24 @@ def test_a_state_of_another_prefix_is_refused(store: Store) -> None:
             table.load(found)
 
 
+def test_a_file_that_a_kill_left_is_taken_over(root: Path) -> None:
+    """Its segment is removed, the file is not yet: once the tokens are back it is written over,
+    counts once, and is nobody else's to delete."""
+    with Store.open(root, FINGERPRINT) as store:
+        table = stored(store, 40)
+        (path,) = table.folder.iterdir()
+        data = path.read_bytes()
+        store.gc()
+        assert not path.exists()
+    path.write_bytes(data)
+    with Store.open(root, FINGERPRINT) as store:
+        table = stored(store, 40)
+        assert table.file_bytes == len(data)
+        assert table.drop_foreign(1) == 0
+        (found,) = table.all()
+        np.testing.assert_array_equal(table.load(found), state(40))
+
+
 def test_what_a_kill_left_is_swept_and_foreign_states_go_first(root: Path) -> None:
     with Store.open(root, OTHER_MODEL) as store:
         stored(store, 40)

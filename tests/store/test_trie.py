@@ -133,7 +133,7 @@ def test_listeners_hear_of_splits_and_removals(store: Store) -> None:
     splits: list[tuple[int, int]] = []
     removed: list[int] = []
     store.on_split = lambda lower, upper: splits.append((lower.id, upper.id))
-    store.on_remove = lambda node: removed.append(node.id)
+    store.on_remove = lambda node, _: removed.append(node.id)
     (leaf,) = store.insert(ids_of(1, 2, 3), "local", [3])
     upper = store.insert(ids_of(1, 2, 3), "local", [1])[0]
     assert splits == [(leaf.id, upper.id)]

@@ -13,7 +13,7 @@ from towerd.api.keys import TENANT, service_of
 from towerd.api.own_segments import PUBLIC, segment_json
 from towerd.api.query import segment_id
 from towerd.api.reply import json_reply
-from towerd.errors import Forbidden, InvalidRequest
+from towerd.errors import Forbidden, InvalidRequest, SessionFrozen
 
 if TYPE_CHECKING:
     from towerd.store import Base, Module, Store
@@ -57,7 +57,10 @@ async def post_pin(request: web.Request) -> web.Response:
 
 
 def _leaf(store: Store, session: str) -> int:
-    """The segment at which a session's current branch ends. Raises NotFound, InvalidRequest."""
+    """The segment at which a session's current branch ends. Raises NotFound, InvalidRequest,
+    SessionFrozen."""
+    if store.session(session).cold_bytes:
+        raise SessionFrozen(f"Session {session!r} is frozen: thaw it with towerctl thaw first.")
     current = [turn for turn in store.turns(session) if turn.current]
     if not current or not current[-1].reply_node:
         raise InvalidRequest(f"session {session!r} has no stored tokens yet")

@@ -44,9 +44,11 @@ class Ahead:
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._tips: OrderedDict[int, float] = OrderedDict()
+        self._is_open = True
 
     async def close(self) -> None:
         """Give up what is under way."""
+        self._is_open = False
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -74,20 +76,21 @@ class Ahead:
 
     def _foretold(self, tip: Node) -> None:
         now = time.monotonic()
-        if now - self._tips.get(tip.id, -AGAIN_S) >= AGAIN_S and tip.scope != PUBLIC:
+        is_due = now - self._tips.get(tip.id, -AGAIN_S) >= AGAIN_S and tip.scope != PUBLIC
+        if is_due and self._spawn(self._evaluate_tip(tip)):
             self._tips[tip.id] = now
             self._tips.move_to_end(tip.id)
             if len(self._tips) > TIPS_MAX:
                 self._tips.popitem(last=False)
-            self._spawn(self._evaluate_tip(tip))
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        if len(self._tasks) >= AT_ONCE_MAX:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> bool:
+        if len(self._tasks) >= AT_ONCE_MAX or not self._is_open:
             work.close()
-            return
+            return False
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return True
 
     async def _open(self, id: str, scope: str) -> None:
         try:
@@ -107,9 +110,13 @@ class Ahead:
 
     async def _evaluate_tip(self, tip: Node) -> None:
         try:
-            await self._evaluate(await asyncio.to_thread(tip.prefix_ids), tip.scope, None)
+            await self._evaluate(await asyncio.to_thread(self._prefix, tip), tip.scope, None)
         except TowerdError as error:
             log.debug("a prompt was not evaluated ahead", extra={"error": str(error)})
+
+    def _prefix(self, tip: Node) -> Ids:
+        with self._store.still():  # a split would show half of a path
+            return tip.prefix_ids()
 
     async def _evaluate(self, ids: Ids, scope: str, session: str | None) -> None:
         """Have the rows of `ids` made in the background."""

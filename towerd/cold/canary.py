@@ -14,7 +14,6 @@ from towerd.codec import Codec, CodecError
 from towerd.cold.freezing import decode
 from towerd.errors import NotFound, StoreError, ThawError
 from towerd.store import Store
-from towerd.store.cold import Frozen
 
 _PROBE = "codec_probe"
 
@@ -41,28 +40,34 @@ def forget_probes(store: Store) -> None:
     store.set_meta(_list_key(store), "")
 
 
-def stale(store: Store, codec: Codec) -> Iterator[Frozen]:
-    """The frozen sessions whose blob only its fallback can be read of."""
-    for info in store.sessions():
-        if not info.cold_bytes:
-            continue
+def stale(store: Store, codec: Codec) -> Iterator[tuple[str, str]]:
+    """(id, scope) of the frozen sessions whose blob only its fallback can be read of."""
+    for id, scope in store.cold.frozen():
         try:
-            frozen = store.cold.read(info.id, info.scope)
+            frozen = store.cold.read(id, scope)
             if frozen is not None and not codec.can_decode(frozen.blob):
-                yield frozen
+                yield id, scope
         except (NotFound, ThawError, CodecError):
             continue  # gone meanwhile, or damaged: verify tells
 
 
-def recode(store: Store, codec: Codec, frozen: Frozen) -> None:
-    """Put a blob that every machine can read in the place of a session's. Raises ThawError (no part
-    of it can be decoded here), StoreError, DiskFull; the blob stays then."""
+def recode(store: Store, codec: Codec, id: str, scope: str) -> bool:
+    """Put a blob that every machine can read in the place of a session's; whether it is frozen
+    still. Raises ThawError (no part of it can be decoded here), StoreError, DiskFull; the blob
+    stays then."""
+    try:
+        frozen = store.cold.read(id, scope)
+    except NotFound:
+        return False
+    if frozen is None:
+        return False
     stream = decode(codec, frozen)
     try:
         blob = codec.encode(stream[len(frozen.base) :], base=frozen.base)
     except (ValueError, RuntimeError) as error:
-        raise StoreError(f"Session {frozen.info.id!r} cannot be coded again: {error}") from error
+        raise StoreError(f"Session {id!r} cannot be coded again: {error}") from error
     store.cold.recode(frozen, blob)
+    return True
 
 
 def _known(store: Store) -> list[str]:

@@ -12,7 +12,8 @@ from towerd.codec import Codec, CodecError
 from towerd.codec.base import Vocabulary
 from towerd.codec.forms import RuntimeCoder
 from towerd.codec.vocabulary import GgufVocabulary
-from towerd.engine.base import ModelInfo
+from towerd.engine.base import SAID_ONLY, ModelInfo
+from towerd.engine.embedded.core import tokenizer_hash
 from towerd.engine.embedded.model import init_backend
 from towerd.errors import NotSupported
 from towerd.tower_file import Model
@@ -30,11 +31,15 @@ class Source:
     """The fingerprint's `model_hash`."""
     n_vocab: int | None = None
     """How many tokens the model has, if that is known."""
+    tokenizer: str | None = None
+    """The fingerprint's `tokenizer`, if it is of the model's own tokens."""
 
 
 def source_of(info: ModelInfo) -> Source:
     """Of the model that an engine serves."""
-    return Source(Path(info.path), info.fingerprint.model_hash, info.n_vocab)
+    known = info.fingerprint
+    tokenizer = None if known.model_hash.startswith(SAID_ONLY) else known.tokenizer
+    return Source(Path(info.path), known.model_hash, info.n_vocab, tokenizer)
 
 
 class Coding:
@@ -91,4 +96,16 @@ def _vocabulary(source: Source) -> GgufVocabulary:
             f"{source.path} has {vocabulary.n_tokens} tokens and the model that is served "
             f"{source.n_vocab}: put the model's own file there and restart towerd."
         )
+    if source.tokenizer not in (None, tokenizer_of(vocabulary)):
+        vocabulary.close()
+        raise NotSupported(
+            f"{source.path} has another tokenizer than the model that is served, so it was replaced "
+            "since: put the model's own file there and restart towerd."
+        )
     return vocabulary
+
+
+def tokenizer_of(vocabulary: GgufVocabulary) -> str:
+    """As the fingerprint has it."""
+    both = zip(vocabulary.pieces, vocabulary.names, strict=True)
+    return tokenizer_hash(piece or name for piece, name in both)

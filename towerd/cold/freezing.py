@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from towerd.codec import Codec, CodecError
-from towerd.errors import StoreError, ThawError
+from towerd.errors import SessionFrozen, StoreError, ThawError
 from towerd.store import History, Ids, Node, Store
 from towerd.store.cold import Frozen
 
@@ -68,16 +68,20 @@ def freeze(
 def thaw(store: Store, codec: Codec, id: str, scope: str | None = None) -> bool:
     """Thaw a session; False if it is not frozen. Raises NotFound, StoreError (ambiguous),
     ThawError (it cannot be decoded here, and stays as it is), DiskFull."""
-    frozen = store.cold.read(id, scope)
-    if frozen is None:
-        return False
-    return store.cold.restore(frozen, frozen.history(decode(codec, frozen)))
+    while (frozen := store.cold.read(id, scope)) is not None:
+        if store.cold.restore(frozen, frozen.history(decode(codec, frozen))):
+            return True
+    return False
 
 
 def cold_history(store: Store, codec: Codec, id: str, scope: str | None = None) -> History | None:
     """What a frozen session consists of, without thawing it; None if it is not frozen. Raises as
-    `thaw`."""
+    `thaw`, and SessionFrozen if it went on without its tokens."""
     frozen = store.cold.read(id, scope)
+    if frozen is not None and frozen.went_on:
+        raise SessionFrozen(
+            f"Session {id!r} is frozen and went on since: thaw it with towerctl thaw first."
+        )
     return None if frozen is None else frozen.history(decode(codec, frozen))
 
 

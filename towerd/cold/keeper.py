@@ -22,11 +22,13 @@ from towerd.cold.ahead import Ahead
 from towerd.cold.canary import forget_probes, has_changed, recode, stale
 from towerd.cold.coding import Coding
 from towerd.cold.freezing import Froze, cold_history, freeze, thaw
+from towerd.cold.waits import Waits
 from towerd.engine.base import Event, Finish, GenerateRequest, Ids, Progress, Reuse, Started
-from towerd.errors import NotFound, SessionFrozen, StoreError, TowerdError
+from towerd.errors import NotFound, SessionFrozen, StoreError, ThawError, TowerdError
 from towerd.store import Node, Store
-from towerd.store.cold import Frozen, SessionBusy
+from towerd.store.cold import SessionBusy
 from towerd.store.node import ids_bytes
+from towerd.store.turn import SessionInfo
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +39,6 @@ LOOK_S_MAX = 60.0
 LOOK_S_MIN = 0.05
 RETRY_S = 3600.0
 """After which a session that could not be frozen is tried again."""
-BATCH = 16
 
 Run = Callable[[GenerateRequest], Coroutine[Any, Any, Finish | None]]
 T = TypeVar("T")
@@ -71,8 +72,8 @@ class Keeper:
         self._clock = clock
         self._uses: dict[int, GenerateRequest] = {}
         self._last_use = float("-inf")
-        self._not_before: dict[tuple[str, str], float] = {}
-        """(scope, id) -> when a session that failed, or was thawed without a turn, is frozen."""
+        self._waits = Waits(clock)
+        """For what failed, or was thawed without a turn."""
         self._freezer = ThreadPoolExecutor(1, "towerd-freeze", initializer=_be_nice)
         self._thawer = ThreadPoolExecutor(2, "towerd-thaw")
         self._counting = threading.Lock()
@@ -181,11 +182,18 @@ class Keeper:
             self.store.session(id, scope)  # before the vocabulary is loaded
             done = freeze(self.store, self.coding.codec, id, scope, self._may_drop, self._form)
         if done is not None:
-            self._on_frozen(done.removed)
+            self._tell(done)
             with self._counting:
                 self.n_frozen += 1
                 self.freeze_s += time.monotonic() - began
         return done
+
+    def _tell(self, done: Froze) -> None:
+        """Nothing that goes wrong now makes the session less frozen."""
+        try:
+            self._on_frozen(done.removed)
+        except Exception as error:
+            log.warning("not all of a frozen session was let go", extra={"error": str(error)})
 
     def _thaw(self, id: str, scope: str | None) -> bool:
         began = time.monotonic()
@@ -194,7 +202,7 @@ class Keeper:
             if not info.cold_bytes:
                 return False
             was_frozen = thaw(self.store, self.coding.codec, id, info.scope)
-            self._not_before[info.scope, id] = self._clock() + self.freeze_after_s
+            self._waits.put_off((info.scope, id), self.freeze_after_s)
         with self._counting:
             self.n_thawed += was_frozen
             self.thaw_s += time.monotonic() - began
@@ -213,15 +221,18 @@ class Keeper:
         return _Failures(self)
 
     def _may_drop(self, id: str, scope: str, doomed: Sequence[Node]) -> bool:
-        """Whether no request that runs may be of this session. Called under the store's lock."""
-        gone = {node.id for node in doomed}
+        """Whether no request that runs may be of this session, or begins with what would go.
+        Called under the store's lock."""
+        gone, store = {node.id for node in doomed}, self.store
         for request in list(self._uses.values()):
             if request.scope != scope:
                 continue
             if request.session is not None:
                 if request.session == id:
                     return False
-            elif any(node.id in gone for node in self.store.match(request.ids, scope).nodes):
+            elif store.recognise(request.ids, scope) == id:
+                return False
+            elif any(node.id in gone for node in store.match(request.ids, scope).nodes):
                 return False
         return True
 
@@ -238,7 +249,11 @@ class Keeper:
         if not self.store.cold.is_empty or self._form != "auto":
             await self._warm_up()
         while self.freeze_after_s >= 0:
-            did_freeze = self._is_idle() and await self._freeze_oldest()
+            did_freeze = False
+            try:
+                did_freeze = self._is_idle() and await self._freeze_oldest()
+            except Exception as error:  # it is looked again
+                log.warning("no session was frozen", extra={"error": str(error)})
             pause = min(LOOK_S_MAX, max(LOOK_S_MIN, self.freeze_after_s / 4))
             await asyncio.sleep(LOOK_S_MIN if did_freeze else pause)
 
@@ -248,12 +263,11 @@ class Keeper:
         try:
             if not await self._on(self._freezer, self._has_changed):
                 return
-            for frozen in await self._on(self._freezer, self._stale):
+            for id, scope in await self._on(self._freezer, self._stale):
                 await self._until_idle()
-                await self._on(self._freezer, recode, self.store, self.coding.codec, frozen)
-                self.n_recoded += 1
+                await self._on(self._freezer, self._recode, id, scope)
             await self._on(self._freezer, forget_probes, self.store)
-        except TowerdError as error:
+        except Exception as error:  # whatever it is, what is idle is to be frozen
             self.n_failed += 1
             log.warning("frozen sessions cannot be coded again", extra={"error": str(error)})
 
@@ -271,27 +285,35 @@ class Keeper:
             log.warning("a codec runtime gives other numbers: its blobs are coded again")
         return changed
 
-    def _stale(self) -> list[Frozen]:
+    def _stale(self) -> list[tuple[str, str]]:
         return list(stale(self.store, self.coding.codec))
+
+    def _recode(self, id: str, scope: str) -> None:
+        """One that is damaged does not keep the next from being coded again."""
+        try:
+            self.n_recoded += recode(self.store, self.coding.codec, id, scope)
+        except ThawError as error:
+            self.n_failed += 1
+            log.warning("a session was not coded again", extra={"error": str(error)})
 
     async def _freeze_oldest(self) -> bool:
         """Freeze the session that was unused for longest; False if there is none to freeze."""
-        now = self._clock()
-        waits = {key: until for key, until in self._not_before.items() if until > now}
-        self._not_before = waits
-        before, most = now - self.freeze_after_s, BATCH + len(waits)
-        found = await asyncio.to_thread(self.store.cold.idle, before, most)
-        due = [each for each in found if (each.scope, each.id) not in waits]
-        if not due:
+        due = await asyncio.to_thread(self._due)
+        if due is None:
             return False
         try:
-            await self.freeze(due[0].id, due[0].scope)
+            await self.freeze(due.id, due.scope)
         except NotFound:
             pass  # removed meanwhile
         except Exception as error:  # whatever it is, the next one is not to wait for it
-            self._not_before[due[0].scope, due[0].id] = now + RETRY_S
+            self._waits.put_off((due.scope, due.id), RETRY_S)
             log.warning("a session was not frozen", extra={"error": str(error)})
         return True
+
+    def _due(self) -> SessionInfo | None:
+        before = self._clock() - self.freeze_after_s
+        found = self.store.cold.idle(before, 1, without=self._waits.now())
+        return found[0] if found else None
 
 
 class Use:

@@ -227,6 +227,11 @@ class Finish:
 Event: TypeAlias = Progress | Started | Piece | Finish
 
 
+SAID_ONLY = "props:"
+"""What a fingerprint's `model_hash` begins with where the model's file was not to be read: all that
+is known is what its server says."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     """What a client may ask about the model (the source of /props and /v1/models)."""

@@ -123,7 +123,7 @@ class BoundaryTable:
                 self._unlink(file_name(key, found.derived))
                 return 0
             found.has_file, found.data, found.nbytes = True, None, size
-            self.file_bytes += size
+            self.file_bytes += size - self._foreign.pop(file_name(key, found.derived), 0)
         return size
 
     def load(self, found: Boundary) -> Bytes:

@@ -10,7 +10,8 @@ and is the blob's context. The store never reads a blob: who has the model's cod
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+import heapq
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +22,7 @@ from towerd.codec import varint
 from towerd.codec.errors import CodecError
 from towerd.errors import InvalidRequest, NotFound, StoreError, ThawError
 from towerd.store.bases import BaseTable
-from towerd.store.collect import delete, forget
+from towerd.store.collect import OnRemove, delete, forget
 from towerd.store.growth import Growth
 from towerd.store.history import (
     History,
@@ -29,6 +30,7 @@ from towerd.store.history import (
     Taken,
     beginning,
     take_history,
+    turn_rows,
     visible_bases,
 )
 from towerd.store.marks import MarkIndex, marks_at, prefix_marks
@@ -39,10 +41,13 @@ from towerd.store.state import StoreState
 from towerd.store.turn import Base, SessionInfo
 
 DIGEST_BYTES = 16
+CANDIDATES_MAX = 64
+"""Of the frozen sessions that a prompt goes on equally far, so many are looked at."""
 _ROW = (
     "SELECT base, n_base, turns, marks, digest, blob FROM cold JOIN blobs USING (session)"
     " WHERE session = ? AND frozen = ?"
 )
+_IS_STILL = "SELECT 1 FROM cold WHERE session = ? AND digest = ? AND frozen = 1"
 _TURNS = (
     "SELECT id, parent, n_prompt, n_reply, n_cached, started, created, finished FROM turns"
     " WHERE session = ? ORDER BY id"
@@ -81,6 +86,13 @@ class Frozen:
     """What the catalog has of each turn."""
     bases: list[Base]
     """Those that its tenant's sessions may begin with."""
+    digest: bytes
+    """Another one whenever it was frozen or coded anew."""
+
+    @property
+    def went_on(self) -> bool:
+        """Whether it has turns that the blob lacks: it could not be thawed when they came."""
+        return len(self.rows) > len(self.turn_ids())
 
     def history(self, stream: Ids) -> History:
         """The session, once its tokens are known. Raises ThawError if they are too few."""
@@ -129,7 +141,7 @@ class ColdTable:
 
     def __init__(
         self, state: StoreState, sessions: SessionTable, bases: BaseTable, lock: Lock,
-        growing: Growing, on_remove: Callable[[Node], None],
+        growing: Growing, on_remove: OnRemove,
     ) -> None:  # fmt: skip
         self._state = state
         self._sessions = sessions
@@ -160,17 +172,29 @@ class ColdTable:
             )
         return {"frozen_sessions": int(rows[0][0]), "cold_bytes": int(rows[0][1])}
 
-    def idle(self, before: float, limit: int, scope: str | None = None) -> list[SessionInfo]:
+    def idle(
+        self, before: float, limit: int, scope: str | None = None,
+        without: Collection[tuple[str, str]] = (),
+    ) -> list[SessionInfo]:  # fmt: skip
         """Sessions with tokens that were last used before a Unix time and are not frozen, the
-        longest unused first."""
+        longest unused first; `without` those of these (scope, id)."""
         with self._lock():
             rows = self._state.catalog.rows(
-                "SELECT pk, id FROM sessions WHERE fingerprint = ? AND cold_bytes = 0"
+                "SELECT pk, id, scope FROM sessions WHERE fingerprint = ? AND cold_bytes = 0"
                 " AND updated < ? AND (?3 IS NULL OR scope = ?3) AND leaf IS NOT NULL"
                 " ORDER BY updated, pk LIMIT ?4",
-                (self._state.fingerprint_pk, before, scope, limit),
+                (self._state.fingerprint_pk, before, scope, limit + len(without)),
             )
-            return [self._sessions.info(Located(*row)) for row in rows]
+            due = [Located(pk, id) for pk, id, whose in rows if (whose, id) not in without]
+            return [self._sessions.info(each) for each in due[:limit]]
+
+    def frozen(self) -> list[tuple[str, str]]:
+        """(id, scope) of every frozen session."""
+        with self._lock():
+            return self._state.catalog.rows(
+                "SELECT id, scope FROM sessions WHERE fingerprint = ? AND cold_bytes > 0",
+                (self._state.fingerprint_pk,),
+            )
 
     def named(self, id: str, scope: str) -> str | None:
         """The id if it is that of a frozen session."""
@@ -187,7 +211,8 @@ class ColdTable:
             for n, pks in self._marks.find(marks):
                 if n < RECOGNISED_TOKENS_MIN:
                     break
-                found = [each for pk in pks if (each := self._frozen_in(pk, scope)) is not None]
+                youngest = heapq.nlargest(CANDIDATES_MAX, pks)
+                found = [each for pk in youngest if (each := self._frozen_in(pk, scope))]
                 if found:
                     return self._unless_warm(prompt, scope, n, max(found, key=_used))
         return None
@@ -280,7 +305,7 @@ class ColdTable:
         state, pk = self._state, frozen.session.pk
         with self._lock():
             now = self._read(frozen.session, frozen=True)
-            if now is None or now.blob != frozen.blob:
+            if now is None or now.digest != frozen.digest:
                 return
             ((marks,),) = state.catalog.rows("SELECT marks FROM cold WHERE session = ?", (pk,))
             digest = row_digest(len(frozen.base), frozen.turns, marks, blob)
@@ -295,10 +320,11 @@ class ColdTable:
 
     def restore(self, frozen: Frozen, history: History) -> bool:
         """Give the turns of a frozen session their tokens back and forget its blob, in one
-        transaction; False if somebody else just did. Raises DiskFull."""
+        transaction; False if it is not frozen, or frozen or coded anew, since it was read. Raises
+        DiskFull."""
         pk, scope = frozen.session.pk, frozen.info.scope
         with self._lock():
-            if not self._state.catalog.rows(_ROW, (pk, 1)):
+            if not self._state.catalog.rows(_IS_STILL, (pk, frozen.digest)):
                 return False
             with self._growing() as growth:
                 for place, turn_id in enumerate(frozen.turn_ids()):
@@ -314,17 +340,16 @@ class ColdTable:
             self._marks.discard(pk)
         return True
 
+    def forget(self, session: int) -> None:
+        """A session was removed: nothing is recognised as going on it. Under the lock."""
+        self._marks.discard(session)
+
     # --- checking -------------------------------------------------------------------------
 
     def damaged(self) -> Iterator[str]:
         """What is wrong with each frozen session whose bytes do not fit together. Others get the
         lock in between."""
-        with self._lock():
-            rows = self._state.catalog.rows(
-                "SELECT id, scope FROM sessions WHERE fingerprint = ? AND cold_bytes > 0",
-                (self._state.fingerprint_pk,),
-            )
-        for row in rows:
+        for row in self.frozen():
             try:
                 frozen = self.read(*row)
                 if frozen is not None:
@@ -346,21 +371,23 @@ class ColdTable:
         if not is_right or row_digest(n_base, turns, marks, blob) != digest:
             raise _damaged(session.id, "the checksum of its coded tokens does not match")
         ids = ids_array(base.prefix_bytes() if base is not None else b"")
-        turn_rows = self._state.catalog.rows(_TURNS, (session.pk,))
+        facts = self._state.catalog.rows(_TURNS, (session.pk,))
         info = self._sessions.info(session)
         bases = visible_bases(self._bases, info.scope)
-        return Frozen(session, info, ids, turns, blob, turn_rows, bases)
+        return Frozen(session, info, ids, turns, blob, facts, bases, digest)
 
     def _check_same(self, warm: Warm) -> None:
         """SessionBusy unless the session still is what was taken."""
-        rows = self._state.catalog.rows(
-            "SELECT id FROM turns WHERE session = ? ORDER BY id", (warm.session.pk,)
-        )
         known = self._sessions.lookup(warm.session.id, warm.taken.info.scope)
-        is_same = known == warm.session and [row[0] for row in rows] == warm.turn_ids
+        is_same = known == warm.session and self._has_turns_of(warm)
         is_base_there = warm.base is None or not warm.base.removed
         if not is_same or not is_base_there or self._sessions.info(warm.session).cold_bytes:
             raise SessionBusy(f"Session {warm.session.id!r} changed meanwhile: freeze it again.")
+
+    def _has_turns_of(self, warm: Warm) -> bool:
+        """Row ids are used again: a session of this name that took the place of a removed one may
+        have all of them."""
+        return turn_rows(self._state, warm.session) == warm.taken.turns
 
     def _forget_rows(self, pk: int) -> None:
         self._state.catalog.run("DELETE FROM blobs WHERE session = ?", (pk,))

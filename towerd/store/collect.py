@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from towerd.store.boundary_check import stray_boundaries
 from towerd.store.directory import remove_file
@@ -11,6 +12,9 @@ from towerd.store.node import Node
 from towerd.store.rows import uncatalogue
 from towerd.store.segment_file import SegmentFile
 from towerd.store.state import StoreState
+
+OnRemove: TypeAlias = Callable[[Node, SegmentFile | None], None]
+"""(node, the file that it was the last to view)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +33,7 @@ def collect(
     keep: Collection[int],
     quarantine_days: float,
     writing: Collection[str],
-    on_remove: Callable[[Node], None],
+    on_remove: OnRemove,
     *,
     dry_run: bool = False,
 ) -> GcReport:
@@ -68,12 +72,13 @@ def forget(
     state: StoreState,
     doomed: Sequence[Node],
     unviewed: Sequence[SegmentFile],
-    on_remove: Callable[[Node], None],
+    on_remove: OnRemove,
 ) -> int:
     """Take them out of memory and from the disk; the bytes that the files had."""
     for node in doomed:
+        file = node.file
         _detach(state, node)
-        on_remove(node)
+        on_remove(node, None if file is None or file.nodes else file)
     freed = 0
     for file in unviewed:
         state.forget_file(file)

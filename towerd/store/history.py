@@ -157,7 +157,7 @@ def take_history(
     """Copy all that a session's history consists of, under the lock. Raises SessionFrozen."""
     table.check_thawed(session)
     info = table.info(session)
-    rows = state.catalog.rows(_TURNS, (session.pk,))
+    rows = turn_rows(state, session)
     nodes: dict[int, tuple[int, bytes]] = {}
     for row in rows:
         node = state.trie.nodes[row[2]] if row[2] else state.trie.root
@@ -165,6 +165,11 @@ def take_history(
             nodes[node.id] = (node.parent.id, node.ids)
             node = node.parent
     return Taken(info, rows, nodes, visible_bases(bases, info.scope))
+
+
+def turn_rows(state: StoreState, session: Located) -> list[tuple[Any, ...]]:
+    """What the catalog has of each turn, the oldest first."""
+    return state.catalog.rows(_TURNS, (session.pk,))
 
 
 def visible_bases(bases: BaseTable, scope: str) -> list[Base]:
@@ -209,7 +214,7 @@ def add_history(
 def _same_turns(state: StoreState, session: Located, history: History) -> list[int]:
     """The ids of the session's turns. Raises InvalidRequest unless they and the history's are
     the same as far as both go."""
-    rows = state.catalog.rows(_TURNS, (session.pk,))
+    rows = turn_rows(state, session)
     places = {row[0]: place for place, row in enumerate(rows)}
     for place, (row, turn) in enumerate(zip(rows, history.turns, strict=False)):
         _, parent, leaf, *facts, finished, tail = row

@@ -172,5 +172,12 @@ CREATE INDEX turns_prompt ON turns(prompt_node) WHERE prompt_node IS NOT NULL;
 CREATE INDEX turns_reply ON turns(reply_node) WHERE reply_node IS NOT NULL;
 """
 
-MIGRATIONS = (_V1, _V2, _V3, _V4)
+_V5 = """
+-- what was used last is listed, and one session found, without a look at all the others
+CREATE INDEX sessions_used ON sessions(fingerprint, updated, scope);
+CREATE INDEX sessions_id ON sessions(fingerprint, id);
+CREATE INDEX sessions_frozen ON sessions(fingerprint, cold_bytes) WHERE cold_bytes > 0;
+"""
+
+MIGRATIONS = (_V1, _V2, _V3, _V4, _V5)
 VERSION = len(MIGRATIONS)

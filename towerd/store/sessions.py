@@ -60,13 +60,13 @@ class SessionTable:
         scopes have one."""
         rows = self.catalog.rows(
             "SELECT pk, id, scope FROM sessions WHERE fingerprint = ? AND id = ?"
-            " AND (?3 IS NULL OR scope = ?3) ORDER BY scope",
+            " AND (?3 IS NULL OR scope = ?3)",
             (self.fingerprint, id, scope),
         )
         if not rows:
             raise NotFound(f"there is no session {id!r}")
         if len(rows) > 1:
-            scopes = ", ".join(row[2] for row in rows)
+            scopes = ", ".join(sorted(row[2] for row in rows))
             raise StoreError(f"several tenants have a session {id!r}: name one of {scopes}")
         return Located(rows[0][0], rows[0][1])
 
@@ -181,8 +181,8 @@ class SessionTable:
         with self.catalog.transaction():
             self.catalog.run("UPDATE sessions SET title = ? WHERE pk = ?", (title, session.pk))
 
-    def delete(self, session: Located) -> None:
-        """Forget the session and its turns; its segments go with the next gc."""
+    def delete(self, session: Located) -> int:
+        """Forget the session and its turns; its segments go with the next gc. Its row id."""
         with self.catalog.transaction():
             pk = (session.pk,)
             self.catalog.run("UPDATE sessions SET leaf = NULL WHERE pk = ?", pk)
@@ -191,6 +191,7 @@ class SessionTable:
             self.catalog.run("DELETE FROM blobs WHERE session = ?", pk)
             self.catalog.run("DELETE FROM cold WHERE session = ?", pk)
             self.catalog.run("DELETE FROM sessions WHERE pk = ?", pk)
+        return session.pk
 
     def check_thawed(self, session: Located) -> None:
         """SessionFrozen unless all tokens of the session are here."""

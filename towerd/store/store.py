@@ -20,7 +20,7 @@ from towerd.store import durable
 from towerd.store.bases import BaseTable, is_pinned_by_catalog
 from towerd.store.catalog import Catalog
 from towerd.store.cold import ColdTable
-from towerd.store.collect import GcReport, collect, drop_foreign
+from towerd.store.collect import GcReport, OnRemove, collect, drop_foreign
 from towerd.store.directory import Directory
 from towerd.store.growth import Growth
 from towerd.store.history import History, add_history, take_history
@@ -49,7 +49,7 @@ class Store:
     """Synchronous and thread-safe. Every change is durable when its method returns, except
     uses (`touch`), which are flushed in batches.
 
-    `on_split(lower, upper)` and `on_remove(node)`, if set, are called under the lock after a
+    `on_split(lower, upper)` and `on_remove`, if set, are called under the lock after a
     node was split or removed; they must be quick and must not call the store."""
 
     def __init__(self, state: StoreState, lock_file: StoreLock, pool: ThreadPoolExecutor) -> None:
@@ -57,7 +57,7 @@ class Store:
         self.state = state
         self.rows = RowStore(state, pool)
         self.on_split: Callable[[Node, Node], None] | None = None
-        self.on_remove: Callable[[Node], None] | None = None
+        self.on_remove: OnRemove | None = None
         self._lock_file = lock_file
         self._pool = pool
         self._sessions = SessionTable(state.catalog, state.fingerprint_pk)
@@ -333,7 +333,7 @@ class Store:
     def delete_session(self, id: str, scope: str | None = None) -> None:
         """Forget a session; `gc` then frees what nothing else needs. Raises as `session`."""
         with self._open_lock():
-            self._sessions.delete(self._sessions.find(id, scope))
+            self.cold.forget(self._sessions.delete(self._sessions.find(id, scope)))
 
     # --- pins and bases -------------------------------------------------------------------
 
@@ -494,6 +494,6 @@ class Store:
             for lower, upper in growth.splits:
                 self.on_split(lower, upper)
 
-    def _removed(self, node: Node) -> None:
+    def _removed(self, node: Node, file: SegmentFile | None) -> None:
         if self.on_remove is not None:
-            self.on_remove(node)
+            self.on_remove(node, file)

@@ -474,8 +474,10 @@ class Tiers:
             if self._is_unwritten(upper):
                 self._unwritten.add(upper.id)
 
-    def _on_remove(self, node: Node) -> None:
+    def _on_remove(self, node: Node, file: SegmentFile | None) -> None:
         self.ranking.left_hot(node.id)
+        if file is not None:  # its id may be used again
+            self.ranking.left_warm(self.ranking.key_of(file), file)
         self.prefetcher.forget(node.id)
         with self._lock:
             self._unwritten.discard(node.id)

@@ -145,7 +145,7 @@ class Ranking:
             waiting = [self._visits.pop(n.id) for n in list(file.nodes) if n.id in self._visits]
             for visit in waiting:
                 self._deliver(visit)
-            if self._key(file) not in self._warm:
+            if file.nodes and self._key(file) not in self._warm:
                 self._insert_warm(file, self._clock())
 
     def found(self, nodes: Iterable[Node]) -> None:
@@ -163,6 +163,9 @@ class Ranking:
         """`new` holds what `old` held: it keeps its place."""
         with self._lock:
             key = self._keys.pop(old.id, old.id)
+            if not new.nodes:  # removed since
+                self._warm.remove(key)
+                return
             self._keys[new.id] = key
             self._warm.resize(key, new.nbytes)
 

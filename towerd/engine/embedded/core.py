@@ -9,7 +9,7 @@ import hashlib
 import logging
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -219,7 +219,7 @@ def _info(
     fingerprint = Fingerprint(
         model_hash=file_hash(model.path, catalog),
         arch=arch,
-        tokenizer=tokenizer_hash(vocab),
+        tokenizer=tokenizer_hash(vocab.pieces),
         rope=model.rope(config),
         lora=(),
         layout=layout,
@@ -251,9 +251,10 @@ def is_rotated(plane: Plane, n_head_kv: int) -> bool:
     return plane.format.is_quantized and (plane.n_elements // n_head_kv) % 64 == 0
 
 
-def tokenizer_hash(vocab: Vocab) -> str:
+def tokenizer_hash(pieces: Iterable[bytes]) -> str:
+    """The fingerprint's `tokenizer`: of every token's bytes, special ones as text."""
     digest = hashlib.blake2b(digest_size=16)
-    for piece in vocab.pieces:
+    for piece in pieces:
         digest.update(len(piece).to_bytes(4, "little") + piece)
     return digest.hexdigest()
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from towerd.config import Config
-from towerd.engine.base import ModelInfo
+from towerd.engine.base import SAID_ONLY, ModelInfo
 from towerd.engine.embedded.core import file_hash, is_rotated, tokenizer_hash
 from towerd.engine.embedded.model import LlamaModel
 from towerd.engine.embedded.vocab import Vocab
@@ -118,7 +118,7 @@ def describe(
         fingerprint = Fingerprint(
             model_hash=file_hash(model.path, catalog),
             arch=model.arch,
-            tokenizer=tokenizer_hash(vocab),
+            tokenizer=tokenizer_hash(vocab.pieces),
             rope=rope | row_overrides(command.flags, command.env),
             lora=lora,
             layout=layout,
@@ -168,7 +168,7 @@ def _foreign(
     known = {key: meta.get(key) for key in ("n_vocab", "n_embd", "n_params", "size", "ftype")}
     text = json.dumps([found.model_path, known], sort_keys=True)
     return Fingerprint(
-        model_hash="props:" + hashlib.blake2b(text.encode(), digest_size=16).hexdigest(),
+        model_hash=SAID_ONLY + hashlib.blake2b(text.encode(), digest_size=16).hexdigest(),
         arch="",
         tokenizer=str(meta.get("vocab_type", "")),
         rope={"upstream": "unseen", "n_ctx": float(found.n_ctx)},

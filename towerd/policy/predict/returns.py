@@ -34,7 +34,7 @@ VISITS_MAX = 16384
 _CURVES_KEPT = 1024
 """Over a restart."""
 _BATCH = 256
-_STEPS = int(__import__("os").environ.get("ST", "8"))
+_STEPS = 8
 _WIDTHS = np.array(WIDTHS_S)
 _IS_AHEAD = np.triu(np.ones((N_BINS, N_BINS), dtype=bool))
 _ROWS_AT_ONCE = 64

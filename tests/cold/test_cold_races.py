@@ -1,0 +1,286 @@
+"""What happens to a session while it is frozen or thawed: the later change is what stays."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from oracle import OpenService, ask
+from store_tools import FINGERPRINT, turn_of
+
+from towerd.codec import Codec, container
+from towerd.cold import Coding, Keeper, Source, cold_history, decode, freeze, thaw
+from towerd.cold.waits import Waits
+from towerd.engine.base import GenerateRequest
+from towerd.errors import NotSupported, SessionFrozen, StoreError, ThawError
+from towerd.models.bundled import bundled_model
+from towerd.store import Store
+from towerd.store import cold as cold_table
+from towerd.store.cold import SessionBusy, row_digest
+from towerd.store.node import ids_bytes
+from towerd.transfer import export_session
+
+BASE = list(range(100, 140))
+CHAT = [*BASE, 7, 8, 9, 10]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with Store.open(tmp_path / "store", FINGERPRINT) as opened:
+        yield opened
+
+
+def say(store: Store, prompt: list[int], session: str = "x") -> list[int]:
+    """One turn; all its tokens."""
+    store.commit_turn(turn_of(prompt, [5, 6], session=session))
+    return [*prompt, 5, 6]
+
+
+def said(store: Store, session: str = "x") -> list[list[int]]:
+    history = store.history(session)
+    return [history.ids(place).tolist() for place in range(len(history.turns))]
+
+
+class Disturbed:
+    """A codec during whose work something happens."""
+
+    def __init__(self, codec: Codec, on_encode: Callable[[], Any] = lambda: None,
+                 on_decode: Callable[[], Any] = lambda: None) -> None:  # fmt: skip
+        self._codec, self._on_encode, self._on_decode = codec, on_encode, on_decode
+
+    def encode(self, *args: Any, **more: Any) -> bytes:
+        self._on_encode()
+        return self._codec.encode(*args, **more)
+
+    def decode(self, *args: Any, **more: Any) -> Any:
+        found = self._codec.decode(*args, **more)
+        work, self._on_decode = self._on_decode, lambda: None
+        work()
+        return found
+
+
+def test_a_slow_thaw_does_not_undo_what_came_after(store: Store, codec: Codec) -> None:
+    """Thawed by somebody else, gone on and frozen again while one thaw decodes: its tokens are
+    those of an older session, and all turns are there at the end."""
+    first = say(store, CHAT)
+
+    def meanwhile() -> None:
+        assert thaw(store, codec, "x")
+        say(store, [*first, 11])
+        assert freeze(store, codec, "x", form="packed")
+
+    assert freeze(store, codec, "x", form="packed")
+    assert thaw(store, Disturbed(codec, on_decode=meanwhile), "x")  # type: ignore[arg-type]
+    assert said(store) == [first, [*first, 11, 5, 6]]
+    store.check_integrity(keys=True)
+
+
+def test_a_removed_session_is_not_thawed_into_the_next_one(store: Store, codec: Codec) -> None:
+    """Row ids are used again: tokens that were decoded for a session that was removed meanwhile
+    never become those of another."""
+    say(store, CHAT)
+    assert freeze(store, codec, "x", form="packed")
+    old = store.cold.read("x")
+    assert old is not None
+    history = old.history(decode(codec, old))
+    store.delete_session("x")
+    other = say(store, [*BASE, 20, 21, 22, 23], session="y")
+    assert freeze(store, codec, "y", form="packed")
+    found = store.cold.read("y")
+    assert found is not None
+    assert (found.session.pk, found.turn_ids()) == (old.session.pk, old.turn_ids())
+    assert not store.cold.restore(old, history)
+    assert thaw(store, codec, "y")
+    assert said(store, "y") == [other]
+
+
+@pytest.mark.parametrize("when", ["on_encode", "on_decode"])
+def test_another_session_of_the_name_is_not_frozen(store: Store, codec: Codec, when: str) -> None:
+    """Removed and begun anew while its tokens were coded, with the same row ids."""
+    say(store, CHAT)
+
+    def meanwhile() -> None:
+        store.delete_session("x")
+        say(store, [*BASE, 30, 31, 32, 33])
+
+    with pytest.raises(SessionBusy, match="changed meanwhile"):
+        freeze(store, Disturbed(codec, **{when: meanwhile}), "x", form="packed")  # type: ignore[arg-type]
+    assert said(store) == [[*BASE, 30, 31, 32, 33, 5, 6]]
+    store.check_integrity(keys=True)
+
+
+def test_a_session_that_went_on_frozen_is_not_exported_in_part(store: Store, codec: Codec) -> None:
+    first = say(store, CHAT)
+    freeze(store, codec, "x", form="packed")
+    more = say(store, [*first, 12])  # as after a thaw that failed
+    coding = Coding(lambda: Source(bundled_model(), "hash"))
+    with pytest.raises(SessionFrozen, match="went on"):
+        export_session(store, coding.model(), "x", None)
+    with pytest.raises(SessionFrozen, match="went on"):
+        cold_history(store, codec, "x")
+    thaw(store, codec, "x")
+    assert said(store) == [first, more]
+    assert export_session(store, coding.model(), "x", None)
+    coding.close()
+
+
+def test_another_tokenizer_is_refused() -> None:
+    """A file that was replaced while its model was served: what it would write could never be
+    read with the model's own."""
+    coding = Coding(lambda: Source(bundled_model(), "hash", 512, "of another model"))
+    with pytest.raises(NotSupported, match="another tokenizer"):
+        coding.model()
+    with pytest.raises(NotSupported):
+        coding.model()
+
+
+async def test_in_use_by_tokens_that_others_keep(store: Store) -> None:
+    """A request that goes on a session by its tokens finds it when it is recorded, also where
+    freezing removes no segment."""
+    whole = say(store, CHAT)
+    store.pin(store.turns("x")[-1].reply_node)
+    keeper = Keeper(store, Coding(lambda: Source(bundled_model(), "hash")), freeze_after_s=-1)
+    request = GenerateRequest(ids=np.array([*whole, 13], np.int32), scope="local")
+    use = keeper.enter(request)
+    with pytest.raises(SessionBusy, match="in use"):
+        await keeper.freeze("x")
+    use.leave()
+    assert await keeper.freeze("x")
+    await keeper.close()
+
+
+async def test_the_watch_goes_on_after_an_error(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The catalog fails once, a callback always: sessions are frozen all the same."""
+    say(store, CHAT)
+    idle, failures = store.cold.idle, [StoreError("the catalog failed")]
+
+    def fail_once(*args: Any, **more: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return idle(*args, **more)
+
+    def fail(_: Any) -> None:
+        raise OSError("a file cannot be deleted")
+
+    monkeypatch.setattr(store.cold, "idle", fail_once)
+    keeper = Keeper(
+        store, Coding(lambda: Source(bundled_model(), "hash")), freeze_after_s=0, on_frozen=fail
+    )
+    keeper.start()
+    for _ in range(600):
+        if keeper.n_frozen:
+            break
+        await asyncio.sleep(0.02)
+    assert (keeper.n_frozen, keeper.n_failed, failures) == (1, 0, [])
+    assert store.session("x").cold_bytes
+    await keeper.close()
+
+
+def test_idle_sessions_without_some(store: Store) -> None:
+    for number in range(6):
+        say(store, [*BASE, number], session=f"s{number}")
+    put_off = {("local", "s0"), ("local", "s2"), ("elsewhere", "s3")}
+    found = store.cold.idle(float("inf"), 3, without=put_off)
+    assert [info.id for info in found] == ["s1", "s3", "s4"]
+
+
+def test_waits() -> None:
+    now = [0.0]
+    waits = Waits(lambda: now[0])
+    waits.put_off(("a", "x"), 10)
+    waits.put_off(("a", "y"), 5)
+    waits.put_off(("a", "z"), -1)
+    assert waits.now() == {("a", "x"), ("a", "y")}
+    now[0] = 5.0
+    assert waits.now() == {("a", "x")}
+    now[0] = 10.0
+    assert waits.now() == set()
+
+
+def test_sessions_that_all_begin_alike(
+    store: Store, codec: Codec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One place, many frozen sessions: a few are looked at, and the last used of them is meant."""
+    monkeypatch.setattr(cold_table, "CANDIDATES_MAX", 3)
+    for number in range(8):
+        whole = say(store, CHAT, session=f"s{number}")
+    for number in range(8):
+        freeze(store, codec, f"s{number}", form="packed")
+    seen: list[str] = []
+    catalog = store.state.catalog
+    catalog._db.set_trace_callback(seen.append)
+    found = store.cold.continued_by(ids_bytes(np.array([*whole, 1], np.int32)), "local")
+    catalog._db.set_trace_callback(None)
+    assert found == "s7"
+    assert len(seen) <= 4 * 3
+    store.delete_session("s7")
+    assert len(store.cold._marks) == 7 * 2
+
+
+def test_what_is_asked_of_many_sessions_has_an_index(store: Store) -> None:
+    """No look-up goes through every session of the store."""
+    say(store, CHAT)
+    seen: list[str] = []
+    db = store.state.catalog._db
+    db.set_trace_callback(seen.append)
+    store.sessions(limit=10)
+    store.sessions("local", 10)
+    store.session("x")
+    store.session("x", "local")
+    store.cold.stats()
+    store.cold.frozen()
+    store.cold.idle(1.0, 10)
+    db.set_trace_callback(None)
+    whole = "INDEX sqlite_autoindex_sessions_1 (fingerprint=?)"
+    for sql in seen:
+        plan = [row[3] for row in db.execute("EXPLAIN QUERY PLAN " + sql)]
+        assert not any("SCAN sessions" in line or line.endswith(whole) for line in plan), sql
+    assert len(seen) >= 7
+
+
+async def test_the_policy_forgets_the_files_that_go(service_on: OpenService) -> None:
+    """Catalog ids of files are used again: a new one must not inherit a removed one's place."""
+    prompt = [1, *np.random.default_rng(0).integers(300, 440, 80).tolist()]
+    async with service_on(bundled_model()) as service:
+        for name in ("x", "y"):
+            await ask(service, [*prompt, ord(name)], session=name)
+            await service.engine.settle()
+            await asyncio.to_thread(service.tiers.flush)
+        ranking = service.tiers.ranking
+        assert len(ranking._warm) == len(service.store.files()) > 1
+        for name in ("x", "y"):
+            await service.cold.freeze(name)
+        assert (len(ranking._warm), service.store.files()) == (0, [])
+
+
+def test_a_damaged_blob_is_passed_over(store: Store, codec: Codec) -> None:
+    """Its checksum is right and its ids are not: an error that says so, and it stays frozen."""
+    say(store, CHAT)
+    freeze(store, codec, "x", form="packed")
+    frozen, catalog = store.cold.read("x"), store.state.catalog
+    assert frozen is not None
+    parsed = container.read(frozen.blob)
+    flipped = bytes([parsed.side[0] ^ 1]) + parsed.side[1:] if parsed.side else b""
+    chunks = tuple(
+        container.Chunk(c.n_symbols, bytes([c.bits[0] ^ 1]) + c.bits[1:]) for c in parsed.chunks
+    )
+    bad = container.write(
+        container.Blob(
+            parsed.form, parsed.vocabulary, parsed.hash, parsed.n_ids, chunks, flipped,
+            parsed.base_ids, parsed.base_hash, parsed.model, parsed.runtime,
+        )
+    )  # fmt: skip
+    ((marks,),) = catalog.rows("SELECT marks FROM cold")
+    with catalog.transaction():
+        catalog.run("UPDATE blobs SET blob = ?", (bad,))
+        digest = row_digest(len(frozen.base), frozen.turns, marks, bad)
+        catalog.run("UPDATE cold SET digest = ?", (digest,))
+    with pytest.raises(ThawError, match="cannot be thawed"):
+        thaw(store, codec, "x")
+    assert store.session("x").cold_bytes
