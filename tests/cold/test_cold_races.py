@@ -182,6 +182,27 @@ async def test_the_watch_goes_on_after_an_error(
     await keeper.close()
 
 
+async def test_what_no_session_can_do_without_is_asked_for_once(store: Store) -> None:
+    """The model cannot be read: not every idle session finds that out by itself."""
+    for number in range(5):
+        say(store, CHAT, session=f"s{number}")
+    asked: list[int] = []
+
+    def source() -> Source:
+        asked.append(1)
+        return Source(Path("/nowhere/model.gguf"), "hash")
+
+    keeper = Keeper(store, Coding(source), freeze_after_s=0)
+    keeper.start()
+    for _ in range(500):
+        if asked:
+            break
+        await asyncio.sleep(0.02)
+    await asyncio.sleep(0.5)
+    assert len(asked) == 1
+    await keeper.close()
+
+
 def test_idle_sessions_without_some(store: Store) -> None:
     for number in range(6):
         say(store, [*BASE, number], session=f"s{number}")

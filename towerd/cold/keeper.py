@@ -24,7 +24,15 @@ from towerd.cold.coding import Coding
 from towerd.cold.freezing import Froze, cold_history, freeze, thaw
 from towerd.cold.waits import Waits
 from towerd.engine.base import Event, Finish, GenerateRequest, Ids, Progress, Reuse, Started
-from towerd.errors import NotFound, SessionFrozen, StoreError, ThawError, TowerdError
+from towerd.errors import (
+    DiskFull,
+    NotFound,
+    NotSupported,
+    SessionFrozen,
+    StoreError,
+    ThawError,
+    TowerdError,
+)
 from towerd.store import Node, Store
 from towerd.store.cold import SessionBusy
 from towerd.store.node import ids_bytes
@@ -38,7 +46,7 @@ QUIET_S = 5.0
 LOOK_S_MAX = 60.0
 LOOK_S_MIN = 0.05
 RETRY_S = 3600.0
-"""After which a session that could not be frozen is tried again."""
+"""After which what could not be frozen is tried again."""
 
 Run = Callable[[GenerateRequest], Coroutine[Any, Any, Finish | None]]
 T = TypeVar("T")
@@ -305,6 +313,9 @@ class Keeper:
             await self.freeze(due.id, due.scope)
         except NotFound:
             pass  # removed meanwhile
+        except (NotSupported, DiskFull) as error:  # as the next one would be
+            log.warning("no session can be frozen now", extra={"error": str(error)})
+            await asyncio.sleep(RETRY_S)
         except Exception as error:  # whatever it is, the next one is not to wait for it
             self._waits.put_off((due.scope, due.id), RETRY_S)
             log.warning("a session was not frozen", extra={"error": str(error)})
