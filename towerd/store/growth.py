@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -52,6 +53,10 @@ class Growth:
         """Split the matched nodes at every end, and the last where the match stops."""
         path: list[Node] = []
         for node in match.nodes:
+            at = bisect_right(ends, node.p0)
+            if node.p1 <= match.n and (at == len(ends) or ends[at] >= node.p1):
+                path.append(node)  # as most of a long path
+                continue
             stop = min(node.p1, match.n)
             inside = {end for end in ends if node.p0 < end <= stop} | {stop}
             for at in sorted(inside - {node.p1}):
