@@ -261,6 +261,9 @@ def test_what_is_asked_of_many_sessions_has_an_index(store: Store) -> None:
     for sql in seen:
         plan = [row[3] for row in db.execute("EXPLAIN QUERY PLAN " + sql)]
         assert not any("SCAN sessions" in line or line.endswith(whole) for line in plan), sql
+        assert not any("TEMP B-TREE" in line for line in plan), sql
+        if "cold_bytes = 0" in sql:  # not by way of all that are frozen
+            assert "sessions_warm" in plan[0]
     assert len(seen) >= 7
 
 

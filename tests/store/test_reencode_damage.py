@@ -182,7 +182,7 @@ def as_version_1(root: Path) -> None:
     db.execute("DROP TABLE workflows")
     for name in ("blobs", "cold"):
         db.execute(f"DROP TABLE {name}")
-    for name in ("warm", "used", "id", "frozen"):
+    for name in ("warm", "used", "own", "id", "frozen"):
         db.execute(f"DROP INDEX sessions_{name}")
     db.execute("ALTER TABLE sessions DROP COLUMN cold_bytes")
     db.execute("PRAGMA user_version = 1")

@@ -180,7 +180,8 @@ class ColdTable:
         longest unused first; `without` those of these (scope, id)."""
         with self._lock():
             rows = self._state.catalog.rows(
-                "SELECT pk, id, scope FROM sessions WHERE fingerprint = ? AND cold_bytes = 0"
+                "SELECT pk, id, scope FROM sessions INDEXED BY sessions_warm"
+                " WHERE fingerprint = ? AND cold_bytes = 0"
                 " AND updated < ? AND (?3 IS NULL OR scope = ?3) AND leaf IS NOT NULL"
                 " ORDER BY updated, pk LIMIT ?4",
                 (self._state.fingerprint_pk, before, scope, limit + len(without)),

@@ -174,7 +174,8 @@ CREATE INDEX turns_reply ON turns(reply_node) WHERE reply_node IS NOT NULL;
 
 _V5 = """
 -- what was used last is listed, and one session found, without a look at all the others
-CREATE INDEX sessions_used ON sessions(fingerprint, updated, scope);
+CREATE INDEX sessions_used ON sessions(fingerprint, updated);
+CREATE INDEX sessions_own ON sessions(fingerprint, scope, updated);
 CREATE INDEX sessions_id ON sessions(fingerprint, id, scope);
 CREATE INDEX sessions_frozen ON sessions(fingerprint, cold_bytes) WHERE cold_bytes > 0;
 """

@@ -138,9 +138,10 @@ class SessionTable:
 
     def listing(self, scope: str | None, limit: int) -> list[SessionInfo]:
         """The sessions used last first."""
+        whose, params = ("", ()) if scope is None else (" AND scope = ?", (scope,))
         rows = self.catalog.rows(
-            f"{_SESSION} AND (?2 IS NULL OR scope = ?2) ORDER BY updated DESC, pk DESC LIMIT ?3",
-            (self.fingerprint, scope, limit),
+            f"{_SESSION}{whose} ORDER BY updated DESC, pk DESC LIMIT ?",
+            (self.fingerprint, *params, limit),
         )
         return [_info(row) for row in rows]
 
