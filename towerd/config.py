@@ -27,11 +27,11 @@ from towerd.tiers.fidelity import FIDELITIES, LevelFormats
 
 ENGINES = ("embedded", "llama-server")
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
-RETENTIONS = ("none", "shift", "streaming", "h2o", "snapkv", "buzz", "latem")
+RETENTIONS = ("none", "shift", "streaming", "h2o", "snapkv", "buzz", "latem", "icecache")
 """Those of towerd.retention whose signals the embedded engine has, and what needs none."""
 UNBOUNDED = ("none", "shift")
 """Those that know no budget."""
-WATCHING = ("h2o", "snapkv", "buzz", "latem")
+WATCHING = ("h2o", "snapkv", "buzz", "latem", "icecache")
 """Those that go by what the attention says."""
 UNQUANTIZED = ("f32", "f16", "bf16")
 ENV_PREFIX = "TOWERD_"
@@ -167,6 +167,14 @@ class Config:
     live_budget: int = _set(0, "int", "--live-budget",
         "Tokens of one chat that stay in the live context under a --retention policy.", low=0,
         high=2**31 - 1, auto="half of ctx-size")
+    recall_every: int = _set(64, "int", "--recall-every",
+        "Generated tokens after which --retention icecache chooses anew what is live; 0: only at each prompt.",
+        low=0, high=2**31 - 1)
+    recall_layer_step: int = _set(3, "int", "--recall-layer-step",
+        "Every so manieth layer's keys are indexed for --retention icecache; 1: all but the first two.", low=1, high=1024)
+    recall_bytes: int = _set(-1, "size", "--recall-bytes",
+        "RAM for what --retention icecache can bring back of one chat, rows and index; the oldest is forgotten beyond.",
+        low=-1, auto="an eighth of hot-bytes")
     n_predict: int = _set(-1, "int", "--n-predict -n",
         "Tokens generated when a request does not say; -1: until the model ends, or its context is full once.", low=-1,
         high=2**31 - 1)
@@ -248,6 +256,8 @@ class Config:
             auto["threads_batch"] = auto.get("threads", self.threads)
         if self.hot_bytes == -1:
             auto["hot_bytes"] = psutil.virtual_memory().total // 8
+        if self.recall_bytes == -1:
+            auto["recall_bytes"] = auto.get("hot_bytes", self.hot_bytes) // 8
         if self.warm_bytes == -1:
             free = _free_bytes(auto.get("store_dir", self.store_dir))
             auto["warm_bytes"] = min(WARM_BYTES_MAX, free // 2)

@@ -221,12 +221,19 @@ def cold(model: Path | None, data: Path | None, vocab: Path | None, quick: bool)
               help="Key-value examples of Lost in the Middle, .jsonl.zst, for retrieval.")  # fmt: skip
 @click.option("--retrieval-model", type=click.Path(exists=True, dir_okay=False, path_type=Path),
               help="GGUF of `train retrieval`; without one no retrieval is measured.")  # fmt: skip
+@click.option("--live", is_flag=True,
+              help="Instead: time per token in the daemon, IceCache beside the full cache.")  # fmt: skip
 @_QUICK
 def longchat(
     model: Path | None, text: Path | None, meetings: Path | None, pairs: Path | None,
-    retrieval_model: Path | None, quick: bool,
+    retrieval_model: Path | None, live: bool, quick: bool,
 ) -> None:  # fmt: skip
     """What a bounded live cache costs, per retention policy, beside the full cache."""
+    if live:
+        if any(path is not None for path in (text, meetings, pairs, retrieval_model)):
+            raise click.UsageError("--live goes with --model and --quick only.")
+        _run("longchat_live", model, quick)
+        return
     _run("longchat", model, quick, text=text, meetings=meetings, pairs=pairs,
          retrieval_model=retrieval_model)  # fmt: skip
 

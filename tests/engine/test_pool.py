@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from towerd.engine.base import Ids, LiveBudget
-from towerd.engine.embedded.pool import LivePool, common_prefix
+from towerd.engine.embedded.pool import LivePool, LiveSeq, common_prefix
 from towerd.engine.embedded.retained import Retained
 from towerd.engine.embedded.shift import shift_ids
 from towerd.store import APPROXIMATE, DERIVED, EXACT, THINNED
@@ -49,6 +49,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = LivePool(self.cells, n_seqs=N_SEQS, n_cells=10_000)
         self.taint: dict[int, int] = {}
         """Cell -> what its rows are."""
+        self.gone: dict[tuple[int, int], int] = {}
+        """(sequence, position) -> the place that was dropped, as long as nothing took it."""
 
     def taints(self, seq: int) -> list[int]:
         """Of a sequence's cells, in the order of their positions."""
@@ -100,14 +102,57 @@ class PoolMachine(RuleBasedStateMachine):
         for p0, p1 in seq.retained.drop(np.array(sorted(stay), np.int64)):
             self.pool.thin(seq, p0, p1)
         assert seq.retained.kept.tolist() == sorted(stay)
+        self.gone |= {(seq.id, p): place_of[p] for p in kept if p not in stay}
         places = {place_of[p] for p in stay}
         assert self.cells.seqs[seq.id] == {p: c for p, c in before.items() if p in places}
+
+    @precondition(lambda self: any(self.absent(s) for s in self.pool))
+    @rule(data=st.data())
+    def recall(self, data: st.DataObject) -> None:
+        """Bring some back: the others, and all other sequences, stay as they are."""
+        seqs = sorted((s for s in self.pool if self.absent(s)), key=lambda s: s.id)
+        seq = data.draw(st.sampled_from(seqs))
+        absent = self.absent(seq)
+        back = sorted(data.draw(st.sets(st.sampled_from(sorted(absent)), min_size=1)))
+        before = {s: dict(held) for s, held in self.cells.seqs.items()}
+        assert seq.retained is not None
+        kept = seq.retained.kept.tolist()
+        for p in back:
+            self.taint[self.cells.next_cell] = int(seq.taint[p])
+            self.cells.write(seq.id, absent[p])
+        places = np.array([absent[p] for p in back], np.int64)
+        self.pool.recall(seq, np.array(back, np.int64), places)
+        assert seq.retained.kept.tolist() == sorted(kept + back)
+        now = self.cells.seqs
+        assert all(now[s].items() >= held.items() for s, held in before.items())
+        assert all(now[s] == held for s, held in before.items() if s != seq.id)
+
+    def absent(self, seq: LiveSeq) -> dict[int, int]:
+        """Position -> place of what was dropped of a sequence and can come back."""
+        found: dict[int, int] = {}
+        if seq.retained is None or not seq.n_cells:
+            return found
+        kept, places = seq.retained.kept.tolist(), seq.retained.places.tolist()
+        for (owner, p), place in self.gone.items():
+            rank = seq.retained.rank(p)
+            free = owner == seq.id and p < kept[-1] and p not in kept
+            if free and (rank == 0 or places[rank - 1] < place) and place < places[rank]:
+                found[p] = place
+        ordered = sorted(found)  # a later position stands at a later place
+        return {p: found[p] for i, p in enumerate(ordered)
+                if all(found[q] < found[p] for q in ordered[:i])}  # fmt: skip
+
+    def forget(self, seq: LiveSeq, n: int) -> None:
+        """What was dropped from token `n` on is not that of the tokens to come."""
+        self.gone = {(s, p): place for (s, p), place in self.gone.items() if s != seq.id or p < n}
 
     @precondition(lambda self: len(self.pool) > 0)
     @rule(data=st.data())
     def truncate(self, data: st.DataObject) -> None:
         seq = data.draw(st.sampled_from(sorted(self.pool, key=lambda s: s.id)))
-        self.pool.truncate(seq, data.draw(st.integers(0, seq.n)))
+        n = data.draw(st.integers(0, seq.n))
+        self.pool.truncate(seq, n)
+        self.forget(seq, n)
 
     @precondition(lambda self: len(self.pool) > 0)
     @rule(data=st.data())
@@ -116,6 +161,7 @@ class PoolMachine(RuleBasedStateMachine):
         frees = self.pool.freed_by(seq)
         before = self.pool.cells_used
         self.pool.drop(seq)
+        self.forget(seq, 0)
         assert before - self.pool.cells_used == frees
 
     @rule(ids=st.lists(st.integers(0, 2), min_size=1, max_size=12), scope=st.sampled_from("ab"))

@@ -20,14 +20,19 @@ UNLIMITED = IceCacheConfig(
 )
 
 
+def keys_of(view: View) -> np.ndarray:
+    assert isinstance(view.keys, np.ndarray)
+    return view.keys
+
+
 def full_votes(view: View, layers: range) -> np.ndarray:
     """The largest attention of each head's queries on every position, summed over heads."""
-    assert view.keys is not None
     assert view.queries is not None
+    keys_of_all = keys_of(view)
     votes = np.zeros(view.n)
-    group = view.queries.shape[1] // view.keys.shape[1]
+    group = view.queries.shape[1] // keys_of_all.shape[1]
     for layer in layers:
-        for head, keys in enumerate(view.keys[layer].astype(np.float64)):
+        for head, keys in enumerate(keys_of_all[layer].astype(np.float64)):
             best = np.zeros(view.n)
             for queries in view.queries[layer, head * group : (head + 1) * group]:
                 for query in queries.astype(np.float64):
@@ -90,16 +95,59 @@ def test_layers_without_trees_have_no_vote() -> None:
 def test_the_index_grows_with_the_chat() -> None:
     """What was indexed piece by piece is found like what was indexed at once."""
     view = told(400, {(2, 0): 50, (3, 2): 222})
-    assert view.keys is not None
     policy = IceCache(IceCacheConfig(window=20, keys_max=16))
     for n in (60, 61, 200, 333):
-        policy.index(np.arange(4, n), view.keys[:, :, 4:n])
+        policy.index(np.arange(4, n), keys_of(view)[:, :, 4:n])
     branch = policy.fork()
     assert {50, 222} <= set(policy.keep(view, 60).tolist())
-    shorter = View(view.positions[:300], 300, keys=view.keys[:, :, :300], queries=view.queries)
+    shorter = View(view.positions[:300], 300, keys=keys_of(view)[:, :, :300], queries=view.queries)
     kept = branch.keep(shorter, 60)
     assert {50, 222} <= set(kept.tolist())
     assert kept.max() == 299
+
+
+def test_what_is_forgotten_may_come_again_with_other_keys() -> None:
+    """A branch of the chat has other tokens at the same positions; the index does not grow by what
+    is forgotten again and again."""
+    needles = {(2, 0): 250, (3, 3): 222}
+    view = told(400, needles)
+    policy = IceCache(IceCacheConfig.for_budget(60))
+    other = told(400, {})
+    policy.index(other.positions[4:380], keys_of(other)[:, :, 4:380])
+    policy.forget(np.arange(200, 400))
+    assert {250, 222} <= set(policy.keep(view, 60).tolist())
+    for _ in range(8):
+        policy.forget(np.arange(100, 400))
+        assert {250, 222} <= set(policy.keep(view, 60).tolist())
+    whole = 400 * policy.index_bytes(4, 2, 16)
+    assert 0 < policy.n_bytes <= 2 * whole
+
+
+class Elsewhere:
+    """Keys that are no array: what a policy reads is copied out of one."""
+
+    def __init__(self, keys: np.ndarray) -> None:
+        self.shape: tuple[int, ...] = keys.shape
+        self._keys = keys
+
+    def __getitem__(self, place: tuple[int, int, np.ndarray], /) -> np.ndarray:
+        layer, head, numbers = place
+        return np.stack([self._keys[layer, head, i] for i in numbers.tolist()])
+
+
+@given(st.integers(0, 2**31), st.integers(20, 70))
+def test_keys_may_lie_anywhere(seed: int, n: int) -> None:
+    view = retained.random_view(seed, n)
+    config = IceCacheConfig(sink=2, window=3, keys_max=8, layer_first=0)
+    found = IceCache(config).keep(replace(view, keys=Elsewhere(keys_of(view))), 12)
+    assert np.array_equal(found, IceCache(config).keep(view, 12))
+
+
+def test_without_queries_the_last_ones_stay() -> None:
+    view = told(100, {})
+    assert view.queries is not None
+    kept = IceCache(IceCacheConfig()).keep(replace(view, queries=view.queries[:, :, :0]), 40)
+    assert kept.tolist() == [0, 1, 2, 3, *range(64, 100)]
 
 
 @pytest.mark.parametrize(("keys_max", "layer_step", "window"), [(0, 1, 1), (1, 0, 1), (1, 1, 0)])

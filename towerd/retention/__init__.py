@@ -1,25 +1,36 @@
 """What of a long chat stays in the live cache: pure functions over arrays."""
 
 from towerd.retention.base import (
+    Keys,
     Mass,
     Positions,
+    Recalling,
     Retention,
     RetentionConfig,
     Rows,
     Signal,
     View,
 )
-from towerd.retention.factory import NAMES, open_retention, retention_config, signals_of
+from towerd.retention.factory import (
+    NAMES,
+    can_recall,
+    open_retention,
+    retention_config,
+    signals_of,
+)
 
 __all__ = [
     "NAMES",
+    "Keys",
     "Mass",
     "Positions",
+    "Recalling",
     "Retention",
     "RetentionConfig",
     "Rows",
     "Signal",
     "View",
+    "can_recall",
     "open_retention",
     "retention_config",
     "signals_of",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Protocol, Self, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,18 @@ import numpy.typing as npt
 Positions = npt.NDArray[np.int64]
 Mass = npt.NDArray[np.float32]
 Rows = npt.NDArray[np.float32]
+
+
+class Keys(Protocol):
+    """Cached keys, rotated by RoPE: float32[layers, KV heads, n, head size]. An array is one;
+    somebody who has them in pieces or in another format reads out what is asked for."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def __getitem__(self, place: tuple[int, int, Positions], /) -> Rows:
+        """float32[m, head size]: of one layer and KV head, those with these m numbers below n."""
+        ...
 
 
 class Signal(enum.Enum):
@@ -46,8 +58,8 @@ class View:
     """float32[n]: the same from the last queries only (the observation window)."""
     messages: Positions | None = None
     """int64[n], never falling: the number of the message that each position belongs to."""
-    keys: Rows | None = None
-    """float32[layers, KV heads, n, head size]: cached keys, rotated by RoPE."""
+    keys: Keys | None = None
+    """Of each position, in every layer."""
     queries: Rows | None = None
     """float32[layers, heads, m, head size]: the last m queries, rotated by RoPE."""
     live: npt.NDArray[np.bool_] | None = None
@@ -68,7 +80,8 @@ class View:
         values: npt.NDArray[np.generic] | None = getattr(self, signal.value)
         if values is None:
             raise ValueError(f"this policy needs the signal {signal.value!r}, which is missing")
-        n = values.shape[2] if signal is Signal.KEYS and values.ndim == 4 else len(values)
+        is_keys = signal is Signal.KEYS and len(values.shape) == 4
+        n = values.shape[2 if is_keys else 0]
         if signal is not Signal.QUERIES and n != self.n:
             raise ValueError(f"{signal.value!r} has {n} entries for {self.n} positions")
         return values
@@ -108,6 +121,34 @@ class Retention(Protocol):
 
     def fork(self) -> Self:
         """The same decisions so far, for a branch of the chat; later ones are apart."""
+        ...
+
+
+@runtime_checkable
+class Recalling(Retention, Protocol):
+    """A policy that may choose what is not live: it has an index of everything it was shown."""
+
+    @property
+    def n_bytes(self) -> int:
+        """About how much RAM the index takes."""
+        ...
+
+    def index_bytes(self, layers: int, kv_heads: int, head_size: int) -> int:
+        """About how much RAM one position takes in the index of a model of this shape."""
+        ...
+
+    def indexed(self, n: int) -> slice:
+        """Which of `n` positions belong in the index: those that have left the window."""
+        ...
+
+    def index(self, positions: Positions, keys: Keys) -> None:
+        """Put positions [n] with their keys [layers, KV heads, n, head size] into the index, but
+        for those that are there. `keep` does it for what it is shown; who has time before, such
+        as while a prompt is evaluated, may do it then."""
+        ...
+
+    def forget(self, positions: Positions) -> None:
+        """These will not be shown again, or with other keys."""
         ...
 
 

@@ -52,6 +52,11 @@ def signals_of(name: str) -> frozenset[Signal]:
     return KINDS[name].policy.signals
 
 
+def can_recall(name: str) -> bool:
+    """Whether what policy `name` dropped may come back. Raises KeyError for an unknown name."""
+    return KINDS[name].policy.can_recall
+
+
 def open_retention(config: RetentionConfig) -> Retention:
     """A policy with these parameters, for one chat."""
     for kind in KINDS.values():

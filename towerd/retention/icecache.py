@@ -21,12 +21,14 @@ import numpy as np
 import numpy.typing as npt
 
 from towerd.kernels.dci import DciConfig, DciTree, make_dci_tree
-from towerd.retention.base import Positions, Rows, Signal, View, check_view
+from towerd.retention.base import Keys, Positions, Rows, Signal, View, check_view
 from towerd.retention.choice import SINK_DEFAULT, EndsConfig, middle, top, with_ends
 
 Votes = npt.NDArray[np.float32]
 
 _KEYS_MIN = 8
+_FORGOTTEN_SHARE_MAX = 0.5
+"""Forgotten positions for each indexed one; beyond, the trees are built anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,42 +68,66 @@ class IceCache:
     def __init__(self, config: IceCacheConfig) -> None:
         self.config = config
         self._trees: dict[tuple[int, int], DciTree] = {}
+        self._head_size = 0
         self._indexed: Positions = np.empty(0, np.int64)
-        """Positions by their number in every tree."""
+        """Positions by their number in every tree; -1: forgotten."""
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(map(len, self._trees.values())) * _tree_bytes(self._head_size)
+
+    def index_bytes(self, layers: int, kv_heads: int, head_size: int) -> int:
+        of_all = len(self.config.anchors(layers)) * kv_heads * _tree_bytes(head_size)
+        return int(of_all * (1 + _FORGOTTEN_SHARE_MAX))
 
     def keep(self, view: View, n_max: int) -> Positions:
         """As the protocol says; the keys of a position must be the same at every call."""
         check_view(self, view, n_max)
         check_rows(view.keys, view.queries)
-        span = middle(view.n, self.config.sink, self.config.window)
+        span = self.indexed(view.n)
         if view.n <= n_max:
             return view.positions
         assert view.keys is not None
-        self.index(view.positions[span], view.keys[:, :, span])
+        numbers = np.arange(span.start, span.stop)
+        if (self._indexed < 0).sum() > _FORGOTTEN_SHARE_MAX * (self._indexed >= 0).sum():
+            self._trees, self._indexed = {}, np.empty(0, np.int64)
+        self._insert(view.positions[span], view.keys, numbers)
         chosen = top(self._votes(view, span), n_max - self.config.n_min)
         return with_ends(view.positions, span, chosen)
 
-    def index(self, positions: Positions, keys: Rows) -> None:
-        """Put positions [n] with their keys [layers, KV heads, n, head size] into the trees, but
-        for those that are there. `keep` does it for what it is shown; who has time before, such as
-        while a prompt is evaluated, may do it then."""
-        is_new = ~np.isin(positions, self._indexed)
-        if not is_new.any():
-            return
-        for layer in self.config.anchors(len(keys)):
-            for head, rows in enumerate(keys[layer]):
-                tree = self._trees.get((layer, head))
-                if tree is None:
-                    tree = make_dci_tree(rows.shape[1], self.config.tree)
-                    self._trees[layer, head] = tree
-                tree.add(np.ascontiguousarray(rows[is_new]))
-        self._indexed = np.concatenate([self._indexed, positions[is_new]])
+    def indexed(self, n: int) -> slice:
+        return middle(n, self.config.sink, self.config.window)
+
+    def index(self, positions: Positions, keys: Keys) -> None:
+        self._insert(positions, keys, np.arange(len(positions)))
+
+    def forget(self, positions: Positions) -> None:
+        gone = np.isin(self._indexed, positions)
+        if gone.any():
+            self._indexed = np.where(gone, -1, self._indexed)
 
     def fork(self) -> Self:
         branch = type(self)(self.config)
         branch._trees = {place: tree.copy() for place, tree in self._trees.items()}
-        branch._indexed = self._indexed
+        branch._indexed, branch._head_size = self._indexed, self._head_size
         return branch
+
+    def _insert(self, positions: Positions, keys: Keys, numbers: Positions) -> None:
+        """Index `positions`, whose keys have these `numbers`."""
+        is_new = ~np.isin(positions, self._indexed)
+        if not is_new.any():
+            return
+        layers, kv_heads, _, size = keys.shape
+        self._head_size = size
+        wanted = numbers[is_new]
+        for layer in self.config.anchors(layers):
+            for head in range(kv_heads):
+                tree = self._trees.get((layer, head))
+                if tree is None:
+                    tree = make_dci_tree(size, self.config.tree)
+                    self._trees[layer, head] = tree
+                tree.add(np.ascontiguousarray(keys[layer, head, wanted]))
+        self._indexed = np.concatenate([self._indexed, positions[is_new]])
 
     def _votes(self, view: View, span: slice) -> Votes:
         """float32[length of span]: the votes of all heads with trees."""
@@ -109,17 +135,18 @@ class IceCache:
         assert keys is not None
         assert queries is not None
         votes = np.zeros(span.stop - span.start, np.float32)
+        if not queries.shape[2]:
+            return votes
         place = self._places(view.positions[span])
-        is_end = np.ones(view.n, np.bool_)
-        is_end[span] = False
+        ends = np.concatenate([np.arange(span.start), np.arange(span.stop, view.n)])
         group = queries.shape[1] // keys.shape[1]
         for (layer, head), tree in self._trees.items():
             asking = queries[layer, head * group : (head + 1) * group]
             asking = np.ascontiguousarray(asking.reshape(-1, asking.shape[-1]))
             hit = place[self._hits(tree, asking)]
             hit = np.sort(hit[hit >= 0])
-            rows = keys[layer, head]
-            shares = attention(asking, np.concatenate([rows[span][hit], rows[is_end]]))
+            rows = keys[layer, head, np.concatenate([span.start + hit, ends])]
+            shares = attention(asking, rows)
             votes[hit] += shares[:, : len(hit)].max(0, initial=0)
         return votes
 
@@ -140,9 +167,15 @@ class IceCache:
         return np.flatnonzero(is_hit[pages])
 
 
-def check_rows(keys: Rows | None, queries: Rows | None) -> None:
+def _tree_bytes(head_size: int) -> int:
+    """About what a key takes in a tree: itself, its place along four directions, links; arrays
+    that grow are on the mean half empty (kernels/cpp/dci.h)."""
+    return (4 * head_size + 160) * 3 // 2
+
+
+def check_rows(keys: Keys | None, queries: Rows | None) -> None:
     """Raises ValueError unless keys and queries are of the same layers, heads and head size."""
-    if keys is None or queries is None or keys.ndim != 4 or queries.ndim != 4:
+    if keys is None or queries is None or len(keys.shape) != 4 or queries.ndim != 4:
         raise ValueError("keys and queries must be [layers, heads, rows, head size]")
     (layers, heads, _, size), (q_layers, q_heads, _, q_size) = keys.shape, queries.shape
     if (layers, size) != (q_layers, q_size) or heads < 1 or q_heads % heads:

@@ -25,6 +25,7 @@ from towerd.engine.embedded.job import Job, Phase
 from towerd.engine.embedded.materialise import Materialiser
 from towerd.engine.embedded.modules import EmbeddedModules
 from towerd.engine.embedded.pool import LivePool
+from towerd.engine.embedded.recall import RecallLimits
 from towerd.engine.embedded.resume import Resumer
 from towerd.engine.embedded.scheduler import Scheduler
 from towerd.engine.embedded.shift import check_fits
@@ -105,7 +106,9 @@ class EmbeddedEngine:
             resumer = Resumer(
                 memory, self.pool, tiers, boundaries, core.vocab.eog_ids, config.boundary_tokens
             )
-        self.thinner = Thinner(core, self.pool, self.splicer, tiers.hot_bytes_max // PARKED_SHARE)
+        limits = RecallLimits(config.recall_every, config.recall_layer_step, config.recall_bytes)
+        parked_bytes = tiers.hot_bytes_max // PARKED_SHARE
+        self.thinner = Thinner(core, self.pool, self.splicer, parked_bytes, limits)
         self.materialiser = Materialiser(
             memory, self.pool, tiers, self.splicer, self.thinner, resumer
         )

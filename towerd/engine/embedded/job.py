@@ -79,6 +79,10 @@ class Job:
     """Positions of its prompt, ascending, where a boundary state is to be taken."""
     n_broken: int = 0
     """Loads that ended before all planned rows had come."""
+    n_begun: int = -1
+    """Where the first token stands that was evaluated for it, if its chat can recall; -1: none."""
+    was_asked: bool = False
+    """Its chat was brought what the prompt looks for."""
     splice: Splice | None = None
     """What is still to be spliced into its sequence."""
     loads: int = 0

@@ -257,7 +257,7 @@ class Materialiser:
             return Plan.nothing()
         stop = job.n - 1
         if job.request.live.is_bounded:
-            stop = min(stop, max(seq.n, job.request.live.tokens))
+            stop = min(stop, self.thinner.n_loadable(job.request.live, seq.n))
         plan = self.tiers.plan(job.ids[:stop], job.request.scope, seq.n)
         seq.n_public = plan.n_public
         return plan

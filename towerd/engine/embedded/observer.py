@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from towerd.config import UNQUANTIZED, WATCHING, Config
 from towerd.engine.embedded.context import LlamaContext
 from towerd.engine.embedded.job import Job
+from towerd.engine.embedded.keys import keys_of
 from towerd.engine.embedded.memory import Memory
 from towerd.engine.embedded.model import LlamaModel
 from towerd.engine.embedded.pool import LiveSeq
@@ -28,8 +29,6 @@ from towerd.retention import Rows
 from towerd.retention.attention import attention_mass
 from towerd.slots.blob import parse_rows
 from towerd.slots.errors import StateError
-from towerd.slots.layout import Plane
-from towerd.slots.rows import Bytes2D, KVRows
 
 QUERIES_MAX = 64
 """Queries that one eviction goes by: the last ones before it."""
@@ -38,14 +37,24 @@ _PROBE_ERROR_MAX = 0.05
 """Of a mass of up to 16; f16 keys explain a tenth of it."""
 
 
+class Attention(NamedTuple):
+    """Of a model whose attention can be read."""
+
+    scale: float
+    """What its scores are multiplied by before the softmax."""
+    layers: int
+    heads: int
+    head_size: int
+
+
 class Observer:
     """Queries from the taps of one context, masses from its cells."""
 
-    def __init__(self, taps: Taps, memory: Memory, scale: float) -> None:
-        """scale: what `check_attention` found."""
+    def __init__(self, taps: Taps, memory: Memory, attention: Attention) -> None:
+        """attention: what `check_attention` found."""
+        self.attention = attention
         self._taps = taps
         self._memory = memory
-        self._scale = scale
         self._starts: dict[int, int] = {}
         self._n_batch = 0
 
@@ -76,6 +85,16 @@ class Observer:
         n = job.seq.n
         job.seq.retained.observe(Observed(n - (end - start), queries), QUERIES_MAX)
 
+    def asking(self, retained: Retained, n_from: int) -> Rows:
+        """float32[layers, heads, m, head size]: the observed queries of tokens from `n_from` on,
+        which may be none, scaled so that scores are their products with keys by sqrt(head size);
+        they stay observed."""
+        a = self.attention
+        found = [np.zeros((a.layers, a.heads, 0, a.head_size), np.float32)]
+        for each in retained.observed:
+            found.append(each.queries[:, :, max(0, n_from - each.p0) :])
+        return np.concatenate(found, axis=2) * np.float32(a.scale * math.sqrt(a.head_size))
+
     def measure(self, seq: LiveSeq, retained: Retained) -> None:
         """Add what the observed queries say to the account's masses; they are used up."""
         observed, retained.observed = retained.observed, ()
@@ -88,7 +107,7 @@ class Observer:
         positions = np.concatenate([np.arange(each.p0, each.p1) for each in observed])
         places = retained.places[np.searchsorted(retained.kept, positions)]
         keys = keys_of(rows, queries.shape[3])
-        recent = attention_mass(queries, keys, places, retained.places, self._scale)
+        recent = attention_mass(queries, keys, places, retained.places, self.attention.scale)
         retained.recent = recent
         retained.mass = retained.mass + recent
 
@@ -98,26 +117,9 @@ def needs_attention(job: Job) -> bool:
     return job.request.live.policy in WATCHING
 
 
-def keys_of(rows: KVRows, head_size: int) -> Rows:
-    """float32[layers, KV heads, n, head size]: the keys of `rows`, whose format has no blocks."""
-    layers = [_floats(plane, k) for plane, k in zip(rows.layout.k, rows.k, strict=True)]
-    return np.stack([k.reshape(len(rows), -1, head_size).transpose(1, 0, 2) for k in layers])
-
-
-def _floats(plane: Plane, rows: Bytes2D) -> npt.NDArray[np.float32]:
-    """float32[n, elements]"""
-    data = np.ascontiguousarray(rows)
-    if plane.format.name == "f32":
-        return data.view(np.float32)
-    if plane.format.name == "f16":
-        return data.view(np.float16).astype(np.float32)
-    assert plane.format.name == "bf16", "quantized keys are not read"
-    return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-
-
-def check_attention(model: LlamaModel, config: Config, *, cell_ext: bool) -> float:
-    """The factor of this model's attention scores, proved on a few tokens: masses from queries
-    and keys are those of llama.cpp's own weights.
+def check_attention(model: LlamaModel, config: Config, *, cell_ext: bool) -> Attention:
+    """This model's attention, proved on a few tokens: masses from queries and keys are those of
+    llama.cpp's own weights.
 
     Raises ConfigError if they are not, or cannot be compared: then no policy can go by them."""
     if config.cache_type_k not in UNQUANTIZED:
@@ -126,12 +128,12 @@ def check_attention(model: LlamaModel, config: Config, *, cell_ext: bool) -> flo
             f"{config.cache_type_k} quantizes them: take one of {', '.join(UNQUANTIZED)}."
         )
     try:
-        error, scale = _probe(model, config, cell_ext)
+        error, attention = _probe(model, config, cell_ext)
     except (TowerdError, StateError, ValueError) as failure:
         raise ConfigError(f"{_cannot(config)}: {failure}") from failure
     if not error <= _PROBE_ERROR_MAX:
         raise ConfigError(f"{_cannot(config)}: it differs from what was expected by {error:.2g}.")
-    return scale
+    return attention
 
 
 def _cannot(config: Config) -> str:
@@ -141,8 +143,8 @@ def _cannot(config: Config) -> str:
     )
 
 
-def _probe(model: LlamaModel, config: Config, cell_ext: bool) -> tuple[float, float]:
-    """(the largest difference of a position's mass, the scale it was computed with)"""
+def _probe(model: LlamaModel, config: Config, cell_ext: bool) -> tuple[float, Attention]:
+    """(the largest difference of a position's mass, what it was computed with)"""
     taps = Taps()
     config = replace(config, flash_attn="off", cache_type_v="f16")
     context = LlamaContext(model, config, n_cells=256, n_seqs=1, cb_eval=taps.callback)
@@ -162,4 +164,6 @@ def _probe(model: LlamaModel, config: Config, cell_ext: bool) -> tuple[float, fl
     every = np.arange(_PROBE_TOKENS, dtype=np.int64)
     found = attention_mass(queries, keys_of(rows, size), every, every, scale)
     expected = weights.mean(axis=(0, 1)).sum(axis=0)[:_PROBE_TOKENS]
-    return float(np.abs(found - expected).max()), scale
+    return float(np.abs(found - expected).max()), Attention(
+        scale, len(layers), queries.shape[1], size
+    )

@@ -18,8 +18,8 @@ from towerd.store import Taint
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parked:
-    """One chat: its tokens int32[n], what each token's rows are, the account of what is live and
-    its rows as a sequence blob."""
+    """One chat: its tokens int32[n], what each token's rows are, the account of what is live (and
+    of what may come back) and its rows as a sequence blob."""
 
     scope: str
     session: str | None
@@ -34,7 +34,8 @@ class Parked:
 
     @property
     def nbytes(self) -> int:
-        return self.blob.nbytes + self.ids.nbytes + self.taint.nbytes
+        rows = self.blob.nbytes + self.retained.n_bytes_aside
+        return rows + self.ids.nbytes + self.taint.nbytes
 
 
 class ParkedTowers:

@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from towerd.engine.base import Ids, LiveBudget
 from towerd.engine.embedded.retained import Retained
+from towerd.retention import Positions
 from towerd.store import APPROXIMATE, SPLICED, THINNED, Taint, computed_after
 
 
@@ -268,6 +269,16 @@ class LivePool:
         seq.n_public = min(seq.n_public, p0)
         self._ops.seq_rm(seq.id, place0, place1 + 1)
 
+    def recall(self, seq: LiveSeq, positions: Positions, places: Positions) -> None:
+        """The context has put rows of `positions`, which `seq` lacked, to its `places`."""
+        assert seq.retained is not None, "only a sequence with a budget can be thinned"
+        ranks, counts = np.unique(np.searchsorted(seq.retained.kept, positions), return_counts=True)
+        for rank, n in zip(ranks[::-1].tolist(), counts[::-1].tolist(), strict=True):
+            self._insert(seq, rank, n)
+        self._merge_own(seq)
+        seq.retained.recall(positions, places)
+        self.cells_used += len(positions)
+
     def let_go(self, seq: LiveSeq) -> None:
         """Free all cells of `seq`, which stays open; `take` accounts for what is put there."""
         self._cut(seq, 0, seq.n_cells)
@@ -335,6 +346,27 @@ class LivePool:
                 keep.append(run)
             length += run.n
         seq.runs = keep
+
+    def _insert(self, seq: LiveSeq, start: int, n: int) -> None:
+        """`n` cells of its own stand before what was cell `start` of `seq`."""
+        self._split_at(seq, start)
+        length = 0
+        for i, run in enumerate(seq.runs):
+            if length == start:
+                seq.runs.insert(i, Run(n, {seq.id}))
+                return
+            length += run.n
+        seq.runs.append(Run(n, {seq.id}))
+
+    def _merge_own(self, seq: LiveSeq) -> None:
+        """Neighbouring runs that only `seq` has become one."""
+        runs: list[Run] = []
+        for run in seq.runs:
+            if runs and runs[-1].owners == run.owners == {seq.id}:
+                runs[-1].n += run.n
+            else:
+                runs.append(run)
+        seq.runs = runs
 
     def _split_at(self, seq: LiveSeq, n: int) -> None:
         """Make cell `n` of `seq` a run boundary, of every owner of the run it falls in.

@@ -10,16 +10,19 @@ its position there, until a chat that outgrew the context is moved together:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from towerd.engine.base import LiveBudget
+from towerd.engine.embedded.shelf import Shelf
 from towerd.retention import (
     Mass,
     Positions,
+    Recalling,
     Retention,
+    RetentionConfig,
     Rows,
     View,
     open_retention,
@@ -74,15 +77,34 @@ class Retained:
     """Rows as they were before the first eviction, until the store has them."""
     n_evictions: int = 0
     observed: tuple[Observed, ...] = ()
-    """Queries since the last eviction, the last ones last."""
+    """Queries since the last eviction, the last ones last; for a policy that can recall the last
+    ones altogether."""
+    shelf: Shelf = field(default_factory=Shelf)
+    """Rows that may come back; always empty if the policy cannot recall."""
+    n_chosen: int = 0
+    """How many tokens had been evaluated when the policy chose last."""
 
     @classmethod
-    def whole(cls, budget: LiveBudget, n: int, n_places: int) -> Retained:
-        """Of a sequence whose `n` tokens are all live. Raises ValueError as `retention_config`."""
-        policy = open_retention(retention_config(budget.policy, budget.tokens))
+    def whole(
+        cls, budget: LiveBudget, n: int, n_places: int, config: RetentionConfig | None = None
+    ) -> Retained:
+        """Of a sequence whose `n` tokens are all live; `config` of its policy, None: the one for
+        its budget. Raises ValueError as `retention_config`."""
+        policy = open_retention(config or retention_config(budget.policy, budget.tokens))
         every = np.arange(n, dtype=np.int64)
         zeros = np.zeros(n, np.float32)
         return cls(budget, policy, every, every, zeros, zeros, n, n_places)
+
+    @property
+    def can_recall(self) -> bool:
+        """Whether what is dropped may come back."""
+        return self.policy.can_recall
+
+    @property
+    def n_bytes_aside(self) -> int:
+        """RAM that the account takes for what is not live."""
+        index = self.policy.n_bytes if isinstance(self.policy, Recalling) else 0
+        return self.shelf.n_bytes + index
 
     @property
     def is_thinned(self) -> bool:
@@ -130,7 +152,11 @@ class Retained:
         """Only the first `n` tokens of the chat are left."""
         self._only(np.arange(self.rank(n)))
         self.n = n
+        self.n_chosen = min(self.n_chosen, n)
         self.observed = tuple(each.before(n) for each in self.observed if each.p0 < n)
+        if isinstance(self.policy, Recalling):
+            self.policy.forget(self.shelf.positions[self.shelf.positions >= n])
+            self.shelf = self.shelf.without(n)
 
     def observe(self, observed: Observed, n_max: int) -> None:
         """Keep the queries of the chat's last tokens, `n_max` of them at most."""
@@ -166,10 +192,29 @@ class Retained:
         """Positions [p0, p1) have left the context."""
         self._only(np.flatnonzero((self.kept < p0) | (self.kept >= p1)))
 
+    def recall(self, positions: Positions, places: Positions) -> None:
+        """Positions that were dropped are live again, at these places."""
+        kept = np.concatenate([self.kept, positions])
+        order = np.argsort(kept, kind="stable")
+        zeros = np.zeros(len(positions), np.float32)
+        self.kept, self.places = kept[order], np.concatenate([self.places, places])[order]
+        self.mass = np.append(self.mass, zeros)[order]
+        self.recent = np.append(self.recent, zeros)[order]
+
     def moved_together(self) -> None:
-        """The rows were moved to places without holes."""
+        """The rows were moved to places without holes. What is not live has no place between
+        them any more: it is forgotten."""
+        if self.can_recall:
+            self.policy = open_retention(self.policy.config)
+            self.shelf, self.observed = Shelf(), ()
         self.places = np.arange(len(self.kept), dtype=np.int64)
         self.n_evictions += 1
+
+    @property
+    def n_tail(self) -> int:
+        """How many live positions stand at the end without a hole between them."""
+        holes = np.flatnonzero(np.diff(self.kept) > 1)
+        return len(self.kept) - (int(holes[-1]) + 1 if len(holes) else 0)
 
     def is_intact_before(self, n: int) -> bool:
         """Whether the tokens just before position `n` are live, as after an eviction they are."""
@@ -180,7 +225,8 @@ class Retained:
         """The account of a branch."""
         return Retained(
             self.budget, self.policy.fork(), self.kept, self.places, self.mass, self.recent,
-            self.n, self.n_places, None, self.n_evictions, self.observed,
+            self.n, self.n_places, None, self.n_evictions, self.observed, self.shelf,
+            self.n_chosen,
         )  # fmt: skip
 
     def check_integrity(self) -> None:
@@ -191,6 +237,9 @@ class Retained:
         assert (np.diff(self.places) > 0).all(), "places ascend"
         assert m == 0 or int(self.kept[-1]) < self.n, "a position is not evaluated yet"
         assert self.is_thinned or m == self.n, "positions are missing of a whole sequence"
+        self.shelf.check_integrity()
+        shelved, live = np.intersect1d(self.shelf.positions, self.kept, return_indices=True)[::2]
+        assert np.array_equal(self.shelf.places(shelved), self.places[live]), "shelved elsewhere"
 
     def _only(self, ranks: npt.NDArray[np.int64]) -> None:
         self.kept, self.places = self.kept[ranks], self.places[ranks]

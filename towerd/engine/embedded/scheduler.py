@@ -301,6 +301,7 @@ class Scheduler:
                     self._requeue(job)
                 return
             self.materialiser.attach(job, loaded)
+            self.thinner.make_room(job, self.idle.evict_one)
         except TowerdError as error:
             self._requeue(job) if isinstance(error, RowsMissing) else self._fail(job, error)
             return
@@ -365,7 +366,7 @@ class Scheduler:
         if job.phase is Phase.PREFILL:
             if job.request.return_progress:
                 self._emit(job, job.progress())
-            if job.logits_index < 0:
+            if job.logits_index < 0 or self.thinner.is_asking(job):
                 return
             self._prompt_done(job)
         if job.phase is Phase.DECODE:

@@ -16,13 +16,15 @@ import numpy as np
 from towerd.config import RETENTIONS, WATCHING
 from towerd.engine.base import Ids, Kept, LiveBudget
 from towerd.engine.embedded.core import Core
-from towerd.engine.embedded.job import Job
+from towerd.engine.embedded.job import Job, Phase
 from towerd.engine.embedded.parked import Parked, ParkedTowers
 from towerd.engine.embedded.pool import LivePool, LiveSeq, common_prefix
+from towerd.engine.embedded.recall import ASKED_AGAIN_TOKENS, Recaller, RecallLimits, served
 from towerd.engine.embedded.retained import Retained
 from towerd.engine.embedded.splice import Splicer
 from towerd.errors import InvalidRequest, NotSupported, Unavailable
-from towerd.retention import Positions, retention_config
+from towerd.retention import Positions, can_recall, retention_config
+from towerd.retention.icecache import IceCacheConfig
 from towerd.slots.blob import emit_blob
 from towerd.slots.kind import DENSE
 from towerd.slots.rows import KVRows, join
@@ -34,16 +36,28 @@ _BUDGET_MIN = 16
 class Thinner:
     """What happens to live sequences of chats that have a budget."""
 
-    def __init__(self, core: Core, pool: LivePool, splicer: Splicer, parked_bytes_max: int) -> None:
+    def __init__(
+        self,
+        core: Core,
+        pool: LivePool,
+        splicer: Splicer,
+        parked_bytes_max: int,
+        recall: RecallLimits,
+    ) -> None:
         self.parked = ParkedTowers(parked_bytes_max)
         self.n_evictions = 0
         self.n_tokens_dropped = 0
         self.n_moves = 0
+        self.n_packed = 0
         self._core = core
         self._memory = core.memory
         self._observer = core.observer
         self._pool = pool
         self._splicer = splicer
+        self._recall = recall
+        self._recaller: Recaller | None = None
+        if core.observer is not None:
+            self._recaller = Recaller(core, pool, core.observer, recall)
         self._eog_ids = np.array(sorted(core.vocab.eog_ids), np.int32)
 
     # ---- asked before a request is taken -------------------------------------------------
@@ -85,6 +99,13 @@ class Thinner:
         be moved together."""
         return budget.is_bounded and self._splicer.can_rotate
 
+    def n_loadable(self, budget: LiveBudget, n_live: int) -> int:
+        """Up to which token a chat with `n_live` live ones may load stored rows. What a policy
+        that can recall has no room for goes to the shelf."""
+        if can_recall(budget.policy):
+            return max(n_live, self._core.n_ctx - 1)
+        return max(n_live, budget.tokens)
+
     # ---- a job's sequence ----------------------------------------------------------------
 
     def enter(self, job: Job, seq: LiveSeq) -> None:
@@ -95,7 +116,10 @@ class Thinner:
             seq.retained = None
         elif seq.retained is None or seq.retained.budget != budget:
             assert not seq.is_thinned, "a thinned sequence went to a request of another budget"
-            seq.retained = Retained.whole(budget, seq.n, self._core.n_ctx)
+            config = retention_config(budget.policy, budget.tokens)
+            if isinstance(config, IceCacheConfig):
+                config = served(config, self._recall)
+            seq.retained = Retained.whole(budget, seq.n, self._core.n_ctx, config)
 
     def make_room(self, job: Job, evict: Callable[[], bool]) -> None:
         """Make sure that `job` can evaluate a token. `evict` frees an idle sequence.
@@ -108,10 +132,20 @@ class Thinner:
             return
         if seq.n + 1 > len(seq.ids):
             self._pool.grow(seq, seq.n + max(retained.budget.tokens, seq.n // 4))
-        if len(retained.kept) >= retained.budget.tokens:
+        if retained.can_recall:
+            self._choose(job, seq, retained, evict)
+        elif len(retained.kept) >= retained.budget.tokens:
             self._evict(job, seq, retained)
         if self.may_outgrow(retained.budget) and retained.place_next >= retained.n_places:
             self._move_together(seq, retained, evict)
+
+    def is_asking(self, job: Job) -> bool:
+        """Whether the job's prompt, which is evaluated, shall be asked first what it looks for:
+        then `make_room` takes back its last tokens, to be evaluated again."""
+        retained = None if job.seq is None else job.seq.retained
+        if retained is None or not retained.can_recall or job.was_asked:
+            return False
+        return retained.is_thinned and job.n_live == job.n_prompt and job.request.n_predict != 0
 
     def watch(self, jobs: Iterable[Job]) -> None:
         """The next batch is that of `jobs`, in their order."""
@@ -134,6 +168,46 @@ class Thinner:
             self._pool.thin(seq, p0, p1)
         self.n_evictions += 1
         self.n_tokens_dropped += view.n - len(stay)
+        self._pack(seq, retained, view.n - len(stay))
+
+    def _pack(self, seq: LiveSeq, retained: Retained, n_dropped: int) -> None:
+        """What is left of a long chat lies scattered over its cells, and every step goes over all
+        cells up to the last one in use: after a large eviction it is written together."""
+        if n_dropped < retained.budget.tokens or any(run.owners != {seq.id} for run in seq.runs):
+            return
+        blob = self._core.context.get_state(seq.id)
+        self._pool.let_go(seq)
+        self._memory.append(seq.id, blob, is_empty=True)
+        self._pool.take(seq, len(retained.kept))
+        self.n_packed += 1
+
+    def _choose(
+        self, job: Job, seq: LiveSeq, retained: Retained, evict: Callable[[], bool]
+    ) -> None:
+        """If it is time to, let a policy that can recall choose anew what is live."""
+        recaller, observer = self._recaller, self._observer
+        assert recaller is not None
+        assert observer is not None
+        if job.n_begun < 0 and job.phase is Phase.PREFILL:
+            job.n_begun = seq.n
+        is_full = len(retained.kept) >= retained.budget.tokens
+        if job.phase is Phase.PREFILL and self.is_asking(job):
+            job.was_asked = True
+            asking = observer.asking(retained, job.n_begun)
+            n_again = min(ASKED_AGAIN_TOKENS, seq.n - job.n_begun, retained.n_tail - 1)
+            self._pool.truncate(seq, seq.n - n_again)
+        elif recaller.is_due(job, retained):
+            asking = observer.asking(retained, retained.n_chosen)
+        elif is_full:
+            asking = observer.asking(retained, 0)
+        else:
+            return
+        if not retained.is_thinned:
+            retained.exact = self._memory.rows(seq.id, 0, seq.n)
+        n_dropped = recaller.choose(seq, retained, asking, evict)
+        self.n_tokens_dropped += n_dropped
+        self.n_evictions += is_full
+        self._pack(seq, retained, n_dropped)
 
     def _messages(self, job: Job, n: int) -> Positions:
         """int64[n]: how many messages have ended before each token."""
@@ -201,14 +275,19 @@ class Thinner:
         runs = tuple(zip(starts.tolist(), ends.tolist(), strict=True))
         return Kept(best.budget.policy, best.budget.tokens, best.n, runs)
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, float]:
         """Counters and gauges."""
         return {
             "retention_evictions": self.n_evictions,
             "retention_tokens_dropped": self.n_tokens_dropped,
             "retention_moves": self.n_moves,
+            "retention_packed": self.n_packed,
             "parked_sequences": len(self.parked),
             "parked_bytes": self.parked.nbytes,
+            "recall_bytes": sum(
+                seq.retained.n_bytes_aside for seq in self._pool if seq.retained is not None
+            ),
+            **({} if self._recaller is None else self._recaller.stats()),
         }
 
 

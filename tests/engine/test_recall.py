@@ -1,0 +1,282 @@
+"""Chats that bring back what left the context: IceCache in the daemon."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+import pytest
+from oracle import OpenService, ask, check_integrity, settle
+
+from towerd.config import Config
+from towerd.engine.base import Ids, LiveBudget
+from towerd.engine.embedded.context import LlamaContext
+from towerd.engine.embedded.keys import keys_of
+from towerd.engine.embedded.model import LlamaModel
+from towerd.engine.embedded.pool import LiveSeq
+from towerd.engine.embedded.recall import ASKING_TOKENS_MAX, Recaller, RecallLimits, served
+from towerd.engine.embedded.retained import Retained
+from towerd.engine.embedded.taps import Taps
+from towerd.models.bundled import bundled_model
+from towerd.retention import Recalling, View, open_retention
+from towerd.retention.icecache import IceCacheConfig
+from towerd.service import Service
+from towerd.slots.blob import parse_rows
+
+T = TypeVar("T")
+SETTINGS = {"threads": 1, "retention": "icecache"}
+
+
+def some_ids(n: int, seed: int = 0) -> Ids:
+    return np.random.default_rng(seed).integers(260, 500, n).astype(np.int32)
+
+
+async def inside(service: Service, work: Callable[[], T]) -> T:
+    """Run `work` on the inference thread."""
+    return await asyncio.wrap_future(service.engine.scheduler.call(work))
+
+
+def recaller_of(service: Service) -> Recaller:
+    recaller = service.engine.thinner._recaller
+    assert recaller is not None
+    return recaller
+
+
+async def the_chat(service: Service) -> tuple[LiveSeq, Retained]:
+    """The only sequence with a budget."""
+    (seq,) = await inside(
+        service, lambda: [seq for seq in service.engine.pool if seq.retained is not None]
+    )
+    assert seq.retained is not None
+    return seq, seq.retained
+
+
+@pytest.mark.parametrize("flash_attn", ["off", "on"])
+@pytest.mark.parametrize("cache_type", ["f16", "f32"])
+async def test_after_recall_of_everything_it_is_the_full_cache(
+    service_on: OpenService, flash_attn: str, cache_type: str
+) -> None:
+    """Positions dropped at random and brought back, the chat goes on as if none had been; so does
+    another chat that shares cells with it, whose rows stay the same to the bit."""
+    live = LiveBudget("icecache", 300)
+    types = {"cache_type_k": cache_type, "cache_type_v": cache_type}
+    ids = some_ids(150)
+    async with service_on(bundled_model(), **SETTINGS, flash_attn=flash_attn, **types) as service:
+        engine = service.engine
+        other = await ask(service, ids[:100], 20, scope="local")
+        first = await ask(service, ids, 1, live=live)
+        seq, retained = await the_chat(service)
+        neighbour = next(s for s in engine.pool if s.retained is None)
+
+        def drop_and_recall() -> tuple[bytes, bytes]:
+            rng = np.random.default_rng(5)
+            memory = engine.core.memory
+            before = memory.rows(neighbour.id, 0, neighbour.n)
+            recaller = recaller_of(service)
+            recaller._shelve(seq, retained)
+            for _ in range(3):
+                stay = np.flatnonzero(rng.random(seq.n) < 0.4)
+                stay = np.union1d(stay, [0, seq.n - 1])
+                stay = np.intersect1d(stay, retained.kept)
+                for p0, p1 in retained.drop(stay):
+                    engine.pool.thin(seq, p0, p1)
+                gone = np.setdiff1d(np.arange(seq.n), retained.kept)
+                half = gone[rng.random(len(gone)) < 0.5]
+                recaller.recall(seq, retained, half)
+                engine.pool.check_integrity()
+            gone = np.setdiff1d(np.arange(seq.n), retained.kept)
+            recaller.recall(seq, retained, gone)
+            after = memory.rows(neighbour.id, 0, neighbour.n)
+            assert before is not None
+            assert after is not None
+            return (b"".join(p.tobytes() for p in before.planes()),
+                    b"".join(p.tobytes() for p in after.planes()))  # fmt: skip
+
+        before, after = await inside(service, drop_and_recall)
+        assert before == after
+        assert seq.n_cells == seq.n
+        await check_integrity(service)
+        longer = np.concatenate([ids, np.array(first.ids, np.int32), some_ids(40, 1)])
+        answer = await ask(service, longer, 10, live=live)
+        assert answer.finish.reuse.live >= 150
+        assert answer.finish.reuse.kept == len(longer)
+        expected = await ask(service, longer, 10, scope="fresh")
+        assert expected.finish.reuse.prefill == len(longer)
+        again = await ask(service, ids[:100], 20, scope="local")
+        assert again.ids == other.ids
+        assert answer.ids == expected.ids
+        for mine, theirs in zip(answer.probs, expected.probs, strict=True):
+            assert mine.chosen.logprob == pytest.approx(theirs.chosen.logprob, abs=0.02)
+        await settle(service)
+
+
+async def test_what_stays_is_what_the_policy_says(service_on: OpenService) -> None:
+    """The first choice equals the pure policy's, given the keys and queries that a context of its
+    own has of the same tokens."""
+    n, budget = 96, 96
+    ids = some_ids(n, 3)
+    taps = Taps()
+    config = Config(model=bundled_model(), flash_attn="off", threads=1)
+    model = LlamaModel(bundled_model(), config)
+    context = LlamaContext(model, config, n_cells=256, n_seqs=1, cb_eval=taps.callback)
+    taps.watch("Qcur")
+    context.batch.add(ids, 0, 0, logits_last=True)
+    context.decode()
+    queries = np.stack([taps.take("Qcur", layer).transpose(1, 0, 2) for layer in taps.layers])
+    keys = keys_of(parse_rows(context.get_state(0)), queries.shape[3])
+    context.close()
+    model.close()
+    limits = RecallLimits(64, 1, 1 << 30)
+    policy = open_retention(served(IceCacheConfig.for_budget(budget), limits))
+    view = View(np.arange(n), n, keys=keys, queries=queries[:, :, -ASKING_TOKENS_MAX:])
+    expected = policy.keep(view, Retained.whole(LiveBudget("icecache", budget), 0, 512).n_target)
+    settings = {**SETTINGS, "recall_layer_step": 1, "flash_attn": "off"}
+    async with service_on(bundled_model(), **settings) as service:
+        await ask(service, ids, 2, live=LiveBudget("icecache", budget))
+        _, retained = await the_chat(service)
+        assert retained.n_evictions == 1
+        kept = retained.kept[retained.kept < n]
+        assert np.array_equal(kept, expected)
+        assert np.array_equal(retained.shelf.positions, np.arange(n))
+
+
+async def test_long_chats_recall(service_on: OpenService) -> None:
+    """Turn after turn: the budget holds, old positions come back, every account adds up, the store
+    has every token, and what may come back stays within its bytes."""
+    live = LiveBudget("icecache", 64)
+    settings = {**SETTINGS, "recall_every": 8, "ctx_size": 1024}
+    async with service_on(bundled_model(), **settings) as service:
+        recaller = recaller_of(service)
+        ids = some_ids(90)
+        n_max = 0
+        for turn in range(8):
+            answer = await ask(service, ids, 30, live=live, session="long")
+            ids = np.concatenate([ids, np.array(answer.ids, np.int32), some_ids(25, turn)])
+            seq, retained = await the_chat(service)
+            await settle(service)
+            assert seq.n_cells <= 64
+            assert answer.finish.reuse.kept is not None
+            assert answer.finish.reuse.kept <= 64
+            assert isinstance(retained.policy, Recalling)
+            n_max = recaller.n_max(retained, retained.policy)
+            if turn == 3:  # from here on it is less than the chat
+                aside = retained.n_bytes_aside
+                recaller._limits = RecallLimits(8, 3, aside // 2)
+            elif turn > 3:
+                assert len(retained.shelf) <= n_max + retained.n_release
+        assert n_max < 300
+        assert recaller.n_tokens_recalled > 50
+        assert 0 < recaller.n_reads <= recaller.n_tokens_recalled
+        stats = service.engine.stats()
+        assert 0 < stats["recall_index_s"] < stats["recall_choose_s"]
+        stored = service.store.session_ids("long", "local")
+        assert np.array_equal(stored, ids[: len(stored)])
+        assert len(stored) == len(ids) - 25
+
+
+async def test_the_prompt_is_asked_what_it_looks_for(service_on: OpenService) -> None:
+    """Before a reply begins the last tokens of its prompt are evaluated again, after the recall;
+    without a recall nothing is evaluated twice."""
+    settings = {**SETTINGS, "recall_every": 0, "ctx_size": 1024}
+    async with service_on(bundled_model(), **settings) as service:
+        ids = some_ids(200)
+        whole = await ask(service, ids, 4, live=LiveBudget("icecache", 512))
+        assert service.engine.stats()["tokens_decoded"] == 203
+        assert service.engine.stats()["recall_choices"] == 0
+        ids = np.concatenate([ids, np.array(whole.ids, np.int32), some_ids(20, 1)])
+        n = service.engine.stats()["tokens_decoded"]
+        await ask(service, ids, 4, live=LiveBudget("icecache", 100), scope="b")
+        seq, retained = await the_chat_of(service, "b")
+        again = service.engine.stats()["tokens_decoded"] - n - len(ids) - 3
+        assert 1 <= again <= 16
+        assert retained.n_chosen >= len(ids) - again
+        assert seq.n == len(ids) + 3
+
+
+async def the_chat_of(service: Service, scope: str) -> tuple[LiveSeq, Retained]:
+    (seq,) = await inside(service, lambda: [s for s in service.engine.pool if s.scope == scope])
+    assert seq.retained is not None
+    return seq, seq.retained
+
+
+async def test_stored_rows_need_not_be_evaluated(service_on: OpenService) -> None:
+    """A chat that was evaluated in full goes on under a budget after a restart: its rows come from
+    the store, more than the budget holds, and all of them may come back."""
+    ids = some_ids(400)
+    live = LiveBudget("icecache", 64)
+    async with service_on(bundled_model(), **SETTINGS) as service:
+        first = await ask(service, ids, 4, session="doc")
+        await settle(service)
+    longer = np.concatenate([ids, np.array(first.ids, np.int32), some_ids(20, 1)])
+    async with service_on(bundled_model(), **SETTINGS) as service:
+        answer = await ask(service, longer, 8, live=live, session="doc")
+        reuse = answer.finish.reuse
+        assert reuse.hot + reuse.warm >= 400
+        assert reuse.prefill <= 24
+        assert reuse.kept is not None
+        assert reuse.kept <= 64
+        seq, retained = await the_chat(service)
+        assert len(retained.shelf) >= 400
+        await settle(service)
+        budget = LiveBudget("icecache", 500)  # all of it fits: what was stored is exact
+        full = await ask(service, longer, 8, live=budget, session="doc")
+        plain = await ask(service, longer, 8, scope="fresh")
+        assert full.ids == plain.ids
+
+
+async def test_a_branch_has_its_own_shelf(service_on: OpenService) -> None:
+    """Two answers to one prompt: what one brings back or takes away is not the other's."""
+    live = LiveBudget("icecache", 96)
+    async with service_on(bundled_model(), **SETTINGS) as service:
+        ids = some_ids(250)
+        first = await ask(service, ids, 10, live=live)
+        again = await ask(service, ids, 10, live=live)
+        assert again.finish.reuse.prefill == 1
+        longer = np.concatenate([ids, np.array(first.ids, np.int32), some_ids(30)])
+        await ask(service, longer, 10, live=live)
+        edited = np.concatenate([ids, some_ids(40, 9)])
+        after = await ask(service, edited, 10, live=live)
+        assert after.finish.reuse.prefill <= 42
+        await settle(service)
+
+
+async def test_beyond_the_context(service_on: OpenService) -> None:
+    """A chat longer than the context is moved together: what was not live is forgotten then."""
+    live = LiveBudget("icecache", 60)
+    settings = {**SETTINGS, "ctx_size": 200, "live_tokens": 512, "recall_every": 10}
+    async with service_on(bundled_model(), **settings) as service:
+        ids = some_ids(130)
+        for turn in range(4):
+            answer = await ask(service, ids, 40, live=live)
+            ids = np.concatenate([ids, np.array(answer.ids, np.int32), some_ids(20, turn)])
+            await settle(service)
+            seq, retained = await the_chat(service)
+            assert seq.n_cells <= 60
+            assert seq.place_next <= 200
+        assert service.engine.stats()["retention_moves"] > 0
+
+
+@pytest.mark.parametrize("policy", ["streaming", "icecache"])
+async def test_what_is_left_of_a_long_chat_is_written_together(
+    service_on: OpenService, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full chat goes on under a small budget: the same as if its rows stayed where they were."""
+    ids = some_ids(400)
+    answers = []
+    for is_packed in (True, False):
+        settings = {**SETTINGS, "warm_bytes": 0, "hot_bytes": 0}
+        async with service_on(bundled_model(), **settings) as service:
+            if not is_packed:
+                monkeypatch.setattr(service.engine.thinner, "_pack", lambda *_: None)
+            first = await ask(service, ids, 4)
+            longer = np.concatenate([ids, np.array(first.ids, np.int32), some_ids(20, 1)])
+            answers.append(await ask(service, longer, 8, live=LiveBudget(policy, 64)))
+            assert answers[-1].finish.reuse.live == 403
+            assert service.engine.stats()["retention_packed"] == is_packed
+            await check_integrity(service)
+    packed, scattered = answers
+    assert packed.ids == scattered.ids
+    for mine, theirs in zip(packed.probs, scattered.probs, strict=True):
+        assert mine.chosen.logprob == pytest.approx(theirs.chosen.logprob, abs=0.05)
