@@ -76,3 +76,20 @@ def test_missing_tensor_is_an_error(tapped: tuple[Taps, Scratch]) -> None:
     scratch.evaluate(None, 0, np.array([260], np.int32), logits=False, rows=False)
     with pytest.raises(TowerdError, match="nothing-0"):
         taps.take("nothing", 0)
+
+
+def test_a_tensor_that_cannot_be_read(
+    tapped: tuple[Taps, Scratch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told to who takes it; what is computed is computed to its end."""
+    taps, scratch = tapped
+    ids = np.random.default_rng(0).integers(260, 500, N).astype(np.int32)
+    expected = scratch.evaluate(None, 0, ids, logits=True, rows=False).logits
+    monkeypatch.setattr(taps, "_read", lambda tensor: 1 // 0)
+    taps.watch("Qcur")
+    found = scratch.evaluate(None, 0, ids, logits=True, rows=False).logits
+    assert expected is not None
+    assert found is not None
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    with pytest.raises(TowerdError, match="cannot be read"):
+        taps.take("Qcur", 0)

@@ -60,7 +60,8 @@ class Background:
         while self._waiting:
             job = self._waiting.popleft()
             _, n_live = self._pool.best_prefix(job.ids, job.request.scope)
-            if job.n - n_live + _HEADROOM_CELLS <= self._pool.cells_free and self._pool.can_open():
+            n_new = min(job.n - n_live, job.n_cells)
+            if n_new + _HEADROOM_CELLS <= self._pool.cells_free and self._pool.can_open():
                 return job
             self._finish(job)
         return None

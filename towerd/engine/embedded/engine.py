@@ -154,8 +154,9 @@ class EmbeddedEngine:
             raise InvalidRequest("The prompt has no tokens.")
         self.core.vocab.validate(ids)
         self.thinner.check(request.live)
-        if request.live.policy != "shift" and not self.thinner.may_outgrow(request.live):
-            check_fits(len(ids), self.n_ctx)
+        if len(ids) >= self.n_ctx and request.live.policy != "shift":
+            if not self.thinner.may_outgrow(request.live):
+                check_fits(len(ids), self.n_ctx)
         generation = EmbeddedGeneration(self.scheduler, self._loop)
         generation.job = Job(request, ids, len(ids))
         self._generations[id(generation.job)] = generation

@@ -5,10 +5,13 @@ Called by the inference thread only.
 
 from __future__ import annotations
 
+import logging
 import time
 
 from towerd.engine.embedded.materialise import Materialiser
-from towerd.engine.embedded.pool import LivePool
+from towerd.engine.embedded.pool import LivePool, LiveSeq
+
+log = logging.getLogger(__name__)
 
 EXPORT_EVERY_S = 5.0
 """While streams run, dirty sequences are exported at most this often: it costs them a step."""
@@ -44,7 +47,7 @@ class IdleSequences:
         if not dirty:
             return False
         self._last_export = time.monotonic()
-        self._materialiser.export(min(dirty, key=lambda s: s.last_used))
+        self._export(min(dirty, key=lambda s: s.last_used))
         self.n_exports += 1
         return True
 
@@ -59,6 +62,13 @@ class IdleSequences:
         seq = self._pool.idle_lru()
         if seq is None:
             return False
-        self._materialiser.export(seq)
+        self._export(seq)
         self._materialiser.drop(seq)
         return True
+
+    def _export(self, seq: LiveSeq) -> None:
+        """Rows that cannot be had must not keep a sequence, and those who want its cells."""
+        try:
+            self._materialiser.export(seq)
+        except Exception:
+            log.exception("the rows of an idle sequence are not stored")

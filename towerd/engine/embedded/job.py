@@ -75,6 +75,8 @@ class Job:
     """Sampled tokens whose text was sent or is held back only for UTF-8 or a stop string."""
     saved: Saved | None = None
     """What a preempted job had live."""
+    gave_way: bool = False
+    """It was preempted: what it finds parked it may have evaluated itself."""
     marks: tuple[int, ...] = ()
     """Positions of its prompt, ascending, where a boundary state is to be taken."""
     n_broken: int = 0

@@ -120,7 +120,7 @@ class Materialiser:
             bounded = job.request.live.is_bounded
             job.splice = None if bounded else self.splicer.plan(job, seq, plan.n, self._workers)
             job.n_loaded_hot = job.n_loaded_warm = 0
-            if not job.t_first:
+            if not job.t_first and not (job.gave_way and seq.is_thinned):
                 self._report(job, seq.n, plan.n_hot, plan.n_warm, plan.n_approximate)
         elif not job.t_first and (job.splice is None or not job.splice.counted):
             self._restate(job, job.saved.taint)
@@ -378,8 +378,11 @@ class Materialiser:
 
     def drop(self, seq: LiveSeq) -> None:
         """Take a sequence out of the context; what nothing else has of it is kept in RAM."""
-        if seq.is_thinned:
-            self.thinner.park(seq)
+        try:
+            if seq.is_thinned:
+                self.thinner.park(seq)
+        except Exception:
+            log.exception("a chat with a budget is not kept in RAM; it will be evaluated again")
         self.pool.drop(seq)
 
     def protect(self, jobs: Iterable[Job]) -> None:
@@ -406,10 +409,10 @@ class Materialiser:
 
     def released(self, seq: LiveSeq) -> None:
         """Its job is recorded: it may be exported, shared, evicted; where it ends is a boundary."""
-        if self.resumer is not None and seq.n:
-            self.resumer.capture(seq)
         seq.busy = False
         seq.dirty = True
+        if self.resumer is not None and seq.n:
+            self.resumer.capture(seq)
 
     # ---- context shift ----------------------------------------------------------------------
 

@@ -34,8 +34,7 @@ class Parked:
 
     @property
     def nbytes(self) -> int:
-        rows = self.blob.nbytes + self.retained.n_bytes_aside
-        return rows + self.ids.nbytes + self.taint.nbytes
+        return self.blob.nbytes + self.ids.nbytes + self.taint.nbytes + self.retained.nbytes
 
 
 class ParkedTowers:

@@ -107,6 +107,14 @@ class Retained:
         return self.shelf.n_bytes + index
 
     @property
+    def nbytes(self) -> int:
+        """RAM of all of it."""
+        arrays = (self.kept, self.places, self.mass, self.recent)
+        queries = sum(each.queries.nbytes for each in self.observed)
+        exact = self.exact.nbytes if self.exact is not None else 0
+        return sum(array.nbytes for array in arrays) + queries + exact + self.n_bytes_aside
+
+    @property
     def is_thinned(self) -> bool:
         """Not everything is live where it was: such rows are never taken for exact ones."""
         return self.n_evictions > 0

@@ -25,6 +25,7 @@ from towerd.engine.embedded.background import (
 from towerd.engine.embedded.batching import Batching
 from towerd.engine.embedded.context import DecodeError, LlamaContext
 from towerd.engine.embedded.idle import IdleSequences
+from towerd.engine.embedded.inbox import Inbox
 from towerd.engine.embedded.job import Job, Phase
 from towerd.engine.embedded.materialise import Loaded, Materialiser, RowsMissing
 from towerd.engine.embedded.output import OutputText
@@ -36,9 +37,8 @@ from towerd.errors import TowerdError, Unavailable
 
 log = logging.getLogger(__name__)
 
-_COUNTERS = (
-    "decode_steps", "sequences_decoded", "tokens_decoded", "preemptions",
-)  # fmt: skip
+_COUNTERS = ("decode_steps", "sequences_decoded", "tokens_decoded", "preemptions")
+_INTERNAL = "Internal error in the inference thread; the daemon's log has it."
 _CLOSE_WAIT_S = 10.0
 """How long a shutdown waits for finished turns to be recorded before it exports."""
 _CLOSE_POLL_S = 0.05
@@ -80,7 +80,7 @@ class Scheduler:
         self.background = Background(pool, lambda job: self._finish(job, "cancelled"))
         self._deliver = deliver
         self._outbox: list[tuple[Job, Any]] = []
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._inbox = Inbox()
         self._closing = False
         self._close_deadline = 0.0
         self._stalled = False
@@ -110,16 +110,7 @@ class Scheduler:
 
     def call(self, work: Callable[[], Any]) -> Future[Any]:
         """Run `work` on the inference thread between two steps."""
-        future: Future[Any] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(work())
-            except BaseException as error:
-                future.set_exception(error)
-
-        self._inbox.put(run)
-        return future
+        return self._inbox.call(work)
 
     def settled(self) -> Future[None]:
         """Done once no sequence is busy and none holds rows that the store lacks."""
@@ -128,7 +119,7 @@ class Scheduler:
         def check() -> None:
             if any(s.dirty or s.busy for s in self.pool):
                 self._later.append(check)
-            else:
+            elif future.set_running_or_notify_cancel():
                 future.set_result(None)
 
         self._inbox.put(check)
@@ -172,9 +163,8 @@ class Scheduler:
 
     def _fail_all(self) -> None:
         self.context.batch.clear()
-        error = TowerdError("Internal error in the inference thread; the daemon's log has it.")
         for job in [*self.active, *self.waiting]:
-            self._fail(job, error)
+            self._fail(job, TowerdError(_INTERNAL))
         self.waiting.clear()
         self.background.drop(everything=True)
         self._flush()
@@ -224,6 +214,10 @@ class Scheduler:
             elif not self._fits(job) or self._prefix_is_coming(job):
                 self._stalled = True
             elif not self._begin(job):
+                if is_background(job):  # nothing is evicted for it: it would be in the way for ever
+                    self.waiting.remove(job)
+                    self._finish(job, "cancelled")
+                    continue
                 self._stalled = True
                 break
 
@@ -284,7 +278,7 @@ class Scheduler:
 
     def _on_loaded(self, job: Job, loaded: Loaded | TowerdError) -> None:
         """A worker thread has composed the rows of `job`, or could not."""
-        self._inbox.put(lambda: self._attach(job, loaded))
+        self._inbox.put(lambda: self._alone(job, lambda job: self._attach(job, loaded)))
 
     def _attach(self, job: Job, loaded: Loaded | TowerdError) -> None:
         if isinstance(loaded, TowerdError):
@@ -344,17 +338,24 @@ class Scheduler:
         self.counters["decode_steps"] += 1
         self.counters["sequences_decoded"] += len(jobs)
         for job in jobs:
-            self._advance(job)
+            self._alone(job, self._advance)
         return True
 
     def _thin(self) -> None:
         """Make room in the budgets of the jobs that go on."""
         for job in list(self.active):
             if job.phase in (Phase.PREFILL, Phase.DECODE):
-                try:
-                    self.thinner.make_room(job, self.idle.evict_one)
-                except TowerdError as error:
-                    self._fail(job, error)
+                self._alone(job, lambda job: self.thinner.make_room(job, self.idle.evict_one))
+
+    def _alone(self, job: Job, work: Callable[[Job], None]) -> None:
+        """Do what concerns one job: what goes wrong there is no other job's loss."""
+        try:
+            work(job)
+        except TowerdError as error:
+            self._fail(job, error)
+        except Exception:
+            log.exception("a request failed")
+            self._fail(job, TowerdError(_INTERNAL))
 
     def _advance(self, job: Job) -> None:
         """Account for the job's part of the batch; sample when its last token was in it."""
@@ -477,6 +478,7 @@ class Scheduler:
         if job.n_live and job.seq.is_whole and not job.seq.is_thinned:
             job.save(self.context.get_state(job.seq.id))
         self.counters["preemptions"] += 1
+        job.gave_way = True
         self._requeue(job)
 
     def _requeue(self, job: Job) -> None:

@@ -108,6 +108,7 @@ class Splicer:
         self._core = core
         self._tiers = tiers
         self._rope: Rope | None = None
+        self._why_not = core.why_not_spliceable
 
     def check(self) -> Rope:
         """The model's RoPE. Raises NotSupported, with the reason, if nothing can be spliced."""
@@ -128,19 +129,16 @@ class Splicer:
 
     def rope(self) -> Rope:
         """The model's RoPE. Raises NotSupported, with the reason, if its rows cannot be moved."""
-        if self._core.why_not_spliceable:
-            raise NotSupported(
-                f"This model's rows cannot be spliced: {self._core.why_not_spliceable}."
-            )
-        if self._rope is None:
+        if self._rope is None and not self._why_not:
             core = self._core
-            in_force = core.info.fingerprint.rope
             try:
-                rope = rope_of(core.model, in_force, core.context.n_cells)
+                rope = rope_of(core.model, core.info.fingerprint.rope, core.context.n_cells)
                 check_rope(core.layout, rope)
-            except StateError as error:
-                raise NotSupported(f"This model's rows cannot be spliced: {error}.") from error
-            self._rope = rope
+                self._rope = rope
+            except StateError as error:  # for good: the file is not read again at every token
+                self._why_not = str(error)
+        if self._rope is None:
+            raise NotSupported(f"This model's rows cannot be spliced: {self._why_not}.")
         return self._rope
 
     def plan(self, job: Job, seq: LiveSeq, n_stored: int, workers: Executor) -> Splice | None:

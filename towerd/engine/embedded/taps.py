@@ -100,6 +100,8 @@ class Taps:
                 self.values[name, int(layer)] = self._read(tensor)
             except TowerdError as error:
                 self._error = error
+            except Exception as error:  # without an answer llama.cpp computes no more of the graph
+                self._error = TowerdError(f"A tapped tensor cannot be read: {error}.")
         return True
 
     def _read(self, tensor: int) -> Values:

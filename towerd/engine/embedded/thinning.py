@@ -136,7 +136,7 @@ class Thinner:
             self._choose(job, seq, retained, evict)
         elif len(retained.kept) >= retained.budget.tokens:
             self._evict(job, seq, retained)
-        if self.may_outgrow(retained.budget) and retained.place_next >= retained.n_places:
+        if retained.place_next >= retained.n_places and self.may_outgrow(retained.budget):
             self._move_together(seq, retained, evict)
 
     def is_asking(self, job: Job) -> bool:
@@ -217,6 +217,8 @@ class Thinner:
     def _move_together(self, seq: LiveSeq, retained: Retained, evict: Callable[[], bool]) -> None:
         """Move the live rows to the places [0, m), their keys rotated. By then something was
         dropped, for a budget is less than the context."""
+        if self._observer is not None and retained.observed and not retained.can_recall:
+            self._observer.measure(seq, retained)  # those queries saw the places before
         rows = self._memory.rows(seq.id, 0, retained.place_next)
         assert rows is not None
         rot_k = self._core.info.fingerprint.rot_k

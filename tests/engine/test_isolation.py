@@ -1,0 +1,234 @@
+"""What goes wrong with one chat, or with one who asks, is nobody else's loss."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import CancelledError
+from typing import Any
+
+import numpy as np
+import pytest
+from oracle import OpenService, ask, check_integrity, settle
+
+from towerd.engine.base import GenerateRequest, Ids, LiveBudget
+from towerd.engine.embedded import splice
+from towerd.engine.embedded.inbox import Inbox
+from towerd.engine.embedded.job import Job, Phase
+from towerd.engine.embedded.parked import Parked, ParkedTowers
+from towerd.engine.embedded.pool import LiveSeq
+from towerd.engine.embedded.retained import Observed, Retained
+from towerd.errors import TowerdError
+from towerd.models.bundled import bundled_model
+from towerd.slots.errors import StateError
+
+LIVE = LiveBudget("streaming", 64)
+
+
+def some_ids(n: int, seed: int = 0) -> Ids:
+    return np.random.default_rng(seed).integers(260, 500, n).astype(np.int32)
+
+
+def test_an_inbox_forgets_who_has_left() -> None:
+    """A question that was taken back is not asked; others get their answer or its error."""
+    inbox, ran = Inbox(), []
+    gone, there = inbox.call(lambda: ran.append("gone")), inbox.call(lambda: 7)
+    wrong = inbox.call(lambda: 1 // 0)
+    assert gone.cancel()
+    for _ in range(3):
+        inbox.get()()
+    assert ran == []
+    assert there.result() == 7
+    assert isinstance(wrong.exception(), ZeroDivisionError)
+
+
+async def test_a_caller_that_leaves(service_on: OpenService) -> None:
+    """Questions to the inference thread are given up before it comes to them; what runs goes on,
+    and other questions are answered."""
+    async with service_on(bundled_model(), threads=1) as service:
+        alone = await ask(service, some_ids(30), 12)
+        engine, may_go_on = service.engine, threading.Event()
+        engine.scheduler.call(lambda: may_go_on.wait(30))
+        running = asyncio.create_task(ask(service, some_ids(30), 12, scope="other"))
+        leaving = [
+            asyncio.create_task(engine.kept(some_ids(30), "local")),
+            asyncio.create_task(engine.settle()),
+        ]
+        staying = asyncio.create_task(engine.settle())
+        await asyncio.sleep(0.05)
+        for task in leaving:
+            task.cancel()
+        gone = await asyncio.gather(*leaving, return_exceptions=True)
+        assert all(isinstance(each, asyncio.CancelledError | CancelledError) for each in gone)
+        may_go_on.set()
+        assert (await running).ids == alone.ids
+        await asyncio.wait_for(staying, 30)
+        await check_integrity(service)
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), StateError("damaged"), TowerdError("full")])
+async def test_an_eviction_that_fails(
+    service_on: OpenService, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """It ends its own request; the one beside it says what it says alone."""
+    async with service_on(bundled_model(), threads=1) as service:
+        alone = await ask(service, some_ids(30), 40)
+        keep = Retained.drop
+
+        def drop(self: Retained, stay: Any) -> Any:
+            if self.budget.tokens == 65:
+                raise error
+            return keep(self, stay)
+
+        monkeypatch.setattr(Retained, "drop", drop)
+        results = await asyncio.gather(
+            ask(service, some_ids(30), 40, scope="other"),
+            ask(service, some_ids(30), 80, live=LiveBudget("streaming", 65), scope="bad"),
+            ask(service, some_ids(30), 80, live=LIVE, scope="good"),
+            return_exceptions=True,
+        )
+        beside, failed, good = results
+        assert isinstance(failed, TowerdError)
+        assert not isinstance(beside, BaseException)
+        assert not isinstance(good, BaseException)
+        assert beside.ids == alone.ids
+        assert len(good.ids) == 80
+        await settle(service)
+
+
+async def test_attention_that_cannot_be_read(
+    service_on: OpenService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It costs the chat that goes by it, not the one beside it."""
+    async with service_on(bundled_model(), threads=1, retention="h2o") as service:
+        alone = await ask(service, some_ids(30), 12)
+        observer = service.engine.core.observer
+        assert observer is not None
+        monkeypatch.setattr(observer._taps, "take", lambda name, layer: 1 // 0)
+        beside, failed = await asyncio.gather(
+            ask(service, some_ids(30), 12, scope="other"),
+            ask(service, some_ids(30), 12, live=LiveBudget("h2o", 64), scope="bad"),
+            return_exceptions=True,
+        )
+        assert isinstance(failed, TowerdError)
+        assert not isinstance(beside, BaseException)
+        assert beside.ids == alone.ids
+        await settle(service)
+
+
+async def test_a_chat_that_cannot_be_kept_in_ram(
+    service_on: OpenService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its cells are free all the same, and its next turn evaluates it again."""
+    fewer = {"live_sequences": 1, "parallel": 1, "threads": 1}
+    async with service_on(bundled_model(), **fewer) as service:
+        thinner = service.engine.thinner
+        monkeypatch.setattr(thinner, "park", lambda seq: 1 // 0)
+        first = await ask(service, some_ids(120), 4, live=LIVE)
+        other = await ask(service, some_ids(20, 1), 4)
+        assert len(other.ids) == 4
+        again = await ask(service, some_ids(120), 4, live=LIVE)
+        assert again.ids == first.ids
+        await settle(service)
+
+
+async def test_a_background_prompt_that_gets_no_room(
+    service_on: OpenService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is evicted for it, so it must not wait at the head of the queue."""
+    async with service_on(bundled_model(), threads=1) as service:
+        materialiser = service.engine.materialiser
+        begin = materialiser.begin
+
+        def no_room(job: Job, capacity: int, evict: Any) -> bool:
+            return not job.request.background and begin(job, capacity, evict)
+
+        monkeypatch.setattr(materialiser, "begin", no_room)
+        request = GenerateRequest(some_ids(40), n_predict=0, background=True)
+        finish = await asyncio.wait_for(service.sessions.run_quietly(request), 30)
+        assert finish is not None
+        assert finish.n_cached == 0
+        answer = await asyncio.wait_for(ask(service, some_ids(30), 4), 30)
+        assert len(answer.ids) == 4
+
+
+async def test_a_budget_where_rows_cannot_be_moved(
+    service_on: OpenService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether they can is asked once, not at every token; the chat ends where the context does."""
+    n_read = 0
+
+    def unknown(*_: Any) -> Any:
+        nonlocal n_read
+        n_read += 1
+        raise StateError("nobody knows how it rotates")
+
+    monkeypatch.setattr(splice, "rope_of", unknown)
+    async with service_on(bundled_model(), threads=1, ctx_size=256) as service:
+        answer = await ask(service, some_ids(100), 200, live=LIVE)
+        assert len(answer.ids) == 156
+        assert answer.finish.truncated
+        assert n_read == 1
+
+
+async def test_moving_a_chat_together_uses_up_its_queries(
+    service_on: OpenService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are rotated to the places that tokens had before; keys are not any more."""
+    live = LiveBudget("h2o", 90)
+    settings = {"ctx_size": 256, "live_tokens": 256, "threads": 1, "retention": "h2o"}
+    async with service_on(bundled_model(), **settings) as service:
+        thinner, left = service.engine.thinner, []
+        move = thinner._move_together
+
+        def spy(seq: LiveSeq, retained: Retained, evict: Any) -> None:
+            before = len(retained.observed)
+            move(seq, retained, evict)
+            left.append((before, len(retained.observed), float(retained.recent.sum())))
+
+        monkeypatch.setattr(thinner, "_move_together", spy)
+        await ask(service, some_ids(200), 200, live=live)
+        assert any(before for before, _, _ in left)
+        assert all(after == 0 for _, after, _ in left)
+        assert all(recent > 0 for before, _, recent in left if before)
+        await settle(service)
+
+
+async def test_a_chat_that_gives_way_while_its_prompt_is_evaluated(service_on: OpenService) -> None:
+    """It goes on as it was, and what it had evaluated is not reported as found."""
+    async with service_on(bundled_model(), threads=1) as service:
+        expected = await ask(service, some_ids(200), 8, live=LIVE, scope="undisturbed")
+        scheduler, n_times = service.engine.scheduler, 0
+
+        def preempt() -> None:
+            nonlocal n_times
+            thinned = [j for j in scheduler.active if j.seq is not None and j.seq.is_thinned]
+            if any(j.phase is Phase.PREFILL for j in thinned):
+                scheduler._preempt()
+                n_times += 1
+            if n_times < 3:
+                scheduler._later.append(preempt)
+
+        scheduler.call(preempt)
+        found = await ask(service, some_ids(200), 8, live=LIVE)
+        assert n_times == 3
+        assert found.ids == expected.ids
+        assert (found.finish.reuse.live, found.finish.reuse.prefill) == (0, 200)
+        assert found.finish.reuse.kept == expected.finish.reuse.kept
+        await settle(service)
+
+
+def test_parked_chats_are_weighed_with_all_they_hold() -> None:
+    """Queries that were observed, and rows that the store has not got, are bytes too."""
+    retained = Retained.whole(LIVE, 50, 512)
+    queries = np.zeros((4, 8, 40, 64), np.float32)
+    retained.observe(Observed(10, queries), 64)
+    ids = np.arange(50, dtype=np.int32)
+    blob, taint = np.zeros(1000, np.uint8), np.zeros(50, np.uint8)
+    parked = Parked("local", None, ids, taint, retained, blob)
+    assert parked.nbytes >= queries.nbytes + 1000
+    towers = ParkedTowers(2 * parked.nbytes)
+    for _ in range(5):
+        towers.add(parked)
+    assert len(towers) == 2
+    assert towers.nbytes == 2 * parked.nbytes
