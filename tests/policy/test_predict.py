@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import random
+import zipfile
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -137,7 +139,11 @@ def test_graph_forecasts_are_distributions(tmp_path: Path) -> None:
     assert graph.forecast(["coder"]) != graph.forecast(["coder"], hash_text("words"))
 
 
-@pytest.mark.parametrize("damage", ["text", "format", "shape", "nan", "missing"])
+@pytest.mark.parametrize(
+    "damage",
+    ["text", "format", "shape", "nan", "missing", "empty", "zip", "npy", "cut", "bits", "name",
+     "words", "huge", "temperature", "pickle", "claim"],
+)  # fmt: skip
 def test_bad_weight_files(tmp_path: Path, damage: str) -> None:
     """One sentence each."""
     path = tmp_path / "p.npz"
@@ -148,13 +154,51 @@ def test_bad_weight_files(tmp_path: Path, damage: str) -> None:
         arrays["b3"] = np.full_like(arrays["b3"], np.nan)
     elif damage == "missing":
         del arrays["w4"]
+    elif damage == "words":
+        arrays["b3"] = arrays["b3"].astype(np.str_)
+    elif damage == "huge":
+        arrays["b3"] = np.full(arrays["b3"].shape, 1e300)
+    elif damage == "temperature":
+        arrays["temperature"] = np.zeros_like(arrays["temperature"])
     GraphWeights(("a",), arrays).save(path)
+    damage_file(path, damage)
+    with pytest.raises(ConfigError, match=r"p\.npz is"):
+        load_weights(path)
+
+
+def damage_file(path: Path, damage: str) -> None:
+    """Make it a file that nobody saved."""
+    raw = path.read_bytes()
     if damage == "text":
         path.write_text("no weights")
     elif damage == "format":
         np.savez(path, format=np.array("other/9"))
-    with pytest.raises(ConfigError, match=r"p\.npz is"):
-        load_weights(path)
+    elif damage == "empty":
+        path.write_bytes(b"")
+    elif damage == "zip":
+        path.write_bytes(b"PK\x03\x04" + bytes(100))
+    elif damage == "npy":
+        with path.open("wb") as stream:
+            np.save(stream, np.zeros(3))
+    elif damage == "cut":
+        path.write_bytes(raw[: len(raw) // 2])
+    elif damage == "bits":
+        path.write_bytes(raw[:5000] + bytes([raw[5000] ^ 255]) + raw[5001:])
+    elif damage == "name":
+        np.savez(path, format=np.array("towerd-predictor/1"), agents=np.array(7))
+    elif damage == "pickle":
+        np.savez(path, format=np.array([Unpickled()], object))
+    elif damage == "claim":
+        head = "{'descr': '<f4', 'fortran_order': False, 'shape': (10000000000000,), }"
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("w1.npy", b"\x93NUMPY\x01\x00v\x00" + head.ljust(117).encode() + b"\n")
+
+
+class Unpickled:
+    """Whoever unpickles it runs its code."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pytest.fail, ("a file was unpickled",)
 
 
 def workflows(n: int) -> list[Run]:

@@ -121,6 +121,24 @@ def test_markov_keeps_what_was_used_last() -> None:
     assert new.forecast(["a"])[0]["b"] == markov.forecast(["a"])[0]["b"]
 
 
+def test_names_that_clients_choose_do_not_push_out_the_rest() -> None:
+    """However long and strange they are, all that was learned fits the catalog's text."""
+    chance = np.random.default_rng(3)
+    old: Any = a_day(make_policy("foresight"))
+    for step in range(1500):
+        name = "".join(map(chr, chance.integers(0x4E00, 0x9F00, 128)))
+        old.stepped(3, 1e5 + step, f"flood {step // 3}", "tenant\n" + name)
+        if step % 3 == 2:
+            old.workflow_ended(f"flood {step // 3}", 1e5 + step)
+    learned = old.learned()
+    assert learned["steps"]["Markov"]["contexts"]
+    text = pack("foresight", {"hot": learned, "warm": learned})
+    assert text is not None
+    new: Any = make_policy("foresight")
+    new.recall(unpack("foresight", text)["hot"])
+    assert new.visits.model.is_learned
+
+
 @pytest.mark.parametrize(
     "harm",
     [

@@ -11,6 +11,8 @@ seen, and END is the outcome after the last agent.
 
 from __future__ import annotations
 
+import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +32,11 @@ PATH_MAX = 64
 """Steps of a path that attention sees."""
 WIDTH = 128
 HIDDEN = 384
+BYTES_MAX = 1 << 30
+"""Of a file's arrays: thousands of agents."""
+_UNREADABLE = (OSError, ValueError, EOFError, KeyError, TypeError, MemoryError,
+               NotImplementedError, zipfile.BadZipFile, zlib.error)  # fmt: skip
+"""What numpy and zipfile raise for files that are not what they read."""
 
 
 def shapes(n_agents: int) -> dict[str, tuple[int, ...]]:
@@ -75,18 +82,34 @@ class GraphWeights:
 def load_weights(path: Path) -> GraphWeights:
     """Read what `GraphWeights.save` wrote. Raises ConfigError for anything else."""
     try:
-        with np.load(path, allow_pickle=False) as found:
-            arrays = {name: found[name] for name in found.files}
-    except (OSError, ValueError) as error:
+        arrays = _read(path)
+    except _UNREADABLE as error:
         raise ConfigError(f"{path} is no predictor: {error}") from error
     if str(arrays.pop("format", "")) != FORMAT or "agents" not in arrays:
         raise ConfigError(f"{path} is no predictor of format {FORMAT}; train it again")
-    agents = tuple(str(name) for name in arrays.pop("agents"))
+    agents = tuple(str(name) for name in np.atleast_1d(arrays.pop("agents")))
     wanted = shapes(1 + len(agents))
-    wrong = [n for n in wanted if n not in arrays or arrays[n].shape != wanted[n]]
-    if wrong or any(not np.isfinite(arrays[name]).all() for name in wanted):
-        raise ConfigError(f"{path} is damaged: {', '.join(wrong) or 'not all numbers are finite'}")
-    return GraphWeights(agents, {name: arrays[name].astype(np.float32) for name in wanted})
+    wrong = [name for name, shape in wanted.items() if not _is_sound(arrays.get(name), shape)]
+    if wrong or not (arrays["temperature"] > 0).all():
+        raise ConfigError(f"{path} is damaged: {', '.join(wrong or ['temperature'])}")
+    return GraphWeights(agents, {name: arrays[name] for name in wanted})
+
+
+def _read(path: Path) -> dict[str, NDArray[Any]]:
+    """The arrays of a .npz; nothing in it is ever unpickled."""
+    with zipfile.ZipFile(path) as archive:
+        n_bytes = sum(member.file_size for member in archive.infolist())
+    if n_bytes > BYTES_MAX:
+        raise ValueError(f"it holds {n_bytes} bytes")
+    with np.load(path, allow_pickle=False) as found:
+        return {name: found[name] for name in found.files}
+
+
+def _is_sound(array: NDArray[Any] | None, shape: tuple[int, ...]) -> bool:
+    """Whether these are finite numbers of the one type that `save` writes."""
+    if array is None or array.dtype != np.float32 or array.shape != shape:
+        return False
+    return bool(np.isfinite(array).all())
 
 
 class GraphPredictor:

@@ -19,6 +19,8 @@ CONTEXTS_MAX = 1 << 16
 """Contexts remembered; beyond that the one unused for longest is forgotten."""
 CONTEXTS_KEPT = 1 << 12
 """Of them over a restart, those used last."""
+NAMES_BYTES_KEPT = 1 << 17
+"""What their names may take then: clients choose them."""
 OUTCOMES_MAX = 1 << 10
 """Outcomes told apart after one context."""
 _Context: TypeAlias = tuple[int, tuple[str, ...]]
@@ -50,9 +52,14 @@ class Markov:
 
     def learned(self) -> Mapping[str, Any]:
         """See Learning.learned: the contexts that were used last."""
-        newest = list(islice(reversed(self._counts.items()), CONTEXTS_KEPT))
-        rows = [[ahead, list(names), counts] for (ahead, names), counts in reversed(newest)]
-        return {"order": self.order, "contexts": rows}
+        rows: list[list[Any]] = []
+        left = NAMES_BYTES_KEPT
+        for (ahead, names), counts in islice(reversed(self._counts.items()), CONTEXTS_KEPT):
+            taken = sum(len(name.encode()) for name in (*names, *counts))
+            if taken <= left:  # what has too many outcomes is left out
+                left -= taken
+                rows.append([ahead, list(names), counts])
+        return {"order": self.order, "contexts": rows[::-1]}
 
     def recall(self, learned: Mapping[str, Any]) -> None:
         """See Learning.recall."""
