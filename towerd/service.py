@@ -11,6 +11,7 @@ from typing import cast
 from towerd.anticipate import Anticipator
 from towerd.cold import Coding, Keeper, source_of
 from towerd.config import Config
+from towerd.engine.base import LiveBudget
 from towerd.engine.embedded.calibrate import Calibrator
 from towerd.engine.embedded.core import Core, load_core
 from towerd.engine.embedded.engine import EmbeddedEngine
@@ -71,7 +72,8 @@ async def open_service(config: Config) -> AsyncIterator[Service]:
             cold = sessions.cold = _open_keeper(config, engine, store, boundaries)
             try:
                 await asyncio.to_thread(calibrator.start)
-                cold.start(sessions.run_quietly, engine.n_ctx)
+                live = LiveBudget(config.retention, config.live_budget or engine.n_ctx // 2)
+                cold.start(sessions.run_quietly, engine.n_ctx, live)
                 if cold.ahead is not None:
                     tiers.prefetcher.on_cold = cold.ahead.foretold
                 yield Service(

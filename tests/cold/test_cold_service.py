@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from oracle import GREEDY, Answer, OpenService, ask
 
-from towerd.engine.base import Finish, GenerateRequest, Progress, Started
+from towerd.engine.base import Finish, GenerateRequest, LiveBudget, Progress, Started
 from towerd.errors import NotFound, SessionFrozen
 from towerd.models.bundled import bundled_model
 from towerd.models.random_gguf import Shape, make_random_gguf
@@ -204,6 +204,28 @@ async def test_thawed_ahead(service_on: OpenService) -> None:
         next_one = await ask(service, prompt + first.ids + words(9, 12), session="s")
         assert next_one.finish.reuse.prefill <= 12
         assert next_one.finish.reuse.cold == 0
+
+
+async def test_thawed_ahead_within_its_budget(service_on: OpenService) -> None:
+    """A chat with a live budget is not evaluated as if it had none: its next prompt goes on."""
+    prompt = [1, *words(200, 11)]
+    live = LiveBudget("streaming", 64)
+    settings = {"retention": "streaming", "live_budget": 64}
+    async with service_on(bundled_model(), **settings) as service:
+        first = await ask(service, prompt, session="s", live=live)
+        await settle(service)
+        await service.cold.freeze("s")
+        for seq in list(service.engine.pool):
+            service.engine.pool.drop(seq)
+        assert service.cold.ahead is not None
+        service.cold.ahead.opened("s", "local")
+        await service.cold.ahead.idle()
+        assert service.cold.stats()["thaws_ahead"] == 1
+        assert service.engine.pool.cells_used <= 64
+        follow_up = prompt + first.ids + words(9, 12)
+        next_one = await ask(service, follow_up, session="s", live=live)
+        assert next_one.finish.reuse.prefill <= 12
+        await settle(service)
 
 
 async def test_a_damaged_blob(service_on: OpenService) -> None:

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from towerd.engine.base import Finish, GenerateRequest, Ids
+from towerd.engine.base import Finish, GenerateRequest, Ids, LiveBudget
 from towerd.errors import NotFound, TowerdError
 from towerd.store import PUBLIC, Node, Store
 
@@ -35,12 +35,15 @@ class Ahead:
         thaw: Callable[[str, str], Awaitable[bool]],
         run: Callable[[GenerateRequest], Coroutine[Any, Any, Finish | None]] | None,
         n_ctx: int,
+        live: LiveBudget,
     ) -> None:
+        """live: what chats get whose requests do not say"""
         self.n_ahead = 0
         self._store = store
         self._thaw = thaw
         self._run = run
         self._n_ctx = n_ctx
+        self._live = live
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._tips: OrderedDict[int, float] = OrderedDict()
@@ -122,7 +125,8 @@ class Ahead:
         """Have the rows of `ids` made in the background."""
         if self._run is not None and 0 < len(ids) < self._n_ctx:
             request = GenerateRequest(
-                ids=ids, n_predict=0, scope=scope, session=session, background=True
-            )
+                ids=ids, n_predict=0, scope=scope, session=session, background=True,
+                live=self._live,
+            )  # fmt: skip
             done = await self._run(request)
             self.n_ahead += done is not None

@@ -23,7 +23,16 @@ from towerd.cold.canary import forget_probes, has_changed, recode, stale
 from towerd.cold.coding import Coding
 from towerd.cold.freezing import Froze, cold_history, freeze, thaw
 from towerd.cold.waits import Waits
-from towerd.engine.base import Event, Finish, GenerateRequest, Ids, Progress, Reuse, Started
+from towerd.engine.base import (
+    Event,
+    Finish,
+    GenerateRequest,
+    Ids,
+    LiveBudget,
+    Progress,
+    Reuse,
+    Started,
+)
 from towerd.errors import (
     DiskFull,
     NotFound,
@@ -47,6 +56,7 @@ LOOK_S_MAX = 60.0
 LOOK_S_MIN = 0.05
 RETRY_S = 3600.0
 """After which what could not be frozen is tried again."""
+_NO_BUDGET = LiveBudget()
 
 Run = Callable[[GenerateRequest], Coroutine[Any, Any, Finish | None]]
 T = TypeVar("T")
@@ -87,10 +97,11 @@ class Keeper:
         self._counting = threading.Lock()
         self._task: asyncio.Task[None] | None = None
 
-    def start(self, run: Run | None = None, n_ctx: int = 0) -> None:
+    def start(self, run: Run | None = None, n_ctx: int = 0, live: LiveBudget = _NO_BUDGET) -> None:
         """Begin to look for sessions to freeze. `run`: evaluates a background request of less than
-        `n_ctx` tokens, for what is thawed ahead; None: only its tokens are made ready."""
-        self.ahead = Ahead(self.store, self.thaw, run, n_ctx)
+        `n_ctx` tokens, under `live`, for what is thawed ahead; None: only its tokens are made
+        ready."""
+        self.ahead = Ahead(self.store, self.thaw, run, n_ctx, live)
         self._task = asyncio.create_task(self._watch())
 
     async def close(self) -> None:
