@@ -14,6 +14,7 @@ new keys at any time, and groups similar keys into pages (papers/icecache: "IceC
 - A search goes down level by level. In each node that it enters it looks at `visits_max` points,
   those first that are near the query along fixed random directions; it enters the nodes of the
   `beam` nearest points of a level. With both 0 (no limit) the result is that of brute force.
+  Where a search for a parent meets none within the limits it is done again without.
 
 Keys of one `add` enter from the highest level down, so that parents are there before children; a
 key that comes later may be nearer to a point of another node than its parent and leaves that point
@@ -237,6 +238,8 @@ class DciTree:
             self._join(self._root, i)
         else:
             found = self._nearest(self._as_point(i), level + 1, False, 1, self._building)
+            if not found:  # within the limits it met only points that nothing hangs below
+                found = self._nearest(self._as_point(i), level + 1, False, 1, _Limits(0, 0))
             self._join(self._node_of(found[0][1]), i)
 
     def _raise(self, i: int) -> None:

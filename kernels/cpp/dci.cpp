@@ -192,7 +192,10 @@ void DciTree::insert(std::int64_t id) {
     } else if (level == n_levels_) {
         join(root_, id);
     } else {
-        const auto found = nearest(as_point(id), level + 1, false, 1, building_);
+        auto found = nearest(as_point(id), level + 1, false, 1, building_);
+        if (found.empty()) {  // within the limits it met only points that nothing hangs below
+            found = nearest(as_point(id), level + 1, false, 1, DciLimits{});
+        }
         join(node_of(found.front().id), id);
     }
 }

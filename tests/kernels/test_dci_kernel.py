@@ -102,6 +102,21 @@ def test_parents_are_the_nearest_promoted_points(forced: str) -> None:
         assert np.linalg.norm(points[parent] - points[i]) <= distances.min() + 1e-5
 
 
+@pytest.mark.parametrize("one_by_one", [True, False])
+def test_a_search_for_a_parent_that_meets_none(both: Any, one_by_one: bool) -> None:
+    """So narrow that it meets only points which nothing hangs below: every key finds its place."""
+    config = DciConfig(ratio=0.5, visits_max=1, beam=1, n_directions=2)
+    keys = clustered(200, 5, 8)
+    trees = both(5, config)
+    for tree in trees:
+        for part in np.split(keys, len(keys)) if one_by_one else [keys]:
+            tree.add(part)
+        tree.check_integrity()
+        assert len(tree) == len(keys)
+    ours, theirs = trees
+    assert ours.parents().tolist() == theirs.parents().tolist()
+
+
 def test_levels_thin_out_by_the_ratio(forced: str) -> None:
     tree = make_dci_tree(2, DciConfig(ratio=0.25, seed=5))
     tree.add(clustered(1500, 2, 1))
