@@ -35,7 +35,7 @@ def one_file(root: Path) -> Path:
     with Store.open(root, FINGERPRINT) as store:
         node = store.commit_turn(turn_of(IDS[:30].tolist(), IDS[30:].tolist())).node
         make_hot(store, node)
-        store.write_rows(node.path(), {20: b"state" * 2000})
+        store.write_rows(node.path())
         assert node.file is not None
         return node.file.path
 
@@ -87,10 +87,6 @@ def regions() -> dict[str, Callable[[bytes], int]]:
 
         return find
 
-    def boundary(data: bytes) -> int:
-        head, start = decode_head(memoryview(data))
-        return start + head.boundaries[0].offset + 7
-
     return {
         "magic": lambda data: 0,
         "version": lambda data: 6,
@@ -103,7 +99,6 @@ def regions() -> dict[str, Callable[[bytes], int]]:
         "header, key": lambda data: PREAMBLE.size + 60,
         "first k plane": plane(0),
         "last v plane": plane(3),
-        "boundary": boundary,
     }
 
 
@@ -252,7 +247,6 @@ def test_mutated_headers_never_reach_outside(
     except StateError:
         return
     extents = [(plane.offset, plane.nbytes) for plane in found.planes]
-    extents += [(boundary.offset, boundary.nbytes) for boundary in found.boundaries]
     for offset, nbytes in extents:
         assert 0 <= at + offset <= at + offset + nbytes <= len(changed)
 

@@ -190,17 +190,15 @@ def test_promoted_rows_are_written_as_they_are(store: Store) -> None:
     assert check_rows(store, leaf) == 50
 
 
-def test_boundary_states_and_extensions_stay(root: Path) -> None:
+def test_extensions_stay(root: Path) -> None:
     """What is not a row of numbers is carried over as it is."""
-    states = {20: b"state at 20" * 1000, 50: b"x"}
     with Store.open(root, MROPE) as store:
         (leaf,) = store.insert(IDS, "local", [50])
         make_hot(store, leaf)
-        file = store.write_rows([leaf], states)
+        file = store.write_rows([leaf])
         store.drop_hot(leaf)
         reencode(store, file, Wish(4, 50, "q4h"))
         assert check_rows(store, leaf) == 50
-        assert {p: bytes(store.load_boundary(leaf, p)) for p in leaf.boundaries} == states
         assert store.verify().ok
 
 

@@ -21,7 +21,7 @@ from towerd.slots.errors import StateError
 from towerd.slots.layout import NATIVE
 from towerd.store import Node, SegmentFile, Store, Wish
 from towerd.store.run import Run, decode_runs, encode_runs
-from towerd.store.segment_header import PREAMBLE, checksum, decode_head
+from towerd.store.segment_header import PREAMBLE, checksum, decode_head, page_up
 
 IDS = np.arange(100, 150, dtype=np.int32)
 
@@ -160,20 +160,49 @@ def test_runs_as_text() -> None:
         decode_runs(encode_runs(runs), 12)
 
 
-def as_version_1(root: Path) -> None:
-    """Turn a store of native files into what the first build wrote."""
+STATES = {20: b"state at 20" * 1000, 50: b"x"}
+"""What files once carried behind their rows."""
+
+
+def with_states(root: Path, version: int) -> None:
+    """Turn the native files of a store into such as earlier builds wrote, with boundary states in
+    them, and its catalog into one of version 5, which lists their positions."""
+    sizes = {}
     for path in (root / "segments").iterdir():
         data = path.read_bytes()
         head, start = decode_head(memoryview(data))
         (run,) = head.runs
         fields = msgspec.to_builtins(head, builtin_types=(bytes,))
-        del fields["runs"]
-        fields["planes"] = msgspec.to_builtins(run.planes, builtin_types=(bytes,))
+        if version == 1:
+            del fields["runs"]
+            fields["planes"] = msgspec.to_builtins(run.planes, builtin_types=(bytes,))
+        data = data[start:]
+        fields["boundaries"] = []
+        for position, state in STATES.items():
+            data = data.ljust(page_up(len(data)), b"\0")
+            entry = [position, len(data), len(state), checksum(state)]
+            fields["boundaries"].append(entry)
+            data += state
         body = msgspec.msgpack.encode(fields)
-        prefix = PREAMBLE.pack(b"TWRSEG", 1, len(body), 0, bytes(16))[:16]
-        old = (prefix + checksum(prefix, body) + body).ljust(start, b"\0") + data[start:]
-        assert len(old) == len(data)
+        prefix = PREAMBLE.pack(b"TWRSEG", version, len(body), 0, bytes(16))[:16]
+        old = (prefix + checksum(prefix, body) + body).ljust(start, b"\0") + data
         path.write_bytes(old)
+        sizes[path.name] = len(old)
+    db = sqlite3.connect(root / "catalog.sqlite")
+    db.execute("ALTER TABLE files ADD COLUMN boundaries BLOB NOT NULL DEFAULT x''")
+    positions = np.array(list(STATES), "<i4").tobytes()
+    for name, size in sizes.items():
+        db.execute(
+            "UPDATE files SET bytes = ?, boundaries = ? WHERE name = ?", (size, positions, name)
+        )
+    db.execute("PRAGMA user_version = 5")
+    db.commit()
+    db.close()
+
+
+def as_version_1(root: Path) -> None:
+    """Turn a store of native files into what the first build wrote."""
+    with_states(root, 1)
     db = sqlite3.connect(root / "catalog.sqlite")
     db.execute("ALTER TABLE files DROP COLUMN runs")
     db.execute("ALTER TABLE bases DROP COLUMN format")
@@ -205,6 +234,29 @@ def test_a_store_of_the_first_version_is_taken_over(root: Path) -> None:
         reencode(store, leaf.file, Wish(4, 50, "q4h"))
         assert check_rows(store, leaf) == 50
         store.check_integrity(keys=True)
+
+
+def test_states_in_old_files_are_passed_over(root: Path) -> None:
+    """Their rows are read, verified, split and re-encoded; the states, which have files of their
+    own by now, go with the old file."""
+    with Store.open(root, FINGERPRINT) as store:
+        _, file = one_leaf(store)
+        size = file.nbytes
+    with_states(root, 2)
+    with Store.open(root, FINGERPRINT) as store:
+        leaf = store.match(IDS, "local").nodes[-1]
+        assert leaf.file is not None
+        assert leaf.file.nbytes > size + sum(map(len, STATES.values()))
+        assert store.verify().ok
+        store.insert(IDS[:20], "local", [20])
+        assert check_rows(store, leaf) == 50
+        reencode(store, leaf.file, Wish(4, 50, "q4h"))
+        assert STATES[20] not in leaf.file.path.read_bytes()
+        assert check_rows(store, leaf) == 50
+        assert store.verify().ok
+        store.check_integrity(keys=True)
+    with Store.open(root, FINGERPRINT) as store:
+        assert check_rows(store, store.match(IDS, "local").nodes[-1]) == 50
 
 
 def test_bases_keep_their_format(root: Path) -> None:

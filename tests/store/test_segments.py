@@ -158,7 +158,7 @@ def test_write_for_removed_nodes_leaves_no_file(
 
 
 def test_write_refuses_what_cannot_share_a_file(store: Store) -> None:
-    """Cold nodes, gaps in the path, two scopes, no nodes, foreign boundaries."""
+    """Cold nodes, gaps in the path, two scopes, no nodes."""
     public, own = store.insert(IDS[:10], "public", [10])[0], store.insert(IDS, "a", [30, 50])
     assert own[0] is public
     with pytest.raises(StoreError, match="no rows"):
@@ -169,31 +169,7 @@ def test_write_refuses_what_cannot_share_a_file(store: Store) -> None:
     ):  # fmt: skip
         with pytest.raises(StoreError, match=message):
             store.write_rows(nodes)
-    with pytest.raises(StoreError, match="boundary"):
-        store.write_rows(own[1:], {10: b""})
     assert store.write_rows(own[1:]) is store.write_rows(own[1:])
-
-
-def test_boundary_states_come_back(root: Path) -> None:
-    """Opaque states at positions, through splits and a reopening."""
-    states = {20: b"state at 20" * 1000, 50: b"", 31: b"x"}
-    with Store.open(root, FINGERPRINT) as store:
-        (leaf,) = store.insert(IDS, "local", [50])
-        assert not leaf.boundaries
-        make_hot(store, leaf)
-        store.write_rows([leaf], states)
-        assert leaf.boundaries == (20, 31, 50)
-        store.insert(IDS, "local", [20])
-    with Store.open(root, FINGERPRINT) as store:
-        upper, lower = store.match(IDS, "local").nodes
-        assert upper.boundaries == (20,)
-        assert lower.boundaries == (31, 50)
-        for node in (upper, lower):
-            for position in node.boundaries:
-                assert bytes(store.load_boundary(node, position)) == states[position]
-        with pytest.raises(KeyError):
-            store.load_boundary(lower, 20)
-        assert store.verify().ok
 
 
 def test_cell_extension_rows(root: Path) -> None:

@@ -9,13 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from sys import intern
 
-import numpy as np
-
 from towerd.slots.errors import StateError
 from towerd.slots.fingerprint import Fingerprint
 from towerd.store.catalog import Catalog
 from towerd.store.directory import Directory
-from towerd.store.node import ID_BYTES, PUBLIC, Node
+from towerd.store.node import PUBLIC, Node
 from towerd.store.run import decode_runs
 from towerd.store.segment_file import Mappings, SegmentFile
 from towerd.store.state import StoreState
@@ -43,18 +41,17 @@ def load_files(
 ) -> dict[int, SegmentFile]:
     """The files of one fingerprint by id; nothing is opened."""
     files = {}
-    for id, name, p0, n_rows, n_bytes, boundaries, text in catalog.rows(
-        "SELECT id, name, p0, n_rows, bytes, boundaries, runs FROM files WHERE fingerprint = ?",
+    for id, name, p0, n_rows, n_bytes, text in catalog.rows(
+        "SELECT id, name, p0, n_rows, bytes, runs FROM files WHERE fingerprint = ?",
         (fingerprint,),
     ):
-        if "/" in name or name in ("", ".", "..") or "\0" in name or len(boundaries) % ID_BYTES:
-            raise catalog.damaged(f"file {id} has an impossible name or boundary list")
-        positions = tuple(np.frombuffer(boundaries, "<i4").tolist()) if boundaries else ()
+        if "/" in name or name in ("", ".", "..") or "\0" in name:
+            raise catalog.damaged(f"file {id} has an impossible name")
         try:
             runs = decode_runs(text, n_rows)
         except StateError as error:
             raise catalog.damaged(f"file {id}: {error}") from error
-        files[id] = SegmentFile(id, folder / name, p0, n_rows, n_bytes, positions, mappings, runs)
+        files[id] = SegmentFile(id, folder / name, p0, n_rows, n_bytes, mappings, runs)
     return files
 
 

@@ -108,13 +108,6 @@ class Node:
         """True when a pin or a base needs this node: it, or one below it, is pinned."""
         return self.pins > 0
 
-    @property
-    def boundaries(self) -> tuple[int, ...]:
-        """Positions in (p0, p1] at which the file holds a boundary state."""
-        if self.file is None:
-            return ()
-        return tuple(p for p in self.file.boundaries if self.p0 < p <= self.p1)
-
     def path(self) -> list[Node]:
         """The nodes from the first below the root down to this one."""
         nodes: list[Node] = []

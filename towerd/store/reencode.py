@@ -58,15 +58,13 @@ def reencode(
             return None
         p0, last, prefix = nodes[0].p0, nodes[-1], nodes[-1].prefix_bytes()
     rows.ensure_verified(file, last, again=True)
-    positions = [position for position in file.boundaries if p0 < position <= last.p1]
     try:
         runs = _runs(file, wishes, state.fingerprint.layout, p0, last.p1)
-        boundaries = {position: file.boundary(position) for position in positions}
     except (OSError, StateError) as error:
         raise StoreError(f"{file.path} cannot be read again: {error}") from error
     draft = Draft(
         state.digest, segment_key(state.digest, last.scope, prefix), last.scope,
-        prefix[p0 * ID_BYTES :], state.fingerprint.layout, runs, boundaries,
+        prefix[p0 * ID_BYTES :], state.fingerprint.layout, runs,
     )  # fmt: skip
 
     def targets() -> list[Node]:

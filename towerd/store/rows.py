@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -102,17 +102,6 @@ class RowStore:
         except (StateError, OSError) as error:
             raise self._damaged(file, error) from error
 
-    def load_boundary(self, node: Node, position: int) -> memoryview:
-        """The boundary state at `position`, a view. KeyError if there is none; else as `load`."""
-        file = node.file
-        if file is None or position not in node.boundaries:
-            raise KeyError(position)
-        self.ensure_verified(file, node)
-        try:
-            return file.boundary(position)
-        except (StateError, OSError) as error:
-            raise self._damaged(file, error) from error
-
     def attach_hot(
         self, nodes: Sequence[Node], rows: KVRows | Runs, *, derived: bool = False
     ) -> list[Node]:
@@ -142,9 +131,7 @@ class RowStore:
             self._state.hot_bytes -= n_bytes
         return n_bytes
 
-    def write(
-        self, nodes: Sequence[Node], boundaries: Mapping[int, bytes], *, replace: bool = False
-    ) -> SegmentFile:
+    def write(self, nodes: Sequence[Node], *, replace: bool = False) -> SegmentFile:
         """Write the hot rows of consecutive nodes of one path into one file, durably. Nodes
         keep the file that they have; with `replace` only if its rows are exact."""
         state = self._state
@@ -156,7 +143,7 @@ class RowStore:
             if nodes and not any(wants(node) for node in nodes):
                 assert nodes[-1].file is not None
                 return nodes[-1].file
-            draft = _draft(nodes, boundaries, state)
+            draft = _draft(nodes, state)
 
         def targets() -> list[Node]:
             return [node for node in _covered(nodes, draft.p0, draft.p1) if wants(node)]
@@ -257,25 +244,21 @@ def _adopt(
     """Enter a written file in the catalog as the one that `nodes` view, in one transaction;
     returns it and the files that lost their last view, which are forgotten. Under the lock."""
     p0, n_rows, runs = draft.p0, draft.p1 - draft.p0, draft.run_table
-    positions = sorted(draft.boundaries)
     before = {node.file.id: node.file for node in nodes if node.file is not None}
     unviewed = [old for old in before.values() if all(node in nodes for node in old.nodes)]
     with state.catalog.transaction():
         id = state.catalog.run(
-            "INSERT INTO files(fingerprint, name, p0, n_rows, bytes, boundaries, created, runs)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (
-                state.fingerprint_pk, name, p0, n_rows, n_bytes,
-                np.array(positions, "<i4").tobytes(), state.clock(), encode_runs(runs),
-            ),
-        )  # fmt: skip
+            "INSERT INTO files(fingerprint, name, p0, n_rows, bytes, created, runs)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (state.fingerprint_pk, name, p0, n_rows, n_bytes, state.clock(), encode_runs(runs)),
+        )
         state.catalog.run_many(
             "UPDATE segments SET file = ?, file_row0 = ?, file_rows = ? WHERE id = ?",
             [(id, node.p0 - p0, node.n, node.id) for node in nodes],
         )
         state.catalog.run_many("DELETE FROM files WHERE id = ?", [(old.id,) for old in unviewed])
     path = state.directory.segments / name
-    file = SegmentFile(id, path, p0, n_rows, n_bytes, tuple(positions), state.mappings, runs)
+    file = SegmentFile(id, path, p0, n_rows, n_bytes, state.mappings, runs)
     for node in nodes:
         if node.file is not None:
             node.file.nodes.remove(node)
@@ -318,7 +301,7 @@ def _covered(nodes: Sequence[Node], p0: int, p1: int) -> list[Node]:
     return [node for node in alive[-1].path() if node.p0 >= p0 and node.p1 <= p1]
 
 
-def _draft(nodes: Sequence[Node], boundaries: Mapping[int, bytes], state: StoreState) -> Draft:
+def _draft(nodes: Sequence[Node], state: StoreState) -> Draft:
     """What to write for consecutive hot nodes of one scope. Raises StoreError."""
     if not nodes:
         raise StoreError("no segments to write")
@@ -330,13 +313,10 @@ def _draft(nodes: Sequence[Node], boundaries: Mapping[int, bytes], state: StoreS
             raise StoreError("only consecutive segments of one scope can share a file")
         runs += [DraftRun([rows], rows.layout.format_name, node.derived) for rows in node.hot]
     first, last = nodes[0], nodes[-1]
-    if any(not first.p0 < position <= last.p1 for position in boundaries):
-        raise StoreError("a boundary state lies outside the segments")
     prefix = last.prefix_bytes()
     return Draft(
         state.digest, segment_key(state.digest, last.scope, prefix), last.scope,
         prefix[first.p0 * ID_BYTES :], state.fingerprint.layout, merge_runs(runs),
-        dict(boundaries),
     )  # fmt: skip
 
 

@@ -180,5 +180,10 @@ CREATE INDEX sessions_id ON sessions(fingerprint, id, scope);
 CREATE INDEX sessions_frozen ON sessions(fingerprint, cold_bytes) WHERE cold_bytes > 0;
 """
 
-MIGRATIONS = (_V1, _V2, _V3, _V4, _V5)
+_V6 = """
+-- boundary states have files of their own, named by their segment's key
+ALTER TABLE files DROP COLUMN boundaries;
+"""
+
+MIGRATIONS = (_V1, _V2, _V3, _V4, _V5, _V6)
 VERSION = len(MIGRATIONS)

@@ -24,7 +24,6 @@ from towerd.store.keys import segment_key
 from towerd.store.node import ID_BYTES, Node
 from towerd.store.run import EXACT, Run, Taint, native_run, taint_of
 from towerd.store.segment_header import (
-    BoundaryEntry,
     Header,
     PlaneEntry,
     RunEntry,
@@ -78,13 +77,13 @@ class SegmentFile:
     """A catalogued file holding the rows [p0, p0 + n_rows). `nodes` are those that view it."""
 
     __slots__ = (
-        "_header", "_lock", "_mapped", "_mappings", "_start", "boundaries", "dropped", "id",
-        "n_rows", "nbytes", "nodes", "p0", "path", "runs", "successor", "verified",
+        "_header", "_lock", "_mapped", "_mappings", "_start", "dropped", "id", "n_rows", "nbytes",
+        "nodes", "p0", "path", "runs", "successor", "verified",
     )  # fmt: skip
 
     def __init__(
-        self, id: int, path: Path, p0: int, n_rows: int, nbytes: int,
-        boundaries: tuple[int, ...], mappings: Mappings, runs: tuple[Run, ...] = (),
+        self, id: int, path: Path, p0: int, n_rows: int, nbytes: int, mappings: Mappings,
+        runs: tuple[Run, ...] = (),
     ) -> None:  # fmt: skip
         self.id = id
         self.path = path
@@ -96,8 +95,6 @@ class SegmentFile:
         """In which format which rows are."""
         self.successor: SegmentFile | None = None
         """The file that took this one's place, once it is dropped for that reason."""
-        self.boundaries = boundaries
-        """Positions that have a boundary state, ascending."""
         self.nodes: list[Node] = []
         self.verified = False
         self.dropped = False
@@ -175,22 +172,8 @@ class SegmentFile:
         stored = layout.stored_as(entry.format)
         return KVRows(stored, positions, tuple(planes[:n_k]), tuple(planes[n_k:]), ext)
 
-    def boundary(self, position: int) -> memoryview:
-        """The boundary state at `position`, a view. The file must be verified; KeyError if it
-        has no state there, else as `rows`."""
-        with self._lock:
-            data, header, start = self._map(), self._header, self._start
-        assert header is not None
-        for entry in header.boundaries:
-            if entry.position == position:
-                at = start + entry.offset
-                return memoryview(data)[at : at + entry.nbytes]
-        raise KeyError(position)
-
     def _check_identity(self, header: Header) -> None:
-        positions = tuple(entry.position for entry in header.boundaries)
-        found = (header.p0, header.n, positions, header.run_table)
-        if found != (self.p0, self.n_rows, self.boundaries, self.runs):
+        if (header.p0, header.n, header.run_table) != (self.p0, self.n_rows, self.runs):
             raise StateError("the catalog describes another file under this name")
 
     def _map(self) -> mmap.mmap:
@@ -243,15 +226,14 @@ def check_claim(header: Header, claim: Claim) -> None:
 
 
 def check_planes(data: mmap.mmap, header: Header, start: int, pool: Executor) -> None:
-    """StateError unless every plane and boundary state has its checksum."""
+    """StateError unless every plane has its checksum."""
     view = memoryview(data)
 
-    def is_good(entry: PlaneEntry | BoundaryEntry) -> bool:
+    def is_good(entry: PlaneEntry) -> bool:
         at = start + entry.offset
         return checksum(view[at : at + entry.nbytes]) == entry.checksum
 
-    entries: list[PlaneEntry | BoundaryEntry] = [*header.planes, *header.boundaries]
-    if not all(list(pool.map(is_good, entries))):
+    if not all(list(pool.map(is_good, header.planes))):
         raise StateError("a checksum does not match: the rows are damaged")
 
 

@@ -9,7 +9,9 @@
     d   data, d = the first page boundary after the header
 
 Offsets in the header count from d. Version 1 has one run of native rows and lists its planes
-in the header itself; it is read, never written.
+in the header itself; it is read, never written. Headers of old files may name boundary states
+(`boundaries`) that lie behind the planes; states have files of their own now, and those are
+passed over.
 """
 
 from __future__ import annotations
@@ -77,15 +79,6 @@ class RunEntry(msgspec.Struct, frozen=True, array_like=True):
         return Run(self.row0, self.n_rows, self.format, self.derived)
 
 
-class BoundaryEntry(msgspec.Struct, frozen=True, array_like=True):
-    """An opaque state that is valid exactly at `position`."""
-
-    position: int
-    offset: int
-    nbytes: int
-    checksum: bytes
-
-
 class Header(msgspec.Struct, frozen=True):
     """What a segment file says about itself."""
 
@@ -98,7 +91,6 @@ class Header(msgspec.Struct, frozen=True):
     ids: bytes
     """int32 LE, p1 - p0 of them."""
     runs: list[RunEntry]
-    boundaries: list[BoundaryEntry]
 
     @property
     def n(self) -> int:
@@ -126,14 +118,10 @@ class _NativeHeader(msgspec.Struct, frozen=True):
     p1: int
     ids: bytes
     planes: list[PlaneEntry]
-    boundaries: list[BoundaryEntry]
 
     def upgraded(self) -> Header:
         run = RunEntry(0, self.p1 - self.p0, NATIVE, False, self.planes)
-        return Header(
-            self.fingerprint, self.key, self.scope, self.p0, self.p1, self.ids, [run],
-            self.boundaries,
-        )  # fmt: skip
+        return Header(self.fingerprint, self.key, self.scope, self.p0, self.p1, self.ids, [run])
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -223,17 +211,11 @@ def _check(header: Header, n_data: int) -> None:
         for plane in run.planes:
             if plane.row_bytes <= 0 or plane.nbytes != run.n_rows * plane.row_bytes:
                 raise StateError(f"{plane.kind} plane {plane.layer} has a wrong size")
-            _check_extent(plane.offset, plane.nbytes, plane.checksum, n_data)
-    last = header.p0
-    for boundary in header.boundaries:
-        if not last < boundary.position <= header.p1 or boundary.nbytes < 0:
-            raise StateError("boundary states must lie in ascending order inside the segment")
-        last = boundary.position
-        _check_extent(boundary.offset, boundary.nbytes, boundary.checksum, n_data)
+            _check_extent(plane, n_data)
 
 
-def _check_extent(offset: int, n_bytes: int, expected: bytes, n_data: int) -> None:
-    if offset < 0 or offset % PAGE or offset + n_bytes > n_data:
-        raise StateError("a plane or boundary state reaches beyond the file")
-    if len(expected) != CHECKSUM_BYTES:
+def _check_extent(plane: PlaneEntry, n_data: int) -> None:
+    if plane.offset < 0 or plane.offset % PAGE or plane.offset + plane.nbytes > n_data:
+        raise StateError("a plane reaches beyond the file")
+    if len(plane.checksum) != CHECKSUM_BYTES:
         raise StateError("a checksum must have 16 bytes")

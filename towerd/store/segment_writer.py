@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,12 +20,10 @@ from towerd.store import durable
 from towerd.store.run import Run
 from towerd.store.segment_header import (
     CHECKSUM_BYTES,
-    BoundaryEntry,
     Header,
     PlaneEntry,
     RunEntry,
     Shape,
-    checksum,
     encode_head,
     page_up,
     plane_shapes,
@@ -60,8 +58,6 @@ class Draft:
     ids: bytes
     native: KVLayout
     runs: Sequence[DraftRun]
-    boundaries: Mapping[int, bytes | memoryview] = field(default_factory=dict)
-    """Position in (p0, p1] -> opaque state."""
 
     @property
     def p0(self) -> int:
@@ -107,19 +103,16 @@ def write_segment(draft: Draft, name: str, tmp: Path, final: Path, pool: Executo
     """Write `final/name` durably through `tmp/name`; returns its size in bytes.
 
     Raises OSError, and then nothing is left behind."""
-    extents, n_planes = _place(draft)
-    boundaries, n_data = _place_boundaries(draft, n_planes)
+    extents, n_data = _place(draft)
     blank = [bytes(CHECKSUM_BYTES)] * len(extents)
-    start = len(encode_head(_header(draft, extents, blank, boundaries)))
+    start = len(encode_head(_header(draft, extents, blank)))
     path = tmp / name
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         try:
             durable.reserve(fd, start + n_data)
             digests = _write_planes(fd, start, extents, draft.native, pool)
-            for entry in boundaries:
-                _write(fd, memoryview(draft.boundaries[entry.position]), start + entry.offset)
-            head = encode_head(_header(draft, extents, digests, boundaries))
+            head = encode_head(_header(draft, extents, digests))
             assert len(head) == start
             _write(fd, memoryview(head), 0)
             durable.sync(fd)
@@ -146,12 +139,7 @@ def _write_planes(
     return [job.result() for job in jobs]
 
 
-def _header(
-    draft: Draft,
-    extents: Sequence[_Extent],
-    digests: Sequence[bytes],
-    boundaries: list[BoundaryEntry],
-) -> Header:
+def _header(draft: Draft, extents: Sequence[_Extent], digests: Sequence[bytes]) -> Header:
     entries = [extent.entry(digest) for extent, digest in zip(extents, digests, strict=True)]
     n_planes = len(entries) // len(draft.runs)
     runs = [
@@ -161,9 +149,7 @@ def _header(
         )
         for i, run in enumerate(draft.run_table)
     ]  # fmt: skip
-    return Header(
-        draft.fingerprint, draft.key, draft.scope, draft.p0, draft.p1, draft.ids, runs, boundaries
-    )
+    return Header(draft.fingerprint, draft.key, draft.scope, draft.p0, draft.p1, draft.ids, runs)
 
 
 def _place(draft: Draft) -> tuple[list[_Extent], int]:
@@ -176,15 +162,6 @@ def _place(draft: Draft) -> tuple[list[_Extent], int]:
             extents.append(_Extent(run, index, shape, at, n_bytes))
             at = page_up(at + n_bytes)
     return extents, at
-
-
-def _place_boundaries(draft: Draft, at: int) -> tuple[list[BoundaryEntry], int]:
-    entries = []
-    for position in sorted(draft.boundaries):
-        state = draft.boundaries[position]
-        entries.append(BoundaryEntry(position, at, len(state), checksum(state)))
-        at = page_up(at + len(state))
-    return entries, at
 
 
 def _write_plane(fd: int, start: int, extent: _Extent, native: KVLayout) -> bytes:

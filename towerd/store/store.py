@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -191,11 +191,6 @@ class Store:
         self._check_open()
         return self.rows.load(part)
 
-    def load_boundary(self, node: Node, position: int) -> memoryview:
-        """The boundary state of `node` at one of `node.boundaries`. KeyError; else as above."""
-        self._check_open()
-        return self.rows.load_boundary(node, position)
-
     def attach_hot(
         self, nodes: Sequence[Node], rows: KVRows | Runs, *, derived: bool = False
     ) -> list[Node]:
@@ -208,17 +203,14 @@ class Store:
         """Let go of a node's rows in memory; returns their bytes."""
         return self.rows.drop_hot(node)
 
-    def write_rows(
-        self, nodes: Sequence[Node], boundaries: Mapping[int, bytes] | None = None,
-        *, replace: bool = False,
-    ) -> SegmentFile:  # fmt: skip
+    def write_rows(self, nodes: Sequence[Node], *, replace: bool = False) -> SegmentFile:
         """Write consecutive hot nodes of one path and scope into one file; durable. If all
-        have files already, the last one's is returned. `boundaries`: position -> state;
-        `replace`: a file whose rows are not exact counts as none.
+        have files already, the last one's is returned. `replace`: a file whose rows are not
+        exact counts as none.
 
         Raises DiskFull (nothing is left behind) or StoreError (not hot, not consecutive)."""
         self._check_open()
-        return self.rows.write(nodes, boundaries or {}, replace=replace)
+        return self.rows.write(nodes, replace=replace)
 
     def reencode(self, file: SegmentFile, wishes: Sequence[Wish]) -> SegmentFile | None:
         """Replace a file by one whose native rows are in the wished formats; durable, and safe

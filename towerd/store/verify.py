@@ -58,7 +58,7 @@ def verify(
         n_segments = len(state.trie)
         n_sessions = int(state.catalog.rows("SELECT count(*) FROM sessions")[0][0])
         files = state.catalog.rows(
-            "SELECT files.id, name, p0, bytes, n_rows, fingerprints.json, boundaries,"
+            "SELECT files.id, name, p0, bytes, n_rows, fingerprints.json,"
             " files.runs FROM files"
             " JOIN fingerprints ON fingerprints.id = files.fingerprint ORDER BY files.id"
         )
@@ -91,7 +91,7 @@ def verify(
 
 
 def _file_problem(state: StoreState, pool: Executor, row: tuple[Any, ...]) -> str | None:
-    id, name, p0, n_bytes, n_rows, text, boundaries, runs = row
+    id, name, p0, n_bytes, n_rows, text, runs = row
     try:
         fingerprint = Fingerprint.from_json(msgspec.json.decode(text))
         with state.lock:
@@ -103,9 +103,7 @@ def _file_problem(state: StoreState, pool: Executor, row: tuple[Any, ...]) -> st
             prefix = _prefix(state, views[-1][2])
         data = map_file(state.directory.segments / name, n_bytes)
         header, start = decode_head(memoryview(data))
-        positions = b"".join(b.position.to_bytes(4, "little") for b in header.boundaries)
-        found = (header.p0, header.n, positions, header.run_table)
-        if found != (p0, n_rows, boundaries, decode_runs(runs, n_rows)):
+        if (header.p0, header.n, header.run_table) != (p0, n_rows, decode_runs(runs, n_rows)):
             return "the catalog describes another file under this name"
         check_layout(header, fingerprint.layout)
         check_claim(header, Claim(fingerprint, prefix, [view[:2] for view in views]))
