@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from towerd.cli.options import config_options
-from towerd.config import Config, load, with_server_args
+from towerd.config import Config, load, no_projector, with_server_args
 
 
 @click.command()
@@ -19,8 +19,11 @@ from towerd.config import Config, load, with_server_args
     help="Settings file. [default: towerd.toml in the user's config directory; TOWERD_CONFIG]",
 )
 @config_options
+@click.option("--mmproj", type=click.Path(), hidden=True, help="Refused, with what to do instead.")
 @click.argument("server_args", nargs=-1, type=click.UNPROCESSED, metavar="[-- FLAG...]")
-def serve(config_path: Path | None, server_args: tuple[str, ...], **flags: Any) -> None:
+def serve(
+    config_path: Path | None, server_args: tuple[str, ...], mmproj: str | None, **flags: Any
+) -> None:
     """Serve a model, with llama-server's HTTP API, and remember every conversation.
 
     With --engine llama-server, what stands after -- are flags for the llama-server.
@@ -30,6 +33,8 @@ def serve(config_path: Path | None, server_args: tuple[str, ...], **flags: Any) 
     """
     from towerd import log
 
+    if mmproj is not None:  # llama-server's flag, which people give here
+        raise no_projector()
     config = load(flags, toml_path=config_path)
     if server_args:
         config = with_server_args(config, server_args)

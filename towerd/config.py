@@ -34,6 +34,8 @@ UNBOUNDED = ("none", "shift")
 WATCHING = ("h2o", "snapkv", "buzz", "latem", "icecache")
 """Those that go by what the attention says."""
 UNQUANTIZED = ("f32", "f16", "bf16")
+_PROJECTOR = ("--mmproj", "-mm", "--mmproj-url", "-mmu")
+"""Flags of llama-server that people give where there is no llama-server."""
 ENV_PREFIX = "TOWERD_"
 ENV_OTHER = ("TOWERD_CONFIG", "TOWERD_KERNELS")
 """Variables that are ours but not settings: the path of towerd.toml, the kernels to force."""
@@ -374,10 +376,20 @@ def load(
 def with_server_args(config: Config, words: tuple[str, ...]) -> Config:
     """`config` with `words` after its llama_server_args. Raises ConfigError."""
     if config.engine == "embedded":
+        if any(word.partition("=")[0] in _PROJECTOR for word in words):
+            raise no_projector()
         raise ConfigError(
             f"Unexpected {words[0]!r}: only --engine llama-server takes flags after --."
         )
     return replace(config, llama_server_args=(*config.llama_server_args, *words))
+
+
+def no_projector() -> ConfigError:
+    """The refusal of a projector (mmproj) anywhere but among llama-server's own flags."""
+    return ConfigError(
+        "The embedded engine reads text only: for images use --engine llama-server and put "
+        "--mmproj FILE after --."
+    )
 
 
 def is_loopback(host: str) -> bool:

@@ -93,6 +93,21 @@ def test_words_after_two_dashes(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "only --engine llama-server takes flags" in done.output
 
 
+@pytest.mark.parametrize(
+    "words",
+    [["--mmproj", "p"], ["--", "--jinja", "--mmproj", "p"], ["--", "--mmproj=p"],
+     ["--engine", "llama-server", "--mmproj", "p"]],
+)  # fmt: skip
+def test_a_projector_is_llama_servers(words: list[str]) -> None:
+    """Whoever names one elsewhere is told in one sentence what is possible."""
+    done = CliRunner().invoke(towerd, ["serve", "-m", "x.gguf", *words])
+    assert done.exit_code == 1
+    assert done.output == (
+        "Error: The embedded engine reads text only: for images use --engine llama-server and put "
+        "--mmproj FILE after --.\n"
+    )
+
+
 def test_start_and_stop(make_sidecar: MakeDaemon, tmp_path: Path) -> None:
     """llama-server gets its flags, runs below towerd, and is gone when towerd is, killed or not;
     the slot directory goes with it."""
