@@ -10,11 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gguf import GGUFWriter
 from oracle import Answer, OpenService, Oracle, ask
 
-from towerd.models import recurrent
-from towerd.models.architectures import ARCHITECTURES
 from towerd.models.random_gguf import Shape, make_random_gguf
 from towerd.service import Service
 
@@ -159,36 +156,3 @@ async def test_restart_eviction_and_eight_sessions_on_one_base(
         check(oracle, longer + back.ids + message(10, 31), again)
         assert reused(again) >= len(longer) + len(back.ids) - 1
         assert again.finish.reuse.live == 0
-
-
-async def test_a_memory_that_cannot_be_cut_is_kept_whole(
-    service_on: OpenService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Sliding windows beside recurrent layers: what a turn left is taken up again, or nothing."""
-    known = ARCHITECTURES["lfm2"]
-
-    def metadata(writer: GGUFWriter, shape: Shape) -> None:
-        recurrent.lfm2_metadata(writer, shape)
-        writer.add_sliding_window(48)
-
-    monkeypatch.setitem(ARCHITECTURES, "lfm2", replace(known, metadata=metadata))
-    path = tmp_path / "lfm2-window.gguf"
-    make_random_gguf(path, replace(BASE, arch="lfm2"))
-    made = Oracle(path)
-    try:
-        first = message(120, 40)
-        async with service_on(path) as service:
-            assert service.engine.stats()["state_kind"] == "whole"
-            one = await ask(service, first)
-            check(made, first, one)
-        longer = first + one.ids + message(30, 41)
-        async with service_on(path) as service:
-            two = await ask(service, longer)
-            check(made, longer, two)
-            assert reused(two) >= len(first) + len(one.ids) - 1
-            other = first[:60] + message(30, 42)
-            three = await ask(service, other)
-            check(made, other, three)
-            assert reused(three) == 0
-    finally:
-        made.close()

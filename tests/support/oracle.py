@@ -190,3 +190,14 @@ def check_answer(oracle: Oracle, prompt: Any, answer: Answer) -> float:
             worst = max(worst, abs(prob.logprob - row[prob.id]))
     assert worst <= bound, f"log-probabilities differ by {worst:.2e}, allowed {bound:.2e}"
     return worst
+
+
+def check_greedy(oracle: Oracle, prompt: list[int], reply: list[int]) -> None:
+    """Every token is the most likely one of monolithic prefill, or as likely within what
+    splitting that prefill differently changes."""
+    ids = np.array(prompt + reply[:-1], np.int32)
+    first = len(prompt) - 1
+    expected = oracle.logprobs(ids, first)
+    noise = max(float(np.abs(oracle.logprobs(ids, first, n) - expected).max()) for n in (17, 64))
+    for row, token in zip(expected, reply, strict=True):
+        assert np.delete(row, oracle.forbidden).max() - row[token] <= 4 * noise + 0.02

@@ -93,6 +93,11 @@ class BoundaryTier:
         self.n_resumed += 1
         return data
 
+    def refused(self, found: Boundary) -> None:
+        """Forget a state that llama.cpp does not take, for it would stand in the way of others."""
+        log.warning("a boundary state is of no use here", extra={"position": found.position})
+        self.table.drop(found.node)
+
     def stats(self) -> dict[str, Any]:
         """Gauges and counters for /metrics and /towerd/v1/stats."""
         return {

@@ -157,9 +157,14 @@ class LlamaModel:
         return bool(lib.llama_model_is_hybrid(self.ptr))
 
     @property
+    def is_compressed(self) -> bool:
+        """Whether attention keeps compressed keys beside its rows."""
+        return self.arch in _COMPRESSED
+
+    @property
     def has_indexer(self) -> bool:
         """Whether attention keeps an index or compressed keys beside its rows."""
-        return self.arch in _COMPRESSED or any(".indexer." in key for key in self.metadata)
+        return self.is_compressed or any(".indexer." in key for key in self.metadata)
 
     @property
     def has_cell_ext(self) -> bool:

@@ -19,8 +19,9 @@ from towerd.engine.embedded.job import Job
 from towerd.engine.embedded.marks import plan_marks
 from towerd.engine.embedded.memory import Memory
 from towerd.engine.embedded.pool import LivePool, LiveSeq, common_prefix
-from towerd.errors import StoreError
+from towerd.errors import StoreError, TowerdError
 from towerd.store import AFTER_SPLICE, DERIVED, EXACT, Taint
+from towerd.store.boundaries import Boundary
 from towerd.tiers.boundary import BoundaryTier
 from towerd.tiers.manager import Tiers
 from towerd.tiers.plan import Plan
@@ -37,8 +38,7 @@ class LoadedState:
 
     data: Buffer
     taint: Taint
-    derived: bool
-    """Approximate rows went into computing the state."""
+    found: Boundary
 
 
 class Resumer:
@@ -109,15 +109,20 @@ class Resumer:
             log.warning("a boundary state cannot be used", extra={"error": str(error)})
             return None
         n_bare = plan.n - plan.n_rows
-        return LoadedState(data, np.full(n_bare, EXACT, np.uint8), found.derived)
+        return LoadedState(data, np.full(n_bare, EXACT, np.uint8), found)
 
     def attach(self, job: Job, seq: LiveSeq, state: LoadedState) -> None:
-        """Put a state behind what was loaded. Raises TowerdError if llama.cpp refuses it."""
-        self.memory.restore(seq.id, state.data)
+        """Put a state behind what was loaded. Raises TowerdError if llama.cpp refuses it: then
+        another one may take its place (some fit only as many sequences as there were)."""
+        try:
+            self.memory.restore(seq.id, state.data)
+        except TowerdError:
+            self.boundaries.refused(state.found)
+            raise
         n_bare = len(state.taint)
         if n_bare:
             self.pool.append(seq, job.ids[seq.n : seq.n + n_bare], state.taint)
-        if state.derived:  # and so is whatever is computed from it
+        if state.found.derived:  # and so is whatever is computed from it
             seq.taint[seq.n - 1] = max(seq.taint[seq.n - 1], DERIVED)
 
     # ---- out --------------------------------------------------------------------------------

@@ -11,7 +11,12 @@ from towerd.engine.base import Ids
 from towerd.engine.embedded.context import PARTIAL, Buffer, LlamaContext
 from towerd.engine.embedded.memory.base import Memory
 from towerd.engine.embedded.memory.plain import PlainMemory
-from towerd.engine.embedded.memory.stateful import StatefulMemory, attention_part, empty_tail
+from towerd.engine.embedded.memory.stateful import (
+    StatefulMemory,
+    StreamMemory,
+    attention_part,
+    empty_tail,
+)
 from towerd.engine.embedded.memory.window import WindowMemory
 from towerd.engine.embedded.model import LlamaModel
 from towerd.slots.blob import emit_blob, parse_rows
@@ -31,7 +36,9 @@ def n_seqs_of(model: LlamaModel, config: Config, ram_bytes: int) -> int:
     """Sequences that the context needs: the live ones, one for scratch, and a window's twins.
 
     Of a recurrent model each has its state in memory, used or not, so there are fewer of them
-    where states are large."""
+    where states are large; and of one with compressed keys each has a cache for a whole context."""
+    if model.is_compressed:
+        return min(SEQS_MAX, config.parallel + 1)
     if model.is_recurrent or model.is_hybrid:
         affordable = ram_bytes // _STATE_RAM_SHARE // max(1, state_bytes(model, config))
         n_live = min(config.live_sequences, max(config.parallel, affordable))
@@ -68,7 +75,8 @@ def open_memory(context: LlamaContext, model: LlamaModel) -> Memory:
         if not (model.is_hybrid or model.n_swa or model.has_indexer):
             raise
         log.warning("this model's state is stored whole", extra={"reason": str(error)})
-        return StatefulMemory(context, _NO_ROWS, WHOLE)
+        kept = StreamMemory if model.is_compressed else StatefulMemory
+        return kept(context, _NO_ROWS, WHOLE)
     finally:
         context.seq_rm(seq)
 

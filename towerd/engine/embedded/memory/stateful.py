@@ -33,6 +33,17 @@ class StatefulMemory(PlainMemory):
         self.context.set_state(seq, state, self._flags)
 
 
+class StreamMemory(StatefulMemory):
+    """See `Memory`: whole ones where each sequence has a cache of its own.
+
+    llama.cpp's `src/llama-kv-cache-dsv4.cpp` ends the process when asked to copy a part of a
+    sequence, and copies all of one at the next decode only, when the source may be gone or have
+    gone on. So copies are made here, of the bytes, at once."""
+
+    def seq_cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
+        self.context.set_state(dst, self.context.get_state(src))
+
+
 def attention_part(context: LlamaContext, seq: int) -> Buffer:
     """The blob of a hybrid's sequence without the recurrent state at its end."""
     n_state = context.state_size(seq, PARTIAL) - PREFIX_BYTES
