@@ -99,6 +99,9 @@ class _Tensors:
     def ones(self, name: str, n: int) -> None:
         self._writer.add_tensor(f"{name}.weight", np.ones(n, np.float32))
 
+    def bias(self, name: str, n: int) -> None:
+        self._writer.add_tensor(f"{name}.bias", np.zeros(n, np.float32))
+
 
 def _mixer(tensors: _Tensors, name: str, n: int, n_scale: int) -> None:
     """Weights, offsets and gains of one hyper-connection."""
@@ -138,7 +141,7 @@ def _compressor(tensors: _Tensors, name: str, head: int, ratio: int) -> None:
 def _experts(tensors: _Tensors, block: str) -> None:
     tensors.ones(block + "ffn_norm", N_EMBD)
     tensors.matrix(block + "ffn_gate_inp", N_EXPERT, N_EMBD)
-    tensors._writer.add_tensor(f"{block}exp_probs_b.bias", np.zeros(N_EXPERT, np.float32))
+    tensors.bias(block + "exp_probs_b", N_EXPERT)
     for name, rows, columns in (
         ("gate", N_FF, N_EMBD), ("up", N_FF, N_EMBD), ("down", N_EMBD, N_FF),
     ):  # fmt: skip
