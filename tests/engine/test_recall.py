@@ -243,19 +243,33 @@ async def test_a_branch_has_its_own_shelf(service_on: OpenService) -> None:
 
 
 async def test_beyond_the_context(service_on: OpenService) -> None:
-    """A chat longer than the context is moved together: what was not live is forgotten then."""
+    """A chat longer than the context moves down: the first half is forgotten, but for the sink,
+    and of the rest anything can still come back."""
     live = LiveBudget("icecache", 60)
     settings = {**SETTINGS, "ctx_size": 200, "live_tokens": 512, "recall_every": 10}
     async with service_on(bundled_model(), **settings) as service:
         ids = some_ids(130)
-        for turn in range(4):
+        recalled, moves, cuts = [0], [0], [4]
+        for turn in range(6):
             answer = await ask(service, ids, 40, live=live)
             ids = np.concatenate([ids, np.array(answer.ids, np.int32), some_ids(20, turn)])
             await settle(service)
             seq, retained = await the_chat(service)
             assert seq.n_cells <= 60
             assert seq.place_next <= 200
-        assert service.engine.stats()["retention_moves"] > 0
+            stats = service.engine.stats()
+            recalled.append(stats["recall_tokens"])
+            moves.append(stats["retention_moves"])
+            cuts.append(int(retained.shelf.positions[4]))
+            assert retained.shelf.positions[:4].tolist() == [0, 1, 2, 3]
+            left = np.arange(cuts[-1], int(retained.shelf.positions[-1]) + 1)
+            assert np.array_equal(retained.shelf.positions[4:], left)
+            places = retained.shelf.places(left)
+            assert np.array_equal(places - places[0], left - left[0])
+        assert moves[-1] >= 3
+        assert cuts == sorted(cuts)
+        assert cuts[-1] > len(ids) - 220
+        assert recalled[-1] > recalled[-2] > recalled[-3]
 
 
 @pytest.mark.parametrize("policy", ["streaming", "icecache"])

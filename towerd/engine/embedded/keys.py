@@ -10,9 +10,10 @@ from towerd.slots.layout import Plane
 from towerd.slots.rows import Bytes2D, KVRows
 
 
-def keys_of(rows: KVRows, head_size: int) -> Rows:
-    """float32[layers, KV heads, n, head size]: the keys of `rows`."""
-    layers = [floats(plane, k) for plane, k in zip(rows.layout.k, rows.k, strict=True)]
+def keys_of(rows: KVRows, head_size: int, layer_step: int = 1) -> Rows:
+    """float32[layers, KV heads, n, head size]: the keys of `rows`, of every so manieth layer."""
+    planes = list(zip(rows.layout.k, rows.k, strict=True))[::layer_step]
+    layers = [floats(plane, k) for plane, k in planes]
     return np.stack([k.reshape(len(rows), -1, head_size).transpose(1, 0, 2) for k in layers])
 
 

@@ -22,10 +22,14 @@ from towerd.engine.embedded.observer import Observer
 from towerd.engine.embedded.pool import LivePool, LiveSeq
 from towerd.engine.embedded.retained import Retained
 from towerd.engine.embedded.shelf import Chunk, ShelfKeys
+from towerd.errors import Unavailable
 from towerd.retention import Positions, Recalling, Rows, View
 from towerd.retention.icecache import IceCacheConfig
 from towerd.retention.layout import cluster_order
 from towerd.slots.blob import emit_blob
+from towerd.slots.rope import Rope
+from towerd.slots.rows import KVRows
+from towerd.slots.shift import shift
 
 ASKED_AGAIN_TOKENS = 16
 """Of a prompt's last tokens, those that are evaluated again after the recall, so that they see what
@@ -119,6 +123,31 @@ class Recaller:
         self.n_tokens_recalled += len(positions)
         self.n_reads += retained.shelf.n_reads(positions)
 
+    def move_down(
+        self, seq: LiveSeq, retained: Retained, rope: Rope, evict: Callable[[], bool]
+    ) -> None:
+        """At the context's end: what stands in the first half of its places, but for the sink, is
+        forgotten, and all the rest, live or not, moves down there, its keys rotated. Distances
+        stay what they were, so what is not live can still come back.
+
+        Raises Unavailable when no cells can be had."""
+        self._shelve(seq, retained)
+        shelf, sink = retained.shelf, retained.sink
+        is_left = shelf.places(shelf.positions) >= retained.n_places // 2
+        left = np.setdiff1d(shelf.positions[is_left], sink, assume_unique=True)
+        rot_k = self._core.info.fingerprint.rot_k
+        rows = shift(shelf.rows(left), len(sink), rope, rot_k=rot_k)
+        chunk = self._laid_out(rows, left, np.arange(len(left)))
+        self._pool.let_go(seq)
+        retained.moved_down(shelf.only(sink).add(chunk))
+        while self._pool.cells_free < len(retained.kept):  # others share what was let go of
+            if not evict():
+                raise Unavailable("The live context is full of running requests; try again later.")
+        live = retained.shelf.rows(retained.kept)
+        blob = np.asarray(emit_blob([live], v_trans=self._core.context.v_trans))
+        self._memory.append(seq.id, blob, is_empty=True)
+        self._pool.take(seq, len(retained.kept))
+
     def _bring_back(
         self, seq: LiveSeq, retained: Retained, back: Positions, evict: Callable[[], bool]
     ) -> None:
@@ -153,10 +182,14 @@ class Recaller:
         first = int(is_new.argmax())
         rows = self._memory.rows(seq.id, int(retained.places[first]), retained.place_next)
         assert rows is not None
-        keys = keys_of(rows, self._observer.attention.head_size)[::_LAYOUT_LAYER_STEP]
         numbers = np.flatnonzero(is_new[first:])
-        order = numbers[cluster_order(keys[:, :, numbers])]
-        retained.shelf = retained.shelf.add(Chunk.of(rows, retained.kept[first:], order))
+        chunk = self._laid_out(rows, retained.kept[first:], numbers)
+        retained.shelf = retained.shelf.add(chunk)
+
+    def _laid_out(self, rows: KVRows, positions: Positions, numbers: Positions) -> Chunk:
+        """Those of `rows`, similar ones side by side; `positions` of the chat are those of all."""
+        keys = keys_of(rows, self._observer.attention.head_size, _LAYOUT_LAYER_STEP)
+        return Chunk.of(rows, positions, numbers[cluster_order(keys[:, :, numbers])])
 
     def _forget(self, retained: Retained, policy: Recalling) -> None:
         """Keep the shelf and the index within their bytes: the oldest that is not live goes."""

@@ -210,13 +210,23 @@ class Retained:
         self.recent = np.append(self.recent, zeros)[order]
 
     def moved_together(self) -> None:
-        """The rows were moved to places without holes. What is not live has no place between
-        them any more: it is forgotten."""
-        if self.can_recall:
-            self.policy = open_retention(self.policy.config)
-            self.shelf, self.observed = Shelf(), ()
+        """The rows were moved to places without holes."""
         self.places = np.arange(len(self.kept), dtype=np.int64)
         self.n_evictions += 1
+
+    def moved_down(self, shelf: Shelf) -> None:
+        """Of everything that is live or may come back only what is on `shelf` is left, at the
+        places that it has there. The keys are others: what was indexed and observed is not."""
+        self._only(np.flatnonzero(np.isin(self.kept, shelf.positions)))
+        self.places = shelf.places(self.kept)
+        self.shelf, self.observed = shelf, ()
+        self.policy = open_retention(self.policy.config)
+        self.n_evictions += 1
+
+    @property
+    def sink(self) -> Positions:
+        """The first positions, which always stay."""
+        return self.kept[: getattr(self.policy.config, "sink", 0)]
 
     @property
     def n_tail(self) -> int:

@@ -137,7 +137,7 @@ class Thinner:
         elif len(retained.kept) >= retained.budget.tokens:
             self._evict(job, seq, retained)
         if retained.place_next >= retained.n_places and self.may_outgrow(retained.budget):
-            self._move_together(seq, retained, evict)
+            self._move(seq, retained, evict)
 
     def is_asking(self, job: Job) -> bool:
         """Whether the job's prompt, which is evaluated, shall be asked first what it looks for:
@@ -214,6 +214,14 @@ class Thinner:
         ends = np.isin(job.ids[:n], self._eog_ids)
         return np.concatenate([[0], np.cumsum(ends)[:-1]]).astype(np.int64)[:n]
 
+    def _move(self, seq: LiveSeq, retained: Retained, evict: Callable[[], bool]) -> None:
+        """Go on with a chat that has reached the last place of its context."""
+        if retained.can_recall and self._recaller is not None:
+            self._recaller.move_down(seq, retained, self._splicer.rope(), evict)
+        else:
+            self._move_together(seq, retained, evict)
+        self.n_moves += 1
+
     def _move_together(self, seq: LiveSeq, retained: Retained, evict: Callable[[], bool]) -> None:
         """Move the live rows to the places [0, m), their keys rotated. By then something was
         dropped, for a budget is less than the context."""
@@ -231,7 +239,6 @@ class Thinner:
                 raise Unavailable("The live context is full of running requests; try again later.")
         self._memory.append(seq.id, blob, is_empty=True)
         self._pool.take(seq, len(rows))
-        self.n_moves += 1
 
     # ---- out of the context and back -----------------------------------------------------
 
