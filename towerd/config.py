@@ -147,7 +147,7 @@ class Config:
     freeze_after_s: float = _set(2592000.0, "float", "--freeze-after",
         "Seconds without use after which a conversation is kept as coded text only, a thousandth "
         "of its size, and evaluated again when it goes on; -1: never.", low=-1)
-    policy: str = _set("lru", "text", "--policy",
+    policy: str = _set("foresight", "text", "--policy",
         "What leaves a full tier first.", choices=POLICIES)
     predictor: Path | None = _set(None, "path", "--predictor",
         "What towerctl train predictor wrote, for foresight and pbkv.",
