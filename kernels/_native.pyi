@@ -51,6 +51,11 @@ class Kernels:
     ) -> None:
         """Write the rows of every job (offset, rows, index, src_format, dst_format) into dst."""
 
+    def transcoded(
+        self, rows: npt.NDArray[np.uint8], src_format: str, dst_format: str, n_threads: int = 1
+    ) -> npt.NDArray[np.uint8]:
+        """Rows in another format, in new memory."""
+
     def rope_shift(
         self,
         src: npt.NDArray[np.uint8],

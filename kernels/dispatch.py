@@ -28,6 +28,7 @@ __all__ = [
     "name",
     "rope_shift",
     "transcode",
+    "transcoded",
     "transpose",
 ]
 
@@ -62,6 +63,9 @@ class _Kernels(_RowKernels, Protocol):
     def gather_rows(self, src: Bytes, index: Index, out: Bytes, n_threads: int = 1) -> None: ...
     def transpose(self, src: Bytes, out: Bytes, element_bytes: int, n_threads: int = 1) -> None: ...
     def transcode(self, dst: Any, jobs: Sequence[TranscodeJob], n_threads: int = 1) -> None: ...
+    def transcoded(
+        self, rows: Bytes, src_format: str, dst_format: str, n_threads: int = 1
+    ) -> Bytes: ...
 
 
 def available() -> tuple[str, ...]:
@@ -142,8 +146,13 @@ def transpose(src: Bytes, out: Bytes, element_bytes: int, n_threads: int = THREA
 
 
 def transcode(dst: Any, jobs: Sequence[TranscodeJob], n_threads: int = THREADS) -> None:
-    """Many rows into one buffer, in other formats; see `reference_transcode.transcode`."""
+    """Many rows into one buffer, decoded; see `reference_transcode.transcode`."""
     _kernels().transcode(dst, jobs, n_threads)
+
+
+def transcoded(rows: Bytes, src_format: str, dst_format: str, n_threads: int = THREADS) -> Bytes:
+    """Rows in another format, in new memory; see `reference_transcode.transcoded`."""
+    return _kernels().transcoded(rows, src_format, dst_format, n_threads)
 
 
 def rope_shift(

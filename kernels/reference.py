@@ -14,7 +14,7 @@ from towerd.kernels import reference_checks as checks
 from towerd.kernels.reference_checks import Bytes, Floats, Index, Lines
 from towerd.kernels.reference_hadamard import hadamard
 from towerd.kernels.reference_rope import rope_shift
-from towerd.kernels.reference_transcode import TranscodeJob, transcode
+from towerd.kernels.reference_transcode import TranscodeJob, transcode, transcoded
 
 __all__ = [
     "Bytes",
@@ -28,6 +28,7 @@ __all__ = [
     "hadamard",
     "rope_shift",
     "transcode",
+    "transcoded",
     "transpose",
 ]
 

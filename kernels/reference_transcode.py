@@ -23,24 +23,25 @@ F16_MAX = np.float32(65504)
 
 
 @dataclass(frozen=True, slots=True)
-class _Work:
-    """One checked job."""
+class _Conversion:
+    """Two formats that hold rows of `n_elements`."""
 
-    name: str
-    job: JobRows
     source: Format
     target: Format
     n_elements: int
 
     @property
-    def size(self) -> int:
-        """Bytes that it writes."""
-        return len(self.job.take) * self.target.row_bytes(self.n_elements)
+    def can_fail(self) -> bool:
+        """Whether there are rows that the target cannot hold."""
+        return self.target.is_quantized and self.source is not self.target
 
     @property
-    def bytes(self) -> Bytes:
-        """What it writes; ValueError names the first row that its format cannot hold."""
-        rows = self.job.rows[self.job.take]
+    def row_bytes(self) -> int:
+        """Bytes of a row of the target."""
+        return self.target.row_bytes(self.n_elements)
+
+    def apply(self, rows: Bytes) -> Bytes:
+        """The rows in the target's format; ValueError names the first that it cannot hold."""
         if self.source is self.target:
             return rows
         values = decode(self.source, rows)
@@ -48,21 +49,22 @@ class _Work:
         rotated = self.target.hadamard_block(self.n_elements)
         if block and not rotated:
             values = transform(values, block)
-        if self.target.is_quantized:
-            self._check_range(values, 0 if block else rotated)
+        if self.can_fail:
+            _check_range(values, 0 if block else rotated)
         if rotated and not block:
             values = transform(values, rotated)
         return encode(self.target, values)
 
-    def _check_range(self, values: Floats, rotated: int) -> None:
-        limit = F16_MAX / np.float32(math.sqrt(rotated or 1))
-        with np.errstate(invalid="ignore"):
-            bad = np.flatnonzero(~(np.abs(values) <= limit).all(axis=1))
-        if len(bad):
-            row = f"{self.name}.rows: row {self.job.take[bad[0]]}"
-            if np.isfinite(values[bad[0]]).all():
-                raise ValueError(f"{row} has a number beyond +-{limit:.0f}")
-            raise ValueError(f"{row} is not finite")
+
+def _check_range(values: Floats, rotated: int) -> None:
+    limit = F16_MAX / np.float32(math.sqrt(rotated or 1))
+    with np.errstate(invalid="ignore"):
+        bad = np.flatnonzero(~(np.abs(values) <= limit).all(axis=1))
+    if len(bad):
+        row = f"rows: row {bad[0]}"
+        if np.isfinite(values[bad[0]]).all():
+            raise ValueError(f"{row} has a number beyond +-{limit:.0f}")
+        raise ValueError(f"{row} is not finite")
 
 
 def transcode(dst: Any, jobs: Sequence[TranscodeJob], n_threads: int = 1) -> None:
@@ -71,35 +73,65 @@ def transcode(dst: Any, jobs: Sequence[TranscodeJob], n_threads: int = 1) -> Non
     dst: a writable contiguous buffer of bytes, one dimension
     jobs: a list or tuple of `TranscodeJob`; rows may lie any distance apart
 
-    Rows of a format with a Hadamard rotation are rotated back after decoding, and rotated before
-    encoding (by runs of `Format.hadamard_block`); from one such format into another neither is
-    done. The same format on both sides copies bytes. f32 becomes f16 and bf16 by rounding to
-    nearest, ties to even; beyond f16's range that is infinity, and a NaN stays one.
+    Rows of a format with a Hadamard rotation are rotated back after decoding (by runs of
+    `Format.hadamard_block`). The same format on both sides copies bytes. f32 becomes f16 and bf16
+    by rounding to nearest, ties to even; beyond f16's range that is infinity, and a NaN stays one.
 
     ValueError if a job does not fit into dst, two jobs write the same bytes, a source lies in
-    dst, an index is out of range, a format is unknown, rows are not whole blocks, or a row that
-    is to be quantized holds a NaN, an infinity or a number beyond +-65504 (before a Hadamard
-    rotation of n elements: 65504 / sqrt(n)); nothing has been written then."""
+    dst, an index is out of range, a format is unknown, rows are not whole blocks, or rows would
+    have to be quantized, which may fail in the middle: `transcoded` does that. Nothing has been
+    written then."""
     checks.check_threads(n_threads)
     target = checks.check_target(dst)
     work = [
         _checked_job(job, f"jobs[{i}]", target) for i, job in enumerate(checks.check_jobs(jobs))
     ]
-    checks.check_spans([(each.job.offset, each.job.offset + each.size) for each in work])
-    written = [each.bytes for each in work]
-    for each, rows in zip(work, written, strict=True):
-        target[each.job.offset : each.job.offset + each.size] = rows.reshape(-1)
+    checks.check_spans([(j.offset, j.offset + len(j.take) * c.row_bytes) for j, c in work])
+    for job, conversion in work:
+        written = conversion.apply(job.rows[job.take]).reshape(-1)
+        target[job.offset : job.offset + len(written)] = written
 
 
-def _checked_job(job: Any, name: str, dst: Bytes) -> _Work:
+def _checked_job(job: Any, name: str, dst: Bytes) -> tuple[JobRows, _Conversion]:
     rows = checks.job_rows(job, 5, name, dst)
-    source = checks.check_format(job[3], f"{name}.src_format")
-    target = checks.check_format(job[4], f"{name}.dst_format")
-    n_elements = checks.elements_of(source, rows.rows.shape[1], f"{name}.rows")
+    conversion = _checked_formats(job[3], job[4], f"{name}.", rows.rows, f"{name}.rows")
+    if conversion.can_fail:
+        quantized = f"{conversion.target.name} is quantized"
+        raise ValueError(f"{name}.dst_format: {quantized}: only `transcoded` writes it")
+    checks.check_job(rows, conversion.row_bytes, name, dst)
+    return rows, conversion
+
+
+def _checked_formats(
+    src_format: Any, dst_format: Any, prefix: str, rows: Bytes, name: str
+) -> _Conversion:
+    source = checks.check_format(src_format, f"{prefix}src_format")
+    target = checks.check_format(dst_format, f"{prefix}dst_format")
+    n_elements = checks.elements_of(source, rows.shape[1], name)
     if n_elements % target.block_elements:
-        raise ValueError(f"{name}.dst_format: {target.name} holds no rows of {n_elements} elements")
-    checks.check_job(rows, target.row_bytes(n_elements), name, dst)
-    return _Work(name, rows, source, target, n_elements)
+        raise ValueError(
+            f"{prefix}dst_format: {target.name} holds no rows of {n_elements} elements"
+        )
+    return _Conversion(source, target, n_elements)
+
+
+def transcoded(rows: Bytes, src_format: str, dst_format: str, n_threads: int = 1) -> Bytes:
+    """`rows` of one format in another one, in new memory: uint8[n, row_bytes], contiguous.
+
+    rows: uint8[n, row_bytes], any distance apart
+
+    As `transcode`, and to quantized formats too: the rows are rotated before they are encoded
+    where the target has a Hadamard rotation; from one such format into another no rotation is done
+    or undone. Rows are read once, so that a bad one is found while others have been written
+    already: into memory that nobody has seen, which is why there is no `out`.
+
+    ValueError if a format is unknown, rows are not whole blocks, or a row that is to be quantized
+    holds a NaN, an infinity or a number beyond +-65504 (before a Hadamard rotation of n elements:
+    65504 / sqrt(n))."""
+    checks.check_threads(n_threads)
+    source = checks.rows_of(rows, "rows")
+    conversion = _checked_formats(src_format, dst_format, "", source, "rows")
+    return np.array(conversion.apply(source), order="C")
 
 
 def decode(row: Format, rows: Bytes) -> Floats:

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from towerd.kernels import dispatch
+from towerd.kernels.formats import BY_NAME
 from towerd.slots.cells import cell_bytes, cell_table
 from towerd.slots.errors import StateError
 from towerd.slots.layout import KVLayout, Plane
@@ -133,7 +134,8 @@ def _planes(part: KVRows) -> list[_Source]:
 
 @dataclass(slots=True)
 class _Moves:
-    """The jobs that fill one buffer: copies, and conversions from other formats."""
+    """The jobs that fill one buffer: copies, and conversions from other formats. Into a quantized
+    one they take a detour through memory of their own, a plane at a time."""
 
     copies: list[dispatch.Job] = field(default_factory=list)
     conversions: list[_Conversion] = field(default_factory=list)
@@ -153,8 +155,13 @@ class _Moves:
     def run(self, out: npt.NDArray[np.uint8], n_threads: int) -> None:
         if self.copies:
             dispatch.copy_planes(out, self.copies, n_threads)
-        if self.conversions:
-            dispatch.transcode(out, self.conversions, n_threads)
+        direct = [job for job in self.conversions if not BY_NAME[job[4]].is_quantized]
+        if direct:
+            dispatch.transcode(out, direct, n_threads)
+        for at, rows, order, have, want in self.conversions:
+            if BY_NAME[want].is_quantized:
+                moved = dispatch.transcoded(rows, have, want, n_threads)
+                dispatch.copy_planes(out, [(at, moved, order)], n_threads)
 
 
 def _write_header(out: npt.NDArray[np.uint8], at: int, plane: Plane, transposed: bool) -> None:

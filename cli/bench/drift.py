@@ -263,9 +263,8 @@ def only_keys(layout: KVLayout, layer: int, name: str) -> KVLayout:
 
 def _floats(plane: Plane, rows: npt.NDArray[np.uint8]) -> Floats:
     """The values of a plane's rows, float64[n, elements]."""
-    out = np.empty((len(rows), plane.n_elements), np.float32)
-    dispatch.transcode(out.reshape(-1).view(np.uint8), [(0, rows, None, plane.format.name, "f32")])
-    return out.astype(np.float64)
+    values = dispatch.transcoded(rows, plane.format.name, "f32").view(np.float32)
+    return values.astype(np.float64)
 
 
 def _both(rows: KVRows, more: KVRows, layer: int, which: str) -> Floats:

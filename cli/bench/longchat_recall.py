@@ -102,9 +102,6 @@ def _keys(rows: KVRows, head_size: int) -> Rows:
     """float32[layers, KV heads, n, head size]"""
     layers = []
     for plane, values in zip(rows.layout.k, rows.k, strict=True):
-        out = np.empty((len(values), plane.n_elements), np.float32)
-        dispatch.transcode(
-            out.reshape(-1).view(np.uint8), [(0, values, None, plane.format.name, "f32")]
-        )
-        layers.append(out.reshape(len(values), -1, head_size).transpose(1, 0, 2))
+        wide = dispatch.transcoded(values, plane.format.name, "f32").view(np.float32)
+        layers.append(wide.reshape(len(values), -1, head_size).transpose(1, 0, 2))
     return np.stack(layers)

@@ -72,6 +72,10 @@ NB_MODULE(_native, m) {
                 towerd::bind_transcode(self.isa, dst, jobs, n_threads);
             }, "dst"_a.none(), "jobs"_a.none(), "n_threads"_a.none() = 1,
             "Write the rows of every job (offset, rows, index, src_format, dst_format) into dst.")
+        .def("transcoded", [](const Kernels & self, handle rows, handle src_format, handle dst_format, handle n_threads) {
+                return towerd::bind_transcoded(self.isa, rows, src_format, dst_format, n_threads);
+            }, "rows"_a.none(), "src_format"_a.none(), "dst_format"_a.none(), "n_threads"_a.none() = 1,
+            "Rows in another format, in new memory.")
         .def("rope_shift", [](const Kernels & self, handle src, handle out, handle format, handle cos, handle sin,
                               handle row_table, handle head_dim, handle n_rot, handle first, handle neox,
                               handle hadamard_block, handle n_threads) {

@@ -57,30 +57,14 @@ void encode_elements(const float * from, std::uint8_t * to, std::size_t n) {
     }
 }
 
-// Largest magnitude, as an integer: for numbers without sign the order of the bits is theirs.
-template <typename Raw>
-TOWERD_INLINE Raw largest(const std::uint8_t * from, std::size_t n, Raw magnitude) {
-    Raw found = 0;
+// As integers: for numbers without sign the order of the bits is theirs, and those of a NaN are the largest.
+float peak(const float * from, std::size_t n) {
+    std::int32_t found = 0;
     for (std::size_t i = 0; i < n; ++i) {
-        const auto value = static_cast<Raw>(load_as<Raw>(from + i * sizeof(Raw)) & magnitude);
-        found = value > found ? value : found;
+        const std::int32_t raw = load_as<std::int32_t>(from + i) & 0x7fffffff;
+        found = raw > found ? raw : found;
     }
-    return found;
-}
-
-float peak_f32(const std::uint8_t * from, std::size_t n) {
-    const std::int32_t raw = largest<std::int32_t>(from, n, 0x7fffffff);
-    return raw > 0x7f800000 ? __builtin_inff() : bits<float>(raw);
-}
-
-float peak_f16(const std::uint8_t * from, std::size_t n) {
-    const std::int16_t raw = largest<std::int16_t>(from, n, 0x7fff);
-    return raw > 0x7c00 ? __builtin_inff() : f16_to_f32(static_cast<std::uint16_t>(raw));
-}
-
-float peak_bf16(const std::uint8_t * from, std::size_t n) {
-    const std::int16_t raw = largest<std::int16_t>(from, n, 0x7fff);
-    return raw > 0x7f80 ? __builtin_inff() : bf16_to_f32(static_cast<std::uint16_t>(raw));
+    return found > 0x7f800000 ? __builtin_inff() : bits<float>(found);
 }
 
 }  // namespace

@@ -20,9 +20,7 @@ Isa assemble() {
     isa.rotate[kF32] = rotate<F32>;
     isa.rotate[kF16] = rotate<F16>;
     isa.rotate[kBf16] = rotate<Bf16>;
-    isa.peak[kF32] = peak_f32;
-    isa.peak[kF16] = peak_f16;
-    isa.peak[kBf16] = peak_bf16;
+    isa.peak = peak;
     return isa;
 }
 

@@ -88,9 +88,8 @@ struct Isa {
     void (*rotate[3])(const std::uint8_t * from, std::uint8_t * to, const Heads & heads, const float * cos,
                       const float * sin);
 
-    // The largest magnitude of a run of f32, f16 or bf16 (indexed by codec); infinity if one is not
-    // finite. No alignment.
-    float (*peak[3])(const std::uint8_t * from, std::size_t n);
+    // The largest magnitude of a run; infinity if a number is not finite.
+    float (*peak)(const float * from, std::size_t n);
 };
 
 }  // namespace towerd

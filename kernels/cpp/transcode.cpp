@@ -54,73 +54,59 @@ void copy_rows(const Task & task) {
 // Both sides rotated: the rotations cancel, so neither is done.
 bool rotates(const Format & format, const Format & other) { return format.hadamard && !other.hadamard; }
 
-void convert_rows(const Task & task, const Isa & isa) {
-    const TranscodeJob & job = *task.job;
-    const Codec &        from = isa.codecs[job.from->codec];
-    const Codec &        to = isa.codecs[job.to->codec];
-    const std::size_t    before = rotates(*job.from, *job.to) ? hadamard_block(*job.from, job.n_elements) : 0;
-    const std::size_t    after = rotates(*job.to, *job.from) ? hadamard_block(*job.to, job.n_elements) : 0;
-    const std::size_t    block = before + after;  // at most one of them
-    alignas(64) float    numbers[kRun];
-    for (std::size_t i = task.row0; i < task.row1; ++i) {
-        const std::uint8_t * read = source_row(job, i);
-        std::uint8_t *       write = job.target + i * job.target_bytes();
-        for (std::size_t done = 0; done < job.n_elements; done += kRun) {
-            const std::size_t n = std::min(kRun, job.n_elements - done);
-            from.decode(read + job.from->bytes(done), numbers, n);
-            if (block != 0) {
-                isa.hadamard(numbers, n, block);
-            }
-            to.encode(numbers, write + job.to->bytes(done), n);
-        }
-    }
+// How one job gets from numbers to numbers between decode and encode.
+struct Steps {
+    std::size_t before;  // Hadamard block to rotate back by, 0: none
+    std::size_t after;   // and to rotate by
+    float       limit;   // of the numbers before that
+};
+
+Steps steps_of(const TranscodeJob & job) {
+    Steps steps{};
+    steps.before = rotates(*job.from, *job.to) ? hadamard_block(*job.from, job.n_elements) : 0;
+    steps.after = rotates(*job.to, *job.from) ? hadamard_block(*job.to, job.n_elements) : 0;
+    steps.limit = kF16Max / std::sqrt(static_cast<float>(std::max<std::size_t>(1, steps.after)));
+    return steps;
 }
 
-// The largest magnitude that is about to be quantized, before a Hadamard rotation of the target.
-float peak_of_row(const TranscodeJob & job, const std::uint8_t * row, const Isa & isa) {
-    if (!job.from->quantized()) {
-        return isa.peak[job.from->codec](row, job.n_elements);
-    }
+// Returns the row's largest magnitude if it is to be checked, else 0.
+float convert_row(const TranscodeJob & job, const Steps & steps, bool checked, const Isa & isa,
+                  const std::uint8_t * read, std::uint8_t * write) {
     alignas(64) float numbers[kRun];
     float             peak = 0.0f;
     for (std::size_t done = 0; done < job.n_elements; done += kRun) {
         const std::size_t n = std::min(kRun, job.n_elements - done);
-        isa.codecs[job.from->codec].decode(row + job.from->bytes(done), numbers, n);
-        if (rotates(*job.from, *job.to)) {
-            isa.hadamard(numbers, n, hadamard_block(*job.from, job.n_elements));
+        isa.codecs[job.from->codec].decode(read + job.from->bytes(done), numbers, n);
+        if (steps.before != 0) {
+            isa.hadamard(numbers, n, steps.before);
         }
-        peak = std::max(peak, isa.peak[kF32](reinterpret_cast<const std::uint8_t *>(numbers), n));
+        if (checked) {
+            peak = std::max(peak, isa.peak(numbers, n));
+        }
+        if (steps.after != 0) {
+            isa.hadamard(numbers, n, steps.after);
+        }
+        isa.codecs[job.to->codec].encode(numbers, write + job.to->bytes(done), n);
     }
     return peak;
 }
 
-float limit_of(const TranscodeJob & job) {
-    const std::size_t block = rotates(*job.to, *job.from) ? hadamard_block(*job.to, job.n_elements) : 1;
-    return kF16Max / std::sqrt(static_cast<float>(block));
+std::optional<BadRow> convert_rows(const Task & task, bool checked, const Isa & isa) {
+    const TranscodeJob & job = *task.job;
+    const Steps          steps = steps_of(job);
+    for (std::size_t i = task.row0; i < task.row1; ++i) {
+        const float peak =
+            convert_row(job, steps, checked, isa, source_row(job, i), job.target + i * job.target_bytes());
+        if (checked && !(peak <= steps.limit)) {
+            return BadRow{job.row_at(i), peak, steps.limit};
+        }
+    }
+    return std::nullopt;
 }
 
 }  // namespace
 
-std::optional<BadRow> find_bad_row(const std::vector<TranscodeJob> & jobs, const Isa & isa, std::size_t n_threads) {
-    const std::vector<Task>            tasks = tasks_of(jobs);
-    std::vector<std::optional<BadRow>> found(tasks.size());
-    parallel_for(tasks.size(), useful_threads(n_threads, total_bytes(jobs)), [&](std::size_t t, std::size_t) {
-        const TranscodeJob & job = *tasks[t].job;
-        if (!job.to->quantized() || job.from == job.to) {
-            return;
-        }
-        const float limit = limit_of(job);
-        for (std::size_t i = tasks[t].row0; i < tasks[t].row1; ++i) {
-            const float peak = peak_of_row(job, source_row(job, i), isa);
-            if (!(peak <= limit)) {
-                found[t] = {static_cast<std::size_t>(&job - jobs.data()), job.row_at(i), peak, limit};
-                return;
-            }
-        }
-    });
-    const auto first = std::find_if(found.begin(), found.end(), [](const auto & bad) { return bad.has_value(); });
-    return first == found.end() ? std::nullopt : *first;
-}
+bool can_fail(const Format & from, const Format & to) { return to.quantized() && &from != &to; }
 
 void transcode(const std::vector<TranscodeJob> & jobs, const Isa & isa, std::size_t n_threads) {
     const std::vector<Task> tasks = tasks_of(jobs);
@@ -128,9 +114,23 @@ void transcode(const std::vector<TranscodeJob> & jobs, const Isa & isa, std::siz
         if (tasks[t].job->from == tasks[t].job->to) {
             copy_rows(tasks[t]);
         } else {
-            convert_rows(tasks[t], isa);
+            convert_rows(tasks[t], false, isa);
         }
     });
+}
+
+std::optional<BadRow> transcode_checked(const TranscodeJob & job, const Isa & isa, std::size_t n_threads) {
+    const std::vector<TranscodeJob> jobs{job};
+    if (!can_fail(*job.from, *job.to)) {
+        transcode(jobs, isa, n_threads);
+        return std::nullopt;
+    }
+    const std::vector<Task>            tasks = tasks_of(jobs);
+    std::vector<std::optional<BadRow>> found(tasks.size());
+    parallel_for(tasks.size(), useful_threads(n_threads, total_bytes(jobs)),
+                 [&](std::size_t t, std::size_t) { found[t] = convert_rows(tasks[t], true, isa); });
+    const auto first = std::find_if(found.begin(), found.end(), [](const auto & bad) { return bad.has_value(); });
+    return first == found.end() ? std::nullopt : *first;
 }
 
 }  // namespace towerd

@@ -26,18 +26,22 @@ struct TranscodeJob {
     std::size_t row_at(std::size_t i) const { return index == nullptr ? i : static_cast<std::size_t>(index[i]); }
 };
 
-// A row that a quantized format cannot hold.
+// A row that a quantized format cannot hold: it has a NaN, an infinity, or more than +-65504 as the codec sees it
+// (after a Hadamard rotation that is sqrt(block) less at worst).
 struct BadRow {
-    std::size_t job;
     std::size_t row;  // of the job's source
     float       peak;
     float       limit;
 };
 
-// Finds the first row with a number that the target format cannot hold: NaN, an infinity, or more
-// than +-65504 as the codec sees it (after a Hadamard rotation that is sqrt(block) less at worst).
-std::optional<BadRow> find_bad_row(const std::vector<TranscodeJob> & jobs, const Isa & isa, std::size_t n_threads);
+// What has to be checked before it is encoded: a quantized format holds no number beyond a limit.
+bool can_fail(const Format & from, const Format & to);
 
+// Writes the rows of all jobs, none of which can fail.
 void transcode(const std::vector<TranscodeJob> & jobs, const Isa & isa, std::size_t n_threads);
+
+// Writes the rows of a job and checks them on the way. Returns the first that is bad; what was written then is
+// not to be read.
+std::optional<BadRow> transcode_checked(const TranscodeJob & job, const Isa & isa, std::size_t n_threads);
 
 }  // namespace towerd

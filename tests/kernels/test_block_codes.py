@@ -42,18 +42,12 @@ SEARCH_SLACK = {"q4": 1e-6, "q5": 1e-6, "q4a": 2e-5, "q5a": 2e-5}
 
 def kernel_bytes(name: str, values: Floats) -> Bytes:
     """encode_blocks by the implementation in use."""
-    out = np.zeros((len(values), BY_NAME[name].row_bytes(values.shape[1])), np.uint8)
-    rows = np.ascontiguousarray(values).view(np.uint8)
-    dispatch.transcode(out.reshape(-1), [(0, rows, None, "f32", name)])
-    return out
+    return dispatch.transcoded(np.ascontiguousarray(values).view(np.uint8), "f32", name)
 
 
 def kernel_floats(name: str, rows: Bytes) -> Floats:
     """decode_blocks by the implementation in use."""
-    n_elements = BY_NAME[name].n_elements(rows.shape[1])
-    out = np.zeros((len(rows), n_elements), np.float32)
-    dispatch.transcode(out.view(np.uint8).reshape(-1), [(0, rows, None, name, "f32")])
-    return out
+    return dispatch.transcoded(rows, name, "f32").view(np.float32)
 
 
 def steps(name: str, rows: Bytes) -> Floats:

@@ -85,9 +85,7 @@ def rows_of(row: Format, n: int, n_elements: int, seed: int = 0) -> Bytes:
     values *= np.exp2(rng.integers(-12, 8, (n, 1))).astype(np.float32)
     values[0, :64] = 0
     values[-1, 32:64] = -3
-    rows = np.empty((n, row.row_bytes(n_elements)), np.uint8)
-    job = (0, values.view(np.uint8), None, "f32", row.name)
-    reference.transcode(rows.reshape(-1), [job])
+    rows = reference.transcoded(values.view(np.uint8), "f32", row.name)
     if row.is_quantized:
         header = CODES[row.codec].header_bytes
         blocks = rows.reshape(n, -1, row.block_bytes)[1:-1]
@@ -108,10 +106,9 @@ def ones(row: Format, n: int, n_elements: int) -> Bytes:
 
 def decoded(row: Format, rows: Bytes, name: str) -> npt.NDArray[Any]:
     """Rows as f16 or f32 by the reference."""
-    to = BY_NAME[name]
-    out = np.empty((len(rows), to.row_bytes(row.n_elements(rows.shape[1]))), np.uint8)
-    reference.transcode(out.reshape(-1), [(0, rows, None, row.name, name)])
-    return out.view(np.float16 if name == "f16" else np.float32)
+    return reference.transcoded(rows, row.name, name).view(
+        np.float16 if name == "f16" else np.float32
+    )
 
 
 def check_numbers(got: npt.NDArray[Any], want: npt.NDArray[Any], tolerance: float) -> None:

@@ -1,4 +1,5 @@
-"""transcode: every pair of formats, the same bytes on every instruction set, bad input."""
+"""transcode and transcoded: every pair of formats, the same bytes on every instruction set, bad
+input."""
 
 from __future__ import annotations
 
@@ -30,23 +31,36 @@ def _both(size: int, jobs: list[Any], n_threads: int = 2) -> Any:
     return got
 
 
-def _one(rows: Any, src: str, dst: str, n_elements: int) -> Any:
-    size = _size(dst, len(rows), n_elements)
-    return _both(size, [(0, rows, None, src, dst)]).reshape(len(rows), -1)
+def _one(rows: Any, src: str, dst: str, n_threads: int = 2) -> Any:
+    """`transcoded` by the kernels in force, after checking it against the reference."""
+    got = dispatch.transcoded(rows, src, dst, n_threads)
+    with np.errstate(all="ignore"):
+        expected = reference.transcoded(rows, src, dst)
+    assert same(got, expected)
+    return got
+
+
+def _holds_all(src: str, dst: str) -> bool:
+    """Whether there are no rows of `src` that `dst` cannot hold."""
+    return src == dst or dst in ELEMENTS
 
 
 @pytest.mark.parametrize("src", NAMES)
 @pytest.mark.parametrize("n_elements", [32, 96, 1024, 1120, 2112])
 def test_every_pair(kernels: str, src: str, n_elements: int) -> None:
-    """From rows at odd addresses to odd addresses, rows longer than one run, several jobs."""
+    """From rows at odd addresses, rows longer than one run; into a buffer also to odd addresses,
+    several jobs."""
     n = 5 if n_elements < 2000 else 3
     rows = at_odd_address(rows_of(src, n, n_elements))
     index = np.array([n - 1, 0, 0, 2], np.int64)
     jobs: list[Any] = []
     at = 1
     for dst in NAMES:
-        jobs.append((at, rows, None if len(jobs) % 2 else index, src, dst))
-        at += _size(dst, n if len(jobs) % 2 == 0 else 4, n_elements) + len(jobs) % 3
+        whole = _one(rows, src, dst)
+        assert whole.shape == (n, BY_NAME[dst].row_bytes(n_elements))
+        if _holds_all(src, dst):
+            jobs.append((at, rows, None if len(jobs) % 2 else index, src, dst))
+            at += _size(dst, n if len(jobs) % 2 == 0 else 4, n_elements) + len(jobs) % 3
     _both(at + 1, jobs)
 
 
@@ -54,26 +68,25 @@ def test_every_pair(kernels: str, src: str, n_elements: int) -> None:
 def test_any_bits_of_blocks(kernels: str, name: str) -> None:
     """Codes and scales of any value decode alike, infinite and NaN scales included."""
     rows = patterns(name, 16, 128)
-    got, expected = (np.zeros(_size("f32", 16, 128), np.uint8) for _ in range(2))
-    dispatch.transcode(got, [(0, rows, None, name, "f32")])
+    got = dispatch.transcoded(rows, name, "f32")
     with np.errstate(all="ignore"):
-        reference.transcode(expected, [(0, rows, None, name, "f32")])
+        expected = reference.transcoded(rows, name, "f32")
     assert np.array_equal(got.view(np.float32), expected.view(np.float32), equal_nan=True)
 
 
 def test_every_half(kernels: str) -> None:
     """All 65,536 halves become f32 exactly, and come back as they were."""
     halves = np.arange(1 << 16, dtype=np.uint16).reshape(64, 1024)
-    wide = _one(halves.view(np.uint8), "f16", "f32", 1024)
+    wide = _one(halves.view(np.uint8), "f16", "f32")
     with np.errstate(invalid="ignore"):
         exact = halves.view(np.float16).astype(np.float32)
     assert np.array_equal(wide.view(np.float32), exact, equal_nan=True)
-    back = _one(wide, "f32", "f16", 1024).view(np.uint16)
+    back = _one(wide, "f32", "f16").view(np.uint16)
     quiet = np.where((halves & 0x7FFF) > 0x7C00, halves | 0x200, halves)
     assert np.array_equal(back, quiet)
-    _one(halves.view(np.uint8), "f16", "bf16", 1024)
-    _one(halves.view(np.uint8), "bf16", "f32", 1024)
-    _one(halves.view(np.uint8), "bf16", "f16", 1024)
+    _one(halves.view(np.uint8), "f16", "bf16")
+    _one(halves.view(np.uint8), "bf16", "f32")
+    _one(halves.view(np.uint8), "bf16", "f16")
 
 
 def _edges() -> Any:
@@ -92,7 +105,7 @@ def _edges() -> Any:
 def test_rounding(kernels: str, name: str) -> None:
     """To nearest, ties to even: around every number, for all magnitudes, NaNs and infinities."""
     raw = _edges()
-    out = _one(raw.view(np.uint8), "f32", name, 1024).view(np.uint16)
+    out = _one(raw.view(np.uint8), "f32", name).view(np.uint16)
     values = raw.view(np.float32)
     finite = np.isfinite(values)
     assert ((out[np.isnan(values)] & 0x7FFF) > (0x7C00 if name == "f16" else 0x7F80)).all()
@@ -136,24 +149,25 @@ def test_hadamard_is_part_of_the_format(kernels: str) -> None:
         values = numbers(6, n_elements)
         rotated = np.zeros_like(values)
         dispatch.hadamard(values, rotated, block)
-        stored = _one(values.view(np.uint8), "f32", "q4h", n_elements)
-        assert same(stored, _one(rotated.view(np.uint8), "f32", "q4", n_elements))
-        plain = _one(stored, "q4", "q6", n_elements)
-        assert same(_one(stored, "q4h", "q6h", n_elements), plain)
+        stored = _one(values.view(np.uint8), "f32", "q4h")
+        assert same(stored, _one(rotated.view(np.uint8), "f32", "q4"))
+        plain = _one(stored, "q4", "q6")
+        assert same(_one(stored, "q4h", "q6h"), plain)
 
 
 def test_same_format_copies(kernels: str) -> None:
     """Bytes, whatever they mean: not even a NaN is looked at."""
     for name in NAMES:
         rows = patterns(name, 4, 64)
-        assert same(_one(rows, name, name, 64), rows)
+        assert same(_one(rows, name, name), rows)
 
 
 def test_nothing_to_do(kernels: str) -> None:
     """No jobs, no rows, an empty index; any buffer will do."""
     rows = rows_of("f16", 3, 64)
     dispatch.transcode(bytearray(), [])
-    _both(2, [(2, rows[:0], None, "f16", "q8"), (1, rows, np.empty(0, np.int64), "f16", "f32")])
+    _both(2, [(2, rows[:0], None, "f16", "bf16"), (1, rows, np.empty(0, np.int64), "f16", "f32")])
+    assert _one(rows[:0], "f16", "q8").shape == (0, 68)
 
 
 ROWS = rows_of("f16", 4, 64)
@@ -167,26 +181,30 @@ BAD: dict[str, tuple[str, Any, Any, Any]] = {
     "jobs none": ("jobs", DST, None, 1),
     "job of three": (r"jobs\[0\]", DST, [(0, ROWS, None)], 1),
     "job list": (r"jobs\[0\]", DST, [[0, ROWS, None, "f16", "q8"]], 1),
-    "offset negative": (r"jobs\[0\].offset", DST, [(-1, ROWS, None, "f16", "q8")], 1),
-    "offset beyond": (r"jobs\[0\].offset", DST, [(1025, ROWS, None, "f16", "q8")], 1),
-    "rows flat": (r"jobs\[0\].rows", DST, [(0, ROWS[0], None, "f16", "q8")], 1),
-    "rows halves": (r"jobs\[0\].rows", DST, [(0, ROWS.view(np.uint16), None, "f16", "q8")], 1),
-    "rows backwards": (r"jobs\[0\].rows", DST, [(0, ROWS[::-1], None, "f16", "q8")], 1),
-    "rows cut": (r"jobs\[0\].rows", DST, [(0, ROWS[:, :33], None, "f16", "q8")], 1),
+    "offset negative": (r"jobs\[0\].offset", DST, [(-1, ROWS, None, "f16", "bf16")], 1),
+    "offset beyond": (r"jobs\[0\].offset", DST, [(1025, ROWS, None, "f16", "bf16")], 1),
+    "rows flat": (r"jobs\[0\].rows", DST, [(0, ROWS[0], None, "f16", "bf16")], 1),
+    "rows halves": (r"jobs\[0\].rows", DST, [(0, ROWS.view(np.uint16), None, "f16", "bf16")], 1),
+    "rows backwards": (r"jobs\[0\].rows", DST, [(0, ROWS[::-1], None, "f16", "bf16")], 1),
+    "rows cut": (r"jobs\[0\].rows", DST, [(0, ROWS[:, :33], None, "f16", "bf16")], 1),
     "rows no blocks": (r"jobs\[0\].rows", DST, [(0, ROWS, None, "q8_0", "f16")], 1),
     "rows empty": (r"jobs\[0\].rows", DST, [(0, ROWS[:, :0], None, "f16", "f32")], 1),
-    "elements no blocks": (r"jobs\[0\].dst_format", DST, [(0, ROWS[:, :80], None, "f16", "q8")], 1),
+    "elements no blocks": (r"jobs\[0\].dst_format", DST, [(0, ROWS[:, :80], None, "bf16", "q8")], 1),
     "src_format": (r"jobs\[0\].src_format", DST, [(0, ROWS, None, "F16", "q8")], 1),
     "src_format id": (r"jobs\[0\].src_format", DST, [(0, ROWS, None, 1, "q8")], 1),
-    "dst_format": (r"jobs\[1\].dst_format", DST, [(0, ROWS, None, "f16", "q8")] * 1
+    "dst_format": (r"jobs\[1\].dst_format", DST, [(0, ROWS, None, "f16", "bf16")] * 1
                    + [(512, ROWS, None, "f16", "q4_h")], 1),
     "dst_format none": (r"jobs\[0\].dst_format", DST, [(0, ROWS, None, "f16", None)], 1),
+    "dst_format quantized": (r"jobs\[0\].dst_format: q8 is quantized", DST,
+                             [(0, ROWS, None, "f16", "q8")], 1),
+    "quantized again": (r"jobs\[0\].dst_format: q4h is quantized", DST,
+                        [(0, ROWS[:, :68], None, "q8h", "q4h")], 1),
     "dst_format nul": (r"jobs\[0\].dst_format", DST, [(0, ROWS, None, "f16", "q8\0h")], 1),
     "too many rows": (r"jobs\[0\]", DST, [(1, ROWS, None, "f16", "f32")], 1),
-    "index beyond": (r"jobs\[0\].index", DST, [(0, ROWS, np.array([4]), "f16", "q8")], 1),
-    "index int32": (r"jobs\[0\].index", DST, [(0, ROWS, np.zeros(1, np.int32), "f16", "q8")], 1),
-    "jobs overlap": ("jobs", DST, [(0, ROWS, None, "f16", "q8"), (271, ROWS, None, "f16", "q8")], 1),
-    "source in dst": ("jobs", DST, [(0, DST[512:].reshape(4, 128), None, "f16", "q8")], 1),
+    "index beyond": (r"jobs\[0\].index", DST, [(0, ROWS, np.array([4]), "f16", "bf16")], 1),
+    "index int32": (r"jobs\[0\].index", DST, [(0, ROWS, np.zeros(1, np.int32), "f16", "bf16")], 1),
+    "jobs overlap": ("jobs", DST, [(0, ROWS, None, "f16", "bf16"), (511, ROWS, None, "f16", "bf16")], 1),
+    "source in dst": ("jobs", DST, [(0, DST[512:].reshape(4, 128), None, "f16", "bf16")], 1),
     "no threads": ("n_threads", DST, [], 0),
 }  # fmt: skip
 
@@ -201,46 +219,113 @@ def test_bad_input(kernels: str, name: str) -> None:
     assert bytes(DST) == before
 
 
+BAD_ROWS: dict[str, tuple[str, Any]] = {
+    "rows flat": ("rows", (ROWS[0], "f16", "q8")),
+    "rows halves": ("rows", (ROWS.view(np.uint16), "f16", "q8")),
+    "rows backwards": ("rows", (ROWS[::-1], "f16", "q8")),
+    "rows apart": ("rows", (ROWS[:, ::2], "f16", "q8")),
+    "rows none": ("rows", (None, "f16", "q8")),
+    "rows cut": ("rows", (ROWS[:, :33], "f16", "q8")),
+    "rows no blocks": ("rows", (ROWS, "q8_0", "f16")),
+    "rows empty": ("rows", (ROWS[:, :0], "f16", "f32")),
+    "elements no blocks": ("dst_format", (ROWS[:, :80], "f16", "q8")),
+    "src_format": ("src_format", (ROWS, "F16", "q8")),
+    "src_format id": ("src_format", (ROWS, 1, "q8")),
+    "dst_format": ("dst_format", (ROWS, "f16", "q4_h")),
+    "dst_format none": ("dst_format", (ROWS, "f16", None)),
+    "no threads": ("n_threads", (ROWS, "f16", "q8", 0)),
+    "threads text": ("n_threads", (ROWS, "f16", "q8", "2")),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ROWS)
+def test_bad_input_of_transcoded(kernels: str, name: str) -> None:
+    """Every bad argument is named, as by the reference."""
+    argument, arguments = BAD_ROWS[name]
+    for function in (dispatch.transcoded, reference.transcoded):
+        with pytest.raises(ValueError, match=f"^{argument}: "):
+            function(*arguments)
+
+
+def _spots(n: int, n_elements: int) -> list[tuple[int, int]]:
+    """(row, element): the ends of rows, runs of 1,024, blocks and vectors, and in between."""
+    last = n_elements - 1
+    columns = [0, 15, 31, 32, 500, 1023, 1024, 1055, last - 32, last - 31, last]
+    return [(row, column) for row in (0, n // 2, n - 1) for column in columns]
+
+
+@pytest.mark.parametrize("dst", [*BLOCKS])
+def test_a_bad_number_is_found_anywhere(kernels: str, dst: str) -> None:
+    """Wherever it stands and however the rows lie, it is found and the rows are as they were."""
+    n, n_elements = 3, 1120
+    for src in ("f32", "f16"):
+        rows = at_odd_address(rows_of(src, n, n_elements))
+        size = rows.shape[1] // n_elements
+        bad = np.array([np.nan], np.float32 if src == "f32" else np.float16).view(np.uint8)
+        for row, column in _spots(n, n_elements):
+            spot = rows[row, column * size : (column + 1) * size]
+            held = spot.copy()
+            spot[:] = bad
+            before = rows.tobytes()
+            with pytest.raises(ValueError, match=rf"^rows: row {row} is not finite$"):
+                dispatch.transcoded(rows, src, dst)
+            assert rows.tobytes() == before
+            spot[:] = held
+        _one(rows, src, dst)
+
+
 @pytest.mark.parametrize("src", ELEMENTS)
 @pytest.mark.parametrize("dst", ["q8_0", "q4h"])
 @pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
 def test_rows_that_are_not_finite(kernels: str, src: str, dst: str, value: float) -> None:
-    """The first such row of the source is named and nothing is written, also far into the job."""
+    """The first such row is named, also far into the rows and by several threads."""
     n, n_elements = 700 if kernels != "reference" else 30, 1088
     values = numbers(n, n_elements)
     values[[n - 9, n - 3], n_elements - 1] = value
-    rows = at_odd_address(_one(values.view(np.uint8), "f32", src, n_elements))
-    out = np.zeros(2 * _size(dst, n, n_elements), np.uint8)
-    good = (0, rows[: n - 10], None, src, dst)
-    bad = (len(out) // 2, rows, None, src, dst)
-    with pytest.raises(ValueError, match=rf"^jobs\[1\]\.rows: row {n - 9} is not finite$"):
-        dispatch.transcode(out, [good, bad], 3)
-    index = np.array([0, n - 3], np.int64)
-    with pytest.raises(ValueError, match=rf"^jobs\[0\]\.rows: row {n - 3} is not finite$"):
-        dispatch.transcode(out, [(0, rows, index, src, dst)])
-    assert not out.any()
-    dispatch.transcode(out, [(0, rows, np.array([0, 1]), src, dst)])
+    rows = at_odd_address(dispatch.transcoded(values.view(np.uint8), "f32", src))
+    for n_threads in (1, 3):
+        with pytest.raises(ValueError, match=rf"^rows: row {n - 9} is not finite$"):
+            dispatch.transcoded(rows, src, dst, n_threads)
+    with pytest.raises(ValueError, match=r"^rows: row 2 is not finite$"):
+        dispatch.transcoded(rows[n - 5 :], src, dst)
+    _one(rows[: n - 9][-20:], src, dst)
 
 
 def test_scales_that_are_not_finite(kernels: str) -> None:
     """Re-quantizing a damaged row is refused as well; decoding it is not."""
     rows = rows_of("q5_1", 6, 64)
     rows[4, 26:28] = (0x00, 0x7C)  # minimum of the second block: infinity
-    out = np.zeros(6 * 256, np.uint8)
     for dst in ("q8_0", "q8h"):
-        with pytest.raises(ValueError, match=r"^jobs\[0\]\.rows: row 4 is not finite$"):
-            dispatch.transcode(out, [(0, rows, None, "q5_1", dst)])
-    assert not out.any()
-    dispatch.transcode(out, [(0, rows, None, "q5_1", "f32")])
+        with pytest.raises(ValueError, match=r"^rows: row 4 is not finite$"):
+            dispatch.transcoded(rows, "q5_1", dst)
+    assert np.isinf(dispatch.transcoded(rows, "q5_1", "f32").view(np.float32)[4, 32:]).all()
 
 
 def test_numbers_beyond_a_scale(kernels: str) -> None:
     """What f16 scales cannot hold is refused, before a rotation 1/sqrt(block) of it."""
     values = numbers(4, 64)
-    out = np.zeros(4 * 256, np.uint8)
     for dst, limit in (("q8_0", 65504), ("q4a", 65504), ("q8h", 8188)):
         values[2, 7] = -limit
-        dispatch.transcode(out, [(0, values.view(np.uint8), None, "f32", dst)])
+        _one(values.view(np.uint8), "f32", dst)
         values[2, 7] = np.nextafter(np.float32(limit), np.float32(1e9))
-        with pytest.raises(ValueError, match=rf"rows: row 2 has a number beyond \+-{limit}$"):
-            dispatch.transcode(out, [(0, values.view(np.uint8), None, "f32", dst)])
+        with pytest.raises(ValueError, match=rf"^rows: row 2 has a number beyond \+-{limit}$"):
+            dispatch.transcoded(values.view(np.uint8), "f32", dst)
+
+
+def test_not_finite_beats_beyond(kernels: str) -> None:
+    """A row with both is one that is not finite, wherever the two stand."""
+    values = numbers(2, 2112)
+    values[1, 3], values[1, 2000] = 1e6, np.nan
+    with pytest.raises(ValueError, match=r"^rows: row 1 is not finite$"):
+        dispatch.transcoded(values.view(np.uint8), "f32", "q8")
+
+
+def test_new_memory_is_the_callers(kernels: str) -> None:
+    """The result may be written to and shares nothing with the rows, also where bytes are copied."""
+    rows = rows_of("q8", 3, 64)
+    for dst in ("q8", "q4", "f16"):
+        out = dispatch.transcoded(rows, "q8", dst)
+        assert out.flags.writeable
+        assert out.flags.c_contiguous
+        assert out.dtype == np.uint8
+        assert not np.may_share_memory(out, rows)

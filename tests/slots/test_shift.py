@@ -43,9 +43,7 @@ def make_rows(
     random = np.random.default_rng(seed)
 
     def plane(name: str, values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
-        out = np.empty((n, BY_NAME[name].row_bytes(values.shape[1])), np.uint8)
-        dispatch.transcode(out.reshape(-1), [(0, values.view(np.uint8), None, "f32", name)])
-        return out
+        return dispatch.transcoded(values.view(np.uint8), "f32", name)
 
     def draw(elements: int) -> npt.NDArray[np.float32]:
         return random.standard_normal((n, elements), np.float32)

@@ -166,7 +166,7 @@ CRASHES = textwrap.dedent(
             for owner, name in (
                 (os, "pwrite"), (os, "rename"), (os, "fsync"), (os, "unlink"), (os, "open"),
                 (Path, "unlink"), (Catalog, "run"), (Catalog, "run_many"),
-                (dispatch, "transcode"),
+                (dispatch, "transcoded"),
             ):
                 setattr(owner, name, dying(getattr(owner, name), after))
             store.reencode(file, [Wish(4, 40, "q4h")])

@@ -78,12 +78,10 @@ def random_rows(layout: KVLayout, p0: int, p1: int, seed: int = 0) -> KVRows:
 
 def converted(rows: KVRows, layout: KVLayout) -> KVRows:
     """The same values in another layout, by the kernel in use."""
-    planes = []
-    for have, want, plane in zip(rows.layout.planes, layout.planes, rows.planes(), strict=True):
-        out = np.empty((len(rows), want.row_bytes), np.uint8)
-        job = (0, plane, None, have.format.name, want.format.name)
-        dispatch.transcode(out.reshape(-1), [job], 1)
-        planes.append(out)
+    planes = [
+        dispatch.transcoded(plane, have.format.name, want.format.name, 1)
+        for have, want, plane in zip(rows.layout.planes, layout.planes, rows.planes(), strict=True)
+    ]
     n_k = layout.n_layer
     return KVRows(layout, rows.positions, tuple(planes[:n_k]), tuple(planes[n_k:]), rows.ext)
 

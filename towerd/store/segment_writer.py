@@ -186,19 +186,14 @@ def _encoded(part: KVRows, extent: _Extent, native: KVLayout) -> Iterator[memory
     if have == want.format:
         return _chunks(rows)
     assert have.is_cache_type, "approximate rows would be encoded a second time"
-    return _converted(rows, have.name, want.format.name, want.row_bytes)
+    return _converted(rows, have.name, want.format.name)
 
 
-def _converted(
-    rows: npt.NDArray[np.uint8], have: str, want: str, row_bytes: int
-) -> Iterator[memoryview]:
+def _converted(rows: npt.NDArray[np.uint8], have: str, want: str) -> Iterator[memoryview]:
     """The rows in another format, a chunk at a time, so that memory stays bounded."""
     step = max(1, CHUNK_BYTES // rows.shape[1])
     for row in range(0, len(rows), step):
-        chunk = rows[row : row + step]
-        out = np.empty(len(chunk) * row_bytes, np.uint8)
-        dispatch.transcode(out, [(0, chunk, None, have, want)], 1)
-        yield out.data
+        yield dispatch.transcoded(rows[row : row + step], have, want, 1).reshape(-1).data
 
 
 def _chunks(plane: npt.NDArray[np.uint8]) -> Iterator[memoryview]:

@@ -50,19 +50,10 @@ def stored(rows: KVRows, name: str) -> KVRows:
 def encoded(rows: KVRows, layout: KVLayout) -> KVRows:
     """Native rows as rows of `layout`, which must hold the same values; in memory of their own.
     `emit_blob(..., layout=rows.layout)` decodes them."""
-    n = len(rows)
-    ends = np.cumsum([0] + [n * plane.row_bytes for plane in layout.planes])
-    buffer = np.empty(int(ends[-1]), np.uint8)
-    jobs = [
-        (int(at), plane, None, old.format.name, new.format.name)
-        for at, plane, old, new in zip(
-            ends, rows.planes(), rows.layout.planes, layout.planes, strict=False
-        )
-    ]
-    dispatch.transcode(buffer, jobs)
+    old = rows.layout.planes
     planes = tuple(
-        buffer[int(a) : int(b)].reshape(n, plane.row_bytes)
-        for a, b, plane in zip(ends, ends[1:], layout.planes, strict=False)
+        dispatch.transcoded(plane, have.format.name, want.format.name)
+        for plane, have, want in zip(rows.planes(), old, layout.planes, strict=True)
     )
     k, v = planes[: layout.n_layer], planes[layout.n_layer :]
     return KVRows(layout, rows.positions, k, v, rows.ext)

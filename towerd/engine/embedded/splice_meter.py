@@ -241,9 +241,7 @@ def deviation(full: KVRows, moved: KVRows) -> Deviation:
 def _floats(rows: npt.NDArray[np.uint8], name: str, n_elements: int) -> npt.NDArray[np.float32]:
     if name == "f32":
         return np.ascontiguousarray(rows).view(np.float32)
-    out = np.empty((len(rows), n_elements), np.float32)
-    dispatch.transcode(out.reshape(-1).view(np.uint8), [(0, rows, None, name, "f32")])
-    return out
+    return dispatch.transcoded(rows, name, "f32").view(np.float32)
 
 
 def choose(found: Deviation, percent: float) -> Spans:

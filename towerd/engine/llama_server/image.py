@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from towerd.engine.base import Ids
 from towerd.kernels import dispatch
-from towerd.kernels.formats import BY_NAME
 from towerd.slots.cells import cell_bytes
 from towerd.slots.compose import Frame, check_parts, state_size, write_state
 from towerd.slots.errors import StateError
@@ -270,16 +269,13 @@ def _is_real(spec: ImageSpec, parts: Sequence[KVRows], n: int) -> npt.NDArray[np
     """bool[n]: which of the first positions have sliding-window rows. The first such layer's
     keys tell: no real row is all zero, and nothing is lost should one be."""
     real = np.zeros(n, np.bool_)
-    f32 = BY_NAME["f32"]
     for part in parts:
         if part.p0 >= n:
             break
         end = min(part.p1, n)
         plane, keys = part.layout.k[spec.n_full], part.k[spec.n_full][: end - part.p0]
         if plane.format.is_quantized:
-            values = np.empty(f32.row_bytes(plane.n_elements) * len(keys), np.uint8)
-            dispatch.transcode(values, [(0, keys, None, plane.format.name, f32.name)])
-            keys = values.reshape(len(keys), -1)
+            keys = dispatch.transcoded(keys, plane.format.name, "f32")
             real[part.p0 : end] = keys.view(np.float32).any(axis=1)
         else:
             real[part.p0 : end] = keys.any(axis=1)
