@@ -82,6 +82,18 @@ class Kernels:
     ) -> None:
         """Transform each run of `block` numbers."""
 
+    def attention_mass(
+        self,
+        queries: npt.NDArray[np.float32],
+        keys: npt.NDArray[np.uint8],
+        format: str,
+        n_seen: npt.NDArray[np.int64],
+        head_dim: int,
+        scale: float,
+        n_threads: int = 1,
+    ) -> npt.NDArray[np.float32]:
+        """The attention that each key gets from the queries."""
+
 def mixer_state_size(n_tokens: int) -> int:
     """Numbers in the state of a Mixer."""
 

@@ -21,6 +21,7 @@ __all__ = [
     "THREADS",
     "Job",
     "TranscodeJob",
+    "attention_mass",
     "available",
     "copy_planes",
     "gather_rows",
@@ -66,6 +67,16 @@ class _Kernels(_RowKernels, Protocol):
     def transcoded(
         self, rows: Bytes, src_format: str, dst_format: str, n_threads: int = 1
     ) -> Bytes: ...
+    def attention_mass(
+        self,
+        queries: Floats,
+        keys: Bytes,
+        format: str,
+        n_seen: Index,
+        head_dim: int,
+        scale: float,
+        n_threads: int = 1,
+    ) -> Floats: ...
 
 
 def available() -> tuple[str, ...]:
@@ -177,3 +188,16 @@ def rope_shift(
 def hadamard(src: Floats, out: Floats, block: int, n_threads: int = THREADS) -> None:
     """Walsh-Hadamard transform of runs of `block`; see `reference_hadamard.hadamard`."""
     _row_kernels().hadamard(src, out, block, n_threads)
+
+
+def attention_mass(
+    queries: Floats,
+    keys: Bytes,
+    format: str,
+    n_seen: Index,
+    head_dim: int,
+    scale: float,
+    n_threads: int = THREADS,
+) -> Floats:
+    """How much attention each cached key gets; see `reference_attention.attention_mass`."""
+    return _kernels().attention_mass(queries, keys, format, n_seen, head_dim, scale, n_threads)

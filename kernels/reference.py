@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from towerd.kernels import reference_checks as checks
+from towerd.kernels.reference_attention import attention_mass
 from towerd.kernels.reference_checks import Bytes, Floats, Index, Lines
 from towerd.kernels.reference_hadamard import hadamard
 from towerd.kernels.reference_rope import rope_shift
@@ -23,6 +24,7 @@ __all__ = [
     "Job",
     "Lines",
     "TranscodeJob",
+    "attention_mass",
     "copy_planes",
     "gather_rows",
     "hadamard",

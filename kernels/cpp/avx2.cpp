@@ -35,6 +35,7 @@ TOWERD_INLINE void narrow_8(std::uint8_t * to, I value) {
 TOWERD_INLINE F to_float(I value) { return (F)_mm256_cvtepi32_ps((__m256i)value); }
 TOWERD_INLINE F max(F a, F b) { return (F)_mm256_max_ps((__m256)a, (__m256)b); }
 TOWERD_INLINE F min(F a, F b) { return (F)_mm256_min_ps((__m256)a, (__m256)b); }
+TOWERD_INLINE F multiply_add(F a, F b, F c) { return (F)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 TOWERD_INLINE F abs(F value) { return (F)_mm256_andnot_ps(_mm256_set1_ps(-0.0f), (__m256)value); }
 
 }  // namespace
@@ -43,5 +44,6 @@ TOWERD_INLINE F abs(F value) { return (F)_mm256_andnot_ps(_mm256_set1_ps(-0.0f),
 #include "convert-inl.h"
 #include "hadamard-inl.h"
 #include "rotate-inl.h"
+#include "attention-inl.h"
 #include "blocks-inl.h"
 #include "isa-inl.h"

@@ -32,6 +32,7 @@ TOWERD_INLINE void narrow_8(std::uint8_t * to, I value) {
 TOWERD_INLINE F to_float(I value) { return (F)_mm512_cvtepi32_ps((__m512i)value); }
 TOWERD_INLINE F max(F a, F b) { return (F)_mm512_max_ps((__m512)a, (__m512)b); }
 TOWERD_INLINE F min(F a, F b) { return (F)_mm512_min_ps((__m512)a, (__m512)b); }
+TOWERD_INLINE F multiply_add(F a, F b, F c) { return (F)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 TOWERD_INLINE F abs(F value) { return (F)_mm512_abs_ps((__m512)value); }
 
 }  // namespace
@@ -40,5 +41,6 @@ TOWERD_INLINE F abs(F value) { return (F)_mm512_abs_ps((__m512)value); }
 #include "convert-inl.h"
 #include "hadamard-inl.h"
 #include "rotate-inl.h"
+#include "attention-inl.h"
 #include "blocks-inl.h"
 #include "isa-inl.h"

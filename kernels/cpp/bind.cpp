@@ -87,7 +87,12 @@ NB_MODULE(_native, m) {
         .def("hadamard", [](const Kernels & self, handle src, handle out, handle block, handle n_threads) {
                 towerd::bind_hadamard(self.isa, src, out, block, n_threads);
             }, "src"_a.none(), "out"_a.none(), "block"_a.none(), "n_threads"_a.none() = 1,
-            "Transform each run of `block` numbers.");
+            "Transform each run of `block` numbers.")
+        .def("attention_mass", [](const Kernels & self, handle queries, handle keys, handle format, handle n_seen,
+                                  handle head_dim, handle scale, handle n_threads) {
+                return towerd::bind_attention_mass(self.isa, queries, keys, format, n_seen, head_dim, scale, n_threads);
+            }, "queries"_a.none(), "keys"_a.none(), "format"_a.none(), "n_seen"_a.none(), "head_dim"_a.none(),
+            "scale"_a.none(), "n_threads"_a.none() = 1, "The attention that each key gets from the queries.");
     towerd::bind_dci(m);
     towerd::bind_mixer(m);
 }

@@ -17,6 +17,8 @@ nb::object bind_transcoded(const Isa & isa, nb::handle rows, nb::handle src_form
 void bind_rope_shift(const Isa & isa, nb::handle src, nb::handle out, nb::handle format, nb::handle cos, nb::handle sin,
                      nb::handle row_table, nb::handle head_dim, nb::handle n_rot, nb::handle first, nb::handle neox,
                      nb::handle hadamard_block, nb::handle n_threads);
+nb::object bind_attention_mass(const Isa & isa, nb::handle queries, nb::handle keys, nb::handle format,
+                               nb::handle n_seen, nb::handle head_dim, nb::handle scale, nb::handle n_threads);
 void bind_hadamard(const Isa & isa, nb::handle src, nb::handle out, nb::handle block, nb::handle n_threads);
 
 }  // namespace towerd

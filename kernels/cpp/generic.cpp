@@ -32,6 +32,7 @@ TOWERD_INLINE U f32_to_f16(F value) {
     return sign | pick(rest < 0x38800000u, subnormal, large);
 }
 
+TOWERD_INLINE F multiply_add(F a, F b, F c) { return a * b + c; }
 TOWERD_INLINE float f16_to_f32(std::uint16_t value) { return f16_to_f32(U{} + value)[0]; }
 TOWERD_INLINE std::uint16_t f32_to_f16(float value) {
     return static_cast<std::uint16_t>(f32_to_f16(splat(value))[0]);
@@ -49,5 +50,6 @@ TOWERD_INLINE void store_f16(std::uint8_t * to, F value) {
 #include "convert-inl.h"
 #include "hadamard-inl.h"
 #include "rotate-inl.h"
+#include "attention-inl.h"
 #include "blocks-inl.h"
 #include "isa-inl.h"

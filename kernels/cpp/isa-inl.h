@@ -20,6 +20,8 @@ Isa assemble() {
     isa.rotate[kF32] = rotate<F32>;
     isa.rotate[kF16] = rotate<F16>;
     isa.rotate[kBf16] = rotate<Bf16>;
+    isa.scores = scores;
+    isa.add_softmax = add_softmax;
     isa.peak = peak;
     return isa;
 }

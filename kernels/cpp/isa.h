@@ -10,7 +10,7 @@
 //
 // Each unit defines TOWERD_ISA_NAMESPACE and TOWERD_LANES, includes vector-inl.h (types, loads,
 // stores), defines the primitives that its instructions do best (listed there), then includes the
-// bodies: convert-inl.h, hadamard-inl.h, rotate-inl.h, blocks-inl.h (whose `void block_codecs(Codec
+// bodies: convert-inl.h, hadamard-inl.h, rotate-inl.h, attention-inl.h, blocks-inl.h (whose `void block_codecs(Codec
 // (&codecs)[kCodecs])` fills in the codecs from kQ4_0 on), and last isa-inl.h.
 #pragma once
 
@@ -64,6 +64,9 @@ struct Format {
     std::size_t bytes(std::size_t elements) const { return elements / block_elements * block_bytes; }
 };
 
+// Keys that are scored at once.
+constexpr std::size_t kPanel = 64;
+
 // Where the rotated elements of a row lie: in each head of `head_dim` the `n_rot` from `first` on.
 struct Heads {
     std::size_t n;
@@ -87,6 +90,15 @@ struct Isa {
     // line[j / 2] (sin negated where j is even). `to` may be `from`. No alignment.
     void (*rotate[3])(const std::uint8_t * from, std::uint8_t * to, const Heads & heads, const float * cos,
                       const float * sin);
+
+    // to[r * stride + j] = scale * (query r . key j) for `n` queries, [n][head_dim], and the kPanel keys of a panel,
+    // [head_dim][kPanel] on 64 bytes.
+    void (*scores)(const float * queries, std::size_t n, const float * panel, std::size_t head_dim, float scale,
+                   float * to, std::size_t stride);
+
+    // Adds the softmax of `n` finite scores, at least one, to `mass`. Both have room for a multiple of 16 numbers;
+    // what is in the scores afterwards means nothing.
+    void (*add_softmax)(float * scores, std::size_t n, float * mass);
 
     // The largest magnitude of a run; infinity if a number is not finite.
     float (*peak)(const float * from, std::size_t n);

@@ -21,6 +21,7 @@ TOWERD_INLINE float f16_to_f32(std::uint16_t value) {
 TOWERD_INLINE std::uint16_t f32_to_f16(float value) {
     return bits<std::uint16_t>(static_cast<__fp16>(value));
 }
+TOWERD_INLINE F multiply_add(F a, F b, F c) { return (F)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
 
 }  // namespace
 }  // namespace towerd::neon
@@ -28,5 +29,6 @@ TOWERD_INLINE std::uint16_t f32_to_f16(float value) {
 #include "convert-inl.h"
 #include "hadamard-inl.h"
 #include "rotate-inl.h"
+#include "attention-inl.h"
 #include "blocks-inl.h"
 #include "isa-inl.h"

@@ -8,6 +8,7 @@
 //   void narrow_8(uint8_t *, I)             the low byte of each lane
 //   F to_float(I)
 //   F max(F, F), F min(F, F), F abs(F)      for numbers, not NaN
+//   F multiply_add(F a, F b, F c)           a * b + c, rounded once if the instructions can
 #pragma once
 
 #include <cstddef>

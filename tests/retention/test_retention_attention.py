@@ -5,13 +5,19 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from towerd.config import RETENTIONS, UNBOUNDED, WATCHING
-from towerd.retention import signals_of
+from towerd.retention import Rows, signals_of
 from towerd.retention.attention import attention_mass
+
+
+def rows_of(keys: Rows) -> list[npt.NDArray[np.uint8]]:
+    """float32[layers, n, KV heads, head size] as cached rows of each layer."""
+    return [layer.reshape(layer.shape[0], -1).view(np.uint8) for layer in map(np.copy, keys)]
 
 
 @given(
@@ -22,8 +28,8 @@ def test_mass_is_the_sum_of_softmaxes(
     seed: int, layers: int, n_kv: int, group: int, m: int, n: int
 ) -> None:
     rng = np.random.default_rng(seed)
-    q = rng.normal(size=(layers, n_kv * group, m, 4)).astype(np.float32)
-    k = rng.normal(size=(layers, n_kv, n, 4)).astype(np.float32)
+    q = rng.normal(size=(layers, m, n_kv * group, 4)).astype(np.float32)
+    k = rng.normal(size=(layers, n, n_kv, 4)).astype(np.float32)
     key_places = np.sort(rng.choice(30, n, replace=False)).astype(np.int64)
     query_places = rng.integers(key_places[0], 31, m).astype(np.int64)
     expected = [0.0] * n
@@ -31,26 +37,28 @@ def test_mass_is_the_sum_of_softmaxes(
         for h in range(n_kv * group):
             for i in range(m):
                 seen = [j for j in range(n) if key_places[j] <= query_places[i]]
-                dots = [float(q[layer, h, i] @ k[layer, h // group, j]) * 0.5 for j in seen]
+                dots = [float(q[layer, i, h] @ k[layer, j, h // group]) * 0.5 for j in seen]
                 top = max(dots)
                 total = sum(math.exp(dot - top) for dot in dots)
                 for j, dot in zip(seen, dots, strict=True):
                     expected[j] += math.exp(dot - top) / total / (layers * n_kv * group)
-    found = attention_mass(q, k, query_places, key_places, 0.5)
+    found = attention_mass(q, rows_of(k), "f32", query_places, key_places, 0.5)
     np.testing.assert_allclose(found, expected, atol=1e-5)
     assert found.sum() == pytest.approx(m, rel=1e-4)
 
 
-def test_shapes_that_do_not_fit() -> None:
-    q, k = np.zeros((1, 4, 2, 8), np.float32), np.zeros((1, 2, 3, 8), np.float32)
+def test_what_does_not_fit() -> None:
+    q, k = np.zeros((1, 2, 4, 8), np.float32), np.zeros((1, 3, 2, 8), np.float32)
     places = np.arange(3)
-    for bad_q, bad_k in ((q[:, :3], k), (q, k[..., :4]), (q, k[:0])):
-        with pytest.raises(ValueError, match="do not fit"):
-            attention_mass(bad_q, bad_k, places[1:], places, 1.0)
-    with pytest.raises(ValueError, match="one for each"):
-        attention_mass(q, k, places, places, 1.0)
-    with pytest.raises(ValueError, match="sees no key"):
-        attention_mass(q, k, places[1:], places + 2, 1.0)
+    for bad_q, bad_k in ((q[:, :, :3], k), (q, k[..., :4]), (q, k[:0]), (q, k[:, :2])):
+        with pytest.raises(ValueError, match="^(queries|keys): "):
+            attention_mass(bad_q, rows_of(bad_k), "f32", places[1:], places, 1.0)
+    with pytest.raises(ValueError, match="^query_places: "):
+        attention_mass(q, rows_of(k), "f32", places, places, 1.0)
+    with pytest.raises(ValueError, match="^key_places: "):
+        attention_mass(q, rows_of(k), "f32", places[1:], places[::-1], 1.0)
+    with pytest.raises(ValueError, match="^n_seen: "):
+        attention_mass(q, rows_of(k), "f32", places[1:], places + 2, 1.0)
 
 
 def test_the_settings_know_which_policies_watch() -> None:

@@ -7,39 +7,44 @@ llama.cpp holds or drops a position for all heads and layers at once: these are 
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
+from towerd.kernels import dispatch
 from towerd.retention.base import Mass, Positions, Rows
 
 
 def attention_mass(
-    queries: Rows, keys: Rows, query_places: Positions, key_places: Positions, scale: float
+    queries: Rows,
+    keys: Sequence[npt.NDArray[np.uint8]],
+    format: str,
+    query_places: Positions,
+    key_places: Positions,
+    scale: float,
 ) -> Mass:
     """float32[n]: the attention that each of n positions gets, summed over m queries (each
     spreads 1), averaged over heads and layers.
 
-    queries: float32[layers, heads, m, head size]; keys: float32[layers, KV heads, n, head size],
-    both rotated by RoPE; query head h reads KV head h // (heads / KV heads)
-    query_places int64[m], key_places int64[n]: a query sees the keys at its place and before
+    queries: float32[layers, m, heads, head size]; keys: for each layer uint8[n, row_bytes], KV
+    heads * head size elements in `format` (f32, f16 or bf16); both rotated by RoPE; query head h
+    reads KV head h // (heads / KV heads)
+    query_places int64[m]; key_places int64[n], ascending: a query sees the keys at its place and
+    before
     scale: what scores are multiplied by before the softmax (llama.cpp `src/llama-graph.cpp`,
-    build_attn_mha). Raises ValueError for shapes that do not fit or a query that sees no key."""
-    layers, heads, m, size = queries.shape
-    n_kv, n = keys.shape[1], keys.shape[2]
-    if keys.shape != (layers, n_kv, n, size) or n_kv == 0 or heads % n_kv:
-        raise ValueError(f"queries {queries.shape} do not fit keys {keys.shape}")
-    if query_places.shape != (m,) or key_places.shape != (n,):
-        raise ValueError("places must be one for each query and each key")
-    hidden = key_places[None, :] > query_places[:, None]
-    if hidden.all(axis=1).any():
-        raise ValueError("a query sees no key")
-    total = np.zeros(n, np.float64)
-    for q, k in zip(queries, keys, strict=True):
-        grouped = q.reshape(n_kv, heads // n_kv * m, size)
-        scores = (grouped @ k.transpose(0, 2, 1)).reshape(heads, m, n)
-        scores *= np.float32(scale)
-        scores[:, hidden] = -np.inf
-        scores -= scores.max(axis=2, keepdims=True)
-        np.exp(scores, out=scores)
-        weights = 1.0 / scores.sum(axis=2, dtype=np.float64)
-        total += np.einsum("hmn,hm->n", scores, weights, optimize=True)
+    build_attn_mha). Raises ValueError for what does not fit, a query that sees no key, and rows
+    that are not finite."""
+    layers, m, heads, size = queries.shape
+    if len(keys) != layers or any(len(rows) != len(key_places) for rows in keys):
+        raise ValueError("keys: expected a row of every place in every layer")
+    if query_places.shape != (m,):
+        raise ValueError("query_places: expected one for each query")
+    if (np.diff(key_places) <= 0).any():
+        raise ValueError("key_places: not in ascending order")
+    n_seen = np.searchsorted(key_places, query_places, side="right").astype(np.int64)
+    total = np.zeros(len(key_places), np.float64)
+    for layer, rows in zip(queries, keys, strict=True):
+        flat = np.ascontiguousarray(layer).reshape(m, heads * size)
+        total += dispatch.attention_mass(flat, rows, format, n_seen, size, scale)
     return np.asarray(total / (layers * heads), np.float32)
