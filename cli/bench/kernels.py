@@ -1,4 +1,5 @@
-"""`towerctl bench kernels`: GB/s of output of every kernel, beside memcpy and beside ggml.
+"""`towerctl bench kernels`: GB/s of output of every kernel, beside memcpy and beside ggml;
+milliseconds of the one that computes attention.
 
 Single-core figures are what one worker thread gets; the last ones use every core. All jobs work on
 rows of 1,024 elements (8 KV heads of 128), more of them than any cache holds. Kernels that write
@@ -29,6 +30,8 @@ _HEAD_DIM = 128
 _ROWS, _ROWS_QUICK = 32768, 4096
 _ROWS_REFERENCE = 256
 _REPEATS = 7
+_HEADS, _KV_HEADS, _QUERIES, _HEAD_DIM_1B = 32, 8, 64, 64
+"""Of the attention kernel: one layer of the 1B shape, the queries that one eviction goes by."""
 _DECODED = ("q8_0", "q4_0", "q8", "q8h", "q6h", "q5h", "q4", "q4h", "q4ah")
 _ENCODED = ("q8_0", "q5_0", "q4_0", "iq4_nl", "q8h", "q6h", "q5h", "q4", "q4h")
 
@@ -83,11 +86,15 @@ def _measure(report: Report, isa: str, values: npt.NDArray[np.float32], half: By
         )
     for name in _ENCODED:
         figures[f"quant_{name}_{isa}_gbps_core"] = _gbps_new(_encode(half, "f16", name, 1))
+    for n_keys in (4096,) if isa == "reference" else (4096, 16384):
+        key = f"attention_mass_{n_keys // 1024}k_{isa}_ms_core"
+        figures[key] = 1000 * _fastest_s(_attention(n_keys, 1))
 
 
 def _measure_all_cores(report: Report, half: Bytes, cores: int) -> None:
     figures = report.figures
     figures["rope_shift_f16_gbps_all_cores"] = _gbps(_rope(half, cores), half.shape)
+    figures["attention_mass_16k_ms_all_cores"] = 1000 * _fastest_s(_attention(16384, cores))
     for name in ("q8", "q6h", "q4h"):
         decode = _decode(dispatch.transcoded(half, "f16", name), name, "f16", cores)
         figures[f"dequant_{name}_gbps_all_cores"] = _gbps(decode, half.shape)
@@ -137,6 +144,16 @@ def _decode(rows: Bytes, source: str, target: str, n_threads: int) -> Callable[[
 
 def _encode(rows: Bytes, source: str, target: str, n_threads: int) -> Callable[[], Bytes]:
     return lambda: dispatch.transcoded(rows, source, target, n_threads)
+
+
+def _attention(n_keys: int, n_threads: int) -> Callable[[], Any]:
+    """What the last queries of a layer look at."""
+    rng = np.random.default_rng(0)
+    queries = rng.standard_normal((_QUERIES, _HEADS * _HEAD_DIM_1B), np.float32)
+    keys = rng.standard_normal((n_keys, _KV_HEADS * _HEAD_DIM_1B), np.float32).astype(np.float16)
+    seen = np.arange(n_keys - _QUERIES + 1, n_keys + 1)
+    arguments = (queries, keys.view(np.uint8), "f16", seen, _HEAD_DIM_1B, 0.125, n_threads)
+    return lambda: dispatch.attention_mass(*arguments)
 
 
 def _rope(half: Bytes, n_threads: int) -> Callable[[Bytes], None]:

@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <vector>
 
+#include "attention.h"
 #include "copy.h"
 #include "dispatch.h"
 #include "formats.h"
@@ -255,6 +256,47 @@ void fuzz_hadamard(Random & random) {
     }
 }
 
+// All instruction sets refuse the same input, or give masses that add up and differ by roundings only.
+void fuzz_attention(Random & random) {
+    const bool               numbers = !random.chance(5);
+    towerd::AttentionMass    job{};
+    const std::size_t        group = random.between(1, 4);
+    const std::size_t        m = random.between(0, random.chance(9) ? 40 : 5);
+    const std::size_t        n = random.between(1, random.chance(9) ? 700 : 80);
+    static const char *      names[] = {"f32", "f16", "bf16"};
+    job.format = towerd::format_named(names[random.between(0, 2)]);
+    job.n_kv_heads = random.between(1, 3);
+    job.n_heads = job.n_kv_heads * group;
+    job.head_dim = random.between(1, random.chance(3) ? 140 : 20);
+    job.scale = random.fraction();
+    const std::size_t         width = job.n_heads * job.head_dim;
+    const Table               queries(m, width * sizeof(float), sizeof(float) * any_gap(random), 4 * random.between(0, 15));
+    const Table               keys = any_rows(random, *job.format, n, job.n_kv_heads * job.head_dim, numbers);
+    std::vector<std::int64_t> seen(m);
+    for (std::size_t i = 0; i < m; ++i) {
+        seen[i] = static_cast<std::int64_t>(random.between(1, n));
+        random.fill_numbers(reinterpret_cast<float *>(queries.at(i)), width, numbers ? 8.0f : kFloatMax);
+    }
+    job.queries = queries.rows;
+    job.keys = keys.rows;
+    job.n_seen = seen.data();
+    std::vector<Memory> masses;
+    std::vector<bool>   refused;
+    for (const Isa * isa : towerd::available()) {
+        masses.emplace_back(n * sizeof(float), 4 * random.between(0, 15));
+        job.mass = masses.back().floats();
+        refused.push_back(towerd::attention_mass(job, *isa, random.between(1, 3)).has_value());
+        double total = 0;
+        for (std::size_t j = 0; j < n && !refused.back(); ++j) {
+            total += static_cast<double>(masses.back().floats()[j]);
+        }
+        const double spread = static_cast<double>(m * job.n_heads);
+        const double error = total > spread ? total - spread : spread - total;
+        require(refused.back() || error <= 1e-4 * spread, "masses do not add up", "attention_mass");
+        require(!numbers || refused.back() == refused.front(), "refused by some only", "attention_mass");
+    }
+}
+
 void fuzz_copy(Random & random) {
     const std::size_t n = random.between(0, random.chance(20) ? 2000 : 9);
     const std::size_t bytes = random.between(0, random.chance(20) ? 3000 : 70);
@@ -295,10 +337,12 @@ struct Kernel {
     unsigned long long cases;
 };
 
-void run_case(std::uint64_t seed, Kernel (&kernels)[6]) {
+constexpr std::size_t kKernels = 8;
+
+void run_case(std::uint64_t seed, Kernel (&kernels)[kKernels]) {
     seed_in_work = seed;
     Random   random(seed);
-    Kernel & kernel = kernels[random.between(0, 5)];
+    Kernel & kernel = kernels[random.between(0, kKernels - 1)];
     kernel.fuzz(random);
     ++kernel.cases;
 }
@@ -308,8 +352,14 @@ void run_case(std::uint64_t seed, Kernel (&kernels)[6]) {
 int main(int n_arguments, char ** arguments) {
     const double        seconds = n_arguments > 1 ? std::atof(arguments[1]) : 10.0;
     const std::uint64_t first = n_arguments > 2 ? std::strtoull(arguments[2], nullptr, 10) : 1;
-    Kernel              kernels[6] = {
-    @@
+    Kernel              kernels[kKernels] = {{"codec", fuzz_codec, 0},
+                                {"transcode", fuzz_transcode, 0},
+                                {"transcode_checked", fuzz_transcode_checked, 0},
+                                {"rope_shift", fuzz_rope_shift, 0},
+                                {"hadamard", fuzz_hadamard, 0},
+                                {"attention_mass", fuzz_attention, 0},
+                                {"copy", fuzz_copy, 0},
+                                {"transpose", fuzz_transpose, 0}};
     __sanitizer_set_death_callback(report_seed);
     using Clock = std::chrono::steady_clock;
     const auto end = Clock::now() + std::chrono::duration<double>(seconds);
