@@ -2,8 +2,8 @@
 
 Every function checks its arguments before it touches memory that the caller can see and raises
 ValueError with the argument's name first. What can turn out bad in the middle of the work comes
-back as new memory, and there is no `out`. The C++ versions have the same signatures and refuse the same input;
-`n_threads` (1 to 1024) is an upper bound there and only checked here.
+back as new memory, and there is no `out`. The C++ versions have the same signatures and refuse the
+same input; `n_threads` (1 to 1024) is an upper bound there and only checked here.
 """
 
 from __future__ import annotations
