@@ -27,12 +27,6 @@ class _Attention:
     head_dim: int
     scale: float
 
-    @property
-    def group(self) -> int:
-        """Query heads that share a KV head."""
-        n_elements = self.format.n_elements(self.keys.shape[1])
-        return self.queries.shape[1] // n_elements
-
 
 def attention_mass(
     queries: Floats,
@@ -64,10 +58,11 @@ def attention_mass(
     _check_finite(values, "keys")
     total = np.zeros(n, np.float64)
     hidden = np.arange(n)[None, :] >= work.n_seen[:, None]
-    heads = work.queries.reshape(m, -1, head_dim).astype(np.float64)
-    kv_heads = values.reshape(n, -1, head_dim).astype(np.float64)
-    for head in range(heads.shape[1] if m else 0):
-        dots = heads[:, head] @ kv_heads[:, head // work.group].T
+    n_heads, n_kv_heads = work.queries.shape[1] // head_dim, values.shape[1] // head_dim
+    heads = work.queries.reshape(m, n_heads, head_dim).astype(np.float64)
+    kv_heads = values.reshape(n, n_kv_heads, head_dim).astype(np.float64)
+    for head in range(n_heads if m else 0):
+        dots = heads[:, head] @ kv_heads[:, head // (n_heads // n_kv_heads)].T
         scores = dots * np.float64(np.float32(scale))
         if (np.maximum(np.abs(dots), np.abs(scores)) * ~hidden > F32_MAX).any():
             raise ValueError("queries: a score is beyond what float32 holds")
