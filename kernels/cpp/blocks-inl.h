@@ -4,6 +4,7 @@
 #include "blocks_ggml-inl.h"
 #include "blocks_layout-inl.h"
 #include "blocks_stored-inl.h"
+#include "convert-inl.h"
 
 namespace towerd::TOWERD_ISA_NAMESPACE {
 namespace {
@@ -15,28 +16,49 @@ void decode_blocks(const std::uint8_t * from, float * to, std::size_t n) {
     }
 }
 
+// The largest magnitudes so far, lane by lane, as integers: for numbers without sign the order of the bits is theirs.
+TOWERD_INLINE void raise(I & magnitudes, const float * from) {
+    const Numbers x = load_block(from);
+    for (std::size_t v = 0; v < kVectors; ++v) {
+        const I raw = bits<I>(x.at[v]) & 0x7fffffff;
+        magnitudes = raw > magnitudes ? raw : magnitudes;
+    }
+}
+
+TOWERD_INLINE float largest(I magnitudes) {
+    alignas(64) float numbers[kLanes];
+    store(numbers, bits<F>(magnitudes));
+    return peak(numbers, kLanes);
+}
+
 template <typename Code>
-void encode_blocks(const float * from, std::uint8_t * to, std::size_t n) {
+float encode_blocks(const float * from, std::uint8_t * to, std::size_t n) {
+    I magnitudes{};
     for (std::size_t i = 0; i + kBlock <= n; i += kBlock, to += Code::kBytes) {
+        raise(magnitudes, from + i);
         Code::encode(from + i, to);
     }
+    return largest(magnitudes);
 }
 
 // In two passes over a few blocks at a time: each pass is one long chain, so the CPU wants several in flight.
 template <typename Code>
-void encode_searching(const float * from, std::uint8_t * to, std::size_t n) {
+float encode_searching(const float * from, std::uint8_t * to, std::size_t n) {
     constexpr std::size_t kGroup = 4;
     typename Code::Sums   sums[kGroup];
+    I                     magnitudes{};
     for (std::size_t done = 0; done + kBlock <= n;) {
         const std::size_t left = (n - done) / kBlock;
         const std::size_t blocks = left < kGroup ? left : kGroup;
         for (std::size_t b = 0; b < blocks; ++b) {
+            raise(magnitudes, from + done + b * kBlock);
             sums[b] = Code::add_up(from + done + b * kBlock);
         }
         for (std::size_t b = 0; b < blocks; ++b, done += kBlock, to += Code::kBytes) {
             Code::finish(sums[b], from + done, to);
         }
     }
+    return largest(magnitudes);
 }
 
 template <typename Code>

@@ -47,7 +47,7 @@ void decode_elements(const std::uint8_t * from, float * to, std::size_t n) {
 }
 
 template <typename Element>
-void encode_elements(const float * from, std::uint8_t * to, std::size_t n) {
+float encode_elements(const float * from, std::uint8_t * to, std::size_t n) {
     std::size_t i = 0;
     for (; i + kLanes <= n; i += kLanes) {
         Element::store(to + i * Element::kBytes, load(from + i));
@@ -55,6 +55,7 @@ void encode_elements(const float * from, std::uint8_t * to, std::size_t n) {
     for (; i < n; ++i) {
         Element::store_one(to + i * Element::kBytes, from[i]);
     }
+    return 0.0f;
 }
 
 // As integers: for numbers without sign the order of the bits is theirs, and those of a NaN are the largest.

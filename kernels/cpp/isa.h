@@ -41,12 +41,13 @@ enum CodecId : int {
     kCodecs  // how many
 };
 
-// `n` elements, a whole number of blocks. Bytes have no alignment, floats lie on 64 bytes; the two
-// never overlap. `encode` gets finite numbers, and for block codecs none beyond +-65504 (what f16
+// `n` elements, a whole number of blocks. Bytes have no alignment, floats that of a float; the two
+// never overlap. `encode` of a block codec returns the largest magnitude of the run, infinity if a number
+// is not finite, because it has the numbers in hand (others return 0). It gets finite numbers, and for block codecs none beyond +-65504 (what f16
 // holds); other input may give any bytes but must stay defined.
 struct Codec {
     void (*decode)(const std::uint8_t * from, float * to, std::size_t n);
-    void (*encode)(const float * from, std::uint8_t * to, std::size_t n);
+    float (*encode)(const float * from, std::uint8_t * to, std::size_t n);
 };
 
 // One row of kernels/formats.py.

@@ -69,35 +69,46 @@ Steps steps_of(const TranscodeJob & job) {
     return steps;
 }
 
-// Returns the row's largest magnitude if it is to be checked, else 0.
-float convert_row(const TranscodeJob & job, const Steps & steps, bool checked, const Isa & isa,
-                  const std::uint8_t * read, std::uint8_t * write) {
+// f32 that may be encoded from where it lies.
+const float * floats_at(const TranscodeJob & job, const std::uint8_t * read) {
+    const bool ready = job.from->codec == kF32 && !job.to->hadamard;
+    return ready && reinterpret_cast<std::uintptr_t>(read) % alignof(float) == 0
+               ? reinterpret_cast<const float *>(read)
+               : nullptr;
+}
+
+// Returns the largest magnitude of what was quantized, before a rotation.
+float convert_row(const TranscodeJob & job, const Steps & steps, const Isa & isa, const std::uint8_t * read,
+                  std::uint8_t * write) {
+    const Codec &     to = isa.codecs[job.to->codec];
     alignas(64) float numbers[kRun];
-    float             peak = 0.0f;
+    if (const float * in_place = floats_at(job, read)) {
+        return to.encode(in_place, write, job.n_elements);
+    }
+    float peak = 0.0f;
     for (std::size_t done = 0; done < job.n_elements; done += kRun) {
         const std::size_t n = std::min(kRun, job.n_elements - done);
         isa.codecs[job.from->codec].decode(read + job.from->bytes(done), numbers, n);
         if (steps.before != 0) {
             isa.hadamard(numbers, n, steps.before);
         }
-        if (checked) {
-            peak = std::max(peak, isa.peak(numbers, n));
-        }
         if (steps.after != 0) {
+            peak = std::max(peak, isa.peak(numbers, n));
             isa.hadamard(numbers, n, steps.after);
         }
-        isa.codecs[job.to->codec].encode(numbers, write + job.to->bytes(done), n);
+        const float encoded = to.encode(numbers, write + job.to->bytes(done), n);
+        peak = steps.after != 0 ? peak : std::max(peak, encoded);
     }
     return peak;
 }
 
-std::optional<BadRow> convert_rows(const Task & task, bool checked, const Isa & isa) {
+// Stops at the first row that is beyond the limit, which no row of an element format is.
+std::optional<BadRow> convert_rows(const Task & task, const Isa & isa) {
     const TranscodeJob & job = *task.job;
     const Steps          steps = steps_of(job);
     for (std::size_t i = task.row0; i < task.row1; ++i) {
-        const float peak =
-            convert_row(job, steps, checked, isa, source_row(job, i), job.target + i * job.target_bytes());
-        if (checked && !(peak <= steps.limit)) {
+        const float peak = convert_row(job, steps, isa, source_row(job, i), job.target + i * job.target_bytes());
+        if (!(peak <= steps.limit)) {
             return BadRow{job.row_at(i), peak, steps.limit};
         }
     }
@@ -114,7 +125,7 @@ void transcode(const std::vector<TranscodeJob> & jobs, const Isa & isa, std::siz
         if (tasks[t].job->from == tasks[t].job->to) {
             copy_rows(tasks[t]);
         } else {
-            convert_rows(tasks[t], false, isa);
+            convert_rows(tasks[t], isa);
         }
     });
 }
@@ -128,7 +139,7 @@ std::optional<BadRow> transcode_checked(const TranscodeJob & job, const Isa & is
     const std::vector<Task>            tasks = tasks_of(jobs);
     std::vector<std::optional<BadRow>> found(tasks.size());
     parallel_for(tasks.size(), useful_threads(n_threads, total_bytes(jobs)),
-                 [&](std::size_t t, std::size_t) { found[t] = convert_rows(tasks[t], true, isa); });
+                 [&](std::size_t t, std::size_t) { found[t] = convert_rows(tasks[t], isa); });
     const auto first = std::find_if(found.begin(), found.end(), [](const auto & bad) { return bad.has_value(); });
     return first == found.end() ? std::nullopt : *first;
 }

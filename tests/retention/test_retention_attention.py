@@ -50,7 +50,7 @@ def test_mass_is_the_sum_of_softmaxes(
 def test_what_does_not_fit() -> None:
     q, k = np.zeros((1, 2, 4, 8), np.float32), np.zeros((1, 3, 2, 8), np.float32)
     places = np.arange(3)
-    for bad_q, bad_k in ((q[:, :, :3], k), (q, k[..., :4]), (q, k[:0]), (q, k[:, :2])):
+    for bad_q, bad_k in ((q[:, :, :3], k), (q, k[..., :5]), (q, k[:0]), (q, k[:, :2])):
         with pytest.raises(ValueError, match="^(queries|keys): "):
             attention_mass(bad_q, rows_of(bad_k), "f32", places[1:], places, 1.0)
     with pytest.raises(ValueError, match="^query_places: "):
