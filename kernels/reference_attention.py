@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -101,8 +100,7 @@ def _checked(
     n_kv_heads = _heads_of(n_elements, head_dim, "keys")
     if n_heads % n_kv_heads:
         raise ValueError(f"queries: {n_heads} heads cannot share {n_kv_heads} KV heads")
-    if not (isinstance(scale, float) and math.isfinite(scale) and abs(scale) <= F32_MAX):
-        raise ValueError("scale: expected a finite float32")
+    _check_scale(scale)
     seen = checks.array_of(n_seen, "n_seen", np.int64, 1)
     checks.check_contiguous(seen, "n_seen")
     if len(seen) != len(query_rows):
@@ -110,6 +108,11 @@ def _checked(
     if len(seen) and (seen.min() < 1 or seen.max() > len(key_rows)):
         raise ValueError(f"n_seen: a query sees other than 1 to {len(key_rows)} keys")
     return _Attention(query_rows, key_rows, row, seen, head_dim, scale)
+
+
+def _check_scale(value: object) -> None:
+    if not (isinstance(value, float) and abs(value) <= F32_MAX):
+        raise ValueError("scale: expected a finite float32")
 
 
 def _heads_of(n_elements: int, head_dim: int, name: str) -> int:
