@@ -31,9 +31,15 @@ def draw(m: int, n: int, heads: int, kv: int, dim: int, name: str, seed: int = 0
     return queries, keys, name, n_seen, dim, 1 / math.sqrt(dim)
 
 
+def masses(arguments: Any, n_threads: int) -> Floats:
+    """By the kernels in force."""
+    queries, keys, name, n_seen, dim, scale = arguments
+    return dispatch.attention_mass(queries, keys, name, n_seen, dim, scale, n_threads)
+
+
 def check(arguments: Any, n_threads: int = 2) -> Floats:
     """The masses by the kernels in force, after checking them against the reference."""
-    got = dispatch.attention_mass(*arguments, n_threads=n_threads)
+    got = masses(arguments, n_threads)
     expected = reference.attention_mass(*arguments)
     m, heads = len(arguments[0]), arguments[0].shape[1] // arguments[4]
     assert got.dtype == np.float32
@@ -88,7 +94,7 @@ def test_threads_do_not_change_the_result(kernels: str) -> None:
     arguments = draw(40, 3000 if kernels != "reference" else 300, 8, 2, 64, "f16")
     first = check(arguments, 1)
     for n_threads in (2, 3, 7):
-        assert np.array_equal(dispatch.attention_mass(*arguments, n_threads=n_threads), first)
+        assert np.array_equal(masses(arguments, n_threads), first)
 
 
 def test_what_is_not_seen_does_not_matter(kernels: str) -> None:

@@ -28,7 +28,7 @@ def test_mass_is_the_sum_of_softmaxes(
     seed: int, layers: int, n_kv: int, group: int, m: int, n: int
 ) -> None:
     rng = np.random.default_rng(seed)
-    q = rng.normal(size=(layers, m, n_kv * group, 4)).astype(np.float32)
+    q = rng.normal(size=(layers, n_kv * group, m, 4)).astype(np.float32)
     k = rng.normal(size=(layers, n, n_kv, 4)).astype(np.float32)
     key_places = np.sort(rng.choice(30, n, replace=False)).astype(np.int64)
     query_places = rng.integers(key_places[0], 31, m).astype(np.int64)
@@ -37,7 +37,7 @@ def test_mass_is_the_sum_of_softmaxes(
         for h in range(n_kv * group):
             for i in range(m):
                 seen = [j for j in range(n) if key_places[j] <= query_places[i]]
-                dots = [float(q[layer, i, h] @ k[layer, j, h // group]) * 0.5 for j in seen]
+                dots = [float(q[layer, h, i] @ k[layer, j, h // group]) * 0.5 for j in seen]
                 top = max(dots)
                 total = sum(math.exp(dot - top) for dot in dots)
                 for j, dot in zip(seen, dots, strict=True):
@@ -48,9 +48,9 @@ def test_mass_is_the_sum_of_softmaxes(
 
 
 def test_what_does_not_fit() -> None:
-    q, k = np.zeros((1, 2, 4, 8), np.float32), np.zeros((1, 3, 2, 8), np.float32)
+    q, k = np.zeros((1, 4, 2, 8), np.float32), np.zeros((1, 3, 2, 8), np.float32)
     places = np.arange(3)
-    for bad_q, bad_k in ((q[:, :, :3], k), (q, k[..., :5]), (q, k[:0]), (q, k[:, :2])):
+    for bad_q, bad_k in ((q[:, :3], k), (q, k[..., :5]), (q, k[:0]), (q, k[:, :2])):
         with pytest.raises(ValueError, match="^(queries|keys): "):
             attention_mass(bad_q, rows_of(bad_k), "f32", places[1:], places, 1.0)
     with pytest.raises(ValueError, match="^query_places: "):

@@ -27,7 +27,7 @@ def attention_mass(
     """float32[n]: the attention that each of n positions gets, summed over m queries (each
     spreads 1), averaged over heads and layers.
 
-    queries: float32[layers, m, heads, head size]; keys: for each layer uint8[n, row_bytes], KV
+    queries: float32[layers, heads, m, head size]; keys: for each layer uint8[n, row_bytes], KV
     heads * head size elements in `format` (f32, f16 or bf16); both rotated by RoPE; query head h
     reads KV head h // (heads / KV heads)
     query_places int64[m]; key_places int64[n], ascending: a query sees the keys at its place and
@@ -35,7 +35,7 @@ def attention_mass(
     scale: what scores are multiplied by before the softmax (llama.cpp `src/llama-graph.cpp`,
     build_attn_mha). Raises ValueError for what does not fit, a query that sees no key, and rows
     that are not finite."""
-    layers, m, heads, size = queries.shape
+    layers, heads, m, size = queries.shape
     if len(keys) != layers or any(len(rows) != len(key_places) for rows in keys):
         raise ValueError("keys: expected a row of every place in every layer")
     if query_places.shape != (m,):
@@ -45,6 +45,6 @@ def attention_mass(
     n_seen = np.searchsorted(key_places, query_places, side="right").astype(np.int64)
     total = np.zeros(len(key_places), np.float64)
     for layer, rows in zip(queries, keys, strict=True):
-        flat = np.ascontiguousarray(layer).reshape(m, heads * size)
+        flat = layer.transpose(1, 0, 2).reshape(m, heads * size)
         total += dispatch.attention_mass(flat, rows, format, n_seen, size, scale)
     return np.asarray(total / (layers * heads), np.float32)

@@ -18,17 +18,17 @@ import numpy as np
 from towerd.config import UNQUANTIZED, WATCHING, Config
 from towerd.engine.embedded.context import LlamaContext
 from towerd.engine.embedded.job import Job
-from towerd.engine.embedded.keys import keys_of
 from towerd.engine.embedded.memory import Memory
 from towerd.engine.embedded.model import LlamaModel
 from towerd.engine.embedded.pool import LiveSeq
 from towerd.engine.embedded.retained import Observed, Retained
 from towerd.engine.embedded.taps import Taps
 from towerd.errors import ConfigError, TowerdError
-from towerd.retention import Rows
+from towerd.retention import Mass, Positions, Rows
 from towerd.retention.attention import attention_mass
 from towerd.slots.blob import parse_rows
 from towerd.slots.errors import StateError
+from towerd.slots.rows import KVRows
 
 QUERIES_MAX = 64
 """Queries that one eviction goes by: the last ones before it."""
@@ -96,7 +96,8 @@ class Observer:
         return np.concatenate(found, axis=2) * np.float32(a.scale * math.sqrt(a.head_size))
 
     def measure(self, seq: LiveSeq, retained: Retained) -> None:
-        """Add what the observed queries say to the account's masses; they are used up."""
+        """Add what the observed queries say to the account's masses; they are used up. Raises
+        TowerdError if the model has computed numbers that are not finite."""
         observed, retained.observed = retained.observed, ()
         if not observed:
             retained.recent = np.zeros_like(retained.mass)
@@ -106,8 +107,10 @@ class Observer:
         queries = np.concatenate([each.queries for each in observed], axis=2)
         positions = np.concatenate([np.arange(each.p0, each.p1) for each in observed])
         places = retained.places[np.searchsorted(retained.kept, positions)]
-        keys = keys_of(rows, queries.shape[3])
-        recent = attention_mass(queries, keys, places, retained.places, self.attention.scale)
+        try:
+            recent = _mass(queries, rows, places, retained.places, self.attention.scale)
+        except ValueError as error:
+            raise TowerdError(f"The attention of this chat cannot be read: {error}.") from error
         retained.recent = recent
         retained.mass = retained.mass + recent
 
@@ -115,6 +118,14 @@ class Observer:
 def needs_attention(job: Job) -> bool:
     """Whether the job's chat is kept within its budget by what the attention says."""
     return job.request.live.policy in WATCHING
+
+
+def _mass(
+    queries: Rows, rows: KVRows, query_places: Positions, key_places: Positions, scale: float
+) -> Mass:
+    """`attention_mass` of the keys in `rows`, whose type is the same in all layers."""
+    name = rows.layout.k[0].format.name
+    return attention_mass(queries, rows.k, name, query_places, key_places, scale)
 
 
 def check_attention(model: LlamaModel, config: Config, *, cell_ext: bool) -> Attention:
@@ -162,7 +173,7 @@ def _probe(model: LlamaModel, config: Config, cell_ext: bool) -> tuple[float, At
     size = queries.shape[3]
     scale = float(model.key("attention.scale", "0")) or 1 / math.sqrt(size)
     every = np.arange(_PROBE_TOKENS, dtype=np.int64)
-    found = attention_mass(queries, keys_of(rows, size), every, every, scale)
+    found = _mass(queries, rows, every, every, scale)
     expected = weights.mean(axis=(0, 1)).sum(axis=0)[:_PROBE_TOKENS]
     return float(np.abs(found - expected).max()), Attention(
         scale, len(layers), queries.shape[1], size
