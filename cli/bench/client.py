@@ -18,6 +18,8 @@ class Completion:
     """One streamed /completion as the client saw it."""
 
     ttft_s: float = 0.0
+    last_token_s: float = 0.0
+    """When the last event with a token came."""
     total_s: float = 0.0
     tokens: list[int] = field(default_factory=list)
     final: dict[str, Any] = field(default_factory=dict)
@@ -60,8 +62,9 @@ async def complete(
             event = json.loads(line[6:])
             if "error" in event:
                 raise TowerdError(f"{url} failed: {event['error']}")
-            if not result.ttft_s and (event.get("tokens") or event.get("stop")):
-                result.ttft_s = time.perf_counter() - started
+            if event.get("tokens") or not result.ttft_s and event.get("stop"):
+                result.last_token_s = time.perf_counter() - started
+                result.ttft_s = result.ttft_s or result.last_token_s
             if event.get("stop"):
                 result.final = event
             result.tokens += event.get("tokens") or []

@@ -22,98 +22,110 @@ from towerd.cli.bench.models import bench_model, random_prompt, vocab_size
 from towerd.cli.bench.report import Report
 from towerd.cli.bench.servers import ServerProcess, llama_server, towerd_server
 
-STREAMS = (1, 32)
+SAID_TOKENS = 4
+REPLY_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How much is asked."""
+    """How much is asked by so many streams at once."""
 
-    prompt_tokens: int = 512
-    said_tokens: int = 4
-    reply_tokens: int = 16
-    turns: int = 16
+    streams: int
+    prompt_tokens: int
+    turns: int
     """Of one conversation; then the next one begins."""
-    conversations: tuple[int, ...] = (12, 1)
-    """Of every stream, by number of streams as in `STREAMS`."""
+    conversations: int
+    """Of every stream, one after the other."""
+
+    @property
+    def cells(self) -> int:
+        """Tokens of context that all its conversations take: nobody has to leave."""
+        turn_tokens = SAID_TOKENS + REPLY_TOKENS
+        n = self.prompt_tokens + (self.turns + 1) * turn_tokens + 64
+        return self.streams * self.conversations * n
 
 
-QUICK = Load(prompt_tokens=256, turns=8, conversations=(8, 1))
+N_SLOTS = 32
+FULL = (Load(1, 512, 16, 12), Load(32, 64, 8, 1))
+QUICK = (Load(1, 256, 8, 8), Load(32, 64, 4, 1))
+"""32 streams share one context, and each step of each looks at all of it: they stay short."""
 
 
 @dataclass(slots=True)
 class Times:
-    """What one server's clients measured, in milliseconds."""
+    """What one server's clients measured, in milliseconds, and its own CPU time."""
 
     first: list[float] = field(default_factory=list)
     per_token: list[float] = field(default_factory=list)
+    end: list[float] = field(default_factory=list)
+    """From the last token to the end of the reply."""
+    cpu_ms: float = 0.0
 
     def add(self, done: Completion) -> None:
         self.first.append(done.ttft_s * 1e3)
         n_later = len(done.tokens) - 1
-        self.per_token.append((done.total_s - done.ttft_s) * 1e3 / max(n_later, 1))
+        self.per_token.append((done.last_token_s - done.ttft_s) * 1e3 / max(n_later, 1))
+        self.end.append((done.total_s - done.last_token_s) * 1e3)
 
 
 async def run(model: Path | None, quick: bool) -> Report:
     """Both servers, taking turns."""
     path = bench_model(model, "tiny" if quick else "small")
-    load, n_vocab = QUICK if quick else Load(), vocab_size(path)
-    turn_tokens = load.said_tokens + load.reply_tokens
-    n_cells = max(STREAMS) * (load.prompt_tokens + (load.turns + 1) * turn_tokens + 64)
-    flags = ("-c", str(n_cells), "-np", str(max(STREAMS)))
+    loads, n_vocab = QUICK if quick else FULL, vocab_size(path)
     report = Report("proxy", path.name)
-    with tempfile.TemporaryDirectory(prefix="towerd-bench-") as folder:
-        store = Path(folder) / "store"
-        sidecar = towerd_server(path, store, "--engine", "llama-server", *flags)
-        direct = llama_server(path, *flags, "-kvu", "--cache-ram", "0", "--no-cache-idle-slots")
-        with sidecar, direct:
-            for n, conversations in zip(STREAMS, load.conversations, strict=True):
-                times = await _measure((direct, sidecar), load, n, conversations, n_vocab)
-                _enter(report, n, *times)
+    for load in loads:
+        flags = ("-c", str(load.cells), "-np", str(N_SLOTS))
+        with tempfile.TemporaryDirectory(prefix="towerd-bench-") as folder:
+            store = Path(folder) / "store"
+            sidecar = towerd_server(path, store, "--engine", "llama-server", *flags)
+            direct = llama_server(path, *flags, "-kvu", "--cache-ram", "0", "--no-cache-idle-slots")
+            with sidecar, direct:
+                _enter(report, load, *await _measure((direct, sidecar), load, n_vocab))
     report.target("added_ttft_p50_ms", most=2)
     report.target("added_per_token_p50_ms", most=0.2)
     return report
 
 
-async def _measure(
-    servers: Sequence[ServerProcess], load: Load, n: int, conversations: int, n_vocab: int
-) -> list[Times]:
-    """The times of each server with `n` streams at once."""
-    rng = np.random.default_rng(n)
+async def _measure(servers: Sequence[ServerProcess], load: Load, n_vocab: int) -> list[Times]:
+    """The times of each server under the load."""
+    rng = np.random.default_rng(load.streams)
+
+    def random_prompts(n_tokens: int) -> list[list[int]]:
+        return [random_prompt(rng, n_tokens, n_vocab).tolist() for _ in range(load.streams)]
+
     times = [Times() for _ in servers]
     async with new_session() as session:
-        for _ in range(conversations):
-            first = [random_prompt(rng, load.prompt_tokens, n_vocab).tolist() for _ in range(n)]
+        for _ in range(load.conversations):
+            first = random_prompts(load.prompt_tokens)
             chats = [list(first) for _ in servers]
             for server, prompts in zip(servers, chats, strict=True):
-                await _turn(session, server, prompts, load)
+                await _turn(session, server, prompts)
             for _ in range(load.turns):
-                said = [random_prompt(rng, load.said_tokens, n_vocab).tolist() for _ in range(n)]
+                said = random_prompts(SAID_TOKENS)
                 for server, prompts, found in zip(servers, chats, times, strict=True):
                     prompts[:] = [p + new for p, new in zip(prompts, said, strict=True)]
-                    for done in await _turn(session, server, prompts, load):
+                    before = server.cpu_s()
+                    for done in await _turn(session, server, prompts):
                         found.add(done)
+                    found.cpu_ms += (server.cpu_s() - before) * 1e3
     return times
 
 
 async def _turn(
-    session: aiohttp.ClientSession,
-    server: ServerProcess,
-    prompts: list[list[int]],
-    load: Load,
+    session: aiohttp.ClientSession, server: ServerProcess, prompts: list[list[int]]
 ) -> list[Completion]:
     """A turn of every conversation, all at the same time; the replies are added to them."""
     done = await asyncio.gather(
-        *(complete(session, server.url, prompt, load.reply_tokens) for prompt in prompts)
+        *(complete(session, server.url, prompt, REPLY_TOKENS) for prompt in prompts)
     )
     for prompt, reply in zip(prompts, done, strict=True):
         prompt += reply.tokens
     return done
 
 
-def _enter(report: Report, n: int, direct: Times, sidecar: Times) -> None:
-    """The figures for `n` streams: those of one stream have the plain names."""
-    tail = "" if n == 1 else f"_{n}"
+def _enter(report: Report, load: Load, direct: Times, sidecar: Times) -> None:
+    """The figures under one load: those of one stream have the plain names."""
+    tail = "" if load.streams == 1 else f"_{load.streams}"
     p50, p99 = statistics.median, _p99
     report.figures |= {
         f"llama_server_ttft_p50_ms{tail}": p50(direct.first),
@@ -121,6 +133,8 @@ def _enter(report: Report, n: int, direct: Times, sidecar: Times) -> None:
         f"added_ttft_p99_ms{tail}": p99(sidecar.first) - p99(direct.first),
         f"llama_server_per_token_p50_ms{tail}": p50(direct.per_token),
         f"added_per_token_p50_ms{tail}": p50(sidecar.per_token) - p50(direct.per_token),
+        f"added_end_p50_ms{tail}": p50(sidecar.end) - p50(direct.end),
+        f"towerd_cpu_per_turn_ms{tail}": sidecar.cpu_ms / len(sidecar.first),
     }
 
 

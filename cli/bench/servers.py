@@ -81,6 +81,14 @@ class ServerProcess:
         process = psutil.Process(self._process.pid)
         return sum(int(each.memory_info().rss) for each in (process, *process.children()))
 
+    def cpu_s(self) -> float:
+        """CPU time of the running process so far, without what it started."""
+        import psutil
+
+        assert self._process is not None
+        times = psutil.Process(self._process.pid).cpu_times()
+        return float(times.user + times.system)
+
     def _is_healthy(self) -> bool:
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=5) as reply:

@@ -248,6 +248,53 @@ def test_records_of_a_slot() -> None:
     assert (slot.n, slot.n_stored, slot.known) == (0, 0, True)
 
 
+tokens_few = st.lists(st.integers(1, 2), max_size=8)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(tokens_few, tokens_few), min_size=1, max_size=6))
+def test_what_a_slot_shares(pairs: Sequence[tuple[list[int], list[int]]]) -> None:
+    """With whatever it holds by now and whatever is asked, over and over."""
+    slot = Slot(0)
+    for held, asked in pairs:
+        slot.hold(np.array(held, np.int32), "a")
+        for other in (asked, held, asked):
+            n = next(
+                (i for i, (x, y) in enumerate(zip(held, other, strict=False)) if x != y),
+                min(len(held), len(other)),
+            )
+            prompt = np.array(other, np.int32)
+            assert slot.common(prompt) == slot.common(prompt) == n
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 60), st.integers(0, 3)), min_size=2,
+             max_size=5),
+    st.integers(0, 3), st.integers(2, 60), st.integers(0, 59),
+)  # fmt: skip
+def test_nothing_dearer_than_needed_is_chosen(
+    held: Sequence[tuple[int, int, int]], chat: int, n: int, n_storable: int
+) -> None:
+    """Of all slots the one that is cheapest when it is the only one that is free."""
+    policy = Policy(Costs())
+    slots = [
+        filled(i, ids(60, c)[:length], used=used, stored=length)
+        for i, (c, length, used) in enumerate(held)
+    ]
+    want = Want(ids(60, chat)[:n], "a", n_storable=min(n_storable, n - 1))
+    alone = []
+    for free in slots:
+        for slot in slots:
+            slot.busy = slot is not free
+        alone.append(choose(policy, want, *slots))
+        free.busy = False
+    for slot in slots:
+        slot.busy = False
+    best = min(alone, key=lambda choice: (choice.cost_ms, choice.slot.last_used))
+    assert choose(policy, want, *slots) == best
+
+
 async def test_the_queue_is_bounded(policy: Policy) -> None:
     """Who comes when it is full is told so at once; who waits gets the slot that is freed."""
     table = SlotTable(policy, 1, queue_max=1, verify=lambda: None)

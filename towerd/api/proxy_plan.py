@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from towerd.api.hints import agent_of
 from towerd.api.live import refuse_live
 from towerd.api.off_loop import by_size, size_of
@@ -121,7 +123,7 @@ async def _plan_completion(plan: Plan, body: Mapping[str, Any], engine: Sidecar)
     except NotSupported:  # more than text
         plan.placement, plan.label = Placement.OPAQUE, "media"
         return
-    plan.sends_ids = True
+    plan.sends_ids = not _is_ids(prompt)
     if plan.dialect is Dialect.NATIVE and not plan.stream and not body.get("return_tokens"):
         plan.fields["return_tokens"] = True
         plan.hides_ids = True
@@ -130,6 +132,13 @@ async def _plan_completion(plan: Plan, body: Mapping[str, Any], engine: Sidecar)
 def _n_choices(body: Mapping[str, Any]) -> int:
     asked = [body.get(name) for name in ("n_cmpl", "n")]
     return max([1, *(int(n) for n in asked if isinstance(n, int | float))])
+
+
+def _is_ids(prompt: Any) -> bool:
+    """Whether it is token ids as they are sent on: nothing is gained by sending them twice."""
+    if isinstance(prompt, np.ndarray):
+        return True
+    return isinstance(prompt, list) and all(type(item) is int for item in prompt)
 
 
 def _n_prompts(prompt: Any) -> int:

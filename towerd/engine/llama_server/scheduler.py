@@ -7,6 +7,7 @@ here does I/O or looks at a clock, so that every decision can be replayed.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -95,6 +96,8 @@ class Slot:
     """False: something may have changed it behind our back; ask before relying on it."""
     last_used: int = 0
     """Count of leases when it was released last; 0 never."""
+    _compared: tuple[Ids, Ids, int] = field(default=(_EMPTY, _EMPTY, 0), repr=False)
+    """The last two arrays that were compared, and what they share: one decision asks often."""
 
     @property
     def n(self) -> int:
@@ -139,10 +142,22 @@ class Slot:
         self.scope, self.known, self.label = scope, False, label
 
     def common(self, ids: Ids) -> int:
-        """Length of the prefix that it shares with `ids`."""
-        n = min(self.n, len(ids))
-        differ = np.flatnonzero(self.tokens[:n] != ids[:n])
-        return int(differ[0]) if len(differ) else n
+        """Length of the prefix that it shares with `ids`, an array that nobody changes."""
+        tokens, other, n = self._compared
+        if tokens is not self.tokens or other is not ids:
+            n = _common(self.tokens, ids)
+            self._compared = (self.tokens, ids, n)
+        return n
+
+
+def _common(a: Ids, b: Ids) -> int:
+    """Length of the common prefix of two arrays."""
+    n = min(len(a), len(b))
+    if n == 0 or a[0] != b[0]:
+        return 0
+    differs = a[:n] != b[:n]
+    first = int(differs.argmax())
+    return first if differs[first] else n
 
 
 @dataclass(slots=True, eq=False)
@@ -208,21 +223,30 @@ class Policy:
         free = [slot for slot in slots if not slot.busy]
         if not want.pinned:
             free = self._picked(want, free)
-        options = [option for slot in free for option in self._options(want, slot, slots)]
+        used = sorted(slot.last_used for slot in slots)
+        if want.ids is None:
+            options = [self._opaque(want, slot, used) for slot in free]
+        else:
+            options = self._options(want, free, slots, used)
         return min(
             options, key=lambda choice: (choice.cost_ms, choice.slot.last_used), default=None
         )
 
-    def _options(self, want: Want, slot: Slot, slots: Sequence[Slot]) -> list[Choice]:
-        if want.ids is None:
-            return [self._opaque(want, slot, slots)]
-        live, erase = self.live(want, slot)
-        found = [self._keep(want, slot, slots, live, erase)]
-        if self.can_store and want.cache_prompt:
-            source, n = self._best_source(want, slots)
-            if n > live:
-                found.append(self._restore(want, slot, slots, n, source))
-        return found
+    def _options(
+        self, want: Want, free: Sequence[Slot], slots: Sequence[Slot], used: Sequence[int]
+    ) -> list[Choice]:
+        """What can be done in each of the `free` slots; `used`: every slot's `last_used`, sorted."""
+        kept = [self._keep(want, slot, used, *self.live(want, slot)) for slot in free]
+        if not (self.can_store and want.cache_prompt):
+            return kept
+        source, n = self._best_source(want, slots)
+        least_ms = self.costs.restore(n) + self.costs.prefill(want.n - n)
+        if any(least_ms > each.cost_ms for each in kept):
+            return kept
+        restored = [
+            self._restore(want, each.slot, used, n, source) for each in kept if n > each.n_reused
+        ]
+        return kept + restored
 
     def _picked(self, want: Want, free: list[Slot]) -> list[Slot]:
         """Of the free slots the one that llama-server prefers, once any other holds all but the
@@ -256,16 +280,14 @@ class Policy:
                 return 0, False  # it starts over, unless it kept a checkpoint
         return common, False
 
-    def _keep(
-        self, want: Want, slot: Slot, slots: Sequence[Slot], live: int, erase: bool
-    ) -> Choice:
+    def _keep(self, want: Want, slot: Slot, used: Sequence[int], live: int, erase: bool) -> Choice:
         """Go on from what the slot holds."""
         capture = slot if self.worth_saving(slot, live) else None
-        cost = self.costs.prefill(want.n - live) + self._leave(slot, live, slots, capture)
+        cost = self.costs.prefill(want.n - live) + self._leave(slot, live, used, capture)
         return Choice(slot, live, erase=erase, capture=capture, cost_ms=cost)
 
     def _restore(
-        self, want: Want, slot: Slot, slots: Sequence[Slot], n: int, source: Slot | None
+        self, want: Want, slot: Slot, used: Sequence[int], n: int, source: Slot | None
     ) -> Choice:
         """Replace what the slot holds by `n` tokens from the store, or from `source` by way of it."""
         capture = source
@@ -277,19 +299,19 @@ class Policy:
         else:
             lost = 0.0
         cost = self.costs.restore(n) + self.costs.prefill(want.n - n) + lost
-        cost += self._leave(slot, 0, slots, capture)
+        cost += self._leave(slot, 0, used, capture)
         if capture is not None and capture is not slot:
             cost += self.costs.save(capture.n)
         return Choice(slot, n, restore=True, capture=capture, cost_ms=cost)
 
-    def _opaque(self, want: Want, slot: Slot, slots: Sequence[Slot]) -> Choice:
+    def _opaque(self, want: Want, slot: Slot, used: Sequence[int]) -> Choice:
         """A slot for unknown tokens: the one its conversation had, else the one least missed."""
         own = not slot.known and slot.scope == want.scope and slot.label == want.label != ""
         if own:
             return Choice(slot, 0, cost_ms=-1.0)
         capture = slot if self.worth_saving(slot, 0) else None
         foreign = slot.scope != want.scope and (slot.n > 0 or not slot.known)
-        cost = self._leave(slot, 0, slots, capture)
+        cost = self._leave(slot, 0, used, capture)
         return Choice(slot, 0, erase=foreign, capture=capture, cost_ms=cost)
 
     def _best_source(self, want: Want, slots: Sequence[Slot]) -> tuple[Slot | None, int]:
@@ -313,14 +335,14 @@ class Policy:
 
     # ---- what leaves --------------------------------------------------------------------------
 
-    def _leave(self, slot: Slot, n_kept: int, slots: Sequence[Slot], capture: Slot | None) -> float:
+    def _leave(self, slot: Slot, n_kept: int, used: Sequence[int], capture: Slot | None) -> float:
         """What it costs that only `n_kept` tokens stay: saving what only it has (or losing it),
         and bringing the rest back, the likelier the later it was used."""
         if slot.n <= n_kept and slot.known:
             return 0.0
         save = self.costs.save(slot.n) if capture is slot else 0.0
         lost = 0 if capture is slot else max(0, slot.n - max(slot.n_stored, n_kept))
-        later = sum(1 for other in slots if other.last_used > slot.last_used)
+        later = len(used) - bisect_right(used, slot.last_used)
         odds = _RETURN_ODDS * 0.5**later
         return save + odds * (self.costs.prefill(lost) + self.costs.restore(slot.n))
 
