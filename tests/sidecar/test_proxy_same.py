@@ -23,6 +23,7 @@ which shows in the last digits of probabilities."""
 GENERATIONS: list[tuple[str, dict[str, Any]]] = [
     ("/completion", {"prompt": STORY, **GREEDY}),
     ("/completions", {"prompt": [1, 403, 407, 261], **GREEDY}),
+    ("/completion", {"prompt": [1, *([403, 407] * 250)], **GREEDY}),
     ("/completion", {"prompt": ["Once", 403, 407], **GREEDY, "return_tokens": True}),
     ("/completion", {"prompt": {"prompt_string": STORY}, **GREEDY, "n_probs": 2}),
     ("/completion", {"prompt": [STORY, "The dog"], **GREEDY}),
