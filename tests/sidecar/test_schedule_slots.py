@@ -291,8 +291,10 @@ def test_nothing_dearer_than_needed_is_chosen(
         free.busy = False
     for slot in slots:
         slot.busy = False
-    best = min(alone, key=lambda choice: (choice.cost_ms, choice.slot.last_used))
-    assert choose(policy, want, *slots) == best
+    found = choose(policy, want, *slots)
+    least = min((choice.cost_ms, choice.slot.last_used) for choice in alone)
+    assert (found.cost_ms, found.slot.last_used) == least
+    assert found in alone
 
 
 async def test_the_queue_is_bounded(policy: Policy) -> None:
