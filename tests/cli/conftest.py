@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 from daemon import Daemon
 
+from towerd import log
 from towerd.cli.main import towerctl
 
 
@@ -36,8 +38,11 @@ def server() -> Iterator[Daemon]:
 
 
 @pytest.fixture
-def ctl() -> Callable[..., Result]:
-    """Runs towerctl; asserts the exit code, and that there never is a traceback."""
+def ctl() -> Iterator[Callable[..., Result]]:
+    """Runs towerctl; asserts the exit code, and that there never is a traceback. The log is what it
+    was for the tests that follow."""
+    root = logging.getLogger(log.ROOT)
+    before = root.handlers, root.level, root.propagate
 
     def run(*args: object, code: int = 0, input: str | None = None) -> Result:
         result = CliRunner().invoke(towerctl, [str(arg) for arg in args], input=input)
@@ -46,7 +51,8 @@ def ctl() -> Callable[..., Result]:
         assert result.exit_code == code, result.output
         return result
 
-    return run
+    yield run
+    root.handlers, root.level, root.propagate = before
 
 
 @pytest.fixture

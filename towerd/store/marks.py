@@ -91,11 +91,14 @@ class MarkIndex:
         """(n, sessions) for each of the marks of a prompt that is known, the longest first."""
         if not len(self._marks):
             return
-        maybe = np.flatnonzero(self._table[(marks & self._mask).astype(np.int64)])[::-1]
-        first = np.searchsorted(self._marks, marks[maybe], "left")
-        end = np.searchsorted(self._marks, marks[maybe], "right")
-        for at in np.flatnonzero(end > first).tolist():
-            yield int(maybe[at]) + 1, self._sessions[first[at] : end[at]].tolist()
+        maybe = np.flatnonzero(self._table[(marks & self._mask).astype(np.int64)])
+        maybe = maybe[np.argsort(marks[maybe])]  # neighbours are looked for in neighbouring places
+        first = np.searchsorted(self._marks, marks[maybe])
+        is_known = self._marks[np.minimum(first, len(self._marks) - 1)] == marks[maybe]
+        known = sorted(zip(maybe[is_known].tolist(), first[is_known].tolist(), strict=True))
+        for at, start in reversed(known):
+            end = np.searchsorted(self._marks, marks[at], "right")
+            yield at + 1, self._sessions[start:end].tolist()
 
     def _make_table(self) -> None:
         """A byte for each value of the marks' low bits: whether any mark has them. What was
