@@ -171,6 +171,17 @@ def test_rows_that_never_come_are_forgotten(daemon: Daemon) -> None:
     assert ranking.explain(tip)["hot"] is None
 
 
+def test_rows_that_never_come_do_not_pile_up(daemon: Daemon) -> None:
+    """As those of a chat that lives under a budget, where RAM is never full."""
+    ranking = daemon.tiers.ranking
+    for turn in range(1, 20):
+        daemon.now = 61.0 * turn
+        ids = np.arange(30 * turn, 30 * turn + 30, dtype=np.int32)
+        daemon.tiers.visited(daemon.store.insert(ids, "local", [30])[-1], daemon.now)
+        assert ranking._hot.nbytes == 30 * LAYOUT.token_bytes
+        assert len(ranking._expected) == 1
+
+
 def test_a_split_belongs_to_the_visit_that_caused_it(daemon: Daemon) -> None:
     """The beginning of what was cut gets its share, expected or there, and no use of its own."""
     ranking = daemon.tiers.ranking

@@ -79,6 +79,7 @@ class Ranking:
         with self._lock:
             now = self._hot_s = max(arrived_s, self._hot_s + _STEP_S)
             self._apply_splits(now)
+            self._forget_expected()
             n_there = next((i for i, n in enumerate(path) if n.id not in self._hot), len(path))
             if n_there:
                 self._hot.access(path[n_there - 1].id, now)
