@@ -395,3 +395,11 @@ def test_what_the_probe_counted_is_taken_off() -> None:
     restarted = before.replace(b"l:a 2", b"l:a 1")
     assert b"\nl:a 1\n" in without(restarted, added)
     assert without(after, {}) == after
+
+
+@pytest.mark.parametrize("value", [b"1e+", b"1.2.3", b"-", b"+Inf", b"1e999999999"])
+def test_a_sample_that_is_no_plain_number_stays(value: bytes) -> None:
+    """Metrics of another build: what cannot be read is not counted, and sent on as it came."""
+    text = b"# TYPE l:a counter\nl:a %s\n# TYPE l:b counter\nl:b 3\n" % value
+    assert counters(text) == {b"l:b": 3}
+    assert without(text, {b"l:a": Decimal(1), b"l:b": Decimal(1)}) == text.replace(b"b 3", b"b 2")

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from decimal import Decimal
 
 _COUNTER = re.compile(rb"^# TYPE (\S+) counter$", re.MULTILINE)
-_SAMPLE = re.compile(rb"^([^#\s{]\S*) ([0-9][0-9.eE+-]*)$", re.MULTILINE)
+_SAMPLE = re.compile(rb"^([^#\s{]\S*) ([0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,2})?)$", re.MULTILINE)
 
 Counters = Mapping[bytes, Decimal]
 
