@@ -11,7 +11,6 @@ import click
 
 from towerd.cli.client import Json, Target, connect, json_option, setting_option, target_options
 from towerd.errors import ConfigError
-from towerd.store.node import PUBLIC
 
 if TYPE_CHECKING:
     from towerd.cli.daemon import DaemonBackend
@@ -87,6 +86,8 @@ def _of_store(target: Target) -> tuple[Path, list[tuple[str, bytes | Ids]]]:
 
 def own_ids(backend: DaemonBackend | StoreBackend) -> list[tuple[str, bytes | Ids]]:
     """Name and ids of each base, without those of the base above it; each tenant's are its own."""
+    from towerd.store.node import PUBLIC
+
     bases = [base for base in backend.bases() if base["module"] is None]
     held = {(base["name"], base["scope"]): _path(backend, base) for base in bases}
     own: list[tuple[str, bytes | Ids]] = []
