@@ -187,18 +187,23 @@ async def test_idle_sessions_freeze_by_themselves(service_on: OpenService) -> No
         assert service.cold.n_failed == 0
 
 
+async def freeze_and_open(service: Service, session: str) -> None:
+    """Frozen with nothing live, then opened by somebody: thawed ahead."""
+    await service.cold.freeze(session)
+    for seq in list(service.engine.pool):
+        service.engine.pool.drop(seq)
+    assert service.cold.ahead is not None
+    service.cold.ahead.opened(session, "local")
+    await service.cold.ahead.idle()
+
+
 async def test_thawed_ahead(service_on: OpenService) -> None:
     """Opened, its rows are there before the next prompt comes."""
     prompt = [1, *words(120, 11)]
     async with service_on(bundled_model()) as service:
         first = await ask(service, prompt, session="s")
         await settle(service)
-        await service.cold.freeze("s")
-        for seq in list(service.engine.pool):
-            service.engine.pool.drop(seq)
-        assert service.cold.ahead is not None
-        service.cold.ahead.opened("s", "local")
-        await service.cold.ahead.idle()
+        await freeze_and_open(service, "s")
         assert service.store.session("s").cold_bytes == 0
         assert service.cold.stats()["thaws_ahead"] == 1
         next_one = await ask(service, prompt + first.ids + words(9, 12), session="s")
@@ -214,12 +219,7 @@ async def test_thawed_ahead_within_its_budget(service_on: OpenService) -> None:
     async with service_on(bundled_model(), **settings) as service:
         first = await ask(service, prompt, session="s", live=live)
         await settle(service)
-        await service.cold.freeze("s")
-        for seq in list(service.engine.pool):
-            service.engine.pool.drop(seq)
-        assert service.cold.ahead is not None
-        service.cold.ahead.opened("s", "local")
-        await service.cold.ahead.idle()
+        await freeze_and_open(service, "s")
         assert service.cold.stats()["thaws_ahead"] == 1
         assert service.engine.pool.cells_used <= 64
         follow_up = prompt + first.ids + words(9, 12)
