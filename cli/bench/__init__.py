@@ -55,8 +55,8 @@ def resume(
               help="How often every chat is continued; default 3, with --quick 2.")  # fmt: skip
 @click.option("--chats", type=click.IntRange(2, 1000), default=None,
               help="How many chats there are; default 40, with --quick 10.")  # fmt: skip
-@click.option("--engine", type=click.Choice(ENGINES), default="embedded", show_default=True,
-              help="towerd's engine; llama-server: in front of one.")  # fmt: skip
+@click.option("--engine", type=click.Choice((*ENGINES, "both")), default="embedded",
+              show_default=True, help="towerd's engine; llama-server: in front of one.")  # fmt: skip
 def switch(
     model: Path | None, quick: bool, rounds: int | None, chats: int | None, engine: str
 ) -> None:

@@ -2,7 +2,8 @@
 
 Both servers get the same model, the same context size and the same requests one after another;
 everything else is their default. Time to first token is what a person waits at each switch.
-With `--engine llama-server` towerd is measured in front of a llama-server of its own.
+With `--engine llama-server` towerd is measured in front of a llama-server of its own, with
+`--engine both` each way against one run of its rival, which takes most of the time.
 """
 
 from __future__ import annotations
@@ -14,12 +15,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 
 from towerd.cli.bench.client import complete, new_session
 from towerd.cli.bench.models import bench_model, random_prompt, vocab_size
 from towerd.cli.bench.report import Report
 from towerd.cli.bench.servers import ServerProcess, llama_server, towerd_server
+from towerd.config import ENGINES
+
+BOTH = "both"
+"""Every engine, against one run of the rival."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +54,8 @@ class Outcome:
     restarted: list[float] = field(default_factory=list)
     evaluated: list[int] = field(default_factory=list)
     rss_bytes: int = 0
+    store_bytes: int = 0
+    """Of towerd: its store after the restart."""
     stats: dict[str, Any] = field(default_factory=dict)
     """Of towerd: its engine's counters after the last switch."""
 
@@ -64,36 +72,46 @@ async def run(
     load = QUICK if quick else Load()
     load = replace(load, rounds=rounds or load.rounds, chats=chats or load.chats)
     n_vocab = vocab_size(path)
+    engines = ENGINES if engine == BOTH else (engine,)
+    ours = {name: await _drive_towerd(path, load, n_vocab, name) for name in engines}
     ctx = str(load.ctx_size)
-    with tempfile.TemporaryDirectory(prefix="towerd-bench-") as folder:
-        store = Path(folder) / "store"
-        flags = ("-c", ctx, "--engine", engine)
-        ours = await _drive(lambda: towerd_server(path, store, *flags), load, n_vocab)
-        disk = sum(f.stat().st_size for f in store.rglob("*") if f.is_file())
     theirs = await _drive(lambda: llama_server(path, "-c", ctx), load, n_vocab)
-    report = _report(path.name, load, ours, theirs, disk)
-    if engine == "llama-server":
-        _add_restores(report, load, ours)
-    report.target("ratio", least=20 if engine == "embedded" else 10)
+    report = Report("switch", path.name)
+    for name, outcome in ours.items():
+        prefix = "proxied_" if engine == BOTH and name == "llama-server" else ""
+        figures = _figures(load, outcome, theirs)
+        if name == "llama-server":
+            figures |= _restores(load, outcome)
+        report.figures |= {prefix + key: value for key, value in figures.items()}
+        report.target(f"{prefix}ratio", least=20 if name == "embedded" else 10)
     return report
 
 
-def _add_restores(report: Report, load: Load, ours: Outcome) -> None:
+async def _drive_towerd(path: Path, load: Load, n_vocab: int, engine: str) -> Outcome:
+    """The load on a daemon of its own, with an empty store."""
+    with tempfile.TemporaryDirectory(prefix="towerd-bench-") as folder:
+        store = Path(folder) / "store"
+        flags = ("-c", str(load.ctx_size), "--engine", engine)
+        outcome = await _drive(lambda: towerd_server(path, store, *flags), load, n_vocab)
+        outcome.store_bytes = sum(f.stat().st_size for f in store.rglob("*") if f.is_file())
+    return outcome
+
+
+def _restores(load: Load, ours: Outcome) -> dict[str, Any]:
     """What went through slot files."""
     stats = ours.stats
-    report.figures |= {
+    return {
         "restores": stats["restores"],
         "restores_missed": stats["restores_missed"],
         "restore_gbps": stats["restore_bytes"] / 1e6 / max(stats["restore_ms"], 1e-3),
         "bytes_restored_per_turn": stats["restore_bytes"] / len(ours.switches),
-        "bytes_stored_per_chat": report.figures["store_bytes"] / load.chats,
+        "bytes_stored_per_chat": ours.store_bytes / load.chats,
     }
 
 
-def _report(model: str, load: Load, ours: Outcome, theirs: Outcome, disk: int) -> Report:
-    report = Report("switch", model)
+def _figures(load: Load, ours: Outcome, theirs: Outcome) -> dict[str, Any]:
     median = statistics.median
-    report.figures |= {
+    return {
         "chats": load.chats,
         "switches": len(ours.switches),
         "towerd_ttft_p50_s": median(ours.switches),
@@ -107,11 +125,10 @@ def _report(model: str, load: Load, ours: Outcome, theirs: Outcome, disk: int) -
         "llama_server_first_s": median(theirs.first),
         "towerd_prompt_tokens_p50": median(ours.evaluated),
         "llama_server_prompt_tokens_p50": median(theirs.evaluated),
-        "store_bytes": disk,
+        "store_bytes": ours.store_bytes,
         "towerd_rss_bytes": ours.rss_bytes,
         "llama_server_rss_bytes": theirs.rss_bytes,
     }
-    return report
 
 
 async def _drive(make: Callable[[], ServerProcess], load: Load, n_vocab: int) -> Outcome:
@@ -124,6 +141,7 @@ async def _drive(make: Callable[[], ServerProcess], load: Load, n_vocab: int) ->
     with make() as server:
         async with new_session() as session:
             for turn in range(load.rounds + 1):
+                click.echo(f"{server.url}: round {turn} of {load.rounds}", err=True)
                 for i, history in enumerate(chats):
                     said = random_prompt(rng, load.user_tokens, n_vocab).tolist() if turn else []
                     done = await complete(session, server.url, history + said, load.reply_tokens)
