@@ -141,7 +141,7 @@ class StoreBackend:
 
         path, hash = self.model_path(), self.store.state.fingerprint.model_hash
         if self._coding is None:
-            self._coding = Coding(lambda: Source(path, hash))
+            self._coding = Coding(lambda: Source(path, hash), tables=self.store.tables)
         return self._coding.model()
 
     def segments(self, sort: str, limit: int, offset: int = 0, scope: str | None = None) -> Json:

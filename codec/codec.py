@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -30,9 +31,12 @@ AUTO = ("packed", "ranked", "text", "mix")
 class Codec:
     """Codes the ids of one vocabulary. Thread-safe; the first use of a form builds its tables."""
 
-    def __init__(self, vocabulary: Vocabulary, networks: Sequence[RuntimeCoder] = ()) -> None:
-        """`networks`: forms that need a model which runs here (`models/`)."""
+    def __init__(self, vocabulary: Vocabulary, networks: Sequence[RuntimeCoder] = (),
+                 tables: Path | None = None) -> None:  # fmt: skip
+        """`networks`: forms that need a model which runs here (`models/`). `tables`: the folder
+        where tables that blobs need are kept, in case a release brings another one."""
         self.vocabulary = vocabulary
+        self._tables = tables
         self.vocabulary_hash = vocabulary_hash(vocabulary)
         self._makers: dict[str, Callable[[], FormCoder]] = {
             "packed": lambda: Packed(vocabulary),
@@ -85,12 +89,18 @@ class Codec:
             raise Damaged("The blob is damaged: its fallback is not of the same ids.")
         return self.decode(parsed.fallback, base)
 
+    def keep(self, blob: bytes) -> None:
+        """See to it that the table which a blob needs is in `tables`, before the blob is relied
+        on. Raises OSError."""
+        if self._tables is not None and container.read(blob).form.name == Mix.name:
+            file.keep(self._tables)
+
     def can_decode(self, blob: bytes) -> bool:
         """Whether all that the blob needs besides its base is here: for a form with a runtime, the
         same runtime and model (its fallback does not count)."""
         parsed = container.read(blob)
         try:
-            self._check_model(parsed, self._coder(parsed.form.name))
+            self._check_model(parsed, self._coder_of(parsed))
         except CodecError:
             return False
         return parsed.vocabulary == self.vocabulary_hash
@@ -133,6 +143,20 @@ class Codec:
                 self._made[name] = self._makers[name]()
             return self._made[name]
 
+    def _coder_of(self, blob: Blob) -> FormCoder:
+        """The coder that reads a blob, with the table of an earlier release if that was kept."""
+        coder = self._coder(blob.form.name)
+        if blob.model == coder.model or coder.name != Mix.name or self._tables is None:
+            return coder
+        name = f"{coder.name}-{blob.model.hex()}"
+        with self._lock:
+            if name not in self._made:
+                prior = file.kept(self._tables, blob.model)
+                if prior is None:
+                    return coder
+                self._made[name] = Mix(self.vocabulary, prior)
+            return self._made[name]
+
     def _encode(self, ids: Ids, base: Ids, coder: FormCoder, fallback: bytes = b"") -> bytes:
         coded = coder.encode(ids, base) if len(ids) else Coded(b"", ())
         needed = base if coder.uses_base else base[:0]
@@ -146,12 +170,15 @@ class Codec:
         return container.write(blob)
 
     def _decode(self, blob: Blob, base: Ids) -> Ids:
-        coder = self._coder(blob.form.name)
+        coder = self._coder_of(blob)
         self._check_model(blob, coder)
         coded = Coded(blob.side, blob.chunks)
         ids = coder.decode(coded, blob.n_ids, base) if blob.n_ids else np.zeros(0, np.int32)
         if len(ids) != blob.n_ids or ids_hash(ids) != blob.hash:
-            raise Damaged("The blob decodes to other ids than it was made of: use a copy of it.")
+            raise Damaged(
+                "The blob decodes to other ids than it was made of: it was changed, or this "
+                "llama.cpp cuts text into tokens otherwise than the one that wrote it."
+            )
         return ids
 
     def _check_ids(self, ids: Ids) -> None:

@@ -141,7 +141,7 @@ def _open_keeper(
             for node in nodes:
                 boundaries.table.drop(node)
 
-    coding = Coding(lambda: source_of(engine.info))
+    coding = Coding(lambda: source_of(engine.info), tables=store.tables)
     return Keeper(store, coding, freeze_after_s=config.freeze_after_s, on_frozen=forget)
 
 

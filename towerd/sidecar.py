@@ -63,5 +63,5 @@ def _open_keeper(config: Config, engine: LlamaServerEngine, store: Store) -> Kee
             prefixes = {(node.scope, node.prefix_bytes()) for node in tops}
         loop.call_soon_threadsafe(engine.frozen, prefixes)
 
-    coding = Coding(lambda: source_of(engine.info))
+    coding = Coding(lambda: source_of(engine.info), tables=store.tables)
     return Keeper(store, coding, freeze_after_s=config.freeze_after_s, on_frozen=forget)

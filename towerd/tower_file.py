@@ -13,7 +13,8 @@
     BLAKE2b-128 of everything before
 
 Numbers are little-endian or varints (`codec/varint.py`), a text is its length and UTF-8. The blob
-holds the token ids that each turn adds to the one it begins like, in order (`store/history.py`).
+holds the token ids that each turn adds to the one it begins like, in order (`store/history.py`), in the
+form that needs no table, so that later releases read the file whatever tables they bring.
 The reader takes every byte as hostile: nothing is decoded before the checksum holds and the model
 is known to be the one served here, and no memory is taken that the bytes do not justify.
 """
@@ -74,7 +75,7 @@ def write(history: History, model: Model) -> bytes:
     Raises TowerFileError for a session that is too long, or has ids of another vocabulary."""
     _check_size(history.turns)
     try:
-        blob = model.codec.encode(history.stream)
+        blob = model.codec.encode(history.stream, form="packed")
     except ValueError as error:
         raise TowerFileError(f"The session cannot be exported: {error}") from error
     n_tokens = len(model.codec.vocabulary.pieces)

@@ -69,7 +69,7 @@ async def run(model: Path | None, quick: bool, data: Path | None, vocab: Path | 
         with GgufVocabulary(vocab or path) as vocabulary:
             texts = _texts(data, vocabulary, n_coded)
             with Store.open(root, _fingerprint()) as store:
-                made = _fill(store, Codec(vocabulary), texts, n_coded)
+                made = _fill(store, Codec(vocabulary, tables=store.tables), texts, n_coded)
                 _copy(made, n)
             _measure(report, root, made, n)
         if vocab is None:

@@ -62,6 +62,9 @@ class Disturbed:
         work()
         return found
 
+    def keep(self, blob: bytes) -> None:
+        self._codec.keep(blob)
+
 
 def test_a_slow_thaw_does_not_undo_what_came_after(store: Store, codec: Codec) -> None:
     """Thawed by somebody else, gone on and frozen again while one thaw decodes: its tokens are

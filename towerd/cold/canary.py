@@ -11,7 +11,7 @@ import base64
 from collections.abc import Iterator, Sequence
 
 from towerd.codec import Codec, CodecError
-from towerd.cold.freezing import decode
+from towerd.cold.freezing import decode, keep
 from towerd.errors import NotFound, StoreError, ThawError
 from towerd.store import Store
 
@@ -66,6 +66,7 @@ def recode(store: Store, codec: Codec, id: str, scope: str) -> bool:
         blob = codec.encode(stream[len(frozen.base) :], base=frozen.base)
     except (ValueError, RuntimeError) as error:
         raise StoreError(f"Session {id!r} cannot be coded again: {error}") from error
+    keep(codec, blob)
     store.cold.recode(frozen, blob)
     return True
 

@@ -45,11 +45,17 @@ def source_of(info: ModelInfo) -> Source:
 class Coding:
     """The codec of one model. Thread-safe."""
 
-    def __init__(self, source: Callable[[], Source], networks: Networks | None = None) -> None:
+    def __init__(
+        self,
+        source: Callable[[], Source],
+        networks: Networks | None = None,
+        tables: Path | None = None,
+    ) -> None:
         """`source` is asked when the codec is used for the first time, and so is `networks`, for
-        the forms with a runtime; None: there are none."""
+        the forms with a runtime; None: there are none. `tables`: see `Codec`."""
         self._source = source
         self._networks = networks
+        self._tables = tables
         self.forms: tuple[str, ...] = ()
         """The forms with a runtime, once the codec was used."""
         self._vocabulary: GgufVocabulary | None = None
@@ -69,7 +75,8 @@ class Coding:
                 vocabulary = self._vocabulary = _vocabulary(source)
                 found = [] if self._networks is None else list(self._networks(vocabulary))
                 self.forms = tuple(each.name for each in found)
-                self._model = Model(source.path.name, source.hash, Codec(vocabulary, found))
+                codec = Codec(vocabulary, found, self._tables)
+                self._model = Model(source.path.name, source.hash, codec)
             return self._model
 
     def close(self) -> None:

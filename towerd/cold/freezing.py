@@ -16,7 +16,7 @@ import numpy as np
 
 from towerd.codec import Codec, CodecError
 from towerd.errors import SessionFrozen, StoreError, ThawError
-from towerd.store import History, Ids, Node, Store
+from towerd.store import History, Ids, Node, Store, durable
 from towerd.store.cold import Frozen
 
 MayDrop = Callable[[str, str, Sequence[Node]], bool]
@@ -53,6 +53,7 @@ def freeze(
     base, own = history.stream[: warm.n_base], history.stream[warm.n_base :]
     try:
         blob = codec.encode(own, base=base, form=form)
+        keep(codec, blob)
         copy = store.cold.put(warm, history, blob)
         if not np.array_equal(_stream(codec, copy), history.stream):
             raise RuntimeError("the blob that was stored has other tokens")
@@ -83,6 +84,12 @@ def cold_history(store: Store, codec: Codec, id: str, scope: str | None = None) 
             f"Session {id!r} is frozen and went on since: thaw it with towerctl thaw first."
         )
     return None if frozen is None else frozen.history(decode(codec, frozen))
+
+
+def keep(codec: Codec, blob: bytes) -> None:
+    """Keep with the store what a blob needs besides this release. Raises DiskFull, StoreError."""
+    with durable.store_errors("The table that frozen sessions are read with cannot be kept"):
+        codec.keep(blob)
 
 
 def decode(codec: Codec, frozen: Frozen) -> Ids:

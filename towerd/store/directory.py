@@ -15,7 +15,7 @@ DAY_S = 86_400.0
 
 class Directory:
     """`segments/` holds catalogued files, `tmp/` those being written, `quarantine/` damaged
-    ones. Directories are 0700, files 0600."""
+    ones, `tables/`, which is made when it is needed, what frozen sessions are read with. Directories are 0700, files 0600."""
 
     def __init__(self, root: Path) -> None:
         """Create what is missing and prove that it can be written.
@@ -25,6 +25,7 @@ class Directory:
         self.segments = root / "segments"
         self.tmp = root / "tmp"
         self.quarantine = root / "quarantine"
+        self.tables = root / "tables"
         self.catalog = root / "catalog.sqlite"
         self.lock = root / "lock"
         with durable.store_errors(f"the store directory {root} cannot be used"):

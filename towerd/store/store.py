@@ -146,6 +146,11 @@ class Store:
         return node
 
     @property
+    def tables(self) -> Path:
+        """The folder for tables that frozen sessions need (`towerd.codec.Codec`)."""
+        return self.state.directory.tables
+
+    @property
     def root(self) -> Node:
         """The empty path; its children are the first segments."""
         return self.state.trie.root
