@@ -1,20 +1,24 @@
-"""`towerctl bench agents`: agents that come and go, with room for a fiftieth of what they say.
+"""`towerctl bench agents`: coding agents that come and go, with room for few of them.
 
-A few users, each with one agent after the other in a closed loop. An agent begins with the system
-prompt of its kind, then works in steps: most follow at once, as after a tool's result; after some
-its user reads and thinks. RAM and disk hold a small share of all distinct tokens, so what comes
-back was kept or is evaluated again. The same requests run under the default policy and under LRU;
-what is compared is the time to first token.
+Many users, each with one agent after the other in a closed loop, pause as recorded agents do (see
+`agents_load`): seconds after a call of a tool, minutes after the end of a turn. Pauses are scaled
+to the speed of the model, measured first, so that under LRU the server is busy about half of the
+time on any machine; one that is always busy serves everybody in turn, and there is nothing to
+foretell. The same requests run under the default policy and under LRU, one at a time with nothing
+live beside them. The first ones fill the tiers and teach; of the others the time to first token
+is compared.
 
-Prompts are short, so that ten minutes of a CPU hold hundreds of them: what matters is how much of
-what is at work fits. With ten agents a user, a fiftieth of all tokens is about a third of what the
-users are at, as it is for 72 coding agents.
+Room: RAM and disk each hold `share` of all distinct tokens. Where 72 recorded users have room for
+2 % of all that they ever say, LRU loses two thirds of what comes back: that is room for nine
+sessions, an eighth of what is at work. Here it is an eighth of what is at work, too, but as
+minutes hold little more than one session of a user, it is a larger share of all that is said.
 """
 
 from __future__ import annotations
 
 import asyncio
 import tempfile
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, median
@@ -23,6 +27,13 @@ from typing import Any
 import aiohttp
 import numpy as np
 
+from towerd.cli.bench.agents_load import (
+    REFERENCE_TOKENS_PER_S,
+    Load,
+    User,
+    distinct_tokens,
+    users,
+)
 from towerd.cli.bench.client import complete, new_session
 from towerd.cli.bench.models import bench_model, random_prompt, vocab_size
 from towerd.cli.bench.report import Report
@@ -30,39 +41,47 @@ from towerd.cli.bench.servers import towerd_server
 from towerd.config import defaults
 
 BASELINE = "lru"
+LOAD = Load(users=72, requests=340, warm_requests=160, first_tokens=20)
+QUICK = Load(users=24, requests=220, warm_requests=150, first_tokens=40)
+SHARE, SHARE_QUICK = 0.09, 0.12
+_SEED = 0
 _ENDS: dict[str, Any] = {"ignore_eos": False, "grammar": 'root ::= "."'}
 """Makes an answer end by itself, as one that hands on to a person does; the others are cut off,
 which stands for a call of a tool. The daemon only sees why an answer ended."""
+_PROBE_TOKENS = 48
+_PROBES = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """Lengths in tokens, times in seconds. `share`: of the distinct tokens, in RAM and on disk."""
+class Model:
+    """A GGUF, and what the daemon makes of it here."""
 
-    users: int = 8
-    agents_per_user: int = 10
-    steps: int = 6
-    kinds: int = 3
-    system_tokens: int = 16
-    step_tokens: int = 12
-    reply_tokens: int = 2
-    share: float = 0.02
-    pause_s: float = 0.1
-    think_s: float = 8.0
-    think_every: int = 3
-    ctx_size: int = 1024
-
-
-QUICK = Load(users=4, agents_per_user=3, steps=4, share=0.1, think_s=0.5)
+    path: Path
+    n_vocab: int
+    token_bytes: float
+    tokens_per_s: float
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What the clients saw."""
+    """What the clients saw; counts are of the requests that are measured."""
 
     ttft_s: list[float] = field(default_factory=list)
     n_prompt: int = 0
     n_evaluated: int = 0
+    spans_s: list[tuple[float, float]] = field(default_factory=list)
+    """From when to when each of all requests was waiting or served."""
+
+    @property
+    def busy(self) -> float:
+        """Share of the time in which somebody waited or was served."""
+        spans_s = sorted(self.spans_s)
+        first_s = until_s = spans_s[0][0]
+        busy_s = 0.0
+        for start_s, end_s in spans_s:
+            busy_s += max(0.0, end_s - max(start_s, until_s))
+            until_s = max(until_s, end_s)
+        return busy_s / (until_s - first_s)
 
 
 async def run(
@@ -70,27 +89,26 @@ async def run(
 ) -> Report:
     """Both policies on the same requests."""
     path = bench_model(model, "small" if quick else "1b")
-    load = QUICK if quick else Load()
+    load = QUICK if quick else LOAD
+    share = share or (SHARE_QUICK if quick else SHARE)
     name = policy or str(defaults()["policy"])
-    share = share or load.share
+    everybody = users(load, _SEED)
+    known = await _probe(path)
+    room_tokens = round(share * distinct_tokens(load, everybody))
     found = {
-        each: await _drive(path, load, each, share) for each in dict.fromkeys((name, BASELINE))
+        each: await _drive(known, load, everybody, each, room_tokens)
+        for each in dict.fromkeys((name, BASELINE))
     }
-    ours, theirs = found[name], found[BASELINE]
     report = Report("agents", path.name)
     report.figures |= {
         "policy": name,
-        "requests": len(ours.ttft_s),
-        "distinct_tokens": _distinct_tokens(load),
+        "requests": len(found[name].ttft_s),
+        "distinct_tokens": distinct_tokens(load, everybody),
         "share": share,
+        "tokens_per_s": known.tokens_per_s,
+        **_figures("policy", found[name]),
+        **_figures("lru", found[BASELINE]),
     }
-    for key, outcome in (("policy", ours), ("lru", theirs)):
-        report.figures |= {
-            f"{key}_ttft_p50_s": median(outcome.ttft_s),
-            f"{key}_ttft_p90_s": float(np.quantile(outcome.ttft_s, 0.9)),
-            f"{key}_ttft_mean_s": mean(outcome.ttft_s),
-            f"{key}_hit_rate": 1 - outcome.n_evaluated / outcome.n_prompt,
-        }
     figures = report.figures
     report.figures |= {
         "ttft_ratio": figures["lru_ttft_p50_s"] / figures["policy_ttft_p50_s"],
@@ -101,65 +119,90 @@ async def run(
     return report
 
 
-def _distinct_tokens(load: Load) -> int:
-    own = load.steps * (load.step_tokens + load.reply_tokens)
-    return load.kinds * load.system_tokens + load.users * load.agents_per_user * own
+def _figures(key: str, outcome: Outcome) -> dict[str, float]:
+    return {
+        f"{key}_ttft_p50_s": median(outcome.ttft_s),
+        f"{key}_ttft_p90_s": float(np.quantile(outcome.ttft_s, 0.9)),
+        f"{key}_ttft_mean_s": mean(outcome.ttft_s),
+        f"{key}_hit_rate": 1 - outcome.n_evaluated / outcome.n_prompt,
+        f"{key}_busy": outcome.busy,
+    }
 
 
-async def _drive(model: Path, load: Load, policy: str, share: float) -> Outcome:
-    outcome = Outcome()
-    n_vocab = vocab_size(model)
+async def _probe(model: Path) -> Model:
+    """What a token's rows take in the store, and how fast prompts are evaluated."""
+    n_vocab, rng = vocab_size(model), np.random.default_rng(0)
+    speeds: list[float] = []
     with tempfile.TemporaryDirectory(prefix="towerd-bench-") as folder:
-        budget = str(await _budget(model, load, share, Path(folder)))
-        # One request at a time and nothing live beside it: what is kept is the policy's choice.
-        flags = (
-            "-c", str(load.ctx_size), "--live-tokens", str(load.ctx_size), "--live-sequences", "1",
-            "-np", "1", "--policy", policy, "--hot-bytes", budget, "--warm-bytes", budget,
-            "--fidelity", "exact",
-        )  # fmt: skip
-        with towerd_server(model, Path(folder) / "store", *flags) as server:
+        with towerd_server(model, Path(folder) / "probe", "-c", "256") as server:
             async with new_session() as session:
-                users = [
-                    _user(session, server.url, user, load, n_vocab, outcome)
-                    for user in range(load.users)
-                ]
-                await asyncio.gather(*users)
+                for _ in range(_PROBES + 1):
+                    ids = random_prompt(rng, _PROBE_TOKENS, n_vocab).tolist()
+                    timings = (await complete(session, server.url, ids, 1)).timings
+                    speeds.append(1e3 * timings["prompt_n"] / timings["prompt_ms"])
+                async with session.get(f"{server.url}/towerd/v1/segments") as reply:
+                    segments: list[dict[str, Any]] = (await reply.json())["segments"]
+    return Model(model, n_vocab, segments[0]["bytes"] / segments[0]["tokens"], median(speeds[1:]))
+
+
+async def _drive(
+    model: Model, load: Load, everybody: list[User], policy: str, room_tokens: int
+) -> Outcome:
+    outcome = Outcome()
+    budget, ctx_size = str(round(room_tokens * model.token_bytes)), "1024"
+    # One request at a time and nothing live beside it: what is kept is the policy's choice.
+    flags = (
+        "-c", ctx_size, "--live-tokens", ctx_size, "--live-sequences", "1", "-np", "1",
+        "--policy", policy, "--hot-bytes", budget, "--warm-bytes", budget, "--fidelity", "exact",
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="towerd-bench-") as folder:
+        with towerd_server(model.path, Path(folder) / "store", *flags) as server:
+            async with new_session() as session:
+                clients = (
+                    _Client(session, server.url, model, load, i, outcome).live(user)
+                    for i, user in enumerate(everybody)
+                )
+                await asyncio.gather(*clients)
     return outcome
 
 
-async def _budget(model: Path, load: Load, share: float, folder: Path) -> int:
-    """Bytes that `share` of the distinct tokens take."""
-    with towerd_server(model, folder / "probe", "-c", "256") as server:
-        async with new_session() as session:
-            ids = random_prompt(np.random.default_rng(0), 64, vocab_size(model)).tolist()
-            await complete(session, server.url, ids, 1)
-            async with session.get(f"{server.url}/towerd/v1/segments") as reply:
-                segments: list[dict[str, Any]] = (await reply.json())["segments"]
-    token_bytes = segments[0]["bytes"] / segments[0]["tokens"]
-    return int(share * _distinct_tokens(load) * token_bytes)
+class _Client:
+    """One user."""
 
+    def __init__(
+        self, session: aiohttp.ClientSession, url: str, model: Model, load: Load, number: int,
+        outcome: Outcome,
+    ) -> None:  # fmt: skip
+        self._session, self._url, self._model = session, url, model
+        self._number, self._outcome = number, outcome
+        self._rng = np.random.default_rng([1, number])
+        kinds = np.random.default_rng(2)
+        self._systems = [
+            random_prompt(kinds, load.system_tokens, model.n_vocab).tolist()
+            for _ in range(load.kinds)
+        ]
 
-async def _user(
-    session: aiohttp.ClientSession, url: str, user: int, load: Load, n_vocab: int, outcome: Outcome
-) -> None:
-    rng = np.random.default_rng([5, user])
-    kinds = np.random.default_rng(9)
-    systems = [
-        random_prompt(kinds, load.system_tokens, n_vocab).tolist() for _ in range(load.kinds)
-    ]
-    await asyncio.sleep(float(rng.uniform(0, load.think_s)))
-    for agent in range(load.agents_per_user):
-        kind = int(rng.integers(load.kinds))
-        history = list(systems[kind])
-        headers = {"X-Towerd-Session": f"u{user}-{agent}", "X-Towerd-Agent": f"kind-{kind}"}
-        for step in range(1, load.steps + 1):
-            history += random_prompt(rng, load.step_tokens, n_vocab).tolist()
-            thinks = step % load.think_every == 0
-            ending = _ENDS if thinks else {}
-            done = await complete(session, url, history, load.reply_tokens, headers, **ending)
-            outcome.ttft_s.append(done.ttft_s)
-            outcome.n_prompt += len(history)
-            outcome.n_evaluated += int(done.timings["prompt_n"])
+    async def live(self, user: User) -> None:
+        """All steps, with their pauses."""
+        pace = REFERENCE_TOKENS_PER_S / self._model.tokens_per_s
+        history: list[int] = []
+        at = -1
+        pause_s = user.first_s
+        for step in user.steps:
+            await asyncio.sleep(pace * pause_s)
+            pause_s = step.pause_s
+            if step.session != at:
+                at, history = step.session, list(self._systems[step.kind])
+            history += random_prompt(self._rng, step.n_new, self._model.n_vocab).tolist()
+            headers = {"X-Towerd-Session": f"u{self._number}-{at}"}
+            ending = {} if step.calls_tool else _ENDS
+            start_s = time.monotonic()
+            done = await complete(
+                self._session, self._url, history, step.n_reply, headers, **ending
+            )
+            self._outcome.spans_s.append((start_s, time.monotonic()))
+            if step.is_measured:
+                self._outcome.ttft_s.append(done.ttft_s)
+                self._outcome.n_prompt += len(history)
+                self._outcome.n_evaluated += int(done.timings["prompt_n"])
             history += done.tokens
-            mean_s = load.think_s if thinks else load.pause_s
-            await asyncio.sleep(float(rng.exponential(mean_s)))

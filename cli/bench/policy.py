@@ -63,7 +63,7 @@ async def run(
         policy_workflows.show(found)
         report.figures |= policy_workflows.figures(found)
         paths = policy_workflows.paths_of(workflows)
-    report.figures |= costs(POLICY, chat.trace(), paths)
+    report.figures |= costs(chat.trace(), paths)
     if plot_path is not None:
         plotted = {k: v for k, v in shown.items() if k in (_CODING, _CHAT, _TEAMS)}
         policy_plot.plot(plot_path, {k: (of.trace(), v) for k, (of, v) in plotted.items()})

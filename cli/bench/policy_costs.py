@@ -1,15 +1,24 @@
-"""What decisions cost: an eviction, the rank of a key, a forecast of a workflow's next steps."""
+"""What decisions cost, in CPU time: they wait for nothing.
+
+An eviction is one call that frees what one request needs; that may take several victims, and
+ranking what has changed since the last one, or everything. A score update is one key ranked in
+such a pass: visits that nobody has judged yet are judged together there, so the time of the pass
+is shared by its keys. A forecast is one of a workflow's next steps. `visit_ms` is what every
+request costs besides: the shadow cache, and the lessons of the return-time model.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from statistics import mean, quantiles
+from statistics import mean
 from typing import Any
 
+import numpy as np
+
 from towerd.policy import make_policy
+from towerd.policy.foresight import Foresight
 from towerd.policy.predict.markov import Markov
-from towerd.policy.tree import TreePolicy
 from towerd.replay.simulate import replay
 from towerd.replay.trace import Trace
 
@@ -17,36 +26,49 @@ _CAPACITY = 0.05
 
 
 class _Timed:
-    """A function, and how long each call took."""
+    """A function, how long each call took, and how many things it was about."""
 
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = call
+    def __init__(self, call: Callable[..., Any], about: Callable[[], int] = lambda: 1) -> None:
+        self._call, self._about = call, about
         self.times_s: list[float] = []
+        self.n: list[int] = []
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        start = time.perf_counter()
+        start = time.process_time()
         found = self._call(*args, **options)
-        self.times_s.append(time.perf_counter() - start)
+        self.times_s.append(time.process_time() - start)
+        self.n.append(self._about())
         return found
 
     def figures(self, name: str, per_s: float) -> dict[str, float]:
-        """Mean and 99th percentile in units of which a second has `per_s`."""
-        times = self.times_s or [0.0, 0.0]
+        """Mean and 99th percentile for one thing, in units of which a second has `per_s`."""
+        each = [t / n for t, n in zip(self.times_s, self.n, strict=True) if n for _ in range(n)]
         return {
-            f"{name}_mean": per_s * mean(times),
-            f"{name}_p99": per_s * quantiles(times, n=100)[98],
+            f"{name}_mean": per_s * mean(each),
+            f"{name}_p99": per_s * float(np.quantile(each, 0.99)),
         }
 
 
-def costs(name: str, chat: Trace, paths: list[tuple[str, ...]]) -> dict[str, float]:
-    """Of policy `name` in a replay of its own, and of Markov-3 over `paths` of steps."""
-    policy = make_policy(name)
-    assert isinstance(policy, TreePolicy)
-    evict, rank = _Timed(policy.victims), _Timed(policy._rank)
+def costs(chat: Trace, paths: list[tuple[str, ...]]) -> dict[str, float]:
+    """Of foresight in a replay of its own, and of Markov-3 over `paths` of steps."""
+    policy = make_policy("foresight")
+    assert isinstance(policy, Foresight)
+    ranked: list[int] = []
+    prepare = policy._before_ranks
+
+    def count(entries: list[Any]) -> None:
+        ranked.append(len(entries))
+        prepare(entries)
+
+    evict, visit = _Timed(policy.victims), _Timed(policy._begin_visit)
+    score = _Timed(policy._rank_leaves, lambda: ranked[-1])
     policy.victims = evict  # type: ignore[method-assign]
-    policy._rank = rank  # type: ignore[method-assign]
+    policy._begin_visit = visit  # type: ignore[method-assign]
+    policy._rank_leaves = score  # type: ignore[method-assign]
+    policy._before_ranks = count  # type: ignore[method-assign]
     replay(chat, policy, int(_CAPACITY * chat.n_distinct_blocks))
-    figures = evict.figures("evict_ms", 1e3) | rank.figures("score_update_us", 1e6)
+    figures = evict.figures("evict_ms", 1e3) | score.figures("score_update_us", 1e6)
+    figures |= visit.figures("visit_ms", 1e3)
     markov = Markov()
     predict = _Timed(markov.forecast)
     for path in paths:

@@ -24,7 +24,7 @@ from towerd.policy.predict.base import Predictor, survival
 from towerd.policy.predict.fallback import Fallback
 from towerd.policy.predict.markov import Markov
 from towerd.policy.tree import Entry, Rank, TreePolicy
-from towerd.policy.visits import Visits
+from towerd.policy.visits import Visit, Visits
 from towerd.policy.workflow_tree import WorkflowTree
 
 _RERANK_EVERY = 16
@@ -52,7 +52,10 @@ class Forecast(WorkflowTree):
             return -1.0, entry.used
         worth = self._worth_of_steps(entry.key)
         if worth is None:
-            worth = self._worth_of_visits(entry)
+            index, now = self.visits.index, self._now
+            worth = index(entry.visit, now)
+            for visit in _others(entry) if entry.heirs else ():
+                worth += index(visit, now)
         if entry.seq > 1:
             worth += (entry.seq - 1) / max(1.0, self._now - entry.born)
         return worth, entry.used
@@ -65,18 +68,24 @@ class Forecast(WorkflowTree):
         is_end = entry.visit.ended and entry.weight != _ABOVE_END
         return is_end or self.is_retired(entry.key)
 
-    def _worth_of_visits(self, entry: Entry) -> float:
-        index = self.visits.index
-        worth = index(entry.visit, self._now)
-        for visit in entry.heirs or ():
-            if visit is not entry.visit and not visit.is_back and not visit.ended:
-                worth += index(visit, self._now)
-        return worth
+    def _before_ranks(self, entries: list[Entry]) -> None:
+        """Judge the visits that no index is known of together: one by one costs much more."""
+        new: list[Visit] = []
+        for entry in entries:
+            if entry.visit.table is not None and not entry.heirs or self._is_over(entry):
+                continue
+            if self._worth_of_steps(entry.key) is None:
+                new += (v for v in (entry.visit, *_others(entry)) if v.table is None)
+        if new:
+            self.visits.judge(list(dict.fromkeys(new)))
 
     def _worth_of_steps(self, key: Key) -> float | None:
         """Uses per second that the next steps of its workflows promise; None: no forecast."""
+        users = self.users.get(key)
+        if not users:
+            return None
         worth: float | None = None
-        for workflow, agents in self.users.get(key, {}).items():
+        for workflow, agents in users.items():
             forecast = self.runs[workflow].forecast
             if not forecast:
                 return None
@@ -115,8 +124,7 @@ class Forecast(WorkflowTree):
     def rerank(self, now: float) -> None:
         """Rank every leaf as of `now`."""
         self._tick(now)
-        self._unranked.update(key for rank, key in self._heap if self._is_current(rank, key))
-        self._heap.clear()
+        self._push_leaves()
 
     def refresh(self, key: Key, now: float) -> None:
         """Rank one key anew after news about its visit."""
@@ -159,6 +167,10 @@ class Foresight(Forecast):
         if self.trusts:
             return super()._rank(entry)
         return (-1.0 if self._is_over(entry) else 0.0), entry.used
+
+    def _before_ranks(self, entries: list[Entry]) -> None:
+        if self.trusts:
+            super()._before_ranks(entries)
 
     def _use(self, key: Key) -> None:
         """Walks the path: a conversation may go on from any key of it."""
@@ -325,6 +337,12 @@ class Foresight(Forecast):
         self.refresh(key, now)
         if isinstance(self._shadow, Forecast):
             self._shadow.refresh(key, now)
+
+
+def _others(entry: Entry) -> list[Visit]:
+    """Visits other than the last one that may come back for it."""
+    last = entry.visit
+    return [v for v in entry.heirs or () if v is not last and not v.is_back and not v.ended]
 
 
 def _always(_: Key) -> bool:

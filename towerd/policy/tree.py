@@ -75,6 +75,9 @@ class TreePolicy:
         """The rank of a key whose last child would go at `rank`."""
         return self._rank(parent)
 
+    def _before_ranks(self, entries: list[Entry]) -> None:
+        """`_rank` will be asked for each of these: what is cheaper for all of them at once."""
+
     def _spare(self, entry: Entry, rank: Rank) -> Rank | None:
         """The later rank at which a leaf met at `rank` would go after all, or None: now."""
         return None
@@ -281,18 +284,32 @@ class TreePolicy:
             at = entry.parent
         self._push(key)
 
+    def _push_leaves(self) -> None:
+        """All leaves are to be ranked anew."""
+        self._heap.clear()
+        self._unranked.update(self._entries.keys() - self._n_children.keys())
+
     def _push(self, key: Key) -> None:
         """`key` may be a leaf that is to be ranked anew."""
         self._unranked.add(key)
 
     def _rank_leaves(self) -> None:
-        """Rank the leaves that wait for it."""
-        for key in self._unranked:
-            entry = self._entries.get(key)
-            if entry is not None and key not in self._n_children:
-                entry.ranked = self._rank(entry)
-                heapq.heappush(self._heap, (entry.ranked, key))
+        """Rank the leaves that wait for it, and put them on the heap: one by one, or when they
+        are the greater part of it, by ordering it anew."""
+        entries, inner, rank = self._entries, self._n_children, self._rank
+        waiting = [entries[key] for key in self._unranked if key in entries and key not in inner]
         self._unranked.clear()
+        self._before_ranks(waiting)
+        heap = self._heap
+        if len(waiting) > len(heap):
+            for entry in waiting:
+                entry.ranked = rank(entry)
+                heap.append((entry.ranked, entry.key))
+            heapq.heapify(heap)
+        else:
+            for entry in waiting:
+                entry.ranked = rank(entry)
+                heapq.heappush(heap, (entry.ranked, entry.key))
         if len(self._heap) > _COMPACT_MIN + 4 * len(self._entries):
             self._heap = [pair for pair in set(self._heap) if self._is_current(*pair)]
             heapq.heapify(self._heap)

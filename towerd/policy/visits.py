@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from math import log, log1p
 from typing import Any
@@ -20,7 +20,7 @@ import numpy as np
 
 from towerd.policy.base import Key
 from towerd.policy.predict.classes import VisitClass, bucket
-from towerd.policy.predict.returns import ReturnModel, bin_of
+from towerd.policy.predict.returns import RANGES_S, ReturnModel, bin_of
 
 TIPS_MAX = 20_000
 """Visits that are waited for; beyond that the oldest counts as lost."""
@@ -44,8 +44,9 @@ class Visit:
     away; base_nbytes: what it shares with that visit."""
 
     __slots__ = (
-        "answered_s", "base_nbytes", "before", "ended", "ended_from", "gap_s", "gap_before_s",
-        "is_back", "nbytes", "new_before", "number", "start_s", "stop", "table", "tip", "turn",
+        "answered_s", "base_nbytes", "before", "ended", "ended_from", "from_s", "gap_s",
+        "gap_before_s", "is_back", "nbytes", "new_before", "number", "since_s", "start_s", "stop",
+        "table", "tip", "turn", "until_s", "worth",
     )  # fmt: skip
 
     def __init__(self, start_s: float) -> None:
@@ -69,8 +70,17 @@ class Visit:
         self.is_back = False
         self.number: int | None = None
         """In the model, once it is complete."""
-        self.table: array[float] | None = None
+        self.since_s = start_s
+        """From when on it is idle: since it was answered, or asked."""
+        self.table: Sequence[float] | None = None
         """Its index by idle time; None: to be made."""
+        self.from_s = self.until_s = self.worth = 0.0
+        """The index is `worth` while the idle time is between these two."""
+
+    def judge(self, table: Sequence[float] | None) -> None:
+        """Its index by bin of idle time is this from now on."""
+        self.table = table
+        self.from_s = self.until_s = 0.0
 
 
 class Visits:
@@ -103,8 +113,7 @@ class Visits:
         if back.number is not None:
             self.model.returned(back.number, now)
         if back.turn >= visit.turn:
-            since_s = back.start_s if back.answered_s is None else back.answered_s
-            visit.turn, visit.gap_s = back.turn + 1, max(0.0, now - since_s)
+            visit.turn, visit.gap_s = back.turn + 1, max(0.0, now - back.since_s)
             visit.before, visit.base_nbytes = back.stop, back.nbytes
             visit.gap_before_s = back.gap_s
             visit.new_before = back.nbytes - back.base_nbytes
@@ -130,8 +139,8 @@ class Visits:
         if stop not in self.stops and len(self.stops) < STOPS_MAX:
             self.stops.append(stop)
         visit.stop = stop if stop in self.stops else ""
-        visit.answered_s = max(now, visit.start_s)
-        visit.table = None
+        visit.answered_s = visit.since_s = max(now, visit.start_s)
+        visit.judge(None)
         if visit.number is not None:
             self._tell_answer(visit, visit.number, visit.answered_s)
 
@@ -143,11 +152,23 @@ class Visits:
 
     def index(self, visit: Visit, now: float) -> float:
         """What a byte of this visit is worth, as if it had not ended: returns per second."""
-        if visit.table is None:
-            self._judge([visit])
-            assert visit.table is not None
-        since_s = visit.start_s if visit.answered_s is None else visit.answered_s
-        return visit.table[bin_of(now - since_s)]
+        idle_s = now - visit.since_s
+        if not visit.from_s <= idle_s < visit.until_s:
+            if visit.table is None:
+                self.judge([visit])
+                assert visit.table is not None
+            at = bin_of(idle_s)
+            visit.from_s, visit.until_s, visit.worth = *RANGES_S[at], visit.table[at]
+        return visit.worth
+
+    def judge(self, visits: Sequence[Visit]) -> None:
+        """Make the tables of these by what is known now."""
+        tables = self.model.tables(
+            [self._class(visit) for visit in visits],
+            np.array([self._features(visit) for visit in visits]),
+        )
+        for visit, table in zip(visits, tables, strict=True):
+            visit.judge(array("d", table))
 
     def learned(self) -> Mapping[str, Any]:
         """See Learning.learned."""
@@ -176,7 +197,7 @@ class Visits:
         visit = self.current
         if visit.tip is None:
             return
-        visit.table = None
+        visit.judge(None)
         visit.number = self.model.asked(
             self._class(visit, asked=True), self._features(visit, asked=True), visit.start_s
         )
@@ -194,19 +215,10 @@ class Visits:
             self.model.learn(visit.start_s)
             self._n_lessons += 1
             if self._n_lessons <= _REFRESH_EVERY or self._n_lessons % _REFRESH_EVERY == 0:
-                self._judge(list(islice(reversed(self.tips.values()), _REFRESHED)))
+                self.judge(list(islice(reversed(self.tips.values()), _REFRESHED)))
 
     def _tell_answer(self, visit: Visit, number: int, answered_s: float) -> None:
         self.model.answered(number, self._class(visit), self._features(visit), answered_s)
-
-    def _judge(self, visits: list[Visit]) -> None:
-        """Make the tables of these by what is known now."""
-        tables = self.model.tables(
-            [self._class(visit) for visit in visits],
-            np.array([self._features(visit) for visit in visits]),
-        )
-        for visit, table in zip(visits, tables, strict=True):
-            visit.table = array("d", table.tobytes())
 
     def _class(self, visit: Visit, *, asked: bool = False) -> VisitClass:
         """asked: as it was before the answer."""

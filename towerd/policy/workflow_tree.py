@@ -117,7 +117,7 @@ class WorkflowTree(TreePolicy):
 
     def is_retired(self, key: Key) -> bool:
         """Whether workflows used it and all of them are over (PBKV, section 4.2.1)."""
-        return not self.users.get(key) and self._n_over.get(key, 0) > 0
+        return key in self._n_over and not self.users.get(key)
 
     def _on_remove(self, entry: Entry) -> None:
         for workflow in self.users.pop(entry.key, ()):

@@ -10,7 +10,7 @@ through with.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -71,11 +71,15 @@ class HazardNet:
                 raise ValueError(f"{name} is damaged")
         self.arrays = found
 
+    def correction(self) -> Array:
+        """[HIDDEN, bins]: what a hidden unit adds to the score of a bin."""
+        found: Array = self.arrays["w2"].T @ self._lines.T
+        return found
+
     def _forward(self, x: Array, curves: Array) -> tuple[Array, Array]:
         a = self.arrays
         hidden = np.maximum(x @ a["w1"].T + a["b1"], 0.0)
-        sure = np.clip(curves, 1e-6, 1.0 - 1e-6)
-        scores = hidden @ a["w2"].T @ self._lines.T + np.log(sure / (1.0 - sure))
+        scores = hidden @ a["w2"].T @ self._lines.T + _logit(curves)
         chances: Array = 1.0 / (1.0 + np.exp(-np.clip(scores, -30.0, 30.0)))
         return hidden, chances
 
@@ -89,3 +93,30 @@ class HazardNet:
             if array.ndim > 1:
                 array *= 1 - _RATE * _DECAY
             array -= rate * mean / (np.sqrt(square) + 1e-8)
+
+
+class Served:
+    """`HazardNet.chances` of a network and curves as they are now, prepared for few rows at a
+    time: the same up to rounding."""
+
+    def __init__(self, net: HazardNet, curves: Array) -> None:
+        """curves: [classes, bins]."""
+        self._w1 = np.ascontiguousarray(net.arrays["w1"].T)
+        self._b1 = net.arrays["b1"].copy()
+        self._correction = net.correction()
+        self._logits = _logit(curves)
+
+    def __call__(self, x: Array, of: Sequence[int]) -> Array:
+        """x: [n, features]; of: [n], the numbers of the curves. [n, bins]"""
+        hidden = x @ self._w1
+        hidden += self._b1
+        scores = np.maximum(hidden, 0.0, out=hidden) @ self._correction
+        scores += self._logits[of]
+        chances: Array = 1.0 / (1.0 + np.exp(-np.minimum(np.maximum(scores, -30.0), 30.0)))
+        return chances
+
+
+def _logit(chances: Array) -> Array:
+    sure = np.clip(chances, 1e-6, 1.0 - 1e-6)
+    found: Array = np.log(sure / (1.0 - sure))
+    return found

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from towerd.policy.predict.classes import Classes, VisitClass
-from towerd.policy.predict.hazard import HazardNet
+from towerd.policy.predict.hazard import HazardNet, Served
 
 Table: TypeAlias = NDArray[np.float64]
 _RATIO = 1.4
@@ -35,9 +35,10 @@ _CURVES_KEPT = 1024
 """Over a restart."""
 _BATCH = 256
 _STEPS = 8
-_WIDTHS = np.array(WIDTHS_S)
-_IS_AHEAD = np.triu(np.ones((N_BINS, N_BINS), dtype=bool))
-_ROWS_AT_ONCE = 64
+_SURE = 1.0 - 1e-12
+_WIDTHS_BACK_S = WIDTHS_S[::-1]
+RANGES_S = tuple(zip((float("-inf"), *EDGES_S[1:]), (*EDGES_S[1:], float("inf")), strict=True))
+"""From where to where each bin goes: every idle time, clocks that went back too, has one."""
 
 
 class ReturnModel:
@@ -53,11 +54,12 @@ class ReturnModel:
         self._back_s = np.full(VISITS_MAX, np.inf)
         self._n = 0
         self._rng = np.random.default_rng(0)
+        self._served: Served | None = None
 
     @property
     def is_learned(self) -> bool:
         """Whether there was any data."""
-        return len(self.classes.curves) > 0
+        return self._served is not None
 
     def asked(self, of: VisitClass, x: array[float], now: float) -> int:
         """A visit began; returns its number."""
@@ -94,18 +96,19 @@ class ReturnModel:
             x = self._x[stage, rows].astype(np.float64)
             curves = self.classes.curves[self._of[stage, rows]]
             self.net.step(x, curves, *self._outcomes(stage, rows, now))
+        self._serve()
 
-    def tables(self, of: Sequence[VisitClass], x: Table) -> Table:
-        """x: [n, features]. [n, bins], the index of each visit by how long it has been away; 0
+    def tables(self, of: Sequence[VisitClass], x: Table) -> list[list[float]]:
+        """x: [n, features]. [n][bins], the index of each visit by how long it has been away; 0
         before any data."""
-        if not self.is_learned:
-            return np.zeros((len(x), N_BINS))
-        curves = self.classes.curves[[self.classes.known(each) for each in of]]
-        return gittins(self.net.chances(x, curves))
+        if self._served is None:
+            return [[0.0] * N_BINS for _ in of]
+        chances = self._served(x, [self.classes.known(each) for each in of])
+        return [gittins(row) for row in chances.tolist()]
 
     def learned(self) -> Mapping[str, Any]:
         """See Learning.learned: weights and curves to six digits; not the visits."""
-        if not self.is_learned:
+        if self._served is None:
             return {}
         table = [[*of, np.round(curve, 6).tolist()] for of, curve in self.classes.table()]
         arrays = {name: np.round(array, 6).tolist() for name, array in self.net.arrays.items()}
@@ -123,6 +126,11 @@ class ReturnModel:
             found[VisitClass(str(stop), int(gap), int(service))] = chances
         self.net.recall(learned["weights"])
         self.classes.recall(found)
+        self._serve()
+
+    def _serve(self) -> None:
+        """Indices follow what the network and the classes know now."""
+        self._served = Served(self.net, self.classes.curves)
 
     def _describe(self, stage: int, row: int, of: VisitClass, x: array[float], now: float) -> None:
         self._of[stage, row] = self.classes.number(of)
@@ -144,23 +152,30 @@ def bin_of(idle_s: float) -> int:
     return max(0, bisect_right(EDGES_S, idle_s) - 1)
 
 
-def gittins(chances: Table) -> Table:
-    """chances: [n, bins], the probability to return within a bin, given that one is away
-    as it begins. For each bin the best ratio, over all horizons from its beginning, of the
-    chance to return to the mean room-time spent. A return counts as in the middle of its bin."""
-    parts = [
-        _gittins(chances[i : i + _ROWS_AT_ONCE]) for i in range(0, len(chances), _ROWS_AT_ONCE)
-    ]
-    return np.concatenate(parts)
+def gittins(chances: Sequence[float]) -> list[float]:
+    """chances: [bins], the probability to return within a bin, given that one is away as it
+    begins. For each bin the best ratio, over all horizons from its beginning, of the chance to
+    return to the mean room-time spent. A return counts as in the middle of its bin.
 
-
-def _gittins(chances: Table) -> Table:
-    """[n, bins]; inside, axis 1 is where one looks from and axis 2 how far."""
-    chances = np.minimum(chances, 1.0 - 1e-12)
-    stays = np.log1p(-chances)
-    to = np.cumsum(stays, axis=1) - stays
-    alive = np.exp(np.where(_IS_AHEAD, to[:, None, :] - to[:, :, None], -np.inf))
-    won = np.cumsum(alive * chances[:, None, :], axis=2)
-    spent = np.cumsum(alive * (_WIDTHS * (1.0 - 0.5 * chances))[:, None, :], axis=2)
-    best: Table = np.where(_IS_AHEAD, won / np.maximum(spent, 1e-300), 0.0).max(axis=2)
-    return best
+    The best horizon from a bin on is that from the next one on, or ends before: so bins are
+    pooled from the last one on with what follows them for as long as that raises the ratio (the
+    pool-adjacent-violators algorithm), in O(bins) for all of them."""
+    table = [0.0] * N_BINS
+    pools: list[tuple[float, float, float]] = []
+    """Of those that follow, the next one last: returns, room-time, chance to stay away."""
+    b = N_BINS
+    for chance, width_s in zip(reversed(chances), _WIDTHS_BACK_S, strict=True):
+        b -= 1
+        won = chance if chance < _SURE else _SURE
+        stays, spent = 1.0 - won, width_s - 0.5 * width_s * won
+        while pools:
+            more, longer, stay = pools[-1]
+            if more * spent <= won * longer:
+                break
+            pools.pop()
+            won += stays * more
+            spent += stays * longer
+            stays *= stay
+        pools.append((won, spent, stays))
+        table[b] = won / spent
+    return table
