@@ -41,14 +41,14 @@ def rank_leaves_one_by_one(policy: Forecast) -> None:
 
 
 class PlainForecast(Forecast):
-    _before_ranks = staticmethod(no_preparation)  # type: ignore[assignment]
+    _before_ranks = staticmethod(no_preparation)
     _rank_leaves = rank_leaves_one_by_one
 
 
 class PlainForesight(Foresight):
     """Foresight as it reads: no judging ahead, no remembered index, one push for each leaf."""
 
-    _before_ranks = staticmethod(no_preparation)  # type: ignore[assignment]
+    _before_ranks = staticmethod(no_preparation)
     _rank_leaves = rank_leaves_one_by_one
 
     def __init__(self) -> None:
