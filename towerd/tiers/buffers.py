@@ -24,7 +24,7 @@ class BufferPool:
         with self._lock:
             fitting = [b for b in self._idle if len(b) >= size]
             if fitting:
-                best = min(fitting, key=len)
+                best = min(reversed(fitting), key=len)  # the last one used: it may be in cache
                 self._idle = [b for b in self._idle if b is not best]
                 return best
         return np.empty(-(-size // _ROUND_BYTES) * _ROUND_BYTES, np.uint8)
