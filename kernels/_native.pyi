@@ -4,6 +4,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+STREAM_BYTES: int
+"""What one call writes goes past the caches from this size on, into memory that is not new and
+where instructions for that exist."""
+
 def available() -> list[str]:
     """Names of the instruction sets that this machine has, best first."""
 
@@ -48,6 +52,7 @@ class Kernels:
         dst: Any,
         jobs: Sequence[tuple[int, npt.NDArray[np.uint8], npt.NDArray[np.int64] | None, str, str]],
         n_threads: int = 1,
+        is_new: bool = False,
     ) -> None:
         """Write the rows of every job (offset, rows, index, src_format, dst_format) into dst."""
 

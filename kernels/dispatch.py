@@ -63,7 +63,9 @@ class _Kernels(_RowKernels, Protocol):
     def copy_planes(self, dst: Any, jobs: Sequence[Job], n_threads: int = 1) -> None: ...
     def gather_rows(self, src: Bytes, index: Index, out: Bytes, n_threads: int = 1) -> None: ...
     def transpose(self, src: Bytes, out: Bytes, element_bytes: int, n_threads: int = 1) -> None: ...
-    def transcode(self, dst: Any, jobs: Sequence[TranscodeJob], n_threads: int = 1) -> None: ...
+    def transcode(
+        self, dst: Any, jobs: Sequence[TranscodeJob], n_threads: int = 1, is_new: bool = False
+    ) -> None: ...
     def transcoded(
         self, rows: Bytes, src_format: str, dst_format: str, n_threads: int = 1
     ) -> Bytes: ...
@@ -156,9 +158,11 @@ def transpose(src: Bytes, out: Bytes, element_bytes: int, n_threads: int = THREA
     _kernels().transpose(src, out, element_bytes, n_threads)
 
 
-def transcode(dst: Any, jobs: Sequence[TranscodeJob], n_threads: int = THREADS) -> None:
+def transcode(
+    dst: Any, jobs: Sequence[TranscodeJob], n_threads: int = THREADS, is_new: bool = False
+) -> None:
     """Many rows into one buffer, decoded; see `reference_transcode.transcode`."""
-    _kernels().transcode(dst, jobs, n_threads)
+    _kernels().transcode(dst, jobs, n_threads, is_new)
 
 
 def transcoded(rows: Bytes, src_format: str, dst_format: str, n_threads: int = THREADS) -> Bytes:

@@ -67,11 +67,14 @@ def _check_range(values: Floats, rotated: int) -> None:
         raise ValueError(f"{row} is not finite")
 
 
-def transcode(dst: Any, jobs: Sequence[TranscodeJob], n_threads: int = 1) -> None:
+def transcode(
+    dst: Any, jobs: Sequence[TranscodeJob], n_threads: int = 1, is_new: bool = False
+) -> None:
     """Write the rows of every job into `dst` in another format, one row after the other.
 
     dst: a writable contiguous buffer of bytes, one dimension
     jobs: a list or tuple of `TranscodeJob`; rows may lie any distance apart
+    is_new: dst has not been touched since it was mapped; only the time that it takes depends on it
 
     Rows of a format with a Hadamard rotation are rotated back after decoding (by runs of
     `Format.hadamard_block`). The same format on both sides copies bytes. f32 becomes f16 and bf16
@@ -82,6 +85,7 @@ def transcode(dst: Any, jobs: Sequence[TranscodeJob], n_threads: int = 1) -> Non
     have to be quantized, which may fail in the middle: `transcoded` does that. Nothing has been
     written then."""
     checks.check_threads(n_threads)
+    checks.check_flag(is_new, "is_new")
     target = checks.check_target(dst)
     work = [
         _checked_job(job, f"jobs[{i}]", target) for i, job in enumerate(checks.check_jobs(jobs))

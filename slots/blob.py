@@ -119,7 +119,7 @@ def emit_blob(
     at = PREFIX_BYTES
     for section, rows in zip(layout.sections, _by_section(parts), strict=True):
         end = at + state_size(section, n, n_stream)
-        write_state(target[at:end], rows, frame, None, n_threads, section)
+        write_state(target[at:end], rows, frame, None, n_threads, section, is_new=out is None)
         at = end
     target[at:] = np.frombuffer(tail, np.uint8)
     return target.data

@@ -90,11 +90,13 @@ def write_state(
     order: npt.NDArray[np.int64] | None = None,
     n_threads: int = dispatch.THREADS,
     layout: KVLayout | None = None,
+    is_new: bool = False,
 ) -> None:
     """Fill `out` (exactly `state_size` bytes, checked parts) with the state.
 
     order: int64[n], the row that each cell holds, for a single part; None: position order.
-    layout: what to write; None: the parts' own"""
+    layout: what to write; None: the parts' own
+    is_new: as in `reference_transcode.transcode`"""
     layout = parts[0].layout if layout is None else layout
     n = sum(len(part) for part in parts)
     table = cell_table(parts, frame.seq_id, order)
@@ -118,7 +120,7 @@ def write_state(
         else:
             moves.add(at, runs, plane, order)
         at += n * plane.row_bytes
-    moves.run(out, n_threads)
+    moves.run(out, n_threads, is_new)
     out[at:] = 0  # the streams after this one are empty
 
 
@@ -152,12 +154,12 @@ class _Moves:
                 self.conversions.append((at, rows, order, *names))
             at += len(rows) * plane.row_bytes
 
-    def run(self, out: npt.NDArray[np.uint8], n_threads: int) -> None:
+    def run(self, out: npt.NDArray[np.uint8], n_threads: int, is_new: bool) -> None:
         if self.copies:
             dispatch.copy_planes(out, self.copies, n_threads)
         direct = [job for job in self.conversions if not BY_NAME[job[4]].is_quantized]
         if direct:
-            dispatch.transcode(out, direct, n_threads)
+            dispatch.transcode(out, direct, n_threads, is_new)
         for at, rows, order, have, want in self.conversions:
             if BY_NAME[want].is_quantized:
                 moved = dispatch.transcoded(rows, have, want, n_threads)
@@ -189,7 +191,7 @@ def _transpose_parts(
             rows = np.empty((len(source), plane.row_bytes), np.uint8)
             moves = _Moves()
             moves.add(0, [(stored, source)], plane, order)
-            moves.run(rows.reshape(-1), n_threads)
+            moves.run(rows.reshape(-1), n_threads, is_new=True)
         columns = section[:, at : at + len(rows) * element_bytes]
         dispatch.transpose(rows, columns, element_bytes, n_threads)
         at += len(rows) * element_bytes

@@ -1,6 +1,7 @@
 // x86-64 with AVX2, F16C and FMA.
 #define TOWERD_ISA_NAMESPACE avx2
 #define TOWERD_LANES 8
+#define TOWERD_STREAMS
 
 #include <immintrin.h>
 
@@ -38,6 +39,14 @@ TOWERD_INLINE F min(F a, F b) { return (F)_mm256_min_ps((__m256)a, (__m256)b); }
 TOWERD_INLINE F multiply_add(F a, F b, F c) { return (F)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 TOWERD_INLINE F abs(F value) { return (F)_mm256_andnot_ps(_mm256_set1_ps(-0.0f), (__m256)value); }
 
+TOWERD_INLINE void stream_line(std::uint8_t * to, const std::uint8_t * from) {
+    const __m256i front = _mm256_loadu_si256((const __m256i *)from);
+    const __m256i back = _mm256_loadu_si256((const __m256i *)(from + 32));
+    _mm256_stream_si256((__m256i *)to, front);
+    _mm256_stream_si256((__m256i *)(to + 32), back);
+}
+void finish_stream() { _mm_sfence(); }
+
 }  // namespace
 }  // namespace towerd::avx2
 
@@ -46,4 +55,5 @@ TOWERD_INLINE F abs(F value) { return (F)_mm256_andnot_ps(_mm256_set1_ps(-0.0f),
 #include "rotate-inl.h"
 #include "attention-inl.h"
 #include "blocks-inl.h"
+#include "stream-inl.h"
 #include "isa-inl.h"

@@ -1,6 +1,7 @@
 // x86-64 with AVX-512 F, BW, VL and DQ.
 #define TOWERD_ISA_NAMESPACE avx512
 #define TOWERD_LANES 16
+#define TOWERD_STREAMS
 
 #include <immintrin.h>
 
@@ -35,6 +36,11 @@ TOWERD_INLINE F min(F a, F b) { return (F)_mm512_min_ps((__m512)a, (__m512)b); }
 TOWERD_INLINE F multiply_add(F a, F b, F c) { return (F)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 TOWERD_INLINE F abs(F value) { return (F)_mm512_abs_ps((__m512)value); }
 
+TOWERD_INLINE void stream_line(std::uint8_t * to, const std::uint8_t * from) {
+    _mm512_stream_si512((__m512i *)to, _mm512_loadu_si512(from));
+}
+void finish_stream() { _mm_sfence(); }
+
 }  // namespace
 }  // namespace towerd::avx512
 
@@ -43,4 +49,5 @@ TOWERD_INLINE F abs(F value) { return (F)_mm512_abs_ps((__m512)value); }
 #include "rotate-inl.h"
 #include "attention-inl.h"
 #include "blocks-inl.h"
+#include "stream-inl.h"
 #include "isa-inl.h"

@@ -8,6 +8,7 @@
 
 #include "dispatch.h"
 #include "formats.h"
+#include "stream.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -52,6 +53,7 @@ nb::list formats() {
 NB_MODULE(_native, m) {
     m.doc() = "C++ kernels of towerd; the contracts are in towerd.kernels.reference.";
     m.def("available", &available, "Names of the instruction sets that this machine has, best first.");
+    m.attr("STREAM_BYTES") = towerd::kStreamBytes;
     m.def("formats", &formats, "(name, type id, block elements, block bytes, rotated) of each format.");
     nb::class_<Kernels>(m, "Kernels", "All kernels for one instruction set. ValueError if it is not available.")
         .def(nb::init<const char *>(), "name"_a)
@@ -68,9 +70,9 @@ NB_MODULE(_native, m) {
                 towerd::bind_transpose(src, out, element_bytes, n_threads);
             }, "src"_a.none(), "out"_a.none(), "element_bytes"_a.none(), "n_threads"_a.none() = 1,
             "out[c, r] = src[r, c] for elements of 1, 2 or 4 bytes.")
-        .def("transcode", [](const Kernels & self, handle dst, handle jobs, handle n_threads) {
-                towerd::bind_transcode(self.isa, dst, jobs, n_threads);
-            }, "dst"_a.none(), "jobs"_a.none(), "n_threads"_a.none() = 1,
+        .def("transcode", [](const Kernels & self, handle dst, handle jobs, handle n_threads, handle is_new) {
+                towerd::bind_transcode(self.isa, dst, jobs, n_threads, is_new);
+            }, "dst"_a.none(), "jobs"_a.none(), "n_threads"_a.none() = 1, "is_new"_a.none() = false,
             "Write the rows of every job (offset, rows, index, src_format, dst_format) into dst.")
         .def("transcoded", [](const Kernels & self, handle rows, handle src_format, handle dst_format, handle n_threads) {
                 return towerd::bind_transcoded(self.isa, rows, src_format, dst_format, n_threads);

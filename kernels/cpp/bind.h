@@ -10,7 +10,7 @@ void bind_copy_planes(nb::handle dst, nb::handle jobs, nb::handle n_threads);
 void bind_gather_rows(nb::handle src, nb::handle index, nb::handle out, nb::handle n_threads);
 void bind_transpose(nb::handle src, nb::handle out, nb::handle element_bytes, nb::handle n_threads);
 
-void       bind_transcode(const Isa & isa, nb::handle dst, nb::handle jobs, nb::handle n_threads);
+void       bind_transcode(const Isa & isa, nb::handle dst, nb::handle jobs, nb::handle n_threads, nb::handle is_new);
 nb::object bind_transcoded(const Isa & isa, nb::handle rows, nb::handle src_format, nb::handle dst_format,
                            nb::handle n_threads);
 

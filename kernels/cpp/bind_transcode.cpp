@@ -54,8 +54,9 @@ TranscodeJob transcode_job(nb::handle item, const std::string & name, const Buff
 
 }  // namespace
 
-void bind_transcode(const Isa & isa, nb::handle dst, nb::handle jobs, nb::handle n_threads) {
+void bind_transcode(const Isa & isa, nb::handle dst, nb::handle jobs, nb::handle n_threads, nb::handle is_new) {
     const std::size_t threads = threads_of(n_threads);
+    const bool        untouched = flag_of(is_new, "is_new");
     const Buffer      target(dst, "dst", true, 1, 1, kBytes);
     target.require_contiguous("dst");
     std::deque<Buffer>        held;
@@ -67,7 +68,7 @@ void bind_transcode(const Isa & isa, nb::handle dst, nb::handle jobs, nb::handle
     }
     check_spans(spans);
     const nb::gil_scoped_release free;
-    transcode(work, isa, threads);
+    transcode(work, isa, threads, untouched);
 }
 
 nb::object bind_transcoded(const Isa & isa, nb::handle rows, nb::handle src_format, nb::handle dst_format,

@@ -12,6 +12,7 @@ namespace {
 template <typename Code>
 void decode_blocks(const std::uint8_t * from, float * to, std::size_t n) {
     for (std::size_t i = 0; i + kBlock <= n; i += kBlock, from += Code::kBytes) {
+        read_ahead(from);
         Code::decode(from, to + i);
     }
 }
@@ -35,6 +36,9 @@ template <typename Code>
 float encode_blocks(const float * from, std::uint8_t * to, std::size_t n) {
     I magnitudes{};
     for (std::size_t i = 0; i + kBlock <= n; i += kBlock, to += Code::kBytes) {
+        for (std::size_t line = 0; line < kBlock * sizeof(float); line += kLineBytes) {
+            read_ahead(reinterpret_cast<const std::uint8_t *>(from + i) + line);
+        }
         raise(magnitudes, from + i);
         Code::encode(from + i, to);
     }

@@ -133,6 +133,21 @@ TOWERD_INLINE void store_sixth_bits(const Codes & codes, std::uint8_t * high) {
 #endif
 }
 
+#if TOWERD_LANES == 16
+// 32 codes of 4 bits to what each stands for, of 16 numbers in a vector: fewer instructions than arithmetic.
+TOWERD_INLINE void look_up_nibbles(F numbers, const std::uint8_t * from, float * to) {
+    const __m512i pairs = (__m512i)widen_u8(from);  // a look-up takes the low 4 bits only
+    store(to, (F)_mm512_permutexvar_ps(pairs, (__m512)numbers));
+    store(to + kLanes, (F)_mm512_permutexvar_ps(_mm512_srli_epi32(pairs, 4), (__m512)numbers));
+}
+
+// 0 to 15, or other sixteen numbers in a row.
+TOWERD_INLINE F row_of_codes(int first) {
+    constexpr I number = {TOWERD_XORED(0)};
+    return to_float(number + first);
+}
+#endif
+
 // Codes of kBits bits without sign; kBytes of them in a block.
 template <int kBits>
 struct Layout {
@@ -209,7 +224,13 @@ struct Symmetric {
 
     static TOWERD_INLINE void decode(const std::uint8_t * from, float * to) {
         const F scale = splat(f16_to_f32(load_as<std::uint16_t>(from)));
-        Codes   codes;
+#if TOWERD_LANES == 16
+        if constexpr (kBits == 4) {
+            look_up_nibbles(row_of_codes(-kZero) * scale, from + 2, to);
+            return;
+        }
+#endif
+        Codes codes;
         if constexpr (kBits == 8) {
             for (std::size_t v = 0; v < kVectors; ++v) {
                 codes.at[v] = widen_i8(from + 2 + v * kLanes);
@@ -242,8 +263,14 @@ struct Asymmetric {
     static constexpr int         kTop = (1 << kBits) - 1;
 
     static TOWERD_INLINE void decode(const std::uint8_t * from, float * to) {
-        const F     scale = splat(f16_to_f32(load_as<std::uint16_t>(from)));
-        const F     minimum = splat(f16_to_f32(load_as<std::uint16_t>(from + 2)));
+        const F scale = splat(f16_to_f32(load_as<std::uint16_t>(from)));
+        const F minimum = splat(f16_to_f32(load_as<std::uint16_t>(from + 2)));
+#if TOWERD_LANES == 16
+        if constexpr (kBits == 4) {
+            look_up_nibbles(row_of_codes(0) * scale + minimum, from + 4, to);
+            return;
+        }
+#endif
         const Codes codes = Layout<kBits>::unpack(from + 4);
         for (std::size_t v = 0; v < kVectors; ++v) {
             store(to + v * kLanes, to_float(codes.at[v]) * scale + minimum);

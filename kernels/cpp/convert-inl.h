@@ -39,6 +39,7 @@ template <typename Element>
 void decode_elements(const std::uint8_t * from, float * to, std::size_t n) {
     std::size_t i = 0;
     for (; i + kLanes <= n; i += kLanes) {
+        read_ahead(from + i * Element::kBytes);
         store(to + i, Element::load(from + i * Element::kBytes));
     }
     for (; i < n; ++i) {

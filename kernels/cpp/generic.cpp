@@ -52,4 +52,5 @@ TOWERD_INLINE void store_f16(std::uint8_t * to, F value) {
 #include "rotate-inl.h"
 #include "attention-inl.h"
 #include "blocks-inl.h"
+#include "stream-inl.h"
 #include "isa-inl.h"

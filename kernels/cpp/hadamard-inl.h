@@ -6,13 +6,14 @@
 namespace towerd::TOWERD_ISA_NAMESPACE {
 namespace {
 
-// Sums and differences of lanes at distance K within each vector.
+// Sums and differences of lanes at distance K within each vector. A number times 1 or -1 is exact, so that the sum is
+// rounded once whether or not the instructions fuse the two.
 template <int K, std::size_t N>
 TOWERD_INLINE void within(F (&x)[N]) {
     if constexpr (K < TOWERD_LANES) {
-        const I mask = lanes_with<K>();
+        const F sign = negate_where(splat(1.0f), lanes_with<K>());
         for (std::size_t i = 0; i < N; ++i) {
-            x[i] = xor_lanes<K>(x[i]) + negate_where(x[i], mask);
+            x[i] = multiply_add(x[i], sign, xor_lanes<K>(x[i]));
         }
     }
 }

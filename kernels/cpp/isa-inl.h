@@ -23,6 +23,10 @@ Isa assemble() {
     isa.scores = scores;
     isa.add_softmax = add_softmax;
     isa.peak = peak;
+#if defined(TOWERD_STREAMS)
+    isa.stream = stream;
+    isa.finish_stream = finish_stream;
+#endif
     return isa;
 }
 

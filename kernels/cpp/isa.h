@@ -11,7 +11,7 @@
 // Each unit defines TOWERD_ISA_NAMESPACE and TOWERD_LANES, includes vector-inl.h (types, loads,
 // stores), defines the primitives that its instructions do best (listed there), then includes the
 // bodies: convert-inl.h, hadamard-inl.h, rotate-inl.h, attention-inl.h, blocks-inl.h (whose `void block_codecs(Codec
-// (&codecs)[kCodecs])` fills in the codecs from kQ4_0 on), and last isa-inl.h.
+// (&codecs)[kCodecs])` fills in the codecs from kQ4_0 on), stream-inl.h, and last isa-inl.h.
 #pragma once
 
 #include <cstddef>
@@ -65,6 +65,9 @@ struct Format {
     std::size_t bytes(std::size_t elements) const { return elements / block_elements * block_bytes; }
 };
 
+// What a core reads and writes memory by.
+constexpr std::size_t kLineBytes = 64;
+
 // Keys that are scored at once.
 constexpr std::size_t kPanel = 64;
 
@@ -103,6 +106,11 @@ struct Isa {
 
     // The largest magnitude of a run; infinity if a number is not finite.
     float (*peak)(const float * from, std::size_t n);
+
+    // Copies bytes, the whole lines among them past the caches. Others see them in order with what this thread writes
+    // after `finish_stream`. Both nullptr if the instructions have no such stores.
+    void (*stream)(const std::uint8_t * from, std::uint8_t * to, std::size_t n);
+    void (*finish_stream)();
 };
 
 }  // namespace towerd

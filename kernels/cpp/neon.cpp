@@ -31,4 +31,5 @@ TOWERD_INLINE F multiply_add(F a, F b, F c) { return (F)vfmaq_f32((float32x4_t)c
 #include "rotate-inl.h"
 #include "attention-inl.h"
 #include "blocks-inl.h"
+#include "stream-inl.h"
 #include "isa-inl.h"

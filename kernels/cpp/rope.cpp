@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "parallel.h"
+#include "stream.h"
 
 namespace towerd {
 
@@ -150,11 +151,13 @@ void rope_shift(const RopeShift & shift, const Isa & isa, std::size_t n_threads)
     const std::size_t    threads = std::min(useful_threads(n_threads, shift.source.span()), n_tasks(n, step));
     const bool           direct = !shift.format->quantized() && shift.hadamard_block == 0;
     const auto           runs = direct ? std::vector<Run>{} : touched_runs(shift);
+    const bool           streams = should_stream(isa, n * shift.target.bytes);
     std::vector<Scratch> scratch(std::max<std::size_t>(1, threads), Scratch(shift));
     parallel_for(n_tasks(n, step), threads, [&](std::size_t t, std::size_t worker) {
+        Stage stage(isa, streams);
         for (std::size_t row = t * step; row < std::min(n, (t + 1) * step); ++row) {
             const std::uint8_t * from = shift.source.data + row * shift.source.stride;
-            std::uint8_t *       to = shift.target.data + row * shift.target.stride;
+            std::uint8_t *       to = stage.place(shift.target.data + row * shift.target.stride, shift.target.bytes);
             const std::int32_t   line = shift.line(row);
             if (line < 0) {
                 std::memcpy(to, from, shift.source.bytes);
@@ -170,9 +173,11 @@ void rope_shift(const RopeShift & shift, const Isa & isa, std::size_t n_threads)
 void hadamard_rows(const Rows & source, const Rows & target, std::size_t block, const Isa & isa,
                    std::size_t n_threads) {
     const std::size_t step = rows_per_task(source.bytes);
+    const bool        streams = should_stream(isa, target.n * target.bytes);
     parallel_for(n_tasks(source.n, step), useful_threads(n_threads, source.span()), [&](std::size_t t, std::size_t) {
+        Stage stage(isa, streams);
         for (std::size_t row = t * step; row < std::min(source.n, (t + 1) * step); ++row) {
-            std::uint8_t * to = target.data + row * target.stride;
+            std::uint8_t * to = stage.place(target.data + row * target.stride, target.bytes);
             std::memcpy(to, source.data + row * source.stride, source.bytes);
             isa.hadamard(reinterpret_cast<float *>(to), source.bytes / sizeof(float), block);
         }

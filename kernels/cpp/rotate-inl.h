@@ -14,6 +14,7 @@ TOWERD_INLINE void rotate_neighbours(const std::uint8_t * from, std::uint8_t * t
     constexpr std::size_t size = Element::kBytes;
     std::size_t           i = 0;
     for (; i + kLanes <= n_rot; i += kLanes) {
+        read_ahead(from + i * size);
         const F x = Element::load(from + i * size);
         Element::store(to + i * size, x * load(cos + i) + xor_lanes<1>(x) * load(sin + i));
     }
@@ -33,6 +34,9 @@ TOWERD_INLINE void rotate_halves(const std::uint8_t * from, std::uint8_t * to, s
     const std::size_t     half = n_rot / 2;
     std::size_t           i = 0;
     for (; i + kLanes <= half; i += kLanes) {
+        for (std::size_t line = 0; line < 2 * kLanes * size; line += kLineBytes) {
+            read_ahead(from + 2 * i * size + line);
+        }
         const F a = Element::load(from + i * size);
         const F b = Element::load(from + (i + half) * size);
         const F c = load(cos + i);

@@ -6,6 +6,7 @@
 
 #include "formats.h"
 #include "parallel.h"
+#include "stream.h"
 
 namespace towerd {
 
@@ -40,14 +41,23 @@ std::size_t total_bytes(const std::vector<TranscodeJob> & jobs) {
     return total;
 }
 
+std::size_t bytes_to_write(const std::vector<TranscodeJob> & jobs) {
+    std::size_t total = 0;
+    for (const TranscodeJob & job : jobs) {
+        total += job.target_span();
+    }
+    return total;
+}
+
 const std::uint8_t * source_row(const TranscodeJob & job, std::size_t i) {
     return job.source.data + job.row_at(i) * job.source.stride;
 }
 
-void copy_rows(const Task & task) {
+void copy_rows(const Task & task, Stage & stage) {
     const TranscodeJob & job = *task.job;
+    const std::size_t    n = job.source.bytes;
     for (std::size_t i = task.row0; i < task.row1; ++i) {
-        std::memcpy(job.target + i * job.source.bytes, source_row(job, i), job.source.bytes);
+        std::memcpy(stage.place(job.target + i * n, n), source_row(job, i), n);
     }
 }
 
@@ -79,11 +89,11 @@ const float * floats_at(const TranscodeJob & job, const std::uint8_t * read) {
 
 // Returns the largest magnitude of what was quantized, before a rotation.
 float convert_row(const TranscodeJob & job, const Steps & steps, const Isa & isa, const std::uint8_t * read,
-                  std::uint8_t * write) {
+                  std::uint8_t * write, Stage & stage) {
     const Codec &     to = isa.codecs[job.to->codec];
     alignas(64) float numbers[kRun];
     if (const float * in_place = floats_at(job, read)) {
-        return to.encode(in_place, write, job.n_elements);
+        return to.encode(in_place, stage.place(write, job.target_bytes()), job.n_elements);
     }
     float peak = 0.0f;
     for (std::size_t done = 0; done < job.n_elements; done += kRun) {
@@ -96,18 +106,19 @@ float convert_row(const TranscodeJob & job, const Steps & steps, const Isa & isa
             peak = std::max(peak, isa.peak(numbers, n));
             isa.hadamard(numbers, n, steps.after);
         }
-        const float encoded = to.encode(numbers, write + job.to->bytes(done), n);
+        std::uint8_t * at = stage.place(write + job.to->bytes(done), job.to->bytes(n));
+        const float    encoded = to.encode(numbers, at, n);
         peak = steps.after != 0 ? peak : std::max(peak, encoded);
     }
     return peak;
 }
 
 // Stops at the first row that is beyond the limit, which no row of an element format is.
-std::optional<BadRow> convert_rows(const Task & task, const Isa & isa) {
+std::optional<BadRow> convert_rows(const Task & task, const Isa & isa, Stage & stage) {
     const TranscodeJob & job = *task.job;
     const Steps          steps = steps_of(job);
     for (std::size_t i = task.row0; i < task.row1; ++i) {
-        const float peak = convert_row(job, steps, isa, source_row(job, i), job.target + i * job.target_bytes());
+        const float peak = convert_row(job, steps, isa, source_row(job, i), job.target + i * job.target_bytes(), stage);
         if (!(peak <= steps.limit)) {
             return BadRow{job.row_at(i), peak, steps.limit};
         }
@@ -119,13 +130,15 @@ std::optional<BadRow> convert_rows(const Task & task, const Isa & isa) {
 
 bool can_fail(const Format & from, const Format & to) { return to.quantized() && &from != &to; }
 
-void transcode(const std::vector<TranscodeJob> & jobs, const Isa & isa, std::size_t n_threads) {
+void transcode(const std::vector<TranscodeJob> & jobs, const Isa & isa, std::size_t n_threads, bool is_new) {
     const std::vector<Task> tasks = tasks_of(jobs);
+    const bool              streams = !is_new && should_stream(isa, bytes_to_write(jobs));
     parallel_for(tasks.size(), useful_threads(n_threads, total_bytes(jobs)), [&](std::size_t t, std::size_t) {
+        Stage stage(isa, streams);
         if (tasks[t].job->from == tasks[t].job->to) {
-            copy_rows(tasks[t]);
+            copy_rows(tasks[t], stage);
         } else {
-            convert_rows(tasks[t], isa);
+            convert_rows(tasks[t], isa, stage);
         }
     });
 }
@@ -133,13 +146,15 @@ void transcode(const std::vector<TranscodeJob> & jobs, const Isa & isa, std::siz
 std::optional<BadRow> transcode_checked(const TranscodeJob & job, const Isa & isa, std::size_t n_threads) {
     const std::vector<TranscodeJob> jobs{job};
     if (!can_fail(*job.from, *job.to)) {
-        transcode(jobs, isa, n_threads);
+        transcode(jobs, isa, n_threads, true);
         return std::nullopt;
     }
     const std::vector<Task>            tasks = tasks_of(jobs);
     std::vector<std::optional<BadRow>> found(tasks.size());
-    parallel_for(tasks.size(), useful_threads(n_threads, total_bytes(jobs)),
-                 [&](std::size_t t, std::size_t) { found[t] = convert_rows(tasks[t], isa); });
+    parallel_for(tasks.size(), useful_threads(n_threads, total_bytes(jobs)), [&](std::size_t t, std::size_t) {
+        Stage stage(isa, false);
+        found[t] = convert_rows(tasks[t], isa, stage);
+    });
     const auto first = std::find_if(found.begin(), found.end(), [](const auto & bad) { return bad.has_value(); });
     return first == found.end() ? std::nullopt : *first;
 }

@@ -37,10 +37,10 @@ struct BadRow {
 // What has to be checked before it is encoded: a quantized format holds no number beyond a limit.
 bool can_fail(const Format & from, const Format & to);
 
-// Writes the rows of all jobs, none of which can fail.
-void transcode(const std::vector<TranscodeJob> & jobs, const Isa & isa, std::size_t n_threads);
+// Writes the rows of all jobs, none of which can fail. `is_new`: nobody has touched the target's memory.
+void transcode(const std::vector<TranscodeJob> & jobs, const Isa & isa, std::size_t n_threads, bool is_new = false);
 
-// Writes the rows of a job and checks them on the way. Returns the first that is bad; what was written then is
+// Writes the rows of a job to new memory and checks them on the way. Returns the first that is bad; what was written then is
 // not to be read.
 std::optional<BadRow> transcode_checked(const TranscodeJob & job, const Isa & isa, std::size_t n_threads);
 

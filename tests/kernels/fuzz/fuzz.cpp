@@ -3,6 +3,7 @@
 
 #include <sanitizer/common_interface_defs.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -15,6 +16,7 @@
 #include "memory.h"
 #include "random.h"
 #include "rope.h"
+#include "stream.h"
 #include "transcode.h"
 #include "transpose.h"
 
@@ -331,13 +333,38 @@ void fuzz_transpose(Random & random) {
     }
 }
 
+// Runs of bytes one after the other, apart, and longer than a stage: all are where they belong, nothing beside them.
+void fuzz_stage(Random & random) {
+    const std::size_t size = random.between(0, 40000);
+    const Memory      source(size, random.between(0, 70));
+    random.fill(source.data(), size);
+    for (const Isa * isa : towerd::available()) {
+        const Memory target(size, random.between(0, 70));
+        const Memory expected(size);
+        {
+            towerd::Stage stage(*isa, isa->stream != nullptr && !random.chance(4));
+            std::size_t   n = 0;
+            for (std::size_t at = 0; at < size; at += n) {
+                const std::size_t left = size - at;
+                n = std::min(left, random.between(1, random.chance(9) ? 12000 : 300));
+                if (random.chance(9)) {  // left out
+                    continue;
+                }
+                std::memcpy(expected.data() + at, source.data() + at, n);
+                std::memcpy(stage.place(target.data() + at, n), source.data() + at, n);
+            }
+        }
+        require(target.same(expected), "bytes are wrong", "stage");
+    }
+}
+
 struct Kernel {
     const char * name;
     void (*fuzz)(Random &);
     unsigned long long cases;
 };
 
-constexpr std::size_t kKernels = 8;
+constexpr std::size_t kKernels = 9;
 
 void run_case(std::uint64_t seed, Kernel (&kernels)[kKernels]) {
     seed_in_work = seed;
@@ -359,7 +386,8 @@ int main(int n_arguments, char ** arguments) {
                                 {"hadamard", fuzz_hadamard, 0},
                                 {"attention_mass", fuzz_attention, 0},
                                 {"copy", fuzz_copy, 0},
-                                {"transpose", fuzz_transpose, 0}};
+                                {"transpose", fuzz_transpose, 0},
+                                {"stage", fuzz_stage, 0}};
     __sanitizer_set_death_callback(report_seed);
     using Clock = std::chrono::steady_clock;
     const auto end = Clock::now() + std::chrono::duration<double>(seconds);

@@ -212,8 +212,9 @@ def write_image(
     slot: int,
     out: Bytes,
 ) -> None:
-    """Fill `out` (exactly `image_size` bytes) with the slot file of `tokens`, whose rows are
-    `parts` (consecutive from 0, maybe in stored formats). StateError if they do not fit."""
+    """Fill `out` (exactly `image_size` bytes of new memory) with the slot file of `tokens`, whose
+    rows are `parts` (consecutive from 0, maybe in stored formats). StateError if they do not
+    fit."""
     frame = spec.frame(slot)
     layout = _full_layout(spec)
     full = [_full_part(spec, part) for part in parts]
@@ -222,9 +223,11 @@ def write_image(
         raise StateError(f"{len(tokens)} tokens for {sum(map(len, full))} rows")
     at = _write_head(out, token_section(tokens, True))
     end = at + state_size(layout, len(tokens), spec.n_stream)
-    write_state(out[at:end], full, frame, None, dispatch.THREADS, layout)
+    write_state(out[at:end], full, frame, None, dispatch.THREADS, layout, is_new=True)
     if spec.has_window:
-        write_state(out[end:], window, frame, None, dispatch.THREADS, _window_layout(spec))
+        write_state(
+            out[end:], window, frame, None, dispatch.THREADS, _window_layout(spec), is_new=True
+        )
 
 
 def _write_head(out: Bytes, section: npt.NDArray[np.int32]) -> int:

@@ -1,0 +1,52 @@
+// Results that are larger than the caches, written past them.
+//
+// A normal store reads its line from memory before it writes to it. Of a result that the caches cannot keep anyway
+// this is a third of all traffic, and a core has only so many reads under way. A streaming store writes the line
+// without reading it; it must be whole, and it is in no cache afterwards.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "isa.h"
+
+namespace towerd {
+
+// Bytes that one call writes from which on it streams. glibc's memcpy has three quarters of a thread's share of the
+// last cache: 20 MB on a virtual machine with two cores and 48 MB of cache, under 1 MB where dozens of threads share.
+// It cannot know who reads next. We do: `tiers` composes pieces of 6 MB that llama.cpp reads at once, so these stay
+// in the cache on every machine, and what is larger than this is a whole slot file, of which the beginning is
+// out of the cache by the time that the end is written.
+constexpr std::size_t kStreamBytes = std::size_t{16} << 20;
+
+// For memory that was touched before. The kernel has just cleared a page that is new: its lines are in the cache, and
+// to write past them is slower by a tenth to a fifth.
+bool should_stream(const Isa & isa, std::size_t bytes);
+
+// Rows on their way past the caches: put together in a few KiB that stay in L1, and written from there in whole
+// lines. Without `streams` they go straight to where they belong. One thread's; all is written when it is gone.
+class Stage {
+public:
+    Stage(const Isa & isa, bool streams) : isa_(isa), streams_(streams) {}
+    Stage(const Stage &) = delete;
+    Stage & operator=(const Stage &) = delete;
+    ~Stage();
+
+    // Where to write the `n` bytes that belong at `to`, until the next call. As aligned as `to` is for numbers of 4 bytes
+    // if all other places are.
+    std::uint8_t * place(std::uint8_t * to, std::size_t n);
+
+private:
+    static constexpr std::size_t kEnough = 1024;  // bytes to write at once: what a core's store buffer takes in
+    static constexpr std::size_t kRoom = 8192;    // the longest run that is staged
+
+    void write(std::size_t n);
+
+    const Isa &    isa_;
+    bool           streams_;
+    std::uint8_t * to_ = nullptr;  // where the bytes belong
+    std::size_t    n_ = 0;
+    alignas(kLineBytes) std::uint8_t bytes_[kRoom + kLineBytes];
+};
+
+}  // namespace towerd
