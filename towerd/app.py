@@ -27,6 +27,7 @@ from towerd.metrics import Metrics
 from towerd.routes import add_proxy_routes, add_routes
 from towerd.tenants import Tenants
 from towerd.transfer import Transfer
+from towerd.wakeup import shorten_slice
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +89,7 @@ def run(config: Config) -> None:
     StoreError; nothing is left running then."""
     # A worker thread that runs Python gives way to the event loop after this long.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    shorten_slice()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(config))
 

@@ -22,6 +22,7 @@ class Completion:
     """When the last event with a token came."""
     total_s: float = 0.0
     tokens: list[int] = field(default_factory=list)
+    text: str = ""
     final: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -68,6 +69,39 @@ async def complete(
             if event.get("stop"):
                 result.final = event
             result.tokens += event.get("tokens") or []
+    result.total_s = time.perf_counter() - started
+    return result
+
+
+async def chat(
+    session: aiohttp.ClientSession, url: str, messages: Sequence[Mapping[str, str]], n_predict: int
+) -> Completion:
+    """POST /v1/chat/completions, greedy, ignoring EOS; the reply's text is in `text`, and TTFT is
+    from request in to the first event, which comes with the first token. Raises TowerdError when
+    the server answers with an error."""
+    body = {
+        "messages": list(messages),
+        "max_tokens": n_predict,
+        "stream": True,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    result = Completion()
+    data = json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"}
+    started = time.perf_counter()
+    async with session.post(f"{url}/v1/chat/completions", data=data, headers=headers) as reply:
+        if reply.status != 200:
+            raise TowerdError(f"{url} answered {reply.status}: {(await reply.text())[:300]}")
+        async for line in reply.content:
+            if not line.startswith(b"data: {"):
+                continue
+            event = json.loads(line[6:])
+            if "error" in event:
+                raise TowerdError(f"{url} failed: {event['error']}")
+            result.ttft_s = result.ttft_s or time.perf_counter() - started
+            for choice in event["choices"]:
+                result.text += choice["delta"].get("content") or ""
     result.total_s = time.perf_counter() - started
     return result
 

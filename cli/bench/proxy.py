@@ -17,7 +17,7 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 
-from towerd.cli.bench.client import Completion, complete, new_session
+from towerd.cli.bench.client import Completion, chat, complete, new_session
 from towerd.cli.bench.models import bench_model, random_prompt, vocab_size
 from towerd.cli.bench.report import Report
 from towerd.cli.bench.servers import ServerProcess, llama_server, towerd_server
@@ -46,9 +46,28 @@ class Load:
 
 
 N_SLOTS = 32
-FULL = (Load(1, 512, 16, 12), Load(32, 64, 8, 1))
+FULL = (Load(1, 512, 16, 9), Load(32, 64, 8, 1))
 QUICK = (Load(1, 256, 8, 8), Load(32, 64, 4, 1))
 """32 streams share one context, and each step of each looks at all of it: they stay short."""
+CHATS_FULL = (2, 16)
+CHATS_QUICK = (1, 4)
+"""How many chats are held, of how many turns each, one after the other."""
+CHAT_CELLS = 4096
+"""More than a chat comes to take."""
+SYSTEM_WORDS = 60
+SAID_WORDS = 3
+WORDS = (
+    "river",
+    "stone",
+    "lamp",
+    "winter",
+    "paper",
+    "garden",
+    "seven",
+    "cloud",
+    "because",
+    "often",
+)
 
 
 @dataclass(slots=True)
@@ -73,14 +92,18 @@ async def run(model: Path | None, quick: bool) -> Report:
     path = bench_model(model, "tiny" if quick else "small")
     loads, n_vocab = QUICK if quick else FULL, vocab_size(path)
     report = Report("proxy", path.name)
+    n_chats, n_turns = CHATS_QUICK if quick else CHATS_FULL
     for load in loads:
-        flags = ("-c", str(load.cells), "-np", str(N_SLOTS))
+        cells = load.cells + (n_chats * CHAT_CELLS if load.streams == 1 else 0)
+        flags = ("-c", str(cells), "-np", str(N_SLOTS))
         with tempfile.TemporaryDirectory(prefix="towerd-bench-") as folder:
             store = Path(folder) / "store"
             sidecar = towerd_server(path, store, "--engine", "llama-server", *flags)
             direct = llama_server(path, *flags, "-kvu", "--cache-ram", "0", "--no-cache-idle-slots")
             with sidecar, direct:
                 _enter(report, load, *await _measure((direct, sidecar), load, n_vocab))
+                if load.streams == 1:
+                    await _enter_chats(report, (direct, sidecar), n_chats, n_turns)
     report.target("added_ttft_p50_ms", most=2)
     report.target("added_per_token_p50_ms", most=0.2)
     return report
@@ -121,6 +144,34 @@ async def _turn(
     for prompt, reply in zip(prompts, done, strict=True):
         prompt += reply.tokens
     return done
+
+
+async def _enter_chats(
+    report: Report, servers: Sequence[ServerProcess], n_chats: int, n_turns: int
+) -> None:
+    """The figures of chats that go on in their slots, from the third turn on."""
+    rng = np.random.default_rng(7)
+
+    def said(role: str, n_words: int) -> dict[str, str]:
+        return {"role": role, "content": " ".join(rng.choice(WORDS, n_words))}
+
+    first: list[list[float]] = [[] for _ in servers]
+    async with new_session() as session:
+        for _ in range(n_chats):
+            begun = [said("system", SYSTEM_WORDS)]
+            chats = [list(begun) for _ in servers]
+            for turn in range(n_turns + 2):
+                asked = said("user", SAID_WORDS)
+                for server, messages, found in zip(servers, chats, first, strict=True):
+                    messages.append(asked)
+                    done = await chat(session, server.url, messages, REPLY_TOKENS)
+                    messages.append({"role": "assistant", "content": done.text})
+                    if turn >= 2:  # until then the chat is not known to go on
+                        found.append(done.ttft_s * 1e3)
+    direct, sidecar = (statistics.median(each) for each in first)
+    report.figures |= {
+        "llama_server_chat_ttft_p50_ms": direct, "added_chat_ttft_p50_ms": sidecar - direct,
+    }  # fmt: skip
 
 
 def _enter(report: Report, load: Load, direct: Times, sidecar: Times) -> None:

@@ -73,12 +73,12 @@ async def test_leases(sidecar_on: OpenSidecar) -> None:
     """What the pass-through sees: the slot, where tokens came from, the recorded session."""
     async with sidecar_on() as sidecar:
         reply, lease, session = await turn(sidecar, prompt(50))
-        assert (lease.reuse.prefill, lease.expected) == (50, 0)
+        assert (lease.reuse.prefill, lease.foretold.expected) == (50, 0)
         assert reply["id_slot"] == lease.slot
         longer = np.concatenate([prompt(50), np.array(reply["tokens"], np.int32), prompt(9, 1)])
         again, second, same = await turn(sidecar, longer)
         assert (second.slot, same) == (lease.slot, session)
-        assert second.expected == again["timings"]["cache_n"] == second.reuse.live == 57
+        assert second.foretold.expected == again["timings"]["cache_n"] == second.reuse.live == 57
         _, _, named = await turn(sidecar, prompt(30, 2), session="my-chat")
         assert named == "my-chat"
         infos = await asyncio.to_thread(sidecar.store.sessions)

@@ -117,11 +117,8 @@ async def test_a_draft_model(probed: Probe) -> None:
 async def refusal(url: str, slot_dir: Path, key: str | None = None) -> str:
     """What the probe refuses an upstream with."""
     upstream = Upstream(url, key)
-    try:
-        with pytest.raises(ConfigError) as error:
-            await probe(upstream, SlotDir.shared(slot_dir))
-    finally:
-        await upstream.close()
+    with pytest.raises(ConfigError) as error:
+        await probe(upstream, SlotDir.shared(slot_dir))
     return error.value.message
 
 

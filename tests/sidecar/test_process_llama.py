@@ -27,12 +27,8 @@ async def test_it_serves_with_its_key_only(llama_server: Path, tmp_path: Path) -
     async with alone(llama_server, bundled_model(), tmp_path) as process:
         assert await process.upstream.is_healthy()
         assert (await process.upstream.get("/props"))["total_slots"] == 1
-        stranger = Upstream(process.upstream.url)
-        try:
-            with pytest.raises(Unauthorized):
-                await stranger.get("/props")
-        finally:
-            await stranger.close()
+        with pytest.raises(Unauthorized):
+            await Upstream(process.upstream.url).get("/props")
         assert process.pid is not None
         command = " ".join(psutil.Process(process.pid).cmdline())
         assert process.upstream.key is not None
@@ -58,6 +54,23 @@ async def test_it_comes_back(llama_server: Path, tmp_path: Path) -> None:
             assert await process.upstream.is_healthy()
         assert process.restarts == 2
     assert events == ["was killed by SIGKILL"] * 2
+
+
+async def test_it_comes_back_when_it_can(llama_server: Path, tmp_path: Path) -> None:
+    """Whatever keeps it from starting, it is tried again: here something in its log's place."""
+    async with alone(llama_server, bundled_model(), tmp_path) as process:
+        back = asyncio.Event()
+        process.on_start = back.set
+        process.log_path.unlink()
+        process.log_path.mkdir()
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(back.wait(), 0.3)
+        assert not process.is_running
+        process.log_path.rmdir()
+        await back.wait()
+        assert await process.upstream.is_healthy()
 
 
 async def test_a_bad_start_says_why(llama_server: Path, tmp_path: Path) -> None:

@@ -345,6 +345,48 @@ async def test_the_gate_keeps_the_two_kinds_apart() -> None:
     gate.end_placing()
 
 
+async def test_neither_kind_keeps_the_other_out() -> None:
+    """Unpinned requests that never leave a gap let a lease through that came before them; one
+    that stops waiting lets those behind it go on."""
+    gate = Gate()
+    await gate.begin_unpinned()
+    lease = asyncio.create_task(gate.begin_placing())
+    await asyncio.sleep(0)
+    unpinned = [asyncio.create_task(gate.begin_unpinned()) for _ in range(2)]
+    await asyncio.sleep(0)
+    assert not gate.try_placing()
+    assert not any(task.done() for task in (lease, *unpinned))
+    gate.end_unpinned()
+    await lease
+    assert gate.is_awaited
+    behind = asyncio.create_task(gate.begin_placing())
+    await asyncio.sleep(0)
+    for task in unpinned:
+        task.cancel()
+    await behind
+    assert not gate.is_awaited
+    gate.end_placing()
+    gate.end_placing()
+    assert gate.try_placing()
+    gate.end_placing()
+    granted = asyncio.create_task(gate.begin_unpinned())
+    await granted
+    gate.end_unpinned()
+    assert gate.try_placing()
+
+
+@pytest.mark.timeout(30)
+def test_thousands_wait_for_a_slot_that_is_saved(policy: Policy) -> None:
+    """However many they are, somebody else's request goes first."""
+    chat = ids(400)
+    saved, other = filled(0, chat), Slot(1)
+    saved.busy = saved.saving = True
+    waiting = [Want(np.concatenate([chat, ids(1)]), "a") for _ in range(1500)]
+    assert policy.next(waiting, [saved, other]) is None
+    last = Want(ids(5, 3), "a")
+    assert policy.next([*waiting, last], [saved, other]) == (last, Choice(other, 0, cost_ms=10.0))
+
+
 class Play:
     """A server of slots that does what it is told: chats come in any order, each turn longer."""
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 
-import aiohttp
 from aiohttp import hdrs, web
 from multidict import CIMultiDict
 
@@ -15,6 +14,7 @@ from towerd.api.proxy_headers import to_client, to_upstream
 from towerd.api.proxy_link import LINK, LOST, Sidecar, sidecar_of
 from towerd.api.reply import encode
 from towerd.api.sse import write_or_stall
+from towerd.engine.llama_server.wire import Lost, NotHttp, Reply
 from towerd.errors import TowerdError, Unavailable
 
 EVENT_STREAM = "text/event-stream"
@@ -49,7 +49,7 @@ async def forward_unpinned(request: web.Request) -> web.StreamResponse:
 
 async def send(
     request: web.Request, engine: Sidecar, *, auth: Mapping[str, str], path: str | None = None
-) -> aiohttp.ClientResponse:
+) -> Reply:
     """Send the request on, its body as it arrives; returns when the reply's head is there.
 
     Raises what reading the body raises, and Unavailable."""
@@ -58,36 +58,12 @@ async def send(
     target = path or request.rel_url.raw_path_qs
     if not request.body_exists:
         return await link.request(engine, request.method, target, headers)
-    upload = _Upload(request)
     if request.content_length is not None and hdrs.CONTENT_ENCODING not in request.headers:
         headers[hdrs.CONTENT_LENGTH] = str(request.content_length)
-    try:
-        return await link.request(engine, request.method, target, headers, upload.chunks())
-    except Unavailable:
-        if upload.error is not None:
-            raise upload.error from None
-        raise
+    return await link.request(engine, request.method, target, headers, iter_bytes(request))
 
 
-class _Upload:
-    """A body on its way; keeps why it could not be read, which aiohttp's client would hide."""
-
-    def __init__(self, request: web.Request) -> None:
-        self._request = request
-        self.error: TowerdError | None = None
-
-    async def chunks(self) -> AsyncIterator[bytes]:
-        try:
-            async for chunk in iter_bytes(self._request):
-                yield chunk
-        except TowerdError as error:
-            self.error = error
-            raise
-
-
-def head_of(
-    reply: aiohttp.ClientResponse, extra: Mapping[str, str] | None = None
-) -> web.StreamResponse:
+def head_of(reply: Reply, extra: Mapping[str, str] | None = None) -> web.StreamResponse:
     """A response with the reply's status and headers, and `extra` ones."""
     headers: CIMultiDict[str] = to_client(reply.headers)
     headers.update(extra or {})
@@ -95,7 +71,7 @@ def head_of(
 
 
 async def copy(
-    request: web.Request, reply: aiohttp.ClientResponse, extra: Mapping[str, str] | None = None
+    request: web.Request, reply: Reply, extra: Mapping[str, str] | None = None
 ) -> web.StreamResponse:
     """Pass a reply on as it arrives."""
     response = head_of(reply, extra)
@@ -110,14 +86,14 @@ async def copy(
     return response
 
 
-async def read(reply: aiohttp.ClientResponse, bytes_max: int = COPY_BYTES_MAX) -> bytes:
+async def read(reply: Reply, bytes_max: int = COPY_BYTES_MAX) -> bytes:
     """What has arrived of a reply's body, at least one byte; none at its end. When more than
     `bytes_max` has, others get their turn before the rest is read.
 
     Raises Unavailable when llama-server ended before the reply did."""
     try:
-        chunk = await reply.content.read(bytes_max)
-    except aiohttp.ClientError as error:
+        chunk = await reply.read(bytes_max)
+    except (Lost, NotHttp) as error:
         raise Unavailable(LOST) from error
     if len(chunk) == bytes_max:
         await asyncio.sleep(0)
@@ -134,7 +110,7 @@ async def cut_off(request: web.Request, response: web.StreamResponse, error: Tow
     await write_or_stall(request, response, b"data: %s\n\n" % encode(error.body()))
 
 
-async def body_of(reply: aiohttp.ClientResponse) -> bytes:
+async def body_of(reply: Reply) -> bytes:
     """The whole body of a reply. Raises Unavailable."""
     chunks = []
     while chunk := await read(reply):

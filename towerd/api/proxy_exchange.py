@@ -8,9 +8,7 @@ import time
 from contextlib import suppress
 from urllib.parse import quote
 
-import aiohttp
 from aiohttp import web
-from multidict import CIMultiDict
 
 from towerd.api.completion import REUSE_HEADER
 from towerd.api.hints import SESSION_HEADER
@@ -26,6 +24,7 @@ from towerd.api.reply import encode
 from towerd.api.sse import write_or_stall
 from towerd.cold.keeper import Use
 from towerd.engine.base import Finish, Reuse
+from towerd.engine.llama_server.wire import Reply
 from towerd.errors import TowerdError, Unavailable
 
 log = logging.getLogger(__name__)
@@ -45,6 +44,8 @@ class Exchange:
         """Its slot; None when llama-server chooses."""
         self.use: Use | None = None
         """Its announcement to the cold tier."""
+        self.learning: asyncio.Task[None] | None = None
+        """Finds out the prompt's tokens, where the slot was known before they were."""
         self.unpinned: Unpinned | None = None
         self.is_resumable = False
         """Whether llama-server goes on when the connection ends."""
@@ -53,7 +54,7 @@ class Exchange:
         self._plan = plan
         self._watch = Watch(plan.dialect)
         self._splitter = EventSplitter()
-        self._reply: aiohttp.ClientResponse | None = None
+        self._reply: Reply | None = None
         self._settling: Settling | None = None
         self._session = ""
         self._started = False
@@ -94,13 +95,23 @@ class Exchange:
             await self.lease.launched()
         if self._reply.status != 200 or self.lease is None:
             return await copy(self._request, self._reply)
+        await self._learn()
         if self._reply.content_type == EVENT_STREAM:
             return await self._stream(self._reply)
         return await self._whole(self._reply)
 
+    async def _learn(self) -> None:
+        """Wait until the prompt's tokens are known. Without them the turn is not recorded."""
+        if self.learning is None:
+            return
+        await asyncio.wait((self.learning,))
+        error = self.learning.exception()
+        if error is not None and self._reply is not None and self._reply.status == 200:
+            log.warning("a chat's tokens are not known", exc_info=error)
+
     # --- and back -------------------------------------------------------------------------
 
-    async def _whole(self, reply: aiohttp.ClientResponse) -> web.StreamResponse:
+    async def _whole(self, reply: Reply) -> web.StreamResponse:
         try:
             body = await body_of(reply)
         except Unavailable as error:
@@ -125,7 +136,7 @@ class Exchange:
         self._watch.stop = self._watch.stop or "eos"  # the reply is whole, whatever it says
         return without_token_ids(body) if self._plan.hides_ids else body
 
-    async def _stream(self, reply: aiohttp.ClientResponse) -> web.StreamResponse:
+    async def _stream(self, reply: Reply) -> web.StreamResponse:
         request = self._request
         response = head_of(reply, {REUSE_HEADER: self._reuse.header()})
         response.headers.popall("Content-Length", None)
@@ -195,6 +206,8 @@ class Exchange:
             if await self._settling.has_strayed():
                 lease.strayed()
         lease.calls_tools = watch.calls_tools
+        if self._plan.spoken is not None and watch.stop is not None:
+            lease.answered = self._plan.spoken.answered(watch.text)
         has_ids = self._plan.dialect is Dialect.NATIVE and not self._plan.hides_end
         self._session = await lease.finished(
             reply_ids=watch.ids if has_ids else None,
@@ -239,8 +252,8 @@ class Exchange:
         await leaving.wait()
         path = "/v1/stream?conv_id=" + quote(self.headers[CONVERSATION], safe="")
         link = self._request.app[LINK]
-        auth = CIMultiDict(self._engine.upstream.auth())
         with suppress(TowerdError):
+            auth = self._engine.upstream.auth()
             (await link.request(self._engine, "DELETE", path, auth)).close()
 
     async def _abandon(self) -> None:
@@ -263,6 +276,13 @@ class Exchange:
     async def _leave(self) -> None:
         if self._reply is not None:
             self._reply.close()
+        if self.learning is None or self.learning.done():
+            await self._give_back()
+        else:  # what the slot holds can be told then; the client does not wait for that
+            self._request.app[LINK].later(self._give_back())
+
+    async def _give_back(self) -> None:
+        await self._learn()
         if self.lease is not None:
             await self.lease.__aexit__(None, None, None)
         if self.use is not None:

@@ -3,6 +3,8 @@ turn is recorded before the reply's last part goes out."""
 
 from __future__ import annotations
 
+import asyncio
+
 from aiohttp import web
 
 from towerd.api.body import decode, read_bytes
@@ -14,7 +16,7 @@ from towerd.api.proxy_conversations import with_conversation
 from towerd.api.proxy_exchange import Exchange
 from towerd.api.proxy_headers import to_upstream
 from towerd.api.proxy_link import LINK, Lease, Sidecar, sidecar_of
-from towerd.api.proxy_plan import Placement, Plan, make_plan
+from towerd.api.proxy_plan import Placement, Plan, check_fits, learn, make_plan
 from towerd.api.proxy_watch import Dialect
 from towerd.cold.keeper import Use
 from towerd.engine.base import GenerateRequest
@@ -81,7 +83,34 @@ async def _generate(
         await release(body)
     if plan.placement is Placement.FREE:
         return await _free(request, engine, plan)
+    if plan.spoken is not None:
+        session = hints_of(request).session
+        lease = engine.lease_chat(plan.spoken, request[TENANT].scope, session)
+        if lease is not None:
+            return await _going_on(request, engine, plan, lease)
+        await learn(plan, engine)
+        if plan.ids is not None:
+            check_fits(plan.ids, engine.n_ctx)
     return await _pinned(request, engine, plan)
+
+
+async def _going_on(
+    request: web.Request, engine: Sidecar, plan: Plan, lease: Lease
+) -> web.StreamResponse:
+    """A chat that goes on in its slot: nothing hangs on its tokens, so they are learned while it
+    runs. What llama-server says of a request that it does not take, its reply says as well."""
+    exchange = Exchange(request, engine, plan)
+    exchange.lease = _named(request, plan, lease)
+    exchange.is_resumable = with_conversation(request, exchange.headers) and plan.stream
+
+    async def find_out() -> None:
+        await learn(plan, engine)
+        if plan.ids is not None:
+            lease.learn(plan.ids)
+            exchange.use = await _thawed(request, plan)
+
+    exchange.learning = asyncio.create_task(find_out())
+    return await exchange.run()
 
 
 def _has_prompt(dialect: Dialect, body: dict[str, object]) -> bool:
@@ -148,9 +177,12 @@ async def _lease(request: web.Request, engine: Sidecar, plan: Plan) -> Lease:
     scope = request[TENANT].scope
     if plan.ids is None:
         return await engine.lease_opaque(scope, label=plan.label)
+    session = hints_of(request).session
+    lease = await engine.lease(plan.ids, scope, session, compose=plan.compose, pinned=plan.can_pin)
+    return _named(request, plan, lease)
+
+
+def _named(request: web.Request, plan: Plan, lease: Lease) -> Lease:
     hints = hints_of(request)
-    lease = await engine.lease(
-        plan.ids, scope, hints.session, compose=plan.compose, pinned=plan.can_pin
-    )
     lease.workflow, lease.agent = hints.workflow, hints.agent or plan.agent
     return lease

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import io
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from types import TracebackType
 from typing import Any, Protocol, cast
 
-import aiohttp
 from aiohttp import web
-from multidict import CIMultiDict
-from yarl import URL
 
 from towerd.api.keys import service_of
 from towerd.engine.base import Engine, Ids, Reuse
+from towerd.engine.llama_server.spoken import Answered, Spoken
+from towerd.engine.llama_server.wire import Body, Lost, NotHttp, Reply, send
 from towerd.errors import TowerdError, Unavailable
 
-PIECEWISE_BYTES_MIN = 512 * 1024
-"""Bodies over this go out in pieces: one write of megabytes holds the loop up."""
 LOST = "llama-server ended while it answered; try again"
 _BAD_HTTP = "llama-server's reply is not valid HTTP"
 _DOWN = "llama-server is not running at the moment; try again"
@@ -51,11 +47,17 @@ class Lease(Protocol):
     """Who asks, named or told apart by system prompt and tools."""
     calls_tools: bool
     """Whether the reply ended with a call of a tool."""
+    answered: Answered | None
+    """The chat request that it was, when it got its reply."""
 
     @property
     def slot(self) -> int: ...
     @property
     def reuse(self) -> Reuse: ...
+
+    def learn(self, ids: Ids) -> None:
+        """The prompt's tokens, of a lease that was had before they were known."""
+        ...
 
     async def launched(self) -> None:
         """The request runs in its slot."""
@@ -116,6 +118,14 @@ class Sidecar(Engine, Protocol):
         (not `pinned`) one that llama-server would choose. Raises Unavailable."""
         ...
 
+    def lease_chat(self, spoken: Spoken, scope: str, session: str | None) -> Lease | None:
+        """The slot of a chat that goes on where it sits, before its tokens are known."""
+        ...
+
+    async def text_of_chat(self, data: bytes | bytearray) -> str:
+        """A chat request, as its client wrote it, to the prompt text. Raises TowerdError."""
+        ...
+
     async def lease_opaque(self, scope: str, *, label: str) -> Lease:
         """A slot for a prompt whose ids nobody knows. Raises Unavailable."""
         ...
@@ -143,32 +153,21 @@ def sidecar_of(request: web.Request) -> Sidecar:
 
 
 class Link:
-    """The connections to llama-server, and what goes on after its client left."""
+    """The way to llama-server, and what goes on after its client left."""
 
     def __init__(self) -> None:
-        self._session: aiohttp.ClientSession | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._unattended: set[asyncio.Event] = set()
         self._is_closing = False
 
     async def run(self, app: web.Application) -> AsyncIterator[None]:
         """For `app.cleanup_ctx`."""
-        self._session = aiohttp.ClientSession(
-            # An idle connection would occupy one of llama-server's few HTTP threads.
-            connector=aiohttp.TCPConnector(limit=0, force_close=True),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
-            auto_decompress=False,
-            read_bufsize=2**18,
-            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
-            cookie_jar=aiohttp.DummyCookieJar(),
-        )
         yield
         self._is_closing = True
         for leaving in self._unattended:
             leaving.set()
         while self._tasks:
             await asyncio.wait(self._tasks)
-        await self._session.close()
 
     @contextmanager
     def unattended(self) -> Iterator[asyncio.Event]:
@@ -193,29 +192,22 @@ class Link:
         engine: Sidecar,
         method: str,
         path: str,
-        headers: CIMultiDict[str],
-        data: bytes | bytearray | io.BytesIO | AsyncIterator[bytes] | None = None,
-    ) -> aiohttp.ClientResponse:
+        headers: Mapping[str, str],
+        body: Body = None,
+    ) -> Reply:
         """Send one request as it stands (`path` is quoted, with its query) and return when the
-        reply's head is there. Raises Unavailable when llama-server is not, and TowerdError when its
-        reply cannot be read."""
-        assert self._session is not None
+        reply's head is there. Raises Unavailable when llama-server is not, TowerdError when its
+        reply cannot be read, and what iterating the body raises."""
         if not engine.is_running:
             raise Unavailable(_DOWN)
-        url = URL(engine.upstream.url + path, encoded=True)
-        if isinstance(data, bytes | bytearray) and len(data) > PIECEWISE_BYTES_MIN:
-            data = await asyncio.to_thread(io.BytesIO, data)
         try:
-            return await self._session.request(
-                method, url, headers=headers, data=data, allow_redirects=False
-            )
-        except aiohttp.ClientResponseError as error:
+            return await send(engine.upstream.url, method, path, headers, body)
+        except NotHttp as error:
             raise TowerdError(_BAD_HTTP) from error
-        except aiohttp.ClientConnectionError as error:
-            is_lost = isinstance(error, aiohttp.ServerDisconnectedError)
-            failure = Unavailable(LOST if is_lost else _DOWN)
+        except (Lost, OSError) as error:
+            failure = Unavailable(LOST if isinstance(error, Lost) else _DOWN)
             # llama-server closes on a body that it does not want; that says nothing about it.
-            if not isinstance(data, AsyncIterator):
+            if not isinstance(body, AsyncIterator):
                 engine.notice(failure)
             raise failure from error
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 
 from aiohttp import web
-from multidict import CIMultiDict
 
 from towerd.api import info
 from towerd.api.proxy import body_of
@@ -37,9 +36,8 @@ def merged(theirs: bytes, own: bytes) -> bytes:
 async def _ask(request: web.Request) -> bytes:
     """llama-server's own text; empty if there is none."""
     engine = sidecar_of(request)
-    auth = CIMultiDict(engine.upstream.auth())
     try:
-        reply = await request.app[LINK].request(engine, "GET", "/metrics", auth)
+        reply = await request.app[LINK].request(engine, "GET", "/metrics", engine.upstream.auth())
         try:
             return engine.without_own(await body_of(reply)) if reply.status == 200 else b""
         finally:

@@ -19,10 +19,13 @@ from towerd.api.proxy_link import Sidecar
 from towerd.api.proxy_splice import with_fields
 from towerd.api.proxy_watch import Dialect
 from towerd.engine.base import Ids
+from towerd.engine.llama_server.spoken import Spoken, spoken_of
 from towerd.errors import ContextExceeded, NotSupported
 
 SPLICE_INLINE_BYTES_MAX = 256 * 1024
 IDS_INLINE_MAX = 4096
+SPOKEN_BYTES_MAX = 256 * 1024
+"""Longer chats are not recognised by what was said in them: that would hold the loop up."""
 
 
 class Placement(enum.Enum):
@@ -60,6 +63,8 @@ class Plan:
     agent: str | None = None
     """Told apart by system prompt and tools, where the request has any."""
     fields: dict[str, Any] = field(default_factory=dict)
+    spoken: Spoken | None = None
+    """What an ordinary chat request says, by which its slot may be known before its tokens are."""
 
     async def bytes_for(self, slot: int | None) -> bytes:
         """The request's body for this slot."""
@@ -81,7 +86,8 @@ class Plan:
 async def make_plan(
     dialect: Dialect, data: bytearray, body: Mapping[str, Any], engine: Sidecar, *, can_pin: bool
 ) -> Plan:
-    """Plan the request whose body is `data`, decoded as `body`.
+    """Plan the request whose body is `data`, decoded as `body`. Of a chat request with `spoken`
+    the tokens are still to be learned.
 
     Raises InvalidRequest and ContextExceeded, as llama-server would answer."""
     refuse_live(body)
@@ -103,14 +109,21 @@ async def make_plan(
     elif dialect in (Dialect.NATIVE, Dialect.COMPLETION):
         await _plan_completion(plan, body, engine)
     else:
-        text = await _chat_text(dialect, body, engine)
-        if text is None:
-            plan.placement, plan.label = unpinned, "media"
-        else:
-            plan.ids = await engine.tokenize(text, add_special=True, parse_special=True)
+        await _plan_chat(plan, body, engine)
     if plan.ids is not None:
-        _check_fits(plan.ids, engine.n_ctx)
+        check_fits(plan.ids, engine.n_ctx)
     return plan
+
+
+async def learn(plan: Plan, engine: Sidecar) -> None:
+    """Find out which tokens a chat request will be evaluated as, from the request itself. Raises
+    what llama-server says of one that it does not take."""
+    try:
+        text = await engine.text_of_chat(plan.body)
+    except NotSupported:
+        plan.placement, plan.label = Placement.OPAQUE, "media"
+    else:
+        plan.ids = await engine.tokenize(text, add_special=True, parse_special=True)
 
 
 async def _plan_completion(plan: Plan, body: Mapping[str, Any], engine: Sidecar) -> None:
@@ -148,21 +161,30 @@ def _n_prompts(prompt: Any) -> int:
     return len(prompt)
 
 
-async def _chat_text(dialect: Dialect, body: Mapping[str, Any], engine: Sidecar) -> str | None:
-    """The prompt's text; None if there is more to it than text."""
+async def _plan_chat(plan: Plan, body: Mapping[str, Any], engine: Sidecar) -> None:
     try:
-        if dialect is Dialect.MESSAGES:
+        if plan.dialect is Dialect.MESSAGES:
             body = from_messages(body)
-        elif dialect is Dialect.RESPONSES:
+        elif plan.dialect is Dialect.RESPONSES:
             body = from_responses(body)
         if has_media(body.get("messages")):
-            return None
-        return await engine.apply_template(body)
+            raise NotText
+        if plan.dialect is not Dialect.CHAT:
+            text = await engine.apply_template(body)
+            plan.ids = await engine.tokenize(text, add_special=True, parse_special=True)
+            return
     except (NotText, NotSupported):
-        return None
+        plan.placement = Placement.OPAQUE if plan.can_pin else Placement.FREE
+        plan.label = "media"
+        return
+    if plan.compose and len(plan.body) <= SPOKEN_BYTES_MAX:
+        plan.spoken = spoken_of(body)
+    if plan.spoken is None:
+        await learn(plan, engine)
 
 
-def _check_fits(ids: Ids, n_ctx: int) -> None:
+def check_fits(ids: Ids, n_ctx: int) -> None:
+    """Raises ContextExceeded."""
     if len(ids) >= n_ctx:
         raise ContextExceeded(
             f"request ({len(ids)} tokens) exceeds the available context size "

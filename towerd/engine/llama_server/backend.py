@@ -99,7 +99,6 @@ async def _attached(config: Config, url: str) -> AsyncIterator[Backend]:
         async with _probed(upstream, slotdir, config, None, command, None) as backend:
             yield backend
     finally:
-        await upstream.close()
         await asyncio.to_thread(slotdir.close)
 
 

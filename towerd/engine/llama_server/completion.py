@@ -7,8 +7,6 @@ import math
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-import aiohttp
-
 from towerd.engine.base import (
     GenerateRequest,
     Piece,
@@ -18,8 +16,10 @@ from towerd.engine.base import (
     TokenProb,
     TokenProbs,
 )
+from towerd.engine.llama_server.wire import Reply
 from towerd.errors import TowerdError
 
+READ_BYTES_MAX = 64 * 1024
 _SAME_NAME = (
     "seed", "temperature", "dynatemp_range", "dynatemp_exponent", "top_k", "top_p", "min_p",
     "top_n_sigma", "xtc_probability", "xtc_threshold", "typical_p", "repeat_last_n",
@@ -59,10 +59,10 @@ def _bias(sampling: SamplingParams) -> list[list[Any]]:
     ]
 
 
-async def chunks(content: aiohttp.StreamReader) -> AsyncIterator[Mapping[str, Any]]:
+async def chunks(reply: Reply) -> AsyncIterator[Mapping[str, Any]]:
     """The JSON objects of an SSE stream. Raises the TowerdError that llama-server reports."""
     rest = b""
-    async for data in content.iter_any():
+    while data := await reply.read(READ_BYTES_MAX):
         *lines, rest = (rest + data).split(b"\n")
         for line in lines:
             if line.startswith(b"data: {"):

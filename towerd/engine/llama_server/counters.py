@@ -29,6 +29,8 @@ class Counters:
     erases: int = 0
     live_missed: int = 0
     """Tokens were believed to be in a slot, and were not."""
+    chats_gone_on: int = 0
+    """Chat requests that were sent on before their tokens were known."""
 
     def as_stats(self) -> dict[str, Any]:
         return asdict(self)

@@ -12,23 +12,27 @@ from typing import Any
 import numpy as np
 
 from towerd.config import Config
-from towerd.engine.base import GenerateRequest, Ids, Kept, ModelInfo, ModuleMaker, Reuse, SlotView
+from towerd.engine.base import GenerateRequest, Ids, Kept, ModelInfo, ModuleMaker, SlotView
 from towerd.engine.embedded.shift import check_fits
 from towerd.engine.llama_server.backend import Backend
 from towerd.engine.llama_server.describe import Described
+from towerd.engine.llama_server.foretell import Foretold, foretell
 from towerd.engine.llama_server.gate import Gate
 from towerd.engine.llama_server.generation import LlamaServerGeneration
 from towerd.engine.llama_server.lease import Lease
 from towerd.engine.llama_server.placer import Placed, Placer
-from towerd.engine.llama_server.scheduler import Slot, Want
+from towerd.engine.llama_server.scheduler import Choice, Slot, Want
 from towerd.engine.llama_server.slot_table import SlotTable
+from towerd.engine.llama_server.spoken import Spoken
 from towerd.engine.llama_server.tally import without
+from towerd.engine.llama_server.unpinned import Unpinned
 from towerd.engine.llama_server.upkeep import Upkeep
 from towerd.errors import InvalidRequest, NotSupported, TowerdError, Unavailable
-from towerd.store import APPROXIMATE, Store
+from towerd.store import Store
 from towerd.store.turn import Turn
 from towerd.tiers.manager import Tiers
 from towerd.traffic import Traffic
+from towerd.wakeup import shorten_slice
 
 log = logging.getLogger(__name__)
 
@@ -36,23 +40,9 @@ POLL_S = 0.5
 LAUNCH_POLL_S = 0.05
 MISSES_MAX = 5
 """After so many restores in a row that were not used, no more are tried."""
+_TEMPLATE_TOKENS = 256
+"""More than a chat template puts around a few messages."""
 _NO_IDS: Ids = np.zeros(0, np.int32)
-
-
-class Unpinned:
-    """A request that llama-server places itself; see `LlamaServerEngine.unpinned`."""
-
-    def __init__(self, gate: Gate, upkeep: Upkeep) -> None:
-        self._gate = gate
-        self._upkeep = upkeep
-        self._is_launched = False
-
-    def launched(self) -> None:
-        """Its reply has begun: leases may be placed again, in other slots than its own."""
-        if not self._is_launched:
-            self._is_launched = True
-            self._upkeep.doubt()
-            self._gate.end_unpinned()
 
 
 class LlamaServerEngine:
@@ -83,7 +73,7 @@ class LlamaServerEngine:
         self._vocab = described.vocab
         self._store = store
         self._workers = ThreadPoolExecutor(4, "towerd-slots")
-        self._text = ThreadPoolExecutor(2, "towerd-text")
+        self._text = ThreadPoolExecutor(2, "towerd-text", initializer=shorten_slice)
         """Apart from the others: a text of megabytes takes seconds."""
         self.placer = Placer(backend, tiers, self._workers)
         self._gate = Gate()
@@ -161,6 +151,24 @@ class LlamaServerEngine:
             self.table.undo(choice)
             raise
         slot = choice.slot
+        goes_on = self.placer.policy.begins_with(want, slot)
+        if self.placer.is_in_place(want, choice):
+            placed = await self._place(want, choice)
+        else:
+            placing = asyncio.create_task(self._place(want, choice))
+            try:
+                placed = await asyncio.shield(placing)
+            except asyncio.CancelledError:
+                self.upkeep.spawn(self._put_back(slot, placing))
+                raise
+        slot.is_gone_on_with = goes_on and placed.restored is None
+        lease = Lease(self, slot, want.ids, want.scope, session=session, label=want.label)
+        lease.foretold = foretell(self.placer.policy, want, slot, placed)
+        lease.restored = placed.restored is not None
+        return self._opened(lease)
+
+    async def _place(self, want: Want, choice: Choice) -> Placed:
+        slot = choice.slot
         self.upkeep.n_preparing += 1
         try:
             placed = await self.placer.place(want, choice)
@@ -174,24 +182,43 @@ class LlamaServerEngine:
             raise
         finally:
             self.upkeep.n_preparing -= 1
-        lease = Lease(
-            self, slot, want.ids, want.scope, session=session, label=want.label,
-            reuse=_reuse(want, placed), restored=placed.restored is not None,
-            expected=self._expected(want, slot, placed), n_live_max=_live_max(want, slot),
-        )  # fmt: skip
+        return placed
+
+    async def _put_back(self, slot: Slot, placing: asyncio.Task[Placed]) -> None:
+        """Who asked has left while the slot was prepared. llama-server does what it was told all
+        the same, so that is followed to its end, and what was saved or restored is not lost."""
+        await asyncio.wait((placing,))
+        if placing.exception() is None:
+            self._gate.end_placing()
+            self.table.free(slot)
+            self.upkeep.capture_later(slot)
+
+    def _opened(self, lease: Lease) -> Lease:
         self._open.add(lease)
         self._all_ended.clear()
         return lease
 
-    def _expected(self, want: Want, slot: Slot, placed: Placed) -> int | None:
-        """How much of the prompt the reply has to report as cached."""
-        if want.ids is None or not want.cache_prompt:
+    def lease_chat(self, spoken: Spoken, scope: str, session: str | None) -> Lease | None:
+        """The slot of a chat that goes on where it sits, before its tokens are known (see
+        `Lease.learn`); None when there is something to decide first."""
+        if self._is_draining or self._lora_differs or not self.is_running:
             return None
-        if placed.restored is not None:
-            return placed.n
-        if self.placer.policy.window or self.placer.policy.extends_only:
-            return None  # it depends on the checkpoints that the server happens to have
-        return min(placed.n, slot.n_certain)
+        slot = self.table.slot_of_chat(spoken, scope)
+        if slot is None or slot.chat is None:
+            return None
+        n = slot.n + spoken.bytes_after(slot.chat.n) + _TEMPLATE_TOKENS
+        if n >= self.n_ctx or not self.placer.has_room(slot, n) or not self._gate.try_placing():
+            return None
+        self.table.take(slot, scope)
+        self.placer.counters.chats_gone_on += 1
+        return self._opened(Lease(self, slot, None, scope, session=session))
+
+    def learned(self, ids: Ids, slot: Slot) -> Foretold:
+        """The tokens of a chat that goes on in this slot are known."""
+        want, policy = Want(ids, slot.scope), self.placer.policy
+        slot.is_gone_on_with = policy.begins_with(want, slot)
+        live, _ = policy.live(want, slot)
+        return foretell(policy, want, slot, Placed(min(live, want.n - 1), None))
 
     @asynccontextmanager
     async def unpinned(self, scope: str) -> AsyncIterator[Unpinned]:
@@ -261,15 +288,16 @@ class LlamaServerEngine:
             return
         if prompt_ms is not None:
             self.placer.policy.costs.observe_prefill(len(lease.ids) - cache_n, prompt_ms)
-        if lease.n_live_max is not None and cache_n > lease.n_live_max:
+        n_live_max, expected = lease.foretold.n_live_max, lease.foretold.expected
+        if n_live_max is not None and cache_n > n_live_max:
             # It moved rows from elsewhere in the slot (--cache-reuse): no exact ones.
             lease.is_exact = False
-        if lease.expected is None or lease.is_stale:
+        if expected is None or lease.is_stale:
             return
-        if cache_n >= lease.expected:
+        if cache_n >= expected:
             self._misses = 0 if lease.restored else self._misses
         elif lease.restored:
-            self._restore_missed(lease.expected, cache_n)
+            self._restore_missed(expected, cache_n)
         else:
             self.placer.counters.live_missed += 1
             self.upkeep.doubt()  # maybe it was restarted behind our back
@@ -390,6 +418,10 @@ class LlamaServerEngine:
     async def apply_template(self, body: Mapping[str, Any]) -> str:
         return await self.upstream.apply_template(body)
 
+    async def text_of_chat(self, data: bytes | bytearray) -> str:
+        """A chat request, as its client wrote it, to the prompt text. Raises TowerdError."""
+        return await self.upstream.text_of_chat(data)
+
     def pieces(self, ids: Sequence[int]) -> list[bytes]:
         if self._vocab is None:
             raise NotSupported("The model file is not readable here, so tokens have no bytes.")
@@ -454,19 +486,3 @@ class LlamaServerEngine:
         await self.upkeep.close(save=self.is_running)
         await asyncio.to_thread(self._workers.shutdown)
         self._text.shutdown(wait=False)
-
-
-def _live_max(want: Want, slot: Slot) -> int | None:
-    """The most prompt tokens that the slot can have; None when it may hold more than we know."""
-    if want.ids is None or slot.hidden or not slot.known:
-        return None
-    return slot.common(want.ids)
-
-
-def _reuse(want: Want, placed: Placed) -> Reuse:
-    restored = placed.restored
-    if restored is None:
-        return Reuse(live=placed.n, prefill=want.n - placed.n)
-    approximate = int(np.count_nonzero(restored.taint == APPROXIMATE))
-    n_hot, n_warm = restored.n_hot, restored.n_warm
-    return Reuse(0, n_hot, n_warm, want.n - restored.n, approximate)

@@ -7,49 +7,81 @@ request would take exactly that one. So the two kinds take turns.
 from __future__ import annotations
 
 import asyncio
+import enum
+from collections import deque
+
+
+class _Kind(enum.Enum):
+    PLACING = 0
+    UNPINNED = 1
 
 
 class Gate:
-    """Any number of leases may be placing at once, or unpinned requests be launching, not both;
-    an unpinned one that waits goes before leases that have not begun."""
+    """Any number of leases may be placing at once, or unpinned requests be launching, not both.
+    Whoever has to wait goes before all that come later: neither kind can keep the other out."""
 
     def __init__(self) -> None:
-        self._n_placing = 0
-        self._n_unpinned = 0
-        self._nobody_places = asyncio.Event()
-        self._nobody_places.set()
-        self._may_place = asyncio.Event()
-        self._may_place.set()
+        self._n_inside = dict.fromkeys(_Kind, 0)
+        self._waiting: deque[tuple[_Kind, asyncio.Future[None]]] = deque()
 
     @property
     def is_awaited(self) -> bool:
         """Whether an unpinned request waits for leases to be launched."""
-        return self._n_unpinned > 0 and self._n_placing > 0
+        return self._n_inside[_Kind.PLACING] > 0 and bool(self._waiting)
 
     async def begin_placing(self) -> None:
         """Wait until a lease may be placed. Every call needs one `end_placing`."""
-        await self._may_place.wait()
-        self._n_placing += 1
-        self._nobody_places.clear()
+        await self._enter(_Kind.PLACING)
+
+    def try_placing(self) -> bool:
+        """As `begin_placing`, if there is nothing to wait for."""
+        return self._try(_Kind.PLACING)
 
     def end_placing(self) -> None:
         """The lease's request runs, or will not."""
-        self._n_placing -= 1
-        if self._n_placing == 0:
-            self._nobody_places.set()
+        self._leave(_Kind.PLACING)
 
     async def begin_unpinned(self) -> None:
         """Wait until nothing is being placed. Every call needs one `end_unpinned`."""
-        self._n_unpinned += 1
-        self._may_place.clear()
-        try:
-            await self._nobody_places.wait()
-        except BaseException:
-            self.end_unpinned()
-            raise
+        await self._enter(_Kind.UNPINNED)
 
     def end_unpinned(self) -> None:
         """The unpinned request runs, or will not."""
-        self._n_unpinned -= 1
-        if self._n_unpinned == 0:
-            self._may_place.set()
+        self._leave(_Kind.UNPINNED)
+
+    def _can_enter(self, kind: _Kind) -> bool:
+        return not any(n for other, n in self._n_inside.items() if other is not kind)
+
+    def _try(self, kind: _Kind) -> bool:
+        if self._waiting or not self._can_enter(kind):
+            return False
+        self._n_inside[kind] += 1
+        return True
+
+    async def _enter(self, kind: _Kind) -> None:
+        if self._try(kind):
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append((kind, turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self._admit()  # who waits behind may have waited for this one alone
+            else:
+                self._leave(kind)
+            raise
+
+    def _leave(self, kind: _Kind) -> None:
+        self._n_inside[kind] -= 1
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._waiting:
+            kind, turn = self._waiting[0]
+            if not turn.done():
+                if not self._can_enter(kind):
+                    return
+                self._n_inside[kind] += 1
+                turn.set_result(None)
+            self._waiting.popleft()

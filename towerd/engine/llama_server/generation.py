@@ -84,8 +84,8 @@ class LlamaServerGeneration:
             request.ids, request.scope, request.session, compose=request.cache_prompt
         )
         body = completion_body(request, lease.slot)
-        async with self._engine.upstream.stream("/completion", body) as content:
-            async for chunk in chunks(content):
+        async with self._engine.upstream.stream("/completion", body) as reply:
+            async for chunk in chunks(reply):
                 await lease.launched()
                 progress = progress_of(chunk)
                 if progress is not None:

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from towerd.engine.base import TURN_STOPS, Ids, Reuse
+from towerd.engine.llama_server.foretell import Foretold
 from towerd.engine.llama_server.scheduler import Slot
+from towerd.engine.llama_server.spoken import Answered
 from towerd.store.turn import Turn
 
 if TYPE_CHECKING:
@@ -32,22 +34,13 @@ class Lease:
         *,
         session: str | None = None,
         label: str = "",
-        reuse: Reuse | None = None,
-        restored: bool = False,
-        expected: int | None = None,
-        n_live_max: int | None = None,
     ) -> None:
         self.ids = ids
         self.scope = scope
         self.label = label
-        self.reuse = reuse or Reuse(prefill=0 if ids is None else len(ids))
-        """Where the prompt's tokens come from."""
-        self.expected = expected
-        """Tokens that the reply must report as cached; None: that cannot be foretold."""
-        self.restored = restored
-        """Whether they come from a restore for this request."""
-        self.n_live_max = n_live_max
-        """More than so many cannot be cached; None: that cannot be foretold."""
+        self.foretold = Foretold(Reuse(prefill=0 if ids is None else len(ids)), None, None)
+        self.restored = False
+        """Whether what is in place comes from a restore for this request."""
         self.is_exact = True
         """False: the slot's rows are not what evaluating its tokens gives."""
         self.workflow: str | None = None
@@ -56,6 +49,8 @@ class Lease:
         """Who asks, named or told apart by system prompt and tools."""
         self.calls_tools = False
         """Whether the reply ended with a call of a tool."""
+        self.answered: Answered | None = None
+        """The chat request that it was, when it got its reply."""
         self._engine = engine
         self._slot = slot
         self._session = session
@@ -72,9 +67,19 @@ class Lease:
         return self._slot.id
 
     @property
+    def reuse(self) -> Reuse:
+        """Where the prompt's tokens come from."""
+        return self.foretold.reuse
+
+    @property
     def is_stale(self) -> bool:
         """Whether llama-server was restarted since: the slot is empty by now."""
         return self._epoch != self._engine.epoch
+
+    def learn(self, ids: Ids) -> None:
+        """The prompt's tokens, of a chat whose slot was known before they were."""
+        self.ids = ids
+        self.foretold = self._engine.learned(ids, self._slot)
 
     async def launched(self) -> None:
         """The request runs in its slot: others may be placed from now on."""
@@ -147,6 +152,7 @@ class Lease:
         else:
             n_certain = len(tokens) if is_certain else len(self.ids)
             self._slot.hold(tokens, self.scope, n_certain=n_certain, hidden=hidden)
+            self._slot.chat = self.answered
 
     async def __aenter__(self) -> Lease:
         return self
@@ -172,7 +178,7 @@ class Lease:
             if self.ids is None:
                 slot.hold_unknown(self.scope, self.label)
             else:
-                n = self.expected or 0
+                n = self.foretold.expected or 0
                 slot.hold(self.ids[:n], self.scope, hidden=True)
         engine.give_back(self, slot)
 

@@ -95,6 +95,22 @@ class Placer:
         want.n_storable, want.n_public = plan.n, plan.n_public
         return plan
 
+    def has_room(self, slot: Slot, n: int) -> bool:
+        """Whether the slot can come to hold `n` tokens while all others stay as they are."""
+        if not self._keeps_idle:
+            return False
+        n_others = sum(each.n for each in self.table.slots if each is not slot)
+        return not self._cells or self._fits(n_others, n)
+
+    def _fits(self, n_others: int, n: int) -> bool:
+        return n_others + n + min(_RESERVE_CELLS, self._cells // 8) <= self._cells
+
+    def is_in_place(self, want: Want, choice: Choice) -> bool:
+        """Whether a choice needs nothing but the request itself."""
+        if choice.restore or choice.erase or choice.capture is not None or not choice.n_reused:
+            return False
+        return self.has_room(choice.slot, want.n)
+
     # ---- in a chosen slot -------------------------------------------------------------------
 
     async def place(self, want: Want, choice: Choice) -> Placed:
@@ -181,7 +197,7 @@ class Placer:
         idle = sorted((s for s in others if not s.busy and s.n), key=lambda s: s.last_used)
         n_held = sum(each.n for each in others)
         for victim in idle:
-            if n_held + n + min(_RESERVE_CELLS, self._cells // 8) <= self._cells:
+            if self._fits(n_held, n):
                 return
             if victim.busy:  # it was granted while we emptied another
                 continue
@@ -225,8 +241,9 @@ class Placer:
             return
         self._count_capture(captured)
         if epoch == self.epoch:
+            chat = slot.chat
             slot.hold(captured.image.tokens, slot.scope)
-            slot.n_stored = slot.n
+            slot.n_stored, slot.chat = slot.n, chat
 
     def _count_capture(self, captured: Captured) -> None:
         self.counters.saves += 1

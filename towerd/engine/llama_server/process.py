@@ -99,7 +99,6 @@ class LlamaServerProcess:
                 await asyncio.wait_for(process.wait(), STOP_S_MAX)
             except TimeoutError:
                 await self._kill()
-        await self.upstream.close()
 
     # ---- one start ------------------------------------------------------------------------
 
@@ -191,8 +190,8 @@ class LlamaServerProcess:
         try:
             await self._spawn()
             await self._wait_healthy()
-        except ConfigError as error:
-            log.error("llama-server does not come back", extra={"error": error.message})
+        except (ConfigError, OSError) as error:  # it is tried again
+            log.error("llama-server does not come back", extra={"error": str(error)})
             await self._kill()
             return
         self.restarts += 1

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from towerd.engine.base import Ids
+from towerd.engine.llama_server.spoken import Answered, Spoken
 from towerd.store import DERIVED, EXACT, Taint
 
 _EMPTY: Ids = np.zeros(0, np.int32)
@@ -96,6 +97,11 @@ class Slot:
     """False: something may have changed it behind our back; ask before relying on it."""
     last_used: int = 0
     """Count of leases when it was released last; 0 never."""
+    chat: Answered | None = None
+    """The chat request that it ran last, if it holds that and its reply."""
+    is_gone_on_with: bool = False
+    """Whether its last request began with all that it certainly held then: the next turn of that
+    chat will, too."""
     _compared: tuple[Ids, Ids, int] = field(default=(_EMPTY, _EMPTY, 0), repr=False)
     """The last two arrays that were compared, and what they share: one decision asks often."""
 
@@ -122,6 +128,7 @@ class Slot:
         self.tokens, self.scope = tokens, scope
         self.n_certain = len(tokens) if n_certain is None else n_certain
         self.known, self.sure, self.hidden, self.label = True, True, hidden, ""
+        self.chat = None
 
     def hold_restored(self, tokens: Ids, scope: str, window_from: int, taint: Taint) -> None:
         """It was replaced by what the store has of these tokens."""
@@ -129,6 +136,7 @@ class Slot:
         self.n_certain = self.n_stored = len(tokens)
         self.window_from, self.label = window_from, ""
         self.known, self.sure, self.hidden = True, True, False
+        self.chat, self.is_gone_on_with = None, False
 
     def taint_of(self, n: int) -> Taint:
         """The taint of `n` tokens: what follows a row that is not exact is derived."""
@@ -221,6 +229,9 @@ class Policy:
     def choose(self, want: Want, slots: Sequence[Slot]) -> Choice | None:
         """The cheapest way to serve `want` in a free slot; None when all are busy."""
         free = [slot for slot in slots if not slot.busy]
+        going_on = self._continuation(want, free, slots)
+        if going_on is not None:
+            return going_on
         if not want.pinned:
             free = self._picked(want, free)
         used = sorted(slot.last_used for slot in slots)
@@ -231,6 +242,25 @@ class Policy:
         return min(
             options, key=lambda choice: (choice.cost_ms, choice.slot.last_used), default=None
         )
+
+    def _continuation(
+        self, want: Want, free: Sequence[Slot], slots: Sequence[Slot]
+    ) -> Choice | None:
+        """To go on in a slot that holds nothing but the beginning of the prompt, where nothing
+        else has more of it: what every turn of a chat in its slot comes to. Nothing has to leave
+        and everything else evaluates more, so no other option has to be weighed."""
+        if want.ids is None or not want.pinned:
+            return None
+        shared = max(slot.common(want.ids) for slot in slots)
+        if shared == 0 or want.n_storable > shared:
+            return None
+        fitting = [
+            slot for slot in free if slot.n == shared and self.live(want, slot) == (shared, False)
+        ]
+        if not fitting:
+            return None
+        slot = min(fitting, key=lambda each: each.last_used)
+        return Choice(slot, shared, cost_ms=self.costs.prefill(want.n - shared))
 
     def _options(
         self, want: Want, free: Sequence[Slot], slots: Sequence[Slot], used: Sequence[int]
@@ -279,6 +309,21 @@ class Policy:
             if common < slot.n - 1:
                 return 0, False  # it starts over, unless it kept a checkpoint
         return common, False
+
+    def begins_with(self, want: Want, slot: Slot) -> bool:
+        """Whether the prompt begins with all that the slot certainly holds."""
+        if want.ids is None or not slot.n or slot.scope != want.scope:
+            return False
+        is_whole = self.window > 0 or self.extends_only
+        return slot.common(want.ids) >= (slot.n if is_whole else max(slot.n_certain, 1))
+
+    def goes_on(self, slot: Slot, spoken: Spoken, scope: str) -> bool:
+        """Whether a chat goes on in this slot, so that there is nothing to decide."""
+        if slot.busy or not slot.known or not slot.sure or slot.scope != scope:
+            return False
+        if slot.chat is None or not slot.is_gone_on_with or (self.window and slot.window_from):
+            return False
+        return spoken.continues(slot.chat)
 
     def _keep(self, want: Want, slot: Slot, used: Sequence[int], live: int, erase: bool) -> Choice:
         """Go on from what the slot holds."""
@@ -360,26 +405,32 @@ class Policy:
 
         The scope with the fewest slots goes first, then who came first. A request whose rows are
         live in a slot that the first one would take may go before it, but only so often."""
-        if not waiting:
-            return None
         busy: dict[str, int] = {}
         for slot in slots:
             if slot.busy:
                 busy[slot.holder] = busy.get(slot.holder, 0) + 1
-        first = min(waiting, key=lambda want: busy.get(want.scope, 0))
-        choice = self.choose(first, slots)
-        if choice is None:
-            return None
-        if self._awaits(first, choice, slots):
-            return self.next([want for want in waiting if want is not first], slots)
-        if first.overtaken < len(slots):
-            for later in waiting:
-                if later is not first and self._continues(later, choice.slot):
-                    if self._continues(first, choice.slot):
-                        break
+        in_turn = sorted(waiting, key=lambda want: busy.get(want.scope, 0))
+        for n_passed, first in enumerate(in_turn):
+            choice = self.choose(first, slots)
+            if choice is None:
+                return None
+            if not self._awaits(first, choice, slots):
+                passed = {id(want) for want in in_turn[:n_passed]}
+                others = [want for want in waiting if id(want) not in passed]
+                return self._overtaking(first, choice, others, slots)
+        return None
+
+    def _overtaking(
+        self, first: Want, choice: Choice, waiting: Sequence[Want], slots: Sequence[Slot]
+    ) -> tuple[Want, Choice]:
+        """`first`, or a later one that is live in the slot chosen for it."""
+        if first.overtaken >= len(slots) or self._continues(first, choice.slot):
+            return first, choice
+        for later in waiting:
+            if later is not first and self._continues(later, choice.slot):
+                other = self.choose(later, slots)
+                if other is not None:
                     first.overtaken += 1
-                    other = self.choose(later, slots)
-                    assert other is not None
                     return later, other
         return first, choice
 

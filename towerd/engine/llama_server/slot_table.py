@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from towerd.engine.llama_server.scheduler import Choice, Policy, Slot, Want
+from towerd.engine.llama_server.spoken import Spoken
 from towerd.errors import TowerdError, Unavailable
 
 
@@ -64,6 +65,18 @@ class SlotTable:
             elif waiting.granted.done() and not waiting.granted.cancelled():
                 self.undo(waiting.granted.result())
             raise
+
+    def slot_of_chat(self, spoken: Spoken, scope: str) -> Slot | None:
+        """The free slot where this chat goes on; None if there is none, or somebody waits for a
+        slot."""
+        if self._waiting:
+            return None
+        slots = (slot for slot in self.slots if self.policy.goes_on(slot, spoken, scope))
+        return next(slots, None)
+
+    def take(self, slot: Slot, scope: str) -> None:
+        """Mark a free slot busy for what goes on there."""
+        self._take(Choice(slot, slot.n), Want(None, scope))
 
     def undo(self, choice: Choice) -> None:
         """Give back a choice that was not used; its slots hold what they held."""

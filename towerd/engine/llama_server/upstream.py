@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import io
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import aiohttp
 import msgspec
 import numpy as np
 
 from towerd.engine.base import Ids
+from towerd.engine.llama_server.wire import Lost, NotHttp, Reply, send
 from towerd.errors import (
     ContextExceeded,
     Forbidden,
@@ -25,9 +24,8 @@ from towerd.errors import (
     Unavailable,
 )
 
-_CONNECT_S_MAX = 10.0
 _BIG_BYTES = 256 * 1024
-"""Documents over this are encoded and decoded off the loop, and sent in pieces."""
+"""Documents over this are decoded off the loop."""
 _BY_STATUS: dict[int, type[TowerdError]] = {
     400: InvalidRequest,
     401: Unauthorized,
@@ -52,39 +50,32 @@ class SlotAction:
 
 
 class Upstream:
-    """A llama-server at `url`. Make it on the event loop; `url` and `key` may change while it is
-    restarted. Every call raises UpstreamGone, or the TowerdError of the status it got."""
+    """A llama-server at `url`; `url` and `key` may change while it is restarted. Every call
+    raises UpstreamGone, or the TowerdError of the status it got."""
 
     def __init__(self, url: str, key: str | None = None) -> None:
         self.url = url.rstrip("/")
         self.key = key
-        # An idle connection would occupy one of llama-server's few HTTP threads.
-        connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S_MAX)
-        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout)
 
     def auth(self) -> dict[str, str]:
         """The header that opens it."""
         return {"Authorization": f"Bearer {self.key}"} if self.key else {}
 
-    async def close(self) -> None:
-        await self._session.close()
-
     async def get(self, path: str) -> Any:
         """JSON of a GET."""
-        async with self._request("GET", path) as reply:
-            return await _json(reply)
+        return await _json(path, await self._ask("GET", path))
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """JSON of a POST; arrays of ids may be numpy arrays."""
-        async with self._request("POST", path, _ENCODER.encode(body)) as reply:
-            return await _json(reply)
+        return await self.post_bytes(path, _ENCODER.encode(body))
 
     async def post_big(self, path: str, body: Mapping[str, Any]) -> Any:
         """As `post`, for bodies that may be megabytes."""
-        data = await asyncio.to_thread(_ENCODER.encode, body)
-        async with self._request("POST", path, data) as reply:
-            return await _json(reply)
+        return await self.post_bytes(path, await asyncio.to_thread(_ENCODER.encode, body))
+
+    async def post_bytes(self, path: str, body: bytes | bytearray) -> Any:
+        """As `post`, of a body that is JSON already."""
+        return await _json(path, await self._ask("POST", path, body))
 
     async def is_healthy(self) -> bool:
         """Whether it answers and its model is loaded."""
@@ -116,8 +107,7 @@ class Upstream:
     async def metrics(self) -> bytes:
         """GET /metrics; empty if it has none."""
         try:
-            async with self._request("GET", "/metrics") as reply:
-                return await reply.read()
+            return await self._ask("GET", "/metrics")
         except UpstreamGone:
             raise
         except TowerdError:
@@ -138,6 +128,10 @@ class Upstream:
         """A chat request body to the prompt text."""
         return str((await self.post_big("/apply-template", body))["prompt"])
 
+    async def text_of_chat(self, data: bytes | bytearray) -> str:
+        """A chat request, as its client wrote it, to the prompt text."""
+        return str((await self.post_bytes("/apply-template", data))["prompt"])
+
     async def evaluate(self, ids: Ids, slot: int) -> int:
         """Bring the slot to hold exactly `ids`, generating nothing; returns how many of them
         came from the cache."""
@@ -146,29 +140,38 @@ class Upstream:
         return int(reply["timings"]["cache_n"])
 
     @asynccontextmanager
-    async def stream(
-        self, path: str, body: Mapping[str, Any]
-    ) -> AsyncIterator[aiohttp.StreamReader]:
-        """The bytes of a streamed reply."""
-        async with self._request("POST", path, _ENCODER.encode(body)) as reply:
-            yield reply.content
-
-    @asynccontextmanager
-    async def _request(
-        self, method: str, path: str, data: bytes | None = None
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        big = data is not None and len(data) > _BIG_BYTES
-        try:
-            async with self._session.request(
-                method,
-                self.url + path,
-                data=io.BytesIO(data) if big and data is not None else data,
-                headers=self.auth() | {"Content-Type": "application/json"},
-            ) as reply:
+    async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[Reply]:
+        """A reply that is read as it comes."""
+        with self._translated():
+            reply = await self._send("POST", path, _ENCODER.encode(body))
+            try:
                 if reply.status != 200:
-                    raise await _error(reply)
+                    raise _error(reply.status, await reply.read_all())
                 yield reply
-        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            finally:
+                reply.close()
+
+    async def _ask(self, method: str, path: str, data: bytes | bytearray | None = None) -> bytes:
+        """The body of a reply."""
+        with self._translated():
+            reply = await self._send(method, path, data)
+            try:
+                body = await reply.read_all()
+            finally:
+                reply.close()
+        if reply.status != 200:
+            raise _error(reply.status, body)
+        return body
+
+    async def _send(self, method: str, path: str, data: bytes | bytearray | None) -> Reply:
+        headers = {**self.auth(), "Content-Type": "application/json"}
+        return await send(self.url, method, path, headers, data)
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except (Lost, NotHttp, OSError) as error:
             raise UpstreamGone(f"llama-server at {self.url} does not answer: {error}") from error
 
 
@@ -182,28 +185,27 @@ def _plain(value: Any) -> Any:
 _ENCODER = msgspec.json.Encoder(enc_hook=_plain)
 
 
-async def _json(reply: aiohttp.ClientResponse) -> Any:
-    data = await reply.read()
+async def _json(path: str, data: bytes) -> Any:
     try:
         if len(data) > _BIG_BYTES:
             return await asyncio.to_thread(msgspec.json.decode, data)
         return msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise TowerdError(f"{reply.url.path} of the upstream did not answer JSON.") from error
+        raise TowerdError(f"{path} of the upstream did not answer JSON.") from error
 
 
-async def _error(reply: aiohttp.ClientResponse) -> TowerdError:
+def _error(status: int, body: bytes) -> TowerdError:
     """The upstream's error as ours, with its own words."""
-    message = f"llama-server answered {reply.status}"
+    message = f"llama-server answered {status}"
     extra: dict[str, Any] = {}
     try:
-        error = (await reply.json(content_type=None))["error"]
+        error = msgspec.json.decode(body)["error"]
         message = str(error["message"])
         if error.get("type") == ContextExceeded.kind:
             extra = {key: error[key] for key in ("n_prompt_tokens", "n_ctx") if key in error}
             return ContextExceeded(message, **extra)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         pass
-    made = _BY_STATUS.get(reply.status, TowerdError)(message)
-    made.status = reply.status
+    made = _BY_STATUS.get(status, TowerdError)(message)
+    made.status = status
     return made

@@ -1,0 +1,71 @@
+"""Clients that leave while their slot is being prepared."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import psutil
+import pytest
+from sidecar_tools import OpenSidecar, ask, prompt, until
+
+from towerd.engine.llama_server.slotdir import PREFIX
+
+
+async def test_a_save_is_followed_to_its_end(sidecar_on: OpenSidecar) -> None:
+    """llama-server saves the slot all the same: what it saved is stored, and no file is left;
+    the conversation that was to leave loses nothing."""
+    async with sidecar_on(parallel=1) as sidecar:
+        engine = sidecar.engine
+        _, done = await ask(sidecar, prompt(200))
+        process = engine.backend.process
+        assert process is not None
+        llama_server = psutil.Process(process.pid)
+        llama_server.suspend()
+        try:
+            leaving = asyncio.create_task(engine.lease(prompt(100, 1), "local", None))
+            slot = engine.table.slots[0]
+            await until(lambda: slot.busy)
+            await asyncio.sleep(0.05)
+            leaving.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await leaving
+            assert slot.busy
+        finally:
+            llama_server.resume()
+        await until(lambda: not slot.busy)
+        assert engine.stats()["saves"] == 1
+        assert list(engine.backend.slotdir.path.glob(PREFIX + "*")) == []
+        longer = np.concatenate([prompt(200), done.ids, prompt(5, 2)])
+        _, again = await ask(sidecar, longer)
+        assert again.reuse.live == again.timings.cache_n == 207
+        assert again.session == done.session
+
+
+async def test_a_restore_is_followed_to_its_end(sidecar_on: OpenSidecar) -> None:
+    """Who asks again finds what was restored for the one that left."""
+    async with sidecar_on(parallel=1) as sidecar:
+        engine = sidecar.engine
+        _, done = await ask(sidecar, prompt(200))
+        await ask(sidecar, prompt(100, 1))
+        await engine.settle()
+        longer = np.concatenate([prompt(200), done.ids, prompt(5, 2)])
+        process = engine.backend.process
+        assert process is not None
+        llama_server = psutil.Process(process.pid)
+        llama_server.suspend()
+        try:
+            leaving = asyncio.create_task(engine.lease(longer, "local", None))
+            slot = engine.table.slots[0]
+            await until(lambda: slot.busy)
+            await asyncio.sleep(0.05)
+            leaving.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await leaving
+        finally:
+            llama_server.resume()
+        await until(lambda: not slot.busy)
+        _, again = await ask(sidecar, longer)
+        assert again.reuse.live == again.timings.cache_n == 207
+        stats = engine.stats()
+        assert (stats["restores"], stats["restores_missed"]) == (1, 0)

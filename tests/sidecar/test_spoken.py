@@ -1,0 +1,70 @@
+"""Chats that go on are told from all others by what was said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from towerd.engine.llama_server.spoken import MESSAGES_MAX, spoken_of
+
+TEXTS = st.sampled_from(["", "a", " a\n", "b"])
+MESSAGES = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "system"]), "content": TEXTS | st.none()}
+)
+BODIES = st.fixed_dictionaries(
+    {"messages": st.lists(MESSAGES, max_size=5)}, optional={"temperature": st.integers(0, 1)}
+)
+
+
+def goes_on(before: dict[str, Any], reply: str, after: dict[str, Any]) -> bool:
+    """Whether it does, by the requests themselves."""
+    n = len(before["messages"])
+    said = after["messages"]
+    if {**before, "messages": []} != {**after, "messages": []}:
+        return False
+    if said[:n] != before["messages"] or len(said) < n + 2:
+        return False
+    return bool(said[n]["role"] == "assistant" and (said[n]["content"] or "").strip() == reply)
+
+
+@given(BODIES, TEXTS, st.lists(MESSAGES, max_size=3), BODIES)
+def test_what_goes_on(
+    before: dict[str, Any], reply: str, more: list[dict[str, Any]], other: dict[str, Any]
+) -> None:
+    """A request goes on another if it begins with all of it and its reply, and differs in
+    nothing else."""
+    spoken = spoken_of(before)
+    assert spoken is not None
+    answered = spoken.answered(reply)
+    said = [*before["messages"], {"role": "assistant", "content": reply}, *more]
+    for after in ({**before, "messages": said}, {**other, "messages": said}, other):
+        found = spoken_of(after)
+        assert found is not None
+        assert found.continues(answered) == goes_on(before, reply.strip(), after)
+        assert found.bytes_after(0) >= len(repr(after["messages"])) - 60
+        assert found.bytes_after(len(after["messages"])) == 0
+
+
+def test_texts_in_parts() -> None:
+    """A client may send a reply back as it likes."""
+    begun: list[Any] = [{"role": "user", "content": "hi"}]
+    spoken = spoken_of({"messages": begun})
+    assert spoken is not None
+    parts = [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]
+    for content in ("hello", "hello\n", parts):
+        said = [*begun, {"role": "assistant", "content": content}, *begun]
+        again = spoken_of({"messages": said})
+        assert again is not None
+        assert again.continues(spoken.answered("hello"))
+
+
+def test_no_ordinary_chats() -> None:
+    strange: list[Any] = [
+        None, "hi", ["hi"], [{"role": "user"}] * (MESSAGES_MAX + 1), [{"a": np.zeros(3)}],
+    ]  # fmt: skip
+    for messages in strange:
+        assert spoken_of({"messages": messages}) is None
+    assert spoken_of({"messages": []}) is not None
