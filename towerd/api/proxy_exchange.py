@@ -140,12 +140,12 @@ class Exchange:
         request = self._request
         response = head_of(reply, {REUSE_HEADER: self._reuse.header()})
         response.headers.popall("Content-Length", None)
-        await response.prepare(request)
         last: list[bytes] = []
         try:
             while chunk := await read(reply, EVENT_BYTES_MAX):
                 ready = self._take(chunk, last)
                 if ready:
+                    await response.prepare(request)  # here: it leaves with the first event
                     await write_or_stall(request, response, ready)
             last.append(self._splitter.rest())
             if not self._watch.is_over and not self._plan.hides_end:
@@ -156,6 +156,7 @@ class Exchange:
             await self._keep()
             last = [self._error_event(error)]
         await self._leave()  # who has seen the end may ask again at once, and get this slot
+        await response.prepare(request)
         await write_or_stall(request, response, b"".join(last))
         await response.write_eof()
         return response

@@ -41,8 +41,9 @@ def _is_keeping_up(request: web.Request, data: bytes) -> bool:
     """Whether writing cannot wait: a timer for every token of a stream would be a tenth of what
     passing it on costs."""
     transport = request.transport
-    is_small = len(data) <= INLINE_BYTES_MAX
-    return is_small and transport is not None and transport.get_write_buffer_size() == 0
+    if transport is None:
+        return False
+    return transport.get_write_buffer_size() + len(data) <= INLINE_BYTES_MAX
 
 
 class EventStream:
