@@ -26,7 +26,7 @@ def runner(request: pytest.FixtureRequest) -> Iterator[asyncio.Runner]:
 
 
 @asynccontextmanager
-async def serving(talk: Talk) -> AsyncIterator[str]:
+async def serving(talk: Talk, port: int = 0) -> AsyncIterator[str]:
     """URL of a server that does this with every connection."""
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -37,7 +37,7 @@ async def serving(talk: Talk) -> AsyncIterator[str]:
         finally:
             writer.close()
 
-    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    server = await asyncio.start_server(handle, "127.0.0.1", port)
     try:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     finally:
@@ -157,6 +157,22 @@ def test_a_reply_that_breaks_off(runner: asyncio.Runner, head: bytes) -> None:
             with pytest.raises(Lost):
                 await reply.read(2)
             reply.close()
+
+    runner.run(run())
+
+
+def test_names(runner: asyncio.Runner) -> None:
+    """A name leads where it led before, and is looked up again when nobody answers there."""
+
+    async def run() -> None:
+        async with serving(saying(HEAD + b"\r\nabc")) as url:
+            port = int(url.rpartition(":")[2])
+            for _ in range(2):
+                assert (await ask(f"http://localhost:{port}"))[1] == b"abc"
+        with pytest.raises(OSError, match=r"refused|connect"):
+            await send(f"http://localhost:{port}", "GET", "/", {})
+        async with serving(saying(HEAD + b"\r\nabc"), port):
+            assert (await ask(f"http://localhost:{port}"))[1] == b"abc"
 
     runner.run(run())
 

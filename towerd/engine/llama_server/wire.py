@@ -21,6 +21,8 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 from multidict import CIMultiDict
 
 CONNECT_S_MAX = 10.0
+RESOLVED_S = 10.0
+"""For so long a host name stands for the address that answered: looking it up takes a thread."""
 PIECE_BYTES = 256 * 1024
 """Bodies over this go out in pieces: one write of megabytes holds the loop up."""
 BUFFER_BYTES_MAX = 256 * 1024
@@ -41,7 +43,7 @@ class NotHttp(Exception):
     """What came is no HTTP reply."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Address:
     """Where a URL leads."""
 
@@ -53,6 +55,30 @@ class _Address:
     """Before every path."""
     tls: ssl.SSLContext | None
     """None: plain HTTP."""
+    peer: str = ""
+    """The address that answered last."""
+    peer_until_s: float = 0.0
+
+    async def connect(self, method: str) -> Reply:
+        """A connection that a request can go out on. Raises OSError."""
+        loop = asyncio.get_running_loop()
+        if self.peer and loop.time() < self.peer_until_s:
+            try:
+                return await self._connect(self.peer, method)
+            except OSError:
+                self.peer = ""
+        reply = await self._connect(self.host, method)
+        self.peer, self.peer_until_s = reply.peer, loop.time() + RESOLVED_S
+        return reply
+
+    async def _connect(self, host: str, method: str) -> Reply:
+        loop = asyncio.get_running_loop()
+        name = self.host if self.tls is not None else None
+        async with asyncio.timeout(CONNECT_S_MAX):
+            _, reply = await loop.create_connection(
+                partial(Reply, method, loop), host, self.port, ssl=self.tls, server_hostname=name
+            )
+        return reply
 
 
 @lru_cache(8)
@@ -76,11 +102,7 @@ async def send(
     Raises OSError when nothing listens there, Lost, NotHttp, and what iterating the body raises."""
     address = _address(url)
     head = _head(address, method, path, headers, body)
-    loop = asyncio.get_running_loop()
-    async with asyncio.timeout(CONNECT_S_MAX):
-        _, reply = await loop.create_connection(
-            partial(Reply, method, loop), address.host, address.port, ssl=address.tls
-        )
+    reply = await address.connect(method)
     try:
         reply.begin(head, body, is_chunked=_is_chunked(headers, body))
         await reply.answered()
@@ -134,6 +156,12 @@ class Reply(asyncio.Protocol):
         self._is_lost = False
         self._is_paused = False
         self._error: Lost | NotHttp | None = None
+
+    @property
+    def peer(self) -> str:
+        """The address of the other end."""
+        assert self._transport is not None
+        return str(self._transport.get_extra_info("peername")[0])
 
     # --- for whoever asked ----------------------------------------------------------------
 
