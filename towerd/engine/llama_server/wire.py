@@ -159,9 +159,9 @@ class Reply(asyncio.Protocol):
 
     @property
     def peer(self) -> str:
-        """The address of the other end."""
-        assert self._transport is not None
-        return str(self._transport.get_extra_info("peername")[0])
+        """The address of the other end; empty if it is gone already."""
+        name = self._transport.get_extra_info("peername") if self._transport is not None else None
+        return str(name[0]) if name else ""
 
     # --- for whoever asked ----------------------------------------------------------------
 
