@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from decimal import Decimal
 from typing import Any
 
@@ -111,6 +112,21 @@ def test_events_are_cut_wherever_the_bytes_arrive(events: list[bytes], data: st.
         found += splitter.feed(stream[start:stop])
     assert found == events
     assert splitter.rest() == b"data: rest"
+
+
+BREAKS = st.sampled_from([b"a", b"\n", b"\r", b"\r\n", b"\n\n", b"\r\n\r\n", b"data: x"])
+
+
+@given(st.lists(BREAKS, max_size=12).map(b"".join), st.data())
+def test_blank_lines_are_found_across_reads(stream: bytes, data: st.DataObject) -> None:
+    """The same as in the whole stream at once, whatever stands where it is cut."""
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=6)))
+    splitter, found = EventSplitter(), []
+    for start, stop in zip([0, *cuts], [*cuts, len(stream)], strict=True):
+        found += splitter.feed(stream[start:stop])
+    ends = [match.end() for match in re.finditer(rb"\r?\n\r?\n", stream)]
+    assert found == [stream[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+    assert splitter.rest() == stream[ends[-1] if ends else 0 :]
 
 
 def test_data_of_events() -> None:

@@ -271,28 +271,36 @@ class EventSplitter:
     """Cuts a byte stream of server-sent events after each event."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._parts: list[bytes] = []
+        """What stands after the last complete event, as it came."""
+        self._tail = b""
+        """Its last bytes, with which a blank line may begin."""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The events that `data` completes, each with its closing blank line."""
-        data = self._rest + data
-        if data.endswith(_END) and data.find(_END) == len(data) - len(_END) and b"\r" not in data:
-            self._rest = b""  # one whole event, as nearly all arrive
-            return [data]
-        events, start = [], 0
-        for found in _BLANK_LINE.finditer(data):
-            events.append(data[start : found.end()])
-            start = found.end()
-        self._rest = data[start:]
+        """The events that `data` completes, each with its closing blank line. Every byte is
+        looked at once, however long an event is."""
+        if not self._parts and data.endswith(_END) and b"\r" not in data:
+            if data.find(_END) == len(data) - len(_END):
+                return [data]  # one whole event, as nearly all arrive
+        n_tail, events, start = len(self._tail), [], 0
+        text = self._tail + data
+        for found in _BLANK_LINE.finditer(text):
+            end = found.end() - n_tail
+            events.append(b"".join([*self._parts, data[start:end]]))
+            self._parts, start = [], end
+        if start < len(data):
+            self._parts.append(data[start:])
+        self._tail = text[max(len(text) - _TAIL_BYTES, start + n_tail if events else 0) :]
         return events
 
     def rest(self) -> bytes:
         """What stands after the last complete event."""
-        return self._rest
+        return b"".join(self._parts)
 
 
 _BLANK_LINE = re.compile(rb"\r?\n\r?\n")
 _END = b"\n\n"
+_TAIL_BYTES = len(b"\r\n\r")
 _ONE_LINE = b"data: "
 _DATA = re.compile(rb"^data:[ ]?([^\r\n]*)", re.MULTILINE)
 
