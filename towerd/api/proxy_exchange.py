@@ -102,10 +102,13 @@ class Exchange:
 
     async def _learn(self) -> None:
         """Wait until the prompt's tokens are known. Without them the turn is not recorded."""
-        if self.learning is None:
+        learning = self.learning
+        if learning is None:
             return
-        await asyncio.wait((self.learning,))
-        error = self.learning.exception()
+        if not learning.done():
+            await asyncio.wait((learning,))
+        self.learning = None
+        error = None if learning.cancelled() else learning.exception()
         if error is not None and self._reply is not None and self._reply.status == 200:
             log.warning("a chat's tokens are not known", exc_info=error)
 
@@ -278,12 +281,21 @@ class Exchange:
         if self._reply is not None:
             self._reply.close()
         if self.learning is None or self.learning.done():
+            await self._learn()
             await self._give_back()
         else:  # what the slot holds can be told then; the client does not wait for that
-            self._request.app[LINK].later(self._give_back())
+            self._request.app[LINK].later(self._give_back_learned(self.learning))
+
+    async def _give_back_learned(self, learning: asyncio.Task[None]) -> None:
+        with self._request.app[LINK].unattended() as leaving:
+            ending = asyncio.create_task(leaving.wait())
+            await asyncio.wait((learning, ending), return_when=asyncio.FIRST_COMPLETED)
+            ending.cancel()
+        learning.cancel()
+        await self._learn()
+        await self._give_back()
 
     async def _give_back(self) -> None:
-        await self._learn()
         if self.lease is not None:
             await self.lease.__aexit__(None, None, None)
         if self.use is not None:
