@@ -55,4 +55,4 @@ def shorten_slice() -> bool:
         nice=nice,
         runtime=SLICE_NS,
     )
-    return ctypes.CDLL(None).syscall(number, 0, ctypes.byref(wanted), 0) == 0
+    return bool(ctypes.CDLL(None).syscall(number, 0, ctypes.byref(wanted), 0) == 0)

@@ -15,7 +15,8 @@ MESSAGES = st.fixed_dictionaries(
     {"role": st.sampled_from(["user", "assistant", "system"]), "content": TEXTS | st.none()}
 )
 BODIES = st.fixed_dictionaries(
-    {"messages": st.lists(MESSAGES, max_size=5)}, optional={"temperature": st.integers(0, 1)}
+    {"messages": st.lists(MESSAGES, max_size=5)},
+    optional={"tools": st.integers(0, 1), "seed": st.integers(0, 1)},
 )
 
 
@@ -23,7 +24,7 @@ def goes_on(before: dict[str, Any], reply: str, after: dict[str, Any]) -> bool:
     """Whether it does, by the requests themselves."""
     n = len(before["messages"])
     said = after["messages"]
-    if {**before, "messages": []} != {**after, "messages": []}:
+    if before.get("tools") != after.get("tools"):
         return False
     if said[:n] != before["messages"] or len(said) < n + 2:
         return False
@@ -35,7 +36,7 @@ def test_what_goes_on(
     before: dict[str, Any], reply: str, more: list[dict[str, Any]], other: dict[str, Any]
 ) -> None:
     """A request goes on another if it begins with all of it and its reply, and differs in
-    nothing else."""
+    nothing else that may change the prompt."""
     spoken = spoken_of(before)
     assert spoken is not None
     answered = spoken.answered(reply)

@@ -18,6 +18,13 @@ import msgspec
 
 MESSAGES_MAX = 1000
 _DIGEST_BYTES = 16
+_UNSAID = frozenset(
+    (
+        "messages", "stream", "stream_options", "max_tokens", "max_completion_tokens", "n_predict",
+        "temperature", "top_k", "top_p", "min_p", "seed", "stop", "user", "metadata",
+    )
+)  # fmt: skip
+"""Fields without a part in the prompt; whatever else is set may have one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +34,7 @@ class Answered:
     n: int
     """Messages that it had."""
     digest: bytes
-    """Of these, and of everything else in the request."""
+    """Of these, and of what else the prompt may hang on."""
     reply: str
 
 
@@ -36,7 +43,7 @@ class Spoken:
     """The messages of a chat request."""
 
     digests: tuple[bytes, ...]
-    """[k]: of everything else in the request and its first k messages."""
+    """[k]: of what else the prompt may hang on, and the first k messages."""
     ends: tuple[int, ...]
     """[k]: bytes that these take as JSON."""
     replies: tuple[str | None, ...]
@@ -67,7 +74,7 @@ def spoken_of(body: Mapping[str, Any]) -> Spoken | None:
     if not all(isinstance(message, dict) for message in messages):
         return None
     try:
-        rest = msgspec.json.encode({k: v for k, v in body.items() if k != "messages"})
+        rest = msgspec.json.encode({k: v for k, v in body.items() if k not in _UNSAID})
         parts = [msgspec.json.encode(message) for message in messages]
     except (TypeError, UnicodeEncodeError):
         return None

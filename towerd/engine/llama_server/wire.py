@@ -297,7 +297,8 @@ class Reply(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._is_lost = True
-        if error is None and self._has_head and self._ends_with_connection():
+        is_orderly = error is None and self._error is None
+        if is_orderly and self._has_head and self._ends_with_connection():
             self._is_complete = True
         if not self._is_complete:
             self._fail(Lost("the connection ended"))
@@ -330,8 +331,8 @@ class Reply(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
-        if 100 <= status < 200:
-            return  # the reply proper is to come
+        if self._has_head or 100 <= status < 200:
+            return  # nobody's, or the reply proper is to come
         self.status, self._has_head = status, True
         if self._method == "HEAD":
             self.on_message_complete()
