@@ -39,7 +39,7 @@ class Chat:
         return reply
 
     def ask(self, messages: Messages) -> str:
-        body = {
+        body: dict[str, Any] = {
             "messages": messages, "max_tokens": N_PREDICT, "temperature": 0, "ignore_eos": True,
             "stream": self.stream,
         }  # fmt: skip
@@ -56,7 +56,7 @@ class Chat:
 
 @pytest.fixture
 def daemon(make_sidecar: MakeDaemon) -> Iterator[Daemon]:
-    with make_sidecar() as daemon:
+    with make_sidecar("-np", "1") as daemon:  # with more, speed decides which one is taken
         yield daemon
 
 
@@ -70,7 +70,7 @@ def counted(daemon: Daemon) -> int:
 def ids_of(url: str, messages: Messages) -> list[int]:
     """The tokens that a chat request is evaluated as, by llama-server itself."""
     text = requests.post(url + "/apply-template", json={"messages": messages}, timeout=30).json()
-    body = {"content": text["prompt"], "add_special": True, "parse_special": True}
+    body: dict[str, Any] = {"content": text["prompt"], "add_special": True, "parse_special": True}
     ids: list[int] = requests.post(url + "/tokenize", json=body, timeout=30).json()["tokens"]
     return ids
 
@@ -112,7 +112,7 @@ def test_edits_and_others_do_not(daemon: Daemon, alone: str) -> None:
 
 
 def test_more_chats_than_slots(daemon: Daemon, alone: str) -> None:
-    """Three chats, each for two turns at a time, in two slots."""
+    """Three chats, each for some turns at a time, in one slot."""
     pairs = [(Chat(daemon.url, name), Chat(alone, name)) for name in "abc"]
     for turn in range(4):
         for ours, theirs in pairs:
@@ -127,7 +127,7 @@ def test_whoever_leaves(daemon: Daemon) -> None:
     chat = Chat(daemon.url, "left")
     for turn in range(3):
         chat.say(f"Day {turn}?")
-    body = {
+    body: dict[str, Any] = {
         "messages": [*chat.messages, {"role": "user", "content": "Day 3?"}], "stream": True,
         "max_tokens": 400, "temperature": 0, "ignore_eos": True,
     }  # fmt: skip
@@ -149,7 +149,7 @@ def test_a_request_that_is_refused(daemon: Daemon) -> None:
         chat.say(f"Day {turn}?")
     more = [*chat.messages, {"role": "user", "content": "x", "tool_calls": "none"}]
     for messages in (more, [*chat.messages, {"role": 7, "content": "x"}]):
-        body = {"messages": messages, "max_tokens": N_PREDICT, "temperature": 0,
+        body: dict[str, Any] = {"messages": messages, "max_tokens": N_PREDICT, "temperature": 0,
                 "ignore_eos": True, "stream": False}  # fmt: skip
         reply = requests.post(daemon.url + "/v1/chat/completions", json=body, timeout=60)
         if reply.status_code != 200:

@@ -82,13 +82,13 @@ async def test_leaving_while_a_chat_goes_on(
         host, port = runner.addresses[0][:2]
         url = f"http://{host}:{port}/v1/chat/completions"
         messages: list[dict[str, Any]] = []
+        body: dict[str, Any] = {"messages": messages, "max_tokens": 4, "temperature": 0}
         process = service.engine.backend.process
         assert process is not None
         child = psutil.Process(process.pid)
         async with aiohttp.ClientSession() as http:
             for turn in range(3):
                 messages.append({"role": "user", "content": f"Day {turn}?"})
-                body = {"messages": messages, "max_tokens": 4, "temperature": 0}
                 if turn == 2:
                     break
                 async with http.post(url, json=body) as reply:

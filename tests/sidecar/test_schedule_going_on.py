@@ -57,12 +57,12 @@ def test_what_is_there_is_gone_on_with(
         n_public=data.draw(st.integers(0, 2)), cache_prompt=data.draw(st.booleans()),
         pinned=data.draw(st.booleans()),
     )  # fmt: skip
-    settings = {
+    fields: dict[str, Any] = {
         "window": data.draw(st.sampled_from([0, 0, 2])),
         "extends_only": data.draw(st.booleans()), "can_store": data.draw(st.booleans()),
     }  # fmt: skip
     costs = Costs(prefill_ms=data.draw(st.sampled_from([2.0, 0.01])))
-    quick, thorough = Policy(costs, **settings), Weighing(costs, **settings)
+    quick, thorough = Policy(costs, **fields), Weighing(costs, **fields)
     free = [slot for slot in slots if not slot.busy]
     event(f"short: {quick._continuation(want, free, slots) is not None}")
     assert quick.choose(want, slots) == thorough.choose(want, slots)
