@@ -1,12 +1,11 @@
-"""`towerctl train predictor`: the graph model of agent workflows, from recorded ones."""
+"""`towerctl train predictor`: the predictor of agent workflows, from recorded ones."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,13 +13,12 @@ from towerd.cli.output import echo_json, show_table
 from towerd.errors import TowerdError
 
 if TYPE_CHECKING:
-    from towerd.policy.predict.base import Forecast
-    from towerd.policy.predict.graph import GraphPredictor
-    from towerd.policy.predict.markov import Markov
+    from towerd.policy.predict.graph import GraphWeights
     from towerd.policy.predict.runs import Run
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 _HELD_OUT = 0.3
+HEADS = ("predictor", ">1 step", ">2 steps", ">3 steps", ">calibration error")
 
 
 @click.command()
@@ -41,8 +39,11 @@ def predictor(traces: tuple[Path, ...], out: Path, epochs: int, seed: int, as_js
         raise TowerdError(
             "Training needs torch: install towerd with its extra, pip install 'towerd[train]'."
         )
+    from towerd.policy.predict.mixture_file import save
+    from towerd.policy.predict.rivals import judge_all, table
     from towerd.policy.predict.runs import split
     from towerd.policy.predict.train import train
+    from towerd.policy.predict.train_mixture import train_mixture
     from towerd.replay.runs import read_runs
 
     runs = [run for path in traces for run in read_runs(path)]
@@ -54,54 +55,25 @@ def predictor(traces: tuple[Path, ...], out: Path, epochs: int, seed: int, as_js
         if not as_json:
             click.echo(f"epoch {epoch + 1}: loss {loss:.4f}, held out {check:.4f}", err=True)
 
-    weights = train(learned, epochs=epochs, seed=seed, progress=progress)
-    weights.save(out)
-    rows = scores(learned, held, weights)
+    def train_graph(seen: Sequence[Run], seed: int) -> GraphWeights:
+        return train(seen, epochs=epochs, seed=seed, progress=progress)
+
+    weights = train_mixture(learned, train_graph, seed=seed)
+    save(weights, out)
+    rows = table(judge_all(learned, held, weights))
     if as_json:
         echo_json({"workflows": len(runs), "parameters": weights.n_parameters, "scores": rows})
         return
-    heads = ("predictor", ">1 step", ">2 steps", ">3 steps", ">calibration error")
-    show_table(heads, [_as_text(name, row) for name, row in rows.items()])
+    show_table(HEADS, [as_text(name, row) for name, row in rows.items()])
 
 
-def scores(learned: list[Run], held: list[Run], weights: Any = None) -> dict[str, dict[str, float]]:
-    """Accuracy on the held-out runs of Markov 1-3 and, with weights, the graph model."""
-    from towerd.policy.predict.accuracy import accuracy
-    from towerd.policy.predict.graph import GraphPredictor
-    from towerd.policy.predict.markov import Markov, learn
-
-    asked: dict[str, Callable[[Run, int], Forecast]] = {}
-    for order in (1, 2, 3):
-        markov = Markov(order)
-        for run in learned:
-            learn(markov, run.steps)
-        asked[f"markov{order}"] = partial(_by_markov, markov)
-    if weights is not None:
-        asked["graph"] = partial(_by_graph, GraphPredictor(weights))
-        asked["graph+markov3"] = partial(_by_both, asked["graph"], asked["markov3"])
-    return {name: _row(accuracy(held, ask)) for name, ask in asked.items()}
-
-
-def _by_markov(markov: Markov, run: Run, i: int) -> Forecast:
-    return markov.forecast(run.steps[: i + 1])
-
-
-def _by_graph(graph: GraphPredictor, run: Run, i: int) -> Forecast:
-    return graph.forecast(run.steps[: i + 1], run.meanings[i] if run.meanings else None)
-
-
-def _by_both(
-    first: Callable[[Run, int], Forecast], second: Callable[[Run, int], Forecast], run: Run, i: int
-) -> Forecast:
-    from towerd.policy.predict.blend import blend
-
-    return blend([first(run, i), second(run, i)])
-
-
-def _row(found: Any) -> dict[str, float]:
-    steps = {f"s{k + 1}": share for k, share in enumerate(found.right)}
-    return steps | {"calibration_error": found.calibration_error}
-
-
-def _as_text(name: str, row: dict[str, float]) -> tuple[str, ...]:
-    return (name, *(f"{row[key]:.3f}" for key in ("s1", "s2", "s3", "calibration_error")))
+def as_text(name: str, row: Mapping[str, float]) -> tuple[str, ...]:
+    """A row of the table, below HEADS."""
+    cells = [
+        f"{row[key]:+.3f} +- {row[key + '_error']:.3f}"
+        if key + "_error" in row
+        else f"{row[key]:.3f}"
+        for key in ("s1", "s2", "s3")
+    ]
+    sure = row.get("calibration_error")
+    return (name, *cells, "" if sure is None else f"{sure:.3f}")

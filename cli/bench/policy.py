@@ -59,7 +59,7 @@ async def run(
             report.figures |= _of_workflows(work, workflows, names, quick, shown)
     paths: list[tuple[str, ...]] = []
     if workflows is not None:
-        found = dict(policy_workflows.predictors(workflows, quick=quick))
+        found = dict(policy_workflows.predictors(workflows, quick=quick, jobs=jobs))
         policy_workflows.show(found)
         report.figures |= policy_workflows.figures(found)
         paths = policy_workflows.paths_of(workflows)
@@ -178,6 +178,8 @@ def _set_targets(report: Report) -> None:
     report.target("chat_gap_5pct", least=0.15)
     if "workflow_gap_10pct" in report.figures:
         report.target("workflow_gap_10pct", least=0.6)
+    if "predictor_ahead_points" in report.figures:
+        report.target("predictor_ahead_points", least=0.0)
     report.target("evict_ms_mean", most=0.5)
     report.target("score_update_us_mean", most=5.0)
     if "predict_ms_mean" in report.figures:

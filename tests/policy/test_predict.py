@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import math
 import random
-import zipfile
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from towerd.errors import ConfigError
-from towerd.policy.predict.accuracy import accuracy
+from towerd.policy.predict.accuracy import judge, together
 from towerd.policy.predict.base import END, N_STEPS, Forecast, NoPrediction, best
 from towerd.policy.predict.fallback import Fallback
 from towerd.policy.predict.features import N_TEXT, hash_text
-from towerd.policy.predict.graph import GraphPredictor, GraphWeights, load_weights, shapes
+from towerd.policy.predict.graph import GraphPredictor, GraphWeights, shapes
 from towerd.policy.predict.markov import CONTEXTS_MAX, Markov, learn
 from towerd.policy.predict.next_use import AttentionMass, InterArrival
-from towerd.policy.predict.runs import Run, split
+from towerd.policy.predict.runs import Run, folds, split
 
 PATHS = st.lists(st.lists(st.sampled_from("abc"), min_size=1, max_size=7), min_size=1, max_size=8)
 
@@ -122,85 +118,6 @@ def test_graph_weights_are_about_350k() -> None:
     assert 250_000 < random_weights(("a",) * 30).n_parameters < 400_000
 
 
-def test_graph_forecasts_are_distributions(tmp_path: Path) -> None:
-    """Through a file; agents that training has not seen are no outcome; any path will do."""
-    weights = random_weights(("coder", "tester"))
-    weights.save(tmp_path / "p.npz")
-    again = load_weights(tmp_path / "p.npz")
-    assert again.agents == weights.agents
-    graph, copy = GraphPredictor(weights), GraphPredictor(again)
-    for path in (["coder"], ["nobody", "tester"], ["coder", "tester"] * 80):
-        forecast = graph.forecast(path, hash_text("fix the bug"))
-        assert forecast == copy.forecast(path, hash_text("fix the bug"))
-        for step in forecast:
-            assert set(step) == {"coder", "tester", END}
-            assert 0.0 < sum(step.values()) <= 1.0 + 1e-6
-    assert graph.forecast([]) == ()
-    assert graph.forecast(["coder"]) != graph.forecast(["coder"], hash_text("words"))
-
-
-@pytest.mark.parametrize(
-    "damage",
-    ["text", "format", "shape", "nan", "missing", "empty", "zip", "npy", "cut", "bits", "name",
-     "words", "huge", "temperature", "pickle", "claim"],
-)  # fmt: skip
-def test_bad_weight_files(tmp_path: Path, damage: str) -> None:
-    """One sentence each."""
-    path = tmp_path / "p.npz"
-    arrays = dict(random_weights(("a",)).arrays)
-    if damage == "shape":
-        arrays["w1"] = arrays["w1"][:, 1:]
-    elif damage == "nan":
-        arrays["b3"] = np.full_like(arrays["b3"], np.nan)
-    elif damage == "missing":
-        del arrays["w4"]
-    elif damage == "words":
-        arrays["b3"] = arrays["b3"].astype(np.str_)
-    elif damage == "huge":
-        arrays["b3"] = np.full(arrays["b3"].shape, 1e300)
-    elif damage == "temperature":
-        arrays["temperature"] = np.zeros_like(arrays["temperature"])
-    GraphWeights(("a",), arrays).save(path)
-    damage_file(path, damage)
-    with pytest.raises(ConfigError, match=r"p\.npz is"):
-        load_weights(path)
-
-
-def damage_file(path: Path, damage: str) -> None:
-    """Make it a file that nobody saved."""
-    raw = path.read_bytes()
-    if damage == "text":
-        path.write_text("no weights")
-    elif damage == "format":
-        np.savez(path, format=np.array("other/9"))
-    elif damage == "empty":
-        path.write_bytes(b"")
-    elif damage == "zip":
-        path.write_bytes(b"PK\x03\x04" + bytes(100))
-    elif damage == "npy":
-        with path.open("wb") as stream:
-            np.save(stream, np.zeros(3))
-    elif damage == "cut":
-        path.write_bytes(raw[: len(raw) // 2])
-    elif damage == "bits":
-        path.write_bytes(raw[:5000] + bytes([raw[5000] ^ 255]) + raw[5001:])
-    elif damage == "name":
-        np.savez(path, format=np.array("towerd-predictor/1"), agents=np.array(7))
-    elif damage == "pickle":
-        np.savez(path, format=np.array([Unpickled()], object))
-    elif damage == "claim":
-        head = "{'descr': '<f4', 'fortran_order': False, 'shape': (10000000000000,), }"
-        with zipfile.ZipFile(path, "w") as archive:
-            archive.writestr("w1.npy", b"\x93NUMPY\x01\x00v\x00" + head.ljust(117).encode() + b"\n")
-
-
-class Unpickled:
-    """Whoever unpickles it runs its code."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return pytest.fail, ("a file was unpickled",)
-
-
 def workflows(n: int) -> list[Run]:
     """Where it goes on depends on the first step and on what was said."""
     rng, runs = random.Random(0), []
@@ -239,9 +156,16 @@ def test_numpy_equals_torch_and_it_learns() -> None:
     markov = Markov(3)
     for run in learned:
         learn(markov, run.steps)
-    by_graph = accuracy(held, lambda r, i: graph.forecast(r.steps[: i + 1], r.meanings[i]))
-    by_name = accuracy(held, lambda r, i: markov.forecast(r.steps[: i + 1]))
-    assert by_graph.right[0] > by_name.right[0] + 0.05
+    names = (*weights.agents, END)
+    by_graph = judge(
+        held,
+        lambda r, i: [
+            dict(zip(names, row[1:].tolist(), strict=True))
+            for row in graph.chances(r.steps[: i + 1], r.meanings[i])
+        ],
+    )
+    by_name = judge(held, lambda r, i: markov.forecast(r.steps[: i + 1]))
+    assert by_graph.accuracy[0] > by_name.accuracy[0] + 0.05
     assert by_graph.calibration_error < 0.2
 
 
@@ -253,16 +177,39 @@ def test_groups_stay_together() -> None:
     assert not {run.group for run in rest} & {run.group for run in held}
     one = [Run(("a",), group="same") for _ in range(4)]
     assert all(split(one, 0.3, 0))
+    parts = folds(runs, 5, 0)
+    assert sorted(Counter(parts).values()) == [6] * 5
+    assert len({(run.group, part) for run, part in zip(runs, parts, strict=True)}) == 15
+    assert sorted(folds(one, 2, 0)) == [0, 0, 1, 1]
 
 
 def test_accuracy_by_hand() -> None:
     """Counted at every place where something came, END too; no forecast is a wrong one."""
     runs = [Run(("a", "b"))]
-    found = accuracy(runs, lambda run, i: [{"b": 0.8, END: 0.2}, {END: 1.0}, {END: 1.0}])
-    assert found.right == (0.5, 1.0, 0.0)
-    assert found.n == 2
+    found = judge(runs, lambda run, i: [{"b": 0.8, END: 0.2}, {END: 1.0}, {END: 1.0}])
+    assert found.accuracy == (0.5, 1.0, 0.0)
+    assert len(found.sure) == 2
     assert found.calibration_error == pytest.approx(0.3)
-    assert accuracy(runs, lambda run, i: ()).right[0] == 0.0
+    assert judge(runs, lambda run, i: ()).accuracy[0] == 0.0
+
+
+def test_the_error_of_a_lead_counts_tasks() -> None:
+    """Runs of one task that agree are one draw: as often as it is repeated, the error stays; it
+    is that of a mean over independent tasks."""
+    rng = random.Random(1)
+    runs = [Run(("a",), group=f"task {i}") for i in range(200) for _ in range(4)]
+    luck = {f"task {i}": rng.random() < 0.3 for i in range(200)}
+
+    def says(run: Run, i: int) -> Forecast:
+        return [{END: 1.0} if luck[run.group] else {"a": 1.0}] * N_STEPS
+
+    never = judge(runs, lambda run, i: [{"a": 1.0}] * N_STEPS)
+    (lead, error), *_ = judge(runs, says).ahead_of(never)
+    share = sum(luck.values()) / 200
+    assert lead == pytest.approx(share)
+    assert error == pytest.approx(math.sqrt(share * (1 - share) / 200))
+    halves = [judge(runs[:400], says), judge(runs[400:], says)]
+    assert together(halves).ahead_of(never)[0] == pytest.approx((lead, error))
 
 
 def test_hashed_text() -> None:

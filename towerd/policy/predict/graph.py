@@ -11,32 +11,22 @@ seen, and END is the outcome after the last agent.
 
 from __future__ import annotations
 
-import zipfile
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from towerd.errors import ConfigError
-from towerd.policy.predict.base import END, N_STEPS, Forecast
+from towerd.policy.predict.base import N_STEPS
 from towerd.policy.predict.features import N_TEXT, Vector
 
 Array: TypeAlias = NDArray[np.float32]
-FORMAT = "towerd-predictor/1"
 UNKNOWN = 0
 PATH_MAX = 64
 """Steps of a path that attention sees."""
 WIDTH = 128
 HIDDEN = 384
-BYTES_MAX = 1 << 30
-"""Of a file's arrays: thousands of agents."""
-_UNREADABLE = (OSError, ValueError, EOFError, KeyError, TypeError, MemoryError,
-               NotImplementedError, zipfile.BadZipFile, zlib.error)  # fmt: skip
-"""What numpy and zipfile raise for files that are not what they read."""
 
 
 def shapes(n_agents: int) -> dict[str, tuple[int, ...]]:
@@ -69,73 +59,20 @@ class GraphWeights:
         """Learned numbers; the transition matrix is counted, not learned."""
         return sum(array.size for name, array in self.arrays.items() if name != "transitions")
 
-    def save(self, path: Path) -> None:
-        """Write a .npz; atomic."""
-        part = path.with_name(path.name + ".part")
-        with part.open("wb") as stream:
-            names = np.array(self.agents, dtype=np.str_)
-            named: dict[str, Any] = {"format": np.array(FORMAT), "agents": names, **self.arrays}
-            np.savez(stream, **named)
-        part.replace(path)
-
-
-def load_weights(path: Path) -> GraphWeights:
-    """Read what `GraphWeights.save` wrote. Raises ConfigError for anything else."""
-    try:
-        arrays = _read(path)
-    except _UNREADABLE as error:
-        raise ConfigError(f"{path} is no predictor: {error}") from error
-    if str(arrays.pop("format", "")) != FORMAT or "agents" not in arrays:
-        raise ConfigError(f"{path} is no predictor of format {FORMAT}; train it again")
-    agents = tuple(str(name) for name in np.atleast_1d(arrays.pop("agents")))
-    wanted = shapes(1 + len(agents))
-    wrong = [name for name, shape in wanted.items() if not _is_sound(arrays.get(name), shape)]
-    if wrong or not (arrays["temperature"] > 0).all():
-        raise ConfigError(f"{path} is damaged: {', '.join(wrong or ['temperature'])}")
-    return GraphWeights(agents, {name: arrays[name] for name in wanted})
-
-
-def _read(path: Path) -> dict[str, NDArray[Any]]:
-    """The arrays of a .npz; nothing in it is ever unpickled."""
-    with zipfile.ZipFile(path) as archive:
-        n_bytes = sum(member.file_size for member in archive.infolist())
-    if n_bytes > BYTES_MAX:
-        raise ValueError(f"it holds {n_bytes} bytes")
-    with np.load(path, allow_pickle=False) as found:
-        return {name: found[name] for name in found.files}
-
-
-def _is_sound(array: NDArray[Any] | None, shape: tuple[int, ...]) -> bool:
-    """Whether these are finite numbers of the one type that `save` writes."""
-    if array is None or array.dtype != np.float32 or array.shape != shape:
-        return False
-    return bool(np.isfinite(array).all())
-
 
 class GraphPredictor:
-    """A Predictor that does not learn any more; without `x` it goes by names alone."""
+    """Weights in use; without `x` it goes by names alone."""
 
     def __init__(self, weights: GraphWeights) -> None:
         self._weights = weights.arrays
         self._numbers = {name: 1 + i for i, name in enumerate(weights.agents)}
-        self._outcomes = ("", *weights.agents, END)
         self._h2 = node_states(weights.arrays)
 
-    def forecast(self, path: Sequence[str], x: Vector | None = None) -> Forecast:
-        """See Predictor.forecast; x: float32 [N_TEXT], the meaning of the last step. Agents
-        that training has not seen are never forecast."""
-        if not path:
-            return ()
+    def chances(self, path: Sequence[str], x: Vector | None = None) -> Array:
+        """float32 [N_STEPS, outcomes]: of an agent that training has not seen, of every agent,
+        and of END; path: at least one step; x: float32 [N_TEXT], the meaning of the last one."""
         numbers = [self._numbers.get(name, UNKNOWN) for name in path[-PATH_MAX:]]
-        chances = softmax(self.logits(numbers, x))
-        out: list[dict[str, float]] = []
-        for row in chances.tolist():
-            known = dict(zip(self._outcomes[1:], row[1:], strict=True))
-            out.append(known)
-        return out
-
-    def observe(self, path: Sequence[str]) -> None:
-        """Learns nothing: `towerctl train predictor` does."""
+        return softmax(self.logits(numbers, x))
 
     def logits(self, numbers: Sequence[int], x: Vector | None) -> Array:
         """float32 [N_STEPS, outcomes] for one path of symbols."""

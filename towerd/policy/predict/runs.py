@@ -32,5 +32,21 @@ def split(runs: Sequence[Run], share: float, seed: int) -> tuple[list[Run], list
     return rest, [run for run, is_held in zip(runs, mask, strict=True) if is_held]
 
 
+def folds(runs: Sequence[Run], n: int, seed: int) -> list[int]:
+    """Of each run the one of `n` parts in which it is held out; whole groups, as equal as they
+    come. With less than `n` groups, every run stands for itself."""
+    groups = groups_of(runs, n)
+    names = sorted(set(groups))
+    random.Random(seed).shuffle(names)
+    part = {name: i % n for i, name in enumerate(names)}
+    return [part[name] for name in groups]
+
+
+def groups_of(runs: Sequence[Run], least: int) -> list[str]:
+    """The group of each run; each its own when there are fewer than `least`."""
+    found = [_group(run, i) for i, run in enumerate(runs)]
+    return found if len(set(found)) >= least else [f"run {i}" for i in range(len(runs))]
+
+
 def _group(run: Run, number: int) -> str:
     return run.group or f"run {number}"

@@ -22,6 +22,8 @@ from towerd.policy.predict.graph import HIDDEN, PATH_MAX, UNKNOWN, WIDTH, GraphW
 from towerd.policy.predict.runs import Run, split
 
 _BATCH = 256
+_EPOCH_MAX = 4096
+"""Examples of an epoch; of more, others are drawn each time."""
 _PATIENCE = 4
 _DROPOUT = 0.3
 _DROP_TEXT = 0.1
@@ -113,7 +115,7 @@ def _examples(runs: Sequence[Run], numbers: dict[str, int]) -> _Examples:
 def _epoch(
     weights: dict[str, torch.Tensor], examples: _Examples, optimizer: torch.optim.Optimizer
 ) -> float:
-    order = torch.randperm(len(examples.paths))
+    order = torch.randperm(len(examples.paths))[:_EPOCH_MAX]
     total = 0.0
     for rows in order.split(_BATCH):
         paths, texts = examples.paths[rows].clone(), examples.texts[rows].clone()

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from towerd.policy.predict.base import END, Forecast, Predictor
 from towerd.policy.predict.fallback import Fallback
-from towerd.policy.predict.graph import GraphPredictor, load_weights
 from towerd.policy.predict.markov import Markov
+from towerd.policy.predict.mixture import Mixture
+from towerd.policy.predict.mixture_file import load as load_mixture
 
 _MARK = "\n"
 """Between tenant and agent in the names that policies hear."""
@@ -36,4 +37,4 @@ class Trained:
 
 def load(path: Path) -> Fallback:
     """The predictor of a file, behind it Markov, then nobody. Raises ConfigError."""
-    return Fallback([Trained(GraphPredictor(load_weights(path))), Markov()])
+    return Fallback([Trained(Mixture(load_mixture(path))), Markov()])

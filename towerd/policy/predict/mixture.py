@@ -1,0 +1,119 @@
+"""The predictor of agent steps: several models that are right in different places, weighed.
+
+For each number of steps ahead the scores of all PARTS are added with weights learned on
+workflows that the parts had not seen (stacked regression, Breiman 1996); one set of weights
+where the last name is known, one where it is not, and others where there are no words. A power
+and a floor, learned there too, make probabilities of the sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from towerd.policy.predict.base import END, N_STEPS, Forecast
+from towerd.policy.predict.features import Vector
+from towerd.policy.predict.graph import PATH_MAX, GraphPredictor, GraphWeights
+from towerd.policy.predict.memory import PARTS, Memory, Scores, copied, counted, tally
+from towerd.policy.predict.steps import step
+
+Array = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class MixtureWeights:
+    """agents: the names that training saw, outcomes 0, 1, ..., then END; graphs: models that saw
+    different workflows, averaged; weights: float32 [ways, 2, N_STEPS, PARTS], at least 0, for
+    last names not known and known; curve: float32 [ways, N_STEPS, 2], power and floor."""
+
+    agents: tuple[str, ...]
+    memory: Memory
+    graphs: tuple[GraphWeights, ...]
+    weights: Array
+    curve: Array
+
+    @property
+    def n_parameters(self) -> int:
+        """Learned numbers of the graph models and the mixture; counts and votes are data."""
+        return sum(graph.n_parameters for graph in self.graphs) + self.weights.size
+
+
+class GraphMean:
+    """The part `graph`: the mean of several graph models, over the mixture's outcomes."""
+
+    def __init__(self, graphs: Sequence[GraphWeights], agents: Sequence[str]) -> None:
+        columns = {name: i for i, name in enumerate([*agents, END])}
+        self.n_outcomes = len(columns)
+        self._members = [GraphPredictor(each) for each in graphs]
+        self._columns = [
+            np.array([columns[name] for name in (*each.agents, END)], np.int64) for each in graphs
+        ]
+
+    def chances(self, path: Sequence[str], x: Vector | None) -> Scores:
+        """Over agents and END."""
+        out = np.zeros((N_STEPS, self.n_outcomes), np.float32)
+        for member, columns in zip(self._members, self._columns, strict=True):
+            out[:, columns] += member.chances(path, x)[:, 1:]
+        return out / np.float32(max(1, len(self._members)))
+
+
+class Mixture:
+    """A Predictor that does not learn any more; without `meanings` it goes by names alone."""
+
+    def __init__(self, weights: MixtureWeights) -> None:
+        self._agents = weights.agents
+        self._memory = weights.memory
+        self._graph = GraphMean(weights.graphs, weights.agents)
+        self._every = tally(weights.memory.outcomes, len(weights.agents) + 1)
+        self._weights, self._curve = weights.weights, weights.curve
+        self._columns = {name: i for i, name in enumerate(weights.agents)}
+
+    def forecast(self, path: Sequence[str], meanings: Sequence[Vector] = ()) -> Forecast:
+        """See Predictor.forecast; meanings: float32 [N_TEXT] of every step of the path."""
+        if not path:
+            return ()
+        meanings = meanings[-PATH_MAX:]
+        path = path[-PATH_MAX:]
+        new = [name for name in dict.fromkeys(path) if name not in self._columns]
+        names = [*self._agents, END, *new]
+        columns = self._columns | {name: names.index(name) for name in new}
+        way = int(bool(len(meanings)) and self._memory.n_ways > 1)
+        parts, is_known = self.parts(path, meanings if way else (), columns, len(names))
+        scores = np.einsum("kp,pkc->kc", self._weights[way, int(is_known)], parts)
+        chances = curved(scores, self._curve[way])
+        return [dict(zip(names, row, strict=True)) for row in chances.tolist()]
+
+    def observe(self, path: Sequence[str]) -> None:
+        """Learns nothing: `towerctl train predictor` does."""
+
+    def parts(
+        self, path: Sequence[str], meanings: Sequence[Vector], columns: dict[str, int], n: int
+    ) -> tuple[Array, bool]:
+        """float32 [PARTS, N_STEPS, n], and whether the last name is known; columns: of the names
+        of the path among n outcomes."""
+        now = step(path, meanings)
+        memory = self._memory
+        markov, is_known = counted(now, memory.keys, memory.outcomes, self._every)
+        rows = {f"markov{1 + i}": each for i, each in enumerate(markov)}
+        rows["copy"], rows["recent"] = copied(path, columns, n)
+        rows["names"] = memory.voted(now, words=False)
+        if len(meanings):
+            rows["words"] = memory.voted(now, words=True)
+        rows["graph"] = self._graph.chances(path, meanings[-1] if len(meanings) else None)
+        out = np.zeros((len(PARTS), N_STEPS, n), np.float32)
+        for i, name in enumerate(PARTS):
+            if name in rows:
+                out[i, :, : rows[name].shape[1]] = rows[name]
+        return out, is_known
+
+
+def curved(scores: Array, curve: Array) -> Array:
+    """Probabilities over the last axis; scores: [..., N_STEPS, outcomes]; curve: see
+    MixtureWeights."""
+    power, floor = curve[:, :1], curve[:, 1:]
+    raised = (np.maximum(scores, 0.0) + floor) ** power
+    chances: Array = raised / raised.sum(-1, keepdims=True)
+    return chances

@@ -1,0 +1,106 @@
+"""Past steps of workflows, remembered, and how much a step is like each of them.
+
+A step is known by its contexts, the last 1 to N_ORDERS names of its path, and by two vectors of
+words: what was said last, and all that was said, older words counting less. Likeness is a
+kernel: one, one more for every equal context, and the cosines of the words and their squares,
+which count twice where the names are equal (a linear model of contexts, words, pairs of words,
+and all these by name).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from towerd.policy.predict.base import N_STEPS
+from towerd.policy.predict.features import N_TEXT, Vector
+from towerd.policy.predict.runs import Run
+
+N_ORDERS = 4
+NONE = -1
+"""The outcome beyond the end of a workflow."""
+_TALK_MEMORY = 0.6
+_TALK_STEPS = 16
+"""Steps whose words count; those before have next to no weight."""
+_WORDS_WEIGHT = 3.0
+_SEPARATOR, _START = "\x1f", "\x02"
+
+
+class Step(NamedTuple):
+    """keys: uint64 [N_ORDERS], hashes of the contexts; the beginning is a name, too; said, talk: float32 [N_TEXT] of
+    length 1, or zeros where nothing is known."""
+
+    keys: NDArray[np.uint64]
+    said: Vector
+    talk: Vector
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """n steps. keys: uint64 [n, N_ORDERS]; said, talk: float32 [n, N_TEXT]; outcomes: int32
+    [n, N_STEPS], numbers of what came 1, 2, ... steps later, or NONE."""
+
+    keys: NDArray[np.uint64]
+    said: NDArray[np.float32]
+    talk: NDArray[np.float32]
+    outcomes: NDArray[np.int32]
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __getitem__(self, rows: Any) -> Steps:
+        return Steps(self.keys[rows], self.said[rows], self.talk[rows], self.outcomes[rows])
+
+
+def step(path: Sequence[str], meanings: Sequence[Vector]) -> Step:
+    """The last step of a path that is not empty; meanings: those of all its steps, or none."""
+    padded = [_START] * (N_ORDERS - len(path)) + list(path[-N_ORDERS:])
+    keys = np.empty(N_ORDERS, np.uint64)
+    for n in range(1, N_ORDERS + 1):
+        context = _SEPARATOR.join(padded[-n:]).encode("utf-8", "surrogatepass")
+        keys[n - 1] = xxhash.xxh64_intdigest(context, seed=n)
+    if not len(meanings):
+        return Step(keys, np.zeros(N_TEXT, np.float32), np.zeros(N_TEXT, np.float32))
+    recent = np.stack(list(meanings[-_TALK_STEPS:]))
+    shares = _TALK_MEMORY ** np.arange(len(recent) - 1, -1, -1, dtype=np.float32)
+    talk: Vector = shares @ recent
+    norm = float(np.linalg.norm(talk))
+    return Step(keys, recent[-1], talk / np.float32(norm) if norm else talk)
+
+
+def remember(runs: Sequence[Run], numbers: Mapping[str, int], end: int) -> Steps:
+    """All steps of `runs`; numbers: of the names that occur in them; end: that of END."""
+    found: list[Step] = []
+    outcomes: list[list[int]] = []
+    for run in runs:
+        codes = [*(numbers[name] for name in run.steps), end] + [NONE] * N_STEPS
+        for i in range(len(run.steps)):
+            found.append(step(run.steps[: i + 1], run.meanings[: i + 1]))
+            outcomes.append(codes[i + 1 : i + 1 + N_STEPS])
+    said = np.array([each.said for each in found], np.float16)  # as a file keeps them
+    talk = np.array([each.talk for each in found], np.float16)
+    return Steps(
+        np.array([each.keys for each in found], np.uint64).reshape(-1, N_ORDERS),
+        said.astype(np.float32).reshape(-1, N_TEXT),
+        talk.astype(np.float32).reshape(-1, N_TEXT),
+        np.array(outcomes, np.int32).reshape(-1, N_STEPS),
+    )
+
+
+def likeness(a: Steps | Step, b: Steps, *, words: bool) -> NDArray[np.float32]:
+    """float32 [steps of a, steps of b], or [steps of b] for a single one; words: whether what
+    was said counts, too."""
+    keys, said, talk = a.keys, a.said, a.talk
+    same = keys[..., None, 0] == b.keys[:, 0]
+    out = same.astype(np.float32) + 1.0
+    for n in range(1, N_ORDERS):
+        out += keys[..., None, n] == b.keys[:, n]
+    if words:
+        for cosines in (said @ b.said.T, talk @ b.talk.T):
+            out += (cosines + cosines**2) * (_WORDS_WEIGHT * (same + np.float32(1)))
+    return out
