@@ -1,4 +1,4 @@
-"""Predictors: Markov against counting, the graph model against torch, fall-back, next use."""
+"""Predictors: Markov against counting, the graph model against torch, fall-back, judging, next use."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Every predictor of a list is asked at every step and judged by what then happens: the share of
 steps that it named, of late. The first one leads while it is as good as those behind it and good
-enough at all; a graph model that has gone stale makes room for Markov, and Markov for none.
+enough at all; a trained one that has gone stale makes room for Markov, and Markov for none.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What the graph predictor sees of a step besides its name: a vector of its meaning.
+"""What trained predictors see of a step besides its name: a vector of its meaning.
 
-In the daemon that is the model's own hidden state after the prompt (PBKV, section 4.1 (iii)).
-Where there is only text, its words are hashed: signed counts in N_TEXT cells (Weinberger et al.
-2009), length 1, so that the same weights serve any vocabulary.
+PBKV takes the model's own hidden state after the prompt (section 4.1 (iii)). Here words are
+hashed: signed counts in N_TEXT cells (Weinberger et al. 2009), length 1, so that the same weights
+serve any vocabulary. What the daemon's policies hear has names and no words.
 """
 
 from __future__ import annotations
