@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import zipfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,11 @@ from towerd.policy.predict.train_mixture import _by_names, _course, left_out, st
 RUNS = st.lists(st.lists(st.sampled_from("abc"), min_size=1, max_size=7), min_size=1, max_size=8)
 
 
-def small_mixture(seed: int = 0, **given: Any) -> MixtureWeights:
+@cache
+def small_mixture() -> MixtureWeights:
     """Trained on a few workflows, with graph models of random numbers."""
     graphs = (random_weights(("done", "pay")), random_weights(("ask", "plan", "think"), 1))
-    weights = train_mixture(workflows(12), None, seed=seed)
-    return dataclasses.replace(weights, graphs=graphs, **given)
+    return dataclasses.replace(train_mixture(workflows(12), None), graphs=graphs)
 
 
 @settings(deadline=None)
