@@ -27,7 +27,8 @@ class Judged:
     @property
     def accuracy(self) -> tuple[float, ...]:
         """The share of places at which it was right, per number of steps ahead."""
-        return tuple(np.nan_to_num(np.nanmean(self.right, axis=0)).tolist())
+        n = np.maximum(1, (~np.isnan(self.right)).sum(0))
+        return tuple((np.nansum(self.right, axis=0) / n).tolist())
 
     @property
     def calibration_error(self) -> float:
