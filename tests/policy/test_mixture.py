@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import zipfile
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,7 @@ def test_votes_that_leave_a_group_out() -> None:
     target = rng.standard_normal((30, 4)).astype(np.float32)
     groups = rng.integers(0, 6, 30)
     kernel, ridge = x @ x.T, 2.0 * np.eye(30, dtype=np.float32)
-    inverse = np.linalg.inv(kernel + ridge)
+    inverse = np.linalg.inv(kernel + ridge).astype(np.float32)
     found = left_out(inverse, inverse @ target, target, groups)
     for group in range(6):
         out, rest = groups == group, groups != group
@@ -172,7 +173,7 @@ def test_names_that_training_has_not_seen() -> None:
     for n in (3, 8, 40):
         forecast = mixture.forecast(["nobody", "somebody"] * n)
         assert [best(each) for each in forecast[:2]] == ["nobody", "somebody"]
-    assert forecast[0]["nobody"] > 0.6
+        assert n < 8 or forecast[0]["nobody"] > 0.6
 
 
 def test_it_beats_its_parts_on_what_it_has_not_seen() -> None:
@@ -233,7 +234,7 @@ def test_bad_files(tmp_path: Path, damage: str) -> None:
     with np.load(path) as found:
         arrays: dict[str, Any] = {name: found[name] for name in found.files}
     raw = path.read_bytes()
-    change = {
+    change: Callable[[], Any] | None = {
         "format": lambda: arrays.update(format=np.array("other/9")),
         "old": lambda: arrays.update(format=np.array("towerd-predictor/1")),
         "shape": lambda: arrays.update({"graph 1 w1": arrays["graph 1 w1"][:, 1:]}),

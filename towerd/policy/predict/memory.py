@@ -86,11 +86,11 @@ def copied(path: Sequence[str], columns: Mapping[str, int], n_columns: int) -> l
     """The parts `copy` and `recent`; columns: of all names of the path."""
     codes = np.array([columns[name] for name in path], np.int64)
     weights = _COPY_MEMORY ** np.arange(len(codes) - 1, -1, -1, dtype=np.float32)
-    recent = np.bincount(codes, weights, n_columns)[None].repeat(N_STEPS, 0)
+    acted = np.bincount(codes, weights, n_columns)
+    recent = (acted / acted.sum())[None].repeat(N_STEPS, 0)
     copy = np.zeros((N_STEPS, n_columns))
     for k in range(N_STEPS):
         came = np.flatnonzero(codes[: max(0, len(codes) - 1 - k)] == codes[-1])
         copy[k] = np.bincount(codes[came + 1 + k], weights[came], n_columns)
     copy /= copy.sum(1, keepdims=True) + _COPY_PRIOR
-    recent /= recent.sum(1, keepdims=True)
     return [copy.astype(np.float32), recent.astype(np.float32)]

@@ -73,7 +73,7 @@ def load(path: Path) -> MixtureWeights:
     if str(arrays.get("format", "")) != FORMAT:
         raise ConfigError(f"{path} is no predictor of format {FORMAT}; train it again")
     agents = _names(arrays.get("agents"))
-    graphs = []
+    graphs: list[GraphWeights] = []
     while len(graphs) < _GRAPHS_MAX and f"graph {len(graphs)} agents" in arrays:
         graphs.append(_graph(path, arrays, f"graph {len(graphs)} "))
     wrong = _wrong(arrays, agents)

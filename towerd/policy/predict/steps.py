@@ -68,7 +68,7 @@ def step(path: Sequence[str], meanings: Sequence[Vector]) -> Step:
         return Step(keys, np.zeros(N_TEXT, np.float32), np.zeros(N_TEXT, np.float32))
     recent = np.stack(list(meanings[-_TALK_STEPS:]))
     shares = _TALK_MEMORY ** np.arange(len(recent) - 1, -1, -1, dtype=np.float32)
-    talk: Vector = shares @ recent
+    talk: Vector = (shares @ recent).astype(np.float32)
     norm = float(np.linalg.norm(talk))
     return Step(keys, recent[-1], talk / np.float32(norm) if norm else talk)
 
@@ -97,7 +97,7 @@ def likeness(a: Steps | Step, b: Steps, *, words: bool) -> NDArray[np.float32]:
     was said counts, too."""
     keys, said, talk = a.keys, a.said, a.talk
     same = keys[..., None, 0] == b.keys[:, 0]
-    out = same.astype(np.float32) + 1.0
+    out: NDArray[np.float32] = same.astype(np.float32) + np.float32(1)
     for n in range(1, N_ORDERS):
         out += keys[..., None, n] == b.keys[:, n]
     if words:

@@ -157,11 +157,12 @@ def _ridge(
     n = len(voters)
     alike = likeness(voters, voters, words=words)
     target = np.zeros((n, N_STEPS, n_outcomes), np.float32)
-    row, k = np.nonzero(voters.outcomes >= 0)
-    target[row, k, voters.outcomes[row, k]] = 1.0
+    row, ahead = np.nonzero(voters.outcomes >= 0)
+    target[row, ahead, voters.outcomes[row, ahead]] = 1.0
     votes, scores, least = np.zeros_like(target), np.zeros_like(target), [np.inf] * N_STEPS
     for ridge in _RIDGES:
-        inverse = np.linalg.inv(alike + np.float32(ridge) * np.eye(n, dtype=np.float32))
+        kernel = alike + np.float32(ridge) * np.eye(n, dtype=np.float32)
+        inverse: Array = np.linalg.inv(kernel).astype(np.float32)
         found = inverse @ target.reshape(n, -1)
         held_out = left_out(inverse, found, target.reshape(n, -1), groups).reshape(target.shape)
         for k in range(N_STEPS):
