@@ -7,6 +7,7 @@ ids = codec.decode(blob, base=prefix_ids)
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,20 +22,24 @@ from towerd.codec.fallback import Packed, Ranked, ZstdText
 from towerd.codec.forms import Coded, FormCoder, RuntimeCoder
 from towerd.codec.lossy import Loss, reduce
 from towerd.codec.mix import Mix
+from towerd.codec.models import mini
 from towerd.codec.prior import file
 
 PROBE_BYTES = 2000
 AUTO = ("packed", "ranked", "text", "mix")
-"""What `auto` chooses from: every form that any machine can read."""
+"""What `auto` chooses from, and `network` where there is a mini model: every form that any machine
+can read."""
+log = logging.getLogger(__name__)
 
 
 class Codec:
     """Codes the ids of one vocabulary. Thread-safe; the first use of a form builds its tables."""
 
-    def __init__(self, vocabulary: Vocabulary, networks: Sequence[RuntimeCoder] = (),
+    def __init__(self, vocabulary: Vocabulary, networks: Sequence[FormCoder] = (),
                  tables: Path | None = None) -> None:  # fmt: skip
-        """`networks`: forms that need a model which runs here (`models/`). `tables`: the folder
-        where tables that blobs need are kept, in case a release brings another one."""
+        """`networks`: forms that need a model (`models/`), instead of those of the package.
+        `tables`: the folder where tables that blobs need are kept, in case a release brings another
+        one."""
         self.vocabulary = vocabulary
         self._tables = tables
         self.vocabulary_hash = vocabulary_hash(vocabulary)
@@ -44,6 +49,8 @@ class Codec:
             "text": lambda: ZstdText(vocabulary),
             "mix": lambda: Mix(vocabulary, file.bundled()),
         }
+        if mini.PATH.exists():
+            self._makers["network"] = lambda: mini.mini_network(vocabulary, mini.PATH)
         self._networks = {network.name: network for network in networks}
         self._made: dict[str, FormCoder] = {}
         self._distrusted: set[str] = set()
@@ -63,10 +70,10 @@ class Codec:
         self._check_ids(before)
         if len(wanted) > IDS_MAX:
             raise ValueError(f"{len(wanted)} ids are more than the {IDS_MAX} that a blob holds.")
-        if form in self._networks:
+        if form in self._networks and not BY_NAME[form].portable:
             portable = self.encode(wanted, before)
             return self._encode(wanted, before, self._networks[form], portable)
-        names = AUTO if form == "auto" else (form,)
+        names = self._auto() if form == "auto" else (form,)
         return min((self._encode(wanted, before, self._coder(name)) for name in names), key=len)
 
     def decode(self, blob: bytes, base: Sequence[int] | Ids = ()) -> Ids:
@@ -115,7 +122,7 @@ class Codec:
     def make_probe(self, form: str) -> bytes:
         """A canary: a short blob of a form with a runtime, without fallback, to be stored now and
         given to `check_probe` at every later start. ValueError for a form that needs none."""
-        if form not in self._networks:
+        if form not in self._networks or BY_NAME[form].portable:
             raise ValueError(f"The form {form} needs no runtime, so it needs no probe.")
         ids = as_ids(self.vocabulary.tokenize(sample.load()[:PROBE_BYTES]))
         return self._encode(ids, ids[:0], self._networks[form])
@@ -130,6 +137,17 @@ class Codec:
         except CodecError:
             self._distrusted.add(form)
         return form not in self._distrusted
+
+    def _auto(self) -> tuple[str, ...]:
+        if "network" not in self._networks and "network" not in self._makers:
+            return AUTO
+        try:
+            self._coder("network")
+        except UnknownModel as error:
+            log.warning("Conversations are coded without the mini model: %s", error)
+            self._makers.pop("network", None)
+            return AUTO
+        return (*AUTO, "network")
 
     def _coder(self, name: str) -> FormCoder:
         if name in self._networks:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from towerd.codec import varint
 from towerd.codec.base import IDS_MAX
-from towerd.codec.errors import CodecError, Damaged, NewerVersion, Truncated
+from towerd.codec.errors import CodecError, Damaged, NewerVersion, Truncated, UnknownModel
 
 MAGIC = b"TWRC"
 VERSION = 1
@@ -55,9 +55,11 @@ FORMS = (
     Form(1, "ranked", True, False, "ids in order of frequency, varint, zstd with a dictionary"),
     Form(2, "text", True, False, "text and its exceptions, zstd with a dictionary"),
     Form(3, "mix", True, False, "context mixing over the mini vocabulary, integer arithmetic"),
-    Form(4, "network", True, True, "context mixing with the mini model's distribution"),
-    Form(5, "same", True, True, "the same over M's own ids, with a model of M's tokenizer"),
+    Form(5, "same", True, True, "M's own ids, context mixing with a model of M's tokenizer"),
+    Form(6, "network", True, False, "context mixing with the mini model's distribution"),
 )
+RETIRED = {4: "the mini model's distribution as llama.cpp gave it on one machine"}
+"""Codes that must never be given to another form."""
 BY_CODE = {form.code: form for form in FORMS}
 BY_NAME = {form.name: form for form in FORMS}
 
@@ -145,6 +147,11 @@ def _read_fixed(data: bytes) -> tuple[Form, bytes, bytes]:
         raise Truncated(f"The blob is truncated: {len(data)} of {n_bytes} bytes are here.")
     if len(data) > n_bytes or _checksum(data[:-_CHECKSUM_BYTES]) != data[-_CHECKSUM_BYTES:]:
         raise Damaged("The blob is damaged: its checksum does not match; restore it from a copy.")
+    if version == VERSION and code in RETIRED:
+        raise UnknownModel(
+            f"The blob is in a form that is no longer read, with {RETIRED[code]}: read it with the "
+            "towerd that wrote it."
+        )
     if version < VERSION or code not in BY_CODE:
         raise CodecError(f"Nothing here reads version {version}, form {code} of the format.")
     return BY_CODE[code], vocabulary, hash_

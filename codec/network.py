@@ -1,9 +1,10 @@
 """The forms `network` and `same`: context mixing with a language model's distribution.
 
-`network` codes text in the tokens of the mini model; `same` codes M's own ids with any model that
-shares M's tokenizer. A text is cut into chunks, which are read side by side: one step of the model
-is one batch with the next token of each. The chunks share one mixer, so what one of them taught it
-helps the others from the next step on.
+`network` codes text in the tokens of the mini model, whose numbers are the same on every machine;
+`same` codes M's own ids with any model that shares M's tokenizer and that this machine's llama.cpp
+evaluates. A text is cut into chunks, which are read side by side: one step of the model is one
+batch with the next token of each. The chunks share one mixer, so what one of them taught it helps
+the others from the next step on.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from towerd.codec.base import Ids, Vocabulary
 from towerd.codec.coder import Decoder, Encoder
@@ -21,7 +21,7 @@ from towerd.codec.container import Chunk
 from towerd.codec.errors import Damaged, UnknownModel
 from towerd.codec.forms import Coded
 from towerd.codec.mix import BASE_IDS_MAX, MiniText, Symbols, table_bits
-from towerd.codec.models.base import Predictor
+from towerd.codec.models.base import Predictor, RuntimePredictor
 from towerd.codec.prior import state
 from towerd.codec.prior.file import Prior, kinds_of, ranks_of
 from towerd.codec.text import as_context, from_ids, parse, to_ids
@@ -45,14 +45,24 @@ class Lanes:
 
     def encode(self, chunks: Sequence[Symbols], context: Symbols) -> list[bytes]:
         """The bits of each chunk."""
+        sizes = [len(chunk) for chunk in chunks]
         encoders = [Encoder() for _ in chunks]
-
-        def code(mixer: Mixer, lane: int, step: int, counts: npt.NDArray[np.uint32]) -> int:
-            rank = chunks[lane][step : step + 1]
-            encoders[lane].put(*mixer.encode(lane, rank, counts))
-            return int(rank[0])
-
-        self._run([len(chunk) for chunk in chunks], context, code)
+        # What comes before each symbol is known: some steps of a lane go through the model at once.
+        before = [[self.first, *self.order[chunk[:-1]].tolist()][: len(chunk)] for chunk in chunks]
+        window = self.predictor.window
+        mixer = self._mixer(sizes, context)
+        with self._lock:
+            self.predictor.reset()
+            for start in range(0, max(sizes, default=0), window):
+                some = [tokens[start : start + window] for tokens in before]
+                pairs = [(lane, token) for lane, tokens in enumerate(some) for token in tokens]
+                found = iter(self.predictor.feed(pairs))
+                counts = [[next(found) for _ in tokens] for tokens in some]
+                for i in range(window):
+                    for lane, rows in enumerate(counts):
+                        if i < len(rows):
+                            rank = chunks[lane][start + i : start + i + 1]
+                            encoders[lane].put(*mixer.encode(lane, rank, rows[i][self.order]))
         return [encoder.finish() for encoder in encoders]
 
     def decode(
@@ -61,24 +71,7 @@ class Lanes:
         """The ranks of each chunk."""
         decoders = [Decoder(each) for each in bits]
         out: list[list[int]] = [[] for _ in sizes]
-
-        def code(mixer: Mixer, lane: int, step: int, counts: npt.NDArray[np.uint32]) -> int:
-            answer = mixer.begin(lane, counts)
-            while answer >= 0:
-                answer = mixer.step(decoders[lane].take(answer))
-            out[lane].append(-1 - answer)
-            return -1 - answer
-
-        self._run(sizes, context, code)
-        return out
-
-    def _run(self, sizes: Sequence[int], context: Symbols,
-             code: Callable[[Mixer, int, int, npt.NDArray[np.uint32]], int]) -> None:  # fmt: skip
-        if len(sizes) > self.predictor.lanes_max:
-            raise Damaged(f"The blob is damaged: it has {len(sizes)} chunks side by side.")
-        mixer = self.make()
-        mixer.reset(max(1, len(sizes)), table_bits(sum(sizes) + len(context)))
-        mixer.learn(0, context)
+        mixer = self._mixer(sizes, context)
         with self._lock:
             self.predictor.reset()
             last = [self.first] * len(sizes)
@@ -86,7 +79,20 @@ class Lanes:
                 lanes = [lane for lane, size in enumerate(sizes) if step < size]
                 found = self.predictor.feed([(lane, last[lane]) for lane in lanes])
                 for lane, counts in zip(lanes, found, strict=True):
-                    last[lane] = self.ids[code(mixer, lane, step, counts[self.order])]
+                    answer = mixer.begin(lane, counts[self.order])
+                    while answer >= 0:
+                        answer = mixer.step(decoders[lane].take(answer))
+                    out[lane].append(-1 - answer)
+                    last[lane] = self.ids[-1 - answer]
+        return out
+
+    def _mixer(self, sizes: Sequence[int], context: Symbols) -> Mixer:
+        if len(sizes) > self.predictor.lanes_max:
+            raise Damaged(f"The blob is damaged: it has {len(sizes)} chunks side by side.")
+        mixer = self.make()
+        mixer.reset(max(1, len(sizes)), table_bits(sum(sizes) + len(context)))
+        mixer.learn(0, context)
+        return mixer
 
 
 def cut(symbols: Symbols, chunk_symbols: int, lanes_max: int) -> list[Symbols]:
@@ -100,7 +106,7 @@ def _chunked(parts: Sequence[Symbols], bits: Sequence[bytes]) -> tuple[Chunk, ..
 
 
 class Network:
-    """The `RuntimeCoder` of `network`."""
+    """The `FormCoder` of `network`."""
 
     name, uses_base = "network", True
 
@@ -116,8 +122,7 @@ class Network:
         self.mini = MiniText(prior)
         trained = "network" if "network" in prior.states else "state"
         self.lanes = Lanes(predictor, prior.ids, lambda: prior.mixer(trained), prior.controls[0])
-        self.model = _hash(_FORMAT, prior.name, predictor.name)
-        self.runtime = predictor.runtime
+        self.model = network_hash(prior.name, predictor.name, predictor.n_ctx)
 
     def encode(self, ids: Ids, base: Ids) -> Coded:
         """Chunks of the text's symbols."""
@@ -145,7 +150,7 @@ class Same:
 
     name, uses_base = "same", True
 
-    def __init__(self, vocabulary: Vocabulary, predictor: Predictor, first: int = 0,
+    def __init__(self, vocabulary: Vocabulary, predictor: RuntimePredictor, first: int = 0,
                  chunk_symbols: int = CHUNK_SYMBOLS) -> None:  # fmt: skip
         """`first`: the id that a text starts with (BOS). UnknownModel if the model's vocabulary has
         another size."""
@@ -177,6 +182,11 @@ class Same:
         bits = [chunk.bits for chunk in coded.chunks]
         ranks = self.lanes.decode(sizes, bits, self.ranks[base[-BASE_IDS_MAX:]])
         return self.ids[np.array([rank for part in ranks for rank in part], np.int64)]
+
+
+def network_hash(prior: bytes, predictor: bytes, n_ctx: int) -> bytes:
+    """8 bytes that name a table and a mini model, as the form `network` uses them."""
+    return _hash(_FORMAT, prior, predictor, n_ctx.to_bytes(4, "little"))
 
 
 def _hash(*parts: bytes) -> bytes:

@@ -135,6 +135,30 @@ class Mixer:
     def state(self) -> npt.NDArray[np.uint32]:
         """A copy of everything that was learned."""
 
+class Lm:
+    """A small language model; the contract is in towerd.kernels.reference_lm."""
+
+    def __init__(
+        self,
+        name: str,
+        sizes: Sequence[int],
+        norm_eps: float,
+        matrices: Sequence[tuple[str, npt.NDArray[np.uint8]]],
+        norms: Sequence[npt.NDArray[np.float32]],
+        cos: npt.NDArray[np.float32],
+        sin: npt.NDArray[np.float32],
+    ) -> None: ...
+    def reset(self) -> None:
+        """Forget all texts."""
+
+    def step(
+        self, lanes: npt.NDArray[np.int32], tokens: npt.NDArray[np.int32], n_threads: int = 1
+    ) -> npt.NDArray[np.float32]:
+        """Append tokens to lanes; the logits of what comes next."""
+
+    def counts(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.uint32]:
+        """The distribution of each row, as integers."""
+
 class DciTree:
     """Multi-level prioritized DCI; the contract is in towerd.kernels.reference_dci."""
 

@@ -112,7 +112,7 @@ def _curve(report: Report, vocabulary: GgufVocabulary, texts: list[bytes], mini:
             codec.decode(blob)
             decode_s += time.perf_counter() - started
             parsed = container.read(blob)
-            n_bytes += len(blob) - len(parsed.fallback)
+            n_bytes += len(blob)
             n_tokens += len(ids)
             n_chunks = max(n_chunks, len(parsed.chunks))
         key = f"network_{n_symbols}"

@@ -11,7 +11,7 @@ import numpy.typing as npt
 Counts = npt.NDArray[np.uint32]
 
 COUNT_ONE = 1 << 24
-"""The sum of a distribution's counts, but for one that every token gets."""
+"""The sum of a distribution's counts where they are normalised, but for one that every token gets."""
 
 
 class Predictor(Protocol):
@@ -33,13 +33,13 @@ class Predictor(Protocol):
         ...
 
     @property
-    def name(self) -> bytes:
-        """8 bytes that name the model."""
+    def window(self) -> int:
+        """Tokens of one lane that may be fed at once with the same numbers as one by one."""
         ...
 
     @property
-    def runtime(self) -> bytes:
-        """8 bytes that name everything else the numbers depend on."""
+    def name(self) -> bytes:
+        """8 bytes that name the model."""
         ...
 
     def reset(self) -> None:
@@ -47,10 +47,20 @@ class Predictor(Protocol):
         ...
 
     def feed(self, tokens: Sequence[tuple[int, int]]) -> list[Counts]:
-        """Append one token to each of some lanes, (lane, id) in order of lane; per given lane the
-        distribution of what comes next: uint32[n_tokens], each at least 1, about COUNT_ONE in all.
+        """Append tokens to some lanes, (lane, id) in order of lane, up to `window` for each; for
+        each token the chances of what follows it: uint32[n_tokens], each at least 1 and at most
+        COUNT_ONE + 1, in proportion.
 
         The same calls in the same order since a reset give the same counts."""
+        ...
+
+
+class RuntimePredictor(Predictor, Protocol):
+    """One whose numbers not every machine gives."""
+
+    @property
+    def runtime(self) -> bytes:
+        """8 bytes that name everything besides the model that the numbers depend on."""
         ...
 
 

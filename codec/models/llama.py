@@ -1,4 +1,4 @@
-"""A GGUF served through llama.cpp, so that the same calls give the same numbers.
+"""A GGUF of any architecture served through llama.cpp, so that the same calls give the same numbers.
 
 llama.cpp's logits change with the batch shape, the number of threads, the CPU and the version
 (DESIGN: the codec). So every step is one batch with one token of each lane, which the encoder
@@ -30,7 +30,9 @@ _FLOAT_P = ctypes.POINTER(ctypes.c_float)
 
 
 class LlamaPredictor:
-    """A `Predictor`. Not thread-safe; close it, or use it as a context manager."""
+    """A `RuntimePredictor`. Not thread-safe; close it, or use it as a context manager."""
+
+    window = 1
 
     def __init__(self, path: Path, n_threads: int = 1, lanes_max: int = LANES_MAX,
                  n_ctx: int = 0) -> None:  # fmt: skip

@@ -6,16 +6,20 @@ from pathlib import Path
 
 from towerd.codec.base import Vocabulary
 from towerd.codec.errors import UnknownModel
-from towerd.codec.models.llama import LlamaPredictor
+from towerd.codec.models.exact import ExactPredictor
 from towerd.codec.network import Network
 from towerd.codec.prior import file
 from towerd.codec.vocabulary import GgufVocabulary
+
+PATH = Path(__file__).resolve().parent.parent / "data" / "mini.gguf"
+"""The model in the package, if one is there."""
 
 
 def mini_network(vocabulary: Vocabulary, path: Path, n_threads: int = 1) -> Network:
     """The form `network` of M's vocabulary with the mini model in `path`.
 
-    UnknownModel if the model was trained with another tokenizer than the table in the package."""
+    UnknownModel if the file is no such model, or was trained with another tokenizer than the table
+    in the package."""
     prior = file.bundled()
     with GgufVocabulary(path) as mini:
         pieces = [b"" if i in prior.controls else piece for i, piece in enumerate(mini.pieces)]
@@ -24,4 +28,4 @@ def mini_network(vocabulary: Vocabulary, path: Path, n_threads: int = 1) -> Netw
             f"{path} has other tokens than the table {file.PATH.name}: build the table with the "
             "tokenizer of that model (python -m towerd.codec.prior.build)."
         )
-    return Network(vocabulary, prior, LlamaPredictor(path, n_threads=n_threads))
+    return Network(vocabulary, prior, ExactPredictor(path, n_threads=n_threads))

@@ -1,6 +1,7 @@
 // Any CPU: compiler vectors of 16 bytes, f16 with integer arithmetic.
 #define TOWERD_ISA_NAMESPACE generic
 #define TOWERD_LANES 4
+#define TOWERD_NO_FUSED 1
 
 #include "portable-inl.h"
 
@@ -51,6 +52,7 @@ TOWERD_INLINE void store_f16(std::uint8_t * to, F value) {
 #include "hadamard-inl.h"
 #include "rotate-inl.h"
 #include "attention-inl.h"
+#include "lm-inl.h"
 #include "blocks-inl.h"
 #include "stream-inl.h"
 #include "isa-inl.h"

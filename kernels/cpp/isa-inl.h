@@ -27,6 +27,7 @@ Isa assemble() {
     isa.stream = stream;
     isa.finish_stream = finish_stream;
 #endif
+    isa.lm = {{lm_products<LmF32>, lm_products<LmF16>, lm_products<LmQ8>}, lm_norm, lm_exponentials, lm_gated, lm_counts};
     return isa;
 }
 

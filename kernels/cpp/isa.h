@@ -10,7 +10,7 @@
 //
 // Each unit defines TOWERD_ISA_NAMESPACE and TOWERD_LANES, includes vector-inl.h (types, loads,
 // stores), defines the primitives that its instructions do best (listed there), then includes the
-// bodies: convert-inl.h, hadamard-inl.h, rotate-inl.h, attention-inl.h, blocks-inl.h (whose `void block_codecs(Codec
+// bodies: convert-inl.h, hadamard-inl.h, rotate-inl.h, attention-inl.h, lm-inl.h, blocks-inl.h (whose `void block_codecs(Codec
 // (&codecs)[kCodecs])` fills in the codecs from kQ4_0 on), stream-inl.h, and last isa-inl.h.
 #pragma once
 
@@ -80,6 +80,44 @@ struct Heads {
     bool        neox;  // pair j is (j, j + n_rot/2), otherwise (2j, 2j + 1)
 };
 
+// How the numbers of a matrix of a language model are stored: panels of kLmRows rows, column by column, so that a
+// vector holds one column of a panel. q8: for each 32 columns, kLmRows f32 scales and then 32 columns of bytes.
+enum LmFormat : int { kLmF32, kLmF16, kLmQ8, kLmFormats };
+
+constexpr std::size_t kLmRows = 16;
+
+// out[x * out_stride + row] = sum over columns, in their order, of matrix[row][column] * x[x * x_stride + column]:
+// one rounding for each product that is added. All panels are whole.
+struct LmProduct {
+    const std::uint8_t * panels;
+    std::size_t          panel_bytes;  // from one panel to the next
+    std::size_t          n_panels;
+    std::size_t          n_columns;
+    const float *        x;
+    std::size_t          x_stride;
+    std::size_t          n_x;
+    float *              out;
+    std::size_t          out_stride;
+};
+
+// What a language model is evaluated with: the same bits with all instruction sets. Sums are 16 partial sums, of the
+// numbers whose index is the same modulo 16, and then those at distance 8, 4, 2, 1.
+struct LmIsa {
+    void (*products[kLmFormats])(const LmProduct & job);
+
+    // out = x / sqrt(mean(x^2) + eps) * weights. All have room for a multiple of 16 numbers, zeros behind the `n`.
+    void (*norm)(const float * x, const float * weights, std::size_t n, float eps, float * out);
+
+    // Finite x[n] to e^(x - max), and zeros up to a multiple of 16; their sum.
+    float (*exponentials)(float * x, std::size_t n);
+
+    // gate = gate / (1 + e^-gate) * up, a multiple of 16 finite numbers.
+    void (*gated)(float * gate, const float * up, std::size_t n);
+
+    // counts = 1 + 2^24 * e^(logit - max), rounded down, of finite logits.
+    void (*counts)(const float * logits, std::size_t n, std::uint32_t * counts);
+};
+
 struct Isa {
     const char * name;
     Codec        codecs[kCodecs];
@@ -111,6 +149,8 @@ struct Isa {
     // after `finish_stream`. Both nullptr if the instructions have no such stores.
     void (*stream)(const std::uint8_t * from, std::uint8_t * to, std::size_t n);
     void (*finish_stream)();
+
+    LmIsa lm;
 };
 
 }  // namespace towerd

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from towerd.codec import container, varint
 from towerd.codec.container import BY_NAME, FORMS, Blob, Chunk
-from towerd.codec.errors import CodecError, Damaged, NewerVersion, Truncated
+from towerd.codec.errors import CodecError, Damaged, NewerVersion, Truncated, UnknownModel
 
 small_bytes = st.binary(max_size=40)
 
@@ -45,7 +45,7 @@ def sealed(data: bytes) -> bytes:
 
 def example() -> Blob:
     chunks = (Chunk(3, b"abc"), Chunk(2, b"de"))
-    return Blob(BY_NAME["network"], b"v" * 8, b"h" * 16, 5, chunks, b"side", 7, b"b" * 16,
+    return Blob(BY_NAME["same"], b"v" * 8, b"h" * 16, 5, chunks, b"side", 7, b"b" * 16,
                 b"m" * 8, b"r" * 8, b"fallback")  # fmt: skip
 
 
@@ -77,6 +77,14 @@ def test_a_newer_version_names_the_remedy() -> None:
     data[4] = container.VERSION + 1
     with pytest.raises(NewerVersion, match="update towerd"):
         container.read(bytes(data))
+
+
+def test_a_form_that_is_no_longer_read() -> None:
+    """A blob of the form that took llama.cpp's numbers of one machine for the mini model's."""
+    data = bytearray(container.write(dataclasses.replace(example(), fallback=b"")))
+    data[5] = 4
+    with pytest.raises(UnknownModel, match="no longer read.*the towerd that wrote it"):
+        container.read(sealed(bytes(data)))
 
 
 @given(st.binary(max_size=200))

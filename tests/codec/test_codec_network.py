@@ -14,10 +14,8 @@ from towerd.codec import Codec, container
 from towerd.codec.errors import CodecError, UnknownModel
 from towerd.codec.models.base import COUNT_ONE, as_counts
 from towerd.codec.models.llama import LlamaPredictor
-from towerd.codec.network import Network, Same, cut
-from towerd.codec.prior import file
+from towerd.codec.network import Same, cut
 from towerd.codec.vocabulary import GgufVocabulary
-from towerd.models.random_gguf import Shape, make_random_gguf
 
 BUNDLED = Path(towerd.__file__).parent / "data" / "stories260K.gguf"
 STORY = (
@@ -114,22 +112,6 @@ def test_canary(
     assert codec.decode(blob).tolist() == ids
     with pytest.raises(ValueError, match="needs no probe"):
         codec.make_probe("ranked")
-
-
-def test_network(small: GgufVocabulary, tmp_path: Path) -> None:
-    """The mini vocabulary with a model of random weights: exact, if not small."""
-    prior = file.bundled()
-    path = tmp_path / "mini.gguf"
-    n_tokens = len(prior.ids)
-    make_random_gguf(path, Shape(1, 64, 4, 2, 128, n_tokens, n_ctx_train=128))
-    ids = story_ids(small)
-    with LlamaPredictor(path, lanes_max=4) as predictor:
-        codec = Codec(small, [Network(small, prior, predictor, chunk_symbols=30)])
-        blob = codec.encode(ids, form="network")
-        assert len(container.read(blob).chunks) == 4
-        assert codec.decode(blob).tolist() == ids
-    with LlamaPredictor(BUNDLED) as predictor, pytest.raises(UnknownModel, match="512 tokens"):
-        Network(small, prior, predictor)
 
 
 def test_models_of_other_vocabularies_are_refused(

@@ -1,0 +1,110 @@
+"""A small llama-architecture GGUF whose numbers are the same on every machine.
+
+The kernel `lm` evaluates it (`kernels/reference_lm.py` says why it is exact), so what is coded
+with it here is decoded anywhere, with any number of threads, and chunks of a text are coded side
+by side only for speed. Before it is relied on, the kernel evaluates a tiny model whose counts are
+known: a build or a CPU that gets other numbers is refused, and never writes a blob.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from towerd.codec.errors import UnknownModel
+from towerd.codec.models.base import Counts
+from towerd.codec.models.rotation import rotation
+from towerd.codec.models.weights import LmWeights, load_weights
+from towerd.kernels import dispatch
+from towerd.kernels.lm import BLOCK, Lm, LmShape, make_lm, pack, pack_norm, pack_q8
+
+LANES_MAX = 64
+WINDOW = 16
+KNOWN = "295316f9"
+"""Hash of the counts of the tiny model."""
+_TINY = LmShape(40, 32, 2, 4, 2, 8, 64, 4, 1, 1e-5)
+
+
+class ExactPredictor:
+    """A `Predictor`. Not thread-safe."""
+
+    window = WINDOW
+
+    def __init__(self, path: Path, n_threads: int = 1, lanes_max: int = LANES_MAX,
+                 n_ctx: int = 0) -> None:  # fmt: skip
+        """`n_ctx`: tokens per lane; 0: what the model was trained on, at most N_CTX_MAX.
+
+        UnknownModel if the file is none, or the kernel of this machine gives other numbers."""
+        check_kernel(dispatch.name())
+        weights = load_weights(path, n_ctx)
+        self.n_tokens, self.n_ctx = weights.shape.n_vocab, weights.shape.n_ctx
+        self.lanes_max, self.name = lanes_max, weights.name
+        self.n_threads = n_threads
+        self._lm = made(weights)
+
+    def reset(self) -> None:
+        """Forget all texts."""
+        self._lm.reset()
+
+    def feed(self, tokens: Sequence[tuple[int, int]]) -> list[Counts]:
+        """One token for each (lane, id), in order of lane; a lane that is full goes on with its last
+        quarter. A lane may be given more than once. UnknownModel if the model's numbers leave
+        float32."""
+        pairs = np.array(tokens, np.int32).reshape(-1, 2).T.copy()
+        try:
+            return list(self._lm.counts(self._lm.step(pairs[0], pairs[1], self.n_threads)))
+        except ValueError as error:
+            raise UnknownModel(f"The mini model cannot be evaluated: {error}.") from error
+
+
+def made(weights: LmWeights) -> Lm:
+    """The kernel's model."""
+    cos, sin = rotation(weights.shape.n_ctx, weights.n_rot, weights.freq_base)
+    return make_lm(weights.shape, weights.matrices, weights.norms, cos, sin)
+
+
+@functools.cache
+def check_kernel(name: str) -> None:
+    """UnknownModel unless the kernels in force, called `name`, give the tiny model's counts."""
+    if tiny_hash() != KNOWN:
+        raise UnknownModel(
+            f"The kernels {name} of this machine do not give the numbers of every other one: build "
+            "towerd with IEEE 754 arithmetic (no fast-math)."
+        )
+
+
+def tiny_hash() -> str:
+    """Of the counts of a model in all formats, made of a sequence of integers, over some tokens."""
+    rng = _sequence()
+    matrices = []
+    for i, (n_rows, n_columns) in enumerate(_TINY.matrices()):
+        numbers = np.array([next(rng) for _ in range(n_rows * n_columns)], np.int32)
+        values = (numbers.astype(np.float32) / np.float32(1 << 17)).reshape(n_rows, n_columns)
+        if i % 3 == 2:
+            blocks = np.empty((n_rows, n_columns // BLOCK, 2 + BLOCK), np.uint8)
+            blocks[..., :2] = np.array([0x18 + i, 0x1C], np.uint8)  # a float16 of about 2^-8
+            blocks[..., 2:] = (numbers & 0xFF).astype(np.uint8).reshape(n_rows, -1, BLOCK)
+            matrices.append(pack_q8(blocks))
+        else:
+            matrices.append(pack(values.astype(np.float16) if i % 3 == 1 else values))
+    norms = [pack_norm(np.array([1 + next(rng) / (1 << 17) for _ in range(_TINY.n_embd)], np.float32))
+             for _ in range(2 * _TINY.n_layer + 1)]  # fmt: skip
+    model = make_lm(_TINY, matrices, norms, *rotation(_TINY.n_ctx, _TINY.head_dim, 10000.0))
+    digest = hashlib.blake2b(digest_size=4)
+    for step in range(_TINY.n_ctx + 3):
+        tokens = np.array([step % _TINY.n_vocab, 7 * step % _TINY.n_vocab], np.int32)
+        counts = model.counts(model.step(np.array([0, 3], np.int32), tokens))
+        digest.update(counts.astype("<u4").tobytes())
+    return digest.hexdigest()
+
+
+def _sequence() -> Iterator[int]:
+    """From -2^15 to 2^15."""
+    state = 1
+    while True:
+        state = state * 1103515245 + 12345 & 0x7FFFFFFF
+        yield (state >> 8 & 0xFFFF) - (1 << 15)
