@@ -79,9 +79,10 @@ LmMatrix checked_matrix(const Weights & weights, std::size_t rows, std::size_t c
     refuse(name, "unknown format " + format_name);
 }
 
-class Bound {
+// nanobind tells types apart by their names: no other file may have one of this.
+class BoundLm {
 public:
-    Bound(const std::string & name, const std::vector<std::size_t> & sizes, float norm_eps, std::vector<Weights> matrices,
+    BoundLm(const std::string & name, const std::vector<std::size_t> & sizes, float norm_eps, std::vector<Weights> matrices,
           std::vector<Array<float>> norms, Array2<float> cos, Array2<float> sin)
         : matrices_(std::move(matrices)),
           norms_(std::move(norms)),
@@ -188,14 +189,14 @@ private:
 }  // namespace
 
 void bind_lm(nb::module_ & m) {
-    nb::class_<Bound>(m, "Lm", "A small language model; the contract is in towerd.kernels.reference_lm.")
+    nb::class_<BoundLm>(m, "Lm", "A small language model; the contract is in towerd.kernels.reference_lm.")
         .def(nb::init<const std::string &, const std::vector<std::size_t> &, float, std::vector<Weights>,
                       std::vector<Array<float>>, Array2<float>, Array2<float>>(),
              "name"_a, "sizes"_a, "norm_eps"_a, "matrices"_a, "norms"_a, "cos"_a, "sin"_a)
-        .def("reset", &Bound::reset, "Forget all texts.")
-        .def("step", &Bound::step, "lanes"_a, "tokens"_a, "n_threads"_a = 1,
+        .def("reset", &BoundLm::reset, "Forget all texts.")
+        .def("step", &BoundLm::step, "lanes"_a, "tokens"_a, "n_threads"_a = 1,
              "Append tokens to lanes; the logits of what comes next.")
-        .def("counts", &Bound::counts, "logits"_a, "The distribution of each row, as integers.");
+        .def("counts", &BoundLm::counts, "logits"_a, "The distribution of each row, as integers.");
 }
 
 }  // namespace towerd

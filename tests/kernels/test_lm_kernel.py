@@ -177,8 +177,8 @@ def test_subnormal_numbers(kernels: str) -> None:
     """They are kept, also on a thread that is set to drop them."""
     shape = SHAPES["plain"]
     matrices, norms, cos, sin = draw(shape, "f32", 5)
-    matrices = [pack(unpacked(weights, *size) * np.float32(1e-20))
-                for weights, size in zip(matrices, shape.matrices(), strict=True)]  # fmt: skip
+    tiny = pack(unpacked(matrices[0], *shape.matrices()[0]) * np.float32(1e-20))
+    matrices = [tiny, *matrices[1:]]
     norms = [norm * np.float32(1e-22) for norm in norms]
     expected = fed(reference_lm.Lm(shape, matrices, norms, cos, sin), [0] * 4, [1, 2, 3, 4])
     assert 0 < np.abs(expected).max() < np.finfo(np.float32).tiny
@@ -197,14 +197,14 @@ def test_subnormal_numbers(kernels: str) -> None:
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
-@settings(max_examples=500)
+@settings(max_examples=200, deadline=None)
 @given(FLOATS, FLOATS, FLOATS, st.integers(-3, 3))
 def test_fused_is_rounded_once(a: float, b: float, c: float, nudge: int) -> None:
     """Against exact fractions, with sums that nearly cancel among them."""
     near = np.float32(-a * b if abs(a * b) < 3e38 else c)
     for addend in (np.float32(c), near, np.nextafter(near, np.float32(nudge))):
         exact = Fraction(a) * Fraction(b) + Fraction(float(addend))
-        if abs(exact) >= Fraction(np.finfo(np.float32).max):
+        if abs(exact) >= Fraction(float(np.finfo(np.float32).max)):
             continue
         got = float(fused(np.array([a], np.float32), np.float32(b), addend)[0])
         assert got == rounded(exact)
@@ -230,7 +230,9 @@ def test_exponential() -> None:
     assert reference_lm.exponential(np.array([0, -0.0], np.float32)).tolist() == [1, 1]
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(st.lists(st.floats(-200, 200, width=32), min_size=1, max_size=70))
 def test_counts(kernels: str, logits: list[float]) -> None:
     """Every token has a count, and they are in proportion to the softmax."""
@@ -289,7 +291,7 @@ def test_numbers_beyond_float32(kernels: str) -> None:
     """Weights that are finite and products that are not: an error with every kernel, never other
     counts; the model goes on after a reset."""
     shape = SHAPES["plain"]
-    for which in (0, 1, 2, 5, 6, 8):
+    for which in range(1, 9):
         matrices, norms, cos, sin = draw(shape)
         huge = unpacked(matrices[which], *shape.matrices()[which]).copy()
         huge[3] = 3e38
