@@ -28,7 +28,9 @@ from towerd.codec.text import as_context, from_ids, parse, to_ids
 from towerd.kernels.mixing import Mixer, make_mixer
 
 CHUNK_SYMBOLS = 1024
-"""Symbols of a chunk; measured, see README.md."""
+"""Symbols of a chunk of `same`; measured, see README.md."""
+TEXT_SYMBOLS = 8192
+"""Symbols of a chunk of `network`: the kernel is fast enough for one text by itself."""
 _FORMAT = b"2"
 
 
@@ -111,7 +113,7 @@ class Network:
     name, uses_base = "network", True
 
     def __init__(self, vocabulary: Vocabulary, prior: Prior, predictor: Predictor,
-                 chunk_symbols: int = CHUNK_SYMBOLS) -> None:  # fmt: skip
+                 chunk_symbols: int = TEXT_SYMBOLS) -> None:  # fmt: skip
         """UnknownModel if the model is not of the prior's vocabulary."""
         if predictor.n_tokens != len(prior.ids):
             raise UnknownModel(
