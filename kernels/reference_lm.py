@@ -129,14 +129,16 @@ def norm(x: Floats, weights: Floats, eps: np.float32) -> Floats:
     for part in _sixteens(x):
         sums = fused(part, part, sums)
     factor = np.float32(1) / np.sqrt(total(sums) / np.float32(len(x)) + eps)
-    return (x * factor) * weights
+    scaled: Floats = (x * factor) * weights
+    return scaled
 
 
 def gated(gate: Floats, up: Floats) -> Floats:
     """gate / (1 + e^-gate) * up."""
     small = exponential(-np.abs(gate))
     share = np.where(gate >= 0, np.float32(1), small) / (np.float32(1) + small)
-    return (gate * share) * up
+    result: Floats = (gate * share) * up
+    return result
 
 
 class Lm:
@@ -208,7 +210,7 @@ class Lm:
         """What the layers make of a token."""
         shape, eps = self.shape, np.float32(self.shape.norm_eps)
         past.append([])
-        x = self._matrices[0][token]
+        x: Floats = self._matrices[0][token]
         for layer in range(shape.n_layer):
             q, k, v, o, gate, up, down = self._matrices[2 + PARTS * layer :][:PARTS]
             y = norm(x, self._norms[2 * layer], eps)

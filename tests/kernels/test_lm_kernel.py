@@ -19,6 +19,7 @@ from towerd.kernels.lm import Lm, LmShape, make_lm, pack, pack_norm, pack_q8
 from towerd.kernels.reference_lm import fused, unpacked
 
 Floats = npt.NDArray[np.float32]
+Doubles = npt.NDArray[np.float64]
 SHAPES = {
     "plain": LmShape(50, 32, 2, 2, 2, 16, 64, 9, 2, 1e-5),
     "shared KV heads": LmShape(37, 64, 1, 4, 2, 16, 32, 18, 9, 1e-6),
@@ -62,9 +63,9 @@ class Plain:
                          for weights, size in zip(matrices, shape.matrices(), strict=True)]  # fmt: skip
         self.norms = [each[: shape.n_embd].astype(float) for each in norms]
 
-    def logits(self, tokens: list[int]) -> npt.NDArray[np.float64]:
+    def logits(self, tokens: list[int]) -> Doubles:
         shape = self.shape
-        x = self.matrices[0][tokens]
+        x: Doubles = self.matrices[0][tokens]
         for layer in range(shape.n_layer):
             q, k, v, o, gate, up, down = self.matrices[2 + 7 * layer : 9 + 7 * layer]
             y = self._norm(x, 2 * layer)
@@ -72,13 +73,15 @@ class Plain:
             y = self._norm(x, 2 * layer + 1)
             g = y @ gate.T
             x = x + (g / (1 + np.exp(-g)) * (y @ up.T)) @ down.T
-        return self._norm(x, -1) @ self.matrices[1].T
+        logits: Doubles = self._norm(x, -1) @ self.matrices[1].T
+        return logits
 
-    def _norm(self, x: npt.NDArray[np.float64], which: int) -> npt.NDArray[np.float64]:
+    def _norm(self, x: npt.NDArray[np.float64], which: int) -> Doubles:
         mean = (x * x).mean(axis=1, keepdims=True)
-        return x / np.sqrt(mean + self.shape.norm_eps) * self.norms[which]
+        scaled: Doubles = x / np.sqrt(mean + self.shape.norm_eps) * self.norms[which]
+        return scaled
 
-    def _attention(self, q: Any, k: Any, v: Any) -> npt.NDArray[np.float64]:
+    def _attention(self, q: Any, k: Any, v: Any) -> Doubles:
         n, dim, shape = len(q), self.shape.head_dim, self.shape
         queries = self._rotate(q.reshape(n, shape.n_head, dim))
         keys = self._rotate(k.reshape(n, shape.n_head_kv, dim))
@@ -90,7 +93,7 @@ class Plain:
             out[:, head] = weights / weights.sum(axis=1, keepdims=True) @ values[:, kv]
         return out.reshape(n, -1)
 
-    def _rotate(self, x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    def _rotate(self, x: npt.NDArray[np.float64]) -> Doubles:
         cos, sin = self.cos[: len(x), None], self.sin[: len(x), None]
         a, b = x[..., ::2], x[..., 1::2]
         return np.stack((a * cos - b * sin, a * sin + b * cos), -1).reshape(x.shape)
@@ -253,7 +256,7 @@ def test_rotation() -> None:
         cos, sin = rotation(n, n_rot, base)
         np.testing.assert_allclose(cos, np.cos(angles), rtol=0, atol=6e-8)
         np.testing.assert_allclose(sin, np.sin(angles), rtol=0, atol=6e-8)
-    assert cos.shape == (3, 1)
+    assert rotation(3, 2, 1.0)[0].shape == (3, 1)
 
 
 def test_a_text_that_became_too_long(kernels: str) -> None:
@@ -271,6 +274,7 @@ def test_a_text_that_became_too_long(kernels: str) -> None:
 def test_packing(format: str) -> None:
     """Panels hold the numbers of the matrix."""
     rng = np.random.default_rng(0)
+    rows: Any
     if format == "q8":
         blocks = rng.integers(0, 256, (21, 3, 34), np.uint8)
         scales = rng.uniform(-1, 1, (21, 3)).astype("<f2")

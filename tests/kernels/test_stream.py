@@ -69,8 +69,8 @@ def test_rope_shift(
     angles = np.random.default_rng(0).normal(size=(4, n_rot // 2))
     tables = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
     lines = np.random.default_rng(1).integers(-1, 4, len(rows), np.int32)
-    memory, out = _target(*rows.shape, shift, gap)
-    rest = head_dim, n_rot, first, neox, block, n_threads
+    memory, out = _target(len(rows), rows.shape[1], shift, gap)
+    rest: Any = (head_dim, n_rot, first, neox, block, n_threads)
     dispatch.rope_shift(rows, out, name, *tables, lines, *rest)
     expected = np.empty_like(rows)
     step = len(rows) // PARTS
