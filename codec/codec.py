@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from towerd.codec import container, sample
+from towerd.codec import container, kept, sample
 from towerd.codec.base import IDS_MAX, Ids, Vocabulary, as_ids, ids_hash, vocabulary_hash
 from towerd.codec.container import BY_NAME, Blob
 from towerd.codec.errors import CodecError, Damaged, UnknownModel, WrongBase, WrongVocabulary
@@ -97,10 +97,11 @@ class Codec:
         return self.decode(parsed.fallback, base)
 
     def keep(self, blob: bytes) -> None:
-        """See to it that the table which a blob needs is in `tables`, before the blob is relied
-        on. Raises OSError."""
-        if self._tables is not None and container.read(blob).form.name == Mix.name:
-            file.keep(self._tables)
+        """See to it that what a blob needs of this package is in `tables`, before the blob is
+        relied on. Raises OSError."""
+        form = container.read(blob).form.name
+        if self._tables is not None and form not in self._networks:
+            kept.keep(self._tables, self._coder(form))
 
     def can_decode(self, blob: bytes) -> bool:
         """Whether all that the blob needs besides its base is here: for a form with a runtime, the
@@ -162,18 +163,21 @@ class Codec:
             return self._made[name]
 
     def _coder_of(self, blob: Blob) -> FormCoder:
-        """The coder that reads a blob, with the table of an earlier release if that was kept."""
-        coder = self._coder(blob.form.name)
-        if blob.model == coder.model or coder.name != Mix.name or self._tables is None:
+        """The coder that reads a blob, with what was kept of an earlier release if it needs that.
+        Raises UnknownModel."""
+        here = blob.form.name in self._makers or blob.form.name in self._networks
+        coder = self._coder(blob.form.name) if here else None
+        if coder is not None and (blob.model == coder.model or not blob.form.portable):
             return coder
-        name = f"{coder.name}-{blob.model.hex()}"
+        name = f"{blob.form.name}-{blob.model.hex()}"
         with self._lock:
-            if name not in self._made:
-                prior = file.kept(self._tables, blob.model)
-                if prior is None:
-                    return coder
-                self._made[name] = Mix(self.vocabulary, prior)
-            return self._made[name]
+            if self._tables is not None and name not in self._made:
+                found = kept.find(self._tables, self.vocabulary, blob)
+                if found is not None:
+                    self._made[name] = found
+            if name in self._made:
+                return self._made[name]
+        return coder or self._coder(blob.form.name)
 
     def _encode(self, ids: Ids, base: Ids, coder: FormCoder, fallback: bytes = b"") -> bytes:
         coded = coder.encode(ids, base) if len(ids) else Coded(b"", ())

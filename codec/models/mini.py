@@ -9,23 +9,26 @@ from towerd.codec.errors import UnknownModel
 from towerd.codec.models.exact import ExactPredictor
 from towerd.codec.network import Network
 from towerd.codec.prior import file
+from towerd.codec.prior.file import Prior
 from towerd.codec.vocabulary import GgufVocabulary
 
 PATH = Path(__file__).resolve().parent.parent / "data" / "mini.gguf"
 """The model in the package, if one is there."""
 
 
-def mini_network(vocabulary: Vocabulary, path: Path, n_threads: int = 1) -> Network:
-    """The form `network` of M's vocabulary with the mini model in `path`.
+def mini_network(vocabulary: Vocabulary, path: Path, prior: Prior | None = None,
+                 n_threads: int = 1) -> Network:  # fmt: skip
+    """The form `network` of M's vocabulary with the mini model in `path` and a table, by default
+    that of the package.
 
-    UnknownModel if the file is no such model, or was trained with another tokenizer than the table
-    in the package."""
-    prior = file.bundled()
+    UnknownModel if the file is no such model, or was trained with another tokenizer than the
+    table."""
+    prior = file.bundled() if prior is None else prior
     with GgufVocabulary(path) as mini:
         pieces = [b"" if i in prior.controls else piece for i, piece in enumerate(mini.pieces)]
     if pieces != list(prior.pieces):
         raise UnknownModel(
-            f"{path} has other tokens than the table {file.PATH.name}: build the table with the "
+            f"{path} has other tokens than the table: build the table with the "
             "tokenizer of that model (python -m towerd.codec.prior.build)."
         )
     return Network(vocabulary, prior, ExactPredictor(path, n_threads=n_threads))

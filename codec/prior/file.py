@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,55 +85,6 @@ def bundled() -> Prior:
     if not PATH.exists():
         raise UnknownModel(f"The table {PATH.name} is missing: install towerd again.")
     return load(PATH)
-
-
-def keep(folder: Path) -> None:
-    """Put a copy of the bundled table into `folder`, by its name, unless it is there. Whole or not
-    at all, and durable. Raises OSError; UnknownModel if the package has none."""
-    path = _kept_path(folder, bundled().name)
-    if path.exists():
-        return
-    # One thread of one process freezes a store, so what is half there was left by a killed one.
-    folder.mkdir(mode=0o700, exist_ok=True)
-    half = path.with_suffix(".half")
-    half.unlink(missing_ok=True)
-    try:
-        with PATH.open("rb") as source, open(half, "wb", opener=_private) as copy:
-            shutil.copyfileobj(source, copy)
-            copy.flush()
-            os.fsync(copy.fileno())
-        half.replace(path)
-        _sync(folder)
-    finally:
-        half.unlink(missing_ok=True)
-
-
-def kept(folder: Path, name: bytes) -> Prior | None:
-    """The table that was kept in `folder` under this name; None if there is none. UnknownModel if
-    it is damaged."""
-    path = _kept_path(folder, name)
-    if not path.exists():
-        return None
-    prior = load(path)
-    if prior.name != name:
-        raise UnknownModel(f"The table {path} is damaged: put a copy of it there.")
-    return prior
-
-
-def _kept_path(folder: Path, name: bytes) -> Path:
-    return folder / f"mix-{name.hex()}.gguf"
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_EXCL, 0o600)
-
-
-def _sync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def load(path: Path) -> Prior:

@@ -12,11 +12,13 @@ import pytest
 from store_tools import FINGERPRINT, turn_of
 
 from towerd.codec import Codec
+from towerd.codec.models import mini
 from towerd.codec.prior import file
 from towerd.codec.vocabulary import GgufVocabulary
 from towerd.cold import Coding, Source, freeze, thaw
 from towerd.errors import DiskFull, ThawError
 from towerd.models.bundled import bundled_model
+from towerd.models.random_gguf import Shape, make_random_gguf
 from towerd.store import Store
 from towerd.transfer import export_session
 
@@ -115,6 +117,48 @@ def test_a_damaged_table_is_no_table(store: Store, release: Release, make_codec:
     kept.write_bytes(whole)
     assert thaw(store, make_codec(tables=store.tables), "x")
     assert said(store) == ids
+
+
+def test_thaws_with_the_mini_model_it_was_frozen_with(
+    store: Store, release: Release, make_codec: MakeCodec, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """Releases with a table and a mini model each, with one of them alike, and without a model."""
+
+    def become(table: int, model: int | None) -> Codec:
+        release(table)
+        path = tmp_path / f"mini-{table}-{model}.gguf"
+        monkeypatch.setattr(mini, "PATH", path)
+        if model is not None:
+            shape = Shape(1, 32, 2, 1, 64, 1, n_ctx_train=64)
+            make_random_gguf(path, shape, vocab=file.PATH, seed=model)
+        codec: Codec = make_codec(tables=store.tables)
+        return codec
+
+    wanted = {}
+    for table, model in ((1, 1), (2, 1), (2, 2)):
+        codec, name = become(table, model), f"{table}-{model}"
+        wanted[name] = say(store, codec, name)
+        freeze(store, codec, name, form="network")
+    assert len(list(store.tables.glob("mini-*"))) == 3
+    assert len(list(store.tables.glob("mix-*"))) == 2
+    (kept, *_) = store.tables.glob("mini-*")
+    whole = kept.read_bytes()
+    kept.write_bytes(whole[:-4] + b"\1\1\1\1")
+    codec = become(3, None)
+    fails = 0
+    for name in wanted:
+        try:
+            thaw(store, codec, name)
+        except ThawError as error:
+            assert f"{kept.name} or its table is damaged" in str(error)
+            fails += 1
+    assert fails == 1
+    kept.write_bytes(whole)
+    codec = become(3, 3)
+    for name, ids in wanted.items():
+        thaw(store, codec, name)
+        assert said(store, name) == ids
 
 
 def test_kept_whole_or_not_at_all(
