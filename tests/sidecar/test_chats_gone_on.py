@@ -77,15 +77,19 @@ def ids_of(url: str, messages: Messages) -> list[int]:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_a_chat_goes_on(daemon: Daemon, alone: str, stream: bool) -> None:
-    """From its third turn on, with what llama-server alone says; each turn is recorded with the
+    """From its third turn on where it stayed in its slot (what is cheaper at the speeds measured
+    so far may be another way), with what llama-server alone says; each turn is recorded with the
     very tokens that it was evaluated as."""
     ours, theirs = (Chat(url, "diary", stream=stream) for url in (daemon.url, alone))
-    for turn in range(5):
+    n = 0
+    for turn in range(6):
         said = ours.say(f"What happened on day {turn}?")
         assert said == theirs.say(f"What happened on day {turn}?")
-        assert counted(daemon) == max(0, turn - 1)
+        before, n = n, counted(daemon)
+        assert n <= max(0, turn - 1)
         n_live = int(ours.reuse.partition("live=")[2].partition(",")[0])
-        assert (n_live > 0) == (turn > 0)
+        assert n_live > 0 if n > before else turn > 0 or n_live == 0
+    assert n > 0
     expected = ids_of(alone, ours.messages[:-1])
     assert daemon.stop() == 0
     with Store.open(daemon.store_dir, latest_fingerprint) as store:
@@ -96,19 +100,20 @@ def test_a_chat_goes_on(daemon: Daemon, alone: str, stream: bool) -> None:
 def test_edits_and_others_do_not(daemon: Daemon, alone: str) -> None:
     """What is edited, asked again, or somebody else's chat is decided about as ever."""
     ours, theirs = Chat(daemon.url, "a"), Chat(alone, "a")
-    for turn in range(3):
+    for turn in range(6):
         assert ours.say(f"Day {turn}?") == theirs.say(f"Day {turn}?")
-    assert counted(daemon) == 1
+    n = counted(daemon)
+    assert n > 0
     edited = [dict(each) for each in ours.messages]
     edited[1]["content"] = "Night 0?"
     other_reply = [dict(each) for each in ours.messages]
     other_reply[-1]["content"] = "Nothing at all"
     for asked in (edited[:-1], ours.messages[:-1], [*other_reply, edited[1]]):
         assert ours.ask(asked) == theirs.ask(asked)
-        assert counted(daemon) == 1
+        assert counted(daemon) == n
     stranger = Chat(daemon.url, "b")
     stranger.say("Day 0?")
-    assert counted(daemon) == 1
+    assert counted(daemon) == n
 
 
 def test_more_chats_than_slots(daemon: Daemon, alone: str) -> None:
@@ -125,19 +130,20 @@ def test_more_chats_than_slots(daemon: Daemon, alone: str) -> None:
 def test_whoever_leaves(daemon: Daemon) -> None:
     """A client that leaves a chat that went on loses nothing: the next turn finds it."""
     chat = Chat(daemon.url, "left")
-    for turn in range(3):
+    for turn in range(6):
         chat.say(f"Day {turn}?")
+    before = counted(daemon)
     body: dict[str, Any] = {
-        "messages": [*chat.messages, {"role": "user", "content": "Day 3?"}], "stream": True,
+        "messages": [*chat.messages, {"role": "user", "content": "Day 6?"}], "stream": True,
         "max_tokens": 400, "temperature": 0, "ignore_eos": True,
     }  # fmt: skip
     url = daemon.url + "/v1/chat/completions"
     with requests.post(url, json=body, headers=chat.headers, stream=True, timeout=60) as reply:
         next(reply.iter_lines(chunk_size=1))
-    n = counted(daemon)
-    assert n == 2
-    chat.messages.append({"role": "user", "content": "Day 3?"})
-    chat.ask([*chat.messages, {"role": "user", "content": "Day 4?"}])
+    assert before > 0
+    assert counted(daemon) - before <= 1
+    chat.messages.append({"role": "user", "content": "Day 6?"})
+    chat.ask([*chat.messages, {"role": "user", "content": "Day 7?"}])
     n_live = int(chat.reuse.partition("live=")[2].partition(",")[0])
     assert n_live > 0
 

@@ -217,6 +217,8 @@ def test_body_limits(make_sidecar: MakeDaemon) -> None:
         for path in ("/completion", "/tokenize", "/v1/embeddings", "/no/such/path"):
             for data in (big, iter([big[:3000], big[3000:]])):
                 reply = requests.post(daemon.url + path, data=data, timeout=30)
+                if reply.status_code == 404 and path == "/no/such/path" and data is not big:
+                    continue  # llama-server said so before it was sent any of the body
                 assert reply.status_code == 413, path
                 assert reply.json()["error"]["type"] == "invalid_request_error"
         assert daemon.complete("still here", 1)["tokens"]

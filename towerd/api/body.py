@@ -42,12 +42,19 @@ async def read_bytes(request: web.Request) -> bytearray:
     return data
 
 
-async def iter_bytes(request: web.Request) -> AsyncIterator[bytes]:
-    """The body as it arrives. Raises as `read_bytes`."""
+def iter_bytes(request: web.Request) -> AsyncIterator[bytes]:
+    """The body as it arrives. Raises as `read_bytes`; one that says itself that it is too large is
+    refused here and now, before anything is done with it."""
     bytes_max = request.app[CONFIG].request_bytes_max
     too_large = PayloadTooLarge(f"The request body exceeds the limit of {bytes_max} bytes")
     if (request.content_length or 0) > bytes_max:
         raise too_large
+    return _chunks(request, bytes_max, too_large)
+
+
+async def _chunks(
+    request: web.Request, bytes_max: int, too_large: PayloadTooLarge
+) -> AsyncIterator[bytes]:
     n = 0
     try:
         while True:
