@@ -9,7 +9,22 @@ import psutil
 import pytest
 from sidecar_tools import OpenSidecar, ask, prompt, until
 
+from towerd.engine.base import Ids
+from towerd.engine.llama_server.engine import LlamaServerEngine
+from towerd.engine.llama_server.scheduler import Slot
 from towerd.engine.llama_server.slotdir import PREFIX
+
+
+async def leave_early(engine: LlamaServerEngine, ids: Ids) -> Slot:
+    """Ask for the only slot, and leave while it is being prepared."""
+    leaving = asyncio.create_task(engine.lease(ids, "local", None))
+    slot = engine.table.slots[0]
+    await until(lambda: slot.busy)
+    await asyncio.sleep(0.05)
+    leaving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    return slot
 
 
 async def test_a_save_is_followed_to_its_end(sidecar_on: OpenSidecar) -> None:
@@ -24,13 +39,7 @@ async def test_a_save_is_followed_to_its_end(sidecar_on: OpenSidecar) -> None:
         llama_server = psutil.Process(process.pid)
         llama_server.suspend()
         try:
-            leaving = asyncio.create_task(engine.lease(prompt(100, 1), "local", None))
-            slot = engine.table.slots[0]
-            await until(lambda: slot.busy)
-            await asyncio.sleep(0.05)
-            leaving.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await leaving
+            slot = await leave_early(engine, prompt(100, 1))
             assert slot.busy
         finally:
             llama_server.resume()
@@ -56,13 +65,7 @@ async def test_a_restore_is_followed_to_its_end(sidecar_on: OpenSidecar) -> None
         llama_server = psutil.Process(process.pid)
         llama_server.suspend()
         try:
-            leaving = asyncio.create_task(engine.lease(longer, "local", None))
-            slot = engine.table.slots[0]
-            await until(lambda: slot.busy)
-            await asyncio.sleep(0.05)
-            leaving.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await leaving
+            slot = await leave_early(engine, longer)
         finally:
             llama_server.resume()
         await until(lambda: not slot.busy)

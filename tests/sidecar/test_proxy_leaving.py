@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +17,41 @@ from aiohttp import web
 from towerd.api.limits import Limits
 from towerd.app import build_app
 from towerd.config import Config
-from towerd.sidecar import open_sidecar
+from towerd.sidecar import SidecarService, open_sidecar
 from towerd.store import Store, latest_fingerprint
 
+GRACE_S = 0.2
 LONG: dict[str, Any] = {
     "prompt": "Once", "stream": True, "ignore_eos": True, "n_predict": 7000, "temperature": 0,
 }  # fmt: skip
+
+
+@dataclass
+class Daemon:
+    """The daemon's API on a free port."""
+
+    service: SidecarService
+    url: str
+    runner: web.AppRunner
+
+    async def leave(self) -> None:
+        """As on a signal: requests go on for the grace, and end."""
+        await self.service.engine.drain(GRACE_S)
+        await self.runner.cleanup()
+
+
+@asynccontextmanager
+async def serving(config: Config) -> AsyncIterator[Daemon]:
+    """A daemon in front of a llama-server of its own."""
+    async with open_sidecar(config) as service:
+        app = build_app(config, service=service, limits=Limits(grace_s=GRACE_S))
+        runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=GRACE_S
+        )
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        host, port = runner.addresses[0][:2]
+        yield Daemon(service, f"http://{host}:{port}", runner)
 
 
 @pytest.mark.parametrize("is_read", [True, False], ids=["read", "unread"])
@@ -35,26 +67,16 @@ async def test_leaving(
         engine="llama-server", model=slow_model, store_dir=tmp_path / "store", parallel=2,
         socket=tmp_path / "s", ctx_size=16384, threads=1, hot_bytes=1 << 28, warm_bytes=1 << 28,
     )  # fmt: skip
-    limits = Limits(grace_s=0.2)
-    async with open_sidecar(config) as service:
-        app = build_app(config, service=service, limits=limits)
-        runner = web.AppRunner(
-            app, access_log=None, handler_cancellation=True, shutdown_timeout=limits.grace_s
-        )
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        host, port = runner.addresses[0][:2]
+    async with serving(config) as daemon, aiohttp.ClientSession() as http:
         named = {"X-Towerd-Session": "cut", **headers}
-        async with aiohttp.ClientSession() as http:
-            reply = await http.post(f"http://{host}:{port}/completion", json=LONG, headers=named)
-            assert reply.status == 200
-            line = await reply.content.readline()
-            first = json.loads(line.removeprefix(b"data: "))["tokens"][0]
-            if not is_read:
-                reply.close()
-            await service.engine.drain(limits.grace_s)
-            await runner.cleanup()
+        reply = await http.post(f"{daemon.url}/completion", json=LONG, headers=named)
+        assert reply.status == 200
+        line = await reply.content.readline()
+        first = json.loads(line.removeprefix(b"data: "))["tokens"][0]
+        if not is_read:
             reply.close()
+        await daemon.leave()
+        reply.close()
     with Store.open(config.store_dir, latest_fingerprint) as store:
         (turn,) = store.turns("cut")
         assert not turn.finished
@@ -68,22 +90,15 @@ async def test_leaving_while_a_chat_goes_on(
     """A llama-server that has stopped answering does not keep the daemon: not by a chat whose
     tokens were asked for beside its request, either."""
     config = Config(
-        engine="llama-server", model=slow_model, store_dir=tmp_path / "store", parallel=2,
+        engine="llama-server", model=slow_model, store_dir=tmp_path / "store", parallel=1,
         socket=tmp_path / "s", ctx_size=4096, threads=1, hot_bytes=1 << 28, warm_bytes=1 << 28,
     )  # fmt: skip
-    limits = Limits(grace_s=0.2)
-    async with open_sidecar(config) as service:
-        app = build_app(config, service=service, limits=limits)
-        runner = web.AppRunner(
-            app, access_log=None, handler_cancellation=True, shutdown_timeout=limits.grace_s
-        )
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        host, port = runner.addresses[0][:2]
-        url = f"http://{host}:{port}/v1/chat/completions"
+    async with serving(config) as daemon:
+        engine = daemon.service.engine
+        url = f"{daemon.url}/v1/chat/completions"
         messages: list[dict[str, Any]] = []
         body: dict[str, Any] = {"messages": messages, "max_tokens": 4, "temperature": 0}
-        process = service.engine.backend.process
+        process = engine.backend.process
         assert process is not None
         child = psutil.Process(process.pid)
         async with aiohttp.ClientSession() as http:
@@ -98,9 +113,8 @@ async def test_leaving_while_a_chat_goes_on(
             try:
                 with pytest.raises(TimeoutError):
                     await http.post(url, json=body, timeout=aiohttp.ClientTimeout(total=0.5))
-                assert service.engine.stats()["chats_gone_on"] == 1
-                await service.engine.drain(limits.grace_s)
-                await runner.cleanup()
-                assert service.engine.stats()["running"] == 0
+                assert engine.stats()["chats_gone_on"] == 1
+                await daemon.leave()
+                assert engine.stats()["running"] == 0
             finally:
                 child.resume()
