@@ -14,7 +14,7 @@ namespace towerd {
 
 // Bytes that one call writes from which on it streams. glibc's memcpy has three quarters of a thread's share of the
 // last cache: 20 MB on a virtual machine with two cores and 48 MB of cache, under 1 MB where dozens of threads share.
-// It cannot know who reads next. We do: `tiers` composes pieces of 12 MB that llama.cpp reads at once, so these stay
+// It cannot know who reads next. We do: `tiers` composes pieces of up to 15 MB that llama.cpp reads at once, so these stay
 // in the cache on every machine, and what is larger than this is a whole slot file, of which the beginning is
 // out of the cache by the time that the end is written.
 constexpr std::size_t kStreamBytes = std::size_t{16} << 20;
