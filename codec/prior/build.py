@@ -40,12 +40,24 @@ templates are plenty and take the room of what people write."""
 @click.option("--vocab", default=4096, show_default=True, help="Tokens, if RUN has no tokenizer.")
 def main(data: Path, run: Path, out: Path, mib: float, vocab: int) -> None:
     """Count, prune, train and write."""
+    bpe, train = read_corpus(data, run, vocab)
+    manifest = read_manifest()
+    build(bpe, train, {name: WORTH[manifest[name].kind] for name in train}, out, mib)
+
+
+def read_corpus(data: Path, run: Path, vocab: int) -> tuple[Bpe, dict[str, U32]]:
+    """The tokenizer of a training run (of `vocab` tokens if it has none yet), and the ids of each
+    source."""
     manifest = read_manifest()
     dataset = read_dataset(data, manifest)
     bpe = tokenizer_of(run / "tokenizer.json", dataset, manifest, vocab)
     corpus = build_corpus(dataset, manifest, MiniForm(bpe), run / "corpus")
-    train = {name: np.asarray(ids) for name, ids in corpus.train.items()}
-    build(bpe, train, {name: WORTH[manifest[name].kind] for name in train}, out, mib)
+    return bpe, {name: np.asarray(ids) for name, ids in corpus.train.items()}
+
+
+def n_held(n_ids: int) -> int:
+    """How many of a source's ids, the last ones, are held out."""
+    return min(int(HELD_SHARE * n_ids), HELD_TOKENS_MAX)
 
 
 def build(
@@ -55,10 +67,10 @@ def build(
     ranks = file.ranks_of(_pieces(bpe))
     counted, worths, held = [], [], []
     for name, ids in corpus.items():
-        n_held = min(int(HELD_SHARE * len(ids)), HELD_TOKENS_MAX)
-        counted.append(ranks[ids[: len(ids) - n_held]])
-        worths.append(np.full(len(ids) - n_held, worth[name], np.float32))
-        held += _sessions(ranks[ids[len(ids) - n_held :]])
+        n_counted = len(ids) - n_held(len(ids))
+        counted.append(ranks[ids[:n_counted]])
+        worths.append(np.full(n_counted, worth[name], np.float32))
+        held += sessions(ranks[ids[n_counted:]])
     text = np.concatenate(counted).astype(np.uint32)
     weights = np.bincount(text, minlength=len(ranks)).astype(np.uint32)
     found = tables.build(text, len(ranks), int(mib * (1 << 20)), worth=np.concatenate(worths))
@@ -69,16 +81,18 @@ def build(
 
 def _trained(kinds: npt.NDArray[np.uint8], weights: U32,
              found: list[tuple[U32, npt.NDArray[np.uint16]]], held: list[I32]) -> U32:  # fmt: skip
-    """The state after the held-out sessions, in an order that mixes the sources."""
+    """The state after the held-out sessions."""
     learned, costs = state.untrained(len(weights)), []
-    turn = np.random.default_rng(0).permutation(len(held))
-    steps = state.trained(
-        lambda now: make_mixer(weights, found, now, kinds), learned, [held[i] for i in turn]
-    )
+    steps = state.trained(lambda now: make_mixer(weights, found, now, kinds), learned, mixed(held))
     for learned, cost in track(steps, "training", total=len(held)):  # noqa: B007
         costs.append(cost)
     click.echo(f"held-out text: {np.mean(costs[len(costs) // 2 :]):.3f} bits per token")
     return state.capped(learned, len(weights))
+
+
+def mixed(held: list[I32]) -> list[I32]:
+    """Sessions in an order that mixes the sources."""
+    return [held[i] for i in np.random.default_rng(0).permutation(len(held))]
 
 
 def _pieces(bpe: Bpe) -> list[bytes]:
@@ -92,7 +106,8 @@ def _pieces(bpe: Bpe) -> list[bytes]:
     return [b""] * len(CONTROLS) + body
 
 
-def _sessions(ranks: I32) -> list[I32]:
+def sessions(ranks: I32) -> list[I32]:
+    """In pieces that are learned as one session each."""
     size = state.SESSION_TOKENS
     return [np.ascontiguousarray(ranks[i : i + size]) for i in range(0, len(ranks), size)]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ from towerd.kernels.mixing import (
     state_size,
 )
 
+I32 = npt.NDArray[np.int32]
 U32 = npt.NDArray[np.uint32]
 
 SESSION_TOKENS = 4400
@@ -54,14 +56,26 @@ def capped(state: U32, n_tokens: int) -> U32:
     return np.concatenate([maps & ~np.uint32(1023) | few, state[n:]])
 
 
+Foretold: TypeAlias = Callable[[I32], Iterable[U32]]
+"""A network's distribution by rank before each of a session's tokens: uint32[n_tokens]."""
+
+
 def trained(
-    make: Callable[[U32], Mixer], state: U32, sessions: Sequence[npt.NDArray[np.int32]]
-) -> Iterator[tuple[U32, float]]:
+    make: Callable[[U32], Mixer], state: U32, sessions: Sequence[I32],
+    foretold: Foretold | None = None,
+) -> Iterator[tuple[U32, float]]:  # fmt: skip
     """Learn one session after the other; yields (state, bits per token of that session)."""
     for ranks in sessions:
         mixer = make(state)
         mixer.reset(1, _TABLE_BITS)
-        bits, chances = mixer.encode(0, ranks)
+        if foretold is None:
+            cost = _bits(*mixer.encode(0, ranks))
+        else:
+            each = zip(np.split(ranks, len(ranks)), foretold(ranks), strict=True)
+            cost = sum(_bits(*mixer.encode(0, rank, counts)) for rank, counts in each)
         state = mixer.state()
-        cost = -np.log2(np.where(bits == 1, chances, 1 - chances)).sum()
-        yield state, float(cost) / max(1, len(ranks))
+        yield state, cost / max(1, len(ranks))
+
+
+def _bits(decisions: I32, chances: npt.NDArray[np.float64]) -> float:
+    return float(-np.log2(np.where(decisions == 1, chances, 1 - chances)).sum())
