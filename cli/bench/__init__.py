@@ -57,11 +57,14 @@ def resume(
               help="How many chats there are; default 40, with --quick 10.")  # fmt: skip
 @click.option("--engine", type=click.Choice((*ENGINES, "both")), default="embedded",
               show_default=True, help="towerd's engine; llama-server: in front of one.")  # fmt: skip
+@click.option("--rival", type=click.Choice(("llama-server", "slot-proxy", "both")),
+              default="llama-server", show_default=True,
+              help="Whom to compare with; slot-proxy: one that saves whole slots.")  # fmt: skip
 def switch(
-    model: Path | None, quick: bool, rounds: int | None, chats: int | None, engine: str
+    model: Path | None, quick: bool, rounds: int | None, chats: int | None, engine: str, rival: str
 ) -> None:
     """Forty chats over one base, round robin, against llama-server's defaults."""
-    _run("switch", model, quick, rounds=rounds, chats=chats, engine=engine)
+    _run("switch", model, quick, rounds=rounds, chats=chats, engine=engine, rival=rival)
 
 
 @bench.command()

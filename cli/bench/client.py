@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import aiohttp
 
@@ -28,6 +30,10 @@ class Completion:
     @property
     def timings(self) -> dict[str, Any]:
         return dict(self.final.get("timings", {}))
+
+
+Ask: TypeAlias = Callable[[Sequence[int], int], Awaitable[Completion]]
+"""`complete` of one server: from a prompt's ids and how many tokens to generate."""
 
 
 async def complete(
@@ -115,3 +121,10 @@ def new_session() -> aiohttp.ClientSession:
         timeout=aiohttp.ClientTimeout(total=None),
         read_bufsize=2**20,
     )
+
+
+@asynccontextmanager
+async def connect(url: str) -> AsyncIterator[Ask]:
+    """Ask a server as it is, in a session of its own."""
+    async with new_session() as session:
+        yield partial(complete, session, url)

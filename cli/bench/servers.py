@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
+from towerd.engine.llama_server.slotdir import SlotDir
 from towerd.errors import TowerdError
 
 _START_S_MAX = 300.0
@@ -95,6 +96,24 @@ class ServerProcess:
                 return bool(reply.status == 200)
         except (OSError, urllib.error.URLError):
             return False
+
+
+def can_count_written() -> bool:
+    """Whether this system counts what processes write, and temporary files are on a disk: what
+    is written into RAM is not counted."""
+    import psutil
+
+    return (
+        hasattr(psutil.Process, "io_counters") and not SlotDir(Path(tempfile.gettempdir())).in_ram
+    )
+
+
+def written_bytes() -> int:
+    """What this process wrote to disks so far, and what the children wrote that have ended, with
+    everything that these had started. Pages that went to the cache count as written."""
+    import psutil
+
+    return int(psutil.Process().io_counters().write_bytes)
 
 
 def free_port() -> int:

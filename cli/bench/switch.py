@@ -3,14 +3,17 @@
 Both servers get the same model, the same context size and the same requests one after another;
 everything else is their default. Time to first token is what a person waits at each switch.
 With `--engine llama-server` towerd is measured in front of a llama-server of its own, with
-`--engine both` each way against one run of its rival, which takes most of the time.
+`--engine both` each way against one run of its rival, which takes most of the time. With `--rival
+slot-proxy` the rival is a llama-server whose slots are saved and restored whole at every turn, and
+what both write to disk is counted, too, restart and last stop included.
 """
 
 from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,14 +21,22 @@ from typing import Any
 import click
 import numpy as np
 
-from towerd.cli.bench.client import complete, new_session
+from towerd.cli.bench.client import Ask, connect, new_session
 from towerd.cli.bench.models import bench_model, random_prompt, vocab_size
 from towerd.cli.bench.report import Report
-from towerd.cli.bench.servers import ServerProcess, llama_server, towerd_server
+from towerd.cli.bench.servers import (
+    ServerProcess,
+    can_count_written,
+    llama_server,
+    towerd_server,
+    written_bytes,
+)
+from towerd.cli.bench.slot_proxy import SlotProxy
 from towerd.config import ENGINES
+from towerd.errors import TowerdError
 
 BOTH = "both"
-"""Every engine, against one run of the rival."""
+"""Every engine, or every rival; each rival runs once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +68,13 @@ class Outcome:
     store_bytes: int = 0
     """Of towerd: its store after the restart."""
     stats: dict[str, Any] = field(default_factory=dict)
-    """Of towerd: its engine's counters after the last switch."""
+    """Of towerd: its engine's counters after the last switch; of the proxy: its saves and
+    restores."""
+    bytes_written: int = 0
+    """Of towerd: to disks, from its first start to its last stop; of the proxy: its slot files,
+    after every save."""
+    slot_file_bytes: int = 0
+    """Of towerd: through slot files in RAM, but for what is saved at a stop."""
 
 
 async def run(
@@ -66,24 +83,40 @@ async def run(
     rounds: int | None = None,
     chats: int | None = None,
     engine: str = "embedded",
+    rival: str = "llama-server",
 ) -> Report:
-    """Run the same load on towerd and on llama-server. `rounds`, `chats`: other than usual."""
+    """Run the same load on towerd and its rivals. `rounds`, `chats`: other than usual."""
     path = bench_model(model, "small" if quick else "1b")
     load = QUICK if quick else Load()
     load = replace(load, rounds=rounds or load.rounds, chats=chats or load.chats)
-    n_vocab = vocab_size(path)
     engines = ENGINES if engine == BOTH else (engine,)
+    return await measure(path, load, engines, RIVALS if rival == BOTH else (rival,))
+
+
+async def measure(path: Path, load: Load, engines: Sequence[str], rivals: Sequence[str]) -> Report:
+    """`load` on each of towerd's engines, then on each rival. Raises TowerdError."""
+    if "slot-proxy" in rivals and not can_count_written():
+        raise TowerdError(
+            "What towerd writes to disk cannot be counted here; compare with slot-proxy on Linux, "
+            "with TMPDIR naming a folder on a disk."
+        )
+    n_vocab = vocab_size(path)
     ours = {name: await _drive_towerd(path, load, n_vocab, name) for name in engines}
-    ctx = str(load.ctx_size)
-    theirs = await _drive(lambda: llama_server(path, "-c", ctx), load, n_vocab)
+    theirs = {name: await _DRIVERS[name](path, load, n_vocab) for name in rivals}
     report = Report("switch", path.name)
     for name, outcome in ours.items():
-        prefix = "proxied_" if engine == BOTH and name == "llama-server" else ""
-        figures = _figures(load, outcome, theirs)
+        prefix = "proxied_" if len(ours) > 1 and name == "llama-server" else ""
+        figures = _figures(load, outcome)
+        for rival, other in theirs.items():
+            figures |= _COMPARISONS[rival](outcome, other)
         if name == "llama-server":
             figures |= _restores(load, outcome)
         report.figures |= {prefix + key: value for key, value in figures.items()}
-        report.target(f"{prefix}ratio", least=20 if name == "embedded" else 10)
+        if "llama-server" in theirs:
+            report.target(f"{prefix}ratio", least=20 if name == "embedded" else 10)
+        if "slot-proxy" in theirs:
+            report.target(f"{prefix}ttft_vs_slot_proxy", least=2)
+            report.target(f"{prefix}bytes_vs_slot_proxy", least=10)
     return report
 
 
@@ -92,8 +125,31 @@ async def _drive_towerd(path: Path, load: Load, n_vocab: int, engine: str) -> Ou
     with tempfile.TemporaryDirectory(prefix="towerd-bench-") as folder:
         store = Path(folder) / "store"
         flags = ("-c", str(load.ctx_size), "--engine", engine)
-        outcome = await _drive(lambda: towerd_server(path, store, *flags), load, n_vocab)
+        before = written_bytes() if can_count_written() else 0
+        outcome = await _drive(lambda: towerd_server(path, store, *flags), connect, load, n_vocab)
+        outcome.bytes_written = written_bytes() - before if can_count_written() else 0
         outcome.store_bytes = sum(f.stat().st_size for f in store.rglob("*") if f.is_file())
+    return outcome
+
+
+async def _drive_llama_server(path: Path, load: Load, n_vocab: int) -> Outcome:
+    """The load on llama-server as it comes."""
+    ctx = str(load.ctx_size)
+    return await _drive(lambda: llama_server(path, "-c", ctx), connect, load, n_vocab)
+
+
+async def _drive_slot_proxy(path: Path, load: Load, n_vocab: int) -> Outcome:
+    """The load on a llama-server whose slots are saved and restored at every turn."""
+    with tempfile.TemporaryDirectory(prefix="towerd-bench-") as folder:
+        rival, ctx = SlotProxy(Path(folder)), str(load.ctx_size)
+        outcome = await _drive(lambda: rival.server(path, "-c", ctx), rival.connect, load, n_vocab)
+    outcome.bytes_written = rival.bytes_written
+    outcome.stats = {
+        "restores": len(rival.restore_s),
+        "restores_missed": rival.restores_missed,
+        "restore_p50_s": statistics.median(rival.restore_s),
+        "save_p50_s": statistics.median(rival.save_s),
+    }
     return outcome
 
 
@@ -109,29 +165,62 @@ def _restores(load: Load, ours: Outcome) -> dict[str, Any]:
     }
 
 
-def _figures(load: Load, ours: Outcome, theirs: Outcome) -> dict[str, Any]:
-    median = statistics.median
+def _figures(load: Load, ours: Outcome) -> dict[str, Any]:
+    """Of towerd alone."""
     return {
         "chats": load.chats,
         "switches": len(ours.switches),
-        "towerd_ttft_p50_s": median(ours.switches),
+        "towerd_ttft_p50_s": statistics.median(ours.switches),
         "towerd_ttft_max_s": max(ours.switches),
-        "llama_server_ttft_p50_s": median(theirs.switches),
-        "ratio": median(theirs.switches) / median(ours.switches),
-        "towerd_after_restart_s": median(ours.restarted),
-        "llama_server_after_restart_s": median(theirs.restarted),
-        "after_restart_ratio": median(theirs.restarted) / median(ours.restarted),
-        "towerd_first_s": median(ours.first),
-        "llama_server_first_s": median(theirs.first),
-        "towerd_prompt_tokens_p50": median(ours.evaluated),
-        "llama_server_prompt_tokens_p50": median(theirs.evaluated),
+        "towerd_after_restart_s": statistics.median(ours.restarted),
+        "towerd_first_s": statistics.median(ours.first),
+        "towerd_prompt_tokens_p50": statistics.median(ours.evaluated),
         "store_bytes": ours.store_bytes,
         "towerd_rss_bytes": ours.rss_bytes,
+    }
+
+
+def _beside_llama_server(ours: Outcome, theirs: Outcome) -> dict[str, Any]:
+    median = statistics.median
+    return {
+        "llama_server_ttft_p50_s": median(theirs.switches),
+        "ratio": median(theirs.switches) / median(ours.switches),
+        "llama_server_after_restart_s": median(theirs.restarted),
+        "after_restart_ratio": median(theirs.restarted) / median(ours.restarted),
+        "llama_server_first_s": median(theirs.first),
+        "llama_server_prompt_tokens_p50": median(theirs.evaluated),
         "llama_server_rss_bytes": theirs.rss_bytes,
     }
 
 
-async def _drive(make: Callable[[], ServerProcess], load: Load, n_vocab: int) -> Outcome:
+def _beside_slot_proxy(ours: Outcome, theirs: Outcome) -> dict[str, Any]:
+    median, stats = statistics.median, theirs.stats
+    return {
+        "slot_proxy_ttft_p50_s": median(theirs.switches),
+        "ttft_vs_slot_proxy": median(theirs.switches) / median(ours.switches),
+        "slot_proxy_bytes_written": theirs.bytes_written,
+        "towerd_bytes_written": ours.bytes_written,
+        "bytes_vs_slot_proxy": theirs.bytes_written / ours.bytes_written,
+        "towerd_tmpfs_bytes": ours.slot_file_bytes,
+        "slot_proxy_after_restart_s": median(theirs.restarted),
+        "slot_proxy_first_s": median(theirs.first),
+        "slot_proxy_prompt_tokens_p50": median(theirs.evaluated),
+        **{f"slot_proxy_{key}": value for key, value in stats.items()},
+        "slot_proxy_rss_bytes": theirs.rss_bytes,
+    }
+
+
+_DRIVERS = {"llama-server": _drive_llama_server, "slot-proxy": _drive_slot_proxy}
+_COMPARISONS = {"llama-server": _beside_llama_server, "slot-proxy": _beside_slot_proxy}
+RIVALS = tuple(_DRIVERS)
+
+
+async def _drive(
+    make: Callable[[], ServerProcess],
+    connect_to: Callable[[str], AbstractAsyncContextManager[Ask]],
+    load: Load,
+    n_vocab: int,
+) -> Outcome:
     rng = np.random.default_rng(7)
     base = random_prompt(rng, load.base_tokens, n_vocab).tolist()
     chats = [
@@ -139,25 +228,36 @@ async def _drive(make: Callable[[], ServerProcess], load: Load, n_vocab: int) ->
     ]
     outcome = Outcome()
     with make() as server:
-        async with new_session() as session:
+        async with connect_to(server.url) as ask:
             for turn in range(load.rounds + 1):
                 click.echo(f"{server.url}: round {turn} of {load.rounds}", err=True)
                 for i, history in enumerate(chats):
                     said = random_prompt(rng, load.user_tokens, n_vocab).tolist() if turn else []
-                    done = await complete(session, server.url, history + said, load.reply_tokens)
+                    done = await ask(history + said, load.reply_tokens)
                     (outcome.switches if turn else outcome.first).append(done.ttft_s)
                     if turn:
                         outcome.evaluated.append(int(done.timings["prompt_n"]))
                     chats[i] = history + said + done.tokens
-            async with session.get(f"{server.url}/towerd/v1/stats") as reply:
-                if reply.status == 200:  # llama-server has none
-                    outcome.stats = (await reply.json())["engine"]
+        outcome.stats = await _engine_stats(server.url)
+        outcome.slot_file_bytes = _slot_file_bytes(outcome.stats)
         outcome.rss_bytes = server.rss_bytes()
         server.stop()
         server.start()
-        async with new_session() as session:
+        async with connect_to(server.url) as ask:
             for history in chats[: load.restart_chats]:
                 said = random_prompt(rng, load.user_tokens, n_vocab).tolist()
-                done = await complete(session, server.url, history + said, load.reply_tokens)
+                done = await ask(history + said, load.reply_tokens)
                 outcome.restarted.append(done.ttft_s)
+        outcome.slot_file_bytes += _slot_file_bytes(await _engine_stats(server.url))
     return outcome
+
+
+async def _engine_stats(url: str) -> dict[str, Any]:
+    """What towerd's engine counted since its start; llama-server has no such thing."""
+    async with new_session() as session, session.get(f"{url}/towerd/v1/stats") as reply:
+        return (await reply.json())["engine"] if reply.status == 200 else {}
+
+
+def _slot_file_bytes(stats: dict[str, Any]) -> int:
+    """What went through slot files; the embedded engine has none."""
+    return int(stats.get("restore_bytes", 0) + stats.get("save_bytes", 0))

@@ -1,0 +1,160 @@
+"""A rival: a proxy that has llama-server save and restore whole slots at every turn.
+
+Before a request the saved file that shares the longest prefix with it is restored into the slot
+that was used least recently, unless a slot holds as much of it already. After the reply the whole
+slot is saved: over the file that the chat goes on from, or into a new one. The client has its
+reply by then, and waits for the save only if its next request comes while that still runs.
+
+It is the best that such a proxy can do: it compares token ids one by one, hands requests over
+without taking time of its own, and llama-server keeps no second copy of prompts in RAM beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+
+from towerd.cli.bench.client import Ask, Completion, complete, new_session
+from towerd.cli.bench.servers import ServerProcess, llama_server
+from towerd.engine.base import Ids
+from towerd.engine.embedded.pool import common_prefix
+from towerd.engine.llama_server.upstream import Upstream
+
+_FLAGS = ("--swa-full", "--cache-ram", "0", "--no-cache-idle-slots")
+"""Of layers with a sliding window only all rows are of use after a restore."""
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    id: int
+    tokens: Ids = field(default_factory=lambda: np.zeros(0, np.int32))
+    last_used_s: float = 0.0
+
+
+class SlotProxy:
+    """For one client. What it saved is still there when llama-server was restarted."""
+
+    def __init__(self, slot_dir: Path) -> None:
+        """slot_dir: an empty directory."""
+        self.bytes_written = 0
+        """Sizes of the files, added up at every save."""
+        self.save_s: list[float] = []
+        self.restore_s: list[float] = []
+        """From asking llama-server to its answer."""
+        self.restores_missed = 0
+        """Restores of which llama-server used less than the prompt shares with them."""
+        self._slot_dir = slot_dir
+        self._files: dict[str, Ids] = {}
+        """File name -> the tokens that the slot had."""
+        self._slots: list[_Slot] = []
+        self._n_cells = 0
+        """All slots share them."""
+        self._saving: asyncio.Task[None] | None = None
+
+    def server(self, model: Path, *flags: str) -> ServerProcess:
+        """The llama-server that it stands before."""
+        return llama_server(model, *flags, *_FLAGS, "--slot-save-path", str(self._slot_dir))
+
+    @asynccontextmanager
+    async def connect(self, url: str) -> AsyncIterator[Ask]:
+        """Ask through the proxy; at the end the last save is waited for."""
+        upstream = Upstream(url)
+        props = await upstream.get("/props")
+        self._slots = [_Slot(i) for i in range(props["total_slots"])]
+        self._n_cells = props["default_generation_settings"]["n_ctx"]
+        async with new_session() as session:
+            try:
+                yield partial(self._complete, upstream, session)
+            finally:
+                await self._saved()
+
+    async def _complete(
+        self,
+        upstream: Upstream,
+        session: aiohttp.ClientSession,
+        prompt: Sequence[int],
+        n_predict: int,
+    ) -> Completion:
+        """As `client.complete`; the times of what it returns begin when the client asks."""
+        began = time.perf_counter()
+        await self._saved()
+        ids = np.asarray(prompt, np.int32)
+        name, n_saved = self._file_for(ids)
+        slot = self._slot_for(ids, n_saved)
+        restores = n_saved > common_prefix(slot.tokens, ids)
+        n_saved_all = len(self._files[name]) if restores else 0
+        await self._make_room(upstream, slot, max(n_saved_all, len(ids) + n_predict))
+        if restores:
+            await self._restore(upstream, slot, name)
+        before_s = time.perf_counter() - began
+        done = await complete(session, upstream.url, prompt, n_predict, id_slot=slot.id)
+        done.ttft_s += before_s
+        done.last_token_s += before_s
+        done.total_s += before_s
+        if restores:
+            self.restores_missed += done.timings["cache_n"] < self._n_usable(name, ids)
+        slot.tokens = np.concatenate([ids, np.asarray(done.tokens, np.int32)])
+        slot.last_used_s = time.monotonic()
+        if not name or n_saved < len(self._files[name]):  # it is another chat's
+            name = f"chat-{len(self._files)}.bin"
+        self._saving = asyncio.create_task(self._save(upstream, slot, name))
+        return done
+
+    def _file_for(self, ids: Ids) -> tuple[str, int]:
+        """The file that shares the longest prefix with `ids`, and how long that is."""
+        shared = {name: common_prefix(tokens, ids) for name, tokens in self._files.items()}
+        name = max(shared, key=shared.__getitem__, default="")
+        return name, shared.get(name, 0)
+
+    def _slot_for(self, ids: Ids, n_saved: int) -> _Slot:
+        """The slot that holds the most of `ids`, if that is as much as is saved; else the one
+        that was used least recently."""
+        slot = max(self._slots, key=lambda slot: common_prefix(slot.tokens, ids))
+        if 0 < common_prefix(slot.tokens, ids) >= n_saved:
+            return slot
+        return min(self._slots, key=lambda slot: slot.last_used_s)
+
+    async def _make_room(self, upstream: Upstream, slot: _Slot, n: int) -> None:
+        """Empty other slots, the oldest first, until `slot` can hold `n` tokens: a restore that
+        finds no free cells fails. What they hold is saved."""
+        others = sorted(self._slots, key=lambda other: other.last_used_s)
+        others = [other for other in others if other is not slot and len(other.tokens)]
+        n_held = sum(len(other.tokens) for other in others)
+        for other in others:
+            if n_held + n <= self._n_cells:
+                return
+            await upstream.erase(other.id)
+            n_held -= len(other.tokens)
+            other.tokens = other.tokens[:0]
+
+    def _n_usable(self, name: str, ids: Ids) -> int:
+        """How much of a restored file a prompt can use: the last token of a reply was never
+        evaluated, and that of a prompt always is."""
+        saved = self._files[name]
+        return min(common_prefix(saved, ids), len(saved) - 1, len(ids) - 1)
+
+    async def _restore(self, upstream: Upstream, slot: _Slot, name: str) -> None:
+        asked = time.perf_counter()
+        await upstream.restore(slot.id, name)
+        self.restore_s.append(time.perf_counter() - asked)
+
+    async def _save(self, upstream: Upstream, slot: _Slot, name: str) -> None:
+        asked = time.perf_counter()
+        await upstream.save(slot.id, name)
+        self.save_s.append(time.perf_counter() - asked)
+        self.bytes_written += (self._slot_dir / name).stat().st_size
+        self._files[name] = slot.tokens
+
+    async def _saved(self) -> None:
+        """Wait for the save that runs: llama-server answers nobody before it is done."""
+        if self._saving is not None:
+            saving, self._saving = self._saving, None
+            await saving
