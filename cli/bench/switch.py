@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -52,6 +52,20 @@ class Load:
     ctx_size: int = 8192
     restart_chats: int = 5
 
+    @property
+    def bytes_ratio_max(self) -> float:
+        """The rows of whole slots, saved at every turn, over the different rows of all chats. The
+        last token of a chat has none."""
+        n_turn, n_restarted = (
+            self.user_tokens + self.reply_tokens,
+            min(self.restart_chats, self.chats),
+        )
+        n_first = self.base_tokens + self.own_tokens + self.reply_tokens - 1
+        n_after = [n_first + turn * n_turn for turn in range(self.rounds + 2)]
+        n_saved = self.chats * sum(n_after[:-1]) + n_restarted * n_after[-1]
+        n_own = self.chats * (n_after[-2] - self.base_tokens) + n_restarted * n_turn
+        return n_saved / (self.base_tokens + n_own)
+
 
 QUICK = Load(chats=10, base_tokens=400, own_tokens=200, rounds=2, ctx_size=2048, restart_chats=3)
 
@@ -90,7 +104,7 @@ async def run(
     load = QUICK if quick else Load()
     load = replace(load, rounds=rounds or load.rounds, chats=chats or load.chats)
     engines = ENGINES if engine == BOTH else (engine,)
-    return await measure(path, load, engines, RIVALS if rival == BOTH else (rival,))
+    return await measure(path, load, engines, tuple(_RIVALS) if rival == BOTH else (rival,))
 
 
 async def measure(path: Path, load: Load, engines: Sequence[str], rivals: Sequence[str]) -> Report:
@@ -102,13 +116,13 @@ async def measure(path: Path, load: Load, engines: Sequence[str], rivals: Sequen
         )
     n_vocab = vocab_size(path)
     ours = {name: await _drive_towerd(path, load, n_vocab, name) for name in engines}
-    theirs = {name: await _DRIVERS[name](path, load, n_vocab) for name in rivals}
+    theirs = {name: await _RIVALS[name].drive(path, load, n_vocab) for name in rivals}
     report = Report("switch", path.name)
     for name, outcome in ours.items():
         prefix = "proxied_" if len(ours) > 1 and name == "llama-server" else ""
         figures = _figures(load, outcome)
         for rival, other in theirs.items():
-            figures |= _COMPARISONS[rival](outcome, other)
+            figures |= _RIVALS[rival].compare(load, outcome, other)
         if name == "llama-server":
             figures |= _restores(load, outcome)
         report.figures |= {prefix + key: value for key, value in figures.items()}
@@ -180,7 +194,7 @@ def _figures(load: Load, ours: Outcome) -> dict[str, Any]:
     }
 
 
-def _beside_llama_server(ours: Outcome, theirs: Outcome) -> dict[str, Any]:
+def _beside_llama_server(_: Load, ours: Outcome, theirs: Outcome) -> dict[str, Any]:
     median = statistics.median
     return {
         "llama_server_ttft_p50_s": median(theirs.switches),
@@ -193,7 +207,7 @@ def _beside_llama_server(ours: Outcome, theirs: Outcome) -> dict[str, Any]:
     }
 
 
-def _beside_slot_proxy(ours: Outcome, theirs: Outcome) -> dict[str, Any]:
+def _beside_slot_proxy(load: Load, ours: Outcome, theirs: Outcome) -> dict[str, Any]:
     median, stats = statistics.median, theirs.stats
     return {
         "slot_proxy_ttft_p50_s": median(theirs.switches),
@@ -201,6 +215,7 @@ def _beside_slot_proxy(ours: Outcome, theirs: Outcome) -> dict[str, Any]:
         "slot_proxy_bytes_written": theirs.bytes_written,
         "towerd_bytes_written": ours.bytes_written,
         "bytes_vs_slot_proxy": theirs.bytes_written / ours.bytes_written,
+        "bytes_vs_slot_proxy_max": load.bytes_ratio_max,
         "towerd_tmpfs_bytes": ours.slot_file_bytes,
         "slot_proxy_after_restart_s": median(theirs.restarted),
         "slot_proxy_first_s": median(theirs.first),
@@ -210,9 +225,17 @@ def _beside_slot_proxy(ours: Outcome, theirs: Outcome) -> dict[str, Any]:
     }
 
 
-_DRIVERS = {"llama-server": _drive_llama_server, "slot-proxy": _drive_slot_proxy}
-_COMPARISONS = {"llama-server": _beside_llama_server, "slot-proxy": _beside_slot_proxy}
-RIVALS = tuple(_DRIVERS)
+@dataclass(frozen=True, slots=True)
+class _Rival:
+    drive: Callable[[Path, Load, int], Awaitable[Outcome]]
+    compare: Callable[[Load, Outcome, Outcome], dict[str, Any]]
+    """Its figures beside towerd's, which come first."""
+
+
+_RIVALS = {
+    "llama-server": _Rival(_drive_llama_server, _beside_llama_server),
+    "slot-proxy": _Rival(_drive_slot_proxy, _beside_slot_proxy),
+}
 
 
 async def _drive(
@@ -255,7 +278,8 @@ async def _drive(
 async def _engine_stats(url: str) -> dict[str, Any]:
     """What towerd's engine counted since its start; llama-server has no such thing."""
     async with new_session() as session, session.get(f"{url}/towerd/v1/stats") as reply:
-        return (await reply.json())["engine"] if reply.status == 200 else {}
+        stats: dict[str, Any] = (await reply.json())["engine"] if reply.status == 200 else {}
+    return stats
 
 
 def _slot_file_bytes(stats: dict[str, Any]) -> int:
