@@ -171,6 +171,7 @@ class DciTree:
         seed: int,
         visits_max: int,
         beam: int,
+        isa: str | None = None,
     ) -> None: ...
     def __len__(self) -> int: ...
     @property
@@ -184,6 +185,17 @@ class DciTree:
         self, queries: npt.NDArray[np.float32], k: int, visits_max: int, beam: int
     ) -> npt.NDArray[np.int64]:
         """Numbers of the k keys with the largest inner products, for each query."""
+
+    def vote(
+        self,
+        queries: npt.NDArray[np.float32],
+        k: int,
+        visits_max: int,
+        beam: int,
+        others: npt.NDArray[np.float32],
+        there: npt.NDArray[np.uint8],
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        """Keys in the pages of the k nearest ones, and the attention that they get."""
 
     def levels(self) -> npt.NDArray[np.int32]:
         """The level of each key."""
@@ -199,3 +211,24 @@ class DciTree:
 
     def check_integrity(self) -> None:
         """RuntimeError if the tree is not sound."""
+
+class NodeTap:
+    """Copies tensors out of a compute graph; see towerd.kernels.reference_taps."""
+
+    def __init__(self, name: int, n_bytes: int, n_elements: int, get: int) -> None: ...
+    @property
+    def callback(self) -> int: ...
+    @property
+    def user_data(self) -> int: ...
+    @property
+    def error(self) -> str: ...
+    def watch(self, names: Sequence[str]) -> None:
+        """Forget what was collected; collect tensors of these names."""
+
+    def places(self) -> list[tuple[str, int]]:
+        """(name, layer) of what was collected."""
+
+    def read(
+        self, name: str, layer: int
+    ) -> tuple[tuple[int, ...], tuple[int, ...], npt.NDArray[np.uint8]]:
+        """(shape, strides in bytes, data) of a tensor. KeyError if it is not there."""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from towerd.kernels import reference_dci
-from towerd.kernels.dispatch import ENV
-from towerd.kernels.reference_dci import F32, I32, I64
+from towerd.kernels import dispatch, reference_dci
+from towerd.kernels.reference_dci import F32, I32, I64, U8
 
 __all__ = ["DciConfig", "DciTree", "make_dci_tree"]
 
@@ -25,6 +23,9 @@ class DciTree(Protocol):
     def __len__(self) -> int: ...
     def add(self, keys: F32) -> None: ...
     def search(self, queries: F32, k: int, visits_max: int, beam: int) -> I64: ...
+    def vote(
+        self, queries: F32, k: int, visits_max: int, beam: int, others: F32, there: U8
+    ) -> tuple[I64, F32]: ...
     def levels(self) -> I32: ...
     def parents(self) -> I64: ...
     def pages(self) -> I64: ...
@@ -52,18 +53,18 @@ class DciConfig:
 def make_dci_tree(n_dims: int, config: DciConfig | None = None) -> DciTree:
     """An empty tree over keys of `n_dims` numbers. Raises ValueError.
 
-    TOWERD_KERNELS=reference forces the one in numpy; both give the same tree."""
+    TOWERD_KERNELS=reference forces the one in numpy; both give the same tree. Raises ValueError
+    where it names instructions that this machine has not."""
     config = config or DciConfig()
     chance = np.random.default_rng(config.seed)
     directions = chance.standard_normal((config.n_directions, n_dims + 1))
     directions /= np.linalg.norm(directions, axis=1, keepdims=True)
     rows = directions.astype(np.float32)
     options = (config.ratio, config.page_rows, config.seed, config.visits_max, config.beam)
-    if os.environ.get(ENV) != "reference":
-        try:
-            from towerd.kernels import _native
-        except ImportError:
-            pass
-        else:
-            return _native.DciTree(n_dims, rows, *options)
+    name = dispatch.name()
+    if name != "reference":
+        from towerd.kernels import _native
+
+        isa = None if name == "metal" else name
+        return _native.DciTree(n_dims, rows, *options, isa)
     return reference_dci.DciTree(n_dims, rows, *options)

@@ -37,6 +37,7 @@ from towerd.kernels.reference_checks import check_int
 F32: TypeAlias = npt.NDArray[np.float32]
 I32: TypeAlias = npt.NDArray[np.int32]
 I64: TypeAlias = npt.NDArray[np.int64]
+U8: TypeAlias = npt.NDArray[np.uint8]
 Scored: TypeAlias = tuple[float, int]
 """(minus the score, number of the point): sorts the better one first."""
 
@@ -152,6 +153,34 @@ class DciTree:
             found = self._nearest(self._as_query(query), 1, True, n_columns, limits)
             ids[i, : len(found)] = [point for _, point in found]
         return ids
+
+    def vote(
+        self, queries: F32, k: int, visits_max: int, beam: int, others: F32, there: U8
+    ) -> tuple[I64, F32]:
+        """Numbers [m], ascending, of all keys that are `there` in the pages that the k nearest
+        keys of any query lie in (IceCache section 4.2), and float32[m]: the largest share that any
+        query gives each of them of its softmax(q . k / sqrt(n_dims)) over these keys and `others`.
+
+        others: float32[any, n_dims]; there: uint8[n], 0 for a key that is to be left out"""
+        found = self.search(queries, k, visits_max, beam)
+        _check_rows(others, self._n_dims, "others")
+        if not isinstance(there, np.ndarray) or there.dtype != np.uint8 or there.ndim != 1:
+            raise ValueError("there: expected uint8 flags")
+        if len(there) != len(self):
+            raise ValueError(f"there: {len(there)} flags for {len(self)} keys")
+        pages = self.pages()
+        is_hit = np.zeros(self.n_pages, np.bool_)
+        is_hit[pages[found[found >= 0]]] = True
+        numbers = (
+            np.flatnonzero(is_hit[pages] & (there != 0)) if len(self) else np.zeros(0, np.int64)
+        )
+        if not len(numbers):
+            return numbers, np.zeros(0, np.float32)
+        rows = np.concatenate([self._keys[numbers, : self._n_dims], others]).astype(np.float64)
+        scores = queries.astype(np.float64) @ rows.T / math.sqrt(self._n_dims)
+        shares = np.exp(scores - scores.max(1, keepdims=True))
+        shares /= shares.sum(1, keepdims=True)
+        return numbers, shares[:, : len(numbers)].max(0).astype(np.float32)
 
     def levels(self) -> I32:
         """int32[n]: the level of each key, 1 at the bottom."""

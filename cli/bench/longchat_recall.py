@@ -93,7 +93,7 @@ def index_overhead(model: Path, n: int, head_size: int, n_threads: int) -> dict[
     assert found.rows is not None
     keys = _keys(found.rows, head_size)
     started = time.perf_counter()
-    IceCache(IceCacheConfig()).index(np.arange(n), keys)
+    IceCache(IceCacheConfig()).index(np.arange(n), keys, n_threads=n_threads)
     index_s = time.perf_counter() - started
     return {"prefill_s": prefill_s, "index_s": index_s}
 

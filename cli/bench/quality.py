@@ -100,8 +100,7 @@ def measurer_on(
     try:
         vocab = Vocab(model.ptr)
         n_ctx = min(model.n_ctx_train, WINDOW_TOKENS_MAX)
-        callback = None if taps is None else taps.callback
-        context = LlamaContext(model, config, n_cells=n_ctx, n_seqs=1, cb_eval=callback)
+        context = LlamaContext(model, config, n_cells=n_ctx, n_seqs=1, taps=taps)
         try:
             scratch = Scratch(context, 0)
             token_bytes = probe_layout(scratch).token_bytes

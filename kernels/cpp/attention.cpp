@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "aligned.h"
 #include "parallel.h"
 
 namespace towerd {
@@ -11,21 +12,6 @@ namespace {
 
 constexpr std::size_t kTile = 16;      // query rows whose scores are in hand at a time: 1 MiB at 16k keys stays in L2
 constexpr std::size_t kTasksMax = 16;  // of one KV head; each has masses of its own
-constexpr std::size_t kAlign = 64 / sizeof(float);
-
-// Floats on 64 bytes.
-class Floats {
-public:
-    explicit Floats(std::size_t n) : memory_(n + kAlign) {}
-
-    float * data() {
-        const auto at = reinterpret_cast<std::uintptr_t>(memory_.data());
-        return memory_.data() + (kAlign - at / sizeof(float) % kAlign) % kAlign;
-    }
-
-private:
-    std::vector<float> memory_;
-};
 
 const float * query_row(const AttentionMass & job, std::size_t i) {
     return reinterpret_cast<const float *>(job.queries.data + i * job.queries.stride);

@@ -55,6 +55,7 @@ void finish_stream() { _mm_sfence(); }
 #include "rotate-inl.h"
 #include "attention-inl.h"
 #include "lm-inl.h"
+#include "dots-inl.h"
 #include "blocks-inl.h"
 #include "stream-inl.h"
 #include "isa-inl.h"

@@ -4,6 +4,7 @@
 #include "bind_dci.h"
 #include "bind_lm.h"
 #include "bind_mix.h"
+#include "bind_taps.h"
 
 #include <string>
 
@@ -99,4 +100,5 @@ NB_MODULE(_native, m) {
     towerd::bind_dci(m);
     towerd::bind_lm(m);
     towerd::bind_mixer(m);
+    towerd::bind_taps(m);
 }

@@ -14,6 +14,7 @@
 
 #include "arguments.h"
 #include "dci.h"
+#include "dispatch.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -62,13 +63,25 @@ std::vector<float> directions_of(handle value, std::size_t n_dims) {
     return {values, values + rows.shape(0) * (n_dims + 1)};
 }
 
-DciTree made(handle n_dims, handle directions, handle ratio, handle page_rows, handle seed, handle visits, handle beam) {
+const Isa & isa_of(handle name) {
+    if (name.is_none()) {
+        return *available().front();
+    }
+    const Isa * isa = PyUnicode_Check(name.ptr()) ? isa_named(nb::cast<std::string>(name).c_str()) : nullptr;
+    if (isa == nullptr) {
+        refuse("isa", "expected one of available()");
+    }
+    return *isa;
+}
+
+DciTree made(handle n_dims, handle directions, handle ratio, handle page_rows, handle seed, handle visits, handle beam,
+             handle isa) {
     DciOptions options;
     options.n_dims    = count_of(n_dims, "n_dims", 1, kDimsMax);
     options.ratio     = ratio_of(ratio);
     options.page_rows = count_of(page_rows, "page_rows", 1, kPageMax);
     options.seed      = count_of(seed, "seed", 0, std::numeric_limits<long long>::max());
-    return DciTree(options, directions_of(directions, options.n_dims), limits_of(visits, beam));
+    return DciTree(options, directions_of(directions, options.n_dims), limits_of(visits, beam), isa_of(isa));
 }
 
 template <typename T> nb::object as_array(const std::vector<T> & values, std::size_t rows, std::size_t columns = 0) {
@@ -105,6 +118,28 @@ nb::object search(const DciTree & tree, handle queries, handle k, handle visits,
     return as_array(ids, rows.shape(0), columns);
 }
 
+nb::object vote(const DciTree & tree, handle queries, handle k, handle visits, handle beam, handle others,
+                handle there) {
+    const Buffer rows(queries, "queries", false, 2, sizeof(float), kFloat);
+    check_rows(rows, tree.n_dims(), "queries");
+    const std::size_t n_wanted = count_of(k, "k", 1, kPageMax);
+    const DciLimits   limits   = limits_of(visits, beam);
+    const Buffer      beside(others, "others", false, 2, sizeof(float), kFloat);
+    check_rows(beside, tree.n_dims(), "others");
+    const Buffer flags(there, "there", false, 1, 1, kBytes);
+    flags.require_contiguous("there");
+    if (flags.shape(0) != tree.size()) {
+        refuse("there", std::to_string(flags.shape(0)) + " flags for " + std::to_string(tree.size()) + " keys");
+    }
+    DciVotes votes;
+    {
+        const nb::gil_scoped_release free;
+        votes = tree.vote(reinterpret_cast<const float *>(rows.data()), rows.shape(0), n_wanted, limits,
+                          reinterpret_cast<const float *>(beside.data()), beside.shape(0), flags.data());
+    }
+    return nb::make_tuple(as_array(votes.ids, votes.ids.size()), as_array(votes.shares, votes.shares.size()));
+}
+
 void check_integrity(const DciTree & tree) {
     if (const std::string what = tree.broken(); !what.empty()) {
         throw std::runtime_error(what);
@@ -116,16 +151,18 @@ void check_integrity(const DciTree & tree) {
 void bind_dci(nb::module_ & m) {
     nb::class_<DciTree>(m, "DciTree", "Multi-level prioritized DCI; the contract is in towerd.kernels.reference_dci.")
         .def("__init__", [](DciTree * self, handle n_dims, handle directions, handle ratio, handle page_rows, handle seed,
-                            handle visits, handle beam) {
-                new (self) DciTree(made(n_dims, directions, ratio, page_rows, seed, visits, beam));
+                            handle visits, handle beam, handle isa) {
+                new (self) DciTree(made(n_dims, directions, ratio, page_rows, seed, visits, beam, isa));
             }, "n_dims"_a.none(), "directions"_a.none(), "ratio"_a.none(), "page_rows"_a.none(), "seed"_a.none(),
-            "visits_max"_a.none(), "beam"_a.none())
+            "visits_max"_a.none(), "beam"_a.none(), "isa"_a.none() = nb::none())
         .def("__len__", &DciTree::size)
         .def_prop_ro("n_levels", &DciTree::n_levels)
         .def_prop_ro("n_pages", &DciTree::n_pages)
         .def("add", &add, "keys"_a.none(), "Insert keys; they get the next numbers.")
         .def("search", &search, "queries"_a.none(), "k"_a.none(), "visits_max"_a.none(), "beam"_a.none(),
              "Numbers of the k keys with the largest inner products, for each query.")
+        .def("vote", &vote, "queries"_a.none(), "k"_a.none(), "visits_max"_a.none(), "beam"_a.none(), "others"_a.none(),
+             "there"_a.none(), "Keys in the pages of the k nearest ones, and the attention that they get.")
         .def("levels", [](const DciTree & self) { return as_array(self.levels(), self.size()); }, "The level of each key.")
         .def("parents", [](const DciTree & self) { return as_array(self.parents(), self.size()); },
              "The key that each one hangs below, or -1.")

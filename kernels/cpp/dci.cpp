@@ -13,6 +13,7 @@ constexpr std::size_t kLanes    = 8;
 constexpr double      kScaleMin = 1e-15;
 constexpr double      kHeadroom = 1.25;  // of the scale, when a longer key than all before comes
 constexpr int         kLevelMax = 32;
+constexpr std::size_t kScoredAtOnce = 64;
 
 // Eight running sums in a fixed order: every machine gets the same bits, with any vector width.
 float dot(const float * a, const float * b, std::size_t n) {
@@ -34,8 +35,8 @@ std::uint64_t mixed(std::uint64_t x) {  // splitmix64
 
 }  // namespace
 
-DciTree::DciTree(const DciOptions & options, std::vector<float> directions, const DciLimits & building)
-    : options_(options), building_(building), padded_((options.n_dims + kLanes - 1) / kLanes * kLanes),
+DciTree::DciTree(const DciOptions & options, std::vector<float> directions, const DciLimits & building, const Isa & isa)
+    : options_(options), building_(building), isa_(&isa), padded_((options.n_dims + kLanes - 1) / kLanes * kLanes),
       n_directions_(directions.size() / (options.n_dims + 1)), directions_(n_directions_ * padded_),
       direction_last_(n_directions_) {
     for (std::size_t i = 0; i < n_directions_; ++i) {
@@ -62,8 +63,17 @@ float DciTree::projected(const float * raw, std::size_t direction, float last) c
                               static_cast<double>(direction_last_[direction]) * static_cast<double>(last));
 }
 
-float DciTree::score(const Query & query, std::int64_t id) const {
-    return dot(query.vector.data(), key(id), padded_) + query.last * last_[static_cast<std::size_t>(id)];
+// Appends `ids` with their scores.
+void DciTree::score(const Query & query, const std::int64_t * ids, std::size_t n, std::vector<Scored> & to) const {
+    float products[kScoredAtOnce];
+    for (std::size_t done = 0; done < n; done += kScoredAtOnce) {
+        const std::size_t some = std::min(kScoredAtOnce, n - done);
+        isa_->dots(query.vector.data(), keys_.data(), ids + done, some, padded_, products);
+        for (std::size_t i = 0; i < some; ++i) {
+            const std::int64_t id = ids[done + i];
+            to.push_back({products[i] + query.last * last_[static_cast<std::size_t>(id)], id});
+        }
+    }
 }
 
 DciTree::Query DciTree::as_query(const float * values) const {
@@ -244,17 +254,14 @@ void DciTree::join(std::size_t at, std::int64_t id) {
     page_[i]   = node.page;
 }
 
-std::vector<DciTree::Scored> DciTree::visit(const Node & node, const Query & query, std::size_t wanted,
-                                            std::size_t visits) const {
+void DciTree::visit(const Node & node, const Query & query, std::size_t wanted, std::size_t visits,
+                    std::vector<Scored> & to) const {
     if (visits != 0 && visits < node.members.size()) {
-        return visit_nearest(node, query, wanted, visits);
+        const auto some = visit_nearest(node, query, wanted, visits);
+        to.insert(to.end(), some.begin(), some.end());
+    } else {
+        score(query, node.members.data(), node.members.size(), to);
     }
-    std::vector<Scored> found;
-    found.reserve(node.members.size());
-    for (const std::int64_t id : node.members) {
-        found.push_back({score(query, id), id});
-    }
-    return found;
 }
 
 // Prioritized DCI: along every direction points are met by their distance from the query; who was
@@ -295,7 +302,7 @@ std::vector<DciTree::Scored> DciTree::visit_nearest(const Node & node, const Que
             at = met.insert(at, {id, 0});
         }
         if (++at->second == n_directions_) {
-            found.push_back({score(query, id), id});
+            score(query, &id, 1, found);
             best.push(found.back());
             if (best.size() > wanted) {
                 best.pop();
@@ -313,8 +320,7 @@ std::vector<DciTree::Scored> DciTree::nearest(const Query & query, std::size_t l
     for (std::size_t at = n_levels_; at >= level && !nodes.empty(); --at) {
         std::vector<Scored> found;
         for (const std::size_t node : nodes) {
-            const auto some = visit(nodes_[node], query, wanted, limits.visits);
-            found.insert(found.end(), some.begin(), some.end());
+            visit(nodes_[node], query, wanted, limits.visits, found);
         }
         if (all_levels || at == level) {
             best.insert(best.end(), found.begin(), found.end());

@@ -9,6 +9,8 @@
 #include <utility>
 #include <vector>
 
+#include "isa.h"
+
 namespace towerd {
 
 struct DciOptions {
@@ -23,15 +25,26 @@ struct DciLimits {
     std::size_t beam   = 0;  // nodes of a level that are entered; 0: all
 };
 
+// What some queries attend to.
+struct DciVotes {
+    std::vector<std::int64_t> ids;     // ascending
+    std::vector<float>        shares;  // of each, the largest one that any query gives it
+};
+
 class DciTree {
   public:
-    // directions: [n_directions, n_dims + 1], of length 1 each.
-    DciTree(const DciOptions & options, std::vector<float> directions, const DciLimits & building);
+    // directions: [n_directions, n_dims + 1], of length 1 each; isa lives on.
+    DciTree(const DciOptions & options, std::vector<float> directions, const DciLimits & building, const Isa & isa);
 
     void add(const float * keys, std::size_t n);  // [n, n_dims], finite and at most kDciKeyMax long
 
     // The k nearest points by falling inner product with `query` [n_dims]; fewer if there are fewer.
     std::vector<std::int64_t> search(const float * query, std::size_t k, const DciLimits & limits) const;
+
+    // Of all keys in the pages of the k nearest ones, those that are `there` [size]; each query [n_queries, n_dims]
+    // spreads a softmax over them and `others` [n_others, n_dims].
+    DciVotes vote(const float * queries, std::size_t n_queries, std::size_t k, const DciLimits & limits,
+                  const float * others, std::size_t n_others, const std::uint8_t * there) const;
 
     std::size_t size() const { return level_.size(); }
     std::size_t n_dims() const { return options_.n_dims; }
@@ -64,7 +77,11 @@ class DciTree {
     };
 
     const float * key(std::int64_t id) const { return keys_.data() + static_cast<std::size_t>(id) * padded_; }
-    float  score(const Query & query, std::int64_t id) const;
+    void   score(const Query & query, const std::int64_t * ids, std::size_t n, std::vector<Scored> & to) const;
+    std::vector<std::int64_t> hits(const float * queries, std::size_t n_queries, std::size_t k,
+                                   const DciLimits & limits, const std::uint8_t * there) const;
+    void   pack(const std::int64_t * ids, std::size_t n_ids, const float * others, std::size_t n_others,
+                std::size_t first, float * panel) const;
     double square(const float * values) const;
     float  last_of(double square) const;
     float  projected(const float * raw, std::size_t direction, float last) const;
@@ -77,7 +94,8 @@ class DciTree {
     void   raise(std::int64_t id);
     void   join(std::size_t node, std::int64_t id);
     std::size_t node_of(std::int64_t id);
-    std::vector<Scored> visit(const Node & node, const Query & query, std::size_t wanted, std::size_t visits) const;
+    void   visit(const Node & node, const Query & query, std::size_t wanted, std::size_t visits,
+                 std::vector<Scored> & to) const;
     std::vector<Scored> visit_nearest(const Node & node, const Query & query, std::size_t wanted,
                                       std::size_t visits) const;
     std::vector<Scored> nearest(const Query & query, std::size_t level, bool all_levels, std::size_t k,
@@ -85,6 +103,7 @@ class DciTree {
 
     DciOptions         options_;
     DciLimits          building_;
+    const Isa *        isa_;
     std::size_t        padded_, n_directions_;
     std::vector<float> directions_;  // [n_directions, padded] and the last coordinates
     std::vector<float> direction_last_;

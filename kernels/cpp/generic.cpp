@@ -53,6 +53,7 @@ TOWERD_INLINE void store_f16(std::uint8_t * to, F value) {
 #include "rotate-inl.h"
 #include "attention-inl.h"
 #include "lm-inl.h"
+#include "dots-inl.h"
 #include "blocks-inl.h"
 #include "stream-inl.h"
 #include "isa-inl.h"

@@ -22,6 +22,7 @@ Isa assemble() {
     isa.rotate[kBf16] = rotate<Bf16>;
     isa.scores = scores;
     isa.add_softmax = add_softmax;
+    isa.dots = dots;
     isa.peak = peak;
 #if defined(TOWERD_STREAMS)
     isa.stream = stream;

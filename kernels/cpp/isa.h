@@ -10,7 +10,7 @@
 //
 // Each unit defines TOWERD_ISA_NAMESPACE and TOWERD_LANES, includes vector-inl.h (types, loads,
 // stores), defines the primitives that its instructions do best (listed there), then includes the
-// bodies: convert-inl.h, hadamard-inl.h, rotate-inl.h, attention-inl.h, lm-inl.h, blocks-inl.h (whose `void block_codecs(Codec
+// bodies: convert-inl.h, hadamard-inl.h, rotate-inl.h, attention-inl.h, lm-inl.h, dots-inl.h, blocks-inl.h (whose `void block_codecs(Codec
 // (&codecs)[kCodecs])` fills in the codecs from kQ4_0 on), stream-inl.h, and last isa-inl.h.
 #pragma once
 
@@ -141,6 +141,10 @@ struct Isa {
     // Adds the softmax of `n` finite scores, at least one, to `mass`. Both have room for a multiple of 16 numbers;
     // what is in the scores afterwards means nothing.
     void (*add_softmax)(float * scores, std::size_t n, float * mass);
+
+    // to[i] = query . row ids[i] of `rows`, both of `width` numbers, a multiple of 8. The same bits everywhere.
+    void (*dots)(const float * query, const float * rows, const std::int64_t * ids, std::size_t n, std::size_t width,
+                 float * to);
 
     // The largest magnitude of a run; infinity if a number is not finite.
     float (*peak)(const float * from, std::size_t n);

@@ -99,8 +99,8 @@ class PoolMachine(RuleBasedStateMachine):
         stay = data.draw(st.sets(st.sampled_from(kept), max_size=len(kept) - 1))
         before = self.cells.seqs[seq.id]
         place_of = dict(zip(kept, seq.retained.places.tolist(), strict=True))
-        for p0, p1 in seq.retained.drop(np.array(sorted(stay), np.int64)):
-            self.pool.thin(seq, p0, p1)
+        n_gone = self.pool.thin(seq, np.array(sorted(stay), np.int64))
+        assert n_gone == len(kept) - len(stay)
         assert seq.retained.kept.tolist() == sorted(stay)
         self.gone |= {(seq.id, p): place_of[p] for p in kept if p not in stay}
         places = {place_of[p] for p in stay}

@@ -80,8 +80,7 @@ async def test_after_recall_of_everything_it_is_the_full_cache(
                 stay = np.flatnonzero(rng.random(seq.n) < 0.4)
                 stay = np.union1d(stay, [0, seq.n - 1])
                 stay = np.intersect1d(stay, retained.kept)
-                for p0, p1 in retained.drop(stay):
-                    engine.pool.thin(seq, p0, p1)
+                engine.pool.thin(seq, stay)
                 gone = np.setdiff1d(np.arange(seq.n), retained.kept)
                 half = gone[rng.random(len(gone)) < 0.5]
                 recaller.recall(seq, retained, half)
@@ -120,7 +119,7 @@ async def test_what_stays_is_what_the_policy_says(service_on: OpenService) -> No
     taps = Taps()
     config = Config(model=bundled_model(), flash_attn="off", threads=1)
     model = LlamaModel(bundled_model(), config)
-    context = LlamaContext(model, config, n_cells=256, n_seqs=1, cb_eval=taps.callback)
+    context = LlamaContext(model, config, n_cells=256, n_seqs=1, taps=taps)
     taps.watch("Qcur")
     context.batch.add(ids, 0, 0, logits_last=True)
     context.decode()
@@ -128,7 +127,7 @@ async def test_what_stays_is_what_the_policy_says(service_on: OpenService) -> No
     keys = keys_of(parse_rows(context.get_state(0)), queries.shape[3])
     context.close()
     model.close()
-    limits = RecallLimits(64, 1, 1 << 30)
+    limits = RecallLimits(64, 1, 1, 1 << 30)
     policy = open_retention(served(IceCacheConfig.for_budget(budget), limits))
     view = View(np.arange(n), n, keys=keys, queries=queries[:, :, -ASKING_TOKENS_MAX:])
     expected = policy.keep(view, Retained.whole(LiveBudget("icecache", budget), 0, 512).n_target)
@@ -163,7 +162,7 @@ async def test_long_chats_recall(service_on: OpenService) -> None:
             n_max = recaller.n_max(retained, retained.policy)
             if turn == 3:  # from here on it is less than the chat
                 aside = retained.n_bytes_aside
-                recaller._limits = RecallLimits(8, 3, aside // 2)
+                recaller._limits = RecallLimits(8, 3, 1, aside // 2)
             elif turn > 3:
                 assert len(retained.shelf) <= n_max + retained.n_release
         assert n_max < 300

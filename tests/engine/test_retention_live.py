@@ -260,7 +260,7 @@ async def test_impossible_budgets(service_on: OpenService, tmp_path: Path) -> No
                 service.engine.thinner.check(LiveBudget(policy, tokens))
     async with service_on(bundled_model(), ctx_size=256) as service:
         for policy in WATCHING:
-            with pytest.raises(InvalidRequest, match=f"start towerd with --retention {policy}"):
+            with pytest.raises(InvalidRequest, match=f"start it with --retention {policy}"):
                 await ask(service, some_ids(20), 4, live=LiveBudget(policy, 64))
     with pytest.raises(ConfigError, match="quantizes them"):
         async with service_on(bundled_model(), retention="buzz", cache_type_k="q8_0"):
@@ -284,7 +284,7 @@ async def test_masses_are_the_attention(
     taps = Taps()
     config = Config(model=bundled_model(), flash_attn="off", threads=1)
     model = LlamaModel(bundled_model(), config)
-    context = LlamaContext(model, config, n_cells=256, n_seqs=1, cb_eval=taps.callback)
+    context = LlamaContext(model, config, n_cells=256, n_seqs=1, taps=taps)
     taps.watch("kq_soft_max")
     context.batch.add(ids, 0, 0, logits_last=True)
     context.decode()

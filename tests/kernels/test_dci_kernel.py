@@ -160,6 +160,53 @@ def test_a_limited_search_finds_most(forced: str) -> None:
     assert np.mean(shared) > 6
 
 
+def full_votes(
+    tree: DciTree, keys: F32, queries: F32, k: int, limits: tuple[int, int], others: F32,
+    there: npt.NDArray[np.uint8],
+) -> dict[int, float]:  # fmt: skip
+    """What the contract of `vote` says, one key and one query at a time."""
+    pages = tree.pages()
+    found = tree.search(queries, k, *limits)
+    hit = {int(pages[i]) for i in found[found >= 0]}
+    numbers = [i for i in range(len(tree)) if there[i] and int(pages[i]) in hit]
+    votes = dict.fromkeys(numbers, 0.0)
+    for query in queries.astype(np.float64):
+        scores = [float(keys[i].astype(np.float64) @ query) for i in numbers]
+        scores += [float(row.astype(np.float64) @ query) for row in others]
+        weights = np.exp((np.array(scores) - max(scores, default=0)) / np.sqrt(keys.shape[1]))
+        for i, weight in zip(numbers, weights, strict=False):
+            votes[i] = max(votes[i], float(weight / weights.sum()))
+    return votes
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    n=st.integers(0, 150), n_dims=st.sampled_from((1, 4, 13, 64)), n_queries=st.integers(0, 70),
+    n_others=st.sampled_from((0, 1, 70)), k=st.integers(1, 20), seed=st.integers(0, 1 << 30),
+    limits=st.sampled_from(((0, 0), (0, 3), (4, 2))),
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["reference", "generic", ""])
+def test_votes_are_attention(
+    name: str, n: int, n_dims: int, n_queries: int, n_others: int, k: int, seed: int,
+    limits: tuple[int, int],
+) -> None:  # fmt: skip
+    """Shares of the pages' keys, those that are there, beside others; of the best query each."""
+    if name != "reference":
+        pytest.importorskip("towerd.kernels._native", exc_type=ImportError)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TOWERD_KERNELS", name)
+        tree = make_dci_tree(n_dims, DciConfig(page_rows=4, ratio=0.25))
+    keys, queries = clustered(max(n, 1), n_dims, seed)[:n], clustered(70, n_dims, seed + 1)
+    tree.add(keys)
+    there = (np.random.default_rng(seed).random(n) < 0.8).astype(np.uint8)
+    others = clustered(70, n_dims, seed + 2)[:n_others]
+    queries = queries[:n_queries]
+    numbers, shares = tree.vote(queries, k, *limits, others, there)
+    expected = full_votes(tree, keys, queries, k, limits, others, there)
+    assert numbers.tolist() == list(expected)
+    np.testing.assert_allclose(shares, list(expected.values()), rtol=2e-4, atol=1e-6)
+
+
 def test_pages_are_shared_by_similar_keys_and_never_move(forced: str) -> None:
     keys = clustered(200, 8, 4)
     tree = make_dci_tree(8, DciConfig(page_rows=6, ratio=1 / 6))
@@ -210,6 +257,16 @@ def test_bad_arguments_are_value_errors(forced: str) -> None:
             tree.add(rows)
         with pytest.raises(ValueError, match="queries"):
             tree.search(rows, 1, 0, 0)
+    one, flags = np.ones((1, 3), np.float32), np.ones(20, np.uint8)
+    for rows in bad:
+        with pytest.raises(ValueError, match="queries"):
+            tree.vote(rows, 1, 0, 0, one, flags)
+        with pytest.raises(ValueError, match="others"):
+            tree.vote(one, 1, 0, 0, rows, flags)
+    not_flags: list[Any] = [None, flags[:19], flags.astype(np.int32), flags[:, None]]
+    for those in not_flags:
+        with pytest.raises(ValueError, match="there"):
+            tree.vote(one, 1, 0, 0, one, those)
     queries = np.ones((1, 3), np.float32)
     wrong: list[Any] = [0, -1, 1.5, None, "1", 1 << 90]
     for value in wrong:

@@ -123,6 +123,19 @@ def test_what_is_forgotten_may_come_again_with_other_keys() -> None:
     assert 0 < policy.n_bytes <= 2 * whole
 
 
+def test_threads_change_nothing() -> None:
+    """The same positions however many threads search, and however the chat was edited before."""
+    view = told(400, {(2, 0): 50, (2, 1): 131, (3, 3): 222})
+    kept = []
+    for n_threads in (1, 2, 5):
+        policy = IceCache(replace(IceCacheConfig.for_budget(60), n_threads=n_threads))
+        policy.index(np.arange(4, 300), keys_of(view)[:, :, 4:300], n_threads=n_threads)
+        policy.truncate(200)
+        kept.append(policy.keep(view, 60).tolist())
+    assert kept[0] == kept[1] == kept[2]
+    assert {50, 131, 222} <= set(kept[0])
+
+
 class Elsewhere:
     """Keys that are no array: what a policy reads is copied out of one."""
 
@@ -150,10 +163,10 @@ def test_without_queries_the_last_ones_stay() -> None:
     assert kept.tolist() == [0, 1, 2, 3, *range(64, 100)]
 
 
-@pytest.mark.parametrize(("keys_max", "layer_step", "window"), [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
-def test_bad_parameters(keys_max: int, layer_step: int, window: int) -> None:
+@pytest.mark.parametrize("name", ["keys_max", "layer_step", "window", "n_threads"])
+def test_bad_parameters(name: str) -> None:
     with pytest.raises(ValueError, match="IceCache|window"):
-        IceCacheConfig(keys_max=keys_max, layer_step=layer_step, window=window)
+        replace(IceCacheConfig(), **{name: 0})
 
 
 def test_keys_and_queries_must_go_together() -> None:

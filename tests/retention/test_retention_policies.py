@@ -134,6 +134,55 @@ def test_branches_of_a_chat_decide_apart(name: str) -> None:
     assert np.array_equal(policy.keep(view, 60), twin.keep(view, 60))
 
 
+def edited(view: View, kept: np.ndarray, n: int, n_new: int, seed: int) -> View:
+    """What the chat of `view` looks like after `kept` stayed, all from token `n` on was taken back
+    and `n_new` others came in a message of their own."""
+    stays = kept[kept < n]
+    assert view.messages is not None
+    before = view.messages[view.positions < n]
+    shorter = replace(view, n_seen=n, messages=before,
+                      positions=view.positions[view.positions < n])  # fmt: skip
+    return retained.grown(shorter, stays, n_new, seed)
+
+
+@given(seeds, st.integers(3, 9), ends, st.integers(1, 40), st.integers(6, 110))
+def test_buzz_after_an_edit(
+    seed: int, stride: int, end: tuple[int, int], room: int, n: int
+) -> None:
+    """Tokens that come in the place of old ones are new."""
+    config = BuzzConfig(end[0], end[1], stride=stride)
+    policy, paper = Buzz(config), retained.Buzz(config)
+    view, n_max = retained.random_view(seed, 50), config.n_min + room
+    kept = policy.keep(view, n_max)
+    paper.evict(view, n_max)
+    policy.truncate(n)
+    view = edited(view, kept, n, 60, seed)
+    sink = view.positions[: config.sink]
+    paper.old = [p for p in paper.old if p < n and p not in sink]
+    assert policy.keep(view, n_max).tolist() == paper.evict(view, n_max)
+
+
+@given(seeds, ends, st.integers(1, 40), st.integers(1, 4), st.integers(6, 110))
+def test_latem_after_an_edit(seed: int, end: tuple[int, int], room: int, k_m: int, n: int) -> None:
+    """What was marked from there on is not what stands there now; its numbers come again."""
+    config = LatemConfig(end[0], end[1], k_m, 0.3)
+    policy, paper = Latem(config), retained.Latem(config)
+    view, n_max = retained.random_view(seed, 50), config.n_min + room
+    kept = policy.keep(view, n_max)
+    paper.evict(view, n_max)
+    policy.truncate(n)
+    assert view.messages is not None
+    span = slice(config.sink, view.n - config.window)
+    seen = view.messages[span][view.positions[span] < n].tolist()
+    paper.marked_m &= set(range(max(seen, default=-1) + 1))
+    paper.marked_t = {
+        m: {p for p in marked if p < n} for m, marked in paper.marked_t.items() if m in seen
+    }
+    paper.pred_count_t = {m: count for m, count in paper.pred_count_t.items() if m in seen}
+    view = edited(view, kept, n, 60, seed)
+    assert policy.keep(view, n_max).tolist() == paper.evict(view, n_max)
+
+
 def test_parameter_theorem() -> None:
     """With T / w as the theorem says, the recurrence of the old tokens levels off near w."""
     for stride in range(3, 13):

@@ -119,6 +119,11 @@ class Retention(Protocol):
         missing, positions that do not ascend or are not below n_seen."""
         ...
 
+    def truncate(self, n: int) -> None:
+        """Only the first `n` tokens of the chat are left: what was decided of later positions is
+        not of those that come in their place."""
+        ...
+
     def fork(self) -> Self:
         """The same decisions so far, for a branch of the chat; later ones are apart."""
         ...
@@ -141,7 +146,7 @@ class Recalling(Retention, Protocol):
         """Which of `n` positions belong in the index: those that have left the window."""
         ...
 
-    def index(self, positions: Positions, keys: Keys) -> None:
+    def index(self, positions: Positions, keys: Keys, *, n_threads: int = 1) -> None:
         """Put positions [n] with their keys [layers, KV heads, n, head size] into the index, but
         for those that are there. `keep` does it for what it is shown; who has time before, such
         as while a prompt is evaluated, may do it then."""

@@ -98,6 +98,9 @@ class Buzz:
             self._old_end = int(positions[-1]) + 1
         return with_ends(view.positions, span, kept)
 
+    def truncate(self, n: int) -> None:
+        self._old_end = min(self._old_end, n)
+
     def fork(self) -> Self:
         return copy.copy(self)
 

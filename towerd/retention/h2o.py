@@ -36,5 +36,8 @@ class H2O:
         span = middle(view.n, self.config.sink, self.config.window)
         return with_ends(view.positions, span, top(view.mass[span], n_max - self.config.n_min))
 
+    def truncate(self, n: int) -> None:
+        """It remembers nothing."""
+
     def fork(self) -> Self:
         return self

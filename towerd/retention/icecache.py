@@ -14,8 +14,11 @@ outvotes many that look everywhere a little.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +28,7 @@ from towerd.retention.base import Keys, Positions, Rows, Signal, View, check_vie
 from towerd.retention.choice import SINK_DEFAULT, EndsConfig, middle, top, with_ends
 
 Votes = npt.NDArray[np.float32]
+T = TypeVar("T")
 
 _KEYS_MIN = 8
 _FORGOTTEN_SHARE_MAX = 0.5
@@ -41,12 +45,16 @@ class IceCacheConfig(EndsConfig):
     """Layers before it have no tree: their attention is not sparse (section 5.1)."""
     layer_step: int = 1
     """3: only every third layer has trees and votes (the reuse form, section C)."""
+    n_threads: int = 1
+    """That search; trees do not depend on each other, so the answer is the same with any."""
     tree: DciConfig = field(default_factory=DciConfig)
 
     def __post_init__(self) -> None:
         EndsConfig.__post_init__(self)
         if self.keys_max < 1 or self.layer_first < 0 or self.layer_step < 1:
             raise ValueError("IceCache looks for at least one key, in layers that exist")
+        if self.n_threads < 1:
+            raise ValueError("IceCache needs a thread")
 
     @classmethod
     def for_budget(cls, budget: int) -> Self:
@@ -74,7 +82,7 @@ class IceCache:
 
     @property
     def n_bytes(self) -> int:
-        return sum(map(len, self._trees.values())) * _tree_bytes(self._head_size)
+        return len(self._trees) * len(self._indexed) * _tree_bytes(self._head_size)
 
     def index_bytes(self, layers: int, kv_heads: int, head_size: int) -> int:
         of_all = len(self.config.anchors(layers)) * kv_heads * _tree_bytes(head_size)
@@ -91,20 +99,23 @@ class IceCache:
         numbers = np.arange(span.start, span.stop)
         if (self._indexed < 0).sum() > _FORGOTTEN_SHARE_MAX * (self._indexed >= 0).sum():
             self._trees, self._indexed = {}, np.empty(0, np.int64)
-        self._insert(view.positions[span], view.keys, numbers)
+        self._insert(view.positions[span], view.keys, numbers, self.config.n_threads)
         chosen = top(self._votes(view, span), n_max - self.config.n_min)
         return with_ends(view.positions, span, chosen)
 
     def indexed(self, n: int) -> slice:
         return middle(n, self.config.sink, self.config.window)
 
-    def index(self, positions: Positions, keys: Keys) -> None:
-        self._insert(positions, keys, np.arange(len(positions)))
+    def index(self, positions: Positions, keys: Keys, *, n_threads: int = 1) -> None:
+        self._insert(positions, keys, np.arange(len(positions)), n_threads)
 
     def forget(self, positions: Positions) -> None:
         gone = np.isin(self._indexed, positions)
         if gone.any():
             self._indexed = np.where(gone, -1, self._indexed)
+
+    def truncate(self, n: int) -> None:
+        self.forget(self._indexed[self._indexed >= n])
 
     def fork(self) -> Self:
         branch = type(self)(self.config)
@@ -112,7 +123,7 @@ class IceCache:
         branch._indexed, branch._head_size = self._indexed, self._head_size
         return branch
 
-    def _insert(self, positions: Positions, keys: Keys, numbers: Positions) -> None:
+    def _insert(self, positions: Positions, keys: Keys, numbers: Positions, n_threads: int) -> None:
         """Index `positions`, whose keys have these `numbers`."""
         is_new = ~np.isin(positions, self._indexed)
         if not is_new.any():
@@ -120,13 +131,14 @@ class IceCache:
         layers, kv_heads, _, size = keys.shape
         self._head_size = size
         wanted = numbers[is_new]
-        for layer in self.config.anchors(layers):
-            for head in range(kv_heads):
-                tree = self._trees.get((layer, head))
-                if tree is None:
-                    tree = make_dci_tree(size, self.config.tree)
-                    self._trees[layer, head] = tree
-                tree.add(np.ascontiguousarray(keys[layer, head, wanted]))
+        if not self._trees:
+            every = itertools.product(self.config.anchors(layers), range(kv_heads))
+            self._trees = {place: make_dci_tree(size, self.config.tree) for place in every}
+
+        def add(place: tuple[int, int]) -> None:
+            self._trees[place].add(np.ascontiguousarray(keys[*place, wanted]))
+
+        self._of_each(add, n_threads)
         self._indexed = np.concatenate([self._indexed, positions[is_new]])
 
     def _votes(self, view: View, span: slice) -> Votes:
@@ -138,17 +150,27 @@ class IceCache:
         if not queries.shape[2]:
             return votes
         place = self._places(view.positions[span])
+        there = (place >= 0).astype(np.uint8)
         ends = np.concatenate([np.arange(span.start), np.arange(span.stop, view.n)])
-        group = queries.shape[1] // keys.shape[1]
-        for (layer, head), tree in self._trees.items():
-            asking = queries[layer, head * group : (head + 1) * group]
+        group, k = queries.shape[1] // keys.shape[1], self.config.keys_max
+
+        def ask(at: tuple[int, int]) -> tuple[Positions, Votes]:
+            asking = queries[at[0], at[1] * group : (at[1] + 1) * group]
             asking = np.ascontiguousarray(asking.reshape(-1, asking.shape[-1]))
-            hit = place[self._hits(tree, asking)]
-            hit = np.sort(hit[hit >= 0])
-            rows = keys[layer, head, np.concatenate([span.start + hit, ends])]
-            shares = attention(asking, rows)
-            votes[hit] += shares[:, : len(hit)].max(0, initial=0)
+            others = np.ascontiguousarray(keys[*at, ends])
+            beam = max(self.config.tree.beam, k)
+            return self._trees[at].vote(asking, k, 0, beam, others, there)
+
+        for numbers, shares in self._of_each(ask, self.config.n_threads):
+            votes[place[numbers]] += shares
         return votes
+
+    def _of_each(self, work: Callable[[tuple[int, int]], T], n_threads: int) -> list[T]:
+        """What `work` says of each tree, in their order."""
+        if n_threads == 1:
+            return list(map(work, self._trees))
+        with ThreadPoolExecutor(n_threads, "towerd-trees") as threads:
+            return list(threads.map(work, self._trees))
 
     def _places(self, positions: Positions) -> Positions:
         """Where each indexed position stands among `positions`, -1 if it does not."""
@@ -156,15 +178,6 @@ class IceCache:
             return np.full(len(self._indexed), -1, np.int64)
         at = np.minimum(np.searchsorted(positions, self._indexed), len(positions) - 1)
         return np.where(positions[at] == self._indexed, at, -1)
-
-    def _hits(self, tree: DciTree, queries: Rows) -> Positions:
-        """Numbers of all keys in the pages of the queries' nearest keys."""
-        k = self.config.keys_max
-        found = tree.search(queries, k, 0, max(self.config.tree.beam, k))
-        pages = tree.pages()
-        is_hit = np.zeros(tree.n_pages, np.bool_)
-        is_hit[pages[found[found >= 0]]] = True
-        return np.flatnonzero(is_hit[pages])
 
 
 def _tree_bytes(head_size: int) -> int:
@@ -180,11 +193,3 @@ def check_rows(keys: Keys | None, queries: Rows | None) -> None:
     (layers, heads, _, size), (q_layers, q_heads, _, q_size) = keys.shape, queries.shape
     if (layers, size) != (q_layers, q_size) or heads < 1 or q_heads % heads:
         raise ValueError(f"queries of shape {queries.shape} do not go with keys of {keys.shape}")
-
-
-def attention(queries: Rows, keys: Rows) -> Rows:
-    """float32[queries, keys]: softmax of q k / sqrt(d)."""
-    scores = queries @ keys.T / np.sqrt(queries.shape[1], dtype=np.float32)
-    scores = np.exp(scores - scores.max(1, keepdims=True))
-    shares: Rows = scores / scores.sum(1, keepdims=True)
-    return shares

@@ -76,6 +76,10 @@ class Phase:
         self.marked -= gone
         return gone
 
+    def without(self, n: int) -> Phase:
+        """Without marks from `n` on."""
+        return Phase({i for i in self.marked if i < n}, self.n_predicted)
+
     def copy(self) -> Phase:
         return Phase(set(self.marked), self.n_predicted)
 
@@ -91,6 +95,8 @@ class Latem:
         self._messages = Phase()
         self._tokens: dict[int, Phase] = {}
         """By message."""
+        self._starts: dict[int, int] = {}
+        """The first position that was seen of each message."""
 
     def keep(self, view: View, n_max: int) -> Positions:
         check_view(self, view, n_max)
@@ -102,6 +108,9 @@ class Latem:
         span = middle(view.n, self.config.sink, self.config.window)
         message, recent = view.messages[span], view.recent[span]
         rates = view.mass[span].astype(np.float64) / (view.ages[span] + 1)
+        seen, first = np.unique(message, return_index=True)
+        for m, p in zip(seen.tolist(), view.positions[span][first].tolist(), strict=True):
+            self._starts.setdefault(m, p)
         self._mark(view.positions[span], message, recent)
         stays = ~np.isin(message, self._message_victims(message, rates))
         room = n_max - self.config.n_min
@@ -111,8 +120,15 @@ class Latem:
             stays[mine[self._token_victims(m, view.positions[span][mine], rates[mine], share)]] = 0
         return with_ends(view.positions, span, np.flatnonzero(stays).astype(np.int64))
 
+    def truncate(self, n: int) -> None:
+        self._starts = {m: start for m, start in self._starts.items() if start < n}
+        end = max(self._starts, default=-1) + 1
+        self._messages = self._messages.without(end)
+        self._tokens = {m: phase.without(n) for m, phase in self._tokens.items() if m < end}
+
     def fork(self) -> Self:
         other = copy.copy(self)
+        other._starts = dict(self._starts)
         other._messages = self._messages.copy()
         other._tokens = {m: phase.copy() for m, phase in self._tokens.items()}
         return other

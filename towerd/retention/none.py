@@ -32,5 +32,8 @@ class KeepAll:
             raise ValueError(f"{view.n} positions do not fit {n_max}, and none may be dropped")
         return view.positions
 
+    def truncate(self, n: int) -> None:
+        """It remembers nothing."""
+
     def fork(self) -> Self:
         return self

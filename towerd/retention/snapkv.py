@@ -56,6 +56,9 @@ class SnapKV:
         votes = pooled(view.recent[span], self.config.pool)
         return with_ends(view.positions, span, top(votes, n_max - self.config.n_min))
 
+    def truncate(self, n: int) -> None:
+        """It remembers nothing."""
+
     def fork(self) -> Self:
         return self
 

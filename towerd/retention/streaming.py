@@ -37,5 +37,8 @@ class Streaming:
         sink = self.config.sink
         return with_ends(view.positions, middle(view.n, sink, n_max - sink), np.array([], np.int64))
 
+    def truncate(self, n: int) -> None:
+        """It remembers nothing."""
+
     def fork(self) -> Self:
         return self

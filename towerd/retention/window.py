@@ -39,5 +39,8 @@ class Window:
         check_view(self, view, n_max)
         return view.positions[-n_max:]
 
+    def truncate(self, n: int) -> None:
+        """It remembers nothing."""
+
     def fork(self) -> Self:
         return self

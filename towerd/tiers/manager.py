@@ -284,6 +284,12 @@ class Tiers:
                     run = []
         return gaps
 
+    def cut(self, ids: Ids, scope: str) -> None:
+        """Let a segment end where `ids` do, if they are recorded and more after them."""
+        match = self.store.match(ids, scope)
+        if match.n == len(ids) and match.nodes and match.nodes[-1].p1 > match.n:
+            self.store.insert(ids, scope, [len(ids)])
+
     def _lacks(self, node: Node, taint: Taint | None) -> bool:
         """Whether the live rows of `node` are to be exported."""
         if taint is not None and (taint[node.p0 : node.p1] >= APPROXIMATE).any():

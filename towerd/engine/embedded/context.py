@@ -16,6 +16,7 @@ import numpy.typing as npt
 from towerd.config import Config
 from towerd.engine.base import Ids
 from towerd.engine.embedded.model import LlamaModel, last_errors
+from towerd.engine.embedded.taps import Taps
 from towerd.errors import ModelError, TowerdError
 from towerd.kernels.formats import BY_NAME
 
@@ -81,9 +82,15 @@ class LlamaContext:
     """A unified KV cache of `n_cells` cells for `n_seqs` sequences, and the decode call."""
 
     def __init__(
-        self, model: LlamaModel, config: Config, *, n_cells: int, n_seqs: int, cb_eval: Any = None
+        self,
+        model: LlamaModel,
+        config: Config,
+        *,
+        n_cells: int,
+        n_seqs: int,
+        taps: Taps | None = None,
     ) -> None:
-        """cb_eval: the callback of `towerd.engine.embedded.taps`, which the caller keeps alive.
+        """taps: asked for each node of a graph; they live as long as the context.
 
         Raises ModelError when llama.cpp cannot make the context (memory, cache types)."""
         params = lib.llama_context_default_params()
@@ -101,8 +108,10 @@ class LlamaContext:
         params.kv_unified = True
         params.swa_full = True  # else rows that slid out of a window could not be stored
         params.no_perf = True
-        if cb_eval is not None:
-            params.cb_eval = cb_eval
+        self._taps = taps
+        if taps is not None:
+            function, params.cb_eval_user_data = taps.callback
+            params.cb_eval = lib.ggml_backend_sched_eval_callback(function)
         params.offload_kqv = config.gpu_layers != 0
         if config.rope_freq_base:
             params.rope_freq_base = config.rope_freq_base

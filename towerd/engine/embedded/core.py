@@ -91,8 +91,7 @@ def load_core(config: Config, catalog: Catalog) -> Core:
         config = replace(config, flash_attn=attention)
         n_seqs = _in_passing(lambda: n_seqs_of(model, config, ram_bytes))
         taps = Taps() if config.retention in WATCHING else None
-        callback = None if taps is None else taps.callback
-        context = LlamaContext(model, config, n_cells=n_cells, n_seqs=n_seqs, cb_eval=callback)
+        context = LlamaContext(model, config, n_cells=n_cells, n_seqs=n_seqs, taps=taps)
     except Exception:
         model.close()
         raise

@@ -106,7 +106,9 @@ class EmbeddedEngine:
             resumer = Resumer(
                 memory, self.pool, tiers, boundaries, core.vocab.eog_ids, config.boundary_tokens
             )
-        limits = RecallLimits(config.recall_every, config.recall_layer_step, config.recall_bytes)
+        limits = RecallLimits(
+            config.recall_every, config.recall_layer_step, config.threads, config.recall_bytes
+        )
         parked_bytes = tiers.hot_bytes_max // PARKED_SHARE
         self.thinner = Thinner(core, self.pool, self.splicer, parked_bytes, limits)
         self.materialiser = Materialiser(

@@ -13,6 +13,7 @@ from towerd.engine.base import (
     Finish,
     GenerateRequest,
     Ids,
+    LiveBudget,
     Progress,
     Reuse,
     SlotView,
@@ -127,6 +128,12 @@ class Job:
     def is_at_splice(self) -> bool:
         """What comes next is not evaluated but spliced in."""
         return self.splice is not None and self.splice.p0 == self.n_live
+
+    def n_sharable(self, live: LiveBudget) -> int:
+        """How many of its first tokens a chat of that budget can get from its sequence: what was
+        evaluated after an eviction is only for chats of the same one."""
+        own = self.request.live
+        return min(self.n, own.tokens) if own.is_bounded and own != live else self.n
 
     def save(self, blob: Buffer) -> None:
         """Keep what is live of it, as `blob`, before its sequence is dropped."""

@@ -94,6 +94,7 @@ class Materialiser:
 
     def close(self) -> None:
         self._workers.shutdown()
+        self.thinner.close()
 
     @property
     def can_take_back(self) -> bool:
@@ -266,9 +267,9 @@ class Materialiser:
         if self.resumer is not None:
             return self.resumer.sequence(job, capacity, evict)
         source, n = self._source(job)
-        parked = self._parked(job, n)
-        if parked is not None:
-            return self._unparked(parked, capacity, evict)
+        parked, n_parked = self._parked(job)
+        if parked is not None and n_parked > n:
+            return self._unparked(parked, n_parked, capacity, evict)
         if source is not None and self._can_take_over(source, n, job):
             self.pool.grow(source, capacity)
             return source
@@ -297,22 +298,32 @@ class Materialiser:
             return None, 0
         return source, n
 
-    def _parked(self, job: Job, n_live: int) -> Parked | None:
-        """A chat of this budget that left the context and is worth more than `n_live` tokens."""
+    def n_at_hand(self, job: Job) -> int:
+        """How many of the job's tokens it could go on from now, without what is stored."""
+        if job.saved is not None:
+            return len(job.saved.taint)
+        return max(self._source(job)[1], self._parked(job)[1])
+
+    def _parked(self, job: Job) -> tuple[Parked | None, int]:
+        """The chat of this budget that left the context to go on from, and from which token."""
         request = job.request
         if not request.live.is_bounded or not request.cache_prompt or job.saved is not None:
-            return None
-        parked = self.thinner.parked.best(job.ids[: job.n - 1], request.scope, request.live)
-        return parked if parked is not None and parked.n > n_live else None
+            return None, 0
+        return self.thinner.parked.best(job.ids[: job.n - 1], request.scope, request.live)
 
-    def _unparked(self, parked: Parked, capacity: int, evict: Callable[[], bool]) -> LiveSeq | None:
-        """A parked chat in a sequence of its own; None if there is none, or no cells for it."""
+    def _unparked(
+        self, parked: Parked, n: int, capacity: int, evict: Callable[[], bool]
+    ) -> LiveSeq | None:
+        """The first `n` tokens of a parked chat in a sequence of their own; None if there is none,
+        or no cells for it. Where that is not all of it, the chat stays parked as well."""
         self.thinner.parked.take(parked)  # what is evicted for it could push it out
-        if not self._can_open(evict) or not self.thinner.can_unpark(parked, evict):
+        is_possible = self._can_open(evict) and self.thinner.can_unpark(parked, evict)
+        if not is_possible or n < parked.n:
             self.thinner.parked.add(parked)
+        if not is_possible:
             return None
         seq = self.pool.open(parked.scope, capacity)
-        self.thinner.unpark(parked, seq)
+        self.thinner.unpark(parked, seq, n)
         return seq
 
     def _best_prefix(self, job: Job) -> tuple[LiveSeq | None, int]:
@@ -369,9 +380,10 @@ class Materialiser:
         rows, seq.retained.exact = seq.retained.exact, None
         if rows is None:
             return
-        taint = seq.taint[: rows.p1]
+        ids, taint = seq.ids[: rows.p1], seq.taint[: rows.p1]
         derived = bool((taint == DERIVED).any())
-        for gap in self.tiers.gaps(seq.ids[: rows.p1], seq.scope, taint):
+        self.tiers.cut(ids, seq.scope)  # it ends within a turn, if the first prompt was too long
+        for gap in self.tiers.gaps(ids, seq.scope, taint):
             part = rows.slice(gap.p0, gap.p1)
             self.bytes_out += part.nbytes
             self.tiers.accept(gap, part.copy(), derived=derived)

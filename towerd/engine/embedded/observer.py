@@ -1,9 +1,9 @@
 """Observer: what the attention of chats with a budget says, for the policies that go by it.
 
-The queries of evaluated tokens are tapped from the compute graph (`towerd.engine.embedded.taps`)
-and kept until the next eviction; there the mass that each live position gets from them is computed
-from the cached keys, once. The tap is a callback on every node of the graph, so a context has it
-only if the daemon was started with such a policy. Called by the inference thread only.
+The queries of the last tokens before an eviction are tapped from the compute graph
+(`towerd.engine.embedded.taps`) and kept until then; there the mass that each live position gets
+from them is computed from the cached keys, once. Batches without such tokens are evaluated as
+without a tap. Called by the inference thread only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from towerd.config import UNQUANTIZED, WATCHING, Config
+from towerd.config import UNQUANTIZED, Config
 from towerd.engine.embedded.context import LlamaContext
 from towerd.engine.embedded.job import Job
 from towerd.engine.embedded.memory import Memory
@@ -55,29 +55,30 @@ class Observer:
         self.attention = attention
         self._taps = taps
         self._memory = memory
-        self._starts: dict[int, int] = {}
+        self._wanted: dict[int, tuple[int, int]] = {}
+        """[start, end) in the batch, of jobs by id."""
         self._n_batch = 0
 
-    def watch(self, jobs: Iterable[Job]) -> None:
-        """The next batch is that of `jobs`, in their order."""
-        self._starts, self._n_batch = {}, 0
-        for job in jobs:
-            if needs_attention(job):
-                self._starts[id(job)] = self._n_batch
+    def watch(self, jobs: Iterable[tuple[Job, int]]) -> None:
+        """The next batch is that of these jobs, in their order; of each the queries of so many of
+        its last tokens there are wanted."""
+        self._wanted, self._n_batch = {}, 0
+        for job, n_wanted in jobs:
             self._n_batch += job.n_in_batch
-        self._taps.watch(*(("Qcur",) if self._starts else ()))
+            if n_wanted:
+                self._wanted[id(job)] = (self._n_batch - n_wanted, self._n_batch)
+        self._taps.watch(*(("Qcur",) if self._wanted else ()))
 
     def observe(self, job: Job) -> None:
         """The batch was evaluated, and the job's part of it is accounted for. Raises TowerdError
         if the queries cannot be had."""
-        start = self._starts.pop(id(job), None)
-        if start is None or job.seq is None or job.seq.retained is None:
+        start, end = self._wanted.pop(id(job), (0, 0))
+        if start == end or job.seq is None or job.seq.retained is None:
             return
         taken = [self._taps.take("Qcur", layer) for layer in self._taps.layers]
         # Of a batch that was computed in several parts, the taps have the last.
         first = self._n_batch - len(taken[0])
-        end = start + job.n_in_batch
-        start = max(start, first, end - QUERIES_MAX)
+        start = max(start, first)
         if start >= end:
             return
         span = slice(start - first, end - first)
@@ -113,11 +114,6 @@ class Observer:
             raise TowerdError(f"The attention of this chat cannot be read: {error}.") from error
         retained.recent = recent
         retained.mass = retained.mass + recent
-
-
-def needs_attention(job: Job) -> bool:
-    """Whether the job's chat is kept within its budget by what the attention says."""
-    return job.request.live.policy in WATCHING
 
 
 def _mass(
@@ -158,7 +154,7 @@ def _probe(model: LlamaModel, config: Config, cell_ext: bool) -> tuple[float, At
     """(the largest difference of a position's mass, what it was computed with)"""
     taps = Taps()
     config = replace(config, flash_attn="off", cache_type_v="f16")
-    context = LlamaContext(model, config, n_cells=256, n_seqs=1, cb_eval=taps.callback)
+    context = LlamaContext(model, config, n_cells=256, n_seqs=1, taps=taps)
     try:
         taps.watch("Qcur", "kq_soft_max")
         ids = np.arange(_PROBE_TOKENS, dtype=np.int32) % context.n_vocab

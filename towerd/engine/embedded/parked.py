@@ -56,17 +56,18 @@ class ParkedTowers:
         while self.nbytes > self.bytes_max:
             self.nbytes -= self._by_age.pop(0).nbytes
 
-    def best(self, ids: Ids, scope: str, budget: LiveBudget) -> Parked | None:
-        """The longest one of this budget that `ids` continues."""
-        fitting = (
-            each
-            for each in self._by_age
-            if each.scope == scope
-            and each.retained.budget == budget
-            and each.n <= len(ids)
-            and common_prefix(each.ids, ids) == each.n
-        )
-        return max(fitting, key=lambda each: each.n, default=None)
+    def best(self, ids: Ids, scope: str, budget: LiveBudget) -> tuple[Parked | None, int]:
+        """The one of this budget that shares the longest prefix with `ids` and has the tokens just
+        before its end, and its length; of equal ones the last used."""
+        best: Parked | None = None
+        best_n = 0
+        for each in self._by_age:
+            if each.scope != scope or each.retained.budget != budget:
+                continue
+            n = common_prefix(each.ids, ids)
+            if n and n >= best_n and each.retained.is_intact_before(n):
+                best, best_n = each, n
+        return best, best_n
 
     def take(self, parked: Parked) -> None:
         """It is about to become live."""

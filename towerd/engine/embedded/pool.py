@@ -16,7 +16,7 @@ gets it only with the same budget (`best_thinned`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -252,22 +252,28 @@ class LivePool:
         if n >= seq.n:
             return
         place = seq.place_of(n)
-        self._cut(seq, seq.rank(n), seq.n_cells)
+        self._cut(seq, [(seq.rank(n), seq.n_cells)])
         if seq.retained is not None:
             seq.retained.truncate(n)
         seq.n = n
         seq.n_public = min(seq.n_public, n)
         self._ops.seq_rm(seq.id, place, -1)
 
-    def thin(self, seq: LiveSeq, p0: int, p1: int) -> None:
-        """Drop the live ones of tokens [p0, p1) of `seq`; their positions stay empty."""
-        assert seq.retained is not None, "only a sequence with a budget can be thinned"
-        start, end = seq.rank(p0), seq.rank(p1)
-        place0, place1 = (int(seq.retained.places[i]) for i in (start, end - 1))
-        self._cut(seq, start, end)
-        seq.retained.forget(p0, p1)
-        seq.n_public = min(seq.n_public, p0)
-        self._ops.seq_rm(seq.id, place0, place1 + 1)
+    def thin(self, seq: LiveSeq, stay: Positions) -> int:
+        """Drop the live tokens of `seq` that are not among `stay`; their places stay empty.
+        Returns how many these were."""
+        retained = seq.retained
+        assert retained is not None, "only a sequence with a budget can be thinned"
+        runs, places = retained.runs_beside(stay), retained.places
+        if not runs:
+            return 0
+        seq.n_public = min(seq.n_public, int(retained.kept[runs[0][0]]))
+        self._cut(seq, runs)
+        self._merge_own(seq)
+        retained.drop(stay)
+        for start, end in runs:
+            self._ops.seq_rm(seq.id, int(places[start]), int(places[end - 1]) + 1)
+        return sum(end - start for start, end in runs)
 
     def recall(self, seq: LiveSeq, positions: Positions, places: Positions) -> None:
         """The context has put rows of `positions`, which `seq` lacked, to its `places`."""
@@ -281,7 +287,7 @@ class LivePool:
 
     def let_go(self, seq: LiveSeq) -> None:
         """Free all cells of `seq`, which stays open; `take` accounts for what is put there."""
-        self._cut(seq, 0, seq.n_cells)
+        self._cut(seq, [(0, seq.n_cells)])
         self._ops.seq_rm(seq.id, -1, -1)
 
     def take(self, seq: LiveSeq, n: int) -> None:
@@ -333,14 +339,15 @@ class LivePool:
         if not run.owners:
             self.cells_used -= run.n
 
-    def _cut(self, seq: LiveSeq, start: int, end: int) -> None:
-        """Let go of the cells [start, end) of `seq`."""
-        self._split_at(seq, start)
-        self._split_at(seq, end)
-        length = 0
+    def _cut(self, seq: LiveSeq, spans: Sequence[tuple[int, int]]) -> None:
+        """Let go of the cells [start, end) of `seq`, for each of `spans`, which ascend."""
+        self._split_at(seq, *(cell for span in spans for cell in span))
+        length, next_span = 0, 0
         keep: list[Run] = []
         for run in seq.runs:
-            if start <= length < end:
+            while next_span < len(spans) and spans[next_span][1] <= length:
+                next_span += 1
+            if next_span < len(spans) and spans[next_span][0] <= length:
                 self._let_go(run, seq)
             else:
                 keep.append(run)
@@ -368,20 +375,30 @@ class LivePool:
                 runs.append(run)
         seq.runs = runs
 
-    def _split_at(self, seq: LiveSeq, n: int) -> None:
-        """Make cell `n` of `seq` a run boundary, of every owner of the run it falls in.
+    def _split_at(self, seq: LiveSeq, *cells: int) -> None:
+        """Make `cells` of `seq`, which ascend, run boundaries, of every owner of the runs they fall
+        in.
 
         What lies in one run lies in the same order, without anything between, in all its owners."""
-        start = 0
-        for run in seq.runs:
-            if start < n < start + run.n:
-                lower = Run(start + run.n - n, set(run.owners))
-                run.n = n - start
-                for owner in run.owners:
-                    runs = self._live[owner].runs
-                    runs.insert(next(i for i, r in enumerate(runs) if r is run) + 1, lower)
-                return
-            start += run.n
+        start, i = 0, 0
+        for run in list(seq.runs):
+            end, first = start + run.n, i
+            while i < len(cells) and cells[i] < end:
+                i += 1
+            self._split(run, [cell - start for cell in cells[first:i] if cell > start])
+            start = end
+
+    def _split(self, run: Run, lengths: Sequence[int]) -> None:
+        """Cut a run after so many of its cells each; `lengths` ascend and are less than its own."""
+        if not lengths:
+            return
+        ends = [*lengths[1:], run.n]
+        lower = [Run(end - n, set(run.owners)) for n, end in zip(lengths, ends, strict=True)]
+        run.n = lengths[0]
+        for owner in run.owners:
+            runs = self._live[owner].runs
+            at = next(i for i, r in enumerate(runs) if r is run) + 1
+            runs[at:at] = lower
 
 
 def common_prefix(a: Ids, b: Ids) -> int:

@@ -10,12 +10,14 @@ only.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from towerd.engine.embedded.core import Core
+from towerd.engine.embedded.indexing import Indexer
 from towerd.engine.embedded.job import Job, Phase
 from towerd.engine.embedded.keys import keys_of
 from towerd.engine.embedded.observer import Observer
@@ -53,6 +55,8 @@ class RecallLimits:
     """Generated tokens between choices; 0: none while a reply is generated."""
     layer_step: int
     """Every so manieth layer is indexed."""
+    n_threads: int
+    """Of a choice."""
     bytes_max: int
     """RAM for the rows and the index of one chat; those of its budget are always kept."""
 
@@ -60,7 +64,8 @@ class RecallLimits:
 def served(config: IceCacheConfig, limits: RecallLimits) -> IceCacheConfig:
     """`config` as chats that somebody waits for have it."""
     keys_max = min(config.keys_max, _KEYS_MAX)
-    return replace(config, layer_step=limits.layer_step, keys_max=keys_max)
+    n_threads = limits.n_threads
+    return replace(config, layer_step=limits.layer_step, keys_max=keys_max, n_threads=n_threads)
 
 
 class Recaller:
@@ -73,14 +78,45 @@ class Recaller:
         self.n_tokens_recalled = 0
         self.n_reads = 0
         """Contiguous pieces of shelves that these were read from."""
-        self.index_s = 0.0
         self.choose_s = 0.0
-        """What choices took altogether, the index included."""
+        """What choices took altogether, with what they had to index themselves."""
         self._core = core
         self._memory = core.memory
         self._pool = pool
         self._observer = observer
         self._limits = limits
+        self._indexer = Indexer(observer.attention.head_size, limits.n_threads)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._indexer.close()
+
+    def indexing(self, jobs: Iterable[Job]) -> AbstractContextManager[None]:
+        """While the batch of `jobs` is evaluated, what has left the windows of chats that evaluate
+        their prompts is indexed. Their accounts must be left alone until then."""
+        chats: list[tuple[Retained, int]] = []
+        for job in jobs:
+            retained = None if job.seq is None else job.seq.retained
+            if retained is None or not retained.can_recall or job.phase is not Phase.PREFILL:
+                continue
+            n = job.n_live + job.n_in_batch
+            if not job.was_asked:
+                n = min(n, job.n_prompt - ASKED_AGAIN_TOKENS)
+            if n > retained.shelf.end > 0 and retained.failure is None:
+                chats.append((retained, n - retained.shelf.end))
+        return self._indexer.beside(chats)
+
+    def n_ahead(self, job: Job, retained: Retained) -> int:
+        """How many tokens can be evaluated before the next choice."""
+        ahead = retained.room
+        if not retained.is_thinned:
+            return ahead
+        if not job.was_asked and job.n_live < job.n_prompt:
+            ahead = min(ahead, job.n_prompt - job.n_live)
+        if self._limits.every_tokens:
+            due = max(retained.n_chosen + self._limits.every_tokens, job.n_prompt)
+            ahead = min(ahead, due - job.n_live)
+        return ahead
 
     def is_due(self, job: Job, retained: Retained) -> bool:
         """Whether enough was generated since the last choice that another is due."""
@@ -96,18 +132,17 @@ class Recaller:
         budget's target. asking: see `View.queries`. Returns how many positions were dropped.
 
         `evict` frees an idle sequence; where no cells can be had, less comes back. Raises
-        TowerdError if llama.cpp refuses the rows."""
+        TowerdError if llama.cpp refuses the rows, and what went wrong when the chat was indexed."""
         started = time.perf_counter()
         policy = retained.policy
         assert isinstance(policy, Recalling)
+        if retained.failure is not None:
+            raise retained.failure
         self._shelve(seq, retained)
         self._forget(retained, policy)
         stay = self._chosen(retained, policy, asking)
         back = np.setdiff1d(stay, retained.kept, assume_unique=True)
-        n_before = len(retained.kept)
-        for p0, p1 in retained.drop(stay):
-            self._pool.thin(seq, p0, p1)
-        n_dropped = n_before - len(retained.kept)
+        n_dropped = self._pool.thin(seq, stay)
         self._bring_back(seq, retained, back, evict)
         retained.n_chosen = retained.n
         self.n_choices += 1
@@ -159,10 +194,7 @@ class Recaller:
 
     def _chosen(self, retained: Retained, policy: Recalling, asking: Rows) -> Positions:
         shelf, size = retained.shelf, self._observer.attention.head_size
-        started = time.perf_counter()
-        span = policy.indexed(len(shelf))
-        policy.index(shelf.positions[span], ShelfKeys(shelf, size, span))
-        self.index_s += time.perf_counter() - started
+        self._indexer.index(retained)
         live = np.isin(shelf.positions, retained.kept)
         keys = ShelfKeys(shelf, size)
         view = View(
@@ -216,5 +248,6 @@ class Recaller:
             "recall_tokens": self.n_tokens_recalled,
             "recall_reads": self.n_reads,
             "recall_choose_s": self.choose_s,
-            "recall_index_s": self.index_s,
+            "recall_index_s": self._indexer.index_s,
+            "recall_index_beside_s": self._indexer.beside_s,
         }

@@ -83,6 +83,8 @@ class Retained:
     """Rows that may come back; always empty if the policy cannot recall."""
     n_chosen: int = 0
     """How many tokens had been evaluated when the policy chose last."""
+    failure: Exception | None = None
+    """What went wrong when it was indexed: the index is of no use any more."""
 
     @classmethod
     def whole(
@@ -162,9 +164,8 @@ class Retained:
         self.n = n
         self.n_chosen = min(self.n_chosen, n)
         self.observed = tuple(each.before(n) for each in self.observed if each.p0 < n)
-        if isinstance(self.policy, Recalling):
-            self.policy.forget(self.shelf.positions[self.shelf.positions >= n])
-            self.shelf = self.shelf.without(n)
+        self.policy.truncate(n)
+        self.shelf = self.shelf.without(n)
 
     def observe(self, observed: Observed, n_max: int) -> None:
         """Keep the queries of the chat's last tokens, `n_max` of them at most."""
@@ -186,19 +187,17 @@ class Retained:
             messages=messages[self.kept],
         )
 
-    def drop(self, stay: Positions) -> list[tuple[int, int]]:
-        """Only `stay` is live from now on. Returns what has to leave the context: [p0, p1) of
-        the chat, each a run of live positions, the last first."""
-        is_kept = np.isin(self.kept, stay, assume_unique=True)
-        ranks = np.flatnonzero(~is_kept)
-        runs = np.split(ranks, np.flatnonzero(np.diff(ranks) > 1) + 1) if len(ranks) else []
-        gone = [(int(self.kept[r[0]]), int(self.kept[r[-1]]) + 1) for r in runs]
-        self.n_evictions += bool(gone)
-        return gone[::-1]
+    def runs_beside(self, stay: Positions) -> list[tuple[int, int]]:
+        """[rank, rank): the runs of live positions that are not among `stay`, ascending."""
+        is_gone = np.isin(self.kept, stay, assume_unique=True, invert=True)
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], is_gone, [False]])))
+        return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
-    def forget(self, p0: int, p1: int) -> None:
-        """Positions [p0, p1) have left the context."""
-        self._only(np.flatnonzero((self.kept < p0) | (self.kept >= p1)))
+    def drop(self, stay: Positions) -> None:
+        """Only `stay`, of what is live, has not left the context."""
+        ranks = np.flatnonzero(np.isin(self.kept, stay, assume_unique=True))
+        self.n_evictions += len(ranks) < len(self.kept)
+        self._only(ranks)
 
     def recall(self, positions: Positions, places: Positions) -> None:
         """Positions that were dropped are live again, at these places."""
@@ -244,7 +243,7 @@ class Retained:
         return Retained(
             self.budget, self.policy.fork(), self.kept, self.places, self.mass, self.recent,
             self.n, self.n_places, None, self.n_evictions, self.observed, self.shelf,
-            self.n_chosen,
+            self.n_chosen, self.failure,
         )  # fmt: skip
 
     def check_integrity(self) -> None:

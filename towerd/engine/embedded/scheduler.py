@@ -230,13 +230,13 @@ class Scheduler:
         """A running prompt will soon have a much longer prefix of this one live: wait for it."""
         if not job.request.cache_prompt:
             return False
-        _, have = self.pool.best_prefix(job.ids, job.request.scope)
+        have = self.materialiser.n_at_hand(job)
         for other in self.active:
             if (
                 other.phase in (Phase.LOADING, Phase.PREFILL)
                 and other.request.scope == job.request.scope
             ):
-                common = common_prefix(other.ids, job.ids)
+                common = common_prefix(other.ids[: other.n_sharable(job.request.live)], job.ids)
                 if common >= have + _SHARE_TOKENS_MIN and other.n_live < common:
                     return True
         return False
@@ -330,7 +330,7 @@ class Scheduler:
                 jobs = self._batching.fill(self.active)
             self.materialiser.protect(jobs)
             started = time.monotonic()
-            self.context.decode()
+            self.thinner.decode(jobs)
             self._batching.learn(sum(j.n_in_batch for j in jobs), time.monotonic() - started)
         except TowerdError as error:
             self._decode_failed(jobs, error)

@@ -88,6 +88,11 @@ class Shelf:
         """Bytes of the rows, those that branches share included."""
         return sum(chunk.n_bytes for chunk in self.chunks)
 
+    @property
+    def end(self) -> int:
+        """What comes after the last position; 0 if there is none."""
+        return int(self.positions[-1]) + 1 if len(self) else 0
+
     @classmethod
     def _of(cls, chunks: Sequence[Chunk]) -> Shelf:
         chunks = tuple(chunk for chunk in chunks if len(chunk))

@@ -17,9 +17,16 @@ from towerd.config import RETENTIONS, WATCHING
 from towerd.engine.base import Ids, Kept, LiveBudget
 from towerd.engine.embedded.core import Core
 from towerd.engine.embedded.job import Job, Phase
+from towerd.engine.embedded.observer import QUERIES_MAX
 from towerd.engine.embedded.parked import Parked, ParkedTowers
 from towerd.engine.embedded.pool import LivePool, LiveSeq, common_prefix
-from towerd.engine.embedded.recall import ASKED_AGAIN_TOKENS, Recaller, RecallLimits, served
+from towerd.engine.embedded.recall import (
+    ASKED_AGAIN_TOKENS,
+    ASKING_TOKENS_MAX,
+    Recaller,
+    RecallLimits,
+    served,
+)
 from towerd.engine.embedded.retained import Retained
 from towerd.engine.embedded.splice import Splicer
 from towerd.errors import InvalidRequest, NotSupported, Unavailable
@@ -74,8 +81,8 @@ class Thinner:
             )
         if budget.policy in WATCHING and self._observer is None and self._memory.kind is DENSE:
             raise InvalidRequest(
-                f"Retention {budget.policy!r} goes by what the attention says, which costs every "
-                f"request a little: start towerd with --retention {budget.policy} to have it read, "
+                f"Retention {budget.policy!r} goes by what the attention says, which is read only "
+                f"by a towerd that was started for it: start it with --retention {budget.policy}, "
                 "or take none, shift or streaming."
             )
         if self._memory.kind is not DENSE:
@@ -150,7 +157,33 @@ class Thinner:
     def watch(self, jobs: Iterable[Job]) -> None:
         """The next batch is that of `jobs`, in their order."""
         if self._observer is not None:
-            self._observer.watch(jobs)
+            self._observer.watch((job, self._n_wanted(job)) for job in jobs)
+
+    def decode(self, jobs: Iterable[Job]) -> None:
+        """Evaluate the batch, which is that of `jobs`; beside it, what of their chats has left the
+        windows enters the indexes. Raises DecodeError."""
+        if self._recaller is None:
+            self._core.context.decode()
+            return
+        with self._recaller.indexing(jobs):
+            self._core.context.decode()
+
+    def close(self) -> None:
+        """End the threads. No job may run any more."""
+        if self._recaller is not None:
+            self._recaller.close()
+
+    def _n_wanted(self, job: Job) -> int:
+        """How many of the job's tokens in the batch, its last ones, will be asked what they attend
+        to when its chat has to be thinned next."""
+        retained = None if job.seq is None else job.seq.retained
+        if retained is None or not retained.policy.signals:
+            return 0
+        n_max, ahead = QUERIES_MAX, retained.room
+        if retained.can_recall and self._recaller is not None:
+            n_max, ahead = ASKING_TOKENS_MAX, self._recaller.n_ahead(job, retained)
+        n_after = max(0, ahead - job.n_in_batch)
+        return max(0, min(job.n_in_batch, n_max - n_after))
 
     def observe(self, job: Job) -> None:
         """The job's part of the batch was evaluated."""
@@ -164,11 +197,10 @@ class Thinner:
         stay = retained.policy.keep(view, retained.n_target)
         if not retained.is_thinned and len(stay) < len(retained.kept):
             retained.exact = self._memory.rows(seq.id, 0, seq.n)
-        for p0, p1 in retained.drop(stay):
-            self._pool.thin(seq, p0, p1)
+        n_dropped = self._pool.thin(seq, stay)
         self.n_evictions += 1
-        self.n_tokens_dropped += view.n - len(stay)
-        self._pack(seq, retained, view.n - len(stay))
+        self.n_tokens_dropped += n_dropped
+        self._pack(seq, retained, n_dropped)
 
     def _pack(self, seq: LiveSeq, retained: Retained, n_dropped: int) -> None:
         """What is left of a long chat lies scattered over its cells, and every step goes over all
@@ -256,14 +288,16 @@ class Thinner:
                 return False
         return True
 
-    def unpark(self, parked: Parked, seq: LiveSeq) -> None:
-        """Make a chat that was parked the content of the empty sequence `seq`. Needs
-        `can_unpark`."""
+    def unpark(self, parked: Parked, seq: LiveSeq, n: int) -> None:
+        """Make the first `n` tokens of a chat that was parked the content of the empty sequence
+        `seq`. Needs `can_unpark`."""
         self._memory.append(seq.id, parked.blob, is_empty=True)
         self._pool.grow(seq, parked.n)
         seq.ids[: parked.n], seq.taint[: parked.n] = parked.ids, parked.taint
-        seq.n, seq.retained = parked.n, parked.retained
+        seq.n = parked.n
+        seq.retained = parked.retained if n == parked.n else parked.retained.fork()
         self._pool.take(seq, len(parked.retained.kept))
+        self._pool.truncate(seq, n)
 
     def kept(self, ids: Ids, scope: str) -> Kept | None:
         """What is kept of the chat whose tokens are `ids`, live or parked."""
@@ -294,7 +328,7 @@ class Thinner:
             "parked_sequences": len(self.parked),
             "parked_bytes": self.parked.nbytes,
             "recall_bytes": sum(
-                seq.retained.n_bytes_aside for seq in self._pool if seq.retained is not None
+                seq.retained.n_bytes_aside for seq in list(self._pool) if seq.retained is not None
             ),
             **({} if self._recaller is None else self._recaller.stats()),
         }

@@ -1,0 +1,26 @@
+// Memory that vectors are loaded from whole.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace towerd {
+
+// Floats on 64 bytes.
+class Floats {
+public:
+    explicit Floats(std::size_t n) : memory_(n + kAlign) {}
+
+    float * data() {
+        const auto at = reinterpret_cast<std::uintptr_t>(memory_.data());
+        return memory_.data() + (kAlign - at / sizeof(float) % kAlign) % kAlign;
+    }
+
+private:
+    static constexpr std::size_t kAlign = 64 / sizeof(float);
+
+    std::vector<float> memory_;
+};
+
+}  // namespace towerd

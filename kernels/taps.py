@@ -1,0 +1,40 @@
+"""What copies tensors out of a compute graph: the one in C++ where it is built, else through ctypes,
+which costs a microsecond for each node and waits for the interpreter's lock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from towerd.kernels import dispatch, reference_taps
+from towerd.kernels.reference_taps import Shape
+
+__all__ = ["NodeTap", "make_node_tap"]
+
+
+class NodeTap(Protocol):
+    """What both implementations do; `reference_taps.NodeTap` says how."""
+
+    @property
+    def callback(self) -> int: ...
+    @property
+    def user_data(self) -> int: ...
+    @property
+    def error(self) -> str: ...
+    def watch(self, names: Sequence[str]) -> None: ...
+    def places(self) -> list[tuple[str, int]]: ...
+    def read(self, name: str, layer: int) -> tuple[Shape, Shape, npt.NDArray[np.uint8]]: ...
+
+
+def make_node_tap(name: int, n_bytes: int, n_elements: int, get: int) -> NodeTap:
+    """One that watches nothing yet, with ggml's functions at these addresses. Raises ValueError.
+
+    TOWERD_KERNELS=reference forces the one through ctypes."""
+    if dispatch.name() != "reference":
+        from towerd.kernels import _native
+
+        return _native.NodeTap(name, n_bytes, n_elements, get)
+    return reference_taps.NodeTap(name, n_bytes, n_elements, get)

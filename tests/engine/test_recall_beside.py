@@ -1,0 +1,258 @@
+"""Beside the evaluation of a chat with a budget: which queries are tapped, when it is indexed, and
+what becomes of it when that fails."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+from oracle import OpenService, ask, check_integrity, settle
+
+from towerd.config import WATCHING
+from towerd.engine.base import GenerateRequest, Ids, LiveBudget, Progress, SamplingParams
+from towerd.engine.embedded.job import Job, Phase
+from towerd.engine.embedded.observer import QUERIES_MAX
+from towerd.engine.embedded.recall import ASKING_TOKENS_MAX
+from towerd.engine.embedded.retained import Observed, Retained
+from towerd.errors import TowerdError
+from towerd.models.bundled import bundled_model
+from towerd.retention import can_recall
+from towerd.retention.icecache import IceCache
+from towerd.service import Service
+
+T = TypeVar("T")
+SETTINGS = {"threads": 1, "retention": "icecache"}
+
+
+def some_ids(n: int, seed: int = 0) -> Ids:
+    return np.random.default_rng(seed).integers(260, 500, n).astype(np.int32)
+
+
+async def inside(service: Service, work: Callable[[], T]) -> T:
+    """Run `work` on the inference thread."""
+    return await asyncio.wrap_future(service.engine.scheduler.call(work))
+
+
+class Watched:
+    """Which tokens' queries were taken, and which a decision could have asked for."""
+
+    def __init__(self, service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.n_batches = self.n_tapped = 0
+        self.asked: list[tuple[list[int], list[int]]] = []
+        """At each decision: the positions that were observed, and the last ones before it."""
+        observer = service.engine.thinner._observer
+        assert observer is not None
+        watch, measure, asking = observer.watch, observer.measure, observer.asking
+
+        def watched(jobs: Any) -> None:
+            watch(jobs)
+            self.n_batches += 1
+            self.n_tapped += bool(observer._wanted)
+
+        def measured(seq: Any, retained: Retained) -> None:
+            self._see(retained, 0, QUERIES_MAX)
+            measure(seq, retained)
+
+        def asked(retained: Retained, n_from: int) -> Any:
+            self._see(retained, n_from, ASKING_TOKENS_MAX)
+            return asking(retained, n_from)
+
+        monkeypatch.setattr(observer, "watch", watched)
+        monkeypatch.setattr(observer, "measure", measured)
+        monkeypatch.setattr(observer, "asking", asked)
+
+    def _see(self, retained: Retained, n_from: int, n_max: int) -> None:
+        def span(each: Observed) -> range:
+            return range(max(n_from, each.p0), each.p1)
+
+        found = [p for each in retained.observed for p in span(each)][-n_max:]
+        n_before = getattr(self, "n_before", 0)
+        self.n_before = retained.n
+        first = max(
+            n_from, retained.n - n_max, 0 if can_recall(retained.budget.policy) else n_before
+        )
+        self.asked.append((found, list(range(first, retained.n))))
+
+
+@pytest.mark.parametrize("policy", WATCHING)
+async def test_only_queries_that_are_asked_for_are_tapped(
+    service_on: OpenService, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every decision has the queries of the last tokens before it; most batches tap nothing."""
+    live = LiveBudget(policy, 320)
+    settings = {"threads": 1, "retention": policy, "ctx_size": 1024, "recall_every": 64}
+    async with service_on(bundled_model(), **settings) as service:
+        watched = Watched(service, monkeypatch)
+        ids = some_ids(400)
+        for turn in range(2):
+            answer = await ask(service, ids, 150, live=live)
+            ids = np.concatenate([ids, np.array(answer.ids, np.int32), some_ids(30, turn)])
+        await check_integrity(service)
+    assert len(watched.asked) >= 4
+    for found, expected in watched.asked:
+        assert found == expected
+    share = watched.n_tapped / watched.n_batches
+    assert 0 < share < (0.45 if can_recall(policy) else 0.9)
+
+
+async def test_prompts_are_indexed_beside_their_evaluation(service_on: OpenService) -> None:
+    """On a thread of its own, while nobody else touches the index; the choices are those of an
+    index that is brought up to date only when it is asked."""
+    live = LiveBudget("icecache", 128)
+    kept = []
+    for is_beside in (True, False):
+        async with service_on(
+            bundled_model(), **SETTINGS, ctx_size=2048, warm_bytes=0, hot_bytes=0,
+            recall_bytes=1 << 30,
+        ) as service:  # fmt: skip
+            recaller = service.engine.thinner._recaller
+            assert recaller is not None
+            if not is_beside:
+                recaller._indexer.beside = lambda chats: threading.Lock()  # type: ignore[assignment]
+            answer = await ask(service, some_ids(128 + 48 * 16), 40, live=live)
+            stats = service.engine.stats()
+            assert (stats["recall_index_beside_s"] > 0) == is_beside
+            assert stats["recall_index_s"] >= stats["recall_index_beside_s"]
+            (retained,) = await inside(
+                service, lambda: [s.retained for s in service.engine.pool if s.retained]
+            )
+            assert isinstance(retained.policy, IceCache)
+            assert (np.diff(retained.policy._indexed) > 0).all()
+            for tree in retained.policy._trees.values():
+                tree.check_integrity()
+                assert len(tree) == len(retained.policy._indexed)
+            kept.append((retained.kept.tolist(), answer.ids))
+            await settle(service)
+    assert kept[0] == kept[1]
+
+
+async def test_a_chat_that_cannot_be_indexed(
+    service_on: OpenService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends alone; another one beside it goes on, and it can begin again."""
+    live = LiveBudget("icecache", 128)
+    index = IceCache.index
+    broken: list[IceCache] = []
+
+    def failing(self: IceCache, positions: Any, keys: Any, *, n_threads: int = 1) -> None:
+        if threading.current_thread().name.startswith("towerd-index"):
+            broken.append(self)
+            if broken[0] is self:
+                raise TowerdError("this index is full")
+        index(self, positions, keys, n_threads=n_threads)
+
+    async with service_on(bundled_model(), **SETTINGS, ctx_size=1024) as service:
+        alone = await ask(service, some_ids(500, 1), 20, live=live, scope="alone")
+        monkeypatch.setattr(IceCache, "index", failing)
+        answers = await asyncio.gather(
+            ask(service, some_ids(500, 1), 20, live=live, scope="a"),
+            ask(service, some_ids(500, 2), 20, live=live, scope="b"),
+            return_exceptions=True,
+        )
+        failed = [each for each in answers if isinstance(each, BaseException)]
+        assert len(failed) == 1
+        assert "this index is full" in str(failed[0])
+        await check_integrity(service)
+        again = await ask(service, some_ids(500, 1), 20, live=live, scope="c")
+        assert again.ids == alone.ids
+        await settle(service)
+
+
+async def test_a_cancelled_chat_leaves_no_index_behind(service_on: OpenService) -> None:
+    """Cancelled while its prompt is evaluated; what is shut down meanwhile ends."""
+    live = LiveBudget("icecache", 128)
+    async with service_on(bundled_model(), **SETTINGS, ctx_size=2048) as service:
+        for n_steps in (1, 4):
+            request = GenerateRequest(
+                ids=some_ids(1500, n_steps), sampling=SamplingParams(temperature=0),
+                n_predict=10, live=live, return_progress=True,
+            )  # fmt: skip
+            generation = service.engine.generate(request)
+            n_seen = 0
+            async for event in generation:
+                n_seen += isinstance(event, Progress)
+                if n_seen > n_steps:
+                    break
+            await generation.cancel()
+            generation.release()
+            await check_integrity(service)
+    names = [thread.name for thread in threading.enumerate()]
+    assert not any(name.startswith("towerd-index") for name in names)
+
+
+async def test_the_beginning_of_a_first_prompt_is_stored(service_on: OpenService) -> None:
+    """A prompt longer than its budget: what was evaluated before the first eviction is what any
+    prefill gives, and the store has it."""
+    ids = some_ids(200)
+    async with service_on(bundled_model(), threads=1) as service:
+        await ask(service, ids, 4, live=LiveBudget("streaming", 64), session="long")
+        await settle(service)
+        whole = await ask(service, ids, 8)
+        assert whole.finish.reuse.live == 0
+        assert whole.finish.reuse.hot + whole.finish.reuse.warm == 64
+        await settle(service)
+        alone = await ask(service, ids, 8, scope="other")
+        assert whole.ids == alone.ids
+
+
+async def test_another_answer_in_a_chat_that_left_the_context(service_on: OpenService) -> None:
+    """It goes on from what is parked before the edit, and the parked chat stays as it was."""
+    live = LiveBudget("streaming", 96)
+    fewer = {"live_sequences": 1, "parallel": 1, "threads": 1, "ctx_size": 1024}
+    async with service_on(bundled_model(), **fewer) as service:
+        ids = some_ids(300)
+        first = await ask(service, ids, 20, live=live)
+        await ask(service, some_ids(50, 3), 2, live=live, scope="b")  # pushes it out
+        assert service.engine.stats()["parked_sequences"] == 1
+        edited = np.concatenate([ids, some_ids(12, 8)])
+        changed = await ask(service, edited, 8, live=live)
+        assert changed.finish.reuse.prefill <= 13
+        await ask(service, some_ids(50, 3), 2, live=live, scope="b")
+        longer = np.concatenate([ids, np.array(first.ids, np.int32), some_ids(5)])
+        after = await ask(service, longer, 8, live=live)
+        assert after.finish.reuse.prefill <= 6
+        await settle(service)
+    async with service_on(bundled_model(), threads=1, ctx_size=1024) as service:
+        await ask(service, ids, 20, live=live)
+        expected = await ask(service, edited, 8, live=live)
+        assert changed.ids == expected.ids
+
+
+@pytest.mark.parametrize("where", ["live", "parked"])
+async def test_a_chat_does_not_wait_for_less_than_it_has(
+    service_on: OpenService, where: str
+) -> None:
+    """While a prompt is evaluated that begins alike, a thinned chat goes on from its own rows."""
+    live = LiveBudget("streaming", 96)
+    settings = {"live_sequences": 1, "parallel": 1, "threads": 1, "ctx_size": 1024}
+    async with service_on(bundled_model(), **settings) as service:
+        ids = some_ids(300)
+        answer = await ask(service, ids, 4, live=live)
+        if where == "parked":
+            await ask(service, some_ids(50, 3), 2, scope="b")
+        longer = np.concatenate([ids, np.array(answer.ids, np.int32), some_ids(20, 5)])
+        sampling = SamplingParams()
+
+        def is_waiting(with_ids: Ids, other_live: LiveBudget, mine: LiveBudget) -> bool:
+            scheduler = service.engine.scheduler
+            request = GenerateRequest(ids=longer, sampling=sampling, live=mine)
+            other = GenerateRequest(ids=with_ids, sampling=sampling, live=other_live)
+            running = Job(other, with_ids, len(with_ids), phase=Phase.PREFILL)
+            scheduler.active.append(running)
+            try:
+                return scheduler._prefix_is_coming(Job(request, longer, len(longer)))
+            finally:
+                scheduler.active.remove(running)
+
+        alike = np.concatenate([ids[:200], some_ids(90, 7)])
+        assert not await inside(service, lambda: is_waiting(alike, live, live))
+        assert await inside(service, lambda: is_waiting(longer, LiveBudget("streaming", 400),
+                                                        LiveBudget("streaming", 400)))  # fmt: skip
+        # Of a chat with another budget only the beginning can be shared.
+        small = LiveBudget("streaming", 20)
+        assert not await inside(service, lambda: is_waiting(longer, small, LiveBudget()))
+        assert await inside(service, lambda: is_waiting(longer, LiveBudget(), LiveBudget()))
