@@ -197,6 +197,9 @@ class DciTree:
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
         """Keys in the pages of the k nearest ones, and the attention that they get."""
 
+    def keys(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+        """A copy of the keys with these numbers."""
+
     def levels(self) -> npt.NDArray[np.int32]:
         """The level of each key."""
 

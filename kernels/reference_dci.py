@@ -32,7 +32,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from towerd.kernels.reference_checks import check_int
+from towerd.kernels.reference_checks import check_index, check_int
 
 F32: TypeAlias = npt.NDArray[np.float32]
 I32: TypeAlias = npt.NDArray[np.int32]
@@ -181,6 +181,11 @@ class DciTree:
         shares = np.exp(scores - scores.max(1, keepdims=True))
         shares /= shares.sum(1, keepdims=True)
         return numbers, shares[:, : len(numbers)].max(0).astype(np.float32)
+
+    def keys(self, numbers: I64) -> F32:
+        """float32[m, n_dims]: a copy of the keys with these numbers, int64[m]."""
+        index = check_index(numbers, len(self), "numbers")
+        return np.ascontiguousarray(self._keys[index, : self._n_dims])
 
     def levels(self) -> I32:
         """int32[n]: the level of each key, 1 at the bottom."""

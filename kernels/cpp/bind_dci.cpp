@@ -6,6 +6,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <string>
@@ -140,6 +141,17 @@ nb::object vote(const DciTree & tree, handle queries, handle k, handle visits, h
     return nb::make_tuple(as_array(votes.ids, votes.ids.size()), as_array(votes.shares, votes.shares.size()));
 }
 
+nb::object keys(const DciTree & tree, handle numbers) {
+    const Buffer index(numbers, "numbers", false, 1, sizeof(std::int64_t), kInt64);
+    check_index(index, tree.size(), "numbers");
+    const auto *       ids = reinterpret_cast<const std::int64_t *>(index.data());
+    std::vector<float> rows(index.shape(0) * tree.n_dims());
+    for (std::size_t i = 0; i < index.shape(0); ++i) {
+        std::copy_n(tree.key(ids[i]), tree.n_dims(), rows.begin() + static_cast<std::ptrdiff_t>(i * tree.n_dims()));
+    }
+    return as_array(rows, index.shape(0), tree.n_dims());
+}
+
 void check_integrity(const DciTree & tree) {
     if (const std::string what = tree.broken(); !what.empty()) {
         throw std::runtime_error(what);
@@ -163,6 +175,7 @@ void bind_dci(nb::module_ & m) {
              "Numbers of the k keys with the largest inner products, for each query.")
         .def("vote", &vote, "queries"_a.none(), "k"_a.none(), "visits_max"_a.none(), "beam"_a.none(), "others"_a.none(),
              "there"_a.none(), "Keys in the pages of the k nearest ones, and the attention that they get.")
+        .def("keys", &keys, "numbers"_a.none(), "A copy of the keys with these numbers.")
         .def("levels", [](const DciTree & self) { return as_array(self.levels(), self.size()); }, "The level of each key.")
         .def("parents", [](const DciTree & self) { return as_array(self.parents(), self.size()); },
              "The key that each one hangs below, or -1.")

@@ -46,6 +46,7 @@ class DciTree {
     DciVotes vote(const float * queries, std::size_t n_queries, std::size_t k, const DciLimits & limits,
                   const float * others, std::size_t n_others, const std::uint8_t * there) const;
 
+    const float * key(std::int64_t id) const { return keys_.data() + static_cast<std::size_t>(id) * padded_; }
     std::size_t size() const { return level_.size(); }
     std::size_t n_dims() const { return options_.n_dims; }
     std::size_t n_pages() const { return page_fill_.size(); }
@@ -76,7 +77,6 @@ class DciTree {
         std::int64_t              page = -1;  // the one that is filled next
     };
 
-    const float * key(std::int64_t id) const { return keys_.data() + static_cast<std::size_t>(id) * padded_; }
     void   score(const Query & query, const std::int64_t * ids, std::size_t n, std::vector<Scored> & to) const;
     std::vector<std::int64_t> hits(const float * queries, std::size_t n_queries, std::size_t k,
                                    const DciLimits & limits, const std::uint8_t * there) const;

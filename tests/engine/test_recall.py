@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
@@ -127,7 +128,7 @@ async def test_what_stays_is_what_the_policy_says(service_on: OpenService) -> No
     keys = keys_of(parse_rows(context.get_state(0)), queries.shape[3])
     context.close()
     model.close()
-    limits = RecallLimits(64, 1, 1, 1 << 30)
+    limits = RecallLimits(64, 1, 1, 1 << 30, 0)
     policy = open_retention(served(IceCacheConfig.for_budget(budget), limits))
     view = View(np.arange(n), n, keys=keys, queries=queries[:, :, -ASKING_TOKENS_MAX:])
     expected = policy.keep(view, Retained.whole(LiveBudget("icecache", budget), 0, 512).n_target)
@@ -159,10 +160,10 @@ async def test_long_chats_recall(service_on: OpenService) -> None:
             assert answer.finish.reuse.kept is not None
             assert answer.finish.reuse.kept <= 64
             assert isinstance(retained.policy, Recalling)
-            n_max = recaller.n_max(retained, retained.policy)
+            n_max = recaller.room.n_max(retained)
             if turn == 3:  # from here on it is less than the chat
                 aside = retained.n_bytes_aside
-                recaller._limits = RecallLimits(8, 3, 1, aside // 2)
+                recaller.room = replace(recaller.room, bytes_max=aside // 2, disk_bytes_max=0)
             elif turn > 3:
                 assert len(retained.shelf) <= n_max + retained.n_release
         assert n_max < 300

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from pathlib import Path
+
 import numpy as np
-from hypothesis import given
+import pytest
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from towerd.engine.embedded.keys import keys_of
-from towerd.engine.embedded.shelf import Chunk, Shelf, ShelfKeys
+from towerd.engine.embedded.pages import PageFile, PagesLost
+from towerd.engine.embedded.shelf import Chunk, Pages, Shelf, ShelfKeys
 from towerd.kernels.formats import BY_NAME
 from towerd.slots.layout import KVLayout, Plane
 from towerd.slots.rows import Bytes2D, KVRows
 
 HEAD_SIZE, N_KV, N_LAYER = 4, 2, 3
+
+
+def files_of(shelf: Shelf) -> set[PageFile]:
+    return {chunk.file for chunk in shelf.chunks if isinstance(chunk, Pages)}
 
 
 def random_rows(rng: np.random.Generator, name: str, p0: int, n: int) -> KVRows:
@@ -31,13 +41,15 @@ def random_rows(rng: np.random.Generator, name: str, p0: int, n: int) -> KVRows:
     return KVRows(layout, np.arange(p0, p0 + n, dtype=np.int32), planes(), planes())
 
 
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.integers(0, 1 << 30),
     st.lists(st.integers(1, 9), min_size=1, max_size=5),
     st.sampled_from(["f16", "bf16", "f32"]),
 )
-def test_what_was_shelved_is_there(seed: int, sizes: list[int], name: str) -> None:
-    """Rows, places and keys of any positions, after chunks came, were cut and were thinned."""
+def test_what_was_shelved_is_there(tmp_path: Path, seed: int, sizes: list[int], name: str) -> None:
+    """Rows, places and keys of any positions, after chunks came, were cut and were thinned; some
+    of them on disk."""
     rng = np.random.default_rng(seed)
     whole = random_rows(rng, name, 0, sum(sizes))
     shift = int(rng.integers(0, 50))  # places need not be positions
@@ -47,7 +59,8 @@ def test_what_was_shelved_is_there(seed: int, sizes: list[int], name: str) -> No
         part = whole.slice(start, start + size)
         positions = np.arange(start, start + size) + shift
         numbers = rng.permutation(size)[: int(rng.integers(1, size + 1))]
-        shelf = shelf.add(Chunk.of(part, positions, numbers))
+        chunk = Chunk.of(part, positions, numbers)
+        shelf = shelf.add(Pages.of(chunk, tmp_path) if rng.random() < 0.4 else chunk)
         there += (numbers + start + shift).tolist()
         start += size
     before = shelf
@@ -59,7 +72,15 @@ def test_what_was_shelved_is_there(seed: int, sizes: list[int], name: str) -> No
     before.check_integrity()
     assert before.positions.tolist() == sorted(there)
     assert shelf.positions.tolist() == expected
-    assert shelf.n_bytes == len(expected) * whole.layout.token_bytes
+    in_ram = shelf.in_ram
+    assert shelf.n_bytes == len(in_ram) * whole.layout.token_bytes
+    filed = [shelf.filed(file).tolist() for file in files_of(shelf)]
+    assert sorted([*in_ram.tolist(), *sum(filed, [])]) == expected
+    assert shelf.disk_bytes == sum(file.n_bytes for file in files_of(shelf))
+    oldest = shelf.oldest_file()
+    assert (oldest is None) == (not filed)
+    assert oldest is None or shelf.filed(oldest)[0] == min(map(min, filed))
+    assert not list(tmp_path.iterdir())  # no file has a name
     if not expected:
         return
     wanted = np.array(expected)[rng.random(len(expected)) < 0.6]
@@ -79,3 +100,50 @@ def test_what_was_shelved_is_there(seed: int, sizes: list[int], name: str) -> No
     span = ShelfKeys(shelf, HEAD_SIZE, slice(1, None))
     if len(shelf) > 1:
         assert np.array_equal(span[0, 0, np.array([0])], keys[0, 0, np.array([1])])
+
+
+def n_open() -> int:
+    """Files that this process has open."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+def paged(folder: Path, n: int) -> tuple[Pages, KVRows]:
+    rows = random_rows(np.random.default_rng(n), "f16", 0, n)
+    return Pages.of(Chunk.of(rows, np.arange(n), np.arange(n)), folder), rows
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
+def test_a_file_is_gone_when_nobody_has_its_rows(tmp_path: Path) -> None:
+    before = n_open()
+    pages, rows = paged(tmp_path, 700)
+    assert n_open() == before + 1
+    some = pages.take(np.array([600, 3, 4, 5], np.int64))
+    del pages
+    planes, _ = some.read(np.array([2, 0, 3], np.int64))
+    for mine, theirs in zip(planes, rows.planes(), strict=True):
+        assert np.array_equal(mine, theirs[[4, 600, 5]])
+    del some
+    assert n_open() == before
+
+
+def test_damage_on_disk_is_told(tmp_path: Path) -> None:
+    """Other bytes, and fewer."""
+    pages, _ = paged(tmp_path, 20)
+    every = np.arange(20)
+    os.pwrite(pages.file._fd, b"\x7f" * 3, 7 * pages.file.row_bytes + 5)
+    with pytest.raises(PagesLost, match="damaged"):
+        pages.read(every)
+    pages.read(every[8:])
+    os.ftruncate(pages.file._fd, 15 * pages.file.row_bytes)
+    pages.read(every[8:15])
+    with pytest.raises(PagesLost, match="shorter"):
+        pages.read(every[8:16])
+
+
+def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(OSError, match="No space left"):
+        paged(tmp_path, 4)

@@ -98,7 +98,7 @@ class IceCache:
         assert view.keys is not None
         numbers = np.arange(span.start, span.stop)
         if (self._indexed < 0).sum() > _FORGOTTEN_SHARE_MAX * (self._indexed >= 0).sum():
-            self._trees, self._indexed = {}, np.empty(0, np.int64)
+            self._rebuild()
         self._insert(view.positions[span], view.keys, numbers, self.config.n_threads)
         chosen = top(self._votes(view, span), n_max - self.config.n_min)
         return with_ends(view.positions, span, chosen)
@@ -140,6 +140,19 @@ class IceCache:
 
         self._of_each(add, n_threads)
         self._indexed = np.concatenate([self._indexed, positions[is_new]])
+
+    def _rebuild(self) -> None:
+        """Build the trees anew, without what is forgotten."""
+        stays = np.flatnonzero(self._indexed >= 0)
+
+        def without(place: tuple[int, int]) -> DciTree:
+            tree = make_dci_tree(self._head_size, self.config.tree)
+            tree.add(self._trees[place].keys(stays))
+            return tree
+
+        made = self._of_each(without, self.config.n_threads)
+        self._trees = dict(zip(self._trees, made, strict=True))
+        self._indexed = self._indexed[stays]
 
     def _votes(self, view: View, span: slice) -> Votes:
         """float32[length of span]: the votes of all heads with trees."""

@@ -107,10 +107,15 @@ class EmbeddedEngine:
                 memory, self.pool, tiers, boundaries, core.vocab.eog_ids, config.boundary_tokens
             )
         limits = RecallLimits(
-            config.recall_every, config.recall_layer_step, config.threads, config.recall_bytes
+            config.recall_every,
+            config.recall_layer_step,
+            config.threads,
+            config.recall_bytes,
+            config.recall_disk_bytes,
         )
         parked_bytes = tiers.hot_bytes_max // PARKED_SHARE
-        self.thinner = Thinner(core, self.pool, self.splicer, parked_bytes, limits)
+        folder = tiers.store.state.directory.tmp
+        self.thinner = Thinner(core, self.pool, self.splicer, parked_bytes, limits, folder)
         self.materialiser = Materialiser(
             memory, self.pool, tiers, self.splicer, self.thinner, resumer
         )

@@ -9,29 +9,33 @@ only.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
 from towerd.engine.embedded.core import Core
 from towerd.engine.embedded.indexing import Indexer
 from towerd.engine.embedded.job import Job, Phase
-from towerd.engine.embedded.keys import keys_of
 from towerd.engine.embedded.observer import Observer
+from towerd.engine.embedded.pages import PagesLost
 from towerd.engine.embedded.pool import LivePool, LiveSeq
 from towerd.engine.embedded.retained import Retained
-from towerd.engine.embedded.shelf import Chunk, ShelfKeys
+from towerd.engine.embedded.room import Room
+from towerd.engine.embedded.shelf import ShelfKeys
 from towerd.errors import Unavailable
 from towerd.retention import Positions, Recalling, Rows, View
 from towerd.retention.icecache import IceCacheConfig
-from towerd.retention.layout import cluster_order
 from towerd.slots.blob import emit_blob
 from towerd.slots.rope import Rope
 from towerd.slots.rows import KVRows
 from towerd.slots.shift import shift
+
+log = logging.getLogger(__name__)
 
 ASKED_AGAIN_TOKENS = 16
 """Of a prompt's last tokens, those that are evaluated again after the recall, so that they see what
@@ -41,10 +45,6 @@ ASKING_TOKENS_MAX = 16
 tree, and a model of 32 heads whose every third layer is indexed has 160 of them for each token."""
 _KEYS_MAX = 64
 """Nearest keys that a query looks for; a search takes longer the more it looks for."""
-_STAYS_SHARE = 0.75
-"""Of the positions that fit a shelf, those that are left when it was full."""
-_LAYOUT_LAYER_STEP = 4
-"""Every so manieth layer's keys say which positions are similar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,9 @@ class RecallLimits:
     n_threads: int
     """Of a choice."""
     bytes_max: int
-    """RAM for the rows and the index of one chat; those of its budget are always kept."""
+    """RAM for the rows and the index of one chat."""
+    disk_bytes_max: int
+    """Disk for the rows of one chat."""
 
 
 def served(config: IceCacheConfig, limits: RecallLimits) -> IceCacheConfig:
@@ -72,8 +74,14 @@ class Recaller:
     """The choices of one engine's chats."""
 
     def __init__(
-        self, core: Core, pool: LivePool, observer: Observer, limits: RecallLimits
+        self,
+        core: Core,
+        pool: LivePool,
+        observer: Observer,
+        limits: RecallLimits,
+        folder: Path,
     ) -> None:
+        """folder: of the files with rows that RAM has no room for"""
         self.n_choices = 0
         self.n_tokens_recalled = 0
         self.n_reads = 0
@@ -85,6 +93,8 @@ class Recaller:
         self._pool = pool
         self._observer = observer
         self._limits = limits
+        size, sizes = observer.attention.head_size, (limits.bytes_max, limits.disk_bytes_max)
+        self.room = Room(core.layout, size, *sizes, folder)
         self._indexer = Indexer(observer.attention.head_size, limits.n_threads)
 
     def close(self) -> None:
@@ -139,19 +149,28 @@ class Recaller:
         if retained.failure is not None:
             raise retained.failure
         self._shelve(seq, retained)
-        self._forget(retained, policy)
-        stay = self._chosen(retained, policy, asking)
+        self.room.make(retained)
+        try:
+            stay = self._chosen(retained, policy, asking)
+        except PagesLost as error:
+            self._lose_pages(retained, error)
+            self._shelve(seq, retained)
+            stay = self._chosen(retained, policy, asking)
         back = np.setdiff1d(stay, retained.kept, assume_unique=True)
         n_dropped = self._pool.thin(seq, stay)
         self._bring_back(seq, retained, back, evict)
+        self.room.page_out(retained)
         retained.n_chosen = retained.n
         self.n_choices += 1
         self.choose_s += time.perf_counter() - started
         return n_dropped
 
     def recall(self, seq: LiveSeq, retained: Retained, positions: Positions) -> None:
-        """Make `positions`, which are on the shelf and not live, live again. Needs their cells."""
-        rows = retained.shelf.rows(positions)
+        """Make `positions`, which are on the shelf and not live, live again, but for those whose
+        rows the disk has lost. Needs their cells."""
+        positions, rows = self._read(retained, positions)
+        if rows is None:
+            return
         blob = np.asarray(emit_blob([rows], v_trans=self._core.context.v_trans))
         self._memory.append(seq.id, blob, is_empty=not len(retained.kept))
         self._pool.recall(seq, positions, rows.positions.astype(np.int64))
@@ -166,15 +185,12 @@ class Recaller:
         stay what they were, so what is not live can still come back.
 
         Raises Unavailable when no cells can be had."""
-        self._shelve(seq, retained)
-        shelf, sink = retained.shelf, retained.sink
-        is_left = shelf.places(shelf.positions) >= retained.n_places // 2
-        left = np.setdiff1d(shelf.positions[is_left], sink, assume_unique=True)
-        rot_k = self._core.info.fingerprint.rot_k
-        rows = shift(shelf.rows(left), len(sink), rope, rot_k=rot_k)
-        chunk = self._laid_out(rows, left, np.arange(len(left)))
+        left, rows = self._second_half(seq, retained)
+        sink = retained.sink
+        rows = shift(rows, len(sink), rope, rot_k=self._core.info.fingerprint.rot_k)
+        chunk = self.room.lay_out(rows, left, np.arange(len(left)))
         self._pool.let_go(seq)
-        retained.moved_down(shelf.only(sink).add(chunk))
+        retained.moved_down(retained.shelf.only(sink).add(chunk))
         while self._pool.cells_free < len(retained.kept):  # others share what was let go of
             if not evict():
                 raise Unavailable("The live context is full of running requests; try again later.")
@@ -182,6 +198,18 @@ class Recaller:
         blob = np.asarray(emit_blob([live], v_trans=self._core.context.v_trans))
         self._memory.append(seq.id, blob, is_empty=True)
         self._pool.take(seq, len(retained.kept))
+
+    def _second_half(self, seq: LiveSeq, retained: Retained) -> tuple[Positions, KVRows]:
+        """What stands in the second half of the context's places, but for the sink."""
+        self._shelve(seq, retained)
+        shelf = retained.shelf
+        is_left = shelf.places(shelf.positions) >= retained.n_places // 2
+        left = np.setdiff1d(shelf.positions[is_left], retained.sink, assume_unique=True)
+        try:
+            return left, shelf.rows(left)
+        except PagesLost as error:
+            self._lose_pages(retained, error)
+        return self._second_half(seq, retained)  # nothing is on disk any more
 
     def _bring_back(
         self, seq: LiveSeq, retained: Retained, back: Positions, evict: Callable[[], bool]
@@ -206,6 +234,22 @@ class Recaller:
         )
         return policy.keep(view, retained.n_target)
 
+    def _read(self, retained: Retained, positions: Positions) -> tuple[Positions, KVRows | None]:
+        """Those of `positions` on the shelf that can be had, with their rows."""
+        try:
+            return positions, retained.shelf.rows(positions)
+        except PagesLost as error:
+            self._lose_pages(retained, error)
+        left = np.intersect1d(positions, retained.shelf.positions, assume_unique=True)
+        return left, retained.shelf.rows(left) if len(left) else None
+
+    def _lose_pages(self, retained: Retained, error: PagesLost) -> None:
+        """Forget what is on disk."""
+        log.warning("a long chat forgets what is on disk", extra={"reason": str(error)})
+        shelf = retained.shelf
+        lost = np.setdiff1d(shelf.positions, shelf.in_ram, assume_unique=True)
+        self.room.forget(retained, lost)
+
     def _shelve(self, seq: LiveSeq, retained: Retained) -> None:
         """Copy what is live and not on the shelf to it."""
         is_new = ~np.isin(retained.kept, retained.shelf.positions)
@@ -215,31 +259,8 @@ class Recaller:
         rows = self._memory.rows(seq.id, int(retained.places[first]), retained.place_next)
         assert rows is not None
         numbers = np.flatnonzero(is_new[first:])
-        chunk = self._laid_out(rows, retained.kept[first:], numbers)
+        chunk = self.room.lay_out(rows, retained.kept[first:], numbers)
         retained.shelf = retained.shelf.add(chunk)
-
-    def _laid_out(self, rows: KVRows, positions: Positions, numbers: Positions) -> Chunk:
-        """Those of `rows`, similar ones side by side; `positions` of the chat are those of all."""
-        keys = keys_of(rows, self._observer.attention.head_size, _LAYOUT_LAYER_STEP)
-        return Chunk.of(rows, positions, numbers[cluster_order(keys[:, :, numbers])])
-
-    def _forget(self, retained: Retained, policy: Recalling) -> None:
-        """Keep the shelf and the index within their bytes: the oldest that is not live goes."""
-        n_max = self.n_max(retained, policy)
-        shelf = retained.shelf
-        if len(shelf) <= n_max:
-            return
-        n_over = len(shelf) - max(int(_STAYS_SHARE * n_max), len(retained.kept))
-        gone = np.setdiff1d(shelf.positions, retained.kept, assume_unique=True)[:n_over]
-        policy.forget(gone)
-        retained.shelf = shelf.only(np.setdiff1d(shelf.positions, gone, assume_unique=True))
-
-    def n_max(self, retained: Retained, policy: Recalling) -> int:
-        """The most positions that a shelf has room for."""
-        layout, size = self._core.layout, self._observer.attention.head_size
-        n_kv = layout.k[0].n_elements // size
-        token_bytes = layout.token_bytes + policy.index_bytes(layout.n_layer, n_kv, size)
-        return max(retained.budget.tokens, self._limits.bytes_max // token_bytes)
 
     def stats(self) -> dict[str, float]:
         """Counters; times in seconds."""

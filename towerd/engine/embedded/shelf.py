@@ -5,6 +5,7 @@ else; so they are copied here, once, before a policy that can recall chooses. A 
 computed, rotated to the place it had in the context, and comes back to that place.
 
     chunk      rows of the positions that came between two choices, similar keys side by side
+    pages      a chunk of older ones in a file
     shelf      chunks, which branches of the chat share
 
 Nothing is ever changed in place: each operation gives another shelf.
@@ -14,15 +15,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from towerd.engine.embedded.keys import floats
+from towerd.engine.embedded.pages import PageFile
 from towerd.kernels import dispatch
 from towerd.retention import Positions, Rows
 from towerd.slots.layout import KVLayout
 from towerd.slots.rows import Bytes2D, KVRows
+
+Ext: TypeAlias = npt.NDArray[np.int32]
+"""int32[n, 3]: see `KVRows.ext`."""
 
 
 def _none() -> Positions:
@@ -40,7 +47,7 @@ class Chunk:
     """int64[n]: in the context."""
     k: tuple[Bytes2D, ...]
     v: tuple[Bytes2D, ...]
-    ext: npt.NDArray[np.int32] | None
+    ext: Ext | None
 
     @classmethod
     def of(cls, rows: KVRows, positions: Positions, order: Positions) -> Chunk:
@@ -55,25 +62,72 @@ class Chunk:
 
     @property
     def n_bytes(self) -> int:
+        """RAM that the rows take."""
         return len(self) * self.layout.token_bytes
+
+    def read(self, numbers: Positions) -> tuple[tuple[Bytes2D, ...], Ext | None]:
+        """The rows with these numbers, K of all layers, then V; and their extensions."""
+        planes = tuple(_gathered(plane, numbers) for plane in (*self.k, *self.v))
+        return planes, None if self.ext is None else self.ext[numbers]
+
+    def keys(self, layer: int, numbers: Positions, span: slice) -> Bytes2D:
+        """Those bytes of one layer's K rows."""
+        return self.k[layer][:, span][numbers]
 
     def take(self, numbers: Positions) -> Chunk:
         """A copy of those rows."""
-        return Chunk(
-            self.layout,
-            self.positions[numbers],
-            self.places[numbers],
-            tuple(_gathered(plane, numbers) for plane in self.k),
-            tuple(_gathered(plane, numbers) for plane in self.v),
-            None if self.ext is None else self.ext[numbers],
-        )
+        (planes, ext), cut = self.read(numbers), len(self.k)
+        positions, places = self.positions[numbers], self.places[numbers]
+        return Chunk(self.layout, positions, places, planes[:cut], planes[cut:], ext)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pages:
+    """A chunk on disk: see `Chunk`. What reads rows raises PagesLost."""
+
+    layout: KVLayout
+    positions: Positions
+    places: Positions
+    file: PageFile
+    records: Positions
+    """int64[n]: where each row is in the file."""
+
+    @classmethod
+    def of(cls, chunk: Chunk, folder: Path) -> Pages:
+        """`chunk`, written to a file in `folder`. Raises OSError."""
+        parts = (*chunk.k, *chunk.v)
+        if chunk.ext is not None:
+            parts = (*parts, np.ascontiguousarray(chunk.ext).view(np.uint8))
+        numbers = np.arange(len(chunk))
+        return cls(chunk.layout, chunk.positions, chunk.places, PageFile(folder, parts), numbers)
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    @property
+    def n_bytes(self) -> int:
+        return 0
+
+    def read(self, numbers: Positions) -> tuple[tuple[Bytes2D, ...], Ext | None]:
+        ends = np.cumsum([plane.row_bytes for plane in self.layout.planes])
+        *planes, rest = np.split(self.file.read(self.records[numbers]), ends, axis=1)
+        is_extended = self.layout.cell_ext
+        return tuple(planes), np.ascontiguousarray(rest).view(np.int32) if is_extended else None
+
+    def keys(self, layer: int, numbers: Positions, span: slice) -> Bytes2D:
+        return self.read(numbers)[0][layer][:, span]
+
+    def take(self, numbers: Positions) -> Pages:
+        """Those rows of the same file."""
+        positions, places = self.positions[numbers], self.places[numbers]
+        return Pages(self.layout, positions, places, self.file, self.records[numbers])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shelf:
     """Positions ascend; each is in one chunk."""
 
-    chunks: tuple[Chunk, ...] = ()
+    chunks: tuple[Chunk | Pages, ...] = ()
     positions: Positions = field(default_factory=_none)
     """int64[n]"""
     chunk: Positions = field(default_factory=_none)
@@ -85,8 +139,31 @@ class Shelf:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the rows, those that branches share included."""
+        """RAM of the rows, those that branches share included."""
         return sum(chunk.n_bytes for chunk in self.chunks)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of the files that any row is in."""
+        files = {chunk.file for chunk in self.chunks if isinstance(chunk, Pages)}
+        return sum(file.n_bytes for file in files)
+
+    @property
+    def in_ram(self) -> Positions:
+        """int64[n], ascending: the positions whose rows are in RAM."""
+        is_paged = np.array([isinstance(chunk, Pages) for chunk in self.chunks], np.bool_)
+        return self.positions[~is_paged[self.chunk]] if len(self) else self.positions
+
+    def oldest_file(self) -> PageFile | None:
+        """The file with the first position on disk."""
+        pages = [chunk for chunk in self.chunks if isinstance(chunk, Pages)]
+        return min(pages, key=lambda chunk: int(chunk.positions.min())).file if pages else None
+
+    def filed(self, file: PageFile) -> Positions:
+        """int64[n], ascending: the positions whose rows are in a file."""
+        mine = [chunk.positions for chunk in self.chunks
+                if isinstance(chunk, Pages) and chunk.file is file]  # fmt: skip
+        return np.sort(np.concatenate([_none(), *mine]))
 
     @property
     def end(self) -> int:
@@ -94,7 +171,7 @@ class Shelf:
         return int(self.positions[-1]) + 1 if len(self) else 0
 
     @classmethod
-    def _of(cls, chunks: Sequence[Chunk]) -> Shelf:
+    def _of(cls, chunks: Sequence[Chunk | Pages]) -> Shelf:
         chunks = tuple(chunk for chunk in chunks if len(chunk))
         if not chunks:
             return cls()
@@ -104,7 +181,7 @@ class Shelf:
         number = np.concatenate([np.arange(len(chunk)) for chunk in chunks])
         return cls(chunks, positions[order], which[order], number[order])
 
-    def add(self, chunk: Chunk) -> Shelf:
+    def add(self, chunk: Chunk | Pages) -> Shelf:
         """With the rows of more positions, none of which may be here."""
         assert not np.isin(chunk.positions, self.positions).any(), "a row is shelved twice"
         return self._of((*self.chunks, chunk))
@@ -124,18 +201,20 @@ class Shelf:
         return self.only(self.positions[: np.searchsorted(self.positions, n_from)])
 
     def rows(self, positions: Positions) -> KVRows:
-        """The rows of some positions, ascending, all of which must be here, at their places."""
+        """The rows of some positions, ascending, all of which must be here, at their places. Raises
+        PagesLost."""
         at = np.searchsorted(self.positions, positions)
         which, number = self.chunk[at], self.number[at]
         layout = self.chunks[0].layout
         planes = [np.empty((len(at), plane.row_bytes), np.uint8) for plane in layout.planes]
         ext = np.empty((len(at), 3), np.int32) if layout.cell_ext else None
         for i in np.unique(which).tolist():
-            chunk, mine = self.chunks[i], np.flatnonzero(which == i)
-            for out, plane in zip(planes, (*chunk.k, *chunk.v), strict=True):
-                out[mine] = plane[number[mine]]
-            if ext is not None and chunk.ext is not None:
-                ext[mine] = chunk.ext[number[mine]]
+            mine = np.flatnonzero(which == i)
+            found, extensions = self.chunks[i].read(number[mine])
+            for out, plane in zip(planes, found, strict=True):
+                out[mine] = plane
+            if ext is not None and extensions is not None:
+                ext[mine] = extensions
         places = self.places(positions).astype(np.int32)
         cut = layout.n_layer
         return KVRows(layout, places, tuple(planes[:cut]), tuple(planes[cut:]), ext)
@@ -178,10 +257,10 @@ class ShelfKeys:
         for i in np.unique(which).tolist():
             mine = which == i
             chunk = self._shelf.chunks[i]
-            plane, rows = chunk.layout.k[layer], chunk.k[layer]
-            n_bytes = rows.shape[1] // self.shape[1]
-            span = rows[:, head * n_bytes : (head + 1) * n_bytes]
-            out[mine] = floats(plane, span[number[mine]])
+            plane = chunk.layout.k[layer]
+            n_bytes = plane.row_bytes // self.shape[1]
+            span = slice(head * n_bytes, (head + 1) * n_bytes)
+            out[mine] = floats(plane, chunk.keys(layer, number[mine], span))
         return out
 
 

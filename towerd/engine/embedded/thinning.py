@@ -10,6 +10,7 @@ holes, so that a chat may be longer than any context. Called by the inference th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import numpy as np
 
@@ -50,7 +51,9 @@ class Thinner:
         splicer: Splicer,
         parked_bytes_max: int,
         recall: RecallLimits,
+        folder: Path,
     ) -> None:
+        """folder: of the files with rows that chats may recall and RAM has no room for"""
         self.parked = ParkedTowers(parked_bytes_max)
         self.n_evictions = 0
         self.n_tokens_dropped = 0
@@ -64,7 +67,7 @@ class Thinner:
         self._recall = recall
         self._recaller: Recaller | None = None
         if core.observer is not None:
-            self._recaller = Recaller(core, pool, core.observer, recall)
+            self._recaller = Recaller(core, pool, core.observer, recall, folder)
         self._eog_ids = np.array(sorted(core.vocab.eog_ids), np.int32)
 
     # ---- asked before a request is taken -------------------------------------------------
@@ -329,6 +332,11 @@ class Thinner:
             "parked_bytes": self.parked.nbytes,
             "recall_bytes": sum(
                 seq.retained.n_bytes_aside for seq in list(self._pool) if seq.retained is not None
+            ),
+            "recall_disk_bytes": sum(
+                seq.retained.shelf.disk_bytes
+                for seq in list(self._pool)
+                if seq.retained is not None
             ),
             **({} if self._recaller is None else self._recaller.stats()),
         }

@@ -1,0 +1,158 @@
+"""Chats whose older rows are on disk: what RAM has no room for comes back from there."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import TypeVar
+
+import numpy as np
+import pytest
+from oracle import OpenService, ask, check_integrity, settle
+
+from towerd.engine.base import Ids, LiveBudget
+from towerd.engine.embedded.retained import Retained
+from towerd.engine.embedded.room import Room
+from towerd.engine.embedded.shelf import Pages
+from towerd.models.bundled import bundled_model
+from towerd.service import Service
+
+T = TypeVar("T")
+SETTINGS = {"threads": 1, "retention": "icecache", "ctx_size": 1024, "recall_every": 16,
+            "warm_bytes": 0, "hot_bytes": 0, "recall_bytes": 1 << 30}  # fmt: skip
+LIVE = LiveBudget("icecache", 64)
+N_TURNS = 6
+
+
+def some_ids(n: int, seed: int = 0) -> Ids:
+    return np.random.default_rng(seed).integers(260, 500, n).astype(np.int32)
+
+
+async def inside(service: Service, work: Callable[[], T]) -> T:
+    """Run `work` on the inference thread."""
+    return await asyncio.wrap_future(service.engine.scheduler.call(work))
+
+
+async def the_chat(service: Service) -> Retained:
+    found = await inside(service, lambda: [s.retained for s in service.engine.pool if s.retained])
+    (retained,) = found
+    return retained
+
+
+async def with_room(service: Service, n_ram: int, n_disk: int) -> Room:
+    """Room for the index of 1,000 positions and so many rows in RAM and on disk."""
+    recaller = service.engine.thinner._recaller
+    assert recaller is not None
+    room = recaller.room
+    if n_ram:
+        retained = await the_chat(service)
+        rows = room.layout.token_bytes
+        n_bytes = 1000 * room._index_bytes(retained) + n_ram * rows
+        recaller.room = replace(room, bytes_max=n_bytes, disk_bytes_max=n_disk * rows)
+    return recaller.room
+
+
+async def chat(
+    service: Service, n_ram: int, n_disk: int,
+    between: Callable[[Room], Awaitable[None]] | None = None,
+) -> list[list[int]]:  # fmt: skip
+    """What is answered turn after turn; the chat fills the context once."""
+    ids, answers = some_ids(150), []
+    for turn in range(N_TURNS):
+        answer = await ask(service, ids, 60, live=LIVE)
+        answers.append(answer.ids)
+        ids = np.concatenate([ids, np.array(answer.ids, np.int32), some_ids(70, turn)])
+        await settle(service)
+        if turn == 0:
+            room = await with_room(service, n_ram, n_disk)
+        elif between is not None:
+            await between(room)
+    return answers
+
+
+async def test_what_is_on_disk_comes_back_as_it_was(service_on: OpenService) -> None:
+    """The same answers as with room for everything in RAM, and again in a branch of the chat."""
+    async with service_on(bundled_model(), **SETTINGS) as service:
+        expected = await chat(service, 0, 0)
+        assert service.engine.stats()["recall_disk_bytes"] == 0
+    async with service_on(bundled_model(), **SETTINGS) as service:
+
+        async def within(room: Room) -> None:
+            retained = await the_chat(service)
+            assert len(retained.shelf.in_ram) <= room.n_ram(retained)
+            assert retained.n_bytes_aside <= room.bytes_max
+            assert 0 < retained.shelf.disk_bytes == service.engine.stats()["recall_disk_bytes"]
+
+        found = await chat(service, 200, 1000, within)
+        assert found == expected
+        retained = await the_chat(service)
+        assert len(retained.shelf) == retained.n
+        on_disk = np.setdiff1d(retained.shelf.positions, retained.shelf.in_ram)
+        assert np.isin(retained.kept, on_disk).any()
+        assert service.engine.stats()["recall_tokens"] > 100
+
+
+async def test_the_disk_has_its_bounds(service_on: OpenService) -> None:
+    """The oldest files go; what is left adds up."""
+    async with service_on(bundled_model(), **SETTINGS) as service:
+        first = []
+
+        async def within(room: Room) -> None:
+            retained = await the_chat(service)
+            assert retained.shelf.disk_bytes <= room.disk_bytes_max
+            assert len(retained.shelf.in_ram) <= room.n_ram(retained)
+            live = np.isin(retained.shelf.positions, retained.kept)
+            first.append(int(retained.shelf.positions[~live][0]))
+
+        await chat(service, 160, 150, within)
+        assert first[-1] > first[0]
+        assert (await the_chat(service)).shelf.disk_bytes > 0
+
+
+@pytest.mark.parametrize("what", ["damaged", "shorter"])
+async def test_lost_pages_are_forgotten(
+    service_on: OpenService, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody sees an error: the chat goes on with what RAM has."""
+    async with service_on(bundled_model(), **SETTINGS) as service:
+        n_lost = []
+
+        async def lose(_: Room) -> None:
+            retained = await the_chat(service)
+            n_lost.append(retained.shelf.disk_bytes)
+            for chunk in retained.shelf.chunks:
+                if isinstance(chunk, Pages) and what == "damaged":
+                    for i in range(chunk.file.n):
+                        os.pwrite(chunk.file._fd, b"\xa5", i * chunk.file.row_bytes)
+                elif isinstance(chunk, Pages):
+                    os.ftruncate(chunk.file._fd, 10)
+
+        answers = await chat(service, 200, 1000, lose)
+        assert [len(answer) for answer in answers] == [60] * N_TURNS
+        assert n_lost[0] > 0
+        assert "forgets what is on disk" in caplog.text
+        await check_integrity(service)
+
+
+async def test_a_full_disk(
+    service_on: OpenService, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What cannot be written is forgotten."""
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async with service_on(bundled_model(), **SETTINGS) as service:
+
+        async def within(room: Room) -> None:
+            monkeypatch.setattr(Pages, "of", full)
+            retained = await the_chat(service)
+            assert len(retained.shelf.in_ram) <= room.n_ram(retained)
+
+        await chat(service, 200, 1000, within)
+        assert "No space left" in str([record.__dict__ for record in caplog.records])
+        assert len((await the_chat(service)).shelf) < 600
+        await check_integrity(service)

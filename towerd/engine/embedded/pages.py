@@ -1,0 +1,86 @@
+"""PageFile: rows of a chat that RAM has no room for, in a file without a name.
+
+The rows of a position are one record, and similar positions' records stand side by side
+(`towerd.retention.layout`), so that what is recalled together is read in few pieces:
+
+    record    K of layer 0, 1 ... | V of layer 0, 1 ... | cell's extension, if there is one
+
+The file is gone when nobody holds on to it, at the latest with the process; each record has its
+checksum in RAM.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import weakref
+import zlib
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from towerd.errors import TowerdError
+from towerd.retention import Positions
+from towerd.slots.rows import Bytes2D
+
+_BLOCK_ROWS = 256
+"""Records that are put together at a time."""
+_PIECES_MAX = 512
+"""Records of one read: systems refuse more than 1,024 pieces."""
+
+
+class PagesLost(TowerdError):
+    """Rows cannot be read back: the disk fails, or gives other bytes than were written."""
+
+
+class PageFile:
+    """Immutable; may be read by several threads."""
+
+    def __init__(self, folder: Path, parts: tuple[Bytes2D, ...]) -> None:
+        """Write rows uint8[n, any], side by side in the order of `parts`. Raises OSError, such as
+        for a full disk; nothing is left of the file then."""
+        self.n = len(parts[0])
+        self.row_bytes = sum(part.shape[1] for part in parts)
+        with tempfile.TemporaryFile(dir=folder, prefix="pages-", buffering=0) as file:
+            self._fd = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._fd)
+        self._sums = np.empty(self.n, np.uint32)
+        for first in range(0, self.n, _BLOCK_ROWS):
+            block = np.concatenate([part[first : first + _BLOCK_ROWS] for part in parts], axis=1)
+            self._sums[first : first + len(block)] = [zlib.crc32(row) for row in block]
+            self._write(memoryview(block).cast("B"), first * self.row_bytes)
+
+    @property
+    def n_bytes(self) -> int:
+        return self.n * self.row_bytes
+
+    def read(self, numbers: Positions) -> npt.NDArray[np.uint8]:
+        """uint8[m, row_bytes]: records in the order asked for, consecutive ones in one read. Raises
+        PagesLost."""
+        order = np.argsort(numbers, kind="stable")
+        found = np.empty((len(numbers), self.row_bytes), np.uint8)
+        wanted = numbers[order]
+        breaks = np.flatnonzero(np.diff(wanted) != 1) + 1
+        for run in np.split(order, breaks) if len(order) else []:
+            for first in range(0, len(run), _PIECES_MAX):
+                self._read(found, run[first : first + _PIECES_MAX], numbers)
+        sums = [zlib.crc32(row) for row in found]
+        if not np.array_equal(np.array(sums, np.uint32), self._sums[numbers]):
+            raise PagesLost("Rows of a long chat came back from disk damaged.")
+        return found
+
+    def _read(self, found: npt.NDArray[np.uint8], run: Positions, numbers: Positions) -> None:
+        """Read the consecutive records that `found[run]` is for."""
+        pieces = [memoryview(found[i]) for i in run.tolist()]
+        try:
+            n_read = os.preadv(self._fd, pieces, int(numbers[run[0]]) * self.row_bytes)
+        except OSError as error:
+            raise PagesLost(f"Rows of a long chat cannot be read: {error}.") from error
+        if n_read != len(run) * self.row_bytes:
+            raise PagesLost("The file with rows of a long chat is shorter than it was.")
+
+    def _write(self, data: memoryview, offset: int) -> None:
+        while data:
+            n = os.pwrite(self._fd, data, offset)
+            data, offset = data[n:], offset + n
