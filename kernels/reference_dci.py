@@ -32,7 +32,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from towerd.kernels.reference_checks import check_index, check_int
+from towerd.kernels.reference_checks import array_of, check_index, check_int
 
 F32: TypeAlias = npt.NDArray[np.float32]
 I32: TypeAlias = npt.NDArray[np.int32]
@@ -164,8 +164,7 @@ class DciTree:
         others: float32[any, n_dims]; there: uint8[n], 0 for a key that is to be left out"""
         found = self.search(queries, k, visits_max, beam)
         _check_rows(others, self._n_dims, "others")
-        if not isinstance(there, np.ndarray) or there.dtype != np.uint8 or there.ndim != 1:
-            raise ValueError("there: expected uint8 flags")
+        there = array_of(there, "there", np.uint8, 1)
         if len(there) != len(self):
             raise ValueError(f"there: {len(there)} flags for {len(self)} keys")
         pages = self.pages()

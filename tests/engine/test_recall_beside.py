@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import numpy as np
@@ -83,11 +84,11 @@ async def test_only_queries_that_are_asked_for_are_tapped(
     service_on: OpenService, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every decision has the queries of the last tokens before it; most batches tap nothing."""
-    live = LiveBudget(policy, 320)
-    settings = {"threads": 1, "retention": policy, "ctx_size": 1024, "recall_every": 64}
+    live = LiveBudget(policy, 700)
+    settings = {"threads": 1, "retention": policy, "ctx_size": 2048, "recall_every": 64}
     async with service_on(bundled_model(), **settings) as service:
         watched = Watched(service, monkeypatch)
-        ids = some_ids(400)
+        ids = some_ids(800)
         for turn in range(2):
             answer = await ask(service, ids, 150, live=live)
             ids = np.concatenate([ids, np.array(answer.ids, np.int32), some_ids(30, turn)])
@@ -99,7 +100,9 @@ async def test_only_queries_that_are_asked_for_are_tapped(
     assert 0 < share < (0.45 if can_recall(policy) else 0.9)
 
 
-async def test_prompts_are_indexed_beside_their_evaluation(service_on: OpenService) -> None:
+async def test_prompts_are_indexed_beside_their_evaluation(
+    service_on: OpenService, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a thread of its own, while nobody else touches the index; the choices are those of an
     index that is brought up to date only when it is asked."""
     live = LiveBudget("icecache", 128)
@@ -112,7 +115,7 @@ async def test_prompts_are_indexed_beside_their_evaluation(service_on: OpenServi
             recaller = service.engine.thinner._recaller
             assert recaller is not None
             if not is_beside:
-                recaller._indexer.beside = lambda chats: threading.Lock()  # type: ignore[assignment]
+                monkeypatch.setattr(recaller._indexer, "beside", lambda _: nullcontext())
             answer = await ask(service, some_ids(128 + 48 * 16), 40, live=live)
             stats = service.engine.stats()
             assert (stats["recall_index_beside_s"] > 0) == is_beside

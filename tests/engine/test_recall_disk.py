@@ -59,8 +59,8 @@ async def chat(
     service: Service, n_ram: int, n_disk: int,
     between: Callable[[Room], Awaitable[None]] | None = None,
 ) -> list[list[int]]:  # fmt: skip
-    """What is answered turn after turn; the chat fills the context once."""
-    ids, answers = some_ids(150), []
+    """What is answered turn after turn."""
+    ids, answers, room = some_ids(150), [], await with_room(service, 0, 0)
     for turn in range(N_TURNS):
         answer = await ask(service, ids, 60, live=LIVE)
         answers.append(answer.ids)
@@ -89,7 +89,7 @@ async def test_what_is_on_disk_comes_back_as_it_was(service_on: OpenService) -> 
         found = await chat(service, 200, 1000, within)
         assert found == expected
         retained = await the_chat(service)
-        assert len(retained.shelf) == retained.n
+        assert len(retained.shelf) == retained.shelf.end
         on_disk = np.setdiff1d(retained.shelf.positions, retained.shelf.in_ram)
         assert np.isin(retained.kept, on_disk).any()
         assert service.engine.stats()["recall_tokens"] > 100

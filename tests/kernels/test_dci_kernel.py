@@ -219,7 +219,8 @@ def test_pages_are_shared_by_similar_keys_and_never_move(forced: str) -> None:
     some = np.array([149, 3, 3], np.int64)
     assert np.array_equal(apart.keys(some), keys[some])
     assert apart.keys(some[:0]).shape == (0, 8)
-    for wrong in (some + 1, -some, some.astype(np.int32), some[:, None]):
+    not_numbers: list[Any] = [some + 1, -some, some.astype(np.int32), some[:, None]]
+    for wrong in not_numbers:
         with pytest.raises(ValueError, match="numbers"):
             apart.keys(wrong)
     assert apart.pages().tolist() == before.tolist()

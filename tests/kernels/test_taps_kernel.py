@@ -81,7 +81,7 @@ def caller(tap: NodeTap) -> Callable[[Tensor, bool], bool]:
 
 def values(tap: NodeTap, name: str, layer: int) -> np.ndarray:
     shape, strides, data = tap.read(name, layer)
-    return np.ndarray(shape, np.float32, data, strides=strides)[0, 0]
+    return np.asarray(np.ndarray(shape, np.float32, data, strides=strides)[0, 0])
 
 
 def test_what_is_watched_is_copied(tap: NodeTap) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -166,7 +167,7 @@ def test_without_queries_the_last_ones_stay() -> None:
 @pytest.mark.parametrize("name", ["keys_max", "layer_step", "window", "n_threads"])
 def test_bad_parameters(name: str) -> None:
     with pytest.raises(ValueError, match="IceCache|window"):
-        replace(IceCacheConfig(), **{name: 0})
+        replace(IceCacheConfig(), **dict[str, Any]({name: 0}))
 
 
 def test_keys_and_queries_must_go_together() -> None:

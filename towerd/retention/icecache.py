@@ -138,7 +138,11 @@ class IceCache:
         def add(place: tuple[int, int]) -> None:
             self._trees[place].add(np.ascontiguousarray(keys[*place, wanted]))
 
-        self._of_each(add, n_threads)
+        try:
+            self._of_each(add, n_threads)
+        except BaseException:  # no tree may have keys that the others lack
+            self._trees, self._indexed = {}, np.empty(0, np.int64)
+            raise
         self._indexed = np.concatenate([self._indexed, positions[is_new]])
 
     def _rebuild(self) -> None:

@@ -41,7 +41,7 @@ class PageFile:
         """Write rows uint8[n, any], side by side in the order of `parts`. Raises OSError, such as
         for a full disk; nothing is left of the file then."""
         self.n = len(parts[0])
-        self.row_bytes = sum(part.shape[1] for part in parts)
+        self.row_bytes = int(sum(part.shape[1] for part in parts))
         with tempfile.TemporaryFile(dir=folder, prefix="pages-", buffering=0) as file:
             self._fd = os.dup(file.fileno())
         weakref.finalize(self, os.close, self._fd)
@@ -49,7 +49,7 @@ class PageFile:
         for first in range(0, self.n, _BLOCK_ROWS):
             block = np.concatenate([part[first : first + _BLOCK_ROWS] for part in parts], axis=1)
             self._sums[first : first + len(block)] = [zlib.crc32(row) for row in block]
-            self._write(memoryview(block).cast("B"), first * self.row_bytes)
+            self._write(block.data.cast("B"), first * self.row_bytes)
 
     @property
     def n_bytes(self) -> int:

@@ -279,8 +279,7 @@ class LivePool:
         """The context has put rows of `positions`, which `seq` lacked, to its `places`."""
         assert seq.retained is not None, "only a sequence with a budget can be thinned"
         ranks, counts = np.unique(np.searchsorted(seq.retained.kept, positions), return_counts=True)
-        for rank, n in zip(ranks[::-1].tolist(), counts[::-1].tolist(), strict=True):
-            self._insert(seq, rank, n)
+        self._insert(seq, ranks.tolist(), counts.tolist())
         self._merge_own(seq)
         seq.retained.recall(positions, places)
         self.cells_used += len(positions)
@@ -354,16 +353,19 @@ class LivePool:
             length += run.n
         seq.runs = keep
 
-    def _insert(self, seq: LiveSeq, start: int, n: int) -> None:
-        """`n` cells of its own stand before what was cell `start` of `seq`."""
-        self._split_at(seq, start)
-        length = 0
-        for i, run in enumerate(seq.runs):
-            if length == start:
-                seq.runs.insert(i, Run(n, {seq.id}))
-                return
-            length += run.n
-        seq.runs.append(Run(n, {seq.id}))
+    def _insert(self, seq: LiveSeq, cells: Sequence[int], counts: Sequence[int]) -> None:
+        """So many cells of its own stand before what were `cells` of `seq`, which ascend."""
+        self._split_at(seq, *cells)
+        length, i = 0, 0
+        runs: list[Run] = []
+        for run in (*seq.runs, None):
+            if i < len(cells) and cells[i] == length:
+                runs.append(Run(counts[i], {seq.id}))
+                i += 1
+            if run is not None:
+                runs.append(run)
+                length += run.n
+        seq.runs = runs
 
     def _merge_own(self, seq: LiveSeq) -> None:
         """Neighbouring runs that only `seq` has become one."""
