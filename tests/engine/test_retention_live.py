@@ -194,8 +194,8 @@ async def test_exact_rows_stay_exact(service_on: OpenService) -> None:
         await settle(service)
         whole = await ask(service, long, 10)
         assert whole.finish.reuse.kept is None
-        assert whole.finish.reuse.prefill >= 60
-        assert whole.finish.reuse.live + whole.finish.reuse.hot >= 39
+        assert whole.finish.reuse.live + whole.finish.reuse.hot == 48
+        assert whole.finish.reuse.prefill == len(long) - 48
         alone = await ask(service, long, 10, scope="other")
     assert alone.finish.reuse.prefill == len(long)
     assert whole.ids == alone.ids
