@@ -14,7 +14,7 @@ typedef F E;
 #endif
 constexpr std::size_t kSums = 8;
 constexpr std::size_t kPartLanes = sizeof(E) / sizeof(float);
-constexpr std::size_t kParts = kSums / kPartLanes;
+constexpr std::size_t kSumParts = kSums / kPartLanes;
 constexpr std::size_t kAhead = 4;            // rows that are asked for before their turn
 constexpr std::size_t kLineFloats = 64 / 4;  // of a cache line
 
@@ -35,9 +35,9 @@ void dots(const float * query, const float * rows, const std::int64_t * ids, std
             ask_for(row(i + kAhead), width);
         }
         const float * numbers = row(i);
-        E             sums[kParts] = {};
+        E             sums[kSumParts] = {};
         for (std::size_t d = 0; d < width; d += kSums) {
-            for (std::size_t p = 0; p < kParts; ++p) {
+            for (std::size_t p = 0; p < kSumParts; ++p) {
                 E a, b;
                 std::memcpy(&a, query + d + p * kPartLanes, sizeof a);
                 std::memcpy(&b, numbers + d + p * kPartLanes, sizeof b);

@@ -93,7 +93,8 @@ async def test_only_queries_that_are_asked_for_are_tapped(
             answer = await ask(service, ids, 150, live=live)
             ids = np.concatenate([ids, np.array(answer.ids, np.int32), some_ids(30, turn)])
         await check_integrity(service)
-    assert len(watched.asked) >= 4
+    # An eviction of BUZZ leaves room for hundreds of tokens, the others' for 87.
+    assert len(watched.asked) >= (1 if policy == "buzz" else 4)
     for found, expected in watched.asked:
         assert found == expected
     share = watched.n_tapped / watched.n_batches
@@ -259,3 +260,20 @@ async def test_a_chat_does_not_wait_for_less_than_it_has(
         small = LiveBudget("streaming", 20)
         assert not await inside(service, lambda: is_waiting(longer, small, LiveBudget()))
         assert await inside(service, lambda: is_waiting(longer, LiveBudget(), LiveBudget()))
+
+
+@pytest.mark.parametrize("policy", [name for name in WATCHING if not can_recall(name)])
+async def test_stored_rows_do_not_change_what_is_kept(service_on: OpenService, policy: str) -> None:
+    """The queries before the first eviction are there, though the store has the rows of those
+    tokens: what stays is what stays where nothing is stored."""
+    ids, live, kept = some_ids(300), LiveBudget(policy, 160), []
+    for n_loaded in (0, 160 - QUERIES_MAX):
+        async with service_on(bundled_model(), threads=1, retention=policy) as service:
+            answer = await ask(service, ids, 4, live=live)
+            assert answer.finish.reuse.hot + answer.finish.reuse.warm == n_loaded
+            (retained,) = await inside(
+                service, lambda: [s.retained for s in service.engine.pool if s.retained]
+            )
+            kept.append((answer.ids, retained.kept.tolist()))
+            await settle(service)
+    assert kept[0] == kept[1]

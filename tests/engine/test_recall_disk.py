@@ -43,14 +43,15 @@ async def the_chat(service: Service) -> Retained:
 
 
 async def with_room(service: Service, n_ram: int, n_disk: int) -> Room:
-    """Room for the index of 1,000 positions and so many rows in RAM and on disk."""
+    """Room for the index of 900 positions and so many rows in RAM and on disk. What a short chat
+    does not need for its index is room for rows: only a longer one needs the disk."""
     recaller = service.engine.thinner._recaller
     assert recaller is not None
     room = recaller.room
     if n_ram:
         retained = await the_chat(service)
         rows = room.layout.token_bytes
-        n_bytes = 1000 * room._index_bytes(retained) + n_ram * rows
+        n_bytes = 900 * room._index_bytes(retained) + n_ram * rows
         recaller.room = replace(room, bytes_max=n_bytes, disk_bytes_max=n_disk * rows)
     return recaller.room
 
@@ -84,11 +85,12 @@ async def test_what_is_on_disk_comes_back_as_it_was(service_on: OpenService) -> 
             retained = await the_chat(service)
             assert len(retained.shelf.in_ram) <= room.n_ram(retained)
             assert retained.n_bytes_aside <= room.bytes_max
-            assert 0 < retained.shelf.disk_bytes == service.engine.stats()["recall_disk_bytes"]
+            assert retained.shelf.disk_bytes == service.engine.stats()["recall_disk_bytes"]
 
-        found = await chat(service, 200, 1000, within)
+        found = await chat(service, 80, 1000, within)
         assert found == expected
         retained = await the_chat(service)
+        assert retained.shelf.disk_bytes > 0
         assert len(retained.shelf) == retained.shelf.end
         on_disk = np.setdiff1d(retained.shelf.positions, retained.shelf.in_ram)
         assert np.isin(retained.kept, on_disk).any()
@@ -130,9 +132,9 @@ async def test_lost_pages_are_forgotten(
                 elif isinstance(chunk, Pages):
                     os.ftruncate(chunk.file._fd, 10)
 
-        answers = await chat(service, 200, 1000, lose)
+        answers = await chat(service, 80, 1000, lose)
         assert [len(answer) for answer in answers] == [60] * N_TURNS
-        assert n_lost[0] > 0
+        assert max(n_lost[:-1]) > 0
         assert "forgets what is on disk" in caplog.text
         await check_integrity(service)
 
@@ -152,7 +154,8 @@ async def test_a_full_disk(
             retained = await the_chat(service)
             assert len(retained.shelf.in_ram) <= room.n_ram(retained)
 
-        await chat(service, 200, 1000, within)
+        await chat(service, 80, 1000, within)
         assert "No space left" in str([record.__dict__ for record in caplog.records])
-        assert len((await the_chat(service)).shelf) < 600
+        shelf = (await the_chat(service)).shelf
+        assert len(shelf) < shelf.end
         await check_integrity(service)

@@ -294,9 +294,7 @@ class Tiers:
         """Whether the live rows of `node` are to be exported."""
         if taint is not None and (taint[node.p0 : node.p1] >= APPROXIMATE).any():
             return False
-        if not self.exact:
-            return node.hot is None and node.file is None
-        if taint is not None and taint[node.p0 : node.p1].any():
+        if not self.exact or (taint is not None and taint[node.p0 : node.p1].any()):
             return node.hot is None and node.file is None
         return not node.has_exact_hot and not node.has_exact_file
 

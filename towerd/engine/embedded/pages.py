@@ -48,7 +48,7 @@ class PageFile:
         self._sums = np.empty(self.n, np.uint32)
         for first in range(0, self.n, _BLOCK_ROWS):
             block = np.concatenate([part[first : first + _BLOCK_ROWS] for part in parts], axis=1)
-            self._sums[first : first + len(block)] = [zlib.crc32(row) for row in block]
+            self._sums[first : first + len(block)] = [zlib.crc32(row.data) for row in block]
             self._write(block.data.cast("B"), first * self.row_bytes)
 
     @property
@@ -65,7 +65,7 @@ class PageFile:
         for run in np.split(order, breaks) if len(order) else []:
             for first in range(0, len(run), _PIECES_MAX):
                 self._read(found, run[first : first + _PIECES_MAX], numbers)
-        sums = [zlib.crc32(row) for row in found]
+        sums = [zlib.crc32(row.data) for row in found]
         if not np.array_equal(np.array(sums, np.uint32), self._sums[numbers]):
             raise PagesLost("Rows of a long chat came back from disk damaged.")
         return found

@@ -111,10 +111,12 @@ class Thinner:
 
     def n_loadable(self, budget: LiveBudget, n_live: int) -> int:
         """Up to which token a chat with `n_live` live ones may load stored rows. What a policy
-        that can recall has no room for goes to the shelf."""
+        that can recall has no room for goes to the shelf; one that goes by attention needs the
+        queries before the first eviction, which the store has not: those tokens are evaluated."""
         if can_recall(budget.policy):
             return max(n_live, self._core.n_ctx - 1)
-        return max(n_live, budget.tokens)
+        n_queries = QUERIES_MAX if budget.policy in WATCHING else 0
+        return max(n_live, budget.tokens - n_queries)
 
     # ---- a job's sequence ----------------------------------------------------------------
 
