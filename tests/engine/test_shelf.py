@@ -10,35 +10,16 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from random_rows import HEAD_SIZE, N_KV, N_LAYER, random_rows
 
 from towerd.engine.embedded.keys import keys_of
 from towerd.engine.embedded.pages import PageFile, PagesLost
 from towerd.engine.embedded.shelf import Chunk, Pages, Shelf, ShelfKeys
-from towerd.kernels.formats import BY_NAME
-from towerd.slots.layout import KVLayout, Plane
-from towerd.slots.rows import Bytes2D, KVRows
-
-HEAD_SIZE, N_KV, N_LAYER = 4, 2, 3
+from towerd.slots.rows import KVRows
 
 
 def files_of(shelf: Shelf) -> set[PageFile]:
     return {chunk.file for chunk in shelf.chunks if isinstance(chunk, Pages)}
-
-
-def random_rows(rng: np.random.Generator, name: str, p0: int, n: int) -> KVRows:
-    plane = Plane(BY_NAME[name].ggml_type, BY_NAME[name].row_bytes(HEAD_SIZE * N_KV))
-    layout = KVLayout((plane,) * N_LAYER, (plane,) * N_LAYER)
-
-    def planes() -> tuple[Bytes2D, ...]:
-        values = rng.standard_normal((N_LAYER, n, HEAD_SIZE * N_KV), dtype=np.float32)
-        if name == "f32":
-            return tuple(np.ascontiguousarray(each).view(np.uint8) for each in values)
-        if name == "f16":
-            return tuple(each.astype(np.float16).view(np.uint8) for each in values)
-        short = (values.view(np.uint32) >> 16).astype(np.uint16)
-        return tuple(np.ascontiguousarray(each).view(np.uint8) for each in short)
-
-    return KVRows(layout, np.arange(p0, p0 + n, dtype=np.int32), planes(), planes())
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -138,6 +119,50 @@ def test_damage_on_disk_is_told(tmp_path: Path) -> None:
     pages.read(every[8:15])
     with pytest.raises(PagesLost, match="shorter"):
         pages.read(every[8:16])
+
+
+def test_reads_may_give_less_than_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two records and a part of the third each time: nothing is lost, nothing is read wrong."""
+    pages, rows = paged(tmp_path, 20)
+    whole = os.preadv
+
+    def some(fd: int, pieces: list[memoryview], offset: int) -> int:
+        return whole(fd, [*pieces[:2], *(piece[:5] for piece in pieces[2:3])], offset)
+
+    monkeypatch.setattr(os, "preadv", some)
+    wanted = np.array([19, *range(3, 12), 0, 1], np.int64)
+    planes, _ = pages.read(wanted)
+    for mine, theirs in zip(planes, rows.planes(), strict=True):
+        assert np.array_equal(mine, theirs[wanted])
+
+
+def test_rows_are_added_to_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was there stays; a disk that is full in between takes nothing for good."""
+    first, rows = paged(tmp_path, 9)
+    chunk = Chunk.of(rows, np.arange(9, 18), np.arange(9)[::-1])
+    n_bytes, write = os.fstat(first.file._fd).st_size, os.pwrite
+
+    def full(fd: int, data: memoryview, offset: int) -> int:
+        if offset > n_bytes:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(fd, data[:100], offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(OSError, match="No space left"):
+            Pages.of(chunk, tmp_path, first.file)
+    assert os.fstat(first.file._fd).st_size == n_bytes == first.file.n_bytes
+    second = Pages.of(chunk, tmp_path, first.file)
+    assert second.file is first.file
+    assert first.file.n_bytes == 2 * n_bytes
+    every = np.arange(9)
+    for mine, later, theirs in zip(
+        first.read(every)[0], second.read(every)[0], rows.planes(), strict=True
+    ):
+        assert np.array_equal(mine, theirs)
+        assert np.array_equal(later, theirs[::-1])
 
 
 def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ checksum in RAM.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 import weakref
@@ -35,21 +36,36 @@ class PagesLost(TowerdError):
 
 
 class PageFile:
-    """Immutable; may be read by several threads."""
+    """Records are only ever added, by one thread and while nobody reads; what is there stays as it
+    is and may be read by several threads."""
 
-    def __init__(self, folder: Path, parts: tuple[Bytes2D, ...]) -> None:
-        """Write rows uint8[n, any], side by side in the order of `parts`. Raises OSError, such as
-        for a full disk; nothing is left of the file then."""
-        self.n = len(parts[0])
-        self.row_bytes = int(sum(part.shape[1] for part in parts))
+    def __init__(self, folder: Path, row_bytes: int) -> None:
+        """An empty file. Raises OSError."""
+        self.n = 0
+        self.row_bytes = row_bytes
         with tempfile.TemporaryFile(dir=folder, prefix="pages-", buffering=0) as file:
             self._fd = os.dup(file.fileno())
         weakref.finalize(self, os.close, self._fd)
-        self._sums = np.empty(self.n, np.uint32)
-        for first in range(0, self.n, _BLOCK_ROWS):
-            block = np.concatenate([part[first : first + _BLOCK_ROWS] for part in parts], axis=1)
-            self._sums[first : first + len(block)] = [zlib.crc32(row.data) for row in block]
-            self._write(block.data.cast("B"), first * self.row_bytes)
+        self._sums = np.empty(0, np.uint32)
+
+    def add(self, parts: tuple[Bytes2D, ...]) -> Positions:
+        """Write rows uint8[n, any], side by side in the order of `parts`; int64[n]: the numbers of
+        their records. Raises OSError, such as for a full disk; the file is then as it was."""
+        numbers = np.arange(self.n, self.n + len(parts[0]))
+        sums = np.empty(len(numbers), np.uint32)
+        try:
+            for first in range(0, len(numbers), _BLOCK_ROWS):
+                span = slice(first, first + _BLOCK_ROWS)
+                block = np.concatenate([part[span] for part in parts], axis=1)
+                sums[span] = [zlib.crc32(row.data) for row in block]
+                self._write(block.data.cast("B"), (self.n + first) * self.row_bytes)
+        except BaseException:
+            with contextlib.suppress(OSError):  # what a full disk has taken of them goes back
+                os.ftruncate(self._fd, self.n_bytes)
+            raise
+        self._sums = np.concatenate([self._sums, sums])
+        self.n += len(numbers)
+        return numbers
 
     @property
     def n_bytes(self) -> int:
@@ -63,8 +79,7 @@ class PageFile:
         wanted = numbers[order]
         breaks = np.flatnonzero(np.diff(wanted) != 1) + 1
         for run in np.split(order, breaks) if len(order) else []:
-            for first in range(0, len(run), _PIECES_MAX):
-                self._read(found, run[first : first + _PIECES_MAX], numbers)
+            self._read(found, run, numbers)
         sums = [zlib.crc32(row.data) for row in found]
         if not np.array_equal(np.array(sums, np.uint32), self._sums[numbers]):
             raise PagesLost("Rows of a long chat came back from disk damaged.")
@@ -72,13 +87,17 @@ class PageFile:
 
     def _read(self, found: npt.NDArray[np.uint8], run: Positions, numbers: Positions) -> None:
         """Read the consecutive records that `found[run]` is for."""
-        pieces = [memoryview(found[i]) for i in run.tolist()]
-        try:
-            n_read = os.preadv(self._fd, pieces, int(numbers[run[0]]) * self.row_bytes)
-        except OSError as error:
-            raise PagesLost(f"Rows of a long chat cannot be read: {error}.") from error
-        if n_read != len(run) * self.row_bytes:
-            raise PagesLost("The file with rows of a long chat is shorter than it was.")
+        while len(run):
+            pieces = [memoryview(found[i]) for i in run[:_PIECES_MAX].tolist()]
+            try:
+                n_read = os.preadv(self._fd, pieces, int(numbers[run[0]]) * self.row_bytes)
+            except OSError as error:
+                raise PagesLost(f"Rows of a long chat cannot be read: {error}.") from error
+            # Systems may give less than was asked for: Linux 2 GiB at once, others any amount.
+            n_whole = n_read // self.row_bytes
+            if not n_whole:
+                raise PagesLost("The file with rows of a long chat is shorter than it was.")
+            run = run[n_whole:]
 
     def _write(self, data: memoryview, offset: int) -> None:
         while data:

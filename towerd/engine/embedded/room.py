@@ -1,7 +1,7 @@
 """Room: how much of a chat may come back, in RAM and on disk.
 
     RAM     [ index of everything on the shelf ][ rows of the newest positions, and of live ones ]
-    disk    [ rows of older ones, a file for each time that RAM was full ]
+    disk    [ rows of older ones, in a few files, the newest of which grows ]
 
 What neither has room for is forgotten, the oldest first; of the disk a file at a time.
 """
@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from towerd.engine.embedded.keys import keys_of
+from towerd.engine.embedded.pages import PageFile
 from towerd.engine.embedded.retained import Retained
 from towerd.engine.embedded.shelf import Chunk, Pages
 from towerd.retention import Positions, Recalling
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 
 _STAYS_SHARE = 0.75
 """Of the positions that fit, those that are left when it was full."""
+_FILES = 8
+"""Files that a full disk has about: each stays open, and a daemon may open a thousand."""
 _LAYOUT_LAYER_STEP = 4
 """Every so manieth layer's keys say which positions are similar."""
 
@@ -79,7 +82,8 @@ class Room:
             return
         self._free_disk(retained, len(going) * self.layout.token_bytes)
         try:
-            pages = Pages.of(self._together(retained, going), self.folder)
+            file = self._open_file(retained, len(going) * self.layout.token_bytes)
+            pages = Pages.of(self._together(retained, going), self.folder, file)
         except OSError as error:
             log.warning("old rows of a long chat are forgotten", extra={"reason": str(error)})
             self.forget(retained, going)
@@ -111,6 +115,13 @@ class Room:
             oldest = retained.shelf.oldest_file()
             assert oldest is not None, "an empty disk has room"
             self.forget(retained, retained.shelf.filed(oldest))
+
+    def _open_file(self, retained: Retained, n_bytes: int) -> PageFile | None:
+        """The newest file of a chat, if so much may be added to it."""
+        file = retained.shelf.newest_file()
+        if file is None or file.n_bytes + n_bytes > self.disk_bytes_max // _FILES:
+            return None
+        return file
 
     def _idle(self, positions: Positions, retained: Retained) -> Positions:
         return np.setdiff1d(positions, retained.kept, assume_unique=True)

@@ -93,13 +93,14 @@ class Pages:
     """int64[n]: where each row is in the file."""
 
     @classmethod
-    def of(cls, chunk: Chunk, folder: Path) -> Pages:
-        """`chunk`, written to a file in `folder`. Raises OSError."""
+    def of(cls, chunk: Chunk, folder: Path, file: PageFile | None = None) -> Pages:
+        """`chunk`, written behind what is in `file`, None: to a new one in `folder`. Raises
+        OSError."""
         parts = (*chunk.k, *chunk.v)
         if chunk.ext is not None:
             parts = (*parts, np.ascontiguousarray(chunk.ext).view(np.uint8))
-        numbers = np.arange(len(chunk))
-        return cls(chunk.layout, chunk.positions, chunk.places, PageFile(folder, parts), numbers)
+        file = file or PageFile(folder, sum(part.shape[1] for part in parts))
+        return cls(chunk.layout, chunk.positions, chunk.places, file, file.add(parts))
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -144,9 +145,13 @@ class Shelf:
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of the files that any row is in."""
-        files = {chunk.file for chunk in self.chunks if isinstance(chunk, Pages)}
-        return sum(file.n_bytes for file in files)
+        """Bytes of the files that any row is in, with what others have there."""
+        return sum(file.n_bytes for file in self.files)
+
+    @property
+    def files(self) -> set[PageFile]:
+        """The files that any row is in; branches share them."""
+        return {chunk.file for chunk in self.chunks if isinstance(chunk, Pages)}
 
     @property
     def in_ram(self) -> Positions:
@@ -158,6 +163,11 @@ class Shelf:
         """The file with the first position on disk."""
         pages = [chunk for chunk in self.chunks if isinstance(chunk, Pages)]
         return min(pages, key=lambda chunk: int(chunk.positions.min())).file if pages else None
+
+    def newest_file(self) -> PageFile | None:
+        """The file with the last position on disk."""
+        pages = [chunk for chunk in self.chunks if isinstance(chunk, Pages)]
+        return max(pages, key=lambda chunk: int(chunk.positions.max())).file if pages else None
 
     def filed(self, file: PageFile) -> Positions:
         """int64[n], ascending: the positions whose rows are in a file."""
