@@ -190,6 +190,12 @@ def test_automatic_values_are_worked_out(tmp_path: Path) -> None:
     assert Config(hot_bytes=0, warm_bytes=0).hot_bytes == 0
 
 
+def test_rows_of_long_chats_do_not_fill_the_disk() -> None:
+    """A disk with little left has little for them too, and none where nothing is written."""
+    for warm_bytes, expected in ((2**40, 2**32), (2**30, 2**28), (0, 0)):
+        assert Config(recall_bytes=2**30, warm_bytes=warm_bytes).recall_disk_bytes == expected
+
+
 def test_contradictions_are_errors(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="needs flash attention"):
         Config(cache_type_v="q8_0", flash_attn="off")

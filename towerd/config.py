@@ -179,7 +179,7 @@ class Config:
         low=-1, auto="an eighth of hot-bytes")
     recall_disk_bytes: int = _set(-1, "size", "--recall-disk-bytes",
         "Disk for rows of one chat that --recall-bytes has no room for; the oldest are forgotten beyond. 0: none.",
-        low=-1, auto="four times recall-bytes; none without warm-bytes")
+        low=-1, auto="four times recall-bytes, at most a quarter of warm-bytes")
     n_predict: int = _set(-1, "int", "--n-predict -n",
         "Tokens generated when a request does not say; -1: until the model ends, or its context is full once.", low=-1,
         high=2**31 - 1)
@@ -267,8 +267,8 @@ class Config:
             free = _free_bytes(auto.get("store_dir", self.store_dir))
             auto["warm_bytes"] = min(WARM_BYTES_MAX, free // 2)
         if self.recall_disk_bytes == -1:
-            most = 4 * auto.get("recall_bytes", self.recall_bytes)
-            auto["recall_disk_bytes"] = most if auto.get("warm_bytes", self.warm_bytes) else 0
+            most = auto.get("warm_bytes", self.warm_bytes) // 4
+            auto["recall_disk_bytes"] = min(4 * auto.get("recall_bytes", self.recall_bytes), most)
         if self.boundary_bytes == -1:
             auto["boundary_bytes"] = auto.get("warm_bytes", self.warm_bytes) // 4
         for name, value in auto.items():
