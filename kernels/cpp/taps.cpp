@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <exception>
+#include <new>
 
 namespace towerd {
 
@@ -58,8 +59,10 @@ bool NodeTap::see(const void * tensor, bool ask) {
         if (!ask && error_.empty()) {
             read(tensor, place);
         }
-    } catch (const std::exception & failure) {
-        error_ = std::string("A tapped tensor cannot be read: ") + failure.what() + ".";
+    } catch (const std::bad_alloc &) {
+        fail("There is no memory for a tapped tensor.");
+    } catch (const std::exception &) {
+        fail("A tapped tensor cannot be read.");
     }
     return true;
 }
@@ -67,16 +70,16 @@ bool NodeTap::see(const void * tensor, bool ask) {
 void NodeTap::read(const void * tensor, const Place & place) {
     TensorHead head;
     std::memcpy(&head, tensor, sizeof head);
-    std::int64_t n_elements = 1;
+    std::uint64_t n_elements = 1;  // of another layout it may be any number
     for (const std::int64_t n : head.ne) {
-        n_elements *= n;
+        n_elements *= static_cast<std::uint64_t>(n);
     }
-    if (n_elements != functions_.n_elements(tensor)) {
-        error_ = "This llama.cpp lays its tensors out in another way.";
+    if (n_elements != static_cast<std::uint64_t>(functions_.n_elements(tensor))) {
+        fail("This llama.cpp lays its tensors out in another way.");
         return;
     }
     if (head.type != kTypeF32) {
-        error_ = "A tapped tensor does not hold 32-bit floats.";
+        fail("A tapped tensor does not hold 32-bit floats.");
         return;
     }
     Values & values = values_[place];

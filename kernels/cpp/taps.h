@@ -31,7 +31,7 @@ public:
         std::vector<std::uint8_t>  data;
     };
 
-    explicit NodeTap(const TensorFunctions & functions) : functions_(functions) {}
+    explicit NodeTap(const TensorFunctions & functions) : functions_(functions) { error_.reserve(kErrorMax); }
     NodeTap(const NodeTap &) = delete;  // llama.cpp has its address
     NodeTap & operator=(const NodeTap &) = delete;
 
@@ -44,6 +44,10 @@ public:
     static bool on_node(void * tensor, bool ask, void * tap) noexcept;
 
 private:
+    static constexpr std::size_t kErrorMax = 100;
+
+    // Takes no memory, for there may be none; `why` is at most kErrorMax long.
+    void fail(const char * why) { error_.assign(why); }
     bool see(const void * tensor, bool ask);
     void read(const void * tensor, const Place & place);
 

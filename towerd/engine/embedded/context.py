@@ -97,8 +97,10 @@ class LlamaContext:
         params.n_ctx = n_cells
         # llama.cpp aborts on a batch that cannot take one token of every sequence.
         n_batch = max(config.batch_size, n_seqs)
-        params.n_batch = n_batch
-        params.n_ubatch = min(config.ubatch_size, n_batch)
+        n_ubatch = min(config.ubatch_size, n_batch)
+        if taps is not None:  # of a batch computed in parts they would have the last part only
+            n_batch = n_ubatch = max(n_ubatch, n_seqs)
+        params.n_batch, params.n_ubatch = n_batch, n_ubatch
         params.n_seq_max = n_seqs
         params.n_threads = config.threads
         params.n_threads_batch = config.threads_batch or config.threads

@@ -75,14 +75,13 @@ class Observer:
         start, end = self._wanted.pop(id(job), (0, 0))
         if start == end or job.seq is None or job.seq.retained is None:
             return
-        taken = [self._taps.take("Qcur", layer) for layer in self._taps.layers]
-        # Of a batch that was computed in several parts, the taps have the last.
-        first = self._n_batch - len(taken[0])
-        start = max(start, first)
-        if start >= end:
-            return
-        span = slice(start - first, end - first)
-        queries = np.stack([each[span].transpose(1, 0, 2) for each in taken])
+        # Without any layer, the first one says why there is none.
+        taken = [self._taps.take("Qcur", layer) for layer in self._taps.layers or (0,)]
+        if len(taken[0]) != self._n_batch:
+            raise TowerdError("llama.cpp evaluated a batch in parts, and only the last was read.")
+        queries = np.stack([each[start:end].transpose(1, 0, 2) for each in taken])
+        if not self._wanted:
+            self._taps.watch()  # the queries of all layers are large: nobody may ask again for long
         n = job.seq.n
         job.seq.retained.observe(Observed(n - (end - start), queries), QUERIES_MAX)
 
@@ -153,7 +152,10 @@ def _cannot(config: Config) -> str:
 def _probe(model: LlamaModel, config: Config, cell_ext: bool) -> tuple[float, Attention]:
     """(the largest difference of a position's mass, what it was computed with)"""
     taps = Taps()
-    config = replace(config, flash_attn="off", cache_type_v="f16")
+    config = replace(
+        config, flash_attn="off", cache_type_v="f16",
+        batch_size=_PROBE_TOKENS, ubatch_size=_PROBE_TOKENS,
+    )  # fmt: skip
     context = LlamaContext(model, config, n_cells=256, n_seqs=1, taps=taps)
     try:
         taps.watch("Qcur", "kq_soft_max")
