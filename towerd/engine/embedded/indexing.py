@@ -7,6 +7,7 @@ nobody else touches the index. What is left is done when the policy has to choos
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,6 +16,8 @@ from contextlib import contextmanager
 from towerd.engine.embedded.retained import Retained
 from towerd.engine.embedded.shelf import ShelfKeys
 from towerd.retention import Recalling
+
+log = logging.getLogger(__name__)
 
 
 class Indexer:
@@ -42,10 +45,13 @@ class Indexer:
     def beside(self, chats: Iterable[tuple[Retained, int]]) -> Iterator[None]:
         """Index these chats, each for so many more tokens, while the body runs; it must leave
         them alone. A chat that this fails for is told by `Retained.failure`."""
-        work: list[tuple[Retained, Future[float]]] = [
-            (retained, self._worker.submit(_index, retained, n_more, self._head_size, 1))
-            for retained, n_more in chats
-        ]
+        work: list[tuple[Retained, Future[float]]] = []
+        try:
+            for retained, n_more in chats:
+                future = self._worker.submit(_index, retained, n_more, self._head_size, 1)
+                work.append((retained, future))
+        except RuntimeError as error:  # no thread can be had: the next choice indexes what is left
+            log.warning("a prompt is not indexed beside", extra={"reason": str(error)})
         try:
             yield
         finally:
