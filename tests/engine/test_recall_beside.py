@@ -15,6 +15,8 @@ from oracle import OpenService, ask, check_integrity, settle
 
 from towerd.config import WATCHING
 from towerd.engine.base import GenerateRequest, Ids, LiveBudget, Progress, SamplingParams
+from towerd.engine.embedded import indexing
+from towerd.engine.embedded.indexing import Indexer
 from towerd.engine.embedded.job import Job, Phase
 from towerd.engine.embedded.observer import QUERIES_MAX
 from towerd.engine.embedded.recall import ASKING_TOKENS_MAX
@@ -188,12 +190,15 @@ async def test_a_cancelled_chat_leaves_no_index_behind(service_on: OpenService) 
     assert not any(name.startswith("towerd-index") for name in names)
 
 
-async def test_the_beginning_of_a_first_prompt_is_stored(service_on: OpenService) -> None:
+@pytest.mark.parametrize(("policy", "n"), [("streaming", 200), ("icecache", 70)])
+async def test_the_beginning_of_a_first_prompt_is_stored(
+    service_on: OpenService, policy: str, n: int
+) -> None:
     """A prompt longer than its budget: what was evaluated before the first eviction is what any
-    prefill gives, and the store has it."""
-    ids = some_ids(200)
-    async with service_on(bundled_model(), threads=1) as service:
-        await ask(service, ids, 4, live=LiveBudget("streaming", 64), session="long")
+    prefill gives, and the store has it; also where the last tokens were evaluated again after."""
+    ids = some_ids(n)
+    async with service_on(bundled_model(), threads=1, retention=policy) as service:
+        await ask(service, ids, 4, live=LiveBudget(policy, 64), session="long")
         await settle(service)
         whole = await ask(service, ids, 8)
         assert whole.finish.reuse.live == 0
@@ -277,3 +282,113 @@ async def test_stored_rows_do_not_change_what_is_kept(service_on: OpenService, p
             kept.append((answer.ids, retained.kept.tolist()))
             await settle(service)
     assert kept[0] == kept[1]
+
+
+@pytest.mark.parametrize("policy", [name for name in WATCHING if not can_recall(name)])
+async def test_live_rows_do_not_change_what_is_kept(service_on: OpenService, policy: str) -> None:
+    """Nor do rows of the same tokens that are live without a budget: no query was tapped of them,
+    so the last ones before the first eviction are evaluated again."""
+    ids, live, kept = some_ids(300), LiveBudget(policy, 160), []
+    settings = {"threads": 1, "retention": policy, "warm_bytes": 0, "hot_bytes": 0}
+    for is_live in (False, True):
+        async with service_on(bundled_model(), **settings) as service:
+            if is_live:
+                await ask(service, ids, 1)
+            answer = await ask(service, ids, 4, live=live)
+            assert answer.finish.reuse.live == (160 - QUERIES_MAX) * is_live
+            (retained,) = await inside(
+                service, lambda: [s.retained for s in service.engine.pool if s.retained]
+            )
+            kept.append((answer.ids, retained.kept.tolist()))
+            await settle(service)
+            observer = service.engine.thinner._observer
+            assert observer is not None
+            assert observer._taps.layers == ()  # what was read of the graph is not kept
+    assert kept[0] == kept[1]
+
+
+async def test_a_chat_that_gave_way_keeps_its_queries(
+    service_on: OpenService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pushed out of the context just before its first eviction, it decides by the same queries."""
+    settings = {"threads": 1, "retention": "h2o", "warm_bytes": 0, "hot_bytes": 0}
+    async with service_on(bundled_model(), **settings) as service:
+        watched, scheduler = Watched(service, monkeypatch), service.engine.scheduler
+        step = scheduler._step
+
+        def stepping() -> bool:
+            if not scheduler.counters["preemptions"] and any(
+                job.n_live == 155 for job in scheduler.active
+            ):
+                scheduler._preempt()
+            return step()
+
+        monkeypatch.setattr(scheduler, "_step", stepping)
+        await ask(service, some_ids(150), 20, live=LiveBudget("h2o", 160))
+        assert scheduler.counters["preemptions"] == 1
+        await settle(service)
+    assert watched.asked == [(list(range(96, 160)), list(range(96, 160)))]
+
+
+async def test_batches_that_would_be_computed_in_parts(
+    service_on: OpenService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All queries that were asked for are there, for chats side by side too."""
+    settings = {"threads": 1, "retention": "h2o", "batch_size": 512, "ubatch_size": 32}
+    async with service_on(bundled_model(), **settings) as service:
+        watched = Watched(service, monkeypatch)
+        await asyncio.gather(
+            *(ask(service, some_ids(170, i), 2, live=LiveBudget("h2o", 160)) for i in range(2))
+        )
+    assert [found for found, _ in watched.asked] == [list(range(96, 160))] * 2
+
+
+@pytest.mark.parametrize("where", ["live", "parked"])
+async def test_nobody_goes_on_with_a_broken_index(service_on: OpenService, where: str) -> None:
+    """A request that ended before it was told leaves a chat that is evaluated again, not one that
+    fails whenever it is continued."""
+    settings = {"live_sequences": 1, "parallel": 1} if where == "parked" else {}
+    live = LiveBudget("icecache", 128)
+    async with service_on(bundled_model(), **SETTINGS, ctx_size=1024, **settings) as service:
+        ids = some_ids(300)
+        await ask(service, ids, 4, live=live)
+        (retained,) = await inside(
+            service, lambda: [s.retained for s in service.engine.pool if s.retained]
+        )
+        retained.failure = TowerdError("this index is full")
+        if where == "parked":
+            await ask(service, some_ids(50, 3), 2, scope="b")  # pushes it out
+            assert service.engine.stats()["parked_sequences"] == 0
+        for seed in (4, 5):
+            edited = np.concatenate([ids, some_ids(9, seed)])
+            answer = await ask(service, edited, 4, live=live)
+            assert len(answer.ids) == 4
+        await settle(service)
+
+
+def test_no_thread_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The evaluation goes on, and nobody touches the chats after it."""
+    indexer, done = Indexer(4, 1), []
+    budget = LiveBudget("icecache", 64)
+    chats = [(Retained.whole(budget, 0, 512), i) for i in range(2)]
+    is_free = threading.Event()
+
+    def index(_: Retained, n_more: int, *__: int) -> float:
+        is_free.wait()
+        done.append(n_more)
+        return 0.0
+
+    submit = indexer._worker.submit
+
+    def submitting(*args: Any) -> Any:
+        if args[2] == 1:
+            raise RuntimeError("can't start new thread")
+        return submit(*args)
+
+    monkeypatch.setattr(indexing, "_index", index)
+    monkeypatch.setattr(indexer._worker, "submit", submitting)
+    with indexer.beside(chats):
+        assert done == []
+        is_free.set()
+    assert done == [0]
+    indexer.close()

@@ -13,7 +13,6 @@ from towerd.engine.base import (
     Finish,
     GenerateRequest,
     Ids,
-    LiveBudget,
     Progress,
     Reuse,
     SlotView,
@@ -24,6 +23,7 @@ from towerd.engine.base import (
 from towerd.engine.embedded.context import Buffer
 from towerd.engine.embedded.output import OutputText
 from towerd.engine.embedded.pool import LiveSeq
+from towerd.engine.embedded.retained import Observed
 from towerd.engine.embedded.sampler import Sampler
 from towerd.store import Taint
 
@@ -43,11 +43,19 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A sequence that gave way: each token's taint, the blob, the boundary states it had."""
+    """A sequence that gave way: each token's taint, the blob, the boundary states and, of a chat
+    with a budget, the queries that it had."""
 
     taint: Taint
     blob: Buffer
     states: dict[int, Buffer]
+    observed: tuple[Observed, ...] = ()
+
+    def give_back(self, seq: LiveSeq) -> None:
+        """`seq` has the rows again; it gets what else there was."""
+        seq.states = self.states
+        if seq.retained is not None:
+            seq.retained.observed = self.observed
 
 
 @dataclass(eq=False, slots=True)
@@ -129,16 +137,12 @@ class Job:
         """What comes next is not evaluated but spliced in."""
         return self.splice is not None and self.splice.p0 == self.n_live
 
-    def n_sharable(self, live: LiveBudget) -> int:
-        """How many of its first tokens a chat of that budget can get from its sequence: what was
-        evaluated after an eviction is only for chats of the same one."""
-        own = self.request.live
-        return min(self.n, own.tokens) if own.is_bounded and own != live else self.n
-
     def save(self, blob: Buffer) -> None:
         """Keep what is live of it, as `blob`, before its sequence is dropped."""
         assert self.seq is not None
-        self.saved = Saved(self.seq.taint[: self.n_live].copy(), blob, self.seq.states)
+        retained = self.seq.retained
+        observed = () if retained is None else retained.observed
+        self.saved = Saved(self.seq.taint[: self.n_live].copy(), blob, self.seq.states, observed)
 
     def push(self, token: int) -> None:
         """Append a sampled token; it still has to be decoded."""

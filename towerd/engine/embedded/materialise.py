@@ -195,7 +195,7 @@ class Materialiser:
                 ids = job.ids[seq.n : seq.n + loaded.n]
                 self.pool.append(seq, ids, loaded.taint)
             if loaded.saved is not None:
-                seq.states = loaded.saved.states
+                loaded.saved.give_back(seq)
             if loaded.state is not None and self.resumer is not None:
                 self.bytes_in += len(loaded.state.data)
                 try:
@@ -333,9 +333,10 @@ class Materialiser:
         if job.request.precache is not None:
             return self.pool.best_prefix(ids, scope, unspliced=True)
         if job.request.live.is_bounded:
-            thinned, n_thinned = self.pool.best_thinned(ids, scope, job.request.live)
-            whole, n_whole = self.pool.best_prefix(ids, scope)
-            return (thinned, n_thinned) if n_thinned > n_whole else (whole, n_whole)
+            own, n_own = self.pool.best_budgeted(ids, scope, job.request.live)
+            n_max = self.thinner.n_adoptable(job.request.live)
+            whole, n_whole = self.pool.best_prefix(ids[:n_max], scope)
+            return (own, n_own) if n_own > n_whole else (whole, n_whole)
         source, n = self.pool.best_prefix(ids, scope)
         if source is None or source.n_unspliced() >= n:
             return source, n
@@ -377,10 +378,10 @@ class Materialiser:
         """Of a thinned sequence only the rows from before its first eviction are what prefill
         computes; of the tokens after it the store has the ids alone."""
         assert seq.retained is not None
-        rows, seq.retained.exact = seq.retained.exact, None
-        if rows is None:
+        exact, seq.retained.exact = seq.retained.exact, None
+        if exact is None:
             return
-        ids, taint = seq.ids[: rows.p1], seq.taint[: rows.p1]
+        ids, taint, rows = exact.ids, exact.taint, exact.rows
         derived = bool((taint == DERIVED).any())
         self.tiers.cut(ids, seq.scope)  # it ends within a turn, if the first prompt was too long
         for gap in self.tiers.gaps(ids, seq.scope, taint):

@@ -65,7 +65,7 @@ class ParkedTowers:
             if each.scope != scope or each.retained.budget != budget:
                 continue
             n = common_prefix(each.ids, ids)
-            if n and n >= best_n and each.retained.is_intact_before(n):
+            if n and n >= best_n and each.retained.can_go_on_from(n):
                 best, best_n = each, n
         return best, best_n
 

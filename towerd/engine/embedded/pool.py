@@ -11,7 +11,7 @@ branching inside a run splits it into two (for all owners), so that a run is alw
 
 A sequence with a budget may be thinned: it lacks positions, and its runs are those of its live
 cells in the order of their positions. It is a tower of its own kind: whoever asks for a prefix
-gets it only with the same budget (`best_thinned`).
+gets it only with the same budget (`best_budgeted`).
 """
 
 from __future__ import annotations
@@ -167,17 +167,17 @@ class LivePool:
                 best, best_n = seq, n
         return best, best_n
 
-    def best_thinned(self, ids: Ids, scope: str, budget: LiveBudget) -> tuple[LiveSeq | None, int]:
-        """The thinned sequence of this budget that shares the longest prefix with `ids` and has
-        the tokens just before its end, and its length."""
+    def best_budgeted(self, ids: Ids, scope: str, budget: LiveBudget) -> tuple[LiveSeq | None, int]:
+        """The sequence of this budget, thinned or not, that shares the longest prefix with `ids`
+        and can go on from its end, and its length."""
         best: LiveSeq | None = None
         best_n = 0
         for seq in self._live.values():
             retained = seq.retained
-            if retained is None or not seq.is_thinned or seq.scope != scope:
+            if retained is None or retained.budget != budget or seq.scope != scope:
                 continue
             n = common_prefix(seq.tokens(), ids)
-            if retained.budget != budget or not retained.is_intact_before(n):
+            if not retained.can_go_on_from(n):
                 continue
             if n > best_n or (best is not None and n == best_n and _idler(seq, best)):
                 best, best_n = seq, n

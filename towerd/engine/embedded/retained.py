@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from towerd.engine.base import LiveBudget
+from towerd.engine.base import Ids, LiveBudget
 from towerd.engine.embedded.shelf import Shelf
 from towerd.retention import (
     Mass,
@@ -29,6 +29,7 @@ from towerd.retention import (
     retention_config,
 )
 from towerd.slots.rows import KVRows
+from towerd.store import Taint
 
 RELEASE_SHARE = 8
 """An eviction frees at least one part in this many of the budget, so that it is rare."""
@@ -55,6 +56,16 @@ class Observed:
         return Observed(self.p0 + extra, self.queries[:, :, extra:]) if extra else self
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Beginning:
+    """A chat as it was before its first eviction: ids int32[n], what each token's rows are
+    uint8[n], and these rows. Its own, for the chat may since have been cut and gone on."""
+
+    ids: Ids
+    taint: Taint
+    rows: KVRows
+
+
 @dataclass(eq=False, slots=True)
 class Retained:
     """The account of one live sequence with a budget. Arrays are replaced, never changed."""
@@ -73,8 +84,8 @@ class Retained:
     """Tokens of the chat that were evaluated."""
     n_places: int
     """The context's length: places are below it."""
-    exact: KVRows | None = None
-    """Rows as they were before the first eviction, until the store has them."""
+    exact: Beginning | None = None
+    """What is known of prefill alone, until the store has it."""
     n_evictions: int = 0
     observed: tuple[Observed, ...] = ()
     """Queries since the last eviction, the last ones last; for a policy that can recall the last
@@ -113,7 +124,7 @@ class Retained:
         """RAM of all of it."""
         arrays = (self.kept, self.places, self.mass, self.recent)
         queries = sum(each.queries.nbytes for each in self.observed)
-        exact = self.exact.nbytes if self.exact is not None else 0
+        exact = self.exact.rows.nbytes if self.exact is not None else 0
         return sum(array.nbytes for array in arrays) + queries + exact + self.n_bytes_aside
 
     @property
@@ -233,8 +244,11 @@ class Retained:
         holes = np.flatnonzero(np.diff(self.kept) > 1)
         return len(self.kept) - (int(holes[-1]) + 1 if len(holes) else 0)
 
-    def is_intact_before(self, n: int) -> bool:
-        """Whether the tokens just before position `n` are live, as after an eviction they are."""
+    def can_go_on_from(self, n: int) -> bool:
+        """Whether the chat can go on after its first `n` tokens: the ones just before are live, as
+        after an eviction they are, and nothing is wrong with its index."""
+        if self.failure is not None:
+            return False
         window = min(n, getattr(self.policy.config, "window", 1))
         return self.rank(n) - self.rank(n - window) == window
 

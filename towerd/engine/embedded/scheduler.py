@@ -236,7 +236,7 @@ class Scheduler:
                 other.phase in (Phase.LOADING, Phase.PREFILL)
                 and other.request.scope == job.request.scope
             ):
-                common = common_prefix(other.ids[: other.n_sharable(job.request.live)], job.ids)
+                common = common_prefix(other.ids[: self.thinner.n_sharable(other, job)], job.ids)
                 if common >= have + _SHARE_TOKENS_MIN and other.n_live < common:
                     return True
         return False

@@ -28,7 +28,7 @@ from towerd.engine.embedded.recall import (
     RecallLimits,
     served,
 )
-from towerd.engine.embedded.retained import Retained
+from towerd.engine.embedded.retained import Beginning, Retained
 from towerd.engine.embedded.splice import Splicer
 from towerd.errors import InvalidRequest, NotSupported, Unavailable
 from towerd.retention import Positions, can_recall, retention_config
@@ -111,12 +111,28 @@ class Thinner:
 
     def n_loadable(self, budget: LiveBudget, n_live: int) -> int:
         """Up to which token a chat with `n_live` live ones may load stored rows. What a policy
-        that can recall has no room for goes to the shelf; one that goes by attention needs the
-        queries before the first eviction, which the store has not: those tokens are evaluated."""
+        that can recall has no room for goes to the shelf."""
         if can_recall(budget.policy):
             return max(n_live, self._core.n_ctx - 1)
-        n_queries = QUERIES_MAX if budget.policy in WATCHING else 0
-        return max(n_live, budget.tokens - n_queries)
+        return max(n_live, min(budget.tokens, self.n_adoptable(budget)))
+
+    def n_adoptable(self, budget: LiveBudget) -> int:
+        """How many tokens a chat of this budget may have the rows of, from the store or from
+        another chat, that were not evaluated for it. A policy that goes by attention needs the
+        queries before the first eviction, which only an evaluation has; one that can recall asks
+        again at the end of the prompt."""
+        if budget.policy not in WATCHING or can_recall(budget.policy):
+            return self._core.n_ctx
+        return max(0, budget.tokens - QUERIES_MAX)
+
+    def n_sharable(self, other: Job, job: Job) -> int:
+        """How many of the first tokens of `other` its sequence can give to `job`: what was
+        evaluated after an eviction is only for chats of the same budget."""
+        own, live = other.request.live, job.request.live
+        if own == live:
+            return other.n
+        n = min(other.n, own.tokens) if own.is_bounded else other.n
+        return min(n, self.n_adoptable(live))
 
     # ---- a job's sequence ----------------------------------------------------------------
 
@@ -200,12 +216,18 @@ class Thinner:
             self._observer.measure(seq, retained)
         view = retained.view(self._messages(job, seq.n))
         stay = retained.policy.keep(view, retained.n_target)
-        if not retained.is_thinned and len(stay) < len(retained.kept):
-            retained.exact = self._memory.rows(seq.id, 0, seq.n)
+        self._keep_beginning(seq, retained)
         n_dropped = self._pool.thin(seq, stay)
         self.n_evictions += 1
         self.n_tokens_dropped += n_dropped
         self._pack(seq, retained, n_dropped)
+
+    def _keep_beginning(self, seq: LiveSeq, retained: Retained) -> None:
+        """Before the first eviction: copy what the store may have of the chat."""
+        rows = None if retained.is_thinned else self._memory.rows(seq.id, 0, seq.n)
+        if rows is not None:
+            ids, taint = seq.tokens().copy(), seq.taint[: seq.n].copy()
+            retained.exact = Beginning(ids, taint, rows)
 
     def _pack(self, seq: LiveSeq, retained: Retained, n_dropped: int) -> None:
         """What is left of a long chat lies scattered over its cells, and every step goes over all
@@ -239,8 +261,7 @@ class Thinner:
             asking = observer.asking(retained, 0)
         else:
             return
-        if not retained.is_thinned:
-            retained.exact = self._memory.rows(seq.id, 0, seq.n)
+        self._keep_beginning(seq, retained)
         n_dropped = recaller.choose(seq, retained, asking, evict)
         self.n_tokens_dropped += n_dropped
         self.n_evictions += is_full
@@ -280,8 +301,11 @@ class Thinner:
     # ---- out of the context and back -----------------------------------------------------
 
     def park(self, seq: LiveSeq) -> None:
-        """Keep what is live of a thinned sequence that is about to be dropped."""
+        """Keep what is live of a thinned sequence that is about to be dropped; not if its index
+        is broken, for then nobody could go on with it."""
         assert seq.retained is not None
+        if seq.retained.failure is not None:
+            return
         blob = self._core.context.get_state(seq.id)
         ids, taint = seq.tokens().copy(), seq.taint[: seq.n].copy()
         self.parked.add(Parked(seq.scope, seq.session, ids, taint, seq.retained, blob))
@@ -324,7 +348,11 @@ class Thinner:
         return Kept(best.budget.policy, best.budget.tokens, best.n, runs)
 
     def stats(self) -> dict[str, float]:
-        """Counters and gauges."""
+        """Counters and gauges; may be asked by any thread."""
+        accounts = [seq.retained for seq in list(self._pool)]  # each is read once: it may go
+        live = [retained for retained in accounts if retained is not None]
+        parked = [retained for _, _, retained in self.parked.entries()]
+        files = {file for retained in (*live, *parked) for file in retained.shelf.files}
         return {
             "retention_evictions": self.n_evictions,
             "retention_tokens_dropped": self.n_tokens_dropped,
@@ -332,14 +360,8 @@ class Thinner:
             "retention_packed": self.n_packed,
             "parked_sequences": len(self.parked),
             "parked_bytes": self.parked.nbytes,
-            "recall_bytes": sum(
-                seq.retained.n_bytes_aside for seq in list(self._pool) if seq.retained is not None
-            ),
-            "recall_disk_bytes": sum(
-                seq.retained.shelf.disk_bytes
-                for seq in list(self._pool)
-                if seq.retained is not None
-            ),
+            "recall_bytes": sum(retained.n_bytes_aside for retained in live),
+            "recall_disk_bytes": sum(file.n_bytes for file in files),
             **({} if self._recaller is None else self._recaller.stats()),
         }
 
