@@ -1,10 +1,12 @@
 """What decisions cost, in CPU time: they wait for nothing.
 
 An eviction is one call that frees what one request needs; that may take several victims, and
-ranking what has changed since the last one, or everything. A score update is one key ranked in
-such a pass: visits that nobody has judged yet are judged together there, so the time of the pass
-is shared by its keys. A forecast is one of a workflow's next steps. `visit_ms` is what every
-request costs besides: the shadow cache, and the lessons of the return-time model.
+ranking what has changed since the last one, or everything. A score update is one key brought up
+to date in such a pass, be it by seeing that its rank holds: visits that nobody has judged yet are
+judged together there, so the time of the pass is shared by its keys. `score_anew_us` is the same
+time shared by those alone whose rank did not hold. A forecast is one of a workflow's next steps.
+`visit_ms` is what every request costs besides: the shadow cache, and the lessons of the
+return-time model.
 """
 
 from __future__ import annotations
@@ -54,11 +56,14 @@ def costs(chat: Trace, paths: list[tuple[str, ...]]) -> dict[str, float]:
     policy = make_policy("foresight")
     assert isinstance(policy, Foresight)
     ranked: list[int] = []
-    prepare = policy._before_ranks
+    anew: list[int] = []
+    rank_each = policy._rank_each
 
-    def count(entries: list[Any]) -> None:
+    def count(entries: list[Any]) -> list[Any]:
+        found = rank_each(entries)
         ranked.append(len(entries))
-        prepare(entries)
+        anew.append(len(found))
+        return found
 
     evict, visit = _Timed(policy.victims), _Timed(policy._begin_visit)
     score = _Timed(policy._rank_leaves, lambda: ranked[-1])
@@ -66,9 +71,10 @@ def costs(chat: Trace, paths: list[tuple[str, ...]]) -> dict[str, float]:
     policy.victims = evict  # type: ignore[method-assign]
     policy._begin_visit = visit  # type: ignore[method-assign]
     policy._rank_leaves = score  # type: ignore[method-assign]
-    policy._before_ranks = count  # type: ignore[method-assign]
+    policy._rank_each = count  # type: ignore[method-assign]
     replay(chat, policy, int(_CAPACITY * chat.n_distinct_blocks))
     figures = evict.figures("evict_ms", 1e3) | score.figures("score_update_us", 1e6)
+    figures["score_anew_us_mean"] = 1e6 * sum(score.times_s) / sum(anew)
     figures |= visit.figures("visit_ms", 1e3)
     markov = Markov()
     predict = _Timed(markov.forecast)

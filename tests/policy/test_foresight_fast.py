@@ -3,66 +3,54 @@
 from __future__ import annotations
 
 import heapq
+from array import array
+from collections.abc import Callable
+from dataclasses import replace
+from math import log, log1p
+from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from towerd.policy.base import Key
 from towerd.policy.foresight import Forecast, Foresight
+from towerd.policy.lru import LRU
 from towerd.policy.predict.hazard import HazardNet, Served
-from towerd.policy.predict.returns import EDGES_S, N_BINS, bin_of
-from towerd.policy.tree import Entry
-from towerd.policy.visits import Visit, Visits
+from towerd.policy.predict.returns import EDGES_S, N_BINS, WIDTHS_S, bin_of, gittins
+from towerd.policy.visits import STOPS_MAX, Visit, Visits
+from towerd.replay.load import load
+from towerd.replay.simulate import replay
+from towerd.replay.trace import Trace
 
-
-def no_preparation(entries: list[Entry]) -> None:
-    """Every visit is judged when its index is asked for."""
-
-
-class PlainVisits(Visits):
-    """Looks every index up."""
-
-    def index(self, visit: Visit, now: float) -> float:
-        if visit.table is None:
-            self.judge([visit])
-        assert visit.table is not None
-        since_s = visit.start_s if visit.answered_s is None else visit.answered_s
-        return visit.table[bin_of(now - since_s)]
+TRACES = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "traces"
 
 
 def rank_leaves_one_by_one(policy: Forecast) -> None:
-    for key in sorted(policy._unranked):
+    """Every rank from `_rank`, which judges a visit when it asks for its index."""
+    if policy._is_unranked:
+        policy._heap.clear()
+    for key in sorted(policy._entries if policy._is_unranked else policy._unranked):
         entry = policy._entries.get(key)
         if entry is not None and key not in policy._n_children:
             entry.ranked = policy._rank(entry)
             heapq.heappush(policy._heap, (entry.ranked, key))
+    policy._is_unranked = False
     policy._unranked.clear()
 
 
 class PlainForecast(Forecast):
-    _before_ranks = staticmethod(no_preparation)
     _rank_leaves = rank_leaves_one_by_one
 
 
 class PlainForesight(Foresight):
-    """Foresight as it reads: no judging ahead, no remembered index, one push for each leaf."""
+    """Foresight as it reads: no judging ahead, no rank that holds, one push for each leaf."""
 
-    _before_ranks = staticmethod(no_preparation)
     _rank_leaves = rank_leaves_one_by_one
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.visits = PlainVisits()
-        self._shadow = self._rival()
 
     def _rival(self) -> Forecast:
         return PlainForecast(self.visits, self.predictor)
-
-    def rerank(self, now: float) -> None:
-        self._tick(now)
-        self._heap.clear()
-        self._unranked.update(key for key in self._entries if key not in self._n_children)
 
 
 def live(policy: Foresight, seed: int, room: int, n: int) -> list[list[Key]]:
@@ -95,6 +83,7 @@ def live(policy: Foresight, seed: int, room: int, n: int) -> list[list[Key]]:
         found = policy.victims(policy.nbytes - room, lambda key: key > 1)
         for each in found:
             policy.remove(each)
+        assert policy._leaves.keys() == policy._entries.keys() - policy._n_children.keys()
         victims.append(found)
     return victims
 
@@ -103,6 +92,30 @@ def live(policy: Foresight, seed: int, room: int, n: int) -> list[list[Key]]:
 @given(st.integers(0, 1000))
 def test_the_same_victims(seed: int) -> None:
     assert live(Foresight(), seed, 9000, 400) == live(PlainForesight(), seed, 9000, 400)
+
+
+def of_trace(policy: Foresight, trace: Trace) -> list[list[Key]]:
+    """The victims of a replay, forecasts leading from the beginning."""
+    found: list[list[Key]] = []
+    choose = policy.victims
+
+    def victims(bytes_needed: int, is_evictable: Callable[[Key], bool]) -> list[Key]:
+        found.append(choose(bytes_needed, is_evictable))
+        return found[-1]
+
+    policy.trusts, policy._shadow = True, LRU()
+    policy.victims = victims  # type: ignore[method-assign]
+    replay(trace, policy, trace.n_distinct_blocks // 20)
+    return found
+
+
+@pytest.mark.skipif(not TRACES.exists(), reason="the shared traces are not here")
+def test_the_same_victims_of_a_recorded_trace() -> None:
+    trace = load(TRACES / "mooncake_conversation.jsonl.zst", 16384)
+    part = replace(trace, calls=trace.calls[:1200])
+    found = of_trace(Foresight(), part)
+    assert len(found) > 100
+    assert found == of_trace(PlainForesight(), part)
 
 
 @settings(deadline=None, max_examples=30)
@@ -117,13 +130,72 @@ def test_what_is_served_is_what_the_network_says(seed: int, n: int) -> None:
     assert np.allclose(Served(net, curves)(x, of), net.chances(x, curves[of]), rtol=1e-9)
 
 
-def test_an_index_is_that_of_the_table_at_any_time() -> None:
-    """Forth and back, at the edges of bins, before and after the answer."""
-    visits, visit = Visits(), Visit(100.0)
-    visit.judge([float(b) for b in range(N_BINS)])
-    for edge in (*EDGES_S, *reversed(EDGES_S)):
-        for idle_s in (edge, edge * (1 + 1e-9) + 1e-9, edge * (1 - 1e-9) - 1e-9, edge - 200.0):
-            now = visit.since_s + idle_s
-            assert visits.index(visit, now) == bin_of(now - visit.since_s)
-    visit.judge([7.0] * N_BINS)
-    assert visits.index(visit, 1e9) == 7.0
+def test_a_rank_holds_no_longer_than_its_bin() -> None:
+    """At the edges of bins, by a clock with a large beginning, and when the table changes."""
+    policy, start_s = Foresight(), 1.7e9 + 1 / 3
+    now = start_s
+    policy.insert(1, 10, start_s, None)
+    policy.trusts = True
+    visit, entry = policy.visits.current, policy._entries[1]
+    visit.table = array("d", range(N_BINS))
+    for edge in EDGES_S:
+        for idle_s in (edge - 1e-6, edge, edge + 1e-6):
+            now = max(start_s, start_s + idle_s)
+            policy.rerank(now)
+            policy.victims(1, lambda key: False)
+            assert entry.ranked == (bin_of(now - start_s), start_s)
+    visit.table = array("d", [7.0] * N_BINS)
+    policy.rerank(now)
+    policy.victims(1, lambda key: False)
+    assert entry.ranked == (7.0, start_s)
+
+
+SOME_S = st.none() | st.floats(0.0, 1e5)
+STOPS = ["tool_use", "end_turn", ""]
+
+
+@settings(deadline=None, max_examples=50)
+@given(SOME_S, SOME_S, SOME_S, st.lists(st.integers(0, 10**7), min_size=3, max_size=3),
+       st.integers(0, 12), st.sampled_from(STOPS), st.sampled_from([None, *STOPS]))  # fmt: skip
+def test_features_as_they_read(
+    service_s: float | None, gap_s: float | None, gap_before_s: float | None, sizes: list[int],
+    turn: int, stop: str, before: str | None,
+) -> None:  # fmt: skip
+    """One after the other, to the last bit."""
+    visits, visit = Visits(), Visit(0.0)
+    visits.stops, visits.mean_nbytes = STOPS[:2], 3000.0
+    visit.answered_s, visit.gap_s, visit.gap_before_s = service_s, gap_s, gap_before_s
+    visit.nbytes, visit.new_before, visit.turn = max(sizes), sizes[1], turn
+    visit.base_nbytes, visit.stop, visit.before = min(sizes), stop, before
+    for asked in (False, True):
+        is_answered = service_s is not None and not asked
+        ended = [0.0] * (2 * STOPS_MAX)
+        for i, name in enumerate(visits.stops):
+            ended[i], ended[STOPS_MAX + i] = (
+                float(is_answered and stop == name),
+                float(before == name),
+            )
+        lengths = (visit.nbytes, visit.nbytes - visit.base_nbytes, visit.new_before)
+        assert visits._features(visit, asked=asked).tolist() == [
+            *ended, 1.0, is_answered, log1p(service_s or 0.0) / 2 if is_answered else 0.0,
+            gap_s is not None, log1p(gap_s or 0.0) / 2,
+            gap_before_s is not None, log1p(gap_before_s or 0.0) / 2,
+            *(0.5 * log(max(1e-3, min(1e3, nbytes / 3000.0))) for nbytes in lengths),
+            turn == 0, turn == 1, min(turn, 8) / 8,
+        ]  # fmt: skip
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.floats(0.0, 1.0), min_size=N_BINS, max_size=N_BINS))
+def test_gittins_as_it_reads(chances: list[float]) -> None:
+    """Pools as a list, to the last bit."""
+    table, pools = [0.0] * N_BINS, list[tuple[float, float, float]]()
+    for b in reversed(range(N_BINS)):
+        won = min(chances[b], 1.0 - 1e-12)
+        stays, spent = 1.0 - won, WIDTHS_S[b] - 0.5 * WIDTHS_S[b] * won
+        while pools and pools[-1][0] * spent > won * pools[-1][1]:
+            more, longer, stay = pools.pop()
+            won, spent, stays = won + stays * more, spent + stays * longer, stays * stay
+        pools.append((won, spent, stays))
+        table[b] = won / spent
+    assert gittins(chances).tolist() == table

@@ -23,6 +23,7 @@ from towerd.policy.predict.base import Forecast as Steps
 from towerd.policy.predict.base import Predictor, survival
 from towerd.policy.predict.fallback import Fallback
 from towerd.policy.predict.markov import Markov
+from towerd.policy.predict.returns import EDGES_S, bin_of
 from towerd.policy.tree import Entry, Rank, TreePolicy
 from towerd.policy.visits import Visit, Visits
 from towerd.policy.workflow_tree import WorkflowTree
@@ -35,6 +36,8 @@ _MEMORY = 0.998
 _HEIRS_MAX = 16
 """Visits remembered whose tips are gone but not what they stand on."""
 _ABOVE_END = 1.0
+_LASTS_S = tuple(edge - 1e-3 for edge in (*EDGES_S[1:], float("inf")))
+"""Until when an idle time that is in a bin is in that one for sure, whatever rounding does."""
 _MARGIN = 0.002
 """Share of the bytes by which the shadow must lead before the real cache changes sides."""
 
@@ -68,16 +71,44 @@ class Forecast(WorkflowTree):
         is_end = entry.visit.ended and entry.weight != _ABOVE_END
         return is_end or self.is_retired(entry.key)
 
-    def _before_ranks(self, entries: list[Entry]) -> None:
-        """Judge the visits that no index is known of together: one by one costs much more."""
-        new: list[Visit] = []
-        for entry in entries:
-            if entry.visit.table is not None and not entry.heirs or self._is_over(entry):
+    def _rank_each(self, entries: list[Entry]) -> list[Entry]:
+        """See TreePolicy._rank_each. Most leaves have nothing but the visit that used them
+        last: what `_rank` says of those is said here, at a fraction of its cost, and it holds
+        as long as their idle time is in the same bin. Visits that no index is known of are
+        judged together: one by one costs much more."""
+        now, users, over = self._now, self.users, self._n_over
+        stale = [
+            e for e in entries
+            if e.until_s <= now or e.visit.table is not e.table or e.visit.ended
+        ]  # fmt: skip
+        plain, others, new = list[Entry](), list[Entry](), list[Visit]()
+        for entry in stale:
+            visit, key = entry.visit, entry.key
+            if visit.ended or entry.heirs or entry.seq > 1 or key in users or key in over:
+                others.append(entry)
+                new += self._unjudged(entry)
                 continue
-            if self._worth_of_steps(entry.key) is None:
-                new += (v for v in (entry.visit, *_others(entry)) if v.table is None)
+            plain.append(entry)
+            if visit.table is None:
+                new.append(visit)
         if new:
             self.visits.judge(list(dict.fromkeys(new)))
+        for entry in plain:
+            visit, table = entry.visit, entry.visit.table
+            at = bin_of(now - visit.since_s)
+            entry.ranked, entry.table = (table[at], entry.used), table
+            entry.until_s = visit.since_s + _LASTS_S[at]
+        for entry in others:
+            entry.ranked, entry.until_s = self._rank(entry), float("-inf")
+        return stale
+
+    def _unjudged(self, entry: Entry) -> list[Visit]:
+        """Its visits that `_rank` will ask for and no index is known of."""
+        if entry.visit.table is not None and not entry.heirs or self._is_over(entry):
+            return []
+        if self._worth_of_steps(entry.key) is not None:
+            return []
+        return [v for v in (entry.visit, *_others(entry)) if v.table is None]
 
     def _worth_of_steps(self, key: Key) -> float | None:
         """Uses per second that the next steps of its workflows promise; None: no forecast."""
@@ -98,13 +129,15 @@ class Forecast(WorkflowTree):
 
     def _inherit(self, parent: Entry, child: Entry) -> None:
         """What was to come for the child will come for its parent."""
-        heirs = list(child.heirs or ())
+        heirs: list[Visit] = [*child.heirs] if child.heirs else []
         if child.visit is not parent.visit:
             heirs.append(child.visit)
         if child.used >= parent.used:
             is_end = child.visit.ended_from == child.key
             parent.weight = _ABOVE_END if is_end else child.weight
         super()._inherit(parent, child)
+        if not heirs:
+            return
         mine = parent.heirs or []
         mine += [v for v in heirs if not v.is_back and not v.ended and v not in mine]
         if len(mine) > _HEIRS_MAX:
@@ -116,7 +149,7 @@ class Forecast(WorkflowTree):
         for key in keys:
             entry = self._entries.get(key)
             if entry is not None:
-                entry.seq += 1
+                entry.seq, entry.until_s = entry.seq + 1, float("-inf")
 
     def _on_use(self, entry: Entry, *, is_new: bool) -> None:
         entry.visit, entry.weight = self.visits.current, 0.0
@@ -168,9 +201,10 @@ class Foresight(Forecast):
             return super()._rank(entry)
         return (-1.0 if self._is_over(entry) else 0.0), entry.used
 
-    def _before_ranks(self, entries: list[Entry]) -> None:
+    def _rank_each(self, entries: list[Entry]) -> list[Entry]:
         if self.trusts:
-            super()._before_ranks(entries)
+            return super()._rank_each(entries)
+        return TreePolicy._rank_each(self, entries)
 
     def _use(self, key: Key) -> None:
         """Walks the path: a conversation may go on from any key of it."""

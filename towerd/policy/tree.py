@@ -17,13 +17,15 @@ from towerd.policy.base import Key
 
 Rank = tuple[float, float]
 _COMPACT_MIN = 1024
+_REBUILD_SHARE = 3
+"""Pushing a leaf onto the heap costs about so many times what it does in ordering it anew."""
 _NEVER = float("-inf")
 
 
 @dataclass(slots=True)
 class Entry:
-    """One key. `used` and `born` are times; `weight`, `seq`, `visit` and `heirs` are the
-    subclass's, `visit` being about the last use."""
+    """One key. `used` and `born` are times; `weight`, `seq`, `visit`, `heirs` and `table` are
+    the subclass's, `visit` being about the last use."""
 
     key: Key
     nbytes: int
@@ -35,6 +37,9 @@ class Entry:
     visit: Any = None
     heirs: Any = None
     ranked: Rank = (0.0, 0.0)
+    until_s: float = _NEVER
+    """Ranked by `table`, of its visit, it need not be ranked anew before."""
+    table: Any = None
 
 
 class TreePolicy:
@@ -47,10 +52,14 @@ class TreePolicy:
         self._entries: dict[Key, Entry] = {}
         self._n_children: dict[Key, int] = {}
         """Children in the tier of any key, in the tier or not."""
+        self._leaves: dict[Key, Entry] = {}
+        """Those without any."""
         self._heap: list[tuple[Rank, Key]] = []
         """Holds every ranked leaf, and stale pairs."""
         self._unranked: set[Key] = set()
         """Leaves to rank before the next eviction; some may be none any more."""
+        self._is_unranked = False
+        """Whether all leaves are to be ranked then."""
         self._nbytes = 0
         self._now = _NEVER
 
@@ -75,8 +84,12 @@ class TreePolicy:
         """The rank of a key whose last child would go at `rank`."""
         return self._rank(parent)
 
-    def _before_ranks(self, entries: list[Entry]) -> None:
-        """`_rank` will be asked for each of these: what is cheaper for all of them at once."""
+    def _rank_each(self, entries: list[Entry]) -> list[Entry]:
+        """Set `ranked` of these to what `_rank` says; returns those for which it was. A subclass
+        may leave out what says by `until_s` that it has its rank, and do the rest at once."""
+        for entry in entries:
+            entry.ranked, entry.until_s = self._rank(entry), _NEVER
+        return entries
 
     def _spare(self, entry: Entry, rank: Rank) -> Rank | None:
         """The later rank at which a leaf met at `rank` would go after all, or None: now."""
@@ -119,6 +132,7 @@ class TreePolicy:
         if entry is None:
             return
         self._nbytes -= entry.nbytes
+        self._leaves.pop(key, None)
         self._unranked.discard(key)
         self._leave(entry)
         self._on_remove(entry)
@@ -208,11 +222,12 @@ class TreePolicy:
 
     def copy_from(self, other: TreePolicy) -> None:
         """Hold what `other` holds, with its times and visits."""
-        self._entries = {key: replace(entry) for key, entry in other._entries.items()}
+        self._entries = {k: replace(entry, until_s=_NEVER) for k, entry in other._entries.items()}
         self._n_children = dict(other._n_children)
+        self._leaves = {key: self._entries[key] for key in other._leaves}
         self._nbytes, self._now = other._nbytes, other._now
         self._heap = []
-        self._unranked = set(self._entries)
+        self._is_unranked = True
 
     # ---- inside -----------------------------------------------------------------------------
 
@@ -267,6 +282,8 @@ class TreePolicy:
 
     def _add(self, entry: Entry) -> None:
         self._entries[entry.key] = entry
+        if entry.key not in self._n_children:
+            self._leaves[entry.key] = entry
         self._nbytes += entry.nbytes
         self._join(entry.parent)
 
@@ -285,9 +302,8 @@ class TreePolicy:
         self._push(key)
 
     def _push_leaves(self) -> None:
-        """All leaves are to be ranked anew."""
-        self._heap.clear()
-        self._unranked.update(self._entries.keys() - self._n_children.keys())
+        """All leaves are to be ranked anew, but for those whose rank holds."""
+        self._is_unranked = True
 
     def _push(self, key: Key) -> None:
         """`key` may be a leaf that is to be ranked anew."""
@@ -295,20 +311,21 @@ class TreePolicy:
 
     def _rank_leaves(self) -> None:
         """Rank the leaves that wait for it, and put them on the heap: one by one, or when they
-        are the greater part of it, by ordering it anew."""
-        entries, inner, rank = self._entries, self._n_children, self._rank
-        waiting = [entries[key] for key in self._unranked if key in entries and key not in inner]
+        are a great part of it, by ordering all leaves anew."""
+        leaves, heap = self._leaves, self._heap
+        waiting = [leaves[key] for key in self._unranked if key in leaves]
         self._unranked.clear()
-        self._before_ranks(waiting)
-        heap = self._heap
-        if len(waiting) > len(heap):
-            for entry in waiting:
-                entry.ranked = rank(entry)
-                heap.append((entry.ranked, entry.key))
+        for entry in waiting:
+            entry.until_s = _NEVER
+        if self._is_unranked:
+            waiting = list(leaves.values())
+        self._is_unranked = False
+        ranked = self._rank_each(waiting)
+        if _REBUILD_SHARE * len(ranked) > len(leaves):
+            heap[:] = [(entry.ranked, entry.key) for entry in leaves.values()]
             heapq.heapify(heap)
         else:
-            for entry in waiting:
-                entry.ranked = rank(entry)
+            for entry in ranked:
                 heapq.heappush(heap, (entry.ranked, entry.key))
         if len(self._heap) > _COMPACT_MIN + 4 * len(self._entries):
             self._heap = [pair for pair in set(self._heap) if self._is_current(*pair)]
@@ -317,6 +334,7 @@ class TreePolicy:
     def _join(self, parent: Key | None) -> None:
         if parent is not None:
             self._n_children[parent] = self._n_children.get(parent, 0) + 1
+            self._leaves.pop(parent, None)
 
     def _leave(self, child: Entry) -> None:
         """`child` is no longer below its parent."""
@@ -331,6 +349,7 @@ class TreePolicy:
         else:
             del self._n_children[child.parent]
             if parent is not None:
+                self._leaves[child.parent] = parent
                 self._push(child.parent)
 
     def _inherit(self, parent: Entry, child: Entry) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 
 from towerd.policy.base import Key
 from towerd.policy.predict.classes import VisitClass, bucket
-from towerd.policy.predict.returns import RANGES_S, ReturnModel, bin_of
+from towerd.policy.predict.returns import ReturnModel, bin_of
 
 TIPS_MAX = 20_000
 """Visits that are waited for; beyond that the oldest counts as lost."""
@@ -36,7 +36,16 @@ _TURNS_MAX = 8
 _FIRST = "first"
 _GAP_EDGES_S = (1.0, 3.0, 10.0, 30.0, 90.0)
 _SERVICE_EDGES_S = (2.0, 4.0, 8.0, 16.0, 40.0)
-N_FEATURES = 2 * STOPS_MAX + 13
+_ALWAYS = 2 * STOPS_MAX
+"""Features: why the answer and the one before ended, one each for every reason; from here on, 1;
+whether it is answered, and how long that took; whether there were pauses before, and how long;
+three lengths; whether it is the first turn, or the second, and the turn."""
+_ANSWERED, _GAP, _GAP_BEFORE, _SIZES, _TURN = (_ALWAYS + n for n in (1, 3, 5, 7, 10))
+N_FEATURES = _TURN + 3
+_NO_FEATURES = array("d", [0.0] * _ALWAYS + [1.0] + [0.0] * (N_FEATURES - _ALWAYS - 1))
+_SHARE_MIN, _SHARE_MAX = 1e-3, 1e3
+_SIZE_MIN = 0.5 * log(_SHARE_MIN)
+"""Lengths count as at least and at most these shares of the mean."""
 
 
 class Visit:
@@ -44,9 +53,9 @@ class Visit:
     away; base_nbytes: what it shares with that visit."""
 
     __slots__ = (
-        "answered_s", "base_nbytes", "before", "ended", "ended_from", "from_s", "gap_s",
-        "gap_before_s", "is_back", "nbytes", "new_before", "number", "since_s", "start_s", "stop",
-        "table", "tip", "turn", "until_s", "worth",
+        "answered_s", "base_nbytes", "before", "ended", "ended_from", "gap_s", "gap_before_s",
+        "is_back", "nbytes", "new_before", "number", "since_s", "start_s", "stop", "table", "tip",
+        "turn",
     )  # fmt: skip
 
     def __init__(self, start_s: float) -> None:
@@ -74,13 +83,6 @@ class Visit:
         """From when on it is idle: since it was answered, or asked."""
         self.table: Sequence[float] | None = None
         """Its index by idle time; None: to be made."""
-        self.from_s = self.until_s = self.worth = 0.0
-        """The index is `worth` while the idle time is between these two."""
-
-    def judge(self, table: Sequence[float] | None) -> None:
-        """Its index by bin of idle time is this from now on."""
-        self.table = table
-        self.from_s = self.until_s = 0.0
 
 
 class Visits:
@@ -140,7 +142,7 @@ class Visits:
             self.stops.append(stop)
         visit.stop = stop if stop in self.stops else ""
         visit.answered_s = visit.since_s = max(now, visit.start_s)
-        visit.judge(None)
+        visit.table = None
         if visit.number is not None:
             self._tell_answer(visit, visit.number, visit.answered_s)
 
@@ -152,23 +154,21 @@ class Visits:
 
     def index(self, visit: Visit, now: float) -> float:
         """What a byte of this visit is worth, as if it had not ended: returns per second."""
-        idle_s = now - visit.since_s
-        if not visit.from_s <= idle_s < visit.until_s:
-            if visit.table is None:
-                self.judge([visit])
-                assert visit.table is not None
-            at = bin_of(idle_s)
-            visit.from_s, visit.until_s, visit.worth = *RANGES_S[at], visit.table[at]
-        return visit.worth
+        if visit.table is None:
+            self.judge([visit])
+            assert visit.table is not None
+        return visit.table[bin_of(now - visit.since_s)]
 
     def judge(self, visits: Sequence[Visit]) -> None:
         """Make the tables of these by what is known now."""
         tables = self.model.tables(
             [self._class(visit) for visit in visits],
-            np.array([self._features(visit) for visit in visits]),
+            np.frombuffer(b"".join([self._features(visit) for visit in visits])).reshape(
+                len(visits), N_FEATURES
+            ),
         )
         for visit, table in zip(visits, tables, strict=True):
-            visit.judge(array("d", table))
+            visit.table = table
 
     def learned(self) -> Mapping[str, Any]:
         """See Learning.learned."""
@@ -197,7 +197,7 @@ class Visits:
         visit = self.current
         if visit.tip is None:
             return
-        visit.judge(None)
+        visit.table = None
         visit.number = self.model.asked(
             self._class(visit, asked=True), self._features(visit, asked=True), visit.start_s
         )
@@ -230,32 +230,32 @@ class Visits:
 
     def _features(self, visit: Visit, *, asked: bool = False) -> array[float]:
         """N_FEATURES numbers of about the size of 1; asked: as they were before the answer."""
-        is_answered = visit.answered_s is not None and not asked
-        stops = [0.0] * (2 * STOPS_MAX)
-        if is_answered and visit.stop in self.stops:
-            stops[self.stops.index(visit.stop)] = 1.0
-        if visit.before in self.stops:
-            stops[STOPS_MAX + self.stops.index(visit.before)] = 1.0
-        service_s = visit.answered_s - visit.start_s if visit.answered_s is not None else 0.0
-        new = visit.nbytes - visit.base_nbytes
-        return array("d", [
-            *stops,
-            1.0,
-            float(is_answered),
-            log1p(service_s) / 2 if is_answered else 0.0,
-            float(visit.gap_s is not None),
-            log1p(visit.gap_s or 0.0) / 2,
-            float(visit.gap_before_s is not None),
-            log1p(visit.gap_before_s or 0.0) / 2,
-            self._size(visit.nbytes),
-            self._size(new),
-            self._size(visit.new_before),
-            float(visit.turn == 0),
-            float(visit.turn == 1),
-            min(visit.turn, _TURNS_MAX) / _TURNS_MAX,
-        ])  # fmt: skip
+        x, stops = _NO_FEATURES[:], self.stops
+        if visit.answered_s is not None and not asked:
+            if visit.stop in stops:
+                x[stops.index(visit.stop)] = 1.0
+            x[_ANSWERED] = 1.0
+            x[_ANSWERED + 1] = log1p(visit.answered_s - visit.start_s) / 2
+        if visit.before in stops:
+            x[STOPS_MAX + stops.index(visit.before)] = 1.0
+        if visit.gap_s is not None:
+            x[_GAP] = 1.0
+            x[_GAP + 1] = log1p(visit.gap_s) / 2
+        if visit.gap_before_s is not None:
+            x[_GAP_BEFORE] = 1.0
+            x[_GAP_BEFORE + 1] = log1p(visit.gap_before_s) / 2
+        x[_SIZES] = self._size(visit.nbytes)
+        x[_SIZES + 1] = self._size(visit.nbytes - visit.base_nbytes)
+        x[_SIZES + 2] = self._size(visit.new_before)
+        turn = visit.turn
+        if turn < 2:
+            x[_TURN + turn] = 1.0
+        x[_TURN + 2] = turn / _TURNS_MAX if turn < _TURNS_MAX else 1.0
+        return x
 
     def _size(self, nbytes: int) -> float:
         """On a scale of logarithms, 0 for the mean length of a visit."""
         share = nbytes / self.mean_nbytes if self.mean_nbytes > 0.0 else 1.0
-        return 0.5 * log(max(1e-3, min(1e3, share)))
+        if share < _SHARE_MIN:
+            return _SIZE_MIN
+        return 0.5 * log(share if share < _SHARE_MAX else _SHARE_MAX)

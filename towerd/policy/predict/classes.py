@@ -71,7 +71,9 @@ class Classes:
 
     def known(self, of: VisitClass) -> int:
         """The number of the class, or of the finest one above it, that has a curve."""
-        at = self.number(of)
+        at = self._numbers.get(of, -1)
+        if at < 0:
+            at = self.number(of)
         while at >= len(self.curves) and self._up[at] >= 0:
             at = self._up[at]
         return at

@@ -28,6 +28,10 @@ DOUBT = 0.02
 idle time that nobody has had yet, a correction must not be bold."""
 
 
+_ZERO, _ONE, _LEAST, _MOST = (np.array(value) for value in (0.0, 1.0, -30.0, 30.0))
+"""As arrays, which need no conversion at each use."""
+
+
 class HazardNet:
     """arrays: w1 [HIDDEN, features], b1, w2 [knots, HIDDEN]; float64."""
 
@@ -103,17 +107,20 @@ class Served:
         """curves: [classes, bins]."""
         self._w1 = np.ascontiguousarray(net.arrays["w1"].T)
         self._b1 = net.arrays["b1"].copy()
-        self._correction = net.correction()
-        self._logits = _logit(curves)
+        self._correction = -net.correction()
+        self._logits = -_logit(curves)
+        """Both the other way round: a negation less at each use."""
 
     def __call__(self, x: Array, of: Sequence[int]) -> Array:
         """x: [n, features]; of: [n], the numbers of the curves. [n, bins]"""
         hidden = x @ self._w1
         hidden += self._b1
-        scores = np.maximum(hidden, 0.0, out=hidden) @ self._correction
-        scores += self._logits[of]
-        chances: Array = 1.0 / (1.0 + np.exp(-np.minimum(np.maximum(scores, -30.0), 30.0)))
-        return chances
+        scores: Array = np.maximum(hidden, _ZERO, out=hidden) @ self._correction
+        scores += self._logits.take(of, 0)
+        np.maximum(np.minimum(scores, _MOST, out=scores), _LEAST, out=scores)
+        np.exp(scores, out=scores)
+        scores += _ONE
+        return np.reciprocal(scores, out=scores)
 
 
 def _logit(chances: Array) -> Array:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -36,9 +37,8 @@ _CURVES_KEPT = 1024
 _BATCH = 256
 _STEPS = 8
 _SURE = 1.0 - 1e-12
-_WIDTHS_BACK_S = WIDTHS_S[::-1]
-RANGES_S = tuple(zip((float("-inf"), *EDGES_S[1:]), (*EDGES_S[1:], float("inf")), strict=True))
-"""From where to where each bin goes: every idle time, clocks that went back too, has one."""
+_BINS_BACK = tuple((b, WIDTHS_S[b], 0.5 * WIDTHS_S[b]) for b in reversed(range(N_BINS)))
+_NOTHING = array("d", [0.0] * N_BINS)
 
 
 class ReturnModel:
@@ -98,11 +98,11 @@ class ReturnModel:
             self.net.step(x, curves, *self._outcomes(stage, rows, now))
         self._serve()
 
-    def tables(self, of: Sequence[VisitClass], x: Table) -> list[list[float]]:
+    def tables(self, of: Sequence[VisitClass], x: Table) -> list[array[float]]:
         """x: [n, features]. [n][bins], the index of each visit by how long it has been away; 0
         before any data."""
         if self._served is None:
-            return [[0.0] * N_BINS for _ in of]
+            return [_NOTHING[:] for _ in of]
         chances = self._served(x, [self.classes.known(each) for each in of])
         return [gittins(row) for row in chances.tolist()]
 
@@ -147,12 +147,11 @@ class ReturnModel:
         return np.maximum(last, 0), np.isfinite(back)
 
 
-def bin_of(idle_s: float) -> int:
-    """The bin of an idle time, which may be anything."""
-    return max(0, bisect_right(EDGES_S, idle_s) - 1)
+bin_of = partial(bisect_right, EDGES_S[1:])
+"""The bin of an idle time, which may be anything: every one, clocks that went back too, has one."""
 
 
-def gittins(chances: Sequence[float]) -> list[float]:
+def gittins(chances: Sequence[float]) -> array[float]:
     """chances: [bins], the probability to return within a bin, given that one is away as it
     begins. For each bin the best ratio, over all horizons from its beginning, of the chance to
     return to the mean room-time spent. A return counts as in the middle of its bin.
@@ -160,22 +159,22 @@ def gittins(chances: Sequence[float]) -> list[float]:
     The best horizon from a bin on is that from the next one on, or ends before: so bins are
     pooled from the last one on with what follows them for as long as that raises the ratio (the
     pool-adjacent-violators algorithm), in O(bins) for all of them."""
-    table = [0.0] * N_BINS
-    pools: list[tuple[float, float, float]] = []
-    """Of those that follow, the next one last: returns, room-time, chance to stay away."""
-    b = N_BINS
-    for chance, width_s in zip(reversed(chances), _WIDTHS_BACK_S, strict=True):
-        b -= 1
-        won = chance if chance < _SURE else _SURE
-        stays, spent = 1.0 - won, width_s - 0.5 * width_s * won
-        while pools:
-            more, longer, stay = pools[-1]
-            if more * spent <= won * longer:
-                break
-            pools.pop()
+    table, pools = _NOTHING[:], list[tuple[float, float, float]]()
+    """Pools: of those that follow, the next one last, but for the very next."""
+    more, longer, stay = 0.0, 1.0, 1.0
+    """The very next: returns, room-time, chance to stay away. After the last bin nobody
+    returns, so that what is there is pooled with nothing."""
+    for b, width_s, half_s in _BINS_BACK:
+        won = chances[b]
+        if won > _SURE:
+            won = _SURE
+        stays, spent = 1.0 - won, width_s - half_s * won
+        while more * spent > won * longer:
             won += stays * more
             spent += stays * longer
             stays *= stay
-        pools.append((won, spent, stays))
+            more, longer, stay = pools.pop()
+        pools.append((more, longer, stay))
+        more, longer, stay = won, spent, stays
         table[b] = won / spent
     return table
