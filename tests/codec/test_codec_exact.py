@@ -197,13 +197,16 @@ class Knowing:
         return [counts]
 
 
-def test_auto_takes_it_where_it_is_smallest(small: GgufVocabulary, network: Network) -> None:
+def test_auto_takes_it_where_it_is_smallest(
+    small: GgufVocabulary, network: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ids = [int(i) for i in small.tokenize(STORY * 4)]
     codec = Codec(small, [Network(small, file.bundled(), Knowing(small, ids), 1 << 20)])
     blob = codec.encode(ids)
     assert container.read(blob).form.name == "network"
     assert codec.decode(blob).tolist() == ids
     unhelpful = Codec(small, [network]).encode(ids)
+    monkeypatch.setattr(mini, "PATH", tmp_path / "none.gguf")
     assert unhelpful == Codec(small).encode(ids)
     assert container.read(unhelpful).form.name == "mix"
 
