@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from oracle import OpenService, ask, check_integrity, settle
+from oracle import OpenService, ask, check_integrity, settle, some_ids
 
-from towerd.engine.base import GenerateRequest, Ids, LiveBudget
+from towerd.engine.base import GenerateRequest, LiveBudget
 from towerd.engine.embedded import splice
 from towerd.engine.embedded.inbox import Inbox
 from towerd.engine.embedded.job import Job, Phase
@@ -23,10 +23,6 @@ from towerd.models.bundled import bundled_model
 from towerd.slots.errors import StateError
 
 LIVE = LiveBudget("streaming", 64)
-
-
-def some_ids(n: int, seed: int = 0) -> Ids:
-    return np.random.default_rng(seed).integers(260, 500, n).astype(np.int32)
 
 
 def test_an_inbox_forgets_who_has_left() -> None:

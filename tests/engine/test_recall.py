@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
 
 import numpy as np
 import pytest
-from oracle import OpenService, ask, check_integrity, settle
+from oracle import OpenService, ask, check_integrity, inside, settle, some_ids
 
 from towerd.config import Config
-from towerd.engine.base import Ids, LiveBudget
+from towerd.engine.base import LiveBudget
 from towerd.engine.embedded.context import LlamaContext
 from towerd.engine.embedded.keys import keys_of
 from towerd.engine.embedded.model import LlamaModel
@@ -26,17 +23,7 @@ from towerd.retention.icecache import IceCacheConfig
 from towerd.service import Service
 from towerd.slots.blob import parse_rows
 
-T = TypeVar("T")
 SETTINGS = {"threads": 1, "retention": "icecache"}
-
-
-def some_ids(n: int, seed: int = 0) -> Ids:
-    return np.random.default_rng(seed).integers(260, 500, n).astype(np.int32)
-
-
-async def inside(service: Service, work: Callable[[], T]) -> T:
-    """Run `work` on the inference thread."""
-    return await asyncio.wrap_future(service.engine.scheduler.call(work))
 
 
 def recaller_of(service: Service) -> Recaller:

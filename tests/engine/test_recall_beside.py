@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
-from oracle import OpenService, ask, check_integrity, settle
+from oracle import OpenService, ask, check_integrity, inside, settle, some_ids
 
 from towerd.config import WATCHING
 from towerd.engine.base import GenerateRequest, Ids, LiveBudget, Progress, SamplingParams
@@ -27,17 +26,7 @@ from towerd.retention import can_recall
 from towerd.retention.icecache import IceCache
 from towerd.service import Service
 
-T = TypeVar("T")
 SETTINGS = {"threads": 1, "retention": "icecache"}
-
-
-def some_ids(n: int, seed: int = 0) -> Ids:
-    return np.random.default_rng(seed).integers(260, 500, n).astype(np.int32)
-
-
-async def inside(service: Service, work: Callable[[], T]) -> T:
-    """Run `work` on the inference thread."""
-    return await asyncio.wrap_future(service.engine.scheduler.call(work))
 
 
 class Watched:

@@ -2,38 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import TypeVar
 
 import numpy as np
 import pytest
-from oracle import OpenService, ask, check_integrity, settle
+from oracle import OpenService, ask, check_integrity, inside, settle, some_ids
 
-from towerd.engine.base import Ids, LiveBudget
+from towerd.engine.base import LiveBudget
 from towerd.engine.embedded.retained import Retained
 from towerd.engine.embedded.room import Room
 from towerd.engine.embedded.shelf import Pages
 from towerd.models.bundled import bundled_model
 from towerd.service import Service
 
-T = TypeVar("T")
 SETTINGS = {"threads": 1, "retention": "icecache", "ctx_size": 1024, "recall_every": 16,
             "warm_bytes": 0, "hot_bytes": 0, "recall_bytes": 1 << 30}  # fmt: skip
 LIVE = LiveBudget("icecache", 64)
 N_TURNS = 6
-
-
-def some_ids(n: int, seed: int = 0) -> Ids:
-    return np.random.default_rng(seed).integers(260, 500, n).astype(np.int32)
-
-
-async def inside(service: Service, work: Callable[[], T]) -> T:
-    """Run `work` on the inference thread."""
-    return await asyncio.wrap_future(service.engine.scheduler.call(work))
 
 
 async def the_chat(service: Service) -> Retained:

@@ -12,7 +12,7 @@ import llama_cpp.llama_cpp as lib
 import numpy as np
 import numpy.typing as npt
 import pytest
-from oracle import OpenService, ask, settle
+from oracle import OpenService, ask, settle, some_ids
 
 from towerd.config import RETENTIONS, UNBOUNDED, WATCHING, Config
 from towerd.engine.base import Ids, LiveBudget
@@ -31,10 +31,6 @@ from towerd.service import Service
 
 BOUNDED = tuple(name for name in RETENTIONS if name not in UNBOUNDED)
 BY_MASS = tuple(name for name in WATCHING if not can_recall(name))
-
-
-def some_ids(n: int, seed: int = 0) -> Ids:
-    return np.random.default_rng(seed).integers(260, 500, n).astype(np.int32)
 
 
 async def live_of(service: Service) -> list[LiveSeq]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ from towerd.engine.embedded.model import LlamaModel
 from towerd.engine.embedded.vocab import Vocab
 from towerd.service import Service
 
+T = TypeVar("T")
 Logits = npt.NDArray[np.float64]
 GREEDY = SamplingParams(temperature=0.0, n_probs=4, ignore_eos=True)
 OpenService = Callable[..., AbstractAsyncContextManager[Service]]
@@ -53,6 +54,16 @@ async def ask(service: Service, ids: Any, n_predict: int = 8, **fields: Any) -> 
             finish = event
     assert finish is not None
     return Answer(list(finish.ids), probs, finish, text)
+
+
+def some_ids(n: int, seed: int = 0) -> Ids:
+    """int32[n] of the bundled model's vocabulary."""
+    return np.random.default_rng(seed).integers(260, 500, n).astype(np.int32)
+
+
+async def inside(service: Service, work: Callable[[], T]) -> T:
+    """Run `work` on the inference thread."""
+    return await asyncio.wrap_future(service.engine.scheduler.call(work))
 
 
 async def settle(service: Service) -> None:
