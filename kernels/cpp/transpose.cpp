@@ -120,8 +120,9 @@ void transpose_tile<std::uint16_t>(const Rows & source, const Rows & target, std
 // Both sides are walked in strides, which no core foresees: without this, most of the time is waiting. Asks for the
 // next `kTile` rows of source columns [column0, column1), and for the lines of the target that they will be written to.
 // Inline by force: GCC takes a function that only prefetches for one without effect, and drops its calls.
-inline __attribute__((always_inline)) void prefetch_tile(const Rows & source, const Rows & target, std::size_t row, std::size_t column0,
-                   std::size_t column1, std::size_t element_bytes) {
+inline __attribute__((always_inline)) void prefetch_tile(const Rows & source, const Rows & target, std::size_t row,
+                                                         std::size_t column0, std::size_t column1,
+                                                         std::size_t element_bytes) {
     const std::size_t end = std::min(source.n, row + kTile);
     for (std::size_t i = row; i < end; ++i) {
         const std::uint8_t * from = source.data + i * source.stride;

@@ -69,6 +69,7 @@ class PageFile:
 
     @property
     def n_bytes(self) -> int:
+        """Of the file."""
         return self.n * self.row_bytes
 
     def read(self, numbers: Positions) -> npt.NDArray[np.uint8]:

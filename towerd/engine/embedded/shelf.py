@@ -107,6 +107,7 @@ class Pages:
 
     @property
     def n_bytes(self) -> int:
+        """RAM that the rows take."""
         return 0
 
     def read(self, numbers: Positions) -> tuple[tuple[Bytes2D, ...], Ext | None]:
