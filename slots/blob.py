@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from towerd.kernels import dispatch
 from towerd.slots.compose import Frame, check_parts, state_size, write_state
 from towerd.slots.errors import StateError
 from towerd.slots.layout import KVLayout
-from towerd.slots.reader import Data, Reader
+from towerd.slots.reader import Data, Reader, as_bytes
 from towerd.slots.rows import KVRows
 from towerd.slots.state import (
     BLOB_MAGIC,
@@ -48,20 +49,27 @@ def parse_rows(
     data: Data, *, cell_ext: bool = False, has_window: bool = False, layout: KVLayout | None = None
 ) -> KVRows:
     """The rows of a blob of one cache, or of two if it `has_window`: that of the full layers
-    and that of the sliding window, which must hold the same positions.
+    and that of the sliding window, which must hold the same positions. A V that is transposed
+    stays so where the cells are sorted, and the rows know their blob (`KVRows.blob`) where
+    writing them would give it again.
 
     cell_ext, layout: as for `parse_blob`. A state of another kind that may follow the rows must
     have been cut off. StateError for anything else."""
     reader = Reader(data)
-    _read_prefix(reader)
+    seq_id = _read_prefix(reader)
     if not has_window:
-        rows = parse_state(reader, cell_ext=cell_ext).rows
+        states = [parse_state(reader, cell_ext=cell_ext, as_is=True)]
+        rows = states[0].rows
     else:
-        full = parse_state(reader, cell_ext=cell_ext, has_v=True, is_last=False).rows
-        window = parse_state(reader, cell_ext=cell_ext, has_v=True).rows
-        rows = _joined(full, window)
+        full = parse_state(reader, cell_ext=cell_ext, has_v=True, is_last=False, as_is=True)
+        states = [full, parse_state(reader, cell_ext=cell_ext, has_v=True, as_is=True)]
+        rows = _joined(*(state.rows for state in states))
     check_layout(rows.layout, layout)
-    return rows
+    if any(state.seq_id != seq_id for state in states):
+        raise StateError(f"a blob of sequence {seq_id} holds cells of another one")
+    if all(state.n_stream == 1 and state.order is None for state in states):
+        rows = replace(rows, blob=as_bytes(data))
+    return rows if layout is None else replace(rows, layout=layout)
 
 
 def _read_prefix(reader: Reader) -> int:
@@ -81,7 +89,10 @@ def _joined(full: KVRows, window: KVRows) -> KVRows:
         )
     a, b = full.layout, window.layout
     layout = KVLayout(a.k + b.k, a.v + b.v, a.cell_ext, b.n_layer)
-    return KVRows(layout, full.positions, full.k + window.k, full.v + window.v, full.ext)
+    if full.v_trans != window.v_trans:
+        full, window = full.token_major(), window.token_major()
+    k, v = full.k + window.k, full.v + window.v
+    return KVRows(layout, full.positions, k, v, full.ext, full.v_trans)
 
 
 def blob_size(layout: KVLayout, n: int, *, n_stream: int = 1, v_trans: bool = False) -> int:

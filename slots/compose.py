@@ -108,17 +108,15 @@ def write_state(
     struct.pack_into("<II", out.data, at, frame.v_trans, layout.n_layer)
     at += 8
     moves = _Moves()
-    sources = [_planes(part) for part in parts]
     for i, plane in enumerate(layout.planes):
         transposed = frame.v_trans and i >= layout.n_layer
         _write_header(out, at, plane, transposed)
         at += SECTION_BYTES
-        runs = [planes[i] for planes in sources]
         if transposed:
             section = out[at : at + n * plane.row_bytes].reshape(plane.n_elements, -1)
-            _transpose_parts(section, runs, plane, order, n_threads)
+            _write_channels(section, parts, i, plane, order, n_threads)
         else:
-            moves.add(at, runs, plane, order)
+            moves.add(at, [(part.layout.planes[i], part.plane(i)) for part in parts], plane, order)
         at += n * plane.row_bytes
     moves.run(out, n_threads, is_new)
     out[at:] = 0  # the streams after this one are empty
@@ -128,10 +126,6 @@ _Source: TypeAlias = tuple[Plane, npt.NDArray[np.uint8]]
 """The rows of one plane of one part: what they are, uint8[n, row_bytes]."""
 _Conversion: TypeAlias = tuple[int, npt.NDArray[np.uint8], npt.NDArray[np.int64] | None, str, str]
 """(offset, rows, order, source format, destination format)."""
-
-
-def _planes(part: KVRows) -> list[_Source]:
-    return list(zip(part.layout.planes, part.planes(), strict=True))
 
 
 @dataclass(slots=True)
@@ -174,24 +168,39 @@ def _write_header(out: npt.NDArray[np.uint8], at: int, plane: Plane, transposed:
         struct.pack_into("<iQ", out.data, at, plane.ggml_type, plane.row_bytes)
 
 
-def _transpose_parts(
+def _write_channels(
     section: npt.NDArray[np.uint8],
-    runs: Sequence[_Source],
+    parts: Sequence[KVRows],
+    i: int,
     plane: Plane,
     order: npt.NDArray[np.int64] | None,
     n_threads: int,
 ) -> None:
-    """section: uint8[channels, n * element_bytes], each part a range of its columns. What is
-    not in the destination's format and order yet goes through a scratch of one plane."""
-    element_bytes = plane.format.block_bytes
+    """Plane i of every part as channels, each part a range of columns of
+    section: uint8[channels, n * element_bytes]"""
     at = 0
-    for stored, source in runs:
-        rows = source
-        if order is not None or stored.ggml_type != plane.ggml_type:
-            rows = np.empty((len(source), plane.row_bytes), np.uint8)
-            moves = _Moves()
-            moves.add(0, [(stored, source)], plane, order)
-            moves.run(rows.reshape(-1), n_threads, is_new=True)
-        columns = section[:, at : at + len(rows) * element_bytes]
-        dispatch.transpose(rows, columns, element_bytes, n_threads)
-        at += len(rows) * element_bytes
+    for part in parts:
+        columns = section[:, at : at + len(part) * plane.format.block_bytes]
+        stored = part.layout.planes[i]
+        if part.v_trans and order is None and stored.ggml_type == plane.ggml_type:
+            np.copyto(columns, part.v[i - part.layout.n_layer])
+        else:
+            _transpose(columns, (stored, part.plane(i)), plane, order, n_threads)
+        at += columns.shape[1]
+
+
+def _transpose(
+    columns: npt.NDArray[np.uint8],
+    source: _Source,
+    plane: Plane,
+    order: npt.NDArray[np.int64] | None,
+    n_threads: int,
+) -> None:
+    """What is not in the destination's format and order yet goes through a scratch of one plane."""
+    stored, rows = source
+    if order is not None or stored.ggml_type != plane.ggml_type:
+        moves = _Moves()
+        moves.add(0, [source], plane, order)
+        rows = np.empty((len(rows), plane.row_bytes), np.uint8)
+        moves.run(rows.reshape(-1), n_threads, is_new=True)
+    dispatch.transpose(rows, columns, plane.format.block_bytes, n_threads)

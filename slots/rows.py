@@ -1,4 +1,4 @@
-"""KVRows: the K and V rows of some positions, token-major, as one value."""
+"""KVRows: the K and V rows of some positions as one value."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from towerd.slots.layout import KVLayout, Plane
 
 Bytes2D: TypeAlias = npt.NDArray[np.uint8]
 """uint8[n, row_bytes]; rows contiguous, the distance between rows free."""
+Blob: TypeAlias = npt.NDArray[np.uint8]
+"""uint8[size]: a sequence blob."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,6 +28,10 @@ class KVRows:
     positions: int32[n], strictly ascending, n >= 1, first >= 0
     k, v: per layer uint8[n, row_bytes], each row contiguous
     ext: int32[n, 3] (x, y, token id) if layout.cell_ext, else None
+    v_trans: v is as contexts without flash attention have it, channel by channel: per layer
+        uint8[n_elements, n * element_bytes]
+    blob: the sequence blob of a unified cache that holds exactly these rows, if they are views
+        of one
 
     Raises StateError when shapes, types or positions do not fit."""
 
@@ -34,6 +40,8 @@ class KVRows:
     k: tuple[Bytes2D, ...]
     v: tuple[Bytes2D, ...]
     ext: npt.NDArray[np.int32] | None = None
+    v_trans: bool = False
+    blob: Blob | None = None
 
     def __post_init__(self) -> None:
         positions = self.positions
@@ -42,7 +50,10 @@ class KVRows:
         if positions[0] < 0 or (positions[1:] <= positions[:-1]).any():
             raise StateError("positions must be strictly ascending and not negative")
         _check_planes(self.k, self.layout.k, len(positions), "k")
-        _check_planes(self.v, self.layout.v, len(positions), "v")
+        if self.v_trans:
+            _check_channels(self.v, self.layout.v, len(positions))
+        else:
+            _check_planes(self.v, self.layout.v, len(positions), "v")
         if (self.ext is not None) != self.layout.cell_ext:
             raise StateError("ext must be given exactly when the layout has a cell extension")
         if self.ext is not None and (
@@ -74,44 +85,78 @@ class KVRows:
         return len(self.positions) * self.layout.token_bytes
 
     def planes(self) -> Iterator[Bytes2D]:
-        """All K planes, then all V planes, in the layout's order."""
-        yield from self.k
-        yield from self.v
+        """All K planes, then all V planes, in the layout's order, token-major."""
+        return (self.plane(i) for i in range(len(self.layout.planes)))
+
+    def plane(self, i: int) -> Bytes2D:
+        """Plane i of `layout.planes`, uint8[n, row_bytes]: a view, or a copy if `v_trans`."""
+        if i < len(self.k):
+            return self.k[i]
+        channels, plane = self.v[i - len(self.k)], self.layout.planes[i]
+        if not self.v_trans:
+            return channels
+        rows = np.empty((len(self), plane.row_bytes), np.uint8)
+        dispatch.transpose(channels, rows, plane.format.block_bytes)
+        return rows
+
+    def token_major(self) -> KVRows:
+        """The same rows without `v_trans`: these, or a copy of V."""
+        if not self.v_trans:
+            return self
+        return KVRows(self.layout, self.positions, self.k, tuple(self.planes())[len(self.k) :],
+                      self.ext)  # fmt: skip
 
     def sections(self) -> tuple[KVRows, ...]:
         """The rows of each cache (see `KVLayout.sections`), as views."""
         if not self.layout.n_window:
             return (self,)
         n_full = self.layout.n_layer - self.layout.n_window
-        cuts = np.s_[:n_full], np.s_[n_full:]
-        return tuple(
-            KVRows(layout, self.positions, self.k[cut], self.v[cut], self.ext)
-            for layout, cut in zip(self.layout.sections, cuts, strict=True)
+        return (
+            self.layers(0, n_full, self.layout.sections[0], self.ext),
+            self.layers(n_full, self.layout.n_layer, self.layout.sections[1], self.ext),
         )
+
+    def layers(
+        self, first: int, end: int, layout: KVLayout, ext: npt.NDArray[np.int32] | None
+    ) -> KVRows:
+        """Layers [first, end) as rows of `layout`, with the extension `ext`; views."""
+        k, v = self.k[first:end], self.v[first:end]
+        return KVRows(layout, self.positions, k, v, ext, self.v_trans)
 
     def slice(self, p0: int, p1: int) -> KVRows:
         """The rows with p0 <= position < p1, as views. StateError if there is none."""
-        first, last = np.searchsorted(self.positions, (p0, p1))
+        first, last = map(int, np.searchsorted(self.positions, (p0, p1)))
         if first >= last:
             raise StateError(f"no rows in [{p0}, {p1}); these are [{self.p0}, {self.p1})")
         if first == 0 and last == len(self.positions):
             return self
-        cut = np.s_[int(first) : int(last)]
+        cut = np.s_[first:last]
         return KVRows(
             self.layout,
             self.positions[cut],
             tuple(plane[cut] for plane in self.k),
-            tuple(plane[cut] for plane in self.v),
+            tuple(_cut(self.v, self.layout.v, first, last) if self.v_trans
+                  else (plane[cut] for plane in self.v)),
             None if self.ext is None else self.ext[cut],
-        )
+            self.v_trans,
+        )  # fmt: skip
 
     def split(self, at: int) -> tuple[KVRows, KVRows]:
         """The rows before position `at` and those from it on, as views; both non-empty."""
         return self.slice(self.p0, at), self.slice(at, self.p1)
 
     def copy(self) -> KVRows:
-        """The same rows in memory of their own (one buffer, planes one after the other)."""
-        return _gather((self,))
+        """The same rows in memory of their own: one blob, or the planes one after the other."""
+        if self.blob is None and not self.v_trans:
+            return _gather((self,))
+        ext = None if self.ext is None else self.ext.copy()
+        if self.blob is None:
+            k, v = tuple(map(_owned, self.k)), tuple(map(_owned, self.v))
+            return KVRows(self.layout, self.positions.copy(), k, v, ext, True)
+        blob = _owned(self.blob[None])[0]
+        k, v = (tuple(_within(blob, self.blob, plane) for plane in planes)
+                for planes in (self.k, self.v))  # fmt: skip
+        return KVRows(self.layout, self.positions.copy(), k, v, ext, self.v_trans, blob)
 
 
 def delta(rows: KVRows, parent_n: int) -> KVRows:
@@ -142,7 +187,7 @@ def check_consecutive(parts: Sequence[KVRows]) -> KVLayout:
 
 
 def join(parts: Sequence[KVRows]) -> KVRows:
-    """Consecutive parts as one value: one copy, or the part itself if it is alone.
+    """Consecutive parts as one token-major value: one copy, or the part itself if it is alone.
 
     StateError if they are not consecutive or their layouts differ."""
     check_consecutive(parts)
@@ -150,7 +195,7 @@ def join(parts: Sequence[KVRows]) -> KVRows:
 
 
 def _gather(parts: Sequence[KVRows]) -> KVRows:
-    layout = parts[0].layout
+    layout, parts = parts[0].layout, [part.token_major() for part in parts]
     n = sum(len(part) for part in parts)
     ends = np.cumsum([0] + [n * plane.row_bytes for plane in layout.planes])
     buffer = np.empty(int(ends[-1]), np.uint8)
@@ -183,3 +228,35 @@ def _check_planes(arrays: Sequence[Bytes2D], planes: Sequence[Plane], n: int, na
             raise StateError(f"{name} planes must be uint8 of shape ({n}, {plane.row_bytes})")
         if plane.row_bytes > 1 and array.strides[1] != 1:
             raise StateError(f"{name}: the bytes of each row must be contiguous")
+
+
+def _check_channels(arrays: Sequence[Bytes2D], planes: Sequence[Plane], n: int) -> None:
+    if len(arrays) != len(planes):
+        raise StateError(f"v: {len(arrays)} planes, the layout has {len(planes)}")
+    for array, plane in zip(arrays, planes, strict=True):
+        if plane.format.is_quantized:
+            raise StateError(f"a {plane.format.name} V cannot be transposed")
+        shape = plane.n_elements, n * plane.format.block_bytes
+        if array.dtype != np.uint8 or array.shape != shape:
+            raise StateError(f"v planes must be uint8 of shape {shape}")
+        if array.strides[1] != 1:
+            raise StateError("v: the bytes of each channel must be contiguous")
+
+
+def _cut(
+    channels: Sequence[Bytes2D], planes: Sequence[Plane], first: int, last: int
+) -> Iterator[Bytes2D]:
+    for array, plane in zip(channels, planes, strict=True):
+        element_bytes = plane.format.block_bytes
+        yield array[:, first * element_bytes : last * element_bytes]
+
+
+def _owned(plane: Bytes2D) -> Bytes2D:
+    out = np.empty(plane.shape, np.uint8)
+    dispatch.copy_planes(out.reshape(-1), [(0, plane, None)])
+    return out
+
+
+def _within(new: Blob, old: Blob, view: Bytes2D) -> Bytes2D:
+    """The view of `new` that `view` is of `old`."""
+    return np.ndarray(view.shape, np.uint8, new, view.ctypes.data - old.ctypes.data, view.strides)

@@ -58,7 +58,8 @@ def shift(
             source = _rotated(source, plane, layer, tables[layer], block, n_threads)
         planes.append(source)
     positions = rows.positions + np.int32(delta)
-    return KVRows(rows.layout, positions, tuple(planes), rows.v, _moved_ext(rows, delta))
+    ext = _moved_ext(rows, delta)
+    return KVRows(rows.layout, positions, tuple(planes), rows.v, ext, rows.v_trans)
 
 
 def compose_at(

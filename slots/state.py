@@ -103,15 +103,17 @@ class _Section:
 
 
 def parse_state(
-    reader: Reader, *, cell_ext: bool, has_v: bool | None = None, is_last: bool = True
-) -> SequenceState:
+    reader: Reader, *, cell_ext: bool, has_v: bool | None = None, is_last: bool = True,
+    as_is: bool = False,
+) -> SequenceState:  # fmt: skip
     """Read a whole state, if it `is_last` up to the end of the bytes.
 
     has_v: whether V sections follow the K sections; None: told by what is left, which only
     the last state allows
+    as_is: leave a transposed V so (`KVRows.v_trans`) if the cells are sorted
     Everything is checked before any row is moved; rows are views into the source when its
-    cells are sorted and V is not transposed, otherwise copies of the same size. StateError if
-    the bytes are anything but one plain KV cache with cells in exactly one stream."""
+    cells are sorted and V is not transposed or left so, otherwise copies of the same size.
+    StateError if the bytes are anything but one plain KV cache with cells in exactly one stream."""
     n_stream = reader.u32("n_stream")
     if not 1 <= n_stream <= STREAMS_MAX:
         raise StateError(f"n_stream is {n_stream}; expected 1 to {STREAMS_MAX}")
@@ -132,12 +134,14 @@ def parse_state(
     stream, cells, v_trans, k, v = found
     layout = KVLayout(tuple(s.plane for s in k), tuple(s.plane for s in v), cell_ext)
     n = len(cells.positions)
+    stays = as_is and v_trans and bool(v) and cells.by_position is None
     rows = KVRows(
         layout,
         cells.positions,
         tuple(section.rows(n, cells.by_position) for section in k),
-        tuple(section.rows(n, cells.by_position) for section in v),
+        tuple(section.data if stays else section.rows(n, cells.by_position) for section in v),
         cells.ext,
+        stays,
     )
     return SequenceState(rows, Frame(n_stream, stream, v_trans, cells.seq_id), cells.order)
 

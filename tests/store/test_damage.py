@@ -80,10 +80,11 @@ def assert_quarantined(root: Path, path: Path) -> None:
 def regions() -> dict[str, Callable[[bytes], int]]:
     """A byte in each part of the file."""
 
-    def plane(number: int) -> Callable[[bytes], int]:
+    def rows(share: float) -> Callable[[bytes], int]:
         def find(data: bytes) -> int:
             head, start = decode_head(memoryview(data))
-            return start + head.planes[number].offset + head.planes[number].nbytes // 2
+            (blob,) = head.runs[0].blobs
+            return start + blob.offset + int(share * (blob.nbytes - 1))
 
         return find
 
@@ -97,8 +98,10 @@ def regions() -> dict[str, Callable[[bytes], int]]:
         "header, first": lambda data: PREAMBLE.size,
         "header, ids": lambda data: data.index(IDS[:5].tobytes()),
         "header, key": lambda data: PREAMBLE.size + 60,
-        "first k plane": plane(0),
-        "last v plane": plane(3),
+        "blob, magic": rows(0),
+        "blob, cells": rows(0.05),
+        "blob, middle": rows(0.5),
+        "blob, last byte": rows(1),
     }
 
 
@@ -228,25 +231,25 @@ def test_mutated_headers_never_reach_outside(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     """A header with one changed value either fails or keeps all extents inside the file."""
-    blob = valid_file(tmp_path_factory)
-    head, start = decode_head(memoryview(blob))
+    whole = valid_file(tmp_path_factory)
+    head, start = decode_head(memoryview(whole))
     fields = msgspec.to_builtins(head, builtin_types=(bytes,))
     number = data.draw(st.integers(-(2**63), 2**64 - 1) | st.integers(0, 10) | st.none())
-    where = data.draw(st.sampled_from(["p0", "p1", "scope", "offset", "nbytes", "row_bytes"]))
+    where = data.draw(st.sampled_from(["p0", "p1", "scope", "offset", "nbytes", "n_rows"]))
     if where in fields:
         fields[where] = number
     else:
-        plane = data.draw(st.sampled_from(fields["runs"][0][4]))
-        plane[{"row_bytes": 3, "offset": 5, "nbytes": 6}[where]] = number
+        blob = data.draw(st.sampled_from(fields["runs"][0][5]))
+        blob[{"n_rows": 0, "offset": 1, "nbytes": 2}[where]] = number
     body = msgspec.msgpack.encode(fields)
     prefix = PREAMBLE.pack(b"TWRSEG", VERSION, len(body), 0, bytes(16))[:16]
     head_bytes = (prefix + checksum(prefix, body) + body).ljust(start, b"\0")
-    changed = head_bytes + blob[start:]
+    changed = head_bytes + whole[start:]
     try:
         found, at = decode_head(memoryview(changed))
     except StateError:
         return
-    extents = [(plane.offset, plane.nbytes) for plane in found.planes]
+    extents = [(plane.offset, plane.nbytes) for plane in found.pieces]
     for offset, nbytes in extents:
         assert 0 <= at + offset <= at + offset + nbytes <= len(changed)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from old_segments import in_planes
 from store_tools import (
     FINGERPRINT,
     check_rows,
@@ -67,7 +68,8 @@ def test_damaged_stored_rows_are_set_aside(root: Path, place: str) -> None:
     with path.open("r+b") as handle:
         head, start = decode_head(memoryview(handle.read()))
         run = head.runs[place == "stored"]
-        at = 70 if place == "header" else start + run.planes[3].offset + run.planes[3].nbytes - 1
+        last = run.planes[-1] if run.planes else run.blobs[-1]
+        at = 70 if place == "header" else start + last.offset + last.nbytes - 1
         handle.seek(at)
         byte = handle.read(1)[0]
         handle.seek(at)
@@ -170,13 +172,9 @@ def with_states(root: Path, version: int) -> None:
     sizes = {}
     for path in (root / "segments").iterdir():
         data = path.read_bytes()
-        head, start = decode_head(memoryview(data))
-        (run,) = head.runs
-        fields = msgspec.to_builtins(head, builtin_types=(bytes,))
+        fields, start, data = in_planes(data, FINGERPRINT.layout)
         if version == 1:
-            del fields["runs"]
-            fields["planes"] = msgspec.to_builtins(run.planes, builtin_types=(bytes,))
-        data = data[start:]
+            ((*_, fields["planes"]),) = fields.pop("runs")
         fields["boundaries"] = []
         for position, state in STATES.items():
             data = data.ljust(page_up(len(data)), b"\0")

@@ -57,9 +57,9 @@ def reencode(
         if file.dropped or not nodes:
             return None
         p0, last, prefix = nodes[0].p0, nodes[-1], nodes[-1].prefix_bytes()
-    rows.ensure_verified(file, last, again=True)
+    rows.verify(file, last)
     try:
-        runs = _runs(file, wishes, state.fingerprint.layout, p0, last.p1)
+        runs = _runs(file, rows, wishes, state.fingerprint.layout, p0, last.p1)
     except (OSError, StateError) as error:
         raise StoreError(f"{file.path} cannot be read again: {error}") from error
     draft = Draft(
@@ -74,7 +74,7 @@ def reencode(
 
 
 def _runs(
-    file: SegmentFile, wishes: Sequence[Wish], native: KVLayout, p0: int, p1: int
+    file: SegmentFile, rows: RowStore, wishes: Sequence[Wish], native: KVLayout, p0: int, p1: int
 ) -> list[DraftRun]:
     """Every stretch that has one origin and one wish, neighbours of one format joined."""
     cuts = {p for wish in wishes for p in (wish.p0, wish.p1)}
@@ -82,9 +82,9 @@ def _runs(
     ends = [p0, *sorted(p for p in cuts if p0 < p < p1), p1]
     runs = []
     for start, end in zip(ends, ends[1:], strict=False):
-        (part,) = file.rows(native, start, end)
+        parts = rows.pieces(file, start, end)
         origin = next(run for run in file.runs if start - file.p0 < run.end)
-        runs.append(DraftRun([part], _format_of(part, wishes, native), origin.derived))
+        runs.append(DraftRun(parts, _format_of(parts[0], wishes, native), origin.derived))
     return merge_runs(runs)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -84,21 +84,29 @@ class RowStore:
     def load(self, part: RowsPart) -> Runs:
         """The rows themselves, as views. Raises RowsDamaged (the file is in quarantine now) or
         StoreError (it cannot be opened for want of descriptors or memory)."""
+        return Runs(tuple(self.load_each(part)))
+
+    def load_each(self, part: RowsPart) -> Iterator[KVRows]:
+        """The rows piece by piece, each checked when it is asked for; raises as `load`. Whoever
+        took some pieces has them, whatever becomes of the rest."""
         if isinstance(part.source, Runs):
-            return part.source.slice(part.p0, part.p1)
-        file = part.source
-        while True:
+            yield from part.source.slice(part.p0, part.p1)
+            return
+        at, file = part.p0, part.source
+        while at < part.p1:
             file = _newest(file, part)
             try:
-                return self._load(file, part)
+                for rows in self._load(file, part, at):
+                    at = rows.p1
+                    yield rows
             except RowsDamaged:
                 if _newest(file, part) is file:  # else it was re-encoded just now
                     raise
 
-    def _load(self, file: SegmentFile, part: RowsPart) -> Runs:
-        self.ensure_verified(file, part.node)
+    def _load(self, file: SegmentFile, part: RowsPart, p0: int) -> Iterator[KVRows]:
+        self._open(file, part.node)
         try:
-            return file.rows(self._state.fingerprint.layout, part.p0, part.p1)
+            yield from file.rows(self._state.fingerprint.layout, p0, part.p1, self._pool)
         except (StateError, OSError) as error:
             raise self._damaged(file, error) from error
 
@@ -209,20 +217,35 @@ class RowStore:
             if file.path.name not in names:
                 self.drop_file(file)
 
-    def ensure_verified(self, file: SegmentFile, node: Node, *, again: bool = False) -> None:
-        """Check a file that `node` views, once per process or `again`; raises as `load`."""
-        if file.dropped:
-            raise RowsDamaged(f"the rows in {file.path.name} were dropped meanwhile")
-        if file.verified and not again:
-            return
-        state = self._state
-        with state.lock:
-            views = [(viewer.p0, viewer.ids) for viewer in file.nodes]
-            prefix = node.prefix_bytes()
+    def verify(self, file: SegmentFile, node: Node) -> None:
+        """Check all of a file that `node` views, whatever was checked before; raises as `load`."""
+        self._refuse_dropped(file)
         try:
-            file.verify(Claim(state.fingerprint, prefix, views), self._pool, again=again)
+            file.verify(self._claim(file, node), self._pool)
         except (StateError, OSError) as error:
             raise self._damaged(file, error) from error
+
+    def pieces(self, file: SegmentFile, p0: int, p1: int) -> list[KVRows]:
+        """The rows [p0, p1) of a file that was verified. Raises OSError or StateError."""
+        return list(file.rows(self._state.fingerprint.layout, p0, p1, self._pool))
+
+    def _open(self, file: SegmentFile, node: Node) -> None:
+        self._refuse_dropped(file)
+        if file.is_open:
+            return
+        try:
+            file.open(self._claim(file, node))
+        except (StateError, OSError) as error:
+            raise self._damaged(file, error) from error
+
+    def _refuse_dropped(self, file: SegmentFile) -> None:
+        if file.dropped:
+            raise RowsDamaged(f"the rows in {file.path.name} were dropped meanwhile")
+
+    def _claim(self, file: SegmentFile, node: Node) -> Claim:
+        with self._state.lock:
+            views = [(viewer.p0, viewer.ids) for viewer in file.nodes]
+            return Claim(self._state.fingerprint, node.prefix_bytes(), views)
 
     def _damaged(self, file: SegmentFile, error: Exception) -> StoreError:
         """Quarantine `file`; the error to raise."""

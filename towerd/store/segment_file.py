@@ -1,4 +1,4 @@
-"""SegmentFile: one immutable file of rows on disk, mapped when used, checked once."""
+"""SegmentFile: one immutable file of rows on disk, mapped when used, each piece checked once."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ import stat
 import threading
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from towerd.slots.blob import parse_rows
 from towerd.slots.errors import StateError
 from towerd.slots.fingerprint import Fingerprint
 from towerd.slots.layout import NATIVE, KVLayout
 from towerd.slots.rows import KVRows
-from towerd.slots.runs import Runs
 from towerd.store.keys import segment_key
 from towerd.store.node import ID_BYTES, Node
 from towerd.store.run import EXACT, Run, Taint, native_run, taint_of
 from towerd.store.segment_header import (
+    BlobEntry,
     Header,
     PlaneEntry,
     RunEntry,
@@ -77,8 +78,8 @@ class SegmentFile:
     """A catalogued file holding the rows [p0, p0 + n_rows). `nodes` are those that view it."""
 
     __slots__ = (
-        "_header", "_lock", "_mapped", "_mappings", "_start", "dropped", "id", "n_rows", "nbytes",
-        "nodes", "p0", "path", "runs", "successor", "verified",
+        "_checked", "_header", "_lock", "_mapped", "_mappings", "_start", "dropped", "id",
+        "n_rows", "nbytes", "nodes", "p0", "path", "runs", "successor",
     )  # fmt: skip
 
     def __init__(
@@ -96,8 +97,9 @@ class SegmentFile:
         self.successor: SegmentFile | None = None
         """The file that took this one's place, once it is dropped for that reason."""
         self.nodes: list[Node] = []
-        self.verified = False
         self.dropped = False
+        self._checked: set[int] = set()
+        """Offsets of the planes and blobs whose checksums were right."""
         self._mappings = mappings
         self._mapped: weakref.ref[mmap.mmap] | None = None
         self._header: Header | None = None
@@ -121,45 +123,71 @@ class SegmentFile:
         row0, row1 = p0 - self.p0, p1 - self.p0
         return all(run.taint == EXACT for run in self.runs if run.row0 < row1 and row0 < run.end)
 
-    def verify(self, claim: Claim, pool: Executor, *, again: bool = False) -> None:
-        """Check everything there is to check, once per process or, if need be, `again`.
+    @property
+    def is_open(self) -> bool:
+        """Whether the header was read and found to be what the catalog says."""
+        return self._header is not None
 
-        Raises StateError (damaged, foreign) or OSError (cannot be opened)."""
+    @property
+    def verified(self) -> bool:
+        """Whether everything in it was checked."""
+        header = self._header
+        return header is not None and len(self._checked) == len(header.pieces)
+
+    def open(self, claim: Claim) -> None:
+        """Check the header, once per process. Raises StateError (damaged, foreign) or OSError
+        (cannot be opened)."""
         with self._lock:
-            if not self.verified:
-                header, start = self._check(self._map(), claim, pool)
-                self._header, self._start = header, start
-                self.verified = True
-                return
-            data = self._map()
-        if again:  # without the lock: others may load meanwhile
-            self._check(data, claim, pool)
+            if self._header is None:
+                self._header, self._start = self._read_header(self._map(), claim)
 
-    def _check(self, data: mmap.mmap, claim: Claim, pool: Executor) -> tuple[Header, int]:
+    def verify(self, claim: Claim, pool: Executor) -> None:
+        """Check everything there is to check, whatever was checked before. Raises as `open`."""
+        with self._lock:
+            data = self._map()
+        header, start = self._read_header(data, claim)
+        check_pieces(data, header.pieces, start, pool)
+        with self._lock:
+            self._header, self._start = header, start
+            self._checked = {piece.offset for piece in header.pieces}
+
+    def _read_header(self, data: mmap.mmap, claim: Claim) -> tuple[Header, int]:
         """The header and where the data begin."""
         header, start = decode_head(memoryview(data))
         self._check_identity(header)
         check_layout(header, claim.fingerprint.layout)
         check_claim(header, claim)
-        check_planes(data, header, start, pool)
         return header, start
 
-    def rows(self, layout: KVLayout, p0: int, p1: int) -> Runs:
-        """Rows [p0, p1) as views of the mapped file, which they keep alive; one part per run
-        of the file, in the run's format. `layout` is the native one.
+    def rows(self, layout: KVLayout, p0: int, p1: int, pool: Executor) -> Iterator[KVRows]:
+        """Rows [p0, p1) as views of the mapped file, which they keep alive, in parts: a run of
+        planes or a blob each, in the run's format, checked when it is asked for (once per
+        process). `layout` is the native one. The file must be open.
 
-        The file must be verified. Raises OSError or StateError if it is gone by now."""
+        Raises OSError or StateError if it is damaged or gone by now."""
         with self._lock:
             data, header, start = self._map(), self._header, self._start
         assert header is not None
         assert self.p0 <= p0 < p1 <= self.p0 + self.n_rows
         row0, row1 = p0 - self.p0, p1 - self.p0
-        parts = []
         for entry in header.runs:
             first, last = max(row0, entry.row0), min(row1, entry.row0 + entry.n_rows)
-            if first < last:
-                parts.append(self._run_rows(data, start, entry, layout, first, last))
-        return Runs(tuple(parts))
+            if first < last and entry.blobs:
+                yield from self._blob_rows(data, start, entry, layout, first, last)
+            elif first < last:
+                self._ensure_checked(data, entry.planes, start, pool)
+                yield self._run_rows(data, start, entry, layout, first, last)
+
+    def _blob_rows(
+        self, data: mmap.mmap, start: int, entry: RunEntry, layout: KVLayout, row0: int, row1: int
+    ) -> Iterator[KVRows]:
+        at = entry.row0
+        for blob in entry.blobs:
+            if at < row1 and row0 < at + blob.n_rows:
+                self._ensure_checked(data, (blob,), start, None)
+                rows = blob_rows(data, blob, start, layout, self.p0 + at)
+                yield rows.slice(self.p0 + row0, self.p0 + row1)
+            at += blob.n_rows
 
     def _run_rows(
         self, data: mmap.mmap, start: int, entry: RunEntry, layout: KVLayout, row0: int, row1: int
@@ -171,6 +199,18 @@ class SegmentFile:
         positions = np.arange(self.p0 + row0, self.p0 + row1, dtype=np.int32)
         stored = layout.stored_as(entry.format)
         return KVRows(stored, positions, tuple(planes[:n_k]), tuple(planes[n_k:]), ext)
+
+    def _ensure_checked(
+        self,
+        data: mmap.mmap,
+        pieces: Sequence[PlaneEntry | BlobEntry],
+        start: int,
+        pool: Executor | None,
+    ) -> None:
+        if missing := [piece for piece in pieces if piece.offset not in self._checked]:
+            check_pieces(data, missing, start, pool)
+            with self._lock:
+                self._checked.update(piece.offset for piece in missing)
 
     def _check_identity(self, header: Header) -> None:
         if (header.p0, header.n, header.run_table) != (self.p0, self.n_rows, self.runs):
@@ -225,16 +265,33 @@ def check_claim(header: Header, claim: Claim) -> None:
             raise StateError("the file's tokens are not the catalog's")
 
 
-def check_planes(data: mmap.mmap, header: Header, start: int, pool: Executor) -> None:
-    """StateError unless every plane has its checksum."""
+def check_pieces(
+    data: mmap.mmap,
+    pieces: Sequence[PlaneEntry | BlobEntry],
+    start: int,
+    pool: Executor | None,
+) -> None:
+    """StateError unless every plane and blob has its checksum. None: on this thread."""
     view = memoryview(data)
 
-    def is_good(entry: PlaneEntry) -> bool:
+    def is_good(entry: PlaneEntry | BlobEntry) -> bool:
         at = start + entry.offset
         return checksum(view[at : at + entry.nbytes]) == entry.checksum
 
-    if not all(list(pool.map(is_good, header.planes))):
+    results = map(is_good, pieces) if pool is None else pool.map(is_good, pieces)
+    if not all(list(results)):
         raise StateError("a checksum does not match: the rows are damaged")
+
+
+def blob_rows(data: mmap.mmap, blob: BlobEntry, start: int, layout: KVLayout, p0: int) -> KVRows:
+    """The rows of a blob as views. StateError unless it holds `layout`'s rows from `p0` on."""
+    taken = np.frombuffer(data, np.uint8, blob.nbytes, start + blob.offset)
+    rows = parse_rows(
+        taken, cell_ext=layout.cell_ext, has_window=layout.n_window > 0, layout=layout
+    )
+    if (rows.p0, rows.p1, len(rows)) != (p0, p0 + blob.n_rows, blob.n_rows) or rows.blob is None:
+        raise StateError("a blob holds other positions than its file says")
+    return rows
 
 
 def _view(

@@ -8,10 +8,14 @@
     32  header (msgpack), then zeros up to the next page
     d   data, d = the first page boundary after the header
 
-Offsets in the header count from d. Version 1 has one run of native rows and lists its planes
-in the header itself; it is read, never written. Headers of old files may name boundary states
-(`boundaries`) that lie behind the planes; states have files of their own now, and those are
-passed over.
+Offsets in the header count from d. Rows in a stored format are kept in planes. Rows as the
+context has them are kept in sequence blobs, the very bytes that the context takes back: they are
+attached from the mapped file without another copy.
+
+Older files are read, never written. Version 2 has native rows in planes, too. Version 1 has one
+run of native rows and lists its planes in the header itself. Their headers may name boundary
+states (`boundaries`) that lie behind the planes; states have files of their own now, and those
+are passed over.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from typing import Literal, TypeAlias, cast
 import msgspec
 import xxhash
 
+from towerd.slots.blob import blob_size
 from towerd.slots.errors import StateError
 from towerd.slots.layout import CELL_EXT_BYTES, NATIVE, KVLayout
 from towerd.store.keys import KEY_BYTES
@@ -29,7 +34,8 @@ from towerd.store.node import ID_BYTES
 from towerd.store.run import Run, check_runs
 
 MAGIC = b"TWRSEG"
-VERSION = 2
+VERSION = 3
+VERSION_PLANES = 2
 VERSION_NATIVE = 1
 PAGE = 4096
 PREAMBLE = struct.Struct("<6sHII16s")
@@ -64,18 +70,28 @@ class PlaneEntry(msgspec.Struct, frozen=True, array_like=True):
         return self.kind, self.layer, self.ggml_type, self.row_bytes, self.format
 
 
+class BlobEntry(msgspec.Struct, frozen=True, array_like=True):
+    """The next `n_rows` rows of a native run: a sequence blob of a unified cache."""
+
+    n_rows: int
+    offset: int
+    nbytes: int
+    checksum: bytes
+
+
 class RunEntry(msgspec.Struct, frozen=True, array_like=True):
-    """Rows [row0, row0 + n_rows) of the file and the planes that hold them."""
+    """Rows [row0, row0 + n_rows) of the file and the planes or the blobs that hold them."""
 
     row0: int
     n_rows: int
     format: str
     derived: bool
     planes: list[PlaneEntry]
+    blobs: list[BlobEntry] = []
 
     @property
     def run(self) -> Run:
-        """Without its planes."""
+        """Without what holds it."""
         return Run(self.row0, self.n_rows, self.format, self.derived)
 
 
@@ -98,9 +114,12 @@ class Header(msgspec.Struct, frozen=True):
         return self.p1 - self.p0
 
     @property
-    def planes(self) -> list[PlaneEntry]:
-        """The planes of all runs."""
-        return [plane for run in self.runs for plane in run.planes]
+    def pieces(self) -> list[PlaneEntry | BlobEntry]:
+        """The planes and blobs of all runs: what has a checksum."""
+        pieces: list[PlaneEntry | BlobEntry] = []
+        for run in self.runs:
+            pieces += [*run.planes, *run.blobs]
+        return pieces
 
     @property
     def run_table(self) -> tuple[Run, ...]:
@@ -175,7 +194,7 @@ def decode_head(data: memoryview) -> tuple[Header, int]:
     magic, version, n_header, zero, expected = PREAMBLE.unpack_from(data)
     if magic != MAGIC:
         raise StateError("not a segment file (wrong magic)")
-    if version not in (VERSION_NATIVE, VERSION) or zero != 0:
+    if not VERSION_NATIVE <= version <= VERSION or zero != 0:
         raise StateError(f"segment file version {version}; this build reads up to {VERSION}")
     end = PREAMBLE.size + n_header
     if n_header > HEADER_BYTES_MAX or end > len(data):
@@ -193,9 +212,15 @@ def decode_head(data: memoryview) -> tuple[Header, int]:
 
 
 def check_layout(header: Header, native: KVLayout) -> None:
-    """StateError unless every run's layer table is this layout's in the run's format."""
+    """StateError unless every run's planes or blobs are of this layout in the run's format."""
     for run in header.runs:
-        if [plane.shape for plane in run.planes] != plane_shapes(native, run.format):
+        if run.blobs:
+            is_right = run.format == NATIVE and all(
+                blob.nbytes == blob_size(native, blob.n_rows) for blob in run.blobs
+            )
+        else:
+            is_right = [plane.shape for plane in run.planes] == plane_shapes(native, run.format)
+        if not is_right:
             raise StateError("the layer table is not this model's")
 
 
@@ -211,11 +236,16 @@ def _check(header: Header, n_data: int) -> None:
         for plane in run.planes:
             if plane.row_bytes <= 0 or plane.nbytes != run.n_rows * plane.row_bytes:
                 raise StateError(f"{plane.kind} plane {plane.layer} has a wrong size")
-            _check_extent(plane, n_data)
+        if run.blobs and (run.planes or [blob.n_rows for blob in run.blobs if blob.n_rows <= 0]):
+            raise StateError("a run is kept in two ways, or a blob of it has no rows")
+        if run.blobs and sum(blob.n_rows for blob in run.blobs) != run.n_rows:
+            raise StateError("the blobs do not hold the rows of their run")
+    for piece in header.pieces:
+        _check_extent(piece, n_data)
 
 
-def _check_extent(plane: PlaneEntry, n_data: int) -> None:
-    if plane.offset < 0 or plane.offset % PAGE or plane.offset + plane.nbytes > n_data:
-        raise StateError("a plane reaches beyond the file")
-    if len(plane.checksum) != CHECKSUM_BYTES:
+def _check_extent(piece: PlaneEntry | BlobEntry, n_data: int) -> None:
+    if piece.offset < 0 or piece.offset % PAGE or not 0 < piece.nbytes <= n_data - piece.offset:
+        raise StateError("rows reach beyond the file")
+    if len(piece.checksum) != CHECKSUM_BYTES:
         raise StateError("a checksum must have 16 bytes")

@@ -8,18 +8,22 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from towerd.kernels import dispatch
-from towerd.slots.layout import KVLayout
+from towerd.slots.blob import blob_size, emit_blob
+from towerd.slots.layout import NATIVE, KVLayout
 from towerd.slots.rows import KVRows, check_positions
+from towerd.slots.runs import Runs
 from towerd.store import durable
 from towerd.store.run import Run
 from towerd.store.segment_header import (
     CHECKSUM_BYTES,
+    BlobEntry,
     Header,
     PlaneEntry,
     RunEntry,
@@ -30,6 +34,9 @@ from towerd.store.segment_header import (
 )
 
 CHUNK_BYTES = 1 << 22
+BLOB_BYTES_MAX = 1 << 25
+"""Of one sequence blob: it is checked as a whole and then attached while the next is checked.
+llama.cpp needs some 2 ms to take one with a transposed V, however small it is."""
 SUFFIX = ".twr"
 
 
@@ -80,7 +87,7 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class _Extent:
+class _PlaneExtent:
     """Where one plane of one run goes."""
 
     run: DraftRun
@@ -93,6 +100,34 @@ class _Extent:
     def entry(self, digest: bytes) -> PlaneEntry:
         return PlaneEntry(*self.shape, self.offset, self.nbytes, digest)
 
+    def chunks(self, native: KVLayout) -> Iterator[memoryview]:
+        """The bytes to write, in order."""
+        for part in self.run.parts:
+            yield from _encoded(part, self, native)
+
+
+@dataclass(frozen=True, slots=True)
+class _BlobExtent:
+    """Where some native rows go as one sequence blob."""
+
+    parts: Sequence[KVRows]
+    offset: int
+    nbytes: int
+
+    def entry(self, digest: bytes) -> BlobEntry:
+        return BlobEntry(sum(map(len, self.parts)), self.offset, self.nbytes, digest)
+
+    def chunks(self, native: KVLayout) -> Iterator[memoryview]:
+        """The bytes to write: V transposed or not as the first rows have it."""
+        first = self.parts[0]
+        if len(self.parts) == 1 and first.blob is not None:
+            yield first.blob.data
+        else:
+            yield emit_blob(self.parts, layout=native, v_trans=first.v_trans, n_threads=1)
+
+
+_Extent: TypeAlias = _PlaneExtent | _BlobExtent
+
 
 def new_name() -> str:
     """A file name that nobody can guess or has used."""
@@ -103,16 +138,16 @@ def write_segment(draft: Draft, name: str, tmp: Path, final: Path, pool: Executo
     """Write `final/name` durably through `tmp/name`; returns its size in bytes.
 
     Raises OSError, and then nothing is left behind."""
-    extents, n_data = _place(draft)
-    blank = [bytes(CHECKSUM_BYTES)] * len(extents)
-    start = len(encode_head(_header(draft, extents, blank)))
+    table, n_data = _place(draft)
+    blank = [[bytes(CHECKSUM_BYTES)] * len(extents) for extents in table]
+    start = len(encode_head(_header(draft, table, blank)))
     path = tmp / name
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         try:
             durable.reserve(fd, start + n_data)
-            digests = _write_planes(fd, start, extents, draft.native, pool)
-            head = encode_head(_header(draft, extents, digests))
+            digests = _write_extents(fd, start, table, draft.native, pool)
+            head = encode_head(_header(draft, table, digests))
             assert len(head) == start
             _write(fd, memoryview(head), 0)
             durable.sync(fd)
@@ -126,61 +161,85 @@ def write_segment(draft: Draft, name: str, tmp: Path, final: Path, pool: Executo
     return start + n_data
 
 
-def _write_planes(
-    fd: int, start: int, extents: Sequence[_Extent], native: KVLayout, pool: Executor
-) -> list[bytes]:
-    """Write every plane side by side; returns their checksums."""
-    jobs: list[Future[bytes]] = []
+def _write_extents(
+    fd: int, start: int, table: Sequence[Sequence[_Extent]], native: KVLayout, pool: Executor
+) -> list[list[bytes]]:
+    """Write planes side by side and then blobs, each of which is large, one after the other;
+    returns their checksums, by run."""
+    jobs: dict[int, Future[bytes]] = {}
+    extents = [extent for row in table for extent in row]
     try:
         for extent in extents:
-            jobs.append(pool.submit(_write_plane, fd, start, extent, native))
+            if isinstance(extent, _PlaneExtent):
+                jobs[extent.offset] = pool.submit(_write_extent, fd, start, extent, native)
     finally:
-        wait(jobs)  # the caller closes fd next: no job may outlive this
-    return [job.result() for job in jobs]
+        wait(jobs.values())  # the caller closes fd next: no job may outlive this
+    digests = {offset: job.result() for offset, job in jobs.items()}
+    for extent in extents:
+        if isinstance(extent, _BlobExtent):
+            digests[extent.offset] = _write_extent(fd, start, extent, native)
+    return [[digests[extent.offset] for extent in row] for row in table]
 
 
-def _header(draft: Draft, extents: Sequence[_Extent], digests: Sequence[bytes]) -> Header:
-    entries = [extent.entry(digest) for extent, digest in zip(extents, digests, strict=True)]
-    n_planes = len(entries) // len(draft.runs)
-    runs = [
-        RunEntry(
-            run.row0, run.n_rows, run.format, run.derived,
-            entries[i * n_planes : (i + 1) * n_planes],
-        )
-        for i, run in enumerate(draft.run_table)
-    ]  # fmt: skip
+def _header(
+    draft: Draft, table: Sequence[Sequence[_Extent]], digests: Sequence[Sequence[bytes]]
+) -> Header:
+    runs = []
+    for run, extents, sums in zip(draft.run_table, table, digests, strict=True):
+        entries = [extent.entry(digest) for extent, digest in zip(extents, sums, strict=True)]
+        planes = [entry for entry in entries if isinstance(entry, PlaneEntry)]
+        blobs = [entry for entry in entries if isinstance(entry, BlobEntry)]
+        runs.append(RunEntry(run.row0, run.n_rows, run.format, run.derived, planes, blobs))
     return Header(draft.fingerprint, draft.key, draft.scope, draft.p0, draft.p1, draft.ids, runs)
 
 
-def _place(draft: Draft) -> tuple[list[_Extent], int]:
-    """Each plane on a page of its own; the extents and the end of the last."""
+def _place(draft: Draft) -> tuple[list[list[_Extent]], int]:
+    """Each plane and blob on a page of its own: those of every run, and the end of the last."""
     check_positions([part for run in draft.runs for part in run.parts])
-    extents, at = [], 0
+    table: list[list[_Extent]] = []
+    end = 0
     for run in draft.runs:
-        for index, shape in enumerate(plane_shapes(draft.native, run.format)):
-            n_bytes = run.n_rows * shape[3]
-            extents.append(_Extent(run, index, shape, at, n_bytes))
-            at = page_up(at + n_bytes)
-    return extents, at
+        place = _blobs if run.format == NATIVE else _planes
+        table.append(list(place(run, draft, page_up(end))))
+        end = table[-1][-1].offset + table[-1][-1].nbytes
+    return table, end
 
 
-def _write_plane(fd: int, start: int, extent: _Extent, native: KVLayout) -> bytes:
+def _planes(run: DraftRun, draft: Draft, at: int) -> Iterator[_Extent]:
+    for index, shape in enumerate(plane_shapes(draft.native, run.format)):
+        n_bytes = run.n_rows * shape[3]
+        yield _PlaneExtent(run, index, shape, at, n_bytes)
+        at = page_up(at + n_bytes)
+
+
+def _blobs(run: DraftRun, draft: Draft, at: int) -> Iterator[_Extent]:
+    """As few as possible of at most BLOB_BYTES_MAX, all of about the same size."""
+    rows_max = max(1, BLOB_BYTES_MAX // draft.native.token_bytes)
+    step = -(-run.n_rows // -(-run.n_rows // rows_max))
+    runs = Runs(tuple(run.parts))
+    for p0 in range(runs.p0, runs.p1, step):
+        parts = runs.slice(p0, min(p0 + step, runs.p1)).parts
+        n_bytes = blob_size(draft.native, sum(map(len, parts)))
+        yield _BlobExtent(parts, at, n_bytes)
+        at = page_up(at + n_bytes)
+
+
+def _write_extent(fd: int, start: int, extent: _Extent, native: KVLayout) -> bytes:
     h = xxhash.xxh3_128()
     at = start + extent.offset
-    for part in extent.run.parts:
-        for chunk in _encoded(part, extent, native):
-            h.update(chunk)
-            _write(fd, chunk, at)
-            at += len(chunk)
+    for chunk in extent.chunks(native):
+        h.update(chunk)
+        _write(fd, chunk, at)
+        at += len(chunk)
     return h.digest()
 
 
-def _encoded(part: KVRows, extent: _Extent, native: KVLayout) -> Iterator[memoryview]:
+def _encoded(part: KVRows, extent: _PlaneExtent, native: KVLayout) -> Iterator[memoryview]:
     """The bytes to write of one part, in order."""
     if extent.shape[0] == "ext":
         assert part.ext is not None
         return _chunks(np.ascontiguousarray(part.ext).view(np.uint8).reshape(len(part), -1))
-    rows = (part.k + part.v)[extent.index]
+    rows = part.plane(extent.index)
     have = part.layout.planes[extent.index].format
     want = native.stored_as(extent.run.format).planes[extent.index]
     if have == want.format:

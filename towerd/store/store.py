@@ -188,13 +188,16 @@ class Store:
             return self.rows.plan(nodes, start, min(stop, n), exact=exact)
 
     def load_rows(self, part: RowsPart) -> Runs:
-        """A part's rows as views, in the formats they are stored in; a file is checked on its
-        first use in this process.
-
-        Raises RowsDamaged (the file went to quarantine, or was dropped since planning: plan
-        again) or StoreError."""
+        """A part's rows as views, in the formats they are stored in, checked on their first use in
+        this process. Raises RowsDamaged (the file went to quarantine, or was dropped since
+        planning: plan again) or StoreError."""
         self._check_open()
         return self.rows.load(part)
+
+    def load_each(self, part: RowsPart) -> Iterator[KVRows]:
+        """The same rows piece by piece, each checked when it is asked for; raises as `load_rows`."""
+        self._check_open()
+        return self.rows.load_each(part)
 
     def attach_hot(
         self, nodes: Sequence[Node], rows: KVRows | Runs, *, derived: bool = False

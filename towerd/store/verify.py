@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -18,8 +19,8 @@ from towerd.store.collect import orphans
 from towerd.store.integrity import problems
 from towerd.store.rows import RowStore
 from towerd.store.run import decode_runs
-from towerd.store.segment_file import Claim, check_claim, check_planes, map_file
-from towerd.store.segment_header import check_layout, decode_head
+from towerd.store.segment_file import Claim, blob_rows, check_claim, check_pieces, map_file
+from towerd.store.segment_header import Header, check_layout, decode_head
 from towerd.store.state import StoreState
 
 
@@ -107,10 +108,20 @@ def _file_problem(state: StoreState, pool: Executor, row: tuple[Any, ...]) -> st
             return "the catalog describes another file under this name"
         check_layout(header, fingerprint.layout)
         check_claim(header, Claim(fingerprint, prefix, [view[:2] for view in views]))
-        check_planes(data, header, start, pool)
+        check_pieces(data, header.pieces, start, pool)
+        _check_blobs(data, header, start, fingerprint)
     except (StateError, OSError, msgspec.DecodeError) as error:
         return str(error)
     return None
+
+
+def _check_blobs(data: mmap.mmap, header: Header, start: int, fingerprint: Fingerprint) -> None:
+    """StateError unless every blob can be read."""
+    for run in header.runs:
+        at = header.p0 + run.row0
+        for blob in run.blobs:
+            blob_rows(data, blob, start, fingerprint.layout, at)
+            at += blob.n_rows
 
 
 def _prefix(state: StoreState, segment: int) -> bytes:

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,8 @@ import numpy as np
 
 from towerd.engine.base import Ids
 from towerd.errors import NotFound, RowsDamaged, StoreError
-from towerd.kernels.dispatch import THREADS
-from towerd.slots.blob import blob_size, emit_blob
 from towerd.slots.layout import KVLayout
 from towerd.slots.rows import KVRows
-from towerd.slots.runs import Runs
 from towerd.store import (
     APPROXIMATE,
     DERIVED,
@@ -41,7 +39,7 @@ from towerd.store import (
     Taint,
 )
 from towerd.store.segment_file import quantized_bytes
-from towerd.tiers.buffers import BufferPool
+from towerd.tiers.composer import Composer, Piece
 from towerd.tiers.counters import Counters
 from towerd.tiers.fidelity import Fidelity, LevelFormats
 from towerd.tiers.learned import Learned
@@ -52,18 +50,7 @@ from towerd.tiers.shrink import Shrinker
 
 log = logging.getLogger(__name__)
 
-_BLOB_BYTES = 15 << 20
-"""Small enough for the CPU's cache, where llama.cpp reads it next, and large enough for a
-transposed V: each of its channels is copied in runs of as many elements as the blob has cells, so
-that attaching 2,048 tokens of the 1B shape costs 33 ms of CPU with 6 MB, 20 with 12, 18 with 18."""
-_BLOB_HEADER_BYTES = 1 << 20
-"""Room for what a blob holds besides rows: 12 bytes a cell and a few a plane."""
-_BLOBS_WARM = 4
-_BUFFER_BYTES_MAX = 72 << 20
 _RETRY_WRITE_S = 30.0
-_COMPOSE_THREADS = max(1, THREADS - 1)
-"""One core is left to whoever attaches the blob before. On two cores 8,192 tokens of the 1B shape
-come in 0.099 s with one thread and in 0.118 s with two."""
 
 
 class Tiers:
@@ -96,7 +83,6 @@ class Tiers:
         tail: what every composed blob must end with"""
         self.store = store
         self.layout = layout
-        self.v_trans, self._tail = v_trans, tail
         self.hot_bytes_max = hot_bytes
         self.warm_bytes_max = warm_bytes
         self.counters = Counters()
@@ -107,8 +93,7 @@ class Tiers:
             store, self.ranking, self._copy_up, bytes_per_s=prefetch_bytes, clock=clock
         )
         self._lock = threading.Lock()
-        self._buffers = BufferPool(_BUFFER_BYTES_MAX)
-        self._buffers.warm_up(_BLOB_BYTES + _BLOB_HEADER_BYTES, _BLOBS_WARM)
+        self._composer = Composer(layout, v_trans=v_trans, tail=tail)
         self._work: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._promotions: deque[tuple[float, list[Node]]] = deque()
         self._promoting: set[int] = set()
@@ -163,83 +148,41 @@ class Tiers:
         return Plan(start, parts, n_hot, n_all - n_hot, n_public, n_approximate, match.n)
 
     def compose(self, plan: Plan) -> Iterator[Composed]:
-        """Read, check and join the planned rows, one blob of a few megabytes at a time.
-
-        Small blobs stay in the CPU's cache between our copy and llama.cpp's, and the caller can
-        append one while the next is made. Damaged or evicted rows end the iteration early, and
-        so do stored ones that the context's format cannot hold."""
-        for chunk in self._chunks(plan):
-            try:
-                composed = self._blob(chunk)
-            except ValueError as error:
-                log.warning("stored rows cannot be decoded", extra={"error": str(error)})
-                return
-            yield composed
-
-    def _chunks(self, plan: Plan) -> Iterator[list[tuple[RowsPart, Runs]]]:
-        """The planned rows in runs that make one blob each."""
-        chunk = max(1, _BLOB_BYTES // max(1, self.layout.token_bytes))
-        pending: list[tuple[RowsPart, Runs]] = []
-        n_pending = 0
-        for part, rows in self.rows(plan):
-            at = rows.p0
-            while at < rows.p1:
-                end = min(rows.p1, at + chunk - n_pending)
-                pending.append((part, rows.slice(at, end)))
-                n_pending += end - at
-                at = end
-                if n_pending == chunk:
-                    yield pending
-                    pending, n_pending = [], 0
-        if pending:
-            yield pending
-
-    def rows(self, plan: Plan) -> Iterator[tuple[RowsPart, Runs]]:
-        """The planned rows as they are stored, for an engine that frames them itself. Ends early
-        as `compose` does; the views stay readable."""
-        with self._shrinker.reading(part.source for part in plan.parts):
-            yield from self._readable(plan.parts)
+        """Read, check and join the planned rows, one blob at a time. Damaged or evicted rows end
+        the iteration early, and so do stored ones that the context's format cannot hold."""
+        try:
+            yield from self._composer.blobs(self.rows(plan))
+        except ValueError as error:
+            log.warning("stored rows cannot be decoded", extra={"error": str(error)})
 
     def recycle(self, composed: Composed) -> None:
         """Give the blob's buffer back once llama.cpp has copied it."""
-        self._buffers.release(composed.buffer)
+        self._composer.recycle(composed)
 
-    def _readable(self, parts: tuple[RowsPart, ...]) -> Iterator[tuple[RowsPart, Runs]]:
+    def rows(self, plan: Plan) -> Iterator[Piece]:
+        """The planned rows as they are stored, piece by piece, each with the part of the plan
+        that it is. Ends early as `compose` does; the views stay readable."""
+        with self._shrinker.reading(part.source for part in plan.parts):
+            yield from self._readable(plan.parts)
+
+    def _readable(self, parts: tuple[RowsPart, ...]) -> Iterator[Piece]:
         """The parts' rows up to the first that cannot be had; warm ones get promoted later."""
         warm: list[Node] = []
-        for part in parts:
-            try:
-                rows = self.store.load_rows(part)
-            except RowsDamaged as error:
-                log.warning("stored rows cannot be used; prefilling", extra={"error": str(error)})
-                self.counters.damaged += 1
-                break
-            except StoreError as error:
-                log.error("stored rows cannot be read", extra={"error": str(error)})
-                break
-            if part.tier == "warm":
-                warm.append(part.node)
-            yield part, rows
+        try:
+            for part in parts:
+                for rows in self.store.load_each(part):
+                    yield replace(part, p0=rows.p0, p1=rows.p1), rows
+                if part.tier == "warm":
+                    warm.append(part.node)
+        except RowsDamaged as error:
+            log.warning("stored rows cannot be used; prefilling", extra={"error": str(error)})
+            self.counters.damaged += 1
+        except StoreError as error:
+            log.error("stored rows cannot be read", extra={"error": str(error)})
         if warm:
             with self._lock:
                 self._promoting.update(node.id for node in warm)
             self._work.put(("promote", (time.monotonic() + self._promote_delay_s, warm)))
-
-    def _blob(self, rows: list[tuple[RowsPart, Runs]]) -> Composed:
-        n = sum(len(r) for _, r in rows)
-        layout, v_trans, threads = self.layout, self.v_trans, _COMPOSE_THREADS
-        size = blob_size(layout, n, v_trans=v_trans) + len(self._tail)
-        buffer = self._buffers.acquire(size)
-        parts = [part for _, runs in rows for part in runs]
-        try:
-            out, tail = buffer[:size], self._tail
-            emit_blob(parts, layout=layout, v_trans=v_trans, tail=tail, out=out, n_threads=threads)
-        except BaseException:
-            self._buffers.release(buffer)
-            raise
-        n_hot = sum(len(r) for part, r in rows if part.tier == "hot")
-        taint = np.concatenate([p.taint[r.p0 - p.p0 : r.p1 - p.p0] for p, r in rows])
-        return Composed(n, n_hot, n - n_hot, buffer[:size], buffer, taint)
 
     def base_tokens(self, ids: Ids, scope: str) -> int:
         """Length of the deepest pinned base that `ids` begins with."""

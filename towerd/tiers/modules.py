@@ -93,7 +93,7 @@ class Modules:
         """The module's rows in the context's own format, at the positions they were computed
         at, and how many of them were in RAM. Raises StoreError if not all can be had."""
         plan = self._tiers.plan(placed.ids, scope, placed.module.first)
-        parts = [part for _, runs in self._tiers.rows(plan) for part in runs]
+        parts = [rows for _, rows in self._tiers.rows(plan)]
         if sum(len(part) for part in parts) != placed.n:
             raise StoreError(
                 f"The rows of {placed.base.name!r} are gone; forget it with "

@@ -57,13 +57,13 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Composed:
-    """One sequence blob for the next `n` planned tokens, in a buffer to be recycled."""
+    """One sequence blob for the next `n` planned tokens; `buffer`, if any, to be recycled."""
 
     n: int
     n_hot: int
     n_warm: int
     blob: npt.NDArray[np.uint8]
-    buffer: npt.NDArray[np.uint8]
+    buffer: npt.NDArray[np.uint8] | None
     taint: Taint
     """uint8[n]: which of the tokens are EXACT, DERIVED or APPROXIMATE."""
 

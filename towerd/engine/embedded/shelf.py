@@ -53,6 +53,7 @@ class Chunk:
     def of(cls, rows: KVRows, positions: Positions, order: Positions) -> Chunk:
         """`rows`, copied in this order; `positions` of the chat stand for theirs, which are
         places."""
+        rows = rows.token_major()
         chunk = cls(rows.layout, positions, rows.positions.astype(np.int64), rows.k, rows.v,
                     rows.ext)  # fmt: skip
         return chunk.take(order)

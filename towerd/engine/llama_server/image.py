@@ -9,7 +9,7 @@ its sliding-window planes; they are zero then, which no real row is.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -180,11 +180,8 @@ def window_rows(spec: ImageSpec, parts: Sequence[KVRows], n: int) -> list[KVRows
         first += 1  # the row at n - window is not in the next token's window either
     rows = [_window_part(spec, part, first, n) for part in parts if part.p1 > first and part.p0 < n]
     front = max(0, first - 2)
-    gate = KVRows(
-        rows[0].layout,
-        np.array([front], np.int32),
-        tuple(plane[:1] for plane in rows[0].k),
-        tuple(plane[:1] for plane in rows[0].v),
+    gate = replace(
+        rows[0].slice(rows[0].p0, rows[0].p0 + 1), positions=np.array([front], np.int32), blob=None
     )
     return [gate, *rows] if front < first else rows
 
@@ -259,13 +256,13 @@ def _full_part(spec: ImageSpec, part: KVRows) -> KVRows:
         return part
     n, own = spec.n_full, part.layout
     layout = KVLayout(own.k[:n], own.v[:n], own.cell_ext)
-    return KVRows(layout, part.positions, part.k[:n], part.v[:n], part.ext)
+    return part.layers(0, n, layout, part.ext)
 
 
 def _window_part(spec: ImageSpec, part: KVRows, p0: int, p1: int) -> KVRows:
     n, own = spec.n_full, part.layout
-    part = part.slice(p0, p1)
-    return KVRows(KVLayout(own.k[n:], own.v[n:]), part.positions, part.k[n:], part.v[n:])
+    layout = KVLayout(own.k[n:], own.v[n:])
+    return part.slice(p0, p1).layers(n, own.n_layer, layout, None)
 
 
 def _is_real(spec: ImageSpec, parts: Sequence[KVRows], n: int) -> npt.NDArray[np.bool_]:

@@ -99,8 +99,8 @@ class Materialiser:
         parts: list[KVRows] = []
         ends: list[tuple[int, bool]] = []
         taints: list[Taint] = []
-        for part, runs in self._tiers.rows(plan):
-            parts += list(runs)
+        for part, rows in self._tiers.rows(plan):
+            parts.append(rows)
             ends.append((part.p1, part.tier == "hot"))
             taints.append(part.taint)
         n = usable(self.spec, parts, parts[-1].p1) if parts else 0

@@ -1,0 +1,163 @@
+"""Native rows on disk are sequence blobs: several in a file, each checked by itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from old_segments import in_planes
+from store_tools import FINGERPRINT, MROPE, assert_same_rows, check_rows, rows_of, write_all
+
+from towerd.errors import RowsDamaged
+from towerd.slots.blob import emit_blob, parse_rows
+from towerd.slots.fingerprint import Fingerprint
+from towerd.slots.layout import KVLayout, Plane
+from towerd.store import Node, Store, Wish
+from towerd.store.segment_header import PREAMBLE, VERSION_PLANES, checksum, decode_head
+
+IDS = np.arange(100, 150, dtype=np.int32)
+PLAIN = replace(FINGERPRINT, layout=KVLayout((Plane(1, 16),) * 2, (Plane(1, 32),) * 2))
+NO_V = replace(FINGERPRINT, layout=KVLayout((Plane(1, 16),), ()))
+WINDOW = replace(FINGERPRINT, layout=KVLayout((Plane(1, 64),) * 3, (Plane(1, 32),) * 3, n_window=2))
+
+
+@pytest.fixture(autouse=True)
+def small_blobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So small that 50 rows need several."""
+    n_bytes = 20 * FINGERPRINT.layout.token_bytes
+    monkeypatch.setattr("towerd.store.segment_writer.BLOB_BYTES_MAX", n_bytes)
+
+
+def channels(rows_fingerprint: Fingerprint, ids: np.ndarray, p0: int = 0) -> object:
+    """Rows as a context without flash attention gives them."""
+    layout = rows_fingerprint.layout
+    blob = emit_blob([rows_of(ids, p0, layout)], layout=layout, v_trans=True)
+    return parse_rows(blob, has_window=layout.n_window > 0, layout=layout)
+
+
+def written(store: Store, *, v_trans: bool = False) -> Node:
+    leaf = store.insert(IDS, "local", [50])[-1]
+    if v_trans:
+        store.attach_hot([leaf], channels(store.state.fingerprint, IDS))  # type: ignore[arg-type]
+        store.write_rows([leaf])
+        store.drop_hot(leaf)
+    else:
+        write_all(store, leaf)
+    return leaf
+
+
+@pytest.mark.parametrize("fingerprint", [FINGERPRINT, PLAIN, NO_V, WINDOW, MROPE])
+def test_rows_come_in_blobs(root: Path, fingerprint: Fingerprint) -> None:
+    """Each part is a view of a blob that llama.cpp takes back."""
+    layout = fingerprint.layout
+    for v_trans in (False, True) if fingerprint in (PLAIN, WINDOW) else (False,):
+        with Store.open(root / str(v_trans), fingerprint) as store:
+            leaf = written(store, v_trans=v_trans)
+            assert leaf.file is not None
+            assert leaf.file.path.stat().st_size < 50 * layout.token_bytes + 3 * 4096
+        with Store.open(root / str(v_trans), fingerprint) as store:
+            leaf = store.match(IDS, "local").nodes[-1]
+            (part,) = store.plan_rows(leaf, 0, 50)
+            at = 0
+            for rows in store.load_each(part):
+                expected = rows_of(IDS[: rows.p1], at, layout)
+                assert_same_rows(rows, expected)
+                blob = emit_blob([expected], layout=layout, v_trans=v_trans)
+                assert rows.blob is not None
+                assert bytes(rows.blob) == bytes(blob)
+                assert rows.v_trans == v_trans
+                at = rows.p1
+            assert at == 50
+            for p0 in range(0, 50, 7):
+                for p1 in range(p0 + 1, 51, 5):
+                    (part,) = store.plan_rows(leaf, p0, p1)
+                    loaded = store.load_rows(part)
+                    assert (loaded.p0, loaded.p1) == (p0, p1)
+                    for rows in loaded:
+                        assert_same_rows(rows, rows_of(IDS[: rows.p1], rows.p0, layout))
+            assert store.verify().ok
+
+
+@pytest.mark.parametrize("v_trans", [False, True])
+def test_what_is_before_the_damage_is_used(root: Path, v_trans: bool) -> None:
+    """A blob is checked when it is asked for; the file is set aside all the same."""
+    with Store.open(root, PLAIN) as store:
+        path = written(store, v_trans=v_trans).file.path  # type: ignore[union-attr]
+    head, start = decode_head(memoryview(path.read_bytes()))
+    blobs = head.runs[0].blobs
+    assert len(blobs) > 1
+    with path.open("r+b") as handle:
+        at = start + blobs[1].offset + blobs[1].nbytes - 1
+        handle.seek(at)
+        byte = handle.read(1)[0]
+        handle.seek(at)
+        handle.write(bytes([byte ^ 1]))
+    with Store.open(root, PLAIN) as store:
+        leaf = store.match(IDS, "local").nodes[-1]
+        (part,) = store.plan_rows(leaf, 0, 50)
+        pieces = store.load_each(part)
+        first = next(pieces)
+        assert_same_rows(first, rows_of(IDS[: blobs[0].n_rows], 0, PLAIN.layout))
+        with pytest.raises(RowsDamaged):
+            next(pieces)
+        assert not path.exists()
+        assert_same_rows(first, rows_of(IDS[: blobs[0].n_rows], 0, PLAIN.layout))
+        store.check_integrity(keys=True)
+        assert store.verify().ok
+
+
+@pytest.mark.parametrize("edit", ["position", "sequence", "cells", "type"])
+def test_a_blob_is_read_before_it_is_believed(root: Path, edit: str) -> None:
+    """Even with the right checksum: another position, sequence, number of cells or type."""
+    with Store.open(root, PLAIN) as store:
+        path = written(store).file.path  # type: ignore[union-attr]
+    data = bytearray(path.read_bytes())
+    head, start = decode_head(memoryview(data))
+    blob = head.runs[0].blobs[0]
+    at = start + blob.offset
+    n = blob.n_rows
+    place = {"position": at + 16, "sequence": at + 4, "cells": at + 12, "type": at + 24 + 12 * n}
+    data[place[edit]] ^= 1
+    good = checksum(bytes(data[at : at + blob.nbytes]))
+    data = data.replace(blob.checksum, good)
+    size = int.from_bytes(data[8:12], "little")
+    body = bytes(data[PREAMBLE.size : PREAMBLE.size + size])
+    data[16:32] = checksum(bytes(data[:16]), body)
+    path.write_bytes(data)
+    with Store.open(root, PLAIN) as store:
+        assert not store.verify().ok
+        leaf = store.match(IDS, "local").nodes[-1]
+        (part,) = store.plan_rows(leaf, 0, 50)
+        with pytest.raises(RowsDamaged):
+            store.load_rows(part)
+        assert (root / "quarantine" / path.name).exists()
+
+
+def test_files_with_planes_are_read(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the version before wrote: verified, split, re-encoded, then in blobs."""
+    monkeypatch.setattr("towerd.store.segment_writer.BLOB_BYTES_MAX", 1 << 20)
+    with Store.open(root, FINGERPRINT) as store:
+        file = written(store).file
+        assert file is not None
+        fields, start, data = in_planes(file.path.read_bytes(), FINGERPRINT.layout)
+        catalog, size = store.state.catalog, start + len(data)
+        with catalog.transaction():
+            catalog.run("UPDATE files SET bytes = ? WHERE id = ?", (size, file.id))
+        path = file.path
+    body = msgspec.msgpack.encode(fields)
+    prefix = PREAMBLE.pack(b"TWRSEG", VERSION_PLANES, len(body), 0, bytes(16))[:16]
+    path.write_bytes((prefix + checksum(prefix, body) + body).ljust(start, b"\0") + data)
+    with Store.open(root, FINGERPRINT) as store:
+        assert store.verify().ok
+        leaf = store.match(IDS, "local").nodes[-1]
+        store.insert(IDS[:20], "local", [20])
+        assert check_rows(store, leaf) == 50
+        assert leaf.file is not None
+        newer = store.reencode(leaf.file, [Wish(4, 40, "q4h")])
+        assert newer is not None
+        assert check_rows(store, leaf) == 50
+        head, _ = decode_head(memoryview(newer.path.read_bytes()))
+        assert [bool(run.blobs) for run in head.runs] == [True, False, True]
