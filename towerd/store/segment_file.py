@@ -28,6 +28,7 @@ from towerd.store.segment_header import (
     Header,
     PlaneEntry,
     RunEntry,
+    Span,
     check_layout,
     checksum,
     decode_head,
@@ -159,10 +160,11 @@ class SegmentFile:
         check_claim(header, claim)
         return header, start
 
-    def rows(self, layout: KVLayout, p0: int, p1: int, pool: Executor) -> Iterator[KVRows]:
+    def rows(self, layout: KVLayout, p0: int, p1: int, pool: Executor | None) -> Iterator[KVRows]:
         """Rows [p0, p1) as views of the mapped file, which they keep alive, in parts: a run of
         planes or a blob each, in the run's format, checked when it is asked for (once per
-        process). `layout` is the native one. The file must be open.
+        process): the first with `pool`, later ones beside what becomes of those before them.
+        `layout` is the native one. The file must be open.
 
         Raises OSError or StateError if it is damaged or gone by now."""
         with self._lock:
@@ -173,20 +175,23 @@ class SegmentFile:
         for entry in header.runs:
             first, last = max(row0, entry.row0), min(row1, entry.row0 + entry.n_rows)
             if first < last and entry.blobs:
-                yield from self._blob_rows(data, start, entry, layout, first, last)
+                yield from self._blob_rows(data, start, entry, layout, first, last, pool)
+                pool = None
             elif first < last:
                 self._ensure_checked(data, entry.planes, start, pool)
                 yield self._run_rows(data, start, entry, layout, first, last)
 
     def _blob_rows(
-        self, data: mmap.mmap, start: int, entry: RunEntry, layout: KVLayout, row0: int, row1: int
-    ) -> Iterator[KVRows]:
+        self, data: mmap.mmap, start: int, entry: RunEntry, layout: KVLayout, row0: int, row1: int,
+        pool: Executor | None,
+    ) -> Iterator[KVRows]:  # fmt: skip
         at = entry.row0
         for blob in entry.blobs:
             if at < row1 and row0 < at + blob.n_rows:
-                self._ensure_checked(data, (blob,), start, None)
+                self._ensure_checked(data, (blob,), start, pool)
                 rows = blob_rows(data, blob, start, layout, self.p0 + at)
                 yield rows.slice(self.p0 + row0, self.p0 + row1)
+                pool = None
             at += blob.n_rows
 
     def _run_rows(
@@ -274,11 +279,12 @@ def check_pieces(
     """StateError unless every plane and blob has its checksum. None: on this thread."""
     view = memoryview(data)
 
-    def is_good(entry: PlaneEntry | BlobEntry) -> bool:
-        at = start + entry.offset
-        return checksum(view[at : at + entry.nbytes]) == entry.checksum
+    def is_good(span: Span) -> bool:
+        offset, n_bytes, expected = span
+        return checksum(view[start + offset : start + offset + n_bytes]) == expected
 
-    results = map(is_good, pieces) if pool is None else pool.map(is_good, pieces)
+    spans = [span for piece in pieces for span in piece.spans]
+    results = map(is_good, spans) if pool is None else pool.map(is_good, spans)
     if not all(list(results)):
         raise StateError("a checksum does not match: the rows are damaged")
 

@@ -41,12 +41,16 @@ PAGE = 4096
 PREAMBLE = struct.Struct("<6sHII16s")
 PREFIX_BYTES = 16
 CHECKSUM_BYTES = 16
+SPAN_BYTES = 1 << 23
+"""What one checksum of a blob covers, so that two cores can check one."""
 HEADER_BYTES_MAX = 1 << 28
 POSITION_MAX = (1 << 31) - 1
 
 Kind: TypeAlias = Literal["k", "v", "ext"]
 Shape: TypeAlias = tuple[Kind, int, int, int, str]
 """(kind, layer, native ggml type, bytes of a row as stored, format)."""
+Span: TypeAlias = tuple[int, int, bytes]
+"""(offset, bytes, their checksum)."""
 
 
 class PlaneEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -69,6 +73,11 @@ class PlaneEntry(msgspec.Struct, frozen=True, array_like=True):
         """What `plane_shapes` says of it."""
         return self.kind, self.layer, self.ggml_type, self.row_bytes, self.format
 
+    @property
+    def spans(self) -> list[Span]:
+        """What is to be checked."""
+        return [(self.offset, self.nbytes, self.checksum)]
+
 
 class BlobEntry(msgspec.Struct, frozen=True, array_like=True):
     """The next `n_rows` rows of a native run: a sequence blob of a unified cache."""
@@ -76,7 +85,20 @@ class BlobEntry(msgspec.Struct, frozen=True, array_like=True):
     n_rows: int
     offset: int
     nbytes: int
-    checksum: bytes
+    checksums: bytes
+    """One after the other, of every SPAN_BYTES."""
+
+    @property
+    def spans(self) -> list[Span]:
+        """What is to be checked."""
+        sums = [
+            self.checksums[at : at + CHECKSUM_BYTES]
+            for at in range(0, len(self.checksums), CHECKSUM_BYTES)
+        ]
+        return [
+            (self.offset + i * SPAN_BYTES, min(SPAN_BYTES, self.nbytes - i * SPAN_BYTES), each)
+            for i, each in enumerate(sums)
+        ]
 
 
 class RunEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -247,5 +269,9 @@ def _check(header: Header, n_data: int) -> None:
 def _check_extent(piece: PlaneEntry | BlobEntry, n_data: int) -> None:
     if piece.offset < 0 or piece.offset % PAGE or not 0 < piece.nbytes <= n_data - piece.offset:
         raise StateError("rows reach beyond the file")
-    if len(piece.checksum) != CHECKSUM_BYTES:
+    if isinstance(piece, BlobEntry):
+        n_sums, n_bytes = -(-piece.nbytes // SPAN_BYTES), len(piece.checksums)
+    else:
+        n_sums, n_bytes = 1, len(piece.checksum)
+    if n_bytes != n_sums * CHECKSUM_BYTES:
         raise StateError("a checksum must have 16 bytes")

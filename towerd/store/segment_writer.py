@@ -23,11 +23,13 @@ from towerd.store import durable
 from towerd.store.run import Run
 from towerd.store.segment_header import (
     CHECKSUM_BYTES,
+    SPAN_BYTES,
     BlobEntry,
     Header,
     PlaneEntry,
     RunEntry,
     Shape,
+    checksum,
     encode_head,
     page_up,
     plane_shapes,
@@ -96,6 +98,7 @@ class _PlaneExtent:
     shape: Shape
     offset: int
     nbytes: int
+    n_sums = 1
 
     def entry(self, digest: bytes) -> PlaneEntry:
         return PlaneEntry(*self.shape, self.offset, self.nbytes, digest)
@@ -113,6 +116,11 @@ class _BlobExtent:
     parts: Sequence[KVRows]
     offset: int
     nbytes: int
+
+    @property
+    def n_sums(self) -> int:
+        """Checksums that it needs."""
+        return -(-self.nbytes // SPAN_BYTES)
 
     def entry(self, digest: bytes) -> BlobEntry:
         return BlobEntry(sum(map(len, self.parts)), self.offset, self.nbytes, digest)
@@ -139,7 +147,7 @@ def write_segment(draft: Draft, name: str, tmp: Path, final: Path, pool: Executo
 
     Raises OSError, and then nothing is left behind."""
     table, n_data = _place(draft)
-    blank = [[bytes(CHECKSUM_BYTES)] * len(extents) for extents in table]
+    blank = [[bytes(CHECKSUM_BYTES * extent.n_sums) for extent in extents] for extents in table]
     start = len(encode_head(_header(draft, table, blank)))
     path = tmp / name
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -225,13 +233,18 @@ def _blobs(run: DraftRun, draft: Draft, at: int) -> Iterator[_Extent]:
 
 
 def _write_extent(fd: int, start: int, extent: _Extent, native: KVLayout) -> bytes:
-    h = xxhash.xxh3_128()
+    """Returns its checksums: one of a plane, one of every SPAN_BYTES of a blob."""
+    h, sums = xxhash.xxh3_128(), b""
     at = start + extent.offset
     for chunk in extent.chunks(native):
-        h.update(chunk)
         _write(fd, chunk, at)
         at += len(chunk)
-    return h.digest()
+        if isinstance(extent, _PlaneExtent):
+            h.update(chunk)
+        else:
+            spans = (chunk[i : i + SPAN_BYTES] for i in range(0, len(chunk), SPAN_BYTES))
+            sums += b"".join(map(checksum, spans))
+    return sums or h.digest()
 
 
 def _encoded(part: KVRows, extent: _PlaneExtent, native: KVLayout) -> Iterator[memoryview]:

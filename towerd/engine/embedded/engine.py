@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,6 +20,7 @@ from towerd.engine.base import (
     LiveBudget,
     ModuleMaker,
     SlotView,
+    Started,
 )
 from towerd.engine.embedded.core import Core
 from towerd.engine.embedded.job import Job, Phase
@@ -38,6 +40,9 @@ from towerd.tiers.manager import Tiers
 
 PARKED_SHARE = 4
 """Thinned chats that left the context take at most one part in this many of --hot-bytes."""
+_HEAD_START_S = 1e-3
+"""What the event loop gets to send a first token before the next step takes every core: without it
+that token is 2 ms later at the client."""
 _TEXT_CHARS_MAX = 64 * 1024
 """Longer texts are tokenized one at a time, apart from the others."""
 
@@ -262,6 +267,8 @@ class EmbeddedEngine:
     def _deliver(self, events: list[tuple[Job, Any]]) -> None:
         """Inference thread to event loop: one wake-up a step, however many streams."""
         self._loop.call_soon_threadsafe(self._dispatch, events)
+        if any(isinstance(event, Started) for _, event in events):
+            time.sleep(_HEAD_START_S)
 
     def _dispatch(self, events: list[tuple[Job, Any]]) -> None:
         for job, event in events:
