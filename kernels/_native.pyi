@@ -14,6 +14,11 @@ def available() -> list[str]:
 def formats() -> list[tuple[str, int, int, int, bool]]:
     """(name, type id, block elements, block bytes, rotated) of each format."""
 
+def gittins(
+    chances: npt.NDArray[np.float64], widths: npt.NDArray[np.float64]
+) -> npt.NDArray[np.float64]:
+    """Returns per time at each bin; the contract is in towerd.kernels.reference_gittins."""
+
 # Arguments are checked in C++: any buffer of the right shape and format is taken.
 class Kernels:
     """All kernels for one instruction set. ValueError if it is not available."""

@@ -2,6 +2,7 @@
 
 #include "bind.h"
 #include "bind_dci.h"
+#include "bind_gittins.h"
 #include "bind_lm.h"
 #include "bind_mix.h"
 #include "bind_taps.h"
@@ -98,6 +99,7 @@ NB_MODULE(_native, m) {
             }, "queries"_a.none(), "keys"_a.none(), "format"_a.none(), "n_seen"_a.none(), "head_dim"_a.none(),
             "scale"_a.none(), "n_threads"_a.none() = 1, "The attention that each key gets from the queries.");
     towerd::bind_dci(m);
+    towerd::bind_gittins(m);
     towerd::bind_lm(m);
     towerd::bind_mixer(m);
     towerd::bind_taps(m);

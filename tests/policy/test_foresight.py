@@ -18,10 +18,8 @@ from towerd.policy.predict.returns import (
     EDGES_S,
     N_BINS,
     VISITS_MAX,
-    WIDTHS_S,
     ReturnModel,
     bin_of,
-    gittins,
 )
 from towerd.policy.visits import Visits
 
@@ -35,24 +33,6 @@ def test_bins() -> None:
     assert bin_of(-5.0) == 0
     assert [bin_of(edge) for edge in EDGES_S] == list(range(len(EDGES_S)))
     assert bin_of(1e12) == len(EDGES_S) - 1
-
-
-@settings(deadline=None, max_examples=20)
-@given(st.lists(st.floats(0.0, 1.0), min_size=len(EDGES_S), max_size=len(EDGES_S)))
-def test_gittins_is_the_best_ratio(chances: list[float]) -> None:
-    """Against every horizon, written out."""
-    for first, found in enumerate(gittins(chances)):
-        ratios = []
-        for last in range(first, len(chances)):
-            won = spent = 0.0
-            alive = 1.0
-            for i in range(first, last + 1):
-                p_return = alive * chances[i]
-                won += p_return
-                spent += (alive - p_return) * WIDTHS_S[i] + p_return * WIDTHS_S[i] / 2
-                alive -= p_return
-            ratios.append(won / spent)
-        assert found == pytest.approx(max(ratios))
 
 
 KIND = VisitClass("tool_use", 1, 1)

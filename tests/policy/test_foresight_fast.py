@@ -18,7 +18,7 @@ from towerd.policy.base import Key
 from towerd.policy.foresight import Forecast, Foresight
 from towerd.policy.lru import LRU
 from towerd.policy.predict.hazard import HazardNet, Served
-from towerd.policy.predict.returns import EDGES_S, N_BINS, WIDTHS_S, bin_of, gittins
+from towerd.policy.predict.returns import EDGES_S, N_BINS, bin_of
 from towerd.policy.visits import STOPS_MAX, Visit, Visits
 from towerd.replay.load import load
 from towerd.replay.simulate import replay
@@ -183,19 +183,3 @@ def test_features_as_they_read(
             *(0.5 * log(max(1e-3, min(1e3, nbytes / 3000.0))) for nbytes in lengths),
             turn == 0, turn == 1, min(turn, 8) / 8,
         ]  # fmt: skip
-
-
-@settings(deadline=None, max_examples=50)
-@given(st.lists(st.floats(0.0, 1.0), min_size=N_BINS, max_size=N_BINS))
-def test_gittins_as_it_reads(chances: list[float]) -> None:
-    """Pools as a list, to the last bit."""
-    table, pools = [0.0] * N_BINS, list[tuple[float, float, float]]()
-    for b in reversed(range(N_BINS)):
-        won = min(chances[b], 1.0 - 1e-12)
-        stays, spent = 1.0 - won, WIDTHS_S[b] - 0.5 * WIDTHS_S[b] * won
-        while pools and pools[-1][0] * spent > won * pools[-1][1]:
-            more, longer, stay = pools.pop()
-            won, spent, stays = won + stays * more, spent + stays * longer, stays * stay
-        pools.append((won, spent, stays))
-        table[b] = won / spent
-    assert gittins(chances).tolist() == table

@@ -5,8 +5,8 @@ return within each bin of idle time is that of its class (see `classes`), correc
 (see `hazard`). Both learn from the latest visits, those that are still away included.
 
 Keeping something until time H costs the room for min(return, H) and saves its length with the
-probability of a return by then. The best ratio over H is its Gittins index: returns per second
-of room. What has the least is given up first.
+probability of a return by then. The best ratio over H is its Gittins index (see
+`kernels.gittins`): returns per second of room. What has the least is given up first.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from towerd.kernels.gittins import gittins
 from towerd.policy.predict.classes import Classes, VisitClass
 from towerd.policy.predict.hazard import HazardNet, Served
 
@@ -36,9 +37,7 @@ _CURVES_KEPT = 1024
 """Over a restart."""
 _BATCH = 256
 _STEPS = 8
-_SURE = 1.0 - 1e-12
-_BINS_BACK = tuple((b, WIDTHS_S[b], 0.5 * WIDTHS_S[b]) for b in reversed(range(N_BINS)))
-_NOTHING = array("d", [0.0] * N_BINS)
+_WIDTHS_S = np.array(WIDTHS_S)
 
 
 class ReturnModel:
@@ -98,13 +97,14 @@ class ReturnModel:
             self.net.step(x, curves, *self._outcomes(stage, rows, now))
         self._serve()
 
-    def tables(self, of: Sequence[VisitClass], x: Table) -> list[array[float]]:
+    def tables(self, of: Sequence[VisitClass], x: Table) -> list[list[float]]:
         """x: [n, features]. [n][bins], the index of each visit by how long it has been away; 0
         before any data."""
         if self._served is None:
-            return [_NOTHING[:] for _ in of]
+            return [[0.0] * N_BINS for _ in of]
         chances = self._served(x, [self.classes.known(each) for each in of])
-        return [gittins(row) for row in chances.tolist()]
+        found: list[list[float]] = gittins(chances, _WIDTHS_S).tolist()
+        return found
 
     def learned(self) -> Mapping[str, Any]:
         """See Learning.learned: weights and curves to six digits; not the visits."""
@@ -149,32 +149,3 @@ class ReturnModel:
 
 bin_of = partial(bisect_right, EDGES_S[1:])
 """The bin of an idle time, which may be anything: every one, clocks that went back too, has one."""
-
-
-def gittins(chances: Sequence[float]) -> array[float]:
-    """chances: [bins], the probability to return within a bin, given that one is away as it
-    begins. For each bin the best ratio, over all horizons from its beginning, of the chance to
-    return to the mean room-time spent. A return counts as in the middle of its bin.
-
-    The best horizon from a bin on is that from the next one on, or ends before: so bins are
-    pooled from the last one on with what follows them for as long as that raises the ratio (the
-    pool-adjacent-violators algorithm), in O(bins) for all of them."""
-    table, pools = _NOTHING[:], list[tuple[float, float, float]]()
-    """Pools: of those that follow, the next one last, but for the very next."""
-    more, longer, stay = 0.0, 1.0, 1.0
-    """The very next: returns, room-time, chance to stay away. After the last bin nobody
-    returns, so that what is there is pooled with nothing."""
-    for b, width_s, half_s in _BINS_BACK:
-        won = chances[b]
-        if won > _SURE:
-            won = _SURE
-        stays, spent = 1.0 - won, width_s - half_s * won
-        while more * spent > won * longer:
-            won += stays * more
-            spent += stays * longer
-            stays *= stay
-            more, longer, stay = pools.pop()
-        pools.append((more, longer, stay))
-        more, longer, stay = won, spent, stays
-        table[b] = won / spent
-    return table

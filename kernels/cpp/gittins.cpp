@@ -1,0 +1,59 @@
+// Gittins indices by pooling adjacent bins. Same operations in the same order as
+// kernels/reference_gittins.py, so that decisions do not depend on which of them ran.
+
+#include "gittins.h"
+
+#include <algorithm>
+#include <cmath>
+#include <stdexcept>
+#include <vector>
+
+namespace towerd {
+
+namespace {
+
+constexpr double kSure = 1.0 - 1e-12;
+
+struct Pool {
+    double won, spent, stays;
+};
+
+void check(const double * chances, const double * widths, std::size_t n, std::size_t bins) {
+    for (std::size_t i = 0; i < n * bins; ++i) {
+        if (!(chances[i] >= 0.0 && chances[i] <= 1.0)) {
+            throw std::invalid_argument("chances: expected numbers of 0 to 1");
+        }
+    }
+    for (std::size_t b = 0; b < bins; ++b) {
+        if (!(widths[b] > 0.0 && std::isfinite(widths[b]))) {
+            throw std::invalid_argument("widths: expected numbers above 0");
+        }
+    }
+}
+
+}  // namespace
+
+void gittins(const double * chances, const double * widths, std::size_t n, std::size_t bins, double * out) {
+    check(chances, widths, n, bins);
+    // The first pool stands for the time after the last bin, when nobody returns: no chance is
+    // below 0, so that nothing is ever pooled with it.
+    std::vector<Pool> pools(bins + 1);
+    pools[0] = {0.0, 1.0, 1.0};
+    for (std::size_t row = 0; row < n; ++row, chances += bins, out += bins) {
+        std::size_t last = 0;
+        for (std::size_t b = bins; b-- > 0;) {
+            const double won = std::min(chances[b], kSure);
+            Pool         pool{won, widths[b] - 0.5 * widths[b] * won, 1.0 - won};
+            while (pools[last].won * pool.spent > pool.won * pools[last].spent) {
+                pool.won += pool.stays * pools[last].won;
+                pool.spent += pool.stays * pools[last].spent;
+                pool.stays *= pools[last].stays;
+                --last;
+            }
+            pools[++last] = pool;
+            out[b]        = pool.won / pool.spent;
+        }
+    }
+}
+
+}  // namespace towerd
