@@ -179,7 +179,7 @@ def anticipation(model: Path | None, quick: bool) -> None:
 @click.option("--policy", type=click.Choice(POLICIES), default=None,
               help="The policy to hold against LRU; default: the daemon's.")  # fmt: skip
 @click.option("--share", type=click.FloatRange(0, 1, min_open=True), default=None,
-              help="Of all distinct tokens, what fits; default 0.09, with --quick 0.12.")  # fmt: skip
+              help="Of all distinct tokens, what fits; default 0.23, with --quick 0.17.")  # fmt: skip
 def agents(model: Path | None, quick: bool, policy: str | None, share: float | None) -> None:
     """72 agents in a daemon with room for a few: time to first token, against LRU."""
     _run("agents", model, quick, policy=policy, share=share)
