@@ -138,7 +138,7 @@ def test_stacked_against_all_weights() -> None:
         error = np.einsum("p,npc->nc", w, parts) - target
         return float((error**2).sum() + 10.0 * ((np.array(w) - prior) ** 2).sum())
 
-    found = stacked(parts, outcomes, prior)
+    found = stacked(parts, outcomes, prior, 10.0)
     grid = np.arange(0.0, 2.0, 0.1)
     least = min(loss((a, b, c)) for a in grid for b in grid for c in (0.0, 0.1))
     assert loss(found) <= least + 1e-6

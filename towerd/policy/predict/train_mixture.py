@@ -30,7 +30,11 @@ STEPS_MAX = 1 << 16
 N_GRAPHS = 3
 _RIDGES = (15.0, 50.0, 150.0, 500.0)
 _PRIOR = 10.0
-"""Steps' worth of belief that all parts are worth the same."""
+"""Steps' worth of belief that all parts are worth the same, whether the last name is known or
+not."""
+_PRIOR_AHEAD = 300.0
+"""Steps' worth of belief that they are worth the same however far ahead: far from a step little
+tells the parts apart, and what does is mostly chance."""
 _SWEEPS = 200
 _POWERS = (0.7, 0.85, 1.0, 1.15, 1.3, 1.5, 1.8)
 _FLOORS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
@@ -190,27 +194,30 @@ def _weigh(
     """(weights, curve) as in MixtureWeights, of one way."""
     weights = np.zeros((2, N_STEPS, len(PARTS)), np.float32)
     curve = np.zeros((N_STEPS, 2), np.float32)
-    prior = np.full(len(PARTS), 1.0 / len(PARTS))
+    rows, ahead = np.nonzero(outcomes >= 0)
+    shown, came, known = parts[rows, :, ahead], outcomes[rows, ahead], is_known[rows]
+    every = stacked(shown, came, np.full(len(PARTS), 1.0 / len(PARTS)), _PRIOR)
+    for way in (0, 1):
+        here = known == bool(way)
+        both = stacked(shown[here], came[here], every, _PRIOR)
+        for k in range(N_STEPS):
+            at = here & (ahead == k)
+            weights[way, k] = stacked(shown[at], came[at], both, _PRIOR_AHEAD)
     for k in range(N_STEPS):
-        there = outcomes[:, k] >= 0
-        shown, came = parts[there, :, k], outcomes[there, k]
-        every = stacked(shown, came, prior)
-        for known in (0, 1):
-            rows = is_known[there] == bool(known)
-            weights[known, k] = stacked(shown[rows], came[rows], every)
-        scores = np.einsum("np,npc->nc", weights[is_known[there].astype(np.int64), k], shown)
-        curve[k] = _best_curve(scores, came)
+        at = ahead == k
+        scores = np.einsum("np,npc->nc", weights[known[at].astype(np.int64), k], shown[at])
+        curve[k] = _best_curve(scores, came[at])
     return weights, curve
 
 
 def stacked(
-    parts: Array, outcomes: NDArray[np.int32], prior: NDArray[np.float64]
+    parts: Array, outcomes: NDArray[np.int32], prior: NDArray[np.float64], strength: float
 ) -> NDArray[np.float64]:
-    """Weights of at least 0 with the least squared error, drawn to `prior`, by coordinate
-    descent; parts: [n, PARTS, outcomes]; outcomes: [n]."""
+    """Weights of at least 0 with the least squared error, drawn to `prior` as by `strength` more
+    rows, by coordinate descent; parts: [n, PARTS, outcomes]; outcomes: [n]."""
     flat = parts.transpose(1, 0, 2).reshape(parts.shape[1], -1)
-    square = (flat @ flat.T).astype(np.float64) + _PRIOR * np.eye(len(flat))
-    hits = parts[np.arange(len(parts)), :, outcomes].sum(0) + _PRIOR * prior
+    square = (flat @ flat.T).astype(np.float64) + strength * np.eye(len(flat))
+    hits = parts[np.arange(len(parts)), :, outcomes].sum(0) + strength * prior
     weights = prior.copy()
     for _ in range(_SWEEPS):
         for j in range(len(weights)):
