@@ -12,8 +12,7 @@ Room: RAM and disk each hold `share` of all distinct tokens. 2 % of all that 72 
 in seven hours is room for 23 of their inputs of mean length, a third of what is at work; LRU then
 finds half or more, most often nearly all, of 36 % of the inputs, and a third of all tokens. Minutes
 hold little more than one session of a user, so that the same need is another share here: the one
-at which LRU finds as many (`lru_found`). It was not chosen by what the policies make
-of it: with other seeds a replay gives ratios from 1.1 to 1.8.
+at which LRU finds as many (`lru_found`). With other seeds a replay gives ratios from 1.1 to 1.8.
 """
 
 from __future__ import annotations
