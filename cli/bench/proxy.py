@@ -1,8 +1,10 @@
 """`towerctl bench proxy`: what towerd adds to llama-server's own times when it stands before it.
 
-Both run at once with the same flags and take turns, request by request, so that whatever else the
-machine does falls on both. Every request is a cached turn: the next one of a conversation that is
-in its slot, with a few new tokens.
+Both run at once with the same flags and take turns, request by request, now the one first, now the
+other, so that whatever else the machine does falls on both; a pause before each lets the other come
+to rest. Every request is a cached turn: the next one of a conversation that is in its slot, with a
+few new tokens. What is added is the median of the differences between two such requests: what both
+take varies by more from turn to turn than towerd adds.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from towerd.cli.bench.servers import ServerProcess, llama_server, towerd_server
 
 SAID_TOKENS = 4
 REPLY_TOKENS = 16
+PAUSE_S = 0.05
+"""After a reply llama-server's threads spin for a while, and towerd tidies up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,15 +127,22 @@ async def _measure(servers: Sequence[ServerProcess], load: Load, n_vocab: int) -
             chats = [list(first) for _ in servers]
             for server, prompts in zip(servers, chats, strict=True):
                 await _turn(session, server, prompts)
-            for _ in range(load.turns):
+            for turn in range(load.turns):
                 said = random_prompts(SAID_TOKENS)
-                for server, prompts, found in zip(servers, chats, times, strict=True):
+                for i in _order(turn):
+                    server, prompts, found = servers[i], chats[i], times[i]
+                    await asyncio.sleep(PAUSE_S)
                     prompts[:] = [p + new for p, new in zip(prompts, said, strict=True)]
                     before = server.cpu_s()
                     for done in await _turn(session, server, prompts):
                         found.add(done)
                     found.cpu_ms += (server.cpu_s() - before) * 1e3
     return times
+
+
+def _order(turn: int) -> tuple[int, int]:
+    """Which server is asked first; who follows the other is not always the same."""
+    return (0, 1) if turn % 2 == 0 else (1, 0)
 
 
 async def _turn(
@@ -162,16 +173,20 @@ async def _enter_chats(
             chats = [list(begun) for _ in servers]
             for turn in range(n_turns + 2):
                 asked = said("user", SAID_WORDS)
-                for server, messages, found in zip(servers, chats, first, strict=True):
+                for i in _order(turn):
+                    server, messages, found = servers[i], chats[i], first[i]
+                    await asyncio.sleep(PAUSE_S)
                     messages.append(asked)
                     done = await chat(session, server.url, messages, REPLY_TOKENS)
                     messages.append({"role": "assistant", "content": done.text})
                     if turn >= 2:  # until then the chat is not known to go on
                         found.append(done.ttft_s * 1e3)
-    direct, sidecar = (statistics.median(each) for each in first)
+    direct, sidecar = first
     report.figures |= {
-        "llama_server_chat_ttft_p50_ms": direct, "added_chat_ttft_p50_ms": sidecar - direct,
-    }  # fmt: skip
+        "llama_server_chat_ttft_p50_ms": statistics.median(direct),
+        "added_chat_ttft_p50_ms": _added(direct, sidecar),
+        "added_chat_ttft_p50_error_ms": _added_error(direct, sidecar),
+    }
 
 
 def _enter(report: Report, load: Load, direct: Times, sidecar: Times) -> None:
@@ -180,13 +195,26 @@ def _enter(report: Report, load: Load, direct: Times, sidecar: Times) -> None:
     p50, p99 = statistics.median, _p99
     report.figures |= {
         f"llama_server_ttft_p50_ms{tail}": p50(direct.first),
-        f"added_ttft_p50_ms{tail}": p50(sidecar.first) - p50(direct.first),
+        f"added_ttft_p50_ms{tail}": _added(direct.first, sidecar.first),
+        f"added_ttft_p50_error_ms{tail}": _added_error(direct.first, sidecar.first),
         f"added_ttft_p99_ms{tail}": p99(sidecar.first) - p99(direct.first),
         f"llama_server_per_token_p50_ms{tail}": p50(direct.per_token),
-        f"added_per_token_p50_ms{tail}": p50(sidecar.per_token) - p50(direct.per_token),
-        f"added_end_p50_ms{tail}": p50(sidecar.end) - p50(direct.end),
+        f"added_per_token_p50_ms{tail}": _added(direct.per_token, sidecar.per_token),
+        f"added_end_p50_ms{tail}": _added(direct.end, sidecar.end),
         f"towerd_cpu_per_turn_ms{tail}": sidecar.cpu_ms / len(sidecar.first),
     }
+
+
+def _added(direct: Sequence[float], sidecar: Sequence[float]) -> float:
+    """The median of what each of towerd's requests took over the same one of llama-server's."""
+    return statistics.median(ours - its for its, ours in zip(direct, sidecar, strict=True))
+
+
+def _added_error(direct: Sequence[float], sidecar: Sequence[float]) -> float:
+    """Half of that median's confidence interval, at about 95 % (McGill, Tukey and Larsen 1978,
+    notches of box plots)."""
+    low, high = np.percentile(np.subtract(sidecar, direct), (25, 75))
+    return float(1.57 * (high - low) / len(direct) ** 0.5)
 
 
 def _p99(values: Sequence[float]) -> float:

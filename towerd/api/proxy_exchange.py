@@ -143,13 +143,12 @@ class Exchange:
         request = self._request
         response = head_of(reply, {REUSE_HEADER: self._reuse.header()})
         response.headers.popall("Content-Length", None)
+        await response.prepare(request)  # the head leaves: its client reads it while it waits
         last: list[bytes] = []
         try:
             while chunk := await read(reply, EVENT_BYTES_MAX):
-                ready = self._take(chunk, last)
-                if ready:
-                    await response.prepare(request)  # here: it leaves with the first event
-                    await write_or_stall(request, response, ready)
+                await write_or_stall(request, response, self._take(chunk, last))
+                self._note_start()
             last.append(self._splitter.rest())
             if not self._watch.is_over and not self._plan.hides_end:
                 raise Unavailable(LOST)
@@ -159,7 +158,6 @@ class Exchange:
             await self._keep()
             last = [self._error_event(error)]
         await self._leave()  # who has seen the end may ask again at once, and get this slot
-        await response.prepare(request)
         await write_or_stall(request, response, b"".join(last))
         await response.write_eof()
         return response
@@ -169,15 +167,18 @@ class Exchange:
         `last`: they go out when the turn is recorded."""
         watch = self._watch
         ready: list[bytes] = []
-        if not self._started:
-            self._started = True
-            self._request.app[METRICS].started(self._began)
         for event in self._splitter.feed(chunk):
             data = event_data(event)
             if data:
                 watch.see(data)
             (last if watch.is_over else ready).append(event)
         return b"".join(ready)
+
+    def _note_start(self) -> None:
+        """Count the wait for the first part, when that is on its way."""
+        if not self._started:
+            self._started = True
+            self._request.app[METRICS].started(self._began)
 
     def _error_event(self, error: TowerdError) -> bytes:
         body = error.body()
@@ -244,6 +245,7 @@ class Exchange:
             try:
                 while chunk := await read(self._reply, EVENT_BYTES_MAX):
                     self._take(chunk, last)
+                    self._note_start()
             except Unavailable as error:
                 self._engine.notice(error)
             finally:
