@@ -78,6 +78,9 @@ class Outcome:
     switches: list[float] = field(default_factory=list)
     restarted: list[float] = field(default_factory=list)
     evaluated: list[int] = field(default_factory=list)
+    """Tokens of the prompt, at every switch."""
+    evaluating: list[float] = field(default_factory=list)
+    """What the server says that took, in seconds."""
     rss_bytes: int = 0
     store_bytes: int = 0
     """Of towerd: its store after the restart."""
@@ -189,6 +192,7 @@ def _figures(load: Load, ours: Outcome) -> dict[str, Any]:
         "towerd_after_restart_s": statistics.median(ours.restarted),
         "towerd_first_s": statistics.median(ours.first),
         "towerd_prompt_tokens_p50": statistics.median(ours.evaluated),
+        "towerd_evaluating_p50_s": statistics.median(ours.evaluating),
         "store_bytes": ours.store_bytes,
         "towerd_rss_bytes": ours.rss_bytes,
     }
@@ -212,6 +216,7 @@ def _beside_slot_proxy(load: Load, ours: Outcome, theirs: Outcome) -> dict[str, 
     return {
         "slot_proxy_ttft_p50_s": median(theirs.switches),
         "ttft_vs_slot_proxy": median(theirs.switches) / median(ours.switches),
+        "ttft_vs_slot_proxy_max": median(theirs.switches) / median(ours.evaluating),
         "slot_proxy_bytes_written": theirs.bytes_written,
         "towerd_bytes_written": ours.bytes_written,
         "bytes_vs_slot_proxy": theirs.bytes_written / ours.bytes_written,
@@ -220,6 +225,7 @@ def _beside_slot_proxy(load: Load, ours: Outcome, theirs: Outcome) -> dict[str, 
         "slot_proxy_after_restart_s": median(theirs.restarted),
         "slot_proxy_first_s": median(theirs.first),
         "slot_proxy_prompt_tokens_p50": median(theirs.evaluated),
+        "slot_proxy_evaluating_p50_s": median(theirs.evaluating),
         **{f"slot_proxy_{key}": value for key, value in stats.items()},
         "slot_proxy_rss_bytes": theirs.rss_bytes,
     }
@@ -260,6 +266,7 @@ async def _drive(
                     (outcome.switches if turn else outcome.first).append(done.ttft_s)
                     if turn:
                         outcome.evaluated.append(int(done.timings["prompt_n"]))
+                        outcome.evaluating.append(done.timings["prompt_ms"] / 1e3)
                     chats[i] = history + said + done.tokens
         outcome.stats = await _engine_stats(server.url)
         outcome.slot_file_bytes = _slot_file_bytes(outcome.stats)

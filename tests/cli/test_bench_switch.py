@@ -156,6 +156,10 @@ def test_every_engine_beside_every_rival(
         for rival, ratio in (("llama_server", "ratio"), ("slot_proxy", "ttft_vs_slot_proxy")):
             theirs_s = found[f"{prefix}{rival}_ttft_p50_s"]
             assert found[prefix + ratio] == pytest.approx(theirs_s / ttft_s)
+        evaluating_s = found[f"{prefix}towerd_evaluating_p50_s"]
+        assert 0 < evaluating_s < ttft_s
+        ratio_max = found["slot_proxy_ttft_p50_s"] / evaluating_s
+        assert found[f"{prefix}ttft_vs_slot_proxy_max"] == pytest.approx(ratio_max)
     assert found["towerd_tmpfs_bytes"] == 0
     assert found["proxied_towerd_tmpfs_bytes"] > 0
 

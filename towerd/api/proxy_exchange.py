@@ -175,9 +175,11 @@ class Exchange:
         return b"".join(ready)
 
     def _note_start(self) -> None:
-        """Count the wait for the first part, when that is on its way."""
+        """The first part is on its way."""
         if not self._started:
             self._started = True
+            if self.lease is not None:
+                self.lease.answering()
             self._request.app[METRICS].started(self._began)
 
     def _error_event(self, error: TowerdError) -> bytes:

@@ -63,6 +63,10 @@ class Lease(Protocol):
         """The request runs in its slot."""
         ...
 
+    def answering(self) -> None:
+        """The reply has begun."""
+        ...
+
     def strayed(self) -> None:
         """The request ran in another slot; to be told before `finished`."""
         ...

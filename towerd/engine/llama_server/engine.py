@@ -195,6 +195,7 @@ class LlamaServerEngine:
 
     def _opened(self, lease: Lease) -> Lease:
         self._open.add(lease)
+        self.upkeep.n_awaited += 1
         self._all_ended.clear()
         return lease
 

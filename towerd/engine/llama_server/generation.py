@@ -106,6 +106,7 @@ class LlamaServerGeneration:
         if not self._is_started:
             assert self._lease is not None
             self._is_started = True
+            self._lease.answering()
             self._events.put_nowait(Started(self._lease.reuse, len(self._request.ids)))
 
     def _last(self, stop_type: str, word: str, timings: Timings) -> Finish:

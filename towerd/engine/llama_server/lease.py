@@ -57,6 +57,7 @@ class Lease:
         self._started_s = time.time()
         self._epoch = engine.epoch
         self._is_placing = True
+        self._is_awaited = True
         self._is_open = True
         self._is_released = False
         self._has_strayed = False
@@ -86,6 +87,12 @@ class Lease:
         if self._is_placing:
             self._is_placing = False
             self._engine.placed()
+
+    def answering(self) -> None:
+        """The reply has begun: what would have kept its client waiting may be done now."""
+        if self._is_awaited:
+            self._is_awaited = False
+            self._engine.upkeep.n_awaited -= 1
 
     def strayed(self) -> None:
         """The request ran in another slot: this one holds all of the prompt but its last token,
@@ -171,6 +178,7 @@ class Lease:
         if self._is_placing:
             self._is_placing = False
             engine.placed()
+        self.answering()
         if self._is_released:
             return
         self._is_released = True

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -56,6 +57,7 @@ class _Written:
     n_warm: int
     window_from: int
     taint: Taint
+    ms: float
 
 
 class Materialiser:
@@ -75,27 +77,37 @@ class Materialiser:
         self._tiers = tiers
         self._workers = workers
 
-    async def restore(self, slot: int, ids: Ids, plan: Plan) -> Restored | None:
+    async def restore(
+        self, slot: int, ids: Ids, plan: Plan, room: Awaitable[None]
+    ) -> Restored | None:
         """Fill `slot` with the rows that `plan` found for `ids`; None when none of them can be
-        used after all (the slot is as it was). Raises TowerdError: the slot is empty then."""
+        used after all (the slot is as it was). Raises TowerdError, and what `room` raises.
+
+        room: waited for before llama-server reads: its cells are emptied while the file is made"""
         loop = asyncio.get_running_loop()
-        began = time.perf_counter()
         name = self._slotdir.new_name()
+        writing = loop.run_in_executor(self._workers, self._write, name, slot, ids, plan)
         try:
-            written = await loop.run_in_executor(self._workers, self._write, name, slot, ids, plan)
+            try:
+                await room
+            finally:
+                written = await writing
             if written is None:
                 return None
+            asked = time.perf_counter()
             done = await self._upstream.restore(slot, name)
         finally:
-            await loop.run_in_executor(self._workers, self._slotdir.remove, name)
+            # Nobody waits for that: the request is to go on.
+            loop.run_in_executor(self._workers, self._slotdir.remove, name)
         if done.n_tokens != written.n:
             raise TowerdError(f"llama-server restored {done.n_tokens} of {written.n} tokens.")
         return Restored(
             written.n, written.n_hot, written.n_warm, written.window_from, written.taint,
-            done.n_bytes, (time.perf_counter() - began) * 1e3, done.ms,
+            done.n_bytes, written.ms + (time.perf_counter() - asked) * 1e3, done.ms,
         )  # fmt: skip
 
     def _write(self, name: str, slot: int, ids: Ids, plan: Plan) -> _Written | None:
+        began = time.perf_counter()
         parts: list[KVRows] = []
         ends: list[tuple[int, bool]] = []
         taints: list[Taint] = []
@@ -113,7 +125,8 @@ class Materialiser:
             write_image(self.spec, ids[:n], parts, window, slot, out)
         window_from = window[-1].p1 - n_window + 1 if len(window) > 1 else 0
         n_hot = _count_hot(ends, n)
-        return _Written(n, n_hot, n - n_hot, window_from, np.concatenate(taints)[:n])
+        taint, ms = np.concatenate(taints)[:n], (time.perf_counter() - began) * 1e3
+        return _Written(n, n_hot, n - n_hot, window_from, taint, ms)
 
 
 def _count_hot(ends: list[tuple[int, bool]], n: int) -> int:

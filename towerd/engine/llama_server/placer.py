@@ -9,6 +9,7 @@ import asyncio
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 from towerd.engine.llama_server.backend import Backend
 from towerd.engine.llama_server.capture import Captured, Capturer
@@ -61,6 +62,8 @@ class Placer:
         self._upstream = backend.upstream
         self._tiers = tiers
         self._workers = workers
+        self._found: WeakKeyDictionary[Want, tuple[int, Plan]] = WeakKeyDictionary()
+        """What was looked up for each request, and how many slots had been saved by then."""
         self._materialiser: Materialiser | None = None
         self._capturer: Capturer | None = None
         if spec is not None:
@@ -85,6 +88,20 @@ class Placer:
 
     async def look_up(self, want: Want) -> Plan:
         """What the store has of the prompt; noted in `want`."""
+        n_saves = self.counters.saves
+        plan = await self._look_up(want)
+        self._found[want] = n_saves, plan
+        return plan
+
+    async def _found_of(self, want: Want) -> Plan:
+        """The same, from the last time if nothing was saved since. What was dropped meanwhile is
+        found out when it is read."""
+        n_saves, plan = self._found.get(want, (-1, None))
+        if plan is None or n_saves != self.counters.saves:
+            return await self.look_up(want)
+        return plan
+
+    async def _look_up(self, want: Want) -> Plan:
         assert want.ids is not None
         if not self.can_compose or not want.cache_prompt or want.n < 2:
             return Plan.nothing()
@@ -153,18 +170,20 @@ class Placer:
         what it holds then."""
         assert want.ids is not None
         assert self._materialiser is not None
-        plan = await self.look_up(want)
+        plan = await self._found_of(want)
         if plan.n == 0:
             return None
-        await self._make_room(slot, plan.n)
+        room = asyncio.create_task(self._make_room(slot, plan.n))
         try:
-            restored = await self._materialiser.restore(slot.id, want.ids, plan)
+            restored = await self._materialiser.restore(slot.id, want.ids, plan, room)
         except UpstreamGone:
             raise
         except TowerdError as error:
+            if room.done():
+                room.result()  # without room the request cannot run
             self.counters.restores_failed += 1
             log.warning("a slot could not be restored", extra={"error": error.message})
-            slot.forget()
+            slot.hold_unknown("")  # maybe llama-server did not even begin
             return None
         if restored is None:
             return None

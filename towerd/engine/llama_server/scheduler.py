@@ -168,7 +168,7 @@ def _common(a: Ids, b: Ids) -> int:
     return first if differs[first] else n
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Want:
     """A request that wants a slot."""
 

@@ -18,6 +18,8 @@ IDLE_S = 30.0
 """A slot that was not used for so long is saved, so that a crash costs no prefill."""
 PRESSED_S = 0.02
 """With more conversations than slots it is saved at once, unless somebody is there already."""
+PATIENCE_S = 1.0
+"""For so long a save waits for the first tokens of others."""
 FOREIGN_S = 0.1
 """A slot that was seen to run something that towerd did not place is asked for again after this."""
 
@@ -29,6 +31,8 @@ class Upkeep:
         self.idle_s = idle_s
         self.n_preparing = 0
         """Requests whose slots are being prepared right now."""
+        self.n_awaited = 0
+        """Requests that have a slot and no token yet."""
         self._placer = placer
         self._upstream = upstream
         self._tasks: set[asyncio.Task[None]] = set()
@@ -48,18 +52,18 @@ class Upkeep:
         """Save it when it has been idle for a while; at once when others need slots."""
         if not self._is_closed and self._wants_capture(slot):
             delay_s = PRESSED_S if self._placer.table.is_pressed else self.idle_s
-            self._call_later(delay_s, slot, slot.last_used)
+            self._call_later(delay_s, slot, slot.last_used, 0)
 
-    def _call_later(self, delay_s: float, slot: Slot, used: int) -> None:
-        asyncio.get_running_loop().call_later(delay_s, self._due, slot, used)
+    def _call_later(self, delay_s: float, slot: Slot, used: int, n_waits: int) -> None:
+        asyncio.get_running_loop().call_later(delay_s, self._due, slot, used, n_waits)
 
-    def _due(self, slot: Slot, used: int) -> None:
+    def _due(self, slot: Slot, used: int, n_waits: int) -> None:
         """Save it unless it was used since. A save keeps all slots from moving, so it does not
-        get between a request and its slot."""
+        get between a request and its slot, nor, for a while, its first token."""
         if self._is_closed or slot.last_used != used or not self._wants_capture(slot):
             return
-        if self.n_preparing:
-            self._call_later(PRESSED_S, slot, used)
+        if self.n_preparing or (self.n_awaited and n_waits * PRESSED_S < PATIENCE_S):
+            self._call_later(PRESSED_S, slot, used, n_waits + 1)
         else:
             self.spawn(self.capture_idle(slot))
 
