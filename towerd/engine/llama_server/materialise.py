@@ -98,7 +98,7 @@ class Materialiser:
             done = await self._upstream.restore(slot, name)
         finally:
             # Nobody waits for that: the request is to go on.
-            loop.run_in_executor(self._workers, self._slotdir.remove, name)
+            self._workers.submit(self._slotdir.remove, name)
         if done.n_tokens != written.n:
             raise TowerdError(f"llama-server restored {done.n_tokens} of {written.n} tokens.")
         return Restored(
