@@ -112,30 +112,6 @@ async def test_a_public_base_is_shared(sidecar_on: OpenSidecar) -> None:
             assert reply["timings"]["cache_n"] == lease.reuse.live + lease.reuse.hot == 80
 
 
-async def test_a_save_does_not_hold_up_a_first_token(sidecar_on: OpenSidecar) -> None:
-    """An idle slot is saved when nobody waits for a first token, or somebody does for long."""
-    async with sidecar_on(parallel=2) as sidecar:
-        engine, upkeep = sidecar.engine, sidecar.engine.upkeep
-        await turn(sidecar, prompt(60))
-        (slot,) = (each for each in engine.table.slots if each.n)
-        async with await engine.lease(prompt(40, 9), "local", None) as lease:
-            assert lease.slot != slot.id
-            await lease.launched()
-            upkeep._due(slot, slot.last_used, 0)
-            await upkeep._wait()
-            assert slot.n_unsaved > 0
-            lease.answering()
-            await until(lambda: slot.n_unsaved == 0)
-        assert upkeep.n_awaited == 0
-        await turn(sidecar, np.concatenate([prompt(60), prompt(30, 2)]))
-        assert slot.n_unsaved > 0
-        async with await engine.lease(prompt(40, 8), "local", None) as lease:
-            await lease.launched()
-            upkeep._due(slot, slot.last_used, 10**6)
-            await until(lambda: slot.n_unsaved == 0)
-        assert upkeep.n_awaited == 0
-
-
 async def test_opaque_prompts(sidecar_on: OpenSidecar) -> None:
     """Unknown tokens: pinned by label, never stored, and gone before another tenant comes."""
     async with sidecar_on() as sidecar:
