@@ -217,28 +217,28 @@ def cold(model: Path | None, data: Path | None, vocab: Path | None, quick: bool)
 @click.option("--model", "-m", type=click.Path(exists=True, dir_okay=False, path_type=Path),
               help="GGUF of a small trained llama; default: the bundled model.")  # fmt: skip
 @click.option("--text", type=click.Path(exists=True, dir_okay=False, path_type=Path),
-              help="UTF-8 text to read, may be .zst; default: the one of calibration.")  # fmt: skip
+              help="UTF-8 text to read, may be .zst; default: the package's sample of chat.")  # fmt: skip
 @click.option("--meetings", type=click.Path(exists=True, dir_okay=False, path_type=Path),
               help="QMSum's meetings, qmsum.jsonl.zst, to read as well.")  # fmt: skip
 @click.option("--pairs", type=click.Path(exists=True, dir_okay=False, path_type=Path),
               help="Key-value examples of Lost in the Middle, .jsonl.zst, for retrieval.")  # fmt: skip
-@click.option("--retrieval-model", type=click.Path(exists=True, dir_okay=False, path_type=Path),
-              help="GGUF of `train retrieval`; without one no retrieval is measured.")  # fmt: skip
+@click.option("--retrieval-model", "retrieval",
+              type=click.Path(exists=True, dir_okay=False, path_type=Path),
+              help="GGUF of `train retrieval`; default: the one of the package.")  # fmt: skip
 @click.option("--live", is_flag=True,
               help="Instead: time per token in the daemon, IceCache beside the full cache.")  # fmt: skip
 @_QUICK
 def longchat(
     model: Path | None, text: Path | None, meetings: Path | None, pairs: Path | None,
-    retrieval_model: Path | None, live: bool, quick: bool,
+    retrieval: Path | None, live: bool, quick: bool,
 ) -> None:  # fmt: skip
     """What a bounded live cache costs, per retention policy, beside the full cache."""
     if live:
-        if any(path is not None for path in (text, meetings, pairs, retrieval_model)):
+        if any(path is not None for path in (text, meetings, pairs, retrieval)):
             raise click.UsageError("--live goes with --model and --quick only.")
         _run("longchat_live", model, quick)
         return
-    _run("longchat", model, quick, text=text, meetings=meetings, pairs=pairs,
-         retrieval_model=retrieval_model)  # fmt: skip
+    _run("longchat", model, quick, text=text, meetings=meetings, pairs=pairs, retrieval=retrieval)
 
 
 def _run(name: str, model: Path | None, quick: bool, **options: Any) -> None:

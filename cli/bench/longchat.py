@@ -15,10 +15,10 @@ from towerd.cli.bench.longchat_texts import Ids, Speaker, read_meetings, read_pa
 from towerd.cli.bench.models import bench_model
 from towerd.cli.bench.report import Report
 from towerd.cli.output import progress_bar, show_table
+from towerd.codec import sample
 from towerd.codec.train.tasks import Fact, passkey
-from towerd.engine.embedded.calibrate import calibration_text
 from towerd.errors import TowerdError
-from towerd.models.bundled import bundled_model
+from towerd.models.bundled import bundled_model, retrieval_model
 from towerd.models.random_gguf import PRESETS
 from towerd.retention import NAMES, retention_config
 from towerd.retention.base import RetentionConfig
@@ -26,6 +26,8 @@ from towerd.retention.base import RetentionConfig
 if TYPE_CHECKING:
     from towerd.retention.reference.llama import Llama
 
+SAMPLE = "sample.txt"
+"""The text of the package."""
 POLICIES = tuple(name for name in NAMES if name != "none")
 BUDGETS = (50, 100, 200, 400)
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
@@ -73,7 +75,7 @@ async def run(
     text: Path | None,
     meetings: Path | None,
     pairs: Path | None,
-    retrieval_model: Path | None,
+    retrieval: Path | None,
 ) -> Report:
     """Perplexity, retrieval, recall and the cost of the index. Raises TowerdError."""
     if importlib.util.find_spec("torch") is None:
@@ -86,8 +88,8 @@ async def run(
     report = LongchatReport("longchat", path.name)
     llama = Llama.load(path)
     with Speaker(path) as speaker:
-        name = "calibration.txt" if text is None else text.name
-        texts = {name: calibration_text() if text is None else read_text(text)}
+        name = SAMPLE if text is None else text.name
+        texts = {name: sample.load().decode() if text is None else read_text(text)}
         if meetings is None:
             report.details["meetings"] = "not measured: name QMSum's file with --meetings"
         else:
@@ -97,10 +99,7 @@ async def run(
         windows = {key: speaker.windows(read, n_windows, n) for key, read in texts.items()}
     _perplexity(report, llama, windows, quick)
     _recall(report, path.name, llama, windows[name])
-    if retrieval_model is None:
-        report.details["retrieval"] = "not measured: name a model with --retrieval-model"
-    else:
-        _retrieval(report, retrieval_model, texts[name], pairs, quick)
+    _retrieval(report, retrieval or retrieval_model(), texts[name], pairs, quick)
     _overhead(report, quick)
     return report
 

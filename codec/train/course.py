@@ -21,12 +21,12 @@ from towerd.codec.train.lesson import Lesson, TextLesson
 from towerd.codec.train.loss_plot import plot
 from towerd.codec.train.manifest import Source, read_manifest
 from towerd.codec.train.mini import tokenizer_of
-from towerd.codec.train.network import NetworkShape
+from towerd.codec.train.network import NetworkShape, init_weights
 from towerd.codec.train.progress import Progress, Status
 from towerd.codec.train.records import Dataset, read_dataset
 from towerd.codec.train.run import Run
 from towerd.codec.train.teacher import Teacher, TeacherForm
-from towerd.codec.train.trainer import TrainConfig, Trainer
+from towerd.codec.train.trainer import Fresh, TrainConfig, Trainer
 from towerd.models.vocabulary import Vocabulary, from_gguf
 
 DEV_WINDOWS = 32
@@ -63,7 +63,7 @@ def train_mini(
     trainer = make_trainer(course, run, shape, MiniForm(bpe), lesson, corpus)
     trainer.train(note_steps(trainer, progress))
     card = Card("towerd-mini", "Language model of chat text, made by towerctl train mini",
-                _licence(manifest, corpus), {})  # fmt: skip
+                licence_of(manifest, corpus), {})  # fmt: skip
     return finish(course, run, trainer, bpe.vocabulary(), card, manifest, data, {})
 
 
@@ -112,10 +112,16 @@ def make_corpus(
 
 
 def make_trainer(
-    course: Course, run: Run, shape: NetworkShape, form: Form, lesson: Lesson, corpus: Corpus
+    course: Course,
+    run: Run,
+    shape: NetworkShape,
+    form: Form,
+    lesson: Lesson,
+    corpus: Corpus,
+    fresh: Fresh = init_weights,
 ) -> Trainer:
-    """A trainer that goes on with the run, or starts it."""
-    return Trainer(run, shape, form.fingerprint, lesson, corpus.dev, course.config)
+    """A trainer that goes on with the run, or starts it from `fresh` weights."""
+    return Trainer(run, shape, form.fingerprint, lesson, corpus.dev, course.config, fresh)
 
 
 def note_steps(trainer: Trainer, progress: Progress | None) -> Callable[[Status], None]:
@@ -143,7 +149,8 @@ def _divergence(trainer: Trainer, exam: Lesson) -> float:
     return sum(losses) / len(losses)
 
 
-def _licence(manifest: Mapping[str, Source], corpus: Corpus) -> str:
+def licence_of(manifest: Mapping[str, Source], corpus: Corpus) -> str:
+    """Of weights that were trained on this text."""
     licences = {part.strip() for n in corpus.train for part in manifest[n].licence.split(",")}
     return "Apache-2.0; trained on text under " + ", ".join(sorted(licences))
 

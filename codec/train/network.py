@@ -136,9 +136,14 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
 
 
+def rotation_frequencies(shape: NetworkShape) -> Tensor:
+    """float64 [head_size / 2]: radians by which RoPE turns each pair of a head per position."""
+    exponents = torch.arange(0, shape.head_size, 2, dtype=torch.float64) / shape.head_size
+    return shape.rope_freq_base**-exponents
+
+
 @lru_cache(maxsize=8)
 def _rotations(shape: NetworkShape, n: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and sin [n, head_size / 2] of every position's angles."""
-    exponents = torch.arange(0, shape.head_size, 2, dtype=torch.float64) / shape.head_size
-    angles = torch.arange(n, dtype=torch.float64)[:, None] * shape.rope_freq_base**-exponents
+    angles = torch.arange(n, dtype=torch.float64)[:, None] * rotation_frequencies(shape)
     return angles.cos().float().to(device), angles.sin().float().to(device)

@@ -20,9 +20,18 @@ from torch import Tensor
 
 from towerd.codec.train.bpe import BEGIN, CONTROLS, Bpe
 from towerd.codec.train.corpus import Windows
-from towerd.codec.train.course import Course, begin, finish, make_corpus, make_trainer, note_steps
+from towerd.codec.train.course import (
+    Course,
+    begin,
+    finish,
+    licence_of,
+    make_corpus,
+    make_trainer,
+    note_steps,
+)
 from towerd.codec.train.export import Card
 from towerd.codec.train.form import Ids, MiniForm
+from towerd.codec.train.induction import induction_weights
 from towerd.codec.train.mini import tokenizer_of
 from towerd.codec.train.network import EMBEDDING, NetworkShape, Weights, device_of, hidden, logits
 from towerd.codec.train.progress import Progress
@@ -37,9 +46,11 @@ TASK_TOKENS_MIN = 128
 TEXT_WEIGHT = 0.1
 """Of the loss on everything that is not an answer, against that on answers."""
 EXAM_ROWS = 20
-ROPE_FREQ_BASE = 100000.0
-"""Slow enough that the slowest pair of a head hardly turns over the longest context: what is
-matched by content is found at any distance."""
+LETTERS_MIN = 16
+"""Noise of few different tokens is told apart only by several of them in a row."""
+ROPE_FREQ_BASE = 1e7
+"""Slow enough that the slower half of a head's pairs hardly turns over the longest context: what
+is matched by content is found at any distance."""
 
 
 @dataclass(frozen=True)
@@ -116,8 +127,13 @@ class TaskRows:
         """Noise that comes again and again, after another number of tokens in each row: what is
         found by its distance alone is wrong in the next one."""
         n = int(chance.integers(4, len(filler) // 2 + 1))
-        noise = chance.integers(len(CONTROLS), len(self._bpe), n).astype(np.uint32)
-        return np.resize(noise, len(filler)), np.arange(len(filler)) > n
+        return np.resize(self._noise(chance, n), len(filler)), np.arange(len(filler)) >= n + 3
+
+    def _noise(self, chance: np.random.Generator, n: int) -> Ids:
+        """Of a random part of the vocabulary, small parts as often as large ones."""
+        letters = np.arange(len(CONTROLS), len(self._bpe), dtype=np.uint32)
+        n_letters = np.exp(chance.uniform(np.log(LETTERS_MIN), np.log(len(letters))))
+        return chance.choice(chance.choice(letters, int(n_letters), replace=False), n)
 
     def _text(self, _chance: np.random.Generator, filler: Ids) -> Row:
         return _marked(filler, len(filler))
@@ -132,7 +148,7 @@ class TaskRows:
         again = int(chance.integers(start + n, len(filler) - n + 1))
         ids = filler.copy()
         if chance.random() < 0.7:
-            ids[start : start + n] = chance.integers(len(CONTROLS), len(self._bpe), n)
+            ids[start : start + n] = self._noise(chance, n)
         ids[again : again + n] = ids[start : start + n]
         answers = np.zeros(len(ids), np.bool_)
         answers[again + 2 : again + n] = True
@@ -186,12 +202,12 @@ def train_retrieval(
     curriculum = Curriculum(shape.n_ctx, grow_steps * config.batch, config.seed)
     windows = Windows(corpus, shape.n_ctx, config.seed)
     lesson = RetrievalLesson(windows, rows, curriculum)
-    trainer = make_trainer(course, run, shape, MiniForm(bpe), lesson, corpus)
+    trainer = make_trainer(course, run, shape, MiniForm(bpe), lesson, corpus, induction_weights)
     trainer.train(note_steps(trainer, progress))
     text = np.concatenate([part.ids for part in corpus.dev.values()])
     more = {"accuracy": exam(trainer.weights, shape, rows, text, config.seed)}
     card = Card("towerd-retrieval", "Finds again what it was told; made by towerctl train "
-                "retrieval", "Apache-2.0", {})  # fmt: skip
+                "retrieval", licence_of(manifest, corpus), {})  # fmt: skip
     return finish(course, run, trainer, bpe.vocabulary(), card, manifest, data, more)
 
 

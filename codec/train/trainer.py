@@ -15,7 +15,7 @@ from towerd.codec.train.corpus import DevText
 from towerd.codec.train.errors import TrainError
 from towerd.codec.train.evaluation import Evaluation, evaluate
 from towerd.codec.train.lesson import Lesson
-from towerd.codec.train.network import NetworkShape, init_weights, placed
+from towerd.codec.train.network import NetworkShape, Weights, init_weights, placed
 from towerd.codec.train.optimizer import Optimizer
 from towerd.codec.train.progress import Status
 from towerd.codec.train.run import Run
@@ -59,6 +59,8 @@ class TrainConfig:
 
 
 Report = Callable[[Status], None]
+Fresh = Callable[[NetworkShape, int], Weights]
+"""Makes the weights that a new run starts with, of a shape and a seed."""
 
 
 class Trainer:
@@ -73,13 +75,14 @@ class Trainer:
         lesson: Lesson,
         dev: Mapping[str, DevText],
         config: TrainConfig,
+        fresh: Fresh = init_weights,
     ) -> None:
         self._run, self._form, self._lesson, self._dev = run, form, lesson, dev
         self._config = config
         self.step, self._window, before_s, progress = 0, 0, 0.0, 0.0
         found = run.checkpoint(config.budget)
         if found is None:
-            self.shape, weights = shape, init_weights(shape, config.seed)
+            self.shape, weights = shape, fresh(shape, config.seed)
         else:
             _check_same(found, shape, form)
             self.shape, weights = found.shape, found.weights

@@ -120,15 +120,14 @@ def test_a_quick_run(
 
     monkeypatch.setattr(longchat, "index_overhead", overhead)
     report = asyncio.run(
-        longchat.run(None, True, text=None, meetings=meetings, pairs=pairs,
-                     retrieval_model=bundled_model())
-    )  # fmt: skip
+        longchat.run(None, True, text=None, meetings=meetings, pairs=pairs, retrieval=None)
+    )
     report.show()
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
     for key in ("buzz_vs_h2o_ppl", "buzz_vs_streaming_ppl", "icecache_recall_vs_sequential",
                 "index_overhead"):  # fmt: skip
         assert line[key] > 0
-    assert {row["text"] for row in line["perplexity"]} == {"calibration.txt", "meetings.jsonl.zst"}
+    assert {row["text"] for row in line["perplexity"]} == {"sample.txt", "meetings.jsonl.zst"}
     assert all(row["buzz"] > 0.5 for row in line["perplexity"])
     tasks = {(row["task"], row["live"]) for row in line["retrieval"]}
     assert tasks == {(t, n) for t in ("pass key in 120", "75 pairs") for n in ("full", "256")}

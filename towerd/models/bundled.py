@@ -1,4 +1,5 @@
-"""The model inside the package, so that a first start needs no download."""
+"""The models inside the package: one so that a first start needs no download, one that finds again
+what it was told, for measuring what a long chat may drop."""
 
 from __future__ import annotations
 
@@ -9,14 +10,20 @@ from towerd import paths
 from towerd.errors import ModelError
 
 NAME = "stories260K.gguf"
+RETRIEVAL_NAME = "retrieval.gguf"
 
 
-def bundled_model() -> Path:
-    """The path of the bundled GGUF. Raises ModelError if the installation lacks it."""
-    path = Path(str(files("towerd") / "data" / NAME))
+def bundled_model(name: str = NAME) -> Path:
+    """The path of a bundled GGUF. Raises ModelError if the installation lacks it."""
+    path = Path(str(files("towerd") / "data" / name))
     if not path.is_file():
         raise ModelError(f"{path} is missing: install towerd again, or name a model with -m.")
     return path
+
+
+def retrieval_model() -> Path:
+    """The path of what `towerctl train retrieval` made. Raises ModelError."""
+    return bundled_model(RETRIEVAL_NAME)
 
 
 def find_model(model: Path | None) -> Path:

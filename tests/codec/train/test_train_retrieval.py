@@ -14,7 +14,8 @@ from towerd.cli.main import towerctl
 from towerd.codec.train.bpe import BEGIN, Bpe, train_bpe
 from towerd.codec.train.corpus import Corpus, Windows
 from towerd.codec.train.form import Ids
-from towerd.codec.train.network import NetworkShape, init_weights, logits
+from towerd.codec.train.induction import induction_weights
+from towerd.codec.train.network import EMBEDDING, NetworkShape, init_weights, logits
 from towerd.codec.train.optimizer import Optimizer
 from towerd.codec.train.retrieval import Curriculum, RetrievalLesson, Row, TaskRows
 from towerd.codec.train.tasks import passkey, random_pair
@@ -96,6 +97,28 @@ def test_a_few_steps_give_the_same_bits_again(bpe: Bpe) -> None:
         return found
 
     assert losses() == losses()
+
+
+def test_fresh_weights_find_what_stood_before() -> None:
+    """Before any training, noise that comes again is often known, and nothing else is; a seed
+    decides, and any shape can be asked for."""
+    shape = NetworkShape(300, n_embd=128, n_layer=4, n_head=4, n_ff=32, rope_freq_base=1e7)
+    weights = induction_weights(shape, 3)
+    assert {name: tuple(weight.shape) for name, weight in weights.items()} == shape.tensors()
+    assert all(weight.requires_grad for weight in weights.values())
+    noise = torch.randint(16, 300, (16, 48), generator=torch.Generator().manual_seed(1))
+    ids = torch.cat([noise, noise], 1)
+    with torch.no_grad():
+        right = logits(weights, shape, ids[:, :-1]).argmax(-1) == ids[:, 1:]
+    assert right[:, 52:].float().mean() > 0.4
+    assert right[:, :47].float().mean() < 0.05
+    again, other = induction_weights(shape, 3), induction_weights(shape, 4)
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
+    assert not torch.equal(weights[EMBEDDING], other[EMBEDDING])
+    for n_layer, n_head, n_embd in ((1, 1, 4), (2, 3, 18), (3, 2, 32)):
+        shape = NetworkShape(300, n_embd=n_embd, n_layer=n_layer, n_head=n_head, n_ff=8)
+        with torch.no_grad():
+            assert logits(induction_weights(shape, 1), shape, ids[:1]).isfinite().all()
 
 
 class Copies:

@@ -1,0 +1,66 @@
+"""A key told long ago in a chat: who finds it again, on the real engine with the model that can."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from oracle import OpenService, ask, settle
+
+from towerd.cli.bench.longchat_texts import Speaker
+from towerd.codec import sample
+from towerd.codec.train.tasks import passkey
+from towerd.engine.base import Ids, LiveBudget
+from towerd.models.bundled import retrieval_model
+from towerd.service import Service
+
+N_CHAT = 2000
+BUDGET = 256
+FULL = LiveBudget()
+ICECACHE = LiveBudget("icecache", BUDGET)
+STREAMING = LiveBudget("streaming", BUDGET)
+
+
+@pytest.fixture(scope="module")
+def speaker() -> Iterator[Speaker]:
+    with Speaker(retrieval_model()) as made:
+        yield made
+
+
+async def said(
+    service: Service, speaker: Speaker, live: LiveBudget, depth: float
+) -> tuple[str, str]:
+    """(the key that was told at `depth` of a chat, what is answered when its next turn asks)."""
+    seed = int(100 * depth)
+    fact = passkey(np.random.default_rng(seed))
+    told, asked = speaker.ids(fact.text), speaker.ids(fact.question)
+    text = speaker.windows(sample.load().decode(), 8, N_CHAT - len(told))[seed % 8]
+    at = max(1, int(depth * len(text)))
+    chat: Ids = np.concatenate([text[:at], told, text[at:]]).astype(np.int32)
+    scope = f"{live.policy} {depth}"
+    first = await ask(service, chat, 4, live=live, scope=scope)
+    chat = np.concatenate([chat, np.array(first.ids), asked]).astype(np.int32)
+    answer = await ask(service, chat, len(fact.answer), live=live, scope=scope)
+    if live.is_bounded:
+        assert answer.finish.reuse.kept is not None
+        assert answer.finish.reuse.kept <= BUDGET
+    return fact.answer, answer.text
+
+
+@pytest.mark.parametrize("layer_step", [1, 3])
+async def test_what_left_the_context_is_found_again(
+    service_on: OpenService, speaker: Speaker, layer_step: int
+) -> None:
+    """With 256 of 2,000 tokens live, IceCache brings the key back from wherever it was told, as
+    the full cache has it; a window of the last tokens has lost it."""
+    settings = {"ctx_size": 4096, "live_tokens": 8192, "threads": 1, "retention": "icecache",
+                "recall_layer_step": layer_step}  # fmt: skip
+    async with service_on(retrieval_model(), **settings) as service:
+        for depth in (0.0, 0.3, 0.6, 0.85):
+            for live in (FULL, ICECACHE):
+                key, answer = await said(service, speaker, live, depth)
+                assert answer == key, (live, depth)
+            key, answer = await said(service, speaker, STREAMING, depth)
+            assert answer != key, depth
+        await settle(service)
