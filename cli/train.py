@@ -128,7 +128,7 @@ def distill(teacher: Path, top_k: int, as_json: bool, **given: Any) -> None:
 @course_options
 @click.option("--vocab-size", "n_vocab", type=int, default=512, show_default=True,
               help="Tokens of the tokenizer.")  # fmt: skip
-@click.option("--grow-steps", type=click.IntRange(min=1), default=150, show_default=True,
+@click.option("--grow-steps", type=click.IntRange(min=1), default=100, show_default=True,
               help="Steps after which the rows double, from 32 tokens to --ctx.")  # fmt: skip
 def retrieval(n_vocab: int, grow_steps: int, as_json: bool, **given: Any) -> None:
     """Train a small model to find again what it was told (pass keys, key-value pairs, copies),
