@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from towerd.kernels.dci import DciConfig
 from towerd.retention import View
-from towerd.retention.icecache import IceCache, IceCacheConfig
+from towerd.retention.icecache import IceCache, IceCacheConfig, passed_on
 from towerd.retention.layout import cluster_order, n_reads
 
 UNLIMITED = IceCacheConfig(
@@ -199,3 +199,23 @@ def test_similar_keys_are_read_together() -> None:
     assert n_reads(order, np.array([], np.int64)) == 0
     assert n_reads(in_order, np.array([3, 4, 5, 9])) == 2
     assert n_reads(in_order, np.array([3, 4, 5, 9]), gap_max=3) == 1
+
+
+@given(st.data())
+def test_votes_are_passed_on_to_what_follows(data: st.DataObject) -> None:
+    """As counted by hand; nothing goes over a gap between positions that is as wide."""
+    gaps = data.draw(st.lists(st.integers(1, 3), max_size=12))
+    positions = np.cumsum(np.array(gaps, np.int64))
+    draw = st.lists(st.integers(0, 9), min_size=len(gaps), max_size=len(gaps))
+    votes = np.array(data.draw(draw), np.float32)
+    followers = data.draw(st.integers(0, 5))
+    expected = [
+        max(
+            votes[i] * (1 - (p - q) / (followers + 1))
+            for i, q in enumerate(positions)
+            if 0 <= p - q <= followers and at - i == p - q
+        )
+        for at, p in enumerate(positions)
+    ]
+    found = passed_on(votes, positions, followers)
+    np.testing.assert_allclose(found, np.array(expected, np.float32), rtol=1e-6)

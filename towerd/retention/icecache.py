@@ -45,6 +45,9 @@ class IceCacheConfig(EndsConfig):
     """Layers before it have no tree: their attention is not sparse (section 5.1)."""
     layer_step: int = 1
     """3: only every third layer has trees and votes (the reuse form, section C)."""
+    followers: int = 0
+    """Positions after a voted one that get its votes, too, each fewer than the one before: who
+    chooses for several tokens at once needs what the next of them will look for."""
     n_threads: int = 1
     """That search; trees do not depend on each other, so the answer is the same with any."""
     tree: DciConfig = field(default_factory=DciConfig)
@@ -53,6 +56,8 @@ class IceCacheConfig(EndsConfig):
         EndsConfig.__post_init__(self)
         if self.keys_max < 1 or self.layer_first < 0 or self.layer_step < 1:
             raise ValueError("IceCache looks for at least one key, in layers that exist")
+        if self.followers < 0:
+            raise ValueError("IceCache cannot bring fewer than no followers")
         if self.n_threads < 1:
             raise ValueError("IceCache needs a thread")
 
@@ -100,7 +105,8 @@ class IceCache:
         if (self._indexed < 0).sum() > _FORGOTTEN_SHARE_MAX * (self._indexed >= 0).sum():
             self._rebuild()
         self._insert(view.positions[span], view.keys, numbers, self.config.n_threads)
-        chosen = top(self._votes(view, span), n_max - self.config.n_min)
+        votes = passed_on(self._votes(view, span), view.positions[span], self.config.followers)
+        chosen = top(votes, n_max - self.config.n_min)
         return with_ends(view.positions, span, chosen)
 
     def indexed(self, n: int) -> slice:
@@ -195,6 +201,17 @@ class IceCache:
             return np.full(len(self._indexed), -1, np.int64)
         at = np.minimum(np.searchsorted(positions, self._indexed), len(positions) - 1)
         return np.where(positions[at] == self._indexed, at, -1)
+
+
+def passed_on(votes: Votes, positions: Positions, followers: int) -> Votes:
+    """float32[n]: of its own votes and the shares of those before it, the most. Of the one d
+    positions before it gets 1 - d / (followers + 1), for d up to `followers`."""
+    most = votes.copy()
+    for d in range(1, min(followers, len(votes) - 1) + 1):
+        share = votes[:-d] * np.float32(1 - d / (followers + 1))
+        is_near = positions[d:] - positions[:-d] == d
+        np.maximum(most[d:], np.where(is_near, share, 0), out=most[d:])
+    return most
 
 
 def _tree_bytes(head_size: int) -> int:

@@ -43,6 +43,9 @@ they looked for."""
 ASKING_TOKENS_MAX = 16
 """Of the observed tokens, the last ones whose queries are searched for: 0.1 ms for each in each
 tree, and a model of 32 heads whose every third layer is indexed has 160 of them for each token."""
+_FOLLOWERS = 7
+"""What follows a position comes back with it: the next token of a reply continues there, and is
+sampled before anybody chooses again."""
 _KEYS_MAX = 64
 """Nearest keys that a query looks for; a search takes longer the more it looks for."""
 
@@ -67,7 +70,10 @@ def served(config: IceCacheConfig, limits: RecallLimits) -> IceCacheConfig:
     """`config` as chats that somebody waits for have it."""
     keys_max = min(config.keys_max, _KEYS_MAX)
     n_threads = limits.n_threads
-    return replace(config, layer_step=limits.layer_step, keys_max=keys_max, n_threads=n_threads)
+    return replace(
+        config, layer_step=limits.layer_step, keys_max=keys_max, n_threads=n_threads,
+        followers=_FOLLOWERS,
+    )  # fmt: skip
 
 
 class Recaller:
