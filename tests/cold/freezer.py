@@ -7,17 +7,17 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from cold_population import coder, name_of
+from cold_population import coder, name_of, some_form
 
 from towerd.cold import freeze, thaw
 from towerd.store import Store, latest_fingerprint
 
 
 def main() -> None:
-    """A tenth of what is frozen is of a form with a runtime."""
+    """A tenth of what is frozen is of a form with a runtime, and at least a tenth with the mini model."""
     root, seed, n = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     chance = random.Random(seed)
-    with coder() as codec, Store.open(root, latest_fingerprint) as store:
+    with Store.open(root, latest_fingerprint) as store, coder(store.tables) as codec:
         freeze(store, codec, name_of(0), form="packed")
         store.match(np.zeros(1, np.int32), "local")
         print("ready", flush=True)
@@ -26,7 +26,7 @@ def main() -> None:
             if store.session(name).cold_bytes:
                 thaw(store, codec, name)
             else:
-                freeze(store, codec, name, form="same" if chance.random() < 0.1 else "packed")
+                freeze(store, codec, name, form=some_form(chance))
 
 
 main()

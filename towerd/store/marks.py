@@ -24,9 +24,11 @@ _MIX = (
     (np.uint64(27), np.uint64(0x94D049BB133111EB)),
 )
 _LAST_SHIFT = np.uint64(31)
-_PLACES_MIN = 4
-"""Of the table for each mark."""
-_TABLE_MIN = 1 << 12
+_LOW = np.uint64(7)
+_BITS = np.left_shift(1, np.arange(8)).astype(np.uint8)
+_PLACES_MIN = 32
+"""Bits of the table for each mark, at least; twice as many when it is made."""
+_TABLE_BITS_MIN = 1 << 12
 
 
 def prefix_marks(ids: bytes, scope: str) -> Marks:
@@ -50,8 +52,9 @@ def marks_at(ids: bytes, scope: str, ends: Iterable[int]) -> list[int]:
 
 
 class MarkIndex:
-    """Mark -> sessions, in two parallel sorted arrays, behind a table that tells most marks that
-    are not there apart at a glance: about 32 bytes a mark. Not thread-safe."""
+    """Mark -> sessions, in two parallel sorted arrays, behind a table of bits that tells all but
+    one in 32 marks or more that are not there apart at a glance: about 32 bytes a mark. Not
+    thread-safe."""
 
     def __init__(self) -> None:
         self._marks: Marks = np.zeros(0, np.uint64)
@@ -78,9 +81,9 @@ class MarkIndex:
         places = np.searchsorted(self._marks, new)
         self._marks = np.insert(self._marks, places, new)
         self._sessions = np.insert(self._sessions, places, session)
-        if len(self._marks) * _PLACES_MIN > len(self._table):
+        if len(self._marks) * _PLACES_MIN > 8 * len(self._table):
             self._make_table()
-        self._table[(new & self._mask).astype(np.int64)] = True
+        self._enter(new)
 
     def discard(self, session: int) -> None:
         """Forget a session's marks, if it has any."""
@@ -91,7 +94,8 @@ class MarkIndex:
         """(n, sessions) for each of the marks of a prompt that is known, the longest first."""
         if not len(self._marks):
             return
-        maybe = np.flatnonzero(self._table[(marks & self._mask).astype(np.int64)])
+        places, bits = self._places(marks)
+        maybe = np.flatnonzero(self._table[places] & bits)
         maybe = maybe[np.argsort(marks[maybe])]  # neighbours are looked for in neighbouring places
         first = np.searchsorted(self._marks, marks[maybe])
         is_known = self._marks[np.minimum(first, len(self._marks) - 1)] == marks[maybe]
@@ -101,9 +105,16 @@ class MarkIndex:
             yield at + 1, self._sessions[start:end].tolist()
 
     def _make_table(self) -> None:
-        """A byte for each value of the marks' low bits: whether any mark has them. What was
+        """A bit for each value of the marks' low bits: whether any mark has them. What was
         discarded stays in it until it is made anew, and costs a look."""
-        size = 1 << max(_PLACES_MIN * len(self._marks) * 2, _TABLE_MIN).bit_length()
+        size = 1 << max(_PLACES_MIN * len(self._marks) * 2 - 1, _TABLE_BITS_MIN).bit_length()
         self._mask = np.uint64(size - 1)
-        self._table = np.zeros(size, bool)
-        self._table[(self._marks & self._mask).astype(np.int64)] = True
+        self._table = np.zeros(size // 8, np.uint8)
+        self._enter(self._marks)
+
+    def _enter(self, marks: Marks) -> None:
+        np.bitwise_or.at(self._table, *self._places(marks))
+
+    def _places(self, marks: Marks) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
+        """(byte, bit of it) of each mark in the table."""
+        return (marks & self._mask).view(np.int64) >> 3, _BITS[(marks & _LOW).view(np.int64)]
