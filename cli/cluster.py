@@ -120,7 +120,6 @@ def _report(path: Path, texts: Sequence[tuple[str, bytes | Ids]], n: int | None)
     from towerd.codec.cluster import cluster as clustered
     from towerd.codec.cluster import measure
     from towerd.codec.container import BASE_HEAD_BYTES
-    from towerd.codec.prior.file import bundled
     from towerd.codec.vocabulary import GgufVocabulary
     from towerd.engine.embedded.model import init_backend
 
@@ -131,8 +130,8 @@ def _report(path: Path, texts: Sequence[tuple[str, bytes | Ids]], n: int | None)
     init_backend()  # its log becomes ours
     with GgufVocabulary(path) as vocabulary:
         members = _members(texts, vocabulary)
-        distances = measure([member.ids for member in members], vocabulary, bundled())
         codec = Codec(vocabulary)
+        distances = measure([member.ids for member in members], codec.text_coder())
         found = clustered(distances, n, 8 * BASE_HEAD_BYTES)
         rows = [_row(each, members, distances, codec) for each in found]
     return {

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from towerd.codec.base import Ids, Vocabulary
-from towerd.codec.mix import Symbols, TextModel
-from towerd.codec.prior.file import Prior
+from towerd.codec.base import Ids
+from towerd.codec.mix import Symbols, TextCoder
 
 NEIGHBOURS_MAX = 16
 """Of the other prompts, so many are read before each: those that share most with it."""
@@ -54,16 +53,17 @@ class Cluster:
         return max((float(distances.given[i, self.medoid]) for i in self.members), default=0.0)
 
 
-def measure(prompts: Sequence[Ids], vocabulary: Vocabulary, prior: Prior) -> Distances:
-    """Distances of prompts, int32[n] ids of `vocabulary` each. Pairs that share less than others
-    are not measured but count as strangers (NEIGHBOURS_MAX)."""
-    model = TextModel(vocabulary, prior)
-    texts = [model.symbols(ids) for ids in prompts]
-    alone = np.array([model.bits(text, text[:0]) for text in texts])
-    given = np.repeat(alone[:, None], len(texts), axis=1)
+def measure(prompts: Sequence[Ids], coder: TextCoder) -> Distances:
+    """Distances of prompts, int32[n] ids of the coder's vocabulary each (`Codec.text_coder`). Pairs
+    that share less than others are not measured but count as strangers (NEIGHBOURS_MAX)."""
+    texts = [coder.symbols(ids) for ids in prompts]
+    alone = np.zeros(len(texts))
+    given = np.zeros((len(texts), len(texts)))
     for i, near in enumerate(neighbours(texts)):
-        for j in near:
-            given[i, j] = min(alone[i], model.bits(texts[i], texts[j]))
+        text = texts[i]
+        alone[i], *after = coder.costs(text, [text[:0], *(texts[j] for j in near)])
+        given[i] = alone[i]
+        given[i, near] = np.minimum(after, alone[i])
     return Distances(alone, given)
 
 

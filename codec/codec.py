@@ -23,6 +23,7 @@ from towerd.codec.forms import Coded, FormCoder, RuntimeCoder
 from towerd.codec.lossy import Loss, reduce
 from towerd.codec.mix import Mix
 from towerd.codec.models import mini
+from towerd.codec.network import Network
 from towerd.codec.prior import file
 
 PROBE_BYTES = 2000
@@ -119,6 +120,13 @@ class Codec:
         wanted = as_ids(ids)
         self._check_ids(wanted)
         return reduce(wanted, self.vocabulary, file.bundled(), p_min)
+
+    def text_coder(self) -> Mix | Network:
+        """The form that takes the fewest bits for a text: `network`, or `mix` where there is no mini
+        model. UnknownModel if the package has no table."""
+        coder = self._coder(self._auto()[-1])
+        assert isinstance(coder, Mix | Network)
+        return coder
 
     def make_probe(self, form: str) -> bytes:
         """A canary: a short blob of a form with a runtime, without fallback, to be stored now and

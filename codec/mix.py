@@ -6,6 +6,9 @@ coded, so that names and phrases of a shared prompt cost next to nothing in the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import numpy as np
 import numpy.typing as npt
 
@@ -14,6 +17,7 @@ from towerd.codec.coder import Decoder, Encoder
 from towerd.codec.container import Chunk
 from towerd.codec.forms import Coded
 from towerd.codec.prior.file import Prior
+from towerd.codec.prior.state import bits_of
 from towerd.codec.text import MARK_FIRST, as_context, from_ids, parse, split, to_ids
 
 BASE_IDS_MAX = 16384
@@ -24,6 +28,19 @@ begin (of the text), start (of a message), end, and thirteen without a meaning."
 _SLOTS_PER_SYMBOL = 40
 
 Symbols = npt.NDArray[np.int32]
+
+
+class TextCoder(Protocol):
+    """A form that says what a text costs, without writing it."""
+
+    def symbols(self, ids: Ids) -> Symbols:
+        """The symbols of ids of the vocabulary."""
+        ...
+
+    def costs(self, symbols: Symbols, contexts: Sequence[Symbols]) -> list[float]:
+        """Bits of symbols that follow each of `contexts`, of which the last BASE_IDS_MAX are
+        read."""
+        ...
 
 
 class MiniText:
@@ -60,25 +77,6 @@ class MiniText:
     def text(self, ranks: list[int]) -> bytes:
         """The text again."""
         return b"".join([self.bytes_by_rank[rank] for rank in ranks])
-
-
-class TextModel:
-    """What a text costs, without writing it."""
-
-    def __init__(self, vocabulary: Vocabulary, prior: Prior) -> None:
-        self._vocabulary, self._mini, self._mixer = vocabulary, MiniText(prior), prior.mixer()
-
-    def symbols(self, ids: Ids) -> Symbols:
-        """The symbols of ids of the vocabulary."""
-        return self._mini.symbols(from_ids(ids, self._vocabulary).text)
-
-    def bits(self, symbols: Symbols, context: Symbols) -> float:
-        """Bits of symbols that follow `context`, of which the last BASE_IDS_MAX are read."""
-        read = context[-BASE_IDS_MAX:]
-        self._mixer.reset(1, table_bits(len(symbols) + len(read)))
-        self._mixer.learn(0, read)
-        bits, chances = self._mixer.encode(0, symbols)
-        return float(-np.log2(np.where(bits == 1, chances, 1 - chances)).sum())
 
 
 class Mix:
@@ -120,6 +118,20 @@ class Mix:
             ranks.append(-1 - answer)
         text = parse(self.mini.text(ranks), coded.side)
         return np.array(to_ids(text, self.vocabulary), np.int32)
+
+    def symbols(self, ids: Ids) -> Symbols:
+        """As `TextCoder`."""
+        return self.mini.symbols(from_ids(ids, self.vocabulary).text)
+
+    def costs(self, symbols: Symbols, contexts: Sequence[Symbols]) -> list[float]:
+        """As `TextCoder`."""
+        mixer, found = self.prior.mixer(), []
+        for context in contexts:
+            read = context[-BASE_IDS_MAX:]
+            mixer.reset(1, table_bits(len(symbols) + len(read)))
+            mixer.learn(0, read)
+            found.append(bits_of(*mixer.encode(0, symbols)))
+        return found
 
     def _context(self, base: Ids, kinds: tuple[int, ...]) -> Symbols:
         return self.mini.symbols(as_context(base[-BASE_IDS_MAX:], kinds, self.vocabulary))

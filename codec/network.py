@@ -24,6 +24,7 @@ from towerd.codec.mix import BASE_IDS_MAX, MiniText, Symbols, table_bits
 from towerd.codec.models.base import Predictor, RuntimePredictor
 from towerd.codec.prior import state
 from towerd.codec.prior.file import Prior, kinds_of, ranks_of
+from towerd.codec.prior.state import bits_of
 from towerd.codec.text import as_context, from_ids, parse, to_ids
 from towerd.kernels.mixing import Mixer, make_mixer
 
@@ -66,6 +67,20 @@ class Lanes:
                             rank = chunks[lane][start + i : start + i + 1]
                             encoders[lane].put(*mixer.encode(lane, rank, rows[i][self.order]))
         return [encoder.finish() for encoder in encoders]
+
+    def costs(self, symbols: Symbols, contexts: Sequence[Symbols]) -> list[float]:
+        """Bits of one chunk after each of `contexts`: the model reads it once for all of them."""
+        mixers = [self._mixer([len(symbols)], context) for context in contexts]
+        before = [self.first, *self.order[symbols[:-1]].tolist()]
+        found, window = np.zeros(len(mixers)), self.predictor.window
+        with self._lock:
+            self.predictor.reset()
+            for start in range(0, len(symbols), window):
+                pairs = [(0, token) for token in before[start : start + window]]
+                for at, counts in enumerate(self.predictor.feed(pairs), start):
+                    rank, by_rank = symbols[at : at + 1], counts[self.order]
+                    found += [bits_of(*mixer.encode(0, rank, by_rank)) for mixer in mixers]
+        return [float(bits) for bits in found]
 
     def decode(
         self, sizes: Sequence[int], bits: Sequence[bytes], context: Symbols
@@ -142,6 +157,14 @@ class Network:
         ranks = self.lanes.decode(sizes, [chunk.bits for chunk in coded.chunks], context)
         text = self.mini.text([rank for part in ranks for rank in part])
         return np.array(to_ids(parse(text, coded.side), self.vocabulary), np.int32)
+
+    def symbols(self, ids: Ids) -> Symbols:
+        """As `TextCoder`."""
+        return self.mini.symbols(from_ids(ids, self.vocabulary).text)
+
+    def costs(self, symbols: Symbols, contexts: Sequence[Symbols]) -> list[float]:
+        """As `TextCoder`; a long text is not cut into chunks."""
+        return self.lanes.costs(symbols, [context[-BASE_IDS_MAX:] for context in contexts])
 
     def _context(self, base: Ids, kinds: tuple[int, ...]) -> Symbols:
         return self.mini.symbols(as_context(base[-BASE_IDS_MAX:], kinds, self.vocabulary))

@@ -193,11 +193,15 @@ def agents(model: Path | None, quick: bool, policy: str | None, share: float | N
               type=click.Path(exists=True, dir_okay=False, path_type=Path),
               help="GGUF whose tokenizer the sessions are in; more are counted in as well.")  # fmt: skip
 @click.option("--mini", type=click.Path(exists=True, dir_okay=False, path_type=Path),
-              help="A mini model: measure it with chunks of several sizes, too.")  # fmt: skip
+              help="Mini model to measure with chunks of several sizes; default: the package's.")  # fmt: skip
+@click.option("--p-min", "p_mins", multiple=True, metavar="P",
+              type=click.FloatRange(0, 1, max_open=True),
+              help="Measure what leaving out what is less likely than P would gain.")  # fmt: skip
 @_QUICK
-def codec(data: Path, vocabs: tuple[Path, ...], mini: Path | None, quick: bool) -> None:
+def codec(data: Path, vocabs: tuple[Path, ...], mini: Path | None, p_mins: tuple[float, ...],
+          quick: bool) -> None:  # fmt: skip
     """Bits per byte of cold sessions by kind of text, beside zstd, xz, brotli and PPMd."""
-    _run("codec", None, quick, data=data, vocabs=vocabs, mini=mini)
+    _run("codec", None, quick, data=data, vocabs=vocabs, mini=mini, p_mins=p_mins)
 
 
 @bench.command()

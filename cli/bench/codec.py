@@ -21,7 +21,8 @@ from towerd.codec.prior import file
 from towerd.codec.vocabulary import GgufVocabulary
 
 SESSIONS, SESSIONS_QUICK = 24, 3
-CHUNK_SYMBOLS = (256, 1024, 8192)
+CHUNK_SYMBOLS = (256, 512, 1024, 2048, 4096, 8192)
+CHUNK_SYMBOLS_QUICK = (256, 1024, 8192)
 OURS = ("ranked", "text", "mix", *(["network"] if PATH.exists() else []))
 """The last one is the best, which is what the daemon keeps."""
 BEST = OURS[-1]
@@ -30,7 +31,7 @@ _BUNDLED = Path(file.PATH).parents[2] / "towerd" / "data" / "stories260K.gguf"
 
 
 async def run(model: Path | None, quick: bool, data: Path, vocabs: tuple[Path, ...],
-              mini: Path | None) -> Report:  # fmt: skip
+              mini: Path | None, p_mins: tuple[float, ...]) -> Report:  # fmt: skip
     """Measure with the first vocabulary; the others are only counted in."""
     texts = sessions(data, SESSIONS_QUICK if quick else SESSIONS)
     classical = rivals(training(data, 2 * PRIME_BYTES))
@@ -47,8 +48,14 @@ async def run(model: Path | None, quick: bool, data: Path, vocabs: tuple[Path, .
             sizes[form] = sum(_coded(codec, first, text, form, totals) for text in texts[kind])
         _kind(report, kind, texts[kind], sizes, vocabularies)
     _summary(report, next(iter(vocabularies)), totals)
-    if mini is not None:
-        _curve(report, first, [each[0] for each in texts.values()], mini)
+    some = [each[0] for each in texts.values()]
+    for p_min in p_mins:
+        _lossy(report, codec, first, some, p_min)
+    if mini is not None or BEST == "network":
+        network = mini_network(first, mini or PATH)
+        for n_symbols in CHUNK_SYMBOLS_QUICK if quick else CHUNK_SYMBOLS:
+            network.chunk_symbols = n_symbols
+            _chunked(report, Codec(first, [network]), first, some, n_symbols)
     return report
 
 
@@ -99,25 +106,34 @@ def _summary(report: Report, vocabulary: str, totals: dict[str, float]) -> None:
     report.target("decode_tok_s", least=1000)
 
 
-def _curve(report: Report, vocabulary: GgufVocabulary, texts: list[bytes], mini: Path) -> None:
-    """One session of each kind with the mini model: bits and speed against the size of chunks."""
-    network = mini_network(vocabulary, mini)
-    codec = Codec(vocabulary, [network])
-    for n_symbols in CHUNK_SYMBOLS:
-        network.chunk_symbols = n_symbols
-        n_bytes = n_tokens = n_chunks = 0
-        decode_s = 0.0
-        for text in track(texts, f"chunks of {n_symbols}"):
-            ids = tokenized(text, vocabulary)
-            blob = codec.encode(ids, form="network")
-            started = time.perf_counter()
-            codec.decode(blob)
-            decode_s += time.perf_counter() - started
-            parsed = container.read(blob)
-            n_bytes += len(blob)
-            n_tokens += len(ids)
-            n_chunks = max(n_chunks, len(parsed.chunks))
-        key = f"network_{n_symbols}"
-        report.figures[f"{key}_chunks"] = n_chunks
-        report.figures[f"{key}_bits_per_byte"] = round(8 * n_bytes / sum(map(len, texts)), 3)
-        report.figures[f"{key}_decode_tok_s"] = round(n_tokens / decode_s)
+def _chunked(report: Report, codec: Codec, vocabulary: GgufVocabulary, texts: list[bytes],
+             n_symbols: int) -> None:  # fmt: skip
+    """One session of each kind in chunks of `n_symbols`: bits, and speed against their number."""
+    n_bytes = n_tokens = n_chunks = 0
+    decode_s = 0.0
+    for text in track(texts, f"chunks of {n_symbols}"):
+        ids = tokenized(text, vocabulary)
+        blob = codec.encode(ids, form="network")
+        started = time.perf_counter()
+        codec.decode(blob)
+        decode_s += time.perf_counter() - started
+        n_bytes += len(blob)
+        n_tokens += len(ids)
+        n_chunks = max(n_chunks, len(container.read(blob).chunks))
+    key = f"network_{n_symbols}"
+    report.figures[f"{key}_chunks"] = n_chunks
+    report.figures[f"{key}_bits_per_byte"] = round(8 * n_bytes / sum(map(len, texts)), 3)
+    report.figures[f"{key}_decode_tok_s"] = round(n_tokens / decode_s)
+
+
+def _lossy(report: Report, codec: Codec, vocabulary: GgufVocabulary, texts: list[bytes],
+           p_min: float) -> None:  # fmt: skip
+    """One session of each kind without what is less likely than `p_min`."""
+    n_bytes = n_lost = n_symbols = 0
+    for text in track(texts, f"p_min {p_min:g}"):
+        loss = codec.reduce(tokenized(text, vocabulary), p_min)
+        n_bytes += len(codec.encode(loss.ids, form=BEST))
+        n_lost += loss.n_lost
+        n_symbols += loss.n_symbols
+    report.figures[f"p_min_{p_min:g}_lost"] = round(n_lost / n_symbols, 4)
+    report.figures[f"p_min_{p_min:g}_bits_per_byte"] = round(8 * n_bytes / sum(map(len, texts)), 3)

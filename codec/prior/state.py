@@ -69,13 +69,14 @@ def trained(
         mixer = make(state)
         mixer.reset(1, _TABLE_BITS)
         if foretold is None:
-            cost = _bits(*mixer.encode(0, ranks))
+            cost = bits_of(*mixer.encode(0, ranks))
         else:
             each = zip(np.split(ranks, len(ranks)), foretold(ranks), strict=True)
-            cost = sum(_bits(*mixer.encode(0, rank, counts)) for rank, counts in each)
+            cost = sum(bits_of(*mixer.encode(0, rank, counts)) for rank, counts in each)
         state = mixer.state()
         yield state, cost / max(1, len(ranks))
 
 
-def _bits(decisions: I32, chances: npt.NDArray[np.float64]) -> float:
+def bits_of(decisions: I32, chances: npt.NDArray[np.float64]) -> float:
+    """What decisions cost whose probabilities of 1 were `chances`."""
     return float(-np.log2(np.where(decisions == 1, chances, 1 - chances)).sum())

@@ -127,6 +127,22 @@ class Teacher:
             parts.append(_top(self._logits(ids[first : first + BATCH], first), k))
         return Targets(np.concatenate([t.ids for t in parts]), np.concatenate([t.p for t in parts]))
 
+    def greedy(self, ids: Ids, n_max: int) -> list[int]:
+        """The likeliest continuation of ids [n], up to `n_max` tokens, an end of generation or the
+        end of the context."""
+        lib.llama_memory_clear(lib.llama_get_memory(self._context), True)
+        for first in range(0, len(ids), BATCH):
+            logits = self._logits(ids[first : first + BATCH], first)
+        said: list[int] = []
+        n_max = min(n_max, int(lib.llama_n_ctx(self._context)) - len(ids))
+        while len(said) < n_max:
+            token = int(logits[-1].argmax())
+            if lib.llama_vocab_is_eog(self._vocab, token):
+                break
+            said.append(token)
+            logits = self._logits(np.array([token], np.uint32), len(ids) + len(said) - 1)
+        return said
+
     def close(self) -> None:
         """Free the model."""
         if self._context:
@@ -199,6 +215,17 @@ class TeacherForm:
     def encode(self, records: Sequence[Record]) -> list[Encoded]:
         return [self._encode(record) for record in records]
 
+    def question(self, content: str) -> Ids:
+        """The prompt that asks for an answer to a user's first message. Raises TrainError for a
+        model without a chat template."""
+        prompt = self._render([Message("user", content)], asks=True)
+        if prompt is None:
+            raise TrainError(f"{self._teacher.path} has no chat template that takes a question.")
+        if self._teacher.begin:
+            prompt = prompt.removeprefix(self._teacher.begin_name)
+        ids = [*self._teacher.begin, *self._teacher.tokenize(prompt, special=True)]
+        return np.array(ids, dtype=np.uint32)
+
     def _encode(self, record: Record) -> Encoded:
         """Marks are those of the role that the token's message has; the template's words around a
         message belong to it."""
@@ -228,7 +255,7 @@ class TeacherForm:
             parts[0] = parts[0].removeprefix(self._teacher.begin_name)
         return parts
 
-    def _render(self, messages: Sequence[Message]) -> str | None:
+    def _render(self, messages: Sequence[Message], *, asks: bool = False) -> str | None:
         if self._template is None or any(m.role not in ("user", "assistant") for m in messages):
             return None
         try:
@@ -236,7 +263,7 @@ class TeacherForm:
                 messages=[{"role": m.role, "content": m.content} for m in messages],
                 bos_token=self._teacher.begin_name,
                 eos_token=self._teacher.end_name,
-                add_generation_prompt=False,
+                add_generation_prompt=asks,
             )
         except (jinja2.TemplateError, TypeError, ValueError):
             return None

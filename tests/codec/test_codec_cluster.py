@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from towerd.codec import Codec, sample
 from towerd.codec.cluster import Distances, cluster, measure, total_bits
-from towerd.codec.prior import file
+from towerd.codec.models import mini
 from towerd.codec.vocabulary import GgufVocabulary
 
 GROUPS, MEMBERS = 3, 4
@@ -33,10 +35,21 @@ def planted(small: GgufVocabulary) -> list[Ids]:
     return prompts
 
 
+@pytest.fixture(scope="module", params=["network", "mix"])
+def codec(small: GgufVocabulary, request: pytest.FixtureRequest) -> Iterator[Codec]:
+    """With the mini model of the package, and without one."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "mix":
+            patch.setattr(mini, "PATH", Path("none"))
+        codec = Codec(small)
+        assert codec.text_coder().name == request.param
+        yield codec
+
+
 @pytest.fixture(scope="module")
-def measured(small: GgufVocabulary) -> tuple[list[Ids], Distances]:
+def measured(small: GgufVocabulary, codec: Codec) -> tuple[list[Ids], Distances]:
     prompts = planted(small)
-    return prompts, measure(prompts, small, file.bundled())
+    return prompts, measure(prompts, codec.text_coder())
 
 
 def test_distances_are_distances(measured: tuple[list[Ids], Distances]) -> None:
@@ -64,17 +77,17 @@ def test_planted_clusters_are_found(measured: tuple[list[Ids], Distances]) -> No
 
 
 def test_members_decode_on_top_of_their_medoid(
-    measured: tuple[list[Ids], Distances], small: GgufVocabulary
+    measured: tuple[list[Ids], Distances], codec: Codec
 ) -> None:
     """Exactly, and in fewer bytes; `given` says how many but for the header."""
     prompts, found = measured
-    codec = Codec(small)
+    form = codec.text_coder().name
     each = cluster(found)[0]
     for i in each.members:
         base = prompts[each.medoid]
-        blob = codec.encode(prompts[i], base=base, form="mix")
+        blob = codec.encode(prompts[i], base=base, form=form)
         assert codec.decode(blob, base=base).tolist() == prompts[i].tolist()
-        assert len(blob) < len(codec.encode(prompts[i], form="mix"))
+        assert len(blob) < len(codec.encode(prompts[i], form=form))
         assert 0 < len(blob) - found.given[i, each.medoid] / 8 < 100
 
 
