@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from towerd.codec.base import Ids
-from towerd.codec.mix import Symbols, TextCoder
+from towerd.codec.mix import TextCoder
+from towerd.codec.mixers import Symbols
 
 NEIGHBOURS_MAX = 16
 """Of the other prompts, so many are read before each: those that share most with it."""

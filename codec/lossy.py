@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from towerd.codec.base import Ids, Vocabulary, as_ids
-from towerd.codec.mix import MiniText, table_bits
+from towerd.codec.mix import MiniText
+from towerd.codec.mixers import table_bits
 from towerd.codec.prior.file import Prior
 from towerd.codec.text import MARK_FIRST, Text, from_ids, split
 

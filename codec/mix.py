@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from towerd.codec.base import Ids, Vocabulary
 from towerd.codec.coder import Decoder, Encoder
 from towerd.codec.container import Chunk
 from towerd.codec.forms import Coded
+from towerd.codec.mixers import Mixers, Symbols
 from towerd.codec.prior.file import Prior
 from towerd.codec.prior.state import bits_of
 from towerd.codec.text import MARK_FIRST, as_context, from_ids, parse, split, to_ids
@@ -25,9 +25,6 @@ BASE_IDS_MAX = 16384
 _KINDS = (1, 2, 3, 0, 4, 5, 6, 7)
 """Which control token of the mini vocabulary each kind of mark is: its chat form has the tokens
 begin (of the text), start (of a message), end, and thirteen without a meaning."""
-_SLOTS_PER_SYMBOL = 40
-
-Symbols = npt.NDArray[np.int32]
 
 
 class TextCoder(Protocol):
@@ -88,17 +85,15 @@ class Mix:
         self.vocabulary, self.prior = vocabulary, prior
         self.mini = MiniText(prior)
         self.model = prior.name
+        self._mixers = Mixers(prior.mixer)
 
     def encode(self, ids: Ids, base: Ids) -> Coded:
         """One chunk."""
         text = from_ids(ids, self.vocabulary)
         symbols = self.mini.symbols(text.text)
-        mixer = self.prior.mixer()
-        context = self._context(base, text.kinds)
-        mixer.reset(1, table_bits(len(symbols) + len(context)))
-        mixer.learn(0, context)
         encoder = Encoder()
-        encoder.put(*mixer.encode(0, symbols))
+        with self._mixers.lent(len(symbols), self._context(base, text.kinds)) as mixer:
+            encoder.put(*mixer.encode(0, symbols))
         return Coded(text.side(), (Chunk(len(symbols), encoder.finish()),))
 
     def decode(self, coded: Coded, n_ids: int, base: Ids) -> Ids:
@@ -106,16 +101,14 @@ class Mix:
         bits = coded.only_chunk()
         n_symbols = coded.chunks[0].n_symbols
         kinds = parse(b"", coded.side).kinds
-        mixer = self.prior.mixer()
-        context = self._context(base, kinds)
-        mixer.reset(1, table_bits(n_symbols + len(context)))
-        mixer.learn(0, context)
-        take, step, ranks = Decoder(bits).take, mixer.step, []
-        for _ in range(n_symbols):
-            answer = mixer.begin(0)
-            while answer >= 0:
-                answer = step(take(answer))
-            ranks.append(-1 - answer)
+        take, ranks = Decoder(bits).take, []
+        with self._mixers.lent(n_symbols, self._context(base, kinds)) as mixer:
+            step = mixer.step
+            for _ in range(n_symbols):
+                answer = mixer.begin(0)
+                while answer >= 0:
+                    answer = step(take(answer))
+                ranks.append(-1 - answer)
         text = parse(self.mini.text(ranks), coded.side)
         return np.array(to_ids(text, self.vocabulary), np.int32)
 
@@ -125,18 +118,11 @@ class Mix:
 
     def costs(self, symbols: Symbols, contexts: Sequence[Symbols]) -> list[float]:
         """As `TextCoder`."""
-        mixer, found = self.prior.mixer(), []
+        found = []
         for context in contexts:
-            read = context[-BASE_IDS_MAX:]
-            mixer.reset(1, table_bits(len(symbols) + len(read)))
-            mixer.learn(0, read)
-            found.append(bits_of(*mixer.encode(0, symbols)))
+            with self._mixers.lent(len(symbols), context[-BASE_IDS_MAX:]) as mixer:
+                found.append(bits_of(*mixer.encode(0, symbols)))
         return found
 
     def _context(self, base: Ids, kinds: tuple[int, ...]) -> Symbols:
         return self.mini.symbols(as_context(base[-BASE_IDS_MAX:], kinds, self.vocabulary))
-
-
-def table_bits(n_symbols: int) -> int:
-    """Size of the mixer's hash table: a slot for each context of each decision."""
-    return min(22, max(12, (n_symbols * _SLOTS_PER_SYMBOL).bit_length()))

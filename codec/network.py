@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 
 import numpy as np
 
@@ -20,7 +21,8 @@ from towerd.codec.coder import Decoder, Encoder
 from towerd.codec.container import Chunk
 from towerd.codec.errors import Damaged, UnknownModel
 from towerd.codec.forms import Coded
-from towerd.codec.mix import BASE_IDS_MAX, MiniText, Symbols, table_bits
+from towerd.codec.mix import BASE_IDS_MAX, MiniText
+from towerd.codec.mixers import Mixers, Symbols
 from towerd.codec.models.base import Predictor, RuntimePredictor
 from towerd.codec.prior import state
 from towerd.codec.prior.file import Prior, kinds_of, ranks_of
@@ -41,9 +43,10 @@ class Lanes:
     def __init__(self, predictor: Predictor, ids: Symbols, make: Callable[[], Mixer],
                  first: int) -> None:  # fmt: skip
         """`ids` [n]: the model's id of each rank; `first`: the id that every text starts with."""
-        self.predictor, self.make, self.first = predictor, make, first
+        self.predictor, self.first = predictor, first
         self.ids = ids.tolist()
         self.order = ids.astype(np.int64)
+        self._mixers = Mixers(make)
         self._lock = threading.Lock()
 
     def encode(self, chunks: Sequence[Symbols], context: Symbols) -> list[bytes]:
@@ -53,8 +56,7 @@ class Lanes:
         # What comes before each symbol is known: some steps of a lane go through the model at once.
         before = [[self.first, *self.order[chunk[:-1]].tolist()][: len(chunk)] for chunk in chunks]
         window = self.predictor.window
-        mixer = self._mixer(sizes, context)
-        with self._lock:
+        with self._lock, self._mixer(sizes, context) as mixer:
             self.predictor.reset()
             for start in range(0, max(sizes, default=0), window):
                 some = [tokens[start : start + window] for tokens in before]
@@ -70,10 +72,11 @@ class Lanes:
 
     def costs(self, symbols: Symbols, contexts: Sequence[Symbols]) -> list[float]:
         """Bits of one chunk after each of `contexts`: the model reads it once for all of them."""
-        mixers = [self._mixer([len(symbols)], context) for context in contexts]
         before = [self.first, *self.order[symbols[:-1]].tolist()]
-        found, window = np.zeros(len(mixers)), self.predictor.window
-        with self._lock:
+        found, window = np.zeros(len(contexts)), self.predictor.window
+        with self._lock, ExitStack() as stack:
+            lent = [self._mixer([len(symbols)], context) for context in contexts]
+            mixers = [stack.enter_context(each) for each in lent]
             self.predictor.reset()
             for start in range(0, len(symbols), window):
                 pairs = [(0, token) for token in before[start : start + window]]
@@ -88,8 +91,7 @@ class Lanes:
         """The ranks of each chunk."""
         decoders = [Decoder(each) for each in bits]
         out: list[list[int]] = [[] for _ in sizes]
-        mixer = self._mixer(sizes, context)
-        with self._lock:
+        with self._lock, self._mixer(sizes, context) as mixer:
             self.predictor.reset()
             last = [self.first] * len(sizes)
             for step in range(max(sizes, default=0)):
@@ -103,13 +105,10 @@ class Lanes:
                     last[lane] = self.ids[-1 - answer]
         return out
 
-    def _mixer(self, sizes: Sequence[int], context: Symbols) -> Mixer:
+    def _mixer(self, sizes: Sequence[int], context: Symbols) -> AbstractContextManager[Mixer]:
         if len(sizes) > self.predictor.lanes_max:
             raise Damaged(f"The blob is damaged: it has {len(sizes)} chunks side by side.")
-        mixer = self.make()
-        mixer.reset(max(1, len(sizes)), table_bits(sum(sizes) + len(context)))
-        mixer.learn(0, context)
-        return mixer
+        return self._mixers.lent(sum(sizes), context, max(1, len(sizes)))
 
 
 def cut(symbols: Symbols, chunk_symbols: int, lanes_max: int) -> list[Symbols]:

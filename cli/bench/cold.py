@@ -12,15 +12,17 @@ import re
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from rich.progress import track
 
 from towerd.cli.bench.codec_texts import sessions, tokenized
 from towerd.cli.bench.report import Report
-from towerd.codec import Codec
+from towerd.codec import Codec, container
 from towerd.codec.vocabulary import GgufVocabulary
 from towerd.cold import decode, freeze
 from towerd.config import Config
@@ -56,6 +58,15 @@ class Population:
     """int32[_BASE_TOKENS + _TOKENS] of each coded session."""
     freeze_s: list[float]
 
+    def forms(self) -> str:
+        """How many of the coded ones are in which form."""
+        found = Counter(
+            container.read(frozen.blob).form.name
+            for number in range(len(self.ids))
+            if (frozen := self.store.cold.read(f"s{number}", "local")) is not None
+        )
+        return ", ".join(f"{n} {form}" for form, n in found.most_common())
+
 
 async def run(model: Path | None, quick: bool, data: Path | None, vocab: Path | None) -> Report:
     """Fill a store in a temporary directory and measure it."""
@@ -70,6 +81,7 @@ async def run(model: Path | None, quick: bool, data: Path | None, vocab: Path | 
             texts = _texts(data, vocabulary, n_coded)
             with Store.open(root, _fingerprint()) as store:
                 made = _fill(store, Codec(vocabulary, tables=store.tables), texts, n_coded)
+                report.figures["forms"] = made.forms()
                 _copy(made, n)
             _measure(report, root, made, n)
         if vocab is None:
@@ -111,7 +123,7 @@ def _fill(store: Store, codec: Codec, texts: list[Ids], n: int) -> Population:
     for number, base in enumerate(bases):
         store.add_base(f"base {number}", base, "local", 0, False)
     made = Population(store, codec, [], [])
-    for number in range(n):
+    for number in track(range(n), "coding"):
         ids = np.concatenate([bases[number % _BASES], texts[number]])
         for turn in range(1, _TURNS + 1):
             end = _BASE_TOKENS + _TOKENS * turn // _TURNS

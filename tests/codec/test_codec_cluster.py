@@ -17,7 +17,7 @@ from towerd.codec.cluster import Distances, cluster, measure, total_bits
 from towerd.codec.models import mini
 from towerd.codec.vocabulary import GgufVocabulary
 
-GROUPS, MEMBERS = 3, 4
+GROUPS, MEMBERS = 3, 3
 Ids = npt.NDArray[np.int32]
 Bits = npt.NDArray[np.float64]
 
@@ -59,7 +59,7 @@ def test_distances_are_distances(measured: tuple[list[Ids], Distances]) -> None:
     assert found.given.shape == (n, n)
     assert (found.given >= 0).all()
     assert (found.given <= found.alone[:, None]).all()
-    assert (np.diag(found.given) < 0.08 * found.alone).all()
+    assert (np.diag(found.given) < 0.1 * found.alone).all()
     for i, j in itertools.combinations(range(n), 2):
         assert found.between(i, j) == found.between(j, i)
         same = i // MEMBERS == j // MEMBERS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from towerd.codec import Codec, CodecError, container
 from towerd.codec.errors import Damaged, UnknownModel, WrongVocabulary
 from towerd.codec.vocabulary import GgufVocabulary
 
-PORTABLE = ("packed", "ranked", "text", "mix")
+PORTABLE = ("packed", "ranked", "text", "mix", "network")
 TEXT = b"You asked how caches work. A cache keeps what was used lately, so that it is near.\n" * 4
 
 
@@ -76,6 +77,24 @@ def test_damaged_bits_under_a_good_checksum(
         )
     except CodecError:
         pass
+
+
+@pytest.mark.parametrize("form", ["mix", "network"])
+def test_nothing_is_left_of_an_earlier_use(small: GgufVocabulary, form: str) -> None:
+    """A codec that coded other text, from several threads and in vain, writes what a new one does."""
+    ids, base = small.tokenize(TEXT), small.tokenize(b"A cache keeps what was used lately.")
+    expected = Codec(small).encode(ids, base=base, form=form)
+    used = _small_codec(small)
+    blob = container.read(used.encode(ids[5:], form=form))
+    cut = container.Chunk(blob.chunks[0].n_symbols, blob.chunks[0].bits[:9])
+    with ThreadPoolExecutor(3) as pool:
+        texts = [ids[n:] for n in range(6)]
+        blobs = list(pool.map(lambda some: used.encode(some, form=form), texts))
+    for some, each in zip(texts, blobs, strict=True):
+        assert used.decode(each).tolist() == some.tolist()
+    with pytest.raises(CodecError):
+        used.decode(container.write(dataclasses.replace(blob, chunks=(cut,))))
+    assert used.encode(ids, base=base, form=form) == expected
 
 
 def test_errors_say_what_is_missing(small: GgufVocabulary) -> None:
