@@ -10,7 +10,6 @@ the others from the next step on.
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 
@@ -24,6 +23,7 @@ from towerd.codec.forms import Coded
 from towerd.codec.mix import BASE_IDS_MAX, MiniText
 from towerd.codec.mixers import Mixers, Symbols
 from towerd.codec.models.base import Predictor, RuntimePredictor
+from towerd.codec.models.lending import Predictors
 from towerd.codec.prior import state
 from towerd.codec.prior.file import Prior, kinds_of, ranks_of
 from towerd.codec.prior.state import bits_of
@@ -43,11 +43,10 @@ class Lanes:
     def __init__(self, predictor: Predictor, ids: Symbols, make: Callable[[], Mixer],
                  first: int) -> None:  # fmt: skip
         """`ids` [n]: the model's id of each rank; `first`: the id that every text starts with."""
-        self.predictor, self.first = predictor, first
+        self.lanes_max, self.window, self.first = predictor.lanes_max, predictor.window, first
         self.ids = ids.tolist()
         self.order = ids.astype(np.int64)
-        self._mixers = Mixers(make)
-        self._lock = threading.Lock()
+        self._mixers, self._predictors = Mixers(make), Predictors(predictor)
 
     def encode(self, chunks: Sequence[Symbols], context: Symbols) -> list[bytes]:
         """The bits of each chunk."""
@@ -55,15 +54,13 @@ class Lanes:
         encoders = [Encoder() for _ in chunks]
         # What comes before each symbol is known: some steps of a lane go through the model at once.
         before = [[self.first, *self.order[chunk[:-1]].tolist()][: len(chunk)] for chunk in chunks]
-        window = self.predictor.window
-        with self._lock, self._mixer(sizes, context) as mixer:
-            self.predictor.reset()
-            for start in range(0, max(sizes, default=0), window):
-                some = [tokens[start : start + window] for tokens in before]
+        with self._predictors.lent() as predictor, self._mixer(sizes, context) as mixer:
+            for start in range(0, max(sizes, default=0), self.window):
+                some = [tokens[start : start + self.window] for tokens in before]
                 pairs = [(lane, token) for lane, tokens in enumerate(some) for token in tokens]
-                found = iter(self.predictor.feed(pairs))
+                found = iter(predictor.feed(pairs))
                 counts = [[next(found) for _ in tokens] for tokens in some]
-                for i in range(window):
+                for i in range(self.window):
                     for lane, rows in enumerate(counts):
                         if i < len(rows):
                             rank = chunks[lane][start + i : start + i + 1]
@@ -73,14 +70,13 @@ class Lanes:
     def costs(self, symbols: Symbols, contexts: Sequence[Symbols]) -> list[float]:
         """Bits of one chunk after each of `contexts`: the model reads it once for all of them."""
         before = [self.first, *self.order[symbols[:-1]].tolist()]
-        found, window = np.zeros(len(contexts)), self.predictor.window
-        with self._lock, ExitStack() as stack:
+        found = np.zeros(len(contexts))
+        with self._predictors.lent() as predictor, ExitStack() as stack:
             lent = [self._mixer([len(symbols)], context) for context in contexts]
             mixers = [stack.enter_context(each) for each in lent]
-            self.predictor.reset()
-            for start in range(0, len(symbols), window):
-                pairs = [(0, token) for token in before[start : start + window]]
-                for at, counts in enumerate(self.predictor.feed(pairs), start):
+            for start in range(0, len(symbols), self.window):
+                pairs = [(0, token) for token in before[start : start + self.window]]
+                for at, counts in enumerate(predictor.feed(pairs), start):
                     rank, by_rank = symbols[at : at + 1], counts[self.order]
                     found += [bits_of(*mixer.encode(0, rank, by_rank)) for mixer in mixers]
         return [float(bits) for bits in found]
@@ -91,12 +87,11 @@ class Lanes:
         """The ranks of each chunk."""
         decoders = [Decoder(each) for each in bits]
         out: list[list[int]] = [[] for _ in sizes]
-        with self._lock, self._mixer(sizes, context) as mixer:
-            self.predictor.reset()
+        with self._predictors.lent() as predictor, self._mixer(sizes, context) as mixer:
             last = [self.first] * len(sizes)
             for step in range(max(sizes, default=0)):
                 lanes = [lane for lane, size in enumerate(sizes) if step < size]
-                found = self.predictor.feed([(lane, last[lane]) for lane in lanes])
+                found = predictor.feed([(lane, last[lane]) for lane in lanes])
                 for lane, counts in zip(lanes, found, strict=True):
                     answer = mixer.begin(lane, counts[self.order])
                     while answer >= 0:
@@ -106,7 +101,7 @@ class Lanes:
         return out
 
     def _mixer(self, sizes: Sequence[int], context: Symbols) -> AbstractContextManager[Mixer]:
-        if len(sizes) > self.predictor.lanes_max:
+        if len(sizes) > self.lanes_max:
             raise Damaged(f"The blob is damaged: it has {len(sizes)} chunks side by side.")
         return self._mixers.lent(sum(sizes), context, max(1, len(sizes)))
 
@@ -143,9 +138,7 @@ class Network:
     def encode(self, ids: Ids, base: Ids) -> Coded:
         """Chunks of the text's symbols."""
         text = from_ids(ids, self.vocabulary)
-        parts = cut(
-            self.mini.symbols(text.text), self.chunk_symbols, self.lanes.predictor.lanes_max
-        )
+        parts = cut(self.mini.symbols(text.text), self.chunk_symbols, self.lanes.lanes_max)
         bits = self.lanes.encode(parts, self._context(base, text.kinds))
         return Coded(text.side(), _chunked(parts, bits))
 
@@ -196,7 +189,7 @@ class Same:
 
     def encode(self, ids: Ids, base: Ids) -> Coded:
         """Chunks of ids."""
-        parts = cut(self.ranks[ids], self.chunk_symbols, self.lanes.predictor.lanes_max)
+        parts = cut(self.ranks[ids], self.chunk_symbols, self.lanes.lanes_max)
         bits = self.lanes.encode(parts, self.ranks[base[-BASE_IDS_MAX:]])
         return Coded(b"", _chunked(parts, bits))
 

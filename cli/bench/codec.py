@@ -48,7 +48,7 @@ async def run(model: Path | None, quick: bool, data: Path, vocabs: tuple[Path, .
             sizes[form] = sum(_coded(codec, first, text, form, totals) for text in texts[kind])
         _kind(report, kind, texts[kind], sizes, vocabularies)
     _summary(report, next(iter(vocabularies)), totals)
-    some = [each[0] for each in texts.values()]
+    some = [each[0] for each in texts.values()][: 1 if quick else None]
     for p_min in p_mins:
         _lossy(report, codec, first, some, p_min)
     if mini is not None or BEST == "network":

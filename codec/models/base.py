@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +52,15 @@ class Predictor(Protocol):
         COUNT_ONE + 1, in proportion.
 
         The same calls in the same order since a reset give the same counts."""
+        ...
+
+
+@runtime_checkable
+class CopyablePredictor(Predictor, Protocol):
+    """One that is quickly made again."""
+
+    def copy(self) -> Predictor:
+        """Another one of the same model, with texts of its own."""
         ...
 
 

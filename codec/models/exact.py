@@ -8,6 +8,7 @@ known: a build or a CPU that gets other numbers is refused, and never writes a b
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -44,7 +45,14 @@ class ExactPredictor:
         self.n_tokens, self.n_ctx = weights.shape.n_vocab, weights.shape.n_ctx
         self.lanes_max, self.name = lanes_max, weights.name
         self.n_threads = n_threads
+        self._weights = weights
         self._lm = made(weights)
+
+    def copy(self) -> ExactPredictor:
+        """Another one on the same weights, with texts of its own."""
+        other = copy.copy(self)
+        other._lm = made(self._weights)
+        return other
 
     def reset(self) -> None:
         """Forget all texts."""

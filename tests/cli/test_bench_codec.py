@@ -34,7 +34,8 @@ def test_bench_codec(tmp_path: Path) -> None:
     write(tmp_path / "dev.jsonl.zst", 260, 0)
     write(tmp_path / "train.jsonl.zst", 400, 1)
     data = str(tmp_path / "dev.jsonl.zst")
-    result = CliRunner().invoke(towerctl, ["bench", "codec", "--quick", "--data", data])
+    args = ["bench", "codec", "--quick", "--data", data, "--p-min", "0.001"]
+    result = CliRunner().invoke(towerctl, args)
     assert result.exit_code == 0, result.output
     figures = json.loads(result.output.splitlines()[-1])
     for kind in ("human", "assistant", "code", "mixed"):
@@ -42,6 +43,10 @@ def test_bench_codec(tmp_path: Path) -> None:
         assert 0 < figures[f"{kind}_mix_bits_per_byte"] < figures[f"{kind}_zstd_bits_per_byte"]
     keys = ("assistant_bits_per_token", "human_bits_per_token", "vs_zstd_dict", "vs_best_classical")
     assert all(figures[key] > 0 for key in (*keys, "encode_tok_s", "decode_tok_s"))
+    assert figures["p_min_0.001_lost"] > 0
+    assert figures["p_min_0.001_bits_per_byte"] < figures["network_8192_bits_per_byte"]
+    assert figures["network_256_chunks"] > figures["network_8192_chunks"] == 1
+    assert figures["network_256_bits_per_byte"] > figures["network_8192_bits_per_byte"]
 
 
 def test_bad_data_is_one_sentence(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -371,3 +372,18 @@ def test_flipped_bytes(path: Path, tmp_path: Path, data: st.DataObject) -> None:
         ExactPredictor(tmp_path / "bad.gguf").feed([(0, 1), (0, 2)])
     except CodecError:
         return
+
+
+def test_nobody_waits_for_another_session(small: GgufVocabulary, network: Network) -> None:
+    """While one is being coded another one is; the numbers are those of a model alone."""
+    codec = Codec(small, [network])
+    ids = ids_of(small)
+    blob = codec.encode(ids, form="network")
+    with network.lanes._predictors.lent() as busy, ThreadPoolExecutor(2) as pool:
+        before = [busy.feed([(0, token)])[0] for token in (1, 2, 3)]
+        blobs = pool.map(lambda _: codec.encode(ids, form="network"), range(4), timeout=60)
+        assert list(blobs) == [blob] * 4
+        after = busy.feed([(0, 4)])[0]
+    with network.lanes._predictors.lent() as alone:
+        again = [alone.feed([(0, token)])[0] for token in (1, 2, 3, 4)]
+    assert all(np.array_equal(a, b) for a, b in zip([*before, after], again, strict=True))
