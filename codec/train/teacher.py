@@ -128,10 +128,11 @@ class Teacher:
         return Targets(np.concatenate([t.ids for t in parts]), np.concatenate([t.p for t in parts]))
 
     def greedy(self, ids: Ids, n_max: int) -> list[int]:
-        """The likeliest continuation of ids [n], up to `n_max` tokens, an end of generation or the
-        end of the context."""
+        """The likeliest continuation of ids [n], at least one, up to `n_max` tokens, an end of
+        generation or the end of the context."""
         lib.llama_memory_clear(lib.llama_get_memory(self._context), True)
-        for first in range(0, len(ids), BATCH):
+        logits = self._logits(ids[:BATCH], 0)
+        for first in range(BATCH, len(ids), BATCH):
             logits = self._logits(ids[first : first + BATCH], first)
         said: list[int] = []
         n_max = min(n_max, int(lib.llama_n_ctx(self._context)) - len(ids))
