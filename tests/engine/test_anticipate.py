@@ -4,14 +4,13 @@ it, and what it evaluates is what the next prompt has."""
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from oracle import OpenService, check_integrity, settle
+from waiting import until
 
 from towerd.anticipate import Anticipator, as_sent_back
 from towerd.engine.base import Finish, GenerateRequest, Ids, SamplingParams
@@ -46,13 +45,6 @@ async def chat(
     assert finish is not None
     ids = finish.ids[:-1] if finish.stop == "eos" else finish.ids
     return (await service.engine.detokenize(ids)).decode(), finish
-
-
-def until(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def said(text: str, back: str) -> list[dict[str, str]]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from pathlib import Path
 
 import numpy as np
 from oracle import OpenService, Oracle, ask, check_answer, settle
+from waiting import until_async
 
 from towerd.engine.base import Ids, TokenProbs
 from towerd.service import Service
@@ -25,24 +25,12 @@ def _prompt(n: int, seed: int = 0) -> Ids:
     return np.random.default_rng(seed).integers(260, 500, n).astype(np.int32)
 
 
-async def until(done: Callable[[], bool]) -> None:
-    """Wait for the tier thread."""
-
-    def wait() -> None:
-        deadline = time.monotonic() + 30
-        while not done():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-
-    await asyncio.to_thread(wait)
-
-
 async def shrunk(service_on: OpenService, model: Path, n: int = N, **settings: object) -> list[int]:
     """Have a service answer a prompt and store it in a stored format; the reply."""
     async with service_on(model, **(SHRINKING | settings)) as service:
         answer = await ask(service, _prompt(n))
         await settle(service)
-        await until(lambda: service.tiers.stats()["segments_shrunk"] > 0)
+        await until_async(lambda: service.tiers.stats()["segments_shrunk"] > 0)
         await settle(service)
     return answer.ids
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracle import Answer, OpenService, Oracle, ask, check_answer, check_integrity, settle
+from waiting import until_async
 
 from towerd.engine.base import Ids
 from towerd.models.bundled import bundled_model
@@ -142,6 +143,7 @@ async def test_two_hundred_chats_over_eight_sequences(service_on: OpenService) -
         assert stats["hot_evictions"] > 200
         assert stats["warm_evictions"] > 20
         assert stats["segments_promoted"] > 0
-        assert stats["hot_bytes"] <= budgets["hot_bytes"]
-        assert stats["warm_bytes"] <= budgets["warm_bytes"]
+        # what is fetched, or thawed, ahead of its next use goes over a budget for a moment
+        await until_async(lambda: service.tiers.stats()["hot_bytes"] <= budgets["hot_bytes"])
+        await until_async(lambda: service.tiers.stats()["warm_bytes"] <= budgets["warm_bytes"])
     oracle.close()

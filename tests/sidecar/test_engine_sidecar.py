@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sidecar_tools import GREEDY, OpenSidecar, Sidecar, alone, ask, prompt, running_again, until
+from sidecar_tools import GREEDY, OpenSidecar, Sidecar, alone, ask, prompt, running_again
+from waiting import until_async
 
 from towerd.config import Config
 from towerd.engine.base import Finish, GenerateRequest, Ids, Piece, Started, TokenProbs
@@ -226,7 +227,7 @@ async def test_the_queue_is_bounded(sidecar_on: OpenSidecar) -> None:
         engine = sidecar.engine
         lease = await engine.lease(prompt(10), "local", None)
         waiting = asyncio.create_task(engine.lease(prompt(10, 1), "local", None))
-        await until(lambda: engine.stats()["waiting"] == 1)
+        await until_async(lambda: engine.stats()["waiting"] == 1)
         with pytest.raises(Unavailable, match="waiting"):
             await engine.lease(prompt(10, 2), "local", None)
         lease.release()
@@ -324,7 +325,7 @@ async def test_who_waits_is_told(sidecar_on: OpenSidecar) -> None:
         assert process is not None
         lease = await engine.lease(prompt(10), "local", None)
         waiting = asyncio.create_task(engine.lease(prompt(10, 1), "local", None))
-        await until(lambda: engine.stats()["waiting"] == 1)
+        await until_async(lambda: engine.stats()["waiting"] == 1)
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
         with pytest.raises(Unavailable, match="SIGKILL"):
@@ -359,7 +360,7 @@ async def test_an_attached_server_goes_and_comes_back(
             with pytest.raises(Unavailable):
                 await ask(sidecar, prompt(60))
             assert not sidecar.engine.is_running
-            await until(lambda: sidecar.engine.is_running)
+            await until_async(lambda: sidecar.engine.is_running)
             _, again = await ask(sidecar, prompt(60))
             assert again.timings.cache_n == again.reuse.hot == 59
 
@@ -426,7 +427,7 @@ async def test_idle_chats_are_saved(sidecar_on: OpenSidecar) -> None:
     async with sidecar_on() as sidecar:
         sidecar.engine.upkeep.idle_s = 0.0
         await ask(sidecar, prompt(60))
-        await until(lambda: sidecar.engine.stats()["saves"] == 1)
+        await until_async(lambda: sidecar.engine.stats()["saves"] == 1)
         assert sidecar.tiers.plan(prompt(60), "local", 0).n == 60
 
 

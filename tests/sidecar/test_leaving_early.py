@@ -7,7 +7,8 @@ import asyncio
 import numpy as np
 import psutil
 import pytest
-from sidecar_tools import OpenSidecar, ask, prompt, until
+from sidecar_tools import OpenSidecar, ask, prompt
+from waiting import until_async
 
 from towerd.engine.base import Ids
 from towerd.engine.llama_server.engine import LlamaServerEngine
@@ -19,7 +20,7 @@ async def leave_early(engine: LlamaServerEngine, ids: Ids) -> Slot:
     """Ask for the only slot, and leave while it is being prepared."""
     leaving = asyncio.create_task(engine.lease(ids, "local", None))
     slot = engine.table.slots[0]
-    await until(lambda: slot.busy)
+    await until_async(lambda: slot.busy)
     await asyncio.sleep(0.05)
     leaving.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -43,7 +44,7 @@ async def test_a_save_is_followed_to_its_end(sidecar_on: OpenSidecar) -> None:
             assert slot.busy
         finally:
             llama_server.resume()
-        await until(lambda: not slot.busy)
+        await until_async(lambda: not slot.busy)
         assert engine.stats()["saves"] == 1
         assert set(engine.backend.slotdir.path.glob(PREFIX + "*")) == files
         longer = np.concatenate([prompt(200), done.ids, prompt(5, 2)])
@@ -68,7 +69,7 @@ async def test_a_restore_is_followed_to_its_end(sidecar_on: OpenSidecar) -> None
             slot = await leave_early(engine, longer)
         finally:
             llama_server.resume()
-        await until(lambda: not slot.busy)
+        await until_async(lambda: not slot.busy)
         _, again = await ask(sidecar, longer)
         assert again.reuse.live == again.timings.cache_n == 207
         stats = engine.stats()

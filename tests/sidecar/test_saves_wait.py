@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from sidecar_tools import OpenSidecar, ask, prompt, until
+from sidecar_tools import OpenSidecar, ask, prompt
+from waiting import until_async
 
 
 async def test_a_save_does_not_hold_up_a_first_token(sidecar_on: OpenSidecar) -> None:
@@ -19,12 +20,12 @@ async def test_a_save_does_not_hold_up_a_first_token(sidecar_on: OpenSidecar) ->
             await upkeep._wait()
             assert slot.n_unsaved > 0
             lease.answering()
-            await until(lambda: slot.n_unsaved == 0)
+            await until_async(lambda: slot.n_unsaved == 0)
         assert upkeep.n_awaited == 0
         await ask(sidecar, np.concatenate([prompt(60), done.ids, prompt(30, 2)]))
         assert slot.n_unsaved > 0
         async with await engine.lease(prompt(40, 8), "local", None) as lease:
             await lease.launched()
             upkeep._due(slot, slot.last_used, 10**6)
-            await until(lambda: slot.n_unsaved == 0)
+            await until_async(lambda: slot.n_unsaved == 0)
         assert upkeep.n_awaited == 0

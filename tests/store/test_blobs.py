@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import pytest
 from old_segments import in_planes
 from store_tools import FINGERPRINT, MROPE, assert_same_rows, check_rows, rows_of, write_all
@@ -15,6 +16,7 @@ from towerd.errors import RowsDamaged
 from towerd.slots.blob import emit_blob, parse_rows
 from towerd.slots.fingerprint import Fingerprint
 from towerd.slots.layout import KVLayout, Plane
+from towerd.slots.rows import KVRows
 from towerd.store import Node, Store, Wish
 from towerd.store.segment_header import PREAMBLE, VERSION_PLANES, checksum, decode_head
 
@@ -34,7 +36,7 @@ def small_blobs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("towerd.store.segment_writer.BLOB_BYTES_MAX", n_bytes)
 
 
-def channels(rows_fingerprint: Fingerprint, ids: np.ndarray, p0: int = 0) -> object:
+def channels(rows_fingerprint: Fingerprint, ids: npt.NDArray[np.int32], p0: int = 0) -> KVRows:
     """Rows as a context without flash attention gives them."""
     layout = rows_fingerprint.layout
     blob = emit_blob([rows_of(ids, p0, layout)], layout=layout, v_trans=True)
@@ -44,12 +46,17 @@ def channels(rows_fingerprint: Fingerprint, ids: np.ndarray, p0: int = 0) -> obj
 def written(store: Store, *, v_trans: bool = False) -> Node:
     leaf = store.insert(IDS, "local", [50])[-1]
     if v_trans:
-        store.attach_hot([leaf], channels(store.state.fingerprint, IDS))  # type: ignore[arg-type]
+        store.attach_hot([leaf], channels(store.state.fingerprint, IDS))
         store.write_rows([leaf])
         store.drop_hot(leaf)
     else:
         write_all(store, leaf)
     return leaf
+
+
+def path_of(node: Node) -> Path:
+    assert node.file is not None
+    return node.file.path
 
 
 @pytest.mark.parametrize("fingerprint", [FINGERPRINT, PLAIN, NO_V, WINDOW, MROPE])
@@ -88,7 +95,7 @@ def test_rows_come_in_blobs(root: Path, fingerprint: Fingerprint) -> None:
 def test_what_is_before_the_damage_is_used(root: Path, v_trans: bool) -> None:
     """A blob is checked when it is asked for; the file is set aside all the same."""
     with Store.open(root, PLAIN) as store:
-        path = written(store, v_trans=v_trans).file.path  # type: ignore[union-attr]
+        path = path_of(written(store, v_trans=v_trans))
     head, start = decode_head(memoryview(path.read_bytes()))
     blobs = head.runs[0].blobs
     assert len(blobs) > 1
@@ -116,7 +123,7 @@ def test_what_is_before_the_damage_is_used(root: Path, v_trans: bool) -> None:
 def test_a_blob_is_read_before_it_is_believed(root: Path, edit: str) -> None:
     """Even with the right checksum: another position, sequence, number of cells or type."""
     with Store.open(root, PLAIN) as store:
-        path = written(store).file.path  # type: ignore[union-attr]
+        path = path_of(written(store))
     data = bytearray(path.read_bytes())
     head, start = decode_head(memoryview(data))
     blob = head.runs[0].blobs[0]

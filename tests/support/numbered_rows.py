@@ -29,7 +29,10 @@ def make(p0: int, p1: int, layout: KVLayout = LAYOUT, step: int = 1) -> KVRows:
 
 def same(a: KVRows, b: KVRows) -> bool:
     """All bytes equal."""
-    exts = (a.ext is None and b.ext is None) or np.array_equal(a.ext, b.ext)  # type: ignore[arg-type]
+    if a.ext is None or b.ext is None:
+        exts = a.ext is b.ext
+    else:
+        exts = np.array_equal(a.ext, b.ext)
     return (
         a.layout == b.layout
         and np.array_equal(a.positions, b.positions)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from waiting import until_async
 
 from towerd.config import Config
 from towerd.engine.base import Finish, GenerateRequest, Ids, Piece, SamplingParams
@@ -84,17 +84,9 @@ async def alone(
         await process.stop()
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for something that happens in the background."""
-    while True:
-        await asyncio.sleep(0.005)
-        if condition():
-            return
-
-
 async def running_again(sidecar: Sidecar) -> None:
     """Wait until the child that was killed has been replaced by one that serves."""
     process = sidecar.engine.backend.process
     assert process is not None
     before = process.restarts
-    await until(lambda: process.restarts > before and sidecar.engine.is_running)
+    await until_async(lambda: process.restarts > before and sidecar.engine.is_running)

@@ -15,6 +15,7 @@ from towerd.slots.layout import KVLayout, Plane
 from towerd.slots.rows import KVRows, join
 from towerd.slots.runs import Runs
 from towerd.store import Node, RowsPart
+from towerd.store.rows import Tier
 from towerd.tiers.composer import Composer, Piece
 from towerd.tiers.plan import Composed
 
@@ -37,8 +38,8 @@ def pieces_of(edges: list[int], *, v_trans: bool, as_blobs: bool) -> list[Piece]
         rows = rows_of(IDS[:b], a, LAYOUT)
         if as_blobs:
             rows = parse_rows(emit_blob([rows], v_trans=v_trans), layout=LAYOUT)
-        tier = "warm" if number % 3 else "hot"
-        part = RowsPart(NODE, a, b, tier, Runs.of(rows))  # type: ignore[arg-type]
+        tier: Tier = "warm" if number % 3 else "hot"
+        part = RowsPart(NODE, a, b, tier, Runs.of(rows))
         found.append((part, rows))
     return found
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from format_oracle import plane_of
 from store_tools import FINGERPRINT, assert_same_rows, check_rows, formats_of, rows_of
+from waiting import until
 
 from towerd.slots.blob import emit_blob, parse_blob
 from towerd.slots.layout import NATIVE, KVLayout
@@ -53,14 +53,6 @@ def open_tiers(tmp_path: Path) -> Iterator[OpenTiers]:
 
     yield open_it
     close()
-
-
-def until(done: Callable[[], bool]) -> None:
-    """Wait for the tier thread."""
-    deadline = time.monotonic() + 20
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def put(store: Store, tiers: Tiers, ends: tuple[int, ...] = (600,), **flags: Any) -> list[Node]:

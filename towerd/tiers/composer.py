@@ -51,21 +51,23 @@ class Composer:
         """Consecutive rows as blobs. Raises ValueError for what the context cannot hold."""
         n_max = max(1, BLOB_BYTES // max(1, self._layout.token_bytes))
         pending: list[Piece] = []
+        n_pending = 0
         for part, rows in pieces:
             if self._is_blob(rows):
                 if pending:
                     yield self._joined(pending)
-                    pending = []
+                    pending, n_pending = [], 0
                 yield self._as_it_is(part, rows)
                 continue
             at = rows.p0
             while at < rows.p1:
-                end = min(rows.p1, at + n_max - sum(len(each) for _, each in pending))
+                end = min(rows.p1, at + n_max - n_pending)
                 pending.append((part, rows.slice(at, end)))
+                n_pending += end - at
                 at = end
-                if sum(len(each) for _, each in pending) == n_max:
+                if n_pending == n_max:
                     yield self._joined(pending)
-                    pending = []
+                    pending, n_pending = [], 0
         if pending:
             yield self._joined(pending)
 

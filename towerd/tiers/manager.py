@@ -16,7 +16,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -167,19 +167,18 @@ class Tiers:
 
     def _readable(self, parts: tuple[RowsPart, ...]) -> Iterator[Piece]:
         """The parts' rows up to the first that cannot be had; warm ones get promoted later."""
-        warm: list[Node] = []
+        at = 0
         try:
-            for part in parts:
+            for part in together(parts):
                 for rows in self.store.load_each(part):
                     yield replace(part, p0=rows.p0, p1=rows.p1), rows
-                if part.tier == "warm":
-                    warm.append(part.node)
+                    at = rows.p1
         except RowsDamaged as error:
             log.warning("stored rows cannot be used; prefilling", extra={"error": str(error)})
             self.counters.damaged += 1
         except StoreError as error:
             log.error("stored rows cannot be read", extra={"error": str(error)})
-        if warm:
+        if warm := [part.node for part in parts if part.tier == "warm" and part.p1 <= at]:
             with self._lock:
                 self._promoting.update(node.id for node in warm)
             self._work.put(("promote", (time.monotonic() + self._promote_delay_s, warm)))
@@ -437,6 +436,21 @@ class Tiers:
             return self.store.node(node_id)
         except NotFound:
             return None
+
+
+def together(parts: Iterable[RowsPart]) -> Iterator[RowsPart]:
+    """Neighbours in one file as one part: a blob in it may belong to several nodes."""
+    last: RowsPart | None = None
+    for part in parts:
+        in_file = isinstance(part.source, SegmentFile)
+        if last is not None and in_file and last.source is part.source and last.p1 == part.p0:
+            last = replace(part, p0=last.p0)
+            continue
+        if last is not None:
+            yield last
+        last = part
+    if last is not None:
+        yield last
 
 
 def _can_drop(file: SegmentFile | None) -> bool:
