@@ -200,6 +200,7 @@ def _enter(report: Report, load: Load, direct: Times, sidecar: Times) -> None:
         f"added_ttft_p99_ms{tail}": p99(sidecar.first) - p99(direct.first),
         f"llama_server_per_token_p50_ms{tail}": p50(direct.per_token),
         f"added_per_token_p50_ms{tail}": _added(direct.per_token, sidecar.per_token),
+        f"added_per_token_p50_error_ms{tail}": _added_error(direct.per_token, sidecar.per_token),
         f"added_end_p50_ms{tail}": _added(direct.end, sidecar.end),
         f"towerd_cpu_per_turn_ms{tail}": sidecar.cpu_ms / len(sidecar.first),
     }

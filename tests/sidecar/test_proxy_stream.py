@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -114,6 +115,41 @@ def test_what_was_said_until_then_is_kept(slow: Daemon) -> None:
     assert 8 <= turn["n_reply"] < 7000
     ids = slow.session_ids("left-early")
     assert ids[turn["n_prompt"] :][:8] == seen
+
+
+def raw_stream(daemon: Daemon, body: dict[str, Any], pause_s: float = 0.0) -> tuple[bytes, Any]:
+    """The head and the events that a client of HTTP/1.0 gets, whose system holds little for it
+    while it looks elsewhere for `pause_s`."""
+    data = json.dumps({**LONG, **body}).encode()
+    host, port = daemon.url.removeprefix("http://").split(":")
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect((host, int(port)))
+        head = f"POST /completion HTTP/1.0\r\nContent-Length: {len(data)}\r\n"
+        connection.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + data)
+        text = connection.recv(65536)
+        time.sleep(pause_s)
+        while part := connection.recv(65536):
+            text += part
+    head_back, _, stream = text.partition(b"\r\n\r\n")
+    return head_back, [json.loads(line[6:]) for line in stream.split(b"\n\n") if line]
+
+
+def test_without_chunks(slow: Daemon) -> None:
+    """A client of HTTP/1.0 gets the events as they are, and the connection's end as theirs."""
+    head, found = raw_stream(slow, {"prompt": "Plainly", "max_tokens": 12})
+    assert b"chunked" not in head.lower()
+    assert [len(event["tokens"]) for event in found] == [1] * 12 + [0]
+    assert found[-1]["stop"]
+
+
+def test_a_client_that_stops_reading_for_a_while_gets_it_all(slow: Daemon) -> None:
+    """What goes past the request's task while the client keeps up, and through it while not, is
+    one stream in order."""
+    body = {"prompt": "Slowly", "max_tokens": 200, "n_probs": 100}
+    _, found = raw_stream(slow, body, pause_s=2.0)
+    assert [event["tokens_predicted"] for event in found[:-1]] == list(range(1, 201))
+    assert found[-1]["stop"]
 
 
 def test_turn_is_durable_before_the_end_is_sent(sidecar: Daemon) -> None:

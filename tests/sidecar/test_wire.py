@@ -206,6 +206,41 @@ def test_a_reply_waits_for_its_reader(runner: asyncio.Runner) -> None:
     runner.run(run())
 
 
+@settings(max_examples=30, deadline=None)
+@given(
+    pieces=st.lists(st.binary(min_size=1, max_size=40), min_size=1, max_size=12),
+    taken=st.lists(st.booleans(), min_size=1, max_size=12),
+    pauses=st.lists(st.booleans(), min_size=1, max_size=12),
+)
+def test_a_relay_and_a_reader_have_it_all_in_order(
+    pieces: list[bytes], taken: list[bool], pauses: list[bool]
+) -> None:
+    """Whatever the relay takes and leaves, and however busy the reader is in between."""
+    found: list[bytes] = []
+    offers = iter(taken * 100)
+    busy = iter(pauses * 100)
+
+    def relay(data: bytes) -> bool:
+        if is_taken := next(offers):
+            found.append(data)
+        return is_taken
+
+    async def run() -> None:
+        head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+        chunks = [b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces]
+        async with serving(saying(head, *chunks, b"0\r\n\r\n")) as url:
+            reply = await send(url, "GET", "/", {})
+            reply.relay = relay
+            while data := await reply.read(16):
+                found.append(data)
+                if next(busy):
+                    await asyncio.sleep(0.001)
+            reply.close()
+
+    asyncio.run(run())
+    assert b"".join(found) == b"".join(pieces)
+
+
 def test_closing_tells_the_other_end(runner: asyncio.Runner) -> None:
     """Whoever generates a stream learns that nobody listens; whoever reads it, too."""
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from contextlib import suppress
+from functools import partial
 from urllib.parse import quote
 
 from aiohttp import web
@@ -17,6 +18,7 @@ from towerd.api.proxy import EVENT_STREAM, body_of, copy, head_of, read
 from towerd.api.proxy_headers import to_client, to_upstream
 from towerd.api.proxy_link import LINK, LOST, Lease, Sidecar, Unpinned
 from towerd.api.proxy_plan import Plan
+from towerd.api.proxy_relay import Relay
 from towerd.api.proxy_settle import Settling
 from towerd.api.proxy_splice import without_token_ids
 from towerd.api.proxy_watch import Dialect, EventSplitter, Watch, event_data
@@ -145,10 +147,11 @@ class Exchange:
         response.headers.popall("Content-Length", None)
         await response.prepare(request)  # the head leaves: its client reads it while it waits
         last: list[bytes] = []
+        take = partial(self._take, last=last)
+        reply.relay = Relay(request, response, take).pass_on
         try:
             while chunk := await read(reply, EVENT_BYTES_MAX):
-                await write_or_stall(request, response, self._take(chunk, last))
-                self._note_start()
+                await write_or_stall(request, response, take(chunk))
             last.append(self._splitter.rest())
             if not self._watch.is_over and not self._plan.hides_end:
                 raise Unavailable(LOST)
@@ -157,6 +160,8 @@ class Exchange:
             self._engine.notice(error)
             await self._keep()
             last = [self._error_event(error)]
+        finally:
+            reply.relay = None
         await self._leave()  # who has seen the end may ask again at once, and get this slot
         await write_or_stall(request, response, b"".join(last))
         await response.write_eof()
@@ -167,6 +172,7 @@ class Exchange:
         `last`: they go out when the turn is recorded."""
         watch = self._watch
         ready: list[bytes] = []
+        self._note_start()
         for event in self._splitter.feed(chunk):
             data = event_data(event)
             if data:
@@ -247,7 +253,6 @@ class Exchange:
             try:
                 while chunk := await read(self._reply, EVENT_BYTES_MAX):
                     self._take(chunk, last)
-                    self._note_start()
             except Unavailable as error:
                 self._engine.notice(error)
             finally:

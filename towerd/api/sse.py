@@ -25,7 +25,7 @@ async def write_or_stall(request: web.Request, response: web.StreamResponse, dat
     Raises ClientStalled, ConnectionResetError."""
     if not data:
         return
-    if _is_keeping_up(request, data):
+    if request.transport is not None and is_keeping_up(request.transport, data):
         await response.write(data)
         return
     try:
@@ -37,12 +37,9 @@ async def write_or_stall(request: web.Request, response: web.StreamResponse, dat
         raise ClientStalled("the client stopped reading") from None
 
 
-def _is_keeping_up(request: web.Request, data: bytes) -> bool:
+def is_keeping_up(transport: asyncio.WriteTransport, data: bytes) -> bool:
     """Whether writing cannot wait: a timer for every token of a stream would be a tenth of what
     passing it on costs."""
-    transport = request.transport
-    if transport is None:
-        return False
     return transport.get_write_buffer_size() + len(data) <= INLINE_BYTES_MAX
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TypeAlias, cast
@@ -141,6 +141,8 @@ class Reply(asyncio.Protocol):
         self.status = 0
         self.reason = ""
         self.headers = CIMultiDict[str]()
+        self.relay: Callable[[bytes], bool] | None = None
+        """Offered what arrives of the body while someone waits in `read`; False: `read` has it."""
         self._method = method
         self._loop = loop
         self._parser = HttpResponseParser(self)
@@ -293,7 +295,18 @@ class Reply(asyncio.Protocol):
         except (HttpParserError, HttpParserUpgrade) as error:
             if not self._is_complete:
                 self._fail(NotHttp(str(error)))
-        self._wake()
+        if not (self._is_relayed() and not self.closed):
+            self._wake()
+
+    def _is_relayed(self) -> bool:
+        """Whether what has arrived went on without whom it is for."""
+        waiter = self._waiter
+        if self.relay is None or waiter is None or waiter.done():
+            return False
+        if self._buffer and not self.relay(bytes(self._buffer)):
+            return False
+        self._buffer.clear()
+        return True
 
     def connection_lost(self, error: Exception | None) -> None:
         self._is_lost = True
