@@ -10,7 +10,11 @@ new keys at any time, and groups similar keys into pages (papers/icecache: "IceC
   largest inner product. When a key longer than c comes, c grows and all points move.
 - Every key draws a level: 1, and one more as often as a number below `ratio` is drawn. Points of
   the highest level hang below the root, every other one below the nearest point of the next level.
-  What hangs below one point is a node; its keys fill pages of `page_rows` in the order they come.
+  What hangs below one point is a node.
+- Leaf nodes are pages (figure 2). A key of the second level lies in its own leaf, whose centre it
+  is; those above share a leaf with what hangs below the same point. A key joins the page of its
+  leaf whose pivot is nearest. A page with more than `page_rows` keys becomes two: each of two keys
+  far apart becomes a pivot and goes on with those that are nearer to it.
 - A search goes down level by level. In each node that it enters it looks at `visits_max` points,
   those first that are near the query along fixed random directions; it enters the nodes of the
   `beam` nearest points of a level. With both 0 (no limit) the result is that of brute force.
@@ -18,7 +22,7 @@ new keys at any time, and groups similar keys into pages (papers/icecache: "IceC
 
 Keys of one `add` enter from the highest level down, so that parents are there before children; a
 key that comes later may be nearer to a point of another node than its parent and leaves that point
-where it is: pages that were written stay. Sums are in a fixed order and the same as in C++.
+where it is: pages are split, and never merged. Sums are in a fixed order and the same as in C++.
 """
 
 from __future__ import annotations
@@ -55,7 +59,13 @@ class _Node:
     owner: int = -1
     members: list[int] = field(default_factory=list)
     lines: list[list[tuple[float, int]]] = field(default_factory=list)
-    page: int = -1
+    pages: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Page:
+    pivot: int
+    members: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +118,7 @@ class DciTree:
         self._parent: list[int] = []
         self._page: list[int] = []
         self._own_node: dict[int, int] = {}
-        self._page_fill: list[int] = []
+        self._pages: list[_Page] = []
         self._nodes: list[_Node] = []
         self._root = 0
         self.n_levels = 0
@@ -120,7 +130,7 @@ class DciTree:
     @property
     def n_pages(self) -> int:
         """Pages that hold at least one key."""
-        return len(self._page_fill)
+        return len(self._pages)
 
     def add(self, keys: F32) -> None:
         """Insert keys [n, n_dims]; they are numbered on from those that are there."""
@@ -206,8 +216,7 @@ class DciTree:
 
     def check_integrity(self) -> None:
         """RuntimeError if a point is not in exactly one node below a point of the next level, a
-        node is out of order, or a page holds too many rows or none."""
-        fill = [0] * self.n_pages
+        node is out of order, or a page holds too many rows or none, or those of two leaves."""
         times = [0] * len(self)
         for at, node in enumerate(self._nodes):
             if (node.owner < 0) != (at == self._root) or self._own_node.get(node.owner, at) != at:
@@ -215,7 +224,6 @@ class DciTree:
             level = self.n_levels + 1 if node.owner < 0 else self._level[node.owner]
             for i in node.members:
                 times[i] += 1
-                fill[self._page[i]] += 1
                 if self._parent[i] != node.owner or self._level[i] + 1 != level:
                     raise RuntimeError(f"point {i} has the wrong parent")
             for line in node.lines:
@@ -223,8 +231,19 @@ class DciTree:
                     raise RuntimeError("a node is out of order")
         if any(n != 1 for n in times):
             raise RuntimeError("a point is not in exactly one node")
-        if fill != self._page_fill or any(not 0 < n <= self._page_rows for n in fill):
+        if any(not 0 < len(page.members) <= self._page_rows for page in self._pages):
             raise RuntimeError("a page holds too many rows or none")
+        for at, page in enumerate(self._pages):
+            if any(self._page[i] != at for i in page.members):
+                raise RuntimeError("a point is on another page")
+            if len({self._leaf_of(i) for i in page.members}) != 1:
+                raise RuntimeError("a page holds keys of two leaves")
+        if sum(len(page.members) for page in self._pages) != len(self):
+            raise RuntimeError("a point is not on exactly one page")
+
+    def _leaf_of(self, i: int) -> int:
+        """Whose leaf a key lies in: its own from the second level, else that of the point above."""
+        return i if self._level[i] == 2 else self._parent[i]
 
     def _new_node(self, owner: int) -> _Node:
         return _Node(owner, [], [[] for _ in self._directions])
@@ -290,6 +309,8 @@ class DciTree:
         if i not in self._own_node:
             self._own_node[i] = len(self._nodes)
             self._nodes.append(self._new_node(i))
+            if self._level[i] == 2:
+                self._nodes[-1].pages.append(self._page[i])
         return self._own_node[i]
 
     def _join(self, at: int, i: int) -> None:
@@ -297,11 +318,52 @@ class DciTree:
         node.members.append(i)
         for j, line in enumerate(node.lines):
             bisect.insort(line, (float(self._projection[i][j]), i))
-        if node.page < 0 or self._page_fill[node.page] == self._page_rows:
-            node.page = len(self._page_fill)
-            self._page_fill.append(0)
-        self._page_fill[node.page] += 1
-        self._parent[i], self._page[i] = node.owner, node.page
+        self._parent[i] = node.owner
+        if self._level[i] != 2:
+            self._lay(node, i)
+        elif i not in self._own_node:
+            self._page[i] = self._open_page(i)
+        else:
+            self._lay(self._nodes[self._own_node[i]], i)
+
+    def _open_page(self, i: int) -> int:
+        self._pages.append(_Page(i, [i]))
+        return len(self._pages) - 1
+
+    def _lay(self, node: _Node, i: int) -> None:
+        """Put a key on a page of this leaf; one that holds too many then becomes two."""
+        if not node.pages:
+            self._page[i] = self._open_page(i)
+            node.pages.append(self._page[i])
+            return
+        pivots = [self._pages[page].pivot for page in node.pages]
+        scored = self._scores(self._as_point(i), pivots)
+        self._page[i] = node.pages[scored.index(min(scored))]
+        page = self._pages[self._page[i]]
+        page.members.append(i)
+        if len(page.members) > self._page_rows:
+            node.pages.append(self._split(page))
+
+    def _split(self, page: _Page) -> int:
+        """Of two keys far apart, each goes on with those that are nearer to it; returns the new
+        page. Keys that no distance tells apart are halved in their order."""
+        members = page.members
+        b = max(self._scores(self._as_point(page.pivot), members))[1]
+        of_b = self._scores(self._as_point(b), members)
+        a = max(of_b)[1]
+        of_a = self._scores(self._as_point(a), members)
+        is_b = [to_b[0] < to_a[0] for to_a, to_b in zip(of_a, of_b, strict=True)]
+        if all(is_b) or not any(is_b):
+            is_b = [j >= len(members) // 2 for j in range(len(members))]
+            a, b = members[0], members[len(members) // 2]
+        page.pivot, page.members = (
+            a,
+            [i for i, moves in zip(members, is_b, strict=True) if not moves],
+        )
+        self._pages.append(_Page(b, [i for i, moves in zip(members, is_b, strict=True) if moves]))
+        for i in self._pages[-1].members:
+            self._page[i] = len(self._pages) - 1
+        return len(self._pages) - 1
 
     def _as_query(self, query: F32) -> _Query:
         length = math.sqrt(_square(query))

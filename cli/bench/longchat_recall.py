@@ -25,10 +25,11 @@ def recalls(keys: Rows, queries: Rows, budget: int, page_rows: int = 16) -> dict
     """Share of the exact TOP keys in `budget` loaded rows: keys [layers, KV heads, n, d], queries
     [layers, heads, m, d]; mean over heads and queries.
 
-    Sequential pages are chosen in two ways: by Quest's bound (the largest product that any key
-    within the page's smallest and largest values could have), and by the nearest keys, as ours
-    are, which leaves only the layout to differ."""
-    found: dict[str, list[float]] = {"icecache": [], "sequential": [], "quest": []}
+    Ours are chosen by what the tree finds. Sequential pages are chosen in two ways: by Quest's
+    bound (the largest product that any key within the page's smallest and largest values could
+    have), and "ranked", by the same rule as ours from the exact order of all keys, which nobody
+    has who does not read them all: then the layout alone differs."""
+    found: dict[str, list[float]] = {"icecache": [], "quest": [], "ranked": []}
     group = queries.shape[1] // keys.shape[1]
     for layer in range(len(keys)):
         for head, rows in enumerate(keys[layer]):
@@ -42,26 +43,33 @@ def recalls(keys: Rows, queries: Rows, budget: int, page_rows: int = 16) -> dict
             pages, in_order = tree.pages(), np.arange(len(rows)) // page_rows
             for i, query in enumerate(asking):
                 wanted = exact[i, :TOP]
-                ours = _loaded(pages, pages[nearest[i][nearest[i] >= 0]], budget)
-                found["icecache"].append(np.isin(wanted, ours).mean())
-                theirs = _loaded(in_order, in_order[exact[i]], budget)
-                found["sequential"].append(np.isin(wanted, theirs).mean())
-                theirs = _loaded(in_order, _quest_order(rows, query, page_rows), budget)
-                found["quest"].append(np.isin(wanted, theirs).mean())
+                ours = pages, _page_order(pages, nearest[i][nearest[i] >= 0])
+                ranked = in_order, _page_order(in_order, exact[i])
+                quest = in_order, _quest_order(rows, query, page_rows)
+                for name, layout in zip(found, (ours, quest, ranked), strict=True):
+                    found[name].append(np.isin(wanted, _loaded(*layout, budget)).mean())
     return {name: float(np.mean(shares)) for name, shares in found.items()}
 
 
 def _loaded(pages: Positions, order: Positions, budget: int) -> Positions:
-    """The rows of whole pages, taken in `order` as long as they fit."""
+    """The rows of whole pages, taken in `order`; those that no longer fit are left out."""
     fills = np.bincount(pages)
     taken: list[int] = []
     room = budget
     for page in dict.fromkeys(order.tolist()):
-        if fills[page] > room:
-            break
-        taken.append(page)
-        room -= int(fills[page])
+        if fills[page] <= room:
+            taken.append(page)
+            room -= int(fills[page])
     return np.flatnonzero(np.isin(pages, taken))
+
+
+def _page_order(pages: Positions, nearest: Positions) -> Positions:
+    """The pages of the TOP nearest keys, by falling share of their rows that are among these; then
+    the pages of the further keys, as they come."""
+    hits = np.bincount(pages[nearest[:TOP]])
+    hit = np.flatnonzero(hits)
+    shares = hits[hit] / np.bincount(pages)[hit]
+    return np.concatenate([hit[np.argsort(-shares, kind="stable")], pages[nearest[TOP:]]])
 
 
 def _quest_order(rows: Rows, query: Rows, page_rows: int) -> Positions:

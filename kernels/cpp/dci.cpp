@@ -232,6 +232,9 @@ std::size_t DciTree::node_of(std::int64_t id) {
         nodes_.emplace_back();
         nodes_.back().owner = id;
         nodes_.back().lines.resize(n_directions_);
+        if (level_[static_cast<std::size_t>(id)] == 2) {
+            nodes_.back().pages.push_back(page_[static_cast<std::size_t>(id)]);
+        }
     }
     return static_cast<std::size_t>(node);
 }
@@ -245,13 +248,82 @@ void DciTree::join(std::size_t at, std::int64_t id) {
         Line &     line  = node.lines[j];
         line.insert(std::lower_bound(line.begin(), line.end(), entry), entry);
     }
-    if (node.page < 0 || page_fill_[static_cast<std::size_t>(node.page)] == options_.page_rows) {
-        node.page = static_cast<std::int64_t>(page_fill_.size());
-        page_fill_.push_back(0);
-    }
-    ++page_fill_[static_cast<std::size_t>(node.page)];
     parent_[i] = node.owner;
-    page_[i]   = node.page;
+    if (level_[i] != 2) {
+        lay(at, id);
+    } else if (own_node_[i] < 0) {
+        page_[i] = open_page(id);
+    } else {
+        lay(static_cast<std::size_t>(own_node_[i]), id);
+    }
+}
+
+std::int64_t DciTree::open_page(std::int64_t id) {
+    pages_.push_back({id, {id}});
+    return static_cast<std::int64_t>(pages_.size()) - 1;
+}
+
+// Puts a key on a page of this leaf; one that holds too many then becomes two.
+void DciTree::lay(std::size_t at, std::int64_t id) {
+    Node &         node = nodes_[at];
+    std::int64_t & page = page_[static_cast<std::size_t>(id)];
+    if (node.pages.empty()) {
+        page = open_page(id);
+        node.pages.push_back(page);
+        return;
+    }
+    std::size_t nearest_at = 0;
+    if (node.pages.size() > 1) {
+        std::vector<std::int64_t> pivots;
+        for (const std::int64_t some : node.pages) {
+            pivots.push_back(pages_[static_cast<std::size_t>(some)].pivot);
+        }
+        std::vector<Scored> scored;
+        score(as_point(id), pivots.data(), pivots.size(), scored);
+        nearest_at = static_cast<std::size_t>(std::min_element(scored.begin(), scored.end()) - scored.begin());
+    }
+    page           = node.pages[nearest_at];
+    auto & members = pages_[static_cast<std::size_t>(page)].members;
+    members.push_back(id);
+    if (members.size() > options_.page_rows) {
+        node.pages.push_back(split_page(page));
+    }
+}
+
+// Of two keys far apart, each goes on with those that are nearer to it; returns the new page. Keys
+// that no distance tells apart are halved in their order.
+std::int64_t DciTree::split_page(std::int64_t page) {
+    const auto at      = static_cast<std::size_t>(page);
+    const auto members = pages_[at].members;
+    std::vector<Scored> of_a, of_b;
+    const auto          farthest = [&](std::int64_t from, std::vector<Scored> & scored) {
+        scored.clear();
+        score(as_point(from), members.data(), members.size(), scored);
+        return std::max_element(scored.begin(), scored.end())->id;
+    };
+    const std::int64_t b = farthest(pages_[at].pivot, of_a), a = farthest(b, of_b);
+    farthest(a, of_a);
+    Page stays{a, {}}, moves{b, {}};
+    for (std::size_t i = 0; i < members.size(); ++i) {
+        (of_b[i].score > of_a[i].score ? moves : stays).members.push_back(members[i]);
+    }
+    if (stays.members.empty() || moves.members.empty()) {
+        const auto middle = members.begin() + static_cast<std::ptrdiff_t>(members.size() / 2);
+        stays             = {members.front(), {members.begin(), middle}};
+        moves             = {*middle, {middle, members.end()}};
+    }
+    for (const std::int64_t id : moves.members) {
+        page_[static_cast<std::size_t>(id)] = static_cast<std::int64_t>(pages_.size());
+    }
+    pages_[at] = std::move(stays);
+    pages_.push_back(std::move(moves));
+    return static_cast<std::int64_t>(pages_.size()) - 1;
+}
+
+// Whose leaf a key lies in: its own from the second level, else that of the point above it.
+std::int64_t DciTree::leaf_of(std::int64_t id) const {
+    const auto i = static_cast<std::size_t>(id);
+    return level_[i] == 2 ? id : parent_[i];
 }
 
 void DciTree::visit(const Node & node, const Query & query, std::size_t wanted, std::size_t visits,
@@ -352,7 +424,7 @@ std::vector<std::int64_t> DciTree::search(const float * query, std::size_t k, co
 }
 
 std::string DciTree::broken() const {
-    std::vector<std::size_t> fill(page_fill_.size(), 0), times(size(), 0);
+    std::vector<std::size_t> times(size(), 0);
     for (std::size_t at = 0; at < nodes_.size(); ++at) {
         const Node & node = nodes_[at];
         const bool   is_root = node.owner < 0;
@@ -366,7 +438,6 @@ std::string DciTree::broken() const {
             if (parent_[i] != node.owner || static_cast<std::size_t>(level_[i]) + 1 != level) {
                 return "point " + std::to_string(id) + " has the wrong parent";
             }
-            ++fill[static_cast<std::size_t>(page_[i])];
         }
         for (const Line & line : node.lines) {
             if (line.size() != node.members.size() || !std::is_sorted(line.begin(), line.end())) {
@@ -377,11 +448,27 @@ std::string DciTree::broken() const {
     if (std::any_of(times.begin(), times.end(), [](std::size_t n) { return n != 1; })) {
         return "a point is not in exactly one node";
     }
-    const auto full = [&](std::size_t n) { return n == 0 || n > options_.page_rows; };
-    if (fill != page_fill_ || std::any_of(fill.begin(), fill.end(), full)) {
-        return "a page holds too many rows or none";
+    return broken_pages();
+}
+
+std::string DciTree::broken_pages() const {
+    std::size_t n = 0;
+    for (std::size_t at = 0; at < pages_.size(); ++at) {
+        const auto & members = pages_[at].members;
+        if (members.empty() || members.size() > options_.page_rows) {
+            return "a page holds too many rows or none";
+        }
+        n += members.size();
+        for (const std::int64_t id : members) {
+            if (page_[static_cast<std::size_t>(id)] != static_cast<std::int64_t>(at)) {
+                return "point " + std::to_string(id) + " is on another page";
+            }
+            if (leaf_of(id) != leaf_of(members.front())) {
+                return "a page holds keys of two leaves";
+            }
+        }
     }
-    return "";
+    return n == size() ? "" : "a point is not on exactly one page";
 }
 
 }  // namespace towerd

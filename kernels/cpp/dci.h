@@ -49,7 +49,7 @@ class DciTree {
     const float * key(std::int64_t id) const { return keys_.data() + static_cast<std::size_t>(id) * padded_; }
     std::size_t size() const { return level_.size(); }
     std::size_t n_dims() const { return options_.n_dims; }
-    std::size_t n_pages() const { return page_fill_.size(); }
+    std::size_t n_pages() const { return pages_.size(); }
     std::size_t n_levels() const { return n_levels_; }
     const std::vector<std::int32_t> & levels() const { return level_; }
     const std::vector<std::int64_t> & parents() const { return parent_; }
@@ -74,7 +74,11 @@ class DciTree {
         std::int64_t              owner = -1;  // -1: the root
         std::vector<std::int64_t> members;
         std::vector<Line>         lines;
-        std::int64_t              page = -1;  // the one that is filled next
+        std::vector<std::int64_t> pages;  // of the keys of this leaf
+    };
+    struct Page {
+        std::int64_t              pivot = -1;  // of a leaf's pages a key joins the one with the nearest
+        std::vector<std::int64_t> members;
     };
 
     void   score(const Query & query, const std::int64_t * ids, std::size_t n, std::vector<Scored> & to) const;
@@ -93,6 +97,11 @@ class DciTree {
     void   insert(std::int64_t id);
     void   raise(std::int64_t id);
     void   join(std::size_t node, std::int64_t id);
+    std::int64_t open_page(std::int64_t id);
+    void   lay(std::size_t node, std::int64_t id);
+    std::int64_t split_page(std::int64_t page);
+    std::int64_t leaf_of(std::int64_t id) const;
+    std::string broken_pages() const;
     std::size_t node_of(std::int64_t id);
     void   visit(const Node & node, const Query & query, std::size_t wanted, std::size_t visits,
                  std::vector<Scored> & to) const;
@@ -115,7 +124,7 @@ class DciTree {
     std::vector<float>        raw_, projection_;  // [n, n_directions]
     std::vector<std::int32_t> level_;
     std::vector<std::int64_t> parent_, page_, own_node_;
-    std::vector<std::size_t>  page_fill_;
+    std::vector<Page>         pages_;
     std::vector<Node>         nodes_;
     std::size_t               root_ = 0, n_levels_ = 0;
 };

@@ -38,19 +38,26 @@ def test_recall_of_sequential_pages_by_counting() -> None:
     query = np.zeros((1, 2, 1, 8), np.float32)
     query[..., 0] = 1
     found = recalls(together, query, budget=32)
-    assert found["sequential"] == found["quest"] == 1.0
+    assert found["ranked"] == found["quest"] == 1.0
     chance = np.random.default_rng(3)
     apart = chance.standard_normal((1, 1, 640, 8), dtype=np.float32)
     apart[0, 0, ::40] = [9, 0, 0, 0, 0, 0, 0, 0] + 0.1 * apart[0, 0, ::40]
     found = recalls(apart, query, budget=32)
-    assert found["sequential"] == found["quest"] == 2 / TOP
-    assert found["icecache"] >= 4 * found["sequential"]
+    assert found["ranked"] == found["quest"] == 2 / TOP
+    assert found["icecache"] >= 4 * found["ranked"]
 
 
 def test_loaded_pages_never_exceed_the_budget() -> None:
     pages = np.array([0, 0, 0, 1, 2, 2, 3, 3, 3, 3])
     loaded = longchat_recall._loaded(pages, np.array([2, 0, 0, 3, 1]), 7)
-    assert loaded.tolist() == [0, 1, 2, 4, 5]
+    assert loaded.tolist() == [0, 1, 2, 3, 4, 5]  # page 3 does not fit, page 1 does
+
+
+def test_pages_with_most_of_the_nearest_keys_come_first() -> None:
+    pages = np.repeat(np.arange(5), (8, 16, 2, 4, 9))
+    nearest = np.array([*range(8, 18), 24, 25, 0, 1, 2, 26, 30, 31])
+    order = longchat_recall._page_order(pages, nearest)
+    assert order.tolist() == [2, 1, 0, 3, 4, 4]
 
 
 def write(path: Path, records: list[Any]) -> Path:
