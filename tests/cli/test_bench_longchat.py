@@ -60,6 +60,20 @@ def test_pages_with_most_of_the_nearest_keys_come_first() -> None:
     assert order.tolist() == [2, 1, 0, 3, 4, 4]
 
 
+def test_budgets_of_the_same_mean() -> None:
+    """The mean by counting what the policies do; BUZZ needs more room for the same."""
+    assert longchat.mean_live("streaming", 64, 64) == pytest.approx(32.5)
+    rest = np.mean(np.arange(57, 65))  # room is made for 8 at a time
+    assert longchat.mean_live("streaming", 64, 128) == pytest.approx((32.5 + rest) / 2)
+    wide = longchat.budget_of_same_mean(64, 512)
+    wanted = longchat.mean_live("streaming", 64, 512)
+    assert 64 < wide < 128
+    assert (
+        longchat.mean_live("buzz", wide - 1, 512) < wanted <= longchat.mean_live("buzz", wide, 512)
+    )
+    assert longchat.budget_of_same_mean(100, 100) == 100
+
+
 def write(path: Path, records: list[Any]) -> Path:
     text = "\n".join(json.dumps(record) for record in records)
     path.write_bytes(zstandard.compress(text.encode()))
@@ -131,8 +145,8 @@ def test_a_quick_run(
     )
     report.show()
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
-    for key in ("buzz_vs_h2o_ppl", "buzz_vs_streaming_ppl", "icecache_recall_vs_sequential",
-                "index_overhead"):  # fmt: skip
+    for key in ("buzz_vs_h2o_ppl", "buzz_vs_streaming_ppl", "buzz_mean_vs_h2o_ppl",
+                "icecache_recall_vs_sequential", "icecache_recall_vs_ranked", "index_overhead"):  # fmt: skip
         assert line[key] > 0
     assert {row["text"] for row in line["perplexity"]} == {"sample.txt", "meetings.jsonl.zst"}
     assert all(row["buzz"] > 0.5 for row in line["perplexity"])
