@@ -215,9 +215,9 @@ def passed_on(votes: Votes, positions: Positions, followers: int) -> Votes:
 
 
 def _tree_bytes(head_size: int) -> int:
-    """About what a key takes in a tree: itself, its place along four directions, links; arrays
-    that grow are on the mean half empty (kernels/cpp/dci.h)."""
-    return (4 * head_size + 160) * 3 // 2
+    """About what a key takes in a tree: itself, its place along four directions and on a page,
+    links; arrays that grow are on the mean half empty (kernels/cpp/dci.h)."""
+    return (4 * head_size + 176) * 3 // 2
 
 
 def check_rows(keys: Keys | None, queries: Rows | None) -> None:
