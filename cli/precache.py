@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from towerd.cli.daemon import DaemonBackend
+    from towerd.cli.reduction import Reduction
     from towerd.cli.spec import Prompt
 
 
@@ -41,31 +42,74 @@ class Planned:
 @click.command()
 @click.argument("spec", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--dry-run", is_flag=True, help="Only say what would be evaluated.")
+@click.option(
+    "--p-min",
+    "given",
+    multiple=True,
+    metavar="NAME=P",
+    help="Leave out of the base NAME what is less likely than P (lossy); needs --reduced.",
+)
+@click.option(
+    "--reduced",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the prompts with what --p-min leaves of them to this file, to be sent from now on.",
+)
 @setting_option("model")
 @setting_option("ctx_size")
 @setting_option("cache_type_k")
 @setting_option("cache_type_v")
 @json_option
 @target_options
-def precache(spec: Path, dry_run: bool, as_json: bool, target: Target, **model: Any) -> None:
+def precache(
+    spec: Path,
+    dry_run: bool,
+    given: tuple[str, ...],
+    reduced: Path | None,
+    as_json: bool,
+    target: Target,
+    **model: Any,
+) -> None:
     """Evaluate the prompts of the YAML file SPEC, store them and pin them.
 
     What is unchanged since the last time is skipped. Without a running daemon the model is
     loaded for this command, with the settings of towerd.toml and the options here.
     """
     from towerd.cli.output import echo_json
+    from towerd.cli.reduction import reduce_tree, write
     from towerd.cli.spec import load_spec
 
     root = load_spec(spec)
+    asked = _asked(given, reduced, root, spec)
     with daemon_for(target, model, quiet=as_json) as daemon:
+        root, less = reduce_tree(daemon, root, asked, spec) if asked else (root, {})
         plan = make_plan(daemon, root, spec)
-        reports = [_report(base) for base in plan]
+        if reduced is not None:
+            write(reduced, root)
+        reports = [_report(base, less.get(base.prompt.name)) for base in plan]
         if not dry_run:
             _evaluate(daemon, plan, reports, quiet=as_json)
     if as_json:
         echo_json({"spec": str(spec), "dry_run": dry_run, "bases": reports})
     else:
         _print(reports, dry_run)
+        for name, reduction in less.items():
+            click.echo(f"{name}: {reduction}.")
+        if less:
+            click.echo(f"Prompts must begin with the texts in {reduced} from now on.")
+
+
+def _asked(
+    given: tuple[str, ...], reduced: Path | None, root: Prompt, spec: Path
+) -> dict[str, float]:
+    """What --p-min asks for, by name. Raises ConfigError."""
+    from towerd.cli.reduction import p_mins
+
+    if bool(given) != (reduced is not None):
+        raise ConfigError(
+            "--p-min NAME=P and --reduced FILE belong together: who sends prompts needs the "
+            "reduced texts."
+        )
+    return p_mins(given, root, spec)
 
 
 def daemon_for(
@@ -223,7 +267,7 @@ def _problem(spec: Path, prompt: Prompt, text: str) -> TowerdError:
     return SpecError(f"{spec}:{prompt.line}: '{prompt.name}': {text}")
 
 
-def _report(base: Planned) -> Json:
+def _report(base: Planned, reduction: Reduction | None) -> Json:
     """What --json says about one base."""
     prompt = base.prompt
     return {
@@ -236,6 +280,7 @@ def _report(base: Planned) -> Json:
         "status": base.status,
         "segment": base.segment,
         "module": base.module or _unmeasured(base),
+        "reduced": reduction.as_json() if reduction is not None else None,
         "reuse": None,
     }
 

@@ -20,7 +20,6 @@ from towerd.codec.container import BY_NAME, Blob
 from towerd.codec.errors import CodecError, Damaged, UnknownModel, WrongBase, WrongVocabulary
 from towerd.codec.fallback import Packed, Ranked, ZstdText
 from towerd.codec.forms import Coded, FormCoder, RuntimeCoder
-from towerd.codec.lossy import Loss, reduce
 from towerd.codec.mix import Mix
 from towerd.codec.models import mini
 from towerd.codec.network import Network
@@ -113,13 +112,6 @@ class Codec:
         except CodecError:
             return False
         return parsed.vocabulary == self.vocabulary_hash
-
-    def reduce(self, ids: Sequence[int] | Ids, p_min: float) -> Loss:
-        """Other ids that code shorter, by giving up tokens under the probability `p_min` (see
-        `lossy.py`); never done unless asked for. ValueError unless 0 <= p_min < 1."""
-        wanted = as_ids(ids)
-        self._check_ids(wanted)
-        return reduce(wanted, self.vocabulary, file.bundled(), p_min)
 
     def text_coder(self) -> Mix | Network:
         """The form that takes the fewest bits for a text: `network`, or `mix` where there is no mini

@@ -3,64 +3,84 @@
 Section 10.3 of the towers paper codes tokens under a threshold p_min as one "out of vocabulary"
 word. Measured on sessions of 16 KB, a word that stands for the lost ones costs more than it saves: it
 is itself unexpected, and so is what follows it. So symbols that the mixer gives less than p_min are
-left out of the text, which is coded exactly afterwards: what comes back is known, has a hash, and
-differs from the original in as many symbols as `Loss` says. Nothing in towerd does this by itself.
+left out of the text, and what is left is the text from then on: it is sent, evaluated and coded
+exactly, and differs from the original in as many symbols as `Loss` says. Nothing in towerd does this
+by itself.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from towerd.codec.base import Ids, Vocabulary, as_ids
-from towerd.codec.mix import MiniText
+from towerd.codec.mix import BASE_IDS_MAX, MiniText
 from towerd.codec.mixers import table_bits
-from towerd.codec.prior.file import Prior
-from towerd.codec.text import MARK_FIRST, Text, from_ids, split
+from towerd.codec.prior import file
+from towerd.codec.text import KINDS_MAX, MARK_FIRST, kinds_of, split
 
 
 @dataclass(frozen=True)
 class Loss:
-    """Ids that stand for others: `n_lost` of `n_symbols` symbols of the text were left out."""
+    """A text that stands for another: `n_lost` of `n_symbols` symbols (tokens of the mini
+    vocabulary) were left out. Of a character that was lost in part nothing is left."""
 
-    ids: Ids
+    text: str
     n_lost: int
     n_symbols: int
 
 
-def reduce(ids: Ids, vocabulary: Vocabulary, prior: Prior, p_min: float) -> Loss:
-    """The ids with what is less likely than `p_min` left out; control tokens always stay.
+def reduce(text: str, p_min: float, names: Sequence[bytes] = (), base: str = "") -> Loss:
+    """`text`, which follows `base`, without what is less likely than `p_min`.
 
-    ValueError unless 0 <= p_min < 1."""
+    `names`: how control tokens are written (`Vocabulary.names`); they always stay. ValueError
+    unless 0 <= p_min < 1, UnknownModel if the package has no table."""
     if not 0 <= p_min < 1:
         raise ValueError(f"p_min is a probability from 0 to under 1, not {p_min}.")
-    text, mini = from_ids(as_ids(ids), vocabulary), MiniText(prior)
-    symbols = mini.symbols(text.text)
+    prior = file.bundled()
+    mini, marks = MiniText(prior), _Marks(names, (base + text).encode())
+    before = mini.symbols(marks.put(base.encode()))[-BASE_IDS_MAX:]
+    symbols = mini.symbols(marks.put(text.encode()))
     mixer = prior.mixer()
-    mixer.reset(1, table_bits(len(symbols)))
+    mixer.reset(1, table_bits(len(before) + len(symbols)))
+    mixer.learn(0, before)
     n_lost, parts = 0, []
     for i, rank in enumerate(symbols.tolist()):
         bits, chances = mixer.encode(0, symbols[i : i + 1])
         piece = mini.bytes_by_rank[rank]
         chance = float(np.prod(np.where(bits == 1, chances, 1 - chances)))
-        lost = chance < p_min and not (len(piece) == 1 and piece[0] >= MARK_FIRST)
+        lost = chance < p_min and not _is_mark(piece)
         n_lost += int(lost)
         if not lost:
             parts.append(piece)
-    changed = _tokenized(b"".join(parts), text, vocabulary) if n_lost else as_ids(ids)
-    return Loss(changed, n_lost, len(symbols))
+    left = marks.take(b"".join(parts), text.encode()) if n_lost else text
+    return Loss(left, n_lost, len(symbols))
 
 
-def _tokenized(changed: bytes, text: Text, vocabulary: Vocabulary) -> Ids:
-    """The ids of `text` with other runs between its marks."""
-    kinds = [*text.kinds, *[-1] * 8]
-    others = iter(text.others)
-    out: list[int] = []
-    for part in filter(None, split(changed)):
-        if len(part) == 1 and part[0] >= MARK_FIRST:
-            kind = kinds[part[0] - MARK_FIRST]
-            out.append(kind if kind >= 0 else next(others))
-        else:
-            out += [int(i) for i in vocabulary.tokenize(part.decode(errors="ignore").encode())]
-    return as_ids(out)
+class _Marks:
+    """Marks for the names of control tokens, and these again."""
+
+    def __init__(self, names: Sequence[bytes], text: bytes) -> None:
+        longest = sorted({name for name in names if name}, key=lambda name: (-len(name), name))
+        self._pattern = re.compile(b"|".join(map(re.escape, longest)) or rb"(?!)")
+        self._ids = {name: i for i, name in enumerate(longest)}
+        self._kinds = kinds_of([self._ids[name] for name in self._pattern.findall(text)], longest)
+
+    def put(self, text: bytes) -> bytes:
+        return self._pattern.sub(lambda found: self._mark(found[0]), text)
+
+    def take(self, marked: bytes, text: bytes) -> str:
+        """The text of `marked`, in which the marks are those of `text`."""
+        names = iter(self._pattern.findall(text))
+        parts = [next(names) if _is_mark(part) else part for part in split(marked)]
+        return "".join([part.decode(errors="ignore") for part in parts])
+
+    def _mark(self, name: bytes) -> bytes:
+        i = self._ids[name]
+        return bytes((MARK_FIRST + (self._kinds.index(i) if i in self._kinds else KINDS_MAX),))
+
+
+def _is_mark(piece: bytes) -> bool:
+    return len(piece) == 1 and piece[0] >= MARK_FIRST

@@ -90,7 +90,7 @@ def from_ids(ids: Ids, vocabulary: Vocabulary) -> Text:
     pieces = vocabulary.pieces
     listed: list[int] = ids.tolist()
     marked = _marked(listed, pieces)
-    kinds = _kinds([listed[i] for i in np.flatnonzero(marked)], vocabulary.names)
+    kinds = kinds_of([listed[i] for i in np.flatnonzero(marked)], vocabulary.names)
     out, others = bytearray(), []
     runs: list[list[int]] = [[]]
     for token, is_mark in zip(listed, marked.tolist(), strict=True):
@@ -172,7 +172,7 @@ def _tokenize(run: bytes, vocabulary: Vocabulary, strip: bool) -> Ids:
     return np.asarray(vocabulary.tokenize(stripped), np.int32)
 
 
-def _kinds(marks: list[int], names: Sequence[bytes]) -> list[int]:
+def kinds_of(marks: list[int], names: Sequence[bytes]) -> list[int]:
     """The id of each kind: those with a known meaning first, then by how often they occur."""
     counts = Counter(marks)
     kinds = [next((t for t in counts if names[t] in known), -1) for known in KIND_NAMES]

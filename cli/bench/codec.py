@@ -13,9 +13,10 @@ import click
 from rich.progress import track
 
 from towerd.cli.bench.codec_rivals import PRIME_BYTES, rivals
-from towerd.cli.bench.codec_texts import KINDS, sessions, tokenized, training
+from towerd.cli.bench.codec_texts import KINDS, MARKS, sessions, tokenized, training
 from towerd.cli.bench.report import Report
 from towerd.codec import Codec, container
+from towerd.codec.lossy import reduce
 from towerd.codec.models.mini import PATH, mini_network
 from towerd.codec.prior import file
 from towerd.codec.vocabulary import GgufVocabulary
@@ -131,8 +132,8 @@ def _lossy(report: Report, codec: Codec, vocabulary: GgufVocabulary, texts: list
     """One session of each kind without what is less likely than `p_min`."""
     n_bytes = n_lost = n_symbols = 0
     for text in track(texts, f"p_min {p_min:g}"):
-        loss = codec.reduce(tokenized(text, vocabulary), p_min)
-        n_bytes += len(codec.encode(loss.ids, form=BEST))
+        loss = reduce(text.decode(), p_min, MARKS)
+        n_bytes += len(codec.encode(tokenized(loss.text.encode(), vocabulary), form=BEST))
         n_lost += loss.n_lost
         n_symbols += loss.n_symbols
     report.figures[f"p_min_{p_min:g}_lost"] = round(n_lost / n_symbols, 4)

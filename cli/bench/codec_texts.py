@@ -19,6 +19,7 @@ from towerd.codec.vocabulary import GgufVocabulary
 
 SESSION_BYTES = 16384
 START, END = "<|im_start|>", "<|im_end|>"
+MARKS = (START.encode(), END.encode())
 KINDS = ("human", "assistant", "code", "mixed")
 
 
@@ -68,10 +69,10 @@ def _text(record: Record, kind: str) -> str:
 def tokenized(text: bytes, vocabulary: GgufVocabulary) -> list[int]:
     """The ids of a session."""
     marks = {}
-    for mark, names in zip((START, END), KIND_NAMES, strict=False):
+    for mark, names in zip(MARKS, KIND_NAMES, strict=False):
         token = next((i for i, name in enumerate(vocabulary.names) if name in names), None)
         if token is not None:
-            marks[mark.encode()] = token
+            marks[mark] = token
     ids: list[int] = []
     for part in re.split(rb"(<\|im_start\|>|<\|im_end\|>)", text):
         ids += [marks[part]] if part in marks else vocabulary.tokenize(part).tolist()

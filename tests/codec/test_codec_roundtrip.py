@@ -29,6 +29,7 @@ def test_any_ids_come_back(codec: Codec, form: str, data: st.DataObject) -> None
     assert codec.decode(codec.encode(ids, form=form)).tolist() == ids
 
 
+@pytest.mark.timeout(600)  # 32k tokens in every form, of large vocabularies where they are given
 def test_empty_and_long(codec: Codec, vocabulary: GgufVocabulary) -> None:
     n_tokens = len(codec.vocabulary.pieces)
     rng = np.random.default_rng(0)

@@ -1,0 +1,171 @@
+"""`towerctl precache --p-min`: a base without what a model finds nearly impossible, only when asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from daemon import Daemon
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from towerd.cli.reduction import write
+from towerd.cli.spec import Prompt, load_spec
+
+Ctl = Callable[..., Result]
+CtlJson = Callable[..., Any]
+
+PLATFORM = "Once upon a time there was a little girl named Lily."
+PARK = " One day she went to the zyxqv park. The sun qqjxzb was shining."
+BIRD = " She saw a bird, and the vbnkmw bird said hello."
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Path:
+    path = tmp_path / "SPEC.yaml"
+    path.write_text(
+        f"platform:\n  name: acme\n  text: '{PLATFORM}'\n  communities:\n"
+        f"    - {{name: park, text: '{PARK}', bots: [{{name: bird, text: '{BIRD}'}}]}}\n"
+    )
+    return path
+
+
+def test_what_is_left_is_precached_and_reused(
+    spec: Path, server: Daemon, ctl: Ctl, ctl_json: CtlJson
+) -> None:
+    at, out = ("--socket", server.socket), spec.parent / "less.yaml"
+    asked = ("--p-min", "acme/park=0.001", "--reduced", out)
+    dry = ctl_json("precache", spec, *asked, "--dry-run", *at)["bases"]
+    assert ctl_json("pin", *at)["bases"] == []
+    bases = ctl_json("precache", spec, *asked, *at)["bases"]
+    assert [base["reduced"] for base in bases] == [base["reduced"] for base in dry]
+    assert [base["reduced"] is None for base in bases] == [True, False, True]
+    less = bases[1]["reduced"]
+    assert less["p_min"] == 0.001
+    assert 0 < less["symbols_lost"] < less["symbols"]
+    assert less["tokens"] < less["tokens_before"]
+    assert less["bytes"] < less["bytes_before"]
+    texts = [prompt.text for prompt in load_spec(out).walk()]
+    assert [texts[0], texts[2]] == [PLATFORM, BIRD]
+    assert len(texts[1]) < len(PARK)
+    assert is_left_of(texts[1], PARK)
+    prompt = "".join(texts)
+    assert len(server.post("/tokenize", {"content": prompt})["tokens"]) <= bases[2]["tokens"]
+    timings = server.complete(prompt + " The end.")["timings"]
+    assert timings["cache_n"] >= bases[2]["tokens"] - 1
+    again = ctl_json("precache", out, *at)["bases"]
+    assert [base["status"] for base in again] == ["unchanged"] * 3
+    said = ctl("precache", spec, *asked, *at).stdout  # the file is there, and the same
+    assert f"acme/park: {less['symbols_lost']} of {less['symbols']} symbols left out" in said
+    assert "must begin with the texts in" in said
+
+
+def test_without_the_flag_nothing_is_left_out(
+    spec: Path, server: Daemon, ctl: Ctl, ctl_json: CtlJson
+) -> None:
+    """Neither before nor after some base was reduced."""
+    at = ("--socket", server.socket)
+    bases = ctl_json("precache", spec, *at)["bases"]
+    assert [base["reduced"] for base in bases] == [None] * 3
+    out = spec.parent / "less.yaml"
+    less = ctl_json("precache", spec, "--p-min", "acme/park/bird=0.001", "--reduced", out, *at)
+    assert [base["status"] for base in less["bases"]] == [*["unchanged"] * 2, "changed"]
+    whole = ctl_json("precache", spec, *at)["bases"]
+    assert [base["status"] for base in whole] == [*["unchanged"] * 2, "changed"]
+    assert [base["digest"] for base in whole] == [base["digest"] for base in bases]
+
+
+def test_messages_keep_their_roles(tmp_path: Path, server: Daemon, ctl_json: CtlJson) -> None:
+    said = [
+        {"role": "system", "content": "Lily likes to play zyxqv with a ball."},
+        {"role": "user", "content": "Who likes to qqjxzb play?"},
+    ]
+    spec, out = tmp_path / "SPEC.yaml", tmp_path / "less.yaml"
+    spec.write_text(f"platform:\n  name: a=b\n  messages: {said}\n")
+    at = ("--socket", server.socket)
+    bases = ctl_json("precache", spec, "--p-min", "a=b=1e-3", "--reduced", out, *at)["bases"]
+    assert bases[0]["reduced"]["symbols_lost"] > 0
+    left = load_spec(out).messages
+    assert [message["role"] for message in left] == ["system", "user"]
+    for new, old in zip(left, said, strict=True):
+        assert is_left_of(new["content"], old["content"])
+    messages = [*left, {"role": "assistant", "content": "Lily."}, {"role": "user", "content": "?"}]
+    reply = server.post("/v1/chat/completions", {"messages": messages, "max_tokens": 1})
+    assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] >= bases[0]["tokens"] - 1
+
+
+def is_left_of(less: str, text: str) -> bool:
+    """Whether `less` is `text` without some of its characters."""
+    rest = iter(text)
+    return all(char in rest for char in less)
+
+
+@pytest.mark.parametrize(
+    ("args", "problem"),
+    [
+        (("--p-min", "acme=0.001"), "belong together"),
+        (("--reduced", "OUT"), "belong together"),
+        (("--p-min", "0.001", "--reduced", "OUT"), "has no '='"),
+        (("--p-min", "park=0.001", "--reduced", "OUT"), "acme, acme/park, acme/park/bird"),
+        (("--p-min", "acme=0", "--reduced", "OUT"), "'0' is not a probability over 0"),
+        (("--p-min", "acme=1", "--reduced", "OUT"), "'1' is not a probability over 0"),
+        (("--p-min", "acme=nan", "--reduced", "OUT"), "'nan' is not a probability over 0"),
+        (("--p-min", "acme=few", "--reduced", "OUT"), "'few' is not a probability over 0"),
+        (("--p-min", "acme=.1", "--p-min", "acme=.2", "--reduced", "OUT"), "'acme' twice"),
+    ],
+)
+def test_wrong_flags_start_nothing(
+    spec: Path, ctl: Ctl, args: tuple[str, ...], problem: str
+) -> None:
+    out = spec.parent / "less.yaml"
+    given_args = [out if arg == "OUT" else arg for arg in args]
+    said = ctl("precache", spec, *given_args, "--store-dir", spec.parent / "store", code=1)
+    assert problem in said.stderr
+    assert said.stderr.count("\n") == 1
+    assert not (spec.parent / "store").exists()
+    assert not out.exists()
+
+
+def test_what_cannot_be_done_changes_nothing(
+    spec: Path, server: Daemon, ctl: Ctl, ctl_json: CtlJson
+) -> None:
+    at = ("--socket", server.socket)
+    asked = ("precache", spec, "--p-min", "acme/park=0.001", "--reduced")
+    said = ctl("precache", spec, "--p-min", "acme=0.9999999", "--reduced", "x.yaml", *at, code=1)
+    assert f"{spec}:2: 'acme': nothing is left of it with p_min 1" in said.stderr
+    before = spec.read_bytes()
+    assert "exists and is not what" in ctl(*asked, spec, *at, code=1).stderr
+    assert spec.read_bytes() == before
+    assert "cannot be written" in ctl(*asked, spec.parent / "no" / "x", *at, code=1).stderr
+    assert ctl_json("pin", *at)["bases"] == []
+
+
+TEXTS = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=40)
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(texts=st.tuples(TEXTS, TEXTS, TEXTS, TEXTS), public=st.booleans())
+def test_what_is_written_is_read_again(
+    tmp_path: Path, texts: tuple[str, str, str, str], public: bool
+) -> None:
+    bots = Prompt("a/b/c", 2, False, 0, texts[2], (), ())
+    chat = Prompt("m/n", 1, public, 0, "", ({"role": texts[0], "content": texts[3]},), ())
+    module = Prompt("a/b/d", 2, public, 0, texts[3], (), (), None, 12.5)
+    below = Prompt("a/b", 1, public, 0, texts[1], (), (bots, module), "q6h")
+    for root in (
+        Prompt("a", 0, public, 0, texts[0], (), (below,)),
+        Prompt("m", 0, public, 0, "", ({"role": "user", "content": texts[1]},), (chat,)),
+    ):
+        path = tmp_path / "out.yaml"
+        path.unlink(missing_ok=True)
+        write(path, root)
+        found = list(load_spec(path).walk())
+        assert [replace(p, line=0, children=()) for p in found] == [
+            replace(p, children=()) for p in root.walk()
+        ]
