@@ -147,14 +147,26 @@ def write(path: Path, root: Prompt) -> None:
     data = yaml.safe_dump(tree, allow_unicode=True, sort_keys=False, width=1 << 16).encode()
     try:
         with open(path, "xb", opener=_private) as file:
-            file.write(data)
+            try:
+                file.write(data)
+                file.flush()
+            except OSError:
+                path.unlink(missing_ok=True)
+                raise
     except FileExistsError as error:
-        if not path.is_file() or path.read_bytes() != data:
+        if not _holds(path, data):
             raise ConfigError(
                 f"{path} exists and is not what --reduced would write: remove it or name another."
             ) from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}.") from error
+
+
+def _holds(path: Path, data: bytes) -> bool:
+    try:
+        return path.is_file() and path.read_bytes() == data
+    except OSError:
+        return False
 
 
 def _private(path: str, flags: int) -> int:
