@@ -14,6 +14,8 @@ from towerd.errors import ConfigError, TowerdError
 from towerd.tiers.module_text import ANYWHERE
 
 if TYPE_CHECKING:
+    import yaml
+
     from towerd.cli.daemon import DaemonBackend
     from towerd.codec import Codec
 
@@ -144,7 +146,8 @@ def write(path: Path, root: Prompt) -> None:
     import yaml
 
     tree = {"platform": _node(root, "")}
-    data = yaml.safe_dump(tree, allow_unicode=True, sort_keys=False, width=1 << 16).encode()
+    options: dict[str, Any] = {"allow_unicode": True, "sort_keys": False, "width": 1 << 16}
+    data = yaml.dump(tree, Dumper=_dumper(), **options).encode()
     try:
         with open(path, "xb", opener=_private) as file:
             try:
@@ -160,6 +163,21 @@ def write(path: Path, root: Prompt) -> None:
             ) from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}.") from error
+
+
+def _dumper() -> type[yaml.SafeDumper]:
+    """Escapes what is not printable: PyYAML writes some line ends as they are, and reads spaces."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        pass
+
+    def text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+        style = None if value.isprintable() else '"'
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+    Dumper.add_representer(str, text)
+    return Dumper
 
 
 def _holds(path: Path, data: bytes) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from click.testing import Result
 from daemon import Daemon
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from towerd.cli.reduction import write
@@ -150,6 +150,7 @@ TEXTS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=40)
 @settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
+@example(texts=("\x85", " \u2028", "a\x85 b\r\n", "\x85"), public=False)
 @given(texts=st.tuples(TEXTS, TEXTS, TEXTS, TEXTS), public=st.booleans())
 def test_what_is_written_is_read_again(
     tmp_path: Path, texts: tuple[str, str, str, str], public: bool
