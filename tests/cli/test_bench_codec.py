@@ -30,6 +30,7 @@ def write(path: Path, n_records: int, seed: int) -> None:
     path.write_bytes(zstandard.ZstdCompressor().compress("".join(lines).encode()))
 
 
+@pytest.mark.timeout(300)
 def test_bench_codec(tmp_path: Path) -> None:
     write(tmp_path / "dev.jsonl.zst", 260, 0)
     write(tmp_path / "train.jsonl.zst", 400, 1)
