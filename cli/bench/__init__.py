@@ -133,9 +133,10 @@ def footprint(quick: bool, level_formats: str, plot_path: Path | None) -> None:
 
 
 @bench.command()
-@click.option("--data", required=True,
+@click.option("--data",
               type=click.Path(exists=True, file_okay=False, path_type=Path),
-              help="Folder of traces: agentic_coding/, mooncake_conversation.jsonl.zst, ...")  # fmt: skip
+              help="Folder of traces: agentic_coding/, mooncake_conversation.jsonl.zst, ...; "
+                   "default: none are measured.")  # fmt: skip
 @click.option("--workflows", type=click.Path(exists=True, file_okay=False, path_type=Path),
               help="Folder of agent workflows, *.jsonl.zst; default: none are measured.")  # fmt: skip
 @click.option("--policy", "policies", multiple=True, help="Measure this policy, too.")
@@ -145,7 +146,7 @@ def footprint(quick: bool, level_formats: str, plot_path: Path | None) -> None:
               help="Processes that replay side by side.")  # fmt: skip
 @_QUICK
 def policy(
-    data: Path, workflows: Path | None, policies: tuple[str, ...], plot_path: Path | None,
+    data: Path | None, workflows: Path | None, policies: tuple[str, ...], plot_path: Path | None,
     jobs: int, quick: bool,
 ) -> None:  # fmt: skip
     """What each eviction policy finds of recorded traces, beside LRU and the best possible."""

@@ -51,8 +51,8 @@ class _Timed:
         }
 
 
-def costs(chat: Trace, paths: list[tuple[str, ...]]) -> dict[str, float]:
-    """Of foresight in a replay of its own, and of Markov-3 over `paths` of steps."""
+def of_decisions(chat: Trace) -> dict[str, float]:
+    """Of foresight, in a replay of its own."""
     policy = make_policy("foresight")
     assert isinstance(policy, Foresight)
     ranked: list[int] = []
@@ -75,11 +75,15 @@ def costs(chat: Trace, paths: list[tuple[str, ...]]) -> dict[str, float]:
     replay(chat, policy, int(_CAPACITY * chat.n_distinct_blocks))
     figures = evict.figures("evict_ms", 1e3) | score.figures("score_update_us", 1e6)
     figures["score_anew_us_mean"] = 1e6 * sum(score.times_s) / sum(anew)
-    figures |= visit.figures("visit_ms", 1e3)
+    return figures | visit.figures("visit_ms", 1e3)
+
+
+def of_forecasts(paths: list[tuple[str, ...]]) -> dict[str, float]:
+    """Of Markov-3, over `paths` of steps."""
     markov = Markov()
     predict = _Timed(markov.forecast)
     for path in paths:
         for n in range(1, len(path) + 1):
             markov.observe(path[:n])
             predict(path[:n])
-    return figures | predict.figures("predict_ms", 1e3) if paths else figures
+    return predict.figures("predict_ms", 1e3) if paths else {}
