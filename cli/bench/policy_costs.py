@@ -7,17 +7,22 @@ judged together there, so the time of the pass is shared by its keys. `score_ane
 time shared by those alone whose rank did not hold. A forecast is one of a workflow's next steps.
 `visit_ms` is what every request costs besides: the shadow cache, and the lessons of the
 return-time model.
+
+Decisions of a replay are always the same, so each counts with the least time of several replays:
+what else the machine does then is none of it. Python's cycle collector works as in the daemon.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from statistics import mean
 from typing import Any
 
 import numpy as np
 
+from towerd.app import tame_collector
 from towerd.policy import make_policy
 from towerd.policy.foresight import Foresight
 from towerd.policy.predict.markov import Markov
@@ -25,6 +30,7 @@ from towerd.replay.simulate import replay
 from towerd.replay.trace import Trace
 
 _CAPACITY = 0.05
+_REPLAYS = 3
 
 
 class _Timed:
@@ -42,6 +48,11 @@ class _Timed:
         self.n.append(self._about())
         return found
 
+    def take_least(self, others: Sequence[_Timed]) -> None:
+        """The least time of each call, of this one and others that did the same."""
+        times = (self.times_s, *(other.times_s for other in others))
+        self.times_s = [min(each) for each in zip(*times, strict=True)]
+
     def figures(self, name: str, per_s: float) -> dict[str, float]:
         """Mean and 99th percentile for one thing, in units of which a second has `per_s`."""
         each = [t / n for t, n in zip(self.times_s, self.n, strict=True) if n for _ in range(n)]
@@ -51,8 +62,31 @@ class _Timed:
         }
 
 
+@dataclass(slots=True)
+class _Times:
+    """Of one replay; n_anew: ranks that did not hold."""
+
+    evict: _Timed
+    visit: _Timed
+    score: _Timed
+    n_anew: int
+
+
 def of_decisions(chat: Trace) -> dict[str, float]:
-    """Of foresight, in a replay of its own."""
+    """Of foresight, in replays of its own."""
+    first, *others = (_replayed(chat) for _ in range(_REPLAYS))
+    first.evict.take_least([each.evict for each in others])
+    first.visit.take_least([each.visit for each in others])
+    first.score.take_least([each.score for each in others])
+    return {
+        **first.evict.figures("evict_ms", 1e3),
+        **first.score.figures("score_update_us", 1e6),
+        "score_anew_us_mean": 1e6 * sum(first.score.times_s) / first.n_anew,
+        **first.visit.figures("visit_ms", 1e3),
+    }
+
+
+def _replayed(chat: Trace) -> _Times:
     policy = make_policy("foresight")
     assert isinstance(policy, Foresight)
     ranked: list[int] = []
@@ -72,10 +106,9 @@ def of_decisions(chat: Trace) -> dict[str, float]:
     policy._begin_visit = visit  # type: ignore[method-assign]
     policy._rank_leaves = score  # type: ignore[method-assign]
     policy._rank_each = count  # type: ignore[method-assign]
+    tame_collector()
     replay(chat, policy, int(_CAPACITY * chat.n_distinct_blocks))
-    figures = evict.figures("evict_ms", 1e3) | score.figures("score_update_us", 1e6)
-    figures["score_anew_us_mean"] = 1e6 * sum(score.times_s) / sum(anew)
-    return figures | visit.figures("visit_ms", 1e3)
+    return _Times(evict, visit, score, sum(anew))
 
 
 def of_forecasts(paths: list[tuple[str, ...]]) -> dict[str, float]:
