@@ -295,11 +295,11 @@ class Reply(asyncio.Protocol):
         except (HttpParserError, HttpParserUpgrade) as error:
             if not self._is_complete:
                 self._fail(NotHttp(str(error)))
-        if not (self._is_relayed() and not self.closed):
+        if not self._hand_on() or self.closed:
             self._wake()
 
-    def _is_relayed(self) -> bool:
-        """Whether what has arrived went on without whom it is for."""
+    def _hand_on(self) -> bool:
+        """Let the relay have what has arrived, if `read` is waiting for it; whether it took it."""
         waiter = self._waiter
         if self.relay is None or waiter is None or waiter.done():
             return False
