@@ -19,6 +19,16 @@ def gittins(
 ) -> npt.NDArray[np.float64]:
     """Returns per time at each bin; the contract is in towerd.kernels.reference_gittins."""
 
+def hazard_chances(
+    w1: npt.NDArray[np.float64],
+    b1: npt.NDArray[np.float64],
+    correction: npt.NDArray[np.float64],
+    logits: npt.NDArray[np.float64],
+    x: npt.NDArray[np.float64],
+    of: Sequence[int],
+) -> npt.NDArray[np.float64]:
+    """Chances of return by bin; the contract is in towerd.kernels.reference_hazard."""
+
 # Arguments are checked in C++: any buffer of the right shape and format is taken.
 class Kernels:
     """All kernels for one instruction set. ValueError if it is not available."""

@@ -3,6 +3,7 @@
 #include "bind.h"
 #include "bind_dci.h"
 #include "bind_gittins.h"
+#include "bind_hazard.h"
 #include "bind_lm.h"
 #include "bind_mix.h"
 #include "bind_taps.h"
@@ -100,6 +101,7 @@ NB_MODULE(_native, m) {
             "scale"_a.none(), "n_threads"_a.none() = 1, "The attention that each key gets from the queries.");
     towerd::bind_dci(m);
     towerd::bind_gittins(m);
+    towerd::bind_hazard(m);
     towerd::bind_lm(m);
     towerd::bind_mixer(m);
     towerd::bind_taps(m);

@@ -14,10 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from towerd.kernels.hazard import chances
 from towerd.policy.base import Key
 from towerd.policy.foresight import Forecast, Foresight
 from towerd.policy.lru import LRU
-from towerd.policy.predict.hazard import HazardNet, Served
+from towerd.policy.predict.hazard import HazardNet
 from towerd.policy.predict.returns import EDGES_S, N_BINS, bin_of
 from towerd.policy.visits import STOPS_MAX, Visit, Visits
 from towerd.replay.load import load
@@ -127,7 +128,7 @@ def test_what_is_served_is_what_the_network_says(seed: int, n: int) -> None:
         weights += rng.normal(0.0, 3.0, weights.shape)
     curves = rng.uniform(0.0, 1.0, (4, N_BINS)) * rng.integers(0, 2, (4, N_BINS))
     x, of = rng.normal(size=(n, 3)), rng.integers(0, 4, n).tolist()
-    assert np.allclose(Served(net, curves)(x, of), net.chances(x, curves[of]), rtol=1e-9)
+    assert np.allclose(chances(net.served(curves), x, of), net.chances(x, curves[of]), rtol=1e-9)
 
 
 def test_a_rank_holds_no_longer_than_its_bin() -> None:

@@ -10,11 +10,13 @@ through with.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+from towerd.kernels.reference_hazard import SCORE_MAX, Weights
 
 Array: TypeAlias = NDArray[np.float64]
 HIDDEN = 32
@@ -26,10 +28,6 @@ _MEAN, _SQUARE = 0.9, 0.999
 DOUBT = 0.02
 """How much of a visit in every bin speaks for the curve: where no visit has been, as after an
 idle time that nobody has had yet, a correction must not be bold."""
-
-
-_ZERO, _ONE, _LEAST, _MOST = (np.array(value) for value in (0.0, 1.0, -30.0, 30.0))
-"""As arrays, which need no conversion at each use."""
 
 
 class HazardNet:
@@ -75,16 +73,21 @@ class HazardNet:
                 raise ValueError(f"{name} is damaged")
         self.arrays = found
 
-    def correction(self) -> Array:
-        """[HIDDEN, bins]: what a hidden unit adds to the score of a bin."""
-        found: Array = self.arrays["w2"].T @ self._lines.T
-        return found
+    def served(self, curves: Array) -> Weights:
+        """As it is now, upon curves [classes, bins], for `kernels.hazard`: the same chances up to
+        rounding."""
+        return Weights(
+            np.ascontiguousarray(self.arrays["w1"].T),
+            self.arrays["b1"].copy(),
+            np.ascontiguousarray(self.arrays["w2"].T @ self._lines.T),
+            _logit(curves),
+        )
 
     def _forward(self, x: Array, curves: Array) -> tuple[Array, Array]:
         a = self.arrays
         hidden = np.maximum(x @ a["w1"].T + a["b1"], 0.0)
         scores = hidden @ a["w2"].T @ self._lines.T + _logit(curves)
-        chances: Array = 1.0 / (1.0 + np.exp(-np.clip(scores, -30.0, 30.0)))
+        chances: Array = 1.0 / (1.0 + np.exp(-np.clip(scores, -SCORE_MAX, SCORE_MAX)))
         return hidden, chances
 
     def _descend(self, slopes: dict[str, Array]) -> None:
@@ -97,30 +100,6 @@ class HazardNet:
             if array.ndim > 1:
                 array *= 1 - _RATE * _DECAY
             array -= rate * mean / (np.sqrt(square) + 1e-8)
-
-
-class Served:
-    """`HazardNet.chances` of a network and curves as they are now, prepared for few rows at a
-    time: the same up to rounding."""
-
-    def __init__(self, net: HazardNet, curves: Array) -> None:
-        """curves: [classes, bins]."""
-        self._w1 = np.ascontiguousarray(net.arrays["w1"].T)
-        self._b1 = net.arrays["b1"].copy()
-        self._correction = -net.correction()
-        self._logits = -_logit(curves)
-        """Both the other way round: a negation less at each use."""
-
-    def __call__(self, x: Array, of: Sequence[int]) -> Array:
-        """x: [n, features]; of: [n], the numbers of the curves. [n, bins]"""
-        hidden = x @ self._w1
-        hidden += self._b1
-        scores: Array = np.maximum(hidden, _ZERO, out=hidden) @ self._correction
-        scores += self._logits.take(of, 0)
-        np.maximum(np.minimum(scores, _MOST, out=scores), _LEAST, out=scores)
-        np.exp(scores, out=scores)
-        scores += _ONE
-        return np.reciprocal(scores, out=scores)
 
 
 def _logit(chances: Array) -> Array:

@@ -20,9 +20,10 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from towerd.kernels import hazard
 from towerd.kernels.gittins import gittins
 from towerd.policy.predict.classes import Classes, VisitClass
-from towerd.policy.predict.hazard import HazardNet, Served
+from towerd.policy.predict.hazard import HazardNet
 
 Table: TypeAlias = NDArray[np.float64]
 _RATIO = 1.4
@@ -53,7 +54,7 @@ class ReturnModel:
         self._back_s = np.full(VISITS_MAX, np.inf)
         self._n = 0
         self._rng = np.random.default_rng(0)
-        self._served: Served | None = None
+        self._served: hazard.Weights | None = None
 
     @property
     def is_learned(self) -> bool:
@@ -102,7 +103,8 @@ class ReturnModel:
         before any data."""
         if self._served is None:
             return [[0.0] * N_BINS for _ in of]
-        chances = self._served(x, [self.classes.known(each) for each in of])
+        of_curve = [self.classes.known(each) for each in of]
+        chances = hazard.chances(self._served, x, of_curve)
         found: list[list[float]] = gittins(chances, _WIDTHS_S).tolist()
         return found
 
@@ -130,7 +132,7 @@ class ReturnModel:
 
     def _serve(self) -> None:
         """Indices follow what the network and the classes know now."""
-        self._served = Served(self.net, self.classes.curves)
+        self._served = self.net.served(self.classes.curves)
 
     def _describe(self, stage: int, row: int, of: VisitClass, x: array[float], now: float) -> None:
         self._of[stage, row] = self.classes.number(of)

@@ -1,0 +1,20 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace towerd {
+
+// As in kernels/reference_hazard.py, all float64 and contiguous.
+struct Hazard {
+    const double * w1;          // [features, hidden]
+    const double * b1;          // [hidden]
+    const double * correction;  // [hidden, bins]
+    const double * logits;      // [curves, bins]
+    std::size_t    features, hidden, bins;
+};
+
+// x: [n, features]; of: [n], each a curve that there is; out: [n, bins].
+void hazard_chances(const Hazard & hazard, const double * x, const std::int64_t * of, std::size_t n, double * out);
+
+}  // namespace towerd

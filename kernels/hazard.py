@@ -1,0 +1,37 @@
+"""Chances of return: the C++ kernel where it is built, else the numpy reference.
+
+TOWERD_KERNELS=reference forces the one in numpy; both give the same numbers up to rounding."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from towerd.kernels import reference_hazard
+from towerd.kernels.dispatch import ENV
+from towerd.kernels.reference_hazard import Table, Weights
+
+__all__ = ["Table", "Weights", "chances"]
+_Kernel: TypeAlias = Callable[[Weights, Table, Sequence[int]], Table]
+
+
+def chances(weights: Weights, x: Table, of: Sequence[int]) -> Table:
+    """See `reference_hazard.chances`."""
+    return _kernel(os.environ.get(ENV, ""))(weights, x, of)
+
+
+@functools.cache
+def _kernel(choice: str) -> _Kernel:
+    if choice != "reference":
+        try:
+            native = importlib.import_module("towerd.kernels._native")
+        except ImportError:
+            pass
+        else:
+            compute: Callable[[Table, Table, Table, Table, Table, Sequence[int]], Table]
+            compute = native.hazard_chances
+            return lambda w, x, of: compute(w.w1, w.b1, w.correction, w.logits, x, of)
+    return reference_hazard.chances

@@ -1,0 +1,56 @@
+"""Chances of return in numpy: the specification of kernels/cpp/hazard.cpp, up to rounding.
+
+A network with one hidden layer moves the scores of a curve of chances, bin by bin (Gensheimer and
+Narasimhan 2019: a discrete-time hazard model). What there is to learn of it is in
+`towerd.policy.predict.hazard`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Table = npt.NDArray[np.float64]
+SCORE_MAX = 30.0
+"""The most that a score counts as, and the least below 0."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weights:
+    """All float64 and contiguous."""
+
+    w1: Table
+    """[features, hidden]"""
+    b1: Table
+    """[hidden]"""
+    correction: Table
+    """[hidden, bins]: what a hidden unit adds to the score of a bin."""
+    logits: Table
+    """[curves, bins]: the scores of the curves that it is added to."""
+
+
+def chances(weights: Weights, x: Table, of: Sequence[int]) -> Table:
+    """[n, bins]: sigmoid(logits[of] + relu(x w1 + b1) correction).
+
+    x: float64 [n, features], contiguous; of: [n], which curve each starts from. ValueError for
+    shapes that do not fit and for curves that there are not."""
+    check(weights, x, of)
+    hidden = np.maximum(x @ weights.w1 + weights.b1, 0.0)
+    scores = hidden @ weights.correction + weights.logits[np.asarray(of, np.int64)]
+    found: Table = 1.0 / (1.0 + np.exp(-np.clip(scores, -SCORE_MAX, SCORE_MAX)))
+    return found
+
+
+def check(weights: Weights, x: Table, of: Sequence[int]) -> None:
+    """ValueError for what `chances` has no answer to."""
+    n_features, n_hidden = weights.w1.shape
+    n_curves, n_bins = weights.logits.shape
+    if weights.b1.shape != (n_hidden,) or weights.correction.shape != (n_hidden, n_bins):
+        raise ValueError("weights: their shapes do not fit each other")
+    if x.shape != (len(of), n_features):
+        raise ValueError(f"x {x.shape}: expected {(len(of), n_features)}")
+    if not all(0 <= each < n_curves for each in of):
+        raise ValueError(f"of: expected numbers below {n_curves}")
