@@ -6,7 +6,8 @@ to date in such a pass, be it by seeing that its rank holds: visits that nobody 
 judged together there, so the time of the pass is shared by its keys. `score_anew_us` is the same
 time shared by those alone whose rank did not hold. A forecast is one of a workflow's next steps.
 `visit_ms` is what every request costs besides: the shadow cache, and the lessons of the
-return-time model.
+return-time model. `answer_ms` is what the end of an answer costs, whose text is out: every now and
+then all leaves are ranked there.
 
 Decisions of a replay are always the same, so each counts with the least time of several replays:
 what else the machine does then is none of it. Python's cycle collector works as in the daemon.
@@ -68,6 +69,7 @@ class _Times:
 
     evict: _Timed
     visit: _Timed
+    answer: _Timed
     score: _Timed
     n_anew: int
 
@@ -77,12 +79,14 @@ def of_decisions(chat: Trace) -> dict[str, float]:
     first, *others = (_replayed(chat) for _ in range(_REPLAYS))
     first.evict.take_least([each.evict for each in others])
     first.visit.take_least([each.visit for each in others])
+    first.answer.take_least([each.answer for each in others])
     first.score.take_least([each.score for each in others])
     return {
         **first.evict.figures("evict_ms", 1e3),
         **first.score.figures("score_update_us", 1e6),
         "score_anew_us_mean": 1e6 * sum(first.score.times_s) / first.n_anew,
         **first.visit.figures("visit_ms", 1e3),
+        **first.answer.figures("answer_ms", 1e3),
     }
 
 
@@ -100,15 +104,17 @@ def _replayed(chat: Trace) -> _Times:
         return found
 
     evict, visit = _Timed(policy.victims), _Timed(policy._begin_visit)
+    answer = _Timed(policy.answered)
     score = _Timed(policy._rank_leaves, lambda: ranked[-1])
     # In its place on this one object: policies carry no stopwatch for the sake of one benchmark.
     policy.victims = evict  # type: ignore[method-assign]
     policy._begin_visit = visit  # type: ignore[method-assign]
+    policy.answered = answer  # type: ignore[method-assign]
     policy._rank_leaves = score  # type: ignore[method-assign]
     policy._rank_each = count  # type: ignore[method-assign]
     tame_collector()
     replay(chat, policy, int(_CAPACITY * chat.n_distinct_blocks))
-    return _Times(evict, visit, score, sum(anew))
+    return _Times(evict, visit, answer, score, sum(anew))
 
 
 def of_forecasts(paths: list[tuple[str, ...]]) -> dict[str, float]:

@@ -29,7 +29,8 @@ from towerd.policy.visits import Visit, Visits
 from towerd.policy.workflow_tree import WorkflowTree
 
 _RERANK_EVERY = 16
-"""Visits after which all leaves are ranked anew: indices change as time goes by."""
+"""Visits after which all leaves are ranked anew: indices change as time goes by. That is done when
+the text of the next answer is out; where nobody tells of answers, at the next visit."""
 _WANTED_AMONG = 1024
 _MEMORY = 0.998
 """Weight of the past at each request in the comparison of the two sides."""
@@ -192,6 +193,7 @@ class Foresight(Forecast):
         fade."""
         self._seen = 0.0
         self._n_visits = 0
+        self._is_rerank_due = False
         self._found: list[Key] = []
         self._room: int | None = None
         """Bytes that were to stay at the last eviction; None: there was none."""
@@ -269,6 +271,9 @@ class Foresight(Forecast):
         """See Policy.answered."""
         self.visits.answered(key, now, stop)
         self._refresh_both(key, now)
+        if self._is_rerank_due:
+            self._rerank_both(now)
+            self._rank_leaves()
 
     def ended(self, key: Key, now: float) -> None:
         """See Policy.ended."""
@@ -348,12 +353,12 @@ class Foresight(Forecast):
         self._lead *= _MEMORY
         self._seen *= _MEMORY
         self._n_visits += 1
+        if self._is_rerank_due:
+            self._rerank_both(self._now)
         if self._lead < -_MARGIN * self._seen:
             self._change_sides()
         elif self._n_visits % _RERANK_EVERY == 0:
-            self.rerank(self._now)
-            if isinstance(self._shadow, Forecast):
-                self._shadow.rerank(self._now)
+            self._is_rerank_due = True
 
     def _change_sides(self) -> None:
         """The shadow goes on from what the real cache holds, so that both start equal; what
@@ -363,6 +368,12 @@ class Foresight(Forecast):
         self.trusts = not self.trusts
         self._lead = -self._lead
         self.rerank(self._now)
+
+    def _rerank_both(self, now: float) -> None:
+        self._is_rerank_due = False
+        self.rerank(now)
+        if isinstance(self._shadow, Forecast):
+            self._shadow.rerank(now)
 
     def _rival(self) -> Forecast:
         return Forecast(self.visits, _Echo(self.predictor))
