@@ -18,6 +18,17 @@ Index: TypeAlias = npt.NDArray[np.int64]
 Lines: TypeAlias = npt.NDArray[np.int32]
 
 THREADS_MAX = 1024
+KEY_MAX = 1e15
+COUNT_MAX = 1 << 40
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of a search in a tree: points of a node that it looks at, and nodes of a level that it enters;
+    0: all."""
+
+    visits: int
+    beam: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,3 +188,28 @@ def check_spans(spans: Sequence[tuple[int, int]]) -> None:
     real = sorted(span for span in spans if span[0] < span[1])
     if any(a[1] > b[0] for a, b in itertools.pairwise(real)):
         raise ValueError("jobs: two jobs write the same bytes")
+
+
+def check_ratio(ratio: object) -> float:
+    """Of the keys of a level that are promoted."""
+    if not isinstance(ratio, float) or not 0 < ratio <= 0.5:
+        raise ValueError("ratio: expected a float above 0, at most 0.5")
+    return ratio
+
+
+def check_rows(rows: object, n_dims: int, name: str) -> None:
+    """Keys or queries, float32[any, n_dims]."""
+    if not isinstance(rows, np.ndarray) or rows.dtype != np.float32 or rows.ndim != 2:
+        raise ValueError(f"{name}: expected float32 rows")
+    if not rows.flags.c_contiguous or not rows.flags.aligned:
+        raise ValueError(f"{name}: not contiguous")
+    if rows.shape[1] != n_dims:
+        raise ValueError(f"{name}: rows of {rows.shape[1]} numbers, expected {n_dims}")
+    if not (np.isfinite(rows).all() and (np.abs(rows) <= KEY_MAX).all()):
+        raise ValueError(f"{name}: a number is not finite or larger than 1e15")
+
+
+def check_limits(visits_max: object, beam: object) -> Limits:
+    """Both as they were given. Raises ValueError."""
+    return Limits(check_int(visits_max, "visits_max", 0, COUNT_MAX),
+                   check_int(beam, "beam", 0, COUNT_MAX))  # fmt: skip

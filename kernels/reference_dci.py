@@ -14,7 +14,9 @@ new keys at any time, and groups similar keys into pages (papers/icecache: "IceC
 - Leaf nodes are pages (figure 2). A key of the second level lies in its own leaf, whose centre it
   is; those above share a leaf with what hangs below the same point. A key joins the page of its
   leaf whose pivot is nearest. A page with more than `page_rows` keys becomes two: each of two keys
-  far apart becomes a pivot and goes on with those that are nearer to it.
+  far apart becomes a pivot and goes on with those that are nearer to it. When all keys of one `add`
+  are in, each of them at the bottom goes over to the page whose mean is nearest to it, of those in
+  the leaves of the nearest points above, if there is room: leaves are cut by keys that were drawn.
 - A search goes down level by level. In each node that it enters it looks at `visits_max` points,
   those first that are near the query along fixed random directions; it enters the nodes of the
   `beam` nearest points of a level. With both 0 (no limit) the result is that of brute force.
@@ -22,7 +24,7 @@ new keys at any time, and groups similar keys into pages (papers/icecache: "IceC
 
 Keys of one `add` enter from the highest level down, so that parents are there before children; a
 key that comes later may be nearer to a point of another node than its parent and leaves that point
-where it is: pages are split, and never merged. Sums are in a fixed order and the same as in C++.
+where it is: pages are split, and never merged, and keys of an earlier `add` stay together. Sums are in a fixed order and the same as in C++.
 """
 
 from __future__ import annotations
@@ -36,7 +38,16 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from towerd.kernels.reference_checks import array_of, check_index, check_int
+from towerd.kernels.reference_checks import (
+    Limits,
+    array_of,
+    check_index,
+    check_int,
+    check_limits,
+    check_ratio,
+    check_rows,
+)
+from towerd.kernels.reference_sums import WORD, dots, mixed, padded, square_of
 
 F32: TypeAlias = npt.NDArray[np.float32]
 I32: TypeAlias = npt.NDArray[np.int32]
@@ -45,13 +56,15 @@ U8: TypeAlias = npt.NDArray[np.uint8]
 Scored: TypeAlias = tuple[float, int]
 """(minus the score, number of the point): sorts the better one first."""
 
-KEY_MAX = 1e15
 LEVEL_MAX = 32
-DIMS_MAX, DIRECTIONS_MAX, PAGE_MAX, COUNT_MAX = 4096, 64, 1 << 20, 1 << 40
-_LANES = 8
+DIMS_MAX, DIRECTIONS_MAX, PAGE_MAX = 4096, 64, 1 << 20
 _SCALE_MIN = 1e-15
 _HEADROOM = 1.25
-_64 = (1 << 64) - 1
+_NEAR = 4
+_PASSES = 2
+
+
+_NOTHING: F32 = np.zeros(0, np.float32)
 
 
 @dataclass(slots=True)
@@ -76,9 +89,11 @@ class _Query:
 
 
 @dataclass(frozen=True, slots=True)
-class _Limits:
-    visits: int
-    beam: int
+class _Mean:
+    """The mean of a page's points, and half the square of its length."""
+
+    point: _Query
+    half: np.float32
 
 
 class DciTree:
@@ -99,14 +114,14 @@ class DciTree:
         beam: int,
     ) -> None:
         self._n_dims = check_int(n_dims, "n_dims", 1, DIMS_MAX)
-        self._ratio = _check_ratio(ratio)
+        self._ratio = check_ratio(ratio)
         self._page_rows = check_int(page_rows, "page_rows", 1, PAGE_MAX)
         self._seed = check_int(seed, "seed", 0, (1 << 63) - 1)
-        _check_rows(directions, n_dims + 1, "directions")
+        check_rows(directions, n_dims + 1, "directions")
         if not 1 <= len(directions) <= DIRECTIONS_MAX:
             raise ValueError("directions: expected 1 to 64 rows")
-        self._building = _limits(visits_max, beam)
-        self._directions = _padded(directions[:, :-1])
+        self._building = check_limits(visits_max, beam)
+        self._directions = padded(directions[:, :-1])
         self._direction_last = directions[:, -1].astype(np.float64)
         self._scale = 0.0
         self._keys = np.zeros((0, self._directions.shape[1]), np.float32)
@@ -134,10 +149,10 @@ class DciTree:
 
     def add(self, keys: F32) -> None:
         """Insert keys [n, n_dims]; they are numbered on from those that are there."""
-        _check_rows(keys, self._n_dims, "keys")
+        check_rows(keys, self._n_dims, "keys")
         if not len(keys):
             return
-        self._widen(math.sqrt(max(_square(key) for key in keys)))
+        self._widen(math.sqrt(max(square_of(key) for key in keys)))
         before = len(self)
         for i, key in enumerate(keys):
             self._store(key)
@@ -149,15 +164,18 @@ class DciTree:
             self._nodes.append(self._new_node(-1))
         for i in range(before, len(self)):
             self._level[i] = min(self._level[i], self.n_levels + 1)
+        near: list[tuple[int, list[int]]] = []
         for i in sorted(range(before, len(self)), key=lambda i: -self._level[i]):
-            self._insert(i)
+            near.append((i, self._insert(i)))
+        for _ in range(_PASSES):
+            self._settle([(i, leaves) for i, leaves in near if leaves])
 
     def search(self, queries: F32, k: int, visits_max: int, beam: int) -> I64:
         """int64[n queries, min(k, keys)]: the numbers of the keys with the largest inner products,
         largest first; -1 where a limited search met fewer."""
-        _check_rows(queries, self._n_dims, "queries")
+        check_rows(queries, self._n_dims, "queries")
         n_columns = min(check_int(k, "k", 1, PAGE_MAX), max(1, len(self)))
-        limits = _limits(visits_max, beam)
+        limits = check_limits(visits_max, beam)
         ids = np.full((len(queries), n_columns), -1, np.int64)
         for i, query in enumerate(queries if len(self) else ()):
             found = self._nearest(self._as_query(query), 1, True, n_columns, limits)
@@ -173,7 +191,7 @@ class DciTree:
 
         others: float32[any, n_dims]; there: uint8[n], 0 for a key that is to be left out"""
         found = self.search(queries, k, visits_max, beam)
-        _check_rows(others, self._n_dims, "others")
+        check_rows(others, self._n_dims, "others")
         there = array_of(there, "there", np.uint8, 1)
         if len(there) != len(self):
             raise ValueError(f"there: {len(there)} flags for {len(self)} keys")
@@ -216,7 +234,7 @@ class DciTree:
 
     def check_integrity(self) -> None:
         """RuntimeError if a point is not in exactly one node below a point of the next level, a
-        node is out of order, or a page holds too many rows or none, or those of two leaves."""
+        node is out of order, or a page holds too many rows or none."""
         times = [0] * len(self)
         for at, node in enumerate(self._nodes):
             if (node.owner < 0) != (at == self._root) or self._own_node.get(node.owner, at) != at:
@@ -236,14 +254,8 @@ class DciTree:
         for at, page in enumerate(self._pages):
             if any(self._page[i] != at for i in page.members):
                 raise RuntimeError("a point is on another page")
-            if len({self._leaf_of(i) for i in page.members}) != 1:
-                raise RuntimeError("a page holds keys of two leaves")
         if sum(len(page.members) for page in self._pages) != len(self):
             raise RuntimeError("a point is not on exactly one page")
-
-    def _leaf_of(self, i: int) -> int:
-        """Whose leaf a key lies in: its own from the second level, else that of the point above."""
-        return i if self._level[i] == 2 else self._parent[i]
 
     def _new_node(self, owner: int) -> _Node:
         return _Node(owner, [], [[] for _ in self._directions])
@@ -260,11 +272,11 @@ class DciTree:
                 line[:] = sorted((float(self._projection[i][j]), i) for _, i in line)
 
     def _store(self, key: F32) -> None:
-        row = _padded(key[None])[0]
+        row = padded(key[None])[0]
         self._keys = np.concatenate([self._keys, row[None]])
-        self._square.append(_square(key))
+        self._square.append(square_of(key))
         self._last.append(self._last_of(self._square[-1]))
-        self._raw.append(_dots(self._directions, row))
+        self._raw.append(dots(self._directions, row))
         self._projection.append(self._projected(self._raw[-1], self._last[-1]))
         self._parent.append(-1)
         self._page.append(-1)
@@ -277,22 +289,68 @@ class DciTree:
         return values.astype(np.float32)
 
     def _drawn_level(self, number: int) -> int:
-        level, x = 1, _mixed((self._seed + number * 0xD1342543DE82EF95) & _64)
+        level, x = 1, mixed((self._seed + number * 0xD1342543DE82EF95) & WORD)
         while level < LEVEL_MAX and (x >> 11) * 2.0**-53 < self._ratio:
-            level, x = level + 1, _mixed(x)
+            level, x = level + 1, mixed(x)
         return level
 
-    def _insert(self, i: int) -> None:
+    def _insert(self, i: int) -> list[int]:
+        """Of a key at the bottom: the nearest points above, which it may share a page with."""
         level = self._level[i]
         if level > self.n_levels:
             self._raise(i)
-        elif level == self.n_levels:
+            return []
+        if level == self.n_levels:
             self._join(self._root, i)
-        else:
-            found = self._nearest(self._as_point(i), level + 1, False, 1, self._building)
-            if not found:  # within the limits it met only points that nothing hangs below
-                found = self._nearest(self._as_point(i), level + 1, False, 1, _Limits(0, 0))
-            self._join(self._node_of(found[0][1]), i)
+            return []
+        k = min(_NEAR, self._building.beam) or _NEAR
+        found = self._nearest(self._as_point(i), level + 1, False, k, self._building)
+        if not found:  # within the limits it met only points that nothing hangs below
+            found = self._nearest(self._as_point(i), level + 1, False, k, Limits(0, 0))
+        self._join(self._node_of(found[0][1]), i)
+        return [j for _, j in found] if level == 1 else []
+
+    def _settle(self, near: list[tuple[int, list[int]]]) -> None:
+        """Move each of these keys to the page with the nearest mean, of those in these leaves; the
+        means are those from before any was moved away or came."""
+        pages = {at for _, leaves in near for leaf in leaves for at in self._pages_of(leaf)}
+        means = {at: self._mean(self._pages[at]) for at in pages}
+
+        def score(i: int, at: int) -> np.float32:
+            point = means[at].point
+            product = dots(self._keys[i][None], point.vector)[0] + point.last * self._last[i]
+            return np.float32(product - means[at].half)
+
+        for i, leaves in near:
+            before = best = self._page[i]
+            if len(self._pages[before].members) == 1:
+                continue
+            most = score(i, before)
+            for leaf in leaves:
+                for at in self._pages_of(leaf):
+                    has_room = len(self._pages[at].members) < self._page_rows
+                    if at != before and has_room and score(i, at) > most:
+                        best, most = at, score(i, at)
+            if best != before:
+                self._pages[before].members.remove(i)
+                self._pages[best].members.append(i)
+                self._page[i] = best
+
+    def _pages_of(self, leaf: int) -> list[int]:
+        """The pages of a point of the second level: its own, if nothing hangs below it."""
+        own = self._own_node.get(leaf)
+        return [self._page[leaf]] if own is None else self._nodes[own].pages
+
+    def _mean(self, page: _Page) -> _Mean:
+        n = len(page.members)
+        total, last = np.zeros(self._keys.shape[1]), 0.0
+        for i in page.members:
+            total += self._keys[i]
+            last += float(self._last[i])
+        mean = total / n / self._scale
+        square = square_of(mean) + last / n * (last / n)
+        point = _Query((mean / self._scale).astype(np.float32), np.float32(last / n), _NOTHING)
+        return _Mean(point, np.float32(square / 2))
 
     def _raise(self, i: int) -> None:
         below = self._nodes[self._root]
@@ -366,13 +424,13 @@ class DciTree:
         return len(self._pages) - 1
 
     def _as_query(self, query: F32) -> _Query:
-        length = math.sqrt(_square(query))
+        length = math.sqrt(square_of(query))
         unit = np.zeros(self._n_dims, np.float64)
         if length > 0:
             unit = query.astype(np.float64) / length
-        vector = _padded((unit / self._scale).astype(np.float32)[None])[0]
-        rows = _padded(unit.astype(np.float32)[None])[0]
-        return _Query(vector, np.float32(0), _dots(self._directions, rows))
+        vector = padded((unit / self._scale).astype(np.float32)[None])[0]
+        rows = padded(unit.astype(np.float32)[None])[0]
+        return _Query(vector, np.float32(0), dots(self._directions, rows))
 
     def _as_point(self, i: int) -> _Query:
         vector = self._keys[i].astype(np.float64) / (self._scale * self._scale)
@@ -380,7 +438,7 @@ class DciTree:
 
     def _scores(self, query: _Query, points: list[int]) -> list[Scored]:
         last = np.array([self._last[i] for i in points], np.float32)
-        scores = _dots(self._keys[points], query.vector) + query.last * last
+        scores = dots(self._keys[points], query.vector) + query.last * last
         return [(-float(score), i) for score, i in zip(scores, points, strict=True)]
 
     def _visit(self, node: _Node, query: _Query, wanted: int, visits: int) -> list[Scored]:
@@ -417,7 +475,7 @@ class DciTree:
         return found
 
     def _nearest(
-        self, query: _Query, level: int, all_levels: bool, k: int, limits: _Limits
+        self, query: _Query, level: int, all_levels: bool, k: int, limits: Limits
     ) -> list[Scored]:
         wanted = len(self) + 1 if limits.beam == 0 else max(k, limits.beam)
         best: list[Scored] = []
@@ -439,56 +497,3 @@ def _is_beyond(distance: float, worst: Scored) -> bool:
     """Whether nothing at `distance` or further along some direction is nearer than `worst`."""
     length = np.float32(distance)
     return bool(length * length >= np.float32(2) + np.float32(2) * np.float32(worst[0]))
-
-
-def _limits(visits_max: object, beam: object) -> _Limits:
-    return _Limits(check_int(visits_max, "visits_max", 0, COUNT_MAX),
-                   check_int(beam, "beam", 0, COUNT_MAX))  # fmt: skip
-
-
-def _check_ratio(ratio: object) -> float:
-    if not isinstance(ratio, float) or not 0 < ratio <= 0.5:
-        raise ValueError("ratio: expected a float above 0, at most 0.5")
-    return ratio
-
-
-def _check_rows(rows: object, n_dims: int, name: str) -> None:
-    if not isinstance(rows, np.ndarray) or rows.dtype != np.float32 or rows.ndim != 2:
-        raise ValueError(f"{name}: expected float32 rows")
-    if not rows.flags.c_contiguous or not rows.flags.aligned:
-        raise ValueError(f"{name}: not contiguous")
-    if rows.shape[1] != n_dims:
-        raise ValueError(f"{name}: rows of {rows.shape[1]} numbers, expected {n_dims}")
-    if not (np.isfinite(rows).all() and (np.abs(rows) <= KEY_MAX).all()):
-        raise ValueError(f"{name}: a number is not finite or larger than 1e15")
-
-
-def _padded(rows: F32) -> F32:
-    n_more = -rows.shape[1] % _LANES
-    return np.pad(rows, ((0, 0), (0, n_more))) if n_more else rows.copy()
-
-
-def _dots(rows: F32, vector: F32) -> F32:
-    """[n]: eight running sums, then a tree; the order of the C++ kernel."""
-    products = (rows * vector).reshape(len(rows), -1, _LANES)
-    sums = np.zeros((len(rows), _LANES), np.float32)
-    for block in range(products.shape[1]):
-        sums += products[:, block]
-    s = sums.T
-    total: F32 = ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]))
-    return total
-
-
-def _square(values: F32) -> float:
-    total = 0.0
-    for value in values.tolist():
-        total += value * value
-    return total
-
-
-def _mixed(x: int) -> int:
-    """One step of splitmix64."""
-    x = (x + 0x9E3779B97F4A7C15) & _64
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _64
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _64
-    return x ^ (x >> 31)

@@ -64,7 +64,7 @@ class Plane:
         return Plane(row.type_id, n_bytes) if n_bytes < self.row_bytes else self
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class KVLayout:
     """The planes of every cached layer in llama.cpp's order (ascending layer index).
 
@@ -107,7 +107,7 @@ class KVLayout:
             KVLayout(self.k[n_full:], self.v[n_full:], self.cell_ext),
         )
 
-    @property
+    @functools.cached_property
     def token_bytes(self) -> int:
         """Bytes that one token's rows take, extension included, headers not."""
         ext = CELL_EXT_BYTES if self.cell_ext else 0

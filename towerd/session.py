@@ -146,6 +146,7 @@ class Sessions:
             stop=TURN_STOPS[finish.stop],
             workflow=request.workflow,
             agent=request.agent,
+            n_rows=finish.n_rows,
         )
         result = await asyncio.to_thread(self._commit, turn)
         return dataclasses.replace(finish, session=result.session_id)

@@ -43,8 +43,9 @@ class Tiers(Protocol):
 
     ranking: Ranking
 
-    def visited(self, tip: Node, arrived_s: float) -> None:
-        """A request that arrived at `arrived_s` was recorded; its tower ends with `tip`."""
+    def visited(self, tip: Node, arrived_s: float, n_rows: int | None = None) -> Node:
+        """A request that arrived at `arrived_s` was recorded; its tower ends with `tip`, and the
+        first `n_rows` tokens of it have rows, or all. Returns what policies know it by."""
         ...
 
 
@@ -85,10 +86,10 @@ class Traffic:
     def recorded(self, turn: Turn, tip: Node, session: str) -> None:
         """`turn` was committed to `session`; its tower ends with `tip`."""
         now = self._clock()
-        self._tiers.visited(tip, turn.started_s)
+        last = self._tiers.visited(tip, turn.started_s, turn.n_rows)
         if turn.agent is not None or turn.workflow is not None:
-            self._later(lambda: self._step(turn, tip, session, now))
-        self._tiers.ranking.answered(tip, now, turn.stop)
+            self._later(lambda: self._step(turn, tip, last, session, now))
+        self._tiers.ranking.answered(last, now, turn.stop)
         if self._recorder is not None and self._is_open:
             self._recorder.add(turn, session, now)
 
@@ -125,7 +126,8 @@ class Traffic:
             stats["requests_recorded"] = self._recorder.n_requests
         return stats | (self.anticipator.stats() if self.anticipator is not None else {})
 
-    def _step(self, turn: Turn, tip: Node, session: str, now: float) -> None:
+    def _step(self, turn: Turn, tip: Node, last: Node, session: str, now: float) -> None:
+        """`last`: what the policies know the visit by."""
         step = Step(
             scope=turn.scope, session=session, agent=turn.agent or "", tip=tip,
             prompt=np.asarray(turn.prompt), reply=np.asarray(turn.reply),
@@ -134,7 +136,7 @@ class Traffic:
         workflow, over = self.tracker.step(step)
         # names of one tenant must not teach a policy anything about those of another
         agent = f"{turn.scope}\n{step.agent}"
-        self._tiers.ranking.stepped(tip, workflow.name, agent)
+        self._tiers.ranking.stepped(last, workflow.name, agent)
         for each in over:
             self._tiers.ranking.workflow_ended(each.name)
         self._new.append(

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <queue>
 #include <tuple>
+#include <unordered_map>
 
 namespace towerd {
 
@@ -14,6 +15,8 @@ constexpr double      kScaleMin = 1e-15;
 constexpr double      kHeadroom = 1.25;  // of the scale, when a longer key than all before comes
 constexpr int         kLevelMax = 32;
 constexpr std::size_t kScoredAtOnce = 64;
+constexpr std::size_t kNear = 4;  // leaves whose pages a new key may join
+constexpr int         kPasses = 2;
 
 // Eight running sums in a fixed order: every machine gets the same bits, with any vector width.
 float dot(const float * a, const float * b, std::size_t n) {
@@ -190,24 +193,118 @@ void DciTree::add(const float * keys, std::size_t n) {
     std::stable_sort(order.begin(), order.end(), [&](std::int64_t a, std::int64_t b) {
         return level_[static_cast<std::size_t>(a)] > level_[static_cast<std::size_t>(b)];
     });
+    std::vector<std::pair<std::int64_t, std::vector<std::int64_t>>> near;
     for (const std::int64_t id : order) {
-        insert(id);
+        auto leaves = insert(id);
+        if (!leaves.empty()) {
+            near.emplace_back(id, std::move(leaves));
+        }
+    }
+    for (int pass = 0; pass < kPasses; ++pass) {
+        settle(near);
     }
 }
 
-void DciTree::insert(std::int64_t id) {
+// Of a key at the bottom: the nearest points above, which it may share a page with.
+std::vector<std::int64_t> DciTree::insert(std::int64_t id) {
     const auto level = static_cast<std::size_t>(level_[static_cast<std::size_t>(id)]);
     if (level > n_levels_) {
         raise(id);
-    } else if (level == n_levels_) {
-        join(root_, id);
-    } else {
-        auto found = nearest(as_point(id), level + 1, false, 1, building_);
-        if (found.empty()) {  // within the limits it met only points that nothing hangs below
-            found = nearest(as_point(id), level + 1, false, 1, DciLimits{});
-        }
-        join(node_of(found.front().id), id);
+        return {};
     }
+    if (level == n_levels_) {
+        join(root_, id);
+        return {};
+    }
+    const std::size_t k = building_.beam == 0 ? kNear : std::min(kNear, building_.beam);
+    auto found = nearest(as_point(id), level + 1, false, k, building_);
+    if (found.empty()) {  // within the limits it met only points that nothing hangs below
+        found = nearest(as_point(id), level + 1, false, k, DciLimits{});
+    }
+    join(node_of(found.front().id), id);
+    std::vector<std::int64_t> leaves;
+    for (const Scored & point : found) {
+        leaves.push_back(point.id);
+    }
+    return level == 1 ? leaves : std::vector<std::int64_t>{};
+}
+
+// Moves each of these keys to the page with the nearest mean, of those in these leaves; the means are those from
+// before any was moved away or came.
+void DciTree::settle(const std::vector<std::pair<std::int64_t, std::vector<std::int64_t>>> & near) {
+    std::unordered_map<std::int64_t, Mean> means;
+    for (const auto & [id, leaves] : near) {
+        for (const std::int64_t leaf : leaves) {
+            for (const std::int64_t page : pages_of(leaf)) {
+                if (means.find(page) == means.end()) {
+                    means.emplace(page, mean_of(pages_[static_cast<std::size_t>(page)]));
+                }
+            }
+        }
+    }
+    for (const auto & [id, leaves] : near) {
+        const auto         i = static_cast<std::size_t>(id);
+        const std::int64_t before = page_[i];
+        auto &             left = pages_[static_cast<std::size_t>(before)].members;
+        if (left.size() == 1) {
+            continue;
+        }
+        const auto score = [&, at = i](std::int64_t page) {
+            const Mean & mean = means.at(page);
+            const float  product = dot(keys_.data() + at * padded_, mean.query.vector.data(), padded_);
+            return product + mean.query.last * last_[at] - mean.half;
+        };
+        std::int64_t best = before;
+        float        most = score(before);
+        for (const std::int64_t leaf : leaves) {
+            for (const std::int64_t page : pages_of(leaf)) {
+                const bool has_room = pages_[static_cast<std::size_t>(page)].members.size() < options_.page_rows;
+                if (page == before || !has_room) {
+                    continue;
+                }
+                const float here = score(page);
+                if (here > most) {
+                    best = page;
+                    most = here;
+                }
+            }
+        }
+        if (best != before) {
+            left.erase(std::find(left.begin(), left.end(), id));
+            pages_[static_cast<std::size_t>(best)].members.push_back(id);
+            page_[i] = best;
+        }
+    }
+}
+
+// The pages of a point of the second level: its own, if nothing hangs below it.
+std::vector<std::int64_t> DciTree::pages_of(std::int64_t leaf) const {
+    const std::int64_t node = own_node_[static_cast<std::size_t>(leaf)];
+    if (node < 0) {
+        return {page_[static_cast<std::size_t>(leaf)]};
+    }
+    return nodes_[static_cast<std::size_t>(node)].pages;
+}
+
+DciTree::Mean DciTree::mean_of(const Page & page) const {
+    Mean                mean{{std::vector<float>(padded_), 0, {}}, 0};
+    std::vector<double> total(options_.n_dims);
+    double              last = 0, square = 0;
+    for (const std::int64_t id : page.members) {
+        for (std::size_t d = 0; d < options_.n_dims; ++d) {
+            total[d] += static_cast<double>(key(id)[d]);
+        }
+        last += static_cast<double>(last_[static_cast<std::size_t>(id)]);
+    }
+    const auto n = static_cast<double>(page.members.size());
+    for (std::size_t d = 0; d < options_.n_dims; ++d) {
+        const double value   = total[d] / n / scale_;
+        mean.query.vector[d] = static_cast<float>(value / scale_);
+        square += value * value;
+    }
+    mean.query.last = static_cast<float>(last / n);
+    mean.half       = static_cast<float>((square + last / n * (last / n)) / 2);
+    return mean;
 }
 
 // A point above all others: everything that was at the top becomes its own.
@@ -318,12 +415,6 @@ std::int64_t DciTree::split_page(std::int64_t page) {
     pages_[at] = std::move(stays);
     pages_.push_back(std::move(moves));
     return static_cast<std::int64_t>(pages_.size()) - 1;
-}
-
-// Whose leaf a key lies in: its own from the second level, else that of the point above it.
-std::int64_t DciTree::leaf_of(std::int64_t id) const {
-    const auto i = static_cast<std::size_t>(id);
-    return level_[i] == 2 ? id : parent_[i];
 }
 
 void DciTree::visit(const Node & node, const Query & query, std::size_t wanted, std::size_t visits,
@@ -462,9 +553,6 @@ std::string DciTree::broken_pages() const {
         for (const std::int64_t id : members) {
             if (page_[static_cast<std::size_t>(id)] != static_cast<std::int64_t>(at)) {
                 return "point " + std::to_string(id) + " is on another page";
-            }
-            if (leaf_of(id) != leaf_of(members.front())) {
-                return "a page holds keys of two leaves";
             }
         }
     }

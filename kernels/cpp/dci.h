@@ -76,6 +76,10 @@ class DciTree {
         std::vector<Line>         lines;
         std::vector<std::int64_t> pages;  // of the keys of this leaf
     };
+    struct Mean {  // of a page's points
+        Query query;
+        float half = 0;  // the square of its length
+    };
     struct Page {
         std::int64_t              pivot = -1;  // of a leaf's pages a key joins the one with the nearest
         std::vector<std::int64_t> members;
@@ -91,16 +95,18 @@ class DciTree {
     float  projected(const float * raw, std::size_t direction, float last) const;
     Query  as_query(const float * values) const;
     Query  as_point(std::int64_t id) const;
+    Mean   mean_of(const Page & page) const;
     int    drawn_level(std::size_t id) const;
     void   widen(double longest);
     void   store(const float * values);
-    void   insert(std::int64_t id);
+    std::vector<std::int64_t> insert(std::int64_t id);
+    void   settle(const std::vector<std::pair<std::int64_t, std::vector<std::int64_t>>> & near);
+    std::vector<std::int64_t> pages_of(std::int64_t leaf) const;
     void   raise(std::int64_t id);
     void   join(std::size_t node, std::int64_t id);
     std::int64_t open_page(std::int64_t id);
     void   lay(std::size_t node, std::int64_t id);
     std::int64_t split_page(std::int64_t page);
-    std::int64_t leaf_of(std::int64_t id) const;
     std::string broken_pages() const;
     std::size_t node_of(std::int64_t id);
     void   visit(const Node & node, const Query & query, std::size_t wanted, std::size_t visits,

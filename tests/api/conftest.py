@@ -153,8 +153,8 @@ class FakeEngine:
         data = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
         return np.concatenate([[BOS], data]).astype(np.int32) if add_special else data
 
-    async def detokenize(self, ids: Sequence[int]) -> bytes:
-        return b"".join(self.pieces(ids))
+    async def detokenize(self, ids: Sequence[int] | Ids) -> bytes:
+        return b"".join(self.pieces(np.asarray(ids).tolist()))
 
     async def apply_template(self, body: Mapping[str, Any]) -> str:
         return await asyncio.to_thread(self._render, body["messages"])
@@ -255,8 +255,9 @@ class FakeTiers:
     def __init__(self) -> None:
         self.ranking = Ranking("lru", time.time)
 
-    def visited(self, tip: Node, arrived_s: float) -> None:
+    def visited(self, tip: Node, arrived_s: float, n_rows: int | None = None) -> Node:
         self.ranking.visited(tip.path(), arrived_s, lambda node: 0)
+        return tip
 
     def stats(self) -> dict[str, Any]:
         return {"hot_bytes": 0, "hot_bytes_max": 1, "warm_bytes": 0, "warm_bytes_max": 1}

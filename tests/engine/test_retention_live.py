@@ -237,6 +237,11 @@ async def test_hundreds_of_turns(service_on: OpenService) -> None:
         stored = service.store.session_ids("endless", "local")
         assert np.array_equal(stored, ids[: len(stored)])
         assert len(stored) == len(ids) - 6
+        ranking, nodes = service.tiers.ranking, service.store.nodes()
+        with_rows = {node.id for node in nodes if node.hot is not None or node.file is not None}
+        assert len(with_rows) * 4 < len(nodes)
+        assert {id for id in service.store.state.trie.nodes if id in ranking._hot} <= with_rows
+        assert not ranking._expected, "the rows of a thinned chat never come"
 
 
 async def test_impossible_budgets(service_on: OpenService, tmp_path: Path) -> None:

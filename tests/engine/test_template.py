@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -12,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 import towerd.engine.base
+from towerd.engine.embedded import template
 from towerd.engine.embedded.template import ChatTemplate
 from towerd.errors import InvalidRequest, ModelError, NotSupported
 
@@ -329,3 +332,56 @@ def test_real_templates_render(path: Path | None) -> None:
     again = template.render({"messages": history, "add_generation_prompt": False})
     assert out.startswith(again[: positions[1]])
     assert template.render({"messages": [user("First"), assistant("So I")]}).endswith("So I")
+
+
+class Plain(template._Sandbox):
+    """jinja2's own way to attributes and macros."""
+
+    getattr = ImmutableSandboxedEnvironment.getattr
+    call = ImmutableSandboxedEnvironment.call
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ m.role }}{{ m.content }}{{ m.gone }}{{ m.gone.deeper }}{{ m.items() | list }}",
+        "{{ m.get('role') }}{{ m.keys }}{{ m.update }}{{ m.__class__ }}{{ m._x }}{{ m.mro }}",
+        "{% for x in n %}{{ loop.first }}{{ loop.last }}{{ loop.index }}{{ loop.index0 }}"
+        "{{ loop.length }}{{ loop.previtem }}{{ loop.nextitem }}{{ loop._iterable }}"
+        "{{ loop.cycle(1, 2) }}{{ loop.changed(x) }}{% endfor %}",
+        "{{ m.content.startswith('H') }}{{ m.content.strip() }}{{ m.content.upper() }}"
+        "{{ m.content.format }}{{ m.content.__len__ }}{{ '{0.__class__}'.format(m) }}",
+        "{% macro f(a, b=2) %}{{ a }}{{ b }}{{ varargs }}{{ kwargs }}{{ caller is defined }}"
+        "{% endmacro %}{{ f(1) }}{{ f(1, 3, 4) }}{{ f(a=1, context=5, obj=6) }}"
+        "{% for x in n %}{{ f(x, loop.index) }}{% endfor %}"
+        "{% call f(7) %}x{% endcall %}",
+        "{% macro g(a) %}{{ caller() }}{{ a }}{% endmacro %}{% call g(1) %}y{% endcall %}",
+        "{% macro h(a) %}{{ a }}{% endmacro %}{{ h(1, 2) }}",
+        "{% macro h(a) %}{{ a }}{% endmacro %}{{ h(b=2) }}",
+        "{% macro h(a) %}{{ raise_exception('no') }}{% endmacro %}{{ h(1) }}",
+        "{% set ns = namespace(a=1) %}{% for x in n %}{% set ns.a = x %}{% endfor %}{{ ns.a }}",
+        "{{ n.append(4) }}{{ n }}{{ m.pop('role') }}",
+    ],
+)
+def test_the_short_ways_change_nothing(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attributes and macros are what jinja2 makes of them, errors included."""
+    said = []
+    for kind in (template._Sandbox, Plain):
+        monkeypatch.setattr(template, "_Sandbox", kind)
+        made = template._environment().from_string(source)
+        try:
+            said.append(made.render(m={"role": "user", "content": " Hi "}, n=[1, 2, 3]))
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    assert re.sub(r"0x\w+", "", said[0]) == re.sub(r"0x\w+", "", said[1])
+
+
+def test_a_template_cannot_change_what_it_got() -> None:
+    """Not even lists, which it may change for itself: the conversation is rendered again."""
+    source = "{% for m in messages %}{{ m.content.append(m.content[0]) }}{% endfor %}{{ messages }}"
+    messages = [user([{"type": "text", "text": "a"}]), user([{"type": "text", "text": "b"}])]
+    before = copy.deepcopy(messages)
+    made = ChatTemplate(TYPED, "", "")
+    made._template = template._environment().from_string(source)
+    assert made.render({"messages": messages}) == made.render({"messages": messages})
+    assert messages == before

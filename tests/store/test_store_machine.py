@@ -7,13 +7,14 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from store_tools import FINGERPRINT, check_rows, rows_of, turn_of
 
 from towerd.slots.layout import NATIVE
-from towerd.store import APPROXIMATE, Node, Store, Wish
+from towerd.store import APPROXIMATE, Node, Store, Wish, tips
 from towerd.store.sessions import RECOGNISED_TOKENS_MIN
 
 SCOPES = ("a", "b")
@@ -42,8 +43,10 @@ class StoreMachine(RuleBasedStateMachine):
         self.ends: list[tuple[str, Tokens, str, float]] = []
         self.bases: dict[tuple[str, str], Tokens] = {}
 
-    @initialize()
-    def open(self) -> None:
+    @initialize(tokens_min=st.sampled_from((1, tips.TOKENS_MIN)))
+    def open(self, tokens_min: int) -> None:
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(tips, "TOKENS_MIN", tokens_min)
         self.store = Store.open(self.root, FINGERPRINT, clock=self.clock)
 
     def clock(self) -> float:
@@ -51,6 +54,7 @@ class StoreMachine(RuleBasedStateMachine):
         return self.now
 
     def teardown(self) -> None:
+        self.patch.undo()
         self.store.close()
         shutil.rmtree(self.root)
 

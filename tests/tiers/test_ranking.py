@@ -182,6 +182,22 @@ def test_rows_that_never_come_do_not_pile_up(daemon: Daemon) -> None:
         assert len(ranking._expected) == 1
 
 
+def test_a_visit_of_a_thinned_chat(daemon: Daemon) -> None:
+    """Only what has rows is used, as far as it goes: the rest will never have any."""
+    ranking, ids = daemon.tiers.ranking, np.arange(300, dtype=np.int32)
+    begun = daemon.serve(Ask(1.0, "a", ids[:30], "end_turn", 0.5))
+    path = daemon.store.insert(ids, "local", [*range(30, 301, 10)])
+    daemon.now = 5.0
+    assert daemon.tiers.visited(path[-1], 5.0, 0) is begun
+    assert ranking.explain(begun)["hot"]["used"] == 5.0
+    assert ranking._hot.nbytes == 30 * LAYOUT.token_bytes
+    assert not ranking._expected
+    assert daemon.tiers.visited(path[-1], 6.0, 50) is path[2]
+    assert set(ranking._expected) == {path[1].id, path[2].id}
+    other = daemon.store.insert(np.arange(900, 950, dtype=np.int32), "local", [20, 50])
+    assert daemon.tiers.visited(other[-1], 7.0, 0) is daemon.store.root
+
+
 def test_a_split_belongs_to_the_visit_that_caused_it(daemon: Daemon) -> None:
     """The beginning of what was cut gets its share, expected or there, and no use of its own."""
     ranking = daemon.tiers.ranking

@@ -25,6 +25,11 @@ _MARK = "\x00towerd-" + secrets.token_hex(8) + "-"
 _MARK_JSON = b'"\\u0000' + _MARK[1:].encode()
 _OF_INTS = b" \t\r\n0123456789,-"
 """All that the text of an integer array is made of."""
+_SHORT = re.compile(
+    rb'(?:[^"]{0,2048}+"[^"\\]{0,1000}+(?:\\.[^"\\]{0,32}+){0,30}+"){0,64}+', re.DOTALL
+)
+"""Strings, and what stands between them, that are too short to be lifted: a chat of ten thousand
+messages has forty thousand of them. Every part is bounded, so that no match takes long."""
 _HIGH_SURROGATE = re.compile(rb"\\u[dD][89abAB]")
 _LOW_SURROGATE = re.compile(rb"\\u[dD][c-fC-F]")
 
@@ -36,7 +41,7 @@ def decode(data: bytes | bytearray) -> Any:
     try:
         if len(data) <= LIFT_BYTES_MIN:
             return msgspec.json.decode(data)
-        lifted: list[Any] = []
+        lifted: dict[str, Any] = {}
         skeleton = _lift(bytes(data), lifted)
         return _put_back(msgspec.json.decode(skeleton), lifted)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -47,26 +52,36 @@ def decode(data: bytes | bytearray) -> Any:
         raise InvalidRequest("The request body has an integer beyond 64 bits") from error
 
 
-def _lift(data: bytes, lifted: list[Any]) -> bytes:
+def _lift(data: bytes, lifted: dict[str, Any]) -> bytes:
     """The document with a mark in place of everything long; what was long goes to `lifted`."""
     out: list[bytes] = []
-    copied = position = 0
+    copied = 0
+    position = _short_end(data, 0)
     while (quote := data.find(b'"', position)) >= 0:
         copied = _lift_ints(data, copied, position, quote, out, lifted)
         end = _string_end(data, quote + 1)
         if end - quote > LIFT_BYTES_MIN:
             out.append(data[copied:quote])
-            out.append(_mark(lifted))
-            lifted.append(_decode_text(data, quote + 1, end))
+            out.append(_lifted(_decode_text(data, quote + 1, end), lifted))
             copied = end + 1
-        position = end + 1
+        position = _short_end(data, end + 1)
     copied = _lift_ints(data, copied, position, len(data), out, lifted)
     out.append(data[copied:])
     return b"".join(out)
 
 
-def _mark(lifted: list[Any]) -> bytes:
-    return b'%s%d"' % (_MARK_JSON, len(lifted))
+def _short_end(data: bytes, start: int) -> int:
+    """Where the first thing after `start`, which is in no string, begins that may be lifted."""
+    while (found := _SHORT.match(data, start)) and found.end() > start:
+        start = found.end()
+    return start
+
+
+def _lifted(value: Any, lifted: dict[str, Any]) -> bytes:
+    """The mark that stands for `value` from now on."""
+    number = len(lifted)
+    lifted[f"{_MARK}{number}"] = value
+    return b'%s%d"' % (_MARK_JSON, number)
 
 
 def _string_end(data: bytes, start: int) -> int:
@@ -117,7 +132,7 @@ def _cut(data: bytes, start: int, cut: int) -> int:
 
 
 def _lift_ints(
-    data: bytes, copied: int, start: int, stop: int, out: list[bytes], lifted: list[Any]
+    data: bytes, copied: int, start: int, stop: int, out: list[bytes], lifted: dict[str, Any]
 ) -> int:
     """Lift the long integer arrays of [start, stop), which holds no string; returns how far the
     document is copied to `out` or lifted."""
@@ -130,8 +145,7 @@ def _lift_ints(
         opening = data.rfind(b"[", opening, closing)  # the innermost: one pass over the region
         if closing - opening > LIFT_BYTES_MIN and _all_ints(data, opening + 1, closing):
             out.append(data[copied:opening])
-            out.append(_mark(lifted))
-            lifted.append(_decode_ints(data, opening + 1, closing))
+            out.append(_lifted(_decode_ints(data, opening + 1, closing), lifted))
             copied = closing + 1
         start = closing + 1
     return copied
@@ -161,15 +175,33 @@ def _decode_ints(data: bytes, start: int, stop: int) -> np.ndarray[Any, np.dtype
     return np.concatenate(parts)
 
 
-def _put_back(value: Any, lifted: list[Any]) -> Any:
-    """`value` with every mark replaced by what it stands for."""
+def _put_back(value: Any, lifted: dict[str, Any]) -> Any:
+    """`value` with every mark replaced by what it stands for, which is taken out of `lifted`. Lists
+    and objects stay the same ones: most have nothing to replace, and there may be ten thousands."""
     if isinstance(value, str):
-        return lifted[int(value[len(_MARK) :])] if value.startswith(_MARK) else value
+        return lifted.pop(value) if value.startswith(_MARK) else value
     if isinstance(value, dict):
-        keys = [_put_back(key, lifted) for key in value]
-        if not all(isinstance(key, str) for key in keys):
-            raise InvalidRequest("The request body is not valid JSON: an object key is an array")
-        return {k: _put_back(v, lifted) for k, v in zip(keys, value.values(), strict=True)}
+        return _put_back_in(value, lifted)
     if isinstance(value, list):
-        return [_put_back(item, lifted) for item in value]
+        for i, each in enumerate(value):
+            if not lifted:
+                break
+            if type(each) is not str or each.startswith(_MARK):
+                value[i] = _put_back(each, lifted)
     return value
+
+
+def _put_back_in(value: dict[str, Any], lifted: dict[str, Any]) -> dict[str, Any]:
+    is_key = False
+    for key, each in value.items():
+        if not lifted:
+            break
+        is_key = is_key or key.startswith(_MARK)
+        if type(each) is not str or each.startswith(_MARK):
+            value[key] = _put_back(each, lifted)
+    if not is_key:
+        return value
+    keys = [_put_back(key, lifted) for key in value]
+    if not all(isinstance(key, str) for key in keys):
+        raise InvalidRequest("The request body is not valid JSON: an object key is an array")
+    return dict(zip(keys, value.values(), strict=True))

@@ -107,7 +107,7 @@ async def _prompts(task: Task, choices: Sequence[Choice], service: Service) -> l
     texts: list[str] = []
     for index, choice in enumerate(choices):
         if index % task.n_per_prompt == 0:
-            raw = await service.engine.detokenize(choice.request.ids.tolist())
+            raw = await service.engine.detokenize(choice.request.ids)
             texts.append(raw.decode("utf-8", "replace"))
         else:
             texts.append(texts[-1])

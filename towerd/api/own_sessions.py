@@ -57,7 +57,7 @@ async def get_session(request: web.Request) -> web.Response:
         if flag(request, "ids"):
             out["ids"] = ids.tolist()
         if flag(request, "text"):
-            raw = await service.engine.detokenize(ids.tolist())
+            raw = await service.engine.detokenize(ids)
             out["text"] = raw.decode("utf-8", "replace")
     return json_reply(out)
 

@@ -222,6 +222,9 @@ class Finish:
     """A context shift shortened the prompt, or the reply ended because the context was full."""
     session: str = ""
     """The session it was recorded under; filled in by `towerd.session`."""
+    n_rows: int | None = None
+    """How many leading tokens have rows that the store has or gets; None: `n_cached`. Less for a
+    chat that was thinned or shortened."""
 
 
 Event: TypeAlias = Progress | Started | Piece | Finish
@@ -343,7 +346,7 @@ class Engine(Protocol):
         """Text to ids, off the loop."""
         ...
 
-    async def detokenize(self, ids: Sequence[int]) -> bytes:
+    async def detokenize(self, ids: Sequence[int] | Ids) -> bytes:
         """Ids to bytes (special tokens as text), off the loop."""
         ...
 

@@ -14,6 +14,7 @@ import heapq
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -408,7 +409,7 @@ class ColdTable:
     ) -> str | None:
         """The frozen session, unless a warm one goes on further, or as far and was used later."""
         known = self._state.trie.matched(prompt, scope)
-        deeper = [node for node in known if node.p1 >= n]
+        deeper = list(takewhile(lambda node: node.p1 >= n, known))
         warm = self._sessions.recognise(deeper, scope)
         if warm is None:
             return cold[2]

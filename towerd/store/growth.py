@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from towerd.store.catalog import Catalog, Undo
-from towerd.store.keys import segment_key
+from towerd.store.keys import key_hash, segment_key
 from towerd.store.node import ID_BYTES, Node
-from towerd.store.trie import Match, Trie
+from towerd.store.trie import Trie
 
 _INSERT = (
     "INSERT INTO segments(fingerprint, parent, scope, p0, p1, file, file_row0, file_rows,"
@@ -33,37 +34,63 @@ class Growth:
     def grow(self, ids: bytes, scope: str, ends: Sequence[int]) -> list[Node]:
         """Make sure that a path for `ids` exists with node ends at each of `ends` (ascending,
         the last is the length of `ids`); returns it."""
-        match = self.trie.match(ids, scope)
-        path = self._cut(match, ids, ends)
-        for end in ends:
-            if end > match.n:
-                parent = path[-1] if path else self.trie.root
-                path.append(self._add(parent, scope, ids[: end * ID_BYTES]))
-        return path
+        return self._grow(ids, scope, ends)[ends[-1]].path()
 
     def grow_turn(self, ids: bytes, scope: str, n_prompt: int, n_cached: int) -> tuple[Node, Node]:
         """Make the path of a turn of which the first `n_cached` tokens have rows; returns its
         prompt end and its reply end, each no further than that (the root for 0)."""
         ends = sorted({min(n_prompt, n_cached), n_cached} - {0})
-        path = self.grow(ids[: n_cached * ID_BYTES], scope, ends) if ends else []
-        at = {node.p1: node for node in path} | {0: self.trie.root}
+        at = self._grow(ids[: n_cached * ID_BYTES], scope, ends) if ends else {}
+        at[0] = self.trie.root
         return at[min(n_prompt, n_cached)], at[n_cached]
 
-    def _cut(self, match: Match, ids: bytes, ends: Sequence[int]) -> list[Node]:
-        """Split the matched nodes at every end, and the last where the match stops."""
-        path: list[Node] = []
-        for node in match.nodes:
-            at = bisect_right(ends, node.p0)
-            if node.p1 <= match.n and (at == len(ends) or ends[at] >= node.p1):
-                path.append(node)  # as most of a long path
-                continue
-            stop = min(node.p1, match.n)
-            inside = {end for end in ends if node.p0 < end <= stop} | {stop}
-            for at in sorted(inside - {node.p1}):
-                path.append(self._split(node, at, ids[: at * ID_BYTES]))
-            if node.p1 <= match.n:
-                path.append(node)
-        return path
+    def _grow(self, ids: bytes, scope: str, ends: Sequence[int]) -> dict[int, Node]:
+        """By their ends, nodes of the path for `ids`: among them those that end at `ends`."""
+        last, n = self.trie.longest(ids, scope)
+        at = self._cut(last, n, ids, ends)
+        node = at[n]
+        tip = self.trie.tips.get(node)
+        hash = None if tip is None else tip.hash
+        for end in ends:
+            if end > n:
+                hash = self._hash(hash, node, scope, ids[: end * ID_BYTES])
+                node = at[end] = self._add(
+                    node, scope, ids[node.p1 * ID_BYTES : end * ID_BYTES], hash
+                )
+        if hash is not None and node.p1 == ends[-1]:
+            self.trie.tips.add(node, ids, hash)
+        return at
+
+    def _cut(self, last: Node, n: int, ids: bytes, ends: Sequence[int]) -> dict[int, Node]:
+        """Split the nodes above `last`, of which the first `n` tokens match, at every end, and the
+        last where the match stops. By their ends, the nodes from the first end or `n` on."""
+        crossing: list[Node] = []
+        node = last
+        while node.p1 > min(ends[0], n):
+            assert node.parent is not None
+            crossing.append(node)
+            node = node.parent
+        at = {node.p1: node}
+        for node in reversed(crossing):
+            stop = min(node.p1, n)
+            inside = ends[bisect_right(ends, node.p0) : bisect_right(ends, stop)]
+            for end in sorted({*inside, stop} - {node.p1}):
+                at[end] = self._split(node, end, ids[: end * ID_BYTES])
+            if node.p1 <= n:
+                at[node.p1] = node
+        return at
+
+    def _hash(
+        self, before: hashlib.blake2b | None, parent: Node, scope: str, prefix: bytes
+    ) -> hashlib.blake2b:
+        """What gives the key of `prefix`, whose beginning up to the end of `parent` gave `before`."""
+        if before is None:
+            hash = key_hash(self.digest, scope)
+            hash.update(prefix)
+            return hash
+        hash = before.copy()
+        hash.update(prefix[parent.p1 * ID_BYTES :])
+        return hash
 
     def _split(self, node: Node, at: int, prefix: bytes) -> Node:
         assert node.parent is not None
@@ -89,12 +116,11 @@ class Growth:
         self.splits.append((node, upper))
         return upper
 
-    def _add(self, parent: Node, scope: str, prefix: bytes) -> Node:
-        ids = prefix[parent.p1 * ID_BYTES :]
-        p1 = len(prefix) // ID_BYTES
+    def _add(self, parent: Node, scope: str, ids: bytes, hash: hashlib.blake2b) -> Node:
+        p1 = parent.p1 + len(ids) // ID_BYTES
         id = self.catalog.run(_INSERT, (
             self.fingerprint, parent.id or None, scope, parent.p1, p1, None, 0, 0, self.now, 0,
-            self.now, segment_key(self.digest, scope, prefix), ids,
+            self.now, hash.digest(), ids,
         ))  # fmt: skip
         node = Node(id, parent, scope, parent.p1, ids)
         node.last_used = self.now

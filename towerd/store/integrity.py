@@ -28,6 +28,7 @@ def problems(state: StoreState, *, keys: bool) -> list[str]:
     found += _file_problems(state)
     found += _catalog_problems(state, nodes)
     found += _pin_problems(state, nodes)
+    found += state.trie.tips.problems()
     if keys:
         found += key_problems(state)
     return found
@@ -40,7 +41,10 @@ def key_problems(state: StoreState) -> list[str]:
             "SELECT id, key FROM segments WHERE fingerprint = ?", (state.fingerprint_pk,)
         )
     )
-    found = []
+    tips = state.trie.tips
+    found = [f"the tip {id} has the hash of other tokens" for id, key in stored.items()
+             if id in state.trie.nodes and (tip := tips.get(state.trie.nodes[id])) is not None
+             and tip.hash.digest() != key]  # fmt: skip
     scopes = {node.scope for node in state.trie.nodes.values()} | {PUBLIC}
     roots = {scope: key_hash(state.digest, scope) for scope in scopes}
     stack = [(child, roots) for child in state.trie.root.children]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,10 +39,10 @@ class SessionTable:
     catalog: Catalog
     fingerprint: int
 
-    def recognise(self, known: Sequence[Node], scope: str) -> Located | None:
+    def recognise(self, known: Iterable[Node], scope: str) -> Located | None:
         """The session of `scope` that has a prompt end or a reply end at the deepest possible
-        node of `known` (shortest prefix first); of several, the one used last."""
-        for node in reversed(known):
+        node of `known` (longest prefix first); of several, the one used last."""
+        for node in known:
             if node.p1 < RECOGNISED_TOKENS_MIN:
                 break
             rows = self.catalog.rows(
@@ -70,7 +70,7 @@ class SessionTable:
             raise StoreError(f"several tenants have a session {id!r}: name one of {scopes}")
         return Located(rows[0][0], rows[0][1])
 
-    def enter(self, turn: Turn, known: Sequence[Node], now: float) -> tuple[Located, bool]:
+    def enter(self, turn: Turn, known: Iterable[Node], now: float) -> tuple[Located, bool]:
         """The session this turn belongs to, created if need be, and whether it is new."""
         found = None
         if turn.session is None:
@@ -101,11 +101,11 @@ class SessionTable:
         return Located(pk, id)
 
     def record(
-        self, session: Located, turn: Turn, known: Sequence[Node], ends: tuple[Node, Node],
+        self, session: Located, turn: Turn, known: Iterable[Node], ends: tuple[Node, Node],
         tail: bytes, now: float,
     ) -> int:  # fmt: skip
         """Enter the turn and make it the session's leaf. `known`: the nodes that its prompt
-        matched in full before it was inserted; `ends`: its prompt end and reply end."""
+        matched in full before it was inserted, longest prefix first; `ends`: its prompt end and reply end."""
         parent = self._parent_turn(session, known, len(turn.prompt))
         facts = (len(turn.prompt), len(turn.reply), turn.n_cached, turn.started_s, now)
         turn_id = self.enter_turn(session, parent, ends, facts, turn.finished, tail)
@@ -209,11 +209,11 @@ class SessionTable:
         )[0][0]
         return leaf
 
-    def _parent_turn(self, session: Located, known: Sequence[Node], n_prompt: int) -> int | None:
+    def _parent_turn(self, session: Located, known: Iterable[Node], n_prompt: int) -> int | None:
         """The turn this one continues: a shorter prompt whose reply, or at least whose prompt
         (the client may have rendered the reply anew), lies on the path. A regeneration has the
         same prompt length and so finds the turn before."""
-        for node in reversed(known):
+        for node in known:
             rows = self.catalog.rows(
                 "SELECT id FROM turns WHERE session = ?1 AND n_prompt < ?3"
                 " AND (prompt_node = ?2 OR reply_node = ?2) ORDER BY id DESC LIMIT 1",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from towerd.store.node import ID_BYTES, PUBLIC, Node
+from towerd.store.tips import Tips
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,26 @@ class Match:
         return self.nodes[:-1] if is_partial else self.nodes
 
 
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """Nodes whose whole prefix begins some ids: `tips`, and all above them. Each iteration gives
+    every one once, the longest prefix first, as the trie is then."""
+
+    tips: tuple[Node, ...]
+
+    def __iter__(self) -> Iterator[Node]:
+        waiting = [(-tip.p1, -i, tip) for i, tip in enumerate(self.tips) if tip.parent is not None]
+        heapq.heapify(waiting)
+        seen: set[int] = set()
+        while waiting:
+            _, i, node = heapq.heappop(waiting)
+            if node.id not in seen:
+                yield node
+                seen.add(node.id)
+                if node.parent is not None and node.parent.parent is not None:
+                    heapq.heappush(waiting, (-node.parent.p1, i, node.parent))
+
+
 class Trie:
     """Nodes by id and by prefix. Not thread-safe; the store's lock guards it.
 
@@ -34,6 +57,7 @@ class Trie:
     def __init__(self) -> None:
         self.root = Node(0, None, PUBLIC, 0, b"")
         self.nodes: dict[int, Node] = {}
+        self.tips = Tips()
 
     def __len__(self) -> int:
         return len(self.nodes)
@@ -41,29 +65,31 @@ class Trie:
     def match(self, ids: bytes, scope: str) -> Match:
         """The longest prefix of `ids` (int32 LE) among `scope`'s own and public nodes; of
         equally long ones the scope's own, of those the one that shares most with public ones."""
-        best, best_n = max(self._chains(ids, scope), key=lambda chain: chain[1])
-        return Match(tuple(best), best_n)
+        last, n = self.longest(ids, scope)
+        return Match(tuple(last.path()), n)
 
-    def matched(self, ids: bytes, scope: str) -> list[Node]:
-        """Every visible node whose whole prefix begins `ids`, shortest prefix first. These are
-        the nodes of more than one path where a scope stored tokens before they became public."""
-        found = {
-            node.id: node for nodes, n in self._chains(ids, scope) for node in nodes if node.p1 <= n
-        }
-        return sorted(found.values(), key=lambda node: node.p1)
+    def longest(self, ids: bytes, scope: str) -> tuple[Node, int]:
+        """The last node of what `match` finds, the root if there is none, and the tokens matched."""
+        return max(self._chains(ids, scope), key=lambda chain: chain[1])
 
-    def _chains(self, ids: bytes, scope: str) -> list[tuple[list[Node], int]]:
-        """(nodes met, tokens matched) of every way down: the scope's own branches, the deepest
+    def matched(self, ids: bytes, scope: str) -> Matched:
+        """Every visible node whose whole prefix begins `ids`. These are the nodes of more than one
+        path where a scope stored tokens before they became public."""
+        return Matched(tuple(_full(last, n) for last, n in self._chains(ids, scope)))
+
+    def _chains(self, ids: bytes, scope: str) -> list[tuple[Node, int]]:
+        """(last node met, tokens matched) of every way down: the scope's own branches, the deepest
         first, then the public path."""
         tokens = memoryview(ids).cast("i")
         public, n = _walk(self.root, ids, tokens, PUBLIC)
         chains = []
-        if scope != PUBLIC:
-            starts = [self.root] + [node for node in public if node.p1 <= n]
-            for depth in range(len(starts) - 1, -1, -1):
-                own, own_n = _walk(starts[depth], ids, tokens, scope)
-                if own:
-                    chains.append((public[:depth] + own, own_n))
+        start = _full(public, n) if scope != PUBLIC else None
+        while start is not None:
+            near = self.tips.nearest(start, ids, scope)
+            own, own_n = _walk(near, ids, tokens, scope)
+            if own is not start:
+                chains.append((own, own_n))
+            start = start.parent
         return [*chains, (public, n)]
 
     def add(self, node: Node) -> None:
@@ -122,22 +148,26 @@ class Trie:
         upper.removed = True
 
 
-def _walk(node: Node, ids: bytes, tokens: memoryview[int], scope: str) -> tuple[list[Node], int]:
-    """Follow `scope`'s children from below `node`; the nodes met and the position reached."""
-    nodes: list[Node] = []
+def _walk(node: Node, ids: bytes, tokens: memoryview[int], scope: str) -> tuple[Node, int]:
+    """Follow `scope`'s children from below `node`; the last node met and the position reached."""
     at, total = node.p1, len(tokens)
-    children = node.by_token
-    while children and at < total:
-        child = children.get((scope, tokens[at]))
+    while node.by_token and at < total:
+        child = node.by_token.get((scope, tokens[at]))
         if child is None:
             break
-        nodes.append(child)
+        node = child
         if not ids.startswith(child.ids, at * ID_BYTES):  # memcmp; no copy
-            at += _common(child.ids, ids, at)
-            break
+            return node, at + _common(child.ids, ids, at)
         at = child.p1
-        children = child.by_token
-    return nodes, at
+    return node, at
+
+
+def _full(last: Node, n: int) -> Node:
+    """The last node that is matched in full, where `last` is the last that was met."""
+    if last.p1 > n:
+        assert last.parent is not None
+        return last.parent
+    return last
 
 
 def _common(run: bytes, ids: bytes, at: int) -> int:

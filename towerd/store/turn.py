@@ -30,6 +30,8 @@ class Turn:
     """The client's name for the workflow that this is a step of."""
     agent: str | None = None
     """Who asked, named by the client or told apart by system prompt and tools; None: nobody."""
+    n_rows: int | None = None
+    """Leading tokens whose rows the store has or gets; None: the first `n_cached`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -188,21 +188,29 @@ class Tiers:
         match = self.store.match(ids, scope)
         return max((n.p1 for n in match.nodes if n.pinned and n.p1 <= match.n), default=0)
 
-    def visited(self, tip: Node, arrived_s: float) -> None:
-        """A request that arrived at `arrived_s` was recorded; its tower ends with `tip`."""
-        path = tip.path()
+    def visited(self, tip: Node, arrived_s: float, n_rows: int | None = None) -> Node:
+        """A request that arrived at `arrived_s` was recorded; its tower ends with `tip`. `n_rows`:
+        how many of its tokens have rows or get some; None: all. Returns what the policies know
+        the visit by: the last node with rows, the trie's root if there is none."""
+        n_rows = tip.p1 if n_rows is None else n_rows
+        last = tip
+        while last.p1 > n_rows and last.hot is None and last.file is None:
+            assert last.parent is not None
+            last = last.parent
+        path = last.path()
         self.prefetcher.covered(path)
-        self.ranking.visited(path, arrived_s, self._bytes_expected)
+        self.ranking.visited(path, arrived_s, lambda node: self._bytes_expected(node, n_rows))
         due = [node for node in path if node.id in self._promoting]
         if due:
             self._work.put(("promote", (time.monotonic(), due)))
+        return last
 
-    def _bytes_expected(self, node: Node) -> int:
+    def _bytes_expected(self, node: Node, n_rows: int) -> int:
         """What a node's rows take in RAM, if they are there or on their way."""
         if node.hot is not None:
             return node.hot.nbytes
         if node.file is None:
-            return self.store.bytes_of(node)
+            return self.store.bytes_of(node) if node.p1 <= n_rows else 0
         return self.store.held(node).nbytes if node.id in self._promoting else 0
 
     # ---- rows out (from live) ---------------------------------------------------------------

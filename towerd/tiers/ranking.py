@@ -75,15 +75,19 @@ class Ranking:
         what a node's rows take in RAM, now or soon; 0: it has none there and gets none."""
         if not path:
             return
-        sizes = [nbytes(node) for node in path]
+        with self._lock:
+            known = self._n_hot(path)
+        # Asked without this lock: the store's may be needed, and who holds that may wait for this.
+        sizes = {node.id: nbytes(node) for node in path[known:]}
         with self._lock:
             now = self._hot_s = max(arrived_s, self._hot_s + _STEP_S)
             self._apply_splits(now)
             self._forget_expected()
-            n_there = next((i for i, n in enumerate(path) if n.id not in self._hot), len(path))
+            n_there = self._n_hot(path)
             if n_there:
                 self._hot.access(path[n_there - 1].id, now)
-            for node, size in zip(path[n_there:], sizes[n_there:], strict=True):
+            for node in path[n_there:]:
+                size = sizes.get(node.id, 0)
                 if node.id in self._hot:
                     self._hot.access(node.id, now)
                 elif size:
@@ -266,6 +270,11 @@ class Ranking:
     def _learning(self) -> list[tuple[str, Learning]]:
         both = (("hot", self._hot), ("warm", self._warm))
         return [(name, each) for name, each in both if isinstance(each, Learning)]
+
+    def _n_hot(self, path: list[Node]) -> int:
+        """How many nodes the path begins with that the hot tier's policy has."""
+        hot = self._hot
+        return next((i for i, node in enumerate(path) if node.id not in hot), len(path))
 
     def _visit_warm(self, visit: _Visit) -> None:
         tip = visit.tip

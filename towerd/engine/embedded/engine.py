@@ -29,6 +29,7 @@ from towerd.engine.embedded.modules import EmbeddedModules
 from towerd.engine.embedded.pool import LivePool
 from towerd.engine.embedded.recall import RecallLimits
 from towerd.engine.embedded.resume import Resumer
+from towerd.engine.embedded.retokenize import Retokenizer
 from towerd.engine.embedded.scheduler import Scheduler
 from towerd.engine.embedded.shift import check_fits
 from towerd.engine.embedded.splice import Splicer
@@ -144,6 +145,7 @@ class EmbeddedEngine:
             add_bos=core.vocab.add_bos,
             add_eos=core.vocab.add_eos,
         )
+        self.retokenizer = Retokenizer(core.vocab)
         self._text = ThreadPoolExecutor(2, "towerd-text")
         self._big_text = ThreadPoolExecutor(1, "towerd-big-text")
 
@@ -184,10 +186,10 @@ class EmbeddedEngine:
         # A text of megabytes takes seconds: others must not wait behind it.
         pool = self._text if len(text) <= _TEXT_CHARS_MAX else self._big_text
         return await self._loop.run_in_executor(
-            pool, self.core.vocab.tokenize, text, add_special, parse_special
+            pool, self.retokenizer.tokenize, text, add_special, parse_special
         )
 
-    async def detokenize(self, ids: Sequence[int]) -> bytes:
+    async def detokenize(self, ids: Sequence[int] | Ids) -> bytes:
         array = np.asarray(ids, np.int32)
         self.core.vocab.validate(array)
         return await self._loop.run_in_executor(self._text, self.core.vocab.detokenize, array)

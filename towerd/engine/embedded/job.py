@@ -22,13 +22,16 @@ from towerd.engine.base import (
 )
 from towerd.engine.embedded.context import Buffer
 from towerd.engine.embedded.output import OutputText
-from towerd.engine.embedded.pool import LiveSeq
+from towerd.engine.embedded.pool import LiveSeq, common_prefix
 from towerd.engine.embedded.retained import Observed
 from towerd.engine.embedded.sampler import Sampler
 from towerd.store import Taint
 
 if TYPE_CHECKING:
     from towerd.engine.embedded.splice import Splice
+
+
+_ROOM_MIN = 64
 
 
 class Phase(enum.Enum):
@@ -102,6 +105,9 @@ class Job:
     n_loaded_warm: int = 0
     n_in_batch: int = 0
     logits_index: int = -1
+    _room: Ids = field(default_factory=lambda: np.empty(0, np.int32))
+    """What `ids` is the beginning of, once there is a reply: a long chat is not copied at every
+    token of it."""
     t_submit: float = field(default_factory=time.monotonic)
     t_prompt: float = 0.0
     t_first: float = 0.0
@@ -146,7 +152,12 @@ class Job:
 
     def push(self, token: int) -> None:
         """Append a sampled token; it still has to be decoded."""
-        self.ids = np.append(self.ids, np.int32(token))
+        n = len(self.ids)
+        if self.ids.base is not self._room or n == len(self._room):
+            self._room = np.empty(n + max(_ROOM_MIN, n // 8), np.int32)
+            self._room[:n] = self.ids
+        self._room[n] = token
+        self.ids = self._room[: n + 1]
         self.reply.append(token)
 
     def n_reply_max(self, n_ctx: int) -> int:
@@ -206,4 +217,15 @@ class Job:
             timings=timings,
             reuse=self.reuse,
             truncated=self.truncated or self.is_full,
+            n_rows=self._n_rows(),
         )
+
+    def _n_rows(self) -> int | None:
+        """See `Finish.n_rows`."""
+        if self.truncated:
+            return common_prefix(self.ids, self.request.ids)
+        if self.seq is None or not self.seq.is_thinned:
+            return None
+        retained = self.seq.retained
+        exact = None if retained is None else retained.exact
+        return 0 if exact is None else len(exact.ids)

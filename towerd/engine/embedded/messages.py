@@ -25,7 +25,7 @@ def parse_messages(messages: Any) -> list[Message]:
         raise InvalidRequest("'messages' is required.")
     if not isinstance(messages, list):
         raise InvalidRequest("'messages' must be an array.")
-    return [_message(m, f"messages[{i}]") for i, m in enumerate(messages)]
+    return [_message(m, i) for i, m in enumerate(messages)]
 
 
 def parse_tools(tools: Any) -> list[dict[str, Any]]:
@@ -59,7 +59,12 @@ def wants_continuation(body: Mapping[str, Any], messages: list[Message]) -> Mess
     return last
 
 
-def _message(message: Any, where: str) -> Message:
+def _message(message: Any, i: int) -> Message:
+    if type(message) is dict and len(message) == 2:  # as nearly all of a long chat
+        role, content = message.get("role"), message.get("content")
+        if type(role) is type(content) is str:
+            return {"role": role, "content": content}
+    where = f"messages[{i}]"
     if not isinstance(message, Mapping):
         raise InvalidRequest(f"{where} must be an object.")
     role = message.get("role")

@@ -188,14 +188,15 @@ class Retained:
             n_max -= kept[-1].p1 - kept[-1].p0
         self.observed = tuple(reversed(kept))
 
-    def view(self, messages: Positions) -> View:
-        """What the policy sees. messages: int64[n], the message of each token of the chat"""
+    def view(self, messages: Positions | None) -> View:
+        """What the policy sees. messages: int64[n], the message of each token of the chat; None:
+        the policy does not ask"""
         return View(
             self.kept,
             self.n,
             mass=self.mass,
             recent=self.recent,
-            messages=messages[self.kept],
+            messages=None if messages is None else messages[self.kept],
         )
 
     def runs_beside(self, stay: Positions) -> list[tuple[int, int]]:

@@ -13,6 +13,7 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
+from jinja2.runtime import Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from towerd.engine.embedded.messages import parse_messages, parse_tools, wants_continuation
@@ -29,6 +30,13 @@ _THINK_START = re.compile(r"(?:<[^<>\n]*think[^<>\n]*>|\[think\])\s*\Z", re.IGNO
 _MARKUP = re.compile(r"[<>|]")
 _MARK = "towerd-mark-5c1f"
 _MARK_REASONING = "towerd-mark-82ae"
+
+_OF_DICTS = frozenset(dir(dict))
+_HARMLESS: dict[type, frozenset[str]] = {
+    LoopContext: frozenset({"first", "last", "index", "index0", "length", "previtem", "nextitem"}),
+    str: frozenset({"startswith", "endswith", "strip", "lstrip", "rstrip", "split", "upper"}),
+}
+"""Attributes that any template may have, of what it meets most."""
 
 Message = dict[str, Any]
 
@@ -54,6 +62,25 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         if isinstance(obj, list) and attr in ("append", "extend", "insert", "pop"):
             return True
         return super().is_safe_attribute(obj, attr, value)
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """A long chat asks for `message.role` and `loop.first` ten thousands of times: what jinja2
+        finds, too, after an AttributeError or all its checks."""
+        kind = type(obj)
+        if kind is dict and attribute not in _OF_DICTS and attribute in obj:
+            return obj[attribute]
+        if attribute in _HARMLESS.get(kind, ()):
+            return getattr(obj, attribute)
+        return super().getattr(obj, attribute)
+
+    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """A macro, which is called for every message, takes its arguments as they are: jinja2 looks
+        for a dozen other things first."""
+        if type(obj) is not Macro:
+            return super().call(context, obj, *args, **kwargs)
+        kwargs.pop("_loop_vars", None)
+        kwargs.pop("_block_vars", None)
+        return obj(context.eval_ctx, *args, **kwargs)
 
 
 class _Lenient(jinja2.ChainableUndefined):
@@ -169,15 +196,17 @@ class ChatTemplate:
 
     def _adapt(self, messages: list[Message]) -> list[Message]:
         """Bring messages into the form the template understands."""
-        out = copy.deepcopy(messages)
+        out = [_copy(message) for message in messages]
         if "<|channel|>" not in self.source:
             for message in out:
                 if message["role"] == "developer":
                     message["role"] = "system"
         caps = self.caps
+        takes_text, by_object = caps["supports_string_content"], caps["supports_object_arguments"]
         for message in out:
-            message["content"] = _content(message["content"], caps)
-            if caps["supports_object_arguments"]:
+            if not takes_text or type(message["content"]) is not str:
+                message["content"] = _content(message["content"], caps)
+            if by_object:
                 _objects_for_arguments(message)
         if not caps["supports_system_role"] and out and out[0]["role"] == "system":
             first = out.pop(0)
@@ -311,6 +340,12 @@ def _variables(body: Mapping[str, Any]) -> dict[str, Any]:
     elif isinstance(effort, str) and effort:
         out["reasoning_effort"] = effort
     return out
+
+
+def _copy(message: Message) -> Message:
+    """A message of its own: a template may change lists, never objects or texts."""
+    is_flat = type(message["content"]) is str and "tool_calls" not in message
+    return dict(message) if is_flat else copy.deepcopy(message)
 
 
 def _content(content: Any, caps: Mapping[str, bool]) -> Any:

@@ -31,7 +31,7 @@ from towerd.engine.embedded.recall import (
 from towerd.engine.embedded.retained import Beginning, Retained
 from towerd.engine.embedded.splice import Splicer
 from towerd.errors import InvalidRequest, NotSupported, Unavailable
-from towerd.retention import Positions, can_recall, retention_config
+from towerd.retention import Positions, Signal, can_recall, retention_config
 from towerd.retention.icecache import IceCacheConfig
 from towerd.slots.blob import emit_blob
 from towerd.slots.kind import DENSE
@@ -214,7 +214,8 @@ class Thinner:
     def _evict(self, job: Job, seq: LiveSeq, retained: Retained) -> None:
         if self._observer is not None and retained.policy.signals:
             self._observer.measure(seq, retained)
-        view = retained.view(self._messages(job, seq.n))
+        has_messages = Signal.MESSAGES in retained.policy.signals
+        view = retained.view(self._messages(job, seq.n) if has_messages else None)
         stay = retained.policy.keep(view, retained.n_target)
         self._keep_beginning(seq, retained)
         n_dropped = self._pool.thin(seq, stay)

@@ -7,11 +7,13 @@ and the calls release the GIL.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import llama_cpp.llama_cpp as lib
 import numpy as np
+import numpy.typing as npt
 
 from towerd.engine.base import Ids
 from towerd.engine.embedded.deepstack import (
@@ -26,6 +28,7 @@ TEXT_BYTES_MAX = (1 << 31) - 8
 """llama.cpp counts text and tokens in int32."""
 
 _PIECE_BYTES = 256  # longer pieces (rare) take a second call
+_DETOKENIZED_AT_ONCE = 1 << 16
 _INT32_P = ctypes.POINTER(ctypes.c_int32)
 
 
@@ -102,10 +105,27 @@ class Vocab:
             room = -n
         raise InvalidRequest("The text cannot be tokenized: it makes more than 2^31 tokens.")
 
-    def detokenize(self, ids: Iterable[int]) -> bytes:
+    def detokenize(self, ids: Sequence[int] | Ids) -> bytes:
         """The bytes of all pieces in order, special tokens as text. Ids must be valid."""
-        pieces = self.pieces
-        return b"".join([pieces[i] for i in ids])
+        array, step = np.asarray(ids, np.int32), _DETOKENIZED_AT_ONCE
+        return b"".join([self._joined(array[i : i + step]) for i in range(0, len(array), step)])
+
+    def _joined(self, ids: Ids) -> bytes:
+        """The text of a prompt goes into its reply: a hundred thousand pieces are gathered by their
+        places in one table, since to look at each takes Python 0.1 us."""
+        text, starts = self._table
+        sizes = starts[ids + 1] - starts[ids]
+        ends = np.cumsum(sizes)
+        places = np.repeat(starts[ids] - (ends - sizes), sizes)
+        places += np.arange(len(places))
+        joined: bytes = text[places].tobytes()
+        return joined
+
+    @cached_property
+    def _table(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+        """All pieces one after the other, and where each begins; the last one's end."""
+        starts = np.cumsum([0, *map(len, self.pieces)], dtype=np.int64)
+        return np.frombuffer(b"".join(self.pieces), np.uint8), starts
 
     def piece(self, token: int) -> bytes:
         """The bytes of one token; a special token's own text."""

@@ -408,7 +408,7 @@ class LlamaServerEngine:
             self._text, self._vocab.tokenize, text, add_special, parse_special
         )
 
-    async def detokenize(self, ids: Sequence[int]) -> bytes:
+    async def detokenize(self, ids: Sequence[int] | Ids) -> bytes:
         if self._vocab is None:
             return (await self.upstream.detokenize(ids)).encode()
         array = self._vocab.validate(np.asarray(ids, np.int32))

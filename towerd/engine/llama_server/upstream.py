@@ -119,7 +119,7 @@ class Upstream:
         reply = await self.post_big("/tokenize", body)
         return np.asarray(reply["tokens"], np.int32)
 
-    async def detokenize(self, ids: Sequence[int]) -> str:
+    async def detokenize(self, ids: Sequence[int] | Ids) -> str:
         """Ids to text; bytes that are not UTF-8 are replaced."""
         reply = await self.post_big("/detokenize", {"tokens": [int(i) for i in ids]})
         return str(reply["content"])

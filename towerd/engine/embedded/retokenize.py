@@ -1,0 +1,188 @@
+"""Tokenizing a prompt that goes on from one before it: only what is new.
+
+A client sends its whole chat every turn, and tokenizing it takes longer every turn. llama.cpp cuts
+a text at its special tokens first and tokenizes what is between them piece by piece, so the ids of
+two texts that begin alike are the same up to the last special token that both have there:
+
+    before   <s> Tim had a ball. <e> He was glad. <e> Why?
+    now      <s> Tim had a ball. <e> He was glad. <e> Where is it? <e> There.
+             [ ids that are known               ) [ text to be tokenized     )
+
+The texts themselves are compared, byte by byte. Where it is not certain that llama.cpp cuts at that
+place (special tokens that overlap, or that their neighbours would swallow) all is tokenized.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from functools import cached_property
+
+import llama_cpp.llama_cpp as lib
+import numpy as np
+import numpy.typing as npt
+
+from towerd.engine.base import Ids
+from towerd.engine.embedded.vocab import Vocab
+
+TEXT_BYTES_MIN = 4096
+"""Shorter texts are tokenized at once, in less than a millisecond."""
+TEXTS_MAX = 64
+BYTES_MAX = 32 << 20
+_SPECIAL = lib.LLAMA_TOKEN_ATTR_CONTROL | lib.LLAMA_TOKEN_ATTR_USER_DEFINED
+_SPECIAL |= lib.LLAMA_TOKEN_ATTR_UNKNOWN
+_PART_BYTES = 1 << 16
+_NO_IDS: Ids = np.zeros(0, np.int32)
+_CUT_BYTES_MIN = 3
+"""A special token to cut at has at least so many: none that text is full of."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Known:
+    """A text that was tokenized. `cuts`: of each special token in it, its text and where among the
+    ids it stands, one for each time that it stands in the text."""
+
+    text: bytes
+    ids: Ids
+    cuts: tuple[tuple[bytes, npt.NDArray[np.int64]], ...]
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.text) + self.ids.nbytes
+
+
+class Retokenizer:
+    """A vocabulary's tokenizer that remembers the last texts. Thread-safe."""
+
+    def __init__(self, vocab: Vocab, text_bytes_min: int = TEXT_BYTES_MIN) -> None:
+        self.n_bytes_tokenized = 0
+        self._vocab = vocab
+        self._text_bytes_min = text_bytes_min
+        self._known: OrderedDict[int, _Known] = OrderedDict()
+        """By number, the last used last."""
+        self._n_known = 0
+        self._nbytes = 0
+        self._lock = threading.Lock()
+
+    def tokenize(self, text: str, add_special: bool, parse_special: bool) -> Ids:
+        """As `Vocab.tokenize`, whose errors it raises."""
+        vocab = self._vocab
+        try:
+            data = text.encode()
+        except UnicodeEncodeError:  # which it says better
+            return vocab.tokenize(text, add_special, parse_special)
+        is_ended = add_special and vocab.add_eos  # what is known would end in the middle
+        if len(data) < self._text_bytes_min or not (add_special and parse_special) or is_ended:
+            self.n_bytes_tokenized += len(data)
+            return vocab.tokenize(text, add_special, parse_special)
+        number, start, ids = self._known_part(data)
+        self.n_bytes_tokenized += len(data) - start
+        if start:
+            ids = np.concatenate([ids, vocab.tokenize(data[start:], False, True)])
+        else:
+            ids = vocab.tokenize(text, True, True)
+        self._remember(_Known(data, ids, self._cuts(data, ids)), number)
+        return ids.copy()
+
+    def _known_part(self, data: bytes) -> tuple[int | None, int, Ids]:
+        """The number of the known text that `data` begins with, if it does; from where on `data` is
+        to be tokenized, and the ids of what is before that."""
+        with self._lock:
+            candidates = list(self._known.items())
+        begun: int | None = None
+        start, ids = 0, _NO_IDS
+        for number, known in candidates:
+            n = _common(known.text, data)
+            if n == len(known.text):
+                begun = number
+            at, i = _last_cut(known, n) if n > start else (0, 0)
+            if at > start and self._is_cut(known.text, at) and self._is_cut(data, at):
+                start, ids = at, known.ids[:i]
+        return begun, start, ids
+
+    def _remember(self, known: _Known, begun: int | None) -> None:
+        """Keep it, instead of the one that it goes on from."""
+        with self._lock:
+            before = self._known.pop(begun, None) if begun is not None else None
+            self._nbytes += known.nbytes - (0 if before is None else before.nbytes)
+            self._n_known += 1
+            self._known[self._n_known] = known
+            while len(self._known) > TEXTS_MAX or self._nbytes > BYTES_MAX:
+                self._nbytes -= self._known.popitem(last=False)[1].nbytes
+
+    def _cuts(self, data: bytes, ids: Ids) -> tuple[tuple[bytes, npt.NDArray[np.int64]], ...]:
+        found = []
+        vocab = self._vocab
+        for token in np.unique(ids[self._is_control[ids]]).tolist():
+            word = self._specials[token]
+            places = np.flatnonzero(ids == token)
+            if vocab.add_bos and token == vocab.bos_id:
+                places = places[1:]  # the first is not in the text
+            if len(places) == data.count(word):  # else some of them are something else
+                found.append((word, places))
+        return tuple(found)
+
+    def _is_cut(self, data: bytes, at: int) -> bool:
+        """Whether the special token that begins at `at` is met there, whatever surrounds it: no
+        other one overlaps it."""
+        first = max(0, at - self._special_bytes_max)
+        around = data[first : at + 2 * self._special_bytes_max]
+        at -= first
+        own = max((w for w in self._words if around.startswith(w, at)), key=len, default=b"")
+        end = at + len(own)
+        for word in self._words:
+            place = around.find(word)
+            while 0 <= place < end:
+                if place + len(word) > at and (place != at or word != own):
+                    return False
+                place = around.find(word, place + 1)
+        return bool(own)
+
+    @cached_property
+    def _specials(self) -> dict[int, bytes]:
+        """The text of every token that llama.cpp looks for before it tokenizes."""
+        vocab, attr = self._vocab, lib.llama_vocab_get_attr
+        each = (i for i in range(vocab.n_vocab) if attr(vocab.ptr, i) & _SPECIAL)
+        return {i: word for i in each if (word := lib.llama_vocab_get_text(vocab.ptr, i))}
+
+    @cached_property
+    def _words(self) -> tuple[bytes, ...]:
+        return tuple(set(self._specials.values()))
+
+    @cached_property
+    def _special_bytes_max(self) -> int:
+        return max(map(len, self._words), default=0)
+
+    @cached_property
+    def _is_control(self) -> npt.NDArray[np.bool_]:
+        """bool[n_vocab]: what a text can be cut at. Space at its ends could belong to others, which
+        may strip what is beside them."""
+        vocab, attr = self._vocab, lib.llama_vocab_get_attr
+        found = np.zeros(vocab.n_vocab, np.bool_)
+        for i, word in self._specials.items():
+            is_control = attr(vocab.ptr, i) & lib.LLAMA_TOKEN_ATTR_CONTROL
+            found[i] = is_control and len(word) >= _CUT_BYTES_MIN and word == word.strip()
+        return found
+
+
+def _last_cut(known: _Known, n: int) -> tuple[int, int]:
+    """Where the last special token that ends within the first `n` bytes begins, in the text and
+    among the ids; 0 if there is none."""
+    at, word, places = max(
+        ((known.text.rfind(word, 0, n), word, places) for word, places in known.cuts),
+        key=lambda cut: cut[0],
+        default=(-1, b"", np.zeros(0, np.int64)),
+    )
+    return (at, int(places[known.text.count(word, 0, at)])) if at > 0 else (0, 0)
+
+
+def _common(a: bytes, b: bytes) -> int:
+    """How many bytes two texts begin with in common; at once if they part early."""
+    for start in range(0, min(len(a), len(b)), _PART_BYTES):
+        of_a, of_b = a[start : start + _PART_BYTES], b[start : start + _PART_BYTES]
+        if of_a != of_b:
+            n = min(len(of_a), len(of_b))
+            differs = np.frombuffer(of_a, np.uint8, n) != np.frombuffer(of_b, np.uint8, n)
+            return start + (int(differs.argmax()) if differs.any() else n)
+    return min(len(a), len(b))
