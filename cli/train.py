@@ -90,7 +90,14 @@ def train() -> None:
               help="Tokens of the tokenizer.")  # fmt: skip
 @click.option("--tokenizer", type=FILE, metavar="FILE",
               help="GGUF whose tokenizer to take instead of learning one.")  # fmt: skip
-def mini(n_vocab: int, tokenizer: Path | None, as_json: bool, **given: Any) -> None:
+@click.option("--from", "start", type=FILE, metavar="FILE",
+              help="GGUF of an earlier run to go on from: its weights, sizes and tokenizer.")  # fmt: skip
+@click.option("--rope-base", "rope_freq_base", type=click.FloatRange(min=1, min_open=True),
+              default=10000.0, show_default=True,
+              help="RoPE's base; long contexts want a larger one.")  # fmt: skip
+def mini(
+    n_vocab: int, tokenizer: Path | None, start: Path | None, as_json: bool, **given: Any
+) -> None:
     """Train the mini model and its tokenizer, and write OUT/mini.gguf.
 
     Stopped by Ctrl-C it saves where it is; the same command with --resume goes on.
@@ -99,7 +106,7 @@ def mini(n_vocab: int, tokenizer: Path | None, as_json: bool, **given: Any) -> N
     from towerd.codec.train.course import train_mini
 
     with _Bar(quiet=as_json) as bar:
-        report = train_mini(course, n_vocab, tokenizer, bar)
+        report = train_mini(course, n_vocab, tokenizer, bar, start=start)
     _show(report, as_json)
 
 
@@ -157,7 +164,8 @@ def _course(given: dict[str, Any]) -> Course:
     from towerd.codec.train.schedule import Budget
     from towerd.codec.train.trainer import TrainConfig
 
-    sizes = {name: given.pop(name) for name in ("n_embd", "n_layer", "n_head", "n_ff", "n_ctx")}
+    names = ("n_embd", "n_layer", "n_head", "n_ff", "n_ctx", "rope_freq_base")
+    sizes = {name: given.pop(name) for name in names if name in given}
     budget = Budget(given.pop("steps"), given.pop("minutes"))
     names = ("seed", "batch", "micro_batch", "pause_file", "device", "precision")
     config = TrainConfig(budget, **{name: given.pop(name) for name in names})

@@ -25,6 +25,7 @@ from towerd.codec.train.network import NetworkShape, init_weights
 from towerd.codec.train.progress import Progress, Status
 from towerd.codec.train.records import Dataset, read_dataset
 from towerd.codec.train.run import Run
+from towerd.codec.train.start import Start
 from towerd.codec.train.teacher import Teacher, TeacherForm
 from towerd.codec.train.trainer import Fresh, TrainConfig, Trainer
 from towerd.models.vocabulary import Vocabulary, from_gguf
@@ -52,15 +53,25 @@ def train_mini(
     n_vocab: int,
     tokenizer: Path | None = None,
     progress: Progress | None = None,
+    *,
+    start: Path | None = None,
 ) -> dict[str, Any]:
     """Train the mini model and write mini.gguf; returns the report. Its tokenizer is that of the
-    GGUF `tokenizer`, or a new one of `n_vocab` tokens. Raises TrainError."""
+    GGUF `tokenizer`, or a new one of `n_vocab` tokens. With `start` it begins with that GGUF's
+    weights, sizes and tokenizer; context and RoPE base are the course's. Raises TrainError."""
+    given = None if start is None else Start(start)
     run, data, manifest = begin(course)
-    bpe: Bpe = tokenizer_of(run.folder / "tokenizer.json", data, manifest, n_vocab, tokenizer)
+    path = run.folder / "tokenizer.json"
+    bpe: Bpe = tokenizer_of(path, data, manifest, n_vocab, start or tokenizer)
     corpus = make_corpus(course, data, manifest, MiniForm(bpe), progress)
     shape = replace(course.shape, n_vocab=len(bpe))
+    fresh: Fresh = init_weights
+    if given is not None:
+        rope = course.shape.rope_freq_base
+        shape = replace(given.shape, n_ctx=course.shape.n_ctx, rope_freq_base=rope)
+        fresh = given.weights
     lesson = TextLesson(Windows(corpus, shape.n_ctx, course.config.seed))
-    trainer = make_trainer(course, run, shape, MiniForm(bpe), lesson, corpus)
+    trainer = make_trainer(course, run, shape, MiniForm(bpe), lesson, corpus, fresh)
     trainer.train(note_steps(trainer, progress))
     card = Card("towerd-mini", "Language model of chat text, made by towerctl train mini",
                 licence_of(manifest, corpus), {})  # fmt: skip

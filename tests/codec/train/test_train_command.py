@@ -16,9 +16,12 @@ from train_world import write_records
 
 from towerd.cli import train as module
 from towerd.cli.main import towerctl
+from towerd.codec.prior.file import PATH as prior_file
 from towerd.codec.train.checkpoint import Checkpoint
+from towerd.codec.train.start import Start
 from towerd.codec.train.teacher import Teacher
 from towerd.codec.vocabulary import GgufVocabulary
+from towerd.models.bundled import bundled_model
 
 SMALL = ("--embd", "16", "--layers", "1", "--heads", "1", "--ff", "16", "--ctx", "32",
          "--batch", "2", "--micro-batch", "2", "--threads", "1", "--eval-tokens", "64")  # fmt: skip
@@ -52,6 +55,47 @@ def test_mini(tmp_path: Path, data_folder: Path, manifest_file: Path) -> None:
     )
     assert again.returncode == 0, again.stderr
     _check_result(out, json.loads(again.stdout), step + 3)
+
+
+def test_mini_goes_on_from_a_file(tmp_path: Path, data_folder: Path, manifest_file: Path) -> None:
+    """Weights, sizes and tokenizer are the file's, context and RoPE base what is asked for; after
+    one step of warm-up it is still nearly the model it began as."""
+    args = ["--data", str(data_folder), "--manifest", str(manifest_file), "--threads", "1",
+            "--batch", "2", "--micro-batch", "2", "--eval-tokens", "400"]  # fmt: skip
+    sizes = ["--vocab-size", "400", "--embd", "16", "--layers", "1", "--heads", "1", "--ff", "16"]
+    first, second = tmp_path / "first", tmp_path / "second"
+    begun = run_mini([*args, *sizes, "--ctx", "32", "--out", str(first), "--steps", "60"])
+    more = ["--from", str(first / "mini.gguf"), "--ctx", "64", "--rope-base", "50000"]
+    gone_on = run_mini([*args, *more, "--out", str(second), "--steps", "1"])
+    assert gone_on["n_vocab"] == 400
+    assert gone_on["parameters"] == begun["parameters"]
+    assert gone_on["tokens"] == 2 * 64
+    assert gone_on["bits_per_byte"]["all"] == pytest.approx(begun["bits_per_byte"]["all"], rel=0.02)
+    shape = Start(second / "mini.gguf").shape
+    assert (shape.n_ctx, shape.rope_freq_base, shape.n_embd) == (64, 50000, 16)
+
+
+def run_mini(args: list[str]) -> dict[str, Any]:
+    result = CliRunner().invoke(towerctl, ["train", "mini", *args, "--json"])
+    assert result.exit_code == 0, result.output
+    report: dict[str, Any] = json.loads(result.stdout)
+    return report
+
+
+@pytest.mark.parametrize("kind", ["table", "text", "missing", "stories"])
+def test_what_no_run_can_go_on_from(
+    tmp_path: Path, data_folder: Path, manifest_file: Path, kind: str
+) -> None:
+    """Another GGUF, another model, no GGUF, no file: one sentence, and no run begun."""
+    files = {"table": prior_file, "text": manifest_file, "missing": tmp_path / "none.gguf",
+             "stories": bundled_model()}  # fmt: skip
+    out = tmp_path / "out"
+    args = ["--data", str(data_folder), "--out", str(out), "--manifest", str(manifest_file),
+            "--steps", "1", "--from", str(files[kind])]  # fmt: skip
+    result = CliRunner().invoke(towerctl, ["train", "mini", *args])
+    assert result.exit_code == 1
+    assert "is not a model" in result.output
+    assert not out.exists()
 
 
 def _check_result(out: Path, report: dict[str, Any], steps: int) -> None:
