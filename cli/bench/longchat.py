@@ -23,6 +23,8 @@ from towerd.models.bundled import bundled_model, retrieval_model
 from towerd.models.random_gguf import PRESETS
 from towerd.retention import NAMES, retention_config
 from towerd.retention.base import RetentionConfig, View
+from towerd.retention.buzz import BuzzConfig, threshold_per_window
+from towerd.retention.choice import SINK_DEFAULT
 from towerd.retention.factory import open_retention
 
 if TYPE_CHECKING:
@@ -35,6 +37,8 @@ BUDGETS = (50, 100, 200, 400)
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
 RETRIEVAL_BUDGETS = (64, 128, 256)
 RETRIEVAL_TOKENS = (1024, 2048)
+WAYS = ("buzz", "buzz_mean", "buzz_after")
+"""What BUZZ's live tokens are counted by: the most, their mean, those left after an eviction."""
 TEXT_TOKENS_MAX = 2048
 STEPS_PER_BUDGET = 8
 """Room is made for an eighth of the budget at a time, so that a policy is asked that rarely."""
@@ -139,10 +143,19 @@ def budget_of_same_mean(budget: int, n: int) -> int:
     return budget + bisect.bisect_left(larger, wanted, key=lambda b: mean_live("buzz", b, n))
 
 
+def buzz_after(live: int) -> tuple[BuzzConfig, int]:
+    """BUZZ that has about `live` tokens left after an eviction, which is its sink and twice its
+    window ("post-eviction cache size" in section 4.1), and the most that are ever live then."""
+    window = max(1, (live - SINK_DEFAULT) // 2)
+    stride = BuzzConfig().stride
+    config = BuzzConfig(window=window, threshold=round(threshold_per_window(stride) * window))
+    return config, config.budget + step_of(config.budget + step_of(config.budget))
+
+
 def _perplexity(
     report: LongchatReport, llama: Llama, windows: Mapping[str, Ids], quick: bool
 ) -> None:
-    worst = {(way, rival): 0.0 for way in ("buzz", "buzz_mean") for rival in ("h2o", "streaming")}
+    worst = {(way, rival): 0.0 for way in WAYS for rival in ("h2o", "streaming")}
     jobs = list(_budgets(windows, quick))
     by_head_at = 100
     n_runs = len(jobs) * len(POLICIES) + len(windows) * len(POLICIES)
@@ -159,12 +172,17 @@ def _perplexity(
                 row[policy] = found / full[name]
                 bar.advance(task)
             wide = budget_of_same_mean(budget, ids.shape[1])
-            row["buzz_mean"] = (
-                _perplexity_of(llama, ids, config_for("buzz", wide), wide) / full[name]
-            )
+            after, most = buzz_after(budget)
+            for way, config, n_max in (
+                ("buzz_mean", config_for("buzz", wide), wide), ("buzz_after", after, most)
+            ):  # fmt: skip
+                row[way] = None
+                if n_max < ids.shape[1]:
+                    row[way] = _perplexity_of(llama, ids, config, n_max) / full[name]
             report.perplexity.append(row)
             for way, rival in worst:
-                worst[way, rival] = max(worst[way, rival], row[way] / row[rival])
+                if row[way] is not None:
+                    worst[way, rival] = max(worst[way, rival], row[way] / row[rival])
         for name, ids in windows.items():
             row = {"text": name, "live": by_head_at}
             for policy in POLICIES:
@@ -174,6 +192,8 @@ def _perplexity(
                 bar.advance(task)
             report.by_head.append(row)
     for (way, rival), ratio in worst.items():
+        if not ratio:
+            continue  # nothing was ever evicted
         report.figures[f"{way}_vs_{rival}_ppl"] = ratio
     for rival in ("h2o", "streaming"):
         report.target(f"buzz_vs_{rival}_ppl", most=1.0)

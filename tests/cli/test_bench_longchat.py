@@ -16,6 +16,8 @@ from towerd.cli.bench import longchat_recall, longchat_texts
 from towerd.cli.bench.longchat_recall import TOP, recalls
 from towerd.errors import ConfigError
 from towerd.models.bundled import bundled_model
+from towerd.retention.base import View
+from towerd.retention.factory import open_retention
 
 torch = pytest.importorskip("torch")
 
@@ -72,6 +74,22 @@ def test_budgets_of_the_same_mean() -> None:
         longchat.mean_live("buzz", wide - 1, 512) < wanted <= longchat.mean_live("buzz", wide, 512)
     )
     assert longchat.budget_of_same_mean(100, 100) == 100
+
+
+@pytest.mark.parametrize("live", [50, 100, 400])
+def test_buzz_by_what_an_eviction_leaves(live: int) -> None:
+    """In the long run about as many as are asked for, and never more than the most."""
+    config, most = longchat.buzz_after(live)
+    policy, step = open_retention(config), longchat.step_of(most)
+    stay, left = np.empty(0, np.int64), []
+    for first in range(0, 20 * most, step):
+        if len(stay) + step > most:
+            view = View(stay, first, mass=np.zeros(len(stay), np.float32))
+            stay = policy.keep(view, most - step)
+            left.append(len(stay))
+        stay = np.concatenate([stay, np.arange(first, first + step)])
+        assert len(stay) <= most
+    assert np.mean(left[2:]) == pytest.approx(live, rel=0.1)
 
 
 def write(path: Path, records: list[Any]) -> Path:
@@ -148,6 +166,8 @@ def test_a_quick_run(
     for key in ("buzz_vs_h2o_ppl", "buzz_vs_streaming_ppl", "buzz_mean_vs_h2o_ppl",
                 "icecache_recall_vs_sequential", "icecache_recall_vs_ranked", "index_overhead"):  # fmt: skip
         assert line[key] > 0
+    assert all(row["buzz_after"] is None for row in line["perplexity"])
+    assert "buzz_after_vs_h2o_ppl" not in line
     assert {row["text"] for row in line["perplexity"]} == {"sample.txt", "meetings.jsonl.zst"}
     assert all(row["buzz"] > 0.5 for row in line["perplexity"])
     tasks = {(row["task"], row["live"]) for row in line["retrieval"]}
