@@ -83,9 +83,9 @@ class _Kernels(_RowKernels, Protocol):
 
 def available() -> tuple[str, ...]:
     """What TOWERD_KERNELS may be on this machine, best first; `reference` is always the last."""
-    native = _native()
-    names = tuple(native.available()) if native else ()
-    return (*(("metal",) if native and _metal() else ()), *names, "reference")
+    built = native()
+    names = tuple(built.available()) if built else ()
+    return (*(("metal",) if built and _metal() else ()), *names, "reference")
 
 
 def name() -> str:
@@ -96,7 +96,8 @@ def name() -> str:
 
 
 @functools.cache
-def _native() -> Any:
+def native() -> Any:
+    """The C++ module, or None where it is not built."""
     try:
         return importlib.import_module("towerd.kernels._native")
     except ImportError as error:
@@ -118,18 +119,18 @@ def _load(choice: str) -> tuple[str, _Kernels, _RowKernels]:
     """(name, kernels, those that run on the GPU if one is chosen)."""
     if choice and choice not in CHOICES:
         raise ValueError(f"{ENV}={choice}: expected one of {', '.join(CHOICES)}")
-    native = _native()
-    if choice == "metal" and (native is None or _metal() is None):
+    built = native()
+    if choice == "metal" and (built is None or _metal() is None):
         raise ValueError(f"{ENV}=metal: needs an Apple GPU, mlx and the built C++ kernels")
-    if choice == "reference" or (native is None and not choice):
+    if choice == "reference" or (built is None and not choice):
         reference = cast(_Kernels, importlib.import_module("towerd.kernels.reference"))
         return "reference", reference, reference
-    names = native.available() if native else []
+    names = built.available() if built else []
     best = names[0] if choice in ("", "metal") else choice
     if best not in names:
         found = ", ".join(available())
         raise ValueError(f"{ENV}={choice}: not on this machine, which has {found}")
-    kernels = cast(_Kernels, native.Kernels(best))
+    kernels = cast(_Kernels, built.Kernels(best))
     if choice == "metal":
         return choice, kernels, cast(_RowKernels, _metal())
     return best, kernels, kernels

@@ -5,13 +5,12 @@ TOWERD_KERNELS=reference forces the one in Python; both give the same numbers.""
 from __future__ import annotations
 
 import functools
-import importlib
 import os
 from collections.abc import Callable
 from typing import TypeAlias
 
 from towerd.kernels import reference_gittins
-from towerd.kernels.dispatch import ENV
+from towerd.kernels.dispatch import ENV, native
 from towerd.kernels.reference_gittins import Table
 
 __all__ = ["Table", "gittins"]
@@ -25,12 +24,6 @@ def gittins(chances: Table, widths: Table) -> Table:
 
 @functools.cache
 def _kernel(choice: str) -> _Kernel:
-    if choice != "reference":
-        try:
-            native = importlib.import_module("towerd.kernels._native")
-        except ImportError:
-            pass
-        else:
-            kernel: _Kernel = native.gittins
-            return kernel
-    return reference_gittins.gittins
+    built = None if choice == "reference" else native()
+    kernel: _Kernel = reference_gittins.gittins if built is None else built.gittins
+    return kernel

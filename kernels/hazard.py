@@ -5,13 +5,12 @@ TOWERD_KERNELS=reference forces the one in numpy; both give the same numbers up 
 from __future__ import annotations
 
 import functools
-import importlib
 import os
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from towerd.kernels import reference_hazard
-from towerd.kernels.dispatch import ENV
+from towerd.kernels.dispatch import ENV, native
 from towerd.kernels.reference_hazard import Table, Weights
 
 __all__ = ["Table", "Weights", "chances"]
@@ -25,13 +24,9 @@ def chances(weights: Weights, x: Table, of: Sequence[int]) -> Table:
 
 @functools.cache
 def _kernel(choice: str) -> _Kernel:
-    if choice != "reference":
-        try:
-            native = importlib.import_module("towerd.kernels._native")
-        except ImportError:
-            pass
-        else:
-            compute: Callable[[Table, Table, Table, Table, Table, Sequence[int]], Table]
-            compute = native.hazard_chances
-            return lambda w, x, of: compute(w.w1, w.b1, w.correction, w.logits, x, of)
-    return reference_hazard.chances
+    built = None if choice == "reference" else native()
+    if built is None:
+        return reference_hazard.chances
+    compute: Callable[[Table, Table, Table, Table, Table, Sequence[int]], Table]
+    compute = built.hazard_chances
+    return lambda w, x, of: compute(w.w1, w.b1, w.correction, w.logits, x, of)
