@@ -30,7 +30,8 @@ test: lint ## Format check, lint, type check, tests
 bench: setup ## Run one benchmark: NAME=resume|switch|store|concurrency ARGS=--quick
 	@$(BIN)/towerctl bench $(NAME) $(ARGS)
 
-fuzz: ## Fuzz the C++ kernels under sanitizers for ten minutes; FUZZ_SECONDS=60 for less
+fuzz: setup ## New examples for every property, then the C++ kernels under sanitizers for ten minutes; FUZZ_SECONDS=60 for less
+	$(BIN)/pytest -m hypothesis --hypothesis-profile=explore $(ARGS)
 	$(MAKE) -C tests/kernels/fuzz run SECONDS=$(or $(FUZZ_SECONDS),600)
 
 clean: ## Remove build outputs and caches, but not .venv

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from towerd.api import bigjson
@@ -46,8 +46,10 @@ def test_as_json_has_it(value: Any, padding: int, ascii_only: bool) -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(value=VALUES, cut=st.floats(0, 1))
+@given(value=VALUES, cut=st.floats(0, 1, exclude_max=True))
+@example(value=[], cut=1 - 2**-53)
 def test_cut_off_bodies_are_refused(value: Any, cut: float) -> None:
+    """At least the last bracket is missing."""
     data = json.dumps([value, "x" * 3000]).encode()
     with pytest.raises(InvalidRequest):
         bigjson.decode(data[: int(cut * len(data))] or b"[")
