@@ -29,6 +29,17 @@ def hazard_chances(
 ) -> npt.NDArray[np.float64]:
     """Chances of return by bin; the contract is in towerd.kernels.reference_hazard."""
 
+def relay(
+    up: int,
+    down: int,
+    cancel: int,
+    goes_on: Sequence[bytes],
+    ends: Sequence[bytes],
+    bytes_max: int,
+    is_chunked: bool,
+) -> tuple[bytes, bytes, bytes]:
+    """Passes a stream of events on; the contract is in towerd.kernels.reference_relay."""
+
 # Arguments are checked in C++: any buffer of the right shape and format is taken.
 class Kernels:
     """All kernels for one instruction set. ValueError if it is not available."""

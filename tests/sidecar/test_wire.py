@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -206,39 +208,82 @@ def test_a_reply_waits_for_its_reader(runner: asyncio.Runner) -> None:
     runner.run(run())
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     pieces=st.lists(st.binary(min_size=1, max_size=40), min_size=1, max_size=12),
-    taken=st.lists(st.booleans(), min_size=1, max_size=12),
-    pauses=st.lists(st.booleans(), min_size=1, max_size=12),
+    cuts=st.lists(st.integers(1, 50), min_size=1, max_size=12),
+    n_taken=st.lists(st.integers(0, 30), min_size=1, max_size=12),
 )
-def test_a_relay_and_a_reader_have_it_all_in_order(
-    pieces: list[bytes], taken: list[bool], pauses: list[bool]
+def test_a_borrower_and_a_reader_have_it_all_in_order(
+    pieces: list[bytes], cuts: list[int], n_taken: list[int]
 ) -> None:
-    """Whatever the relay takes and leaves, and however busy the reader is in between."""
+    """However it arrives, and whatever whole chunks someone reads who borrows the connection."""
     found: list[bytes] = []
-    offers = iter(taken * 100)
-    busy = iter(pauses * 100)
-
-    def relay(data: bytes) -> bool:
-        if is_taken := next(offers):
-            found.append(data)
-        return is_taken
+    chunks = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
+    left = chunks + b"0\r\n\r\n"
+    parts = []
+    for cut in cuts:
+        parts.append(left[:cut])
+        left = left[cut:]
 
     async def run() -> None:
         head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
-        chunks = [b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces]
-        async with serving(saying(head, *chunks, b"0\r\n\r\n")) as url:
+        async with serving(saying(head, *parts, left)) as url:
             reply = await send(url, "GET", "/", {})
-            reply.relay = relay
-            while data := await reply.read(16):
+            wanted = iter(n_taken * 50)
+            while data := await reply.read(1 << 20):
                 found.append(data)
-                if next(busy):
+                borrowed = reply.lend()
+                if borrowed is not None:
                     await asyncio.sleep(0.001)
+                    reply.take_back(whole_chunks(borrowed, next(wanted), found))
             reply.close()
 
     asyncio.run(run())
     assert b"".join(found) == b"".join(pieces)
+
+
+def whole_chunks(borrowed: int, n_bytes: int, found: list[bytes]) -> bytes:
+    """Read some of what has arrived, keep its whole chunks, and say what is left."""
+    try:
+        raw = os.read(borrowed, n_bytes) if n_bytes else b""
+    except BlockingIOError:
+        raw = b""
+    finally:
+        os.close(borrowed)
+    while (line := re.match(rb"([0-9a-f]+)\r\n", raw)) and int(line[1], 16):
+        end = line.end() + int(line[1], 16)
+        if len(raw) < end + 2:
+            break
+        found.append(raw[line.end() : end])
+        raw = raw[end + 2 :]
+    return raw
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        (b"Content-Length: 9\r\n\r\nabc", b"abc"),
+        (b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n3\r\nd", b"abcd"),
+        (b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n3\r\n", b"abc"),
+        (b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n3", b"abc"),
+        (b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc", b"abc"),
+        (b"Transfer-Encoding: chunked\r\n\r\n6\r\nabcdef\r\n", b"abc"),
+        (b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n", b"abc"),
+    ],
+    ids=["length", "inside", "size", "size in part", "no end", "unread", "over"],
+)
+def test_what_is_not_lent(runner: asyncio.Runner, text: bytes, read: bytes) -> None:
+    """A connection that is not between two chunks, or of which something is still to be read."""
+
+    async def run() -> None:
+        async with serving(saying(b"HTTP/1.1 200 OK\r\n" + text)) as url:
+            reply = await send(url, "GET", "/", {})
+            assert await reply.read(len(read)) == read
+            assert reply.lend() is None
+            reply.close()
+
+    runner.run(run())
 
 
 def test_closing_tells_the_other_end(runner: asyncio.Runner) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Iterator
 from contextlib import suppress
-from functools import partial
 from urllib.parse import quote
 
 from aiohttp import web
@@ -58,6 +58,7 @@ class Exchange:
         self._splitter = EventSplitter()
         self._reply: Reply | None = None
         self._settling: Settling | None = None
+        self._relay: Relay | None = None
         self._session = ""
         self._started = False
         self._recording: asyncio.Task[None] | None = None
@@ -147,11 +148,13 @@ class Exchange:
         response.headers.popall("Content-Length", None)
         await response.prepare(request)  # the head leaves: its client reads it while it waits
         last: list[bytes] = []
-        take = partial(self._take, last=last)
-        reply.relay = Relay(request, response, take).pass_on
+        relay = self._relay = Relay(request, response, reply, self._plan.dialect, self._see)
+        relays = request.app[LINK].relays
         try:
             while chunk := await read(reply, EVENT_BYTES_MAX):
-                await write_or_stall(request, response, take(chunk))
+                await write_or_stall(request, response, self._take(chunk, last))
+                while not last and not self._splitter.rest() and await relay.pass_on(relays):
+                    pass
             last.append(self._splitter.rest())
             if not self._watch.is_over and not self._plan.hides_end:
                 raise Unavailable(LOST)
@@ -160,8 +163,6 @@ class Exchange:
             self._engine.notice(error)
             await self._keep()
             last = [self._error_event(error)]
-        finally:
-            reply.relay = None
         await self._leave()  # who has seen the end may ask again at once, and get this slot
         await write_or_stall(request, response, b"".join(last))
         await response.write_eof()
@@ -173,12 +174,21 @@ class Exchange:
         watch = self._watch
         ready: list[bytes] = []
         self._note_start()
-        for event in self._splitter.feed(chunk):
-            data = event_data(event)
-            if data:
-                watch.see(data)
+        for event in self._events(chunk):
             (last if watch.is_over else ready).append(event)
         return b"".join(ready)
+
+    def _events(self, chunk: bytes) -> Iterator[bytes]:
+        """Those that `chunk` completes, each when it was looked at."""
+        for event in self._splitter.feed(chunk):
+            if data := event_data(event):
+                self._watch.see(data)
+            yield event
+
+    def _see(self, passed: bytes) -> None:
+        """These events went out."""
+        for _ in self._events(passed):
+            pass
 
     def _note_start(self) -> None:
         """The first part is on its way."""
@@ -240,6 +250,11 @@ class Exchange:
         finish = Finish(stop, "", tuple(watch.ids), n_tokens, timings, self._reuse)
         self._request.app[METRICS].finished(finish)
 
+    async def _end_relay(self) -> None:
+        """What it passed on is known then, and the rest is for `read`."""
+        if self._relay is not None:
+            await self._relay.end()
+
     def _goes_on(self) -> bool:
         reply = self._reply
         return self.is_resumable and reply is not None and not reply.closed
@@ -247,6 +262,7 @@ class Exchange:
     async def _drain(self) -> None:
         """Nobody listens any more, but llama-server goes on: follow it to its end."""
         assert self._reply is not None
+        await self._end_relay()
         last: list[bytes] = []
         with self._request.app[LINK].unattended() as leaving:
             ending = asyncio.create_task(self._end_when(leaving))
@@ -271,6 +287,7 @@ class Exchange:
 
     async def _abandon(self) -> None:
         """End the request at llama-server and record what was generated."""
+        await self._end_relay()
         if self._reply is not None:
             self._reply.close()
         try:

@@ -11,6 +11,7 @@ from typing import Any, Protocol, cast
 from aiohttp import web
 
 from towerd.api.keys import service_of
+from towerd.api.proxy_relay import Relays
 from towerd.engine.base import Engine, Ids, Reuse
 from towerd.engine.llama_server.spoken import Answered, Spoken
 from towerd.engine.llama_server.wire import Body, Lost, NotHttp, Reply, send
@@ -163,6 +164,7 @@ class Link:
         self._tasks: set[asyncio.Task[None]] = set()
         self._unattended: set[asyncio.Event] = set()
         self._is_closing = False
+        self.relays = Relays()
 
     async def run(self, app: web.Application) -> AsyncIterator[None]:
         """For `app.cleanup_ctx`."""
@@ -172,6 +174,7 @@ class Link:
             leaving.set()
         while self._tasks:
             await asyncio.wait(self._tasks)
+        self.relays.close()
 
     @contextmanager
     def unattended(self) -> Iterator[asyncio.Event]:

@@ -1,35 +1,136 @@
-"""A stream's events on their way to the client, from one callback of the event loop.
+"""A stream's events on their way to the client, past the interpreter.
 
 Where all cores decode, whatever is computed between two tokens delays the next one, and little of
-it is still in the caches. So what arrives is written at once, without waking the request's task,
-unless the client is slow: then the task waits for it.
+it is still in the caches. So events that say no more than that the reply goes on pass from socket
+to socket in a thread (`towerd.kernels.relay`); they are looked at when the thread comes back, with
+the first event that says more.
 """
 
 from __future__ import annotations
 
+import asyncio
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
 
 from aiohttp import hdrs, web
 
-from towerd.api.sse import is_keeping_up
+from towerd.api.proxy_watch import Dialect
+from towerd.engine.llama_server.wire import Reply, own_descriptor
+from towerd.kernels.relay import Marks, Relayed, relay
+
+PASSED_BYTES_MAX = 32 * 1024
+"""Before it is looked at: a hundred events, each taken apart in one step of the event loop."""
+IN_VAIN_MAX = 8
+"""Times in a row that the thread came back with nothing, after which it is not asked again."""
+RELAYS_MAX = 64
+_OPENAI = Marks((b'"finish_reason":null',), (b'"finish_reason":"', b'"error":'))
+_MARKS = {
+    Dialect.NATIVE: Marks((b'"stop":false',), (b'"stop":true', b'"error":')),
+    Dialect.COMPLETION: _OPENAI,
+    Dialect.CHAT: _OPENAI,
+    Dialect.RESPONSES: Marks((b'"type":"response.output_text.delta"',), (b'"error":',)),
+    Dialect.MESSAGES: Marks((b'"type":"content_block_delta"',), (b'"error":',)),
+}
+
+
+class Relays:
+    """Threads for as many streams at once as `RELAYS_MAX`."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(RELAYS_MAX, "towerd-relay")
+        self._n_busy = 0
+
+    @property
+    def has_room(self) -> bool:
+        return self._n_busy < RELAYS_MAX
+
+    async def run(self, work: Callable[[], Relayed]) -> Relayed:
+        """In a thread; while there is room, at once."""
+        self._n_busy += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        finally:
+            self._n_busy -= 1
+
+    def close(self) -> None:
+        """When all have ended."""
+        self._threads.shutdown()
 
 
 class Relay:
-    """Writes to a prepared response; for `Reply.relay`."""
+    """Of one reply to one prepared response. `pass_on` between two reads; `end` it if that was
+    cancelled."""
 
     def __init__(
-        self, request: web.Request, response: web.StreamResponse, take: Callable[[bytes], bytes]
+        self,
+        request: web.Request,
+        response: web.StreamResponse,
+        reply: Reply,
+        dialect: Dialect,
+        see: Callable[[bytes], None],
     ) -> None:
-        """take: what may go out, of what arrived"""
+        """see: told what went out"""
         self._request = request
-        self._take = take
-        self._is_chunked = response.headers.get(hdrs.TRANSFER_ENCODING) == "chunked"
+        self._reply = reply
+        self._see = see
+        self._pass = partial(
+            relay,
+            marks=_MARKS[dialect],
+            bytes_max=PASSED_BYTES_MAX,
+            is_chunked=response.headers.get(hdrs.TRANSFER_ENCODING) == "chunked",
+        )
+        self._passing: asyncio.Task[bool] | None = None
+        self._stop = ExitStack()
+        """What ends the thread's work, closed."""
+        self._n_in_vain = 0
 
-    def pass_on(self, data: bytes) -> bool:
-        """Take `data` and write what may go out; False: the task is to do it."""
-        transport = self._request.transport
-        if transport is None or transport.is_closing() or not is_keeping_up(transport, data):
+    async def pass_on(self, relays: Relays) -> bool:
+        """Let pass what may, but not for ever, and whether anything did; the rest is for
+        `Reply.read` then."""
+        if self._n_in_vain >= IN_VAIN_MAX or not relays.has_room:
             return False
-        if ready := self._take(data):
-            transport.write(b"%x\r\n%b\r\n" % (len(ready), ready) if self._is_chunked else ready)
-        return True
+        await asyncio.sleep(0)  # what was written leaves at the end of a round of the loop
+        transport = self._request.transport
+        if transport is None or transport.get_write_buffer_size():
+            return False
+        self._passing = asyncio.create_task(self._run(relays, transport))
+        return await asyncio.shield(self._passing)
+
+    async def end(self) -> None:
+        """The client left."""
+        self._stop.close()
+        if self._passing is not None:
+            await asyncio.wait((self._passing,))
+
+    async def _run(self, relays: Relays, transport: asyncio.Transport) -> bool:
+        with ExitStack() as ours, self._stop:
+            ends = self._open(ours, transport)
+            if ends is None:
+                return False
+            found = await relays.run(partial(self._pass, *ends))
+        self._n_in_vain = 0 if found.passed else self._n_in_vain + 1
+        if found.passed:
+            self._see(found.passed)
+        if found.unsent and not transport.is_closing():
+            transport.write(found.unsent)
+        self._reply.take_back(found.rest)
+        return bool(found.passed)
+
+    def _open(self, ours: ExitStack, transport: asyncio.Transport) -> tuple[int, int, int] | None:
+        """Descriptors of both connections and of what ends the work; None if one cannot be had."""
+        try:
+            stopped, stop = os.pipe()
+            ours.callback(os.close, stopped)
+            self._stop.callback(os.close, stop)
+            if (down := own_descriptor(transport)) is None:
+                return None
+            ours.callback(os.close, down)
+            if (up := self._reply.lend()) is None:
+                return None
+        except OSError:  # the process has as many as it may
+            return None
+        ours.callback(os.close, up)
+        return up, down, stopped

@@ -10,8 +10,9 @@ An idle connection would occupy one of llama-server's few HTTP threads, so none 
 from __future__ import annotations
 
 import asyncio
+import os
 import ssl
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TypeAlias, cast
@@ -141,8 +142,6 @@ class Reply(asyncio.Protocol):
         self.status = 0
         self.reason = ""
         self.headers = CIMultiDict[str]()
-        self.relay: Callable[[bytes], bool] | None = None
-        """Offered what arrives of the body while someone waits in `read`; False: `read` has it."""
         self._method = method
         self._loop = loop
         self._parser = HttpResponseParser(self)
@@ -157,6 +156,7 @@ class Reply(asyncio.Protocol):
         self._is_complete = False
         self._is_lost = False
         self._is_paused = False
+        self._is_between_chunks = False
         self._error: Lost | NotHttp | None = None
 
     @property
@@ -227,6 +227,25 @@ class Reply(asyncio.Protocol):
             pieces.append(piece)
         return b"".join(pieces)
 
+    def lend(self) -> int | None:
+        """A descriptor of the connection, to be closed, from which someone else may read whole
+        chunks until `take_back`; None where that cannot be: only in plain HTTP, between two
+        chunks, with nothing left to `read`."""
+        transport = self._transport
+        if transport is None or self.closed or self._buffer or not self._is_between_chunks:
+            return None
+        if (descriptor := own_descriptor(transport)) is not None:
+            transport.pause_reading()
+        return descriptor
+
+    def take_back(self, rest: bytes) -> None:
+        """Go on reading, with what was read of a chunk that nobody took first."""
+        if rest:
+            self.data_received(rest)
+        if not self.closed and not self._is_paused:
+            assert self._transport is not None
+            self._transport.resume_reading()
+
     def close(self) -> None:
         """Nobody wants the rest."""
         if self._upload is not None:
@@ -295,18 +314,8 @@ class Reply(asyncio.Protocol):
         except (HttpParserError, HttpParserUpgrade) as error:
             if not self._is_complete:
                 self._fail(NotHttp(str(error)))
-        if not self._hand_on() or self.closed:
-            self._wake()
-
-    def _hand_on(self) -> bool:
-        """Let the relay have what has arrived, if `read` is waiting for it; whether it took it."""
-        waiter = self._waiter
-        if self.relay is None or waiter is None or waiter.done():
-            return False
-        if self._buffer and not self.relay(bytes(self._buffer)):
-            return False
-        self._buffer.clear()
-        return True
+        self._is_between_chunks &= data.endswith(b"\r\n")  # nothing of the next one's size
+        self._wake()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._is_lost = True
@@ -359,11 +368,26 @@ class Reply(asyncio.Protocol):
             self._is_paused = True
             self._transport.pause_reading()
 
+    def on_chunk_header(self) -> None:
+        self._is_between_chunks = False
+
+    def on_chunk_complete(self) -> None:
+        self._is_between_chunks = True
+
     def on_message_complete(self) -> None:
         if self._has_head and not self._is_complete:
             self._is_complete = True
             assert self._transport is not None
             self._transport.close()
+
+
+def own_descriptor(transport: asyncio.BaseTransport) -> int | None:
+    """A second descriptor, to be closed, of a plain connection; None if what passes on it is
+    encrypted, or it is closing."""
+    socket = transport.get_extra_info("socket")
+    if socket is None or transport.is_closing() or transport.get_extra_info("sslcontext"):
+        return None
+    return os.dup(socket.fileno())
 
 
 async def _pieces(body: bytes | bytearray) -> AsyncIterator[bytes]:
