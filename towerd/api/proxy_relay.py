@@ -90,13 +90,16 @@ class Relay:
     async def pass_on(self, relays: Relays) -> bool:
         """Let pass what may, but not for ever, and whether anything did; the rest is for
         `Reply.read` then."""
-        if self._n_in_vain >= IN_VAIN_MAX or not relays.has_room:
-            return False
-        await asyncio.sleep(0)  # what was written leaves at the end of a round of the loop
         transport = self._request.transport
-        if transport is None or transport.get_write_buffer_size():
+        if self._n_in_vain >= IN_VAIN_MAX or not relays.has_room or transport is None:
             return False
-        self._passing = asyncio.create_task(self._run(relays, transport))
+        with ExitStack() as ours:
+            ends = self._open(ours, transport)
+            if ends is None:
+                self._stop.close()
+                return False
+            work = self._run(relays, transport, ends, ours.pop_all())
+        self._passing = asyncio.create_task(work)
         return await asyncio.shield(self._passing)
 
     async def end(self) -> None:
@@ -104,20 +107,6 @@ class Relay:
         self._stop.close()
         if self._passing is not None:
             await asyncio.wait((self._passing,))
-
-    async def _run(self, relays: Relays, transport: asyncio.Transport) -> bool:
-        with ExitStack() as ours, self._stop:
-            ends = self._open(ours, transport)
-            if ends is None:
-                return False
-            found = await relays.run(partial(self._pass, *ends))
-        self._n_in_vain = 0 if found.passed else self._n_in_vain + 1
-        if found.passed:
-            self._see(found.passed)
-        if found.unsent and not transport.is_closing():
-            transport.write(found.unsent)
-        self._reply.take_back(found.rest)
-        return bool(found.passed)
 
     def _open(self, ours: ExitStack, transport: asyncio.Transport) -> tuple[int, int, int] | None:
         """Descriptors of both connections and of what ends the work; None if one cannot be had."""
@@ -134,3 +123,23 @@ class Relay:
             return None
         ours.callback(os.close, up)
         return up, down, stopped
+
+    async def _run(
+        self,
+        relays: Relays,
+        transport: asyncio.Transport,
+        ends: tuple[int, int, int],
+        ours: ExitStack,
+    ) -> bool:
+        found = Relayed(b"", b"", b"")
+        with ours, self._stop:
+            # What was written before left at the end of a round of the loop, or waits for its client.
+            if not transport.get_write_buffer_size():
+                found = await relays.run(partial(self._pass, *ends))
+                self._n_in_vain = 0 if found.passed else self._n_in_vain + 1
+        if found.passed:
+            self._see(found.passed)
+        if found.unsent and not transport.is_closing():
+            transport.write(found.unsent)
+        self._reply.take_back(found.rest)
+        return bool(found.passed)
