@@ -25,7 +25,8 @@ PASSED_BYTES_MAX = 32 * 1024
 """Before it is looked at: a hundred events, each taken apart in one step of the event loop."""
 IN_VAIN_MAX = 8
 """Times in a row that the thread came back with nothing, after which it is not asked again."""
-RELAYS_MAX = 64
+RELAYS_MAX = 16
+"""With more streams a round of the loop has events of several, so that each costs less there."""
 _OPENAI = Marks((b'"finish_reason":null',), (b'"finish_reason":"', b'"error":'))
 _MARKS = {
     Dialect.NATIVE: Marks((b'"stop":false',), (b'"stop":true', b'"error":')),
@@ -85,28 +86,42 @@ class Relay:
         self._passing: asyncio.Task[bool] | None = None
         self._stop = ExitStack()
         """What ends the thread's work, closed."""
+        self._is_ended = False
         self._n_in_vain = 0
 
     async def pass_on(self, relays: Relays) -> bool:
         """Let pass what may, but not for ever, and whether anything did; the rest is for
         `Reply.read` then."""
-        transport = self._request.transport
-        if self._n_in_vain >= IN_VAIN_MAX or not relays.has_room or transport is None:
+        if self._n_in_vain >= IN_VAIN_MAX or not relays.has_room or not self._reply.lend():
             return False
-        with ExitStack() as ours:
-            ends = self._open(ours, transport)
-            if ends is None:
-                self._stop.close()
-                return False
-            work = self._run(relays, transport, ends, ours.pop_all())
-        self._passing = asyncio.create_task(work)
+        self._passing = asyncio.create_task(self._run(relays))
         return await asyncio.shield(self._passing)
 
     async def end(self) -> None:
         """The client left."""
+        self._is_ended = True
         self._stop.close()
         if self._passing is not None:
             await asyncio.wait((self._passing,))
+
+    async def _run(self, relays: Relays) -> bool:
+        """Begins in the next round of the loop: what was written has left, or waits for its client."""
+        found, transport = Relayed(b"", b"", b""), self._request.transport
+        if transport is not None and self._can_begin(transport):
+            with ExitStack() as ours, self._stop:
+                ends = self._open(ours, transport)
+                if ends is not None:
+                    found = await relays.run(partial(self._pass, *ends))
+            self._n_in_vain = 0 if found.passed else self._n_in_vain + 1
+            self._see(found.passed)
+            if found.unsent and not transport.is_closing():
+                transport.write(found.unsent)
+        self._reply.take_back(found.rest)
+        return bool(found.passed)
+
+    def _can_begin(self, transport: asyncio.Transport) -> bool:
+        """Whether its client is there and has nothing to wait for."""
+        return not self._is_ended and not transport.get_write_buffer_size()
 
     def _open(self, ours: ExitStack, transport: asyncio.Transport) -> tuple[int, int, int] | None:
         """Descriptors of both connections and of what ends the work; None if one cannot be had."""
@@ -117,29 +132,9 @@ class Relay:
             if (down := own_descriptor(transport)) is None:
                 return None
             ours.callback(os.close, down)
-            if (up := self._reply.lend()) is None:
+            if (up := self._reply.own_descriptor()) is None:
                 return None
         except OSError:  # the process has as many as it may
             return None
         ours.callback(os.close, up)
         return up, down, stopped
-
-    async def _run(
-        self,
-        relays: Relays,
-        transport: asyncio.Transport,
-        ends: tuple[int, int, int],
-        ours: ExitStack,
-    ) -> bool:
-        found = Relayed(b"", b"", b"")
-        with ours, self._stop:
-            # What was written before left at the end of a round of the loop, or waits for its client.
-            if not transport.get_write_buffer_size():
-                found = await relays.run(partial(self._pass, *ends))
-                self._n_in_vain = 0 if found.passed else self._n_in_vain + 1
-        if found.passed:
-            self._see(found.passed)
-        if found.unsent and not transport.is_closing():
-            transport.write(found.unsent)
-        self._reply.take_back(found.rest)
-        return bool(found.passed)

@@ -227,16 +227,17 @@ class Reply(asyncio.Protocol):
             pieces.append(piece)
         return b"".join(pieces)
 
-    def lend(self) -> int | None:
-        """A descriptor of the connection, to be closed, from which someone else may read whole
-        chunks until `take_back`; None where that cannot be: only in plain HTTP, between two
-        chunks, with nothing left to `read`."""
-        transport = self._transport
-        if transport is None or self.closed or self._buffer or not self._is_between_chunks:
-            return None
-        if (descriptor := own_descriptor(transport)) is not None:
-            transport.pause_reading()
-        return descriptor
+    def lend(self) -> bool:
+        """Stop reading: someone else may read whole chunks until `take_back`. False where that
+        cannot be: only between two chunks, with nothing left to `read`."""
+        if self._transport is None or self.closed or self._buffer or not self._is_between_chunks:
+            return False
+        self._transport.pause_reading()
+        return True
+
+    def own_descriptor(self) -> int | None:
+        """See `own_descriptor`."""
+        return own_descriptor(self._transport) if self._transport is not None else None
 
     def take_back(self, rest: bytes) -> None:
         """Go on reading, with what was read of a chunk that nobody took first."""
