@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import asyncio.events
-import gc
 import sys
 import threading
 import time
@@ -14,9 +13,9 @@ from pathlib import Path
 import aiohttp
 import busy_clients
 import pytest
-from aiohttp import web
+from served import served, tuned
 
-from towerd.app import SWITCH_INTERVAL_S, build_app, tame_collector
+from towerd.app import build_app
 from towerd.config import Config
 from towerd.sidecar import open_sidecar
 
@@ -58,23 +57,10 @@ async def url(slow_model: Path, llama_server: Path, tmp_path: Path) -> AsyncIter
         engine="llama-server", model=slow_model, store_dir=tmp_path / "store", parallel=4,
         socket=tmp_path / "s", ctx_size=8192, threads=1, hot_bytes=1 << 28, warm_bytes=1 << 28,
     )  # fmt: skip
-    interval, thresholds = sys.getswitchinterval(), gc.get_threshold()
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-    try:
-        async with open_sidecar(config) as service:
-            tame_collector()
-            runner = web.AppRunner(build_app(config, service=service), access_log=None)
-            await runner.setup()
-            try:
-                await web.TCPSite(runner, "127.0.0.1", 0).start()
-                host, port = runner.addresses[0][:2]
-                yield f"http://{host}:{port}"
-            finally:
-                await runner.cleanup()
-    finally:
-        gc.unfreeze()
-        gc.set_threshold(*thresholds)
-        sys.setswitchinterval(interval)
+    async with open_sidecar(config) as service:
+        with tuned():
+            async with served(build_app(config, service=service)) as url:
+                yield url
 
 
 async def test_no_step_takes_long(url: str, watch: LoopWatch) -> None:

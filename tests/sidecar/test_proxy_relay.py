@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from aiohttp import web
+from served import served
 
 from towerd.api import proxy_relay
 from towerd.app import build_app
@@ -38,14 +38,8 @@ async def url(slow_model: Path, llama_server: Path, tmp_path: Path) -> AsyncIter
         socket=tmp_path / "s", ctx_size=4096, threads=1, hot_bytes=1 << 28, warm_bytes=1 << 28,
     )  # fmt: skip
     async with open_sidecar(config) as service:
-        runner = web.AppRunner(build_app(config, service=service), access_log=None)
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            host, port = runner.addresses[0][:2]
-            yield f"http://{host}:{port}"
-        finally:
-            await runner.cleanup()
+        async with served(build_app(config, service=service)) as url:
+            yield url
 
 
 @pytest.fixture
