@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,25 @@ async def test_the_same_however_it_goes(
     else:
         monkeypatch.setattr(proxy_relay, "PASSED_BYTES_MAX", 1000)
     assert tokens(await stream(url, "/completion", body)) == first
+
+
+async def test_no_stream_waits_for_the_thread_of_another(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Streams that begin in the same round of the loop included."""
+    n_before: list[int] = []
+    run = proxy_relay.Relays.run
+
+    async def watched(relays: proxy_relay.Relays, work: Callable[[], Relayed]) -> Relayed:
+        n_before.append(relays._n_busy)
+        return await run(relays, work)
+
+    monkeypatch.setattr(proxy_relay.Relays, "run", watched)
+    monkeypatch.setattr(proxy_relay, "RELAYS_MAX", 1)
+    monkeypatch.setattr(proxy_relay, "PASSED_BYTES_MAX", 500)
+    asked = [stream(url, "/completion", {"prompt": prompt}) for prompt in ("Once", "Twice")]
+    assert [len(tokens(text)) for text in await asyncio.gather(*asked)] == [N_TOKENS] * 2
+    assert set(n_before) == {0}
 
 
 def refused(transport: object) -> int:

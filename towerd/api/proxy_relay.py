@@ -107,7 +107,8 @@ class Relay:
     async def _run(self, relays: Relays) -> bool:
         """Begins in the next round of the loop: what was written has left, or waits for its client."""
         found, transport = Relayed(b"", b"", b""), self._request.transport
-        if transport is not None and self._can_begin(transport):
+        # Others may have begun in the same round: without a thread at once, it would wait for theirs.
+        if transport is not None and relays.has_room and self._can_begin(transport):
             with ExitStack() as ours, self._stop:
                 ends = self._open(ours, transport)
                 if ends is not None:
