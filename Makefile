@@ -2,22 +2,27 @@
 #   make serve ARGS="-m model.gguf --port 8081"
 #   make test ARGS="-k config"
 #   make bench NAME=switch ARGS="--quick"
+#   make soak
 SHELL := /bin/bash
 BIN := .venv/bin
 ARGS ?=
 NAME ?= resume
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test lint bench fuzz clean
+.PHONY: help setup serve test lint bench soak fuzz clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' Makefile
 
-setup: ## Make .venv with everything (compiles llama.cpp once, 5 to 10 minutes)
+setup: ## Make .venv with everything (compiles llama.cpp once, 5 to 10 minutes), fetch SmolLM2
 	@deploy/setup.sh
 
-serve: setup ## Run the daemon with the bundled model; ARGS="-m FILE.gguf" serves another
-	@$(BIN)/towerd serve $(ARGS)
+serve: setup ## Run the daemon with SmolLM2; ARGS="-m FILE.gguf" serves another
+	@$(BIN)/towerd serve $(ARGS) </dev/null  # setup has tried: no question about the model
+
+models: setup ## Fetch the models that tests use, Gemma 3 270M under https://ai.google.dev/gemma/terms
+	@$(BIN)/towerd models get smollm2
+	@$(BIN)/towerd models get gemma3-270m --yes
 
 lint: setup
 	$(BIN)/ruff format --check towerd codec kernels slots cli tests
@@ -30,9 +35,14 @@ test: lint ## Format check, lint, type check, tests
 bench: setup ## Run one benchmark: NAME=resume|switch|store|concurrency ARGS=--quick
 	@$(BIN)/towerctl bench $(NAME) $(ARGS)
 
-fuzz: setup ## New examples for every property, then the C++ kernels under sanitizers for ten minutes; FUZZ_SECONDS=60 for less
+soak: setup ## The long attacks of the suite, then 10,000 requests under budgets that are far too small; about an hour
+	$(BIN)/pytest -m soak
+	@$(BIN)/towerctl bench soak
+
+fuzz: setup ## New examples for every property, then the C++ code under sanitizers for twice ten minutes; FUZZ_SECONDS=60 for less
 	$(BIN)/pytest -m hypothesis --hypothesis-profile=explore $(ARGS)
 	$(MAKE) -C tests/kernels/fuzz run SECONDS=$(or $(FUZZ_SECONDS),600)
+	$(MAKE) -C tests/wire/fuzz run SECONDS=$(or $(FUZZ_SECONDS),600)
 
 clean: ## Remove build outputs and caches, but not .venv
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -93,38 +93,37 @@ def _print(found: Json) -> None:
     from towerd.cli.output import moment, show_facts, show_table
 
     calibration: Json = found["calibration"]
+    floor = calibration["floor"]
     show_facts(
         [
-            ("measured", f"{moment(calibration['made_unix'])}, {calibration['n_tokens']} tokens"),
+            ("measured", f"{moment(calibration['made_unix'])}, {floor['n_tokens']:,} tokens"),
             ("in force", _in_force(found)),
+            ("noise floor", f"{floor['kl']:.5f} ± {floor['ci']:.5f}: {floor['shape']}"),
         ]
     )
-    show_table(
-        ("format", ">bits", ">mean KL", ">top-1", ">level 0 alone", ">level 1", ">level 2"),
-        [
-            (
-                name,
-                f"{calibration['bits'][name]:.2f}",
-                f"{cost['kl']:.5f}",
-                f"{cost['top1']:.1%}",
-                *(f"{each['kl']:.5f}" for each in calibration["grid"]["single"][name]),
-            )
-            for name, cost in calibration["grid"]["uniform"].items()
-        ],
-    )
-    show_table(
-        ("fidelity", "levels", ">bits", ">mean KL", ">top-1"),
-        [
-            (
-                name,
-                ",".join(f"{level}={each}" for level, each in enumerate(choice["levels"])),
-                f"{choice['bits']:.2f} of {calibration['bits']['native']:.2f}",
-                f"{choice['cost']['kl']:.5f}",
-                f"{choice['cost']['top1']:.1%}",
-            )
-            for name, choice in calibration["choices"].items()
-        ],
-    )
+    bits = calibration["bits"]
+    rows: list[tuple[str, ...]] = [("as computed: noise alone", f"{bits['native']:.2f}", f"{floor['kl']:.5f}", "0", "",
+             f"{floor['top1']:.1%}", f"{floor['n_tokens']:,}")]  # fmt: skip
+    for name, choice in calibration["choices"].items():
+        levels = ", ".join(f"{i}: {each}" for i, each in enumerate(choice["levels"]))
+        each_bits = " / ".join(f"{bits[each]:g}" for each in choice["levels"])
+        size = f"{each_bits}; mean {choice['bits']:.2f}"
+        rows.append((f"{name} ({levels})", size, *_cells(choice["cost"], choice["bound"])))
+    for name, cost in calibration["grid"]["uniform"].items():
+        rows.append((f"{name} in all levels", f"{bits[name]:.2f}", *_cells(cost, None)))
+    columns = ("rows kept as", ">bits by level", ">drift (KL)", ">excess over noise", ">bound",
+               ">same top token", ">tokens")  # fmt: skip
+    show_table(columns, rows)
+    for name, choice in calibration["choices"].items():
+        if choice["cost"]["ci"] > choice["bound"] / 3:
+            click.echo(f"The excess of {name} is known less well than to a third of its bound.")
+
+
+def _cells(cost: Json, bound: float | None) -> tuple[str, ...]:
+    """What a table of formats costs."""
+    excess = f"{cost['excess']:+.5f} ± {cost['ci']:.5f}"
+    most = "" if bound is None else f"{bound:g}"
+    return f"{cost['kl']:.5f}", excess, most, f"{cost['top1']:.1%}", f"{cost['n_tokens']:,}"
 
 
 def _in_force(found: Json) -> str:

@@ -43,8 +43,8 @@ class StoreBackend:
     @classmethod
     def at(cls, root: Path, model: Path | None = None) -> StoreBackend:
         """The store in `root`, which must exist; `model`: the GGUF that was served from it, None
-        for the bundled one. Raises StoreError, StoreLocked, StoreVersion."""
-        if not (root / "catalog.sqlite").is_file():
+        for the default. Raises StoreError, StoreLocked, StoreVersion."""
+        if not any((root / name).exists() for name in ("catalog.sqlite", "journal", "segments")):
             raise StoreError(
                 f"There is no store at {root}: run towerd serve, or name a store with --store-dir."
             )
@@ -124,7 +124,7 @@ class StoreBackend:
     def model_path(self) -> Path:
         """The file of the model that was served from the store last. Raises ModelError, or
         StoreError if the settings name another one."""
-        from towerd.engine.embedded.core import file_hash
+        from towerd.engine.model_file import file_hash
         from towerd.models.bundled import find_model
 
         path = find_model(self._model_path)
@@ -231,7 +231,8 @@ class StoreBackend:
 
     def verify(self, repair: bool, progress: OnBytes) -> Json:
         report = self.store.verify(progress, repair=repair)
-        return {"ok": report.ok, **asdict(report), "problems": list(report.problems)}
+        lists = {"problems": list(report.problems), "recovered": list(report.recovered)}
+        return {"ok": report.ok, **asdict(report), **lists}
 
     def gc(self, quarantine_days: float, dry_run: bool) -> Json:
         return asdict(self.store.gc(quarantine_days=quarantine_days, dry_run=dry_run))

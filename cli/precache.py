@@ -129,7 +129,7 @@ def daemon_for(
         raise ConfigError("Give one of --url, --socket and --store-dir, not several.")
     config = target.config(**model)
     if not quiet:
-        name = config.model.name if config.model else "the bundled model"
+        name = config.model.name if config.model else "the default model"
         click.echo(f"No daemon runs: loading {name} for this command.", err=True)
     return _private(config)
 
@@ -162,7 +162,8 @@ def make_plan(daemon: DaemonBackend, root: Prompt, spec: Path) -> list[Planned]:
     """Every base with its ids, parents first. Raises SpecError."""
     ids = _tokenize(daemon, root, spec)
     known = {(base["name"], base["public"]): base for base in daemon.bases()}
-    n_ctx = daemon.stats()["n_ctx"]
+    stats = daemon.stats()
+    n_ctx, fidelity = stats["n_ctx"], stats["fidelity"]
     plan = []
     for prompt in root.walk():
         n = len(ids[prompt.name])
@@ -171,22 +172,23 @@ def make_plan(daemon: DaemonBackend, root: Prompt, spec: Path) -> list[Planned]:
         old = known.get((prompt.name, prompt.public))
         status = "new"
         if old is not None:
-            status = (
-                "unchanged" if _is_same(old, prompt, digest_of(ids[prompt.name])) else "changed"
-            )
+            is_same = _is_same(old, prompt, digest_of(ids[prompt.name]), fidelity)
+            status = "unchanged" if is_same else "changed"
         same = old if old is not None and status == "unchanged" else {}
         found = Planned(prompt, ids[prompt.name], status, same.get("segment"), same.get("module"))
         plan.append(found)
     return plan
 
 
-def _is_same(old: Json, prompt: Prompt, digest: str) -> bool:
-    """Whether the base `old` is what the file asks for."""
+def _is_same(old: Json, prompt: Prompt, digest: str, fidelity: str) -> bool:
+    """Whether the base `old` is what the file asks for; a module also has to be measured for the
+    daemon's fidelity."""
     module = old["module"]
     if (module is None) != (prompt.recompute is None):
         return False
-    if module is not None and module["recompute"] != prompt.recompute:
-        return False
+    if module is not None:
+        if (module["recompute"], module["fidelity"]) != (prompt.recompute, fidelity):
+            return False
     known = (module or old)["digest"], old["level"], old["format"]
     return bool(known == (digest, prompt.level, prompt.format))
 
@@ -290,7 +292,8 @@ def _unmeasured(base: Planned) -> Json | None:
     if base.prompt.recompute is None:
         return None
     found: Json = {"tokens": len(base.ids), "recompute": base.prompt.recompute}
-    return found | {"recomputed": None, "kl": None, "top1": None, "digest": base.digest}
+    unknown = ("recomputed", "kl", "floor_kl", "top1", "fidelity", "spliced")
+    return found | dict.fromkeys(unknown) | {"digest": base.digest}
 
 
 def _evaluate(
@@ -343,9 +346,16 @@ def _print(reports: list[Json], dry_run: bool) -> None:
         for report in reports
     ]
     if any(report["module"] for report in reports):
-        columns += (">RECOMPUTED", ">DRIFT KL", ">TOP-1")
+        columns += (">RECOMPUTED", ">DRIFT KL", ">NOISE", ">EXCESS", ">TOP-1")
         rows = [(*row, *_drift(report)) for row, report in zip(rows, reports, strict=True)]
     show_table(columns, rows)
+    for report in reports:
+        if (module := report["module"]) and module["spliced"] is False:
+            click.echo(
+                f"{report['name']} is not spliced in: its drift is {_excess(module):.4f} over the "
+                f"model's noise, and --fidelity {module['fidelity']} allows "
+                f"{_allowed(module):.4f}."
+            )
     todo = [report for report in reports if report["status"] != "unchanged"]
     if dry_run:
         click.echo(f"{len(todo)} of {len(reports)} bases would be evaluated; nothing was changed.")
@@ -353,13 +363,25 @@ def _print(reports: list[Json], dry_run: bool) -> None:
         click.echo(f"{len(todo)} of {len(reports)} bases were evaluated; the rest was there.")
 
 
-def _drift(report: Json) -> tuple[str, str, str]:
-    """What is known of a module: tokens evaluated again, and what it costs."""
+def _drift(report: Json) -> tuple[str, ...]:
+    """What is known of a module: tokens evaluated again, and what it costs beside noise."""
     module = report["module"]
     if module is None or module["kl"] is None:
-        return "-", "-", "-"
-    share = f"{module['recomputed']:,} ({module['recompute']:g} %)"
-    return share, f"{module['kl']:.5f}", f"{module['top1']:.1%}"
+        return ("-",) * 5
+    share = f"{module['recomputed']:,} ({module['recomputed'] / module['tokens']:.0%})"
+    drifts = module["kl"], module["floor_kl"], _excess(module)
+    return share, *(f"{each:.5f}" for each in drifts), f"{module['top1']:.1%}"
+
+
+def _excess(module: Json) -> float:
+    return float(module["kl"] - module["floor_kl"])
+
+
+def _allowed(module: Json) -> float:
+    """What the fidelity that the module was measured for allows."""
+    from towerd.tiers.calibration import bound_of
+
+    return bound_of(module["fidelity"], module["floor_kl"])
 
 
 def _reused(report: Json) -> int:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from towerd.cli.options import config_options
 from towerd.config import Config, load, no_projector, with_server_args
+from towerd.errors import ModelError
+
+if TYPE_CHECKING:
+    from towerd.models.known import KnownModel
 
 
 @click.command()
@@ -39,7 +45,47 @@ def serve(
     if server_args:
         config = with_server_args(config, server_args)
     log.configure(config.log_level, config.log_format)
+    if _serves_default(config):
+        _settle_default()
     _run(config)
+
+
+def _serves_default(config: Config) -> bool:
+    """Whether no model is named, here or among llama-server's flags."""
+    from towerd.engine.llama_server.flags import names_model
+
+    named = config.model is not None or config.upstream is not None
+    return not named and not names_model(config.llama_server_args)
+
+
+def _settle_default() -> None:
+    """Without the default model: offer on a terminal to fetch it, else say how to."""
+    from towerd.models.bundled import has_default
+    from towerd.models.known import SMOLLM2
+
+    if has_default() or (sys.stdin.isatty() and sys.stderr.isatty() and _offer(SMOLLM2)):
+        return
+    logging.getLogger("towerd.serve").info(
+        "serving the bundled story model; towerd models get %s fetches %s",
+        SMOLLM2.name,
+        SMOLLM2.title,
+    )
+
+
+def _offer(model: KnownModel) -> bool:
+    """Ask whether to fetch it, and do; whether it is here then."""
+    from towerd.cli.models import fetch
+    from towerd.cli.output import size
+
+    what = f"{model.title}, {size(model.bytes_to_fetch)}, {model.licence}"
+    if not click.confirm(f"No model is named. Fetch {what}?", default=True, err=True):
+        return False
+    try:
+        fetch(model)
+    except ModelError as error:
+        click.echo(error.message, err=True)
+        return False
+    return True
 
 
 def _run(config: Config) -> None:

@@ -39,7 +39,7 @@ def _facts(found: Json) -> Iterator[tuple[str, object]]:
     yield "bases", f"{store['bases']:,}"
     yield "segments", f"{store['segments']:,} with {store['tokens']:,} tokens"
     yield "segment files", f"{store['files']:,}, all models {size(store['disk_bytes'])}"
-    yield "catalog", size(store["catalog_bytes"])
+    yield "catalog", f"{size(store['catalog_bytes'])}, its journal {size(store['journal_bytes'])}"
 
 
 def _running(found: Json) -> Iterator[tuple[str, object]]:

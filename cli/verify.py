@@ -8,13 +8,17 @@ from towerd.cli.client import Json, Target, connect, json_option, target_options
 
 
 @click.command()
-@click.option("--repair", is_flag=True, help="Set damaged files aside now.")
+@click.option(
+    "--repair",
+    is_flag=True,
+    help="Set damaged files aside now; make a damaged catalog or journal anew from the other.",
+)
 @json_option
 @target_options
 def verify(repair: bool, as_json: bool, target: Target) -> None:
     """Read every file with rows or a boundary state and every frozen session against its
-    checksums, and the catalog and the trie against each other. Exit code 1 if anything is
-    damaged."""
+    checksums, the catalog's pages, indexes and rows against theirs, and catalog, journal and trie
+    against each other. Exit code 1 if anything is damaged."""
     from rich.progress import DownloadColumn
 
     from towerd.cli.output import echo_json, progress_bar
@@ -42,6 +46,8 @@ def _print(report: Json) -> None:
         f"{report['segments']:,} segments and {report['sessions']:,} sessions, "
         f"{report['frozen_sessions']:,} of them frozen."
     )
+    for note in report["recovered"]:
+        click.echo(f"Recovered: {clean(str(note))}")
     if report["orphans"]:
         click.echo(f"{report['orphans']:,} files are left of a crash; towerctl gc removes them.")
     if report["ok"]:
@@ -56,5 +62,6 @@ def _print(report: Json) -> None:
         )
     click.echo(
         "No conversation is lost: tokens whose rows are damaged are evaluated again when they are "
-        "needed. A damaged file goes to quarantine on its next use, or at once with --repair."
+        "needed, and of the catalog and its journal each is made anew from the other. That happens "
+        "on the next use or at the next start, or at once with --repair."
     )

@@ -133,6 +133,15 @@ def read(data: bytes) -> Blob:
                 fallback)  # fmt: skip
 
 
+def claimed_hash(data: bytes) -> bytes:
+    """The hash of the ids that a blob says it has, of a damaged one as well; b"" if it is too
+    short. Ids that have this hash are those of the blob."""
+    if len(data) < _FIXED.size:
+        return b""
+    found: bytes = _FIXED.unpack_from(data)[-1]
+    return found
+
+
 def _read_fixed(data: bytes) -> tuple[Form, bytes, bytes]:
     if not data.startswith(MAGIC[: len(data)]):
         raise Damaged("The blob is damaged: it does not start like one.")

@@ -9,6 +9,7 @@ PY=$VENV/bin/python
 STAMPS=$VENV/.towerd
 LLAMA_VERSION=$(sed -n 's/^ *"llama-cpp-python==\([0-9.]*\)".*/\1/p' pyproject.toml)
 LOG=$VENV/llama-build.log
+SOURCE=$VENV/src/llama.cpp
 
 say() { printf '%s\n' "$*"; }
 die() { printf 'make setup: %s\n' "$*" >&2; exit 1; }
@@ -143,11 +144,23 @@ PROBE
   [ $status -eq 0 ]
 }
 
+# --- the source of that build, against which towerd.wire is compiled ----------------------------
+
+fetch_source() {
+  local wanted fetch=deploy/llama.cpp/fetch_source.sh
+  wanted="$LLAMA_VERSION $(cksum <"$fetch")"
+  [ -f "$STAMPS/source" ] && [ "$(cat "$STAMPS/source")" = "$wanted" ] && [ -d "$SOURCE" ] && return
+  say "Fetching the source of llama-cpp-python $LLAMA_VERSION"
+  "$fetch" "$PY" "$SOURCE" || die "the source of llama-cpp-python $LLAMA_VERSION could not be fetched."
+  printf '%s' "$wanted" >"$STAMPS/source"
+}
+
 # --- towerd itself -----------------------------------------------------------------------------
 
 install_project() {
   local wanted
-  wanted=$(find pyproject.toml CMakeLists.txt kernels/cpp -type f | LC_ALL=C sort | xargs cat | cksum)
+  wanted=$(find pyproject.toml CMakeLists.txt kernels/cpp towerd/wire/cpp "$STAMPS/llama" "$STAMPS/source" -type f |
+    LC_ALL=C sort | xargs cat | cksum)
   [ -f "$STAMPS/project" ] && [ "$(cat "$STAMPS/project")" = "$wanted" ] && return
   say "Installing towerd and its development tools into .venv"
   "$PY" -m pip install --quiet --group build --group dev
@@ -155,8 +168,29 @@ install_project() {
   printf '%s' "$wanted" >"$STAMPS/project"
 }
 
+# --- the default model -------------------------------------------------------------------------
+
+# Into the user's models directory, once. Where it cannot be had, the bundled story model is served
+# and the next attempt is a day later.
+fetch_model() {
+  local wanted known path
+  wanted=$(cksum <towerd/models/known.py)
+  [ -f "$STAMPS/smollm2" ] && { read -r known && read -r path; } <"$STAMPS/smollm2" &&
+    [ "$known" = "$wanted" ] && [ -f "$path" ] && return
+  [ -z "$(find "$STAMPS" -name smollm2-missing -mmin -1440)" ] || return 0
+  if path=$("$VENV/bin/towerd" models get smollm2 --timeout 60); then
+    printf '%s\n%s\n' "$wanted" "$path" >"$STAMPS/smollm2"
+    rm -f "$STAMPS/smollm2-missing"
+  else
+    say "Until then the bundled story model is served."
+    touch "$STAMPS/smollm2-missing"
+  fi
+}
+
 make_venv
 need_tools
 install_llama
+fetch_source
 install_project
+fetch_model
 say "Ready: .venv/bin/towerd serve, .venv/bin/towerctl"

@@ -84,6 +84,11 @@ class KVRows:
         """Bytes of all rows (and extensions), whether viewed or owned."""
         return len(self.positions) * self.layout.token_bytes
 
+    def buffers(self) -> dict[int, int]:
+        """What the rows keep alive: the bytes of each buffer under them, by its identity."""
+        arrays = (*self.k, *self.v) if self.blob is None else (self.blob,)
+        return {id(owner): owner.nbytes for owner in map(_owner, arrays)}
+
     def planes(self) -> Iterator[Bytes2D]:
         """All K planes, then all V planes, in the layout's order, token-major."""
         return (self.plane(i) for i in range(len(self.layout.planes)))
@@ -184,6 +189,16 @@ def check_consecutive(parts: Sequence[KVRows]) -> KVLayout:
     if any(part.layout != parts[0].layout for part in parts[1:]):
         raise StateError("the parts have different layouts")
     return parts[0].layout
+
+
+def _owner(array: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8] | memoryview:
+    """What has the memory that an array is a view of."""
+    owner: npt.NDArray[np.uint8] | memoryview = array
+    while True:
+        below = owner.obj if isinstance(owner, memoryview) else owner.base
+        if not isinstance(below, (np.ndarray, memoryview)):
+            return owner
+        owner = below
 
 
 def join(parts: Sequence[KVRows]) -> KVRows:

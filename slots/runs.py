@@ -55,6 +55,10 @@ class Runs:
         """Bytes of all rows as they are kept."""
         return sum(part.nbytes for part in self.parts)
 
+    def buffers(self) -> dict[int, int]:
+        """What the rows keep alive: the bytes of each buffer under them, by its identity."""
+        return {owner: n for part in self.parts for owner, n in part.buffers().items()}
+
     @property
     def is_native(self) -> bool:
         """True when no part is in a stored format."""

@@ -7,9 +7,11 @@ import json
 import plistlib
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from daemon import clean_env
 
 from towerd.config import ENV_OTHER, ENV_PREFIX, settings
 from towerd.metrics import Metrics
@@ -58,3 +60,25 @@ def test_scripts_parse(script: str) -> None:
     path = DEPLOY.parent / script
     assert path.stat().st_mode & 0o111
     subprocess.run(["bash", "-n", str(path)], check=True, timeout=20)
+
+
+def test_setup_goes_without_the_model(tmp_path: Path) -> None:
+    """Where it cannot be had, the set-up says so, ends well, and does not try again at once."""
+    bin = tmp_path / "bin"
+    bin.mkdir()
+    (bin / "towerd").symlink_to(Path(sys.executable).with_name("towerd"))
+    step = 'VENV=$0 STAMPS=$0; say() { echo "$@"; }; '
+    step += "source <(sed -n '/^fetch_model() {/,/^}/p' deploy/setup.sh); fetch_model"
+    env = clean_env(tmp_path) | {"PIP_NO_INDEX": "1"}
+
+    def run() -> str:
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", step, str(tmp_path)], env=env, cwd=DEPLOY.parent,
+            capture_output=True, text=True, check=True, timeout=100,
+        )  # fmt: skip
+        return done.stdout + done.stderr
+
+    first = run()
+    assert "SmolLM2-135M-Instruct (88.6 MiB, Apache-2.0)" in first
+    assert "the bundled story model is served" in first
+    assert run() == ""

@@ -72,8 +72,10 @@ class Anticipator:
 
     def answered(self, request: GenerateRequest, finish: Finish) -> None:
         """An answer ended: make the next request's beginning ready."""
-        if request.chat is None or finish.stop == "cancelled" or finish.truncated:
+        if request.chat is None or finish.stop == "cancelled":
             return
+        if finish.truncated and not request.live.is_bounded:
+            return  # what is live is no prefix of the conversation
         if not request.chat["messages"] or request.chat["messages"][-1].get("role") == "assistant":
             return  # a reply that was begun by the client: its text is in two places
         session = _key(request.scope, finish.session)

@@ -18,6 +18,7 @@ from pathlib import Path
 import uvloop
 from aiohttp import web
 
+from towerd.api.connection import Runner
 from towerd.api.keys import CONFIG, GATE, LIMITS, METRICS, TENANTS, TRANSFER, Gate, Service
 from towerd.api.limits import Limits
 from towerd.api.middleware import MIDDLEWARES, add_headers
@@ -105,7 +106,7 @@ def tame_collector() -> None:
 async def _serve(config: Config) -> None:
     app = build_app(config)
     limits = app[LIMITS]
-    runner = web.AppRunner(
+    runner = Runner(
         app,
         access_log=None,
         handler_cancellation=True,

@@ -81,8 +81,8 @@ class Config:
         "Unix socket to listen on as well; towerctl uses it.",
         auto="towerd/towerd.sock in the user's runtime directory")
     model: Path | None = _set(None, "path", "--model -m",
-        "GGUF to serve: a path, or a file name in the models directory.",
-        auto="the bundled model")
+        "GGUF to serve: a path, a file in the models directory, or a name that towerd models list shows.",
+        auto="smollm2, else stories")
     alias: str | None = _set(None, "text", "--alias -a",
         "Name of the model for clients.", auto="its file name")
     store_dir: Path = _set(None, "path", "--store-dir",
@@ -162,13 +162,15 @@ class Config:
         "policy that foretells; 0: none.", low=0)
     record: Path | None = _set(None, "path", "--record",
         "File to append a trace of all requests to, for towerctl replay; texts stay secret.")
-    retention: str = _set(None, "text", "--retention",
+    retention: str = _set("none", "text", "--retention",
         "What becomes of a chat that grows: an error at the end of its context, its oldest turns "
-        "dropped there, or a policy that keeps it within --live-budget.",
-        choices=RETENTIONS, auto="shift; with a llama-server what its own flags say")
+        "dropped there, or a policy that keeps it within --live-budget.", choices=RETENTIONS)
     live_budget: int = _set(0, "int", "--live-budget",
         "Tokens of one chat that stay in the live context under a --retention policy.", low=0,
         high=2**31 - 1, auto="half of ctx-size")
+    prompt_tokens_max: int = _set(2**20, "int", "--prompt-tokens-max",
+        "Tokens that the prompts of one request may have together where --retention lets them be "
+        "longer than the context.", low=1, high=2**31 - 1)
     recall_every: int = _set(64, "int", "--recall-every",
         "Generated tokens after which --retention icecache chooses anew what is live; 0: only at each prompt.",
         low=0, high=2**31 - 1)
@@ -251,8 +253,6 @@ class Config:
             auto["socket"] = paths.runtime_socket()
         if self.engine is None:
             auto["engine"] = "embedded" if self.upstream is None else "llama-server"
-        if self.retention is None:
-            auto["retention"] = "shift" if auto.get("engine", self.engine) == "embedded" else "none"
         if self.upstream is not None:
             auto["upstream"] = self.upstream.rstrip("/")
         if self.threads == 0:

@@ -10,19 +10,25 @@ from typing import Any
 
 
 class TowerdError(Exception):
-    """Base of every expected failure; `message` is one sentence that says what to do."""
+    """Base of every expected failure; `message` is one sentence that says what to do.
+
+    The message is for the operator: the log and the command line have it. Clients are told
+    `public`, which never names files of the operator."""
 
     status = 500
     kind = "server_error"
+    stands_for = ""
+    """What clients are told instead of the message; empty: the message, which names no files."""
 
-    def __init__(self, message: str, **extra: Any) -> None:
+    def __init__(self, message: str, *, public: str | None = None, **extra: Any) -> None:
         super().__init__(message)
         self.message = message
+        self.public = public or self.stands_for or message
         self.extra = extra
 
     def body(self) -> dict[str, Any]:
         """The JSON body llama-server would send for this error."""
-        error = {"code": self.status, "message": self.message, "type": self.kind}
+        error = {"code": self.status, "message": self.public, "type": self.kind}
         return {"error": error | self.extra}
 
 
@@ -37,6 +43,16 @@ class ContextExceeded(InvalidRequest):
     """The prompt does not fit the context (400, with `n_prompt_tokens` and `n_ctx`)."""
 
     kind = "exceed_context_size_error"
+
+    @classmethod
+    def of_request(cls, n_prompt_tokens: int, n_ctx: int) -> ContextExceeded:
+        """The error of a prompt, as llama-server words it."""
+        return cls(
+            f"request ({n_prompt_tokens} tokens) exceeds the available context size "
+            f"({n_ctx} tokens), try increasing it",
+            n_prompt_tokens=n_prompt_tokens,
+            n_ctx=n_ctx,
+        )
 
 
 class Unauthorized(TowerdError):
@@ -79,7 +95,9 @@ class ModelError(TowerdError):
 
 
 class StoreError(TowerdError):
-    """The store cannot be opened or written."""
+    """The store cannot be opened, read or written."""
+
+    stands_for = "The store failed: the daemon's log says how."
 
 
 class StoreLocked(StoreError):
@@ -95,10 +113,15 @@ class DiskFull(StoreError):
 
     status = 507
     kind = "insufficient_storage_error"
+    stands_for = "The disk is full: free disk space or lower --warm-bytes."
 
 
 class RowsDamaged(StoreError):
     """Stored rows failed their check; they are quarantined and their tokens get prefilled."""
+
+
+class SegmentsGone(StoreError):
+    """Segments were removed before their rows could be written; nothing is lost by it."""
 
 
 class SessionFrozen(StoreError):
@@ -106,11 +129,20 @@ class SessionFrozen(StoreError):
 
     status = 409
     kind = "invalid_request_error"
+    stands_for = ""
+
+
+class TokensLost(StoreError):
+    """The tokens of a session were in no copy that could be read."""
+
+    stands_for = ""
 
 
 class ThawError(StoreError):
     """A frozen session cannot be decoded here; it stays as it is, and the message names what is
     missing."""
+
+    stands_for = ""
 
 
 class ConfigError(TowerdError):

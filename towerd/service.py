@@ -15,6 +15,7 @@ from towerd.engine.base import LiveBudget
 from towerd.engine.embedded.calibrate import Calibrator
 from towerd.engine.embedded.core import Core, load_core
 from towerd.engine.embedded.engine import EmbeddedEngine
+from towerd.engine.weights_check import WeightsCheck
 from towerd.session import Sessions
 from towerd.slots.fingerprint import Fingerprint
 from towerd.store import Catalog, Node, Store
@@ -70,8 +71,10 @@ async def open_service(config: Config) -> AsyncIterator[Service]:
                 forced=config.level_formats is not None,
             )
             cold = sessions.cold = _open_keeper(config, engine, store, boundaries)
+            weights = _weights_check(core, engine, store, boundaries)
             try:
                 await asyncio.to_thread(calibrator.start)
+                weights.start()
                 live = LiveBudget(config.retention, config.live_budget or engine.n_ctx // 2)
                 cold.start(sessions.run_quietly, engine.n_ctx, live)
                 if cold.ahead is not None:
@@ -85,6 +88,7 @@ async def open_service(config: Config) -> AsyncIterator[Service]:
                     await sessions.anticipator.close()
                 await cold.close()
                 await sessions.drain()
+                await asyncio.to_thread(weights.close)
                 await asyncio.to_thread(calibrator.close)
                 await engine.close()
                 await asyncio.to_thread(traffic.close)
@@ -143,6 +147,20 @@ def _open_keeper(
 
     coding = Coding(lambda: source_of(engine.info), tables=store.tables)
     return Keeper(store, coding, freeze_after_s=config.freeze_after_s, on_frozen=forget)
+
+
+def _weights_check(
+    core: Core, engine: EmbeddedEngine, store: Store, boundaries: BoundaryTier | None
+) -> WeightsCheck:
+    """What follows when the file under the loaded weights changes: rows are void."""
+
+    def changed(since: float) -> None:
+        store.rows.distrust(since)
+        if boundaries is not None:
+            boundaries.distrust(since)
+        engine.forget_live()
+
+    return WeightsCheck([core.model.file], store, is_busy=engine.is_busy, on_change=changed)
 
 
 def _open_boundaries(config: Config, core: Core, store: Store) -> BoundaryTier | None:

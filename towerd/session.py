@@ -56,16 +56,18 @@ class Sessions:
         use = self.cold.enter(request) if self.cold is not None else None
         generation: Generation | None = None
         record: asyncio.Future[Finish] | None = None
+        session = request.session
         try:
             if use is not None:
                 async for progress in use.thawing():
                     yield progress
+                session = use.session
             generation = self.engine.generate(request)
             async for event in generation:
                 if use is not None:
                     event = use.stamp(event)
                 if isinstance(event, Finish):
-                    record = asyncio.ensure_future(self._record(request, event, started_s))
+                    record = asyncio.ensure_future(self._record(request, event, started_s, session))
                     event = await asyncio.shield(record)
                 yield event
         finally:
@@ -73,7 +75,7 @@ class Sessions:
             if generation is None:
                 self._leave(request, None)
             elif record is None:
-                self._later(self._abandon(request, generation, started_s))
+                self._later(self._abandon(request, generation, started_s, session))
             elif not record.done():  # what is released before it is stored is not kept
                 self._later(self._release(request, record, generation))
             else:
@@ -116,28 +118,32 @@ class Sessions:
         finally:
             self._leave(request, run)
 
-    async def _abandon(self, request: GenerateRequest, run: Generation, started_s: float) -> None:
+    async def _abandon(
+        self, request: GenerateRequest, run: Generation, started_s: float, session: str | None
+    ) -> None:
         try:
             finish = await run.cancel()
             if finish is not None:
-                await self._record(request, finish, started_s)
+                await self._record(request, finish, started_s, session)
         except TowerdError as error:
             log.error("an abandoned turn was not recorded", extra={"error": str(error)})
         finally:
             self._leave(request, run)
 
-    async def _record(self, request: GenerateRequest, finish: Finish, started_s: float) -> Finish:
+    async def _record(
+        self, request: GenerateRequest, finish: Finish, started_s: float, session: str | None
+    ) -> Finish:
         """Commit the turn; a prompt that got no answer is kept as reusable tokens only."""
         ids = np.asarray(request.ids, np.int32)
         if request.precache is not None or not finish.ids:
-            if finish.n_cached:
-                await asyncio.to_thread(
-                    self._insert, ids[: finish.n_cached], request.scope, started_s
-                )
+            # Of a prompt that was shortened, only the beginning has rows to be used again.
+            n = finish.n_cached if finish.n_rows is None else min(finish.n_cached, finish.n_rows)
+            if n:
+                await asyncio.to_thread(self._insert, ids[:n], request.scope, started_s)
             return finish
         turn = Turn(
             scope=request.scope,
-            session=request.session,
+            session=session,
             prompt=ids,
             reply=np.array(finish.ids, np.int32),
             n_cached=finish.n_cached,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from towerd.errors import Unauthorized
+from towerd.settings import LOCAL_TENANT
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,16 +18,23 @@ class Tenant:
     """Namespace of everything the caller stores; part of every segment key."""
     admin: bool
     """May see every tenant's state and change what all share."""
+    sees_all: bool
+    """May see how much all tenants ask, and when."""
 
 
-OWNER = Tenant("local", admin=True)
+OWNER = Tenant(LOCAL_TENANT, admin=True, sees_all=True)
 
 
 class Tenants:
-    """The key table. Without keys every caller is the owner (loopback only, see `app`)."""
+    """The key table. Without keys every caller is the owner (loopback only, see `app`). Among
+    several tenants the one named `local` sees what all do."""
 
     def __init__(self, api_keys: Sequence[tuple[str, str]]) -> None:
-        self._keys = [(key.encode(), Tenant(name, admin=False)) for key, name in api_keys]
+        is_alone = len({name for _, name in api_keys}) < 2
+        self._keys = [
+            (key.encode(), Tenant(name, admin=False, sees_all=is_alone or name == LOCAL_TENANT))
+            for key, name in api_keys
+        ]
 
     @property
     def required(self) -> bool:

@@ -1,4 +1,4 @@
-"""Having the event loop's thread woken at once on a machine whose cores all evaluate a model.
+"""Which thread gets a core first: the event loop's at once, those whose work can wait last.
 
 A thread that wakes waits until the one that runs has used up its slice: up to milliseconds, at
 every token, in each process on its way. Since Linux 6.12 a thread may ask for a shorter slice than
@@ -12,9 +12,12 @@ import ctypes
 import os
 import platform
 import sys
+import threading
 
 SLICE_NS = 100_000
 """The shortest there is. A step of the event loop takes less."""
+NICE = 10
+"""Of a thread whose work can wait."""
 _SETATTR = {"x86_64": 314, "aarch64": 274, "riscv64": 274}
 """The system call's number; the C library has no name for it yet."""
 _RESET_ON_FORK = 1
@@ -33,6 +36,12 @@ class _Attributes(ctypes.Structure):
         ("deadline", ctypes.c_uint64),
         ("period", ctypes.c_uint64),
     )
+
+
+def be_nice() -> None:
+    """Lower the priority of the calling thread, on Linux, where a thread has one of its own."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
 def shorten_slice() -> bool:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import importlib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from towerd.config import ENGINES
 from towerd.policy import NAMES as POLICIES
+
+if TYPE_CHECKING:
+    from towerd.cli.bench.report import Report
 
 _MODEL = click.option(
     "--model", "-m", type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -81,6 +84,17 @@ def concurrency(model: Path | None, quick: bool) -> None:
 def proxy(model: Path | None, quick: bool) -> None:
     """What towerd before a llama-server adds to its times, at 1 and 32 streams."""
     _run("proxy", model, quick)
+
+
+@bench.command()
+@click.option("--model", "-m", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+              help="GGUF to serve; default: the bundled model.")  # fmt: skip
+@_QUICK
+def soak(model: Path | None, quick: bool) -> None:
+    """10,000 short requests under budgets that are far too small: what the daemon takes."""
+    report = _run("soak", model, quick)
+    if report.figures["failed"] or "stopped" in report.figures:
+        raise click.exceptions.Exit(1)
 
 
 @bench.command()
@@ -209,44 +223,50 @@ def codec(data: Path, vocabs: tuple[Path, ...], mini: Path | None, p_mins: tuple
 @click.option("--model", "-m", type=click.Path(exists=True, dir_okay=False, path_type=Path),
               help="GGUF to evaluate thawed sessions with; default: the bundled model.")  # fmt: skip
 @click.option("--data", type=click.Path(exists=True, dir_okay=False, path_type=Path),
-              help="Chat records to take the sessions from; default: shuffled sentences.")  # fmt: skip
+              help="Chat records, of which those of sources are taken that the codec does not know.")  # fmt: skip
+@click.option("--text", "texts", multiple=True,
+              type=click.Path(exists=True, dir_okay=False, path_type=Path),
+              help="UTF-8 text to take sessions from, may be .zst; may be given again.")  # fmt: skip
+@click.option("--meetings", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+              help="QMSum's meetings, qmsum.jsonl.zst, to take sessions from.")  # fmt: skip
 @click.option("--vocab", type=click.Path(exists=True, dir_okay=False, path_type=Path),
               help="GGUF whose tokenizer the sessions are in; then nothing is evaluated.")  # fmt: skip
 @_QUICK
-def cold(model: Path | None, data: Path | None, vocab: Path | None, quick: bool) -> None:
+def cold(
+    model: Path | None, data: Path | None, texts: tuple[Path, ...], meetings: Path | None,
+    vocab: Path | None, quick: bool,
+) -> None:  # fmt: skip
     """Frozen sessions: bytes each of 100,000, finding one, and thawing it."""
-    _run("cold", model, quick, data=data, vocab=vocab)
+    _run("cold", model, quick, data=data, texts=texts, meetings=meetings, vocab=vocab)
 
 
 @bench.command()
 @click.option("--model", "-m", type=click.Path(exists=True, dir_okay=False, path_type=Path),
-              help="GGUF of a small trained llama; default: the bundled model.")  # fmt: skip
+              help="GGUF to measure, a trained one; default: the bundled model.")  # fmt: skip
 @click.option("--text", type=click.Path(exists=True, dir_okay=False, path_type=Path),
               help="UTF-8 text to read, may be .zst; default: the package's sample of chat.")  # fmt: skip
 @click.option("--meetings", type=click.Path(exists=True, dir_okay=False, path_type=Path),
               help="QMSum's meetings, qmsum.jsonl.zst, to read as well.")  # fmt: skip
 @click.option("--pairs", type=click.Path(exists=True, dir_okay=False, path_type=Path),
               help="Key-value examples of Lost in the Middle, .jsonl.zst, for retrieval.")  # fmt: skip
-@click.option("--retrieval-model", "retrieval",
-              type=click.Path(exists=True, dir_okay=False, path_type=Path),
-              help="GGUF of `train retrieval`; default: the one of the package.")  # fmt: skip
 @click.option("--live", is_flag=True,
               help="Instead: time per token in the daemon, IceCache beside the full cache.")  # fmt: skip
 @_QUICK
 def longchat(
-    model: Path | None, text: Path | None, meetings: Path | None, pairs: Path | None,
-    retrieval: Path | None, live: bool, quick: bool,
+    model: Path | None, text: Path | None, meetings: Path | None, pairs: Path | None, live: bool,
+    quick: bool,
 ) -> None:  # fmt: skip
     """What a bounded live cache costs, per retention policy, beside the full cache."""
     if live:
-        if any(path is not None for path in (text, meetings, pairs, retrieval)):
+        if any(path is not None for path in (text, meetings, pairs)):
             raise click.UsageError("--live goes with --model and --quick only.")
         _run("longchat_live", model, quick)
         return
-    _run("longchat", model, quick, text=text, meetings=meetings, pairs=pairs, retrieval=retrieval)
+    _run("longchat", model, quick, text=text, meetings=meetings, pairs=pairs)
 
 
-def _run(name: str, model: Path | None, quick: bool, **options: Any) -> None:
+def _run(name: str, model: Path | None, quick: bool, **options: Any) -> Report:
     module = importlib.import_module(f"towerd.cli.bench.{name}")
-    report = asyncio.run(module.run(model, quick, **options))
+    report: Report = asyncio.run(module.run(model, quick, **options))
     report.show()
+    return report

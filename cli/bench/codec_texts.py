@@ -39,6 +39,19 @@ def sessions(data: Path, n_max: int) -> dict[str, list[bytes]]:
     return found
 
 
+def held_out(data: Path) -> bytes:
+    """UTF-8 text of the records whose source the codec's tables and models were not trained on, in
+    random order. ClickException where there are none."""
+    known = read_manifest()
+    texts = [_text(each, "mixed") for each in _records(data) if each.source not in known]
+    if not texts:
+        raise click.ClickException(
+            f"The codec was trained on every source of {data}: name records of another one."
+        )
+    turn = np.random.default_rng(1).permutation(len(texts))
+    return "".join(texts[i] for i in turn).encode()
+
+
 def training(data: Path, n_bytes: int) -> list[bytes]:
     """Texts of the training split beside `data`, in random order, about `n_bytes`."""
     records = [_text(record, "mixed").encode() for record in _records(data.with_name(TRAIN))]

@@ -3,24 +3,26 @@
 A few hundred sessions are recorded turn by turn and frozen as the daemon does it. To come to a
 hundred thousand, the rest of the store are copies of them with names, turns and marks of their own:
 every row has the size that a session of its own would have. Thawing is measured on the coded ones,
-and its prefill on the model's own engine.
+and its prefill on the model's own engine. Texts are of sources that the codec was not trained on.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
 import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from rich.progress import track
 
-from towerd.cli.bench.codec_texts import sessions, tokenized
+from towerd.cli.bench.codec_texts import held_out, tokenized
+from towerd.cli.bench.longchat_texts import read_meetings, read_text
 from towerd.cli.bench.report import Report
 from towerd.codec import Codec, container
 from towerd.codec.vocabulary import GgufVocabulary
@@ -30,12 +32,12 @@ from towerd.engine.base import GenerateRequest, Ids, SamplingParams, Started
 from towerd.engine.embedded.calibrate import calibration_text
 from towerd.engine.embedded.model import init_backend
 from towerd.kernels.formats import BY_NAME
-from towerd.models.bundled import bundled_model
+from towerd.models.bundled import default_model
 from towerd.service import open_service
 from towerd.slots.fingerprint import Fingerprint
 from towerd.slots.layout import KVLayout, Plane
 from towerd.store import Store, Turn
-from towerd.store.cold import encode_turns, row_digest
+from towerd.store.cold_row import encode_turns, row_digest
 from towerd.store.node import ids_bytes
 
 _TOKENS = 1000
@@ -46,6 +48,11 @@ _BATCH = 2000
 _LOOKUPS = 500
 _PROMPT_TOKENS = 8000
 _THAWS = 3
+_LONG_TOKENS = 8000
+"""Of a long chat that is thawed; with its new tokens it fits a context of 8,192."""
+_NEW_TOKENS = 8
+_BYTES_PER_TOKEN_MAX = 8
+"""More than the texts have on the mean: no more of them is tokenized than is needed."""
 
 
 @dataclass(slots=True)
@@ -56,7 +63,20 @@ class Population:
     codec: Codec
     ids: list[Ids]
     """int32[_BASE_TOKENS + _TOKENS] of each coded session."""
+    sources: list[str]
+    """Where each is from."""
     freeze_s: list[float]
+
+    def bits_per_token(self) -> dict[str, float]:
+        """Of whole blobs, by source and altogether."""
+        bits: dict[str, list[int]] = {}
+        for number, source in enumerate(self.sources):
+            frozen = self.store.cold.read(f"s{number}", "local")
+            assert frozen is not None
+            bits.setdefault(source, []).append(8 * len(frozen.blob))
+        found = {f"bits_per_token {name}": sum(n) / len(n) / _TOKENS for name, n in bits.items()}
+        every = [n for each in bits.values() for n in each]
+        return {**found, "bits_per_token": sum(every) / len(every) / _TOKENS}
 
     def forms(self) -> str:
         """How many of the coded ones are in which form."""
@@ -68,27 +88,58 @@ class Population:
         return ", ".join(f"{n} {form}" for form, n in found.most_common())
 
 
-async def run(model: Path | None, quick: bool, data: Path | None, vocab: Path | None) -> Report:
+async def run(
+    model: Path | None,
+    quick: bool,
+    *,
+    data: Path | None,
+    texts: Sequence[Path],
+    meetings: Path | None,
+    vocab: Path | None,
+) -> Report:
     """Fill a store in a temporary directory and measure it."""
     n, n_coded = (2_000, 20) if quick else (100_000, 200)
-    path = model or bundled_model()
+    path = model or default_model()
     init_backend()
     report = Report("cold", (vocab or path).name)
-    report.figures["text"] = data.name if data is not None else "shuffled sentences"
+    sources = _sources(data, texts, meetings)
+    report.figures["text"] = ", ".join(sources)
     with tempfile.TemporaryDirectory(prefix="towerd-bench-") as folder:
         root = Path(folder) / "store"
         with GgufVocabulary(vocab or path) as vocabulary:
-            texts = _texts(data, vocabulary, n_coded)
+            n_each = max(
+                -(-n_coded // len(sources)) * _TOKENS + _BASES * _BASE_TOKENS, _LONG_TOKENS
+            )
+            streams = {key: _stream(parts, vocabulary, n_each) for key, parts in sources.items()}
             with Store.open(root, _fingerprint()) as store:
-                made = _fill(store, Codec(vocabulary, tables=store.tables), texts, n_coded)
+                made = _fill(store, Codec(vocabulary, tables=store.tables), streams, n_coded)
                 report.figures["forms"] = made.forms()
+                report.figures |= made.bits_per_token()
                 _copy(made, n)
             _measure(report, root, made, n)
         if vocab is None:
-            await _measure_prefill(report, path, Path(folder) / "served", texts[0])
+            long = next(iter(streams.values()))[:_LONG_TOKENS]
+            served = Path(folder) / "served"
+            n_thaws = 1 if quick else _THAWS
+            await _measure_thaw(report, path, served, long[:_TOKENS], "thaw_", n_thaws)
+            await _measure_thaw(report, path, served, long, "thaw_8k_", n_thaws)
     report.target("bytes_per_session", most=3000)
     report.target("lookup_p99_ms", most=1.0)
     return report
+
+
+def _sources(
+    data: Path | None, texts: Sequence[Path], meetings: Path | None
+) -> dict[str, Iterator[bytes]]:
+    """Name -> parts of its text; the calibration text where none is named."""
+    found: dict[str, Iterator[bytes]] = {}
+    if data is not None:
+        found[data.name] = iter((held_out(data),))
+    for path in texts:
+        found[path.name] = iter((read_text(path).encode(),))
+    if meetings is not None:
+        found[meetings.name] = iter((read_meetings(meetings).encode(),))
+    return found or {"shuffled sentences": _shuffled()}
 
 
 def _fingerprint() -> Fingerprint:
@@ -97,16 +148,14 @@ def _fingerprint() -> Fingerprint:
     return Fingerprint("bench", "llama", "bench", {}, (), layout, False, False, False)
 
 
-def _texts(data: Path | None, vocabulary: GgufVocabulary, n: int) -> list[Ids]:
-    """`n` runs of text, int32[_TOKENS] each, and one for the bases at the end."""
-    n_wanted = n * _TOKENS + _BASES * _BASE_TOKENS
+def _stream(parts: Iterator[bytes], vocabulary: GgufVocabulary, n: int) -> Ids:
+    """int32[n] of a text, which is begun again where it is too short."""
     ids: list[int] = []
-    for part in _shuffled() if data is None else sessions(data, n)["mixed"]:
-        ids += tokenized(part, vocabulary)
-        if len(ids) >= n_wanted:
+    for part in parts:
+        ids += tokenized(part[: n * _BYTES_PER_TOKEN_MAX], vocabulary)
+        if len(ids) >= n:
             break
-    stream = np.resize(np.array(ids, np.int32), n_wanted)  # a short text is begun again
-    return [*np.split(stream[: n * _TOKENS], n), stream[n * _TOKENS :]]
+    return np.resize(np.array(ids, np.int32), n)
 
 
 def _shuffled() -> Iterator[bytes]:
@@ -117,14 +166,18 @@ def _shuffled() -> Iterator[bytes]:
         yield " ".join(sentences[i] for i in rng.permutation(len(sentences))).encode()
 
 
-def _fill(store: Store, codec: Codec, texts: list[Ids], n: int) -> Population:
-    """Bases, and sessions of four turns each that are frozen at once."""
-    bases = np.split(texts[-1], _BASES)
+def _fill(store: Store, codec: Codec, streams: Mapping[str, Ids], n: int) -> Population:
+    """Bases, and sessions of four turns each that are frozen at once, of each text in turn."""
+    names = list(streams)
+    n_bases = _BASES * _BASE_TOKENS
+    bases = np.split(streams[names[0]][-n_bases:], _BASES)
     for number, base in enumerate(bases):
         store.add_base(f"base {number}", base, "local", 0, False)
-    made = Population(store, codec, [], [])
+    made = Population(store, codec, [], [], [])
     for number in track(range(n), "coding"):
-        ids = np.concatenate([bases[number % _BASES], texts[number]])
+        source = names[number % len(names)]
+        at = number // len(names) * _TOKENS
+        ids = np.concatenate([bases[number % _BASES], streams[source][at : at + _TOKENS]])
         for turn in range(1, _TURNS + 1):
             end = _BASE_TOKENS + _TOKENS * turn // _TURNS
             cut = end - _TOKENS // _TURNS // 3
@@ -135,6 +188,7 @@ def _fill(store: Store, codec: Codec, texts: list[Ids], n: int) -> Population:
         freeze(store, codec, f"s{number}", "local")
         made.freeze_s.append(time.monotonic() - began)
         made.ids.append(ids)
+        made.sources.append(source)
     return made
 
 
@@ -170,9 +224,10 @@ class _Source:
             "SELECT base, n_base, length(marks) FROM cold WHERE session = ?", (pk,))  # fmt: skip
 
     def copy(self, number: int, first_turn: int, rng: np.random.Generator) -> int:
-        """Enter a copy whose turns begin with this id; the id after its last."""
+        """Enter a copy whose turns begin with this id; the id after its last. Its blob is of the
+        same length and as little like another as a coded text: the journal is compressed."""
         assert self.frozen is not None
-        run, blob = self.catalog.run, self.frozen.blob
+        run, blob = self.catalog.run, rng.bytes(len(self.frozen.blob))
         ids = list(range(first_turn, first_turn + len(self.turns)))
         pk = run(
             "INSERT INTO sessions(fingerprint, scope, named, title, n_tokens, created, updated,"
@@ -190,10 +245,11 @@ class _Source:
         turns, marks = encode_turns(ids, self.history.turns), rng.bytes(self.n_marks)
         digest = row_digest(self.n_base, turns, marks, blob)
         run(
-            "INSERT INTO cold VALUES (?, ?, ?, 1, ?, ?, ?)",
+            "INSERT INTO cold(session, base, n_base, frozen, turns, marks, digest)"
+            " VALUES (?, ?, ?, 1, ?, ?, ?)",
             (pk, self.base, self.n_base, turns, marks, digest),
         )
-        run("INSERT INTO blobs VALUES (?, ?)", (pk, blob))
+        run("INSERT INTO blobs(session, blob) VALUES (?, ?)", (pk, blob))
         return ids[-1] + 1
 
 
@@ -240,33 +296,43 @@ def _lookups(store: Store, made: Population) -> list[float]:
     return found
 
 
-async def _measure_prefill(report: Report, model: Path, store: Path, text: Ids) -> None:
-    """Time to the first token of a request that goes on a frozen session, and what of it was
-    evaluating the prompt."""
+async def _measure_thaw(
+    report: Report, model: Path, store: Path, text: Ids, name: str, n_thaws: int
+) -> None:
+    """Thaw a session of this text by a request that continues it: reading, decoding, evaluating
+    the prompt, and all of it up to the first token. Figures begin with `name`."""
     config = Config(
-        model=model, store_dir=store, socket=store.parent / "s", ctx_size=2 * _TOKENS,
+        model=model, store_dir=store, socket=store.parent / "s", ctx_size=len(text) + 64,
         live_sequences=1, parallel=1, freeze_after_s=-1, hot_bytes=0, anticipate=False,
     )  # fmt: skip
-    firsts, prompts = [], []
+    times: dict[str, list[float]] = {}
     async with open_service(config) as service:
-        turn = Turn("local", "chat", text[:-300], text[-300:], len(text) - 1, time.time())
+        turn = Turn("local", name, text[:-300], text[-300:], len(text) - 1, time.time())
         service.store.commit_turn(turn)
-        for number in range(_THAWS):
-            await service.cold.freeze("chat", "local")
-            asked = np.concatenate([text, text[: 8 + number]])
+        for number in range(n_thaws):
+            await service.cold.freeze(name, "local")
+            began = time.monotonic()
+            frozen = service.store.cold.read(name, "local")
+            read = time.monotonic()
+            assert frozen is not None
+            await asyncio.to_thread(decode, service.cold.coding.codec, frozen)
+            times.setdefault("read_ms", []).append((read - began) * 1e3)
+            times.setdefault("decode_ms", []).append((time.monotonic() - read) * 1e3)
+            asked = np.concatenate([text, text[: _NEW_TOKENS + number]])
             request = GenerateRequest(
-                ids=asked, sampling=SamplingParams(temperature=0), n_predict=1, session="chat"
+                ids=asked, sampling=SamplingParams(temperature=0), n_predict=1, session=name
             )
             began = time.monotonic()
             async for event in service.sessions.run(request):
                 if isinstance(event, Started):
-                    firsts.append(time.monotonic() - began)
-                    prompts.append(event.prompt_ms)
+                    first = (time.monotonic() - began) * 1e3
+                    times.setdefault("first_token_ms", []).append(first)
+                    times.setdefault("prefill_ms", []).append(event.prompt_ms)
             await service.engine.settle()
             for seq in list(service.engine.pool):
                 service.engine.pool.drop(seq)
-    report.figures["thaw_prefill_ms"] = statistics.median(prompts)
-    report.figures["thaw_first_token_ms"] = statistics.median(firsts) * 1e3
+    for what, each in times.items():  # what all sessions have told already stays
+        report.figures.setdefault(f"{name}{what}", statistics.median(each))
 
 
 def _disk_bytes(root: Path) -> int:

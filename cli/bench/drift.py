@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from towerd.engine.embedded.context import Buffer
-from towerd.engine.embedded.measure import NEXT_TOKENS, Checkpoint, Measurer
+from towerd.engine.embedded.measure import Measurer
+from towerd.engine.embedded.measure_plan import NEXT_TOKENS, Checkpoint
 from towerd.engine.embedded.taps import Taps
 from towerd.errors import TowerdError
 from towerd.kernels import dispatch
@@ -132,7 +133,7 @@ class Sample:
 
 
 @dataclass(slots=True)
-class Drift:
+class AttentionDrift:
     """Everything that was measured."""
 
     samples: list[Sample] = field(default_factory=list)
@@ -159,12 +160,12 @@ class DriftMeter:
 
     def measure(
         self, checkpoints: Sequence[Checkpoint], formats: Sequence[str], tables: dict[str, Table]
-    ) -> Drift:
+    ) -> AttentionDrift:
         """Keys of each level's range in each format, one layer at a time, so that queries and
         values stay what they were; then whole tables. Raises TowerdError for an architecture
         whose attention is not plain scaled dot-product attention."""
         n_layer = self.measurer.layout.n_layer
-        drift = Drift(layers=tuple(_spread(n_layer)))
+        drift = AttentionDrift(layers=tuple(_spread(n_layer)))
         sums: dict[str, list[Floats]] = {name: [] for name in tables}
         for checkpoint in checkpoints:
             rows = self.measurer.rows(checkpoint)
@@ -317,7 +318,7 @@ def code_bits(name: str) -> int:
     return int(BY_NAME[name].codec.strip("qa"))
 
 
-def summary(drift: Drift) -> dict[str, Any]:
+def summary(drift: AttentionDrift) -> dict[str, Any]:
     """The figures for the report: share under the bound, tightness (drift over bound, of drift
     that is more than rounding), fitted slopes.
 
@@ -352,14 +353,14 @@ def summary(drift: Drift) -> dict[str, Any]:
     }
 
 
-def families(drift: Drift) -> tuple[list[str], list[str]]:
+def families(drift: AttentionDrift) -> tuple[list[str], list[str]]:
     """The stored formats that were measured: with a Hadamard rotation, without."""
     names = dict.fromkeys(s.format for s in drift.samples if not BY_NAME[s.format].is_cache_type)
     rotated = [name for name in names if BY_NAME[name].is_hadamard]
     return rotated, [name for name in names if name not in rotated]
 
 
-def slope_bits(drift: Drift, formats: Sequence[str]) -> float | None:
+def slope_bits(drift: AttentionDrift, formats: Sequence[str]) -> float | None:
     """Slope of log2(mean normalised drift) against code bits; None for fewer than two."""
     found = {code_bits(name): normalised(drift, name) for name in formats}
     if len(found) < 2:
@@ -367,13 +368,13 @@ def slope_bits(drift: Drift, formats: Sequence[str]) -> float | None:
     return _fit(np.array(list(found)), np.log2(list(found.values())))
 
 
-def normalised(drift: Drift, name: str) -> float:
+def normalised(drift: AttentionDrift, name: str) -> float:
     """Mean drift of a format over the mean of |k| |q| / sqrt(d) sqrt(alpha M)."""
     moved = _all(drift, name, lambda sample: sample.drift)
     return float(moved.mean() / _all(drift, name, _unit).mean())
 
 
-def points(drift: Drift) -> tuple[Floats, Floats, Floats]:
+def points(drift: AttentionDrift) -> tuple[Floats, Floats, Floats]:
     """(alpha, drift / (eps |q| / sqrt(d) sqrt(M)), drift / (eps |q| / sqrt(d))) of queries that
     attend to the segment at all; at most POINTS_MAX of them, evenly picked."""
     alpha = np.concatenate([s.terms.alpha.ravel() for s in drift.samples])
@@ -403,7 +404,7 @@ def _unit(sample: Sample) -> Floats:
     return replace(sample.terms, eps=eps).bound
 
 
-def _all(drift: Drift, name: str, of: Any) -> Floats:
+def _all(drift: AttentionDrift, name: str, of: Any) -> Floats:
     return np.concatenate([of(s).ravel() for s in drift.samples if s.format == name])
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from towerd.cli.bench.drift import Drift, code_bits, families, normalised, points
+from towerd.cli.bench.drift import AttentionDrift, code_bits, families, normalised, points
 from towerd.errors import ConfigError
 
 SUFFIXES = (".png", ".svg")
@@ -29,7 +29,7 @@ def require(path: Path) -> None:
         ) from error
 
 
-def plot(drift: Drift, path: Path, title: str) -> None:
+def plot(drift: AttentionDrift, path: Path, title: str) -> None:
     """Write the plot."""
     # No pyplot: no window and no state, whatever the user's backend is.
     figure: Any = importlib.import_module("matplotlib.figure").Figure(
@@ -42,7 +42,7 @@ def plot(drift: Drift, path: Path, title: str) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _against_bits(axes: Any, drift: Drift) -> None:
+def _against_bits(axes: Any, drift: AttentionDrift) -> None:
     labels = (("o", "with Hadamard"), ("s", "without"))
     for names, (marker, label) in zip(families(drift), labels, strict=True):
         if not names:
@@ -58,7 +58,7 @@ def _against_bits(axes: Any, drift: Drift) -> None:
     axes.legend()
 
 
-def _against_alpha(axes: Any, drift: Drift) -> None:
+def _against_alpha(axes: Any, drift: AttentionDrift) -> None:
     alpha, moved, _ = points(drift)
     axes.loglog(alpha, moved, ".", markersize=2, alpha=0.3, label="heads and queries")
     edges = np.geomspace(alpha.min(), 1, _BINS + 1)

@@ -7,15 +7,14 @@ from pathlib import Path
 
 import numpy as np
 
+from towerd.cli.bench.reading import keys_of
 from towerd.config import load
 from towerd.engine.embedded.context import LlamaContext
-from towerd.engine.embedded.measure import Scratch
 from towerd.engine.embedded.model import LlamaModel
-from towerd.kernels import dispatch
+from towerd.engine.embedded.scratch import Scratch
 from towerd.kernels.dci import DciConfig, make_dci_tree
 from towerd.retention.base import Positions, Rows
 from towerd.retention.icecache import IceCache, IceCacheConfig
-from towerd.slots.rows import KVRows
 
 TOP = 16
 """Keys with the largest inner products that a query should find in the loaded pages."""
@@ -99,17 +98,8 @@ def index_overhead(model: Path, n: int, head_size: int, n_threads: int) -> dict[
     finally:
         loaded.close()
     assert found.rows is not None
-    keys = _keys(found.rows, head_size)
+    keys = keys_of(found.rows, head_size)
     started = time.perf_counter()
     IceCache(IceCacheConfig()).index(np.arange(n), keys, n_threads=n_threads)
     index_s = time.perf_counter() - started
     return {"prefill_s": prefill_s, "index_s": index_s}
-
-
-def _keys(rows: KVRows, head_size: int) -> Rows:
-    """float32[layers, KV heads, n, head size]"""
-    layers = []
-    for plane, values in zip(rows.layout.k, rows.k, strict=True):
-        wide = dispatch.transcoded(values, plane.format.name, "f32").view(np.float32)
-        layers.append(wide.reshape(len(values), -1, head_size).transpose(1, 0, 2))
-    return np.stack(layers)

@@ -36,6 +36,11 @@ class Speaker:
         """int64[n]; nothing is added."""
         return self._vocabulary.tokenize(text.encode()).astype(np.int64)
 
+    def text(self, ids: Ids) -> str:
+        """What these tokens spell; half characters at the ends are left out."""
+        pieces = self._vocabulary.pieces
+        return b"".join(pieces[i] for i in ids).decode(errors="ignore")
+
     def windows(self, text: str, n_windows: int, n: int) -> Ids:
         """[n_windows, n]: runs of a text spread over it, each after the start symbol. Raises
         ConfigError where the text is too short."""
@@ -76,7 +81,6 @@ class _Meeting(msgspec.Struct):
 
 class _Example(msgspec.Struct):
     ordered_kv_records: list[tuple[str, str]]
-    key: str
 
 
 def read_meetings(path: Path) -> str:
@@ -88,19 +92,16 @@ def read_meetings(path: Path) -> str:
     return "\n".join(f"{speaker}: {said}" for speaker, said in turns)
 
 
-def read_pairs(path: Path, n_max: int) -> list[tuple[list[Fact], int]]:
-    """(facts, number of the one that is asked for) of each example of "Lost in the Middle"'s
-    key-value task; identifiers are cut to their first letters, so that 75 fit. Raises ConfigError."""
-    found = []
-    for example in _records(path, _Example)[:n_max]:
-        keys = [key for key, _ in example.ordered_kv_records]
-        if example.key not in keys:
-            raise ConfigError(f"{path} asks for the key {example.key!r}, which it does not tell.")
-        facts = [pair(key[:N_HEX], value[:N_HEX]) for key, value in example.ordered_kv_records]
-        found.append((facts, keys.index(example.key)))
+def read_pairs(path: Path) -> list[Fact]:
+    """The key-value pairs of "Lost in the Middle"'s examples, one after another. Keys and values
+    are cut to their first letters, and a key that has been told is left out. Raises ConfigError."""
+    found: dict[str, str] = {}
+    for example in _records(path, _Example):
+        for key, value in example.ordered_kv_records:
+            found.setdefault(key[:N_HEX], value[:N_HEX])
     if not found:
         raise ConfigError(f"{path} holds no key-value examples.")
-    return found
+    return [pair(key, value) for key, value in found.items()]
 
 
 def _records(path: Path, kind: type[T]) -> list[T]:

@@ -2,48 +2,58 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from towerd.cli.bench.drift import DriftMeter, summary
 from towerd.cli.bench.drift_plot import plot, require
 from towerd.cli.bench.report import Report
 from towerd.cli.output import progress_bar, show_table
 from towerd.config import load
-from towerd.engine.embedded.calibrate import calibration_text, plan_for
+from towerd.engine.embedded.attention import flash_attention
+from towerd.engine.embedded.calibrate import CHECKPOINTS, calibration_text, coarse_tokens, plan_for
 from towerd.engine.embedded.context import LlamaContext
-from towerd.engine.embedded.measure import WINDOW_TOKENS_MAX, Measurer, Scratch
+from towerd.engine.embedded.core import why_not_spliceable
+from towerd.engine.embedded.measure import Measurer
+from towerd.engine.embedded.measure_plan import NEXT_TOKENS, WINDOW_TOKENS_MAX
+from towerd.engine.embedded.memory import open_memory
 from towerd.engine.embedded.model import LlamaModel
+from towerd.engine.embedded.scratch import Scratch
 from towerd.engine.embedded.taps import Taps
 from towerd.engine.embedded.vocab import Vocab
-from towerd.errors import ConfigError, TowerdError
+from towerd.errors import ConfigError, NotSupported, TowerdError
 from towerd.kernels.formats import STORED_FORMATS
-from towerd.models.bundled import bundled_model
-from towerd.slots.layout import NATIVE, KVLayout
-from towerd.tiers.calibration import BOUNDS, Cost, Table, bits_of, calibrate, grid_tables, sizes
+from towerd.models.bundled import default_model
+from towerd.slots.layout import KVLayout
+from towerd.tiers.calibration import ALL_NATIVE, Choice, Cost, Table, bits_of, sizes
+from towerd.tiers.format_search import COARSE, calibrate
 from towerd.tiers.levels import uniform
 
 PAPER: Table = ("q4h", "q6h", "q8h")
 """The allocation of Corollary 21 (papers on Towers of Segments, section 6)."""
 DRIFT_FORMATS = ("q4h", "q5h", "q6h", "q8h", "q4", "q5", "q6", "q8")
 TEXT_BYTES_MAX = 16 << 20
+BITS_MAX = {"near": 6.6, "small": 4.6}
+"""Bits of a stored value that we owe at each fidelity."""
 
 
 @dataclass(slots=True)
 class QualityReport(Report):
-    """`tables`: a line each; `drift`: what `towerd.cli.bench.drift.summary` found."""
+    """`tables`: a line each, the model's noise first; `drift`: what
+    `towerd.cli.bench.drift.summary` found."""
 
     tables: list[dict[str, Any]] = field(default_factory=list)
     drift: dict[str, Any] = field(default_factory=dict)
 
     def show(self) -> None:
-        columns = ("table", ">bits", ">mean KL", ">top-1", ">perplexity", ">against native")
-        native = self.tables[0]["ppl"]
+        columns = ("rows kept as", ">bits", ">mean KL", ">excess", ">top-1", ">perplexity")
         show_table(
             columns,
             [
@@ -51,9 +61,9 @@ class QualityReport(Report):
                     line["name"],
                     f"{line['bits']:.2f}",
                     f"{line['kl']:.5f}",
+                    f"{line['excess']:+.5f} ± {line['ci']:.5f}",
                     f"{line['top1']:.2%}",
-                    f"{line['ppl']:.4f}",
-                    f"{line['ppl'] / native - 1:+.2%}",
+                    f"{line['ppl']:.4f} ({line['ppl'] / line['ppl_native'] - 1:+.2%})",
                 )
                 for line in self.tables
             ],
@@ -71,10 +81,10 @@ async def run(
     if plot_path is not None:
         require(plot_path)
     source = calibration_text() if text is None else read_text(text)
-    path = bundled_model() if model is None else model
+    path = default_model() if model is None else model
     report = QualityReport("quality", path.name)
     report.figures["text"] = "calibration.txt" if text is None else text.name
-    _formats(report, path, source, 8 if quick else 24)
+    _formats(report, path, source, 16 if quick else CHECKPOINTS)
     _drift(report, path, source, 2 if quick else 4, DRIFT_FORMATS[:4] if quick else DRIFT_FORMATS,
            plot_path)  # fmt: skip
     return report
@@ -94,14 +104,20 @@ def read_text(path: Path) -> str:
 def measurer_on(
     path: Path, text: str, n_checkpoints: int, taps: Taps | None = None, **settings: str
 ) -> Iterator[Measurer]:
-    """A prepared Measurer on a model of its own, with the settings in force and `settings`."""
+    """A prepared Measurer on a model of its own, with the settings in force, `settings`, and the
+    attention kernels that the daemon takes. Raises NotSupported for a model without calibration.
+    """
     config = load({"model": str(path), **settings})
     model = LlamaModel(path, config)
     try:
         vocab = Vocab(model.ptr)
         n_ctx = min(model.n_ctx_train, WINDOW_TOKENS_MAX)
+        ram_bytes = psutil.virtual_memory().total
+        attention = flash_attention(config, n_head=model.n_head, n_cells=n_ctx, ram_bytes=ram_bytes)
+        config = replace(config, flash_attn=attention)
         context = LlamaContext(model, config, n_cells=n_ctx, n_seqs=1, taps=taps)
         try:
+            check_spliceable(context, model)
             scratch = Scratch(context, 0)
             token_bytes = probe_layout(scratch).token_bytes
             measurer = Measurer(scratch, plan_for(vocab, text, n_ctx, token_bytes, n_checkpoints))
@@ -113,6 +129,12 @@ def measurer_on(
         model.close()
 
 
+def check_spliceable(context: LlamaContext, model: LlamaModel) -> None:
+    """Raises NotSupported, with the reason, for a model whose rows cannot be moved."""
+    if why := why_not_spliceable(open_memory(context, model)):
+        raise NotSupported(f"This model has nothing to measure: {why}.")
+
+
 def probe_layout(scratch: Scratch) -> KVLayout:
     """What the context's rows look like."""
     found = scratch.evaluate(None, 0, np.zeros(1, np.int32), logits=False, rows=True)
@@ -122,34 +144,66 @@ def probe_layout(scratch: Scratch) -> KVLayout:
 
 def _formats(report: QualityReport, path: Path, text: str, n_checkpoints: int) -> None:
     """The calibration's own measurement and search, and every stored format besides."""
+    began = time.monotonic()
     with measurer_on(path, text, n_checkpoints) as measurer, progress_bar((), quiet=False) as bar:
         layout = measurer.layout
         bits = sizes(layout)
+        task = bar.add_task("formats", total=coarse_tokens(measurer.plan, bits))
+        measurer.progress = lambda n: bar.update(task, advance=n)
+        floor, grid, choices = calibrate(measurer, bits)
+        report.figures["calibration_s"] = time.monotonic() - began
         more = [f.name for f in STORED_FORMATS if f.name not in bits]
         more = [name for name in more if layout.stored_as(name) != layout]
         tables = {PAPER: "0=q4h,1=q6h,2=q8h"} if set(PAPER) <= set(bits) else {}
         tables |= {uniform(name): name for name in more}
-        n_tables = len(grid_tables([*bits][:-1])) + len(tables) + 2
-        task = bar.add_task("formats", total=n_tables * measurer.plan.n_tokens)
-        measurer.progress = lambda n: bar.update(task, advance=n)
-        grid, choices = calibrate(measurer, bits)
-        extra = dict(zip(tables.values(), measurer(list(tables)), strict=True))
+        n_coarse = min(COARSE, measurer.n_max)
+        extra = dict(zip(tables.values(), measurer.costs(list(tables), n_coarse), strict=True))
     size = bits | {f.name: _bits(layout, f.name) for f in STORED_FORMATS}
-    lines = [_line(NATIVE, uniform(NATIVE), grid.native, size)]
-    lines += [_line(name, uniform(name), cost, size) for name, cost in grid.uniform.items()]
-    lines += [_line(name, table, extra[name], size) for table, name in tables.items()]
+    lines = [
+        {
+            **_line("as computed: noise alone", ALL_NATIVE, grid.native, grid.native, size),
+            "kl": floor.kl,
+            "ci": floor.ci,
+            "top1": floor.top1,
+        }
+    ]
     for name, choice in choices.items():
         levels = ",".join(f"{i}={f}" for i, f in enumerate(choice.levels))
-        lines.append(_line(f"{name}: {levels}", choice.levels, choice.cost, size))
-        report.figures[f"{name}_levels"] = levels
-        report.figures[f"{name}_bits"] = choice.bits
-        report.figures[f"kl_{name}"] = choice.cost.kl
-        report.figures[f"top1_{name}"] = choice.cost.top1
-        report.target(f"kl_{name}", most=BOUNDS[name])
+        native = measurer.costs([ALL_NATIVE], choice.cost.n_tokens // NEXT_TOKENS)[0]
+        lines.append(_line(f"{name}: {levels}", choice.levels, choice.cost, native, size))
+        _figures(report, name, levels, choice)
+    for name, cost in grid.uniform.items():
+        lines.append(_line(name, uniform(name), cost, grid.native, size))
+    for table, name in tables.items():
+        lines.append(_line(name, table, extra[name], grid.native, size))
     report.tables = lines
-    report.figures["ppl_native"] = grid.native.ppl
-    report.figures["tokens_compared"] = measurer.plan.n_tokens
-    report.figures["ids"] = measurer.plan.digest()
+    report.figures |= {
+        "floor_kl": floor.kl,
+        "floor_ci": floor.ci,
+        "floor_top1": floor.top1,
+        "floor_shape": floor.shape,
+        "ppl_native": grid.native.ppl,
+        "tokens_compared": floor.n_tokens,
+        "ids": measurer.plan.digest(),
+    }
+    report.details["floor_shapes"] = dict(floor.shapes)
+
+
+def _figures(report: QualityReport, name: str, levels: str, choice: Choice) -> None:
+    """The figures of one fidelity and what they owe."""
+    cost = choice.cost
+    report.figures |= {
+        f"{name}_levels": levels,
+        f"{name}_bits": choice.bits,
+        f"{name}_excess": cost.excess,
+        f"{name}_excess_ci": cost.ci,
+        f"{name}_bound": choice.bound,
+        f"{name}_tokens": cost.n_tokens,
+        f"kl_{name}": cost.kl,
+        f"top1_{name}": cost.top1,
+    }
+    report.target(f"{name}_bits", most=BITS_MAX[name])
+    report.target(f"{name}_excess", most=choice.bound)
 
 
 def _bits(layout: KVLayout, name: str) -> float:
@@ -157,14 +211,21 @@ def _bits(layout: KVLayout, name: str) -> float:
     return 8 * sum(plane.row_bytes for plane in layout.stored_as(name).planes) / n_values
 
 
-def _line(name: str, table: Table, cost: Cost, bits: dict[str, float]) -> dict[str, Any]:
+def _line(
+    name: str, table: Table, cost: Cost, native: Cost, bits: dict[str, float]
+) -> dict[str, Any]:
+    """A line of the table; `native`: the cost of native rows on the same tokens."""
     return {
         "name": name,
         "levels": list(table),
         "bits": bits_of(table, bits),
         "kl": cost.kl,
+        "excess": cost.excess,
+        "ci": cost.ci,
         "top1": cost.top1,
         "ppl": cost.ppl,
+        "ppl_native": native.ppl,
+        "tokens": cost.n_tokens,
     }
 
 

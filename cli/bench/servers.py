@@ -15,12 +15,21 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 from towerd.engine.llama_server.slotdir import SlotDir
 from towerd.errors import TowerdError
 
 _START_S_MAX = 300.0
 _STOP_S_MAX = 60.0
+
+
+class Vitals(NamedTuple):
+    """What a process takes at one moment."""
+
+    rss_bytes: int
+    fds: int
+    threads: int
 
 
 class ServerProcess:
@@ -55,9 +64,8 @@ class ServerProcess:
         )
         while not self._is_healthy():
             if self._process.poll() is not None or time.monotonic() - started > _START_S_MAX:
-                tail = Path(self._log.name).read_text(errors="replace")[-500:]
                 self.stop()
-                raise TowerdError(f"{self.command[0]} did not start: {tail.strip()}")
+                raise TowerdError(f"{self.command[0]} did not start: {self.said()}")
             time.sleep(0.02)
         return time.monotonic() - started
 
@@ -81,6 +89,25 @@ class ServerProcess:
         assert self._process is not None
         process = psutil.Process(self._process.pid)
         return sum(int(each.memory_info().rss) for each in (process, *process.children()))
+
+    def said(self) -> str:
+        """The end of what it wrote to its log."""
+        return Path(self._log.name).read_text(errors="replace")[-500:].strip()
+
+    def exit_code(self) -> int | None:
+        """Of the process, or minus the signal that ended it; None while it runs."""
+        return None if self._process is None else self._process.poll()
+
+    def vitals(self) -> Vitals | None:
+        """What the running process itself takes now; None if it has ended."""
+        import psutil
+
+        if self._process is None or self._process.poll() is not None:
+            return None
+        process = psutil.Process(self._process.pid)
+        with process.oneshot():
+            rss_bytes = int(process.memory_info().rss)
+            return Vitals(rss_bytes, int(process.num_fds()), int(process.num_threads()))
 
     def cpu_s(self) -> float:
         """CPU time of the running process so far, without what it started."""

@@ -6,21 +6,25 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
+from towerd.cli.bench.quality import check_spliceable, read_text
 from towerd.cli.bench.report import Report
 from towerd.cli.output import progress_bar, show_table
 from towerd.config import Config
 from towerd.engine.base import Ids
+from towerd.engine.embedded.attention import flash_attention
 from towerd.engine.embedded.calibrate import calibration_text
 from towerd.engine.embedded.context import LlamaContext
-from towerd.engine.embedded.measure import NEXT_TOKENS, Logits, Scratch
+from towerd.engine.embedded.measure_plan import NEXT_TOKENS
 from towerd.engine.embedded.model import LlamaModel
+from towerd.engine.embedded.scratch import Scratch, other_shapes
 from towerd.engine.embedded.splice import rope_of
 from towerd.engine.embedded.splice_meter import (
     Case,
@@ -32,15 +36,18 @@ from towerd.engine.embedded.splice_meter import (
 )
 from towerd.engine.embedded.vocab import Vocab
 from towerd.errors import ConfigError
-from towerd.models.bundled import bundled_model
+from towerd.models.bundled import default_model
 from towerd.slots.blob import emit_blob
 from towerd.slots.rope import Rope
 from towerd.slots.rows import KVRows
+from towerd.tiers.calibration import BOUNDS, Sample, bound_of
+from towerd.tiers.interval import interval
 
 PERCENTS = (0, 5, 10, 15, 25, 50, 75, 100)
 """Of a module's tokens, evaluated again."""
-KL_NOISE_MAX = 1e-4
-"""Nats that full prefill may differ from itself by: its batches have other sizes."""
+KL_ROUNDING_MAX = 1e-4
+"""Nats that full prefill may always differ from itself by; a model with more noise may by its
+floor: the batches have other sizes."""
 MODULE_TOKENS_MAX = 1024
 CONTEXT_TOKENS_MAX = 2048
 MODULES, MODULES_QUICK = 6, 2
@@ -56,17 +63,13 @@ class LiveLine:
         self.n = 0
         self.cut(0)
 
-    def decode(self, ids: Ids, *, logits: bool = False) -> Logits | None:
-        context, found = self._context, []
+    def decode(self, ids: Ids) -> None:
+        context = self._context
         for at in range(0, len(ids), len(context.batch.token)):
             part = ids[at : at + len(context.batch.token)]
             context.batch.add(part, self.n, _SEQ, logits_last=True)
-            if logits:
-                context.batch.logits[: len(part)] = 1
             context.decode()
-            found += [context.logits(i).copy() for i in range(len(part) if logits else 0)]
             self.n += len(part)
-        return np.stack(found) if logits else None
 
     def append(self, rows: KVRows) -> None:
         context = self._context
@@ -90,6 +93,7 @@ class SpliceReport(Report):
         columns = (
             ">recomputed",
             ">mean KL",
+            ">excess",
             ">top-1",
             ">KL, first tokens",
             ">top-1",
@@ -101,6 +105,7 @@ class SpliceReport(Report):
                 (
                     f"{line['percent']} %",
                     f"{line['kl']:.6f}",
+                    f"{line['excess']:+.6f} ± {line['ci']:.6f}",
                     f"{line['top1']:.2%}",
                     f"{line['kl_head']:.6f}",
                     f"{line['top1_head']:.2%}",
@@ -117,22 +122,29 @@ class SpliceReport(Report):
 
 async def run(model: Path | None, quick: bool, *, text: Path | None = None) -> Report:
     """Measure; raises ConfigError, ModelError, StateError."""
-    from towerd.cli.bench.quality import read_text
-
-    path = bundled_model() if model is None else model
+    path = default_model() if model is None else model
     source = calibration_text() if text is None else read_text(text)
     report = SpliceReport("splice", path.name)
     with bench_on(path, source) as bench:
         report.lines = bench.measure(MODULES_QUICK if quick else MODULES)
         figures = report.figures
+        figures["floor_kl"] = bench.floor_kl
+        figures["floor_top1"] = bench.floor_top1
         figures["module_tokens"] = bench.n_module
         figures["tokens_compared"] = bench.n_compared
     by_percent = {line["percent"]: line for line in report.lines}
-    for percent in (0, 15, 100):
+    for fidelity in BOUNDS:
+        bound = bound_of(fidelity, bench.floor_kl)
+        figures[f"percent_{fidelity}"] = next(
+            percent for percent, line in by_percent.items() if line["excess"] <= bound
+        )
+    for percent in (0, 5, 15, 50, 100):
         figures[f"kl_{percent}"] = by_percent[percent]["kl"]
+        figures[f"excess_{percent}"] = by_percent[percent]["excess"]
         figures[f"top1_{percent}"] = by_percent[percent]["top1"]
-    figures["saved_15"] = by_percent[15]["saved"]
-    report.target("kl_100", most=KL_NOISE_MAX)
+    for percent in (5, 15):
+        figures[f"saved_{percent}"] = by_percent[percent]["saved"]
+    report.target("kl_100", most=max(KL_ROUNDING_MAX, bench.floor_kl))
     return report
 
 
@@ -141,6 +153,7 @@ class _Sums:
     """Of one share, over all modules."""
 
     kl: list[float] = field(default_factory=list)
+    excess: list[float] = field(default_factory=list)
     top1: list[float] = field(default_factory=list)
     kl_head: list[float] = field(default_factory=list)
     top1_head: list[float] = field(default_factory=list)
@@ -148,9 +161,12 @@ class _Sums:
     prefill_s: float = 0.0
 
     def line(self, percent: int) -> dict[str, Any]:
+        excess, ci = interval(self.excess)
         return {
             "percent": percent,
             "kl": float(np.mean(self.kl)),
+            "excess": excess,
+            "ci": ci,
             "top1": float(np.mean(self.top1)),
             "kl_head": float(np.mean(self.kl_head)),
             "top1_head": float(np.mean(self.top1_head)),
@@ -169,8 +185,19 @@ class Bench:
         self._text = text
         self.n_module = min(MODULE_TOKENS_MAX, context.n_cells // 2, len(text) // 3)
         self.n_compared = 0
+        self._noise: list[Sample] = []
         if self.n_module < 2 * NEXT_TOKENS:
             raise ConfigError("The text is too short, or the model's context is.")
+
+    @property
+    def floor_kl(self) -> float:
+        """The model's noise on the measured tokens."""
+        return float(np.mean([noise.kl for noise in self._noise]))
+
+    @property
+    def floor_top1(self) -> float:
+        """The share of equal most likely tokens that noise alone leaves."""
+        return float(np.mean([noise.top1 for noise in self._noise]))
 
     def measure(self, n_modules: int) -> list[dict[str, Any]]:
         """One line for each of PERCENTS."""
@@ -186,6 +213,7 @@ class Bench:
                 )
                 meter = self._meter(ids)
                 meter.prepare(cases)
+                self._noise.append(meter.floor)
                 self.n_compared += NEXT_TOKENS * len(cases)
                 prefill_s = self._best_s(cases[-1], partial(LiveLine.decode, ids=ids))
                 for percent, total in sums.items():
@@ -197,13 +225,15 @@ class Bench:
     def _meter(self, ids: Ids) -> SpliceMeter:
         scratch = Scratch(self._context, _SCRATCH)
         return SpliceMeter(
-            lambda: StepLine(scratch), self._rope, rot_k=False, head=self._head, ids=ids
-        )
+            lambda: StepLine(scratch), self._rope, rot_k=False, head=self._head, ids=ids,
+            shapes=other_shapes(self._context),
+        )  # fmt: skip
 
     def _one(self, meter: SpliceMeter, case: Case, percent: int, total: _Sums) -> None:
         spans = choose(meter.deviation, percent)
-        found, head = meter.drift(spans), meter.drift(head_of(self.n_module, percent))
+        found, head = meter.cost(spans), meter.cost(head_of(self.n_module, percent))
         total.kl.append(found.kl)
+        total.excess.append(found.kl - meter.floor.kl)
         total.top1.append(found.top1)
         total.kl_head.append(head.kl)
         total.top1_head.append(head.top1)
@@ -230,8 +260,14 @@ def bench_on(path: Path, text: str) -> Iterator[Bench]:
     try:
         vocab = Vocab(model.ptr)
         n_cells = min(model.n_ctx_train, CONTEXT_TOKENS_MAX)
+        ram_bytes = psutil.virtual_memory().total
+        attention = flash_attention(
+            config, n_head=model.n_head, n_cells=n_cells, ram_bytes=ram_bytes
+        )
+        config = replace(config, flash_attn=attention)
         context = LlamaContext(model, config, n_cells=n_cells, n_seqs=2)
         try:
+            check_spliceable(context, model)
             rope = rope_of(model, model.rope(config), context.n_cells)
             head = np.array([vocab.bos_id] if vocab.add_bos else [], np.int32)
             yield Bench(context, rope, head=head, text=vocab.tokenize(text, False, False))

@@ -13,7 +13,8 @@ from towerd.cli.checks.base import Check, Finding, fail, ok, warn
 from towerd.cli.output import clean, size
 from towerd.config import Config
 from towerd.errors import ModelError
-from towerd.models.bundled import find_model
+from towerd.models.bundled import find_model, has_default
+from towerd.models.known import SMOLLM2
 
 STATE_KEYS = ("ssm.", "wkv.", "shortconv.", "kda.")
 """Metadata of layers whose state is a function of the whole prefix."""
@@ -25,6 +26,8 @@ def file(config: Config) -> Finding:
     reader = _read(path)
     n_bytes, ram = path.stat().st_size, psutil.virtual_memory().total
     found = f"{path}, {size(n_bytes)}, {len(reader.tensors)} tensors"
+    if config.model is None and not has_default():
+        found += f"; towerd models get {SMOLLM2.name} fetches the default model"
     if n_bytes > ram:
         return warn(
             found, f"It is larger than this machine's RAM ({size(ram)}): use a smaller one."

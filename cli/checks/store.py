@@ -18,6 +18,7 @@ from towerd.store.schema import APPLICATION_ID, VERSION
 
 NOT_YET = "not there yet; the first start makes it"
 RESTORE = "Put a backup in its place, or move the store directory away to begin with an empty one."
+REBUILD = "The next start, or towerctl verify without a daemon, rebuilds it from its journal."
 
 
 def daemon(config: Config) -> Finding:
@@ -85,7 +86,8 @@ def catalog(config: Config) -> Finding:
     """Its version, and what SQLite says about its pages."""
     path = config.store_dir / "catalog.sqlite"
     if not path.exists():
-        return ok(NOT_YET)
+        return _missing_catalog(config.store_dir)
+    advice = REBUILD if _bytes_in(config.store_dir / "journal") else RESTORE
     # Without a WAL nobody writes; a plain read-only connection would leave side files behind.
     how = "mode=ro" if path.with_name(path.name + "-wal").exists() else "immutable=1"
     try:
@@ -101,10 +103,18 @@ def catalog(config: Config) -> Finding:
                 )
             said = [str(row[0]) for row in db.execute("PRAGMA quick_check(5)")]
     except sqlite3.Error as error:
-        return fail(f"{path}: {error}", RESTORE)
+        return fail(f"{path}: {error}", advice)
     if said != ["ok"]:
-        return fail("; ".join(said), RESTORE)
+        return fail("; ".join(said), advice)
     return ok(f"schema version {version}, quick_check ok, {size(path.stat().st_size)}")
+
+
+def _missing_catalog(root: Path) -> Finding:
+    if _bytes_in(root / "journal"):
+        return warn(f"{root / 'catalog.sqlite'} is missing", REBUILD)
+    if _bytes_in(root / "segments"):
+        return fail(f"{root / 'catalog.sqlite'} is missing beside segment files", RESTORE)
+    return ok(NOT_YET)
 
 
 def space(config: Config) -> Finding:

@@ -6,7 +6,15 @@ import asyncio
 import asyncio.events
 import gc
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +53,7 @@ from towerd.models.bundled import bundled_model
 from towerd.slots.fingerprint import Fingerprint
 from towerd.slots.layout import KVLayout, Plane
 from towerd.store import Node, Store, Turn
+from towerd.tiers.fidelity import Fidelity
 from towerd.tiers.ranking import Ranking
 from towerd.traffic import Traffic
 
@@ -139,6 +148,7 @@ class FakeEngine:
     )
 
     modules: ModuleMaker | None = None
+    outgrowing: Collection[str] = ("shift",)
 
     def generate(self, request: GenerateRequest) -> Generation:
         raise NotImplementedError
@@ -254,6 +264,7 @@ class FakeTiers:
 
     def __init__(self) -> None:
         self.ranking = Ranking("lru", time.time)
+        self.fidelity: Fidelity = "near"
 
     def visited(self, tip: Node, arrived_s: float, n_rows: int | None = None) -> Node:
         self.ranking.visited(tip.path(), arrived_s, lambda node: 0)

@@ -115,7 +115,7 @@ async def test_wrong_chat_field(client: Client, extra: dict[str, Any]) -> None:
 
 async def test_prompt_over_the_context(client: Client) -> None:
     """Too long a prompt says by how much."""
-    found = await error(client, "/completion", {"prompt": "x" * 600, "retention": "none"})
+    found = await error(client, "/completion", {"prompt": "x" * 600})
     assert found["type"] == "exceed_context_size_error"
     assert (found["n_prompt_tokens"], found["n_ctx"]) == (601, 512)
 

@@ -13,6 +13,7 @@ from aiohttp.test_utils import TestClient
 
 from towerd.api.choice import Choice
 from towerd.api.shapes import towerd_json
+from towerd.drift import Drift
 from towerd.engine.base import GenerateRequest, Reuse, Started
 from towerd.errors import NotSupported
 
@@ -82,7 +83,7 @@ def test_responses_tell_the_drift_of_approximate_reuse() -> None:
     choice = Choice(0, GenerateRequest(np.zeros(12, np.int32)), keep=False)
     choice.started = Started(exact, 12)
     assert "drift" not in towerd_json(choice)
-    choice.started = Started(replace(exact, approximate=5, drift_kl=0.0017), 12)
+    choice.started = Started(replace(exact, approximate=5, drift=Drift(0.0127, 0.0033)), 12)
     found = towerd_json(choice)
-    assert found["drift"] == {"kl": 0.0017}
+    assert found["drift"] == {"kl": 0.0127, "floor_kl": 0.0033}
     assert found["reuse"]["approximate"] == 5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -44,6 +45,23 @@ async def test_native_completion(client: Client, service: Any) -> None:
     assert headers["X-Towerd-Reuse"] == "live=1,hot=1,warm=1,prefill=4"
     assert headers["X-Towerd-Session"] == service.store.sessions()[0].id
     assert headers["Content-Type"] == "application/json; charset=utf-8"
+
+
+async def test_sampling_that_the_model_recommends(client: Client, service: Any) -> None:
+    """Its metadata is the default, as in llama-server; what the request says wins."""
+    info = service.engine.info
+    keys = {"temp": "0.25", "top_k": "7", "min_p": "much", "sequence": "top_k;infill;temperature"}
+    keys = {f"general.sampling.{key}": value for key, value in keys.items()}
+    service.engine.info = replace(info, metadata=keys)
+    asked = await post(client, "/completion", {"prompt": "a", "n_predict": 1, "top_k": 9})
+    found = asked["generation_settings"]
+    assert (found["temperature"], found["top_k"], found["samplers"]) == (
+        0.25, 9, ["top_k", "temperature"],
+    )  # fmt: skip
+    assert found["min_p"] == pytest.approx(0.05)
+    async with client.get("/props") as reply:
+        said = (await reply.json())["default_generation_settings"]["params"]
+    assert (said["temperature"], said["top_k"]) == (0.25, 7)
 
 
 async def test_chat_completion(client: Client) -> None:

@@ -33,6 +33,17 @@ def test_keys_are_read_as_llama_server_does() -> None:
     assert not tenants.identify("sk-ann", "").admin
 
 
+def test_who_sees_what_all_do() -> None:
+    """A tenant that is the only one, and among several the one that a key without a name has."""
+    alone = Tenants((("sk-ann", "ann"), ("sk-too", "ann")))
+    assert alone.identify("sk-ann", "").sees_all
+    several = Tenants((*KEYS, ("sk-monitor", "local")))
+    seen = {key: several.identify(key, "") for key in ("sk-ann", "sk-bob", "sk-monitor")}
+    assert [key for key, tenant in seen.items() if tenant.sees_all] == ["sk-monitor"]
+    assert not any(tenant.admin for tenant in seen.values())
+    assert OWNER.sees_all
+
+
 async def test_key_required(make_client: MakeClient, service: Any) -> None:
     """Everything but health and the page's files needs a key, which decides the scope."""
     client = await make_client(api_keys=KEYS)

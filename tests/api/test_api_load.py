@@ -23,22 +23,32 @@ MakeClient = Callable[..., Awaitable[Client]]
 
 TEN_MB = 10_000_000
 TEXT = ('He said "hi" \\ and left.\n\té你😀' * (TEN_MB // 40))[: TEN_MB // 2]
-FITS = {"retention": "none"}
-"""A prompt over the context is refused, not shortened."""
 BODIES: dict[str, tuple[str, bytes, int]] = {
-    "text": ("/completion", json.dumps({"prompt": TEXT, **FITS}, ensure_ascii=False).encode(), 400),
-    "escaped": ("/completion", json.dumps({"prompt": TEXT, **FITS}).encode(), 400),
-    "ids": ("/completion", json.dumps({"prompt": [7] * (TEN_MB // 3), **FITS}).encode(), 400),
-    "mixed": ("/completion", json.dumps({"prompt": ["a", *[7] * 300_000], **FITS}).encode(), 400),
+    "text": ("/completion", json.dumps({"prompt": TEXT}, ensure_ascii=False).encode(), 400),
+    "escaped": ("/completion", json.dumps({"prompt": TEXT}).encode(), 400),
+    "ids": ("/completion", json.dumps({"prompt": [7] * (TEN_MB // 3)}).encode(), 400),
+    "mixed": ("/completion", json.dumps({"prompt": ["a", *[7] * 300_000]}).encode(), 400),
     "messages": (
         "/v1/chat/completions",
-        json.dumps({"messages": [{"role": "user", "content": "x" * 50}] * 50_000, **FITS}).encode(),
+        json.dumps({"messages": [{"role": "user", "content": "x" * 50}] * 50_000}).encode(),
         400,
     ),
     "biases": (
         "/completion",
-        json.dumps({"prompt": "a", "logit_bias": [[7, 1.5]] * 200_000}).encode(),
+        json.dumps({"prompt": "a", "logit_bias": [[7, 1.5]] * 131_072}).encode(),
         200,
+    ),
+    "parts": (
+        "/v1/chat/completions",
+        json.dumps(
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 65_536}]}
+        ).encode(),
+        400,
+    ),
+    "tools": (
+        "/v1/chat/completions",
+        json.dumps({"messages": [], "tools": [{"a": {"b": [{}] * 20}}] * 4096}).encode(),
+        501,
     ),
     "prompts": ("/completion", json.dumps({"prompt": ["a"] * 200_000}).encode(), 400),
     "tokenize": ("/tokenize", json.dumps({"content": "x" * 1_000_000}).encode(), 200),

@@ -38,9 +38,7 @@ def theirs() -> Iterator[str]:
 def ours(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """towerd's URL."""
     store = tmp_path_factory.mktemp("side") / "store"
-    server: ServerProcess = towerd_server(
-        MODEL, store, "-np", "2", "-c", "512", "-t", "1", "--retention", "none"
-    )
+    server: ServerProcess = towerd_server(MODEL, store, "-np", "2", "-c", "512", "-t", "1")
     with server:
         yield server.url
 
@@ -131,6 +129,10 @@ def test_same_shape(ours: str, theirs: str, path: str, body: Any) -> None:
         ("/completion", {"prompt": "a", "n_predict": -5}),
         ("/completion", {"prompt": "a", "n": 9}),
         ("/completion", {"prompt": "hello world " * 800}),
+        ("/completion", {"prompt": [300] * 512}),
+        ("/completion", {"prompt": ["a", [300] * 600]}),
+        ("/v1/completions", {"prompt": [300] * 600, "stream": True}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello " * 800}]}),
         ("/v1/chat/completions", {}),
         ("/v1/chat/completions", {"messages": 3}),
         ("/v1/chat/completions", {"messages": [{"role": "user"}]}),
@@ -169,6 +171,18 @@ def test_same_text(ours: str, theirs: str) -> None:
         got, expected = both(ours, theirs, "/completion", body)
         compared = keys if "stop" in extra else (*keys, "tokens", "tokens_cached")
         assert {k: got.json()[k] for k in compared} == {k: expected.json()[k] for k in compared}
+
+
+def test_same_end_of_the_context(ours: str, theirs: str) -> None:
+    """A prompt that fits, and a reply that runs into the end of the context."""
+    body = {"prompt": [300] * 500, "n_predict": 100, "temperature": 0, "ignore_eos": True}
+    got, expected = both(ours, theirs, "/completion", body)
+    keys = ("content", "tokens_predicted", "tokens_evaluated", "stop_type", "truncated")
+    assert {k: got.json()[k] for k in keys} == {k: expected.json()[k] for k in keys}
+    assert got.json()["truncated"]
+    got, expected = both(ours, theirs, "/v1/completions", body)
+    mine, other = got.json()["choices"][0], expected.json()["choices"][0]
+    assert mine["finish_reason"] == other["finish_reason"] == "length"
 
 
 @pytest.mark.parametrize(

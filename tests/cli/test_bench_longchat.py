@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +11,15 @@ import numpy as np
 import pytest
 import zstandard
 
-from towerd.cli.bench import longchat_recall, longchat_texts
+from towerd.cli.bench import longchat_recall, longchat_retrieval, longchat_texts
+from towerd.cli.bench.longchat_perplexity import budget_of_same_mean, live_by_token, worst_ratios
 from towerd.cli.bench.longchat_recall import TOP, recalls
+from towerd.codec.train.tasks import pair
+from towerd.engine.base import LiveBudget
 from towerd.errors import ConfigError
 from towerd.models.bundled import bundled_model
-from towerd.retention.base import View
-from towerd.retention.factory import open_retention
-
-torch = pytest.importorskip("torch")
 
 longchat = importlib.import_module("towerd.cli.bench.longchat")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Networks this small only wait for a second thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_recall_of_sequential_pages_by_counting() -> None:
@@ -64,32 +53,58 @@ def test_pages_with_most_of_the_nearest_keys_come_first() -> None:
 
 def test_budgets_of_the_same_mean() -> None:
     """The mean by counting what the policies do; BUZZ needs more room for the same."""
-    assert longchat.mean_live("streaming", 64, 64) == pytest.approx(32.5)
-    rest = np.mean(np.arange(57, 65))  # room is made for 8 at a time
-    assert longchat.mean_live("streaming", 64, 128) == pytest.approx((32.5 + rest) / 2)
-    wide = longchat.budget_of_same_mean(64, 512)
-    wanted = longchat.mean_live("streaming", 64, 512)
-    assert 64 < wide < 128
-    assert (
-        longchat.mean_live("buzz", wide - 1, 512) < wanted <= longchat.mean_live("buzz", wide, 512)
-    )
-    assert longchat.budget_of_same_mean(100, 100) == 100
+
+    def mean(name: str, budget: int, n: int) -> float:
+        return float(live_by_token(LiveBudget(name, budget), n).mean())
+
+    assert mean("streaming", 64, 64) == pytest.approx(32.5)
+    rest = np.mean(np.arange(57, 65))  # an eviction frees 8
+    assert mean("streaming", 64, 128) == pytest.approx((32.5 + rest) / 2)
+    wide = budget_of_same_mean(64, 512)
+    assert 64 < wide < 160
+    assert mean("buzz", wide - 1, 512) < mean("streaming", 64, 512) <= mean("buzz", wide, 512)
+    assert budget_of_same_mean(100, 100) == 100
 
 
-@pytest.mark.parametrize("live", [50, 100, 400])
-def test_buzz_by_what_an_eviction_leaves(live: int) -> None:
-    """In the long run about as many as are asked for, and never more than the most."""
-    config, most = longchat.buzz_after(live)
-    policy, step = open_retention(config), longchat.step_of(most)
-    stay, left = np.empty(0, np.int64), []
-    for first in range(0, 20 * most, step):
-        if len(stay) + step > most:
-            view = View(stay, first, mass=np.zeros(len(stay), np.float32))
-            stay = policy.keep(view, most - step)
-            left.append(len(stay))
-        stay = np.concatenate([stay, np.arange(first, first + step)])
-        assert len(stay) <= most
-    assert np.mean(left[2:]) == pytest.approx(live, rel=0.1)
+def test_worst_ratios() -> None:
+    rows = [
+        {"buzz": 1.2, "h2o": 1.0, "streaming": 1.5, "buzz_mean": 1.1},
+        {"buzz": 1.2, "h2o": 1.5, "streaming": 1.0},
+    ]
+    assert worst_ratios(rows) == {
+        "buzz_vs_h2o_ppl": 1.2,
+        "buzz_vs_streaming_ppl": 1.2,
+        "buzz_mean_vs_h2o_ppl": 1.1,
+        "buzz_mean_vs_streaming_ppl": pytest.approx(1.1 / 1.5),
+    }
+
+
+def test_what_is_told_and_asked() -> None:
+    """All facts stand in the text, in the words that ask for them; pairs as many as fit."""
+    with longchat_texts.Speaker(bundled_model()) as speaker:
+        task = longchat_retrieval.facts(speaker, "Once there was a tower. " * 200, 600)
+        places = [task.text.index(f"{fact.begin} {fact.answer}.") for fact in task.asked]
+        assert len(speaker.ids(task.text)) == pytest.approx(600, abs=40)
+        assert places == sorted(places)
+        assert places[0] > 20
+        told = [pair(f"{i:04x}", f"{i * 7:04x}") for i in range(400)]
+        task = longchat_retrieval.pairs(speaker, told, 600, 4)
+        assert len(task.asked) == 4
+        for asked in task.asked:
+            assert f"{asked.begin}{asked.answer}" in task.text
+        n_told = task.text.count("\n")
+        assert sum(len(speaker.ids(fact.text)) for fact in told[:n_told]) <= 600
+        assert sum(len(speaker.ids(fact.text)) for fact in told[: n_told + 1]) > 600
+
+
+def test_shares_are_of_what_the_full_cache_finds() -> None:
+    rows = [
+        {"live": 256, "full": 4, "streaming": 1},
+        {"live": 256, "full": 0, "streaming": 0},
+        {"live": 512, "full": 4, "streaming": 3},
+    ]
+    assert longchat_retrieval.share_found(rows, "streaming", 256) == 0.25
+    assert longchat_retrieval.share_found(rows[1:], "streaming", 256) is None
 
 
 def write(path: Path, records: list[Any]) -> Path:
@@ -116,12 +131,12 @@ def test_data_sets_are_read(meetings: Path, pairs: Path, tmp_path: Path) -> None
     text = longchat_texts.read_meetings(meetings)
     assert text.count("\n") == 15
     assert text.startswith("Ann: we should paint")
-    (facts, asked), second = longchat_texts.read_pairs(pairs, 9)
-    assert (facts[asked].question, facts[asked].answer) == ('"0004": "', "001c")
-    assert second[1] == 1
+    facts = longchat_texts.read_pairs(pairs)
+    assert len(facts) == 6  # the second example tells the same keys
+    assert (facts[4].question, facts[4].answer) == ('"0004": "', "001c")
     for read, wrong in (
         (longchat_texts.read_meetings, pairs),
-        (lambda path: longchat_texts.read_pairs(path, 3), meetings),
+        (longchat_texts.read_pairs, meetings),
         (longchat_texts.read_text, tmp_path / "none.txt"),
         (longchat_texts.read_meetings, bundled_model()),
     ):
@@ -148,28 +163,28 @@ def test_a_quick_run(
     """Small sizes, everything measured; the last line is one JSON object with the keys we owe."""
     import asyncio
 
-    monkeypatch.setattr(longchat, "BUDGETS", (40,))
+    monkeypatch.setattr(longchat, "QUICK_BUDGETS", (40,))
     monkeypatch.setattr(longchat, "POLICIES", ("streaming", "h2o", "buzz", "icecache"))
-    monkeypatch.setattr(longchat, "TEXT_TOKENS_MAX", 80)
-    monkeypatch.setattr(longchat, "RETRIEVAL_TOKENS", (120,))
-    monkeypatch.setattr(longchat, "RETRIEVAL_BUDGETS", (256,))
+    monkeypatch.setattr(longchat, "QUICK_TEXT_TOKENS", 160)
+    monkeypatch.setattr(longchat, "LENGTHS", (420,))
 
     def overhead(*_: Any, **__: Any) -> dict[str, float]:
         return longchat_recall.index_overhead(bundled_model(), 128, 8, 1)
 
     monkeypatch.setattr(longchat, "index_overhead", overhead)
-    report = asyncio.run(
-        longchat.run(None, True, text=None, meetings=meetings, pairs=pairs, retrieval=None)
-    )
+    report = asyncio.run(longchat.run(None, True, text=None, meetings=meetings, pairs=pairs))
     report.show()
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
     for key in ("buzz_vs_h2o_ppl", "buzz_vs_streaming_ppl", "buzz_mean_vs_h2o_ppl",
                 "icecache_recall_vs_sequential", "icecache_recall_vs_ranked", "index_overhead"):  # fmt: skip
         assert line[key] > 0
-    assert all(row["buzz_after"] is None for row in line["perplexity"])
-    assert "buzz_after_vs_h2o_ppl" not in line
     assert {row["text"] for row in line["perplexity"]} == {"sample.txt", "meetings.jsonl.zst"}
-    assert all(row["buzz"] > 0.5 for row in line["perplexity"])
-    tasks = {(row["task"], row["live"]) for row in line["retrieval"]}
-    assert tasks == {(t, n) for t in ("pass key in 120", "75 pairs") for n in ("full", "256")}
-    assert [len(r["depths"]["full"]) for r in line["retrieval"] if r["live"] == "full"] == [5, 2]
+    for row in line["perplexity"]:
+        assert row["buzz"] > 0.5
+        assert row["mean_live"]["buzz"] < row["mean_live"]["streaming"] < 40
+        assert row["mean_live"]["buzz_mean"] >= row["mean_live"]["streaming"] - 1
+    tasks = {(row["task"], row["tokens"], row["live"]) for row in line["retrieval"]}
+    assert tasks == {("facts", 356, 40), ("pairs", 356, 40)}
+    for row in line["retrieval"]:
+        assert len(row["depths"]["full"]) == row["asked"]
+        assert len(row["depths"]["icecache"]) == row["full"] >= row["icecache"]

@@ -24,9 +24,14 @@ def test_calibrate_without_and_with_a_daemon(
     near = calibration.choices["near"].levels
     assert found["level_formats"] == ",".join(f"{i}={name}" for i, name in enumerate(near))
     shown = ctl("calibrate", "--fidelity", "small", *place).stdout
-    assert "small" in shown
-    assert "q4h" in shown
-    assert "near " not in shown.splitlines()[-2]
+    lines = {line.split(" ")[1]: line for line in shown.splitlines() if line.startswith(" ")}
+    floor, cost = calibration.floor, calibration.choices["small"].cost
+    assert f"{floor.kl:.5f}" in lines["as"]
+    assert f"{cost.excess:+.5f} ± {cost.ci:.5f}" in lines["small"]
+    assert f"{calibration.choices['small'].bits:.2f}" in lines["small"]
+    assert "0.02" in lines["small"]
+    assert {"small", "q4h", "q8h"} <= set(lines)
+    assert "near" not in lines
     server.stop()
     stored = ctl_json("calibrate", "--store-dir", server.store_dir)
     assert stored["calibration"] == found["calibration"]
@@ -37,7 +42,7 @@ def test_calibrate_loads_the_model_when_nothing_is_known(
     ctl: Callable[..., Result], tmp_path: Path
 ) -> None:
     result = ctl("calibrate", "--store-dir", tmp_path / "store")
-    assert "loading the bundled model" in result.stderr
+    assert "loading the default model" in result.stderr
     assert "0=" in result.stdout
 
 
@@ -51,10 +56,16 @@ def test_bench_quality(
     figures = json.loads(result.stdout.splitlines()[-1])
     assert figures["bench"] == "quality"
     assert figures["missed"] == []
-    assert figures["kl_near"] <= BOUNDS["near"]
+    for name, bound in BOUNDS.items():
+        assert figures[f"{name}_excess"] + figures[f"{name}_excess_ci"] <= bound
+    assert figures["small_bits"] <= figures["near_bits"] <= 6.6
+    assert 0 < figures["floor_kl"] < 1e-4
+    assert figures["kl_near"] == pytest.approx(
+        figures["near_excess"] + figures["floor_kl"], abs=1e-5
+    )
     assert figures["share_under_whole_bound"] == 1.0
-    assert {line["name"] for line in figures["tables"]} >= {"native", "q4h", "q8", "q6ah"}
-    assert figures["tables"][0]["kl"] == 0
+    assert {line["name"] for line in figures["tables"]} >= {"q4h", "q8", "q6ah"}
+    assert "noise alone" in figures["tables"][0]["name"]
     assert plot.read_text().startswith("<?xml")
 
 

@@ -7,7 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from towerd.cli.bench.drift import Drift, DriftMeter, Floats, attend, points, summary, terms
+from towerd.cli.bench.drift import (
+    AttentionDrift,
+    DriftMeter,
+    Floats,
+    attend,
+    points,
+    summary,
+    terms,
+)
 from towerd.cli.bench.drift_plot import plot, require
 from towerd.cli.bench.quality import measurer_on
 from towerd.engine.embedded.calibrate import calibration_text
@@ -61,7 +69,7 @@ def test_bound_is_reached() -> None:
 
 
 @pytest.fixture(scope="module")
-def drift() -> Drift:
+def drift() -> AttentionDrift:
     """The bundled model on the calibration text: two places, all layers. Its queries are long:
     only the rounding of keys to 16 bits moves most scores by less than 0.03."""
     taps = Taps()
@@ -73,7 +81,7 @@ def drift() -> Drift:
         )
 
 
-def test_bound_holds_on_the_bundled_model(drift: Drift) -> None:
+def test_bound_holds_on_the_bundled_model(drift: AttentionDrift) -> None:
     """What llama.cpp's attention really does when keys are quantized: every head, every query."""
     n_first_order = 0
     for sample in drift.samples:
@@ -86,7 +94,7 @@ def test_bound_holds_on_the_bundled_model(drift: Drift) -> None:
     assert {sample.layer for sample in drift.samples} == set(range(5))
 
 
-def test_drift_halves_with_each_bit(drift: Drift) -> None:
+def test_drift_halves_with_each_bit(drift: AttentionDrift) -> None:
     found = summary(drift)
     assert found["slope_bits"] == pytest.approx(-1.0, abs=0.15)
     assert found["share_under_whole_bound"] == 1.0
@@ -99,7 +107,7 @@ def test_drift_halves_with_each_bit(drift: Drift) -> None:
 
 
 @pytest.mark.parametrize("name", ["drift.svg", "drift.png"])
-def test_plot(drift: Drift, tmp_path: Path, name: str) -> None:
+def test_plot(drift: AttentionDrift, tmp_path: Path, name: str) -> None:
     pytest.importorskip("matplotlib")
     require(tmp_path / name)
     plot(drift, tmp_path / name, "test")

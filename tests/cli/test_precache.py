@@ -43,7 +43,7 @@ def test_without_a_daemon_then_with_one(
     """What the command stored by itself, a daemon reuses down to the last token of each base."""
     store = ("--store-dir", tmp_path / "d" / "store")
     said = ctl("precache", spec, *store)
-    assert "loading the bundled model for this command" in said.stderr
+    assert "loading the default model for this command" in said.stderr
     assert "4 of 4 bases were evaluated" in said.stdout
     again = ctl_json("precache", spec, *store)
     assert [base["status"] for base in again["bases"]] == ["unchanged"] * 4

@@ -41,15 +41,16 @@ def test_from_the_file_to_the_reply(
     dry = ctl_json("precache", spec, "--dry-run", *store)["bases"]
     assert dry[1]["module"]["kl"] is None
     said = ctl("precache", spec, *store).stdout
-    assert "DRIFT KL" in said
-    assert "(20 %)" in said
+    assert all(column in said for column in ("DRIFT KL", "NOISE", "EXCESS"))
     again = ctl_json("precache", spec, *store)["bases"]
     assert [base["status"] for base in again] == ["unchanged"] * 3
     assert [base["module"] is None for base in again] == [True, False, True]
     module = again[1]["module"]
     assert module["tokens"] == again[1]["tokens"]
-    assert module["recomputed"] == round(module["tokens"] * 0.2)
-    assert module["kl"] > 0
+    assert module["recomputed"] >= round(module["tokens"] * 0.2)
+    assert f"{module['recomputed']:,} ({module['recomputed'] / module['tokens']:.0%})" in said
+    assert 0 < module["kl"] - module["floor_kl"] <= 0.002
+    assert (module["fidelity"], module["spliced"]) == ("near", True)
     with Daemon(tmp_path / "d") as server:
         at = ("--socket", server.socket)
         assert ctl_json("precache", spec, *at)["bases"] == again
@@ -60,7 +61,8 @@ def test_from_the_file_to_the_reply(
         assert f"approx={n_kept}" in reply.headers["X-Towerd-Reuse"]
         lines = [line for line in reply.text.splitlines() if '"towerd"' in line]
         last = json.loads(lines[-1].removeprefix("data: "))
-        assert last["towerd"]["drift"]["kl"] == pytest.approx(module["kl"])
+        drift = {"kl": module["kl"], "floor_kl": module["floor_kl"]}
+        assert last["towerd"]["drift"] == pytest.approx(drift)
         assert last["towerd"]["reuse"]["approximate"] == n_kept
         assert last["timings"]["cache_n"] >= n_kept
         spec.write_text(spec.read_text().replace("recompute: 20", "recompute: 30"))
@@ -72,6 +74,33 @@ def test_from_the_file_to_the_reply(
         assert server.stop() == 0
     with server.stored() as opened:
         assert all(base.module is None for base in opened.bases())
+
+
+def test_another_fidelity_measures_again_and_may_refuse(
+    spec: Path,
+    tmp_path: Path,
+    ctl: Ctl,
+    ctl_json: CtlJson,
+    random_models: Callable[[str], Path],
+) -> None:
+    """What is spliced under one bound is not trusted under another."""
+    spec.write_text(spec.read_text().replace("recompute: 20", "recompute: 0"))
+    store = ("--store-dir", tmp_path / "store")
+    small = tmp_path / "small.toml"
+    small.write_text('fidelity = "small"\n')
+    first = ctl_json("precache", spec, *store, "--config", small)["bases"][1]["module"]
+    assert (first["fidelity"], first["spliced"]) == ("small", True)
+    strict = ctl_json("precache", spec, *store)["bases"]
+    assert [base["status"] for base in strict] == ["unchanged", "changed", "unchanged"]
+    module = strict[1]["module"]
+    assert module["fidelity"] == "near"
+    assert module["recomputed"] > first["recomputed"]
+    assert "not spliced" not in ctl("precache", spec, *store).stdout
+    # random weights attend to everything: even the last share leaves it beyond the bound
+    random = ("--model", random_models("llama"), "--store-dir", tmp_path / "random")
+    said = ctl("precache", spec, *random).stdout
+    assert "acme/story is not spliced in: its drift is" in said
+    assert "--fidelity near allows 0.0020" in said
 
 
 def test_what_cannot_be_a_module(server: Daemon) -> None:
@@ -101,6 +130,11 @@ def test_models_and_daemons_that_splice_nothing(
     store = ("--store-dir", tmp_path / "store")
     said = ctl("precache", spec, *store, "--model", random_models("qwen2vl"), code=1).stderr
     assert "cannot be spliced: positions have more than one component" in said
+    windowed = random_models("gemma3")
+    said = ctl("calibrate", *store, "--model", windowed, code=1).stderr
+    assert "nothing to calibrate: it has sliding-window layers" in said
+    said = ctl("bench", "quality", "--model", windowed, code=1).stderr
+    assert "nothing to measure: it has sliding-window layers" in said
     config = tmp_path / "t.toml"
     config.write_text('fidelity = "exact"\n')
     said = ctl("precache", spec, *store, "--config", config, code=1).stderr
@@ -111,7 +145,7 @@ def test_models_and_daemons_that_splice_nothing(
 def random_models(tmp_path: Path, ctl: Ctl) -> Callable[[str], Path]:
     def make(arch: str) -> Path:
         path = tmp_path / f"{arch}.gguf"
-        ctl("model", "random", path, "--arch", arch, "--layers", 1, "--json")
+        ctl("model", "random", path, "--arch", arch, "--json")
         return path
 
     return make
@@ -127,4 +161,7 @@ def test_bench_splice(ctl: Ctl) -> None:
     assert figures["top1_100"] == 1
     assert figures["missed"] == []
     assert figures["kl_0"] > figures["kl_100"]
+    assert figures["excess_0"] == pytest.approx(figures["kl_0"] - figures["floor_kl"])
+    assert 0 < figures["floor_kl"] < 1e-4  # weights of 32 bits
+    assert figures["percent_small"] <= figures["percent_near"]
     assert figures["tokens_compared"] == 2 * 64 * 3

@@ -21,7 +21,7 @@ from towerd.cold import Coding, Keeper, Source
 from towerd.errors import ThawError
 from towerd.models.bundled import bundled_model
 from towerd.store import Store
-from towerd.store.cold import row_digest
+from towerd.store.cold_row import row_digest
 
 N = 6
 

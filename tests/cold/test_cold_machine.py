@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from store_tools import FINGERPRINT, check_rows, turn_of, write_all
+from store_tools import FINGERPRINT, LAYOUT, check_rows, turn_of, write_all
 
 from towerd.codec import Codec
 from towerd.codec.vocabulary import GgufVocabulary
@@ -24,6 +24,7 @@ from towerd.models.bundled import bundled_model
 from towerd.store import Store
 from towerd.store.node import ids_bytes
 from towerd.store.sessions import RECOGNISED_TOKENS_MIN
+from towerd.tiers.ranking import Ranking
 
 BASE = list(range(100, 140))
 """Long enough to be a blob's context."""
@@ -63,9 +64,15 @@ class ColdMachine(RuleBasedStateMachine):
 
     @initialize(is_pinned=st.booleans())
     def open(self, is_pinned: bool) -> None:
-        self.store = Store.open(self.root, FINGERPRINT, clock=self.clock)
+        self.open_store()
         if is_pinned:
             self.store.add_base("base", np.array(BASE, np.int32), "a", 0, True)
+
+    def open_store(self) -> None:
+        self.store = Store.open(self.root, FINGERPRINT, clock=self.clock)
+        self.ranking = Ranking("foresight", self.clock, token_bytes=LAYOUT.token_bytes)
+        self.store.listen(self.ranking)
+        self.ranking.found(self.store.nodes())
 
     def teardown(self) -> None:
         self.store.close()
@@ -108,6 +115,8 @@ class ColdMachine(RuleBasedStateMachine):
         result = self.store.commit_turn(
             turn_of(prompt, reply, scope=scope, session=name, n_cached=n_cached)
         )
+        with self.store.still():
+            self.ranking.visited(result.node.path(), self.now, self.store.bytes_of)
         key = f"{scope}/{result.session_id}"
         assert result.new_session == (key not in self.chats)
         assert key == expected if expected in self.chats or name else result.new_session
@@ -176,10 +185,12 @@ class ColdMachine(RuleBasedStateMachine):
     def collect(self) -> None:
         self.store.gc()
 
-    @rule()
-    def reopen(self) -> None:
+    @rule(loses_catalog=st.booleans())
+    def reopen(self, loses_catalog: bool) -> None:
         self.store.close()
-        self.store = Store.open(self.root, FINGERPRINT, clock=self.clock)
+        if loses_catalog:
+            (self.root / "catalog.sqlite").unlink()
+        self.open_store()
         report = self.store.verify()
         assert report.ok, report.problems
         assert report.frozen_sessions == sum(chat.is_frozen for chat in self.chats.values())
@@ -208,6 +219,7 @@ class ColdMachine(RuleBasedStateMachine):
     @invariant()
     def agrees(self) -> None:
         self.store.check_integrity(keys=True)
+        self.ranking.check_integrity(self.store)
         assert {f"{each.scope}/{each.id}" for each in self.store.sessions()} == self.chats.keys()
         for key, chat in self.chats.items():
             assert self.ids(key) == chat.said[-1]

@@ -20,7 +20,8 @@ from towerd.errors import NotSupported, SessionFrozen, StoreError, ThawError
 from towerd.models.bundled import bundled_model
 from towerd.store import Store
 from towerd.store import cold as cold_table
-from towerd.store.cold import SessionBusy, row_digest
+from towerd.store.cold import SessionBusy
+from towerd.store.cold_row import row_digest
 from towerd.store.node import ids_bytes
 from towerd.transfer import export_session
 
@@ -282,6 +283,7 @@ async def test_the_policy_forgets_the_files_that_go(service_on: OpenService) -> 
         assert len(ranking._warm) == len(service.store.files()) > 1
         for name in ("x", "y"):
             await service.cold.freeze(name)
+        await asyncio.to_thread(service.tiers.check_integrity)
         assert len(ranking._warm) == len(service.store.files()) == 1  # what both begin with
 
 

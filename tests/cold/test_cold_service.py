@@ -228,40 +228,6 @@ async def test_thawed_ahead_within_its_budget(service_on: OpenService) -> None:
         await settle(service)
 
 
-async def test_a_damaged_blob(service_on: OpenService) -> None:
-    """One error that says so; the session stays listed; a request goes on without it; the rest of
-    the store is as it was."""
-    prompt = [1, *words(60, 13)]
-    async with service_on(bundled_model()) as service:
-        first = await ask(service, prompt, session="s")
-        await service.cold.freeze("s")
-        catalog = service.store.state.catalog
-        ((blob,),) = catalog.rows("SELECT blob FROM blobs")
-        bad = bytearray(blob)
-        bad[len(bad) // 2] ^= 4
-        with catalog.transaction():
-            catalog.run("UPDATE blobs SET blob = ?", (bytes(bad),))
-        for work in (service.cold.thaw, service.cold.session_ids):
-            with pytest.raises(Exception, match="'s' cannot be thawed: the checksum of its coded"):
-                await work("s")
-        assert [info.id for info in service.store.sessions()] == ["s"]
-        assert service.store.session("s").cold_bytes == len(blob)
-        report = service.store.verify()
-        assert not report.ok
-        assert "'s' cannot be thawed" in report.problems[0]
-        longer = prompt + first.ids + words(9, 14)
-        answer = await ask(service, longer, session="s")
-        assert answer.finish.session == "s"
-        assert service.store.session_ids("s").tolist() == longer + answer.ids
-        assert service.cold.n_failed >= 2
-        with catalog.transaction():
-            catalog.run("UPDATE blobs SET blob = ?", (blob,))
-        assert await service.cold.thaw("s")
-        history = service.store.history("s")
-        assert history.ids(0).tolist() == prompt + first.ids
-        assert history.ids(1).tolist() == longer + answer.ids
-
-
 async def test_another_table_is_named(
     service_on: OpenService, monkeypatch: pytest.MonkeyPatch
 ) -> None:

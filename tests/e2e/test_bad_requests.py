@@ -45,7 +45,7 @@ def test_prompt_over_the_context(daemon: Daemon, path: str, stream: bool) -> Non
     prompt = (
         {"messages": [{"role": "user", "content": text}]} if "chat" in path else {"prompt": ids}
     )
-    error = error_of(daemon, path, json=prompt | {"stream": stream, "retention": "none"})
+    error = error_of(daemon, path, json=prompt | {"stream": stream})
     assert error["type"] == "exceed_context_size_error"
     assert error["n_ctx"] == 512
     assert error["n_prompt_tokens"] >= len(ids)
@@ -54,11 +54,10 @@ def test_prompt_over_the_context(daemon: Daemon, path: str, stream: bool) -> Non
 
 def test_prompt_that_just_fits(daemon: Daemon) -> None:
     """One token below the context is served, the context itself is not."""
-    reply = daemon.complete([5] * 511, 10, retention="none")
+    reply = daemon.complete([5] * 511, 10)
     assert reply["tokens_predicted"] == 1
     assert reply["truncated"] is True
-    over = {"prompt": [5] * 512, "retention": "none"}
-    assert error_of(daemon, "/completion", json=over)["n_prompt_tokens"] == 512
+    assert error_of(daemon, "/completion", json={"prompt": [5] * 512})["n_prompt_tokens"] == 512
 
 
 @pytest.mark.parametrize(
@@ -174,8 +173,6 @@ def test_ten_megabytes(daemon: Daemon) -> None:
         ("/completion", {"prompt": [10] * (TEN_MB // 4)}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
     ]
-    for _, body in bodies:
-        body["retention"] = "none"
     errors: list[dict[str, Any]] = []
 
     def send(path: str, data: bytes) -> None:

@@ -1,4 +1,4 @@
-"""A chat that outgrows its context: a shift by default, an error where that was asked for."""
+"""A chat that outgrows its context: an error by default, a shift where that was asked for."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from towerd.engine.embedded.shift import shift_ids
 
 N_CTX = 256
 N_BASE = 60
+SHIFTING = ("--ctx-size", str(N_CTX), "--retention", "shift")
 MakeDaemon = Callable[..., Daemon]
 
 
@@ -26,10 +27,10 @@ def some_ids(n: int, seed: int) -> list[int]:
 BASE = [1, *some_ids(N_BASE - 1, 0)]
 
 
-def test_error_where_asked_for(make_daemon: MakeDaemon) -> None:
+def test_error_by_default(make_daemon: MakeDaemon) -> None:
     """llama-server's refusal at the turn that does not fit; the turns before stay usable, and a
     reply ends where the context does."""
-    with make_daemon("--ctx-size", str(N_CTX), "--retention", "none") as daemon:
+    with make_daemon("--ctx-size", str(N_CTX)) as daemon:
         ids = list(BASE)
         while len(ids) + 40 < N_CTX:
             ids += some_ids(20, len(ids))
@@ -48,7 +49,7 @@ def test_shift_goes_on(make_daemon: MakeDaemon) -> None:
     """Turn after turn far beyond the context: the base stays, the oldest turns are dropped,
     every token of the chat is stored, and what follows is what a prompt of the kept tokens
     gives. A restart does not change that."""
-    with make_daemon("--ctx-size", str(N_CTX)) as daemon:
+    with make_daemon(*SHIFTING) as daemon:
         daemon.post("/towerd/v1/precache", {"name": "base", "prompt": BASE})
         ids = list(BASE)
         for turn in range(16):
@@ -88,7 +89,7 @@ def turn_of(daemon: Daemon, ids: list[int]) -> dict[str, Any]:
 
 def test_one_reply_beyond_the_context(make_daemon: MakeDaemon) -> None:
     """A single reply of several contexts' length, streamed; all of it is stored."""
-    with make_daemon("--ctx-size", str(N_CTX)) as daemon:
+    with make_daemon(*SHIFTING) as daemon:
         body: dict[str, Any] = {
             "prompt": BASE, "n_predict": 4 * N_CTX, "ignore_eos": True, "stream": True, "seed": 1,
         }  # fmt: skip
@@ -107,7 +108,7 @@ def test_one_reply_beyond_the_context(make_daemon: MakeDaemon) -> None:
 @pytest.mark.parametrize("n_keep", [-1, 30])
 def test_keep_what_the_request_says(make_daemon: MakeDaemon, n_keep: int) -> None:
     """n_keep as llama-server has it; -1 keeps the prompt as far as half the context."""
-    with make_daemon("--ctx-size", str(N_CTX)) as daemon:
+    with make_daemon(*SHIFTING) as daemon:
         ids = [1, *some_ids(2 * N_CTX, 3)]
         reply = daemon.complete(ids, 2, n_keep=n_keep)
         kept = len(ids) if n_keep == -1 else n_keep
@@ -121,7 +122,7 @@ def test_keep_what_the_request_says(make_daemon: MakeDaemon, n_keep: int) -> Non
 def test_chat_messages_beyond_the_context(make_daemon: MakeDaemon) -> None:
     """The same through /v1/chat/completions, whose messages only ever grow."""
     messages = [{"role": "system", "content": "You tell stories."}]
-    with make_daemon("--ctx-size", str(N_CTX)) as daemon:
+    with make_daemon(*SHIFTING) as daemon:
         n_prompt = 0
         for turn in range(12):
             messages.append({"role": "user", "content": f"Tell me story number {turn}, please."})
@@ -137,6 +138,6 @@ def test_chat_messages_beyond_the_context(make_daemon: MakeDaemon) -> None:
 
 def test_a_reply_without_an_end_ends(make_daemon: MakeDaemon) -> None:
     """A model that never stops, asked for no number of tokens, gets one context full of them."""
-    with make_daemon("--ctx-size", str(N_CTX)) as daemon:
+    with make_daemon(*SHIFTING) as daemon:
         reply = daemon.post("/completion", {"prompt": BASE, "ignore_eos": True, "n_predict": -1})
         assert (reply["tokens_predicted"], reply["stop_type"]) == (N_CTX, "limit")

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from oracle import OpenService, ask, check_integrity, settle
 
+from towerd.drift import Drift
 from towerd.engine.base import Ids
 from towerd.engine.embedded.calibrate import Calibrator, calibration_text
 from towerd.errors import NotSupported
@@ -56,15 +57,17 @@ async def test_calibrates_when_idle_and_keeps_it(service_on: OpenService) -> Non
         view = await finished(service, calibrator)
         assert view["state"] == "done", view["why"]
         found = Calibration.from_json(view["calibration"])
-        assert found.n_tokens == 512
+        assert found.n_tokens >= 1024
         assert found.grid.native.kl == 0
+        assert found.floor.kl < 1e-4  # its weights have 32 bits
         for name, bound in BOUNDS.items():
-            assert found.choices[name].cost.kl <= bound
+            assert found.choices[name].bound == bound
+            assert found.choices[name].cost.excess_max <= bound
         near = found.choices["near"]
         assert near.levels != (NATIVE,) * 3
         assert service.tiers.formats is not None
         assert service.tiers.formats.names == near.levels
-        assert service.tiers.drift_kl == near.cost.kl
+        assert service.tiers.drift == Drift(near.cost.kl, near.cost.floor_kl)
         digest = service.store.state.digest.hex()
         assert load_calibration(service.store, digest) == found
         await check_integrity(service)  # the scratch sequence is empty
@@ -154,7 +157,7 @@ async def test_a_damaged_calibration_is_made_again(service_on: OpenService) -> N
         service.store.set_meta(key, "{")
     async with service_on(bundled_model(), threads=1) as service:
         assert service.calibrator.view()["state"] == "waiting"
-        service.store.set_meta(key, '{"version": 1}')
+        service.store.set_meta(key, '{"version": 1}')  # as an earlier towerd wrote it
     async with service_on(bundled_model(), threads=1) as service:
         assert service.calibrator.view()["state"] == "waiting"
 
@@ -172,8 +175,8 @@ async def test_model_whose_rows_cannot_be_moved(service_on: OpenService) -> None
 
 def test_text_is_varied_and_small() -> None:
     text = calibration_text()
-    assert 8000 < len(text.encode()) < 10_000
-    for part in ("def ", '{"id"', "Assistant:", "über", "1. ", "Lily"):
+    assert 30_000 < len(text.encode()) < 35_000
+    for part in ("def ", '{"id"', "Assistant:", "über", "1. ", "Lily", "Kutúzov", "citizens"):
         assert part in text
     assert Path(bundled_model()).exists()
 
@@ -183,9 +186,10 @@ async def test_stored_rows_are_labelled_with_what_they_cost(service_on: OpenServ
     text = prompt(300)
     async with service_on(bundled_model(), threads=1, shrink_after_s=0) as service:
         service.calibrator.request(again=False)
-        kl = (await finished(service))["calibration"]["choices"]["near"]["cost"]["kl"]
+        found = Calibration.from_json((await finished(service))["calibration"])
+        cost = found.choices["near"].cost
         first = await ask(service, text, 1)
-        assert first.finish.reuse.drift_kl is None
+        assert first.finish.reuse.drift is None
         await settle(service)
         await asyncio.to_thread(_wait_shrunk, service)
     async with service_on(bundled_model(), threads=1) as service:
@@ -193,7 +197,7 @@ async def test_stored_rows_are_labelled_with_what_they_cost(service_on: OpenServ
         reuse = again.finish.reuse
         assert reuse.warm == 299
         assert reuse.approximate == 300 - 4 - 128
-        assert reuse.drift_kl == kl
+        assert reuse.drift == Drift(cost.kl, cost.floor_kl)
 
 
 def _wait_shrunk(service: Service) -> None:

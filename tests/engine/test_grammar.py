@@ -4,10 +4,11 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jsonschema
 import llama_cpp.llama_cpp as lib
+import numpy as np
 import pytest
 
 import towerd.engine.base
@@ -166,6 +167,10 @@ for _ in range(70):
         {"allOf": [{"anyOf": [3]}]},
         {"const": "\ud800"},
         {"enum": ["x" * (1 << 21)]},
+        {"enum": [f"v{i}" for i in range(4001)]},
+        {"enum": [{"a": [1.5] * 1_000_000}]},
+        {"const": {"x" * (1 << 20): 1}},
+        {"anyOf": [{"enum": [f"{i}-{j}" for j in range(3000)]} for i in range(3)]},
         {"anyOf": [{"type": "string", "maxLength": 2000}] * 20},
         DEEP,
         {"$ref": "#/d/0", "d": [{"anyOf": [{"$ref": f"#/d/{i + 1}"}]} for i in range(3000)]},
@@ -241,8 +246,49 @@ BAD_GBNF = {
     "surrogate": ('root ::= "\ud800"', "Unicode"),
     "token": ("root ::= <[999999]>", "not in the vocabulary"),
     "token text": ("root ::= <no such token>", "not one token"),
+    "alternatives": (
+        "root ::= " + " | ".join(f'"{i}"' for i in range(30_000)), "can begin in 30000 ways"),
+    "rules": ("root ::= " + " | ".join(f"r{i}" for i in range(5000)) + "\n"
+              + "".join(f'r{i} ::= "x{i}"\n' for i in range(5000)), "can begin in 5000 ways"),
+    "optional": ("root ::= " + '"a"? ' * 900, "go on in 404550 ways"),
+    "pairs": ('root ::= "{" a\na ::= ' + '"x" b | ' * 300 + '"y"\nb ::= '
+              + " | ".join(f'"x{i}"' for i in range(300)), "go on in 90000 ways"),
+    "repeated": ("root ::= (" + " | ".join(f'"\\x{i:02X}"' for i in range(1, 256)) + ")+",
+                 "go on in"),
+    "class": ("root ::= [" + "a" * 100_000 + "]", "can begin in 25000 ways"),
     "long token id": ("root ::= <[99999999999999999999999]>", "not in the vocabulary"),
 }  # fmt: skip
+
+
+LARGE_GBNF = [
+    "root ::= " + " | ".join(f'"{i}"' for i in range(4000)),
+    "root ::= (" + " | ".join(f'"word {i} "' for i in range(2000)) + ")+",
+    "root ::= " + '"a"? ' * 100,
+    "root ::= [" + "".join(chr(0x4E00 + i) for i in range(3000)) + "]+",
+    schema_to_gbnf({"properties": {f"p{i}": {} for i in range(200)}}),
+    schema_to_gbnf({"enum": [f"v{i}" for i in range(4000)]}),
+    schema_to_gbnf({"enum": np.arange(1000)}),
+]
+
+
+@pytest.mark.parametrize("gbnf", LARGE_GBNF, ids=range(len(LARGE_GBNF)))
+def test_large_grammars_are_followed(vocab: Vocab, gbnf: str) -> None:
+    """What people may mean, up to the limits."""
+    Sampler(SamplingParams(grammar=gbnf), vocab, 64).close()
+
+
+class Wide:
+    """A vocabulary that is as large as they come."""
+
+    n_vocab = 262_144
+
+
+def test_a_large_vocabulary_allows_fewer_ways(vocab: Vocab) -> None:
+    """Every token is tried in every way."""
+    gbnf = "root ::= " + " | ".join(f'"{i}"' for i in range(1000))
+    check_gbnf(gbnf, vocab)
+    with pytest.raises(InvalidRequest, match="at most 488 can be followed"):
+        check_gbnf(gbnf, cast(Vocab, Wide()))
 
 
 @pytest.mark.parametrize("gbnf", GOOD_GBNF)

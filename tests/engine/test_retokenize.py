@@ -10,9 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from towerd.config import load
+from towerd.engine.base import Ids
 from towerd.engine.embedded import retokenize
 from towerd.engine.embedded.model import LlamaModel
 from towerd.engine.embedded.retokenize import Retokenizer
+from towerd.engine.embedded.special_tokens import PART_BYTES, SpecialTokens
 from towerd.engine.embedded.vocab import Vocab
 from towerd.errors import InvalidRequest
 from towerd.models.bundled import bundled_model, retrieval_model
@@ -68,13 +70,44 @@ def test_an_edit_begins_at_the_turn_before(vocab: Vocab) -> None:
 def test_any_texts(vocab: Vocab, data: st.DataObject, add: bool, parse: bool) -> None:
     """Whatever is known, the ids are those of the whole text."""
     known = Retokenizer(vocab, text_bytes_min=0)
-    bits = st.sampled_from([*BITS, *(word.decode() for word in sorted(known._words)[:4])])
+    bits = st.sampled_from([*BITS, *(word.decode() for word in sorted(known.specials.words)[:4])])
     shared = data.draw(st.lists(bits, max_size=12))
     for end in data.draw(st.lists(st.lists(bits, max_size=8), min_size=1, max_size=4)):
         text = "".join([*shared, *end])
         assert (
             known.tokenize(text, add, parse).tolist() == vocab.tokenize(text, add, parse).tolist()
         )
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data(), part_bytes=st.integers(1, 20), add=st.booleans(), parse=st.booleans())
+def test_any_text_in_parts(
+    vocab: Vocab, data: st.DataObject, part_bytes: int, add: bool, parse: bool
+) -> None:
+    """However small the parts, the ids are those of the whole text."""
+    specials = SpecialTokens(vocab, part_bytes)
+    bits = st.sampled_from([*BITS, *(word.decode() for word in sorted(specials.words)[:4])])
+    text = "".join(data.draw(st.lists(bits, max_size=20)))
+    expected = vocab.tokenize(text, add, parse).tolist()
+    assert specials.tokenize(text.encode(), add, parse).tolist() == expected
+
+
+def test_a_long_chat_is_tokenized_in_parts(vocab: Vocab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """llama.cpp gets no more at once than it can take in its stride, unless it is one message."""
+    texts = [chat(vocab, 5000), "word " * 5000 + chat(vocab, 2000) + "word " * 5000]
+    expected = [vocab.tokenize(text, True, True).tolist() for text in texts]
+    sizes: list[int] = []
+    tokenize = vocab.tokenize
+
+    def watched(data: bytes, add_special: bool, parse_special: bool) -> Ids:
+        sizes.append(len(data))
+        return tokenize(data, add_special, parse_special)
+
+    monkeypatch.setattr(vocab, "tokenize", watched)
+    found = [SpecialTokens(vocab).tokenize(text.encode(), True, True) for text in texts]
+    assert [ids.tolist() for ids in found] == expected
+    assert sum(sizes) == sum(map(len, texts))
+    assert sum(size > PART_BYTES + 100 for size in sizes) == 2
 
 
 @pytest.mark.parametrize(
@@ -92,10 +125,9 @@ def test_any_texts(vocab: Vocab, data: st.DataObject, add: bool, parse: bool) ->
 def test_where_special_tokens_overlap_nothing_is_cut(
     vocab: Vocab, words: tuple[bytes, ...], text: bytes, at: int, is_cut: bool
 ) -> None:
-    known = Retokenizer(vocab)
-    known.__dict__["_words"] = words
-    known.__dict__["_special_bytes_max"] = max(map(len, words))
-    assert known._is_cut(text, at) == is_cut
+    specials = SpecialTokens(vocab)
+    specials.__dict__["words"] = words
+    assert specials.is_cut(text, at) == is_cut
 
 
 def test_what_is_kept_is_bounded(vocab: Vocab, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,8 +154,8 @@ def test_errors_are_the_tokenizers_own(vocab: Vocab) -> None:
 
 def test_llama_looks_for_these_tokens_first(vocab: Vocab) -> None:
     """What is taken for special here is what llama.cpp cuts a text at."""
-    known = Retokenizer(vocab)
-    assert {vocab.bos_text.encode(), vocab.eos_text.encode()} <= set(known._words)
-    for token, word in known._specials.items():
+    specials = SpecialTokens(vocab)
+    assert {vocab.bos_text.encode(), vocab.eos_text.encode()} <= set(specials.words)
+    for token, word in specials.texts.items():
         assert lib.llama_vocab_get_text(vocab.ptr, token) == word
         assert vocab.tokenize(word.decode(), False, True).tolist() == [token]

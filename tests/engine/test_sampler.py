@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import math
@@ -19,6 +20,7 @@ import pytest
 import towerd.engine.base
 from towerd.config import Config
 from towerd.engine.base import Ids, SamplingParams, TokenProbs
+from towerd.engine.embedded import sampler as sampler_module
 from towerd.engine.embedded.context import LlamaContext
 from towerd.engine.embedded.model import LlamaModel
 from towerd.engine.embedded.sampler import Sampler
@@ -326,6 +328,19 @@ def test_huge_windows_cost_nothing(loaded: Loaded) -> None:
     params = SamplingParams(repeat_penalty=1.1, repeat_last_n=(1 << 31) - 1, dry_multiplier=1.0,
                             dry_penalty_last_n=(1 << 31) - 1)  # fmt: skip
     Sampler(params, loaded.vocab, N_CTX).close()
+
+
+def test_a_grammar_that_gets_slow_is_given_up(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that allows the same text in more and more ways ends its own reply, with its name."""
+    monkeypatch.setattr(sampler_module, "GRAMMAR_STEP_S", 0.01)
+    monkeypatch.setattr(sampler_module, "GRAMMAR_SLOW_S_MAX", 0.1)
+    gbnf = 'root ::= "a" root "b" | "a" root "c" | "a"'
+    sampler = Sampler(SamplingParams(grammar=gbnf), loaded.vocab, N_CTX)
+    token = loaded.vocab.pieces.index(b"a")
+    with pytest.raises(InvalidRequest, match="The grammar takes"):
+        collections.deque(map(sampler.accept, [token] * 20))
 
 
 def test_closing_twice_is_harmless(loaded: Loaded) -> None:

@@ -10,18 +10,23 @@ import numpy as np
 import pytest
 from oracle import Answer, OpenService, Oracle, ask, settle
 
+from towerd.drift import Drift
 from towerd.engine.base import GenerateRequest, Ids
-from towerd.engine.embedded.measure import Scratch, log_softmax
+from towerd.engine.embedded.measure import log_softmax
+from towerd.engine.embedded.scratch import Scratch
 from towerd.engine.embedded.splice import rope_of
 from towerd.engine.embedded.splice_meter import SpliceMeter, StepLine
 from towerd.errors import NotSupported
 from towerd.service import Service
 from towerd.store import AFTER_SPLICE, SPLICED, Base, Module
 from towerd.store.module import Spans
+from towerd.tiers.calibration import allows
 
 SPANS: Spans = ((0, 16), (48, 56))
 NOISE = 0.01
 """What log-probabilities of the same evaluation in other batches and cells may differ by."""
+KL = 0.001
+"""What modules are said to cost: within the bound of every fidelity."""
 N_MODULE = 100
 N_KEPT = N_MODULE - 24
 
@@ -42,7 +47,8 @@ async def add_module(
     spans: Spans = SPANS,
     scope: str = "local",
     public: bool = False,
-    kl: float = 0.5,
+    kl: float = KL,
+    floor_kl: float = 0.0,
 ) -> Base:
     """Precache `ids` as a module, with given numbers instead of measured ones."""
     maker = service.engine.modules
@@ -50,7 +56,7 @@ async def add_module(
     maker.check(len(ids))
     path = maker.path(ids)
     await ask(service, path, 0, scope="public" if public else scope, precache=name)
-    module = Module(len(path) - len(ids), "", 15.0, spans, kl, 0.9)
+    module = Module(len(path) - len(ids), "", 15.0, spans, kl, 0.9, floor_kl)
     base = service.store.add_base(name, path, scope, 0, public, None, module)
     await settle(service)
     return base
@@ -76,9 +82,7 @@ def spliced_logprobs(
             meter.splice(line, part[1])
         else:
             line.decode(part)
-    logits = line.decode(tail, logits=True)
-    assert logits is not None
-    return np.stack([log_softmax(row) for row in logits])
+    return log_softmax(line.logits(tail))
 
 
 def _rope_type(oracle: Oracle) -> str:
@@ -133,7 +137,7 @@ async def test_a_module_is_spliced_in(
         reuse = answer.finish.reuse
         assert (reuse.hot + reuse.warm, reuse.approximate) == (N_KEPT, N_KEPT)
         assert reuse.live + reuse.prefill + N_KEPT == len(PROMPT)
-        assert reuse.drift_kl == 0.5
+        assert reuse.drift == Drift(KL, 0.0)
         assert reuse.header().endswith(f"approx={N_KEPT}")
         check_spliced(oracle, [GAP, (MODULE, SPANS)], REST, answer)
         # and that is not what prefill gives: the comparison sees a splice
@@ -141,7 +145,10 @@ async def test_a_module_is_spliced_in(
         longer = np.concatenate([PROMPT, np.array(answer.ids, np.int32), _ids(5, 5)])
         again = await ask(service, longer)
         assert again.finish.reuse.live == len(PROMPT) + 7
-        assert (again.finish.reuse.approximate, again.finish.reuse.drift_kl) == (N_KEPT, 0.5)
+        assert (again.finish.reuse.approximate, again.finish.reuse.drift) == (
+            N_KEPT,
+            Drift(KL, 0.0),
+        )
         await settle(service)
 
 
@@ -172,9 +179,7 @@ def test_rows_that_stay_and_rows_made_anew_are_one_prefill(oracle: Oracle) -> No
         line.decode(PROMPT[at:p0])
         line.append(rows.slice(p0, p1))
         at = p1
-    logits = line.decode(PROMPT[at:], logits=True)
-    assert logits is not None
-    found = np.stack([log_softmax(row) for row in logits])
+    found = log_softmax(line.logits(PROMPT[at:]))
     expected = oracle.logprobs(PROMPT, at)
     assert np.abs(found - expected).max() <= NOISE
 
@@ -243,11 +248,11 @@ async def test_two_modules_in_one_prompt(
 ) -> None:
     async with service_on(model_path) as service:
         await add_module(service)
-        await add_module(service, "o", OTHER, ((0, 8),), kl=0.25)
+        await add_module(service, "o", OTHER, ((0, 8),), kl=KL / 2)
         prompt = np.concatenate([GAP, OTHER, REST, MODULE, REST])
         answer = await ask(service, prompt)
         assert answer.finish.reuse.approximate == N_KEPT + 52
-        assert answer.finish.reuse.drift_kl == 0.75
+        assert answer.finish.reuse.drift == Drift(1.5 * KL, 0.0)
         parts: list[Ids | tuple[Ids, Spans]] = [GAP, (OTHER, ((0, 8),)), REST, (MODULE, SPANS)]
         check_spliced(oracle, parts, REST, answer)
         # one right after the other, the first at the very beginning
@@ -315,7 +320,7 @@ async def test_rows_that_are_gone_are_evaluated(
             service.store.drop_file(file)
         answer = await ask(service, PROMPT)
         assert answer.finish.reuse.prefill == len(PROMPT)
-        assert (answer.finish.reuse.approximate, answer.finish.reuse.drift_kl) == (0, None)
+        assert (answer.finish.reuse.approximate, answer.finish.reuse.drift) == (0, None)
         check_prefill(oracle, PROMPT, answer)
         await settle(service)
 
@@ -350,7 +355,7 @@ async def test_preempted_in_the_middle(
         assert service.engine.scheduler.counters["preemptions"] > 0
         for i, answer in enumerate(found):
             assert answer.finish.reuse.approximate == N_KEPT
-            assert answer.finish.reuse.drift_kl == 0.5
+            assert answer.finish.reuse.drift == Drift(KL, 0.0)
             check_spliced(oracle, [_ids(9, i), GAP, (MODULE, SPANS)], REST, answer)
         await settle(service)
 
@@ -390,20 +395,52 @@ async def test_exact_daemons_splice_nothing(service_on: OpenService, tiny_model:
 
 
 async def test_measuring_beside_requests(service_on: OpenService, model_path: Path) -> None:
-    """A measurement chooses as many tokens as it is told to, says what they cost, and holds
-    nothing when it is done; requests go on meanwhile."""
+    """A measurement chooses at least as many tokens as it is told to, says what they cost, and
+    holds nothing when it is done; requests go on meanwhile."""
     async with service_on(model_path) as service:
         maker = service.engine.modules
         assert maker is not None
         module, _ = await asyncio.gather(
             maker.measure(MODULE, 25.0), ask(service, _ids(100, 11), 30)
         )
-        assert module.n_recomputed == 25
+        assert module.n_recomputed in (25, 50, 75)
+        assert module.fidelity == "near"
+        assert allows("near", module.drift) or module.n_recomputed == 75
         assert module.kl > 0
+        assert 0 < module.floor_kl < 1e-4  # weights of 32 bits
         assert 0 <= module.top1 <= 1
         whole = await maker.measure(OTHER, 90.0)
         assert whole.n_recomputed == 54
         await settle(service)
+
+
+async def test_a_laxer_fidelity_evaluates_less_again(
+    service_on: OpenService, tiny_model: Path
+) -> None:
+    """Until the drift is within the bound, and no longer."""
+    found = {}
+    for fidelity in ("small", "near"):
+        async with service_on(tiny_model, fidelity=fidelity) as service:
+            maker = service.engine.modules
+            assert maker is not None
+            found[fidelity] = await maker.measure(MODULE, 0.0)
+    assert allows("small", found["small"].drift)
+    assert 0 < found["small"].n_recomputed < found["near"].n_recomputed
+
+
+async def test_a_drift_beyond_the_bound_is_not_spliced(
+    service_on: OpenService, tiny_model: Path
+) -> None:
+    """What counts is the excess over the model's noise, against the fidelity in force."""
+    cases = [("near", 0.0, 0), ("near", 0.0085, N_KEPT), ("small", 0.0, N_KEPT)]
+    for i, (fidelity, floor_kl, n_approximate) in enumerate(cases):
+        async with service_on(tiny_model, fidelity=fidelity) as service:
+            await add_module(service, kl=0.01, floor_kl=floor_kl)
+            answer = await ask(service, np.concatenate([_ids(9, 30 + i), PROMPT]))
+            assert answer.finish.reuse.approximate == n_approximate
+            drift = Drift(0.01, floor_kl) if n_approximate else None
+            assert answer.finish.reuse.drift == drift
+            await settle(service)
 
 
 async def test_a_measurement_nobody_waits_for_ends(

@@ -10,8 +10,8 @@ import pytest
 
 from towerd.config import Config
 from towerd.engine.embedded.context import LlamaContext
-from towerd.engine.embedded.measure import Scratch
 from towerd.engine.embedded.model import LlamaModel
+from towerd.engine.embedded.scratch import Scratch
 from towerd.engine.embedded.taps import Taps
 from towerd.errors import TowerdError
 

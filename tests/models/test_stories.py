@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from towerd.errors import ModelError
 from towerd.models.bundled import bundled_model, find_model
+from towerd.models.known import SMOLLM2
 from towerd.models.stories import convert, read_tokenizer
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data" / "weights" / "stories260K"
@@ -94,18 +96,37 @@ def test_foreign_tokenizers_are_told_so(tmp_path: Path) -> None:
         read_tokenizer(write_tokenizer(tmp_path / "t.bin"), 259)
 
 
-def test_models_are_found_by_path_and_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    models = tmp_path / "models"
-    models.mkdir()
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty models directory, beside an empty current one."""
+    (tmp_path / "models").mkdir()
+    (tmp_path / "here").mkdir()
+    monkeypatch.setattr("towerd.paths.models_dir", lambda: tmp_path / "models")
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "models"
+
+
+def test_models_are_found_by_path_and_by_name(models: Path, tmp_path: Path) -> None:
     (models / "m.gguf").write_bytes(b"x")
-    monkeypatch.setattr("towerd.paths.models_dir", lambda: models)
-    monkeypatch.chdir(tmp_path)
-    assert find_model(None) == bundled_model()
     assert find_model(Path("m.gguf")) == models / "m.gguf"
     assert find_model(models / "m.gguf") == models / "m.gguf"
+    assert find_model(Path("stories")) == find_model(Path("stories260K.gguf")) == bundled_model()
     with pytest.raises(ModelError, match="no model at other.gguf nor"):
         find_model(Path("other.gguf"))
     with pytest.raises(ModelError, match="no model at"):
         find_model(tmp_path)
+    Path("stories").write_bytes(b"x")
+    assert find_model(Path("stories")) == Path("stories"), "a file that is here comes first"
+
+
+def test_the_default_is_smollm2_where_it_is(models: Path) -> None:
+    """A file of its name and size; of another size it is a broken copy."""
+    smollm2 = Path("smollm2")
+    assert find_model(None) == bundled_model()
+    with pytest.raises(ModelError, match="run towerd models get smollm2"):
+        find_model(smollm2)
+    SMOLLM2.path.write_bytes(b"half")
+    assert find_model(None) == bundled_model()
+    os.truncate(SMOLLM2.path, SMOLLM2.bytes)
+    assert find_model(None) == find_model(smollm2) == models / SMOLLM2.file
+    assert find_model(Path("stories")) == bundled_model()

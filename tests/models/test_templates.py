@@ -9,8 +9,10 @@ import pytest
 
 from towerd.models import templates
 
-BOTH = pytest.mark.parametrize(
-    "source", [templates.CHATML, templates.STORY], ids=["chatml", "story"]
+EACH = pytest.mark.parametrize(
+    "source",
+    [templates.CHATML, templates.CHATML_LINES, templates.STORY],
+    ids=["chatml", "lines", "story"],
 )
 CHAT: list[dict[str, Any]] = [
     {"role": "system", "content": "Be kind."},
@@ -30,16 +32,16 @@ def render(source: str, messages: list[dict[str, Any]], generate: bool = True) -
     return template.render(messages=messages, bos_token="<s>", add_generation_prompt=generate)
 
 
-@BOTH
+@EACH
 @pytest.mark.parametrize("turn", [2, 4])
 def test_prompt_extends_prompt_and_reply(source: str, turn: int) -> None:
     """Reuse of a conversation rests on this: nothing is trimmed, nothing is put in between."""
-    end = "<|im_end|>" if source == templates.CHATML else "<s>"
+    end = "<s>" if source == templates.STORY else "<|im_end|>"
     earlier = render(source, CHAT[:turn]) + str(CHAT[turn]["content"]) + end
     assert render(source, CHAT[: turn + 2]).startswith(earlier)
 
 
-@BOTH
+@EACH
 def test_roles_are_told_apart(source: str) -> None:
     said = {
         role: render(source, [*CHAT[:2], {"role": role, "content": "x"}], generate=False)
@@ -48,7 +50,7 @@ def test_roles_are_told_apart(source: str) -> None:
     assert len(set(said.values())) == 3
 
 
-@BOTH
+@EACH
 def test_blank_handling_does_not_matter(source: str) -> None:
     """Some engines trim blocks, some do not."""
     plain = jinja2.Environment().from_string(source)
@@ -60,6 +62,13 @@ def test_chatml_text() -> None:
     assert render(templates.CHATML, CHAT[:2]) == (
         "<|im_start|>system\nBe kind.<|im_end|>"
         "<|im_start|>user\nOnce there was\na cat.<|im_end|><|im_start|>assistant\n"
+    )
+
+
+def test_lines_text() -> None:
+    """Without a system message none is made up."""
+    assert render(templates.CHATML_LINES, CHAT[1:2]) == (
+        "<|im_start|>user\nOnce there was\na cat.<|im_end|>\n<|im_start|>assistant\n"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from array import array
 
 import numpy as np
@@ -206,6 +207,22 @@ def test_floods_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         visits.answered(i, i + 0.5, f"reason {i}")
     assert len(visits.tips) == 500
     assert len(visits.stops) <= 8
+
+
+def test_what_a_visit_takes() -> None:
+    """Tens of thousands are remembered: each takes about a kilobyte, its indices included."""
+    visits, n = Visits(), 2000
+    for i in range(3 * n):
+        if i == 2 * n:
+            tracemalloc.start()
+        visit = visits.begin(float(i))
+        visit.nbytes += 1
+        visits.set_tip(i)
+        visits.answered(i, i + 0.5, "end_turn")
+        visits.index(visit, float(i))
+    nbytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert nbytes < 1500 * n
 
 
 def test_ended_conversations_go_first() -> None:

@@ -79,6 +79,7 @@ def test_any_history(
         model.play(kind, key, nbytes)
         assert policy.nbytes == sum(sizes.values())
         assert len(policy) == len(sizes)
+        policy.check_integrity({key: (parents[key], sizes[key]) for key in sizes})
     assert all(key in policy for key in sizes)
     victims = policy.victims(wanted, lambda key: key not in blocked)
     assert victims == policy.victims(wanted, lambda key: key not in blocked)

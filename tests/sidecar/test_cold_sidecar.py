@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import requests
@@ -40,3 +42,24 @@ def test_a_frozen_conversation_goes_on(make_sidecar: MakeDaemon) -> None:
     with make_sidecar(name="never") as daemon:
         assert say(daemon, prompt)[0] == reply
         assert say(daemon, longer)[0] == again
+
+
+def test_a_damaged_conversation_is_continued(make_sidecar: MakeDaemon) -> None:
+    """Its coded tokens are damaged in the catalog: nothing of it is lost."""
+    prompt = [1, *range(300, 380)]
+    with make_sidecar() as daemon:
+        reply, session, _ = say(daemon, prompt)
+        daemon.post(f"/towerd/v1/sessions/{session}/freeze", {})
+        assert daemon.stop() == 0, daemon.log
+        with closing(sqlite3.connect(daemon.store_dir / "catalog.sqlite")) as catalog, catalog:
+            ((blob,),) = catalog.execute("SELECT blob FROM blobs").fetchall()
+            bad = blob[:-9] + bytes([blob[-9] ^ 1]) + blob[-8:]
+            catalog.execute("UPDATE blobs SET blob = ?", (bad,))
+        daemon.start()
+        longer = [*prompt, *reply, *range(400, 420)]
+        again, same, reuse = say(daemon, longer)
+        assert same == session
+        assert reuse["prefill"] == len(longer)
+        found = daemon.get(f"/towerd/v1/sessions/{session}?ids=1")
+        assert found["session"]["cold_bytes"] == 0
+        assert found["ids"] == [*longer, *again]

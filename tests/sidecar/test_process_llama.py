@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import psutil
@@ -38,13 +39,22 @@ async def test_it_serves_with_its_key_only(llama_server: Path, tmp_path: Path) -
     assert not psutil.pid_exists(pid)
 
 
+def setter(event: asyncio.Event) -> Callable[[], Awaitable[None]]:
+    """What sets the event when it is awaited."""
+
+    async def set_it() -> None:
+        event.set()
+
+    return set_it
+
+
 async def test_it_comes_back(llama_server: Path, tmp_path: Path) -> None:
     """Killed, it is started again on another port; the reason is kept."""
     events: list[str] = []
     async with alone(llama_server, bundled_model(), tmp_path) as process:
         back = asyncio.Event()
         process.on_exit = lambda: events.append(process.exit_reason)
-        process.on_start = back.set
+        process.on_start = setter(back)
         for _ in range(2):
             assert process.pid is not None
             os.kill(process.pid, signal.SIGKILL)
@@ -60,7 +70,7 @@ async def test_it_comes_back_when_it_can(llama_server: Path, tmp_path: Path) -> 
     """Whatever keeps it from starting, it is tried again: here something in its log's place."""
     async with alone(llama_server, bundled_model(), tmp_path) as process:
         back = asyncio.Event()
-        process.on_start = back.set
+        process.on_start = setter(back)
         process.log_path.unlink()
         process.log_path.mkdir()
         assert process.pid is not None
@@ -128,7 +138,7 @@ async def test_a_watched_one_ends_as_the_other(
     monkeypatch.setattr("towerd.engine.llama_server.process.GUARD_METHOD", "watch")
     async with alone(llama_server, bundled_model(), tmp_path) as process:
         back = asyncio.Event()
-        process.on_start = back.set
+        process.on_start = setter(back)
         for kill_guard in (False, True):
             assert process.pid is not None
             (child,) = psutil.Process(process.pid).children()

@@ -41,6 +41,14 @@ GENERATIONS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/messages", {"messages": CHAT[1:], **GREEDY, "tools": [{"name": "look", "input_schema": {}}]}),
 ]  # fmt: skip
 
+TOO_LONG: list[tuple[str, dict[str, Any]]] = [
+    ("/completion", {"prompt": "word " * 2000}),
+    ("/completion", {"prompt": [403] * 100_000}),
+    ("/completion", {"prompt": [403] * 2000, "n": 2}),
+    ("/v1/completions", {"prompt": ["word " * 2000], "stream": True}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "word " * 2000}]}),
+]
+
 OTHERS: list[tuple[str, str, Any]] = [
     ("GET", "/health", None), ("GET", "/v1/health", None), ("GET", "/v1/models", None),
     ("GET", "/lora-adapters", None), ("POST", "/lora-adapters", []), ("GET", "/tools", None),
@@ -60,7 +68,7 @@ OTHERS: list[tuple[str, str, Any]] = [
     ("POST", "/props", {}), ("GET", "/models/sse", None),
     # Refused before anything is evaluated.
     ("POST", "/completion", {}), ("POST", "/completion", {"prompt": None}),
-    ("POST", "/completion", {"prompt": "word " * 2000}),
+    *(("POST", path, body) for path, body in TOO_LONG),
     ("POST", "/completion", {"prompt": STORY, "n_predict": "many"}),
     ("POST", "/completion", {"prompt": STORY, "grammar": "root ::= ("}),
     ("POST", "/v1/chat/completions", {}), ("POST", "/v1/chat/completions", {"messages": 3}),
@@ -149,6 +157,15 @@ def test_everything_else(sidecar: Daemon, alone: str, method: str, path: str, bo
         assert scrubbed(got.json()) == scrubbed(expected.json())
     else:
         assert got.content == expected.content
+
+
+def test_prompts_over_the_context_leave_nothing(sidecar: Daemon) -> None:
+    """Whoever refuses them, towerd or llama-server, nothing of them is recorded."""
+    before = sidecar.get("/towerd/v1/stats")["store"]["tokens"]
+    for path, body in TOO_LONG:
+        error = sidecar.post(path, body, 400)["error"]
+        assert error["type"] == "exceed_context_size_error"
+    assert sidecar.get("/towerd/v1/stats")["store"]["tokens"] == before
 
 
 def test_properties(sidecar: Daemon, alone: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from old_segments import in_planes
+from old_segments import as_before_the_journal, in_planes
 from store_tools import (
     FINGERPRINT,
     check_rows,
@@ -145,10 +145,8 @@ def test_catalogs_with_impossible_runs_are_refused(root: Path, text: str) -> Non
     """As any other contradiction in the catalog."""
     with Store.open(root, FINGERPRINT) as store:
         one_leaf(store)
-    db = sqlite3.connect(root / "catalog.sqlite")
-    db.execute("UPDATE files SET runs = ?", (text,))
-    db.commit()
-    db.close()
+        with store.state.catalog.transaction():
+            store.state.catalog.run("UPDATE files SET runs = ?", (text,))
     with pytest.raises(StoreError, match="damaged"):
         Store.open(root, FINGERPRINT)
 
@@ -169,6 +167,7 @@ STATES = {20: b"state at 20" * 1000, 50: b"x"}
 def with_states(root: Path, version: int) -> None:
     """Turn the native files of a store into such as earlier builds wrote, with boundary states in
     them, and its catalog into one of version 5, which lists their positions."""
+    as_before_the_journal(root)
     sizes = {}
     for path in (root / "segments").iterdir():
         data = path.read_bytes()

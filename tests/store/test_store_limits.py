@@ -5,29 +5,16 @@ from __future__ import annotations
 import os
 import resource
 import subprocess
-import sys
-import textwrap
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
+from programs import run_python
 from store_tools import FINGERPRINT, check_rows, make_hot, turn_of, write_all
 
 from towerd.errors import DiskFull, StoreError, StoreLocked
 from towerd.store import Store
-
-SUPPORT = Path(__file__).resolve().parent.parent / "support"
-
-
-def run_python(code: str, *args: str) -> str:
-    """Run a program that can import the test tools; its output."""
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", textwrap.dedent(code), *args],
-        env={**os.environ, "PYTHONPATH": str(SUPPORT)}, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_second_open_names_the_owner(root: Path, store: Store) -> None:

@@ -11,11 +11,14 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from store_tools import FINGERPRINT, check_rows, rows_of, turn_of
+from store_tools import FINGERPRINT, LAYOUT, check_rows, insert_in_vain, rows_of, turn_of
 
+from towerd.errors import StoreError
+from towerd.policy import NAMES
 from towerd.slots.layout import NATIVE
 from towerd.store import APPROXIMATE, Node, Store, Wish, tips
 from towerd.store.sessions import RECOGNISED_TOKENS_MIN
+from towerd.tiers.ranking import Ranking
 
 SCOPES = ("a", "b")
 FORMATS = (NATIVE, "q4h", "q6", "q8ah")
@@ -31,7 +34,8 @@ def common(a: Tokens, b: Tokens) -> int:
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """`sequences` maps each scope to everything inserted; sessions are kept as token lists."""
+    """`sequences` maps each scope to everything inserted; sessions are kept as token lists. A
+    ranking hears of everything, and its policies know what the store has after each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,11 +47,18 @@ class StoreMachine(RuleBasedStateMachine):
         self.ends: list[tuple[str, Tokens, str, float]] = []
         self.bases: dict[tuple[str, str], Tokens] = {}
 
-    @initialize(tokens_min=st.sampled_from((1, tips.TOKENS_MIN)))
-    def open(self, tokens_min: int) -> None:
+    @initialize(tokens_min=st.sampled_from((1, tips.TOKENS_MIN)), policy=st.sampled_from(NAMES))
+    def open(self, tokens_min: int, policy: str) -> None:
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(tips, "TOKENS_MIN", tokens_min)
+        self.policy = policy
+        self.open_store()
+
+    def open_store(self) -> None:
         self.store = Store.open(self.root, FINGERPRINT, clock=self.clock)
+        self.ranking = Ranking(self.policy, self.clock, token_bytes=LAYOUT.token_bytes)
+        self.store.listen(self.ranking)
+        self.ranking.found(self.store.nodes())
 
     def clock(self) -> float:
         self.now += 1
@@ -167,6 +178,40 @@ class StoreMachine(RuleBasedStateMachine):
                 )
 
     @precondition(has_nodes)
+    @rule(data=st.data(), stop=st.sampled_from((None, "tool_use", "end_turn")))
+    def visit(self, data: st.DataObject, stop: str | None) -> None:
+        """A request used a path; rows that it lacks are expected, or not."""
+        tip, is_expected = self.pick(data), data.draw(st.booleans())
+
+        def nbytes(node: Node) -> int:
+            if node.hot is not None:
+                return node.hot.nbytes
+            return self.store.bytes_of(node) if is_expected else 0
+
+        with self.store.still():
+            self.ranking.visited(tip.path(), self.clock(), nbytes)
+        if stop is not None:
+            self.ranking.stepped(tip, "workflow", "agent")
+            self.ranking.answered(tip, self.clock(), stop)
+
+    @rule(nbytes=st.integers(1, 20 * LAYOUT.token_bytes))
+    def evict(self, nbytes: int) -> None:
+        """As the tiers do, but for what has yet to be written."""
+        for key in self.ranking.hot_victims(nbytes, lambda key: True):
+            assert self.store.drop_hot(self.store.node(key))
+        for file in self.ranking.warm_victims(nbytes // 4, lambda file: True):
+            assert self.store.drop_file(file)
+
+    @rule(ids=TOKENS, scope=st.sampled_from((*SCOPES, "public")), data=st.data())
+    def fail(self, ids: list[int], scope: str, data: st.DataObject) -> None:
+        """The commit is refused: the segments are as they were, and nobody heard otherwise."""
+        ends = data.draw(st.sets(st.integers(1, len(ids)), min_size=1))
+        known = len(self.store.nodes())
+        with pytest.raises(StoreError, match="FOREIGN KEY"):
+            insert_in_vain(self.store, np.array(ids, np.int32), scope, sorted(ends))
+        assert len(self.store.nodes()) == known
+
+    @precondition(has_nodes)
     @rule(data=st.data())
     def cool(self, data: st.DataObject) -> None:
         self.store.drop_hot(self.pick(data))
@@ -231,11 +276,20 @@ class StoreMachine(RuleBasedStateMachine):
                 assert any(need[: len(ids)] == ids for _, need in needed)
         self.sequences = kept
 
-    @rule()
-    def reopen(self) -> None:
+    @rule(lost=st.sampled_from((None, "catalog.sqlite", "journal")))
+    def reopen(self, lost: str | None) -> None:
+        """Whatever is lost of catalog and journal, the other one has everything."""
         self.store.close()
-        self.store = Store.open(self.root, FINGERPRINT, clock=self.clock)
+        if lost == "journal":
+            shutil.rmtree(self.root / lost)
+        elif lost is not None:
+            (self.root / lost).unlink()
+        self.open_store()
         self.store.check_integrity(keys=True)
+
+    @rule()
+    def flush(self) -> None:
+        self.store.flush()
 
     @rule(ids=TOKENS, scope=st.sampled_from(SCOPES))
     def match(self, ids: list[int], scope: str) -> None:
@@ -255,6 +309,7 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def accounts_agree(self) -> None:
         self.store.check_integrity()
+        self.ranking.check_integrity(self.store)
 
     @invariant()
     def rows_are_right(self) -> None:

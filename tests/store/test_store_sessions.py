@@ -188,6 +188,22 @@ def test_rename_delete_and_gc(store: Store) -> None:
     store.check_integrity(keys=True)
 
 
+def test_a_freed_history_takes_no_disk(store: Store) -> None:
+    """The tokens of a deleted session leave the catalog's file; what is left is still there."""
+    kept = store.commit_turn(turn_of([1, 2, 3], [4]))
+    before = store.stats()["catalog_bytes"]
+    long = store.commit_turn(turn_of(list(range(2_000_000)), [4]))
+    grown = store.stats()["catalog_bytes"]
+    assert grown > before + 8_000_000
+    store.delete_session(long.session_id)
+    store.gc(dry_run=True)
+    assert store.stats()["catalog_bytes"] >= grown
+    store.gc()
+    assert store.stats()["catalog_bytes"] < before + 1_000_000
+    assert store.session_ids(kept.session_id).tolist() == [1, 2, 3, 4]
+    store.check_integrity(keys=True)
+
+
 def test_ids_of_removed_segments_are_not_used_again(root: Path) -> None:
     """A tier that still holds an old id must not meet a new segment under it."""
     with Store.open(root, FINGERPRINT) as store:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
-from store_tools import FINGERPRINT, OTHER_MODEL, ids_of
+from store_tools import FINGERPRINT, OTHER_MODEL, ids_of, make_hot
 
 from towerd.errors import NotFound
-from towerd.store import Store
+from towerd.store import Node, SegmentFile, Store
+from towerd.store.listener import Listener
 
 
 def test_empty_store_matches_nothing(store: Store) -> None:
@@ -128,19 +130,57 @@ def test_unpin(store: Store) -> None:
     store.check_integrity()
 
 
-def test_listeners_hear_of_splits_and_removals(store: Store) -> None:
-    """Tiers follow node ids through these two calls."""
-    splits: list[tuple[int, int]] = []
-    removed: list[int] = []
-    store.on_split = lambda lower, upper: splits.append((lower.id, upper.id))
-    store.on_remove = lambda node, _: removed.append(node.id)
+class Heard(Listener):
+    """Writes down what it is told, by ids."""
+
+    def __init__(self) -> None:
+        self._events: list[tuple[str | int, ...]] = []
+
+    def taken(self) -> list[tuple[str | int, ...]]:
+        """What was told since the last time."""
+        events, self._events = self._events, []
+        return events
+
+    def split(self, lower: Node, upper: Node) -> None:
+        assert lower.parent is upper
+        self._events.append(("split", lower.id, upper.id))
+
+    def removed(self, node: Node) -> None:
+        self._events.append(("removed", node.id))
+
+    def became_hot(self, nodes: Sequence[Node]) -> None:
+        self._events.append(("hot", *(node.id for node in nodes)))
+
+    def left_hot(self, node: Node) -> None:
+        self._events.append(("cool", node.id))
+
+    def became_warm(self, file: SegmentFile) -> None:
+        self._events.append(("warm", file.id))
+
+    def left_warm(self, file: SegmentFile) -> None:
+        after = file.successor
+        self._events.append(("gone", file.id, 0 if after is None else after.id))
+
+
+def test_listeners_hear_of_every_change(store: Store) -> None:
+    """In the order in which they happen, rows in memory and on disk included."""
+    heard = Heard()
+    store.listen(heard)
     (leaf,) = store.insert(ids_of(1, 2, 3), "local", [3])
     upper = store.insert(ids_of(1, 2, 3), "local", [1])[0]
-    assert splits == [(leaf.id, upper.id)]
+    assert heard.taken() == [("split", leaf.id, upper.id)]
+    make_hot(store, leaf)
+    file = store.write_rows([upper, leaf])
+    store.drop_hot(upper)
+    store.drop_hot(upper)
+    assert heard.taken() == [("hot", upper.id, leaf.id), ("warm", file.id), ("cool", upper.id)]
+    new = store.reencode(file, [])
+    assert new is not None
+    assert heard.taken() == [("gone", file.id, new.id), ("warm", new.id)]
     store.gc(keep={upper.id})
-    assert removed == [leaf.id]
+    assert heard.taken() == [("removed", leaf.id)]
     store.gc()
-    assert removed == [leaf.id, upper.id]
+    assert heard.taken() == [("removed", upper.id), ("gone", new.id, 0)]
     assert leaf.removed
 
 

@@ -209,8 +209,9 @@ def run_towerctl(daemon: Daemon, *args: str) -> subprocess.CompletedProcess[str]
         "TOWERD_STORE_DIR": str(daemon.store_dir), "TOWERD_SOCKET": str(daemon.socket),
     }  # fmt: skip
     return subprocess.run(
-        [towerctl, *args], capture_output=True, text=True, check=False, env=env, timeout=120
-    )
+        [towerctl, *args], capture_output=True, text=True, check=False, env=env, timeout=120,
+        cwd=daemon.root,
+    )  # fmt: skip
 
 
 def reuse_of(headers: Mapping[str, str]) -> dict[str, int]:

@@ -1,13 +1,18 @@
-"""Segment files as earlier builds wrote them: native rows in planes instead of blobs."""
+"""Stores as earlier builds wrote them: no journal, and native rows in planes instead of blobs."""
 
 from __future__ import annotations
 
+import shutil
+import sqlite3
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from towerd.slots.blob import parse_blob
 from towerd.slots.layout import KVLayout
+from towerd.store.database import SEALED_VERSION
 from towerd.store.segment_header import (
     BlobEntry,
     checksum,
@@ -15,6 +20,19 @@ from towerd.store.segment_header import (
     page_up,
     plane_shapes,
 )
+
+
+def as_before_the_journal(root: Path) -> None:
+    """Turn a store into what the version before the journal left."""
+    shutil.rmtree(root / "journal")
+    (root / "catalog.sqlite.clean").unlink()
+    with closing(sqlite3.connect(root / "catalog.sqlite", isolation_level=None)) as db:
+        tables = db.execute("SELECT name FROM sqlite_master WHERE sql LIKE '% seal INTEGER%'")
+        for (name,) in tables.fetchall():
+            if name != "ledger":
+                db.execute(f"ALTER TABLE {name} DROP COLUMN seal")
+        db.execute("DROP TABLE ledger")
+        db.execute(f"PRAGMA user_version = {SEALED_VERSION - 1}")
 
 
 def in_planes(data: bytes, layout: KVLayout) -> tuple[dict[str, Any], int, bytes]:

@@ -9,13 +9,14 @@ from contextlib import asynccontextmanager, contextmanager
 
 from aiohttp import web
 
+from towerd.api.connection import Runner
 from towerd.app import SWITCH_INTERVAL_S, tame_collector
 
 
 @asynccontextmanager
 async def served(app: web.Application) -> AsyncIterator[str]:
     """Its URL."""
-    runner = web.AppRunner(app, access_log=None)
+    runner = Runner(app, access_log=None, handler_cancellation=True)
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()

@@ -68,6 +68,17 @@ def make_hot(store: Store, node: Node) -> list[Node]:
     return store.attach_hot(node.path(), rows_of(node.prefix_ids(), layout=layout))
 
 
+def insert_in_vain(
+    store: Store, ids: npt.NDArray[np.int32], scope: str, ends: Sequence[int]
+) -> None:
+    """`Store.insert` whose commit the catalog refuses. Raises StoreError."""
+    catalog = store.state.catalog
+    with store.still(), store._growing() as growth:
+        growth.grow(ids[: ends[-1]].tobytes(), scope, ends)
+        catalog.run("PRAGMA defer_foreign_keys = ON")
+        catalog.run("INSERT INTO pins(node, created) VALUES (?, 0)", (10**9,))  # of no segment
+
+
 def write_all(store: Store, node: Node) -> None:
     """Make the whole path of `node` hot, write it to one file, and let go of the hot rows."""
     make_hot(store, node)

@@ -26,7 +26,7 @@ from towerd.tiers.module_text import TOKENS_MIN, inner_ids, surrounded
 from towerd.tiers.modules import Modules
 
 LAYOUT = KVLayout((plane_of("f16", 64),), (plane_of("f16", 64),))
-MODULE = Module(1, "", 15.0, ((0, 4),), 0.1, 0.9)
+MODULE = Module(1, "", 15.0, ((0, 4),), 0.001, 0.9)
 
 
 def _ids(n: int, seed: int) -> Ids:

@@ -17,7 +17,7 @@ from towerd.replay.load import load
 from towerd.replay.recorder import Recorder
 from towerd.replay.simulate import replay
 from towerd.slots.layout import KVLayout
-from towerd.store import Node, Store, Turn
+from towerd.store import Node, Store, Turn, Wish
 from towerd.tiers.manager import Tiers
 
 LAYOUT = KVLayout((plane_of("f16", 64),), (plane_of("f16", 64),))
@@ -133,6 +133,7 @@ def test_the_replayer_decides_as_the_daemon(name: str, tmp_path: Path) -> None:
     daemon = Daemon(tmp_path / "store", name, hot_tokens)
     for ask in asks:
         daemon.serve(ask)
+        daemon.tiers.check_integrity()
         assert daemon.store.hot_bytes == daemon.tiers.ranking._hot.nbytes
         assert daemon.store.hot_bytes <= daemon.hot_bytes
     daemon.close()
@@ -226,21 +227,35 @@ def test_files_are_used_by_the_visit_that_wrote_them(daemon: Daemon) -> None:
     assert [ranking.explain(node)["warm"]["used"] for node in (tip, other)] == [8.0, 4.0]
     assert tip.file is not None
     assert other.file is not None
-    everything = ranking.warm_victims(1 << 40, lambda key: True)
-    assert everything[0] == ranking.key_of(other.file)
+    everything = ranking.warm_victims(1 << 40, lambda file: True)
+    assert everything[0] is other.file
 
 
 def test_a_replaced_file_keeps_its_place(daemon: Daemon) -> None:
-    """Re-encoding is not a use."""
+    """Re-encoding is not a use, and the new file is known at once."""
     tip = daemon.serve(Ask(3.0, "a", np.arange(30, dtype=np.int32), "end_turn", 0.5))
     other = daemon.serve(Ask(4.0, "b", np.arange(50, 80, dtype=np.int32), "end_turn", 0.5))
-    ranking = daemon.tiers.ranking
-    old, newer = tip.file, other.file
-    assert old is not None
-    assert newer is not None
-    key = ranking.key_of(old)
-    ranking.replaced(old, newer)  # any file will do as the new one
-    assert ranking.key_of(newer) == key
-    assert ranking.warm_victims(1, lambda key: True) == [key]
-    ranking.left_warm(key, newer)
-    assert ranking.key_of(newer) == newer.id
+    store, ranking = daemon.store, daemon.tiers.ranking
+    assert tip.file is not None
+    new = store.reencode(tip.file, [Wish(0, 30, "q8")])
+    assert new is tip.file
+    assert ranking.warm_victims(1, lambda file: True) == [new]
+    daemon.tiers.check_integrity()
+    daemon.tiers.visited(tip, 9.0)
+    assert ranking.warm_victims(1, lambda file: True) == [other.file]
+    assert ranking.warm_victims(1 << 40, lambda file: True) == [other.file, new]
+    daemon.tiers.check_integrity()
+
+
+def test_a_damaged_file_leaves_the_policy(daemon: Daemon) -> None:
+    """It is set aside by whoever reads it, at any time."""
+    tip = daemon.serve(Ask(3.0, "a", np.arange(30, dtype=np.int32), "end_turn", 0.5))
+    daemon.tiers._drop_hot(tip.id)
+    assert tip.file is not None
+    with tip.file.path.open("r+b") as file:
+        file.seek(-100, 2)
+        file.write(b"damage")
+    assert not list(daemon.tiers.rows(daemon.tiers.plan(np.arange(30, dtype=np.int32), "local", 0)))
+    assert tip.file is None
+    assert daemon.tiers.ranking.explain(tip)["warm"] is None
+    daemon.tiers.check_integrity()

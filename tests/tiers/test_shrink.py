@@ -65,7 +65,7 @@ def run(shrinker: Shrinker, table: LevelFormats | None = TABLE) -> list[SegmentF
         time.sleep(shrinker.wait_s())
         found = shrinker.step()
         if found is not None:
-            done.append(found[1])
+            done.append(found)
         elif not shrinker.is_looking:
             return done
 

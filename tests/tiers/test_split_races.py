@@ -73,8 +73,9 @@ def test_rows_reach_both_parts_of_a_split_segment(store: Store, tiers: Tiers) ->
             tiers.accept(gap, rows_of(ids[: gap.p1], gap.p0))
         splitting.join()
         assert [node for node in store.match(ids, "local").nodes if node.hot is None] == []
+        tiers.check_integrity()
     tiers.flush()
-    store.check_integrity()
+    tiers.check_integrity()
 
 
 @pytest.mark.usefixtures("busy_interpreter")
@@ -91,3 +92,4 @@ def test_a_plan_has_no_holes(store: Store, tiers: Tiers) -> None:
                 assert rows.p0 == at
                 at = rows.p1
             assert at == plan.n == N
+        tiers.check_integrity()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -30,20 +31,33 @@ _SHORT = re.compile(
 )
 """Strings, and what stands between them, that are too short to be lifted: a chat of ten thousand
 messages has forty thousand of them. Every part is bounded, so that no match takes long."""
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 _HIGH_SURROGATE = re.compile(rb"\\u[dD][89abAB]")
 _LOW_SURROGATE = re.compile(rb"\\u[dD][c-fC-F]")
 
 
-def decode(data: bytes | bytearray) -> Any:
-    """The document's value; integer arrays over `LIFT_BYTES_MIN` come back as int64 arrays.
+@dataclass(frozen=True, slots=True)
+class UnreadInts:
+    """An array of more integers than its reader can use: they were counted and not decoded."""
 
-    Raises InvalidRequest when it is not JSON."""
+    n: int
+
+
+def decode(
+    data: bytes | bytearray, ints_max: int | None = None, values_max: int | None = None
+) -> Any:
+    """The document's value. Integer arrays over `LIFT_BYTES_MIN` come back as int64 arrays, those
+    of more than `ints_max` integers as `UnreadInts`.
+
+    Raises InvalidRequest when it is not JSON, or has more than `values_max` other values."""
     try:
         if len(data) <= LIFT_BYTES_MIN:
             return msgspec.json.decode(data)
-        lifted: dict[str, Any] = {}
+        lifted = _Lifted(ints_max, values_max)
         skeleton = _lift(bytes(data), lifted)
-        return _put_back(msgspec.json.decode(skeleton), lifted)
+        if values_max is not None and _has_more(skeleton, values_max):
+            raise lifted.too_many()
+        return _put_back(msgspec.json.decode(skeleton), lifted.values)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"The request body is not valid JSON: {error}") from error
     except RecursionError as error:
@@ -52,7 +66,40 @@ def decode(data: bytes | bytearray) -> Any:
         raise InvalidRequest("The request body has an integer beyond 64 bits") from error
 
 
-def _lift(data: bytes, lifted: dict[str, Any]) -> bytes:
+class _Lifted:
+    """What was taken out of a document, by the marks that stand for it."""
+
+    def __init__(self, ints_max: int | None, values_max: int | None) -> None:
+        self.values: dict[str, Any] = {}
+        self._ints_max = ints_max
+        self._values_max = values_max
+        self._n_arrays = 0
+
+    def add(self, value: Any) -> bytes:
+        """The mark that stands for `value` from now on."""
+        number = len(self.values)
+        self.values[f"{_MARK}{number}"] = value
+        return b'%s%d"' % (_MARK_JSON, number)
+
+    def add_ints(self, data: bytes, start: int, stop: int) -> bytes:
+        """The mark of the integers in data[start:stop]."""
+        if self._ints_max is not None:
+            n = 1 + _count_commas(data, start, stop)
+            if n > self._ints_max:
+                return self.add(UnreadInts(n))
+        return self.add(_decode_ints(data, start, stop))
+
+    def count_array(self) -> None:
+        """One more array was looked at. Raises InvalidRequest if that makes too many values."""
+        self._n_arrays += 1
+        if self._values_max is not None and self._n_arrays > self._values_max:
+            raise self.too_many()
+
+    def too_many(self) -> InvalidRequest:
+        return InvalidRequest(f"The request body has more than {self._values_max} values")
+
+
+def _lift(data: bytes, lifted: _Lifted) -> bytes:
     """The document with a mark in place of everything long; what was long goes to `lifted`."""
     out: list[bytes] = []
     copied = 0
@@ -62,7 +109,7 @@ def _lift(data: bytes, lifted: dict[str, Any]) -> bytes:
         end = _string_end(data, quote + 1)
         if end - quote > LIFT_BYTES_MIN:
             out.append(data[copied:quote])
-            out.append(_lifted(_decode_text(data, quote + 1, end), lifted))
+            out.append(lifted.add(_decode_text(data, quote + 1, end)))
             copied = end + 1
         position = _short_end(data, end + 1)
     copied = _lift_ints(data, copied, position, len(data), out, lifted)
@@ -75,13 +122,6 @@ def _short_end(data: bytes, start: int) -> int:
     while (found := _SHORT.match(data, start)) and found.end() > start:
         start = found.end()
     return start
-
-
-def _lifted(value: Any, lifted: dict[str, Any]) -> bytes:
-    """The mark that stands for `value` from now on."""
-    number = len(lifted)
-    lifted[f"{_MARK}{number}"] = value
-    return b'%s%d"' % (_MARK_JSON, number)
 
 
 def _string_end(data: bytes, start: int) -> int:
@@ -132,7 +172,7 @@ def _cut(data: bytes, start: int, cut: int) -> int:
 
 
 def _lift_ints(
-    data: bytes, copied: int, start: int, stop: int, out: list[bytes], lifted: dict[str, Any]
+    data: bytes, copied: int, start: int, stop: int, out: list[bytes], lifted: _Lifted
 ) -> int:
     """Lift the long integer arrays of [start, stop), which holds no string; returns how far the
     document is copied to `out` or lifted."""
@@ -142,10 +182,11 @@ def _lift_ints(
         closing = data.find(b"]", opening, stop)
         if closing < 0:
             break
+        lifted.count_array()
         opening = data.rfind(b"[", opening, closing)  # the innermost: one pass over the region
         if closing - opening > LIFT_BYTES_MIN and _all_ints(data, opening + 1, closing):
             out.append(data[copied:opening])
-            out.append(_lifted(_decode_ints(data, opening + 1, closing), lifted))
+            out.append(lifted.add_ints(data, opening + 1, closing))
             copied = closing + 1
         start = closing + 1
     return copied
@@ -158,6 +199,24 @@ def _all_ints(data: bytes, start: int, stop: int) -> bool:
             return False
         start = end
     return True
+
+
+def _has_more(skeleton: bytes, values_max: int) -> bool:
+    """Whether it has more than `values_max` values, by the commas that are in no string."""
+    if _count_commas(skeleton, 0, len(skeleton)) <= values_max:
+        return False
+    n = end = 0
+    for found in _STRING.finditer(skeleton):
+        n += skeleton.count(b",", end, found.start())
+        end = found.end()
+        if n > values_max:
+            return True
+    return n + _count_commas(skeleton, end, len(skeleton)) > values_max
+
+
+def _count_commas(data: bytes, start: int, stop: int) -> int:
+    slices = range(start, stop, SLICE_BYTES)
+    return sum(data.count(b",", at, min(at + SLICE_BYTES, stop)) for at in slices)
 
 
 def _decode_ints(data: bytes, start: int, stop: int) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -7,31 +7,42 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from towerd.api import bigjson
 from towerd.api.keys import CONFIG, LIMITS
-from towerd.api.reply import PayloadTooLarge, RequestTimeout
+from towerd.api.limits import Limits
+from towerd.api.reply import PayloadTooLarge, RequestTimeout, reason_of
 from towerd.errors import InvalidRequest
 
 
-async def read_object(request: web.Request) -> dict[str, Any]:
-    """The body as a JSON object; an empty body is an empty object.
+async def read_object(request: web.Request, ints_max: int | None = None) -> dict[str, Any]:
+    """The body as a JSON object; an empty body is an empty object. `ints_max`: as in `decode`.
 
     Raises InvalidRequest (not JSON, not an object), PayloadTooLarge, RequestTimeout."""
     data = await read_bytes(request)
     if not data:
         return {}
-    value = await decode(request, data)
+    value = await decode(request, data, ints_max)
     if not isinstance(value, dict):
         raise InvalidRequest(f"The request body must be a JSON object, but is {json_type(value)}")
     return value
 
 
-async def decode(request: web.Request, data: bytearray) -> Any:
-    """The JSON value of a body, off the loop if it is big. Raises InvalidRequest."""
-    if len(data) <= request.app[LIMITS].inline_bytes_max:
-        return bigjson.decode(data)
-    return await asyncio.to_thread(bigjson.decode, data)
+async def decode(request: web.Request, data: bytearray, ints_max: int | None = None) -> Any:
+    """The JSON value of a body, off the loop if it is big. Arrays of more than `ints_max` integers
+    are only counted (`bigjson.UnreadInts`). Raises InvalidRequest, also for one that has too many
+    of anything (`Limits`)."""
+    limits = request.app[LIMITS]
+    if len(data) <= limits.inline_bytes_max:
+        return _decode(data, ints_max, limits)
+    return await asyncio.to_thread(_decode, data, ints_max, limits)
+
+
+def _decode(data: bytearray, ints_max: int | None, limits: Limits) -> Any:
+    value = bigjson.decode(data, ints_max, limits.values_max)
+    limits.check(value)
+    return value
 
 
 async def read_bytes(request: web.Request) -> bytearray:
@@ -69,7 +80,9 @@ async def _chunks(
     except TimeoutError:
         raise RequestTimeout("The request body stopped arriving") from None
     except web.RequestPayloadError as error:
-        raise InvalidRequest(f"The request body cannot be read: {error}") from error
+        cause = error.__cause__
+        reason = reason_of(cause) if isinstance(cause, HttpProcessingError) else error
+        raise InvalidRequest(f"The request body cannot be read: {reason}") from error
 
 
 def json_type(value: Any) -> str:

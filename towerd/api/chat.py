@@ -7,7 +7,7 @@ from typing import Any
 from towerd.api import fields
 from towerd.api.body import json_type
 from towerd.api.fields import Body
-from towerd.api.off_loop import by_size, size_of
+from towerd.api.off_loop import by_size, count
 from towerd.engine.base import Engine
 from towerd.errors import InvalidRequest, NotSupported
 
@@ -17,8 +17,8 @@ TOP_LOGPROBS_DEFAULT = 20
 
 async def render_chat(body: Body, engine: Engine) -> str:
     """The prompt text of a chat request. Raises InvalidRequest, NotSupported."""
-    n_messages = size_of(body.get("messages"))
-    return await engine.apply_template(await by_size(n_messages, _normalised, body))
+    n_values = count(body.get("messages"))
+    return await engine.apply_template(await by_size(n_values, _normalised, body))
 
 
 def chat_fields(body: Body) -> dict[str, Any]:

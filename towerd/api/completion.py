@@ -15,7 +15,7 @@ from towerd.api.fanout import Events, fan_out
 from towerd.api.hints import SESSION_HEADER, hints_of
 from towerd.api.keys import CONFIG, LIMITS, METRICS, TENANT, Service, service_of
 from towerd.api.off_loop import by_size, release
-from towerd.api.reply import json_reply
+from towerd.api.reply import error_event, json_reply
 from towerd.api.sse import ClientStalled, EventStream
 from towerd.api.task import Caller, Shape, Task, parse_task
 from towerd.engine.base import Event, Finish, Piece, Progress, Reuse, Started
@@ -45,9 +45,11 @@ async def _complete(request: web.Request, shape: Shape) -> web.StreamResponse:
     service = service_of(request)
     limits = request.app[LIMITS]
     caller = Caller(request[TENANT].scope, hints_of(request))
-    body = await read_object(request)
+    config = request.app[CONFIG]
+    ids_max = max(config.prompt_tokens_max, service.engine.n_ctx)
+    body = await read_object(request, ids_max)
     try:
-        task = await parse_task(body, shape, caller, service.engine, request.app[CONFIG], limits)
+        task = await parse_task(body, shape, caller, service.engine, config, limits)
     finally:
         await release(body)
     choices = [
@@ -141,7 +143,7 @@ async def _stream(
         if task.shape is not Shape.NATIVE:
             await stream.done()
     except TowerdError as error:
-        await stream.send([error.body()])
+        await stream.send([error_event(error)])
     except ClientStalled:
         log.warning("a client stopped reading its stream; the request was cancelled")
         raise

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from towerd.api import fields
 from towerd.api.fields import Body
+from towerd.api.off_loop import apart
 from towerd.errors import InvalidRequest
 
 
@@ -47,7 +47,7 @@ async def _from_schema(schema: Any) -> str:
     if not isinstance(schema, dict):
         raise fields.wrong_type("json_schema", "object", schema)
     try:
-        return await asyncio.to_thread(_convert, schema)
+        return await apart(_convert, schema)
     except InvalidRequest as error:
         raise InvalidRequest(f"Field 'json_schema': {error.message}") from error
 

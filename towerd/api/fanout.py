@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 
 from towerd.api.keys import Runner
@@ -39,12 +39,11 @@ async def fan_out(
     """Run `requests`, at most `parallel` at once. Leaving the context cancels what still runs
     and waits until every iterator is closed."""
     events = Events(events_max)
-    slots = asyncio.Semaphore(max(parallel, 1))
+    waiting = iter(enumerate(requests))
+    n_tasks = min(max(parallel, 1), len(requests))
 
     async def drive() -> None:
-        tasks = [
-            asyncio.create_task(_run(runner, i, r, slots, events)) for i, r in enumerate(requests)
-        ]
+        tasks = [asyncio.create_task(_run(runner, waiting, events)) for _ in range(n_tasks)]
         try:
             await asyncio.gather(*tasks)
             await events.queue.put(None)
@@ -64,9 +63,10 @@ async def fan_out(
 
 
 async def _run(
-    runner: Runner, index: int, request: GenerateRequest, slots: asyncio.Semaphore, events: Events
+    runner: Runner, waiting: Iterator[tuple[int, GenerateRequest]], events: Events
 ) -> None:
-    async with slots:
+    """Run what waits, one after the other."""
+    for index, request in waiting:
         iterator = runner.run(request)
         try:
             async for event in iterator:

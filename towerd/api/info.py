@@ -8,10 +8,11 @@ from typing import Any
 
 from aiohttp import web
 
-from towerd.api.keys import CONFIG, METRICS, Service, service_of
+from towerd.api.keys import CONFIG, METRICS, TENANT, Service, service_of
 from towerd.api.models import ftype, models_json
+from towerd.api.overview import may_see_slot, require_overview
 from towerd.api.reply import json_reply
-from towerd.api.sampling import DEFAULTS
+from towerd.api.sampling import default_sampling
 from towerd.api.settings import settings_json
 from towerd.api.shapes import FINGERPRINT
 from towerd.config import Config
@@ -55,7 +56,7 @@ def _props_json(engine: Engine, config: Config) -> dict[str, Any]:
     info = engine.info
     return {
         "default_generation_settings": {
-            "params": settings_json(DEFAULTS, brief=True),
+            "params": settings_json(default_sampling(info.metadata), brief=True),
             "n_ctx": engine.n_ctx,
         },
         "total_slots": engine.n_slots,
@@ -80,13 +81,17 @@ def _props_json(engine: Engine, config: Config) -> dict[str, Any]:
 
 
 async def get_slots(request: web.Request) -> web.Response:
-    """The live sequences; never their text."""
+    """The live sequences; never their text. Those of others look idle."""
     if not request.app[CONFIG].slots_endpoint:
         raise NotSupported("This server does not support slots endpoint. Start it with `--slots`")
     slots = service_of(request).engine.slots()
     if request.query.get("fail_on_no_slot") and all(slot.is_processing for slot in slots):
         raise Unavailable("no slot available")
-    return json_reply([_slot_json(slot) for slot in slots])
+    shown = [_slot_json(slot if may_see_slot(request, slot) else slot.hidden()) for slot in slots]
+    if not request[TENANT].sees_all:
+        for slot_json in shown:
+            slot_json.pop("id_task", None)  # a count of everybody's requests
+    return json_reply(shown)
 
 
 def _slot_json(slot: SlotView) -> dict[str, Any]:
@@ -121,6 +126,7 @@ async def get_metrics(request: web.Request) -> web.Response:
         raise NotSupported(
             "This server does not support metrics endpoint. Start it with `--metrics`"
         )
+    require_overview(request)
     service = service_of(request)
     metrics = request.app[METRICS]
     stats = await all_stats(service)

@@ -18,6 +18,7 @@ from towerd.tenants import Tenant, Tenants
 if TYPE_CHECKING:
     from towerd.cold import Keeper
     from towerd.store import Store
+    from towerd.tiers.fidelity import Fidelity
     from towerd.tiers.ranking import Ranking
     from towerd.traffic import Traffic
     from towerd.transfer import Transfer
@@ -42,6 +43,8 @@ class Tiers(HasStats, Protocol):
 
     ranking: Ranking
     """What it goes by when something has to leave."""
+    fidelity: Fidelity
+    """The one in force."""
 
 
 class Service(Protocol):

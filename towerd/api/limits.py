@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from towerd.errors import InvalidRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +29,69 @@ class Limits:
     """And then all other requests: a tool that llama-server runs may take minutes."""
     probs_max: int = 1024
     """Alternatives per token a client may ask for; formatting them is loop time."""
+    values_max: int = 500_000
+    """Values of a body, without long strings and arrays of integers: decoding holds up every
+    thread for a quarter of a microsecond each."""
+    messages_max: int = 65_536
+    """Messages of a chat; a chat of so many one-letter messages is read in a second."""
+    parts_max: int = 65_536
+    """Content parts and tool calls of all messages of a chat together."""
+    tools_max: int = 4096
+    """Tools, or functions, of a chat."""
+    template_kwargs_max: int = 1024
+    """Variables for the chat template."""
     stops_max: int = 1024
     """Stop strings per request."""
+    biases_max: int = 131_072
+    """Entries of logit_bias, each of which is applied to every token."""
+    samplers_max: int = 64
+    """Samplers in a row, each of which runs for every token."""
+    breakers_max: int = 64
+    """Sequence breakers, each of which is matched against every token of the vocabulary."""
+    response_fields_max: int = 1024
+    """Fields that a reply is cut down to, each of which is looked up for every choice."""
     prompts_max: int = 1024
     """Prompts per request."""
+    choices_max: int = 2048
+    """Prompts times choices per request, each of which is a request to the engine."""
     page_max: int = 1000
     """Entries of one page of a towerd listing."""
+
+    def check(self, body: Any) -> None:
+        """Raises InvalidRequest naming the field if a decoded body has too many of anything."""
+        if not isinstance(body, Mapping):
+            return
+        for name, most in self._lengths():
+            value = body.get(name)
+            is_counted = isinstance(value, list | dict) or name == "samplers"
+            if is_counted and isinstance(value, list | dict | str) and len(value) > most:
+                raise InvalidRequest(
+                    f"Field '{name}': at most {most} entries are allowed, but it has {len(value)}"
+                )
+        messages = body.get("messages")
+        if isinstance(messages, list) and sum(map(_n_parts, messages)) > self.parts_max:
+            raise InvalidRequest(
+                f"Field 'messages': at most {self.parts_max} content parts and tool calls are "
+                "allowed"
+            )
+
+    def _lengths(self) -> tuple[tuple[str, int], ...]:
+        """Fields that are lists, objects or names of samplers, and how long they may be."""
+        return (
+            ("messages", self.messages_max),
+            ("tools", self.tools_max),
+            ("functions", self.tools_max),
+            ("chat_template_kwargs", self.template_kwargs_max),
+            ("stop", self.stops_max),
+            ("logit_bias", self.biases_max),
+            ("samplers", self.samplers_max),
+            ("dry_sequence_breakers", self.breakers_max),
+            ("response_fields", self.response_fields_max),
+        )
+
+
+def _n_parts(message: Any) -> int:
+    if not isinstance(message, Mapping):
+        return 0
+    lists = (message.get("content"), message.get("tool_calls"))
+    return sum(len(value) for value in lists if isinstance(value, list))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -15,6 +17,16 @@ ITEMS_INLINE_MAX = 1000
 """Python takes about a microsecond per item, and the loop never stops for 5 ms."""
 _NUMBERS_PER_ITEM = 1000
 """Of an array: numpy takes a nanosecond or two for each."""
+
+
+_apart = ThreadPoolExecutor(2, "towerd-apart")
+
+
+async def apart(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """`work(...)` in one of two threads for what may take a second: the threads that record turns
+    and read bodies stay free for others."""
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(_apart, partial(work, *args, **kwargs))
 
 
 async def by_size(items: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -31,10 +43,25 @@ def size_of(value: object) -> int:
     return len(value) if isinstance(value, list | dict) else 1
 
 
+def count(value: object) -> int:
+    """How many values a decoded JSON value is made of, counted until it is too many for the
+    loop."""
+    n, todo = 0, [value]
+    while todo and n <= ITEMS_INLINE_MAX:
+        each = todo.pop()
+        n += size_of(each)
+        if n <= ITEMS_INLINE_MAX:
+            if isinstance(each, list):
+                todo += each
+            elif isinstance(each, dict):
+                todo += each.values()
+    return n
+
+
 async def release(body: dict[str, Any]) -> None:
     """Empty a body that is not needed any more. Freeing what a client sent is work as well: a
     hundred thousand objects take the interpreter milliseconds."""
-    big = [value for value in body.values() if size_of(value) > ITEMS_INLINE_MAX]
+    big = [value for value in body.values() if count(value) > ITEMS_INLINE_MAX]
     if big:
         await asyncio.to_thread(_empty, big)
 

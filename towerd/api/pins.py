@@ -14,6 +14,7 @@ from towerd.api.own_segments import PUBLIC, segment_json
 from towerd.api.query import segment_id
 from towerd.api.reply import json_reply
 from towerd.errors import Forbidden, InvalidRequest, SessionFrozen
+from towerd.tiers.calibration import allows
 
 if TYPE_CHECKING:
     from towerd.store import Base, Module, Store
@@ -75,27 +76,34 @@ async def delete_pin(request: web.Request) -> web.Response:
     return json_reply({"unpinned": node_id})
 
 
-def module_json(module: Module, n_tokens: int) -> dict[str, Any]:
-    """What is known of a base of `n_tokens` that is spliced in anywhere."""
+def module_json(module: Module, n_tokens: int, fidelity: str) -> dict[str, Any]:
+    """What is known of a base of `n_tokens` that is spliced in anywhere, and whether `fidelity`
+    allows that."""
     return {
         "tokens": n_tokens - module.first,
         "recompute": module.percent,
         "recomputed": module.n_recomputed,
         "kl": module.kl,
+        "floor_kl": module.floor_kl,
         "top1": module.top1,
+        "fidelity": module.fidelity,
+        "spliced": allows(fidelity, module.drift),
         "digest": module.digest,
     }
 
 
-def base_json(base: Base) -> dict[str, Any]:
-    """A precached prompt."""
+def base_json(base: Base, fidelity: str | None = None) -> dict[str, Any]:
+    """A precached prompt; `fidelity`: in force, None where no daemon runs."""
+    module = None
+    if base.module is not None:
+        module = module_json(base.module, base.n_tokens, fidelity or base.module.fidelity)
     return {
         "name": base.name,
         "scope": base.scope,
         "public": base.scope == PUBLIC,
         "level": base.level,
         "format": base.format,
-        "module": None if base.module is None else module_json(base.module, base.n_tokens),
+        "module": module,
         "segment": base.node,
         "tokens": base.n_tokens,
         "digest": base.digest.hex(),
@@ -107,7 +115,8 @@ async def list_bases(request: web.Request) -> web.Response:
     tenant = request[TENANT]
     bases = await asyncio.to_thread(service_of(request).store.bases)
     shown = [b for b in bases if tenant.admin or b.scope in (tenant.scope, PUBLIC)]
-    return json_reply({"bases": [base_json(base) for base in shown]})
+    fidelity = service_of(request).tiers.fidelity
+    return json_reply({"bases": [base_json(base, fidelity) for base in shown]})
 
 
 async def delete_base(request: web.Request) -> web.Response:

@@ -16,8 +16,8 @@ from towerd.api.fields import Body
 from towerd.api.keys import LIMITS, TENANT, Service, service_of
 from towerd.api.own_segments import PUBLIC
 from towerd.api.pins import base_json, require_admin
-from towerd.api.prompts import tokenize_mixed, tokenize_prompts
-from towerd.api.reply import json_reply
+from towerd.api.prompts import PromptLimit, tokenize_mixed, tokenize_prompts
+from towerd.api.reply import error_event, json_reply
 from towerd.api.shapes import progress_json, reuse_json, timings_json
 from towerd.api.sse import EventStream
 from towerd.engine.base import Engine, Finish, GenerateRequest, Ids, ModuleMaker, Progress
@@ -129,7 +129,7 @@ async def _ids(body: Body, engine: Engine) -> Ids:
         prompt: Any = await render_chat({"add_generation_prompt": False, **body}, engine)
     else:
         prompt = body["prompt"]
-    prompts = await tokenize_prompts(prompt, engine, 1)
+    prompts = await tokenize_prompts(prompt, engine, PromptLimit(engine.n_ctx), 1)
     return prompts[0]
 
 
@@ -187,7 +187,7 @@ async def _enter(service: Service, spec: BaseSpec, finish: Finish | None) -> dic
         spec.format, module,
     )  # fmt: skip
     return {
-        "base": base_json(base),
+        "base": base_json(base, service.tiers.fidelity),
         "reuse": reuse_json(finish.reuse),
         "timings": timings_json(finish.timings),
     }
@@ -211,6 +211,6 @@ async def _stream(
             item = await events.next()
         await stream.send([await _enter(service, spec, finish)])
     except TowerdError as error:
-        await stream.send([error.body()])
+        await stream.send([error_event(error)])
     await stream.close()
     return stream.response

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
 import numpy as np
 
 from towerd.api import fields
+from towerd.api.bigjson import UnreadInts
 from towerd.api.off_loop import by_size, size_of
 from towerd.engine.base import Engine, Ids
-from towerd.errors import InvalidRequest, NotSupported
+from towerd.errors import ContextExceeded, InvalidRequest, NotSupported
 
 Parts: TypeAlias = list["str | Ids"]
 """One prompt: texts to tokenize and ids as given, in order."""
@@ -20,12 +23,41 @@ _FORMS = (
 )
 
 
-async def tokenize_prompts(prompt: Any, engine: Engine, prompts_max: int) -> list[Ids]:
-    """Every prompt of a request, at least one, each at least one token. Raises InvalidRequest."""
-    plans = await by_size(size_of(prompt), _plan, prompt, engine.info.n_vocab, prompts_max)
+@dataclass(frozen=True, slots=True)
+class PromptLimit:
+    """How long the prompts of one request may be, in tokens."""
+
+    n_ctx: int
+    outgrown_max: int = 0
+    """What those beyond the context may have together; 0: there may be none."""
+
+    def check(self, lengths: Sequence[int]) -> None:
+        """Raises ContextExceeded unless prompts of these lengths may be evaluated."""
+        outgrown = [n for n in lengths if n >= self.n_ctx]
+        if not outgrown or sum(outgrown) <= self.outgrown_max:
+            return
+        if not self.outgrown_max:
+            raise ContextExceeded.of_request(outgrown[0], self.n_ctx)
+        raise ContextExceeded(
+            f"request ({sum(outgrown)} tokens) exceeds the limit of prompts longer than the context "
+            f"({self.outgrown_max} tokens), see --prompt-tokens-max",
+            n_prompt_tokens=sum(outgrown),
+            n_ctx=self.n_ctx,
+        )
+
+
+async def tokenize_prompts(
+    prompt: Any, engine: Engine, limit: PromptLimit, prompts_max: int
+) -> list[Ids]:
+    """Every prompt of a request, at least one, each at least one token and all within `limit`.
+
+    Raises InvalidRequest, ContextExceeded."""
+    n_vocab = engine.info.n_vocab
+    plans = await by_size(size_of(prompt), _plan, prompt, n_vocab, limit, prompts_max)
     prompts = [await _tokenize(p, engine, add_special=True, parse_special=True) for p in plans]
     if not prompts or not all(len(ids) for ids in prompts):
         raise InvalidRequest('"prompt" must not be empty')
+    limit.check([len(ids) for ids in prompts])
     return prompts
 
 
@@ -52,13 +84,22 @@ def checked_ids(values: Any, n_vocab: int) -> Ids:
     return ids.astype(np.int32)
 
 
-def _plan(prompt: Any, n_vocab: int, prompts_max: int) -> list[Parts]:
-    """The parts of every prompt."""
+def _plan(prompt: Any, n_vocab: int, limit: PromptLimit, prompts_max: int) -> list[Parts]:
+    """The parts of every prompt. Token ids that are too many are refused by their number, before
+    anything is done with them."""
     if not isinstance(prompt, list) or any(type(item) is int for item in prompt):
-        return [_one(prompt, n_vocab)]
-    if len(prompt) > prompts_max:
+        prompt = [prompt]
+    elif len(prompt) > prompts_max:
         raise InvalidRequest(f'"prompt" may hold at most {prompts_max} prompts')
+    limit.check([_n_ids(part) for part in prompt])
     return [_one(part, n_vocab) for part in prompt]
+
+
+def _n_ids(prompt: Any) -> int:
+    """How many token ids a prompt of nothing else has; 0 for any other."""
+    if isinstance(prompt, UnreadInts):
+        return prompt.n
+    return len(prompt) if isinstance(prompt, np.ndarray) else 0
 
 
 def _one(prompt: Any, n_vocab: int) -> Parts:

@@ -12,7 +12,7 @@ from towerd.api.body import iter_bytes
 from towerd.api.keys import TENANT
 from towerd.api.proxy_headers import to_client, to_upstream
 from towerd.api.proxy_link import LINK, LOST, Sidecar, sidecar_of
-from towerd.api.reply import encode
+from towerd.api.reply import encode, error_event
 from towerd.api.sse import write_or_stall
 from towerd.engine.llama_server.wire import Lost, NotHttp, Reply
 from towerd.errors import TowerdError, Unavailable
@@ -107,7 +107,7 @@ async def cut_off(request: web.Request, response: web.StreamResponse, error: Tow
         if request.transport is not None:
             request.transport.abort()
         raise ConnectionResetError(error.message) from error
-    await write_or_stall(request, response, b"data: %s\n\n" % encode(error.body()))
+    await write_or_stall(request, response, b"data: %s\n\n" % encode(error_event(error)))
 
 
 async def body_of(reply: Reply) -> bytes:

@@ -22,7 +22,7 @@ from towerd.api.proxy_relay import Relay
 from towerd.api.proxy_settle import Settling
 from towerd.api.proxy_splice import without_token_ids
 from towerd.api.proxy_watch import Dialect, EventSplitter, Watch, event_data
-from towerd.api.reply import encode
+from towerd.api.reply import encode, error_event
 from towerd.api.sse import write_or_stall
 from towerd.cold.keeper import Use
 from towerd.engine.base import Finish, Reuse
@@ -199,10 +199,10 @@ class Exchange:
             self._request.app[METRICS].started(self._began)
 
     def _error_event(self, error: TowerdError) -> bytes:
-        body = error.body()
+        body = error_event(error)
         if self._plan.dialect is not Dialect.MESSAGES:
             return b"data: %s\n\n" % encode(body)
-        inner = {"type": error.kind, "message": error.message}
+        inner = {"type": error.kind, "message": error.public}
         return b"event: error\ndata: %s\n\n" % encode({"type": "error", "error": inner})
 
     # --- the end --------------------------------------------------------------------------

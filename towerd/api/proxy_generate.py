@@ -74,7 +74,7 @@ async def _generate(
     engine = sidecar_of(request)
     hints_of(request)  # refused before anything else happens
     data = await read_bytes(request)
-    body = await decode(request, data)
+    body = await decode(request, data, engine.n_ctx)
     if not isinstance(body, dict) or not _has_prompt(dialect, body):
         return await _as_it_is(request, engine, Plan(dialect, data, Placement.FREE))
     try:
@@ -89,8 +89,7 @@ async def _generate(
         if lease is not None:
             return await _going_on(request, engine, plan, lease)
         await learn(plan, engine)
-        if plan.ids is not None:
-            check_fits(plan.ids, engine.n_ctx)
+        check_fits(plan, engine.n_ctx)
     return await _pinned(request, engine, plan)
 
 
@@ -107,7 +106,8 @@ async def _going_on(
         await learn(plan, engine)
         if plan.ids is not None:
             lease.learn(plan.ids)
-            exchange.use = await _thawed(request, plan)
+            exchange.use = use = await _thawed(request, plan)
+            lease.session = use.session if use is not None else lease.session
 
     exchange.learning = asyncio.create_task(find_out())
     return await exchange.run()
@@ -147,7 +147,7 @@ async def _pinned(request: web.Request, engine: Sidecar, plan: Plan) -> web.Stre
     exchange = Exchange(request, engine, plan)
     exchange.use = await _thawed(request, plan)
     try:
-        exchange.lease = await _lease(request, engine, plan)
+        exchange.lease = await _lease(request, engine, plan, exchange.use)
     except BaseException:
         if exchange.use is not None:
             exchange.use.leave()
@@ -173,11 +173,11 @@ async def _thawed(request: web.Request, plan: Plan) -> Use | None:
     return use
 
 
-async def _lease(request: web.Request, engine: Sidecar, plan: Plan) -> Lease:
+async def _lease(request: web.Request, engine: Sidecar, plan: Plan, use: Use | None) -> Lease:
     scope = request[TENANT].scope
     if plan.ids is None:
         return await engine.lease_opaque(scope, label=plan.label)
-    session = hints_of(request).session
+    session = hints_of(request).session if use is None else use.session
     lease = await engine.lease(plan.ids, scope, session, compose=plan.compose, pinned=plan.can_pin)
     return _named(request, plan, lease)
 

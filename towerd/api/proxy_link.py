@@ -46,6 +46,8 @@ class Lease(Protocol):
     """The workflow that the client names."""
     agent: str | None
     """Who asks, named or told apart by system prompt and tools."""
+    session: str | None
+    """The session that its turn is recorded under; None: it is recognised then."""
     calls_tools: bool
     """Whether the reply ended with a call of a tool."""
     answered: Answered | None

@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from towerd.api.bigjson import UnreadInts
 from towerd.api.hints import agent_of
 from towerd.api.live import refuse_live
-from towerd.api.off_loop import by_size, size_of
-from towerd.api.prompts import tokenize_prompts
+from towerd.api.off_loop import by_size, count
+from towerd.api.prompts import PromptLimit, tokenize_prompts
 from towerd.api.proxy_chat import NotText, from_messages, from_responses, has_media
 from towerd.api.proxy_link import Sidecar
 from towerd.api.proxy_splice import with_fields
@@ -98,7 +99,7 @@ async def make_plan(
         stream=body.get("stream") is True,
         compose=body.get("cache_prompt") is not False,
         can_pin=can_pin,
-        agent=await by_size(size_of(body.get("messages")), agent_of, body),
+        agent=await by_size(count([body.get("messages"), body.get("tools")]), agent_of, body),
         hides_end=bool(body.get("response_fields")),
     )
     unpinned = Placement.OPAQUE if can_pin else Placement.FREE
@@ -110,8 +111,7 @@ async def make_plan(
         await _plan_completion(plan, body, engine)
     else:
         await _plan_chat(plan, body, engine)
-    if plan.ids is not None:
-        check_fits(plan.ids, engine.n_ctx)
+    check_fits(plan, engine.n_ctx)
     return plan
 
 
@@ -132,7 +132,7 @@ async def _plan_completion(plan: Plan, body: Mapping[str, Any], engine: Sidecar)
         plan.placement = Placement.FREE
         return
     try:
-        plan.ids = (await tokenize_prompts(prompt, engine, 1))[0]
+        plan.ids = (await tokenize_prompts(prompt, engine, PromptLimit(engine.n_ctx), 1))[0]
     except NotSupported:  # more than text
         plan.placement, plan.label = Placement.OPAQUE, "media"
         return
@@ -149,7 +149,7 @@ def _n_choices(body: Mapping[str, Any]) -> int:
 
 def _is_ids(prompt: Any) -> bool:
     """Whether it is token ids as they are sent on: nothing is gained by sending them twice."""
-    if isinstance(prompt, np.ndarray):
+    if isinstance(prompt, np.ndarray | UnreadInts):
         return True
     return isinstance(prompt, list) and all(type(item) is int for item in prompt)
 
@@ -167,7 +167,8 @@ async def _plan_chat(plan: Plan, body: Mapping[str, Any], engine: Sidecar) -> No
             body = from_messages(body)
         elif plan.dialect is Dialect.RESPONSES:
             body = from_responses(body)
-        if has_media(body.get("messages")):
+        messages = body.get("messages")
+        if await by_size(count(messages), has_media, messages):
             raise NotText
         if plan.dialect is not Dialect.CHAT:
             text = await engine.apply_template(body)
@@ -183,12 +184,7 @@ async def _plan_chat(plan: Plan, body: Mapping[str, Any], engine: Sidecar) -> No
         await learn(plan, engine)
 
 
-def check_fits(ids: Ids, n_ctx: int) -> None:
-    """Raises ContextExceeded."""
-    if len(ids) >= n_ctx:
-        raise ContextExceeded(
-            f"request ({len(ids)} tokens) exceeds the available context size "
-            f"({n_ctx} tokens), try increasing it",
-            n_prompt_tokens=len(ids),
-            n_ctx=n_ctx,
-        )
+def check_fits(plan: Plan, n_ctx: int) -> None:
+    """Raises ContextExceeded if the prompt's tokens are known and too many."""
+    if plan.ids is not None and len(plan.ids) >= n_ctx:
+        raise ContextExceeded.of_request(len(plan.ids), n_ctx)

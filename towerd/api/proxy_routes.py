@@ -12,6 +12,7 @@ import msgspec
 from aiohttp import web
 
 from towerd.api.keys import CONFIG, GATE, TENANT
+from towerd.api.overview import may_see_slot
 from towerd.api.pins import require_admin
 from towerd.api.proxy import body_of, copy, forward, forward_unpinned, send
 from towerd.api.proxy_conversations import delete_stream, get_stream, post_lookup
@@ -26,10 +27,13 @@ from towerd.api.proxy_generate import (
 from towerd.api.proxy_link import LINK, Link, sidecar_of
 from towerd.api.proxy_metrics import get_metrics
 from towerd.api.reply import json_reply
+from towerd.engine.base import SlotView
 from towerd.errors import NotFound, NotSupported, TowerdError
 
 PRIVATE_FIELDS = ("prompt", "generated")
 """Of GET /slots: other people's text."""
+IDLE_FIELDS = ("id", "n_ctx", "speculative")
+"""Of a slot that another tenant uses."""
 
 
 def connect(app: web.Application) -> None:
@@ -52,7 +56,7 @@ async def get_props(request: web.Request) -> web.StreamResponse:
 
 
 async def get_slots(request: web.Request) -> web.StreamResponse:
-    """llama-server's slots, without anybody's text."""
+    """llama-server's slots, without anybody's text. Those of others look idle."""
     if not request.app[CONFIG].slots_endpoint:
         raise NotSupported("This server does not support slots endpoint. Start it with `--slots`")
     engine = sidecar_of(request)
@@ -66,7 +70,17 @@ async def get_slots(request: web.Request) -> web.StreamResponse:
     finally:
         reply.close()
     shown = [{k: v for k, v in slot.items() if k not in PRIVATE_FIELDS} for slot in slots]
-    return json_reply(shown)
+    if request[TENANT].sees_all:
+        return json_reply(shown)
+    views = {view.id: view for view in engine.slots() if may_see_slot(request, view)}
+    return json_reply([_as_seen(slot, views.get(slot["id"])) for slot in shown])
+
+
+def _as_seen(slot: dict[str, Any], view: SlotView | None) -> dict[str, Any]:
+    """What a tenant sees of a slot; `view`: what towerd knows of it, if that is the tenant's."""
+    if view is None or view.is_processing != slot["is_processing"]:
+        return {k: slot[k] for k in IDLE_FIELDS if k in slot} | {"is_processing": False}
+    return {k: v for k, v in slot.items() if k != "id_task"}  # a count of everybody's requests
 
 
 async def post_slot(request: web.Request) -> web.StreamResponse:

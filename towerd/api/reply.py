@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError, InvalidURLError, LineTooLong
 
 from towerd.errors import (
     DiskFull,
     Forbidden,
     InvalidRequest,
     NotFound,
-    StoreError,
     TowerdError,
     Unauthorized,
     Unavailable,
 )
 
+log = logging.getLogger(__name__)
+
 JSON_TYPE = "application/json; charset=utf-8"
+REASON_CHARS_MAX = 200
 
 _encoder = msgspec.json.Encoder()
 
@@ -72,11 +76,28 @@ def error_reply(error: TowerdError, headers: dict[str, str] | None = None) -> we
     return json_reply(error.body(), status=error.status, headers=headers)
 
 
+def error_event(error: TowerdError) -> dict[str, Any]:
+    """The same body for a stream that has begun. What clients are not told goes to the log."""
+    if error.public != error.message:
+        log.warning("request failed: %s", error.message)
+    return error.body()
+
+
 def from_http(error: web.HTTPException) -> TowerdError:
     """aiohttp's own refusals (unknown route, wrong method, bad request line) as ours."""
     if error.status == 404:
         return NotFound("File Not Found")
     kind = _BY_STATUS.get(error.status)
     if kind is None:
-        kind = InvalidRequest if error.status < 500 else StoreError
+        kind = InvalidRequest if error.status < 500 else TowerdError
     return kind(error.reason or "Bad request")
+
+
+def reason_of(error: HttpProcessingError) -> str:
+    """What aiohttp's parser has to say, without the bytes that it says it of."""
+    if isinstance(error, LineTooLong):
+        return f"a line of its head has more than {error.args[1]} bytes"
+    if isinstance(error, InvalidURLError):
+        return "its URL is invalid"
+    said = " ".join(error.message.partition("\n\n")[0].split())
+    return said.rstrip(":.")[:REASON_CHARS_MAX]

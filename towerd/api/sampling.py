@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 from towerd.api import fields
@@ -63,8 +64,30 @@ SAMPLER_NAMES: Mapping[str, str] = {
     for spelling in (name, name.replace("_", "-"), name.replace("_", ""))
 } | {"nucleus": "top_p", "temp": "temperature", "typ": "typ_p"}
 
+MODEL_KEYS: Mapping[str, str] = {
+    "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "xtc_probability": "xtc_probability",
+    "xtc_threshold": "xtc_threshold", "temp": "temperature", "penalty_last_n": "repeat_last_n",
+    "penalty_repeat": "repeat_penalty", "mirostat": "mirostat", "mirostat_tau": "mirostat_tau",
+    "mirostat_eta": "mirostat_eta",
+}  # fmt: skip
+"""Metadata below `general.sampling.` -> the field whose default it is."""
+
 SEED_MASK = 0xFFFFFFFF
 BIASED_TEXTS_MAX = 1024
+
+
+def default_sampling(metadata: Mapping[str, str]) -> SamplingParams:
+    """What a request gets that says nothing: llama-server's defaults, or what the model's metadata
+    recommends. A value that is no number is passed over, as by llama-server."""
+    values: dict[str, Any] = {}
+    for key, name in MODEL_KEYS.items():
+        with suppress(KeyError, ValueError, OverflowError):
+            number = float(metadata[f"general.sampling.{key}"])
+            values[name] = int(number) if NUMBERS[name].whole else number
+    if sequence := metadata.get("general.sampling.sequence"):
+        names = (SAMPLER_NAMES.get(name.lower()) for name in sequence.split(";"))
+        values["samplers"] = tuple(name for name in names if name in DEFAULT_SAMPLERS)
+    return replace(DEFAULTS, **values)
 
 
 async def parse_sampling(
@@ -74,14 +97,15 @@ async def parse_sampling(
 
     Raises InvalidRequest naming the field, NotSupported for samplers this engine lacks."""
     _refuse_unsupported(body)
-    values: dict[str, Any] = {name: _number(body, name) for name in NUMBERS}
+    default = default_sampling(engine.info.metadata)
+    values: dict[str, Any] = {name: _number(body, name, default) for name in NUMBERS}
     if values["dry_base"] < 1.0:
         values["dry_base"] = DEFAULTS.dry_base
     return SamplingParams(
         seed=_seed(body),
         logit_bias=await _logit_bias(body, engine),
         grammar=grammar,
-        samplers=_samplers(body),
+        samplers=_samplers(body, default),
         dry_sequence_breakers=_breakers(body),
         ignore_eos=fields.boolean(body, "ignore_eos", False),
         n_probs=_n_probs(body, n_probs_max),
@@ -90,11 +114,11 @@ async def parse_sampling(
     )
 
 
-def _number(body: Body, name: str) -> float | int:
+def _number(body: Body, name: str, default: SamplingParams) -> float | int:
     rule = NUMBERS[name]
     if body.get(name) is None:
-        default: float | int = getattr(DEFAULTS, name)
-        return default
+        unsaid: float | int = getattr(default, name)
+        return unsaid
     read = fields.integer if rule.whole else fields.number
     value: float | int = read(name, body[name])
     if rule.strict:
@@ -123,10 +147,10 @@ def _n_probs(body: Body, n_probs_max: int) -> int:
     return n_probs
 
 
-def _samplers(body: Body) -> tuple[str, ...]:
+def _samplers(body: Body, default: SamplingParams) -> tuple[str, ...]:
     value = body.get("samplers")
     if value is None:
-        return DEFAULT_SAMPLERS
+        return default.samplers
     if isinstance(value, str):
         names = [SAMPLER_LETTERS.get(letter) for letter in value]
     else:

@@ -15,6 +15,7 @@ from towerd.api.choice import Choice
 from towerd.api.reply import encode
 from towerd.api.settings import finite, settings_json
 from towerd.api.task import Shape, Task
+from towerd.drift import Drift
 from towerd.engine.base import Piece, Progress, Reuse, Timings, TokenProb, TokenProbs
 
 FINGERPRINT = f"towerd-{__version__}"
@@ -62,13 +63,26 @@ def reuse_json(reuse: Reuse) -> Json:
     return tiers | {name: n for name, n in more.items() if n}
 
 
+def drift_json(drift: Drift | None) -> Json:
+    """A drift beside the noise floor that it is read against; nulls if it was not measured."""
+    if drift is None:
+        return {"kl": None, "floor_kl": None}
+    return {"kl": drift.kl, "floor_kl": drift.floor_kl}
+
+
 def towerd_json(choice: Choice) -> Json:
     """What the last chunk of a stream says about its memory."""
     session = choice.finish.session if choice.finish else ""
     out: Json = {"reuse": reuse_json(choice.reuse), "session": session}
+    if _is_truncated(choice):
+        out["truncated"] = True
     if choice.reuse.approximate:
-        out["drift"] = {"kl": choice.reuse.drift_kl}
+        out["drift"] = drift_json(choice.reuse.drift)
     return out
+
+
+def _is_truncated(choice: Choice) -> bool:
+    return choice.finish is not None and choice.finish.truncated
 
 
 def probs_json(probs: Sequence[TokenProbs], post_sampling: bool) -> list[msgspec.Raw]:
@@ -327,6 +341,8 @@ def whole(task: Task, choices: Sequence[Choice], prompts: Sequence[str]) -> Json
         return finals[0] if len(finals) == 1 else finals
     final = chat_final if task.shape is Shape.CHAT else completion_final
     out = final(task, choices)
+    if any(_is_truncated(choice) for choice in choices):  # OpenAI's shapes have no word for it
+        out["towerd"] = {"truncated": True}
     if task.verbose:
         out["__verbose"] = native_final(task, choices[0], prompts[0])
     return out

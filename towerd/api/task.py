@@ -20,12 +20,12 @@ from towerd.api.hints import Hints, agent_of
 from towerd.api.limits import Limits
 from towerd.api.live import parse_live
 from towerd.api.models import check_model
-from towerd.api.off_loop import by_size, size_of
-from towerd.api.prompts import tokenize_prompts
+from towerd.api.off_loop import by_size, count
+from towerd.api.prompts import PromptLimit, tokenize_prompts
 from towerd.api.sampling import SEED_MASK, parse_sampling
 from towerd.config import Config
 from towerd.engine.base import Engine, GenerateRequest, Ids, SamplingParams
-from towerd.errors import ContextExceeded, InvalidRequest
+from towerd.errors import InvalidRequest
 
 
 class Shape(enum.Enum):
@@ -77,7 +77,7 @@ async def parse_task(
     agent = caller.hints.agent
     if shape is Shape.CHAT:
         if agent is None:
-            agent = await by_size(size_of(body.get("messages")), agent_of, body)
+            agent = await by_size(count([body.get("messages"), body.get("tools")]), agent_of, body)
         body = chat_fields(body)
         grammar = await chat_grammar(body)
         prompt: Any = await render_chat(body, engine)
@@ -94,14 +94,20 @@ async def parse_task(
         chat=_chat(body, shape),
         live=parse_live(body, config, engine.n_ctx),
     )
-    prompts = await tokenize_prompts(prompt, engine, limits.prompts_max)
-    if template.live.policy == "none":
-        _check_context(prompts, engine)
+    may_outgrow = template.live.policy in engine.outgrowing
+    limit = PromptLimit(engine.n_ctx, config.prompt_tokens_max if may_outgrow else 0)
+    prompts = await tokenize_prompts(prompt, engine, limit, limits.prompts_max)
+    n_choices = n * len(prompts)
+    if n_choices > limits.choices_max:
+        raise InvalidRequest(
+            f"A request may have {limits.choices_max} choices of all its prompts together, but "
+            f"this asks for {n_choices}"
+        )
     return Task(
         shape=shape,
         id="chatcmpl-" + "".join(secrets.choice(_ALPHABET) for _ in range(32)),
         model=engine.info.alias,
-        requests=tuple(_choice(template, ids, k) for ids in prompts for k in range(n)),
+        requests=await by_size(n_choices, _choices, template, prompts, n),
         n_per_prompt=n,
         stream=fields.boolean(body, "stream", False),
         include_usage=fields.boolean(_options(body), "include_usage", False),
@@ -138,7 +144,7 @@ def _template(
         ids=_NO_IDS,
         sampling=sampling,
         n_predict=n_predict,
-        stop=_stop(body, limits.stops_max),
+        stop=_stop(body),
         scope=caller.scope,
         session=caller.hints.session,
         workflow=caller.hints.workflow,
@@ -161,6 +167,10 @@ _TEMPLATE_FIELDS = ("tools", "chat_template_kwargs", "reasoning_effort")
 _NO_IDS: Ids = np.zeros(0, dtype=np.int32)
 
 
+def _choices(template: GenerateRequest, prompts: list[Ids], n: int) -> tuple[GenerateRequest, ...]:
+    return tuple(_choice(template, ids, k) for ids in prompts for k in range(n))
+
+
 def _choice(template: GenerateRequest, ids: Ids, k: int) -> GenerateRequest:
     """The k-th choice of one prompt: as llama-server, a fixed seed is counted up."""
     sampling = template.sampling
@@ -169,23 +179,9 @@ def _choice(template: GenerateRequest, ids: Ids, k: int) -> GenerateRequest:
     return replace(template, ids=ids, sampling=sampling)
 
 
-def _stop(body: Body, stops_max: int) -> tuple[str, ...]:
+def _stop(body: Body) -> tuple[str, ...]:
     value = body.get("stop")
     if value is None:
         return ()
     words = [value] if isinstance(value, str) else fields.strings(body, "stop")
-    if len(words) > stops_max:
-        raise InvalidRequest(f"Field 'stop': at most {stops_max} strings are allowed")
     return tuple(word for word in words if word)
-
-
-def _check_context(prompts: list[Ids], engine: Engine) -> None:
-    """Refuse before anything runs."""
-    for ids in prompts:
-        if len(ids) >= engine.n_ctx:
-            raise ContextExceeded(
-                f"request ({len(ids)} tokens) exceeds the available context size "
-                f"({engine.n_ctx} tokens), try increasing it",
-                n_prompt_tokens=len(ids),
-                n_ctx=engine.n_ctx,
-            )

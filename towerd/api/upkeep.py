@@ -15,8 +15,9 @@ from towerd.api import fields
 from towerd.api.body import read_object
 from towerd.api.info import all_stats
 from towerd.api.keys import METRICS, service_of
+from towerd.api.overview import require_overview
 from towerd.api.pins import require_admin
-from towerd.api.reply import json_reply
+from towerd.api.reply import error_event, json_reply
 from towerd.api.sse import EventStream
 from towerd.errors import InvalidRequest, TowerdError
 
@@ -25,6 +26,7 @@ QUARANTINE_DAYS = 30.0
 
 async def get_stats(request: web.Request) -> web.Response:
     """Everything the page and towerctl show: counters, gauges, slots."""
+    require_overview(request)
     service = service_of(request)
     metrics = request.app[METRICS]
     engine = service.engine
@@ -37,6 +39,7 @@ async def get_stats(request: web.Request) -> web.Response:
             "model_path": engine.info.path,
             "n_ctx": engine.n_ctx,
             "n_slots": engine.n_slots,
+            "fidelity": service.tiers.fidelity,
             "fingerprint": engine.info.fingerprint.digest().hex(),
             "uptime_s": round(time.time() - metrics.started_unix, 3),
             "reuse": metrics.reuse_totals(),
@@ -91,7 +94,7 @@ async def _stream_verify(
     try:
         await stream.send([running.result()])
     except TowerdError as error:
-        await stream.send([error.body()])
+        await stream.send([error_event(error)])
     await stream.close()
     return stream.response
 

@@ -58,7 +58,8 @@ def freeze(
         if not np.array_equal(_stream(codec, copy), history.stream):
             raise RuntimeError("the blob that was stored has other tokens")
     except (CodecError, ThawError, ValueError, RuntimeError) as error:
-        raise StoreError(f"Session {id!r} cannot be frozen: {error}") from error
+        message = f"Session {id!r} cannot be frozen: {error}"
+        raise StoreError(message, public=message) from error
     if copy.history(history.stream).turns != history.turns:
         raise StoreError(f"Session {id!r} cannot be frozen: its turns do not come back.")
     ask = may_drop or (lambda *_: True)

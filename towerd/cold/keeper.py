@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import os
-import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -35,6 +33,7 @@ from towerd.engine.base import (
 )
 from towerd.errors import (
     DiskFull,
+    InvalidRequest,
     NotFound,
     NotSupported,
     SessionFrozen,
@@ -46,10 +45,10 @@ from towerd.store import Node, Store
 from towerd.store.cold import SessionBusy
 from towerd.store.node import ids_bytes
 from towerd.store.turn import SessionInfo
+from towerd.wakeup import be_nice
 
 log = logging.getLogger(__name__)
 
-NICE = 10
 QUIET_S = 5.0
 """Nothing is frozen by itself until no request has run for so long."""
 LOOK_S_MAX = 60.0
@@ -57,6 +56,7 @@ LOOK_S_MIN = 0.05
 RETRY_S = 3600.0
 """After which what could not be frozen is tried again."""
 _NO_BUDGET = LiveBudget()
+_REFUSALS = (NotFound, NotSupported, InvalidRequest, SessionBusy)
 
 Run = Callable[[GenerateRequest], Coroutine[Any, Any, Finish | None]]
 T = TypeVar("T")
@@ -92,7 +92,9 @@ class Keeper:
         self._last_use = float("-inf")
         self._waits = Waits(clock)
         """For what failed, or was thawed without a turn."""
-        self._freezer = ThreadPoolExecutor(1, "towerd-freeze", initializer=_be_nice)
+        self._damaged: set[tuple[str, str]] = set()
+        """(scope, id) of those that could not be thawed: requests do not try it again."""
+        self._freezer = ThreadPoolExecutor(1, "towerd-freeze", initializer=be_nice)
         self._thawer = ThreadPoolExecutor(2, "towerd-thaw")
         self._counting = threading.Lock()
         self._task: asyncio.Task[None] | None = None
@@ -141,18 +143,42 @@ class Keeper:
             return self.store.cold.named(request.session, request.scope)
         return self.store.cold.continued_by(ids_bytes(request.ids), request.scope)
 
-    async def thaw_for(self, id: str, request: GenerateRequest) -> int:
-        """Thaw the session that a request goes on; how many tokens of its prompt are known then.
-        One that cannot be thawed costs the request nothing but its lineage: it has its prompt."""
+    async def thaw_for(self, id: str, request: GenerateRequest) -> int | None:
+        """Thaw the session that a request goes on; how many tokens of its prompt are known then,
+        None if it stays frozen. The request has its prompt, so nothing that is wrong with the
+        session ends it, and a session that is damaged gets its tokens back from the prompt."""
+        key = request.scope, id
         try:
-            await self.thaw(id, request.scope)
+            if key not in self._damaged:
+                await self.thaw(id, request.scope)
         except NotFound:
             return 0  # removed meanwhile
-        except TowerdError as error:
-            log.error("a frozen session cannot be thawed", extra={"error": str(error)})
-            return 0
+        except Exception as error:
+            unforeseen = None if isinstance(error, TowerdError) else error
+            log.error(
+                "a frozen session cannot be thawed",
+                exc_info=unforeseen,
+                extra={"error": str(error)},
+            )
+            if isinstance(error, NotSupported | DiskFull):
+                return None
+            self._damaged.add(key)
+        if key in self._damaged:
+            return 0 if await self._recover(id, request) else None
         match = await asyncio.to_thread(self.store.match, request.ids, request.scope)
         return match.n
+
+    async def _recover(self, id: str, request: GenerateRequest) -> bool:
+        prompt = ids_bytes(request.ids)
+        try:
+            if not await asyncio.to_thread(self.store.cold.recover, id, request.scope, prompt):
+                return False
+        except StoreError as error:
+            log.error("a damaged session is not recovered", extra={"error": str(error)})
+            return False
+        self._damaged.discard((request.scope, id))
+        log.warning("a damaged session got its tokens back from a prompt", extra={"session": id})
+        return True
 
     # ---- sessions ---------------------------------------------------------------------------
 
@@ -221,6 +247,7 @@ class Keeper:
             if not info.cold_bytes:
                 return False
             was_frozen = thaw(self.store, self.coding.codec, id, info.scope)
+            self._damaged.discard((info.scope, id))
             self._waits.put_off((info.scope, id), self.freeze_after_s)
         with self._counting:
             self.n_thawed += was_frozen
@@ -346,6 +373,8 @@ class Use:
         self._request = request
         self._n_known = 0
         self.was_frozen = False
+        self.session = request.session
+        """What to record its turn under; None: it is recognised then."""
 
     async def thawing(self) -> AsyncIterator[Progress]:
         """Thaw what the request goes on. Says so first, if the client wants to know."""
@@ -355,7 +384,10 @@ class Use:
         if self._request.return_progress:
             yield Progress(len(self._request.ids), 0, 0, 0.0)
         self.was_frozen = True
-        self._n_known = await self._keeper.thaw_for(id, self._request)
+        n_known = await self._keeper.thaw_for(id, self._request)
+        if n_known is None:
+            self.session = id
+        self._n_known = n_known or 0
 
     def reuse(self, reuse: Reuse) -> Reuse:
         """With the tokens that came from the cold tier, which were evaluated again."""
@@ -383,11 +415,5 @@ class _Failures:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, StoreError) and not isinstance(error, SessionBusy):
+        if isinstance(error, Exception) and not isinstance(error, _REFUSALS):
             self._keeper.n_failed += 1
-
-
-def _be_nice() -> None:
-    """Lower the priority of this thread; on Linux a thread has its own."""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)

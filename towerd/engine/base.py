@@ -6,13 +6,14 @@ one-dimensional int32 arrays (`Ids`).
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from towerd.drift import Drift
 from towerd.slots.fingerprint import Fingerprint
 from towerd.store.module import Module
 
@@ -172,9 +173,8 @@ class Reuse:
     """Of the evaluated ones, those that were known from a session that was frozen."""
     kept: int | None = None
     """Tokens in the live context when the reply began, if the chat has a budget."""
-    drift_kl: float | None = None
-    """What such formats cost this model by its calibration: mean KL divergence of the next-token
-    distribution, in nats; None if there are none or it was not measured."""
+    drift: Drift | None = None
+    """What such rows were measured to cost this model; None if there are none or it was not."""
 
     def header(self) -> str:
         """The value of X-Towerd-Reuse."""
@@ -219,7 +219,7 @@ class Finish:
     timings: Timings
     reuse: Reuse
     truncated: bool = False
-    """A context shift shortened the prompt, or the reply ended because the context was full."""
+    """Tokens were dropped from the live context, or the reply ended because it was full."""
     session: str = ""
     """The session it was recorded under; filled in by `towerd.session`."""
     n_rows: int | None = None
@@ -267,6 +267,8 @@ class SlotView:
     n_tokens: int
     n_decoded: int
     params: SamplingParams | None
+    scope: str = ""
+    """The tenant whose request it runs or ran last; empty: that is not known, or there was none."""
     id_task: int = -1
     """Which request it last ran, counted from 0; -1: none yet."""
     n_prompt_processed: int = 0
@@ -274,6 +276,10 @@ class SlotView:
     n_remain: int = -1
     has_next_token: bool = False
     has_new_line: bool = False
+
+    def hidden(self) -> SlotView:
+        """As it looks to a tenant that has nothing to do with it: idle."""
+        return SlotView(self.id, self.n_ctx, False, None, 0, 0, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,8 +323,9 @@ class ModuleMaker(Protocol):
         ...
 
     async def measure(self, ids: Ids, percent: float) -> Module:
-        """Choose which `percent` of its tokens are evaluated again at each splice, and measure
-        what is lost. Takes a few times as long as evaluating them. Raises TowerdError."""
+        """Choose which of its tokens are evaluated again at each splice, `percent` of them or as
+        many more as the fidelity asks for, and measure what is lost. Takes a few times as long
+        as evaluating them. Raises TowerdError."""
         ...
 
 
@@ -334,6 +341,8 @@ class Engine(Protocol):
     """Sequences that may run at once."""
     modules: ModuleMaker | None
     """None: this engine splices nothing."""
+    outgrowing: Collection[str]
+    """The policies of a `LiveBudget` under which a prompt may be longer than the context."""
 
     def generate(self, request: GenerateRequest) -> Generation:
         """Queue one request.

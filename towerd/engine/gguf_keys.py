@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from llama_cpp._ggml import libggml
+from llama_cpp.llama_cpp import _lib as libggml  # not llama_cpp._ggml, which loads a second copy
 
 _SCALARS: dict[int, str] = {
     0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?",

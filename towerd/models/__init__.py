@@ -1,3 +1,4 @@
-"""Making and finding GGUF files: the bundled story model and random-weight models of any shape."""
+"""Finding, fetching and making GGUF files: known models, the bundled story model and random-weight
+models of any shape."""
 
 from __future__ import annotations

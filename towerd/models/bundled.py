@@ -1,5 +1,6 @@
-"""The models inside the package: one so that a first start needs no download, one that finds again
-what it was told, for measuring what a long chat may drop."""
+"""Which file a model setting means, and the models inside the package: one so that every
+installation can answer, one that finds again what it was told, for measuring what a long chat may
+drop."""
 
 from __future__ import annotations
 
@@ -8,8 +9,10 @@ from pathlib import Path
 
 from towerd import paths
 from towerd.errors import ModelError
+from towerd.models.known import KNOWN, SMOLLM2
 
 NAME = "stories260K.gguf"
+SHORT_NAME = "stories"
 RETRIEVAL_NAME = "retrieval.gguf"
 
 
@@ -26,16 +29,33 @@ def retrieval_model() -> Path:
     return bundled_model(RETRIEVAL_NAME)
 
 
+def default_model() -> Path:
+    """What is served when no model is named: SmolLM2 if it is in the models directory, else the
+    bundled story model. Raises ModelError."""
+    return SMOLLM2.path if has_default() else bundled_model()
+
+
+def has_default() -> bool:
+    """Whether the default model is in the models directory."""
+    return SMOLLM2.is_at(SMOLLM2.path)
+
+
 def find_model(model: Path | None) -> Path:
-    """The file that `model` means: None is the bundled one, a bare file name that is not here is
-    looked for in the models directory. Raises ModelError."""
+    """The file that `model` means. None is the default. A bare name that is no file here is looked
+    for in the models directory, then among the names of known models; `stories` is the bundled
+    story model. Raises ModelError."""
     if model is None:
+        return default_model()
+    if model.is_file():
+        return model
+    if model.is_absolute() or len(model.parts) != 1:
+        raise ModelError(f"There is no model at {model}.")
+    if (path := paths.models_dir() / model).is_file():
+        return path
+    if model.name in (NAME, SHORT_NAME):
         return bundled_model()
-    candidates = [model]
-    if not model.is_absolute() and len(model.parts) == 1:
-        candidates.append(paths.models_dir() / model)
-    for path in candidates:
-        if path.is_file():
-            return path
-    places = " nor ".join(str(path) for path in candidates)
-    raise ModelError(f"There is no model at {places}.")
+    if (known := KNOWN.get(model.name)) is None:
+        raise ModelError(f"There is no model at {model} nor {path}.")
+    if not known.is_at(known.path):
+        raise ModelError(f"{known.title} is not here: run towerd models get {known.name}.")
+    return known.path

@@ -1,4 +1,4 @@
-"""Chat templates written into the GGUFs of this package.
+"""Chat templates: of the GGUFs of this package, and of models whose own is replaced.
 
 Reuse of a conversation needs every template here to be *prefix-stable*: the prompt of turn k+1
 starts with the prompt of turn k, the reply as it was generated, and (where the reply ended
@@ -7,26 +7,42 @@ itself) the token that ended it. `tests/models/test_templates.py` checks it.
 
 from __future__ import annotations
 
-CHATML = """\
+_TEXT = """\
 {%- macro text(content) -%}
 {%- if content is string -%}{{ content }}
 {%- elif content -%}{%- for part in content -%}{{ part.text }}{%- endfor -%}
 {%- endif -%}
 {%- endmacro -%}
+"""
+"""The text of a message, also of one in parts."""
+
+CHATML = (
+    _TEXT
+    + """\
 {%- for message in messages -%}
 {{- '<|im_start|>' + message.role + '\\n' + text(message.content) + '<|im_end|>' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
 """
+)
 """ChatML without the line break after `<|im_end|>`: a reply that ended itself ends in exactly that
 token, so nothing has to be guessed about what follows it."""
 
-STORY = """\
-{%- macro text(content) -%}
-{%- if content is string -%}{{ content }}
-{%- elif content -%}{%- for part in content -%}{{ part.text }}{%- endfor -%}
-{%- endif -%}
-{%- endmacro -%}
+CHATML_LINES = (
+    _TEXT
+    + """\
+{%- for message in messages -%}
+{{- '<|im_start|>' + message.role + '\\n' + text(message.content) + '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
+)
+"""ChatML with the line break that published models were trained on. A chat without a system
+message gets none."""
+
+STORY = (
+    _TEXT
+    + """\
 {%- for message in messages -%}
 {%- if message.role == 'assistant' -%}{{- text(message.content) -}}
 {%- else -%}
@@ -36,6 +52,7 @@ STORY = """\
 {%- endif -%}
 {%- endfor -%}
 """
+)
 """For a model that only continues stories. What the user says opens a story, the reply continues it
 on the next line, and `<s>` stands between stories, exactly as in its training text. The model ends
 a story with that same `<s>`, which is therefore both the end of a reply and the start of the next

@@ -13,7 +13,8 @@ Key: TypeAlias = int
 
 class Policy(Protocol):
     """What to evict from one tier. Keys form a tree: a node is useless without its parents, so
-    a parent is never chosen before those of its children that are in the policy.
+    a parent is never chosen before those of its children that are in the policy. In whatever
+    order events come, no key ever stands on itself: a parent that would make it so is ignored.
 
     Times never need to be exact; one that lies before an earlier one counts as that one. What
     is used at the same time counts as one use of each key."""
@@ -32,8 +33,9 @@ class Policy(Protocol):
         ...
 
     def split(self, lower: Key, upper: Key, upper_nbytes: int, now: float) -> None:
-        """`upper` took the first `upper_nbytes` of `lower` and is its parent now. Ignored when
-        `lower` is unknown."""
+        """`upper` took the first `upper_nbytes` of `lower` and is its parent now. Counts as an
+        access of `upper`, if `now` is later than every time before. Ignored when `lower` is
+        unknown."""
         ...
 
     def answered(self, key: Key, now: float, stop: str) -> None:
@@ -71,6 +73,11 @@ class Policy(Protocol):
     def victims(self, bytes_needed: int, is_evictable: Callable[[Key], bool]) -> list[Key]:
         """Keys to evict, in order, that free at least `bytes_needed`, or all there are. Changes
         nothing: the caller removes what it really evicted."""
+        ...
+
+    def check_integrity(self, known: Mapping[Key, tuple[Key | None, int]] | None = None) -> None:
+        """AssertionError unless no key stands on itself, and leaves, sums and order agree with
+        the keys. `known`: the parent and the size that each key must have."""
         ...
 
     def __contains__(self, key: Key) -> bool: ...

@@ -260,11 +260,13 @@ class Foresight(Forecast):
             self._shadow.remove(entry.key)
 
     def split(self, lower: Key, upper: Key, upper_nbytes: int, now: float) -> None:
-        """See Policy.split."""
-        if lower in self._entries:
-            more = 2 * upper_nbytes >= self._entries[lower].nbytes
-            self.visits.split(lower, upper, upper_is_more=more)
-            self._shadow.split(lower, upper, upper_nbytes, now)
+        """See Policy.split. What was given up may be in the shadow still, and come back."""
+        nbytes = self.size_of(lower)
+        if nbytes is None:
+            nbytes = self._shadow.size_of(lower)
+        if nbytes is not None:
+            self.visits.split(lower, upper, upper_is_more=2 * upper_nbytes >= nbytes)
+        self._shadow.split(lower, upper, upper_nbytes, now)
         super().split(lower, upper, upper_nbytes, now)
 
     def answered(self, key: Key, now: float, stop: str) -> None:
@@ -313,6 +315,13 @@ class Foresight(Forecast):
                 "ended": visit.ended,
             }
         return found
+
+    def check_integrity(self, known: Mapping[Key, tuple[Key | None, int]] | None = None) -> None:
+        """See Policy.check_integrity; the shadow's, too."""
+        super().check_integrity(known)
+        self._shadow.check_integrity()
+        for key, visit in self.visits.tips.items():
+            assert visit.tip == key, f"a visit waits for {key}, its tip is {visit.tip}"
 
     def learned(self) -> Mapping[str, Any]:
         """See Learning.learned. Whether forecasts lead must be earned again."""

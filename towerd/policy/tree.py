@@ -9,7 +9,8 @@ O(1), an eviction O(log n); a subclass that counts uses walks the path.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Generator
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -74,6 +75,11 @@ class TreePolicy:
         """Bytes of all keys."""
         return self._nbytes
 
+    def size_of(self, key: Key) -> int | None:
+        """Bytes of a key; None if it is unknown."""
+        entry = self._entries.get(key)
+        return None if entry is None else entry.nbytes
+
     # ---- what a subclass says ---------------------------------------------------------------
 
     def _rank(self, entry: Entry) -> Rank:
@@ -111,14 +117,11 @@ class TreePolicy:
         self._tick(now)
         entry = self._entries.get(key)
         if entry is None:
-            self._add(Entry(key, nbytes, parent, self._now))
+            above = None if self._stands_on(parent, key) else parent
+            self._add(Entry(key, nbytes, above, self._now))
         else:
-            self._nbytes += nbytes - entry.nbytes
-            entry.nbytes = nbytes
-            if entry.parent != parent:
-                self._leave(entry)
-                entry.parent = parent
-                self._join(parent)
+            self._resize(entry, nbytes)
+            self._move(entry, parent)
         self._use(key)
 
     def access(self, key: Key, now: float) -> None:
@@ -138,23 +141,26 @@ class TreePolicy:
         self._on_remove(entry)
 
     def split(self, lower: Key, upper: Key, upper_nbytes: int, now: float) -> None:
-        """See Policy.split. A split happens when a new path runs through the upper part, so
-        that part counts as used; the lower one keeps its place."""
+        """See Policy.split. The lower part keeps its place. A split that comes late, when `upper`
+        is in already, only moves bytes and the lower part."""
         entry = self._entries.get(lower)
-        if entry is None:
+        if entry is None or lower == upper:
             return
+        is_use = now > self._now
         self._tick(now)
-        entry.nbytes -= upper_nbytes
-        above = Entry(upper, upper_nbytes, entry.parent, entry.born)
-        above.weight, above.seq, above.used = entry.weight, entry.seq, entry.used
-        above.visit = entry.visit
-        self._nbytes -= upper_nbytes
-        self._leave(entry)
-        entry.parent = upper
-        self._join(upper)
-        self._add(above)
-        self._on_split(entry, above)
-        self._use(upper)
+        self._resize(entry, max(0, entry.nbytes - upper_nbytes))
+        if upper in self._entries:
+            self._move(entry, upper)
+        else:
+            parent = None if self._stands_on(entry.parent, upper) else entry.parent
+            above = Entry(upper, upper_nbytes, parent, entry.born)
+            above.weight, above.seq, above.used = entry.weight, entry.seq, entry.used
+            above.visit = entry.visit
+            self._add(above)
+            self._link(entry, upper)
+            self._on_split(entry, above)
+        if is_use:
+            self._use(upper)
 
     def answered(self, key: Key, now: float, stop: str) -> None:
         """See Policy.answered."""
@@ -172,8 +178,7 @@ class TreePolicy:
         """See Policy.resize."""
         entry = self._entries.get(key)
         if entry is not None:
-            self._nbytes += nbytes - entry.nbytes
-            entry.nbytes = nbytes
+            self._resize(entry, nbytes)
 
     def explain(self, key: Key, now: float) -> dict[str, Any]:
         """See Policy.explain. Looks at every key."""
@@ -228,6 +233,30 @@ class TreePolicy:
         self._nbytes, self._now = other._nbytes, other._now
         self._heap = []
         self._is_unranked = True
+
+    def check_integrity(self, known: Mapping[Key, tuple[Key | None, int]] | None = None) -> None:
+        """See Policy.check_integrity."""
+        entries, ends = self._entries, set[Key]()
+        for key in entries:
+            path: dict[Key, None] = {}
+            at: Key | None = key
+            while at is not None and at not in ends and at in entries:
+                assert at not in path, f"{at} stands on itself"
+                path[at] = None
+                at = entries[at].parent
+            ends.update(path)
+        children = Counter(e.parent for e in entries.values() if e.parent is not None)
+        assert self._n_children == children, "children are miscounted"
+        leaves = {key: entry for key, entry in entries.items() if key not in children}
+        assert self._leaves == leaves, "other keys than the leaves are listed as such"
+        assert self._nbytes == sum(e.nbytes for e in entries.values()), "bytes are miscounted"
+        ranked = {key for rank, key in self._heap if self._is_current(rank, key)}
+        lost = leaves.keys() - ranked - self._unranked
+        assert self._is_unranked or not lost, f"the leaves {lost} are never ranked"
+        if known is not None:
+            found = {key: (entry.parent, entry.nbytes) for key, entry in entries.items()}
+            wrong = [k for k in {*found, *known} if found.get(k) != known.get(k)]
+            assert not wrong, f"{wrong[0]} is {found.get(wrong[0])}, not {known.get(wrong[0])}"
 
     # ---- inside -----------------------------------------------------------------------------
 
@@ -330,6 +359,30 @@ class TreePolicy:
         if len(self._heap) > _COMPACT_MIN + 4 * len(self._entries):
             self._heap = [pair for pair in set(self._heap) if self._is_current(*pair)]
             heapq.heapify(self._heap)
+
+    def _stands_on(self, key: Key | None, below: Key) -> bool:
+        """Whether `below` is on the path of `key`, so that it cannot stand on `key`."""
+        if key != below and below not in self._n_children:
+            return False
+        while key is not None and key != below:
+            entry = self._entries.get(key)
+            key = None if entry is None else entry.parent
+        return key is not None
+
+    def _move(self, entry: Entry, parent: Key | None) -> None:
+        """Let a key stand on another one, unless that stands on it."""
+        if entry.parent != parent and not self._stands_on(parent, entry.key):
+            self._link(entry, parent)
+
+    def _link(self, entry: Entry, parent: Key | None) -> None:
+        if entry.parent != parent:
+            self._leave(entry)
+            entry.parent = parent
+            self._join(parent)
+
+    def _resize(self, entry: Entry, nbytes: int) -> None:
+        self._nbytes += nbytes - entry.nbytes
+        entry.nbytes = nbytes
 
     def _join(self, parent: Key | None) -> None:
         if parent is not None:

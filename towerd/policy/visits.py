@@ -127,10 +127,12 @@ class Visits:
     def split(self, lower: Key, upper: Key, *, upper_is_more: bool) -> None:
         """See Policy.split. The next turn of a conversation often leaves the last input a few
         tokens before its end; what it goes on from is then the tip."""
-        visit = self.tips.get(lower)
-        if visit is not None and upper_is_more:
+        visit = self._find(lower)
+        if visit is None or not upper_is_more:
+            return
+        visit.tip = upper
+        if visit is not self.current:
             del self.tips[lower]
-            visit.tip = upper
             self.tips[upper] = visit
 
     def answered(self, key: Key, now: float, stop: str) -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from towerd.errors import NotFound
 from towerd.store.catalog import Catalog
 from towerd.store.module import module_from_json
-from towerd.store.node import Node
 from towerd.store.turn import Base
 
 
@@ -66,8 +65,3 @@ class BaseTable:
                 (self.fingerprint, scope, name),
             )
         return base.node
-
-
-def is_pinned_by_catalog(catalog: Catalog, node: Node) -> bool:
-    """Whether the operator pinned exactly this node."""
-    return bool(catalog.rows("SELECT 1 FROM pins WHERE node = ?", (node.id,)))

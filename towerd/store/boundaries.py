@@ -155,6 +155,14 @@ class BoundaryTable:
             self._unlink(file_name(self._key(node), found.derived))
             return found.nbytes
 
+    def drop_since(self, since: float) -> None:
+        """Delete the states of this fingerprint that were taken after a Unix time."""
+        with self._lock:
+            for found in self.all():
+                path = self.folder / file_name(self._key(found.node), found.derived)
+                if not path.is_file() or path.stat().st_mtime >= since:
+                    self.drop(found.node)
+
     def drop_foreign(self, bytes_needed: int) -> int:
         """Delete files of other fingerprints and of segments that are gone, as many as needed."""
         self.sweep()

@@ -1,26 +1,36 @@
-"""The catalog: one SQLite connection, durable transactions, errors that say what to do."""
+"""The catalog: one SQLite connection, durable transactions, and the journal that follows them."""
 
 from __future__ import annotations
 
-import os
+import logging
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
-from towerd.errors import DiskFull, StoreError, StoreVersion
+from towerd.errors import DiskFull, StoreError
 from towerd.slots.errors import StateError
 from towerd.slots.fingerprint import Fingerprint
-from towerd.store.schema import APPLICATION_ID, MIGRATIONS, VERSION
+from towerd.store import database
+from towerd.store.database import CatalogDamaged
+from towerd.store.durable import store_errors
+from towerd.store.journal.changes import TableChange, Watch
+from towerd.store.journal.clean import mark_clean
+from towerd.store.journal.examine import problems_of, select
+from towerd.store.journal.recover import open_catalog, rebuild_catalog
+from towerd.store.journal.tables import read_ledger, write_ledger
+
+log = logging.getLogger(__name__)
 
 Undo: TypeAlias = list[Callable[[], None]]
+_T = TypeVar("_T")
 
-_FULL = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE})
-_CORRUPT = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
+SHRINK_BYTES_MIN = 4 << 20
+"""Less than that is not worth copying the database for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,30 +43,51 @@ class KnownFingerprint:
 
 
 class Catalog:
-    """The database file. Not thread-safe by itself: the store's lock guards it."""
+    """The database file and its journal. Not thread-safe by itself: the store's lock guards it."""
 
     def __init__(self, path: Path) -> None:
-        """Open or create. Raises StoreError, StoreVersion, DiskFull or OSError."""
+        """Open or create; see `open_catalog` for what is recovered. Raises StoreError, StoreVersion,
+        DiskFull or OSError."""
         self.path = path
-        _create_private(path)
-        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        try:
-            with self._errors():
-                self._configure()
-                self._migrate()
-        except BaseException:
-            self._db.close()
-            raise
+        with self._errors():
+            opened = open_catalog(path)
+        self.journal, self.tables = opened.journal, opened.tables
+        self._ledger = opened.ledger
+        self._use(opened.db)
+        self._is_flushed = False
+        self.is_doubtful = False
+        """The database proved damaged when it could not be rebuilt at once."""
+        self.recovered = list(opened.notes)
+        """What had to be recovered, at the opening and since, in sentences."""
 
     def close(self) -> None:
-        """Fold the WAL into the database and close it."""
+        """Fold the WAL into the database and close both."""
         with self._errors():
+            with suppress(OSError):
+                self.journal.sync()
+            self.journal.close()
             self._db.close()
+        if not self.is_doubtful:
+            mark_clean(self.path)
+
+    # --- using it -------------------------------------------------------------------------
 
     def rows(self, sql: str, params: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """All rows of a query."""
-        with self._errors():
-            return self._db.execute(sql, params).fetchall()
+        return self._healed(lambda: self._db.execute(sql, params).fetchall())
+
+    def sealed(self, table: str, where: str, params: Sequence[Any]) -> list[dict[str, Any]]:
+        """Whole rows of a table by column, each checked against its seal: for what is served."""
+        kind = next(each for each in self.tables if each.name == table)
+
+        def read() -> list[dict[str, Any]]:
+            found = self._db.execute(select(kind, f"WHERE {where}"), params).fetchall()
+            for *row, seal in found:
+                if kind.seal(row) != seal:
+                    raise CatalogDamaged(f"wrong checksum in {table}, row {row[kind.key_at]!r}")
+            return [dict(zip(kind.columns, row, strict=False)) for row in found]
+
+        return self._healed(read)
 
     def run(self, sql: str, params: Sequence[Any] = ()) -> int:
         """One statement inside a transaction; the row id of an INSERT, else meaningless."""
@@ -75,37 +106,39 @@ class Catalog:
         undo: Undo = []
         with self._errors():
             self._db.execute("BEGIN IMMEDIATE")
+            self._is_flushed = False
             try:
                 yield undo
-                self._db.execute("COMMIT")
-            except BaseException:
+                self._commit()
+            except BaseException as error:
+                self.is_doubtful |= isinstance(error, sqlite3.Error) and database.is_damage(error)
                 for step in reversed(undo):
                     step()
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
                 raise
+            finally:
+                self._watch.clear()
 
     def get_meta(self, key: str) -> str | None:
         """A small value kept for other modules (the model hash cache, for example)."""
-        rows = self.rows("SELECT value FROM meta WHERE key = ?", (key,))
-        return str(rows[0][0]) if rows else None
+        rows = self.sealed("meta", "key = ?", (key,))
+        return str(rows[0]["value"]) if rows else None
 
     def set_meta(self, key: str, value: str) -> None:
         """Durable when it returns."""
         with self.transaction():
-            self.run("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
+            self.run("INSERT OR REPLACE INTO meta(key, value) VALUES (?, ?)", (key, value))
 
     def fingerprints(self) -> list[KnownFingerprint]:
         """Every fingerprint of the store, the last opened first."""
         found = []
-        for pk, text, opened in self.rows(
-            "SELECT id, json, opened FROM fingerprints ORDER BY opened DESC, id DESC"
-        ):
+        for row in self.sealed("fingerprints", "true ORDER BY opened DESC, id DESC", ()):
             try:
-                value = msgspec.json.decode(text)
-                found.append(KnownFingerprint(pk, Fingerprint.from_json(value), opened))
+                fingerprint = Fingerprint.from_json(msgspec.json.decode(row["json"]))
+                found.append(KnownFingerprint(row["id"], fingerprint, row["opened"]))
             except (StateError, msgspec.DecodeError) as error:
-                raise self.damaged(f"fingerprint {pk}: {error}") from error
+                raise self.damaged(f"fingerprint {row['id']}: {error}") from error
         return found
 
     def enter_fingerprint(self, fingerprint: Fingerprint, now: float) -> int:
@@ -122,73 +155,134 @@ class Catalog:
             )
         return int(known[0][0]) if known else pk
 
+    def damaged(self, what: str) -> StoreError:
+        """The error for content that cannot be right."""
+        return database.damaged(self.path, what)
+
+    # --- looking after it -----------------------------------------------------------------
+
     def bytes_on_disk(self) -> int:
         """Size of the database and its WAL."""
         paths = (self.path, self.path.with_name(self.path.name + "-wal"))
         return sum(path.stat().st_size for path in paths if path.exists())
 
-    def quick_check(self) -> list[str]:
-        """What SQLite itself finds wrong; empty when nothing."""
+    def shrink(self) -> None:
+        """Give unused pages back to the file system, if they are most of a large database. Without
+        room for the copy that this takes, they stay to be used again."""
+        pragmas = ("page_size", "page_count", "freelist_count")
+        size, n, n_free = (int(self.rows(f"PRAGMA {name}")[0][0]) for name in pragmas)
+        if n_free * size < SHRINK_BYTES_MIN or n_free < n // 2:
+            return
+        with suppress(DiskFull):
+            self.rows("VACUUM")
+            self.rows("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def problems(self) -> list[str]:
+        """What is wrong with the database; empty when nothing is. Reads all of it."""
+        found = problems_of(self._db, self.tables)
+        if not found and read_ledger(self._db) != self._ledger:
+            found.append("catalog: it is in another state than it was left in")
+        return found
+
+    def journal_problems(self) -> list[str]:
+        """What is wrong with the journal, or missing in it; empty when nothing is."""
         try:
-            found = [str(row[0]) for row in self._db.execute("PRAGMA quick_check(20)")]
-            found += [f"dangling reference in {row[0]} row {row[1]}" for row in self._db.execute(
-                "PRAGMA foreign_key_check")]  # fmt: skip
-        except sqlite3.Error as error:
-            return [f"catalog: {error}"]
-        return [f"catalog: {line}" for line in found if line != "ok"]
+            chain = self.journal.read()
+        except OSError as error:
+            return [f"journal: {error.strerror}"]
+        damaged = [file.path.name for file in chain.files if file.is_damaged]
+        if damaged:
+            return [f"journal: {name} is damaged" for name in damaged]
+        if chain.end != self._ledger.seq or not chain.is_whole:
+            return [f"journal: it has {chain.end:,} changes of {self._ledger.seq:,}"]
+        return []
 
-    def _configure(self) -> None:
-        for pragma in (
-            "journal_mode = WAL", "synchronous = FULL", "fullfsync = ON",
-            "checkpoint_fullfsync = ON", "foreign_keys = ON", "trusted_schema = OFF",
-            "cell_size_check = ON", "busy_timeout = 5000",
-        ):  # fmt: skip
-            self._db.execute(f"PRAGMA {pragma}")
+    def flush(self, *, truncate: bool = False) -> None:
+        """Fold the WAL into the database and sync the journal; meant for idle moments. `truncate`:
+        leave nothing in the WAL. Raises StoreError."""
+        if self._is_flushed and not truncate:
+            return
+        with self._errors():
+            self._db.execute(f"PRAGMA wal_checkpoint({'TRUNCATE' if truncate else 'PASSIVE'})")
+        with store_errors("the journal cannot be synced"):
+            self.journal.sync()
+        self._is_flushed = True
 
-    def _migrate(self) -> None:
-        version = int(self._db.execute("PRAGMA user_version").fetchone()[0])
-        owner = int(self._db.execute("PRAGMA application_id").fetchone()[0])
-        is_empty = not self._db.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchall()
-        if (owner, version) != (APPLICATION_ID, VERSION) and not is_empty:
-            if owner != APPLICATION_ID:
-                raise StoreVersion(
-                    f"{self.path} is not a towerd catalog; choose another store directory"
-                )
-            if not 0 < version <= VERSION:
-                raise StoreVersion(
-                    f"{self.path} has schema version {version}, this towerd knows up to "
-                    f"{VERSION}; use a newer towerd or another store directory"
-                )
-        for number, script in enumerate(MIGRATIONS[version:], version + 1):
-            self._db.executescript(
-                f"BEGIN IMMEDIATE; {script} PRAGMA application_id = {APPLICATION_ID};"
-                f"PRAGMA user_version = {number}; COMMIT;"
-            )
+    def heal(self, why: str) -> None:
+        """Put a database that is built from the journal in the place of this one, which is damaged.
+        Raises CatalogDamaged if the journal does not have this very state; what it has is then
+        recovered at the next start."""
+        assert not self._db.in_transaction
+        chain = self.journal.read()
+        if not chain.is_whole or (chain.store, chain.end) != (self._ledger.store, self._ledger.seq):
+            raise database.damaged_in_use(self.path, why)
+        with suppress(sqlite3.Error):
+            self._db.close()
+        try:
+            with self._errors(), store_errors("the catalog cannot be rebuilt"):
+                self.recovered.append(rebuild_catalog(self.path, self.journal, why))
+            self.is_doubtful = False
+        finally:
+            with self._errors():
+                db = database.connect(self.path)
+                database.configure(db)
+                self._use(db)
+
+    # --- inside ---------------------------------------------------------------------------
+
+    def _use(self, db: sqlite3.Connection) -> None:
+        self._db = db
+        self._watch = Watch(db, self.tables)
+
+    def _commit(self) -> None:
+        """End the transaction. Its changes are in the journal before they are in the database: a
+        kill in between leaves a journal that is ahead, and the next start takes them from there."""
+        changes = self._watch.changes()
+        if not changes:
+            self._db.execute("COMMIT")
+            return
+        ledger = self._ledger.after(self._watch.delta)
+        write_ledger(self._db, ledger)
+        is_journalled = False
+        try:
+            is_journalled = self._journal_changes(ledger.seq, changes)
+            self._db.execute("COMMIT")
+        except BaseException:
+            if is_journalled:
+                self.journal.take_back()
+            raise
+        self._ledger = ledger
+
+    def _journal_changes(self, seq: int, changes: Sequence[TableChange]) -> bool:
+        """Whether the journal has them. Without room for a second copy the first one has to do:
+        the journal is rewritten at the next idle moment with room."""
+        try:
+            self.journal.append(seq, changes)
+        except OSError as error:
+            if not self.journal.is_behind:
+                log.error("the journal cannot be written", extra={"error": str(error)})
+            self.journal.is_behind = True
+            return False
+        return True
+
+    def _healed(self, read: Callable[[], list[_T]]) -> list[_T]:
+        """What `read` returns, after the database was rebuilt if it is damaged."""
+        try:
+            return read()
+        except (sqlite3.Error, CatalogDamaged, UnicodeError) as error:
+            if isinstance(error, sqlite3.Error) and not database.is_damage(error):
+                raise database.translated(self.path, error) from error
+            self.is_doubtful = True
+            if self._db.in_transaction:
+                raise database.damaged_in_use(self.path, str(error)) from error
+            self.heal(str(error))
+        with self._errors():
+            return read()
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        try:
+        with database.errors(self.path):
             yield
-        except sqlite3.Error as error:
-            raise self._translated(error) from error
-
-    def _translated(self, error: sqlite3.Error) -> StoreError:
-        code = getattr(error, "sqlite_errorcode", 0)
-        if code in _FULL:
-            return DiskFull(
-                f"the catalog {self.path} cannot be written ({error}); free disk space or "
-                "lower --warm-bytes"
-            )
-        if code & 0xFF in _CORRUPT or "UTF-8" in str(error):
-            return self.damaged(str(error))
-        return StoreError(f"the catalog {self.path} failed: {error}")
-
-    def damaged(self, what: str) -> StoreError:
-        """The error for content that cannot be right."""
-        return StoreError(
-            f"the catalog {self.path} is damaged ({what}); put a backup in its place, or move "
-            "the store directory away to begin with an empty one"
-        )
 
 
 def latest_fingerprint(catalog: Catalog) -> Fingerprint:
@@ -199,9 +293,3 @@ def latest_fingerprint(catalog: Catalog) -> Fingerprint:
     if not known:
         raise StoreError(f"the store {catalog.path.parent} is empty: nothing was served from it")
     return known[0].fingerprint
-
-
-def _create_private(path: Path) -> None:
-    """SQLite gives its side files the mode of the database, so make that 0600 first."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    os.close(fd)

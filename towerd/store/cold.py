@@ -9,7 +9,6 @@ and is the blob's context. The store never reads a blob: who has the model's cod
 
 from __future__ import annotations
 
-import hashlib
 import heapq
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -17,13 +16,20 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
-import numpy as np
-
-from towerd.codec import varint
+from towerd.codec import container
+from towerd.codec.base import ids_hash
 from towerd.codec.errors import CodecError
 from towerd.errors import InvalidRequest, NotFound, StoreError, ThawError
 from towerd.store.bases import BaseTable
-from towerd.store.collect import OnRemove, delete, forget
+from towerd.store.cold_row import (
+    decode_turns,
+    encode_marks,
+    encode_turns,
+    mark_ends,
+    marks_of,
+    row_digest,
+)
+from towerd.store.collect import delete, forget
 from towerd.store.growth import Growth
 from towerd.store.history import (
     History,
@@ -41,17 +47,13 @@ from towerd.store.sessions import RECOGNISED_TOKENS_MIN, Located, SessionTable
 from towerd.store.state import StoreState
 from towerd.store.turn import Base, SessionInfo
 
-DIGEST_BYTES = 16
 CANDIDATES_MAX = 64
 """Of the frozen sessions that a prompt goes on equally far, so many are looked at."""
-_ROW = (
-    "SELECT base, n_base, turns, marks, digest, blob FROM cold JOIN blobs USING (session)"
-    " WHERE session = ? AND frozen = ?"
-)
 _IS_STILL = "SELECT 1 FROM cold WHERE session = ? AND digest = ? AND frozen = 1"
-_TURNS = (
-    "SELECT id, parent, n_prompt, n_reply, n_cached, started, created, finished FROM turns"
-    " WHERE session = ? ORDER BY id"
+_FACTS = ("id", "parent", "n_prompt", "n_reply", "n_cached", "started", "created", "finished")
+_WITHOUT_TOKENS = (
+    "SELECT id, n_prompt, n_prompt + n_reply, n_cached FROM turns"
+    " WHERE session = ? AND reply_node IS NULL AND tail = x'' ORDER BY id"
 )
 
 Lock = Callable[[], AbstractContextManager[None]]
@@ -119,7 +121,7 @@ class Frozen:
     def _turns(self) -> list[tuple[int, PastTurn]]:
         known = {row[0]: row[1:] for row in self.rows}
         places: dict[int, int] = {}
-        found = []
+        found: list[tuple[int, PastTurn]] = []
         try:
             decoded = decode_turns(self.turns)
         except CodecError as error:
@@ -128,6 +130,10 @@ class Frozen:
             if id not in known:
                 raise _damaged(self.info.id, f"its turn {id} is gone from the catalog")
             parent, n_prompt, n_reply, n_cached, started, created, finished = known[id]
+            n = n_prompt + n_reply
+            n_origin = found[origin][1].n if 0 <= origin < place else 0
+            if not (0 <= n_prompt <= n and 0 <= n_cached <= n and n_shared <= min(n, n_origin)):
+                raise _damaged(self.info.id, f"its turn {id} does not fit those before it")
             places[id] = place
             turn = PastTurn(
                 places.get(parent), origin, n_shared, n_prompt, n_reply, n_cached, started,
@@ -141,15 +147,18 @@ class ColdTable:
     """The frozen sessions of one open store. Thread-safe."""
 
     def __init__(
-        self, state: StoreState, sessions: SessionTable, bases: BaseTable, lock: Lock,
-        growing: Growing, on_remove: OnRemove,
-    ) -> None:  # fmt: skip
+        self,
+        state: StoreState,
+        sessions: SessionTable,
+        bases: BaseTable,
+        lock: Lock,
+        growing: Growing,
+    ) -> None:
         self._state = state
         self._sessions = sessions
         self._bases = bases
         self._lock = lock
         self._growing = growing
-        self._on_remove = on_remove
         self._marks = MarkIndex()
         self._marks.load(
             state.catalog.rows(
@@ -251,7 +260,7 @@ class ColdTable:
 
         Raises SessionBusy if the session went on meanwhile, DiskFull."""
         turns = encode_turns(warm.turn_ids, history.turns)
-        marks = _marks_of(history, warm.taken.info.scope)
+        marks = marks_of(history, warm.taken.info.scope)
         digest = row_digest(warm.n_base, turns, marks, blob)
         with self._lock():
             self._check_same(warm)
@@ -265,7 +274,7 @@ class ColdTable:
                     " VALUES (?, ?, ?, ?, ?, ?)",
                     (pk, base, warm.n_base, turns, marks, digest),
                 )
-                run("INSERT INTO blobs VALUES (?, ?)", (pk, blob))
+                run("INSERT INTO blobs(session, blob) VALUES (?, ?)", (pk, blob))
             copy = self._read(warm.session, frozen=False)
         assert copy is not None
         return copy
@@ -298,7 +307,7 @@ class ColdTable:
                 )
                 delete(state, doomed, files)
             self._marks.add(pk, marks)
-            forget(state, doomed, files, self._on_remove)
+            forget(state, doomed, files)
         return doomed
 
     def recode(self, frozen: Frozen, blob: bytes) -> None:
@@ -331,15 +340,28 @@ class ColdTable:
             with self._growing() as growth:
                 for place, turn_id in enumerate(frozen.turn_ids()):
                     turn, data = history.turns[place], history.ids(place).tobytes()
-                    ends = growth.grow_turn(data, scope, turn.n_prompt, turn.n_cached)
-                    tail = data[turn.n_cached * ID_BYTES :]
-                    self._state.catalog.run(
-                        "UPDATE turns SET prompt_node = ?, reply_node = ?, tail = ? WHERE id = ?",
-                        (ends[0].id or None, ends[1].id or None, tail, turn_id),
-                    )
-                self._forget_rows(pk)
-                self._state.catalog.run("UPDATE sessions SET cold_bytes = 0 WHERE pk = ?", (pk,))
+                    self._give_back(growth, turn_id, data, scope, turn.n_prompt, turn.n_cached)
+                self._thawed(pk)
             self._marks.discard(pk)
+        return True
+
+    def recover(self, id: str, scope: str, prompt: bytes) -> bool:
+        """Give a frozen session that cannot be decoded its tokens back from a prompt (int32 LE)
+        that begins with all of them; whether it does. The hash in the session's blob proves it, or
+        else its marks. Raises DiskFull."""
+        with self._lock():
+            session = self._sessions.lookup(id, scope)
+            if session is None or not self._sessions.info(session).cold_bytes:
+                return False
+            turns = self._state.catalog.rows(_WITHOUT_TOKENS, (session.pk,))
+            if not self._has_said(session, scope, turns, prompt):
+                return False
+            with self._growing() as growth:
+                for turn_id, n_prompt, n, n_cached in turns:
+                    data = prompt[: n * ID_BYTES]
+                    self._give_back(growth, turn_id, data, scope, n_prompt, n_cached)
+                self._thawed(session.pk)
+            self._marks.discard(session.pk)
         return True
 
     def forget(self, session: int) -> None:
@@ -358,22 +380,26 @@ class ColdTable:
                     frozen.turn_ids()
             except NotFound:
                 continue  # removed since the list was made
-            except ThawError as error:
+            except StoreError as error:
                 yield str(error)
 
     # --- inside ---------------------------------------------------------------------------
 
     def _read(self, session: Located, *, frozen: bool) -> Frozen | None:
-        rows = self._state.catalog.rows(_ROW, (session.pk, int(frozen)))
-        if not rows:
+        sealed, pk = self._state.catalog.sealed, (session.pk,)
+        rows = sealed("cold", "session = ? AND frozen = ?", (*pk, int(frozen)))
+        blobs = sealed("blobs", "session = ?", pk)
+        if not rows or not blobs:
             return None
-        base_id, n_base, turns, marks, digest, blob = rows[0]
+        turns, marks, digest = (rows[0][name] for name in ("turns", "marks", "digest"))
+        base_id, n_base, blob = rows[0]["base"], rows[0]["n_base"], blobs[0]["blob"]
         base = self._state.trie.nodes.get(base_id) if base_id is not None else None
         is_right = n_base == (0 if base is None else base.p1)
         if not is_right or row_digest(n_base, turns, marks, blob) != digest:
             raise _damaged(session.id, "the checksum of its coded tokens does not match")
         ids = ids_array(base.prefix_bytes() if base is not None else b"")
-        facts = self._state.catalog.rows(_TURNS, (session.pk,))
+        facts = [tuple(turn[name] for name in _FACTS)
+                 for turn in sealed("turns", "session = ? ORDER BY id", pk)]  # fmt: skip
         info = self._sessions.info(session)
         bases = visible_bases(self._bases, info.scope)
         return Frozen(session, info, ids, turns, blob, facts, bases, digest)
@@ -390,6 +416,41 @@ class ColdTable:
         """Row ids are used again: a session of this name that took the place of a removed one may
         have all of them."""
         return turn_rows(self._state, warm.session) == warm.taken.turns
+
+    def _has_said(
+        self, session: Located, scope: str, turns: list[tuple[int, int, int, int]], prompt: bytes
+    ) -> bool:
+        """Whether each of `turns` (id, n_prompt, n, n_cached) is the beginning of `prompt`."""
+        n_all = max((n for _, _, n, _ in turns), default=0)
+        fits = all(0 <= n_prompt <= n and 0 <= n_cached <= n for _, n_prompt, n, n_cached in turns)
+        rows = self._state.catalog.rows(
+            "SELECT n_base, marks, blob FROM cold LEFT JOIN blobs USING (session)"
+            " WHERE session = ?",
+            (session.pk,),
+        )
+        if not rows or not fits or not 0 < n_all * ID_BYTES <= len(prompt):
+            return False
+        n_base, marks, blob = rows[0]
+        own = ids_array(prompt[n_base * ID_BYTES : n_all * ID_BYTES])
+        if container.claimed_hash(blob or b"") == ids_hash(own):
+            return True
+        ends = mark_ends((n_prompt, n_cached) for _, n_prompt, _, n_cached in turns)
+        return bool(ends) and encode_marks(marks_at(prompt, scope, ends)) == marks
+
+    def _give_back(
+        self, growth: Growth, turn_id: int, data: bytes, scope: str, n_prompt: int, n_cached: int
+    ) -> None:
+        """Let a turn have its tokens again, in a transaction."""
+        ends = growth.grow_turn(data, scope, n_prompt, n_cached)
+        self._state.catalog.run(
+            "UPDATE turns SET prompt_node = ?, reply_node = ?, tail = ? WHERE id = ?",
+            (ends[0].id or None, ends[1].id or None, data[n_cached * ID_BYTES :], turn_id),
+        )
+
+    def _thawed(self, pk: int) -> None:
+        """All its turns have their tokens: forget the blob, in a transaction."""
+        self._forget_rows(pk)
+        self._state.catalog.run("UPDATE sessions SET cold_bytes = 0 WHERE pk = ?", (pk,))
 
     def _forget_rows(self, pk: int) -> None:
         self._state.catalog.run("DELETE FROM blobs WHERE session = ?", (pk,))
@@ -424,48 +485,7 @@ class SessionBusy(StoreError):
 
     status = 409
     kind = "invalid_request_error"
-
-
-def encode_turns(ids: Sequence[int], turns: Sequence[PastTurn]) -> bytes:
-    """What a blob needs to know of its turns besides what the catalog has: varints of how many,
-    and of each its id less the one before, turns back to its origin, tokens shared with it."""
-    out = [varint.put(len(ids))]
-    before = 0
-    for place, (id, turn) in enumerate(zip(ids, turns, strict=True)):
-        out.append(varint.put_all((id - before, place - turn.origin, turn.n_shared)))
-        before = id
-    return b"".join(out)
-
-
-def decode_turns(data: bytes) -> list[tuple[int, int, int]]:
-    """(id, place of its origin, tokens shared) of each turn. Raises CodecError."""
-    reader = varint.Reader(data)
-    found, id = [], 0
-    for place in range(reader.number()):
-        step, back, n_shared = reader.numbers(3)
-        id += step
-        found.append((id, place - back, n_shared))
-    reader.end()
-    return found
-
-
-def _marks_of(history: History, scope: str) -> bytes:
-    """Where its turns' prompts and replies end, as far as they have rows, for `MarkIndex`."""
-    found: set[int] = set()
-    for place, turn in enumerate(history.turns):
-        ends = {min(turn.n_prompt, turn.n_cached), turn.n_cached}
-        wanted = [end for end in ends if end >= RECOGNISED_TOKENS_MIN]
-        if wanted:
-            found.update(marks_at(history.ids(place).tobytes(), scope, wanted))
-    return np.array(sorted(found), "<u8").tobytes()
-
-
-def row_digest(n_base: int, turns: bytes, marks: bytes, blob: bytes) -> bytes:
-    """What guards a frozen session's bytes: BLAKE2b-128 of all of them."""
-    h = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    for part in (varint.put(n_base), turns, marks, blob):
-        h.update(varint.put(len(part)) + part)
-    return h.digest()
+    stands_for = ""
 
 
 def _damaged(id: str, what: str) -> ThawError:

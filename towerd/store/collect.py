@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from towerd.store.boundary_check import stray_boundaries
 from towerd.store.directory import remove_file
@@ -12,9 +11,6 @@ from towerd.store.node import Node
 from towerd.store.rows import uncatalogue
 from towerd.store.segment_file import SegmentFile
 from towerd.store.state import StoreState
-
-OnRemove: TypeAlias = Callable[[Node, SegmentFile | None], None]
-"""(node, the file that it was the last to view)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +29,6 @@ def collect(
     keep: Collection[int],
     quarantine_days: float,
     writing: Collection[str],
-    on_remove: OnRemove,
     *,
     dry_run: bool = False,
 ) -> GcReport:
@@ -53,11 +48,12 @@ def collect(
         return GcReport(len(doomed), n_files, freed + directory.leftovers(writing, quarantine_days))
     with state.catalog.transaction():
         delete(state, doomed, unviewed)
-    freed = forget(state, doomed, unviewed, on_remove)
+    freed = forget(state, doomed, unviewed)
     freed += sum(directory.remove(name) for name in strays)
     freed += sum(remove_file(path) for path in boundaries)
     freed += directory.sweep_tmp(writing)
     freed += directory.empty_quarantine(quarantine_days)
+    state.catalog.shrink()
     return GcReport(len(doomed), n_files, freed)
 
 
@@ -68,17 +64,11 @@ def delete(state: StoreState, doomed: Sequence[Node], unviewed: Sequence[Segment
     state.catalog.run_many("DELETE FROM files WHERE id = ?", [(f.id,) for f in unviewed])
 
 
-def forget(
-    state: StoreState,
-    doomed: Sequence[Node],
-    unviewed: Sequence[SegmentFile],
-    on_remove: OnRemove,
-) -> int:
+def forget(state: StoreState, doomed: Sequence[Node], unviewed: Sequence[SegmentFile]) -> int:
     """Take them out of memory and from the disk; the bytes that the files had."""
     for node in doomed:
-        file = node.file
         _detach(state, node)
-        on_remove(node, None if file is None or file.nodes else file)
+        state.listener.removed(node)
     freed = 0
     for file in unviewed:
         state.forget_file(file)

@@ -15,7 +15,8 @@ DAY_S = 86_400.0
 
 class Directory:
     """`segments/` holds catalogued files, `tmp/` those being written, `quarantine/` damaged
-    ones, `tables/`, which is made when it is needed, what frozen sessions are read with. Directories are 0700, files 0600."""
+    ones, `journal/` the second copy of the catalog, `tables/`, which is made when it is needed,
+    what frozen sessions are read with. Directories are 0700, files 0600."""
 
     def __init__(self, root: Path) -> None:
         """Create what is missing and prove that it can be written.
@@ -25,11 +26,12 @@ class Directory:
         self.segments = root / "segments"
         self.tmp = root / "tmp"
         self.quarantine = root / "quarantine"
+        self.journal = root / "journal"
         self.tables = root / "tables"
         self.catalog = root / "catalog.sqlite"
         self.lock = root / "lock"
         with durable.store_errors(f"the store directory {root} cannot be used"):
-            for path in (root, self.segments, self.tmp, self.quarantine):
+            for path in (root, self.segments, self.tmp, self.quarantine, self.journal):
                 path.mkdir(mode=0o700, parents=path == root, exist_ok=True)
                 if path != root and path.is_symlink():
                     raise StoreError(f"{path} is a link; a store must be one directory")

@@ -18,14 +18,14 @@ from towerd.errors import InvalidRequest
 from towerd.store.bases import BaseTable
 from towerd.store.growth import Growth
 from towerd.store.node import ID_BYTES, PUBLIC, Ids, ids_array
-from towerd.store.sessions import Located, SessionTable, check_name
+from towerd.store.sessions import Located, SessionTable, check_name, tokens_lost
 from towerd.store.state import StoreState
 from towerd.store.turn import Base, SessionInfo
 
-_TURNS = (
-    "SELECT id, parent, coalesce(reply_node, 0), n_prompt, n_reply, n_cached, started, created,"
-    " finished, tail FROM turns WHERE session = ? ORDER BY id"
-)
+_TURN = (
+    "id", "parent", "reply_node", "n_prompt", "n_reply", "n_cached", "started", "created",
+    "finished", "tail",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,13 +154,16 @@ class Taken:
 def take_history(
     state: StoreState, table: SessionTable, bases: BaseTable, session: Located
 ) -> Taken:
-    """Copy all that a session's history consists of, under the lock. Raises SessionFrozen."""
+    """Copy all that a session's history consists of, under the lock. Raises SessionFrozen, and
+    StoreError if damage took the tokens of a turn."""
     table.check_thawed(session)
     info = table.info(session)
     rows = turn_rows(state, session)
     nodes: dict[int, tuple[int, bytes]] = {}
     for row in rows:
         node = state.trie.nodes[row[2]] if row[2] else state.trie.root
+        if node.p1 != row[5]:
+            raise tokens_lost(session)
         while node.parent is not None and node.id not in nodes:
             nodes[node.id] = (node.parent.id, node.ids)
             node = node.parent
@@ -168,8 +171,10 @@ def take_history(
 
 
 def turn_rows(state: StoreState, session: Located) -> list[tuple[Any, ...]]:
-    """What the catalog has of each turn, the oldest first."""
-    return state.catalog.rows(_TURNS, (session.pk,))
+    """What the catalog has of each turn, the oldest first; the node of a turn without one is 0."""
+    turns = state.catalog.sealed("turns", "session = ? ORDER BY id", (session.pk,))
+    return [tuple((turn | {"reply_node": turn["reply_node"] or 0})[name] for name in _TURN)
+            for turn in turns]  # fmt: skip
 
 
 def visible_bases(bases: BaseTable, scope: str) -> list[Base]:

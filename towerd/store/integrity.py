@@ -133,7 +133,7 @@ def _catalog_problems(state: StoreState, nodes: list[Node]) -> Iterator[str]:
         yield "the files in memory and in the catalog differ"
     for id, name in state.catalog.rows(_LOST):
         yield f"turn {id} of session {name!r} has no tokens, and the session is not frozen"
-    yield from state.catalog.quick_check()
+    yield from state.catalog.problems()
 
 
 def _row(node: Node) -> tuple[Any, ...]:

@@ -65,8 +65,9 @@ class MarkIndex:
         return len(self._marks)
 
     def load(self, rows: Iterable[tuple[int, bytes]]) -> None:
-        """Take the place of all by (session, its marks as they are stored)."""
-        found = list(rows)
+        """Take the place of all by (session, its marks as they are stored). Of a damaged row that
+        does not end with a whole mark the rest is left out."""
+        found = [(pk, marks[: len(marks) // MARK_BYTES * MARK_BYTES]) for pk, marks in rows]
         data = b"".join(marks for _, marks in found)
         counts = [len(marks) // MARK_BYTES for _, marks in found]
         marks = np.frombuffer(data, "<u8").astype(np.uint64)

@@ -7,6 +7,8 @@ from typing import TypeAlias
 
 import msgspec
 
+from towerd.drift import Drift
+
 Spans: TypeAlias = tuple[tuple[int, int], ...]
 """[start, stop) of some of a module's tokens, ascending and apart, counted from its first."""
 
@@ -20,18 +22,27 @@ class Module:
     digest: str
     """BLAKE2b-256 of the module's own ids, hex."""
     percent: float
-    """Which share of its tokens the operator wants evaluated again where it is spliced in."""
+    """The least share of its tokens that the operator wants evaluated again at each splice."""
     spans: Spans
-    """Those tokens: where its rows deviate most from those after other text."""
+    """The tokens that are: where its rows deviate most from those after other text."""
     kl: float
     """Measured drift: mean KL divergence of the next-token distributions after it, in nats."""
     top1: float
     """Share of those distributions whose most likely token is the same."""
+    floor_kl: float = 0.0
+    """The model's noise on the same tokens; 0 for a module that was measured without it."""
+    fidelity: str = ""
+    """The fidelity whose bound `spans` were chosen for; "" for a module from before that."""
 
     @property
     def n_recomputed(self) -> int:
         """Tokens evaluated again at each splice."""
         return sum(stop - start for start, stop in self.spans)
+
+    @property
+    def drift(self) -> Drift:
+        """What splicing it in costs."""
+        return Drift(self.kl, self.floor_kl)
 
     def to_json(self) -> str:
         """The catalog's text."""

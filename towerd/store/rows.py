@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from towerd.errors import DiskFull, RowsDamaged, StoreError
+from towerd.errors import DiskFull, RowsDamaged, SegmentsGone, StoreError
 from towerd.slots.errors import StateError
 from towerd.slots.rows import KVRows
 from towerd.slots.runs import Runs
@@ -62,11 +62,28 @@ class RowStore:
         self._pool = pool
         self.writing: set[str] = set()
         """Names of files that are not in the catalog yet; gc must leave them alone."""
+        self.is_trusted = True
+        """Whether rows are those of the weights that are loaded; see `distrust`."""
+
+    def distrust(self, since: float) -> None:
+        """Have no rows, and take none, until the store is opened again: the weights changed at
+        some time after `since` (Unix). Rows in memory and files made since then go; tokens stay."""
+        state = self._state
+        with state.lock:
+            self.is_trusted = False
+            for node in state.trie.nodes.values():
+                self.drop_hot(node)
+            made_since = state.catalog.rows("SELECT id FROM files WHERE created >= ?", (since,))
+            files = [state.files[id] for (id,) in made_since if id in state.files]
+        for file in files:
+            self.drop_file(file)
 
     def plan(self, nodes: Sequence[Node], start: int, stop: int, *, exact: bool) -> list[RowsPart]:
         """The rows of [start, stop) along a path, up to the first token without any; `exact`:
         as if there were none but those that prefill computes."""
         parts: list[RowsPart] = []
+        if not self.is_trusted:
+            return parts
         at = start
         for node in nodes:
             if node.p1 <= at or at >= stop:
@@ -89,6 +106,8 @@ class RowStore:
     def load_each(self, part: RowsPart) -> Iterator[KVRows]:
         """The rows piece by piece, each checked when it is asked for; raises as `load`. Whoever
         took some pieces has them, whatever becomes of the rest."""
+        if not self.is_trusted:
+            raise RowsDamaged("the model's file was changed, so rows are not used")
         if isinstance(part.source, Runs):
             yield from part.source.slice(part.p0, part.p1)
             return
@@ -122,21 +141,34 @@ class RowStore:
         is_exact = rows.is_native and not derived
         taken = []
         with state.lock:
-            for node in _covered(nodes, rows.p0, rows.p1):
+            for node in _covered(nodes, rows.p0, rows.p1) if self.is_trusted else ():
                 if node.hot is not None and (node.has_exact_hot or not is_exact):
                     continue
-                self.drop_hot(node)
+                n_before = 0 if node.hot is None else node.hot.nbytes
                 node.hot, node.derived = rows.slice(node.p0, node.p1), derived
-                state.hot_bytes += node.hot.nbytes
+                state.hot_bytes += node.hot.nbytes - n_before
                 taken.append(node)
+            state.listener.became_hot(taken)
         return taken
+
+    def unshare(self, node: Node) -> None:
+        """Copy a node's rows in memory out of the buffers that they share with others."""
+        rows = node.hot
+        copy = None if rows is None else rows.copy()
+        with self._state.lock:
+            if node.hot is rows:  # else it was cut, or let go of, meanwhile
+                node.hot = copy
 
     def drop_hot(self, node: Node) -> int:
         """Let go of a node's rows in memory; returns their bytes."""
-        with self._state.lock:
-            n_bytes = 0 if node.hot is None else node.hot.nbytes
+        state = self._state
+        with state.lock:
+            if node.hot is None:
+                return 0
+            n_bytes = node.hot.nbytes
             node.hot = None
-            self._state.hot_bytes -= n_bytes
+            state.hot_bytes -= n_bytes
+            state.listener.left_hot(node)
         return n_bytes
 
     def write(self, nodes: Sequence[Node], *, replace: bool = False) -> SegmentFile:
@@ -148,6 +180,7 @@ class RowStore:
             return node.file is None or (replace and not node.has_exact_file)
 
         with state.lock:
+            nodes = _as_split(nodes)
             if nodes and not any(wants(node) for node in nodes):
                 assert nodes[-1].file is not None
                 return nodes[-1].file
@@ -158,7 +191,7 @@ class RowStore:
 
         file = self.write_draft(draft, targets)
         if file is None:
-            raise StoreError("the segments were removed while their rows were written")
+            raise SegmentsGone("the segments were removed while their rows were written")
         return file
 
     def write_draft(
@@ -292,6 +325,7 @@ def _adopt(
     for old in unviewed:
         old.successor = file
         state.forget_file(old)
+    state.listener.became_warm(file)
     return file, unviewed
 
 
@@ -322,6 +356,20 @@ def _covered(nodes: Sequence[Node], p0: int, p1: int) -> list[Node]:
     if not alive:
         return []
     return [node for node in alive[-1].path() if node.p0 >= p0 and node.p1 <= p1]
+
+
+def _as_split(nodes: Sequence[Node]) -> Sequence[Node]:
+    """Consecutive nodes without those that were removed, and with what splits put between them.
+    Raises SegmentsGone if all were removed."""
+    alive = [node for node in nodes if not node.removed]
+    if nodes and not alive:
+        raise SegmentsGone("the segments were removed before their rows were written")
+    found: list[Node] = []
+    at = alive[-1] if alive else None
+    while at is not None and at is not alive[0]:
+        found.append(at)
+        at = at.parent
+    return [alive[0], *reversed(found)] if at is not None else nodes
 
 
 def _draft(nodes: Sequence[Node], state: StoreState) -> Draft:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from towerd.errors import InvalidRequest, NotFound, SessionFrozen, StoreError
+from towerd.errors import InvalidRequest, NotFound, SessionFrozen, StoreError, TokensLost
 from towerd.store.catalog import Catalog
 from towerd.store.node import Node
 from towerd.store.turn import SessionInfo, Turn, TurnInfo
@@ -67,7 +67,8 @@ class SessionTable:
             raise NotFound(f"there is no session {id!r}")
         if len(rows) > 1:
             scopes = ", ".join(sorted(row[2] for row in rows))
-            raise StoreError(f"several tenants have a session {id!r}: name one of {scopes}")
+            message = f"several tenants have a session {id!r}: name one of {scopes}"
+            raise StoreError(message, public=message)
         return Located(rows[0][0], rows[0][1])
 
     def enter(self, turn: Turn, known: Iterable[Node], now: float) -> tuple[Located, bool]:
@@ -167,13 +168,17 @@ class SessionTable:
 
     def leaf_ids(self, session: Located) -> tuple[int, bytes]:
         """(reply node, 0 for the root; tail ids) of the current leaf turn. Raises
-        SessionFrozen if they are coded."""
-        rows = self.catalog.rows(
-            "SELECT coalesce(reply_node, 0), tail FROM turns WHERE id = ?", (self._leaf(session),)
-        )
-        if not rows or rows[0] == (0, b""):
-            self.check_thawed(session)
-        return rows[0] if rows else (0, b"")
+        SessionFrozen if they are coded, StoreError if damage took them."""
+        (row,) = self.catalog.sealed("sessions", "pk = ?", (session.pk,))
+        if not row["n_tokens"]:
+            return 0, b""
+        for turn in self.catalog.sealed("turns", "id = ?", (row["leaf"],)):
+            has_tokens = turn["reply_node"] is not None or turn["tail"]
+            if row["cold_bytes"] and not has_tokens:
+                self.check_thawed(session)
+            if turn["reply_node"] is not None or turn["n_cached"] == 0:
+                return turn["reply_node"] or 0, turn["tail"]
+        raise tokens_lost(session)
 
     def rename(self, session: Located, title: str) -> None:
         """Set the title. Raises InvalidRequest if it is too long."""
@@ -222,6 +227,14 @@ class SessionTable:
             if rows:
                 return int(rows[0][0])
         return None
+
+
+def tokens_lost(session: Located) -> TokensLost:
+    """The error for a turn whose tokens neither the catalog nor its journal has."""
+    return TokensLost(
+        f"Session {session.id!r} lost tokens when the catalog and its journal were both damaged: "
+        "import a copy of it, or remove it with towerctl sessions rm."
+    )
 
 
 def check_name(name: str) -> None:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from towerd.slots.fingerprint import Fingerprint
 from towerd.store.catalog import Catalog
 from towerd.store.directory import Directory
+from towerd.store.listener import Listener
 from towerd.store.node import Node
 from towerd.store.segment_file import Mappings, SegmentFile
 from towerd.store.trie import Trie
@@ -44,6 +45,7 @@ class StoreState:
     """Files of this fingerprint on disk."""
     touched: set[Node] = field(default_factory=set)
     """Nodes whose last use is not in the catalog yet."""
+    listener: Listener = field(default_factory=Listener)
 
     def touch(self, node: Node) -> None:
         """Note a use of `node` and of everything it stands on; reaches the disk in batches."""
@@ -78,3 +80,4 @@ class StoreState:
         self.mappings.forget(file)
         if self.files.pop(file.id, None) is not None:
             self.warm_bytes -= file.nbytes
+            self.listener.left_warm(file)

@@ -17,18 +17,21 @@ from towerd.slots.fingerprint import Fingerprint
 from towerd.slots.rows import KVRows
 from towerd.slots.runs import Runs
 from towerd.store import durable
-from towerd.store.bases import BaseTable, is_pinned_by_catalog
+from towerd.store.bases import BaseTable
 from towerd.store.catalog import Catalog
 from towerd.store.cold import ColdTable
-from towerd.store.collect import GcReport, OnRemove, collect, drop_foreign
+from towerd.store.collect import GcReport, collect, drop_foreign
 from towerd.store.directory import Directory
 from towerd.store.growth import Growth
 from towerd.store.history import History, add_history, take_history
 from towerd.store.integrity import problems
+from towerd.store.journal.upkeep import Upkeep
+from towerd.store.listener import Listener
 from towerd.store.loader import add_pins, load_state
 from towerd.store.lock import StoreLock
 from towerd.store.module import Module
 from towerd.store.node import ID_BYTES, PUBLIC, Ids, Node, ids_array, ids_bytes, path_bytes
+from towerd.store.pins import PinTable
 from towerd.store.reencode import Wish, reencode
 from towerd.store.rows import RowsPart, RowStore
 from towerd.store.segment_file import SegmentFile, quantized_bytes
@@ -47,24 +50,20 @@ SESSIONS_MAX = 1_000_000
 
 class Store:
     """Synchronous and thread-safe. Every change is durable when its method returns, except
-    uses (`touch`), which are flushed in batches.
-
-    `on_split(lower, upper)` and `on_remove`, if set, are called under the lock after a
-    node was split or removed; they must be quick and must not call the store."""
+    uses (`touch`), which are flushed in batches."""
 
     def __init__(self, state: StoreState, lock_file: StoreLock, pool: ThreadPoolExecutor) -> None:
         """Use `Store.open`."""
         self.state = state
         self.rows = RowStore(state, pool)
-        self.on_split: Callable[[Node, Node], None] | None = None
-        self.on_remove: OnRemove | None = None
         self._lock_file = lock_file
         self._pool = pool
         self._sessions = SessionTable(state.catalog, state.fingerprint_pk)
         self._bases = BaseTable(state.catalog, state.fingerprint_pk)
+        self._pins = PinTable(state)
         self._is_open = True
-        tables, lock = (self._sessions, self._bases), self._open_lock
-        self.cold = ColdTable(state, *tables, lock, self._growing, self._removed)
+        self.cold = ColdTable(state, self._sessions, self._bases, self._open_lock, self._growing)
+        self._upkeep = Upkeep(state.catalog, self._open_lock)
 
     @classmethod
     def open(
@@ -101,7 +100,7 @@ class Store:
 
     def close(self) -> None:
         """Flush uses, close the catalog, release the lock. Rows in use stay readable."""
-        with self.state.lock:
+        with self._upkeep.paused(), self.state.lock:
             if not self._is_open:
                 return
             self._is_open = False
@@ -112,6 +111,11 @@ class Store:
                 self.state.mappings.clear()
                 self.state.catalog.close()
                 self._lock_file.release()
+
+    def listen(self, listener: Listener) -> None:
+        """Tell `listener`, and nobody else, of every change from now on."""
+        with self._open_lock():
+            self.state.listener = listener
 
     def __enter__(self) -> Store:
         return self
@@ -171,9 +175,10 @@ class Store:
             self.state.touch(node)
 
     def flush(self) -> None:
-        """Write the noted uses; meant for idle moments."""
+        """Write the noted uses and look after the catalog; meant for idle moments."""
         with self._open_lock():
             self._flush()
+        self._upkeep.rest()
 
     # --- rows -----------------------------------------------------------------------------
 
@@ -207,16 +212,21 @@ class Store:
         `derived`: computed after approximate rows. Raises StateError for another layout."""
         return self.rows.attach_hot(nodes, rows, derived=derived)
 
+    def unshare(self, node: Node) -> None:
+        """Give a node's rows in memory a buffer of their own."""
+        self.rows.unshare(node)
+
     def drop_hot(self, node: Node) -> int:
         """Let go of a node's rows in memory; returns their bytes."""
         return self.rows.drop_hot(node)
 
     def write_rows(self, nodes: Sequence[Node], *, replace: bool = False) -> SegmentFile:
         """Write consecutive hot nodes of one path and scope into one file; durable. If all
-        have files already, the last one's is returned. `replace`: a file whose rows are not
-        exact counts as none.
+        have files already, the last one's is returned. What a split made of them meanwhile is
+        written, too. `replace`: a file whose rows are not exact counts as none.
 
-        Raises DiskFull (nothing is left behind) or StoreError (not hot, not consecutive)."""
+        Raises SegmentsGone (they were removed meanwhile), DiskFull (nothing is left behind) or
+        StoreError (not hot, not consecutive)."""
         self._check_open()
         return self.rows.write(nodes, replace=replace)
 
@@ -340,28 +350,17 @@ class Store:
     def pin(self, node_id: int) -> None:
         """Keep a node and its path from eviction and gc. Pinning twice is pinning once."""
         with self._open_lock():
-            node, catalog = self.node(node_id), self.state.catalog
-            if not is_pinned_by_catalog(catalog, node):
-                with catalog.transaction():
-                    catalog.run("INSERT INTO pins VALUES (?, ?)", (node_id, self.state.clock()))
-                add_pins(node, 1)
+            self._pins.add(self.node(node_id))
 
     def unpin(self, node_id: int) -> None:
         """Undo `pin`. Raises NotFound if there is no such segment or it is not pinned."""
         with self._open_lock():
-            node, catalog = self.node(node_id), self.state.catalog
-            if not is_pinned_by_catalog(catalog, node):
-                raise NotFound(f"segment {node_id} is not pinned")
-            with catalog.transaction():
-                catalog.run("DELETE FROM pins WHERE node = ?", (node_id,))
-            add_pins(node, -1)
+            self._pins.remove(self.node(node_id))
 
     def pins(self) -> list[Node]:
         """The nodes that `pin` was called for."""
         with self._open_lock():
-            nodes = self.state.trie.nodes
-            rows = self.state.catalog.rows("SELECT node FROM pins ORDER BY node")
-            return [nodes[id] for (id,) in rows if id in nodes]
+            return self._pins.listing()
 
     def add_base(
         self, name: str, ids: Ids, scope: str, level: int, public: bool,
@@ -410,15 +409,20 @@ class Store:
     ) -> GcReport:
         """Remove, or only count, what no session, base or pin needs; `keep`: ids of live nodes."""
         with self._open_lock():
-            known = self.state, keep, quarantine_days, self.rows.writing, self._removed
-            return collect(*known, dry_run=dry_run)
+            known = self.state, keep, quarantine_days, self.rows.writing
+            report = collect(*known, dry_run=dry_run)
+        if not dry_run:
+            self._upkeep.purge()
+        return report
 
     def verify(
         self, progress: Callable[[int, int], None] | None = None, *, repair: bool = False
     ) -> VerifyReport:
         """Re-read everything and compare; `progress(done_bytes, total_bytes)`. `repair`: damaged
-        files go to quarantine. The lock is not held while files are read."""
-        return verify(self.state, self.rows, self.cold, self._pool, progress, repair=repair)
+        files go to quarantine, and of catalog and journal the damaged one is made anew from the
+        other. The lock is not held while files are read."""
+        parts = self.state, self.rows, self.cold, self._upkeep, self._pool
+        return verify(*parts, progress, repair=repair)
 
     def check_integrity(self, *, keys: bool = False) -> None:
         """AssertionError unless trie, catalog, files and sums agree; `keys`: recompute them."""
@@ -445,6 +449,7 @@ class Store:
                     state.catalog.rows("SELECT coalesce(sum(bytes), 0) FROM files")[0][0]
                 ),
                 "catalog_bytes": state.catalog.bytes_on_disk(),
+                "journal_bytes": state.catalog.journal.nbytes(),
             }
 
     def get_meta(self, key: str) -> str | None:
@@ -483,17 +488,12 @@ class Store:
 
     @contextmanager
     def _growing(self) -> Iterator[Growth]:
-        """A transaction that may grow the trie; tells `on_split` once it is durable."""
+        """A transaction that may grow the trie; tells of splits once it is durable."""
         state = self.state
         with state.catalog.transaction() as undo:
             growth = Growth(
                 state.catalog, state.trie, state.fingerprint_pk, state.digest, state.clock(), undo
             )
             yield growth
-        if self.on_split is not None:
-            for lower, upper in growth.splits:
-                self.on_split(lower, upper)
-
-    def _removed(self, node: Node, file: SegmentFile | None) -> None:
-        if self.on_remove is not None:
-            self.on_remove(node, file)
+        for lower, upper in growth.splits:
+            state.listener.split(lower, upper)

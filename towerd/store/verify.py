@@ -16,7 +16,9 @@ from towerd.store.boundary_check import boundary_files, boundary_problem, stray_
 from towerd.store.boundary_file import SUFFIX
 from towerd.store.cold import ColdTable
 from towerd.store.collect import orphans
+from towerd.store.database import CatalogDamaged
 from towerd.store.integrity import problems
+from towerd.store.journal.upkeep import Upkeep
 from towerd.store.rows import RowStore
 from towerd.store.run import decode_runs
 from towerd.store.segment_file import Claim, blob_rows, check_claim, check_pieces, map_file
@@ -41,6 +43,8 @@ class VerifyReport:
     problems: tuple[str, ...]
     frozen_sessions: int = 0
     """Of the sessions, those whose coded tokens were checked."""
+    recovered: tuple[str, ...] = ()
+    """What had to be recovered of catalog and journal since the store was opened, in sentences."""
 
     @property
     def ok(self) -> bool:
@@ -49,12 +53,12 @@ class VerifyReport:
 
 
 def verify(
-    state: StoreState, rows: RowStore, cold: ColdTable, pool: Executor,
+    state: StoreState, rows: RowStore, cold: ColdTable, upkeep: Upkeep, pool: Executor,
     progress: Callable[[int, int], None] | None, *, repair: bool,
 ) -> VerifyReport:  # fmt: skip
     """Check the accounting, then every file of every fingerprint and every frozen session."""
-    with state.lock:
-        found = problems(state, keys=True)
+    with upkeep.paused(), state.lock:
+        found = problems(state, keys=True) + state.catalog.journal_problems()
         n_orphans = len(orphans(state, rows.writing)) + len(stray_boundaries(state))
         n_segments = len(state.trie)
         n_sessions = int(state.catalog.rows("SELECT count(*) FROM sessions")[0][0])
@@ -85,10 +89,23 @@ def verify(
         if progress is not None:
             progress(done, total)
     found += cold.damaged()
+    if repair:
+        found += _repair(upkeep)
     return VerifyReport(
         n_segments, len(files) + len(states), done, n_sessions, n_set_aside, len(states),
-        n_orphans, tuple(found), cold.stats()["frozen_sessions"],
+        n_orphans, tuple(found), cold.stats()["frozen_sessions"], tuple(state.catalog.recovered),
     )  # fmt: skip
+
+
+def _repair(upkeep: Upkeep) -> list[str]:
+    """Mend catalog and journal; what is left to be done."""
+    try:
+        upkeep.repair()
+    except CatalogDamaged:
+        return [
+            "catalog: its journal is not whole either; restart towerd to recover what both have"
+        ]
+    return []
 
 
 def _file_problem(state: StoreState, pool: Executor, row: tuple[Any, ...]) -> str | None:

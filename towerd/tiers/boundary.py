@@ -71,12 +71,16 @@ class BoundaryTier:
 
     def accept(self, ids: Ids, scope: str, states: Mapping[int, tuple[Bytes, bool]]) -> None:
         """Take states of the prefixes of `ids`: position -> (bytes, derived)."""
+        if not self.table.store.rows.is_trusted:
+            return
         usable = {p: s for p, s in states.items() if not (self.exact and s[1])}
         if usable:
             self._work.put(("attach", (ids.copy(), scope, usable)))
 
     def deepest(self, ids: Ids, scope: str, start: int, stop: int) -> Boundary | None:
         """The last state at a position in (start, stop] of the stored prefix of `ids`."""
+        if not self.table.store.rows.is_trusted:
+            return None
         match = self.table.store.match(ids, scope)
         stop = min(stop, match.n)
         for node in reversed(match.nodes):
@@ -92,6 +96,11 @@ class BoundaryTier:
         data = self.table.load(found)
         self.n_resumed += 1
         return data
+
+    def distrust(self, since: float) -> None:
+        """See `RowStore.distrust`, which comes first."""
+        self.flush()
+        self.table.drop_since(since)
 
     def refused(self, found: Boundary) -> None:
         """Forget a state that llama.cpp does not take, for it would stand in the way of others."""

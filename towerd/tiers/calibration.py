@@ -1,53 +1,132 @@
-"""Calibration: which stored format each level of a tower may take, decided by measured costs.
+"""Calibration: what stored formats cost a model over its noise floor, as a value with a JSON form.
 
-Pure: the search asks a `measure` function, the result is a value with a JSON form. What runs the
-model is `towerd.engine.embedded.calibrate`.
+Quantized weights amplify rounding, so that evaluating the same text in other batches moves the
+next-token distributions, by 0.003 nats on a model of 135M parameters in 4 bits. Any disturbance
+of the rows costs that much, however small. What a format costs is therefore its excess over this
+floor. `towerd.tiers.format_search` decides by it; what runs the model is
+`towerd.engine.embedded.calibrate`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
 import msgspec
+import numpy as np
 
+from towerd.drift import Drift
 from towerd.kernels.formats import FORMATS
 from towerd.slots.errors import StateError
 from towerd.slots.layout import NATIVE, KVLayout, stored_format
+from towerd.tiers.interval import interval
 
 LEVELS = 3
 """Platform, community and bot base; whatever is deeper takes the last entry."""
 BOUNDS: Mapping[str, float] = {"near": 0.002, "small": 0.02}
-"""Fidelity -> the highest mean KL divergence of the next-token distribution, in nats."""
+"""Fidelity -> the highest mean KL divergence of the next-token distribution over the floor, in
+nats; see `bound_of`."""
 CANDIDATES = ("q4h", "q4", "q4ah", "q5h", "q6h", "q6", "q8h", "q8")
 """In order of preference among equally large ones."""
 SHARES = (0.4, 0.3, 0.3)
 """The parts of a measured prefix, from its start, that stand for the levels. Platform prompts are
 usually the longest of the shared ones, so level 0 gets the largest part; the last part stands for
 bots and for the conversation itself, the level whose rows are nearest to the query."""
-VERSION = 1
+VERSION = 2
 
 Table: TypeAlias = tuple[str, ...]
 """A format name, or "native", for each level."""
+ALL_NATIVE: Table = (NATIVE,) * LEVELS
+
+
+def bound_of(fidelity: str, floor_kl: float) -> float:
+    """The highest excess that `near` or `small` allows a model with this floor.
+
+    `near` also allows a tenth of the floor: less cannot be told from noise."""
+    bound = BOUNDS[fidelity]
+    return max(bound, floor_kl / 10) if fidelity == "near" else bound
+
+
+def allows(fidelity: str, drift: Drift) -> bool:
+    """Whether a measured drift stays within what the fidelity promises; never under `exact`."""
+    return fidelity in BOUNDS and drift.excess <= bound_of(fidelity, drift.floor_kl)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One continuation over disturbed rows or in another shape: means over its tokens."""
+
+    kl: float
+    """KL divergence of the next-token distribution from that over native rows, in nats."""
+    top1: float
+    """Share of positions at which the most likely token is the same."""
+    nll: float
+    """Negative log-probability of the token that really follows, in nats."""
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """The model's noise: the same tokens over the same native rows, evaluated in another shape."""
+
+    kl: float
+    """Mean KL divergence, in nats."""
+    ci: float
+    """Half-width of its 95 % interval."""
+    top1: float
+    """Share of positions at which the most likely token is the same."""
+    shape: str
+    """The shape that was compared: the one that disturbs most."""
+    shapes: Mapping[str, float]
+    """Shape -> mean KL divergence on the few continuations that it was chosen by."""
+    n_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What rows in some table's formats cost against native rows."""
+    """What rows in some table's formats cost against native rows, evaluated in the same shape."""
 
     kl: float
     """Mean KL(native || stored) of the next-token distribution, in nats."""
+    excess: float
+    """`kl` less the floor on the same tokens; below 0 by chance only. 0 for native rows."""
+    ci: float
+    """Half-width of the excess's 95 % interval; each continuation is one cluster."""
     top1: float
     """Share of positions at which the most likely token is the same."""
     ppl: float
     """Perplexity of the measured continuation with these rows."""
+    n_tokens: int
+    """Next-token distributions that were compared."""
+
+    @property
+    def floor_kl(self) -> float:
+        """The floor on the same tokens."""
+        return self.kl - self.excess
+
+    @property
+    def excess_max(self) -> float:
+        """The upper end of the excess's interval."""
+        return self.excess + self.ci
 
 
-Measure: TypeAlias = Callable[[Sequence[Table]], Sequence[Cost]]
-"""Costs of some tables, in their order. Deterministic up to rounding."""
+def cost_of(samples: Sequence[Sample], floor: Sequence[Sample], n_each: int) -> Cost:
+    """The cost of a table from its samples and the floor's on the same continuations of
+    `n_each` tokens; without a floor that of undisturbed rows.
+
+    Differences are paired, which takes out how hard each text is."""
+    excess, ci = 0.0, 0.0
+    if floor:
+        excess, ci = interval([a.kl - b.kl for a, b in zip(samples, floor, strict=True)])
+    return Cost(
+        kl=float(np.mean([sample.kl for sample in samples])),
+        excess=excess,
+        ci=ci,
+        top1=float(np.mean([sample.top1 for sample in samples])),
+        ppl=float(np.exp(np.mean([sample.nll for sample in samples]))),
+        n_tokens=n_each * len(samples),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +137,13 @@ class Choice:
     cost: Cost
     bits: float
     """Mean bits of a stored value, scales included, sinks and last rows not."""
+    bound: float
+    """What the excess had to stay within."""
+
+    @property
+    def is_precise(self) -> bool:
+        """Whether the excess is known to a third of the bound."""
+        return self.cost.ci <= self.bound / 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +153,8 @@ class Grid:
     native: Cost
     uniform: Mapping[str, Cost]
     """Format -> cost when all levels take it."""
-    single: Mapping[str, tuple[Cost, ...]]
-    """Format -> per level, the cost when that level alone takes it."""
+    weights: tuple[float, ...]
+    """Each level's share of the excess of a format that all levels take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +167,18 @@ class Calibration:
     """`formats_digest()` of the table of formats that was measured."""
     ids: str
     """BLAKE2b of the measured token ids, hex: the same text and tokenizer give the same."""
-    n_tokens: int
-    """Next-token distributions that each cost is the mean of."""
     made_unix: float
     bits: Mapping[str, float]
     """Format -> bits of a value of this model's rows; `native` included."""
+    floor: Floor
     grid: Grid
     choices: Mapping[str, Choice]
     """Fidelity (`near`, `small`) -> what it may take."""
+
+    @property
+    def n_tokens(self) -> int:
+        """Next-token distributions that the floor, the most precise figure, is the mean of."""
+        return self.floor.n_tokens
 
     def to_json(self) -> dict[str, Any]:
         """A dict of JSON values; `from_json` takes it back."""
@@ -144,79 +234,3 @@ def sizes(layout: KVLayout) -> dict[str, float]:
 def bits_of(table: Table, bits: Mapping[str, float]) -> float:
     """Mean bits of a value over the levels' shares. `bits` as `sizes` gives them."""
     return sum(share * bits[name] for share, name in zip(SHARES, table, strict=True))
-
-
-def grid_tables(formats: Sequence[str]) -> list[Table]:
-    """What the search wants measured first: native, each format everywhere, and each format in
-    each level alone."""
-    native: Table = (NATIVE,) * LEVELS
-    tables = [native, *((name,) * LEVELS for name in formats)]
-    for name, level in itertools.product(formats, range(LEVELS)):
-        tables.append(native[:level] + (name,) + native[level + 1 :])
-    return tables
-
-
-def measure_grid(measure: Measure, formats: Sequence[str]) -> Grid:
-    """Measure `grid_tables`."""
-    tables = grid_tables(formats)
-    costs = dict(zip(tables, measure(tables), strict=True))
-    native: Table = (NATIVE,) * LEVELS
-    single = {
-        name: tuple(
-            costs[native[:level] + (name,) + native[level + 1 :]] for level in range(LEVELS)
-        )
-        for name in formats
-    }
-    uniform = {name: costs[(name,) * LEVELS] for name in formats}
-    return Grid(costs[native], uniform, single)
-
-
-def choose(measure: Measure, grid: Grid, bits: Mapping[str, float], bound: float) -> Choice:
-    """The smallest table whose measured mean KL divergence is at most `bound`.
-
-    A deeper level never gets fewer bits than the one above it: its rows are nearer to the
-    queries, so they weigh more (Theorem 19), and a conversation without bases lies in the
-    deepest level as a whole and must not cost more than the table.
-
-    Errors of different levels are independent and KL divergence is of second order in them, so
-    costs of levels add up to the cost of a table: candidates are tried in order of size as far as
-    that sum lets them pass. What is chosen has been measured as a whole. When a table costs more
-    than its sum, the following ones are expected to exceed theirs by as much.
-    All native passes any bound, so there always is a result."""
-    known = {(name,) * LEVELS: cost for name, cost in grid.uniform.items()}
-    known[(NATIVE,) * LEVELS] = grid.native
-    excess = 1.0
-    for table, expected in _by_size(grid, bits):
-        if expected * excess > bound:
-            continue
-        cost = known[table] if table in known else measure([table])[0]
-        if cost.kl <= bound or set(table) == {NATIVE}:
-            return Choice(table, cost, bits_of(table, bits))
-        if expected > 0:
-            excess = max(excess, cost.kl / expected)
-    raise AssertionError("all native is among the tables")
-
-
-def calibrate(
-    measure: Measure, bits: Mapping[str, float], bounds: Mapping[str, float] = BOUNDS
-) -> tuple[Grid, dict[str, Choice]]:
-    """The grid and the choice of every fidelity. `bits` as `sizes` gives them."""
-    grid = measure_grid(measure, [name for name in bits if name != NATIVE])
-    return grid, {name: choose(measure, grid, bits, bound) for name, bound in bounds.items()}
-
-
-def _by_size(grid: Grid, bits: Mapping[str, float]) -> list[tuple[Table, float]]:
-    """Every table whose bits do not fall with depth, with the sum of its levels' costs: smallest
-    first, among equals the preferred (by cost would be by chance: they cost nearly the same)."""
-    order = {name: i for i, name in enumerate(bits)}
-    found = []
-    for table in itertools.product(order, repeat=LEVELS):
-        if any(bits[a] > bits[b] for a, b in itertools.pairwise(table)):
-            continue
-        expected = sum(
-            grid.single[name][level].kl for level, name in enumerate(table) if name != NATIVE
-        )
-        rank = (round(bits_of(table, bits), 9), [order[name] for name in table])
-        found.append((rank, table, expected))
-    found.sort(key=lambda item: item[0])
-    return [(table, expected) for _, table, expected in found]

@@ -15,8 +15,7 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -24,13 +23,13 @@ from typing import Any
 
 import numpy as np
 
+from towerd.drift import Drift
 from towerd.engine.base import Ids
-from towerd.errors import NotFound, RowsDamaged, StoreError
+from towerd.errors import NotFound, RowsDamaged, SegmentsGone, StoreError
 from towerd.slots.layout import KVLayout
 from towerd.slots.rows import KVRows
 from towerd.store import (
     APPROXIMATE,
-    DERIVED,
     PUBLIC,
     Node,
     RowsPart,
@@ -38,6 +37,7 @@ from towerd.store import (
     Store,
     Taint,
 )
+from towerd.store.listener import Listener
 from towerd.store.segment_file import quantized_bytes
 from towerd.tiers.composer import Composer, Piece
 from towerd.tiers.counters import Counters
@@ -45,16 +45,21 @@ from towerd.tiers.fidelity import Fidelity, LevelFormats
 from towerd.tiers.learned import Learned
 from towerd.tiers.plan import Composed, Gap, Plan
 from towerd.tiers.prefetch import Prefetcher
+from towerd.tiers.promotion import Promoter
 from towerd.tiers.ranking import Ranking
 from towerd.tiers.shrink import Shrinker
 
 log = logging.getLogger(__name__)
 
 _RETRY_WRITE_S = 30.0
+_USED_MIN = 0.75
+"""Share of a buffer; when less of it is used, what is used is copied out of it."""
+_SHARING_MAX = 8
+"""So many segments are copied at most; where more share a buffer, most of it is used."""
 
 
-class Tiers:
-    """Hot and warm tiers over one store. All methods are thread-safe."""
+class Tiers(Listener):
+    """Hot and warm tiers over one store, whose changes they hear of. All methods are thread-safe."""
 
     def __init__(
         self,
@@ -86,29 +91,31 @@ class Tiers:
         self.hot_bytes_max = hot_bytes
         self.warm_bytes_max = warm_bytes
         self.counters = Counters()
-        self._promote_delay_s = promote_delay_s
-        self.ranking = Ranking(policy, clock, predictor)
+        self.ranking = Ranking(policy, clock, predictor, layout.token_bytes)
         self._learned = Learned(self.ranking, store.get_meta, store.set_meta)
+        self._promoter = Promoter(
+            store, self.counters, lambda: self.hot_bytes_max // 4, promote_delay_s
+        )
         self.prefetcher = Prefetcher(
-            store, self.ranking, self._copy_up, bytes_per_s=prefetch_bytes, clock=clock
+            store, self.ranking, self._promoter.copy_up, bytes_per_s=prefetch_bytes, clock=clock
         )
         self._lock = threading.Lock()
         self._composer = Composer(layout, v_trans=v_trans, tail=tail)
         self._work: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        self._promotions: deque[tuple[float, list[Node]]] = deque()
-        self._promoting: set[int] = set()
         self._unwritten: set[int] = set()
+        """Nodes whose rows in RAM are to be written."""
         self._idle_due = 0.0
         """time.monotonic() from which on what was put off is tried again."""
+        self.fidelity = fidelity
         self.exact = fidelity == "exact"
         self._forced = forced
-        self.drift_kl: float | None = None
-        """The measured cost of the table in force (see `Reuse.drift_kl`); None: not measured."""
+        self.drift: Drift | None = None
+        """What the table in force costs; None: not measured."""
         self._shrinker = Shrinker(store, shrink_after_s, clock)
         self._shrinker.set_formats(None if self.exact else forced, enabled=not self.exact)
-        store.on_split = self._on_split
-        store.on_remove = self._on_remove
-        self.ranking.found(store.nodes())
+        with store.still():
+            store.listen(self)
+            self.ranking.found(store.nodes())
         self._thread = threading.Thread(target=self._run, name="towerd-tiers", daemon=True)
         self._thread.start()
 
@@ -179,9 +186,8 @@ class Tiers:
         except StoreError as error:
             log.error("stored rows cannot be read", extra={"error": str(error)})
         if warm := [part.node for part in parts if part.tier == "warm" and part.p1 <= at]:
-            with self._lock:
-                self._promoting.update(node.id for node in warm)
-            self._work.put(("promote", (time.monotonic() + self._promote_delay_s, warm)))
+            self._promoter.read(warm)
+            self._work.put(("look", None))
 
     def base_tokens(self, ids: Ids, scope: str) -> int:
         """Length of the deepest pinned base that `ids` begins with."""
@@ -194,15 +200,17 @@ class Tiers:
         the visit by: the last node with rows, the trie's root if there is none."""
         n_rows = tip.p1 if n_rows is None else n_rows
         last = tip
-        while last.p1 > n_rows and last.hot is None and last.file is None:
-            assert last.parent is not None
-            last = last.parent
-        path = last.path()
-        self.prefetcher.covered(path)
-        self.ranking.visited(path, arrived_s, lambda node: self._bytes_expected(node, n_rows))
-        due = [node for node in path if node.id in self._promoting]
-        if due:
-            self._work.put(("promote", (time.monotonic(), due)))
+        with self.store.still():
+            while last.p1 > n_rows and last.hot is None and last.file is None:
+                assert last.parent is not None
+                last = last.parent
+            path = last.path()
+            self.prefetcher.covered(path)
+            self.ranking.visited(path, arrived_s, lambda node: self._bytes_expected(node, n_rows))
+            is_due = self._promoter.used(path)
+        if is_due:
+            self._work.put(("look", None))
+        self.ranking.settle()
         return last
 
     def _bytes_expected(self, node: Node, n_rows: int) -> int:
@@ -211,7 +219,7 @@ class Tiers:
             return node.hot.nbytes
         if node.file is None:
             return self.store.bytes_of(node) if node.p1 <= n_rows else 0
-        return self.store.held(node).nbytes if node.id in self._promoting else 0
+        return self.store.held(node).nbytes if self._promoter.waits(node) else 0
 
     # ---- rows out (from live) ---------------------------------------------------------------
 
@@ -251,10 +259,7 @@ class Tiers:
     def accept(self, gap: Gap, rows: KVRows, *, derived: bool = False) -> None:
         """Take exported rows of a gap into the hot tier and have them written. `derived`:
         approximate rows went into computing them."""
-        taken = self.store.attach_hot(gap.nodes, rows, derived=derived)
-        self.ranking.became_hot(taken)
-        with self._lock:
-            self._unwritten.update(node.id for node in taken)
+        self.store.attach_hot(gap.nodes, rows, derived=derived)
         self._work.put(("write", gap.nodes[-1]))
 
     def flush(self) -> None:
@@ -282,6 +287,58 @@ class Tiers:
             **c.stats(),
         }
 
+    def check_integrity(self) -> None:
+        """AssertionError unless the store agrees with itself, and all that follows it with it."""
+        with self.store.still():
+            self.store.check_integrity()
+            unused = {node.id for node in self.store.nodes() if self.prefetcher.holds(node)}
+            self.ranking.check_integrity(self.store, unused)
+            known = {node.id for node in self.store.nodes()}
+            assert self._unwritten <= known, "segments that are gone are to be written"
+
+    # ---- what the store tells, under its lock -----------------------------------------------
+
+    def split(self, lower: Node, upper: Node) -> None:
+        """See Listener.split. What waits for the one waits for the other."""
+        self.ranking.split(lower, upper)
+        self.prefetcher.split(lower, upper)
+        self._promoter.split(lower, upper)
+        with self._lock:
+            if lower.id in self._unwritten:
+                self._unwritten.add(upper.id)
+                self._work.put(("write", lower))
+
+    def removed(self, node: Node) -> None:
+        """See Listener.removed."""
+        self.ranking.removed(node)
+        self.prefetcher.forget(node)
+        self._promoter.forget(node)
+        with self._lock:
+            self._unwritten.discard(node.id)
+
+    def became_hot(self, nodes: Sequence[Node]) -> None:
+        """See Listener.became_hot. What was fetched ahead is nobody's until it is used."""
+        self.ranking.became_hot([node for node in nodes if not self.prefetcher.holds(node)])
+        with self._lock:
+            self._unwritten.update(node.id for node in nodes if self._is_unwritten(node))
+
+    def left_hot(self, node: Node) -> None:
+        """See Listener.left_hot."""
+        self.ranking.left_hot(node)
+        self.prefetcher.forget(node)
+        with self._lock:
+            self._unwritten.discard(node.id)
+
+    def became_warm(self, file: SegmentFile) -> None:
+        """See Listener.became_warm."""
+        self.ranking.became_warm(file)
+        with self._lock:
+            self._unwritten.difference_update(node.id for node in file.nodes)
+
+    def left_warm(self, file: SegmentFile) -> None:
+        """See Listener.left_warm."""
+        self.ranking.left_warm(file)
+
     # ---- the tier thread --------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -293,7 +350,8 @@ class Tiers:
                 kind, item = ("idle" if time.monotonic() >= self._idle_due else "look"), None
             try:
                 self._do(kind, item)
-                self._promote_due()
+                self.ranking.settle()
+                self._promoter.step()
                 self._enforce()
                 if kind != "stop" and self._work.empty():
                     self._shrink()
@@ -311,10 +369,6 @@ class Tiers:
             self._idle_due = time.monotonic() + _RETRY_WRITE_S
         if kind == "write":
             self._write_path(item)
-        elif kind == "promote":
-            self._promotions.append(item)
-            if len(self._promotions) > 1:
-                self._promotions = deque(sorted(self._promotions, key=lambda due: due[0]))
         elif kind in ("idle", "flush", "stop"):
             self._write_left_over()
             self.store.flush()
@@ -322,28 +376,28 @@ class Tiers:
                 self._learned.keep(now=kind == "stop")
 
     def _idle_s(self) -> float:
-        idle_s = min(_RETRY_WRITE_S, self._shrinker.wait_s(), self.prefetcher.wait_s())
-        if not self._promotions:
-            return idle_s
-        return min(idle_s, max(0.0, self._promotions[0][0] - time.monotonic()))
+        waits = self._shrinker.wait_s(), self.prefetcher.wait_s(), self._promoter.wait_s()
+        return min(_RETRY_WRITE_S, *waits)
 
     def _shrink(self) -> None:
         """Re-encode at most one file."""
         done = self._shrinker.step()
         if done is not None:
-            old, new = done
-            self.ranking.replaced(old, new)
-            self.counters.bytes_written += new.nbytes
+            self.counters.bytes_written += done.nbytes
 
     def _write_path(self, leaf: Node) -> None:
         """Write every run of hot, unwritten nodes on the path to `leaf`, one file a run."""
-        run: list[Node] = []
-        for node in (*leaf.path(), None):
-            if node is not None and self._is_unwritten(node):
-                run.append(node)
-            elif run:
-                self._write(run)
-                run = []
+        runs: list[list[Node]] = []
+        with self.store.still():
+            for node in leaf.path():
+                if not self._is_unwritten(node):
+                    continue
+                if runs and runs[-1][-1] is node.parent:
+                    runs[-1].append(node)
+                else:
+                    runs.append([node])
+        for run in runs:
+            self._write(run)
 
     def _is_unwritten(self, node: Node) -> bool:
         if node.hot is None:
@@ -352,10 +406,10 @@ class Tiers:
         return node.file is None or replaces
 
     def _write(self, nodes: list[Node]) -> None:
-        file = self.store.write_rows(nodes, replace=self.exact)
-        with self._lock:
-            self._unwritten.difference_update(n.id for n in nodes)
-        self.ranking.became_warm(file)
+        try:
+            file = self.store.write_rows(nodes, replace=self.exact)
+        except SegmentsGone:
+            return
         self.counters.written += len(nodes)
         self.counters.bytes_written += file.nbytes
 
@@ -367,83 +421,59 @@ class Tiers:
             else:
                 self._write_path(node)
 
-    def _promote_due(self) -> None:
-        while self._promotions and self._promotions[0][0] <= time.monotonic():
-            nodes = self._promotions.popleft()[1]
-            try:
-                for node in nodes:
-                    self._promote(node)
-            finally:
-                with self._lock:
-                    self._promoting.difference_update(node.id for node in nodes)
-
-    def _promote(self, node: Node) -> None:
-        """Copy a used segment's rows into RAM, so that no page cache pressure can take them."""
-        if self._copy_up(node):
-            self.ranking.became_hot([node])
-
-    def _copy_up(self, node: Node) -> bool:
-        n_bytes = self.store.held(node).nbytes
-        if node.hot is not None or node.file is None or n_bytes > self.hot_bytes_max // 4:
-            return False
-        part = RowsPart(node, node.p0, node.p1, "warm", node.file)
-        derived = bool((part.taint == DERIVED).any())
-        taken = self.store.attach_hot([node], self.store.load_rows(part).copy(), derived=derived)
-        self.counters.promoted += len(taken)
-        return bool(taken)
-
     def _enforce(self) -> None:
         """Evict hot rows that have a file, then files, until both budgets hold."""
         self.prefetcher.give_back(self.store.hot_bytes - self.hot_bytes_max)
         while (excess := self.store.hot_bytes - self.hot_bytes_max) > 0:
             victims = self.ranking.hot_victims(excess, self._can_drop_hot)
-            for node_id in victims:
-                self._drop_hot(node_id)
-            if not victims:
+            if not sum([self._drop_hot(node_id) for node_id in victims]):
                 break
         excess = self.store.warm_bytes - self.warm_bytes_max
         if excess > 0:
             self.store.drop_foreign(excess)
-            found = {f.id: f for n in self.store.nodes() if (f := n.file) is not None}
-            files = {self.ranking.key_of(file): file for file in found.values()}
-            for key in self.ranking.warm_victims(excess, lambda key: _can_drop(files.get(key))):
-                self._drop_file(files.get(key), key)
+            for file in self.ranking.warm_victims(excess, _can_drop):
+                if self.store.drop_file(file):
+                    self.counters.warm_evicted += 1
 
     def _can_drop_hot(self, node_id: int) -> bool:
-        # Asked while the ranking is locked: who holds the store's lock may be waiting for it.
-        node = self.store.state.trie.nodes.get(node_id)
-        return node is None or not self._is_unwritten(node)
+        """Rows whose file left for want of space may leave, too: only those wait that have yet to
+        be written."""
+        return node_id not in self._unwritten
 
-    def _drop_hot(self, node_id: int) -> None:
-        self.ranking.left_hot(node_id)
-        node = self._node(node_id)
-        if node is not None and self.store.drop_hot(node):
-            self.counters.hot_evicted += 1
-
-    def _drop_file(self, file: SegmentFile | None, key: int) -> None:
-        self.ranking.left_warm(key, file)
-        if file is not None and self.store.drop_file(file):
-            self.counters.warm_evicted += 1
-
-    def _on_split(self, lower: Node, upper: Node) -> None:
-        self.ranking.split(lower, upper)
-        with self._lock:
-            if self._is_unwritten(upper):
-                self._unwritten.add(upper.id)
-
-    def _on_remove(self, node: Node, file: SegmentFile | None) -> None:
-        self.ranking.left_hot(node.id)
-        if file is not None:  # its id may be used again
-            self.ranking.left_warm(self.ranking.key_of(file), file)
-        self.prefetcher.forget(node.id)
-        with self._lock:
-            self._unwritten.discard(node.id)
+    def _drop_hot(self, node_id: int) -> int:
+        """Let go of a victim's rows in RAM; their bytes."""
+        with self.store.still():
+            node = self._node(node_id)
+            if node is None or not self._can_drop_hot(node_id):
+                return 0  # it was removed, or got other rows, since it was chosen
+            left = None if node.hot is None else node.hot.buffers()
+            freed = self.store.drop_hot(node)
+            wasteful = [] if left is None else sharing(node, left)
+        for each in wasteful:
+            self.store.unshare(each)
+        self.counters.hot_evicted += freed > 0
+        return freed
 
     def _node(self, node_id: int) -> Node | None:
         try:
             return self.store.node(node_id)
         except NotFound:
             return None
+
+
+def sharing(node: Node, buffers: Mapping[int, int]) -> list[Node]:
+    """Segments above `node` whose rows are views of buffers that its own were views of, if they
+    are few and much of the memory is kept for nothing. Rows of one path are exported together, and
+    a segment that is cut leaves both parts in one buffer. Call it while the trie is still."""
+    found: list[Node] = []
+    n_used, above = 0, node.parent
+    while above is not None and above.hot is not None and above.hot.buffers().keys() & buffers:
+        if len(found) == _SHARING_MAX:
+            return []
+        found.append(above)
+        n_used += above.hot.nbytes
+        above = above.parent
+    return found if n_used < _USED_MIN * sum(buffers.values()) else []
 
 
 def together(parts: Iterable[RowsPart]) -> Iterator[RowsPart]:
@@ -461,5 +491,5 @@ def together(parts: Iterable[RowsPart]) -> Iterator[RowsPart]:
         yield last
 
 
-def _can_drop(file: SegmentFile | None) -> bool:
-    return file is None or not any(node.pinned for node in file.nodes)
+def _can_drop(file: SegmentFile) -> bool:
+    return not any(node.pinned for node in list(file.nodes))

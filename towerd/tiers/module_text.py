@@ -16,8 +16,10 @@ PREFIX, ANYWHERE = "prefix", "anywhere"
 """The values of `reuse`: where a base may stand in a prompt."""
 TOKENS_MIN = 32
 """A shorter text is not worth a splice."""
-PERCENT_DEFAULT = 15.0
-"""Share of a module's tokens that is evaluated again where it is spliced in."""
+PERCENT_DEFAULT = 5.0
+"""Least share of a module's tokens that is evaluated again where it is spliced in."""
+PERCENTS_MORE = (5.0, 15.0, 25.0, 50.0, 75.0)
+"""Larger shares that are tried, in order, until the drift stays within the fidelity's bound."""
 PERCENT_MAX = 99.0
 """More would leave nothing to be spliced."""
 

@@ -13,6 +13,7 @@ from towerd.errors import StoreError
 from towerd.slots.blob import emit_blob, parse_blob
 from towerd.slots.rows import KVRows
 from towerd.store import PUBLIC, Base, Module
+from towerd.tiers.calibration import allows
 from towerd.tiers.manager import Tiers
 from towerd.tiers.module_text import TOKENS_MIN
 
@@ -62,7 +63,7 @@ class _Index:
 
 
 class Modules:
-    """The modules of a store. For the inference thread: `find` is a look-up, `rows` reads."""
+    """The modules of a store whose drift the fidelity in force allows. For the inference thread: `find` is a look-up, `rows` reads."""
 
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
@@ -95,10 +96,11 @@ class Modules:
         plan = self._tiers.plan(placed.ids, scope, placed.module.first)
         parts = [rows for _, rows in self._tiers.rows(plan)]
         if sum(len(part) for part in parts) != placed.n:
-            raise StoreError(
+            message = (
                 f"The rows of {placed.base.name!r} are gone; forget it with "
                 "`towerctl unpin --base` and precache it again."
             )
+            raise StoreError(message, public=message)
         blob = emit_blob(parts, layout=self._tiers.layout)
         return parse_blob(blob, cell_ext=self._tiers.layout.cell_ext).rows, plan.n_hot
 
@@ -107,7 +109,7 @@ class Modules:
             return _Index()
         store = self._tiers.store
         if (version := store.bases_version) != self._version:
-            self._bases = [base for base in store.bases() if base.module is not None]
+            self._bases = [base for base in store.bases() if self._is_allowed(base.module)]
             self._indexes, self._version = {}, version
         if not self._bases:
             return _Index()
@@ -115,11 +117,16 @@ class Modules:
             self._indexes[scope] = self._make(scope)
         return self._indexes[scope]
 
+    def _is_allowed(self, module: Module | None) -> bool:
+        """Modules that were measured under a laxer fidelity stay in the store, unused."""
+        return module is not None and allows(self._tiers.fidelity, module.drift)
+
     def _make(self, scope: str) -> _Index:
         known = []
         for base in self._bases:
             if base.scope in (scope, PUBLIC) and base.module is not None:
-                path = self._tiers.store.node(base.node).prefix_ids()[: base.n_tokens]
+                with self._tiers.store.still():  # a split would show half of a path
+                    path = self._tiers.store.node(base.node).prefix_ids()[: base.n_tokens]
                 known.append(_Known(base, base.module, path, path[base.module.first :]))
         known.sort(key=lambda each: -len(each.own))
         keys = [_hashes(each.own[:_KEY_TOKENS])[0] for each in known]

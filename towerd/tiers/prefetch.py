@@ -9,7 +9,6 @@ them: they are the first to leave, and no policy takes them for used.
 from __future__ import annotations
 
 import logging
-import threading
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -29,7 +28,8 @@ _BURST_S = 2.0
 
 
 class Prefetcher:
-    """Called by the tier thread; `covered` by any."""
+    """Called by the tier thread; `covered`, `holds`, `split` and `forget` by whoever holds the
+    store's lock, which guards what is held."""
 
     def __init__(
         self,
@@ -55,8 +55,7 @@ class Prefetcher:
         self._last_s: float | None = None
         self._did_work = False
         self._held: OrderedDict[int, Node] = OrderedDict()
-        """What was fetched and not used yet, the oldest first."""
-        self._lock = threading.Lock()
+        """What was fetched and not used yet, the oldest first, and what is being fetched."""
 
     @property
     def is_on(self) -> bool:
@@ -86,24 +85,30 @@ class Prefetcher:
 
     def covered(self, path: list[Node]) -> None:
         """A request uses `path`: what was fetched of it is the policy's now."""
-        with self._lock:
-            for node in path:
-                self.n_used += self._held.pop(node.id, None) is not None
+        for node in path:
+            self.n_used += self._held.pop(node.id, None) is not None
 
-    def forget(self, node_id: int) -> None:
-        """A node is gone."""
-        with self._lock:
-            self._held.pop(node_id, None)
+    def holds(self, node: Node) -> bool:
+        """Whether a node's rows in RAM were fetched and not used yet."""
+        return node.id in self._held
+
+    def split(self, lower: Node, upper: Node) -> None:
+        """`upper` is the beginning of what `lower` was."""
+        if lower.id in self._held:
+            self._held[upper.id] = upper
+
+    def forget(self, node: Node) -> None:
+        """A node, or what it had in RAM, is gone."""
+        self._held.pop(node.id, None)
 
     def give_back(self, bytes_needed: int) -> int:
         """Let go of what was fetched and not used, the oldest first; the bytes freed."""
         freed = 0
         while freed < bytes_needed:
-            with self._lock:
+            with self._store.still():
                 if not self._held:
                     break
-                _, node = self._held.popitem(last=False)
-            freed += self._store.drop_hot(node)
+                freed += self._store.drop_hot(self._held.popitem(last=False)[1])
         return freed
 
     def _candidates(self, nodes: dict[int, Node]) -> list[Candidate]:
@@ -117,27 +122,29 @@ class Prefetcher:
                 continue  # it is gone since the policy heard of it
             if tip.hot is None and tip.file is None and self.on_cold is not None:
                 self.on_cold(tip)
-            for node in tip.path():
-                if node.hot is None and node.file is not None and node.id not in found:
-                    parent = node.parent.id if node.parent is not None else None
-                    nbytes = self._store.held(node).nbytes
-                    found[node.id] = Candidate(node.id, nbytes, value, parent)
-                    nodes[node.id] = node
+            with self._store.still():
+                for node in tip.path():
+                    if node.hot is None and node.file is not None and node.id not in found:
+                        parent = node.parent.id if node.parent is not None else None
+                        nbytes = self._store.held(node).nbytes
+                        found[node.id] = Candidate(node.id, nbytes, value, parent)
+                        nodes[node.id] = node
         return list(found.values())
 
     def _fetch(self, node: Node) -> None:
-        """Copy one node's rows into RAM; they are nobody's until a request uses them."""
-        nbytes = self._store.held(node).nbytes
-        with self._lock:
+        """Copy one node's rows into RAM; they are nobody's until a request uses them, which may
+        be while they are copied."""
+        with self._store.still():
+            if node.removed or node.hot is not None:
+                return
+            nbytes = self._store.held(node).nbytes
             self._held[node.id] = node
-        was_copied = self._promote(node)
-        with self._lock:
-            is_held = node.id in self._held
-            if not was_copied:
-                self._held.pop(node.id, None)
-        self.n_fetched += was_copied
-        if was_copied and not is_held:  # a request used it meanwhile
-            self._ranking.became_hot([node])
+        try:
+            self.n_fetched += self._promote(node)
+        finally:
+            with self._store.still():
+                for each in [each for each in self._held.values() if each.hot is None]:
+                    del self._held[each.id]
         self._allowance -= nbytes
         self._did_work = True
 

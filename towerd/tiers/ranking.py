@@ -4,22 +4,30 @@ A policy hears of a request once, when its turn is recorded: at the time the req
 whole path was used, whatever of it was hot, and whatever is about to become so (*expected*: rows
 that will be exported from the live context, or copied from disk). So a policy sees what a replay
 of the recorded trace sees, one visit a request, however late rows follow. The warm tier's keys
-are files, and its policy hears of a visit when the file of the visit's tip is written.
+stand for files, and its policy hears of a visit when the file of the visit's tip is written.
+
+What happens to segments and what is used of them reaches the policies in one sequence, that of the
+store's lock. Whoever holds it takes down an *event* with all that the event says of the tree, and
+waits for no policy. The events are played back in their order, outside of that lock, before any
+question is answered. So no policy meets a segment before the split that made it, or after its end.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from towerd.policy import Key, make_policy
 from towerd.policy.base import Foretelling, Learning
-from towerd.store import Node, SegmentFile
+from towerd.store import Node, SegmentFile, Store
+from towerd.store.listener import Listener
 from towerd.tiers.learned import pack, unpack
 
 log = logging.getLogger(__name__)
@@ -29,129 +37,113 @@ _STEP_S = 1e-6
 _EXPECTED_S_MAX = 60.0
 """Rows that were expected and have not come for so long will not come."""
 _VISITS_MAX = 4096
-"""Visits that wait for a file; then the oldest goes without."""
+"""Visits that wait for a file; beyond that the oldest is forgotten."""
+_NO_USE_S = float("-inf")
+"""The time of a split: nothing is used by it, but by the visit that follows."""
 
-IsEvictable = Callable[[Key], bool]
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """A segment's rows in RAM, there or on their way."""
+
+    key: Key
+    parent: Key | None
+    nbytes: int
+    are_there: bool
 
 
 @dataclass(slots=True)
 class _Visit:
     """A request that the warm tier has not heard of."""
 
-    tip: Node
-    """Not the path: it may be thousands of nodes long, and is cut until then."""
     arrived_s: float
     answered_s: float = 0.0
     stop: str | None = None
     step: tuple[str, str] | None = None
 
 
-class Ranking:
-    """Both policies behind one lock; every method may be called from any thread."""
+class Ranking(Listener):
+    """Both policies behind one lock.
+
+    `visited` and what a Listener hears are called under the store's lock, everything else by any
+    thread that does not hold it."""
 
     def __init__(
-        self, policy: str, clock: Callable[[], float], predictor: Path | None = None
+        self,
+        policy: str,
+        clock: Callable[[], float],
+        predictor: Path | None = None,
+        token_bytes: int = 1,
     ) -> None:
-        """predictor: a trained one for workflow steps. Raises ConfigError."""
+        """predictor: a trained one for workflow steps; token_bytes: what the rows of a token take
+        as they are computed. Raises ConfigError."""
         self.policy = policy
         self._hot = make_policy(policy, predictor)
         self._warm = make_policy(policy, predictor)
         self._clock = clock
+        self._token_bytes = token_bytes
+        self._events: deque[Callable[[], None]] = deque()
+        """What the policies have not heard of. Appending and taking are atomic."""
         self._lock = threading.Lock()
         self._hot_s = self._warm_s = float("-inf")
         """Time of each policy's last event."""
         self._expected: OrderedDict[Key, tuple[float, int]] = OrderedDict()
         """Node -> since when its rows are expected, and how many bytes."""
-        self._splits: list[tuple[Key, Key, Key | None, int, int, int]] = []
         self._visits: OrderedDict[Key, _Visit] = OrderedDict()
         """By tip: those that wait for its file."""
-        self._keys: dict[int, Key] = {}
-        """Files that took the place of another one: their id -> the key of the first."""
+        self._keys: dict[SegmentFile, Key] = {}
+        """A file that takes the place of another one has the key of that."""
+        self._files: dict[Key, SegmentFile] = {}
+        self._next_key = count(1)
 
-    # ---- requests ---------------------------------------------------------------------------
+    # ---- under the store's lock -------------------------------------------------------------
 
-    def visited(self, path: list[Node], arrived_s: float, nbytes: Callable[[Node], int]) -> None:
+    def visited(
+        self, path: Iterable[Node], arrived_s: float, nbytes: Callable[[Node], int]
+    ) -> None:
         """A request that arrived at `arrived_s` used `path`, from the first node on. `nbytes`:
         what a node's rows take in RAM, now or soon; 0: it has none there and gets none."""
-        if not path:
+        nodes = [node for node in path if not node.removed]
+        if not nodes:
             return
-        with self._lock:
-            known = self._n_hot(path)
-        # Asked without this lock: the store's may be needed, and who holds that may wait for this.
-        sizes = {node.id: nbytes(node) for node in path[known:]}
-        with self._lock:
-            now = self._hot_s = max(arrived_s, self._hot_s + _STEP_S)
-            self._apply_splits(now)
-            self._forget_expected()
-            n_there = self._n_hot(path)
-            if n_there:
-                self._hot.access(path[n_there - 1].id, now)
-            for node in path[n_there:]:
-                size = sizes.get(node.id, 0)
-                if node.id in self._hot:
-                    self._hot.access(node.id, now)
-                elif size:
-                    self._hot.insert(node.id, size, now, _parent_id(node))
-                    if node.hot is None:
-                        self._expected[node.id] = now, size
-            self._visit_warm(_Visit(path[-1], arrived_s))
+        new = {
+            node.id: _Rows(node.id, _parent_id(node), nbytes(node), node.hot is not None)
+            for node in nodes
+            if node.id not in self._hot  # else its size is known; paths can be long
+        }
+        files = None if nodes[-1].file is None else _files_of(nodes)
+        keys = [node.id for node in nodes]
+        self._events.append(partial(self._visit, keys, new, _Visit(arrived_s), files))
 
-    def answered(self, tip: Node, now: float, stop: str) -> None:
-        """The visit of `tip` got its answer, which ended because of `stop`."""
-        with self._lock:
-            self._hot_s = max(now, self._hot_s)
-            self._hot.answered(tip.id, self._hot_s, stop)
-            visit = self._visits.get(tip.id)
-            if visit is not None:
-                visit.answered_s, visit.stop = now, stop
-            elif tip.file is not None:
-                self._warm_s = max(now, self._warm_s)
-                self._warm.answered(self._key(tip.file), self._warm_s, stop)
+    def split(self, lower: Node, upper: Node) -> None:
+        """See Listener.split."""
+        hot, n = upper.hot, (upper.n, lower.n)
+        nbytes = upper.n * self._token_bytes if hot is None else hot.nbytes
+        self._events.append(partial(self._split, lower.id, upper.id, nbytes, *n))
 
-    def stepped(self, tip: Node, workflow: str, agent: str) -> None:
-        """The visit of `tip` was a step of `agent` in `workflow`."""
-        with self._lock:
-            self._hot.stepped(tip.id, self._hot_s, workflow, agent)
-            visit = self._visits.get(tip.id)
-            if visit is not None:
-                visit.step = workflow, agent
-            elif tip.file is not None:
-                self._warm.stepped(self._key(tip.file), self._warm_s, workflow, agent)
+    def removed(self, node: Node) -> None:
+        """See Listener.removed."""
+        self._events.append(partial(self._remove, node.id))
 
-    def ended(self, tip: Node) -> None:
-        """Nobody will go on from `tip`."""
-        with self._lock:
-            self._hot.ended(tip.id, self._hot_s)
-            if tip.file is not None:
-                self._warm.ended(self._key(tip.file), self._warm_s)
+    def became_hot(self, nodes: Sequence[Node]) -> None:
+        """See Listener.became_hot. Not for rows that were fetched ahead."""
+        found = [_Rows(n.id, _parent_id(n), n.hot.nbytes, True) for n in nodes if n.hot is not None]
+        self._events.append(partial(self._heat, found))
 
-    def workflow_ended(self, workflow: str) -> None:
-        """No step of `workflow` will follow."""
-        with self._lock:
-            self._hot.workflow_ended(workflow, self._hot_s)
-            self._warm.workflow_ended(workflow, self._warm_s)
-
-    # ---- rows come, change and go -----------------------------------------------------------
-
-    def became_hot(self, nodes: Iterable[Node]) -> None:
-        """These nodes have rows in RAM now."""
-        with self._lock:
-            self._apply_splits(self._now_hot())
-            for node in nodes:
-                self._expected.pop(node.id, None)
-                if node.id in self._hot:
-                    self._hot.resize(node.id, _hot_bytes(node))
-                else:
-                    self._hot.insert(node.id, _hot_bytes(node), self._hot_s, _parent_id(node))
+    def left_hot(self, node: Node) -> None:
+        """See Listener.left_hot."""
+        self._events.append(partial(self._cool, node.id))
 
     def became_warm(self, file: SegmentFile) -> None:
-        """A file was written."""
-        with self._lock:
-            waiting = [self._visits.pop(n.id) for n in list(file.nodes) if n.id in self._visits]
-            for visit in waiting:
-                self._deliver(visit)
-            if file.nodes and self._key(file) not in self._warm:
-                self._insert_warm(file, self._clock())
+        """See Listener.became_warm."""
+        path = max(file.nodes, key=lambda node: node.p1).path()
+        ends = [(node.id, i) for i, node in enumerate(path, 1) if node.file is file]
+        files = [node.file for node in path]
+        self._events.append(partial(self._write, file, ends, files))
+
+    def left_warm(self, file: SegmentFile) -> None:
+        """See Listener.left_warm."""
+        self._events.append(partial(self._drop, file, file.successor))
 
     def found(self, nodes: Iterable[Node]) -> None:
         """These nodes were there at start; each of their files counts as used when any of its
@@ -160,63 +152,55 @@ class Ranking:
         for node in nodes:
             if node.file is not None:
                 used[node.file] = max(used.get(node.file, 0.0), node.last_used)
-        with self._lock:
-            for file in sorted(used, key=lambda file: used[file]):
-                self._insert_warm(file, used[file])
+        for file in sorted(used, key=lambda file: used[file]):
+            self._events.append(partial(self._insert_warm, file, used[file]))
 
-    def replaced(self, old: SegmentFile, new: SegmentFile) -> None:
-        """`new` holds what `old` held: it keeps its place."""
-        with self._lock:
-            key = self._keys.pop(old.id, old.id)
-            if not new.nodes:  # removed since
-                self._warm.remove(key)
-                return
-            self._keys[new.id] = key
-            self._warm.resize(key, new.nbytes)
+    # ---- requests go on ---------------------------------------------------------------------
 
-    def split(self, lower: Node, upper: Node) -> None:
-        """`lower` was cut; `upper` is its beginning. Counts as part of the next visit, which is
-        why it was cut."""
+    def settle(self) -> None:
+        """Let the policies hear of everything so far."""
         with self._lock:
-            self._splits.append(
-                (lower.id, upper.id, _parent_id(upper), _hot_bytes(upper), upper.n, lower.n)
-            )
+            self._play()
 
-    def left_hot(self, key: Key) -> None:
-        """A node's rows left RAM, or the node is gone."""
-        with self._lock:
-            self._apply_splits(self._now_hot())
-            self._hot.remove(key)
-            self._expected.pop(key, None)
-            self._visits.pop(key, None)
+    def answered(self, tip: Node, now: float, stop: str) -> None:
+        """The visit of `tip` got its answer, which ended because of `stop`."""
+        self._events.append(partial(self._answer, tip.id, tip.file, now, stop))
+        self.settle()
 
-    def left_warm(self, key: Key, file: SegmentFile | None) -> None:
-        """What had this key is gone."""
-        with self._lock:
-            self._warm.remove(key)
-            if file is not None:
-                self._keys.pop(file.id, None)
+    def stepped(self, tip: Node, workflow: str, agent: str) -> None:
+        """The visit of `tip` was a step of `agent` in `workflow`."""
+        self._events.append(partial(self._step, tip.id, tip.file, (workflow, agent)))
+        self.settle()
+
+    def ended(self, tip: Node) -> None:
+        """Nobody will go on from `tip`."""
+        self._events.append(partial(self._end, tip.id, tip.file))
+        self.settle()
+
+    def workflow_ended(self, workflow: str) -> None:
+        """No step of `workflow` will follow."""
+        self._events.append(partial(self._end_workflow, workflow))
+        self.settle()
 
     # ---- decisions --------------------------------------------------------------------------
 
-    def hot_victims(self, bytes_needed: int, is_evictable: IsEvictable) -> list[Key]:
-        """Nodes whose rows leave RAM, in order."""
+    def hot_victims(self, bytes_needed: int, is_evictable: Callable[[Key], bool]) -> list[Key]:
+        """Nodes whose rows leave RAM, in order. `is_evictable` must not wait for the store."""
         with self._lock:
-            self._apply_splits(self._now_hot())
+            self._play()
             self._forget_expected()
             return self._hot.victims(
                 bytes_needed, lambda key: key not in self._expected and is_evictable(key)
             )
 
-    def warm_victims(self, bytes_needed: int, is_evictable: IsEvictable) -> list[Key]:
-        """Files to delete, by key, in order."""
+    def warm_victims(
+        self, bytes_needed: int, is_evictable: Callable[[SegmentFile], bool]
+    ) -> list[SegmentFile]:
+        """Files to delete, in order. `is_evictable` must not wait for the store."""
         with self._lock:
-            return self._warm.victims(bytes_needed, is_evictable)
-
-    def key_of(self, file: SegmentFile) -> Key:
-        """The key that `warm_victims` has for a file."""
-        with self._lock:
-            return self._key(file)
+            self._play()
+            keys = self._warm.victims(bytes_needed, lambda key: is_evictable(self._files[key]))
+            return [self._files[key] for key in keys]
 
     @property
     def foretells(self) -> bool:
@@ -226,17 +210,20 @@ class Ranking:
     def wanted(self, most: int) -> list[tuple[Key, float]]:
         """See Foretelling.wanted; nothing of a policy that does not foretell."""
         with self._lock:
+            self._play()
             if not isinstance(self._hot, Foretelling):
                 return []
             return self._hot.wanted(self._clock(), most)
 
     def explain(self, node: Node) -> dict[str, Any]:
         """What each tier's policy goes by for `node`; None: it is not in that tier."""
+        file = node.file
         with self._lock:
+            self._play()
             now = self._clock()
-            self._apply_splits(self._now_hot())
             hot = self._hot.explain(node.id, now)
-            warm = self._warm.explain(self._key(node.file), now) if node.file is not None else {}
+            key = self._keys.get(file) if file is not None else None
+            warm = self._warm.explain(key, now) if key is not None else {}
             return {
                 "policy": self.policy,
                 "hot": {**hot, "expected": node.id in self._expected} if hot else None,
@@ -265,39 +252,153 @@ class Ranking:
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 log.warning("what the policy had learned is lost", extra={"error": str(error)})
 
+    # ---- checking ---------------------------------------------------------------------------
+
+    def check_integrity(self, store: Store, unused: Collection[Key] = ()) -> None:
+        """AssertionError unless the policies know exactly what `store` has, with the parents and
+        the sizes that it has there. `unused`: nodes whose rows no policy was told of."""
+        with store.still(), self._lock:
+            self._play()
+            nodes = {node.id: node for node in store.nodes()}
+            hot = {
+                key: (_parent_id(node), node.hot.nbytes)
+                for key, node in nodes.items()
+                if node.hot is not None and key not in unused
+            }
+            for key, (_, nbytes) in self._expected.items():
+                assert key in nodes, f"rows of the segment {key} are expected, which is gone"
+                assert key not in hot, f"rows of the segment {key} are expected and there"
+                hot[key] = _parent_id(nodes[key]), nbytes
+            self._hot.check_integrity(hot)
+            assert self._keys.keys() == set(store.files()), "other files are known"
+            assert self._files == {key: file for file, key in self._keys.items()}
+            self._warm.check_integrity({k: (None, f.nbytes) for k, f in self._files.items()})
+            assert self._visits.keys() <= nodes.keys(), "visits wait for the files of the dead"
+
+    # ---- events, under the ranking's lock ---------------------------------------------------
+
+    def _play(self) -> None:
+        while self._events:
+            self._events.popleft()()
+
+    def _visit(
+        self,
+        keys: list[Key],
+        new: dict[Key, _Rows],
+        visit: _Visit,
+        files: list[SegmentFile] | None,
+    ) -> None:
+        """`files`: those of the path, if its tip has one."""
+        hot = self._hot
+        now = self._hot_s = max(visit.arrived_s, self._hot_s + _STEP_S)
+        self._forget_expected()
+        n_there = next((i for i, key in enumerate(keys) if key not in hot), len(keys))
+        if n_there:
+            hot.access(keys[n_there - 1], now)
+        for key in keys[n_there:]:
+            if key in hot:
+                hot.access(key, now)
+            elif (rows := new.get(key)) is not None and rows.nbytes:
+                hot.insert(key, rows.nbytes, now, rows.parent)
+                if not rows.are_there:
+                    self._expected[key] = self._clock(), rows.nbytes
+        if files is not None:
+            self._deliver(visit, files)
+            return
+        self._visits[keys[-1]] = visit
+        self._visits.move_to_end(keys[-1])
+        if len(self._visits) > _VISITS_MAX:
+            self._visits.popitem(last=False)
+
+    def _split(self, lower: Key, upper: Key, nbytes: int, n_upper: int, n_lower: int) -> None:
+        if lower in self._expected:
+            since, whole = self._expected[lower]
+            nbytes = whole * n_upper // (n_upper + n_lower)
+            self._expected[upper] = since, nbytes
+            self._expected[lower] = since, whole - nbytes
+        self._hot.split(lower, upper, nbytes, _NO_USE_S)
+
+    def _remove(self, key: Key) -> None:
+        self._cool(key)
+        self._visits.pop(key, None)
+
+    def _heat(self, found: list[_Rows]) -> None:
+        for rows in found:
+            self._expected.pop(rows.key, None)
+            if rows.key in self._hot:
+                self._hot.resize(rows.key, rows.nbytes)
+            else:
+                self._hot.insert(rows.key, rows.nbytes, self._now_hot(), rows.parent)
+
+    def _cool(self, key: Key) -> None:
+        self._hot.remove(key)
+        self._expected.pop(key, None)
+
+    def _write(
+        self, file: SegmentFile, ends: list[tuple[Key, int]], files: list[SegmentFile | None]
+    ) -> None:
+        """`files`: one for each node of the path to the last that views the new file; `ends`:
+        those that do, and how many nodes the path to each has."""
+        for key, n in ends:
+            visit = self._visits.pop(key, None)
+            if visit is not None:
+                self._deliver(visit, _distinct(files[:n]))
+        if file not in self._keys:
+            self._insert_warm(file, self._clock())
+
+    def _drop(self, file: SegmentFile, successor: SegmentFile | None) -> None:
+        key = self._keys.pop(file, None)
+        if key is None:
+            return
+        if successor is None or successor in self._keys:
+            del self._files[key]
+            self._warm.remove(key)
+        else:
+            self._keys[successor], self._files[key] = key, successor
+            self._warm.resize(key, successor.nbytes)
+
+    def _answer(self, tip: Key, file: SegmentFile | None, now: float, stop: str) -> None:
+        self._hot_s = max(now, self._hot_s)
+        self._hot.answered(tip, self._hot_s, stop)
+        visit = self._visits.get(tip)
+        if visit is not None:
+            visit.answered_s, visit.stop = now, stop
+        elif file in self._keys:
+            self._warm_s = max(now, self._warm_s)
+            self._warm.answered(self._keys[file], self._warm_s, stop)
+
+    def _step(self, tip: Key, file: SegmentFile | None, step: tuple[str, str]) -> None:
+        self._hot.stepped(tip, self._hot_s, *step)
+        visit = self._visits.get(tip)
+        if visit is not None:
+            visit.step = step
+        elif file in self._keys:
+            self._warm.stepped(self._keys[file], self._warm_s, *step)
+
+    def _end(self, tip: Key, file: SegmentFile | None) -> None:
+        self._hot.ended(tip, self._hot_s)
+        if file in self._keys:
+            self._warm.ended(self._keys[file], self._warm_s)
+
+    def _end_workflow(self, workflow: str) -> None:
+        self._hot.workflow_ended(workflow, self._hot_s)
+        self._warm.workflow_ended(workflow, self._warm_s)
+
     # ---- inside -----------------------------------------------------------------------------
 
     def _learning(self) -> list[tuple[str, Learning]]:
         both = (("hot", self._hot), ("warm", self._warm))
         return [(name, each) for name, each in both if isinstance(each, Learning)]
 
-    def _n_hot(self, path: list[Node]) -> int:
-        """How many nodes the path begins with that the hot tier's policy has."""
-        hot = self._hot
-        return next((i for i, node in enumerate(path) if node.id not in hot), len(path))
-
-    def _visit_warm(self, visit: _Visit) -> None:
-        tip = visit.tip
-        if tip.file is not None:
-            self._deliver(visit)
-            return
-        self._visits[tip.id] = visit
-        self._visits.move_to_end(tip.id)
-        if len(self._visits) > _VISITS_MAX:
-            self._deliver(self._visits.popitem(last=False)[1])
-
-    def _deliver(self, visit: _Visit) -> None:
-        """Tell the warm tier's policy of a visit, by the files that there are."""
-        files = [node.file for node in visit.tip.path() if node.file is not None]
-        if not files:
-            return
+    def _deliver(self, visit: _Visit, files: list[SegmentFile]) -> None:
+        """Tell the warm tier's policy of a visit that used these files."""
         now = self._warm_s = max(visit.arrived_s, self._warm_s + _STEP_S)
         for file in files:
-            if self._key(file) in self._warm:
-                self._warm.access(self._key(file), now)
+            if file in self._keys:
+                self._warm.access(self._keys[file], now)
             else:
                 self._insert_warm(file, now)
-        tip = self._key(files[-1])
+        tip = self._keys[files[-1]]
         if visit.step is not None:
             self._warm.stepped(tip, now, *visit.step)
         if visit.stop is not None:
@@ -306,21 +407,9 @@ class Ranking:
 
     def _insert_warm(self, file: SegmentFile, now: float) -> None:
         self._warm_s = max(now, self._warm_s)
-        self._warm.insert(self._key(file), file.nbytes, self._warm_s, None)
-
-    def _apply_splits(self, now: float) -> None:
-        splits, self._splits = self._splits, []
-        for lower, upper, parent, nbytes, n_upper, n_lower in splits:
-            if lower not in self._hot:
-                if nbytes:  # it is just becoming hot, or just being evicted
-                    self._hot.insert(upper, nbytes, now, parent)
-                continue
-            if lower in self._expected:
-                since, whole = self._expected[lower]
-                nbytes = whole * n_upper // (n_upper + n_lower)
-                self._expected[upper] = since, nbytes
-                self._expected[lower] = since, whole - nbytes
-            self._hot.split(lower, upper, nbytes, now)
+        key = self._keys[file] = next(self._next_key)
+        self._files[key] = file
+        self._warm.insert(key, file.nbytes, self._warm_s, None)
 
     def _forget_expected(self) -> None:
         due = self._clock() - _EXPECTED_S_MAX
@@ -333,13 +422,14 @@ class Ranking:
             self._hot_s = self._clock()
         return self._hot_s
 
-    def _key(self, file: SegmentFile) -> Key:
-        return self._keys.get(file.id, file.id)
-
-
-def _hot_bytes(node: Node) -> int:
-    return node.hot.nbytes if node.hot is not None else 0
-
 
 def _parent_id(node: Node) -> int | None:
     return node.parent.id if node.parent is not None else None
+
+
+def _files_of(path: Iterable[Node]) -> list[SegmentFile]:
+    return _distinct(node.file for node in path)
+
+
+def _distinct(files: Iterable[SegmentFile | None]) -> list[SegmentFile]:
+    return list(dict.fromkeys(file for file in files if file is not None))

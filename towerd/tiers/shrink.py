@@ -96,8 +96,8 @@ class Shrinker:
         """Seconds until `step` may have something to do."""
         return max(0.0, self._rest_until - time.monotonic()) if self._enabled else math.inf
 
-    def step(self) -> tuple[SegmentFile, SegmentFile] | None:
-        """Look at some files and re-encode at most one: (old, new) if so.
+    def step(self) -> SegmentFile | None:
+        """Look at some files and re-encode at most one: the new one if so.
 
         Raises DiskFull or StoreError if it cannot be written; the next try is a while later."""
         began = time.monotonic()
@@ -118,7 +118,7 @@ class Shrinker:
             if new is not None:
                 # whoever is being served gets at least half of the time
                 self._rest_until = 2 * time.monotonic() - began
-                return file, new
+                return new
         if not self._queue:
             low, high = _SCAN_S
             self._rest_until = time.monotonic() + min(high, max(low, self._after_s / 4))

@@ -80,14 +80,18 @@ function showSessions(sessions) {
 }
 
 async function poll() {
+  await show("/towerd/v1/stats", showStats);
+  await show("/towerd/v1/sessions?limit=100", (found) => showSessions(found.sessions));
+  setTimeout(poll, POLL_MS);
+}
+
+async function show(path, work) {
   try {
-    showStats(await fetchJson("/towerd/v1/stats"));
-    showSessions((await fetchJson("/towerd/v1/sessions?limit=100")).sessions);
+    work(await fetchJson(path));
     get("login").hidden = true;
   } catch (error) {
     get("model").textContent = error.message;
   }
-  setTimeout(poll, POLL_MS);
 }
 
 get("login").addEventListener("submit", (event) => {

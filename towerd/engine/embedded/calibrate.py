@@ -2,6 +2,7 @@
 
 A thread of its own runs the search; the model is used in small steps on the inference thread, and
 only while no request runs or waits. The result is kept in the catalog, one per fingerprint.
+SmolLM2 (135M parameters, two cores) takes some minutes of it.
 """
 
 from __future__ import annotations
@@ -9,27 +10,24 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, Literal, TypeAlias, TypeVar
 
+from towerd.drift import Drift
 from towerd.engine.embedded.core import Core
-from towerd.engine.embedded.measure import Measurer, Plan, Scratch, make_plan
+from towerd.engine.embedded.measure import Measurer
+from towerd.engine.embedded.measure_plan import NEXT_TOKENS, Plan, make_plan
 from towerd.engine.embedded.scheduler import Scheduler
+from towerd.engine.embedded.scratch import Scratch
 from towerd.engine.embedded.vocab import Vocab
 from towerd.errors import NotSupported, TowerdError
 from towerd.store import Store
-from towerd.tiers.calibration import (
-    BOUNDS,
-    Calibration,
-    calibrate,
-    formats_digest,
-    grid_tables,
-    sizes,
-)
+from towerd.tiers.calibration import BOUNDS, LEVELS, Calibration, formats_digest, sizes
 from towerd.tiers.calibration_store import load_calibration, save_calibration
 from towerd.tiers.fidelity import LevelFormats
+from towerd.tiers.format_search import COARSE, calibrate, coarse_tables
 from towerd.tiers.manager import Tiers
 
 log = logging.getLogger(__name__)
@@ -38,8 +36,9 @@ T = TypeVar("T")
 State: TypeAlias = Literal["off", "waiting", "running", "done", "failed"]
 
 TEXT = "calibration.txt"
-CHECKPOINTS = 8
-"""Continuations that each table is measured on."""
+CHECKPOINTS = 64
+"""Continuations that a table is measured on at most: 4,096 tokens. A wall clock would decide
+otherwise on every machine."""
 _IDLE_S = 60.0
 """How long nothing must have run before a calibration begins by itself."""
 _POLL_S = 0.5
@@ -168,11 +167,11 @@ class Calibrator:
             return
         except TowerdError as error:
             log.warning("calibration is not possible", extra={"reason": error.message})
-            self._state, self._error = "failed", error.message
+            self._state, self._error = "failed", error.public
             return
-        except Exception as error:
+        except Exception:
             log.exception("calibration failed")
-            self._state, self._error = "failed", f"internal error: {error}"
+            self._state, self._error = "failed", "internal error; the daemon's log has it"
             return
         self._found = found
         self._apply(found)
@@ -188,24 +187,19 @@ class Calibrator:
                 f"It takes {plan.n_cells} cells; the live context has {core.context.n_cells}."
             )
         bits = sizes(core.layout)
-        n_grid = len(grid_tables([*bits][:-1]))
-        n_prefix = sum(
-            max(c.p for c in plan.checkpoints if c.window == window)
-            for window in {c.window for c in plan.checkpoints}
-        )
-        self._progress = Progress(0, n_prefix + plan.n_tokens * (n_grid + 1))
+        self._progress = Progress(0, plan.n_prefix + coarse_tokens(plan, bits))
         measurer = Measurer(
             scratch, plan, run_step=self._step, step_s=_STEP_S, progress=self._advance
         )
         measurer.prepare()
-        grid, choices = calibrate(measurer, bits)
+        floor, grid, choices = calibrate(measurer, bits)
         return Calibration(
             fingerprint=core.info.fingerprint.digest().hex(),
             formats=formats_digest(),
             ids=plan.digest(),
-            n_tokens=plan.n_tokens,
             made_unix=self._clock(),
             bits=bits,
+            floor=floor,
             grid=grid,
             choices=choices,
         )
@@ -218,7 +212,7 @@ class Calibrator:
         choice = found.choices.get(self.fidelity)
         if choice is not None and not self.why_off:
             self._tiers.set_formats(LevelFormats(choice.levels))
-            self._tiers.drift_kl = choice.cost.kl
+            self._tiers.drift = Drift(choice.cost.kl, choice.cost.floor_kl)
 
     # ---- steps on the inference thread ------------------------------------------------------
 
@@ -258,6 +252,13 @@ def _why_off(core: Core, fidelity: str, forced: bool) -> str:
 def calibration_text() -> str:
     """The text that every model is calibrated on: prose, dialogue, code, data, other languages."""
     return (files("towerd") / "data" / TEXT).read_text(encoding="utf-8")
+
+
+def coarse_tokens(plan: Plan, bits: Mapping[str, float]) -> int:
+    """Tokens that the search evaluates before it tries its first table: each format, each level
+    and the floor, beside native rows."""
+    n = min(COARSE, len(plan.checkpoints))
+    return NEXT_TOKENS * n * (len(coarse_tables([*bits][:-1])) + LEVELS + 2)
 
 
 def plan_for(

@@ -7,6 +7,8 @@ Semantics of the state calls: llama.cpp `src/llama-kv-cache.cpp` and `src/llama-
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import llama_cpp.llama_cpp as lib
@@ -144,6 +146,24 @@ class LlamaContext:
         code = lib.llama_decode(self.ptr, self.batch.raw)
         if code != 0:
             raise DecodeError(code)
+
+    @property
+    def n_threads(self) -> int:
+        """Threads that evaluate a single token."""
+        return int(lib.llama_n_threads(self.ptr))
+
+    @contextmanager
+    def threads(self, n: int | None) -> Iterator[None]:
+        """Evaluate with `n` threads meanwhile; None: with as many as ever."""
+        if n is None:
+            yield
+            return
+        before = self.n_threads, int(lib.llama_n_threads_batch(self.ptr))
+        lib.llama_set_n_threads(self.ptr, n, n)
+        try:
+            yield
+        finally:
+            lib.llama_set_n_threads(self.ptr, *before)
 
     def logits(self, index: int) -> npt.NDArray[np.float32]:
         """float32[n_vocab] view of one output row; valid until the next decode."""

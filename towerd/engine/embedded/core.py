@@ -23,7 +23,7 @@ from towerd.engine.base import ModelInfo
 from towerd.engine.embedded.attention import flash_attention
 from towerd.engine.embedded.context import LlamaContext
 from towerd.engine.embedded.memory import Memory, n_seqs_of, open_memory
-from towerd.engine.embedded.model import LlamaModel, hash_file
+from towerd.engine.embedded.model import LlamaModel
 from towerd.engine.embedded.observer import Observer, check_attention
 from towerd.engine.embedded.taps import Taps
 from towerd.engine.embedded.vocab import Vocab
@@ -77,7 +77,7 @@ class Core:
 
 
 def load_core(config: Config, catalog: Catalog) -> Core:
-    """Load `config.model` (or the bundled one); `catalog` remembers the file's hash.
+    """Load `config.model` (or the default); `catalog` remembers the file's hash.
 
     Raises ModelError, ConfigError (sizes that cannot be had), StateError never: a state format
     that fails the self-test is a ModelError that names the version."""
@@ -104,7 +104,7 @@ def load_core(config: Config, catalog: Catalog) -> Core:
         context.close()
         model.close()
         raise
-    return Core(model, context, vocab, info, n_ctx, memory, _why_not_spliceable(memory), observer)
+    return Core(model, context, vocab, info, n_ctx, memory, why_not_spliceable(memory), observer)
 
 
 def _observer(taps: Taps, memory: Memory, model: LlamaModel, config: Config) -> Observer | None:
@@ -117,9 +117,18 @@ def _observer(taps: Taps, memory: Memory, model: LlamaModel, config: Config) -> 
     )
 
 
-def _why_not_spliceable(memory: Memory) -> str:
+_KINDS = {
+    "window": "it has sliding-window layers",
+    "hybrid": "it has recurrent layers beside attention",
+    "recurrent": "its layers are recurrent",
+    "whole": "its state can only be stored as a whole",
+}
+
+
+def why_not_spliceable(memory: Memory) -> str:
+    """Why rows cannot be moved to another place, or "" if they can."""
     if memory.kind is not DENSE:
-        return f"its state is {memory.kind.name}, and only dense attention's rows can be moved"
+        return f"{_KINDS[memory.kind.name]}, and only the rows of dense attention can be moved"
     return "positions have more than one component (M-RoPE)" if memory.layout.cell_ext else ""
 
 
@@ -216,7 +225,7 @@ def _info(
         arch = f"{arch}:{config.cache_type_k}:{config.cache_type_v}:{memory.context.v_trans:d}"
     n_head_kv = _largest(model, "attention.head_count_kv", 1)
     fingerprint = Fingerprint(
-        model_hash=file_hash(model.path, catalog),
+        model_hash=model.file.identify(catalog),
         arch=arch,
         tokenizer=tokenizer_hash(vocab.pieces),
         rope=model.rope(config),
@@ -256,14 +265,3 @@ def tokenizer_hash(pieces: Iterable[bytes]) -> str:
     for piece in pieces:
         digest.update(len(piece).to_bytes(4, "little") + piece)
     return digest.hexdigest()
-
-
-def file_hash(path: Path, catalog: Catalog) -> str:
-    """The file's hash, remembered in the catalog by (device, inode, size, mtime)."""
-    stat = path.stat()
-    key = f"model_hash:{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}"
-    known = catalog.get_meta(key)
-    if known is None:
-        known = hash_file(path)
-        catalog.set_meta(key, known)
-    return known

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
-from towerd.config import Config
+from towerd.config import RETENTIONS, Config
 from towerd.engine.base import (
     Event,
     Finish,
@@ -27,15 +27,22 @@ from towerd.engine.embedded.job import Job, Phase
 from towerd.engine.embedded.materialise import Materialiser
 from towerd.engine.embedded.modules import EmbeddedModules
 from towerd.engine.embedded.pool import LivePool
+from towerd.engine.embedded.preparing import Preparer, takes_long
 from towerd.engine.embedded.recall import RecallLimits
 from towerd.engine.embedded.resume import Resumer
 from towerd.engine.embedded.retokenize import Retokenizer
 from towerd.engine.embedded.scheduler import Scheduler
-from towerd.engine.embedded.shift import check_fits
 from towerd.engine.embedded.splice import Splicer
 from towerd.engine.embedded.template import ChatTemplate
 from towerd.engine.embedded.thinning import Thinner
-from towerd.errors import ConfigError, InvalidRequest, NotSupported, TowerdError, Unavailable
+from towerd.errors import (
+    ConfigError,
+    ContextExceeded,
+    InvalidRequest,
+    NotSupported,
+    TowerdError,
+    Unavailable,
+)
 from towerd.tiers.boundary import BoundaryTier
 from towerd.tiers.manager import Tiers
 
@@ -135,7 +142,15 @@ class EmbeddedEngine:
             queue_max=config.queue_max,
             deliver=self._deliver,
         )
+        self._preparer = Preparer(
+            core.vocab, core.n_ctx, config.queue_max, self.scheduler.submit, self._not_prepared
+        )
         self._check_retention(config)
+        self.outgrowing: Collection[str] = {
+            policy
+            for policy in RETENTIONS
+            if policy == "shift" or self.thinner.may_outgrow(LiveBudget(policy))
+        }
         self.embedded_modules = EmbeddedModules(core, self.scheduler, self.splicer)
         self.modules: ModuleMaker | None = self.embedded_modules
         self.template = ChatTemplate(
@@ -168,15 +183,15 @@ class EmbeddedEngine:
             raise InvalidRequest("The prompt has no tokens.")
         self.core.vocab.validate(ids)
         self.thinner.check(request.live)
-        if len(ids) >= self.n_ctx and request.live.policy != "shift":
-            if not self.thinner.may_outgrow(request.live):
-                check_fits(len(ids), self.n_ctx)
+        if len(ids) >= self.n_ctx and request.live.policy not in self.outgrowing:
+            raise ContextExceeded.of_request(len(ids), self.n_ctx)
         generation = EmbeddedGeneration(self.scheduler, self._loop)
         generation.job = Job(request, ids, len(ids))
         self._generations[id(generation.job)] = generation
         self._all_ended.clear()
+        is_slow = takes_long(request.sampling)
         try:
-            self.scheduler.submit(generation.job)
+            (self._preparer.add if is_slow else self.scheduler.submit)(generation.job)
         except TowerdError:
             self._forget(generation.job)
             raise
@@ -241,9 +256,23 @@ class EmbeddedEngine:
         jobs = list(self.scheduler.active)
         return not self.scheduler.waiting and all(job.phase is Phase.DECODE for job in jobs)
 
+    def is_busy(self) -> bool:
+        """Whether requests run or wait; may be asked by any thread."""
+        return bool(self.scheduler.active or self.scheduler.waiting)
+
     async def settle(self) -> None:
         """Wait until every recorded row of an idle sequence has been exported."""
         await asyncio.wrap_future(self.scheduler.settled())
+
+    def forget_live(self) -> None:
+        """Let go of the rows of every chat that no request runs for. Any thread may call it."""
+
+        def forget() -> None:
+            for seq in [seq for seq in self.pool if not seq.busy]:
+                self.pool.drop(seq)
+            self.thinner.parked.clear()
+
+        self.scheduler.call(forget)
 
     async def drain(self, grace_s: float) -> None:
         for generation in list(self._generations.values()):
@@ -261,6 +290,7 @@ class EmbeddedEngine:
 
     async def close(self) -> None:
         await asyncio.to_thread(self.embedded_modules.close)
+        await asyncio.to_thread(self._preparer.close)
         await asyncio.to_thread(self.scheduler.close)
         await asyncio.to_thread(self.materialiser.close)
         self._text.shutdown()
@@ -271,6 +301,10 @@ class EmbeddedEngine:
         self._loop.call_soon_threadsafe(self._dispatch, events)
         if any(isinstance(event, Started) for _, event in events):
             time.sleep(_HEAD_START_S)
+
+    def _not_prepared(self, job: Job, error: TowerdError) -> None:
+        """A worker thread to the event loop: the job was never queued."""
+        self._loop.call_soon_threadsafe(self._dispatch, [(job, error)])
 
     def _dispatch(self, events: list[tuple[Job, Any]]) -> None:
         for job, event in events:

@@ -9,23 +9,19 @@ llama.cpp's `grammars/README.md` and `src/llama-grammar.cpp`.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from dataclasses import dataclass, field
 
+from towerd.engine.embedded.grammar_cost import TEXT, character, check_cost
 from towerd.engine.embedded.vocab import Vocab
 from towerd.errors import InvalidRequest
 
-BYTES_MAX = 1 << 20
+BYTES_MAX = 512 * 1024
 ELEMENTS_MAX = 500_000
 """Grammar elements after repetitions are written out."""
 NESTING_MAX = 2_000
-LEFT_DEPTH_MAX = 10_000
-LEFT_PATHS_MAX = 2_000_000
-"""Ways to descend through the leftmost references; llama.cpp walks every one."""
 REPEAT_MAX = 2_000
 """llama.cpp's own limit: a larger minimum is refused, a larger maximum means no maximum."""
 
-_TERMINAL = -1
 _UNIT = r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[trn\\\"\[\]-])"
 _LITERAL_UNIT = re.compile(rf'[^"\\]|{_UNIT}')
 _CLASS_UNIT = re.compile(rf"[^\]\\]|{_UNIT}")
@@ -50,7 +46,7 @@ def check_gbnf(text: str, vocab: Vocab | None = None) -> None:
         raise InvalidRequest(f"grammar: not valid Unicode: {error}.") from error
     reader = _Reader(text, vocab)
     reader.read()
-    _check_recursion(reader.alternates, reader.names)
+    check_cost([rule or [] for rule in reader.alternates], reader.names, reader.n_vocab)
 
 
 @dataclass(slots=True)
@@ -70,9 +66,10 @@ class _Reader:
 
     def __init__(self, text: str, vocab: Vocab | None) -> None:
         self.alternates: list[list[list[int]] | None] = []
-        """By rule id: alternates of items, each a rule id or `_TERMINAL`."""
+        """By rule id: alternates of items, each a rule id, `TEXT` or a `character`."""
         self.names: dict[int, str] = {}
         self._ids: dict[str, int] = {}
+        self.n_vocab = 1 if vocab is None else vocab.n_vocab
         self._text, self._pos, self._vocab = text, 0, vocab
         self._elements = 0
         self._referenced: dict[int, int] = {}
@@ -117,16 +114,18 @@ class _Reader:
         char, frame = self._text[self._pos], stack[-1]
         if char == '"':
             unit = self._need(_LITERAL, "a string is not closed, or has an unknown escape")
-            self._terminal(frame, len(_LITERAL_UNIT.findall(unit[1])))
+            n = len(_LITERAL_UNIT.findall(unit[1]))
+            self._terminal(frame, n, TEXT if n > 1 else character(n))
         elif char == "[":
             unit = self._need(_CLASS, "a character class is not closed, or has an unknown escape")
-            self._terminal(frame, len(_CLASS_UNIT.findall(unit[1])))
+            n = len(_CLASS_UNIT.findall(unit[1]))
+            self._terminal(frame, n, character(n))
         elif char in "<!":
             self._check_token(self._need(_TOKEN, "expected a token like <[12]> or <name>"))
-            self._terminal(frame, 1)
+            self._terminal(frame, 1, character(1))
         elif char == ".":
             self._pos += 1
-            self._terminal(frame, 1)
+            self._terminal(frame, 1, character(1))
         elif char in "*+?{":
             self._repeat(frame, *self._read_repetition(char))
         elif char == "|":
@@ -163,10 +162,10 @@ class _Reader:
         frame.alternates[-1].append(rule)
         self._count(1)
 
-    def _terminal(self, frame: _Frame, n: int) -> None:
+    def _terminal(self, frame: _Frame, n: int, item: int) -> None:
         frame.last, frame.weight = len(frame.alternates[-1]), n
         if n:
-            frame.alternates[-1].append(_TERMINAL)
+            frame.alternates[-1].append(item)
         self._count(n)
 
     def _read_repetition(self, char: str) -> tuple[int, int | None]:
@@ -245,111 +244,3 @@ class _Reader:
     def _error(self, problem: str) -> InvalidRequest:
         line = self._text.count("\n", 0, self._pos) + 1
         return InvalidRequest(f"grammar, line {line}: {problem}.")
-
-
-def _check_recursion(rules: list[list[list[int]] | None], names: dict[int, str]) -> None:
-    """Refuse left recursion that grows the parser's stack, and left paths without end."""
-    defined = [r or [] for r in rules]
-    # llama.cpp refuses the cycles it sees; it takes only rules with an empty alternate as empty.
-    empty = [any(not items for items in alternates) for alternates in defined]
-    for rule, is_cyclic in enumerate(_cyclic(_left_edges(defined, empty))):
-        if is_cyclic:
-            raise InvalidRequest(f"grammar: rule '{names[rule]}' is left-recursive.")
-    # What it overlooks is harmless unless something follows the recursive reference.
-    edges = _left_edges(defined, _nullable(defined))
-    component = _components([[to for to, _ in out] for out in edges])
-    paths, depth = [1] * len(defined), [1] * len(defined)
-    # Components are numbered so that every edge leads to a lower or the same number.
-    for rule in sorted(range(len(defined)), key=lambda r: component[r]):
-        for to, is_tail in edges[rule]:
-            if component[to] == component[rule]:
-                if not is_tail:
-                    raise InvalidRequest(f"grammar: rule '{names[rule]}' is left-recursive.")
-                continue
-            paths[rule] += paths[to]
-            depth[rule] = max(depth[rule], depth[to] + 1)
-        if paths[rule] > LEFT_PATHS_MAX or depth[rule] > LEFT_DEPTH_MAX:
-            raise InvalidRequest(f"grammar: rule '{names[rule]}' is too complex.")
-
-
-def _nullable(rules: list[list[list[int]]]) -> list[bool]:
-    """Which rules can produce the empty text."""
-    users: list[list[tuple[int, int]]] = [[] for _ in rules]
-    missing: dict[tuple[int, int], int] = {}
-    nullable = [False] * len(rules)
-    todo: list[int] = []
-    for rule, alternates in enumerate(rules):
-        for i, items in enumerate(alternates):
-            if _TERMINAL in items:
-                continue
-            missing[rule, i] = len(items)
-            for item in items:
-                users[item].append((rule, i))
-            if not items and not nullable[rule]:
-                nullable[rule] = True
-                todo.append(rule)
-    while todo:
-        for user in users[todo.pop()]:
-            missing[user] -= 1
-            if not missing[user] and not nullable[user[0]]:
-                nullable[user[0]] = True
-                todo.append(user[0])
-    return nullable
-
-
-def _left_edges(rules: list[list[list[int]]], nullable: list[bool]) -> list[list[tuple[int, bool]]]:
-    """Per rule: (rule that can stand first, whether nothing follows it in its alternate)."""
-    edges: list[list[tuple[int, bool]]] = [[] for _ in rules]
-    for rule, alternates in enumerate(rules):
-        for items in alternates:
-            for i, item in enumerate(items):
-                if item == _TERMINAL:
-                    break
-                edges[rule].append((item, i == len(items) - 1))
-                if not nullable[item]:
-                    break
-    return edges
-
-
-def _cyclic(edges: list[list[tuple[int, bool]]]) -> list[bool]:
-    """Which rules can reach themselves."""
-    component = _components([[to for to, _ in out] for out in edges])
-    sizes = Counter(component)
-    return [
-        sizes[component[rule]] > 1 or any(to == rule for to, _ in out)
-        for rule, out in enumerate(edges)
-    ]
-
-
-def _components(graph: list[list[int]]) -> list[int]:
-    """Tarjan's strongly connected components, without recursion; callees get lower numbers."""
-    n = len(graph)
-    order, low, component = [-1] * n, [0] * n, [-1] * n
-    path: list[int] = []
-    n_seen = n_components = 0
-    for start in range(n):
-        if order[start] >= 0:
-            continue
-        work = [(start, iter(graph[start]))]
-        order[start] = low[start] = n_seen
-        n_seen += 1
-        path.append(start)
-        while work:
-            node, rest = work[-1]
-            to = next(rest, None)
-            if to is None:
-                work.pop()
-                if work:
-                    low[work[-1][0]] = min(low[work[-1][0]], low[node])
-                if low[node] == order[node]:
-                    while component[node] < 0:
-                        component[path.pop()] = n_components
-                    n_components += 1
-            elif order[to] < 0:
-                order[to] = low[to] = n_seen
-                n_seen += 1
-                path.append(to)
-                work.append((to, iter(graph[to])))
-            elif component[to] < 0:
-                low[node] = min(low[node], order[to])
-    return component

@@ -13,9 +13,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
+import numpy as np
 from llama_cpp.llama_grammar import PRIMITIVE_RULES, RESERVED_NAMES, SchemaConverter
 
 from towerd.engine.embedded.gbnf import REPEAT_MAX, check_gbnf
+from towerd.engine.embedded.grammar_cost import STARTS_MAX
 from towerd.engine.embedded.int_range import int_range_gbnf
 from towerd.errors import InvalidRequest, NotSupported
 
@@ -28,9 +30,11 @@ REPEATS_MAX = 20_000
 PATH_CHARS_MAX = 1_024
 """Property names on the way from the root to a value; rule names repeat them."""
 PATTERN_CHARS_MAX = 4_096
+DATA_CHARS_MAX = 256 * 1024
+"""All values of enum and const together; json writes each in one go."""
 
 _ANY_TYPES = ("object", "array", "string", "number", "boolean", "null")
-_DATA_KEYS = frozenset({"const", "enum", "default", "examples", "example"})
+_DATA_KEYS = ("const", "enum")
 _SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _BOUNDS = ("minItems", "maxItems", "minLength", "maxLength")
 _INT_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
@@ -103,6 +107,7 @@ class _Plain:
         self._todo: list[str] = []
         self._n_nodes = 0
         self._n_repeats = 0
+        self._n_data_chars = 0
 
     def result(self) -> dict[str, Any]:
         out = self._schema(self._root, "", 0)
@@ -129,6 +134,10 @@ class _Plain:
         if "$ref" in node:
             return {"$ref": self._hoist(node["$ref"], path)}
         out = {k: v for k, v in node.items() if k in _DATA_KEYS or not isinstance(v, dict | list)}
+        for key in _DATA_KEYS:
+            if isinstance(out.get(key), np.ndarray):  # many integers, as a body's decoder has them
+                out[key] = out[key].tolist()
+        self._count_data([out[key] for key in _DATA_KEYS if key in out], path)
         self._copy_subschemas(node, out, path, depth)
         self._check_values(node, out, path)
         return out
@@ -162,7 +171,8 @@ class _Plain:
             raise InvalidRequest(
                 f"JSON schema{_at(path)}: properties must be an object, required a list."
             )
-        n_optional = sum(name not in required for name in properties)
+        names = {name for name in required if isinstance(name, str)}
+        n_optional = sum(name not in names for name in properties)
         if n_optional > OPTIONAL_MAX:
             raise InvalidRequest(
                 f"JSON schema{_at(path)}: {n_optional} optional properties; the limit is "
@@ -176,7 +186,8 @@ class _Plain:
         if "required" in node:
             if not isinstance(node["required"], list):
                 raise InvalidRequest(f"JSON schema{_at(path)}: required must be a list.")
-            out["required"] = [k for k in node["required"] if isinstance(k, str)]
+            names = {k for k in node["required"] if isinstance(k, str)}
+            out["required"] = [name for name in out.get("properties", ()) if name in names]
         kind = node.get("type")
         if isinstance(kind, list):
             self._split_types(out, kind, path)
@@ -185,8 +196,10 @@ class _Plain:
         for key in ("enum", "const"):
             if key in node:
                 out.pop("type", None)  # the values say it already
-        if "enum" in node and (not isinstance(node["enum"], list) or not node["enum"]):
+        if "enum" in node and (not isinstance(out["enum"], list) or not out["enum"]):
             raise InvalidRequest(f"JSON schema{_at(path)}: enum must be a filled list.")
+        if len(out.get("enum", ())) > STARTS_MAX:
+            raise InvalidRequest(f"JSON schema{_at(path)}: enum may have {STARTS_MAX} values.")
         if out.get("type") == "integer":
             bounds = _int_bounds(out, path)
             if bounds != (None, None):
@@ -201,6 +214,18 @@ class _Plain:
             out["pattern"] = self._pattern(node["pattern"], path)
         if not isinstance(out.get("format", ""), str):
             raise InvalidRequest(f"JSON schema{_at(path)}: format must be a string.")
+
+    def _count_data(self, values: list[Any], path: str) -> None:
+        for value in values:  # grows while it is walked
+            is_object = isinstance(value, dict)
+            self._n_data_chars += 1 + (len(value) if isinstance(value, str | list | dict) else 0)
+            self._n_data_chars += sum(map(len, value)) if is_object else 0
+            if self._n_data_chars > DATA_CHARS_MAX:
+                raise InvalidRequest(
+                    f"JSON schema{_at(path)}: enum and const may have {DATA_CHARS_MAX} characters "
+                    "together."
+                )
+            values += value.values() if is_object else value if isinstance(value, list) else ()
 
     def _split_types(self, out: dict[str, Any], kinds: list[Any], path: str) -> None:
         """A list of types becomes alternatives that keep the other keywords."""

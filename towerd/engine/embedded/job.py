@@ -185,6 +185,7 @@ class Job:
             n_tokens=self.n,
             n_decoded=len(self.reply),
             params=self.request.sampling,
+            scope=self.request.scope,
             id_task=self.task,
             n_prompt_processed=max(0, min(self.n_live, self.n_prompt) - cached),
             n_prompt_cached=cached,
@@ -216,15 +217,20 @@ class Job:
             n_cached=n_cached,
             timings=timings,
             reuse=self.reuse,
-            truncated=self.truncated or self.is_full,
+            truncated=self.truncated or self.is_full or self._is_thinned,
             n_rows=self._n_rows(),
         )
+
+    @property
+    def _is_thinned(self) -> bool:
+        """Whether a policy took tokens out of the live context."""
+        return self.seq is not None and self.seq.is_thinned
 
     def _n_rows(self) -> int | None:
         """See `Finish.n_rows`."""
         if self.truncated:
             return common_prefix(self.ids, self.request.ids)
-        if self.seq is None or not self.seq.is_thinned:
+        if self.seq is None or not self._is_thinned:
             return None
         retained = self.seq.retained
         exact = None if retained is None else retained.exact

@@ -163,7 +163,9 @@ class Materialiser:
                 on_loaded(job, error)
             except Exception as error:
                 log.exception("composing stored rows failed")
-                on_loaded(job, TowerdError(f"Composing stored rows failed: {error}"))
+                message = f"Composing stored rows failed: {error}"
+                public = "Composing stored rows failed; the daemon's log has it."
+                on_loaded(job, TowerdError(message, public=public))
 
         self._workers.submit(work)
 
@@ -232,7 +234,7 @@ class Materialiser:
         n_rest = job.n_prompt - live - hot - warm
         reuse = Reuse(live, hot, warm, n_rest, n_approximate + job.seq.n_approximate())
         if reuse.approximate:
-            reuse = replace(reuse, drift_kl=self.splicer.drift(job, job.seq, reuse))
+            reuse = replace(reuse, drift=self.splicer.drift(job, job.seq, reuse))
         job.reuse = reuse
 
     def _restate(self, job: Job, saved: Taint) -> None:
@@ -246,7 +248,7 @@ class Materialiser:
             warm=warm,
             prefill=job.n_prompt - live - hot - warm,
             approximate=n_approximate,
-            drift_kl=job.reuse.drift_kl if n_approximate else None,
+            drift=job.reuse.drift if n_approximate else None,
         )
 
     def _plan(self, job: Job, seq: LiveSeq) -> Plan:

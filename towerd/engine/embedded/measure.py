@@ -3,178 +3,51 @@
 A step restores a prefix into a scratch sequence, evaluates a few tokens after it and leaves the
 sequence empty, so that between two steps nothing of a measurement is in the context. Who runs
 the steps decides when: a benchmark at once, the daemon when it is idle.
+
+Reference and trial are evaluated in the same shape, batches of BATCH_TOKENS. The model's noise
+floor is what another shape changes over the same native rows.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from towerd.engine.base import Ids
-from towerd.engine.embedded.context import Buffer, LlamaContext
-from towerd.errors import TowerdError
-from towerd.slots.blob import emit_blob, parse_blob
+from towerd.engine.embedded.context import Buffer
+from towerd.engine.embedded.measure_plan import NEXT_TOKENS, Checkpoint, Plan
+from towerd.engine.embedded.scratch import (
+    BATCH_TOKENS,
+    BatchShape,
+    Evaluated,
+    Logits,
+    Pace,
+    RunStep,
+    Scratch,
+    other_shapes,
+    run_now,
+)
+from towerd.slots.blob import emit_blob
 from towerd.slots.layout import KVLayout
 from towerd.slots.rows import KVRows, join
-from towerd.tiers.calibration import Cost, Table
+from towerd.tiers.calibration import ALL_NATIVE, Cost, Floor, Sample, Table, cost_of
+from towerd.tiers.interval import interval
 from towerd.tiers.levels import stored_parts
-from towerd.tiers.shrink import SINKS, TAIL
 
-Logits = npt.NDArray[np.float32]
 LogProbs = npt.NDArray[np.float32]
 
-NEXT_TOKENS = 64
-"""Tokens of one continuation: what a context of 64 sequences has output rows for anyway."""
-PREFIX_TOKENS_MIN = SINKS + TAIL + 64
-WINDOW_TOKENS_MAX = 2048
-ROWS_BYTES_MAX = 256 << 20
-"""Native rows that a measurement keeps in RAM."""
-_CHUNK_TOKENS_MIN = 16
-
-T = TypeVar("T")
-
-
-class RunStep(Protocol):
-    """Runs `work` where the context may be used, once `n_cells` cells are free."""
-
-    def __call__(self, work: Callable[[], T], n_cells: int) -> T: ...
-
-
-def run_now(work: Callable[[], T], n_cells: int) -> T:
-    """RunStep for who owns the context alone."""
-    return work()
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """The continuation `ids[p:p + NEXT_TOKENS]` of one window's prefix `ids[:p]`."""
-
-    window: int
-    p: int
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What is measured: windows of a text, and where in them."""
-
-    windows: tuple[Ids, ...]
-    checkpoints: tuple[Checkpoint, ...]
-
-    @property
-    def n_tokens(self) -> int:
-        """Next-token distributions that each cost is the mean of."""
-        return NEXT_TOKENS * len(self.checkpoints)
-
-    @property
-    def n_cells(self) -> int:
-        """Cells that the largest step needs."""
-        return max(c.p for c in self.checkpoints) + NEXT_TOKENS
-
-    def digest(self) -> str:
-        """Identifies the measured ids and places."""
-        digest = hashlib.blake2b(digest_size=16)
-        for window in self.windows:
-            digest.update(len(window).to_bytes(8, "little") + window.astype("<i4").tobytes())
-        for checkpoint in self.checkpoints:
-            digest.update(f"{checkpoint.window}:{checkpoint.p};".encode())
-        return digest.hexdigest()
-
-
-def make_plan(
-    ids: Ids, *, bos: int | None, window_tokens: int, token_bytes: int, n_checkpoints: int
-) -> Plan:
-    """Windows of `ids` (without special tokens; each window begins with `bos` if there is one)
-    and `n_checkpoints` places spread evenly over them, fewer if the text has no more.
-
-    Raises TowerdError when window or text are too short for any."""
-    head = np.array([] if bos is None else [bos], np.int32)
-    n = min(window_tokens, WINDOW_TOKENS_MAX, max(1, ROWS_BYTES_MAX // token_bytes))
-    least = PREFIX_TOKENS_MIN + NEXT_TOKENS + 1
-    if n < least or len(head) + len(ids) < least:
-        raise TowerdError(
-            f"Measuring takes a context and a text of at least {least} tokens; "
-            f"here they have {n} and {len(head) + len(ids)}."
-        )
-    ids = ids[: max(1, ROWS_BYTES_MAX // token_bytes)]
-    step = n - len(head)
-    windows = [np.concatenate([head, ids[at : at + step]]) for at in range(0, len(ids), step)]
-    windows = [window for window in windows if len(window) >= least]
-    places = [Checkpoint(i, p) for i, window in enumerate(windows) for p in _places(len(window))]
-    picked = np.linspace(0, len(places) - 1, min(n_checkpoints, len(places))).round().astype(int)
-    return Plan(tuple(windows), tuple(places[i] for i in picked))
-
-
-def _places(n: int) -> list[int]:
-    """Ends of prefixes in a window of `n` tokens, with a known token after each continuation."""
-    return sorted(range(n - NEXT_TOKENS - 1, PREFIX_TOKENS_MIN - 1, -NEXT_TOKENS))
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluated:
-    """Of some tokens: logits float32[n, n_vocab] and rows, each if asked for."""
-
-    logits: Logits | None
-    rows: KVRows | None
-
-
-class Scratch:
-    """One sequence of a context that holds nothing between two calls."""
-
-    def __init__(self, context: LlamaContext, seq: int) -> None:
-        self.context = context
-        self.seq = seq
-
-    def evaluate(
-        self, prefix: Buffer | None, p: int, ids: Ids, *, logits: bool, rows: bool
-    ) -> Evaluated:
-        """Restore `prefix` (the blob of positions [0, p), None for none) and decode `ids` after
-        it. Raises TowerdError; the sequence is empty afterwards in any case."""
-        context = self.context
-        try:
-            if prefix is not None:
-                context.set_state(self.seq, prefix)
-            context.batch.clear()
-            context.batch.add(ids, p, self.seq, logits_last=True)
-            if logits:
-                context.batch.logits[: len(ids)] = 1
-            context.decode()
-            found = np.stack([context.logits(i) for i in range(len(ids))]) if logits else None
-            if not rows:
-                return Evaluated(found, None)
-            if p:
-                context.seq_rm(self.seq, 0, p)
-            return Evaluated(found, parse_blob(context.get_state(self.seq)).rows)
-        finally:
-            context.batch.clear()
-            context.seq_rm(self.seq)
-
-
-class Pace:
-    """How many tokens a step may evaluate, so that it does not hold others up for long."""
-
-    def __init__(self, step_s: float, n_max: int = NEXT_TOKENS) -> None:
-        """step_s: how long a step may take; infinite: as long as it likes
-        n_max: tokens that one step may evaluate"""
-        self.step_s = step_s
-        self.n_max = n_max
-        self.n = n_max if math.isinf(step_s) else min(n_max, _CHUNK_TOKENS_MIN)
-
-    def learn(self, n_tokens: int, seconds: float) -> None:
-        """A step of `n_tokens` took so long."""
-        if not math.isinf(self.step_s):
-            n = int(self.step_s * n_tokens / max(seconds, 1e-9))
-            self.n = min(self.n_max, max(_CHUNK_TOKENS_MIN, n))
+_PROBES = 2
+"""Continuations by which the shape of the floor is chosen."""
 
 
 class Measurer:
-    """Measures tables on the checkpoints of a plan. Make it, `prepare`, then call it.
+    """Measures tables on the continuations of a plan; see `towerd.tiers.format_search.Meter`.
+    Make it, `prepare`, then ask.
 
     `progress(n)` is called with the tokens of every continuation or part of a window that has
     been evaluated."""
@@ -190,10 +63,23 @@ class Measurer:
     ) -> None:
         self.scratch = scratch
         self.plan = plan
-        self._run_step = run_step
-        self._pace = Pace(step_s, min(NEXT_TOKENS, len(scratch.context.batch.token)))
         self.progress = progress
+        self._run_step = run_step
+        self._step_s = step_s
+        n_batch = len(scratch.context.batch.token)
+        self._n_max = min(NEXT_TOKENS, n_batch)
+        width = min(BATCH_TOKENS, n_batch)
+        self._shape = BatchShape(f"batches of {width}", width)
+        self._paces: dict[BatchShape, Pace] = {}
         self._rows: dict[int, KVRows] = {}
+        self._samples: dict[Table, list[Sample]] = {ALL_NATIVE: []}
+        self._noise: list[Sample] = []
+        self._noisiest = self._shape
+        self._probed: dict[str, float] = {}
+
+    @property
+    def n_max(self) -> int:
+        return len(self.plan.checkpoints)
 
     @property
     def layout(self) -> KVLayout:
@@ -206,96 +92,151 @@ class Measurer:
 
     def prepare(self) -> None:
         """Evaluate the windows and keep their native rows. Raises TowerdError."""
+        pace = Pace(self._step_s, self._n_max)
         for window in sorted({c.window for c in self.plan.checkpoints}):
             ids = self.plan.windows[window]
             n = max(c.p for c in self.plan.checkpoints if c.window == window)
             parts: list[KVRows] = []
             while (p := parts[-1].p1 if parts else 0) < n:
-                chunk = ids[p : min(n, p + self._pace.n)]
-                started = time.monotonic()
-                found = self._evaluate(parts, p, chunk, logits=False, rows=True)
-                self._pace.learn(len(chunk), time.monotonic() - started)
+                chunk = ids[p : min(n, p + pace.n)]
+                found = self._evaluate(parts, p, chunk, pace, logits=False, rows=True)
                 assert found.rows is not None
                 parts.append(found.rows)
                 self.progress(len(chunk))
             self._rows[window] = join(parts).copy()
 
-    def __call__(self, tables: Sequence[Table]) -> list[Cost]:
-        """The cost of each table; see `towerd.tiers.calibration.Measure`."""
-        sums = [_Sums() for _ in tables]
-        for checkpoint in self.plan.checkpoints:
+    def floor(self, n: int) -> Floor:
+        """The model's noise on the first `n` continuations, in the shape that disturbs most."""
+        self._measure([], n)
+        noise = self._noise[:n]
+        kl, ci = interval([sample.kl for sample in noise])
+        top1 = float(np.mean([sample.top1 for sample in noise]))
+        return Floor(kl, ci, top1, self._noisiest.name, dict(self._probed), NEXT_TOKENS * n)
+
+    def costs(self, tables: Sequence[Table], n: int) -> list[Cost]:
+        """The cost of each table on the first `n` continuations."""
+        self._measure(tables, n)
+        return [
+            cost_of(
+                self._samples[table][:n],
+                [] if table == ALL_NATIVE else self._noise[:n],
+                NEXT_TOKENS,
+            )
+            for table in tables
+        ]
+
+    def _measure(self, tables: Sequence[Table], n: int) -> None:
+        """Have samples of `tables` and of the floor on the first `n` continuations."""
+        if not self._probed:
+            self._probe()
+        samples = {table: self._samples.setdefault(table, []) for table in tables}
+        for i, checkpoint in enumerate(self.plan.checkpoints[:n]):
+            missing = [table for table, found in samples.items() if len(found) == i]
+            if not missing and len(self._noise) > i:
+                continue
+            native, targets = self.native(checkpoint), self.targets(checkpoint)
+            if len(self._noise) == i:
+                nll = -float(native[np.arange(len(targets)), targets].mean())
+                self._samples[ALL_NATIVE].append(Sample(0.0, 1.0, nll))
+                self._noise.append(self._disturbed(checkpoint, native, self._noisiest))
+            for table in missing:
+                if table != ALL_NATIVE:
+                    parts = stored_parts(self.rows(checkpoint), table)
+                    logits = self.logits(checkpoint, parts)
+                    samples[table].append(compare(native, logits, targets))
+
+    def _probe(self) -> None:
+        """Find the shape that disturbs most."""
+        checkpoints = self.plan.checkpoints[:_PROBES]
+        shapes = other_shapes(self.scratch.context)
+        kl = dict.fromkeys(shapes, 0.0)
+        for checkpoint in checkpoints:
             native = self.native(checkpoint)
-            targets = self.targets(checkpoint)
-            for table, total in zip(tables, sums, strict=True):
-                parts = stored_parts(self.rows(checkpoint), table)
-                total.add(native, self.logits(checkpoint, parts), targets)
-        return [total.cost() for total in sums]
+            for shape in shapes:
+                kl[shape] += self._disturbed(checkpoint, native, shape).kl / len(checkpoints)
+        self._noisiest = max(kl, key=lambda shape: kl[shape])
+        self._probed = {shape.name: each for shape, each in kl.items()}
+
+    def _disturbed(self, checkpoint: Checkpoint, native: LogProbs, shape: BatchShape) -> Sample:
+        """The same continuation over the same native rows in another shape."""
+        logits = self.logits(checkpoint, [self.rows(checkpoint)], shape)
+        return compare(native, logits, self.targets(checkpoint))
 
     def native(self, checkpoint: Checkpoint) -> LogProbs:
         """float32[NEXT_TOKENS, n_vocab] log-probabilities over native rows."""
-        logits = self.logits(checkpoint, [self.rows(checkpoint)])
-        for row in logits:
-            row[:] = log_softmax(row)
-        return logits
+        return log_softmax(self.logits(checkpoint, [self.rows(checkpoint)]))
 
     def targets(self, checkpoint: Checkpoint) -> Ids:
         """The token that really follows each token of the continuation."""
         window = self.plan.windows[checkpoint.window]
         return window[checkpoint.p + 1 : checkpoint.p + NEXT_TOKENS + 1]
 
-    def logits(self, checkpoint: Checkpoint, parts: Sequence[KVRows]) -> Logits:
+    def logits(
+        self, checkpoint: Checkpoint, parts: Sequence[KVRows], shape: BatchShape | None = None
+    ) -> Logits:
         """float32[NEXT_TOKENS, n_vocab] of the continuation after these rows of the prefix."""
+        shape = shape or self._shape
+        pace = self._paces.setdefault(shape, Pace(self._step_s, self._n_max, shape.width))
         rows = list(parts)
         ids = self.plan.windows[checkpoint.window]
-        end = checkpoint.p + NEXT_TOKENS
-        found = []
-        for p in range(checkpoint.p, end, self._pace.n):
-            stop = min(end, p + self._pace.n)
-            piece = self._evaluate(rows, p, ids[p:stop], logits=True, rows=stop < end)
+        found, p, end = [], checkpoint.p, checkpoint.p + NEXT_TOKENS
+        while p < end:
+            stop = min(end, p + pace.n)
+            piece = self._evaluate(rows, p, ids[p:stop], pace, shape, logits=True, rows=stop < end)
             assert piece.logits is not None
             found.append(piece.logits)
             if piece.rows is not None:
                 rows.append(piece.rows)
+            p = stop
         self.progress(NEXT_TOKENS)
         return np.concatenate(found)
 
     def _evaluate(
-        self, parts: Sequence[KVRows], p: int, ids: Ids, *, logits: bool, rows: bool
+        self,
+        parts: Sequence[KVRows],
+        p: int,
+        ids: Ids,
+        pace: Pace,
+        shape: BatchShape | None = None,
+        *,
+        logits: bool,
+        rows: bool,
     ) -> Evaluated:
         blob: Buffer | None = None
         if parts:
             v_trans = self.scratch.context.v_trans
             native = parts[-1].layout  # the last rows of a prefix are never stored ones
             blob = np.asarray(emit_blob(parts, layout=native, v_trans=v_trans))
-        return self._run_step(
-            lambda: self.scratch.evaluate(blob, p, ids, logits=logits, rows=rows), p + len(ids)
-        )
+
+        def work() -> Evaluated:
+            started = time.monotonic()
+            found = self.scratch.evaluate(blob, p, ids, logits=logits, rows=rows, shape=shape)
+            pace.learn(len(ids), time.monotonic() - started)
+            return found
+
+        return self._run_step(work, p + len(ids))
 
 
-class _Sums:
-    """Running sums of one table's comparison with native rows."""
-
-    def __init__(self) -> None:
-        self.n = 0
-        self.kl = self.same = self.nll = 0.0
-
-    def add(self, native: LogProbs, logits: Logits, targets: Ids) -> None:
-        for p, row, target in zip(native, logits, targets, strict=True):
-            q = log_softmax(row)
-            wide = p.astype(np.float64)
-            self.kl += float(np.exp(wide) @ (wide - q))
-            self.same += float(p.argmax() == q.argmax())
-            self.nll -= float(q[target])
-        self.n += len(targets)
-
-    def cost(self) -> Cost:
-        # Rounding can leave a sum of zeros a hair below zero.
-        return Cost(max(0.0, self.kl / self.n), self.same / self.n, math.exp(self.nll / self.n))
+def compare(native: LogProbs, logits: Logits, targets: Ids | None = None) -> Sample:
+    """What the distributions of `logits` differ by from those of `native`; `targets`: the tokens
+    that really follow, for the perplexity."""
+    kl = same = nll = 0.0
+    for i, (p, row) in enumerate(zip(native, logits, strict=True)):
+        q = log_softmax(row)
+        wide = p.astype(np.float64)
+        kl += float(np.exp(wide) @ (wide - q))
+        same += float(p.argmax() == q.argmax())
+        nll -= 0.0 if targets is None else float(q[targets[i]])
+    n = len(native)
+    # Rounding can leave a sum of zeros a hair below zero.
+    return Sample(max(0.0, kl / n), same / n, nll / n)
 
 
-def log_softmax(row: npt.NDArray[np.float32]) -> LogProbs:
-    """float32[n_vocab] log-probabilities of one row of logits."""
-    wide = row.astype(np.float64)
-    wide -= wide.max()
-    out: LogProbs = (wide - np.log(np.exp(wide).sum())).astype(np.float32)
+def log_softmax(logits: npt.NDArray[np.float32]) -> LogProbs:
+    """float32 log-probabilities of one row of logits, or of several, in a new array."""
+    out = np.empty_like(logits)
+    for row, to in zip(np.atleast_2d(logits), np.atleast_2d(out), strict=True):
+        wide = row.astype(np.float64)
+        wide -= wide.max()
+        to[:] = wide - np.log(np.exp(wide).sum())
     return out

@@ -7,11 +7,9 @@ llama.cpp logged, because its API itself returns only NULL.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +17,15 @@ import llama_cpp.llama_cpp as lib
 
 from towerd.config import Config
 from towerd.engine.embedded.loadable import check_loadable, why_not_loaded
+from towerd.engine.model_file import ModelFile
 from towerd.errors import ModelError
+from towerd.models.known import metadata_of
 
 log = logging.getLogger("towerd.llama")
 
 _GGUF_MAGIC = b"GGUF"
 _MROPE_TYPES = (8, 24, 40)  # GGML_ROPE_TYPE_MROPE, _VISION, _IMROPE: more than one position a cell
 _COMPRESSED = ("deepseek4",)
-_HASH_CHUNK_BYTES = 8 << 20
 _META_VALUE_BYTES = 1 << 20
 
 _recent_log: deque[str] = deque(maxlen=50)
@@ -62,15 +61,6 @@ def last_errors() -> str:
     return "; ".join(list(_recent_log)[-3:])
 
 
-def hash_file(path: Path, stop: Callable[[], bool] = lambda: False) -> str:
-    """BLAKE2b-256 of a file in hex; about 1 GB/s. `stop` ends it early (result then unused)."""
-    digest = hashlib.blake2b(digest_size=32)
-    with path.open("rb") as file:
-        while not stop() and (chunk := file.read(_HASH_CHUNK_BYTES)):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
 class LlamaModel:
     """A loaded GGUF. Free it with `close()` after every context made from it."""
 
@@ -87,13 +77,16 @@ class LlamaModel:
         params.load_mode = _load_mode(config)
         params.vocab_only = vocab_only
         _recent_log.clear()
+        self.file = ModelFile(path)
+        """Opened before its weights were read; not identified yet."""
         handle = lib.llama_model_load_from_file(str(path).encode(), params)
         if not handle:
+            self.file.close()
             raise ModelError(why_not_loaded(path, last_errors()))
         self.path = path
         self.ptr: Any = handle
         self.vocab_ptr: Any = lib.llama_model_get_vocab(handle)
-        self.metadata = self._read_metadata()
+        self.metadata = {**self._read_metadata(), **metadata_of(path)}
         self.vocab_only = vocab_only
         if not lib.llama_model_has_decoder(handle) or lib.llama_model_has_encoder(handle):
             self.close()
@@ -107,6 +100,7 @@ class LlamaModel:
         if self.ptr:
             lib.llama_model_free(self.ptr)
             self.ptr = None
+            self.file.close()
 
     @property
     def arch(self) -> str:

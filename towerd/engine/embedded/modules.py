@@ -10,11 +10,12 @@ from typing import TypeVar
 
 import numpy as np
 
+from towerd.drift import Drift
 from towerd.engine.base import Ids
 from towerd.engine.embedded.calibrate import calibration_text
 from towerd.engine.embedded.core import Core
-from towerd.engine.embedded.measure import Scratch
 from towerd.engine.embedded.scheduler import Scheduler
+from towerd.engine.embedded.scratch import Scratch, other_shapes
 from towerd.engine.embedded.splice import Splicer
 from towerd.engine.embedded.splice_meter import (
     Line,
@@ -24,9 +25,10 @@ from towerd.engine.embedded.splice_meter import (
     make_cases,
 )
 from towerd.errors import Unavailable
-from towerd.store.module import Module
+from towerd.store.module import Module, Spans
 from towerd.store.node import ids_bytes
-from towerd.tiers.module_text import check_length
+from towerd.tiers.calibration import Sample, allows
+from towerd.tiers.module_text import PERCENTS_MORE, check_length
 
 T = TypeVar("T")
 
@@ -86,12 +88,15 @@ class EmbeddedModules:
                 return StepLine(scratch, run_step=step, step_s=_STEP_S)
 
             rot_k = core.info.fingerprint.rot_k
-            meter = SpliceMeter(line, self._splicer.check(), rot_k=rot_k, head=head, ids=ids)
+            rope, shapes = self._splicer.check(), other_shapes(core.context)
+            meter = SpliceMeter(line, rope, rot_k=rot_k, head=head, ids=ids, shapes=shapes)
             meter.prepare(make_cases(text, head, len(ids), core.n_ctx))
-            spans = choose(meter.deviation, percent)
-            drift = meter.drift(spans)
+            spans, cost = within(meter, percent, self._splicer.fidelity)
         digest = hashlib.blake2b(ids_bytes(ids), digest_size=32).hexdigest()
-        return Module(len(head), digest, percent, spans, drift.kl, drift.top1)
+        return Module(
+            len(head), digest, percent, spans, cost.kl, cost.top1,
+            meter.floor.kl, self._splicer.fidelity,
+        )  # fmt: skip
 
     def _step(self, work: Callable[[], T], n_cells: int, given_up: threading.Event) -> T:
         """Run `work` on the inference thread once `n_cells` cells are free. Raises Unavailable
@@ -109,3 +114,16 @@ class EmbeddedModules:
             if not self._scheduler.idle.evict_one():
                 return None
         return (work(),)
+
+
+def within(meter: SpliceMeter, percent: float, fidelity: str) -> tuple[Spans, Sample]:
+    """The tokens to evaluate again, and what splicing the others in costs: `percent` of all, or
+    the first larger share whose drift `fidelity` allows; the last one tried if there is none.
+
+    The drift is the mean over some 200 tokens, less the floor on the same ones."""
+    shares = [percent, *(more for more in PERCENTS_MORE if more > percent)]
+    while True:
+        spans = choose(meter.deviation, shares.pop(0))
+        cost = meter.cost(spans)
+        if not shares or allows(fidelity, Drift(cost.kl, meter.floor.kl)):
+            return spans, cost

@@ -93,7 +93,7 @@ class PageFile:
             try:
                 n_read = os.preadv(self._fd, pieces, int(numbers[run[0]]) * self.row_bytes)
             except OSError as error:
-                raise PagesLost(f"Rows of a long chat cannot be read: {error}.") from error
+                raise PagesLost(f"Rows of a long chat cannot be read: {error.strerror}.") from error
             # Systems may give less than was asked for: Linux 2 GiB at once, others any amount.
             n_whole = n_read // self.row_bytes
             if not n_whole:

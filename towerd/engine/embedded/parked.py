@@ -69,6 +69,11 @@ class ParkedTowers:
                 best, best_n = each, n
         return best, best_n
 
+    def clear(self) -> None:
+        """Keep none."""
+        self._by_age.clear()
+        self.nbytes = 0
+
     def take(self, parked: Parked) -> None:
         """It is about to become live."""
         self._by_age.remove(parked)

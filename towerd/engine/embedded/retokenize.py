@@ -17,25 +17,20 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
-from functools import cached_property
 
-import llama_cpp.llama_cpp as lib
 import numpy as np
 import numpy.typing as npt
 
 from towerd.engine.base import Ids
+from towerd.engine.embedded.special_tokens import SpecialTokens
 from towerd.engine.embedded.vocab import Vocab
 
 TEXT_BYTES_MIN = 4096
 """Shorter texts are tokenized at once, in less than a millisecond."""
 TEXTS_MAX = 64
 BYTES_MAX = 32 << 20
-_SPECIAL = lib.LLAMA_TOKEN_ATTR_CONTROL | lib.LLAMA_TOKEN_ATTR_USER_DEFINED
-_SPECIAL |= lib.LLAMA_TOKEN_ATTR_UNKNOWN
 _PART_BYTES = 1 << 16
 _NO_IDS: Ids = np.zeros(0, np.int32)
-_CUT_BYTES_MIN = 3
-"""A special token to cut at has at least so many: none that text is full of."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,6 +52,7 @@ class Retokenizer:
 
     def __init__(self, vocab: Vocab, text_bytes_min: int = TEXT_BYTES_MIN) -> None:
         self.n_bytes_tokenized = 0
+        self.specials = SpecialTokens(vocab)
         self._vocab = vocab
         self._text_bytes_min = text_bytes_min
         self._known: OrderedDict[int, _Known] = OrderedDict()
@@ -72,16 +68,16 @@ class Retokenizer:
             data = text.encode()
         except UnicodeEncodeError:  # which it says better
             return vocab.tokenize(text, add_special, parse_special)
-        is_ended = add_special and vocab.add_eos  # what is known would end in the middle
+        is_ended = add_special and self.specials.are_at_the_end  # what is known has an end, too
         if len(data) < self._text_bytes_min or not (add_special and parse_special) or is_ended:
             self.n_bytes_tokenized += len(data)
-            return vocab.tokenize(text, add_special, parse_special)
+            return self.specials.tokenize(data, add_special, parse_special)
         number, start, ids = self._known_part(data)
         self.n_bytes_tokenized += len(data) - start
         if start:
-            ids = np.concatenate([ids, vocab.tokenize(data[start:], False, True)])
+            ids = np.concatenate([ids, self.specials.tokenize(data[start:], False, True)])
         else:
-            ids = vocab.tokenize(text, True, True)
+            ids = self.specials.tokenize(data, True, True)
         self._remember(_Known(data, ids, self._cuts(data, ids)), number)
         return ids.copy()
 
@@ -97,7 +93,8 @@ class Retokenizer:
             if n == len(known.text):
                 begun = number
             at, i = _last_cut(known, n) if n > start else (0, 0)
-            if at > start and self._is_cut(known.text, at) and self._is_cut(data, at):
+            is_cut = self.specials.is_cut
+            if at > start and is_cut(known.text, at) and is_cut(data, at):
                 start, ids = at, known.ids[:i]
         return begun, start, ids
 
@@ -114,56 +111,14 @@ class Retokenizer:
     def _cuts(self, data: bytes, ids: Ids) -> tuple[tuple[bytes, npt.NDArray[np.int64]], ...]:
         found = []
         vocab = self._vocab
-        for token in np.unique(ids[self._is_control[ids]]).tolist():
-            word = self._specials[token]
+        for token in np.unique(ids[self.specials.is_control[ids]]).tolist():
+            word = self.specials.texts[token]
             places = np.flatnonzero(ids == token)
             if vocab.add_bos and token == vocab.bos_id:
                 places = places[1:]  # the first is not in the text
             if len(places) == data.count(word):  # else some of them are something else
                 found.append((word, places))
         return tuple(found)
-
-    def _is_cut(self, data: bytes, at: int) -> bool:
-        """Whether the special token that begins at `at` is met there, whatever surrounds it: no
-        other one overlaps it."""
-        first = max(0, at - self._special_bytes_max)
-        around = data[first : at + 2 * self._special_bytes_max]
-        at -= first
-        own = max((w for w in self._words if around.startswith(w, at)), key=len, default=b"")
-        end = at + len(own)
-        for word in self._words:
-            place = around.find(word)
-            while 0 <= place < end:
-                if place + len(word) > at and (place != at or word != own):
-                    return False
-                place = around.find(word, place + 1)
-        return bool(own)
-
-    @cached_property
-    def _specials(self) -> dict[int, bytes]:
-        """The text of every token that llama.cpp looks for before it tokenizes."""
-        vocab, attr = self._vocab, lib.llama_vocab_get_attr
-        each = (i for i in range(vocab.n_vocab) if attr(vocab.ptr, i) & _SPECIAL)
-        return {i: word for i in each if (word := lib.llama_vocab_get_text(vocab.ptr, i))}
-
-    @cached_property
-    def _words(self) -> tuple[bytes, ...]:
-        return tuple(set(self._specials.values()))
-
-    @cached_property
-    def _special_bytes_max(self) -> int:
-        return max(map(len, self._words), default=0)
-
-    @cached_property
-    def _is_control(self) -> npt.NDArray[np.bool_]:
-        """bool[n_vocab]: what a text can be cut at. Space at its ends could belong to others, which
-        may strip what is beside them."""
-        vocab, attr = self._vocab, lib.llama_vocab_get_attr
-        found = np.zeros(vocab.n_vocab, np.bool_)
-        for i, word in self._specials.items():
-            is_control = attr(vocab.ptr, i) & lib.LLAMA_TOKEN_ATTR_CONTROL
-            found[i] = is_control and len(word) >= _CUT_BYTES_MIN and word == word.strip()
-        return found
 
 
 def _last_cut(known: _Known, n: int) -> tuple[int, int]:

@@ -9,6 +9,7 @@ import ctypes
 import logging
 import math
 import secrets
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +30,10 @@ _INT32_MAX = (1 << 31) - 1
 _FLOAT_MAX = 3.4e38
 _MIROSTAT_M = 100
 _BREAKERS_MAX = 64  # each is matched against every token of the vocabulary
+GRAMMAR_STEP_S = 0.1
+"""CPU time that a grammar may take for a token without being counted."""
+GRAMMAR_SLOW_S_MAX = 2.0
+"""What the slower ones of a reply may take together: all other replies wait meanwhile."""
 _CANDIDATE = np.dtype([("id", "<i4"), ("logit", "<f4"), ("p", "<f4")])
 
 _ALIASES = {
@@ -102,6 +107,7 @@ class Sampler:
         self._candidates: Candidates | None = None
         self._left: tuple[Ids, Floats] | None = None
         self._checked = -1
+        self._slow_s = 0.0
         self._one = lib.llama_token_data(0, 1.0, 0.0)
         self._one_array = lib.llama_token_data_array()
         self._grammar: Any = self._make_grammar(params.grammar)
@@ -130,25 +136,29 @@ class Sampler:
     def sample(self, ctx: Any, index: int) -> int:
         """Pick a token from the logits of batch position `index` of the last decode.
 
-        Raises TowerdError when the grammar allows no token, or the logits are not numbers."""
+        Raises TowerdError when the grammar allows no token, or the logits are not numbers;
+        InvalidRequest when the grammar is too slow."""
         logits = self._logits(ctx, index)
         token = self._pick(logits, constrained=False)
-        if self._grammar and not self._allows(token):
-            token = self._pick(logits, constrained=True)
-            if not self._allows(token):
-                raise TowerdError("No token of the vocabulary continues the grammar here.")
+        if self._grammar:
+            began_s = time.thread_time()
+            token = self._constrained(logits, token)
+            self._spent(time.thread_time() - began_s)
         if not math.isfinite(logits[token]):
             raise TowerdError("The model computed logits that are not numbers.")
         return token
 
     def accept(self, token: int) -> None:
-        """The token joins the reply. Raises TowerdError if the grammar forbids it."""
+        """The token joins the reply. Raises TowerdError if the grammar forbids it, InvalidRequest
+        if the grammar is too slow."""
         if self._grammar:
+            began_s = time.thread_time()
             # llama.cpp aborts the process when a grammar has to accept what it forbids.
             if token != self._checked and not self._allows(token):
                 raise TowerdError(f"The grammar does not allow token {token} here.")
             self._checked = -1
             lib.llama_sampler_accept(self._grammar, token)
+            self._spent(time.thread_time() - began_s)
         if self._history_n:
             lib.llama_sampler_accept(self._chain, token)
 
@@ -193,6 +203,26 @@ class Sampler:
         if self._params.post_sampling_probs and self._params.n_probs > 0:
             self._left = candidates.left()
         return token
+
+    def _constrained(self, logits: Floats, token: int) -> int:
+        """`token` if the grammar allows it, else what is picked of those that it allows."""
+        if not self._allows(token):
+            token = self._pick(logits, constrained=True)
+            if not self._allows(token):
+                raise TowerdError("No token of the vocabulary continues the grammar here.")
+        return token
+
+    def _spent(self, step_s: float) -> None:
+        """Account for what the grammar took. Its cost grows while it is followed if it allows the
+        same text in many ways, which nobody can see from its rules."""
+        if step_s < GRAMMAR_STEP_S:
+            return
+        self._slow_s += step_s
+        if self._slow_s > GRAMMAR_SLOW_S_MAX:
+            raise InvalidRequest(
+                f"The grammar takes {step_s:.1f} s for a token here: let it allow fewer ways to "
+                "say the same."
+            )
 
     def _best(self, logits: Floats) -> int:
         """The token with the highest biased logit, the first of equals."""

@@ -250,8 +250,8 @@ class Scheduler:
                 self.materialiser.shift(job, self.n_ctx)
             if job.sampler is None:
                 job.sampler = Sampler(job.request.sampling, self.vocab, self.n_ctx)
-                job.sampler.accept_prompt(job.ids)
             if job.output is None:
+                job.sampler.accept_prompt(job.ids)
                 job.output = OutputText(job.request.stop)
             job.t_prompt = job.t_prompt or time.monotonic()
             evict = nothing_to_evict if is_background(job) else self.idle.evict_one

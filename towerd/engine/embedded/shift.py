@@ -1,11 +1,10 @@
-"""A prompt and its context: whether it fits, and which tokens stay when it does not."""
+"""Which tokens of a prompt stay when it is longer than its context."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from towerd.engine.base import Ids
-from towerd.errors import ContextExceeded
 
 
 def shift_ids(ids: Ids, n_ctx: int, n_keep: int) -> Ids:
@@ -21,14 +20,3 @@ def shift_ids(ids: Ids, n_ctx: int, n_keep: int) -> Ids:
         return ids
     dropped = min(-(-excess // block) * block, len(ids) - n_keep - 1)
     return np.concatenate([ids[:n_keep], ids[n_keep + dropped :]])
-
-
-def check_fits(n_prompt: int, n_ctx: int) -> None:
-    """Raises ContextExceeded as llama-server words it."""
-    if n_prompt >= n_ctx:
-        raise ContextExceeded(
-            f"request ({n_prompt} tokens) exceeds the available context size ({n_ctx} tokens), "
-            "try increasing it",
-            n_prompt_tokens=n_prompt,
-            n_ctx=n_ctx,
-        )

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from towerd.drift import Drift, combined
 from towerd.engine.base import Reuse
 from towerd.engine.embedded.context import Buffer
 from towerd.engine.embedded.core import Core
@@ -110,6 +111,11 @@ class Splicer:
         self._rope: Rope | None = None
         self._why_not = core.why_not_spliceable
 
+    @property
+    def fidelity(self) -> str:
+        """The one in force."""
+        return self._tiers.fidelity
+
     def check(self) -> Rope:
         """The model's RoPE. Raises NotSupported, with the reason, if nothing can be spliced."""
         if self._tiers.exact:
@@ -170,9 +176,13 @@ class Splicer:
         self.n_spliced += piece.n
         if job.t_first:
             return
-        kl = job.reuse.drift_kl if job.reuse.approximate else 0.0
-        if piece.placed.at not in job.splice.counted and kl is not None:
-            kl += piece.placed.module.kl
+        drift = job.reuse.drift
+        if piece.placed.at not in job.splice.counted:
+            own = piece.placed.module.drift
+            if not job.reuse.approximate:
+                drift = own
+            elif drift is not None:
+                drift = combined((drift, own))
         job.splice.counted.add(piece.placed.at)
         blobs = piece.blobs.result()
         hot = piece.n if blobs is not None and blobs.is_hot else 0
@@ -183,25 +193,25 @@ class Splicer:
             warm=reuse.warm + piece.n - hot,
             prefill=reuse.prefill - piece.n,
             approximate=reuse.approximate + piece.n,
-            drift_kl=kl,
+            drift=drift,
         )
 
-    def drift(self, job: Job, seq: LiveSeq, reuse: Reuse) -> float | None:
-        """`Reuse.drift_kl` of what is live and stored: the sum of what each approximation costs;
-        None if there is none or one was not measured."""
+    def drift(self, job: Job, seq: LiveSeq, reuse: Reuse) -> Drift | None:
+        """`Reuse.drift` of what is live and stored: all approximations together; None if there
+        is none or one was not measured."""
         spliced = seq.spliced()
         n_spliced = int(np.count_nonzero(spliced))
-        costs: list[float | None] = []
+        costs: list[Drift | None] = []
         if reuse.approximate > n_spliced:
-            costs.append(self._tiers.drift_kl)
+            costs.append(self._tiers.drift)
         for placed in self.modules.find(seq.tokens(), job.request.scope) if n_spliced else ():
             if spliced[placed.at : placed.end].any():
-                costs.append(placed.module.kl)
+                costs.append(placed.module.drift)
                 spliced[placed.at : placed.end] = False
         if spliced.any():  # by a module that is gone, or that ends within the live tokens
             costs.append(None)
         known = [cost for cost in costs if cost is not None]
-        return sum(known) if costs and len(known) == len(costs) else None
+        return combined(known) if costs and len(known) == len(costs) else None
 
     def _compose(self, placed: Placed, runs: list[tuple[int, int]], scope: str) -> Blobs | None:
         """On a worker thread: the blobs of a module's runs, None (and a warning) if not all of

@@ -1,7 +1,8 @@
 """What a splice costs a model: a module's moved rows beside those that prefill computes there.
 
 Modules are measured once, when they are precached: after texts of our own, once as a whole and
-once spliced. Which tokens are evaluated again follows from the same measurement.
+once spliced. Which tokens are evaluated again follows from the same measurement, and so does
+the model's noise floor: what follows the module, over the same rows, in another shape.
 """
 
 from __future__ import annotations
@@ -16,14 +17,16 @@ import numpy as np
 import numpy.typing as npt
 
 from towerd.engine.base import Ids
-from towerd.engine.embedded.measure import (
-    NEXT_TOKENS,
+from towerd.engine.embedded.measure import LogProbs, compare, log_softmax
+from towerd.engine.embedded.measure_plan import NEXT_TOKENS
+from towerd.engine.embedded.scratch import (
+    BATCH_TOKENS,
+    BatchShape,
+    Evaluated,
     Logits,
-    LogProbs,
     Pace,
     RunStep,
     Scratch,
-    log_softmax,
     run_now,
 )
 from towerd.engine.embedded.splice import complement
@@ -34,6 +37,7 @@ from towerd.slots.rope import Rope
 from towerd.slots.rows import KVRows, join
 from towerd.slots.shift import shift
 from towerd.store.module import Spans
+from towerd.tiers.calibration import Sample
 
 Deviation = npt.NDArray[np.float64]
 """float64[n]: by how much each token's rows are off, relative to their size; mean over planes."""
@@ -53,8 +57,8 @@ class Growing(Protocol):
         """Tokens in it."""
         ...
 
-    def decode(self, ids: Ids, *, logits: bool = False) -> Logits | None:
-        """Evaluate `ids`; float32[n, n_vocab] if asked for."""
+    def decode(self, ids: Ids) -> object:
+        """Evaluate `ids`."""
         ...
 
     def append(self, rows: KVRows) -> None:
@@ -63,7 +67,12 @@ class Growing(Protocol):
 
 
 class Line(Growing, Protocol):
-    """One that also gives its rows back."""
+    """One that also gives its rows and logits back."""
+
+    def logits(self, ids: Ids, shape: BatchShape | None = None) -> Logits:
+        """Evaluate `ids`, in batches of BATCH_TOKENS unless `shape` says otherwise;
+        float32[n, n_vocab]."""
+        ...
 
     def rows(self, p0: int, p1: int) -> KVRows:
         """The rows of positions [p0, p1)."""
@@ -83,26 +92,35 @@ class StepLine:
     ) -> None:
         self._scratch = scratch
         self._run_step = run_step
-        self._pace = Pace(step_s, len(scratch.context.batch.token))
+        self._n_max = len(scratch.context.batch.token)
+        self._pace = Pace(step_s, self._n_max)
+        self._step_s = step_s
         self._parts: list[KVRows] = []
 
     @property
     def n(self) -> int:
         return self._parts[-1].p1 if self._parts else 0
 
-    def decode(self, ids: Ids, *, logits: bool = False) -> Logits | None:
+    def decode(self, ids: Ids) -> None:
+        at = 0
+        while at < len(ids):
+            part = ids[at : at + self._pace.n]
+            self._evaluate(part, self._pace)
+            at += len(part)
+
+    def logits(self, ids: Ids, shape: BatchShape | None = None) -> Logits:
+        shape = shape or BatchShape("", min(BATCH_TOKENS, self._n_max))
+        # Logits of many tokens at once would take more memory than all else.
+        pace = Pace(self._step_s, min(NEXT_TOKENS, self._n_max), shape.width)
         found: list[Logits] = []
         at = 0
         while at < len(ids):
-            # Logits of many tokens at once would take more memory than all else.
-            stop = at + min(self._pace.n, NEXT_TOKENS if logits else self._pace.n)
-            part = ids[at:stop]
-            started = time.monotonic()
-            done = self._evaluate(part, logits)
-            self._pace.learn(len(part), time.monotonic() - started)
-            found += [] if done is None else [done]
-            at = stop
-        return np.concatenate(found) if logits else None
+            part = ids[at : at + pace.n]
+            done = self._evaluate(part, pace, shape)
+            assert done is not None
+            found.append(done)
+            at += len(part)
+        return np.concatenate(found)
 
     def append(self, rows: KVRows) -> None:
         self._parts.append(rows)
@@ -114,20 +132,25 @@ class StepLine:
     def cut(self, n: int) -> None:
         self._parts = [part.slice(0, n) for part in self._parts if part.p0 < n]
 
-    def _evaluate(self, ids: Ids, logits: bool) -> Logits | None:
+    def _evaluate(self, ids: Ids, pace: Pace, shape: BatchShape | None = None) -> Logits | None:
+        """A step; with a shape it gives logits."""
         p, blob = self.n, None
         if self._parts:
             v_trans = self._scratch.context.v_trans
             blob = np.asarray(emit_blob(self._parts, v_trans=v_trans))
 
-        def work() -> tuple[Logits | None, KVRows | None]:
-            done = self._scratch.evaluate(blob, p, ids, logits=logits, rows=True)
-            return done.logits, done.rows
+        def work() -> Evaluated:
+            started = time.monotonic()
+            done = self._scratch.evaluate(
+                blob, p, ids, logits=shape is not None, rows=True, shape=shape
+            )
+            pace.learn(len(ids), time.monotonic() - started)
+            return done
 
-        found, rows = self._run_step(work, p + len(ids))
-        assert rows is not None
-        self._parts.append(rows.copy())
-        return found
+        done = self._run_step(work, p + len(ids))
+        assert done.rows is not None
+        self._parts.append(done.rows.copy())
+        return done.logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,16 +159,6 @@ class Case:
 
     before: Ids
     after: Ids
-
-
-@dataclass(frozen=True, slots=True)
-class Drift:
-    """What one choice of tokens costs, over all cases."""
-
-    kl: float
-    """Mean KL divergence of the next-token distribution from that after full prefill, nats."""
-    top1: float
-    """Share of the tokens after it whose most likely successor is the same."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -158,19 +171,29 @@ class _Measured:
 
 
 class SpliceMeter:
-    """Measures one module. `prepare`, then `drift` of as many choices of tokens as wanted."""
+    """Measures one module. `prepare`, then `cost` of as many choices of tokens as wanted."""
 
     def __init__(
-        self, new_line: Callable[[], Line], rope: Rope, *, rot_k: bool, head: Ids, ids: Ids
+        self,
+        new_line: Callable[[], Line],
+        rope: Rope,
+        *,
+        rot_k: bool,
+        head: Ids,
+        ids: Ids,
+        shapes: Sequence[BatchShape] = (),
     ) -> None:
-        """head: the tokens it stands alone after (BOS, or none); ids: its own"""
+        """head: the tokens it stands alone after (BOS, or none); ids: its own
+        shapes: what the floor is measured in; without any it counts as 0"""
         self.head = head
         self.ids = ids
         self._new_line = new_line
         self._rope = rope
         self._rot_k = rot_k
+        self._shapes = tuple(shapes)
         self._alone: KVRows | None = None
         self._measured: list[_Measured] = []
+        self._noise: list[Sample] = []
         self.deviation: Deviation = np.zeros(len(ids))
 
     def prepare(self, cases: Sequence[Case]) -> None:
@@ -186,10 +209,27 @@ class SpliceMeter:
             line.decode(self.ids)
             p0, p1 = len(case.before), line.n
             self.deviation += deviation(line.rows(p0, p1), self.moved(p0)) / len(cases)
-            native = line.decode(case.after, logits=True)
-            assert native is not None
+            native = log_softmax(line.logits(case.after))
+            self._noise.append(self._disturbed(line, case, native))
             line.cut(p0)
-            self._measured.append(_Measured(line, case, _log_probs(native)))
+            self._measured.append(_Measured(line, case, native))
+
+    @property
+    def floor(self) -> Sample:
+        """The model's noise on the tokens that the cost is measured on."""
+        return _mean(self._noise)
+
+    def _disturbed(self, line: Line, case: Case, native: LogProbs) -> Sample:
+        """What another shape changes; the first case tells which one disturbs most."""
+        found = {}
+        for shape in self._shapes:
+            line.cut(line.n - len(case.after))
+            found[shape] = compare(native, line.logits(case.after, shape))
+        if not found:
+            return Sample(0.0, 1.0, 0.0)
+        noisiest = max(found, key=lambda shape: found[shape].kl)
+        self._shapes = (noisiest,)
+        return found[noisiest]
 
     def moved(self, to: int) -> KVRows:
         """The module's rows with its first token at position `to`."""
@@ -209,21 +249,20 @@ class SpliceMeter:
             else:
                 line.decode(self.ids[p0:p1])
 
-    def drift(self, spans: Spans) -> Drift:
+    def cost(self, spans: Spans) -> Sample:
         """What it costs if the tokens of `spans` are evaluated and the others spliced in."""
-        kl, same, n = 0.0, 0, 0
+        found = []
         for each in self._measured:
             self.splice(each.line, spans)
-            logits = each.line.decode(each.case.after, logits=True)
-            assert logits is not None
+            found.append(compare(each.native, each.line.logits(each.case.after)))
             each.line.cut(len(each.case.before))
-            found = _log_probs(logits)
-            wide = each.native.astype(np.float64)
-            kl += float((np.exp(wide) * (wide - found)).sum())
-            same += int((wide.argmax(1) == found.argmax(1)).sum())
-            n += len(found)
-        # Rounding can leave a sum of zeros a hair below zero.
-        return Drift(max(0.0, kl / n), same / n)
+        return _mean(found)
+
+
+def _mean(samples: Sequence[Sample]) -> Sample:
+    """Over cases, which have equally many tokens."""
+    kl, top1, nll = np.mean([(each.kl, each.top1, each.nll) for each in samples], axis=0).tolist()
+    return Sample(kl, top1, nll)
 
 
 def deviation(full: KVRows, moved: KVRows) -> Deviation:
@@ -285,7 +324,3 @@ def make_cases(text: Ids, head: Ids, n_module: int, n_ctx: int) -> list[Case]:
         cases.append(Case(np.concatenate([head, before]), after))
         at += n + NEXT_TOKENS
     return cases
-
-
-def _log_probs(logits: Logits) -> LogProbs:
-    return np.stack([log_softmax(row) for row in logits])

@@ -1,13 +1,14 @@
-"""The command line and environment of a llama-server that somebody else started.
+"""What the operating system says about a llama-server that towerd did not start.
 
-No endpoint says which RoPE overrides or adapters are in force; the operating system does, for
-processes of this user.
+No endpoint says which RoPE overrides are in force, nor whether the model's file was replaced since
+it was loaded. The operating system does, for processes of this user.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
@@ -19,6 +20,8 @@ class Command:
 
     flags: Sequence[str] = ()
     env: Mapping[str, str] = field(default_factory=dict)
+    pid: int = 0
+    """The process; 0: it is not known yet."""
 
 
 def command_behind(url: str) -> Command | None:
@@ -32,10 +35,24 @@ def command_behind(url: str) -> Command | None:
         try:
             if not _listens(process, port):
                 continue
-            return Command(tuple(process.cmdline()[1:]), process.environ())
+            return Command(tuple(process.cmdline()[1:]), process.environ(), process.pid)
         except (psutil.Error, OSError):
             continue
     return None
+
+
+def may_have_loaded_another(pid: int, path: Path) -> bool:
+    """Whether the file at `path` may not be what the process has read from there: it was changed
+    after the process began, and is not mapped by it either."""
+    try:
+        if path.stat().st_ctime <= psutil.Process(pid).create_time():
+            return False
+        maps = Path(f"/proc/{pid}/maps").read_text()
+        return not any(line.endswith(f" {path.resolve()}") for line in maps.splitlines())
+    except FileNotFoundError:
+        return True
+    except (psutil.Error, OSError):
+        return False
 
 
 def _listens(process: psutil.Process, port: int) -> bool:

@@ -12,7 +12,11 @@ from pathlib import Path
 
 from towerd.config import Config
 from towerd.engine.embedded.model import LlamaModel
-from towerd.engine.llama_server.attached import Command, command_behind
+from towerd.engine.llama_server.attached import (
+    Command,
+    command_behind,
+    may_have_loaded_another,
+)
 from towerd.engine.llama_server.binary import build_of, find_binary, library_env
 from towerd.engine.llama_server.describe import open_vocab, sliding_window
 from towerd.engine.llama_server.flags import clashing, names_model, server_env, server_flags
@@ -44,6 +48,8 @@ class Backend:
     """How it was started; None when that cannot be seen."""
     added: Counters
     """What the probe added to its counters."""
+    is_stale: bool
+    """Whether its model's file may have been replaced since it was loaded."""
 
 
 @asynccontextmanager
@@ -84,6 +90,8 @@ async def _started(config: Config) -> AsyncIterator[Backend]:
         async with _probed(process.upstream, slotdir, config, process, command, model) as backend:
             yield backend
     finally:
+        if model is not None:
+            model.close()
         await process.stop()
         await asyncio.to_thread(slotdir.close)
 
@@ -112,9 +120,12 @@ async def _probed(
     model: LlamaModel | None,
 ) -> AsyncIterator[Backend]:
     props = await identify(upstream)
+    is_stale = False
     if model is None:
         path = Path(str(props.get("model_path", "")))
         model = await asyncio.to_thread(open_vocab, path, config)
+        if command is not None and command.pid:
+            is_stale = await asyncio.to_thread(may_have_loaded_another, command.pid, path)
     try:
         before = counters(await upstream.metrics())
         found = await probe(
@@ -126,7 +137,7 @@ async def _probed(
         added = difference(counters(await upstream.metrics()), before)
         if not slotdir.in_ram:
             log.warning("slot states go through a disk", extra={"path": str(slotdir.path)})
-        yield Backend(upstream, slotdir, found, process, model, command, added)
+        yield Backend(upstream, slotdir, found, process, model, command, added, is_stale)
     finally:
         if model is not None:
             model.close()

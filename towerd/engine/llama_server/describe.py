@@ -16,12 +16,13 @@ from typing import Any
 
 from towerd.config import Config
 from towerd.engine.base import SAID_ONLY, ModelInfo
-from towerd.engine.embedded.core import file_hash, is_rotated, tokenizer_hash
+from towerd.engine.embedded.core import is_rotated, tokenizer_hash
 from towerd.engine.embedded.model import LlamaModel
 from towerd.engine.embedded.vocab import Vocab
 from towerd.engine.llama_server.attached import Command
 from towerd.engine.llama_server.flags import row_overrides
 from towerd.engine.llama_server.probe import ProbeResult
+from towerd.engine.model_file import ModelFile
 from towerd.errors import ModelError
 from towerd.kernels.formats import BY_NAME
 from towerd.slots.fingerprint import Fingerprint
@@ -39,10 +40,19 @@ class Described:
     vocab: Vocab | None
     model: LlamaModel | None
     notes: tuple[str, ...] = ()
+    adapters: tuple[ModelFile, ...] = ()
+    """The files of the adapters in force, as far as they are here."""
+
+    @property
+    def files(self) -> tuple[ModelFile, ...]:
+        """Every file that the fingerprint has the hash of."""
+        own = () if self.model is None else (self.model.file,)
+        return own + self.adapters
 
     def close(self) -> None:
-        if self.model is not None:
-            self.model.close()
+        """Close the adapters; the model belongs to the backend."""
+        for file in self.adapters:
+            file.close()
 
 
 def flag_notes(command: Command | None, *, is_ours: bool) -> tuple[str, ...]:
@@ -99,7 +109,13 @@ def describe(
     """What `found` serves. `command`: how it was started, None if that cannot be seen;
     `meta`: the model's entry in /v1/models; `catalog` remembers the file's hash."""
     layout = found.spec.layout if found.spec is not None else _NO_LAYOUT
-    lora = tuple(_lora(each, catalog) for each in found.loras if float(each["scale"]) != 0.0)
+    in_force = [each for each in found.loras if float(each["scale"]) != 0.0]
+    paths = [Path(str(each.get("path", ""))) for each in in_force]
+    adapters = {path: ModelFile(path) for path in dict.fromkeys(paths) if path.is_file()}
+    names = [adapters[p].identify(catalog) if p in adapters else str(p) for p in paths]
+    lora = tuple(
+        f"{name}@{float(each['scale'])!r}" for name, each in zip(names, in_force, strict=True)
+    )
     notes = flag_notes(command, is_ours=config.upstream is None)
     vocab = Vocab(model.ptr) if model is not None else None
     if model is None or vocab is None:
@@ -116,7 +132,7 @@ def describe(
         rotated = command.env.get("LLAMA_ATTN_ROT_DISABLE", "0") in ("", "0")
         n_head_kv = int(model.key("attention.head_count_kv", "1").strip("[]").split(",")[0]) or 1
         fingerprint = Fingerprint(
-            model_hash=file_hash(model.path, catalog),
+            model_hash=model.file.identify(catalog),
             arch=model.arch,
             tokenizer=tokenizer_hash(vocab.pieces),
             rope=rope | row_overrides(command.flags, command.env),
@@ -127,7 +143,7 @@ def describe(
             long_context=model.is_long_context(found.n_ctx),
         )
     info = _info(found, model, vocab, meta, fingerprint)
-    return Described(info, vocab, model, notes)
+    return Described(info, vocab, model, notes, tuple(adapters.values()))
 
 
 _NO_LAYOUT = KVLayout((Plane(BY_NAME["f16"].type_id, 2),), ())
@@ -178,13 +194,6 @@ def _foreign(
         rot_v=False,
         long_context=False,
     )
-
-
-def _lora(adapter: Mapping[str, Any], catalog: Catalog) -> str:
-    """One adapter in force: its file's hash (or path, if it is not here) and its scale."""
-    path = Path(str(adapter.get("path", "")))
-    name = file_hash(path, catalog) if path.is_file() else str(path)
-    return f"{name}@{float(adapter['scale'])!r}"
 
 
 def first_model(models: Any) -> Mapping[str, Any]:

@@ -13,7 +13,6 @@ import numpy as np
 
 from towerd.config import Config
 from towerd.engine.base import GenerateRequest, Ids, Kept, ModelInfo, ModuleMaker, SlotView
-from towerd.engine.embedded.shift import check_fits
 from towerd.engine.llama_server.backend import Backend
 from towerd.engine.llama_server.describe import Described
 from towerd.engine.llama_server.foretell import Foretold, foretell
@@ -27,7 +26,8 @@ from towerd.engine.llama_server.spoken import Spoken
 from towerd.engine.llama_server.tally import without
 from towerd.engine.llama_server.unpinned import Unpinned
 from towerd.engine.llama_server.upkeep import Upkeep
-from towerd.errors import InvalidRequest, NotSupported, TowerdError, Unavailable
+from towerd.engine.llama_server.weights import Weights
+from towerd.errors import ContextExceeded, InvalidRequest, NotSupported, TowerdError, Unavailable
 from towerd.store import Store
 from towerd.store.turn import Turn
 from towerd.tiers.manager import Tiers
@@ -50,6 +50,7 @@ class LlamaServerEngine:
 
     name = "llama-server"
     modules: ModuleMaker | None = None
+    outgrowing: Collection[str] = ()  # it refuses such a prompt even where it shifts its context
 
     def __init__(
         self,
@@ -84,6 +85,7 @@ class LlamaServerEngine:
             queue_max=config.queue_max,
             verify=self.upkeep.verify_soon,
         )
+        self._weights = Weights(backend, described, store, self.placer, self.notes)
         self._misses = 0
         self._lora_differs = False
         self._is_reachable = True
@@ -94,6 +96,7 @@ class LlamaServerEngine:
         self._generations: set[LlamaServerGeneration] = set()
         if backend.process is not None:
             backend.process.on_exit = self._upstream_ended
+            backend.process.on_start = self._weights.reloaded
 
     # ---- leases -----------------------------------------------------------------------------
 
@@ -274,6 +277,7 @@ class LlamaServerEngine:
     def give_back(self, lease: Lease, slot: Slot) -> None:
         """A lease ended."""
         self._open.discard(lease)
+        self._weights.left(slot)
         self.table.free(slot)
         self.upkeep.capture_later(slot)
         if not self._open:
@@ -385,6 +389,7 @@ class LlamaServerEngine:
                 break
         for slot in self.table.slots:
             slot.hold_unknown("")  # maybe it was only the way there that was broken
+        await self._weights.reloaded()
         self._is_reachable = True
 
     # ---- the engine protocol ----------------------------------------------------------------
@@ -393,7 +398,8 @@ class LlamaServerEngine:
         self._check_running()
         if len(request.ids) == 0:
             raise InvalidRequest("The prompt has no tokens.")
-        check_fits(len(request.ids), self.n_ctx)
+        if len(request.ids) >= self.n_ctx:
+            raise ContextExceeded.of_request(len(request.ids), self.n_ctx)
         generation = LlamaServerGeneration(self, request)
         self._generations.add(generation)
         generation.task.add_done_callback(lambda _: self._generations.discard(generation))
@@ -429,10 +435,7 @@ class LlamaServerEngine:
         return [self._vocab.pieces[i] for i in ids]
 
     def slots(self) -> list[SlotView]:
-        return [
-            SlotView(slot.id, self.n_ctx, slot.busy, None, slot.n, 0, None)
-            for slot in self.table.slots
-        ]
+        return [slot.view(self.n_ctx) for slot in self.table.slots]
 
     async def kept(self, ids: Ids, scope: str) -> Kept | None:
         """A llama-server keeps all of a chat, or moves it in ways of its own."""
@@ -481,6 +484,7 @@ class LlamaServerEngine:
     async def close(self) -> None:
         """Save what only slots hold, as far as llama-server is still there."""
         self._is_draining = True
+        await self._weights.close()
         for generation in list(self._generations):
             generation.stop()
             await asyncio.wait((generation.task,))

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from towerd.config import Config, defaults
+from towerd.models.known import metadata_of
 
 OURS = ("--host", "--port", "--api-key", "--api-key-file", "--slot-save-path", "--reuse-port",
         "--ssl-key-file", "--ssl-cert-file", "--api-prefix")  # fmt: skip
@@ -62,6 +63,12 @@ _SETTINGS: tuple[tuple[str, str], ...] = (
 )
 # fmt: on
 """Settings that are passed on when they differ from their default, under this flag."""
+_METADATA = {
+    "tokenizer.chat_template": "--chat-template",
+    "general.sampling.temp": "--temp",
+    "general.sampling.top_p": "--top-p",
+}
+"""Flags for the metadata that towerd replaces in a known model."""
 
 
 def server_flags(
@@ -79,6 +86,8 @@ def server_flags(
         flags += ["--model", str(model)]
         if not any(_name(flag) in ALIAS for flag in config.llama_server_args):
             flags += ["--alias", config.alias or model.name]
+        for key, value in metadata_of(model).items():
+            flags += [_METADATA[key], value]
     flags += ["--parallel", str(config.parallel)]
     flags.append("--no-kv-unified" if has_window else "--kv-unified")
     per_slot = config.ctx_size * (config.parallel if has_window else 1)

@@ -45,6 +45,8 @@ class Lease:
         """False: the slot's rows are not what evaluating its tokens gives."""
         self.workflow: str | None = None
         """The workflow that the client names."""
+        self.session = session
+        """The session that its turn is recorded under; None: it is recognised then."""
         self.agent: str | None = None
         """Who asks, named or told apart by system prompt and tools."""
         self.calls_tools = False
@@ -53,7 +55,6 @@ class Lease:
         """The chat request that it was, when it got its reply."""
         self._engine = engine
         self._slot = slot
-        self._session = session
         self._started_s = time.time()
         self._epoch = engine.epoch
         self._is_placing = True
@@ -129,7 +130,7 @@ class Lease:
         n_cached += max(0, len(reply) - 1) if is_certain and not self._has_strayed else 0
         turn = Turn(
             scope=self.scope,
-            session=self._session,
+            session=self.session,
             prompt=self.ids,
             reply=reply,
             n_cached=n_cached,

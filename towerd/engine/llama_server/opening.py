@@ -54,6 +54,7 @@ async def _open_store(config: Config, stack: AsyncExitStack) -> tuple[Backend, D
         described = await asyncio.to_thread(
             describe, config, backend.probe, backend.model, backend.command, meta, catalog
         )
+        stack.callback(described.close)
         found.append((backend, described))
         return described.info.fingerprint
 

@@ -14,7 +14,7 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from towerd.engine.llama_server.upstream import Upstream
@@ -59,8 +59,8 @@ class LlamaServerProcess:
         self.log_path = log_path
         self.on_exit: Callable[[], None] | None = None
         """Called on the loop when it died unasked."""
-        self.on_start: Callable[[], None] | None = None
-        """Called on the loop when it runs again."""
+        self.on_start: Callable[[], Awaitable[None]] | None = None
+        """Awaited when it answers again, before it is used."""
         self._binary = binary
         self._command = command
         self._env = env
@@ -194,11 +194,11 @@ class LlamaServerProcess:
             log.error("llama-server does not come back", extra={"error": str(error)})
             await self._kill()
             return
+        if self.on_start is not None:
+            await self.on_start()
         self.restarts += 1
         self.is_running = True
         log.warning("llama-server runs again", extra={"restarts": self.restarts})
-        if self.on_start is not None:
-            self.on_start()
 
     # ---- its log --------------------------------------------------------------------------
 

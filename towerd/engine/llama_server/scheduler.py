@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from towerd.engine.base import Ids
+from towerd.engine.base import Ids, SlotView
 from towerd.engine.llama_server.spoken import Answered, Spoken
 from towerd.store import DERIVED, EXACT, Taint
 
@@ -148,6 +148,12 @@ class Slot:
         """It holds something of `scope` that cannot be named."""
         self.forget()
         self.scope, self.known, self.label = scope, False, label
+
+    def view(self, n_ctx: int) -> SlotView:
+        """What GET /slots may go by."""
+        scope = self.scope if self.known and self.sure else ""
+        scope = self.holder if self.busy else scope
+        return SlotView(self.id, n_ctx, self.busy, None, self.n, 0, None, scope)
 
     def common(self, ids: Ids) -> int:
         """Length of the prefix that it shares with `ids`, an array that nobody changes."""

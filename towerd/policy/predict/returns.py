@@ -98,15 +98,14 @@ class ReturnModel:
             self.net.step(x, curves, *self._outcomes(stage, rows, now))
         self._serve()
 
-    def tables(self, of: Sequence[VisitClass], x: Table) -> list[list[float]]:
+    def tables(self, of: Sequence[VisitClass], x: Table) -> list[array[float]]:
         """x: [n, features]. [n][bins], the index of each visit by how long it has been away; 0
-        before any data."""
+        before any data. Arrays, as tens of thousands of them are kept."""
         if self._served is None:
-            return [[0.0] * N_BINS for _ in of]
+            return [array("d", bytes(8 * N_BINS)) for _ in of]
         of_curve = [self.classes.known(each) for each in of]
         chances = hazard.chances(self._served, x, of_curve)
-        found: list[list[float]] = gittins(chances, _WIDTHS_S).tolist()
-        return found
+        return [array("d", row.tobytes()) for row in gittins(chances, _WIDTHS_S)]
 
     def learned(self) -> Mapping[str, Any]:
         """See Learning.learned: weights and curves to six digits; not the visits."""

@@ -1,0 +1,149 @@
+"""How well a served model foresees a text that it reads under a live budget.
+
+The text is a prompt. The engine's own parts evaluate it and thin it where the scheduler would, in
+the chunks that a chat's prompt is evaluated in; only the logits of every token are asked for, not
+those of the last one alone. A token of a reply sees what a prompt's token sees in its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from towerd.engine.base import GenerateRequest, Ids, LiveBudget
+from towerd.engine.embedded.background import nothing_to_evict
+from towerd.engine.embedded.batching import Batching
+from towerd.engine.embedded.engine import EmbeddedEngine
+from towerd.engine.embedded.job import Job
+from towerd.errors import TowerdError
+from towerd.kernels import dispatch
+from towerd.retention import Rows
+from towerd.slots.rows import KVRows
+
+Advance = Callable[[int], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Of a text of n tokens."""
+
+    surprises: npt.NDArray[np.float64]
+    """float64[n - 1]: minus the log-probability of each token but the first."""
+    live: npt.NDArray[np.int64]
+    """int64[n]: how many tokens each one sees, itself included."""
+
+    @property
+    def perplexity(self) -> float:
+        return float(np.exp(self.surprises.mean()))
+
+
+async def read(
+    engine: EmbeddedEngine, ids: Ids, live: LiveBudget, advance: Advance = lambda _: None
+) -> Reading:
+    """Read `ids` under a budget. The engine must have nothing else to do.
+
+    advance: told how many tokens were evaluated. Raises TowerdError."""
+    engine.thinner.check(live)
+    work = partial(_read, engine, ids, live, advance)
+    return await asyncio.wrap_future(engine.scheduler.call(work))
+
+
+async def last_attention(engine: EmbeddedEngine, ids: Ids, n_queries: int) -> tuple[Rows, Rows]:
+    """(keys float32[layers, KV heads, n - n_queries, head size], queries float32[layers, heads,
+    n_queries, head size]) of the text `ids`: its last queries, and the keys of the tokens before
+    them. The engine must watch attention. Raises TowerdError."""
+    live = LiveBudget("icecache", len(ids) + 1)  # all stay, and the last queries are observed
+    engine.thinner.check(live)
+    work = partial(_last_attention, engine, ids, live, n_queries)
+    return await asyncio.wrap_future(engine.scheduler.call(work))
+
+
+def _read(engine: EmbeddedEngine, ids: Ids, live: LiveBudget, advance: Advance) -> Reading:
+    found = Reading(np.zeros(len(ids) - 1), np.zeros(len(ids), np.int64))
+
+    def note(job: Job) -> None:
+        assert job.seq is not None
+        n, n_new = job.seq.n, job.n_in_batch
+        found.live[n : n + n_new] = job.seq.n_cells + 1 + np.arange(n_new)
+        for i, token in enumerate(job.ids[n + 1 : n + n_new + 1]):
+            found.surprises[n + i] = surprise(engine.core.context.logits(i), int(token))
+        advance(n_new)
+
+    with _job(engine, ids, live) as job:
+        _evaluate(engine, job, note)
+    return found
+
+
+def _last_attention(
+    engine: EmbeddedEngine, ids: Ids, live: LiveBudget, n_queries: int
+) -> tuple[Rows, Rows]:
+    observer, n_keys = engine.core.observer, len(ids) - n_queries
+    assert observer is not None
+    with _job(engine, ids, live) as job:
+        _evaluate(engine, job, None)
+        assert job.seq is not None
+        assert job.seq.retained is not None
+        queries = observer.asking(job.seq.retained, n_keys)
+        rows = engine.core.memory.rows(job.seq.id, 0, n_keys)
+        assert rows is not None
+        return keys_of(rows, queries.shape[-1]), queries
+
+
+def _evaluate(engine: EmbeddedEngine, job: Job, note: Callable[[Job], None] | None) -> None:
+    """Evaluate the prompt of `job` as the scheduler does. note: called after each chunk, while its
+    logits can be had; None: nobody asks for them."""
+    batching, batch = Batching(engine.core.context), engine.core.context.batch
+    while job.n_live < job.n:
+        engine.thinner.make_room(job, nothing_to_evict)
+        chunk = batching.fill([job])
+        batch.logits[: batch.n] = note is not None
+        engine.materialiser.protect(chunk)
+        engine.thinner.decode(chunk)
+        if note is not None:
+            note(job)
+        assert job.seq is not None
+        engine.pool.append(job.seq, job.ids[job.n_live : job.n_live + job.n_in_batch])
+        engine.materialiser.advanced(job)
+
+
+def surprise(logits: npt.NDArray[np.float32], token: int) -> float:
+    """Minus the log-probability of `token`."""
+    most = logits.max()
+    return float(np.log(np.exp(logits - most).sum(dtype=np.float64)) + most - logits[token])
+
+
+def keys_of(rows: KVRows, head_size: int) -> Rows:
+    """float32[layers, KV heads, n, head size]"""
+    layers = []
+    for plane, values in zip(rows.layout.k, rows.k, strict=True):
+        wide = dispatch.transcoded(values, plane.format.name, "f32").view(np.float32)
+        layers.append(wide.reshape(len(values), -1, head_size).transpose(1, 0, 2))
+    return np.stack(layers)
+
+
+@contextmanager
+def _job(engine: EmbeddedEngine, ids: Ids, live: LiveBudget) -> Iterator[Job]:
+    """A request for `ids` that has a sequence of its own; it is gone afterwards."""
+    request = GenerateRequest(ids=ids, n_predict=0, cache_prompt=False, live=live)
+    job = Job(request, np.ascontiguousarray(ids, np.int32), len(ids))
+
+    def evict() -> bool:
+        idle = engine.pool.idle_lru()
+        if idle is not None:
+            engine.materialiser.drop(idle)
+        return idle is not None
+
+    if not engine.materialiser.begin(job, len(ids), evict):
+        raise TowerdError("The engine has no sequence free: it has other requests to serve.")
+    try:
+        yield job
+    finally:
+        engine.core.context.batch.clear()
+        if job.seq is not None:
+            engine.pool.drop(job.seq)

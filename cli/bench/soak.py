@@ -1,0 +1,288 @@
+"""`towerctl bench soak`: thousands of short requests at a daemon whose budgets are far too small.
+
+Eight clients send prompts that are distinct, share a beginning with an earlier one, or go on from
+it, so that segments are made, cut, evicted from RAM and from disk, and read back all the time. Some
+replies are streamed, some are not, and some clients leave early. What the daemon takes is sampled
+while it runs: it must not grow with the number of requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from towerd.cli.bench.report import Report
+from towerd.cli.bench.servers import ServerProcess, towerd_server
+from towerd.models.bundled import bundled_model
+from towerd.store import Store, latest_fingerprint
+
+REQUESTS = 10_000
+REQUESTS_QUICK = 2_000
+CLIENTS = 8
+FLAGS = ("--ctx-size", "512", "--hot-bytes", "32M", "--warm-bytes", "64M")
+REPLY_TOKENS = 8
+WORDS = (12, 120)
+"""Of a prompt: of the bundled model's tokens two to three times as many, so that the rows of some
+hundreds of requests fill each budget, and the context holds the longest."""
+ANSWER_S_MAX = 60.0
+FAILURES_MAX = 5
+"""After so many the daemon counts as broken."""
+RSS_MB_MAX = 4096
+"""A daemon that takes more is stopped before it takes all that the machine has."""
+SAMPLE_S = 1.0
+SAMPLES_SHOWN = 12
+_WORDS = (
+    "Once upon a time there was little girl boy dog bird tree house river garden cake friend"
+    " happy sad big red blue small mother said wanted to play with found lost ran away home"
+).split()
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What the daemon took at one moment."""
+
+    at_s: float
+    done: int
+    rss_mb: float
+    fds: int
+    threads: int
+    hot_mb: float
+    warm_mb: float
+    segments: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """One request. leaves: the client leaves after the first event."""
+
+    prompt: str
+    streams: bool
+    leaves: bool
+
+
+@dataclass(slots=True)
+class Load:
+    """All requests of one run, and what became of them."""
+
+    wishes: Iterator[Wish]
+    recent: deque[str]
+    """Prompts with their replies, to go on from."""
+    done: int = 0
+    left: int = 0
+    """Of those done, the ones whose clients left early."""
+    errors: list[str] = field(default_factory=list)
+    stopped: str = ""
+    """Why the run ended early."""
+    samples: list[Sample] = field(default_factory=list)
+
+    def failed(self, error: str) -> None:
+        """Count a failure; too many end the run."""
+        self.errors.append(error)
+        if len(self.errors) >= FAILURES_MAX:
+            self.stopped = f"{len(self.errors)} requests failed, the last one so: {error}"
+
+
+def new_load(n: int, seed: int = 0) -> Load:
+    """`n` requests, the same ones every time but for the replies that some go on from."""
+    recent: deque[str] = deque(maxlen=64)
+    return Load(_wishes(n, np.random.default_rng(seed), recent), recent)
+
+
+def _wishes(n: int, rng: np.random.Generator, recent: deque[str]) -> Iterator[Wish]:
+    for number in range(n):
+        words = [str(word) for word in rng.choice(_WORDS, int(rng.integers(*WORDS)))]
+        kind, before = (
+            rng.random(),
+            recent[int(rng.integers(len(recent)))].split() if recent else [],
+        )
+        if before and kind < 0.3:  # cut somewhere within what is stored
+            words = before[: int(rng.integers(len(before)))] + words
+        elif before and kind < 0.4:  # the next turn
+            words = before + words
+        else:
+            words = [f"{number:x}", *words]
+        prompt = " ".join(words[: WORDS[1]])
+        yield Wish(prompt, bool(rng.random() < 0.6), bool(rng.random() < 0.1))
+
+
+async def run(model: Path | None, quick: bool) -> Report:
+    """All requests at one daemon on a store of its own."""
+    path = model or bundled_model()
+    n = REQUESTS_QUICK if quick else REQUESTS
+    load = new_load(n)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="towerd-bench-") as folder:
+        root = Path(folder) / "store"
+        with towerd_server(path, root, *FLAGS) as server:
+            stats = await _press(server, load)
+        seconds = time.monotonic() - began
+        if not load.stopped:
+            with Store.open(root, latest_fingerprint) as store:
+                store.check_integrity()
+    show(load.samples)
+    return report_of(path.name, load, stats, seconds)
+
+
+def report_of(model: str, load: Load, stats: dict[str, Any], seconds: float) -> Report:
+    """The figures of one run."""
+    report, samples = Report("soak", model), load.samples
+    later = samples[len(samples) // 2 :]
+    report.figures |= {
+        "done": load.done,
+        "failed": len(load.errors),
+        "left_early": load.left,
+        "seconds": seconds,
+        "rss_mb_start": samples[0].rss_mb,
+        "rss_mb_half": later[0].rss_mb,
+        "rss_mb_max": max(sample.rss_mb for sample in samples),
+        "rss_kb_per_request": slope(later) * 1e3,
+        "fds_max": max(sample.fds for sample in samples),
+        "threads_max": max(sample.threads for sample in samples),
+        "hot_mb_max": max(sample.hot_mb for sample in samples),
+        "warm_mb_max": max(sample.warm_mb for sample in samples),
+        "hot_evictions": stats.get("hot_evictions", 0),
+        "warm_evictions": stats.get("warm_evictions", 0),
+        "segments": samples[-1].segments,
+    }
+    if load.stopped:
+        report.figures["stopped"] = load.stopped
+    report.details["samples"] = [asdict(sample) for sample in thinned(samples)]
+    report.target("failed", most=0)
+    for key in ("hot_evictions", "warm_evictions"):
+        report.target(key, least=1)
+    return report
+
+
+def slope(samples: Sequence[Sample]) -> float:
+    """Megabytes of RSS for each further request, by least squares."""
+    if len({sample.done for sample in samples}) < 2:
+        return 0.0
+    done, rss_mb = zip(*((sample.done, sample.rss_mb) for sample in samples), strict=True)
+    return float(np.polyfit(done, rss_mb, 1)[0])
+
+
+def thinned(samples: Sequence[Sample]) -> list[Sample]:
+    """About SAMPLES_SHOWN of them, the first and the last among them."""
+    places = np.linspace(0, len(samples) - 1, min(SAMPLES_SHOWN, len(samples)))
+    return [samples[round(place)] for place in places]
+
+
+def show(samples: Sequence[Sample]) -> None:
+    """Print what the daemon took over time."""
+    table = Table(title="what the daemon took")
+    names = list(Sample.__slots__)
+    for name in names:
+        table.add_column(name, justify="right")
+    for sample in thinned(samples):
+        table.add_row(*(f"{getattr(sample, name):,.0f}" for name in names))
+    Console().print(table)
+
+
+async def _press(server: ServerProcess, load: Load) -> dict[str, Any]:
+    """Make all requests; the daemon's counters at the end."""
+    timeout = aiohttp.ClientTimeout(total=ANSWER_S_MAX)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        began = time.monotonic()
+        await _look(session, server, load, began)
+        sampling = asyncio.create_task(_keep_looking(session, server, load, began))
+        await asyncio.gather(*(_client(session, server.url, load) for _ in range(CLIENTS)))
+        sampling.cancel()
+        with suppress(asyncio.CancelledError):
+            await sampling
+        await _look(session, server, load, began)
+        with suppress(aiohttp.ClientError, TimeoutError):
+            return await _stats(session, server.url)
+    return {}
+
+
+async def _client(session: aiohttp.ClientSession, url: str, load: Load) -> None:
+    """One after the other, until none are left or the run is over."""
+    for wish in load.wishes:
+        if load.stopped:
+            return
+        try:
+            text = await _ask(session, url, wish)
+        except TimeoutError:
+            load.failed(f"no answer within {ANSWER_S_MAX:.0f} s")
+        except (aiohttp.ClientError, ValueError, LookupError) as error:
+            load.failed(str(error) or type(error).__name__)
+        else:
+            load.done += 1
+            load.left += wish.leaves
+            load.recent.append(wish.prompt + text)
+
+
+async def _ask(session: aiohttp.ClientSession, url: str, wish: Wish) -> str:
+    """The reply's text, as far as the client stayed for it."""
+    body = {
+        "prompt": wish.prompt,
+        "n_predict": REPLY_TOKENS,
+        "stream": wish.streams or wish.leaves,
+        "ignore_eos": True,
+    }
+    text = ""
+    async with session.post(f"{url}/completion", json=body) as reply:
+        if reply.status != 200:
+            raise ValueError(f"{reply.status}: {(await reply.text())[:200]}")
+        if not body["stream"]:
+            return str((await reply.json())["content"])
+        async for line in reply.content:
+            if not line.startswith(b"data: "):
+                continue
+            event = json.loads(line[6:])
+            text += str(event["content"])
+            if event["stop"] or wish.leaves:
+                return text
+    raise ValueError("the stream ended before the reply did")
+
+
+async def _keep_looking(
+    session: aiohttp.ClientSession, server: ServerProcess, load: Load, began: float
+) -> None:
+    while not load.stopped:
+        await asyncio.sleep(SAMPLE_S)
+        await _look(session, server, load, began)
+
+
+async def _look(
+    session: aiohttp.ClientSession, server: ServerProcess, load: Load, began: float
+) -> None:
+    """Sample what the daemon takes; end the run if that is too much, or there is none."""
+    stats: dict[str, Any] = {}
+    with suppress(aiohttp.ClientError, TimeoutError):
+        stats = await _stats(session, server.url)
+    vitals = server.vitals()
+    if vitals is None:
+        if server.exit_code() is not None:
+            load.stopped = f"the daemon ended by itself with {server.exit_code()}: {server.said()}"
+        return
+    rss_mb = vitals.rss_bytes / 1e6
+    hot_mb, warm_mb = (stats.get(key, 0) / 1e6 for key in ("hot_bytes", "warm_bytes"))
+    n_segments = stats.get("segments", 0)
+    at_s = time.monotonic() - began
+    load.samples.append(
+        Sample(at_s, load.done, rss_mb, vitals.fds, vitals.threads, hot_mb, warm_mb, n_segments)
+    )
+    if rss_mb > RSS_MB_MAX:
+        load.stopped = f"the daemon took {rss_mb:,.0f} MB"
+        server.stop(signal.SIGKILL)
+
+
+async def _stats(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
+    async with session.get(f"{url}/towerd/v1/stats") as reply:
+        found = await reply.json()
+    return {**found["store"], **found["tiers"]}

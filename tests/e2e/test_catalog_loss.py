@@ -1,0 +1,99 @@
+"""A daemon whose catalog was damaged or lost: every conversation is there, and the log says so."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable
+
+import requests
+from daemon import Daemon, run_towerctl
+
+MakeDaemon = Callable[..., Daemon]
+N_SESSIONS = 10
+
+
+def talk(daemon: Daemon) -> dict[str, list[int]]:
+    """Ten sessions of two turns: the tokens of each."""
+    said = {}
+    for number in range(N_SESSIONS):
+        name, ids = f"chat-{number}", [1, 300 + number, *range(310, 330)]
+        for _ in range(2):
+            body = {"prompt": ids, "n_predict": 8, "return_tokens": True, "ignore_eos": True}
+            reply = daemon.post("/completion", body, headers={"X-Towerd-Session": name})
+            ids = ids + reply["tokens"]
+        said[name] = ids
+    return said
+
+
+def check(daemon: Daemon, said: dict[str, list[int]]) -> None:
+    assert {name: daemon.session_ids(name) for name in said} == said
+
+
+def damage(daemon: Daemon, statement: str) -> None:
+    """A change of the catalog that towerd did not make."""
+    db = sqlite3.connect(daemon.store_dir / "catalog.sqlite", isolation_level=None)
+    db.execute(statement)
+    db.close()
+
+
+def test_a_bit_of_the_first_frame_after_a_kill(make_daemon: MakeDaemon) -> None:
+    """SQLite drops the whole WAL; the journal has the turns that were in it."""
+    daemon = make_daemon()
+    with daemon:
+        said = talk(daemon)
+        daemon.kill()
+    wal = daemon.store_dir / "catalog.sqlite-wal"
+    data = bytearray(wal.read_bytes())
+    data[32 + 24 + 50] ^= 1
+    wal.write_bytes(data)
+    with daemon:
+        check(daemon, said)
+        assert "from its journal" in daemon.log
+        assert daemon.stop() == 0
+    with daemon.stored():
+        pass
+
+
+def test_a_deleted_catalog(make_daemon: MakeDaemon) -> None:
+    """towerctl verify rebuilds it and says so; so does a start; doctor says what will be done."""
+    daemon = make_daemon()
+    with daemon:
+        said = talk(daemon)
+        assert daemon.stop() == 0
+    catalog = daemon.store_dir / "catalog.sqlite"
+    told = "rebuilt from its journal (it was missing): 10 sessions with 20 turns"
+    catalog.unlink()
+    assert "rebuilds it from its journal" in run_towerctl(daemon, "doctor").stdout
+    assert told in run_towerctl(daemon, "verify").stdout
+    catalog.unlink()
+    with daemon:
+        assert told in daemon.log
+        check(daemon, said)
+
+
+def test_verify_repairs_a_running_daemon(make_daemon: MakeDaemon) -> None:
+    """It names the damage; with --repair the daemon is right again without a restart."""
+    with make_daemon() as daemon:
+        said = talk(daemon)
+        damage(daemon, "UPDATE sessions SET title = 'other' WHERE id = 'chat-3'")
+        found = run_towerctl(daemon, "verify")
+        assert found.returncode == 1
+        assert "wrong checksums in sessions" in found.stdout
+        assert "rebuilt from its journal" in run_towerctl(daemon, "verify", "--repair").stdout
+        assert run_towerctl(daemon, "verify").returncode == 0
+        assert daemon.get("/towerd/v1/sessions/chat-3")["session"]["title"] == ""
+        check(daemon, said)
+
+
+def test_clients_do_not_learn_where_the_store_is(make_daemon: MakeDaemon) -> None:
+    """The body of an error says that the store failed; the log says what and where."""
+    with make_daemon() as daemon:
+        talk(daemon)
+        damage(daemon, "UPDATE turns SET tail = zeroblob(4)")
+        for log in (daemon.store_dir / "journal").iterdir():
+            log.write_bytes(b"garbage")
+        reply = requests.get(daemon.url + "/towerd/v1/sessions/chat-3?ids=1", timeout=30)
+        assert reply.status_code == 500
+        assert reply.json()["error"]["type"] == "server_error"
+        assert str(daemon.store_dir) not in reply.text
+        assert str(daemon.store_dir / "catalog.sqlite") in daemon.log

@@ -1,0 +1,59 @@
+"""Several tenants: what one does shows to it and to the operator alone, on either engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import requests
+from daemon import Daemon
+from waiting import until
+
+MakeDaemon = Callable[..., Daemon]
+KEYS = ("--api-key", "ann:sk-ann", "--api-key", "bob:sk-bob")
+ANN, BOB, MONITOR = ({"Authorization": f"Bearer sk-{name}"} for name in ("ann", "bob", "monitor"))
+LONG: dict[str, Any] = {"prompt": "Once", "n_predict": 30_000, "ignore_eos": True, "stream": True}
+
+
+def owner_get(daemon: Daemon, path: str) -> httpx.Response:
+    with httpx.Client(transport=httpx.HTTPTransport(uds=str(daemon.socket))) as client:
+        return client.get("http://towerd" + path, timeout=30)
+
+
+def busy(slots: list[dict[str, Any]]) -> int:
+    return sum(slot["is_processing"] for slot in slots)
+
+
+@pytest.mark.parametrize("engine", ["embedded", "llama-server"])
+def test_activity_is_each_tenants_own(
+    make_sidecar: MakeDaemon, slow_model: Path, engine: str
+) -> None:
+    """While Ann's request runs and after it; with a monitor's key, which has no tenant's name."""
+    flags = ("--engine", engine, "-m", str(slow_model), "-c", "32768", "--live-tokens", "65536")
+    with make_sidecar(*flags, *KEYS, "--api-key", "sk-monitor") as daemon:
+        for path in ("/metrics", "/towerd/v1/stats"):
+            for key in (ANN, BOB):
+                reply = requests.get(daemon.url + path, headers=key, timeout=30)
+                assert reply.status_code == 403
+                assert "what all tenants do" in reply.json()["error"]["message"]
+            assert requests.get(daemon.url + path, headers=MONITOR, timeout=30).status_code == 200
+            assert owner_get(daemon, path).status_code == 200
+        url = daemon.url + "/completion"
+        with requests.post(url, json=LONG, headers=ANN, stream=True, timeout=30) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            until(lambda: busy(daemon.get("/slots", headers=ANN)) == 1)
+            assert busy(daemon.get("/slots", headers=MONITOR)) == 1
+            assert busy(owner_get(daemon, "/slots").json()) == 1
+            seen = daemon.get("/slots", headers=BOB)
+            assert busy(seen) == 0
+            assert {*seen[0]} == {"id", "n_ctx", "speculative", "is_processing"}
+            assert len(seen) == len(daemon.get("/slots", headers=ANN)) == 2
+        until(lambda: busy(daemon.get("/slots", headers=MONITOR)) == 0)
+        seen = daemon.get("/slots", headers=BOB)
+        assert all("params" not in slot for slot in seen)
+        own = daemon.get("/slots", headers=ANN)
+        assert not any("id_task" in slot for slot in own)

@@ -1,0 +1,21 @@
+"""Programs in processes of their own that can import the test tools."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+SUPPORT = Path(__file__).resolve().parent
+
+
+def run_python(code: str, *args: str) -> str:
+    """Run a program that can import the test tools; its output."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", textwrap.dedent(code), *args],
+        env={**os.environ, "PYTHONPATH": str(SUPPORT)}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout

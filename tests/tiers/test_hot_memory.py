@@ -1,0 +1,81 @@
+"""What the hot tier counts is what it takes: rows that leave are not kept alive by those that stay."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from format_oracle import plane_of
+from store_tools import FINGERPRINT, check_rows, rows_of
+
+from towerd.slots.layout import KVLayout
+from towerd.store import Node, Store
+from towerd.tiers.manager import Tiers
+
+LAYOUT = KVLayout((plane_of("f16", 64),), (plane_of("f16", 64),))
+TOKEN = LAYOUT.token_bytes
+IDS = np.arange(200, dtype=np.int32)
+HERE = "local"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with Store.open(tmp_path / "store", replace(FINGERPRINT, layout=LAYOUT)) as opened:
+        yield opened
+
+
+@pytest.fixture
+def tiers(store: Store) -> Iterator[Tiers]:
+    made = Tiers(store, LAYOUT, v_trans=False, hot_bytes=1 << 30, warm_bytes=1 << 30, policy="lru")
+    yield made
+    made.close()
+
+
+def exported(store: Store, tiers: Tiers, ends: list[int]) -> tuple[list[Node], weakref.ref[object]]:
+    """A path whose rows were exported together, and their buffer."""
+    path = store.insert(IDS, HERE, ends)
+    tiers.visited(path[-1], 1.0)
+    rows = rows_of(IDS, 0, LAYOUT).copy()
+    base = rows.k[0].base
+    assert base is not None
+    buffer: weakref.ref[object] = weakref.ref(base)
+    del base
+    (gap,) = tiers.gaps(IDS, HERE)
+    tiers.accept(gap, rows)
+    tiers.flush()
+    return path, buffer
+
+
+def evict(tiers: Tiers, n_tokens: int) -> None:
+    """Down to so many tokens in RAM."""
+    tiers.hot_bytes_max = n_tokens * TOKEN
+    tiers.flush()
+    assert tiers.store.hot_bytes == n_tokens * TOKEN
+    gc.collect()
+
+
+def test_little_is_left_of_what_was_exported_together(store: Store, tiers: Tiers) -> None:
+    """It is copied once less than three quarters of it are used, and the rows are the same."""
+    path, buffer = exported(store, tiers, [20, 50, 160, 200])
+    evict(tiers, 160)
+    assert buffer() is not None
+    evict(tiers, 50)
+    assert buffer() is None
+    assert [node.hot is not None for node in path] == [True, True, False, False]
+    assert check_rows(store, path[1]) == 50
+    tiers.check_integrity()
+
+
+def test_little_is_left_of_what_was_cut(store: Store, tiers: Tiers) -> None:
+    """A beginning that others share does not keep alive what followed it once."""
+    (leaf,), buffer = exported(store, tiers, [200])
+    store.insert(IDS[:10], HERE, [10])
+    evict(tiers, 10)
+    assert leaf.hot is None
+    assert buffer() is None
+    tiers.check_integrity()

@@ -1,0 +1,31 @@
+"""Drift: how far approximate rows move a model's answers, beside what any disturbance moves them.
+
+Quantized weights make a model amplify rounding: the same text in batches of another size gives
+other distributions. That divergence is the model's noise floor. A drift is read against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """A measured drift, in nats."""
+
+    kl: float
+    """Mean KL divergence of the next-token distribution from that over exact rows."""
+    floor_kl: float = 0.0
+    """The noise floor on the same tokens."""
+
+    @property
+    def excess(self) -> float:
+        """What the approximation adds to the floor; negative only by chance."""
+        return self.kl - self.floor_kl
+
+
+def combined(drifts: Sequence[Drift]) -> Drift:
+    """Several approximations in one prompt: the floor once, and each one's excess over it."""
+    floor_kl = max(drift.floor_kl for drift in drifts)
+    return Drift(floor_kl + sum(max(0.0, drift.excess) for drift in drifts), floor_kl)

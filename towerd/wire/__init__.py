@@ -1,0 +1,44 @@
+"""llama.cpp's own request parsing, chat templates, samplers and response shapes.
+
+One `Model` for each loaded model. For each HTTP request:
+
+    request = Request(model, "chat", body)        in a worker thread
+    replies = [Reply(request, k) for k in range(request.n_choices)]
+    writer = Writer(request)
+    reply.accept_prompt(ids)                      on the inference thread from here
+    reply.started(n_cached, n_processed, prompt_ms)
+    chunk = reply.step(context, index, is_full)   after each decode, until chunk.stop
+    writer.partial(chunk)                         bytes for the client, on any other thread
+    writer.final(reply, ...); writer.end()
+
+No call holds the GIL for longer than its arguments take to copy. What fails raises `WireError`
+with llama-server's status and words; a failed assertion in llama.cpp does, too.
+"""
+
+import llama_cpp.llama_cpp as _llama_cpp  # first: the extension uses the libllama that it loads
+
+from towerd.wire._wire import (
+    Chunk,
+    EmbeddingRequest,
+    Model,
+    Reply,
+    Request,
+    RerankRequest,
+    Writer,
+)
+from towerd.wire.error import WireError
+from towerd.wire.settings import Settings, recommended
+
+__all__ = [
+    "Chunk",
+    "EmbeddingRequest",
+    "Model",
+    "Reply",
+    "Request",
+    "RerankRequest",
+    "Settings",
+    "WireError",
+    "Writer",
+    "recommended",
+]
+del _llama_cpp

@@ -1,0 +1,216 @@
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Ids: TypeAlias = npt.NDArray[np.int32]
+Endpoint: TypeAlias = Literal[
+    "completion", "completions", "chat", "responses", "messages", "infill"
+]
+"""POST /completion, /v1/completions, /v1/chat/completions, /v1/responses, /v1/messages, /infill."""
+
+class Model:
+    """A model as llama-server serves it: its vocabulary, chat templates and defaults. Never
+    changes; any thread may use it."""
+
+    def __init__(
+        self, model: int, settings: bytes, tokenizer: Callable[[str], Ids] | None = None
+    ) -> None:
+        """model: the address of a `llama_model`, which must outlive this object and everything made
+        from it; settings: `Settings.encode()`; tokenizer: gives the very ids that llama.cpp does for
+        a text, with what the vocabulary adds and with special tokens in it, but may remember some.
+
+        Raises RuntimeError: a chat template that does not parse or cannot render an example, a
+        setting that llama.cpp does not know."""
+
+    def props(self) -> bytes:
+        """What GET /props says of templates, defaults and special tokens: a JSON object."""
+
+    def apply_template(self, body: bytes) -> bytes:
+        """The reply to POST /apply-template. Raises WireError."""
+
+    def count_tokens(self, endpoint: Endpoint, body: bytes) -> bytes:
+        """The reply to the token counter of `chat`, `responses` or `messages`. Raises WireError."""
+
+class Request:
+    """One completion request. Never changes; any thread may use it."""
+
+    def __init__(self, model: Model, endpoint: Endpoint, body: bytes) -> None:
+        """Parse and tokenize. Raises WireError, never with a status of 500 or more but for what
+        this model does not support (501)."""
+
+    @property
+    def id(self) -> str:
+        """`chatcmpl-...`, in every event of the reply."""
+
+    @property
+    def prompts(self) -> list[Ids]:
+        """The prompts' tokens, copied; most requests have one. None may be empty of tokens that are
+        not the vocabulary's, but one may have no tokens at all."""
+
+    @property
+    def n_choices(self) -> int:
+        """Replies that are asked for: `n_per_prompt` for each prompt, in their order."""
+
+    @property
+    def n_per_prompt(self) -> int: ...
+    @property
+    def stream(self) -> bool: ...
+    @property
+    def n_predict(self) -> int:
+        """Tokens to generate at most; -1: no limit."""
+
+    @property
+    def n_keep(self) -> int: ...
+    @property
+    def cache_prompt(self) -> bool: ...
+    @property
+    def return_progress(self) -> bool: ...
+    @property
+    def ping_s(self) -> int:
+        """Seconds of silence before an SSE comment; -1: never."""
+
+    @property
+    def id_slot(self) -> int: ...
+    @property
+    def agent(self) -> bytes:
+        """JSON of a chat's leading system messages and its tools; empty if it has neither."""
+
+    def spans(self, prompt: int) -> npt.NDArray[np.int32]:
+        """int32[n, 3]: role, first token and length of each message of a prompt, as the template's
+        delimiters have them; `ROLES` names the roles. Empty for a template without delimiters."""
+
+    def field(self, name: str) -> bytes | None:
+        """JSON of a top-level field of the body, if it is one of `Settings.kept_fields`."""
+
+    def settings(self, brief: bool) -> bytes:
+        """JSON of the parameters in force: `generation_settings`; brief: as in GET /slots."""
+
+    def next_prompt(self, message: bytes) -> Ids:
+        """The tokens that every next request of this chat begins with, if its client sends the
+        reply back as `Writer.message` has it. Empty if this is no chat, or a very long one. Raises
+        WireError."""
+
+class Chunk:
+    """What one token made of a reply."""
+
+    @property
+    def token(self) -> int: ...
+    @property
+    def text(self) -> bytes:
+        """Text that is certain now: nothing while a stop string may be at its end."""
+
+    @property
+    def is_sent(self) -> bool:
+        """False: the token's character is not complete, and no event is made of it."""
+
+    @property
+    def stop(self) -> Literal["", "eos", "word", "limit"]:
+        """Why the reply ends here; empty: it does not."""
+
+class Reply:
+    """One choice while it is generated: its sampler and its text. Any thread may use it, one at a
+    time gets to."""
+
+    def __init__(self, request: Request, choice: int) -> None:
+        """Raises WireError: samplers that cannot be made, a grammar that does not parse."""
+
+    def accept_prompt(self, ids: Ids) -> None:
+        """Let the penalties see the tokens that are evaluated before the reply."""
+
+    def started(self, n_cached: int, n_processed: int, prompt_ms: float) -> None:
+        """The prompt is evaluated: how many of its tokens were reused and how many evaluated. Only
+        the first call counts."""
+
+    def step(self, ctx: int, index: int, is_full: bool) -> Chunk:
+        """Sample a token and account for it. ctx: the address of the `llama_context`; index: the
+        batch position of the logits; is_full: there is no room for another token.
+
+        Raises WireError (500): no token continues the grammar, logits that are no numbers. The
+        reply cannot go on then."""
+
+    def limit(self, truncated: bool) -> None:
+        """End it at a limit that the request does not have; truncated: for want of context."""
+
+    def end_reasoning(self) -> bool:
+        """End its reasoning with the next tokens; False: there is none to end."""
+
+    @property
+    def choice(self) -> int: ...
+    @property
+    def seed(self) -> int:
+        """The seed in force."""
+
+    @property
+    def text(self) -> bytes:
+        """Everything generated, without the stop string."""
+
+    @property
+    def stop(self) -> Literal["", "eos", "word", "limit"]: ...
+    @property
+    def stopping_word(self) -> bytes: ...
+    @property
+    def has_new_line(self) -> bool: ...
+    @property
+    def n_kept(self) -> int:
+        """How many of its tokens have their text in the reply: all but those that a stop string
+        cut off, in whole or in part."""
+
+    @property
+    def timings(self) -> tuple[int, int, float, int, float]:
+        """(cache_n, prompt_n, prompt_ms, predicted_n, predicted_ms)."""
+
+class Writer:
+    """The bytes of one response. Any thread may use it, one at a time gets to. Every call may raise
+    WireError (500) when what was generated is no reply of the model's format."""
+
+    def __init__(self, request: Request) -> None: ...
+    def partial(self, chunk: Chunk) -> bytes:
+        """The events of one token; empty where there are none, or nothing is streamed."""
+
+    def progress(self, choice: int, total: int, cached: int, processed: int, time_ms: int) -> bytes:
+        """The events of `prompt_progress`."""
+
+    def final(self, reply: Reply, id_slot: int, n_cached: int, extra: bytes) -> bytes:
+        """The events that close one choice of a stream. Else all of the response, at the call for
+        the last of its choices, and nothing before. n_cached: `tokens_cached`; extra: empty, or a
+        JSON object whose fields join the reply, or the last of the events."""
+
+    def end(self) -> bytes:
+        """What follows the last choice of a stream; may be empty."""
+
+    def error(self, error: bytes) -> bytes:
+        """The event of an error in the middle of a stream; error: JSON of llama-server's error
+        object."""
+
+    def message(self, choice: int) -> bytes:
+        """JSON of the message that a choice has become, in OpenAI's form."""
+
+class EmbeddingRequest:
+    """POST /embeddings, or /v1/embeddings."""
+
+    def __init__(self, model: Model, openai: bool, body: bytes) -> None:
+        """Raises WireError."""
+
+    @property
+    def prompts(self) -> list[Ids]: ...
+    @property
+    def normalize(self) -> int:
+        """`embd_normalize`: how the engine shall normalize."""
+
+    def reply(self, rows: Sequence[Sequence[Sequence[float]]]) -> bytes:
+        """The JSON reply. rows: of each prompt its embeddings, one with pooling, else one a token."""
+
+class RerankRequest:
+    """POST /rerank."""
+
+    def __init__(self, model: Model, body: bytes) -> None:
+        """Raises WireError."""
+
+    @property
+    def prompts(self) -> list[Ids]:
+        """One for each document."""
+
+    def reply(self, scores: Sequence[float]) -> bytes:
+        """The JSON reply; scores: of each document."""

@@ -1,0 +1,300 @@
+// The Python face. Every call that is not a look-up runs without the GIL.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bounds.h"
+#include "prompts.h"
+#include "refused.h"
+#include "reply.h"
+#include "request.h"
+#include "writer.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace towerd::wire {
+
+namespace {
+
+using Ids  = nb::ndarray<nb::numpy, int32_t, nb::ndim<1>>;
+using Rows = nb::ndarray<nb::numpy, int32_t, nb::shape<-1, 3>>;
+
+std::string text_of(const nb::bytes & data) {
+    return std::string(data.c_str(), data.size());
+}
+
+nb::bytes bytes_of(const std::string & text) {
+    return nb::bytes(text.data(), text.size());
+}
+
+template <typename Work>
+auto unlocked(Work && work) {
+    const nb::gil_scoped_release free;
+    return work();
+}
+
+template <typename Array>
+Array owned(std::vector<int32_t> values, std::initializer_list<size_t> shape) {
+    auto *            held = new std::vector<int32_t>(std::move(values));
+    const nb::capsule owner(held, [](void * p) noexcept { delete static_cast<std::vector<int32_t> *>(p); });
+    return Array(held->data(), shape, owner);
+}
+
+Ids ids_of(const llama_tokens & tokens) {
+    const size_t n = tokens.size();
+    return owned<Ids>(tokens, {n});
+}
+
+nb::list arrays_of(const std::vector<llama_tokens> & prompts) {
+    nb::list out;
+    for (const auto & prompt : prompts) {
+        out.append(ids_of(prompt));
+    }
+    return out;
+}
+
+Rows spans_of(const Request & request, size_t prompt) {
+    std::vector<int32_t> rows;
+    for (const auto & span : request.spans(prompt).spans) {
+        rows.insert(rows.end(), {static_cast<int32_t>(span.role), static_cast<int32_t>(span.pos),
+                                 static_cast<int32_t>(span.len)});
+    }
+    const size_t n = rows.size() / 3;
+    return owned<Rows>(std::move(rows), {n, 3});
+}
+
+const char * name_of(stop_type stop) {
+    switch (stop) {
+        case STOP_TYPE_EOS:   return "eos";
+        case STOP_TYPE_WORD:  return "word";
+        case STOP_TYPE_LIMIT: return "limit";
+        default:              return "";
+    }
+}
+
+nb::object kept_field(const Request & request, const std::string & name) {
+    const auto found = request.kept().find(name);
+    return found == request.kept().end() ? nb::none() : nb::object(bytes_of(found->second));
+}
+
+template <typename T>
+T * at(uintptr_t address) {
+    return reinterpret_cast<T *>(address);  // NOLINT
+}
+
+// Asks a Python function, which may be given away and forgotten by any thread.
+Tokenizer tokenizer_of(const nb::object & function) {
+    if (function.is_none()) {
+        return {};
+    }
+    const std::shared_ptr<nb::object> held(new nb::object(function), [](nb::object * p) {
+        const nb::gil_scoped_acquire lock;
+        delete p;
+    });
+    return [held](const std::string & text) {
+        const nb::gil_scoped_acquire lock;
+        const auto ids = nb::cast<nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>>(
+            (*held)(nb::str(text.data(), text.size())));
+        return llama_tokens(ids.data(), ids.data() + ids.shape(0));
+    };
+}
+
+void bind_model(nb::module_ & m) {
+    nb::class_<Model>(m, "Model")
+        .def(
+            "__init__",
+            [](Model * self, uintptr_t model, const nb::bytes & settings, const nb::object & tokenizer) {
+                const std::string text  = text_of(settings);
+                Tokenizer         asked = tokenizer_of(tokenizer);
+                unlocked([&] { new (self) Model(at<llama_model>(model), text, std::move(asked)); });
+            },
+            "model"_a, "settings"_a, "tokenizer"_a = nb::none())
+        .def("props", [](const Model & model) {
+            return bytes_of(unlocked([&] { return safe_json_to_str(model.props()); }));
+        })
+        .def("apply_template",
+             [](const Model & model, const nb::bytes & body) {
+                 const std::string text = text_of(body);
+                 return bytes_of(unlocked([&] { return template_reply(model, text); }));
+             },
+             "body"_a)
+        .def("count_tokens",
+             [](const Model & model, const std::string & endpoint, const nb::bytes & body) {
+                 const std::string text = text_of(body);
+                 return bytes_of(unlocked([&] { return count_reply(model, endpoint_named(endpoint).type, text); }));
+             },
+             "endpoint"_a, "body"_a);
+}
+
+void bind_request(nb::module_ & m) {
+    nb::class_<Request>(m, "Request")
+        .def(
+            "__init__",
+            [](Request * self, std::shared_ptr<const Model> model, const std::string & endpoint, const nb::bytes & body) {
+                const std::string text = text_of(body);
+                unlocked([&] { new (self) Request(std::move(model), endpoint_named(endpoint), text); });
+            },
+            "model"_a, "endpoint"_a, "body"_a)
+        .def_prop_ro("id", [](const Request & r) { return r.params().oaicompat_cmpl_id; })
+        .def_prop_ro("prompts", [](const Request & r) { return arrays_of(r.prompts()); })
+        .def_prop_ro("n_choices", &Request::n_choices)
+        .def_prop_ro("n_per_prompt", [](const Request & r) { return r.params().n_cmpl; })
+        .def_prop_ro("stream", [](const Request & r) { return r.params().stream; })
+        .def_prop_ro("n_predict", &Request::n_predict)
+        .def_prop_ro("n_keep", [](const Request & r) { return r.params().n_keep; })
+        .def_prop_ro("cache_prompt", [](const Request & r) { return r.params().cache_prompt; })
+        .def_prop_ro("return_progress", [](const Request & r) { return r.params().return_progress; })
+        .def_prop_ro("ping_s", [](const Request & r) { return r.params().sse_ping_interval; })
+        .def_prop_ro("id_slot", &Request::id_slot)
+        .def_prop_ro("agent", [](const Request & r) { return bytes_of(r.agent()); })
+        .def("spans", &spans_of, "prompt"_a)
+        .def("field", &kept_field, "name"_a)
+        .def("settings",
+             [](const Request & r, bool brief) {
+                 return bytes_of(unlocked([&] { return safe_json_to_str(r.params().to_json(brief)); }));
+             },
+             "brief"_a)
+        .def("next_prompt",
+             [](const Request & r, const nb::bytes & message) {
+                 const std::string text = text_of(message);
+                 return ids_of(unlocked([&] { return r.next_prompt(text); }));
+             },
+             "message"_a);
+}
+
+void bind_reply(nb::module_ & m) {
+    nb::class_<Chunk>(m, "Chunk")
+        .def_prop_ro("token", [](const Chunk & c) { return c.token.tok; })
+        .def_prop_ro("text", [](const Chunk & c) { return bytes_of(c.is_sent ? c.token.text_to_send : ""); })
+        .def_ro("is_sent", &Chunk::is_sent)
+        .def_prop_ro("stop", [](const Chunk & c) { return name_of(c.stop); });
+
+    nb::class_<Reply>(m, "Reply")
+        .def(
+            "__init__",
+            [](Reply * self, std::shared_ptr<const Request> request, size_t choice) {
+                unlocked([&] { new (self) Reply(std::move(request), choice); });
+            },
+            "request"_a, "choice"_a)
+        .def("accept_prompt",
+             [](Reply & r, const nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> & ids) {
+                 unlocked([&] { r.accept_prompt(ids.data(), ids.shape(0)); });
+             },
+             "ids"_a)
+        .def("started", &Reply::started, "n_cached"_a, "n_processed"_a, "prompt_ms"_a)
+        .def("step",
+             [](Reply & r, uintptr_t ctx, int index, bool is_full) {
+                 return unlocked([&] { return r.step(at<llama_context>(ctx), index, is_full); });
+             },
+             "ctx"_a, "index"_a, "is_full"_a)
+        .def("limit", &Reply::limit, "truncated"_a)
+        .def("end_reasoning", &Reply::end_reasoning, nb::call_guard<nb::gil_scoped_release>())
+        .def_prop_ro("choice", &Reply::choice)
+        .def_prop_ro("seed", &Reply::seed)
+        .def_prop_ro("text", [](const Reply & r) { return bytes_of(r.text()); })
+        .def_prop_ro("stop", [](const Reply & r) { return name_of(r.stop()); })
+        .def_prop_ro("stopping_word", [](const Reply & r) { return bytes_of(r.stopping_word()); })
+        .def_prop_ro("has_new_line", &Reply::has_new_line)
+        .def_prop_ro("n_kept", &Reply::n_kept)
+        .def_prop_ro("timings", [](const Reply & r) {
+            const server_slot_stats stats = r.stats();
+            return std::make_tuple(stats.n_prompt_cached, stats.n_prompt_processed, stats.t_prompt_ms(), stats.n_gen,
+                                   stats.t_gen_ms());
+        });
+}
+
+void bind_writer(nb::module_ & m) {
+    nb::class_<Writer>(m, "Writer")
+        .def(nb::init<std::shared_ptr<const Request>>(), "request"_a)
+        .def("partial",
+             [](Writer & w, const Chunk & chunk) { return bytes_of(unlocked([&] { return w.partial(chunk); })); },
+             "chunk"_a)
+        .def("progress",
+             [](Writer & w, size_t choice, int32_t total, int32_t cached, int32_t processed, int64_t time_ms) {
+                 return bytes_of(unlocked([&] { return w.progress(choice, total, cached, processed, time_ms); }));
+             },
+             "choice"_a, "total"_a, "cached"_a, "processed"_a, "time_ms"_a)
+        .def("final",
+             [](Writer & w, const Reply & reply, int id_slot, int32_t n_cached, const nb::bytes & extra) {
+                 const std::string text = text_of(extra);
+                 return bytes_of(unlocked([&] { return w.final(reply, id_slot, n_cached, text); }));
+             },
+             "reply"_a, "id_slot"_a, "n_cached"_a, "extra"_a)
+        .def("end", [](const Writer & w) { return bytes_of(w.end()); })
+        .def("error", [](const Writer & w, const nb::bytes & error) { return bytes_of(w.error(text_of(error))); },
+             "error"_a)
+        .def("message", [](const Writer & w, size_t choice) {
+            return bytes_of(unlocked([&] { return w.message(choice); }));
+        }, "choice"_a);
+}
+
+void bind_others(nb::module_ & m) {
+    nb::class_<EmbeddingRequest>(m, "EmbeddingRequest")
+        .def(
+            "__init__",
+            [](EmbeddingRequest * self, const Model & model, bool openai, const nb::bytes & body) {
+                const std::string text = text_of(body);
+                unlocked([&] { new (self) EmbeddingRequest(model, openai, text); });
+            },
+            "model"_a, "openai"_a, "body"_a)
+        .def_prop_ro("prompts", [](const EmbeddingRequest & r) { return arrays_of(r.prompts()); })
+        .def_prop_ro("normalize", &EmbeddingRequest::normalize)
+        .def("reply",
+             [](const EmbeddingRequest & r, const std::vector<std::vector<std::vector<float>>> & rows) {
+                 return bytes_of(unlocked([&] { return r.reply(rows); }));
+             },
+             "rows"_a);
+    nb::class_<RerankRequest>(m, "RerankRequest")
+        .def(
+            "__init__",
+            [](RerankRequest * self, const Model & model, const nb::bytes & body) {
+                const std::string text = text_of(body);
+                unlocked([&] { new (self) RerankRequest(model, text); });
+            },
+            "model"_a, "body"_a)
+        .def_prop_ro("prompts", [](const RerankRequest & r) { return arrays_of(r.prompts()); })
+        .def("reply",
+             [](const RerankRequest & r, const std::vector<float> & scores) {
+                 return bytes_of(unlocked([&] { return r.reply(scores); }));
+             },
+             "scores"_a);
+}
+
+}  // namespace
+
+}  // namespace towerd::wire
+
+NB_MODULE(_wire, m) {
+    m.doc() = "llama.cpp's own request and response code; the contracts are in towerd.wire.";
+    nb::set_leak_warnings(false);  // what a daemon still holds at its end
+    const nb::object refused = nb::module_::import_("towerd.wire.error").attr("WireError");
+    nb::register_exception_translator(
+        [](const std::exception_ptr & thrown, void * type) {
+            try {
+                std::rethrow_exception(thrown);
+            } catch (const towerd::wire::Refused & error) {
+                const std::string text = safe_json_to_str(error.error());
+                const nb::object  args = nb::make_tuple(nb::bytes(text.data(), text.size()));
+                PyErr_SetObject(static_cast<PyObject *>(type), args.ptr());
+            }
+        },
+        refused.inc_ref().ptr());
+    towerd::wire::bind_model(m);
+    towerd::wire::bind_request(m);
+    towerd::wire::bind_reply(m);
+    towerd::wire::bind_writer(m);
+    towerd::wire::bind_others(m);
+}

@@ -1,0 +1,66 @@
+// The bounds on what a request may ask of llama.cpp's code, which trusts its input: beyond them it would recurse,
+// allocate or search without end.
+
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+#include "server-common.h"
+#include "server-task.h"
+
+namespace towerd::wire {
+
+namespace bounds {
+
+// A body, and JSON inside one.
+constexpr size_t kDepthMax  = 200;        // levels of nesting
+constexpr size_t kKeysMax   = 4'000;      // of one object, whose keys are looked up one after another
+constexpr size_t kValuesMax = 4'000'000;
+
+// Fields.
+constexpr size_t kPromptsMax      = 1'024;
+constexpr size_t kProbsMax        = 1'024;
+constexpr size_t kStopsMax        = 1'024;
+constexpr size_t kStopBytesMax    = 32'768;
+constexpr size_t kSamplersMax     = 64;
+constexpr size_t kBreakersMax     = 64;
+constexpr size_t kFieldsMax       = 64;   // response_fields, each a copy of the reply
+constexpr size_t kDelimitersMax   = 64;
+constexpr size_t kTriggersMax     = 64;
+constexpr size_t kTriggerBytesMax = 1'024;  // each becomes a regular expression, compiled by recursion
+constexpr float  kNumberMax       = 1e9f;   // of sampling: what is made of greater ones is no number
+constexpr float  kTemperatureMin  = 1e-6f;  // less is greedy
+
+// A JSON schema, as it is written out.
+constexpr size_t kSchemaNodesMax        = 20'000;
+constexpr size_t kSchemaRefsMax         = 1'000;
+constexpr size_t kSchemaOptionalMax     = 200;  // optional properties of one object, taken in every combination
+constexpr size_t kSchemaNameBytesMax    = 1'024;  // property names on the way to a value
+constexpr size_t kSchemaPatternBytesMax = 4'096;
+constexpr size_t kSchemaStepsMax        = 1'000'000;  // ways through alternatives and references
+constexpr size_t kToolNodesMax          = 200'000;    // all tools together
+
+// A grammar.
+constexpr size_t kGrammarBytesMax    = 8'000'000;
+constexpr size_t kGrammarNestingMax  = 1'000;
+constexpr size_t kGrammarElementsMax = 4'000'000;  // repetitions written out
+constexpr size_t kGrammarRepeatMax   = 2'000;      // llama.cpp's own: a larger maximum means none
+constexpr size_t kLeftDepthMax       = 2'000;      // of leftmost references, followed by recursion
+constexpr size_t kLeftPathsMax       = 2'000'000;
+
+// Generated text that is parsed for tool calls, by recursion.
+constexpr size_t kOutputDepthMax = 500;
+
+}  // namespace bounds
+
+// Each raises Refused.
+void check_json(const std::string & text);
+void check_tool_arguments(const json & messages);
+void check_schema(const json & schema);
+void check_tools(const json & tools);
+void check_grammar(const std::string & text, const llama_vocab * vocab);
+// Also shortens windows of history to the context, beyond which there is none.
+void check_params(task_params & params, int n_ctx, bool is_chat);
+
+}  // namespace towerd::wire

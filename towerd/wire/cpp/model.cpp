@@ -1,0 +1,112 @@
+#include "model.h"
+
+#include <cmath>
+#include <stdexcept>
+
+#include "chat.h"
+#include "log.h"
+#include "refused.h"
+#include "server-schema.h"
+
+namespace towerd::wire {
+
+namespace {
+
+std::string special_token(const llama_vocab * vocab, llama_token token) {
+    return token == LLAMA_TOKEN_NULL ? "" : common_token_to_piece(vocab, token, true);
+}
+
+}  // namespace
+
+Model::Model(const llama_model * model, const std::string & settings, Tokenizer tokenizer) :
+    model(model), vocab(llama_model_get_vocab(model)), tokenizer_(std::move(tokenizer)), chat_() {
+    const AbortGuard guard;
+    common_log_set_verbosity_thold(-1);
+    for (llama_token token = 0; token < llama_vocab_n_tokens(vocab); ++token) {
+        if (llama_vocab_is_eog(vocab, token)) {
+            params_.sampling.logit_bias_eog.push_back({token, -INFINITY});
+        }
+    }
+    const json values = json::parse(settings);
+    take_settings(values);
+    take_defaults(values.at("defaults"));
+    take_templates(values.at("chat_template").get<std::string>());
+}
+
+void Model::take_settings(const json & settings) {
+    name_        = settings.at("name").get<std::string>();
+    kept_fields_ = settings.at("kept_fields").get<std::vector<std::string>>();
+
+    params_.n_ctx             = settings.at("n_ctx").get<int>();
+    params_.n_batch           = settings.at("n_batch").get<int>();
+    params_.n_parallel        = settings.at("n_parallel").get<int>();
+    params_.special           = settings.at("special").get<bool>();
+    params_.spm_infill        = settings.at("spm_infill").get<bool>();
+    params_.use_jinja         = settings.at("use_jinja").get<bool>();
+    params_.prefill_assistant = settings.at("prefill_assistant").get<bool>();
+    params_.embd_normalize    = settings.at("embd_normalize").get<int>();
+    params_.sse_ping_interval = settings.at("sse_ping_interval").get<int>();
+    params_.enable_reasoning  = settings.at("enable_reasoning").get<bool>() ? -1 : 0;
+    params_.reasoning_format  = common_reasoning_format_from_name(settings.at("reasoning_format").get<std::string>());
+
+    params_.sampling.reasoning_budget_tokens  = settings.at("reasoning_budget").get<int>();
+    params_.sampling.reasoning_budget_message = settings.at("reasoning_budget_message").get<std::string>();
+    for (const auto & [key, value] : settings.at("chat_template_kwargs").items()) {
+        params_.default_template_kwargs[key] = value.dump();
+    }
+    params_.default_template_kwargs.emplace("preserve_reasoning", "true");  // as llama-server's command line
+}
+
+void Model::take_defaults(const json & defaults) {
+    const task_params parsed  = parse_params(defaults);
+    params_.sampling          = parsed.sampling;
+    params_.n_predict         = parsed.n_predict;
+    params_.n_keep            = parsed.n_keep;
+    params_.cache_prompt      = parsed.cache_prompt;
+    params_.antiprompt        = parsed.antiprompt;
+}
+
+void Model::take_templates(const std::string & source) {
+    if (!source.empty() && source != "chatml") {
+        const common_chat_template parsed(source, "", "");  // says what is wrong, which the next line does not
+    }
+    chat_.tmpls                    = common_chat_templates_init(model, source);
+    chat_.use_jinja                = params_.use_jinja;
+    chat_.prefill_assistant        = params_.prefill_assistant;
+    chat_.reasoning_format         = params_.reasoning_format;
+    chat_.chat_template_kwargs     = params_.default_template_kwargs;
+    chat_.reasoning_budget         = params_.sampling.reasoning_budget_tokens;
+    chat_.reasoning_budget_message = params_.sampling.reasoning_budget_message;
+    chat_.enable_thinking          = params_.enable_reasoning != 0 && params_.use_jinja &&
+                                     common_chat_templates_support_enable_thinking(chat_.tmpls.get());
+    // As llama-server: a template that cannot render an example is refused at the start.
+    common_chat_format_example(chat_.tmpls.get(), params_.use_jinja, params_.default_template_kwargs);
+}
+
+task_params Model::parse_params(const json & data) const {
+    return server_schema::eval_llama_cmpl_schema(vocab, params_, eog(), data);
+}
+
+llama_tokens Model::tokenize(const std::string & text) const {
+    return tokenizer_ ? tokenizer_(text) : common_tokenize(vocab, text, true, true);
+}
+
+json Model::props() const {
+    task_params defaults;
+    defaults.sampling = params_.sampling;
+    json out          = {
+        {"default_generation_settings", {{"params", defaults.to_json(true)}, {"n_ctx", params_.n_ctx}}},
+        {"chat_template", common_chat_templates_source(chat_.tmpls.get(), "")},
+        {"chat_template_caps", common_chat_templates_get_caps(chat_.tmpls.get())},
+        {"modalities", {{"vision", chat_.allow_image}, {"video", chat_.allow_video}, {"audio", chat_.allow_audio}}},
+        {"bos_token", special_token(vocab, llama_vocab_bos(vocab))},
+        {"eos_token", special_token(vocab, llama_vocab_eos(vocab))},
+    };
+    const std::string with_tools = common_chat_templates_source(chat_.tmpls.get(), "tool_use");
+    if (params_.use_jinja && !with_tools.empty()) {
+        out["chat_template_tool_use"] = with_tools;
+    }
+    return out;
+}
+
+}  // namespace towerd::wire

@@ -1,0 +1,53 @@
+// A model as llama-server serves it: its vocabulary, chat templates and the defaults of its requests.
+
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "server-common.h"
+#include "server-task.h"
+
+namespace towerd::wire {
+
+using Tokenizer = std::function<llama_tokens(const std::string &)>;
+
+class Model {
+public:
+    // `model` outlives this object. `settings` is the JSON of towerd.wire.Settings. `tokenizer`, unless it is empty, gives
+    // the very ids that llama.cpp does for a text with special tokens in it; it may remember some.
+    // Throws std::exception: a chat template that does not parse, a setting that llama.cpp does not know.
+    Model(const llama_model * model, const std::string & settings, Tokenizer tokenizer = {});
+
+    const llama_model * const model;
+    const llama_vocab * const vocab;
+
+    const common_params &         params() const { return params_; }
+    const server_chat_params &    chat() const { return chat_; }
+    const std::vector<llama_logit_bias> & eog() const { return params_.sampling.logit_bias_eog; }
+    const std::string &           name() const { return name_; }
+    int                           n_ctx() const { return params_.n_ctx; }
+    // Fields of a body that are towerd's own: a request keeps them for it.
+    const std::vector<std::string> & kept_fields() const { return kept_fields_; }
+
+    task_params parse_params(const json & data) const;
+
+    llama_tokens tokenize(const std::string & text) const;
+
+    // What GET /props says about templates and defaults.
+    json props() const;
+
+private:
+    void take_settings(const json & settings);
+    void take_defaults(const json & defaults);
+    void take_templates(const std::string & source);
+
+    Tokenizer                tokenizer_;
+    common_params            params_;
+    server_chat_params       chat_;
+    std::string              name_;
+    std::vector<std::string> kept_fields_;
+};
+
+}  // namespace towerd::wire

@@ -1,0 +1,223 @@
+#include "prompts.h"
+
+#include <algorithm>
+
+#include "bounds.h"
+#include "refused.h"
+#include "request.h"
+
+namespace towerd::wire {
+
+namespace {
+
+const mtmd_helper_init_opt kNoMedia = mtmd_helper_init_opt_default();
+
+json parsed(const std::string & body) {
+    check_json(body);
+    return json::parse(body);
+}
+
+json chat_data(const Model & model, task_response_type type, const std::string & body) {
+    json                    chat = as_chat_body(type, parsed(body));
+    std::vector<raw_buffer> files;
+    return oaicompat_chat_params_parse(chat, model.chat(), files);
+}
+
+bool is_several(const json & prompt) {
+    return prompt.is_array() && !json_is_array_and_contains_numbers(prompt);
+}
+
+// What the reply to a request repeats of it.
+json only(const json & body, const char * name) {
+    json out = json::object();
+    if (body.contains(name)) {
+        out[name] = body.at(name);
+    }
+    return out;
+}
+
+}  // namespace
+
+std::vector<server_tokens> tokenized(const Model & model, const json & prompt) {
+    if (is_several(prompt) && prompt.size() > bounds::kPromptsMax) {
+        refuse("Field 'prompt': at most " + std::to_string(bounds::kPromptsMax) + " prompts are allowed");
+    }
+    if (prompt.is_string()) {
+        std::vector<server_tokens> out;
+        out.emplace_back(model.tokenize(prompt.get<std::string>()), false);
+        return out;
+    }
+    return tokenize_input_prompts(model.vocab, nullptr, prompt, true, true, kNoMedia);
+}
+
+void check_tokens(const Model & model, const llama_tokens & tokens) {
+    const llama_token n_vocab = llama_vocab_n_tokens(model.vocab);
+    if (std::any_of(tokens.begin(), tokens.end(), [&](llama_token token) { return token < 0 || token >= n_vocab; })) {
+        refuse("Prompt contains invalid tokens");
+    }
+}
+
+void check_can_infill(const Model & model) {
+    std::string missing;
+    for (const auto & [token, name] : {std::pair{llama_vocab_fim_pre(model.vocab), "prefix"},
+                                       std::pair{llama_vocab_fim_suf(model.vocab), "suffix"},
+                                       std::pair{llama_vocab_fim_mid(model.vocab), "middle"}}) {
+        if (token == LLAMA_TOKEN_NULL) {
+            missing += std::string(name) + " token is missing. ";
+        }
+    }
+    if (!missing.empty()) {
+        throw Refused("Infill is not supported by this model: " + missing, ERROR_TYPE_NOT_SUPPORTED);
+    }
+}
+
+json infill_data(const Model & model, json data) {
+    if (data.contains("input_extra") && !data.at("input_extra").is_array()) {
+        refuse("\"input_extra\" must be an array of {\"filename\": string, \"text\": string}");
+    }
+    const json extra = json_value(data, "input_extra", json::array());
+    for (const auto & chunk : extra) {
+        if (!chunk.contains("text") || !chunk.at("text").is_string()) {
+            refuse("extra_context chunk must contain a \"text\" field with a string value");
+        }
+        if (chunk.contains("filename") && !chunk.at("filename").is_string()) {
+            refuse("extra_context chunk's \"filename\" field must be a string");
+        }
+    }
+    const json prompt = json_value(data, "prompt", std::string());
+    const auto begun  = tokenize_input_prompts(model.vocab, nullptr, prompt, false, true, kNoMedia);
+    data["prompt"]    = format_prompt_infill(model.vocab, data.at("input_prefix"), data.at("input_suffix"), extra,
+                                             model.params().n_batch, model.params().n_predict, model.n_ctx(),
+                                             model.params().spm_infill, begun.at(0).get_tokens());
+    return data;
+}
+
+std::string template_reply(const Model & model, const std::string & body) {
+    return answering(ERROR_TYPE_INVALID_REQUEST, [&] {
+        const json data = chat_data(model, TASK_RESPONSE_TYPE_OAI_CHAT, body);
+        return safe_json_to_str(json{{"prompt", data.at("prompt")}});
+    });
+}
+
+std::string count_reply(const Model & model, task_response_type type, const std::string & body) {
+    return answering(ERROR_TYPE_INVALID_REQUEST, [&] {
+        const json data  = chat_data(model, type, body);
+        json       reply = {{"input_tokens", tokenize_mixed(model.vocab, data.at("prompt"), true, true).size()}};
+        if (type != TASK_RESPONSE_TYPE_ANTHROPIC) {
+            reply["object"] = "response.input_tokens";
+        }
+        return safe_json_to_str(reply);
+    });
+}
+
+EmbeddingRequest::EmbeddingRequest(const Model & model, bool openai, const std::string & body) :
+    model_name_(model.name()), normalize_(model.params().embd_normalize), openai_(openai) {
+    answering(ERROR_TYPE_INVALID_REQUEST, [&] {
+        const json data = parsed(body);
+        const bool has_input = data.count("input") != 0;
+        if (!has_input && !data.contains("content")) {
+            refuse("\"input\" or \"content\" must be provided");
+        }
+        openai_           = openai && has_input;
+        const json prompt = data.at(has_input ? "input" : "content");
+        if (data.count("encoding_format") != 0) {
+            const std::string format = data.at("encoding_format");
+            base64_                  = format == "base64";
+            if (!base64_ && format != "float") {
+                refuse("The format to return the embeddings in. Can be either float or base64");
+            }
+        }
+        const auto take = [&](const json & one) {
+            server_tokens tokens = one.is_object() && one.contains("content")
+                ? tokenize_oai_content_array(model.vocab, nullptr, model.chat(), one.at("content"), true, true, kNoMedia)
+                : tokenize_input_subprompt(model.vocab, nullptr, one, true, true, kNoMedia);
+            prompts_.push_back(tokens.get_tokens());
+        };
+        if (!is_several(prompt)) {
+            take(prompt);
+        } else {
+            if (prompt.size() > bounds::kPromptsMax) {
+                refuse("Field 'input': at most " + std::to_string(bounds::kPromptsMax) + " inputs are allowed");
+            }
+            std::for_each(prompt.begin(), prompt.end(), take);
+        }
+        if (prompts_.empty()) {
+            refuse("\"input\" must not be empty");
+        }
+        for (const auto & tokens : prompts_) {
+            if (tokens.empty()) {
+                refuse("Input content cannot be empty");
+            }
+            check_tokens(model, tokens);
+        }
+        if (data.count("embd_normalize") != 0) {
+            normalize_ = data.at("embd_normalize").get<int>();
+        }
+        request_ = only(data, "model");
+    });
+}
+
+std::string EmbeddingRequest::reply(const std::vector<std::vector<std::vector<float>>> & rows) const {
+    return answering(ERROR_TYPE_SERVER, [&] {
+        json results = json::array();
+        for (size_t i = 0; i < rows.size(); ++i) {
+            server_task_result_embd result;
+            result.index     = i;
+            result.embedding = rows[i];
+            result.n_tokens  = static_cast<int32_t>(prompts_.at(i).size());
+            result.res_type  = openai_ ? TASK_RESPONSE_TYPE_OAI_EMBD : TASK_RESPONSE_TYPE_NONE;
+            if (openai_ && result.embedding.empty()) {
+                throw std::invalid_argument("a prompt has no embedding");
+            }
+            results.push_back(result.to_json());
+        }
+        return safe_json_to_str(
+            openai_ ? format_embeddings_response_oaicompat(request_, model_name_, results, base64_) : results);
+    });
+}
+
+RerankRequest::RerankRequest(const Model & model, const std::string & body) : model_name_(model.name()) {
+    answering(ERROR_TYPE_INVALID_REQUEST, [&] {
+        const json data = parsed(body);
+        tei_            = data.contains("texts");
+        if (data.count("query") != 1) {
+            refuse("\"query\" must be provided");
+        }
+        const json query = data.at("query");
+        if (!query.is_string()) {
+            refuse("\"query\" must be a string");
+        }
+        documents_ = json_value(data, "documents", json_value(data, "texts", std::vector<std::string>()));
+        if (documents_.empty()) {
+            refuse("\"documents\" must be a non-empty string array");
+        }
+        if (documents_.size() > bounds::kPromptsMax) {
+            refuse("Field 'documents': at most " + std::to_string(bounds::kPromptsMax) + " documents are allowed");
+        }
+        top_n_ = std::clamp(json_value(data, "top_n", static_cast<int>(documents_.size())), 0,
+                            static_cast<int>(documents_.size()));
+        for (const auto & document : documents_) {
+            prompts_.push_back(
+                format_prompt_rerank(model.model, model.vocab, nullptr, query, document, kNoMedia).get_tokens());
+        }
+        request_                = only(data, "model");
+        request_["return_text"] = json_value(data, "return_text", false);
+    });
+}
+
+std::string RerankRequest::reply(const std::vector<float> & scores) const {
+    return answering(ERROR_TYPE_SERVER, [&] {
+        json results = json::array();
+        for (size_t i = 0; i < prompts_.size(); ++i) {
+            server_task_result_rerank result;
+            result.index    = i;
+            result.score    = scores.at(i);
+            result.n_tokens = static_cast<int32_t>(prompts_[i].size());
+            results.push_back(result.to_json());
+        }
+        std::vector<std::string> texts = documents_;
+        return safe_json_to_str(format_response_rerank(request_, model_name_, results, tei_, texts, top_n_));
+    });
+}
+
+}  // namespace towerd::wire

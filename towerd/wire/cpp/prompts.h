@@ -1,0 +1,64 @@
+// Prompts that are no chat: text and tokens, infill, embeddings, reranking.
+
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "model.h"
+
+namespace towerd::wire {
+
+std::vector<server_tokens> tokenized(const Model & model, const json & prompt);
+
+// Raises Refused if one is none of the vocabulary.
+void check_tokens(const Model & model, const llama_tokens & tokens);
+
+// Raises Refused if the vocabulary has no tokens for it.
+void check_can_infill(const Model & model);
+// The body of /infill with the prompt that it means.
+json infill_data(const Model & model, json data);
+
+// The JSON that POST /apply-template answers.
+std::string template_reply(const Model & model, const std::string & body);
+// The JSON of the token counters of chat, responses and messages.
+std::string count_reply(const Model & model, task_response_type type, const std::string & body);
+
+// What is asked of an embedding model.
+class EmbeddingRequest {
+public:
+    // With `openai` the reply has OpenAI's form, unless the body has "content". Raises Refused.
+    EmbeddingRequest(const Model & model, bool openai, const std::string & body);
+
+    const std::vector<llama_tokens> & prompts() const { return prompts_; }
+    int                               normalize() const { return normalize_; }
+    // `rows`: of each prompt its embeddings, one with pooling, else one for each token.
+    std::string reply(const std::vector<std::vector<std::vector<float>>> & rows) const;
+
+private:
+    std::vector<llama_tokens> prompts_;
+    json                      request_;  // what the reply repeats of it
+    std::string               model_name_;
+    int                       normalize_;
+    bool                      openai_;
+    bool                      base64_ = false;
+};
+
+// What is asked of a reranking model.
+class RerankRequest {
+public:
+    RerankRequest(const Model & model, const std::string & body);  // raises Refused
+
+    const std::vector<llama_tokens> & prompts() const { return prompts_; }
+    std::string                       reply(const std::vector<float> & scores) const;
+
+private:
+    std::vector<llama_tokens> prompts_;
+    json                      request_;
+    std::vector<std::string>  documents_;
+    std::string               model_name_;
+    bool                      tei_;
+    int                       top_n_;
+};
+
+}  // namespace towerd::wire

@@ -1,0 +1,89 @@
+// One choice of a reply while it is generated: its sampler, and its text as llama-server's slots keep it.
+
+#pragma once
+
+#include <array>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "request.h"
+#include "sampling.h"
+
+namespace towerd::wire {
+
+// What one token made of the reply.
+struct Chunk {
+    completion_token_output token;
+    server_slot_stats       stats;  // not set unless the request shows them
+    size_t                  choice          = 0;
+    int32_t                 n_decoded       = 0;
+    int32_t                 n_prompt        = 0;
+    int32_t                 n_prompt_cached = 0;
+    bool                    is_sent         = false;  // false: the character is not complete
+    stop_type               stop            = STOP_TYPE_NONE;
+};
+
+class Reply {
+public:
+    // Raises Refused: samplers that cannot be made, a bad grammar.
+    Reply(std::shared_ptr<const Request> request, size_t choice);
+
+    const Request & request() const { return *request_; }
+    size_t          choice() const { return choice_; }
+
+    // Lets the penalties see the tokens that are evaluated before the reply.
+    void accept_prompt(const llama_token * tokens, size_t n);
+    // The prompt is evaluated. Of a reply that was preempted only the first call counts.
+    void started(uint64_t n_cached, uint64_t n_processed, double prompt_ms);
+    // Samples from the logits at this index of the last batch. `is_full`: there is no room for another token.
+    // Raises Refused: no token is allowed, logits that are no numbers.
+    Chunk step(llama_context * ctx, int index, bool is_full);
+    // Ends it at a limit that is not the request's.
+    void limit(bool truncated);
+    // Ends its reasoning as soon as it can be; whether there is any.
+    bool end_reasoning();
+
+    uint32_t          seed() const;
+    std::string       text() const;
+    stop_type         stop() const;
+    std::string       stopping_word() const;
+    bool              has_new_line() const;
+    server_slot_stats stats() const;
+    // Leading tokens whose text is in the reply: all, but for those that a stop string cut off.
+    size_t n_kept() const;
+
+    // What the reply's end says, but for what was told to the writer.
+    void fill(server_task_result_cmpl_final & result) const;
+
+private:
+    void   add_probs(completion_token_output & out, llama_context * ctx, int index);
+    Chunk  process(completion_token_output out, bool is_full);
+    void   hold_back_stops(completion_token_output & out);
+    size_t find_stop(const std::string & text, size_t last_bytes, bool is_full_stop);
+    void   check_indent();
+    void   end(stop_type stop);
+
+    std::shared_ptr<const Request> request_;
+    const size_t                   choice_;
+    common_sampler_ptr             sampler_;
+    mutable std::mutex             mutex_;
+
+    // As in server_slot.
+    std::string                          generated_text_;
+    llama_tokens                         generated_tokens_;
+    std::vector<completion_token_output> generated_probs_;
+    server_slot_stats                    stats_;
+    std::string                          stopping_word_;
+    stop_type                            stop_           = STOP_TYPE_NONE;
+    size_t                               n_sent_text_    = 0;
+    size_t                               last_nl_pos_    = 0;
+    bool                                 has_next_token_ = true;
+    bool                                 has_new_line_   = false;
+    bool                                 truncated_      = false;
+
+    std::vector<size_t> ends_;  // of each token: where its text ends
+};
+
+}  // namespace towerd::wire

@@ -1,0 +1,231 @@
+#include "request.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "bounds.h"
+#include "prompts.h"
+#include "refused.h"
+#include "server-chat.h"
+
+namespace towerd::wire {
+
+namespace {
+
+constexpr Endpoint kEndpoints[] = {
+    {"completion",  TASK_RESPONSE_TYPE_NONE,      false},
+    {"infill",      TASK_RESPONSE_TYPE_NONE,      true },
+    {"completions", TASK_RESPONSE_TYPE_OAI_CMPL,  false},
+    {"chat",        TASK_RESPONSE_TYPE_OAI_CHAT,  false},
+    {"responses",   TASK_RESPONSE_TYPE_OAI_RESP,  false},
+    {"messages",    TASK_RESPONSE_TYPE_ANTHROPIC, false},
+};
+
+// A chat of more messages is not kept for `next_prompt`.
+constexpr size_t kChatMessagesMax = 1'000;
+// The tokens before two beginnings of what may be said next are those before any.
+constexpr const char * kGuesses[] = {"Hello there", "2 + 2"};
+
+bool is_chat(task_response_type type) {
+    return type != TASK_RESPONSE_TYPE_NONE && type != TASK_RESPONSE_TYPE_OAI_CMPL;
+}
+
+// Fields that llama-server passes from its chat routes to itself.
+void refuse_internal_fields(const json & body, bool is_chat) {
+    if (body.contains("chat_parser")) {
+        refuse("Field 'chat_parser': not accepted from clients");
+    }
+    if (!is_chat && body.contains("chat_format")) {
+        refuse("Field 'chat_format': not accepted from clients");
+    }
+}
+
+std::string agent_of(const json & body) {
+    json said = json::array();
+    if (body.contains("messages") && body.at("messages").is_array()) {
+        for (const auto & message : body.at("messages")) {
+            const std::string role = message.is_object() ? json_value(message, "role", std::string()) : "";
+            if ((role != "system" && role != "developer") || !message.contains("content")) {
+                break;
+            }
+            said.push_back(message.at("content"));
+        }
+    }
+    const json tools = body.contains("tools") ? body.at("tools") : json();
+    return said.empty() && tools.empty() ? "" : json::array({said, tools}).dump_safe();
+}
+
+bool speaks_reasoning(const json & messages) {
+    return std::any_of(messages.begin(), messages.end(), [](const json & message) {
+        return message.is_object() && message.contains("reasoning_content");
+    });
+}
+
+// What may follow a reply: the user's words, or a tool's answer if it called one.
+json next_message(const json & reply, const char * content) {
+    if (reply.contains("tool_calls") && reply.at("tool_calls").is_array() && !reply.at("tool_calls").empty()) {
+        const json & call = reply.at("tool_calls").at(size_t(0));
+        return {{"role", "tool"}, {"tool_call_id", json_value(call, "id", std::string())}, {"content", content}};
+    }
+    return {{"role", "user"}, {"content", content}};
+}
+
+}  // namespace
+
+const Endpoint & endpoint_named(const std::string & name) {
+    for (const auto & endpoint : kEndpoints) {
+        if (name == endpoint.name) {
+            return endpoint;
+        }
+    }
+    throw std::invalid_argument("there is no endpoint " + name);
+}
+
+json as_chat_body(task_response_type type, json body) {
+    if (type == TASK_RESPONSE_TYPE_OAI_RESP) {
+        body = server_chat_convert_responses_to_chatcmpl(body);
+    } else if (type == TASK_RESPONSE_TYPE_ANTHROPIC) {
+        body = server_chat_convert_anthropic_to_oai(body);
+    }
+    if (!body.is_object()) {
+        return body;
+    }
+    if (body.contains("messages")) {
+        check_tool_arguments(body.at("messages"));
+    }
+    if (body.contains("tools")) {
+        check_tools(body.at("tools"));
+    }
+    if (body.contains("json_schema")) {
+        check_schema(body.at("json_schema"));
+    }
+    if (body.contains("response_format") && body.at("response_format").is_object()) {
+        const json & format = body.at("response_format");
+        for (const json & holder : {format, json_value(format, "json_schema", json())}) {
+            if (holder.is_object() && holder.contains("schema")) {
+                check_schema(holder.at("schema"));
+            }
+        }
+    }
+    return body;
+}
+
+Request::Request(std::shared_ptr<const Model> model, const Endpoint & endpoint, const std::string & body) :
+    model_(std::move(model)), type_(endpoint.type) {
+    answering(ERROR_TYPE_INVALID_REQUEST, [&] {
+        if (endpoint.is_infill) {
+            check_can_infill(*model_);
+        }
+        check_json(body);
+        json data = json::parse(body);
+        keep_fields(data);
+        refuse_internal_fields(data, is_chat(type_));
+        if (is_chat(type_)) {
+            data = chat_data(data);
+        } else if (endpoint.is_infill) {
+            data = infill_data(*model_, std::move(data));
+        } else if (data.contains("json_schema")) {
+            check_schema(data.at("json_schema"));
+        }
+        take(data);
+    });
+}
+
+void Request::keep_fields(const json & body) {
+    if (!body.is_object()) {
+        return;
+    }
+    for (const auto & name : model_->kept_fields()) {
+        if (body.contains(name)) {
+            kept_[name] = body.at(name).dump_safe();
+        }
+    }
+}
+
+json Request::chat_data(json & body) {
+    body   = as_chat_body(type_, std::move(body));
+    agent_ = agent_of(body);
+    for (const char * name : {"tools", "json_schema", "response_format"}) {
+        has_structure_ = has_structure_ || (body.contains(name) && !body.at(name).empty());
+    }
+    if (body.contains("messages") && body.at("messages").is_array() &&
+        body.at("messages").size() <= kChatMessagesMax) {
+        chat_ = body;
+    }
+    std::vector<raw_buffer> files;
+    return oaicompat_chat_params_parse(body, model_->chat(), files);
+}
+
+// The order is that of handle_completions_impl.
+void Request::take(const json & data) {
+    const auto inputs     = tokenized(*model_, data.at("prompt"));
+    auto       delimiters = common_chat_msg_delimiters_parse(json_value(data, "message_delimiters", json::array()));
+    if (delimiters.delimiters.size() > bounds::kDelimitersMax) {
+        refuse("Field 'message_delimiters': too many");
+    }
+    delimiters.tokenize(model_->vocab);
+    params_ = model_->parse_params(data);
+    check_params(params_, model_->n_ctx(), is_chat(type_));
+    params_.res_type          = type_;
+    params_.oaicompat_cmpl_id = gen_chatcmplid();
+    params_.oaicompat_model   = model_->name();
+    id_slot_                  = json_value(data, "id_slot", -1);
+    for (const auto & input : inputs) {
+        prompts_.push_back(input.get_tokens());
+        check_tokens(*model_, prompts_.back());
+        spans_.push_back(input.find_message_spans(delimiters));
+    }
+}
+
+int32_t Request::n_predict() const {
+    return params_.n_predict != -1 ? params_.n_predict : model_->params().n_predict;
+}
+
+const llama_tokens & Request::prompt_of(size_t choice) const {
+    return prompts_.at(choice / static_cast<size_t>(params_.n_cmpl));
+}
+
+uint32_t Request::seed_of(size_t choice) const {
+    const uint32_t seed = params_.sampling.seed;
+    return seed == LLAMA_DEFAULT_SEED ? seed : seed + static_cast<uint32_t>(choice % static_cast<size_t>(params_.n_cmpl));
+}
+
+common_params_sampling Request::sampling_of(size_t choice) const {
+    {
+        const std::lock_guard<std::mutex> lock(grammar_mutex_);
+        if (!grammar_checked_) {
+            check_grammar(common_grammar_value(params_.sampling.grammar), model_->vocab);
+            grammar_checked_ = true;
+        }
+    }
+    common_params_sampling sampling = params_.sampling;
+    sampling.seed                   = seed_of(choice);
+    return sampling;
+}
+
+llama_tokens Request::next_prompt(const std::string & message) const {
+    return answering(ERROR_TYPE_INVALID_REQUEST, [&] {
+        if (!chat_.is_object()) {
+            return llama_tokens();
+        }
+        json reply = json::parse(message);
+        check_tool_arguments(json::array({reply}));
+        if (!speaks_reasoning(chat_.at("messages"))) {
+            reply.erase("reasoning_content");
+        }
+        std::vector<llama_tokens> found;
+        for (const char * guess : kGuesses) {
+            json body = chat_;
+            body.at("messages").push_back(reply);
+            body.at("messages").push_back(next_message(reply, guess));
+            std::vector<raw_buffer> files;
+            const json              data = oaicompat_chat_params_parse(body, model_->chat(), files);
+            found.push_back(tokenized(*model_, data.at("prompt")).at(0).get_tokens());
+        }
+        const auto & first = found.front();
+        const auto   end   = std::mismatch(first.begin(), first.end(), found.back().begin(), found.back().end());
+        return llama_tokens(first.begin(), end.first);
+    });
+}
+
+}  // namespace towerd::wire

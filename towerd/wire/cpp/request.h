@@ -1,0 +1,77 @@
+// One completion request: what its bytes say.
+
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "model.h"
+
+namespace towerd::wire {
+
+struct Endpoint {
+    const char *       name;
+    task_response_type type;
+    bool               is_infill;
+};
+
+// Throws std::invalid_argument for a name that is none.
+const Endpoint & endpoint_named(const std::string & name);
+
+class Request {
+public:
+    // Raises Refused, as llama-server would answer; where llama-server answers 500 for what the client sent, with 400.
+    Request(std::shared_ptr<const Model> model, const Endpoint & endpoint, const std::string & body);
+
+    const Model &                             model() const { return *model_; }
+    task_response_type                        type() const { return type_; }
+    const task_params &                       params() const { return params_; }
+    // Tokens to generate at most; -1: no limit.
+    int32_t                                   n_predict() const;
+    int                                       id_slot() const { return id_slot_; }
+    const std::vector<llama_tokens> &         prompts() const { return prompts_; }
+    const common_chat_msg_spans &             spans(size_t prompt) const { return spans_.at(prompt); }
+    size_t                                    n_choices() const { return prompts_.size() * params_.n_cmpl; }
+    const llama_tokens &                      prompt_of(size_t choice) const;
+    const std::map<std::string, std::string> & kept() const { return kept_; }
+    // The leading system messages' contents and the tools of a chat, as JSON; empty if there are neither.
+    const std::string &                       agent() const { return agent_; }
+
+    // Whether generated text is parsed as more than text: a chat with tools or a schema.
+    bool has_structure() const { return has_structure_; }
+    // The seed that was asked for; choices of one prompt count it up.
+    uint32_t seed_of(size_t choice) const;
+    // Sampling parameters of one choice. The grammar is checked once. Raises Refused.
+    common_params_sampling sampling_of(size_t choice) const;
+
+    // What every next request of this chat begins with, if `message` (JSON) is sent back as the reply.
+    // Raises Refused; empty for a request that is no chat.
+    llama_tokens next_prompt(const std::string & message) const;
+
+private:
+    void keep_fields(const json & body);
+    json chat_data(json & body);
+    void take(const json & data);
+
+    std::shared_ptr<const Model>       model_;
+    task_response_type                 type_;
+    task_params                        params_;
+    int                                id_slot_ = -1;
+    std::vector<llama_tokens>          prompts_;
+    std::vector<common_chat_msg_spans> spans_;
+    std::map<std::string, std::string> kept_;
+    std::string                        agent_;
+    bool                               has_structure_ = false;
+    json                               chat_;  // the body in OpenAI's form, of a chat that is not too long
+    mutable std::mutex                 grammar_mutex_;
+    mutable bool                       grammar_checked_ = false;
+};
+
+// A chat body in any dialect as the one of /v1/chat/completions, within its bounds.
+json as_chat_body(task_response_type type, json body);
+
+}  // namespace towerd::wire

@@ -1,0 +1,249 @@
+// A check of JSON schemas before llama.cpp makes grammars of them. It goes the ways that common/json-schema.cpp and
+// common/json-schema-to-grammar.cpp go, and counts its steps.
+
+#include <algorithm>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "bounds.h"
+#include "refused.h"
+
+namespace towerd::wire {
+
+namespace {
+
+[[noreturn]] void too_large(const char * what, size_t max) {
+    refuse(std::string("JSON schema: more than ") + std::to_string(max) + " " + what);
+}
+
+class SchemaWalk {
+public:
+    explicit SchemaWalk(const json & root) : root_(root) {}
+
+    // `nodes` counts over several schemas.
+    void run(size_t & nodes) {
+        walk(root_, 0);
+        nodes += nodes_;
+    }
+
+private:
+    void walk(const json & schema, size_t name_bytes) {
+        if (++nodes_ > bounds::kSchemaNodesMax) {
+            too_large("nodes as it is written out", bounds::kSchemaNodesMax);
+        }
+        if (name_bytes > bounds::kSchemaNameBytesMax) {
+            too_large("bytes of property names around a value", bounds::kSchemaNameBytesMax);
+        }
+        if (!schema.is_object()) {
+            return;
+        }
+        std::vector<const json *> path;
+        count_alternatives(schema, path);
+        if (schema.contains("$ref")) {
+            walk_ref(schema.at("$ref"));
+            return;
+        }
+        // Several types are written out as so many copies of the schema.
+        const bool   many = schema.contains("type") && schema.at("type").is_array();
+        const size_t n    = many ? std::max<size_t>(1, schema.at("type").size()) : 1;
+        for (size_t i = 0; i < n; ++i) {
+            walk_children(schema, name_bytes + (many ? 4 : 0));
+        }
+    }
+
+    void walk_ref(const json & value) {
+        if (!value.is_string()) {
+            return;
+        }
+        const std::string ref = value.get<std::string>();
+        if (ref.size() > bounds::kSchemaNameBytesMax) {
+            too_large("bytes in a $ref", bounds::kSchemaNameBytesMax);
+        }
+        const json * target = resolved(ref);
+        if (target == nullptr || !refs_.insert(ref).second) {
+            return;
+        }
+        if (refs_.size() > bounds::kSchemaRefsMax) {
+            too_large("different $ref", bounds::kSchemaRefsMax);
+        }
+        end_of_chain(target);
+        walk(*target, ref.size());
+    }
+
+    void walk_children(const json & schema, size_t name_bytes) {
+        if (schema.contains("pattern") && schema.at("pattern").is_string() &&
+            schema.at("pattern").get<std::string>().size() > bounds::kSchemaPatternBytesMax) {
+            too_large("bytes in a pattern", bounds::kSchemaPatternBytesMax);
+        }
+        if (schema.contains("enum") && schema.at("enum").is_array()) {
+            nodes_ += schema.at("enum").size();
+        }
+        for (const char * key : {"oneOf", "anyOf", "allOf", "items", "prefixItems"}) {
+            if (!schema.contains(key)) {
+                continue;
+            }
+            const json & value = schema.at(key);
+            if (!value.is_array()) {
+                walk(value, name_bytes + 5);
+                continue;
+            }
+            for (const auto & child : value) {
+                walk(child, name_bytes + 16);
+            }
+        }
+        if (schema.contains("properties") && schema.at("properties").is_object()) {
+            for (const auto & [name, child] : schema.at("properties").items()) {
+                walk(child, name_bytes + name.size() + 1);
+            }
+        }
+        if (schema.contains("additionalProperties")) {
+            walk(schema.at("additionalProperties"), name_bytes + 17);
+        }
+        check_optional(schema);
+    }
+
+    void check_optional(const json & schema) {
+        size_t n = optional_of(schema, true);
+        if (schema.contains("allOf") && schema.at("allOf").is_array()) {
+            for (const auto & child : schema.at("allOf")) {
+                if (!child.is_object()) {
+                    continue;
+                }
+                for (const char * key : {"oneOf", "anyOf"}) {
+                    if (child.contains(key) && child.at(key).is_array()) {
+                        for (const auto & alternative : child.at(key)) {
+                            n += optional_of(alternative, false);
+                        }
+                    }
+                }
+            }
+        }
+        if (n > bounds::kSchemaOptionalMax) {
+            too_large("optional properties in an object", bounds::kSchemaOptionalMax);
+        }
+    }
+
+    size_t optional_of(const json & schema, bool may_require) {
+        const json * object = &schema;
+        if (object->is_object() && object->contains("$ref") && !may_require) {
+            object = end_of_chain(object);
+        }
+        if (object == nullptr || !object->is_object() || !object->contains("properties") ||
+            !object->at("properties").is_object()) {
+            return 0;
+        }
+        std::set<std::string> required;
+        if (may_require && object->contains("required") && object->at("required").is_array()) {
+            for (const auto & name : object->at("required")) {
+                if (name.is_string()) {
+                    required.insert(name.get<std::string>());
+                }
+            }
+        }
+        size_t n = object->contains("additionalProperties") ? 1 : 0;
+        for (const auto & [name, child] : object->at("properties").items()) {
+            (void) child;
+            n += required.count(name) == 0 ? 1 : 0;
+        }
+        return n;
+    }
+
+    // What a chain of references that lead to references ends at; llama.cpp follows a circle for ever.
+    const json * end_of_chain(const json * schema) {
+        for (size_t i = 0; i <= bounds::kSchemaRefsMax; ++i) {
+            if (schema == nullptr || !schema->is_object() || !schema->contains("$ref")) {
+                return schema;
+            }
+            const json & value = schema->at("$ref");
+            schema             = value.is_string() ? resolved(value.get<std::string>()) : nullptr;
+        }
+        refuse("JSON schema: a $ref leads back to itself");
+    }
+
+    const json * resolved(const std::string & ref) const {
+        if (ref.compare(0, 2, "#/") != 0) {
+            return nullptr;
+        }
+        const json * target = &root_;
+        for (const auto & key : string_split(ref.substr(2), "/")) {
+            if (target->is_object() && target->contains(key)) {
+                target = &target->at(key);
+            } else if (target->is_array() && !key.empty() &&
+                       key.find_first_not_of("0123456789") == std::string::npos && key.size() < 10 &&
+                       std::stoull(key) < target->size()) {
+                target = &target->at(std::stoull(key));
+            } else {
+                return nullptr;
+            }
+        }
+        return target;
+    }
+
+    // llama.cpp asks which types a value may have by every way through its alternatives.
+    void count_alternatives(const json & schema, std::vector<const json *> & path) {
+        if (++steps_ > bounds::kSchemaStepsMax) {
+            too_large("ways through its alternatives", bounds::kSchemaStepsMax);
+        }
+        if (!schema.is_object()) {
+            return;
+        }
+        if (schema.contains("$ref")) {
+            const json * target = schema.at("$ref").is_string() ? resolved(schema.at("$ref").get<std::string>()) : nullptr;
+            if (target == nullptr || std::find(path.begin(), path.end(), target) != path.end()) {
+                return;
+            }
+            if (path.size() >= bounds::kDepthMax) {
+                too_large("references in a row", bounds::kDepthMax);
+            }
+            path.push_back(target);
+            count_alternatives(*target, path);
+            path.pop_back();
+            return;
+        }
+        for (const char * key : {"oneOf", "anyOf", "allOf"}) {
+            if (schema.contains(key) && schema.at(key).is_array()) {
+                for (const auto & child : schema.at(key)) {
+                    count_alternatives(child, path);
+                }
+            }
+        }
+    }
+
+    const json &          root_;
+    std::set<std::string> refs_;
+    size_t                nodes_ = 0;
+    size_t                steps_ = 0;
+};
+
+}  // namespace
+
+void check_schema(const json & schema) {
+    size_t nodes = 0;
+    SchemaWalk(schema).run(nodes);
+}
+
+void check_tools(const json & tools) {
+    if (!tools.is_array()) {
+        return;
+    }
+    size_t nodes = 0;
+    for (const auto & tool : tools) {
+        if (!tool.is_object() || !tool.contains("function") || !tool.at("function").is_object()) {
+            continue;
+        }
+        const json & function = tool.at("function");
+        if (function.contains("name") && function.at("name").is_string() &&
+            function.at("name").get<std::string>().size() > bounds::kSchemaNameBytesMax) {
+            refuse("Field 'tools': a name has more than " + std::to_string(bounds::kSchemaNameBytesMax) + " bytes");
+        }
+        if (function.contains("parameters")) {
+            SchemaWalk(function.at("parameters")).run(nodes);
+        }
+        if (nodes > bounds::kToolNodesMax) {
+            refuse("Field 'tools': schemas of more than " + std::to_string(bounds::kToolNodesMax) + " nodes together");
+        }
+    }
+}
+
+}  // namespace towerd::wire

@@ -1,0 +1,214 @@
+#include "writer.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "bounds.h"
+#include "refused.h"
+
+namespace towerd::wire {
+
+namespace {
+
+void add_fields(json & object, const std::string & extra) {
+    if (extra.empty()) {
+        return;
+    }
+    json * target = &object;
+    if (object.is_array()) {
+        if (object.empty()) {
+            return;
+        }
+        target = &object.back();
+        if (target->contains("event") && target->contains("data")) {
+            target = &target->at("data");
+        }
+    }
+    const json fields = json::parse(extra);
+    for (const auto & [key, value] : fields.items()) {
+        (*target)[key] = value;
+    }
+}
+
+}  // namespace
+
+Writer::Writer(std::shared_ptr<const Request> request) : request_(std::move(request)) {
+    answering(ERROR_TYPE_SERVER, [&] {
+        const size_t n = request_->n_choices();
+        states_.reserve(n);
+        for (size_t choice = 0; choice < n; ++choice) {
+            states_.emplace_back(request_->params().chat_parser_params);
+        }
+        depths_.assign(n, 0);
+        finals_.assign(n, json());
+    });
+}
+
+template <typename Result>
+void Writer::describe(Result & result, size_t choice) const {
+    const auto & params        = request_->params();
+    result.index               = choice;
+    result.post_sampling_probs = params.post_sampling_probs;
+    result.verbose             = params.verbose;
+    result.res_type            = params.res_type;
+    result.oaicompat_model     = params.oaicompat_model;
+    result.oaicompat_cmpl_id   = params.oaicompat_cmpl_id;
+}
+
+// send_partial_response of llama-server's context.
+std::string Writer::partial(const Chunk & chunk) {
+    return answering(ERROR_TYPE_SERVER, [&] {
+        if (!chunk.is_sent || !request_->params().stream) {
+            return std::string();
+        }
+        const std::lock_guard<std::mutex> lock(mutex_);
+        check_depth(chunk.choice, chunk.token.text_to_send);
+        server_task_result_cmpl_partial result;
+        describe(result, chunk.choice);
+        result.content               = chunk.token.text_to_send;
+        result.tokens                = {chunk.token.tok};
+        result.n_decoded             = chunk.n_decoded;
+        result.n_prompt_tokens       = chunk.n_prompt;
+        result.n_prompt_tokens_cache = chunk.n_prompt_cached;
+        result.stats                 = chunk.stats;
+        if (request_->params().sampling.n_probs > 0) {
+            result.prob_output = chunk.token;
+        }
+        result.update(states_.at(chunk.choice));
+        return events(result.to_json());
+    });
+}
+
+std::string Writer::progress(size_t choice, int32_t total, int32_t cached, int32_t processed, int64_t time_ms) {
+    return answering(ERROR_TYPE_SERVER, [&] {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        server_task_result_cmpl_partial   result;
+        describe(result, choice);
+        result.is_progress           = true;
+        result.progress.total        = total;
+        result.progress.cache        = cached;
+        result.progress.processed    = processed;
+        result.progress.time_ms      = time_ms;
+        result.tokens                = {0};
+        result.n_decoded             = 0;
+        result.n_prompt_tokens       = total;
+        result.n_prompt_tokens_cache = cached;
+        if (request_->params().timings_per_token) {
+            result.stats.t_start            = 1;
+            result.stats.n_prompt_cached    = static_cast<uint64_t>(cached);
+            result.stats.n_prompt_processed = static_cast<uint64_t>(std::max(0, processed - cached));
+        }
+        result.update(states_.at(choice));
+        return events(result.to_json());
+    });
+}
+
+std::string Writer::final(const Reply & reply, int id_slot, int32_t n_cached, const std::string & extra) {
+    return answering(ERROR_TYPE_SERVER, [&] {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        const auto &                      params = request_->params();
+        if (&reply.request() != request_.get()) {
+            throw std::invalid_argument("the reply belongs to another request");
+        }
+        server_task_result_cmpl_final result;
+        describe(result, reply.choice());
+        reply.fill(result);
+        check_depth(reply.choice(), result.content);
+        result.id_slot           = id_slot;
+        result.n_tokens_cached   = n_cached;
+        result.stream            = params.stream;
+        result.include_usage     = params.include_usage;
+        result.response_fields   = params.response_fields;
+        result.generation_params = params;
+        result.generation_params.sampling.seed = request_->seed_of(reply.choice());
+        if (params.res_type == TASK_RESPONSE_TYPE_NONE || params.verbose) {
+            result.prompt = common_detokenize(request_->model().vocab, request_->prompt_of(reply.choice()), true);
+        }
+        if (params.sampling.n_probs <= 0) {
+            result.probs_output.clear();
+        }
+        result.update(states_.at(reply.choice()));
+        json data = result.to_json();
+        add_fields(data, extra);
+        if (params.stream) {
+            return events(data);
+        }
+        finals_.at(reply.choice()) = std::move(data);
+        return whole();
+    });
+}
+
+// As handle_completions_impl puts the results together; empty while one is not there.
+std::string Writer::whole() {
+    if (std::any_of(finals_.begin(), finals_.end(), [](const json & one) { return one.is_null(); })) {
+        return "";
+    }
+    const auto type = request_->params().res_type;
+    if (finals_.size() == 1) {
+        return safe_json_to_str(finals_[0]);
+    }
+    if (type == TASK_RESPONSE_TYPE_OAI_CHAT || type == TASK_RESPONSE_TYPE_OAI_CMPL) {
+        json & choices = finals_[0].at("choices");
+        for (size_t i = 1; i < finals_.size(); ++i) {
+            choices.push_back(finals_[i].at("choices").at(size_t(0)));
+        }
+        return safe_json_to_str(finals_[0]);
+    }
+    return safe_json_to_str(json(finals_));
+}
+
+std::string Writer::events(const json & data) const {
+    switch (request_->params().res_type) {
+        case TASK_RESPONSE_TYPE_ANTHROPIC: return format_anthropic_sse(data);
+        case TASK_RESPONSE_TYPE_OAI_RESP:  return format_oai_resp_sse(data);
+        default:                           return format_oai_sse(data);
+    }
+}
+
+std::string Writer::end() const {
+    switch (request_->params().res_type) {
+        case TASK_RESPONSE_TYPE_NONE:
+        case TASK_RESPONSE_TYPE_OAI_RESP:
+        case TASK_RESPONSE_TYPE_ANTHROPIC: return "";
+        default:                           return "data: [DONE]\n\n";
+    }
+}
+
+std::string Writer::error(const std::string & error) const {
+    return answering(ERROR_TYPE_SERVER, [&] {
+        const json data = json::parse(error);
+        return request_->params().res_type == TASK_RESPONSE_TYPE_ANTHROPIC
+            ? format_anthropic_sse({{"event", "error"}, {"data", data}})
+            : format_oai_sse(json{{"error", data}});
+    });
+}
+
+std::string Writer::message(size_t choice) const {
+    return answering(ERROR_TYPE_SERVER, [&] {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        common_chat_msg                   message = states_.at(choice).chat_msg;
+        message.role                              = "assistant";
+        return safe_json_to_str(message.to_json_oaicompat());
+    });
+}
+
+// A parser of JSON goes as deep as the text does.
+void Writer::check_depth(size_t choice, const std::string & text) {
+    if (!request_->has_structure()) {
+        return;
+    }
+    size_t & depth = depths_.at(choice);
+    for (const char c : text) {
+        if (c == '[' || c == '{') {
+            ++depth;
+        } else if ((c == ']' || c == '}') && depth > 0) {
+            --depth;
+        }
+        if (depth > bounds::kOutputDepthMax) {
+            throw std::runtime_error("The model produced output of more than " +
+                                     std::to_string(bounds::kOutputDepthMax) + " open brackets, which cannot be parsed");
+        }
+    }
+}
+
+}  // namespace towerd::wire

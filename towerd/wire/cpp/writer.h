@@ -1,0 +1,47 @@
+// The bytes of a response: of a stream's events, or of the one reply.
+
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "reply.h"
+
+namespace towerd::wire {
+
+class Writer {
+public:
+    explicit Writer(std::shared_ptr<const Request> request);
+
+    // The events of one token; empty for one whose character is not complete, and where nothing is streamed.
+    // This and what follows raises Refused: generated text that is no reply of the model's format.
+    std::string partial(const Chunk & chunk);
+    // The events of `prompt_progress`.
+    std::string progress(size_t choice, int32_t total, int32_t cached, int32_t processed, int64_t time_ms);
+    // The events that close one choice of a stream; of a reply that is none all of it, once every choice has ended.
+    // `extra`: a JSON object whose fields are added, to the last event if it is a stream.
+    std::string final(const Reply & reply, int id_slot, int32_t n_cached, const std::string & extra);
+    // What follows the last choice of a stream.
+    std::string end() const;
+    // An error in the middle of a stream. `error`: the JSON of llama-server's error object.
+    std::string error(const std::string & error) const;
+    // The message that a choice has become so far, as its client may send it back.
+    std::string message(size_t choice) const;
+
+private:
+    template <typename Result>
+    void        describe(Result & result, size_t choice) const;
+    std::string events(const json & data) const;
+    std::string whole();
+    void        check_depth(size_t choice, const std::string & text);
+
+    std::shared_ptr<const Request> request_;
+    mutable std::mutex             mutex_;
+    std::vector<task_result_state> states_;
+    std::vector<size_t>            depths_;  // of brackets open in each choice's text
+    std::vector<json>              finals_;  // null: not there yet
+};
+
+}  // namespace towerd::wire

@@ -1,0 +1,84 @@
+"""How a model's requests are parsed: what llama-server takes from its command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import msgspec
+
+_PREFIX = "general.sampling."
+
+
+def _samplers(value: str) -> list[str]:
+    return [name for name in value.split(";") if name]
+
+
+_FROM_MODEL: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "sequence": ("samplers", _samplers),
+    "top_k": ("top_k", int),
+    "top_p": ("top_p", float),
+    "min_p": ("min_p", float),
+    "xtc_probability": ("xtc_probability", float),
+    "xtc_threshold": ("xtc_threshold", float),
+    "temp": ("temperature", float),
+    "penalty_last_n": ("repeat_last_n", int),
+    "penalty_repeat": ("repeat_penalty", float),
+    "mirostat": ("mirostat", int),
+    "mirostat_tau": ("mirostat_tau", float),
+    "mirostat_eta": ("mirostat_eta", float),
+}
+"""What a GGUF recommends, by the end of its key: the field of a request, and how it is read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """llama-server's settings with llama-server's defaults."""
+
+    name: str
+    """The model's name in replies."""
+    n_ctx: int
+    """Tokens that one sequence may hold."""
+    n_parallel: int
+    """Choices that one prompt may have."""
+    n_batch: int = 2048
+    """How much of an infill's text is taken."""
+    chat_template: str = ""
+    """Jinja source or `chatml`; empty: the model's own."""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    use_jinja: bool = True
+    prefill_assistant: bool = True
+    """A last message of the assistant's is continued."""
+    enable_reasoning: bool = True
+    """Templates that can think do."""
+    reasoning_format: str = "deepseek"
+    reasoning_budget: int = -1
+    reasoning_budget_message: str = ""
+    special: bool = False
+    """Special tokens appear in the text."""
+    spm_infill: bool = False
+    sse_ping_interval: int = 30
+    embd_normalize: int = 2
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Fields that a request has unless it says otherwise: `n_predict`, `temperature`..."""
+    kept_fields: tuple[str, ...] = ()
+    """Top-level fields of a body that `Request.field` gives back."""
+
+    def encode(self) -> bytes:
+        """As the C++ side reads it."""
+        return msgspec.json.encode(asdict(self))
+
+
+def recommended(metadata: Mapping[str, str]) -> dict[str, Any]:
+    """What a GGUF's metadata recommends for sampling, as `Settings.defaults`. What cannot be read
+    is left out, as in llama.cpp."""
+    out: dict[str, Any] = {}
+    for name, (field_name, read) in _FROM_MODEL.items():
+        value = metadata.get(_PREFIX + name, "")
+        try:
+            if value:
+                out[field_name] = read(value)
+        except ValueError:
+            continue
+    return out
