@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,11 +27,6 @@ WORTH_TOKENS_MIN = 16
 """Fewer are evaluated beside the user's words in the time of one step."""
 BRANCHES_MAX = 64
 """Branches whose fate is watched; the oldest counts as wasted when there are more."""
-_MESSAGES_MAX = 1000
-_GUESSES = ("Hello there", "2 + 2")
-"""Two beginnings of what a user may say: the tokens before them that are the same for both will be
-the same for any."""
-_THINK_END = "</think>"
 
 Run = Callable[[GenerateRequest], Coroutine[Any, Any, Finish | None]]
 
@@ -76,8 +71,6 @@ class Anticipator:
             return
         if finish.truncated and not request.live.is_bounded:
             return  # what is live is no prefix of the conversation
-        if not request.chat["messages"] or request.chat["messages"][-1].get("role") == "assistant":
-            return  # a reply that was begun by the client: its text is in two places
         session = _key(request.scope, finish.session)
         running = self._tasks.pop(session, None)
         if running is not None:
@@ -108,8 +101,11 @@ class Anticipator:
         }
 
     async def _anticipate(self, session: str, request: GenerateRequest, finish: Finish) -> None:
+        assert request.chat is not None
         try:
-            ids = await self._next_prefix(request, finish)
+            ids = await request.chat.next_prompt()
+            if ids is None:
+                return
             tower = np.concatenate([request.ids, np.asarray(finish.ids, np.int32)])
             n_old = _common(ids, tower[: finish.n_cached])
             n_new = min(len(ids) - n_old, self._tokens_max)
@@ -135,21 +131,6 @@ class Anticipator:
         if len(self._branches) > BRANCHES_MAX:
             self._settle(next(iter(self._branches)), 0)
 
-    async def _next_prefix(self, request: GenerateRequest, finish: Finish) -> Ids:
-        """The tokens that every next request of this chat begins with. Raises InvalidRequest."""
-        assert request.chat is not None
-        ids = finish.ids[:-1] if finish.stop == "eos" else finish.ids
-        reply = (await self._engine.detokenize(ids)).decode("utf-8", "replace")
-        messages = list(request.chat["messages"])
-        messages.append({"role": "assistant", "content": as_sent_back(messages, reply)})
-        found: list[Ids] = []
-        for guess in _GUESSES:
-            body = {**request.chat, "messages": [*messages, {"role": "user", "content": guess}]}
-            text = await self._engine.apply_template(body)
-            found.append(await self._engine.tokenize(text, add_special=True, parse_special=True))
-        first, second = found
-        return first[: _common(first, second)]
-
     def _settle(self, session: str, n_common: int) -> None:
         """Count what became of a branch, and stop watching it."""
         branch = self._branches.pop(session)
@@ -162,28 +143,6 @@ class Anticipator:
             del self._tasks[session]
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("anticipation failed", exc_info=error)
-
-
-def can_anticipate(body: Mapping[str, Any]) -> bool:
-    """Whether a chat request is kept until its answer has ended: not one of a thousand messages."""
-    messages = body.get("messages")
-    return isinstance(messages, list) and len(messages) <= _MESSAGES_MAX
-
-
-def as_sent_back(messages: list[Any], reply: str) -> str:
-    """A reply as its client will send it back. Most clients send what they got; one whose earlier
-    answers have no thinking in them takes it out."""
-    if _THINK_END not in reply:
-        return reply
-    earlier = [
-        message.get("content")
-        for message in messages
-        if isinstance(message, dict) and message.get("role") == "assistant"
-    ]
-    texts = [text for text in earlier if isinstance(text, str) and text]
-    if texts and not any(_THINK_END in text for text in texts):
-        return reply.rpartition(_THINK_END)[2].lstrip("\n")
-    return reply
 
 
 def _key(scope: str, session: str | None) -> str:

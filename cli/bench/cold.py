@@ -28,7 +28,7 @@ from towerd.codec import Codec, container
 from towerd.codec.vocabulary import GgufVocabulary
 from towerd.cold import decode, freeze
 from towerd.config import Config
-from towerd.engine.base import GenerateRequest, Ids, SamplingParams, Started
+from towerd.engine.base import GenerateRequest, Ids, Started
 from towerd.engine.embedded.calibrate import calibration_text
 from towerd.engine.embedded.model import init_backend
 from towerd.kernels.formats import BY_NAME
@@ -320,7 +320,7 @@ async def _measure_thaw(
             times.setdefault("decode_ms", []).append((time.monotonic() - read) * 1e3)
             asked = np.concatenate([text, text[: _NEW_TOKENS + number]])
             request = GenerateRequest(
-                ids=asked, sampling=SamplingParams(temperature=0), n_predict=1, session=name
+                ids=asked, fields={"temperature": 0}, n_predict=1, session=name
             )
             began = time.monotonic()
             async for event in service.sessions.run(request):

@@ -19,7 +19,7 @@ import numpy as np
 from towerd.cli.bench.models import bench_model, random_prompt, vocab_size
 from towerd.cli.bench.report import Report
 from towerd.config import Config
-from towerd.engine.base import Finish, GenerateRequest, Ids, LiveBudget, SamplingParams
+from towerd.engine.base import Finish, GenerateRequest, Ids, LiveBudget
 from towerd.engine.embedded.engine import EmbeddedEngine
 from towerd.engine.embedded.retained import Retained
 from towerd.errors import TowerdError
@@ -158,8 +158,8 @@ def random_rows(layout: KVLayout, p0: int, n: int) -> KVRows:
 async def _turn(engine: EmbeddedEngine, ids: Ids, live: LiveBudget) -> Turn:
     """Generate a reply to the prompt `ids`; the sequence is gone afterwards."""
     before = engine.stats()
-    sampling = SamplingParams(temperature=0, ignore_eos=True)
-    request = GenerateRequest(ids=ids, sampling=sampling, n_predict=REPLY_TOKENS, live=live)
+    fields = {"temperature": 0, "ignore_eos": True}
+    request = GenerateRequest(ids=ids, fields=fields, n_predict=REPLY_TOKENS, live=live)
     generation = engine.generate(request)
     finish: Finish | None = None
     async for event in generation:

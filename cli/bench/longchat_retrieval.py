@@ -15,7 +15,7 @@ import numpy as np
 
 from towerd.cli.bench.longchat_texts import Speaker
 from towerd.codec.train.tasks import Fact
-from towerd.engine.base import GenerateRequest, Ids, LiveBudget, Piece, SamplingParams
+from towerd.engine.base import GenerateRequest, Ids, LiveBudget, Piece
 from towerd.engine.embedded.engine import EmbeddedEngine
 from towerd.service import Service
 
@@ -104,7 +104,7 @@ async def found(
     for asked in facts:
         request = GenerateRequest(
             ids=await prompt(service.engine, task, asked),
-            sampling=SamplingParams(temperature=0),
+            fields={"temperature": 0},
             n_predict=_ANSWER_TOKENS,
             live=live,
             scope=f"{task.name} {task.n} {live.policy} {live.tokens}",

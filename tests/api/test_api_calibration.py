@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient
+from towerd.api.shapes import towerd_json
 
 from towerd.api.choice import Choice
-from towerd.api.shapes import towerd_json
 from towerd.drift import Drift
 from towerd.engine.base import GenerateRequest, Reuse, Started
 from towerd.errors import NotSupported

@@ -136,7 +136,7 @@ async def test_progress_begins_with_thawing(service_on: OpenService) -> None:
             service.engine.pool.drop(seq)
         ids = np.array(prompt + first.ids + words(40, 7), np.int32)
         request = GenerateRequest(
-            ids=ids, sampling=GREEDY, n_predict=3, session="s", return_progress=True
+            ids=ids, fields=GREEDY, n_predict=3, session="s", return_progress=True
         )
         seen = [event async for event in service.sessions.run(request)]
         progress = [event for event in seen if isinstance(event, Progress)]
@@ -156,7 +156,7 @@ async def test_a_session_in_use_is_not_frozen(service_on: OpenService) -> None:
         await ask(service, [1, *words(40, 9)], session="other")
         for session in (None, name):
             ids = np.array(prompt + words(5, 10), np.int32)
-            request = GenerateRequest(ids=ids, sampling=GREEDY, n_predict=400, session=session)
+            request = GenerateRequest(ids=ids, fields=GREEDY, n_predict=400, session=session)
             run = service.sessions.run(request)
             await anext(run)
             with pytest.raises(SessionBusy, match="in use"):

@@ -4,6 +4,7 @@ it, and what it evaluates is what the next prompt has."""
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ import pytest
 from oracle import OpenService, check_integrity, settle
 from waiting import until
 
-from towerd.anticipate import Anticipator, as_sent_back
-from towerd.engine.base import Finish, GenerateRequest, Ids, SamplingParams
+from towerd.anticipate import Anticipator
+from towerd.api.hints import Hints
+from towerd.api.task import Caller, parse_task
+from towerd.engine.base import Finish, GenerateRequest
+from towerd.engine.embedded.wire_model import encode
 from towerd.models.bundled import bundled_model
 from towerd.service import Service
 
@@ -26,29 +30,24 @@ SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 
 
-async def prompt_of(service: Service, messages: list[dict[str, str]]) -> Ids:
-    text = await service.engine.apply_template({"messages": messages})
-    return await service.engine.tokenize(text, add_special=True, parse_special=True)
-
-
 async def chat(
     service: Service, messages: list[dict[str, str]], grammar: str = THINKS, n_predict: int = 400,
-    **fields: Any,
-) -> tuple[str, Finish]:  # fmt: skip
-    """The reply's text and Finish of one chat request."""
-    request = GenerateRequest(
-        ids=await prompt_of(service, messages), n_predict=n_predict,
-        sampling=SamplingParams(temperature=0.0, seed=1, grammar=grammar),
-        chat={"messages": messages}, **fields,
-    )  # fmt: skip
-    finish = await service.sessions.run_quietly(request)
+    session: str | None = None,
+) -> tuple[dict[str, str], Finish]:  # fmt: skip
+    """The message and the Finish of one chat request."""
+    body = {"messages": messages, "max_tokens": n_predict, "temperature": 0, "grammar": grammar}
+    caller = Caller("local", Hints(session))
+    task = await parse_task("chat", encode(body), caller, service.engine, service.config)
+    finish = await service.sessions.run_quietly(await task.request_of(0)())
     assert finish is not None
-    ids = finish.ids[:-1] if finish.stop == "eos" else finish.ids
-    return (await service.engine.detokenize(ids)).decode(), finish
+    reply = json.loads(await task.final(0, finish))
+    return reply["choices"][0]["message"], finish
 
 
-def said(text: str, back: str) -> list[dict[str, str]]:
-    return [*QUESTION, {"role": "assistant", "content": text}, {"role": "user", "content": back}]
+def said(reply: dict[str, str], back: str) -> list[dict[str, str]]:
+    """As most clients send it back: without the thinking."""
+    answer = {"role": "assistant", "content": reply["content"]}
+    return [*QUESTION, answer, {"role": "user", "content": back}]
 
 
 def anticipator(service: Service) -> Anticipator:
@@ -64,17 +63,17 @@ async def test_the_next_turn_pays_for_new_words_only(
 ) -> None:
     source = (TEMPLATES / f"{template}.jinja").read_text()
     evaluated: dict[bool, int] = {}
-    replies: dict[bool, str] = {}
+    replies: dict[bool, dict[str, str]] = {}
     for is_on in (True, False):
         values = SETTINGS | {"chat_template": source, "anticipate": is_on}
         async with service_on(bundled_model(), **values) as service:
-            text, finish = await chat(service, QUESTION, grammar, session=f"s{is_on}")
-            assert "</think>" in text
+            reply, finish = await chat(service, QUESTION, grammar, session=f"s{is_on}")
+            assert reply["reasoning_content"]
             assert finish.stop == "eos"
             if is_on:
                 await anticipator(service).idle()
             await settle(service)
-            messages = said(text, "And then?")
+            messages = said(reply, "And then?")
             replies[is_on], finish = await chat(service, messages, grammar, session=f"s{is_on}")
             evaluated[is_on] = finish.reuse.prefill
             if is_on:
@@ -158,10 +157,10 @@ async def test_the_budget_holds(service_on: OpenService) -> None:
     source = (TEMPLATES / "Qwen3.jinja").read_text()
     values = SETTINGS | {"chat_template": source, "anticipate_tokens_max": 20}
     async with service_on(bundled_model(), **values) as service:
-        text, _ = await chat(service, QUESTION)
+        reply, _ = await chat(service, QUESTION)
         await anticipator(service).idle()
         assert service.traffic.stats()["anticipated_tokens"] == 20
-        await chat(service, said(text, "And then?"))
+        await chat(service, said(reply, "And then?"))
         assert service.traffic.stats()["anticipated_tokens_used"] == 20
 
 
@@ -172,14 +171,3 @@ async def test_leaving_while_it_runs(service_on: OpenService) -> None:
         async with service_on(bundled_model(), **SETTINGS, chat_template=source) as service:
             await chat(service, QUESTION)
         assert service.traffic.stats()["anticipated_tokens_wasted"] == 0
-
-
-def test_replies_as_clients_send_them_back() -> None:
-    reply = "<think>\nso\n</think>\n\nYes."
-    stripped = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    whole = [{"role": "assistant", "content": "<think>x</think>b"}]
-    assert as_sent_back([], reply) == reply
-    assert as_sent_back(stripped, reply) == "Yes."
-    assert as_sent_back(whole, reply) == reply
-    assert as_sent_back(stripped, "plain") == "plain"
-    assert as_sent_back([{"role": "assistant", "content": [{"type": "text"}]}, 7], reply) == reply

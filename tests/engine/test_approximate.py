@@ -7,10 +7,10 @@ from collections.abc import Awaitable
 from pathlib import Path
 
 import numpy as np
-from oracle import OpenService, Oracle, ask, check_answer, settle
+from oracle import OpenService, Oracle, TokenProbs, ask, check_answer, settle
 from waiting import until_async
 
-from towerd.engine.base import Ids, TokenProbs
+from towerd.engine.base import Ids
 from towerd.service import Service
 from towerd.store import APPROXIMATE, DERIVED
 from towerd.store.segment_header import decode_head
@@ -40,8 +40,7 @@ def deviation(oracle: Oracle, prompt: Ids, ids: list[int], probs: list[TokenProb
     whole = np.concatenate([prompt, np.array(ids[:-1], np.int32)])
     expected = oracle.logprobs(whole, len(prompt) - 1)
     return max(
-        float(abs(each.chosen.logprob - row[each.chosen.id]))
-        for row, each in zip(expected, probs, strict=True)
+        float(abs(each.logprob - row[each.id])) for row, each in zip(expected, probs, strict=True)
     )
 
 

@@ -100,9 +100,9 @@ def worst(oracle: Oracle, prompt: list[int], answer: Answer) -> float:
     ids = np.array(prompt + answer.ids[:-1], np.int32)
     rows = oracle.logprobs(ids, len(prompt) - 1)
     return max(
-        abs(prob.logprob - float(row[prob.id]))
+        abs(logprob - float(row[token]))
         for row, probs in zip(rows, answer.probs, strict=True)
-        for prob in (probs.chosen, *probs.top)
+        for token, logprob in {**probs.top, probs.id: probs.logprob}.items()
     )
 
 

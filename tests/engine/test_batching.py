@@ -92,7 +92,7 @@ async def test_a_running_stream_gets_a_token_with_every_chunk(
     rng = np.random.default_rng(0)
     prompt = rng.integers(260, 500, 1500).astype(np.int32)
     async with service_on(tiny_model, ctx_size=2048, live_tokens=4096) as service:
-        request = GenerateRequest(ids=prompt[:10], sampling=GREEDY, n_predict=300)
+        request = GenerateRequest(ids=prompt[:10], fields=GREEDY, n_predict=300)
         stream = service.sessions.run(request)
         async for event in stream:
             if isinstance(event, Piece):

@@ -26,7 +26,7 @@ async def test_a_token_is_as_probable_as_when_it_is_generated(
         answer = await ask(service, ids, 4, live=live)
         whole = np.concatenate([ids, np.array(answer.ids, np.int32)])
         found = await read(service.engine, whole, live)
-        said = [probs.chosen.logprob for probs in answer.probs]
+        said = [probs.logprob for probs in answer.probs]
         np.testing.assert_allclose(-found.surprises[N - 1 :], said, atol=2e-3)
         assert found.live.max() == (48 if live.is_bounded else N + 4)
         await settle(service)

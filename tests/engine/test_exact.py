@@ -206,4 +206,4 @@ async def test_flash_attention_off(service_on: OpenService, tiny_model: Path) ->
         assert stored.finish.reuse.warm == 69
     assert live.ids == stored.ids
     for a, b in zip(live.probs, stored.probs, strict=True):
-        assert abs(a.chosen.logprob - b.chosen.logprob) < 1e-4
+        assert abs(a.logprob - b.logprob) < 1e-4

@@ -52,7 +52,7 @@ class Mix:
         ids = np.array(prompt + answer.ids[:-1], np.int32)
         rows = self._oracle.logprobs(ids, len(prompt) - 1)
         for row, probs, token in zip(rows, answer.probs, answer.ids, strict=True):
-            assert abs(probs.chosen.logprob - row[token]) < BOUND
+            assert abs(probs.logprob - row[token]) < BOUND
         self.n_checked += 1
 
     def prompt(self, i: int) -> list[int]:
@@ -81,7 +81,7 @@ class Mix:
 
 async def leave_early(service: Service, ids: list[int], live: LiveBudget, n_events: int) -> None:
     """Hear some events, then leave in the middle of the prompt or the answer."""
-    request = GenerateRequest(np.array(ids, np.int32), sampling=GREEDY, n_predict=40, live=live)
+    request = GenerateRequest(np.array(ids, np.int32), fields=GREEDY, n_predict=40, live=live)
     run: Any = service.sessions.run(request)
     try:
         async for _ in run:

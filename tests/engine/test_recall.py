@@ -95,7 +95,7 @@ async def test_after_recall_of_everything_it_is_the_full_cache(
         assert again.ids == other.ids
         assert answer.ids == expected.ids
         for mine, theirs in zip(answer.probs, expected.probs, strict=True):
-            assert mine.chosen.logprob == pytest.approx(theirs.chosen.logprob, abs=0.02)
+            assert mine.logprob == pytest.approx(theirs.logprob, abs=0.02)
         await settle(service)
 
 
@@ -280,4 +280,4 @@ async def test_what_is_left_of_a_long_chat_is_written_together(
     packed, scattered = answers
     assert packed.ids == scattered.ids
     for mine, theirs in zip(packed.probs, scattered.probs, strict=True):
-        assert mine.chosen.logprob == pytest.approx(theirs.chosen.logprob, abs=0.05)
+        assert mine.logprob == pytest.approx(theirs.logprob, abs=0.05)

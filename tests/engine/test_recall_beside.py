@@ -13,7 +13,7 @@ import pytest
 from oracle import OpenService, ask, check_integrity, inside, settle, some_ids
 
 from towerd.config import WATCHING
-from towerd.engine.base import GenerateRequest, Ids, LiveBudget, Progress, SamplingParams
+from towerd.engine.base import GenerateRequest, Ids, LiveBudget, Progress
 from towerd.engine.embedded import indexing
 from towerd.engine.embedded.indexing import Indexer
 from towerd.engine.embedded.job import Job, Phase
@@ -163,7 +163,7 @@ async def test_a_cancelled_chat_leaves_no_index_behind(service_on: OpenService) 
     async with service_on(bundled_model(), **SETTINGS, ctx_size=2048) as service:
         for n_steps in (1, 4):
             request = GenerateRequest(
-                ids=some_ids(1500, n_steps), sampling=SamplingParams(temperature=0),
+                ids=some_ids(1500, n_steps), fields={"temperature": 0},
                 n_predict=10, live=live, return_progress=True,
             )  # fmt: skip
             generation = service.engine.generate(request)
@@ -233,12 +233,11 @@ async def test_a_chat_does_not_wait_for_less_than_it_has(
         if where == "parked":
             await ask(service, some_ids(50, 3), 2, scope="b")
         longer = np.concatenate([ids, np.array(answer.ids, np.int32), some_ids(20, 5)])
-        sampling = SamplingParams()
 
         def is_waiting(with_ids: Ids, other_live: LiveBudget, mine: LiveBudget) -> bool:
             scheduler = service.engine.scheduler
-            request = GenerateRequest(ids=longer, sampling=sampling, live=mine)
-            other = GenerateRequest(ids=with_ids, sampling=sampling, live=other_live)
+            request = GenerateRequest(ids=longer, live=mine)
+            other = GenerateRequest(ids=with_ids, live=other_live)
             running = Job(other, with_ids, len(with_ids), phase=Phase.PREFILL)
             scheduler.active.append(running)
             try:

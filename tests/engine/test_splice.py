@@ -121,7 +121,7 @@ def prefilled(oracle: Oracle, prompt: Ids, answer: Answer) -> np.ndarray:
 def difference(expected: np.ndarray, answer: Answer) -> float:
     """The largest one of the log-probabilities of the reply's tokens."""
     return max(
-        abs(float(each.chosen.logprob - row[each.chosen.id]))
+        abs(float(each.logprob - row[each.id]))
         for row, each in zip(expected, answer.probs, strict=True)
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import json
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -15,17 +16,28 @@ import numpy as np
 import numpy.typing as npt
 
 from towerd.config import Config
-from towerd.engine.base import Finish, GenerateRequest, Ids, Piece, SamplingParams, TokenProbs
+from towerd.engine.base import Finish, GenerateRequest, Ids, Piece
 from towerd.engine.embedded.attention import flash_attention
 from towerd.engine.embedded.context import LlamaContext
 from towerd.engine.embedded.model import LlamaModel
 from towerd.engine.embedded.vocab import Vocab
+from towerd.engine.embedded.wire_model import encode
 from towerd.service import Service
+from towerd.wire import Reply, Request, Writer
 
 T = TypeVar("T")
 Logits = npt.NDArray[np.float64]
-GREEDY = SamplingParams(temperature=0.0, n_probs=4, ignore_eos=True)
+GREEDY = {"temperature": 0.0, "n_probs": 4, "ignore_eos": True}
 OpenService = Callable[..., AbstractAsyncContextManager[Service]]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenProbs:
+    """A sampled token, its log-probability, and those of the best tokens in its place."""
+
+    id: int
+    logprob: float
+    top: dict[int, float]
 
 
 @dataclass(slots=True)
@@ -40,20 +52,28 @@ class Answer:
 
 async def ask(service: Service, ids: Any, n_predict: int = 8, **fields: Any) -> Answer:
     """Run a greedy request to its end."""
-    request = GenerateRequest(
-        ids=np.asarray(ids, np.int32), sampling=GREEDY, n_predict=n_predict, **fields
-    )
+    ids = np.asarray(ids, np.int32)
+    body = {**GREEDY, "prompt": ids, "n_predict": n_predict}
+    assert service.engine.wire is not None
+    wire = Request(service.engine.wire, "completion", encode(body))
+    reply, writer = Reply(wire, 0), Writer(wire)
+    request = GenerateRequest(ids=ids, reply=reply, n_predict=n_predict, **fields)
     text = ""
-    probs: list[TokenProbs] = []
     finish: Finish | None = None
     async for event in service.sessions.run(request):
         if isinstance(event, Piece):
             text += event.text
-            probs += event.probs
         if isinstance(event, Finish):
             finish = event
     assert finish is not None
+    said = json.loads(writer.final(reply, 0, finish.n_cached, b""))
+    probs = [_probs(token) for token in said.get("completion_probabilities", [])]
     return Answer(list(finish.ids), probs, finish, text)
+
+
+def _probs(token: dict[str, Any]) -> TokenProbs:
+    top = {one["id"]: one["logprob"] for one in token["top_logprobs"]}
+    return TokenProbs(token["id"], token["logprob"], top)
 
 
 def some_ids(n: int, seed: int = 0) -> Ids:
@@ -191,14 +211,14 @@ def check_answer(oracle: Oracle, prompt: Any, answer: Answer) -> float:
     assert len(answer.probs) == len(answer.ids) == len(expected)
     worst = 0.0
     for row, probs, token in zip(expected, answer.probs, answer.ids, strict=True):
-        assert probs.chosen.id == token
+        assert probs.id == token
         allowed = np.delete(row, oracle.forbidden)
         gap = float(allowed.max() - row[token])
         assert gap <= bound, (
             f"token {token} is {gap:.2e} below the most likely, allowed {bound:.2e}"
         )
-        for prob in (probs.chosen, *probs.top):
-            worst = max(worst, abs(prob.logprob - row[prob.id]))
+        for each, logprob in {**probs.top, token: probs.logprob}.items():
+            worst = max(worst, abs(logprob - row[each]))
     assert worst <= bound, f"log-probabilities differ by {worst:.2e}, allowed {bound:.2e}"
     return worst
 

@@ -13,7 +13,7 @@ import numpy as np
 from waiting import until_async
 
 from towerd.config import Config
-from towerd.engine.base import Finish, GenerateRequest, Ids, Piece, SamplingParams
+from towerd.engine.base import Finish, GenerateRequest, Ids, Piece
 from towerd.engine.llama_server.binary import library_env
 from towerd.engine.llama_server.engine import LlamaServerEngine
 from towerd.engine.llama_server.process import LlamaServerProcess
@@ -22,7 +22,7 @@ from towerd.session import Sessions
 from towerd.store import Store
 from towerd.tiers.manager import Tiers
 
-GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +52,12 @@ def prompt(n: int, seed: int = 0) -> Ids:
     return np.random.default_rng(seed).integers(260, 500, n).astype(np.int32)
 
 
-async def ask(sidecar: Sidecar, ids: Any, n_predict: int = 8, **fields: Any) -> tuple[str, Finish]:
+async def ask(
+    sidecar: Sidecar, ids: Any, n_predict: int = 8, stop: tuple[str, ...] = (), **more: Any
+) -> tuple[str, Finish]:
     """Run a greedy request to its end: its text and its Finish."""
-    request = GenerateRequest(np.asarray(ids, np.int32), GREEDY, n_predict, **fields)
+    fields = {**GREEDY, "stop": stop}
+    request = GenerateRequest(np.asarray(ids, np.int32), fields=fields, n_predict=n_predict, **more)
     text, last = "", None
     async for event in sidecar.sessions.run(request):
         if isinstance(event, Piece):

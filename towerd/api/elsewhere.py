@@ -8,7 +8,6 @@ from towerd.errors import NotSupported
 
 ELSEWHERE: tuple[tuple[str, str], ...] = (
     ("POST", "/props"),
-    ("POST", "/infill"),
     ("POST", "/embedding"),
     ("POST", "/embeddings"),
     ("POST", "/v1/embeddings"),
@@ -20,12 +19,6 @@ ELSEWHERE: tuple[tuple[str, str], ...] = (
     ("POST", "/lora-adapters"),
     ("POST", "/slots/{id_slot}"),
     ("POST", "/v1/chat/completions/control"),
-    ("POST", "/v1/responses"),
-    ("POST", "/responses"),
-    ("POST", "/v1/responses/input_tokens"),
-    ("POST", "/responses/input_tokens"),
-    ("POST", "/v1/messages"),
-    ("POST", "/v1/messages/count_tokens"),
     ("POST", "/v1/audio/transcriptions"),
     ("POST", "/audio/transcriptions"),
     ("GET", "/v1/stream"),

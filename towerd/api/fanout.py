@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 
 from towerd.api.keys import Runner
 from towerd.engine.base import Event, GenerateRequest
 
 Item = tuple[int, Event] | Exception | None
+MakeRequest = Callable[[], Awaitable[GenerateRequest]]
 
 
 class Events:
@@ -34,9 +35,9 @@ class Events:
 
 @asynccontextmanager
 async def fan_out(
-    runner: Runner, requests: Sequence[GenerateRequest], *, parallel: int, events_max: int
+    runner: Runner, requests: Sequence[MakeRequest], *, parallel: int, events_max: int
 ) -> AsyncIterator[Events]:
-    """Run `requests`, at most `parallel` at once. Leaving the context cancels what still runs
+    """Make and run `requests`, at most `parallel` at once. Leaving the context cancels what still runs
     and waits until every iterator is closed."""
     events = Events(events_max)
     waiting = iter(enumerate(requests))
@@ -62,12 +63,10 @@ async def fan_out(
         await asyncio.gather(driver, return_exceptions=True)
 
 
-async def _run(
-    runner: Runner, waiting: Iterator[tuple[int, GenerateRequest]], events: Events
-) -> None:
+async def _run(runner: Runner, waiting: Iterator[tuple[int, MakeRequest]], events: Events) -> None:
     """Run what waits, one after the other."""
-    for index, request in waiting:
-        iterator = runner.run(request)
+    for index, make in waiting:
+        iterator = runner.run(await make())
         try:
             async for event in iterator:
                 await events.queue.put((index, event))

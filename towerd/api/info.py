@@ -6,32 +6,21 @@ import asyncio
 import secrets
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
+from towerd import __version__
 from towerd.api.keys import CONFIG, METRICS, TENANT, Service, service_of
 from towerd.api.models import ftype, models_json
 from towerd.api.overview import may_see_slot, require_overview
 from towerd.api.reply import json_reply
-from towerd.api.sampling import default_sampling
-from towerd.api.settings import settings_json
-from towerd.api.shapes import FINGERPRINT
+from towerd.api.task import wire_of
 from towerd.config import Config
 from towerd.engine.base import Engine, SlotView
 from towerd.errors import NotSupported, Unavailable
 
-_MEDIA_MARKER = f"<__media_{secrets.token_hex(16)}__>"
-# What a template of this engine may count on: plain text in, plain text out.
-_TEMPLATE_CAPS = {
-    "supports_object_arguments": False,
-    "supports_parallel_tool_calls": False,
-    "supports_preserve_reasoning": False,
-    "supports_reasoning_effort": False,
-    "supports_string_content": True,
-    "supports_system_role": True,
-    "supports_tool_calls": False,
-    "supports_tools": False,
-    "supports_typed_content": False,
-}
+BUILD_INFO = f"towerd-{__version__}"
+MEDIA_MARKER = f"<__media_{secrets.token_hex(16)}__>"
 
 
 async def get_health(request: web.Request) -> web.Response:
@@ -54,27 +43,19 @@ async def get_props(request: web.Request) -> web.Response:
 
 def _props_json(engine: Engine, config: Config) -> dict[str, Any]:
     info = engine.info
-    return {
-        "default_generation_settings": {
-            "params": settings_json(default_sampling(info.metadata), brief=True),
-            "n_ctx": engine.n_ctx,
-        },
+    props: dict[str, Any] = msgspec.json.decode(wire_of(engine).props())
+    return props | {
         "total_slots": engine.n_slots,
         "model_alias": info.alias,
         "model_ftype": ftype(info),
         "model_path": info.path,
-        "modalities": {"vision": False, "video": False, "audio": False},
-        "media_marker": _MEDIA_MARKER,
+        "media_marker": MEDIA_MARKER,
         "endpoint_slots": config.slots_endpoint,
         "endpoint_props": False,
         "endpoint_metrics": config.metrics_endpoint,
         "ui": False,
         "ui_settings": {},
-        "chat_template": info.chat_template,
-        "chat_template_caps": _TEMPLATE_CAPS,
-        "bos_token": info.bos_token,
-        "eos_token": info.eos_token,
-        "build_info": FINGERPRINT,
+        "build_info": BUILD_INFO,
         "is_sleeping": False,
         "cors_proxy_enabled": False,
     }
@@ -101,14 +82,14 @@ def _slot_json(slot: SlotView) -> dict[str, Any]:
         "speculative": False,
         "is_processing": slot.is_processing,
     }
-    if slot.params is None:
+    if slot.request is None:
         return out
     return out | {
         "id_task": slot.id_task,
         "n_prompt_tokens": slot.n_tokens,
         "n_prompt_tokens_processed": slot.n_prompt_processed,
         "n_prompt_tokens_cache": slot.n_prompt_cached,
-        "params": settings_json(slot.params, brief=True),
+        "params": msgspec.json.decode(slot.request.settings(brief=True)),
         "next_token": [
             {
                 "has_next_token": slot.has_next_token,

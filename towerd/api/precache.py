@@ -10,7 +10,6 @@ from aiohttp import web
 
 from towerd.api import fields
 from towerd.api.body import read_object
-from towerd.api.chat import render_chat
 from towerd.api.fanout import Events, fan_out
 from towerd.api.fields import Body
 from towerd.api.keys import LIMITS, TENANT, Service, service_of
@@ -18,7 +17,7 @@ from towerd.api.own_segments import PUBLIC
 from towerd.api.pins import base_json, require_admin
 from towerd.api.prompts import PromptLimit, tokenize_mixed, tokenize_prompts
 from towerd.api.reply import error_event, json_reply
-from towerd.api.shapes import progress_json, reuse_json, timings_json
+from towerd.api.reuse import progress_json, reuse_json, timings_json
 from towerd.api.sse import EventStream
 from towerd.engine.base import Engine, Finish, GenerateRequest, Ids, ModuleMaker, Progress
 from towerd.errors import (
@@ -65,7 +64,7 @@ class BaseSpec:
     module: WantedModule | None = None
     """Set for `reuse: anywhere`; then `ids` end with the module's."""
 
-    def request(self) -> GenerateRequest:
+    async def request(self) -> GenerateRequest:
         """The request that evaluates it and generates nothing."""
         return GenerateRequest(
             ids=self.ids,
@@ -86,7 +85,7 @@ async def post_precache(request: web.Request) -> web.StreamResponse:
     spec = await _parse(body, service.engine, request[TENANT].scope)
     events_max = request.app[LIMITS].events_max
     async with fan_out(
-        service.sessions, [spec.request()], parallel=1, events_max=events_max
+        service.sessions, [spec.request], parallel=1, events_max=events_max
     ) as events:
         if fields.boolean(body, "stream", False):
             return await _stream(request, spec, events, service)
@@ -126,7 +125,7 @@ async def _parse(body: Body, engine: Engine, scope: str) -> BaseSpec:
 async def _ids(body: Body, engine: Engine) -> Ids:
     """The prompt of an ordinary base."""
     if body.get("messages") is not None:
-        prompt: Any = await render_chat({"add_generation_prompt": False, **body}, engine)
+        prompt: Any = await engine.apply_template({"add_generation_prompt": False, **body})
     else:
         prompt = body["prompt"]
     prompts = await tokenize_prompts(prompt, engine, PromptLimit(engine.n_ctx), 1)

@@ -71,6 +71,13 @@ def json_reply(
     return reply
 
 
+def raw_reply(body: bytes) -> web.Response:
+    """A reply that is JSON already."""
+    reply = web.Response(body=body)
+    reply.headers["Content-Type"] = JSON_TYPE
+    return reply
+
+
 def error_reply(error: TowerdError, headers: dict[str, str] | None = None) -> web.Response:
     """`{"error": {"code", "message", "type"}}` with the error's status."""
     return json_reply(error.body(), status=error.status, headers=headers)

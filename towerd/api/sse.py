@@ -62,17 +62,14 @@ class EventStream:
 
     async def send(self, values: Iterable[Any]) -> None:
         """One `data:` event per value. Raises ClientStalled, ConnectionResetError."""
-        await self._write(b"".join(b"data: %s\n\n" % encode(value) for value in values))
-
-    async def done(self) -> None:
-        """OpenAI's end mark."""
-        await self._write(b"data: [DONE]\n\n")
+        await self.write(b"".join(b"data: %s\n\n" % encode(value) for value in values))
 
     async def ping(self) -> None:
         """A comment that keeps impatient clients and proxies waiting."""
-        await self._write(b":\n\n")
+        await self.write(b":\n\n")
 
-    async def _write(self, data: bytes) -> None:
+    async def write(self, data: bytes) -> None:
+        """Events as they are. Raises ClientStalled, ConnectionResetError."""
         await write_or_stall(self._request, self.response, data)
 
     async def close(self) -> None:

@@ -2,60 +2,39 @@
 
 from __future__ import annotations
 
-import enum
-import secrets
-import string
-from collections.abc import Mapping
+import asyncio
+import hashlib
+import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+import msgspec
 
-from towerd.anticipate import can_anticipate
-from towerd.api import fields
-from towerd.api.chat import chat_fields, render_chat
-from towerd.api.constraint import chat_grammar, native_grammar
-from towerd.api.fields import INT32_MAX, Body
-from towerd.api.hints import Hints, agent_of
-from towerd.api.limits import Limits
+from towerd.api.hints import Hints
 from towerd.api.live import parse_live
-from towerd.api.models import check_model
-from towerd.api.off_loop import by_size, count
-from towerd.api.prompts import PromptLimit, tokenize_prompts
-from towerd.api.sampling import SEED_MASK, parse_sampling
+from towerd.api.off_loop import apart
+from towerd.api.prompts import PromptLimit
+from towerd.api.reply import encode
+from towerd.api.reuse import towerd_json
 from towerd.config import Config
-from towerd.engine.base import Engine, GenerateRequest, Ids, SamplingParams
-from towerd.errors import InvalidRequest
+from towerd.engine.base import (
+    Engine,
+    Event,
+    Finish,
+    GenerateRequest,
+    Ids,
+    LiveBudget,
+    Piece,
+    Progress,
+)
+from towerd.errors import InvalidRequest, NotSupported
 
+if TYPE_CHECKING:  # llama.cpp is loaded with the model, after the address is listened on
+    from towerd.wire import Endpoint, Model, Reply, Request, Writer
 
-class Shape(enum.Enum):
-    """Whose response format the endpoint speaks."""
-
-    NATIVE = "native"
-    COMPLETION = "completion"
-    CHAT = "chat"
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """One HTTP completion request: one GenerateRequest per choice, and how to present them."""
-
-    shape: Shape
-    id: str
-    model: str
-    requests: tuple[GenerateRequest, ...]
-    """In the order of their `index`: n for each prompt."""
-    n_per_prompt: int
-    stream: bool = False
-    include_usage: bool = False
-    timings_per_token: bool = False
-    return_tokens: bool = False
-    verbose: bool = False
-    response_fields: tuple[str, ...] = ()
-    ping_s: float | None = None
-    """Seconds of silence before an SSE comment; None: never."""
-
-
+WRITE_S_MAX = 1e-3
+"""Events that took longer to write are written apart from the event loop from then on."""
 _NO_HINTS = Hints()
 
 
@@ -67,121 +46,173 @@ class Caller:
     hints: Hints = _NO_HINTS
 
 
+class SpokenChat:
+    """The chat of one choice. See `towerd.engine.base.Chat`."""
+
+    def __init__(self, request: Request, writer: Writer, choice: int) -> None:
+        self._request = request
+        self._writer = writer
+        self._choice = choice
+        self._is_over = asyncio.Event()
+        self._is_whole = False
+
+    def said(self) -> None:
+        """The writer has all of the reply."""
+        self._is_whole = True
+        self._is_over.set()
+
+    def given_up(self) -> None:
+        """It will not get all of it, if it has not."""
+        self._is_over.set()
+
+    async def next_prompt(self) -> Ids | None:
+        await self._is_over.wait()
+        return await apart(self._next_prompt) if self._is_whole else None
+
+    def _next_prompt(self) -> Ids:
+        return self._request.next_prompt(self._writer.message(self._choice))
+
+
+class Task:
+    """One HTTP completion request: one GenerateRequest for each choice, and how to answer it."""
+
+    def __init__(self, wire: Request, first: Reply, writer: Writer, prompts: list[Ids]) -> None:
+        """first: the reply of the first choice."""
+        self.wire = wire
+        self.writer = writer
+        self.prompts = prompts
+        self.n_choices = wire.n_choices
+        self.template = GenerateRequest(ids=prompts[0])
+        """What all of its requests have in common."""
+        self._replies: dict[int, Reply] = {0: first}
+        self._chats: dict[int, SpokenChat] = {}
+        self._is_slow = False
+
+    @property
+    def ping_s(self) -> float | None:
+        """Seconds of silence before an SSE comment; None: never."""
+        return float(self.wire.ping_s) if self.wire.ping_s > 0 else None
+
+    def request_of(self, choice: int) -> Callable[[], Awaitable[GenerateRequest]]:
+        """Makes the request of a choice when its turn has come: samplers take memory."""
+
+        async def make() -> GenerateRequest:
+            if choice not in self._replies:
+                self._replies[choice] = await apart(_new_reply, self.wire, choice)
+            chat = self._chats[choice] = SpokenChat(self.wire, self.writer, choice)
+            return replace(
+                self.template,
+                ids=self.prompts[choice // self.wire.n_per_prompt],
+                reply=self._replies[choice],
+                chat=chat,
+            )
+
+        return make
+
+    async def events(self, choice: int, event: Event) -> bytes:
+        """The bytes of an event of a stream. Raises TowerdError."""
+        if isinstance(event, Piece) and event.chunk is not None:
+            return await self._timed(self.writer.partial, event.chunk)
+        if isinstance(event, Progress):
+            done = (event.total, event.cache, event.processed, int(event.time_ms))
+            return self.writer.progress(choice, *done)
+        if isinstance(event, Finish):
+            return await self.final(choice, event)
+        return b""
+
+    async def final(self, choice: int, finish: Finish) -> bytes:
+        """What closes a choice: its last events; or all of the reply, with its last choice.
+
+        Raises TowerdError."""
+        extra = b""
+        if self.wire.stream:
+            extra = encode({"towerd": towerd_json(finish)})
+        elif finish.truncated:  # for which OpenAI's shapes have no word
+            extra = encode({"towerd": {"truncated": True}})
+        reply = self._replies.pop(choice)
+        data = await apart(self.writer.final, reply, finish.slot, finish.n_cached, extra)
+        self._chats[choice].said()
+        return data
+
+    def error(self, body: dict[str, Any]) -> bytes:
+        """The event of an error in the middle of a stream."""
+        return self.writer.error(encode(body["error"]))
+
+    def close(self) -> None:
+        """It is answered, or given up."""
+        for chat in self._chats.values():
+            chat.given_up()
+
+    async def _timed(self, write: Callable[..., bytes], *args: Any) -> bytes:
+        if self._is_slow:
+            return await apart(write, *args)
+        began = time.perf_counter()
+        data = write(*args)
+        self._is_slow = time.perf_counter() - began > WRITE_S_MAX
+        return data
+
+
+def wire_of(engine: Engine) -> Model:
+    """Raises NotSupported if another process parses the requests to this model."""
+    if engine.wire is None:
+        raise NotSupported("This engine takes requests in llama-server's own process")
+    return engine.wire
+
+
 async def parse_task(
-    body: Body, shape: Shape, caller: Caller, engine: Engine, config: Config, limits: Limits
+    endpoint: Endpoint, body: bytes, caller: Caller, engine: Engine, config: Config
 ) -> Task:
-    """Check and tokenize a request body.
-
-    Raises InvalidRequest, ContextExceeded, NotFound (model), NotSupported."""
-    check_model(body, engine)
-    agent = caller.hints.agent
-    if shape is Shape.CHAT:
-        if agent is None:
-            agent = await by_size(count([body.get("messages"), body.get("tools")]), agent_of, body)
-        body = chat_fields(body)
-        grammar = await chat_grammar(body)
-        prompt: Any = await render_chat(body, engine)
-    else:
-        grammar = await native_grammar(body)
-        if "prompt" not in body:
-            raise InvalidRequest("'prompt' is required")
-        prompt = body["prompt"]
-    sampling = await parse_sampling(body, engine, grammar=grammar, n_probs_max=limits.probs_max)
-    n = fields.integer_in(body, ("n_cmpl", "n"), 1, 1, engine.n_slots)
-    template = replace(
-        _template(body, sampling, caller, config, limits),
-        agent=agent,
-        chat=_chat(body, shape),
-        live=parse_live(body, config, engine.n_ctx),
+    """Check and tokenize a request body. Raises WireError, InvalidRequest, ContextExceeded."""
+    task = await apart(_parse, wire_of(engine), endpoint, body)
+    wire = task.wire
+    live = parse_live(
+        {name: _field(wire, name) for name in ("retention", "live_budget")}, config, engine.n_ctx
     )
-    may_outgrow = template.live.policy in engine.outgrowing
+    task.template = _template(wire, task.prompts, caller, live)
+    may_outgrow = live.policy in engine.outgrowing
     limit = PromptLimit(engine.n_ctx, config.prompt_tokens_max if may_outgrow else 0)
-    prompts = await tokenize_prompts(prompt, engine, limit, limits.prompts_max)
-    n_choices = n * len(prompts)
-    if n_choices > limits.choices_max:
-        raise InvalidRequest(
-            f"A request may have {limits.choices_max} choices of all its prompts together, but "
-            f"this asks for {n_choices}"
-        )
-    return Task(
-        shape=shape,
-        id="chatcmpl-" + "".join(secrets.choice(_ALPHABET) for _ in range(32)),
-        model=engine.info.alias,
-        requests=await by_size(n_choices, _choices, template, prompts, n),
-        n_per_prompt=n,
-        stream=fields.boolean(body, "stream", False),
-        include_usage=fields.boolean(_options(body), "include_usage", False),
-        timings_per_token=fields.boolean(body, "timings_per_token", False),
-        return_tokens=fields.boolean(body, "return_tokens", False),
-        verbose=fields.boolean(body, "verbose", False),
-        response_fields=tuple(fields.strings(body, "response_fields")),
-        ping_s=_ping_s(body, limits),
-    )
+    limit.check([len(ids) for ids in task.prompts])
+    return task
 
 
-_ALPHABET = string.ascii_letters + string.digits
+def _parse(model: Model, endpoint: Endpoint, body: bytes) -> Task:
+    from towerd.wire import Reply, Request, Writer
+
+    request = Request(model, endpoint, body or b"{}")
+    prompts = request.prompts
+    if not prompts or not all(len(ids) for ids in prompts):
+        raise InvalidRequest('"prompt" must not be empty')
+    return Task(request, Reply(request, 0), Writer(request), prompts)
 
 
-def _options(body: Body) -> Mapping[str, Any]:
-    return fields.mapping(body, "stream_options")
+def _new_reply(request: Request, choice: int) -> Reply:
+    from towerd.wire import Reply
+
+    return Reply(request, choice)
 
 
-def _ping_s(body: Body, limits: Limits) -> float | None:
-    seconds = fields.integer_in(body, ("sse_ping_interval",), int(limits.ping_s), -1, INT32_MAX)
-    return float(seconds) if seconds > 0 else None
+def _field(wire: Request, name: str) -> Any:
+    value = wire.field(name)
+    return None if value is None else msgspec.json.decode(value)
 
 
 def _template(
-    body: Body, sampling: SamplingParams, caller: Caller, config: Config, limits: Limits
+    wire: Request, prompts: list[Ids], caller: Caller, live: LiveBudget
 ) -> GenerateRequest:
-    """The request without its prompt."""
-    for name in ("n_discard", "n_cache_reuse"):  # checked as llama-server does, used by nothing
-        fields.integer_in(body, (name,), 0, 0, INT32_MAX)
-    n_predict = fields.integer_in(
-        body, ("n_predict", "max_completion_tokens", "max_tokens"), config.n_predict, -1, INT32_MAX
-    )
     return GenerateRequest(
-        ids=_NO_IDS,
-        sampling=sampling,
-        n_predict=n_predict,
-        stop=_stop(body),
+        ids=prompts[0],
+        n_predict=wire.n_predict,
         scope=caller.scope,
         session=caller.hints.session,
         workflow=caller.hints.workflow,
-        cache_prompt=fields.boolean(body, "cache_prompt", True),
-        return_progress=fields.boolean(body, "return_progress", False)
-        and fields.boolean(body, "stream", False),
-        n_keep=fields.integer_in(body, ("n_keep",), 0, -1, INT32_MAX),
+        agent=caller.hints.agent or _agent(wire.agent),
+        cache_prompt=wire.cache_prompt,
+        return_progress=wire.return_progress and wire.stream,
+        n_keep=wire.n_keep,
+        live=live,
     )
 
 
-def _chat(body: Body, shape: Shape) -> Mapping[str, Any] | None:
-    """What the template needs of a chat request, in a list of our own: the body is emptied."""
-    if shape is not Shape.CHAT or not can_anticipate(body):
-        return None
-    kept = {name: body[name] for name in _TEMPLATE_FIELDS if name in body}
-    return {**kept, "messages": list(body["messages"])}
-
-
-_TEMPLATE_FIELDS = ("tools", "chat_template_kwargs", "reasoning_effort")
-_NO_IDS: Ids = np.zeros(0, dtype=np.int32)
-
-
-def _choices(template: GenerateRequest, prompts: list[Ids], n: int) -> tuple[GenerateRequest, ...]:
-    return tuple(_choice(template, ids, k) for ids in prompts for k in range(n))
-
-
-def _choice(template: GenerateRequest, ids: Ids, k: int) -> GenerateRequest:
-    """The k-th choice of one prompt: as llama-server, a fixed seed is counted up."""
-    sampling = template.sampling
-    if k and sampling.seed != -1:
-        sampling = replace(sampling, seed=(sampling.seed + k) & SEED_MASK)
-    return replace(template, ids=ids, sampling=sampling)
-
-
-def _stop(body: Body) -> tuple[str, ...]:
-    value = body.get("stop")
-    if value is None:
-        return ()
-    words = [value] if isinstance(value, str) else fields.strings(body, "stop")
-    return tuple(word for word in words if word)
+def _agent(said: bytes) -> str | None:
+    """A name for whoever has this system prompt and these tools; None: it has neither."""
+    return "~" + hashlib.blake2b(said, digest_size=8).hexdigest() if said else None

@@ -1,24 +1,27 @@
-"""POST /tokenize, /detokenize, /apply-template and the token counter."""
+"""POST /tokenize, /detokenize, /apply-template and the token counters."""
 
 from __future__ import annotations
 
 import codecs
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 from aiohttp import web
 
 from towerd.api import fields
-from towerd.api.body import read_object
-from towerd.api.chat import render_chat
+from towerd.api.body import read_bytes, read_object
 from towerd.api.hints import hints_of
 from towerd.api.keys import TENANT, service_of
-from towerd.api.off_loop import by_size
+from towerd.api.off_loop import apart, by_size
 from towerd.api.prompts import checked_ids, tokenize_mixed
-from towerd.api.reply import encode, json_reply
+from towerd.api.reply import encode, json_reply, raw_reply
+from towerd.api.task import wire_of
 from towerd.engine.base import Engine, Ids
 from towerd.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from towerd.wire import Endpoint
 
 
 async def post_tokenize(request: web.Request) -> web.Response:
@@ -89,17 +92,29 @@ def _text(tokens: Any, engine: Engine) -> str:
 async def post_apply_template(request: web.Request) -> web.Response:
     """A chat request to the prompt text that it would be evaluated as."""
     _announce(request)
-    body = await read_object(request)
-    return json_reply({"prompt": await render_chat(body, service_of(request).engine)})
+    wire = wire_of(service_of(request).engine)
+    return raw_reply(await apart(wire.apply_template, bytes(await read_bytes(request))))
 
 
-async def post_input_tokens(request: web.Request) -> web.Response:
-    """How many tokens a chat request's prompt has."""
+async def post_chat_tokens(request: web.Request) -> web.Response:
+    """How many tokens the prompt of a chat completion has."""
+    return await _count(request, "chat")
+
+
+async def post_responses_tokens(request: web.Request) -> web.Response:
+    """How many tokens the prompt of a Responses request has."""
+    return await _count(request, "responses")
+
+
+async def post_messages_tokens(request: web.Request) -> web.Response:
+    """How many tokens the prompt of a Messages request has."""
+    return await _count(request, "messages")
+
+
+async def _count(request: web.Request, endpoint: Endpoint) -> web.Response:
     _announce(request)
-    engine = service_of(request).engine
-    text = await render_chat(await read_object(request), engine)
-    ids = await engine.tokenize(text, add_special=True, parse_special=True)
-    return json_reply({"input_tokens": len(ids), "object": "response.input_tokens"})
+    wire = wire_of(service_of(request).engine)
+    return raw_reply(await apart(wire.count_tokens, endpoint, bytes(await read_bytes(request))))
 
 
 def _announce(request: web.Request) -> None:

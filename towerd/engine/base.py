@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,50 +17,10 @@ from towerd.drift import Drift
 from towerd.slots.fingerprint import Fingerprint
 from towerd.store.module import Module
 
+if TYPE_CHECKING:  # only the embedded engine needs llama.cpp in this process
+    from towerd.wire import Chunk, Model, Reply, Request
+
 Ids: TypeAlias = npt.NDArray[np.int32]
-
-DEFAULT_SAMPLERS = (
-    "penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature",
-)  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """llama-server's sampling fields under their own names and with their own defaults."""
-
-    seed: int = -1
-    temperature: float = 0.8
-    dynatemp_range: float = 0.0
-    dynatemp_exponent: float = 1.0
-    top_k: int = 40
-    top_p: float = 0.95
-    min_p: float = 0.05
-    top_n_sigma: float = -1.0
-    xtc_probability: float = 0.0
-    xtc_threshold: float = 0.1
-    typical_p: float = 1.0
-    repeat_last_n: int = 64
-    repeat_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    dry_multiplier: float = 0.0
-    dry_base: float = 1.75
-    dry_allowed_length: int = 2
-    dry_penalty_last_n: int = 64
-    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
-    mirostat: int = 0
-    mirostat_tau: float = 5.0
-    mirostat_eta: float = 0.1
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token id, added logit); -inf forbids the token."""
-    grammar: str = ""
-    """GBNF; a json_schema is converted to it by the API before it gets here."""
-    samplers: tuple[str, ...] = DEFAULT_SAMPLERS
-    min_keep: int = 0
-    ignore_eos: bool = False
-    n_probs: int = 0
-    """How many alternatives to report per token; 0 reports none."""
-    post_sampling_probs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +37,28 @@ class LiveBudget:
         return self.policy not in ("none", "shift")
 
 
+class Chat(Protocol):
+    """The chat that a prompt was rendered from."""
+
+    async def next_prompt(self) -> Ids | None:
+        """Wait until the reply is complete and return the tokens that every next request of this
+        chat begins with, none or None if that cannot be said. Raises TowerdError."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One completion of one prompt."""
 
     ids: Ids
     """The whole prompt, at least one token, special tokens already in place."""
-    sampling: SamplingParams = field(default_factory=SamplingParams)
+    reply: Reply | None = None
+    """What samples and keeps the text; None: the engine makes one of `fields` if it generates."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of a POST /completion, such as `temperature` and `stop`, where there is no `reply`."""
     n_predict: int = -1
     """Tokens to generate; -1: until EOG or the context is full (where the chat may
     outgrow that: as many tokens as it holds); 0: only evaluate the prompt."""
-    stop: tuple[str, ...] = ()
     scope: str = "local"
     """Tenant scope; comes from the authenticated key, never from the body."""
     session: str | None = None
@@ -100,32 +71,14 @@ class GenerateRequest:
     """What stays in the live context as the chat grows."""
     background: bool = False
     """Nobody waits for it: it runs while nothing else does, and ends early when something comes."""
-    chat: Mapping[str, Any] | None = None
-    """The chat request that `ids` were rendered from, as far as the template needs it; None: it
-    is no chat."""
+    chat: Chat | None = None
+    """The chat that `ids` were rendered from; None: it is no chat."""
     workflow: str | None = None
     """The client's X-Towerd-Workflow."""
     agent: str | None = None
     """The client's X-Towerd-Agent, else a digest of system prompt and tools; None: neither."""
     precache: str | None = None
     """Name of a base when this evaluates a precached prompt: stored, pinned, no session."""
-
-
-@dataclass(frozen=True, slots=True)
-class TokenProb:
-    """One candidate: id, its bytes, natural-log probability."""
-
-    id: int
-    piece: bytes
-    logprob: float
-
-
-@dataclass(frozen=True, slots=True)
-class TokenProbs:
-    """The sampled token and its `n_probs` most likely alternatives, best first."""
-
-    chosen: TokenProb
-    top: tuple[TokenProb, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,12 +93,12 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Newly certain text. `ids` are the tokens generated since the last Piece (maybe none of
-    their text is certain yet, so `text` can be empty)."""
+    """Generated tokens, and the text that is certain with them (it may be empty)."""
 
     text: str
     ids: tuple[int, ...]
-    probs: tuple[TokenProbs, ...] = ()
+    chunk: Chunk | None = None
+    """What a writer makes events of; None: another process writes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +178,8 @@ class Finish:
     n_rows: int | None = None
     """How many leading tokens have rows that the store has or gets; None: `n_cached`. Less for a
     chat that was thinned or shortened."""
+    slot: int = -1
+    """Where GET /slots showed it."""
 
 
 Event: TypeAlias = Progress | Started | Piece | Finish
@@ -266,7 +221,8 @@ class SlotView:
     session: str | None
     n_tokens: int
     n_decoded: int
-    params: SamplingParams | None
+    request: Request | None
+    """The request that it runs or ran last; None: there was none, or it was not a client's."""
     scope: str = ""
     """The tenant whose request it runs or ran last; empty: that is not known, or there was none."""
     id_task: int = -1
@@ -335,6 +291,8 @@ class Engine(Protocol):
     name: str
     """`embedded` or `llama-server`."""
     info: ModelInfo
+    wire: Model | None
+    """How requests to this model are parsed; None: another process does it."""
     n_ctx: int
     """Tokens one sequence may hold."""
     n_slots: int

@@ -26,12 +26,14 @@ from towerd.wire._wire import (
     RerankRequest,
     Writer,
 )
+from towerd.wire.endpoint import Endpoint
 from towerd.wire.error import WireError
 from towerd.wire.settings import Settings, recommended
 
 __all__ = [
     "Chunk",
     "EmbeddingRequest",
+    "Endpoint",
     "Model",
     "Reply",
     "Request",

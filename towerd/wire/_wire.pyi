@@ -4,11 +4,9 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from towerd.wire.endpoint import Endpoint
+
 Ids: TypeAlias = npt.NDArray[np.int32]
-Endpoint: TypeAlias = Literal[
-    "completion", "completions", "chat", "responses", "messages", "infill"
-]
-"""POST /completion, /v1/completions, /v1/chat/completions, /v1/responses, /v1/messages, /infill."""
 
 class Model:
     """A model as llama-server serves it: its vocabulary, chat templates and defaults. Never
@@ -89,8 +87,8 @@ class Request:
 
     def next_prompt(self, message: bytes) -> Ids:
         """The tokens that every next request of this chat begins with, if its client sends the
-        reply back as `Writer.message` has it. Empty if this is no chat, or a very long one. Raises
-        WireError."""
+        reply back as `Writer.message` has it. Empty if this is no chat, a very long one, or one whose
+        client began the reply. Raises WireError."""
 
 class Chunk:
     """What one token made of a reply."""
@@ -136,6 +134,8 @@ class Reply:
     def end_reasoning(self) -> bool:
         """End its reasoning with the next tokens; False: there is none to end."""
 
+    @property
+    def request(self) -> Request: ...
     @property
     def choice(self) -> int: ...
     @property

@@ -127,6 +127,8 @@ class LlamaContext:
                 f"llama.cpp cannot make a context of {n_cells} tokens: "
                 f"{last_errors() or 'no reason given'}; lower --live-tokens or --ctx-size."
             )
+        self.address = int(ctypes.cast(self.ptr, ctypes.c_void_p).value or 0)
+        """Of the `llama_context`."""
         self._mem = lib.llama_get_memory(self.ptr)
         self.n_vocab = int(lib.llama_vocab_n_tokens(model.vocab_ptr))
         self.n_cells = int(lib.llama_n_ctx(self.ptr))

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from towerd.config import RETENTIONS, Config
@@ -27,14 +28,13 @@ from towerd.engine.embedded.job import Job, Phase
 from towerd.engine.embedded.materialise import Materialiser
 from towerd.engine.embedded.modules import EmbeddedModules
 from towerd.engine.embedded.pool import LivePool
-from towerd.engine.embedded.preparing import Preparer, takes_long
 from towerd.engine.embedded.recall import RecallLimits
 from towerd.engine.embedded.resume import Resumer
 from towerd.engine.embedded.retokenize import Retokenizer
 from towerd.engine.embedded.scheduler import Scheduler
 from towerd.engine.embedded.splice import Splicer
-from towerd.engine.embedded.template import ChatTemplate
 from towerd.engine.embedded.thinning import Thinner
+from towerd.engine.embedded.wire_model import encode, open_wire
 from towerd.errors import (
     ConfigError,
     ContextExceeded,
@@ -45,6 +45,7 @@ from towerd.errors import (
 )
 from towerd.tiers.boundary import BoundaryTier
 from towerd.tiers.manager import Tiers
+from towerd.wire import Model, Reply, Request
 
 PARKED_SHARE = 4
 """Thinned chats that left the context take at most one part in this many of --hot-bytes."""
@@ -102,6 +103,8 @@ class EmbeddedEngine:
     ) -> None:
         """boundaries: needed for a model whose memory has a state"""
         self.info = core.info
+        self.retokenizer = Retokenizer(core.vocab)
+        self.wire: Model | None = open_wire(core, config, self.retokenizer)
         self.n_ctx = core.n_ctx
         self.n_slots = config.parallel
         self.core = core
@@ -136,14 +139,10 @@ class EmbeddedEngine:
             core.context,
             self.pool,
             self.materialiser,
-            core.vocab,
             n_ctx=core.n_ctx,
             parallel=config.parallel,
             queue_max=config.queue_max,
             deliver=self._deliver,
-        )
-        self._preparer = Preparer(
-            core.vocab, core.n_ctx, config.queue_max, self.scheduler.submit, self._not_prepared
         )
         self._check_retention(config)
         self.outgrowing: Collection[str] = {
@@ -153,14 +152,6 @@ class EmbeddedEngine:
         }
         self.embedded_modules = EmbeddedModules(core, self.scheduler, self.splicer)
         self.modules: ModuleMaker | None = self.embedded_modules
-        self.template = ChatTemplate(
-            config.chat_template_source() or core.info.chat_template,
-            core.info.bos_token,
-            core.info.eos_token,
-            add_bos=core.vocab.add_bos,
-            add_eos=core.vocab.add_eos,
-        )
-        self.retokenizer = Retokenizer(core.vocab)
         self._text = ThreadPoolExecutor(2, "towerd-text")
         self._big_text = ThreadPoolExecutor(1, "towerd-big-text")
 
@@ -186,16 +177,23 @@ class EmbeddedEngine:
         if len(ids) >= self.n_ctx and request.live.policy not in self.outgrowing:
             raise ContextExceeded.of_request(len(ids), self.n_ctx)
         generation = EmbeddedGeneration(self.scheduler, self._loop)
-        generation.job = Job(request, ids, len(ids))
+        generation.job = Job(request, ids, len(ids), output=request.reply or self._reply(request))
         self._generations[id(generation.job)] = generation
         self._all_ended.clear()
-        is_slow = takes_long(request.sampling)
         try:
-            (self._preparer.add if is_slow else self.scheduler.submit)(generation.job)
+            self.scheduler.submit(generation.job)
         except TowerdError:
             self._forget(generation.job)
             raise
         return generation
+
+    def _reply(self, request: GenerateRequest) -> Reply | None:
+        """Of a request that no client made. Raises InvalidRequest."""
+        if request.n_predict == 0:
+            return None
+        assert self.wire is not None
+        asked = {"prompt": request.ids, "n_predict": request.n_predict, **request.fields}
+        return Reply(Request(self.wire, "completion", encode(asked)), 0)
 
     async def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> Ids:
         # A text of megabytes takes seconds: others must not wait behind it.
@@ -210,7 +208,9 @@ class EmbeddedEngine:
         return await self._loop.run_in_executor(self._text, self.core.vocab.detokenize, array)
 
     async def apply_template(self, body: Mapping[str, Any]) -> str:
-        return await self._loop.run_in_executor(self._text, self.template.render, body)
+        assert self.wire is not None
+        reply = await self._loop.run_in_executor(self._text, self.wire.apply_template, encode(body))
+        return str(msgspec.json.decode(reply)["prompt"])
 
     def pieces(self, ids: Sequence[int]) -> list[bytes]:
         return [self.core.vocab.pieces[i] for i in ids]
@@ -290,7 +290,6 @@ class EmbeddedEngine:
 
     async def close(self) -> None:
         await asyncio.to_thread(self.embedded_modules.close)
-        await asyncio.to_thread(self._preparer.close)
         await asyncio.to_thread(self.scheduler.close)
         await asyncio.to_thread(self.materialiser.close)
         self._text.shutdown()
@@ -301,10 +300,6 @@ class EmbeddedEngine:
         self._loop.call_soon_threadsafe(self._dispatch, events)
         if any(isinstance(event, Started) for _, event in events):
             time.sleep(_HEAD_START_S)
-
-    def _not_prepared(self, job: Job, error: TowerdError) -> None:
-        """A worker thread to the event loop: the job was never queued."""
-        self._loop.call_soon_threadsafe(self._dispatch, [(job, error)])
 
     def _dispatch(self, events: list[tuple[Job, Any]]) -> None:
         for job, event in events:

@@ -21,11 +21,10 @@ from towerd.engine.base import (
     Timings,
 )
 from towerd.engine.embedded.context import Buffer
-from towerd.engine.embedded.output import OutputText
 from towerd.engine.embedded.pool import LiveSeq, common_prefix
 from towerd.engine.embedded.retained import Observed
-from towerd.engine.embedded.sampler import Sampler
 from towerd.store import Taint
+from towerd.wire import Reply
 
 if TYPE_CHECKING:
     from towerd.engine.embedded.splice import Splice
@@ -80,11 +79,11 @@ class Job:
     phase: Phase = Phase.WAITING
     cancelled: bool = False
     seq: LiveSeq | None = None
-    sampler: Sampler | None = None
-    output: OutputText | None = None
+    output: Reply | None = None
+    """Samples, and keeps the text; None: nothing is generated."""
     reuse: Reuse = field(default_factory=Reuse)
     reply: list[int] = field(default_factory=list)
-    """Sampled tokens whose text was sent or is held back only for UTF-8 or a stop string."""
+    """The sampled tokens."""
     saved: Saved | None = None
     """What a preempted job had live."""
     gave_way: bool = False
@@ -184,7 +183,7 @@ class Job:
             session=self.request.session,
             n_tokens=self.n,
             n_decoded=len(self.reply),
-            params=self.request.sampling,
+            request=None if self.output is None else self.output.request,
             scope=self.request.scope,
             id_task=self.task,
             n_prompt_processed=max(0, min(self.n_live, self.n_prompt) - cached),
@@ -219,6 +218,7 @@ class Job:
             reuse=self.reuse,
             truncated=self.truncated or self.is_full or self._is_thinned,
             n_rows=self._n_rows(),
+            slot=self.slot,
         )
 
     @property

@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
+from towerd.engine.base import Piece, StopType
 from towerd.engine.embedded.background import (
     Background,
     is_background,
@@ -28,11 +29,8 @@ from towerd.engine.embedded.idle import IdleSequences
 from towerd.engine.embedded.inbox import Inbox
 from towerd.engine.embedded.job import Job, Phase
 from towerd.engine.embedded.materialise import Loaded, Materialiser, RowsMissing
-from towerd.engine.embedded.output import OutputText
 from towerd.engine.embedded.pool import LivePool, common_prefix
-from towerd.engine.embedded.sampler import Sampler
 from towerd.engine.embedded.slot_table import SlotTable
-from towerd.engine.embedded.vocab import Vocab
 from towerd.errors import TowerdError, Unavailable
 
 log = logging.getLogger(__name__)
@@ -56,7 +54,6 @@ class Scheduler:
         context: LlamaContext,
         pool: LivePool,
         materialiser: Materialiser,
-        vocab: Vocab,
         *,
         n_ctx: int,
         parallel: int,
@@ -66,7 +63,6 @@ class Scheduler:
         self.context = context
         self.pool = pool
         self.materialiser = materialiser
-        self.vocab = vocab
         self.n_ctx = n_ctx
         self.parallel = parallel
         self.queue_max = queue_max
@@ -248,12 +244,10 @@ class Scheduler:
         try:
             if job.n >= self.n_ctx and job.request.live.policy == "shift":
                 self.materialiser.shift(job, self.n_ctx)
-            if job.sampler is None:
-                job.sampler = Sampler(job.request.sampling, self.vocab, self.n_ctx)
-            if job.output is None:
-                job.sampler.accept_prompt(job.ids)
-                job.output = OutputText(job.request.stop)
-            job.t_prompt = job.t_prompt or time.monotonic()
+            if not job.t_prompt:
+                job.t_prompt = time.monotonic()
+                if job.output is not None:
+                    job.output.accept_prompt(job.ids)
             evict = nothing_to_evict if is_background(job) else self.idle.evict_one
             if not self.materialiser.begin(job, self._capacity(job), evict):
                 return False
@@ -380,44 +374,40 @@ class Scheduler:
                 job.reuse = replace(job.reuse, kept=job.seq.n_cells)
             job.t_first = time.monotonic()
             self._emit(job, job.started())
+            if job.output is not None:
+                n_cached = job.reuse.live + job.reuse.hot + job.reuse.warm
+                prompt_ms = (job.t_first - job.t_prompt) * 1e3
+                job.output.started(n_cached, job.reuse.prefill, prompt_ms)
         job.phase = Phase.DECODE
         if job.request.n_predict == 0:
             self._finish(job, "limit")
 
     def _sample(self, job: Job) -> None:
-        assert job.sampler is not None
         assert job.output is not None
-        token = job.sampler.sample(self.context.ptr, job.logits_index)
-        probs = job.sampler.probs(self.context.ptr, job.logits_index, token)
-        job.sampler.accept(token)
-        job.push(token)
-        eog = self.vocab.is_eog(token)
-        piece = b"" if eog else self.vocab.rendered(token)
-        emitted = job.output.push(token, piece, probs)
-        if emitted.text or emitted.ids:
-            self._emit(job, emitted.piece())
-        if emitted.stopped:
-            self._finish(job, "word")
-        elif eog:
-            self._finish(job, "eos")
+        shifts = job.request.live.policy == "shift"
+        may_go_on = shifts or self.thinner.may_outgrow(job.request.live)
+        is_full = job.n + 1 >= self.n_ctx and not may_go_on
+        chunk = job.output.step(self.context.address, job.logits_index, is_full)
+        job.push(chunk.token)
+        self._emit(job, Piece(chunk.text.decode("utf-8", "replace"), (chunk.token,), chunk))
+        if chunk.stop:
+            job.is_full = is_full and chunk.stop == "limit"
+            self._finish(job, chunk.stop)
         elif len(job.reply) >= job.n_reply_max(self.n_ctx):
             self._finish(job, "limit")
-        elif job.n >= self.n_ctx and job.request.live.policy == "shift":
+        elif job.n >= self.n_ctx and shifts:
             self._requeue(job)  # it is shortened when it begins again
-        elif job.n >= self.n_ctx and not self.thinner.may_outgrow(job.request.live):
-            job.is_full = True
-            self._finish(job, "limit")
 
     # ---- endings ----------------------------------------------------------------------------
 
-    def _finish(self, job: Job, stop: Any) -> None:
-        """Close the job's text and emit Finish; its sequence stays busy until `release`."""
+    def _finish(self, job: Job, stop: StopType) -> None:
+        """Emit Finish; the job's sequence stays busy until `release`."""
         n_kept, word = len(job.reply), ""
         if job.output is not None:
-            last = job.output.finish()
-            if last.text or last.ids:
-                self._emit(job, last.piece())
-            n_kept, word = job.output.n_kept, job.output.word
+            if stop == "limit" and not job.output.stop:
+                job.output.limit(False)
+            n_kept = job.output.n_kept
+            word = job.output.stopping_word.decode("utf-8", "replace")
         self._leave(job)
         self._emit(job, job.finish(stop, word, n_kept))
 
@@ -433,9 +423,6 @@ class Scheduler:
         job.phase = Phase.DONE
         if job in self.active:
             self.active.remove(job)
-        if job.sampler is not None:
-            job.sampler.close()
-            job.sampler = None
         if job.splice is not None:
             job.splice.abandon()
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -34,6 +34,9 @@ from towerd.tiers.manager import Tiers
 from towerd.traffic import Traffic
 from towerd.wakeup import shorten_slice
 
+if TYPE_CHECKING:
+    from towerd.wire import Model
+
 log = logging.getLogger(__name__)
 
 POLL_S = 0.5
@@ -49,6 +52,7 @@ class LlamaServerEngine:
     """Make it on the event loop; see `towerd.engine.llama_server.opening`."""
 
     name = "llama-server"
+    wire: Model | None = None
     modules: ModuleMaker | None = None
     outgrowing: Collection[str] = ()  # it refuses such a prompt even where it shifts its context
 

@@ -30,8 +30,9 @@ public:
     // Raises Refused: samplers that cannot be made, a bad grammar.
     Reply(std::shared_ptr<const Request> request, size_t choice);
 
-    const Request & request() const { return *request_; }
-    size_t          choice() const { return choice_; }
+    const Request &                request() const { return *request_; }
+    std::shared_ptr<const Request> shared_request() const { return request_; }
+    size_t                         choice() const { return choice_; }
 
     // Lets the penalties see the tokens that are evaluated before the reply.
     void accept_prompt(const llama_token * tokens, size_t n);

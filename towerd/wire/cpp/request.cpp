@@ -61,6 +61,11 @@ bool speaks_reasoning(const json & messages) {
     });
 }
 
+// A reply that the client began: its text is in two places.
+bool ends_in_reply(const json & messages) {
+    return messages.empty() || (messages.back().is_object() && json_value(messages.back(), "role", std::string()) == "assistant");
+}
+
 // What may follow a reply: the user's words, or a tool's answer if it called one.
 json next_message(const json & reply, const char * content) {
     if (reply.contains("tool_calls") && reply.at("tool_calls").is_array() && !reply.at("tool_calls").empty()) {
@@ -205,7 +210,7 @@ common_params_sampling Request::sampling_of(size_t choice) const {
 
 llama_tokens Request::next_prompt(const std::string & message) const {
     return answering(ERROR_TYPE_INVALID_REQUEST, [&] {
-        if (!chat_.is_object()) {
+        if (!chat_.is_object() || ends_in_reply(chat_.at("messages"))) {
             return llama_tokens();
         }
         json reply = json::parse(message);

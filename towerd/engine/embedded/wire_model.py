@@ -1,0 +1,55 @@
+"""The loaded model as `towerd.wire` takes it: with the daemon's settings and its tokenizer."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from towerd.config import Config
+from towerd.engine.embedded.core import Core
+from towerd.engine.embedded.retokenize import Retokenizer
+from towerd.errors import ConfigError
+from towerd.wire import Model, Settings, recommended
+
+KEPT_FIELDS = ("retention", "live_budget")
+"""Fields of a body that are towerd's own."""
+
+
+def open_wire(core: Core, config: Config, retokenizer: Retokenizer) -> Model:
+    """Raises ConfigError: a chat template that does not parse or renders no example."""
+    settings = Settings(
+        name=core.info.alias,
+        n_ctx=core.n_ctx,
+        n_parallel=config.parallel,
+        n_batch=config.batch_size,
+        chat_template=config.chat_template_source() or "",
+        defaults={**recommended(core.info.metadata), "n_predict": config.n_predict},
+        kept_fields=KEPT_FIELDS,
+    )
+    address = ctypes.cast(core.model.ptr, ctypes.c_void_p).value
+    assert address is not None
+
+    def tokenize(text: str) -> Any:
+        return retokenizer.tokenize(text, add_special=True, parse_special=True)
+
+    try:
+        return Model(address, settings.encode(), tokenize)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"The chat template cannot be used: {error}. Give another with --chat-template-file."
+        ) from error
+
+
+def encode(body: Mapping[str, Any]) -> bytes:
+    """A request body as JSON; arrays of token ids become lists."""
+    return msgspec.json.encode(body, enc_hook=_plain)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is not JSON")
