@@ -18,7 +18,7 @@ from towerd.slots.fingerprint import Fingerprint
 from towerd.store.module import Module
 
 if TYPE_CHECKING:  # only the embedded engine needs llama.cpp in this process
-    from towerd.wire import Chunk, Model, Reply, Request
+    from towerd.wire import Chunk, Reply, Request, WireThreads
 
 Ids: TypeAlias = npt.NDArray[np.int32]
 
@@ -291,7 +291,7 @@ class Engine(Protocol):
     name: str
     """`embedded` or `llama-server`."""
     info: ModelInfo
-    wire: Model | None
+    wire: WireThreads | None
     """How requests to this model are parsed; None: another process does it."""
     n_ctx: int
     """Tokens one sequence may hold."""

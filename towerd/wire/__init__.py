@@ -29,6 +29,7 @@ from towerd.wire._wire import (
 from towerd.wire.endpoint import Endpoint
 from towerd.wire.error import WireError
 from towerd.wire.settings import Settings, recommended
+from towerd.wire.threads import WireThreads
 
 __all__ = [
     "Chunk",
@@ -40,6 +41,7 @@ __all__ = [
     "RerankRequest",
     "Settings",
     "WireError",
+    "WireThreads",
     "Writer",
     "recommended",
 ]

@@ -35,7 +35,7 @@ from towerd.traffic import Traffic
 from towerd.wakeup import shorten_slice
 
 if TYPE_CHECKING:
-    from towerd.wire import Model
+    from towerd.wire import WireThreads
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class LlamaServerEngine:
     """Make it on the event loop; see `towerd.engine.llama_server.opening`."""
 
     name = "llama-server"
-    wire: Model | None = None
+    wire: WireThreads | None = None
     modules: ModuleMaker | None = None
     outgrowing: Collection[str] = ()  # it refuses such a prompt even where it shifts its context
 
