@@ -55,7 +55,7 @@ async def ask(service: Service, ids: Any, n_predict: int = 8, **fields: Any) -> 
     ids = np.asarray(ids, np.int32)
     body = {**GREEDY, "prompt": ids, "n_predict": n_predict}
     assert service.engine.wire is not None
-    wire = Request(service.engine.wire, "completion", encode(body))
+    wire = Request(service.engine.wire.model, "completion", encode(body))
     reply, writer = Reply(wire, 0), Writer(wire)
     request = GenerateRequest(ids=ids, reply=reply, n_predict=n_predict, **fields)
     text = ""

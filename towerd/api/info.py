@@ -43,7 +43,7 @@ async def get_props(request: web.Request) -> web.Response:
 
 def _props_json(engine: Engine, config: Config) -> dict[str, Any]:
     info = engine.info
-    props: dict[str, Any] = msgspec.json.decode(wire_of(engine).props())
+    props: dict[str, Any] = msgspec.json.decode(wire_of(engine).model.props())
     return props | {
         "total_slots": engine.n_slots,
         "model_alias": info.alias,

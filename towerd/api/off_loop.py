@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -17,16 +15,6 @@ ITEMS_INLINE_MAX = 1000
 """Python takes about a microsecond per item, and the loop never stops for 5 ms."""
 _NUMBERS_PER_ITEM = 1000
 """Of an array: numpy takes a nanosecond or two for each."""
-
-
-_apart = ThreadPoolExecutor(2, "towerd-apart")
-
-
-async def apart(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """`work(...)` in one of two threads for what may take a second: the threads that record turns
-    and read bodies stay free for others."""
-    loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(_apart, partial(work, *args, **kwargs))
 
 
 async def by_size(items: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -13,7 +13,6 @@ import msgspec
 
 from towerd.api.hints import Hints
 from towerd.api.live import parse_live
-from towerd.api.off_loop import apart
 from towerd.api.prompts import PromptLimit
 from towerd.api.reply import encode
 from towerd.api.reuse import towerd_json
@@ -31,7 +30,7 @@ from towerd.engine.base import (
 from towerd.errors import InvalidRequest, NotSupported
 
 if TYPE_CHECKING:  # llama.cpp is loaded with the model, after the address is listened on
-    from towerd.wire import Endpoint, Model, Reply, Request, Writer
+    from towerd.wire import Endpoint, Reply, Request, WireThreads, Writer
 
 WRITE_S_MAX = 1e-3
 """Events that took longer to write are written apart from the event loop from then on."""
@@ -49,7 +48,8 @@ class Caller:
 class SpokenChat:
     """The chat of one choice. See `towerd.engine.base.Chat`."""
 
-    def __init__(self, request: Request, writer: Writer, choice: int) -> None:
+    def __init__(self, threads: WireThreads, request: Request, writer: Writer, choice: int) -> None:
+        self._threads = threads
         self._request = request
         self._writer = writer
         self._choice = choice
@@ -67,7 +67,7 @@ class SpokenChat:
 
     async def next_prompt(self) -> Ids | None:
         await self._is_over.wait()
-        return await apart(self._next_prompt) if self._is_whole else None
+        return await self._threads.call(0, self._next_prompt) if self._is_whole else None
 
     def _next_prompt(self) -> Ids:
         return self._request.next_prompt(self._writer.message(self._choice))
@@ -76,8 +76,11 @@ class SpokenChat:
 class Task:
     """One HTTP completion request: one GenerateRequest for each choice, and how to answer it."""
 
-    def __init__(self, wire: Request, first: Reply, writer: Writer, prompts: list[Ids]) -> None:
+    def __init__(
+        self, threads: WireThreads, wire: Request, first: Reply, prompts: list[Ids], writer: Writer
+    ) -> None:
         """first: the reply of the first choice."""
+        self._threads = threads
         self.wire = wire
         self.writer = writer
         self.prompts = prompts
@@ -98,8 +101,8 @@ class Task:
 
         async def make() -> GenerateRequest:
             if choice not in self._replies:
-                self._replies[choice] = await apart(_new_reply, self.wire, choice)
-            chat = self._chats[choice] = SpokenChat(self.wire, self.writer, choice)
+                self._replies[choice] = await self._threads.call(0, _new_reply, self.wire, choice)
+            chat = self._chats[choice] = SpokenChat(self._threads, self.wire, self.writer, choice)
             return replace(
                 self.template,
                 ids=self.prompts[choice // self.wire.n_per_prompt],
@@ -130,7 +133,9 @@ class Task:
         elif finish.truncated:  # for which OpenAI's shapes have no word
             extra = encode({"towerd": {"truncated": True}})
         reply = self._replies.pop(choice)
-        data = await apart(self.writer.final, reply, finish.slot, finish.n_cached, extra)
+        data = await self._threads.call(
+            0, self.writer.final, reply, finish.slot, finish.n_cached, extra
+        )
         self._chats[choice].said()
         return data
 
@@ -145,14 +150,14 @@ class Task:
 
     async def _timed(self, write: Callable[..., bytes], *args: Any) -> bytes:
         if self._is_slow:
-            return await apart(write, *args)
+            return await self._threads.call(0, write, *args)
         began = time.perf_counter()
         data = write(*args)
         self._is_slow = time.perf_counter() - began > WRITE_S_MAX
         return data
 
 
-def wire_of(engine: Engine) -> Model:
+def wire_of(engine: Engine) -> WireThreads:
     """Raises NotSupported if another process parses the requests to this model."""
     if engine.wire is None:
         raise NotSupported("This engine takes requests in llama-server's own process")
@@ -163,7 +168,8 @@ async def parse_task(
     endpoint: Endpoint, body: bytes, caller: Caller, engine: Engine, config: Config
 ) -> Task:
     """Check and tokenize a request body. Raises WireError, InvalidRequest, ContextExceeded."""
-    task = await apart(_parse, wire_of(engine), endpoint, body)
+    threads = wire_of(engine)
+    task = await threads.call(len(body), _parse, threads, endpoint, body)
     wire = task.wire
     live = parse_live(
         {name: _field(wire, name) for name in ("retention", "live_budget")}, config, engine.n_ctx
@@ -175,14 +181,14 @@ async def parse_task(
     return task
 
 
-def _parse(model: Model, endpoint: Endpoint, body: bytes) -> Task:
+def _parse(threads: WireThreads, endpoint: Endpoint, body: bytes) -> Task:
     from towerd.wire import Reply, Request, Writer
 
-    request = Request(model, endpoint, body or b"{}")
+    request = Request(threads.model, endpoint, body or b"{}")
     prompts = request.prompts
     if not prompts or not all(len(ids) for ids in prompts):
         raise InvalidRequest('"prompt" must not be empty')
-    return Task(request, Reply(request, 0), Writer(request), prompts)
+    return Task(threads, request, Reply(request, 0), prompts, Writer(request))
 
 
 def _new_reply(request: Request, choice: int) -> Reply:

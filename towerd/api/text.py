@@ -13,7 +13,7 @@ from towerd.api import fields
 from towerd.api.body import read_bytes, read_object
 from towerd.api.hints import hints_of
 from towerd.api.keys import TENANT, service_of
-from towerd.api.off_loop import apart, by_size
+from towerd.api.off_loop import by_size
 from towerd.api.prompts import checked_ids, tokenize_mixed
 from towerd.api.reply import encode, json_reply, raw_reply
 from towerd.api.task import wire_of
@@ -93,7 +93,8 @@ async def post_apply_template(request: web.Request) -> web.Response:
     """A chat request to the prompt text that it would be evaluated as."""
     _announce(request)
     wire = wire_of(service_of(request).engine)
-    return raw_reply(await apart(wire.apply_template, bytes(await read_bytes(request))))
+    body = bytes(await read_bytes(request))
+    return raw_reply(await wire.call(len(body), wire.model.apply_template, body))
 
 
 async def post_chat_tokens(request: web.Request) -> web.Response:
@@ -114,7 +115,8 @@ async def post_messages_tokens(request: web.Request) -> web.Response:
 async def _count(request: web.Request, endpoint: Endpoint) -> web.Response:
     _announce(request)
     wire = wire_of(service_of(request).engine)
-    return raw_reply(await apart(wire.count_tokens, endpoint, bytes(await read_bytes(request))))
+    body = bytes(await read_bytes(request))
+    return raw_reply(await wire.call(len(body), wire.model.count_tokens, endpoint, body))
 
 
 def _announce(request: web.Request) -> None:

@@ -45,7 +45,7 @@ from towerd.errors import (
 )
 from towerd.tiers.boundary import BoundaryTier
 from towerd.tiers.manager import Tiers
-from towerd.wire import Model, Reply, Request
+from towerd.wire import Reply, Request, WireThreads
 
 PARKED_SHARE = 4
 """Thinned chats that left the context take at most one part in this many of --hot-bytes."""
@@ -104,7 +104,7 @@ class EmbeddedEngine:
         """boundaries: needed for a model whose memory has a state"""
         self.info = core.info
         self.retokenizer = Retokenizer(core.vocab)
-        self.wire: Model | None = open_wire(core, config, self.retokenizer)
+        self.wire: WireThreads | None = WireThreads(open_wire(core, config, self.retokenizer))
         self.n_ctx = core.n_ctx
         self.n_slots = config.parallel
         self.core = core
@@ -193,7 +193,7 @@ class EmbeddedEngine:
             return None
         assert self.wire is not None
         asked = {"prompt": request.ids, "n_predict": request.n_predict, **request.fields}
-        return Reply(Request(self.wire, "completion", encode(asked)), 0)
+        return Reply(Request(self.wire.model, "completion", encode(asked)), 0)
 
     async def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> Ids:
         # A text of megabytes takes seconds: others must not wait behind it.
@@ -209,7 +209,8 @@ class EmbeddedEngine:
 
     async def apply_template(self, body: Mapping[str, Any]) -> str:
         assert self.wire is not None
-        reply = await self._loop.run_in_executor(self._text, self.wire.apply_template, encode(body))
+        data = encode(body)
+        reply = await self.wire.call(len(data), self.wire.model.apply_template, data)
         return str(msgspec.json.decode(reply)["prompt"])
 
     def pieces(self, ids: Sequence[int]) -> list[bytes]:
@@ -290,6 +291,8 @@ class EmbeddedEngine:
 
     async def close(self) -> None:
         await asyncio.to_thread(self.embedded_modules.close)
+        if self.wire is not None:
+            await asyncio.to_thread(self.wire.close)
         await asyncio.to_thread(self.scheduler.close)
         await asyncio.to_thread(self.materialiser.close)
         self._text.shutdown()
