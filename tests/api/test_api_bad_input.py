@@ -8,7 +8,6 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient
 
