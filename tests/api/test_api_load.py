@@ -31,7 +31,7 @@ BODIES: dict[str, tuple[str, bytes, int]] = {
     "mixed": ("/completion", json.dumps({"prompt": ["a", *[7] * 300_000]}).encode(), 400),
     "messages": (
         "/v1/chat/completions",
-        json.dumps({"messages": [{"role": "user", "content": "x" * 50}] * 50_000}).encode(),
+        json.dumps({"messages": [{"role": "user", "content": "x" * 1000}] * 10_000}).encode(),
         400,
     ),
     "biases": (
