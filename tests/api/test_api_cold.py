@@ -94,7 +94,7 @@ async def test_without_the_vocabulary(make_client: MakeClient, tmp_path: Path) -
     os.unlink(path)
     id = await talk(client)
     await value(await client.post(f"{OWN}/none/freeze"), 404)
-    refused = await value(await client.post(f"{OWN}/{id}/freeze"), 501)
+    refused = await value(await client.post(f"{OWN}/{id}/freeze"), 400)
     assert "vocabulary" in refused["error"]["message"]
     assert path in refused["error"]["message"]
     (listed,) = (await value(await client.get(OWN)))["sessions"]

@@ -78,7 +78,7 @@ async def test_bad_bodies(make_client: MakeClient) -> None:
 
 
 async def test_without_the_vocabulary(make_client: MakeClient, tmp_path: Path) -> None:
-    """Where the model's file is gone, or another model's, there are no files: 501 says why."""
+    """Where the model's file is gone, or another model's, there are no files: 400 says why."""
     path = shutil.copy(bundled_model(), str(tmp_path / "served.gguf"))
     client = await make_client(model=Path(path))
     id = await talk(client)
@@ -88,7 +88,7 @@ async def test_without_the_vocabulary(make_client: MakeClient, tmp_path: Path) -
             await client.get(f"/towerd/v1/sessions/{id}/export"),
             await client.post(IMPORT, data=b"TWRS"),
         ):
-            assert words in await refusal(reply, 501)
+            assert words in await refusal(reply, 400)
         make_scripted_model(Path(path), ["x"])
 
 
