@@ -92,7 +92,13 @@ async def test_ten_megabytes(client: Client, loop_time: Any, name: str) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_long_reply_with_probabilities(client: Client, loop_time: Any, stream: bool) -> None:
     """Thousands of alternatives are put together off the loop."""
-    fields = {"prompt": "a", "n_probs": 100, "n_predict": 400, "ignore_eos": True, "stream": stream}
+    fields: dict[str, Any] = {
+        "prompt": "a",
+        "n_probs": 100,
+        "n_predict": 400,
+        "ignore_eos": True,
+        "stream": stream,
+    }
     url = str(client.make_url("/completion"))
 
     def ask() -> int:
@@ -107,7 +113,12 @@ async def test_long_reply_with_probabilities(client: Client, loop_time: Any, str
 
 async def test_many_streams(client: Client, loop_time: Any) -> None:
     """Each token of each stream is a small step."""
-    fields = {"prompt": "Once", "n_predict": 100, "ignore_eos": True, "stream": True}
+    fields: dict[str, Any] = {
+        "prompt": "Once",
+        "n_predict": 100,
+        "ignore_eos": True,
+        "stream": True,
+    }
     url = str(client.make_url("/completion"))
 
     def ask() -> bool:
@@ -147,7 +158,13 @@ async def test_client_that_stops_reading(make_client: MakeClient) -> None:
     client = await make_client(
         limits=Limits(write_stall_s=0.5), ctx_size=8192, live_tokens=16384, parallel=2
     )
-    fields = {"prompt": "a", "stream": True, "n_probs": 500, "n_predict": 8000, "ignore_eos": True}
+    fields: dict[str, Any] = {
+        "prompt": "a",
+        "stream": True,
+        "n_probs": 500,
+        "n_predict": 8000,
+        "ignore_eos": True,
+    }
     body = json.dumps(fields).encode()
     head = f"POST /completion HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
     with socket.socket() as sock:
