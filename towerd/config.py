@@ -21,6 +21,7 @@ import psutil
 
 from towerd import paths
 from towerd.errors import ConfigError
+from towerd.llama_flags import wire_words
 from towerd.policy import NAMES as POLICIES
 from towerd.settings import Kind, Setting, keys_from
 from towerd.tiers.fidelity import FIDELITIES, LevelFormats
@@ -34,8 +35,6 @@ UNBOUNDED = ("none", "shift")
 WATCHING = ("h2o", "snapkv", "buzz", "latem", "icecache")
 """Those that go by what the attention says."""
 UNQUANTIZED = ("f32", "f16", "bf16")
-_PROJECTOR = ("--mmproj", "-mm", "--mmproj-url", "-mmu")
-"""Flags of llama-server that people give where there is no llama-server."""
 ENV_PREFIX = "TOWERD_"
 ENV_OTHER = ("TOWERD_CONFIG", "TOWERD_KERNELS")
 """Variables that are ours but not settings: the path of towerd.toml, the kernels to force."""
@@ -205,7 +204,7 @@ class Config:
     llama_server_bin: Path | None = _set(None, "path", "--llama-server-bin",
         "The llama-server to start.", auto="the one in PATH, else the one of llama-cpp-python")
     llama_server_args: tuple[str, ...] = _set((), "args", "--llama-server-args",
-        "More flags for the llama-server that is started, as on its command line; or after --.")
+        "More of llama-server's own flags, as on its command line; or beside towerd's, or after --.")
     upstream: str | None = _set(None, "text", "--upstream",
         "URL of a running llama-server to use instead of starting one.")
     upstream_key: str | None = _set(None, "text", "--upstream-key",
@@ -321,10 +320,11 @@ class Config:
         """A llama-server is started or attached to, not both."""
         self._check_retention()
         if self.engine == "embedded":
-            for name in ("upstream", "llama_server_bin", "llama_server_args", "slot_dir"):
+            for name in ("upstream", "llama_server_bin", "slot_dir"):
                 if getattr(self, name):
                     flag = settings()[name].flags[0]
                     raise ConfigError(f"{flag} needs --engine llama-server.")
+            wire_words(self.llama_server_args)
         if self.upstream is None:
             if self.upstream_key is not None:
                 raise ConfigError("--upstream-key is the key of an --upstream; there is none.")
@@ -381,21 +381,7 @@ def load(
 
 def with_server_args(config: Config, words: tuple[str, ...]) -> Config:
     """`config` with `words` after its llama_server_args. Raises ConfigError."""
-    if config.engine == "embedded":
-        if any(word.partition("=")[0] in _PROJECTOR for word in words):
-            raise no_projector()
-        raise ConfigError(
-            f"Unexpected {words[0]!r}: only --engine llama-server takes flags after --."
-        )
     return replace(config, llama_server_args=(*config.llama_server_args, *words))
-
-
-def no_projector() -> ConfigError:
-    """The refusal of a projector (mmproj) anywhere but among llama-server's own flags."""
-    return ConfigError(
-        "The embedded engine reads text only: for images use --engine llama-server and put "
-        "--mmproj FILE after --."
-    )
 
 
 def is_loopback(host: str) -> bool:
