@@ -28,7 +28,7 @@ def _option(name: str, spec: Setting) -> Callable[[Command], Command]:
     text = f"{spec.help} [default: {default_text(name, spec)}; {ENV_PREFIX}{name.upper()}]"
     if spec.kind == "bool":
         long = f"{spec.flags[0]}/{spec.off_flags[0]}"
-        return click.option(long, name, default=None, help=text)
+        return click.option(long, *spec.flags[1:], name, default=None, help=text)
     if spec.kind in ("list", "keys"):
         metavar = METAVARS.get(spec.kind, "TEXT")
         return click.option(*spec.flags, name, multiple=True, metavar=metavar, help=text)

@@ -34,6 +34,7 @@ UNBOUNDED = ("none", "shift")
 """Those that know no budget."""
 WATCHING = ("h2o", "snapkv", "buzz", "latem", "icecache")
 """Those that go by what the attention says."""
+POOLINGS = ("none", "mean", "cls", "last", "rank")
 UNQUANTIZED = ("f32", "f16", "bf16")
 ENV_PREFIX = "TOWERD_"
 ENV_OTHER = ("TOWERD_CONFIG", "TOWERD_KERNELS")
@@ -73,7 +74,7 @@ class Config:
 
     # fmt: off
     host: str = _set("127.0.0.1", "text", "--host",
-        "Address to listen on. Beyond loopback an API key is required.")
+        "Address to listen on; several are separated by commas. Beyond loopback an API key is required.")
     port: int = _set(8080, "int", "--port",
         "TCP port to listen on; 0 takes a free one.", low=0, high=65535)
     socket: Path | None = _set(None, "path", "--socket",
@@ -83,7 +84,9 @@ class Config:
         "GGUF to serve: a path, a file in the models directory, or a name that towerd models list shows.",
         auto="smollm2, else stories")
     alias: str | None = _set(None, "text", "--alias -a",
-        "Name of the model for clients.", auto="its file name")
+        "Name of the model for clients; several are separated by commas.", auto="its file name")
+    tags: tuple[str, ...] = _set((), "list", "--tags",
+        "What GET /v1/models says of the model besides its names.")
     store_dir: Path = _set(None, "path", "--store-dir",
         "Directory of the store; one daemon at a time.", auto="store in the user's data directory")
     api_keys: tuple[tuple[str, str], ...] = _set((), "keys", "--api-key",
@@ -181,6 +184,12 @@ class Config:
     recall_disk_bytes: int = _set(-1, "size", "--recall-disk-bytes",
         "Disk for rows of one chat that --recall-bytes has no room for; the oldest are forgotten beyond. 0: none.",
         low=-1, auto="four times recall-bytes, at most a quarter of warm-bytes")
+    embeddings: bool = _set(False, "bool", "--embeddings --embedding",
+        "Serve POST /embeddings, from a second context beside the one that chats.", off="--no-embeddings")
+    reranking: bool = _set(False, "bool", "--reranking --rerank",
+        "Serve POST /rerank; the model must be made for it.", off="--no-reranking")
+    pooling: str | None = _set(None, "text", "--pooling",
+        "What an embedding makes of the rows of a text's tokens.", choices=POOLINGS, auto="the model's own")
     n_predict: int = _set(-1, "int", "--n-predict -n",
         "Tokens generated when a request does not say; -1: until the model ends, or its context is full once.", low=-1,
         high=2**31 - 1)
@@ -231,6 +240,17 @@ class Config:
                 spec.check(value, name)
         self._check_together()
 
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The addresses to listen on, the first one first."""
+        return tuple(host.strip() for host in self.host.split(","))
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        """The names that were set, in llama-server's order."""
+        names = (self.alias or "").split(",")
+        return tuple(sorted({name.strip() for name in names} - {""}))
+
     def chat_template_source(self) -> str | None:
         """The chat template that was set, read from its file if need be; None: the model's own.
         Raises ConfigError if the file cannot be read."""
@@ -275,7 +295,7 @@ class Config:
 
     def _check_together(self) -> None:
         """What no field can say alone."""
-        if not self.api_keys and not is_loopback(self.host):
+        if not self.api_keys and not all(is_loopback(host) for host in self.hosts):
             raise ConfigError(
                 f"Listening on {self.host} lets other machines in: set a key with --api-key or "
                 "--api-key-file, or listen on 127.0.0.1."

@@ -31,6 +31,7 @@ def _rows(use: Use, n_values: int, text: str) -> list[LlamaFlag]:
 
 FLAGS = (
     *_rows("wire", 0, """
+--verbose --log-verbose -v
 --ignore-eos
 --special -sp
 --spm-infill
@@ -118,6 +119,7 @@ FLAGS = (
 --log-timestamps
 --no-log-timestamps
 --check-tensors
+--swa-full
 """),
     *_rows("ignored", 1, """
 --prio
@@ -139,7 +141,6 @@ FLAGS = (
     *_rows("elsewhere", 0, """
 --embd-gemma-default
 --spec-default
---swa-full
 """),
     *_rows("elsewhere", 1, """
 --mmproj -mm

@@ -40,8 +40,11 @@ def split(args: list[str]) -> tuple[list[str], list[str]]:
 
 def embedded(args: list[str]) -> list[str]:
     """The command line as it is, but for what is off by default."""
-    off = [no for on, no in SWITCHES.items() if on not in args and no not in args]
-    return args + off
+    args = [*args, *(no for on, no in SWITCHES.items() if on not in args and no not in args)]
+    if "--parallel" in args and "--kv-unified" not in args and "--ctx-size" in args:
+        n_slots, at = int(args[args.index("--parallel") + 1]), args.index("--ctx-size") + 1
+        args[at] = str(int(args[at]) // n_slots)  # towerd's is that of one conversation
+    return args
 
 
 def main() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -34,9 +33,9 @@ sys.modules["wget"] = wget
 
 
 @pytest.fixture(scope="session", autouse=True)
-def load_server_presets() -> Iterator[None]:
+def load_server_presets() -> None:
     """In place of the fixture that downloads all models."""
-    yield
+    return
 
 
 def pytest_collection_modifyitems() -> None:

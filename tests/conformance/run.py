@@ -114,7 +114,7 @@ def run(server: str, files: list[str], env: dict[str, str]) -> dict[str, str]:
     return outcomes(report)
 
 
-_CONFTEST = '''import pytest
+_CONFTEST = """import pytest
 from utils import server_instances
 
 
@@ -123,7 +123,7 @@ def stop_server_after_each_test():
     yield
     for server in set(server_instances):
         server.stop()
-'''
+"""
 
 
 def outcomes(report: Path) -> dict[str, str]:
@@ -154,13 +154,17 @@ def table(results: dict[str, dict[str, str]]) -> str:
     for file in sorted({name.split("::")[0] for name in alone}):
         counts = [sum(n.split("::")[0] == file for n in part) for part in (alone, *passed.values())]
         lines.append(f"| `{file}` | {counts[0]} | {counts[1]} | {counts[2]} |")
-    lines.append(f"| together | {len(alone)} | {len(passed['embedded'])} | {len(passed['sidecar'])} |")
+    lines.append(
+        f"| together | {len(alone)} | {len(passed['embedded'])} | {len(passed['sidecar'])} |"
+    )
     reasons = json.loads(REASONS.read_text())
     for server, title in (("embedded", "embedded engine"), ("sidecar", "llama-server engine")):
         lines += ["", f"Not passed by the {title}:", "", "| test | reason |", "|---|---|"]
         for name in sorted(alone - passed[server]):
             found = [why for start, why in reasons[server].items() if name.startswith(start)]
-            lines.append(f"| `{name.replace('|', ' ')}` | {found[0] if found else '**unexplained**'} |")
+            lines.append(
+                f"| `{name.replace('|', ' ')}` | {found[0] if found else '**unexplained**'} |"
+            )
     return "\n".join(lines) + "\n"
 
 

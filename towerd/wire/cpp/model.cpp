@@ -99,6 +99,7 @@ void Model::take_flags(const std::vector<std::string> & words) {
             throw std::runtime_error(word + ": " + error.what());
         }
     }
+    common_log_set_verbosity_thold(-1);  // --verbose is for replies
 }
 
 void Model::take_templates(const std::string & source) {
