@@ -82,10 +82,17 @@ class NotFound(TowerdError):
 
 
 class NotSupported(TowerdError):
-    """This engine cannot do it (501); the message names the engine that can."""
+    """This engine or model cannot do it (400, which clients do not ask again); the message says
+    which can."""
+
+    status = 400
+    kind = "not_supported_error"
+
+
+class SwitchedOff(NotSupported):
+    """An endpoint of llama-server's that is off (501, as there)."""
 
     status = 501
-    kind = "not_supported_error"
 
 
 class Unavailable(TowerdError):

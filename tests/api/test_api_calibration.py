@@ -6,84 +6,52 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient
-from towerd.api.shapes import towerd_json
 
-from towerd.api.choice import Choice
+from towerd.api.reuse import towerd_json
 from towerd.drift import Drift
-from towerd.engine.base import GenerateRequest, Reuse, Started
-from towerd.errors import NotSupported
+from towerd.engine.base import Finish, Reuse, Timings
 
 Client = TestClient[web.Request, web.Application]
 PATH = "/towerd/v1/calibration"
 
 
-class Calibrator:
-    """Remembers what it was asked."""
-
-    def __init__(self) -> None:
-        self.asked: list[bool] = []
-
-    def view(self) -> dict[str, Any]:
-        return {"state": "running" if self.asked else "waiting"}
-
-    def request(self, *, again: bool) -> None:
-        if len(self.asked) == 2:
-            raise NotSupported("nothing to calibrate")
-        self.asked.append(again)
-
-
-@pytest.fixture
-def calibrator(service: Any) -> Calibrator:
-    service.calibrator = Calibrator()
-    found: Calibrator = service.calibrator
+async def view(reply: Any) -> dict[str, Any]:
+    assert reply.status == 200, await reply.text()
+    found: dict[str, Any] = (await reply.json())["calibration"]
     return found
 
 
-async def test_view_and_request(client: Client, calibrator: Calibrator) -> None:
-    async with client.get(PATH) as reply:
-        assert await reply.json() == {"calibration": {"state": "waiting"}}
-    for body in ({}, {"again": True}):
+async def test_view_and_request(client: Client) -> None:
+    assert (await view(await client.get(PATH)))["state"] == "waiting"
+    for body in ({"again": 3}, [], {"again": "yes"}):
         async with client.post(PATH, json=body) as reply:
-            assert reply.status == 200
-            assert await reply.json() == {"calibration": {"state": "running"}}
-    assert calibrator.asked == [False, True]
-    async with client.post(PATH, json={}) as reply:
-        assert reply.status == 501
+            assert reply.status == 400
+    assert (await view(await client.get(PATH)))["state"] == "waiting"
+    found = await view(await client.post(PATH, json={"again": True}))
+    assert (found["state"], found["fidelity"], found["calibration"]) == ("running", "near", None)
 
 
-@pytest.mark.parametrize("body", [{"again": 3}, [], {"again": "yes"}])
-async def test_bad_bodies(client: Client, calibrator: Calibrator, body: Any) -> None:
-    async with client.post(PATH, json=body) as reply:
-        assert reply.status == 400
-    assert calibrator.asked == []
-
-
-async def test_only_the_owner_may_start_it(
-    make_client: Callable[..., Awaitable[Client]], calibrator: Calibrator
-) -> None:
-    client = await make_client(api_keys=(("secret", "alice"),))
-    headers = {"Authorization": "Bearer secret"}
-    async with client.post(PATH, json={}, headers=headers) as reply:
-        assert reply.status == 403
-    assert calibrator.asked == []
-
-
-async def test_engine_without_one(client: Client) -> None:
-    async with client.get(PATH) as reply:
-        assert reply.status == 501
-        assert "embedded" in (await reply.json())["error"]["message"]
+async def test_what_comes_of_it(make_client: Callable[..., Awaitable[Client]]) -> None:
+    """Here that the context is too small to measure anything."""
+    client = await make_client(ctx_size=256)
+    assert (await view(await client.post(PATH)))["state"] == "running"
+    found = await view(await client.get(PATH))
+    while found["state"] == "running":
+        found = await view(await client.get(PATH))
+    assert found["state"] == "failed"
+    assert "at least 261 tokens" in found["why"]
 
 
 def test_responses_tell_the_drift_of_approximate_reuse() -> None:
     exact = Reuse(live=3, warm=7, prefill=2)
-    choice = Choice(0, GenerateRequest(np.zeros(12, np.int32)), keep=False)
-    choice.started = Started(exact, 12)
-    assert "drift" not in towerd_json(choice)
-    choice.started = Started(replace(exact, approximate=5, drift=Drift(0.0127, 0.0033)), 12)
-    found = towerd_json(choice)
+    finish = Finish("eos", "", (2,), 12, Timings(10, 2, 1.0, 1, 1.0), exact)
+    assert "drift" not in towerd_json(finish)
+    spoilt = replace(exact, approximate=5, drift=Drift(0.0127, 0.0033))
+    found = towerd_json(replace(finish, reuse=spoilt))
     assert found["drift"] == {"kl": 0.0127, "floor_kl": 0.0033}
     assert found["reuse"]["approximate"] == 5
+    assert towerd_json(replace(finish, reuse=replace(spoilt, drift=None)))["drift"] == {
+        "kl": None, "floor_kl": None,
+    }  # fmt: skip

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-import pytest
 from store_tools import turn_of
 from tenants_talk import KEYS, Client, key, talk
+
+from towerd.models.bundled import bundled_model
 
 MakeClient = Callable[..., Awaitable[Client]]
 
 OWN = "/towerd/v1/sessions"
-
-
-pytestmark = pytest.mark.usefixtures("readable_model")
 
 
 async def value(reply: Any, status: int = 200) -> Any:
@@ -87,14 +87,16 @@ async def test_whose_it_is(make_client: MakeClient) -> None:
         assert found["changed"] is True
 
 
-async def test_without_the_vocabulary(client: Client, service: Any) -> None:
+async def test_without_the_vocabulary(make_client: MakeClient, tmp_path: Path) -> None:
     """The error says what is missing; nothing is changed. An unknown session is unknown first."""
-    service.engine.info = replace(service.engine.info, path="/nowhere/model.gguf")
+    path = shutil.copy(bundled_model(), str(tmp_path / "gone.gguf"))
+    client = await make_client(model=Path(path))
+    os.unlink(path)
     id = await talk(client)
     await value(await client.post(f"{OWN}/none/freeze"), 404)
-    refused = await value(await client.post(f"{OWN}/{id}/freeze"), 501)
+    refused = await value(await client.post(f"{OWN}/{id}/freeze"), 400)
     assert "vocabulary" in refused["error"]["message"]
-    assert "/nowhere/model.gguf" in refused["error"]["message"]
+    assert path in refused["error"]["message"]
     (listed,) = (await value(await client.get(OWN)))["sessions"]
     assert listed["cold_bytes"] == 0
 
@@ -114,7 +116,6 @@ async def test_a_named_session_is_thawed_while_its_prompt_is_made(
 ) -> None:
     """Whoever counts or renders the tokens of a session is about to send them."""
     id = await talk(client)
-    service.cold.start()
     for path, body in (
         ("/tokenize", {"content": "abc"}),
         ("/apply-template", {"messages": [{"role": "user", "content": "abc"}]}),

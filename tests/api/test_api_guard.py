@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any
+from pathlib import Path
 
 import pytest
 from aiohttp import ClientSession, UnixConnector, web
 from aiohttp.test_utils import TestClient
 
 from towerd.api.keys import GATE
-from towerd.app import build_app
-from towerd.config import Config
 from towerd.errors import Unauthorized
+from towerd.service import Service
 from towerd.tenants import OWNER, Tenants
 
 Client = TestClient[web.Request, web.Application]
 MakeClient = Callable[..., Awaitable[Client]]
 KEYS = (("sk-ann", "ann"), ("sk-bob", "bob"))
+SHORT = {"prompt": "abc", "n_predict": 3}
 
 
 def test_keys_are_read_as_llama_server_does() -> None:
@@ -44,7 +44,7 @@ def test_who_sees_what_all_do() -> None:
     assert OWNER.sees_all
 
 
-async def test_key_required(make_client: MakeClient, service: Any) -> None:
+async def test_key_required(make_client: MakeClient) -> None:
     """Everything but health and the page's files needs a key, which decides the scope."""
     client = await make_client(api_keys=KEYS)
     for path in ("/health", "/v1/health", "/towerd/", "/towerd/page/page.js"):
@@ -59,9 +59,10 @@ async def test_key_required(make_client: MakeClient, service: Any) -> None:
                 }
             }  # fmt: skip
     headers = {"Authorization": "Bearer sk-bob"}
-    async with client.post("/completion", json={"prompt": "a"}, headers=headers) as reply:
+    async with client.post("/completion", json=SHORT, headers=headers) as reply:
         assert reply.status == 200
-    assert service.sessions.seen[-1].scope == "bob"
+    async with client.get("/towerd/v1/sessions", headers=headers) as reply:
+        assert [each["scope"] for each in (await reply.json())["sessions"]] == ["bob"]
 
 
 async def test_tenants_see_only_their_own(make_client: MakeClient) -> None:
@@ -69,7 +70,7 @@ async def test_tenants_see_only_their_own(make_client: MakeClient) -> None:
     client = await make_client(api_keys=KEYS)
     ann, bob = ({"X-Api-Key": key} for key, _ in KEYS)
     named = {"X-Towerd-Session": "diary"}
-    async with client.post("/completion", json={"prompt": "abc"}, headers=ann | named) as reply:
+    async with client.post("/completion", json=SHORT, headers=ann | named) as reply:
         assert reply.status == 200
     async with client.get("/towerd/v1/segments", headers=ann) as reply:
         segment = (await reply.json())["segments"][0]["id"]
@@ -85,21 +86,21 @@ async def test_tenants_see_only_their_own(make_client: MakeClient) -> None:
         assert reply.status == 404
 
 
-@pytest.mark.parametrize("path", ["pins", "precache", "verify", "gc"])
-async def test_owner_only(make_client: MakeClient, path: str) -> None:
+async def test_owner_only(make_client: MakeClient) -> None:
     """A tenant's key does not open what all tenants share."""
     client = await make_client(api_keys=KEYS)
     headers = {"X-Api-Key": "sk-ann"}
-    async with client.post(f"/towerd/v1/{path}", json={}, headers=headers) as reply:
-        assert reply.status == 403
-        assert (await reply.json())["error"]["type"] == "permission_error"
+    for path in ("pins", "precache", "calibration", "verify", "gc"):
+        async with client.post(f"/towerd/v1/{path}", json={}, headers=headers) as reply:
+            assert reply.status == 403, path
+            assert (await reply.json())["error"]["type"] == "permission_error"
 
 
 async def test_unix_socket_is_the_owner(
-    make_config: Callable[..., Config], service: Any, tmp_path: Any
+    make_app: Callable[..., Awaitable[web.Application]], tmp_path: Path
 ) -> None:
     """Over the Unix socket no key is needed, and all is allowed."""
-    runner = web.AppRunner(build_app(make_config(api_keys=KEYS), service=service))
+    runner = web.AppRunner(await make_app(api_keys=KEYS))
     await runner.setup()
     try:
         await web.UnixSite(runner, str(tmp_path / "s")).start()
@@ -112,25 +113,25 @@ async def test_unix_socket_is_the_owner(
         await runner.cleanup()
 
 
-@pytest.mark.parametrize(
-    ("origin", "allowed"),
-    [
+ORIGINS = [
         ("http://localhost:3000", True), ("http://127.0.0.1", True), ("http://[::1]:1", True),
         ("tauri://localhost", True), ("https://chat.example", True),
         ("https://evil.example", False), ("null", False), ("http://localhost.evil.example", False),
         ("http://[", False), ("http://127.0.0.1.evil.example", False),
-    ],
-)  # fmt: skip
-async def test_origins(make_client: MakeClient, origin: str, allowed: bool) -> None:
+]  # fmt: skip
+
+
+async def test_origins(make_client: MakeClient) -> None:
     """Web pages of other sites are refused; allowed ones get CORS headers, never credentials."""
     client = await make_client(cors_origins=("https://chat.example",))
-    body = {"prompt": "a", "stream": True}
-    async with client.post("/completion", json=body, headers={"Origin": origin}) as reply:
-        await reply.read()
-        assert reply.status == (200 if allowed else 403)
-        assert reply.headers.get("Access-Control-Allow-Origin") == (origin if allowed else None)
-        assert reply.headers["Vary"] == "Origin"
-        assert "Access-Control-Allow-Credentials" not in reply.headers
+    body = SHORT | {"stream": True}
+    for origin, allowed in ORIGINS:
+        async with client.post("/completion", json=body, headers={"Origin": origin}) as reply:
+            await reply.read()
+            assert reply.status == (200 if allowed else 403), origin
+            assert reply.headers.get("Access-Control-Allow-Origin") == (origin if allowed else None)
+            assert reply.headers["Vary"] == "Origin"
+            assert "Access-Control-Allow-Credentials" not in reply.headers
 
 
 async def test_preflight(make_client: MakeClient) -> None:
@@ -158,7 +159,7 @@ async def test_rebound_host(client: Client) -> None:
             assert reply.status == status, host
 
 
-async def test_loading_and_leaving(client: Client, service: Any) -> None:
+async def test_loading_and_leaving(client: Client, service: Service) -> None:
     """Before the model is there, and at the end, all but the page is 503."""
     assert client.app is not None
     gate = client.app[GATE]

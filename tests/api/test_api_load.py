@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -30,12 +31,12 @@ BODIES: dict[str, tuple[str, bytes, int]] = {
     "mixed": ("/completion", json.dumps({"prompt": ["a", *[7] * 300_000]}).encode(), 400),
     "messages": (
         "/v1/chat/completions",
-        json.dumps({"messages": [{"role": "user", "content": "x" * 50}] * 50_000}).encode(),
+        json.dumps({"messages": [{"role": "user", "content": "x" * 1000}] * 10_000}).encode(),
         400,
     ),
     "biases": (
         "/completion",
-        json.dumps({"prompt": "a", "logit_bias": [[7, 1.5]] * 131_072}).encode(),
+        json.dumps({"prompt": "a", "n_predict": 3, "logit_bias": [[7, 1.5]] * 131_072}).encode(),
         200,
     ),
     "parts": (
@@ -48,7 +49,25 @@ BODIES: dict[str, tuple[str, bytes, int]] = {
     "tools": (
         "/v1/chat/completions",
         json.dumps({"messages": [], "tools": [{"a": {"b": [{}] * 20}}] * 4096}).encode(),
-        501,
+        400,
+    ),
+    "input": ("/v1/responses", json.dumps({"input": TEXT}).encode(), 400),
+    "blocks": (
+        "/v1/messages",
+        json.dumps(
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 65_536}]}
+        ).encode(),
+        400,
+    ),
+    "template": (
+        "/apply-template",
+        json.dumps({"messages": [{"role": "user", "content": TEXT}]}).encode(),
+        200,
+    ),
+    "counted": (
+        "/v1/messages/count_tokens",
+        json.dumps({"messages": [{"role": "user", "content": "x " * 500_000}]}).encode(),
+        200,
     ),
     "prompts": ("/completion", json.dumps({"prompt": ["a"] * 200_000}).encode(), 400),
     "tokenize": ("/tokenize", json.dumps({"content": "x" * 1_000_000}).encode(), 200),
@@ -70,19 +89,36 @@ async def test_ten_megabytes(client: Client, loop_time: Any, name: str) -> None:
     await loop_time.watch(once)
 
 
-async def test_long_reply_with_probabilities(client: Client, service: Any, loop_time: Any) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+async def test_long_reply_with_probabilities(client: Client, loop_time: Any, stream: bool) -> None:
     """Thousands of alternatives are put together off the loop."""
-    service.sessions.reply = "x" * 2000
-    body = b'{"prompt": "a", "n_probs": 20}'
+    fields = {"prompt": "a", "n_probs": 100, "n_predict": 400, "ignore_eos": True, "stream": stream}
     url = str(client.make_url("/completion"))
 
     def ask() -> int:
         # Read here, too: the watched loop is the server's.
-        reply = requests.post(url, data=body, timeout=60)
-        return len(reply.json()["completion_probabilities"])
+        return requests.post(url, json=fields, timeout=60).text.count('"top_logprobs"')
 
     async def once() -> None:
-        assert await asyncio.to_thread(ask) == 2001
+        assert await asyncio.to_thread(ask) == 400
+
+    await loop_time.watch(once)
+
+
+async def test_many_streams(client: Client, loop_time: Any) -> None:
+    """Each token of each stream is a small step."""
+    fields = {"prompt": "Once", "n_predict": 100, "ignore_eos": True, "stream": True}
+    url = str(client.make_url("/completion"))
+
+    def ask() -> bool:
+        return '"stop":true' in requests.post(url, json=fields, timeout=60).text
+
+    async def once() -> None:
+        loop = asyncio.get_running_loop()
+        # Threads of their own: the daemon stores the turns in the loop's.
+        with ThreadPoolExecutor(8) as clients:
+            asked = [loop.run_in_executor(clients, ask) for _ in range(8)]
+            assert all(await asyncio.gather(*asked))
 
     await loop_time.watch(once)
 
@@ -106,11 +142,13 @@ def test_decoder_gets_slices(monkeypatch: pytest.MonkeyPatch, name: str) -> None
     assert (value.tolist() if isinstance(value, np.ndarray) else value) == expected
 
 
-async def test_client_that_stops_reading(make_client: MakeClient, service: Any) -> None:
+async def test_client_that_stops_reading(make_client: MakeClient) -> None:
     """It holds a bounded part of its stream, slows nobody, and is cut off in the end."""
-    client = await make_client(limits=Limits(write_stall_s=0.5))
-    service.sessions.reply = "x" * 100_000
-    body = json.dumps({"prompt": "a", "stream": True, "n_probs": 5}).encode()
+    client = await make_client(
+        limits=Limits(write_stall_s=0.5), ctx_size=8192, live_tokens=16384, parallel=2
+    )
+    fields = {"prompt": "a", "stream": True, "n_probs": 500, "n_predict": 8000, "ignore_eos": True}
+    body = json.dumps(fields).encode()
     head = f"POST /completion HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -118,9 +156,16 @@ async def test_client_that_stops_reading(make_client: MakeClient, service: Any) 
         loop = asyncio.get_running_loop()
         await loop.sock_connect(sock, (client.host, client.port))
         await loop.sock_sendall(sock, head.encode() + body)
-        await service.sessions.running.wait()
-        other = await client.get("/health")
-        assert other.status == 200
+        while not (await slots(client))[0]["is_processing"]:
+            pass
+        async with client.post("/completion", json={"prompt": "b", "n_predict": 1}) as other:
+            assert other.status == 200
         async with asyncio.timeout(30):
-            await service.sessions.idle.wait()
-    assert service.sessions.produced < 100_000
+            while (await slots(client))[0]["is_processing"]:
+                pass
+    (cut,) = [each for each in await slots(client) if each["params"]["n_predict"] == 8000]
+    assert 0 < cut["next_token"][0]["n_decoded"] < 8000
+
+
+async def slots(client: Client) -> Any:
+    return await (await client.get("/slots")).json()

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
-import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient
 
+from towerd.service import Service
+
 Client = TestClient[web.Request, web.Application]
 MakeClient = Callable[..., Awaitable[Client]]
+Held = Callable[[Client], AbstractContextManager[Service]]
+
+SHORT = {"prompt": "Once upon", "n_predict": 3, "temperature": 0, "return_tokens": True}
 
 
 async def get(client: Client, path: str) -> Any:
@@ -29,15 +34,17 @@ async def post(client: Client, path: str, body: Any, status: int = 200) -> Any:
 async def test_sessions(client: Client) -> None:
     """A session is listed, shown with its turns and text, renamed and deleted."""
     async with client.post(
-        "/completion", json={"prompt": "abcdef"}, headers={"X-Towerd-Session": "a/b ü"}
+        "/completion", json=SHORT, headers={"X-Towerd-Session": "a/b ü"}
     ) as reply:
-        assert reply.status == 200
+        said = await reply.json()
     listed = (await get(client, "/towerd/v1/sessions"))["sessions"]
     assert [(s["id"], s["n_turns"], s["named"]) for s in listed] == [("a/b ü", 1, True)]
     path = "/towerd/v1/sessions/a%2Fb%20%C3%BC"
     shown = await get(client, path + "?text=1&ids=1")
-    assert shown["text"] == "<s>abcdefHello!\nYou</s>"
-    assert len(shown["ids"]) == 7 + 11
+    prompt = {"content": SHORT["prompt"], "add_special": True}
+    ids = (await post(client, "/tokenize", prompt))["tokens"]
+    assert shown["ids"] == ids + said["tokens"]
+    assert shown["text"] == "<s> Once upon" + said["content"]
     assert shown["turns"][0]["current"] is True
     async with client.patch(path, json={"title": "<b>hi</b>"}) as reply:
         assert (await reply.json())["session"]["title"] == "<b>hi</b>"
@@ -52,9 +59,10 @@ async def test_sessions(client: Client) -> None:
 
 
 async def test_segments_and_trie(client: Client) -> None:
-    """Two chats over one base make a tree of three segments."""
-    for tail in "xy":
-        await post(client, "/completion", {"prompt": "common base " + tail})
+    """Two chats over one base make a tree of a segment that both share and what follows it."""
+    base_ids = [1, *range(300, 312)]
+    for tail in (400, 401):
+        await post(client, "/completion", SHORT | {"prompt": [*base_ids, tail]})
     page = await get(client, "/towerd/v1/segments?limit=2&sort=id")
     assert page["total"] > 2
     assert len(page["segments"]) == 2
@@ -64,7 +72,9 @@ async def test_segments_and_trie(client: Client) -> None:
     assert tree["segments"] == page["total"]
     assert not tree["truncated"]
     shown = (await get(client, f"/towerd/v1/segments/{base['id']}?text=1&ids=1"))["segment"]
-    assert shown["text"] == "<s>common base "
+    assert shown["ids"] == base_ids
+    text = (await post(client, "/detokenize", {"tokens": base_ids}))["content"]
+    assert shown["text"] == text
     assert len(shown["children"]) == 2
     child = base["children"][0]["id"]
     assert (await get(client, f"/towerd/v1/segments/{child}"))["segment"]["path"] == [
@@ -77,25 +87,20 @@ async def test_segments_and_trie(client: Client) -> None:
     assert len(below["trie"]) == 2
 
 
-@pytest.mark.parametrize(
-    ("path", "status"),
-    [
+async def test_wrong_questions(client: Client) -> None:
+    """Unknown ids are 404, unusable parameters 400."""
+    for path, status in (
         ("segments/999", 404), ("segments/x", 404), ("segments/-1", 404), ("sessions/nope", 404),
         ("segments?limit=0", 400), ("segments?limit=x", 400), ("segments?sort=x", 400),
         ("sessions?limit=99999", 400), ("trie?root=999", 404), ("segments/" + "9" * 40, 404),
-    ],
-)  # fmt: skip
-async def test_wrong_questions(client: Client, path: str, status: int) -> None:
-    """Unknown ids are 404, unusable parameters 400."""
-    async with client.get(f"/towerd/v1/{path}") as reply:
-        assert reply.status == status
+    ):  # fmt: skip
+        async with client.get(f"/towerd/v1/{path}") as reply:
+            assert reply.status == status, path
 
 
 async def test_pins(client: Client) -> None:
     """Segments are pinned by id or by session, and unpinned."""
-    async with client.post(
-        "/completion", json={"prompt": "abcdef"}, headers={"X-Towerd-Session": "s"}
-    ) as reply:
+    async with client.post("/completion", json=SHORT, headers={"X-Towerd-Session": "s"}) as reply:
         assert reply.status == 200
     pinned = (await post(client, "/towerd/v1/pins", {"session": "s"}))["pinned"]
     assert pinned["pinned"] is True
@@ -110,16 +115,18 @@ async def test_pins(client: Client) -> None:
     await post(client, "/towerd/v1/pins", {"segment": 999}, 404)
 
 
-async def test_precache(client: Client, service: Any) -> None:
-    """A base is evaluated without generating, stored under its name, and precached once."""
+async def test_precache(client: Client) -> None:
+    """A base is evaluated without generating, stored under its name, and precached once; a prompt
+    of any tenant begins with it."""
     body = {"name": "platform", "prompt": "You are kind. ", "level": 1, "public": True}
     first = await post(client, "/towerd/v1/precache", body)
     again = await post(client, "/towerd/v1/precache", body)
+    n = first["base"]["tokens"]
     assert first["base"] == again["base"]
-    assert first["base"]["tokens"] == 15
-    assert first["base"]["public"] is True
-    request = service.sessions.seen[-1]
-    assert (request.n_predict, request.precache, request.scope) == (0, "platform", "public")
+    assert (first["reuse"]["prefill"], again["reuse"]["prefill"]) == (n, 1)
+    assert first["timings"]["predicted_n"] == again["timings"]["predicted_n"] == 0
+    assert (first["base"]["public"], first["base"]["scope"]) == (True, "public")
+    assert (await get(client, "/towerd/v1/sessions"))["sessions"] == []
     assert [base["name"] for base in (await get(client, "/towerd/v1/bases"))["bases"]] == [
         "platform"
     ]
@@ -138,23 +145,22 @@ async def test_precache_streams_progress(client: Client, sse: Any) -> None:
     assert events[-1]["base"]["scope"] == "local"
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        {}, {"name": "x"}, {"name": "", "prompt": "a"}, {"name": "x", "prompt": "a" * 600},
+async def test_wrong_base(client: Client) -> None:
+    """A base without a name, a prompt, or one that does not fit is refused."""
+    for body in (
+        {}, {"name": "x"}, {"name": "", "prompt": "a"}, {"name": "x", "prompt": "a " * 600},
         {"name": "x", "prompt": "a", "messages": []}, {"name": "x", "prompt": "a", "level": -1},
         {"name": "x", "prompt": "a", "public": "yes"}, {"name": 3, "prompt": "a"},
         {"name": "a\nb", "prompt": "a"}, {"name": "x", "prompt": ["a", "b"]},
-    ],
-)  # fmt: skip
-async def test_wrong_base(client: Client, body: Any) -> None:
-    """A base without a name, a prompt, or one that does not fit is refused."""
-    await post(client, "/towerd/v1/precache", body, 400)
+        {"name": "x", "messages": 3}, {"name": "x", "messages": [{"role": "user"}]},
+    ):  # fmt: skip
+        await post(client, "/towerd/v1/precache", body, 400)
+    assert (await get(client, "/towerd/v1/bases"))["bases"] == []
 
 
 async def test_upkeep(client: Client, sse: Any) -> None:
     """verify reports, with progress when streamed; gc removes what nothing needs."""
-    await post(client, "/completion", {"prompt": "abc"})
+    await post(client, "/completion", SHORT)
     report = (await post(client, "/towerd/v1/verify", {}))["verify"]
     assert report["ok"] is True
     async with client.post("/towerd/v1/verify", json={"stream": True}) as reply:
@@ -170,82 +176,84 @@ async def test_upkeep(client: Client, sse: Any) -> None:
     await post(client, "/towerd/v1/gc", {"quarantine_days": -1}, 400)
 
 
-async def test_stats(client: Client) -> None:
-    """stats has the gauges of engine, tiers and store, and the reuse so far."""
-    await post(client, "/completion", {"prompt": "abcdef"})
-    stats = await get(client, "/towerd/v1/stats")
-    assert stats["reuse"] == {"live": 1, "hot": 1, "warm": 1, "prefill": 4}
-    assert stats["store"]["sessions"] == 1
-    assert stats["engine"]["live_cells_used"] == 7
-    assert stats["model"] == "fake"
-
-
-async def test_metrics(client: Client) -> None:
-    """/metrics counts requests, tokens and times under llama-server's names and ours."""
-    await post(client, "/completion", {"prompt": "abcdef", "n_predict": 2})
+async def test_stats_and_metrics(client: Client) -> None:
+    """Both count requests, tokens and times, /metrics under llama-server's names and ours."""
+    said = [await post(client, "/completion", SHORT) for _ in range(2)]
+    n = said[0]["tokens_evaluated"]
     async with client.get("/nope") as reply:
         assert reply.status == 404
+    stats = await get(client, "/towerd/v1/stats")
+    assert stats["reuse"] == {"live": n - 1, "hot": 0, "warm": 0, "prefill": n + 1}
+    assert stats["store"]["sessions"] == len((await get(client, "/towerd/v1/sessions"))["sessions"])
+    assert stats["model"] == "story"
     async with client.get("/metrics") as reply:
         text = await reply.text()
         assert reply.headers["Content-Type"] == "text/plain; version=0.0.4"
         assert int(reply.headers["Process-Start-Time-Unix"]) > 0
     lines = text.splitlines()
     for line in (
-        'towerd_requests_total{route="/completion",status="200"} 1.0',
+        'towerd_requests_total{route="/completion",status="200"} 2.0',
         'towerd_requests_total{route="unknown",status="404"} 1.0',
-        'towerd_tokens_reused_total{tier="warm"} 1.0',
-        "towerd_tokens_prefilled_total 4.0",
-        "towerd_tokens_generated_total 2.0",
-        "llamacpp:prompt_tokens_total 4.0",
-        "llamacpp:prompt_tokens_cached_total 3.0",
-        "llamacpp:tokens_predicted_total 2.0",
-        "towerd_ttft_seconds_count 1.0",
-        "towerd_live_cells_used 7.0",
-        "towerd_sessions 1.0",
+        f'towerd_tokens_reused_total{{tier="live"}} {n - 1}.0',
+        f"towerd_tokens_prefilled_total {n + 1}.0",
+        "towerd_tokens_generated_total 6.0",
+        f"llamacpp:prompt_tokens_total {n + 1}.0",
+        f"llamacpp:prompt_tokens_cached_total {n - 1}.0",
+        "llamacpp:tokens_predicted_total 6.0",
+        "towerd_ttft_seconds_count 2.0",
+        f"towerd_sessions {float(stats['store']['sessions'])}",
     ):
         assert line in lines
 
 
-@pytest.mark.parametrize("name", ["slots", "metrics", "props"])
-async def test_switched_off(make_client: MakeClient, name: str) -> None:
-    """An endpoint that is switched off says so."""
-    client = await make_client(**{f"{name}_endpoint": False})
-    async with client.get(f"/{name}") as reply:
-        assert reply.status == 501
+async def test_switched_off(make_client: MakeClient) -> None:
+    """An endpoint that is switched off says so, as llama-server's does."""
+    names = ("slots", "metrics", "props")
+    client = await make_client(**{f"{name}_endpoint": False for name in names})
+    for name in names:
+        async with client.get(f"/{name}") as reply:
+            assert (reply.status, (await reply.json())["error"]["type"]) == (
+                501, "not_supported_error",
+            )  # fmt: skip
 
 
-async def test_slots_when_busy(client: Client, service: Any) -> None:
+async def test_slots_when_busy(make_client: MakeClient, held: Held) -> None:
     """fail_on_no_slot answers 503 when every slot works."""
-    async with client.get("/slots?fail_on_no_slot=1") as reply:
-        assert len(await reply.json()) == 4
-    service.engine.n_slots = 0
-    async with client.get("/slots?fail_on_no_slot=1") as reply:
-        assert reply.status == 503
+    client = await make_client(parallel=1, ctx_size=8192, live_tokens=8192)
+    (slot,) = await get(client, "/slots?fail_on_no_slot=1")
+    assert slot["is_processing"] is False
+    long = {"prompt": "Once", "n_predict": 8000, "ignore_eos": True, "stream": True}
+    async with client.post("/completion", json=long) as stream:
+        assert stream.status == 200  # the prompt is evaluated
+        with held(client):
+            async with client.get("/slots?fail_on_no_slot=1") as reply:
+                assert reply.status == 503
+            (slot,) = await get(client, "/slots")
+            assert (slot["is_processing"], slot["params"]["n_predict"]) == (True, 8000)
+        stream.close()
 
 
 async def test_text_endpoints(client: Client) -> None:
-    """tokenize, detokenize, apply-template and the token counter."""
-    assert (await post(client, "/tokenize", {"content": "hé"}))["tokens"] == [104, 195, 169]
-    mixed = {"content": ["a", 98], "add_special": True, "with_pieces": True}
-    assert (await post(client, "/tokenize", mixed))["tokens"] == [
-        {"id": 256, "piece": "<s>"}, {"id": 97, "piece": "a"}, {"id": 98, "piece": "b"},
-    ]  # fmt: skip
-    pieces = await post(client, "/tokenize", {"content": "é", "with_pieces": True})
-    assert [token["piece"] for token in pieces["tokens"]] == [[195], [169]]
-    assert await post(client, "/detokenize", {"tokens": [104, 195, 169]}) == {"content": "hé"}
-    assert await post(client, "/detokenize", {}) == {"content": ""}
-    assert await post(client, "/tokenize", {}) == {"tokens": []}
-    messages = [{"role": "user", "content": [{"type": "text", "text": t} for t in "ab"]}]
-    rendered = await post(client, "/apply-template", {"messages": messages})
-    assert rendered == {"prompt": "user: a\nb\n"}
-    counted = await post(client, "/v1/chat/completions/input_tokens", {"messages": messages})
-    assert counted == {"input_tokens": 11, "object": "response.input_tokens"}
-    for path, body in (
-        ("/tokenize", {"content": 3}), ("/tokenize", {"content": [1.5]}),
-        ("/detokenize", {"tokens": "x"}), ("/detokenize", {"tokens": [1.5]}),
-        ("/detokenize", {"tokens": [999]}),
-    ):  # fmt: skip
-        await post(client, path, body, 400)
+    """tokenize and detokenize are each other's inverse, in pieces as well; the token counters count
+    what a request evaluates."""
+    text = "Once upon a 你 time"
+    ids = (await post(client, "/tokenize", {"content": text}))["tokens"]
+    assert (await post(client, "/detokenize", {"tokens": ids}))["content"] == " " + text
+    with_pieces = {"content": [text, 1], "with_pieces": True}
+    pieces = (await post(client, "/tokenize", with_pieces))["tokens"]
+    assert [piece["id"] for piece in pieces] == [*ids, 1]
+    data = [p.encode() if isinstance(p, str) else bytes(p) for p in (t["piece"] for t in pieces)]
+    assert b"".join(data).decode() == f" {text}<s>"
+    messages = [{"role": "user", "content": text}]
+    for path, counter, body in (
+        ("/v1/chat/completions", "/v1/chat/completions/input_tokens", {"messages": messages}),
+        ("/v1/responses", "/v1/responses/input_tokens", {"input": text}),
+        ("/v1/messages", "/v1/messages/count_tokens", {"messages": messages}),
+    ):
+        n = (await post(client, counter, body))["input_tokens"]
+        async with client.post(path, json=body | {"max_tokens": 1}) as reply:
+            tiers = (part.split("=") for part in reply.headers["X-Towerd-Reuse"].split(","))
+            assert sum(int(each) for _, each in tiers) == n, path
 
 
 async def test_page(client: Client) -> None:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-import pytest
+from scripted_model import make_scripted_model
 from tenants_talk import KEYS, Client, key, talk
+
+from towerd.models.bundled import bundled_model
 
 MakeClient = Callable[..., Awaitable[Client]]
 
 IMPORT = "/towerd/v1/sessions/import"
-
-
-pytestmark = pytest.mark.usefixtures("readable_model")
 
 
 async def export(client: Client, id: str, **headers: str) -> bytes:
@@ -61,7 +62,7 @@ async def test_the_owner_names_a_tenant(client: Client) -> None:
     assert "public" in await refusal(await client.post(f"{IMPORT}?scope=public", data=data), 400)
 
 
-async def test_bad_bodies(make_client: MakeClient, service: Any) -> None:
+async def test_bad_bodies(make_client: MakeClient) -> None:
     """Each is refused with one sentence, and nothing is stored."""
     client = await make_client(request_bytes_max=4096)
     for body, words in (
@@ -72,29 +73,23 @@ async def test_bad_bodies(make_client: MakeClient, service: Any) -> None:
     ):
         assert words in await refusal(await client.post(IMPORT, data=body), 400)
     assert "4096" in await refusal(await client.post(IMPORT, data=bytes(4097)), 413)
-    assert service.store.sessions() == []
-    assert service.store.nodes() == []
+    for path in ("sessions", "segments"):
+        assert (await (await client.get(f"/towerd/v1/{path}")).json())[path] == []
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"path": ""}, "its path is not known"),
-        ({"path": "/nowhere/a.gguf"}, "/nowhere/a.gguf"),
-        ({"n_vocab": 99}, "has 512 tokens and the model that is served 99"),
-    ],
-)
-async def test_no_vocabulary(
-    client: Client, service: Any, changes: dict[str, Any], words: str
-) -> None:
-    """Without the model's vocabulary there are no files: 501 says why."""
+async def test_without_the_vocabulary(make_client: MakeClient, tmp_path: Path) -> None:
+    """Where the model's file is gone, or another model's, there are no files: 400 says why."""
+    path = shutil.copy(bundled_model(), str(tmp_path / "served.gguf"))
+    client = await make_client(model=Path(path))
     id = await talk(client)
-    service.engine.info = replace(service.engine.info, **changes)
-    for reply in (
-        await client.get(f"/towerd/v1/sessions/{id}/export"),
-        await client.post(IMPORT, data=b"TWRS"),
-    ):
-        assert words in await refusal(reply, 501)
+    os.unlink(path)
+    for words in (path, "and the model that is served 512"):
+        for reply in (
+            await client.get(f"/towerd/v1/sessions/{id}/export"),
+            await client.post(IMPORT, data=b"TWRS"),
+        ):
+            assert words in await refusal(reply, 400)
+        make_scripted_model(Path(path), ["x"])
 
 
 async def test_unknown_sessions(client: Client) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -13,9 +13,6 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from served import served
 from waiting import until_async
-
-from towerd.app import build_app
-from towerd.config import Config
 
 GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 POST = b"POST /completion HTTP/1.1\r\nHost: localhost\r\n"
@@ -50,14 +47,14 @@ def begun() -> list[web.Request]:
 
 @pytest.fixture
 async def url(
-    make_config: Callable[..., Config], service: Any, begun: list[web.Request]
+    make_app: Callable[..., Awaitable[web.Application]], begun: list[web.Request]
 ) -> AsyncIterator[str]:
     @web.middleware
     async def note(request: web.Request, handler: Handler) -> web.StreamResponse:
         begun.append(request)
         return await handler(request)
 
-    app = build_app(make_config(), service=service)
+    app = await make_app()
     app.middlewares.insert(0, note)
     async with served(app) as url:
         yield url

@@ -139,4 +139,7 @@ def test_embedded_needs_no_llama_server(tmp_path: Path) -> None:
     with Daemon(tmp_path / "d") as daemon:
         assert psutil.Process(daemon.pid).children() == []
         assert daemon.get("/towerd/v1/stats")["engine_name"] == "embedded"
-        assert daemon.post("/v1/messages", {}, 501)["error"]["type"] == "not_supported_error"
+        assert (
+            daemon.post("/v1/audio/transcriptions", {}, 400)["error"]["type"]
+            == "not_supported_error"
+        )

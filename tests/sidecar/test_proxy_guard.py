@@ -171,7 +171,7 @@ def test_clients_move_no_slot(sidecar: Daemon, path: str, action: str) -> None:
         connection.request("POST", f"{path}?action={action}", body)
         reply = connection.getresponse()
         error = json.loads(reply.read())["error"]
-    assert (reply.status, error["type"]) in ((501, "not_supported_error"), (404, "not_found_error"))
+    assert (reply.status, error["type"]) in ((400, "not_supported_error"), (404, "not_found_error"))
     assert held() == before
     assert sum(before) > 0
     flags = llama_server_of(sidecar).cmdline()

@@ -1,4 +1,4 @@
-"""Sessions of several tenants over HTTP, on the fake engine."""
+"""Sessions of several tenants over HTTP."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ def key(name: str) -> dict[str, str]:
 
 async def talk(client: Client, **headers: str) -> str:
     """One turn; its session."""
-    reply = await client.post("/completion", json={"prompt": "abc"}, headers=headers)
+    reply = await client.post(
+        "/completion", json={"prompt": "abc", "n_predict": 3}, headers=headers
+    )
     assert reply.status == 200
     return reply.headers["X-Towerd-Session"]

@@ -1,4 +1,4 @@
-"""llama-server's endpoints that this engine cannot serve: 501, and who can."""
+"""llama-server's endpoints that this engine cannot serve: 400, and who can."""
 
 from __future__ import annotations
 

@@ -44,27 +44,6 @@ def string(body: Body, name: str, default: str) -> str:
     return value
 
 
-def mapping(body: Body, name: str) -> dict[str, Any]:
-    value = body.get(name)
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise wrong_type(name, "object", value)
-    return value
-
-
-def strings(body: Body, name: str) -> list[str]:
-    value = body.get(name)
-    if value is None:
-        return []
-    if not isinstance(value, list):
-        raise wrong_type(name, "array", value)
-    for item in value:
-        if not isinstance(item, str):
-            raise wrong_type(name, "array of strings", item)
-    return value
-
-
 def number(name: str, value: Any) -> float:
     """`value` as a float. Raises InvalidRequest."""
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -17,7 +17,7 @@ from towerd.api.reply import json_reply
 from towerd.api.task import wire_of
 from towerd.config import Config
 from towerd.engine.base import Engine, SlotView
-from towerd.errors import NotSupported, Unavailable
+from towerd.errors import SwitchedOff, Unavailable
 
 BUILD_INFO = f"towerd-{__version__}"
 MEDIA_MARKER = f"<__media_{secrets.token_hex(16)}__>"
@@ -37,7 +37,7 @@ async def get_props(request: web.Request) -> web.Response:
     """Defaults, context size, chat template and switches."""
     config = request.app[CONFIG]
     if not config.props_endpoint:
-        raise NotSupported("This server does not support props endpoint. Start it with `--props`")
+        raise SwitchedOff("This server does not support props endpoint. Start it with `--props`")
     return json_reply(_props_json(service_of(request).engine, config))
 
 
@@ -64,7 +64,7 @@ def _props_json(engine: Engine, config: Config) -> dict[str, Any]:
 async def get_slots(request: web.Request) -> web.Response:
     """The live sequences; never their text. Those of others look idle."""
     if not request.app[CONFIG].slots_endpoint:
-        raise NotSupported("This server does not support slots endpoint. Start it with `--slots`")
+        raise SwitchedOff("This server does not support slots endpoint. Start it with `--slots`")
     slots = service_of(request).engine.slots()
     if request.query.get("fail_on_no_slot") and all(slot.is_processing for slot in slots):
         raise Unavailable("no slot available")
@@ -104,7 +104,7 @@ def _slot_json(slot: SlotView) -> dict[str, Any]:
 async def get_metrics(request: web.Request) -> web.Response:
     """Prometheus text."""
     if not request.app[CONFIG].metrics_endpoint:
-        raise NotSupported(
+        raise SwitchedOff(
             "This server does not support metrics endpoint. Start it with `--metrics`"
         )
     require_overview(request)

@@ -21,14 +21,10 @@ class Limits:
     """Bodies up to this size are decoded on the event loop (well under a millisecond)."""
     events_max: int = 64
     """Events of one response waiting to be written; the producers wait beyond it."""
-    ping_s: float = 30.0
-    """Silence after which a stream gets an SSE comment, unless the request says otherwise."""
     grace_s: float = 10.0
     """How long running generations may finish at shutdown before they are cancelled."""
     linger_s: float = 1.0
     """And then all other requests: a tool that llama-server runs may take minutes."""
-    probs_max: int = 1024
-    """Alternatives per token a client may ask for; formatting them is loop time."""
     values_max: int = 500_000
     """Values of a body, without long strings and arrays of integers: decoding holds up every
     thread for a quarter of a microsecond each."""
@@ -50,10 +46,6 @@ class Limits:
     """Sequence breakers, each of which is matched against every token of the vocabulary."""
     response_fields_max: int = 1024
     """Fields that a reply is cut down to, each of which is looked up for every choice."""
-    prompts_max: int = 1024
-    """Prompts per request."""
-    choices_max: int = 2048
-    """Prompts times choices per request, each of which is a request to the engine."""
     page_max: int = 1000
     """Entries of one page of a towerd listing."""
 

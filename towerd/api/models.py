@@ -1,31 +1,11 @@
-"""GET /v1/models, and which `model` names a request may use."""
+"""GET /v1/models."""
 
 from __future__ import annotations
 
 import time
-from pathlib import PurePath
 from typing import Any
 
-from towerd.api import fields
-from towerd.api.fields import Body
 from towerd.engine.base import Engine, ModelInfo
-from towerd.errors import NotFound
-
-
-def known_names(info: ModelInfo) -> list[str]:
-    """The names a client may give this model: alias, path, file name, file stem."""
-    path = PurePath(info.path)
-    return list(dict.fromkeys((info.alias, path.stem, path.name, info.path)))
-
-
-def check_model(body: Body, engine: Engine) -> None:
-    """Raises NotFound, listing what there is, when the body names another model."""
-    name = fields.string(body, "model", "")
-    names = known_names(engine.info)
-    if name and name not in names:
-        shown = name if len(name) <= 100 else name[:100] + "..."
-        listed = ", ".join(names[:-1] if len(names) > 1 else names)
-        raise NotFound(f"model '{shown}' not found; this server has: {listed}")
 
 
 def ftype(info: ModelInfo) -> str:

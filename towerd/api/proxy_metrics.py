@@ -18,7 +18,7 @@ _PREFIXES = (_THEIRS, b"# HELP " + _THEIRS, b"# TYPE " + _THEIRS)
 async def get_metrics(request: web.Request) -> web.Response:
     """Prometheus text. A llama-server without --metrics leaves towerd's own count of its names.
 
-    Raises NotSupported."""
+    Raises SwitchedOff."""
     reply = await info.get_metrics(request)
     theirs = await _ask(request)
     own = reply.body

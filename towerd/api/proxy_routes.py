@@ -28,7 +28,7 @@ from towerd.api.proxy_link import LINK, Link, sidecar_of
 from towerd.api.proxy_metrics import get_metrics
 from towerd.api.reply import json_reply
 from towerd.engine.base import SlotView
-from towerd.errors import NotFound, NotSupported, TowerdError
+from towerd.errors import NotFound, NotSupported, SwitchedOff, TowerdError
 
 PRIVATE_FIELDS = ("prompt", "generated")
 """Of GET /slots: other people's text."""
@@ -51,14 +51,14 @@ async def get_health(request: web.Request) -> web.StreamResponse:
 async def get_props(request: web.Request) -> web.StreamResponse:
     """llama-server's properties."""
     if not request.app[CONFIG].props_endpoint:
-        raise NotSupported("This server does not support props endpoint. Start it with `--props`")
+        raise SwitchedOff("This server does not support props endpoint. Start it with `--props`")
     return await forward(request)
 
 
 async def get_slots(request: web.Request) -> web.StreamResponse:
     """llama-server's slots, without anybody's text. Those of others look idle."""
     if not request.app[CONFIG].slots_endpoint:
-        raise NotSupported("This server does not support slots endpoint. Start it with `--slots`")
+        raise SwitchedOff("This server does not support slots endpoint. Start it with `--slots`")
     engine = sidecar_of(request)
     reply = await send(request, engine, auth=engine.upstream.auth())
     try:
