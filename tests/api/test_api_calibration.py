@@ -25,7 +25,8 @@ async def view(reply: Any) -> dict[str, Any]:
 
 async def test_view_and_request(client: Client) -> None:
     assert (await view(await client.get(PATH)))["state"] == "waiting"
-    for body in ({"again": 3}, [], {"again": "yes"}):
+    bodies: tuple[Any, ...] = ({"again": 3}, [], {"again": "yes"})
+    for body in bodies:
         async with client.post(PATH, json=body) as reply:
             assert reply.status == 400
     assert (await view(await client.get(PATH)))["state"] == "waiting"
