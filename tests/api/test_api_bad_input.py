@@ -11,6 +11,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.test_utils import TestClient
 
+from towerd.api.elsewhere import ELSEWHERE
 from towerd.api.limits import Limits
 
 Client = TestClient[web.Request, web.Application]
@@ -127,6 +128,24 @@ async def test_hint_that_is_no_name(client: Client) -> None:
             headers = {f"X-Towerd-{name}": bad}
             async with client.post("/completion", json={"prompt": "a"}, headers=headers) as reply:
                 assert reply.status == 400
+
+
+async def test_what_another_engine_can(client: Client) -> None:
+    """What this engine cannot do names the one that can, with a status that clients do not retry."""
+    for method, path in ELSEWHERE:
+        async with client.request(method, path.replace("{id_slot}", "0")) as reply:
+            assert reply.status == 400, path
+            error = (await reply.json())["error"]
+        assert error["type"] == "not_supported_error"
+        assert "llama-server engine" in error["message"]
+
+
+async def test_any_model_name_is_served(client: Client) -> None:
+    """There is one model, and replies have its name."""
+    body = {"messages": USER, "max_tokens": 1, "model": "gpt-9"}
+    for path in ("/v1/chat/completions", "/v1/messages"):
+        async with client.post(path, json=body) as reply:
+            assert (reply.status, (await reply.json())["model"]) == (200, "story")
 
 
 async def test_unknown_route_and_method(client: Client) -> None:

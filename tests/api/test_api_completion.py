@@ -97,6 +97,15 @@ async def test_defaults_of_the_model_and_of_the_daemon(client: Client) -> None:
     assert said["top_k"] != 9
 
 
+async def test_a_prompt_that_is_only_evaluated(client: Client) -> None:
+    """`n_predict: 0` generates nothing, unlike in llama-server; the prompt is live then."""
+    body = {"prompt": [1, *range(300, 320)], "n_predict": 0}
+    said = await post(client, "/completion", body)
+    assert (said["content"], said["tokens_predicted"], said["tokens_evaluated"]) == ("", 0, 21)
+    async with client.post("/completion", json=body | {"n_predict": 1}) as reply:
+        assert reply.headers["X-Towerd-Reuse"] == "live=20,hot=0,warm=0,prefill=1"
+
+
 async def test_silent_stream_is_pinged(client: Client, held: Held) -> None:
     """A stream with nothing to say yet gets its headers and a comment after the interval."""
     body = {"prompt": "Once", "n_predict": 3, "stream": True, "sse_ping_interval": 1}
