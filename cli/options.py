@@ -8,10 +8,12 @@ from typing import Any, TypeAlias
 import click
 
 from towerd.config import ENV_PREFIX, defaults, settings
+from towerd.llama_flags import FLAGS
 from towerd.settings import Setting
 
 Command: TypeAlias = Callable[..., Any]
 
+_GIVEN = "towerd.llama_flags"
 METAVARS = {"int": "N", "float": "X", "size": "SIZE", "path": "PATH", "keys": "KEY"}
 
 
@@ -26,7 +28,7 @@ def _option(name: str, spec: Setting) -> Callable[[Command], Command]:
     text = f"{spec.help} [default: {default_text(name, spec)}; {ENV_PREFIX}{name.upper()}]"
     if spec.kind == "bool":
         long = f"{spec.flags[0]}/{spec.off_flags[0]}"
-        return click.option(long, name, default=None, help=text)
+        return click.option(long, *spec.flags[1:], name, default=None, help=text)
     if spec.kind in ("list", "keys"):
         metavar = METAVARS.get(spec.kind, "TEXT")
         return click.option(*spec.flags, name, multiple=True, metavar=metavar, help=text)
@@ -37,6 +39,27 @@ def _option(name: str, spec: Setting) -> Callable[[Command], Command]:
     # Numbers and sizes stay text here: towerd.settings has one parser for flags, TOML and env.
     metavar = METAVARS.get(spec.kind, "TEXT")
     return click.option(*spec.flags, name, metavar=metavar, help=text)
+
+
+def llama_options(command: Command) -> Command:
+    """Give `command` llama-server's own flags, which `given_llama_flags` finds."""
+    for flag in FLAGS:
+        command = click.option(
+            *flag.names, is_flag=not flag.n_values, default=None, hidden=True, multiple=False,
+            expose_value=False, callback=_note,
+        )(command)  # fmt: skip
+    return command
+
+
+def _note(context: click.Context, option: click.Parameter, value: Any) -> None:
+    if value is not None:
+        words = [option.opts[0]] if value is True else [option.opts[0], str(value)]
+        context.meta.setdefault(_GIVEN, []).extend(words)
+
+
+def given_llama_flags() -> list[str]:
+    """The words of the flags that `llama_options` noted, in order."""
+    return list(click.get_current_context().meta.get(_GIVEN, []))
 
 
 def default_text(name: str, spec: Setting) -> str:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from towerd.cli.options import config_options
-from towerd.config import Config, load, no_projector, with_server_args
+from towerd.cli.options import config_options, given_llama_flags, llama_options
+from towerd.config import Config, load, with_server_args
 from towerd.errors import ModelError
 
 if TYPE_CHECKING:
@@ -25,24 +25,22 @@ if TYPE_CHECKING:
     help="Settings file. [default: towerd.toml in the user's config directory; TOWERD_CONFIG]",
 )
 @config_options
-@click.option("--mmproj", type=click.Path(), hidden=True, help="Refused, with what to do instead.")
+@llama_options
 @click.argument("server_args", nargs=-1, type=click.UNPROCESSED, metavar="[-- FLAG...]")
-def serve(
-    config_path: Path | None, server_args: tuple[str, ...], mmproj: str | None, **flags: Any
-) -> None:
+def serve(config_path: Path | None, server_args: tuple[str, ...], **flags: Any) -> None:
     """Serve a model, with llama-server's HTTP API, and remember every conversation.
 
-    With --engine llama-server, what stands after -- are flags for the llama-server.
+    llama-server's own flags are taken under their names; the embedded engine takes those of
+    sampling and chat, and says which others it does not. What stands after -- are flags for the
+    llama-server too.
 
     Every option can also stand in towerd.toml (its long name with underscores) or in the
     variable named in brackets. Sizes are bytes or texts such as 8GiB or 500MB.
     """
     from towerd import log
 
-    if mmproj is not None:  # llama-server's flag, which people give here
-        raise no_projector()
     config = load(flags, toml_path=config_path)
-    if server_args:
+    if server_args := (*given_llama_flags(), *server_args):
         config = with_server_args(config, server_args)
     log.configure(config.log_level, config.log_format)
     if _serves_default(config):

@@ -19,7 +19,7 @@ import uvloop
 from aiohttp import web
 
 from towerd.api.connection import Runner
-from towerd.api.keys import CONFIG, GATE, LIMITS, METRICS, TENANTS, TRANSFER, Gate, Service
+from towerd.api.keys import CONFIG, GATE, LIMITS, METRICS, RUNNING, TENANTS, TRANSFER, Gate, Service
 from towerd.api.limits import Limits
 from towerd.api.middleware import MIDDLEWARES, add_headers
 from towerd.config import Config
@@ -53,6 +53,7 @@ def build_app(
     app[LIMITS] = limits or Limits()
     app[METRICS] = metrics or Metrics()
     app[TENANTS] = Tenants(config.api_keys)
+    app[RUNNING] = {}
     app[TRANSFER] = Transfer()
     app.cleanup_ctx.append(_watch_loop)
     app.on_cleanup.append(_close_transfer)
@@ -189,16 +190,17 @@ def _stop_event() -> asyncio.Event:
 
 
 async def _listen_tcp(runner: web.AppRunner, config: Config) -> str:
-    """Listen on host:port and return the URL. Raises ConfigError."""
-    host, port = config.host.strip("[]"), config.port
-    site = web.TCPSite(runner, host, port, backlog=BACKLOG)
-    try:
-        await site.start()
-    except OSError as error:
-        raise ConfigError(_why_not(error, host, port)) from error
-    shown = f"[{host}]" if ":" in host else host
-    addresses = [a for a in runner.addresses if isinstance(a, tuple)]
-    return f"http://{shown}:{addresses[0][1]}"
+    """Listen on host:port, for each host, and return the first URL. Raises ConfigError."""
+    port = config.port
+    for host in (host.strip("[]") for host in config.hosts):
+        site = web.TCPSite(runner, host, port, backlog=BACKLOG)
+        try:
+            await site.start()
+        except OSError as error:
+            raise ConfigError(_why_not(error, host, port)) from error
+        port = next(a[1] for a in runner.addresses if isinstance(a, tuple))
+    first = config.hosts[0].strip("[]")
+    return f"http://{f'[{first}]' if ':' in first else first}:{port}"
 
 
 def _why_not(error: OSError, host: str, port: int) -> str:

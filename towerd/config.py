@@ -21,6 +21,7 @@ import psutil
 
 from towerd import paths
 from towerd.errors import ConfigError
+from towerd.llama_flags import wire_words
 from towerd.policy import NAMES as POLICIES
 from towerd.settings import Kind, Setting, keys_from
 from towerd.tiers.fidelity import FIDELITIES, LevelFormats
@@ -33,9 +34,8 @@ UNBOUNDED = ("none", "shift")
 """Those that know no budget."""
 WATCHING = ("h2o", "snapkv", "buzz", "latem", "icecache")
 """Those that go by what the attention says."""
+POOLINGS = ("none", "mean", "cls", "last", "rank")
 UNQUANTIZED = ("f32", "f16", "bf16")
-_PROJECTOR = ("--mmproj", "-mm", "--mmproj-url", "-mmu")
-"""Flags of llama-server that people give where there is no llama-server."""
 ENV_PREFIX = "TOWERD_"
 ENV_OTHER = ("TOWERD_CONFIG", "TOWERD_KERNELS")
 """Variables that are ours but not settings: the path of towerd.toml, the kernels to force."""
@@ -74,7 +74,7 @@ class Config:
 
     # fmt: off
     host: str = _set("127.0.0.1", "text", "--host",
-        "Address to listen on. Beyond loopback an API key is required.")
+        "Address to listen on; several are separated by commas. Beyond loopback an API key is required.")
     port: int = _set(8080, "int", "--port",
         "TCP port to listen on; 0 takes a free one.", low=0, high=65535)
     socket: Path | None = _set(None, "path", "--socket",
@@ -84,7 +84,9 @@ class Config:
         "GGUF to serve: a path, a file in the models directory, or a name that towerd models list shows.",
         auto="smollm2, else stories")
     alias: str | None = _set(None, "text", "--alias -a",
-        "Name of the model for clients.", auto="its file name")
+        "Name of the model for clients; several are separated by commas.", auto="its file name")
+    tags: tuple[str, ...] = _set((), "list", "--tags",
+        "What GET /v1/models says of the model besides its names.")
     store_dir: Path = _set(None, "path", "--store-dir",
         "Directory of the store; one daemon at a time.", auto="store in the user's data directory")
     api_keys: tuple[tuple[str, str], ...] = _set((), "keys", "--api-key",
@@ -182,6 +184,12 @@ class Config:
     recall_disk_bytes: int = _set(-1, "size", "--recall-disk-bytes",
         "Disk for rows of one chat that --recall-bytes has no room for; the oldest are forgotten beyond. 0: none.",
         low=-1, auto="four times recall-bytes, at most a quarter of warm-bytes")
+    embeddings: bool = _set(False, "bool", "--embeddings --embedding",
+        "Serve POST /embeddings, from a second context beside the one that chats.", off="--no-embeddings")
+    reranking: bool = _set(False, "bool", "--reranking --rerank",
+        "Serve POST /rerank; the model must be made for it.", off="--no-reranking")
+    pooling: str | None = _set(None, "text", "--pooling",
+        "What an embedding makes of the rows of a text's tokens.", choices=POOLINGS, auto="the model's own")
     n_predict: int = _set(-1, "int", "--n-predict -n",
         "Tokens generated when a request does not say; -1: until the model ends, or its context is full once.", low=-1,
         high=2**31 - 1)
@@ -205,7 +213,7 @@ class Config:
     llama_server_bin: Path | None = _set(None, "path", "--llama-server-bin",
         "The llama-server to start.", auto="the one in PATH, else the one of llama-cpp-python")
     llama_server_args: tuple[str, ...] = _set((), "args", "--llama-server-args",
-        "More flags for the llama-server that is started, as on its command line; or after --.")
+        "More of llama-server's own flags, as on its command line; or beside towerd's, or after --.")
     upstream: str | None = _set(None, "text", "--upstream",
         "URL of a running llama-server to use instead of starting one.")
     upstream_key: str | None = _set(None, "text", "--upstream-key",
@@ -231,6 +239,17 @@ class Config:
             if value is not None:
                 spec.check(value, name)
         self._check_together()
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The addresses to listen on, the first one first."""
+        return tuple(host.strip() for host in self.host.split(","))
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        """The names that were set, in llama-server's order."""
+        names = (self.alias or "").split(",")
+        return tuple(sorted({name.strip() for name in names} - {""}))
 
     def chat_template_source(self) -> str | None:
         """The chat template that was set, read from its file if need be; None: the model's own.
@@ -276,7 +295,7 @@ class Config:
 
     def _check_together(self) -> None:
         """What no field can say alone."""
-        if not self.api_keys and not is_loopback(self.host):
+        if not self.api_keys and not all(is_loopback(host) for host in self.hosts):
             raise ConfigError(
                 f"Listening on {self.host} lets other machines in: set a key with --api-key or "
                 "--api-key-file, or listen on 127.0.0.1."
@@ -321,10 +340,11 @@ class Config:
         """A llama-server is started or attached to, not both."""
         self._check_retention()
         if self.engine == "embedded":
-            for name in ("upstream", "llama_server_bin", "llama_server_args", "slot_dir"):
+            for name in ("upstream", "llama_server_bin", "slot_dir"):
                 if getattr(self, name):
                     flag = settings()[name].flags[0]
                     raise ConfigError(f"{flag} needs --engine llama-server.")
+            wire_words(self.llama_server_args)
         if self.upstream is None:
             if self.upstream_key is not None:
                 raise ConfigError("--upstream-key is the key of an --upstream; there is none.")
@@ -381,21 +401,7 @@ def load(
 
 def with_server_args(config: Config, words: tuple[str, ...]) -> Config:
     """`config` with `words` after its llama_server_args. Raises ConfigError."""
-    if config.engine == "embedded":
-        if any(word.partition("=")[0] in _PROJECTOR for word in words):
-            raise no_projector()
-        raise ConfigError(
-            f"Unexpected {words[0]!r}: only --engine llama-server takes flags after --."
-        )
     return replace(config, llama_server_args=(*config.llama_server_args, *words))
-
-
-def no_projector() -> ConfigError:
-    """The refusal of a projector (mmproj) anywhere but among llama-server's own flags."""
-    return ConfigError(
-        "The embedded engine reads text only: for images use --engine llama-server and put "
-        "--mmproj FILE after --."
-    )
 
 
 def is_loopback(host: str) -> bool:

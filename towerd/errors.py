@@ -20,8 +20,13 @@ class TowerdError(Exception):
     stands_for = ""
     """What clients are told instead of the message; empty: the message, which names no files."""
 
-    def __init__(self, message: str, *, public: str | None = None, **extra: Any) -> None:
+    def __init__(
+        self, message: str, *, public: str | None = None, status: int | None = None, **extra: Any
+    ) -> None:
+        """status: another HTTP status than the class's."""
         super().__init__(message)
+        if status is not None:
+            self.status = status
         self.message = message
         self.public = public or self.stands_for or message
         self.extra = extra

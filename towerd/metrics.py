@@ -185,6 +185,10 @@ class Metrics:
         """A request that began at `began` (time.monotonic) is about to get its first token."""
         self.ttft.observe(time.monotonic() - began)
 
+    def embedded(self, n_tokens: int) -> None:
+        """Account for texts that became embeddings."""
+        self.prompt_tokens.inc(n_tokens)
+
     def finished(self, finish: Finish) -> None:
         """Account for one finished generation."""
         reuse, timings = finish.reuse, finish.timings

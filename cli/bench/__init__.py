@@ -81,6 +81,14 @@ def concurrency(model: Path | None, quick: bool) -> None:
 @bench.command()
 @_MODEL
 @_QUICK
+def tools(model: Path | None, quick: bool) -> None:
+    """Three agents with thirty tools each, in turn, against llama-server's defaults."""
+    _run("tools", model, quick)
+
+
+@bench.command()
+@_MODEL
+@_QUICK
 def proxy(model: Path | None, quick: bool) -> None:
     """What towerd before a llama-server adds to its times, at 1 and 32 streams."""
     _run("proxy", model, quick)

@@ -80,7 +80,11 @@ async def complete(
 
 
 async def chat(
-    session: aiohttp.ClientSession, url: str, messages: Sequence[Mapping[str, str]], n_predict: int
+    session: aiohttp.ClientSession,
+    url: str,
+    messages: Sequence[Mapping[str, Any]],
+    n_predict: int,
+    **fields: Any,
 ) -> Completion:
     """POST /v1/chat/completions, greedy, ignoring EOS; the reply's text is in `text`, and TTFT is
     from request in to the first event, which comes with the first token. Raises TowerdError when
@@ -91,6 +95,7 @@ async def chat(
         "stream": True,
         "temperature": 0,
         "ignore_eos": True,
+        **fields,
     }
     result = Completion()
     data = json.dumps(body).encode()

@@ -25,8 +25,8 @@ async def view(reply: Any) -> dict[str, Any]:
 
 async def test_view_and_request(client: Client) -> None:
     assert (await view(await client.get(PATH)))["state"] == "waiting"
-    wrong: list[Any] = [{"again": 3}, [], {"again": "yes"}]
-    for body in wrong:
+    bodies: tuple[Any, ...] = ({"again": 3}, [], {"again": "yes"})
+    for body in bodies:
         async with client.post(PATH, json=body) as reply:
             assert reply.status == 400
     assert (await view(await client.get(PATH)))["state"] == "waiting"

@@ -8,13 +8,10 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient
 
-from towerd.api import bigjson
 from towerd.api.limits import Limits
-from towerd.errors import InvalidRequest
 from towerd.service import Service
 
 Client = TestClient[web.Request, web.Application]
@@ -70,12 +67,3 @@ async def test_limits_can_be_set(make_client: MakeClient) -> None:
     async with client.post(BASE, json=body) as reply:
         error = (await reply.json())["error"]
     assert error["message"] == "Field 'messages': at most 2 entries are allowed, but it has 3"
-
-
-def test_text_is_no_value() -> None:
-    """However many commas it has."""
-    text = {"text": [', "a"\\, ' * 100] * 1000}
-    data = json.dumps(text).encode()
-    assert bigjson.decode(data, values_max=1000) == text
-    with pytest.raises(InvalidRequest, match="more than 998 values"):
-        bigjson.decode(data, values_max=998)

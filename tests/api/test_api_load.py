@@ -9,14 +9,11 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import msgspec
-import numpy as np
 import pytest
 import requests
 from aiohttp import web
 from aiohttp.test_utils import TestClient
 
-from towerd.api import bigjson
 from towerd.api.limits import Limits
 
 Client = TestClient[web.Request, web.Application]
@@ -92,7 +89,7 @@ async def test_ten_megabytes(client: Client, loop_time: Any, name: str) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_long_reply_with_probabilities(client: Client, loop_time: Any, stream: bool) -> None:
     """Thousands of alternatives are put together off the loop."""
-    fields: dict[str, Any] = {
+    fields: Any = {
         "prompt": "a",
         "n_probs": 100,
         "n_predict": 400,
@@ -113,12 +110,7 @@ async def test_long_reply_with_probabilities(client: Client, loop_time: Any, str
 
 async def test_many_streams(client: Client, loop_time: Any) -> None:
     """Each token of each stream is a small step."""
-    fields: dict[str, Any] = {
-        "prompt": "Once",
-        "n_predict": 100,
-        "ignore_eos": True,
-        "stream": True,
-    }
+    fields: Any = {"prompt": "Once", "n_predict": 100, "ignore_eos": True, "stream": True}
     url = str(client.make_url("/completion"))
 
     def ask() -> bool:
@@ -134,37 +126,12 @@ async def test_many_streams(client: Client, loop_time: Any) -> None:
     await loop_time.watch(once)
 
 
-@pytest.mark.parametrize("name", ["text", "escaped", "ids"])
-def test_decoder_gets_slices(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """The C decoder, which keeps the interpreter while it runs, only ever sees a slice."""
-    longest = 0
-    decode = msgspec.json.decode
-
-    def watched(data: bytes, **kwargs: Any) -> Any:
-        nonlocal longest
-        longest = max(longest, len(data))
-        return decode(data, **kwargs)
-
-    monkeypatch.setattr(msgspec.json, "decode", watched)
-    body = BODIES[name][1]
-    value = bigjson.decode(body)["prompt"]
-    assert longest <= bigjson.SLICE_BYTES + 20
-    expected = json.loads(body)["prompt"]
-    assert (value.tolist() if isinstance(value, np.ndarray) else value) == expected
-
-
 async def test_client_that_stops_reading(make_client: MakeClient) -> None:
     """It holds a bounded part of its stream, slows nobody, and is cut off in the end."""
     client = await make_client(
         limits=Limits(write_stall_s=0.5), ctx_size=8192, live_tokens=16384, parallel=2
     )
-    fields: dict[str, Any] = {
-        "prompt": "a",
-        "stream": True,
-        "n_probs": 500,
-        "n_predict": 8000,
-        "ignore_eos": True,
-    }
+    fields = {"prompt": "a", "stream": True, "n_probs": 500, "n_predict": 8000, "ignore_eos": True}
     body = json.dumps(fields).encode()
     head = f"POST /completion HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
     with socket.socket() as sock:

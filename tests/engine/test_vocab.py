@@ -70,7 +70,6 @@ def test_tables(vocab: Vocab) -> None:
     assert vocab.eos_text == "</s>"
     assert vocab.is_eog(vocab.eos_id)
     assert not vocab.is_eog(vocab.n_vocab - 1)
-    assert vocab.rendered(vocab.eos_id) == b"", "control tokens add no text"
     assert vocab.piece(vocab.eos_id) == b"</s>"
     assert vocab.detokenize([vocab.bos_id, vocab.eos_id]) == b"<s></s>"
 

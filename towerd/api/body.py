@@ -6,41 +6,45 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from towerd.api import bigjson
 from towerd.api.keys import CONFIG, LIMITS
 from towerd.api.limits import Limits
 from towerd.api.reply import PayloadTooLarge, RequestTimeout, reason_of
 from towerd.errors import InvalidRequest
 
 
-async def read_object(request: web.Request, ints_max: int | None = None) -> dict[str, Any]:
-    """The body as a JSON object; an empty body is an empty object. `ints_max`: as in `decode`.
+async def read_object(request: web.Request) -> dict[str, Any]:
+    """The body as a JSON object; an empty body is an empty object.
 
     Raises InvalidRequest (not JSON, not an object), PayloadTooLarge, RequestTimeout."""
     data = await read_bytes(request)
     if not data:
         return {}
-    value = await decode(request, data, ints_max)
+    value = await decode(request, data)
     if not isinstance(value, dict):
         raise InvalidRequest(f"The request body must be a JSON object, but is {json_type(value)}")
     return value
 
 
-async def decode(request: web.Request, data: bytearray, ints_max: int | None = None) -> Any:
-    """The JSON value of a body, off the loop if it is big. Arrays of more than `ints_max` integers
-    are only counted (`bigjson.UnreadInts`). Raises InvalidRequest, also for one that has too many
-    of anything (`Limits`)."""
+async def decode(request: web.Request, data: bytearray) -> Any:
+    """The JSON value of a body, off the loop if it is big. Raises InvalidRequest, also for one that
+    has too many of anything (`Limits`)."""
     limits = request.app[LIMITS]
     if len(data) <= limits.inline_bytes_max:
-        return _decode(data, ints_max, limits)
-    return await asyncio.to_thread(_decode, data, ints_max, limits)
+        return _decode(data, limits)
+    return await asyncio.to_thread(_decode, data, limits)
 
 
-def _decode(data: bytearray, ints_max: int | None, limits: Limits) -> Any:
-    value = bigjson.decode(data, ints_max, limits.values_max)
+def _decode(data: bytearray, limits: Limits) -> Any:
+    if data.count(b",") > limits.values_max:
+        raise InvalidRequest(f"The request body has more than {limits.values_max} values")
+    try:
+        value = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"The request body is not valid JSON: {error}") from error
     limits.check(value)
     return value
 

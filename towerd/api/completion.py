@@ -17,7 +17,7 @@ from towerd.api.body import read_bytes
 from towerd.api.choice import Choice
 from towerd.api.fanout import Events, fan_out
 from towerd.api.hints import SESSION_HEADER, hints_of
-from towerd.api.keys import CONFIG, LIMITS, METRICS, TENANT, service_of
+from towerd.api.keys import CONFIG, LIMITS, METRICS, RUNNING, TENANT, service_of
 from towerd.api.reply import error_event, raw_reply
 from towerd.api.reuse import total
 from towerd.api.sse import ClientStalled, EventStream
@@ -75,12 +75,15 @@ async def _complete(request: web.Request, endpoint: Endpoint) -> web.StreamRespo
         events_max=request.app[LIMITS].events_max,
     )
     choices = [Choice() for _ in range(task.n_choices)]
+    under_way = request.app[RUNNING]
+    under_way[task.wire.id] = task
     try:
         async with running as events:
             if task.wire.stream:
                 return await _stream(request, task, choices, events)
             return await _whole(request, task, choices, events)
     finally:
+        del under_way[task.wire.id]
         task.close()
 
 

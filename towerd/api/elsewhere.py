@@ -8,17 +8,9 @@ from towerd.errors import NotSupported
 
 ELSEWHERE: tuple[tuple[str, str], ...] = (
     ("POST", "/props"),
-    ("POST", "/embedding"),
-    ("POST", "/embeddings"),
-    ("POST", "/v1/embeddings"),
-    ("POST", "/rerank"),
-    ("POST", "/reranking"),
-    ("POST", "/v1/rerank"),
-    ("POST", "/v1/reranking"),
     ("GET", "/lora-adapters"),
     ("POST", "/lora-adapters"),
     ("POST", "/slots/{id_slot}"),
-    ("POST", "/v1/chat/completions/control"),
     ("POST", "/v1/audio/transcriptions"),
     ("POST", "/audio/transcriptions"),
     ("GET", "/v1/stream"),

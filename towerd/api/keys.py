@@ -16,6 +16,7 @@ from towerd.metrics import Metrics
 from towerd.tenants import Tenant, Tenants
 
 if TYPE_CHECKING:
+    from towerd.api.task import Task
     from towerd.cold import Keeper
     from towerd.store import Store
     from towerd.tiers.fidelity import Fidelity
@@ -85,6 +86,8 @@ GATE = web.AppKey("gate", Gate)
 LIMITS = web.AppKey("limits", Limits)
 METRICS = web.AppKey("metrics", Metrics)
 TENANTS = web.AppKey("tenants", Tenants)
+RUNNING: web.AppKey[dict[str, Task]] = web.AppKey("running")
+"""The completions under way, by their id."""
 TRANSFER: web.AppKey[Transfer] = web.AppKey("transfer")
 TENANT = web.RequestKey("tenant", Tenant)
 

@@ -25,9 +25,8 @@ class Limits:
     """How long running generations may finish at shutdown before they are cancelled."""
     linger_s: float = 1.0
     """And then all other requests: a tool that llama-server runs may take minutes."""
-    values_max: int = 500_000
-    """Values of a body, without long strings and arrays of integers: decoding holds up every
-    thread for a quarter of a microsecond each."""
+    values_max: int = 2_000_000
+    """Commas of a body that Python decodes, which holds up every thread meanwhile."""
     messages_max: int = 65_536
     """Messages of a chat; a chat of so many one-letter messages is read in a second."""
     parts_max: int = 65_536

@@ -138,10 +138,10 @@ def is_owner_socket(request: web.Request) -> bool:
 def _host_allowed(request: web.Request) -> bool:
     """On loopback a foreign Host means DNS rebinding; elsewhere the key protects."""
     config = request.app[CONFIG]
-    if not is_loopback(config.host):
+    if not all(is_loopback(host) for host in config.hosts):
         return True
     name = _host_name("//" + request.host)
-    return name is not None and (is_loopback(name) or name == config.host)
+    return name is not None and (is_loopback(name) or name in config.hosts)
 
 
 def origin_allowed(request: web.Request) -> bool:

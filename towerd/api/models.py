@@ -49,8 +49,8 @@ def _model_json(engine: Engine) -> dict[str, Any]:
     info = engine.info
     return {
         "id": info.alias,
-        "aliases": [info.alias],
-        "tags": [],
+        "aliases": list(info.aliases or (info.alias,)),
+        "tags": list(info.tags),
         "object": "model",
         "created": int(time.time()),
         "owned_by": "llamacpp",

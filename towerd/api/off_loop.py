@@ -6,15 +6,11 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-import numpy as np
-
 P = ParamSpec("P")
 T = TypeVar("T")
 
 ITEMS_INLINE_MAX = 1000
 """Python takes about a microsecond per item, and the loop never stops for 5 ms."""
-_NUMBERS_PER_ITEM = 1000
-"""Of an array: numpy takes a nanosecond or two for each."""
 
 
 async def by_size(items: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -26,8 +22,6 @@ async def by_size(items: int, work: Callable[P, T], *args: P.args, **kwargs: P.k
 
 def size_of(value: object) -> int:
     """How many items a decoded JSON value has at its top, as far as work is concerned."""
-    if isinstance(value, np.ndarray):
-        return len(value) // _NUMBERS_PER_ITEM
     return len(value) if isinstance(value, list | dict) else 1
 
 

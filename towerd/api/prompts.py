@@ -9,7 +9,6 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 
 from towerd.api import fields
-from towerd.api.bigjson import UnreadInts
 from towerd.api.off_loop import by_size, size_of
 from towerd.engine.base import Engine, Ids
 from towerd.errors import ContextExceeded, InvalidRequest, NotSupported
@@ -67,7 +66,7 @@ async def tokenize_mixed(
     """Text, ids or a list of both to ids; only text at the very front gets the BOS token.
 
     Raises InvalidRequest."""
-    if not isinstance(content, str | list | np.ndarray):
+    if not isinstance(content, str | list):
         raise fields.wrong_type("content", "string or array", content)
     parts = await by_size(size_of(content), _parts, content, engine.info.n_vocab)
     return await _tokenize(parts, engine, add_special=add_special, parse_special=parse_special)
@@ -97,9 +96,8 @@ def _plan(prompt: Any, n_vocab: int, limit: PromptLimit, prompts_max: int) -> li
 
 def _n_ids(prompt: Any) -> int:
     """How many token ids a prompt of nothing else has; 0 for any other."""
-    if isinstance(prompt, UnreadInts):
-        return prompt.n
-    return len(prompt) if isinstance(prompt, np.ndarray) else 0
+    is_ids = isinstance(prompt, list) and all(type(item) is int for item in prompt)
+    return len(prompt) if is_ids else 0
 
 
 def _one(prompt: Any, n_vocab: int) -> Parts:
@@ -118,8 +116,6 @@ def _one(prompt: Any, n_vocab: int) -> Parts:
 def _parts(content: Any, n_vocab: int) -> Parts:
     if isinstance(content, str):
         return [content]
-    if isinstance(content, np.ndarray):
-        return [checked_ids(content, n_vocab)]
     if not isinstance(content, list):
         raise InvalidRequest(_FORMS)
     parts: Parts = []

@@ -74,7 +74,7 @@ async def _generate(
     engine = sidecar_of(request)
     hints_of(request)  # refused before anything else happens
     data = await read_bytes(request)
-    body = await decode(request, data, engine.n_ctx)
+    body = await decode(request, data)
     if not isinstance(body, dict) or not _has_prompt(dialect, body):
         return await _as_it_is(request, engine, Plan(dialect, data, Placement.FREE))
     try:

@@ -8,9 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
-from towerd.api.bigjson import UnreadInts
 from towerd.api.hints import agent_of
 from towerd.api.live import refuse_live
 from towerd.api.off_loop import by_size, count
@@ -149,8 +146,6 @@ def _n_choices(body: Mapping[str, Any]) -> int:
 
 def _is_ids(prompt: Any) -> bool:
     """Whether it is token ids as they are sent on: nothing is gained by sending them twice."""
-    if isinstance(prompt, np.ndarray | UnreadInts):
-        return True
     return isinstance(prompt, list) and all(type(item) is int for item in prompt)
 
 

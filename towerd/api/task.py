@@ -139,6 +139,11 @@ class Task:
         self._chats[choice].said()
         return data
 
+    def end_reasoning(self) -> bool:
+        """End the reasoning of its choices with the next tokens; False: there is none to end."""
+        ended = [reply.end_reasoning() for reply in self._replies.values()]
+        return any(ended)
+
     def error(self, body: dict[str, Any]) -> bytes:
         """The event of an error in the middle of a stream."""
         return self.writer.error(encode(body["error"]))

@@ -6,7 +6,6 @@ import codecs
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 from aiohttp import web
 
 from towerd.api import fields
@@ -72,13 +71,13 @@ async def post_detokenize(request: web.Request) -> web.Response:
     tokens = body.get("tokens")
     if tokens is None:
         return json_reply({"content": ""})
-    if not isinstance(tokens, list | np.ndarray):
+    if not isinstance(tokens, list):
         raise fields.wrong_type("tokens", "array", tokens)
     return json_reply({"content": await by_size(len(tokens), _text, tokens, engine)})
 
 
 def _text(tokens: Any, engine: Engine) -> str:
-    if isinstance(tokens, list) and not all(type(token) is int for token in tokens):
+    if not all(type(token) is int for token in tokens):
         raise InvalidRequest("Field 'tokens': must be an array of integers")
     ids = checked_ids(tokens, engine.info.n_vocab)
     decoder = codecs.getincrementaldecoder("utf-8")("replace")

@@ -209,6 +209,10 @@ class ModelInfo:
     fingerprint: Fingerprint
     kv_bytes_per_token: int
     metadata: Mapping[str, str]
+    aliases: tuple[str, ...] = ()
+    """All names that clients may give it; none: the alias alone."""
+    tags: tuple[str, ...] = ()
+    """What GET /v1/models says besides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +289,23 @@ class ModuleMaker(Protocol):
         ...
 
 
+class Embeds(Protocol):
+    """A model that turns texts into rows of numbers."""
+
+    pooling: str
+    """none, mean, cls, last or rank: what is made of the rows of a text's tokens."""
+
+    def embed(self, prompts: Sequence[Ids], normalize: int) -> list[list[list[float]]]:
+        """Of each prompt its embeddings: one with pooling, else one a token. Blocks.
+
+        normalize: as llama-server's `embd_normalize`. Raises ContextExceeded, TowerdError."""
+        ...
+
+    def score(self, prompts: Sequence[Ids]) -> list[float]:
+        """The relevance of each prompt, which is a query with a document. Blocks."""
+        ...
+
+
 class Engine(Protocol):
     """A model that can be asked. All methods are called on the event loop and never block it."""
 
@@ -293,6 +314,8 @@ class Engine(Protocol):
     info: ModelInfo
     wire: WireThreads | None
     """How requests to this model are parsed; None: another process does it."""
+    embedder: Embeds | None
+    """None: this engine gives no embeddings, or was not told to."""
     n_ctx: int
     """Tokens one sequence may hold."""
     n_slots: int

@@ -62,6 +62,8 @@ class Settings:
     embd_normalize: int = 2
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Fields that a request has unless it says otherwise: `n_predict`, `temperature`..."""
+    flags: tuple[str, ...] = ()
+    """Words of a llama-server command line, which go over what stands above."""
     kept_fields: tuple[str, ...] = ()
     """Top-level fields of a body that `Request.field` gives back."""
 

@@ -237,7 +237,9 @@ def _info(
     )
     return ModelInfo(
         path=str(model.path),
-        alias=config.alias or model.path.name,
+        alias=config.aliases[0] if config.aliases else model.path.name,
+        aliases=config.aliases,
+        tags=config.tags,
         description=model.description(),
         n_vocab=vocab.n_vocab,
         n_ctx_train=model.n_ctx_train,

@@ -13,6 +13,7 @@ import numpy as np
 
 from towerd.config import RETENTIONS, Config
 from towerd.engine.base import (
+    Embeds,
     Event,
     Finish,
     GenerateRequest,
@@ -24,6 +25,7 @@ from towerd.engine.base import (
     Started,
 )
 from towerd.engine.embedded.core import Core
+from towerd.engine.embedded.embedding import Embedder
 from towerd.engine.embedded.job import Job, Phase
 from towerd.engine.embedded.materialise import Materialiser
 from towerd.engine.embedded.modules import EmbeddedModules
@@ -105,6 +107,10 @@ class EmbeddedEngine:
         self.info = core.info
         self.retokenizer = Retokenizer(core.vocab)
         self.wire: WireThreads | None = WireThreads(open_wire(core, config, self.retokenizer))
+        self.embedder: Embeds | None = None
+        self._embedder: Embedder | None = None
+        if config.embeddings or config.reranking:
+            self._embedder = self.embedder = Embedder(core.model, config, core.n_ctx)
         self.n_ctx = core.n_ctx
         self.n_slots = config.parallel
         self.core = core
@@ -250,6 +256,8 @@ class EmbeddedEngine:
             **({} if self.boundaries is None else self.boundaries.stats()),
             "tasks": scheduler.slots.n_tasks,
             **scheduler.counters,
+            "decode_steps": scheduler.counters["decode_steps"]
+            + (self._embedder.n_decodes if self._embedder is not None else 0),
         }
 
     def is_calm(self) -> bool:
@@ -293,6 +301,8 @@ class EmbeddedEngine:
         await asyncio.to_thread(self.embedded_modules.close)
         if self.wire is not None:
             await asyncio.to_thread(self.wire.close)
+        if self._embedder is not None:
+            await asyncio.to_thread(self._embedder.close)
         await asyncio.to_thread(self.scheduler.close)
         await asyncio.to_thread(self.materialiser.close)
         self._text.shutdown()

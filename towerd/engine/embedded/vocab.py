@@ -49,14 +49,11 @@ class Vocab:
         self.n_vocab = int(lib.llama_vocab_n_tokens(self.ptr))
         self.bos_id = int(lib.llama_vocab_bos(self.ptr))
         self.eos_id = int(lib.llama_vocab_eos(self.ptr))
-        self.eot_id = int(lib.llama_vocab_eot(self.ptr))
         self.add_bos = bool(lib.llama_vocab_get_add_bos(self.ptr))
         self.add_eos = bool(lib.llama_vocab_get_add_eos(self.ptr))
-        self.pieces, self._rendered = self._read_pieces()
+        self.pieces = self._read_pieces()
         is_eog = lib.llama_vocab_is_eog
         self.eog_ids = frozenset(i for i in range(self.n_vocab) if is_eog(self.ptr, i))
-        self.suppressed = self._read_suppressed()
-        """Tokens the model file forbids at sampling."""
 
     @property
     def bos_text(self) -> str:
@@ -67,11 +64,6 @@ class Vocab:
     def eos_text(self) -> str:
         """The text of the EOS token, or "" when there is none."""
         return self._text(self.eos_id)
-
-    @property
-    def eot_text(self) -> str:
-        """The text of the end-of-turn token, or "" when there is none."""
-        return self._text(self.eot_id)
 
     def tokenize(self, text: str | bytes, add_special: bool, parse_special: bool) -> Ids:
         """int32[n] ids of a text of any length; NUL is a character like any other.
@@ -131,10 +123,6 @@ class Vocab:
         """The bytes of one token; a special token's own text."""
         return self.pieces[token]
 
-    def rendered(self, token: int) -> bytes:
-        """What the token adds to generated text: control and unknown tokens add nothing."""
-        return self._rendered[token]
-
     def is_eog(self, token: int) -> bool:
         """Whether the token ends generation."""
         return token in self.eog_ids
@@ -157,38 +145,22 @@ class Vocab:
     def _text(self, token: int) -> str:
         return self.pieces[token].decode("utf-8", "replace") if token >= 0 else ""
 
-    def _read_pieces(self) -> tuple[list[bytes], list[bytes]]:
-        """Every piece with and without special tokens' text."""
+    def _read_pieces(self) -> list[bytes]:
+        """Every piece, special tokens as text."""
         buffer = ctypes.create_string_buffer(_PIECE_BYTES)
         address = ctypes.addressof(buffer)
         call, copy, vocab = lib.llama_token_to_piece, ctypes.string_at, self.ptr
-        rendered = [b""] * self.n_vocab
-        retry: list[int] = []
+        pieces = [b""] * self.n_vocab
         for i in range(self.n_vocab):
-            n = call(vocab, i, buffer, _PIECE_BYTES, 0, False)
-            if n > 0:
-                rendered[i] = copy(address, n)
-            else:
-                retry.append(i)
-        pieces = list(rendered)
-        for i in retry:
-            rendered[i] = self._read_piece(i, special=False)
-            pieces[i] = self._read_piece(i, special=True)
-        return pieces, rendered
+            n = call(vocab, i, buffer, _PIECE_BYTES, 0, True)
+            pieces[i] = copy(address, n) if n >= 0 else self._read_piece(i, -n)
+        return pieces
 
-    def _read_piece(self, token: int, *, special: bool) -> bytes:
-        room = _PIECE_BYTES
-        while True:
-            buffer = ctypes.create_string_buffer(room)
-            n = int(lib.llama_token_to_piece(self.ptr, token, buffer, room, 0, special))
-            if n >= 0:
-                return buffer.raw[:n]
-            room = -n
-
-    def _read_suppressed(self) -> tuple[int, ...]:
-        count = ctypes.c_int32(0)
-        ids = lib.llama_vocab_get_suppress_tokens(self.ptr, ctypes.byref(count))
-        return tuple(int(ids[i]) for i in range(count.value))
+    def _read_piece(self, token: int, room: int) -> bytes:
+        """A piece of more than `_PIECE_BYTES`."""
+        buffer = ctypes.create_string_buffer(room)
+        n = int(lib.llama_token_to_piece(self.ptr, token, buffer, room, 0, True))
+        return buffer.raw[:n]
 
 
 def _metadata(model_ptr: Any, key: bytes) -> str:

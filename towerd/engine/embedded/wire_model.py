@@ -13,6 +13,7 @@ from towerd.config import Config
 from towerd.engine.embedded.core import Core
 from towerd.engine.embedded.retokenize import Retokenizer
 from towerd.errors import ConfigError
+from towerd.llama_flags import wire_words
 from towerd.wire import Model, Settings, recommended
 
 KEPT_FIELDS = ("retention", "live_budget")
@@ -20,7 +21,8 @@ KEPT_FIELDS = ("retention", "live_budget")
 
 
 def open_wire(core: Core, config: Config, retokenizer: Retokenizer) -> Model:
-    """Raises ConfigError: a chat template that does not parse or renders no example."""
+    """Raises ConfigError: a chat template that does not parse or renders no example, a flag's value
+    that llama.cpp does not take."""
     settings = Settings(
         name=core.info.alias,
         n_ctx=core.n_ctx,
@@ -28,6 +30,7 @@ def open_wire(core: Core, config: Config, retokenizer: Retokenizer) -> Model:
         n_batch=config.batch_size,
         chat_template=config.chat_template_source() or "",
         defaults={**recommended(core.info.metadata), "n_predict": config.n_predict},
+        flags=tuple(wire_words(config.llama_server_args)),
         kept_fields=KEPT_FIELDS,
     )
     address = ctypes.cast(core.model.ptr, ctypes.c_void_p).value
@@ -38,10 +41,8 @@ def open_wire(core: Core, config: Config, retokenizer: Retokenizer) -> Model:
 
     try:
         return Model(address, settings.encode(), tokenize)
-    except RuntimeError as error:
-        raise ConfigError(
-            f"The chat template cannot be used: {error}. Give another with --chat-template-file."
-        ) from error
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(f"llama.cpp refuses a chat template or flag: {error}.") from error
 
 
 def encode(body: Mapping[str, Any]) -> bytes:

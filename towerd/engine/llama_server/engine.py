@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from towerd.config import Config
-from towerd.engine.base import GenerateRequest, Ids, Kept, ModelInfo, ModuleMaker, SlotView
+from towerd.engine.base import Embeds, GenerateRequest, Ids, Kept, ModelInfo, ModuleMaker, SlotView
 from towerd.engine.llama_server.backend import Backend
 from towerd.engine.llama_server.describe import Described
 from towerd.engine.llama_server.foretell import Foretold, foretell
@@ -53,6 +53,7 @@ class LlamaServerEngine:
 
     name = "llama-server"
     wire: WireThreads | None = None
+    embedder: Embeds | None = None
     modules: ModuleMaker | None = None
     outgrowing: Collection[str] = ()  # it refuses such a prompt even where it shifts its context
 

@@ -1,6 +1,7 @@
 #include "prompts.h"
 
 #include <algorithm>
+#include <limits>
 
 #include "bounds.h"
 #include "refused.h"
@@ -36,9 +37,20 @@ json only(const json & body, const char * name) {
     return out;
 }
 
+// Which llama.cpp would cut down to 32 bits.
+void check_ids(const json & prompt) {
+    if (prompt.is_array()) {
+        std::for_each(prompt.begin(), prompt.end(), check_ids);
+    } else if (prompt.is_number_integer() &&
+               (prompt.get<int64_t>() < 0 || prompt.get<int64_t>() > std::numeric_limits<int32_t>::max())) {
+        refuse("Prompt contains invalid tokens");
+    }
+}
+
 }  // namespace
 
 std::vector<server_tokens> tokenized(const Model & model, const json & prompt) {
+    check_ids(prompt);
     if (is_several(prompt) && prompt.size() > bounds::kPromptsMax) {
         refuse("Field 'prompt': at most " + std::to_string(bounds::kPromptsMax) + " prompts are allowed");
     }

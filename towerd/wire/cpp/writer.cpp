@@ -95,6 +95,7 @@ std::string Writer::progress(size_t choice, int32_t total, int32_t cached, int32
         result.n_prompt_tokens_cache = cached;
         if (request_->params().timings_per_token) {
             result.stats.t_start            = 1;
+            result.stats.t_prompt_last      = 1 + 1000 * std::max<int64_t>(0, time_ms);
             result.stats.n_prompt_cached    = static_cast<uint64_t>(cached);
             result.stats.n_prompt_processed = static_cast<uint64_t>(std::max(0, processed - cached));
         }

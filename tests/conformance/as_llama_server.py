@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""`towerd serve --engine llama-server` under llama-server's own command line, for llama.cpp's
-server tests: LLAMA_SERVER_BIN_PATH=.../as_llama_server.py (see tests/sidecar/README.md).
+"""`towerd serve` under llama-server's own command line, for llama.cpp's server tests. The engine is
+that of TOWERD_TEST_ENGINE.
 
 Where the two differ by default, llama-server's way is asked for: endpoints that are off unless
-named, and slots with cells of their own. The store is a new one at every start.
+named, and (of a llama-server behind towerd) slots with cells of their own. The store is a new one
+at every start.
 """
 
 from __future__ import annotations
@@ -37,11 +38,25 @@ def split(args: list[str]) -> tuple[list[str], list[str]]:
     return ours, theirs
 
 
+def embedded(args: list[str]) -> list[str]:
+    """The command line as it is, but for what is off by default."""
+    args = [*args, *(no for on, no in SWITCHES.items() if on not in args and no not in args)]
+    if "--parallel" in args and "--kv-unified" not in args and "--ctx-size" in args:
+        n_slots, at = int(args[args.index("--parallel") + 1]), args.index("--ctx-size") + 1
+        args[at] = str(int(args[at]) // n_slots)  # towerd's is that of one conversation
+    return args
+
+
 def main() -> None:
-    ours, theirs = split(sys.argv[1:])
     work = tempfile.mkdtemp(prefix="towerd-suite-")
-    own = ["--engine", "llama-server", "--store-dir", f"{work}/store", "--socket", f"{work}/s"]
-    command = [sys.executable, "-P", "-m", "towerd", "serve", *own, *ours, "--", *theirs]
+    engine = os.environ.get("TOWERD_TEST_ENGINE", "llama-server")
+    own = ["--engine", engine, "--store-dir", f"{work}/store", "--socket", f"{work}/s"]
+    if engine == "embedded":
+        args = embedded(sys.argv[1:])
+    else:
+        ours, theirs = split(sys.argv[1:])
+        args = [*ours, "--", *theirs]
+    command = [sys.executable, "-P", "-m", "towerd", "serve", *own, *args]
     os.execv(command[0], command)
 
 

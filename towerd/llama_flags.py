@@ -1,0 +1,219 @@
+"""llama-server's own flags, and what becomes of each on the embedded engine.
+
+llama.cpp's code parses those of sampling and chat itself (`towerd.wire`); what the daemon has a setting
+for stands in `towerd.config`; what decides nothing here is taken and ignored, so that a llama-server
+command line runs as it is. The llama-server engine takes all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from towerd.errors import ConfigError
+
+Use: TypeAlias = Literal["wire", "ignored", "elsewhere"]
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaFlag:
+    """One flag: its spellings, how many values follow it, and who takes it."""
+
+    names: tuple[str, ...]
+    n_values: int
+    use: Use
+
+
+def _rows(use: Use, n_values: int, text: str) -> list[LlamaFlag]:
+    return [LlamaFlag(tuple(line.split()), n_values, use) for line in text.strip().splitlines()]
+
+
+FLAGS = (
+    *_rows("wire", 0, """
+--verbose --log-verbose -v
+--ignore-eos
+--special -sp
+--spm-infill
+--jinja
+--no-jinja
+--prefill-assistant
+--no-prefill-assistant
+--skip-chat-parsing
+--no-skip-chat-parsing
+--reasoning-preserve
+--no-reasoning-preserve
+--cache-prompt
+--no-cache-prompt
+"""),
+    *_rows("wire", 1, """
+--samplers
+--seed -s
+--sampler-seq --sampling-seq
+--temp --temperature
+--top-k
+--top-p
+--min-p
+--top-nsigma --top-n-sigma
+--xtc-probability
+--xtc-threshold
+--typical --typical-p
+--repeat-last-n
+--repeat-penalty
+--presence-penalty
+--frequency-penalty
+--dry-multiplier
+--dry-base
+--dry-allowed-length
+--dry-penalty-last-n
+--dry-sequence-breaker
+--adaptive-target
+--adaptive-decay
+--dynatemp-range
+--dynatemp-exp
+--mirostat
+--mirostat-lr
+--mirostat-ent
+--logit-bias -l
+--grammar
+--grammar-file
+--json-schema -j
+--json-schema-file -jf
+--keep
+--reverse-prompt -r
+--reasoning-format
+--reasoning -rea
+--reasoning-effort
+--reasoning-budget
+--reasoning-budget-message
+--chat-template-kwargs
+--sse-ping-interval
+--embd-normalize
+"""),
+    *_rows("ignored", 0, """
+--cont-batching -cb
+--no-cont-batching -nocb
+--kv-unified -kvu
+--no-kv-unified -no-kvu
+--warmup
+--no-warmup
+--offline
+--escape -e
+--no-escape
+--perf
+--no-perf
+--kv-offload -kvo
+--no-kv-offload -nkvo
+--repack
+--no-repack -nr
+--op-offload
+--no-op-offload
+--cache-idle-slots
+--no-cache-idle-slots
+--ui --webui
+--no-ui --no-webui
+--no-mmproj --no-mmproj-auto
+--log-disable
+--log-prefix
+--no-log-prefix
+--log-timestamps
+--no-log-timestamps
+--check-tensors
+--swa-full
+"""),
+    *_rows("ignored", 1, """
+--prio
+--poll
+--prio-batch
+--poll-batch
+--cache-ram -cram
+--cache-reuse
+--ctx-checkpoints -ctxcp --swa-checkpoints
+--checkpoint-min-step -cms
+--slot-prompt-similarity -sps
+--slot-save-path
+--defrag-thold -dt
+--threads-http
+--timeout -to
+--log-colors
+--fit -fit
+"""),
+    *_rows("elsewhere", 0, """
+--embd-gemma-default
+--spec-default
+"""),
+    *_rows("elsewhere", 1, """
+--mmproj -mm
+--mmproj-url -mmu
+--model-url -mu
+--hf-repo -hf -hfr
+--hf-file -hff
+--docker-repo -dr
+--model-draft --spec-draft-model -md
+--spec-type
+--spec-draft-n-max
+--spec-draft-n-min
+--rpc
+--device -dev
+--override-tensor -ot
+--override-kv
+--split-mode -sm
+--tensor-split -ts
+--main-gpu -mg
+--rope-scaling
+--rope-scale
+--yarn-orig-ctx
+--control-vector
+--control-vector-scaled
+--models-dir
+--models-preset
+--models-max
+--tools
+--mcp-servers-config
+--mcp-servers-json
+--media-path
+--path
+--api-prefix
+--ssl-key-file
+--ssl-cert-file
+--sleep-idle-seconds
+"""),
+)  # fmt: skip
+
+BY_NAME = {name: flag for flag in FLAGS for name in flag.names}
+
+
+def wire_words(args: Sequence[str]) -> list[str]:
+    """The words of a llama-server command line that the embedded engine has `towerd.wire` parse.
+
+    Raises ConfigError that names the first flag which this engine does not take."""
+    out: list[str] = []
+    for flag, words in _split(args):
+        if flag.use == "elsewhere":
+            raise refusal(words[0])
+        if flag.use == "wire":
+            out += words
+    return out
+
+
+def refusal(name: str) -> ConfigError:
+    """Of a flag that only a llama-server takes."""
+    return ConfigError(
+        f"{name} is not taken by the embedded engine: leave it out, or use --engine llama-server "
+        f"and put {name} after --."
+    )
+
+
+def _split(args: Sequence[str]) -> Iterator[tuple[LlamaFlag, list[str]]]:
+    words = iter(args)
+    for word in words:
+        name, is_joined, value = word.partition("=")
+        flag = BY_NAME.get(name.replace("_", "-") if name.startswith("--") else name)
+        if flag is None:
+            raise refusal(word)
+        values = (
+            [value] if is_joined else [v for _, v in zip(range(flag.n_values), words, strict=False)]
+        )
+        if len(values) != flag.n_values:
+            raise ConfigError(f"{name} takes {flag.n_values or 'no'} value.")
+        yield flag, [name, *values]
