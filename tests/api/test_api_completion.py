@@ -33,7 +33,8 @@ DIALECTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/responses", {"input": "Hi"}),
     ("/v1/messages", {**CHAT, "max_tokens": 100}),
 )
-LONG = {"prompt": "Once", "n_predict": 500, "ignore_eos": True}
+LONG = {"prompt": "Once", "n_predict": 8000, "ignore_eos": True}
+LARGE = {"ctx_size": 8192, "live_tokens": 8192}
 
 
 async def post(client: Client, path: str, body: Any, **headers: str) -> Any:
@@ -168,18 +169,18 @@ async def test_truncated(client: Client) -> None:
     assert (await post(client, "/v1/completions", body))["towerd"] == {"truncated": True}
 
 
-async def test_error_before_the_first_event(make_client: MakeClient, held: Held) -> None:
+async def test_error_before_the_first_event(make_client: MakeClient) -> None:
     """What fails before the stream begins is an ordinary error reply: here the queue is full."""
-    client = await make_client(parallel=1, queue_max=1)
-    with held(client) as service:
-        first, second = (
-            asyncio.create_task(client.post("/completion", json=LONG)) for _ in range(2)
-        )
-    await until_async(lambda: service.engine.stats()["waiting"] == 1)
-    async with client.post("/completion", json={"prompt": "a", "stream": True}) as reply:
-        assert reply.status == 503
-        assert "requests are waiting" in (await reply.json())["error"]["message"]
-    assert [(await each).status for each in (first, second)] == [200, 200]
+    client = await make_client(parallel=1, queue_max=1, **LARGE)
+    async with client.post("/completion", json=LONG | {"stream": True}) as running:
+        waiting = asyncio.create_task(post(client, "/completion", {"prompt": "a", "n_predict": 1}))
+        while (await (await client.get("/towerd/v1/stats")).json())["engine"]["waiting"] == 0:
+            assert not waiting.done()
+        async with client.post("/completion", json={"prompt": "b", "stream": True}) as reply:
+            assert reply.status == 503
+            assert "requests are waiting" in (await reply.json())["error"]["message"]
+        running.close()
+    assert (await waiting)["tokens_predicted"] == 1
 
 
 @pytest.mark.parametrize("path", ["/completion", "/v1/chat/completions", "/v1/responses"])
@@ -216,8 +217,8 @@ async def test_unexpected_error_is_not_shown(
 @pytest.mark.parametrize("streamed", [True, False])
 async def test_client_that_leaves(make_client: MakeClient, held: Held, streamed: bool) -> None:
     """Its request is cancelled, streamed or not, and what was generated until then is kept."""
-    client = await make_client(ctx_size=8192, live_tokens=8192)
-    body = {"prompt": "Once", "n_predict": 8000, "ignore_eos": True, "stream": streamed}
+    client = await make_client(**LARGE)
+    body = LONG | {"stream": streamed}
     with held(client) as service:
         if not streamed:
             with pytest.raises(TimeoutError):

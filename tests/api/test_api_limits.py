@@ -26,7 +26,7 @@ TOO_MANY: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("/completion", {"prompt": "a", "samplers": "k" * 65}, "'samplers'"),
     ("/completion", {"prompt": "a", "unknown": [[]] * 4_000_001}, "4000000 values"),
     ("/v1/chat/completions", {"messages": [MESSAGE], "unknown": [[]] * 4_000_001}, "4000000 values"),
-    ("/tokenize", {"content": ["a"] * 500_002}, "500000 values"),
+    ("/tokenize", {"content": ["a"] * 2_000_002}, "2000000 values"),
     (BASE, {"name": "b", "messages": [MESSAGE] * 65_537}, "'messages'"),
     (BASE, {"name": "b", "messages": [{**MESSAGE, "content": [PART] * 17}] * 4000}, "65536 content parts"),
     (BASE, {"name": "b", "messages": [MESSAGE], "tools": [{}] * 4097}, "'tools'"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from io import BytesIO
 from typing import Any
 
 import msgspec
@@ -29,7 +30,7 @@ async def read_object(request: web.Request) -> dict[str, Any]:
     return value
 
 
-async def decode(request: web.Request, data: bytearray) -> Any:
+async def decode(request: web.Request, data: bytes) -> Any:
     """The JSON value of a body, off the loop if it is big. Raises InvalidRequest, also for one that
     has too many of anything (`Limits`)."""
     limits = request.app[LIMITS]
@@ -38,7 +39,7 @@ async def decode(request: web.Request, data: bytearray) -> Any:
     return await asyncio.to_thread(_decode, data, limits)
 
 
-def _decode(data: bytearray, limits: Limits) -> Any:
+def _decode(data: bytes, limits: Limits) -> Any:
     if data.count(b",") > limits.values_max:
         raise InvalidRequest(f"The request body has more than {limits.values_max} values")
     try:
@@ -49,12 +50,12 @@ def _decode(data: bytearray, limits: Limits) -> Any:
     return value
 
 
-async def read_bytes(request: web.Request) -> bytearray:
+async def read_bytes(request: web.Request) -> bytes:
     """The whole body. Raises InvalidRequest, PayloadTooLarge, RequestTimeout."""
-    data = bytearray()
+    data = BytesIO()
     async for chunk in iter_bytes(request):
-        data += chunk
-    return data
+        data.write(chunk)
+    return data.getvalue()  # its own buffer: copying 64 MiB would stop the loop for 50 ms
 
 
 def iter_bytes(request: web.Request) -> AsyncIterator[bytes]:

@@ -66,7 +66,7 @@ async def post_messages(request: web.Request) -> web.StreamResponse:
 async def _complete(request: web.Request, endpoint: Endpoint) -> web.StreamResponse:
     service = service_of(request)
     caller = Caller(request[TENANT].scope, hints_of(request))
-    body = bytes(await read_bytes(request))
+    body = await read_bytes(request)
     task = await parse_task(endpoint, body, caller, service.engine, request.app[CONFIG])
     running = fan_out(
         service.sessions,

@@ -35,7 +35,7 @@ async def post_rerank(request: web.Request) -> web.Response:
         raise NotSupported(
             "This server does not support reranking. Start it with `--reranking`", status=501
         )
-    body = bytes(await read_bytes(request))
+    body = await read_bytes(request)
     wire = wire_of(engine)
     asked = await wire.call(len(body), _rerank_request, wire.model, body)
     scores = await asyncio.to_thread(engine.embedder.score, asked.prompts)
@@ -49,7 +49,7 @@ async def _embed(request: web.Request, *, openai: bool) -> web.Response:
         raise InvalidRequest(
             "Pooling type 'none' is not OAI compatible. Please use a different pooling type"
         )
-    body = bytes(await read_bytes(request))
+    body = await read_bytes(request)
     wire = wire_of(engine)
     asked = await wire.call(len(body), _embedding_request, wire.model, openai, body)
     prompts = asked.prompts

@@ -28,7 +28,7 @@ async def post_import(request: web.Request) -> web.Response:
     may name another with `?scope=`."""
     service, transfer = service_of(request), request.app[TRANSFER]
     scope = visible_scope(request) or request[TENANT].scope
-    data = bytes(await read_bytes(request))
+    data = await read_bytes(request)
 
     def work() -> dict[str, object]:
         return import_session(service.store, service.cold.coding.model(), data, scope)

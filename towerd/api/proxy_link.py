@@ -129,7 +129,7 @@ class Sidecar(Engine, Protocol):
         """The slot of a chat that goes on where it sits, before its tokens are known."""
         ...
 
-    async def text_of_chat(self, data: bytes | bytearray) -> str:
+    async def text_of_chat(self, data: bytes) -> str:
         """A chat request, as its client wrote it, to the prompt text. Raises TowerdError."""
         ...
 

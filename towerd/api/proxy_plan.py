@@ -42,7 +42,7 @@ class Plan:
     """A generation request on its way."""
 
     dialect: Dialect
-    body: bytearray
+    body: bytes
     placement: Placement
     ids: Ids | None = None
     stream: bool = False
@@ -82,7 +82,7 @@ class Plan:
 
 
 async def make_plan(
-    dialect: Dialect, data: bytearray, body: Mapping[str, Any], engine: Sidecar, *, can_pin: bool
+    dialect: Dialect, data: bytes, body: Mapping[str, Any], engine: Sidecar, *, can_pin: bool
 ) -> Plan:
     """Plan the request whose body is `data`, decoded as `body`. Of a chat request with `spoken`
     the tokens are still to be learned.

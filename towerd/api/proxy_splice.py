@@ -18,10 +18,10 @@ _TOKENS = re.compile(rb'(?<=[{,])"tokens":\[[\d,]*\]')
 _encoder = msgspec.json.Encoder()
 
 
-def with_fields(document: bytes | bytearray, fields: Mapping[str, Any]) -> bytes:
+def with_fields(document: bytes, fields: Mapping[str, Any]) -> bytes:
     """`document`, the text of a JSON object, with `fields` set, whatever it had under these
     names. Raises ValueError if it does not end as an object does."""
-    body = bytes(document).strip(_SPACE)
+    body = document.strip(_SPACE)
     if not body.endswith(b"}"):
         raise ValueError("not a JSON object")
     head = body[:-1].rstrip(_SPACE)

@@ -92,7 +92,7 @@ async def post_apply_template(request: web.Request) -> web.Response:
     """A chat request to the prompt text that it would be evaluated as."""
     _announce(request)
     wire = wire_of(service_of(request).engine)
-    body = bytes(await read_bytes(request))
+    body = await read_bytes(request)
     return raw_reply(await wire.call(len(body), wire.model.apply_template, body))
 
 
@@ -114,7 +114,7 @@ async def post_messages_tokens(request: web.Request) -> web.Response:
 async def _count(request: web.Request, endpoint: Endpoint) -> web.Response:
     _announce(request)
     wire = wire_of(service_of(request).engine)
-    body = bytes(await read_bytes(request))
+    body = await read_bytes(request)
     return raw_reply(await wire.call(len(body), wire.model.count_tokens, endpoint, body))
 
 
