@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,14 +66,20 @@ async def ask(service: Service, ids: Any, n_predict: int = 8, **fields: Any) -> 
         if isinstance(event, Finish):
             finish = event
     assert finish is not None
-    said = json.loads(writer.final(reply, 0, finish.n_cached, b""))
-    probs = [_probs(token) for token in said.get("completion_probabilities", [])]
+    probs = token_probs(json.loads(writer.final(reply, 0, finish.n_cached, b"")))
     return Answer(list(finish.ids), probs, finish, text)
 
 
-def _probs(token: dict[str, Any]) -> TokenProbs:
-    top = {one["id"]: one["logprob"] for one in token["top_logprobs"]}
-    return TokenProbs(token["id"], token["logprob"], top)
+def token_probs(reply: Mapping[str, Any]) -> list[TokenProbs]:
+    """Those of an unstreamed /completion."""
+    return [
+        TokenProbs(
+            token["id"],
+            token["logprob"],
+            {one["id"]: one["logprob"] for one in token["top_logprobs"]},
+        )
+        for token in reply.get("completion_probabilities", [])
+    ]
 
 
 def some_ids(n: int, seed: int = 0) -> Ids:

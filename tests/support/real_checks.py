@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from oracle import Answer, Logits, Oracle, inside
+from oracle import Answer, Logits, Oracle, TokenProbs, inside, token_probs
 
-from towerd.engine.base import Ids, TokenProb, TokenProbs
+from towerd.engine.base import Ids
 from towerd.service import Service
 
 ROUNDING = 1e-6
@@ -38,15 +38,7 @@ class Said:
 
 def said(reply: Mapping[str, Any]) -> Said:
     """Those of an unstreamed /completion with `return_tokens` and `n_probs`."""
-
-    def prob(told: Mapping[str, Any]) -> TokenProb:
-        return TokenProb(told["id"], bytes(told["bytes"]), told["logprob"])
-
-    probs = [
-        TokenProbs(prob(each), tuple(prob(top) for top in each["top_logprobs"]))
-        for each in reply["completion_probabilities"]
-    ]
-    return Said(reply["tokens"], probs)
+    return Said(reply["tokens"], token_probs(reply))
 
 
 async def ids_of(service: Service, text: str, *, begins: bool = False) -> Ids:
@@ -79,8 +71,8 @@ def check_rows(oracle: Oracle, expected: Logits, answer: Answer | Said) -> None:
     for row, probs, token in zip(expected, answer.probs, answer.ids, strict=True):
         assert probs.id == token
         assert token == int(np.argmax(_allowed(oracle, row)))
-        for prob in (probs.chosen, *probs.top):
-            assert abs(prob.logprob - row[prob.id]) <= ROUNDING
+        for each, logprob in {**probs.top, token: probs.logprob}.items():
+            assert abs(logprob - row[each]) <= ROUNDING
 
 
 def in_batches(oracle: Oracle, prompt: Ids, sizes: Sequence[int], answer: Answer | Said) -> Logits:
