@@ -87,7 +87,7 @@ def divergence(expected: Logits, probs: Sequence[TokenProbs]) -> float:
     were reported and one for all others."""
     each = []
     for row, found in zip(expected, probs, strict=True):
-        reported = {prob.id: prob.logprob for prob in (found.chosen, *found.top)}
+        reported = {**found.top, found.id: found.logprob}
         q = np.exp([reported[token] for token in reported])
         p = np.exp([row[token] for token in reported])
         p, q = np.append(p, max(1e-9, 1 - p.sum())), np.append(q, max(1e-9, 1 - q.sum()))
@@ -103,11 +103,8 @@ def noise(oracle: Oracle, prompt: Ids, sizes: Sequence[int], answer: Answer | Sa
     last = sizes[-1] + len(answer.ids) - 1
     rows = oracle.logprobs_in(whole, len(prompt) - 1, [*sizes[:-1], last])
 
-    def told(row: np.ndarray, prob: TokenProb) -> TokenProb:
-        return TokenProb(prob.id, prob.piece, float(row[prob.id]))
-
     probs = [
-        TokenProbs(told(row, each.chosen), tuple(told(row, prob) for prob in each.top))
+        TokenProbs(each.id, float(row[each.id]), {token: float(row[token]) for token in each.top})
         for row, each in zip(rows, answer.probs, strict=True)
     ]
     return divergence(expected, probs)
