@@ -9,10 +9,10 @@ ARGS ?=
 NAME ?= resume
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test lint bench soak fuzz clean
+.PHONY: help setup serve models test lint bench conformance soak fuzz clean
 
 help: ## Show this help
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
 
 setup: ## Make .venv with everything (compiles llama.cpp once, 5 to 10 minutes), fetch SmolLM2
 	@deploy/setup.sh
@@ -34,6 +34,9 @@ test: lint ## Format check, lint, type check, tests
 
 bench: setup ## Run one benchmark: NAME=resume|switch|store|concurrency ARGS=--quick
 	@$(BIN)/towerctl bench $(NAME) $(ARGS)
+
+conformance: setup ## llama.cpp's own server tests on llama-server and on both engines; writes docs/conformance.md
+	$(BIN)/python tests/conformance/run.py $(ARGS)
 
 soak: setup ## The long attacks of the suite, then 10,000 requests under budgets that are far too small; about an hour
 	$(BIN)/pytest -m soak

@@ -84,14 +84,31 @@ show_progress() {
   if [ -t 1 ]; then printf '\n'; fi
 }
 
-# $@: more options for pip.
+# What llama.cpp is compiled for: the instructions of this CPU.
+cpu_features() {
+  if [ "$(uname -s)" = Darwin ]; then
+    sysctl -n machdep.cpu.brand_string
+  else
+    grep -m1 -iE '^(flags|features)' /proc/cpuinfo || uname -m
+  fi
+}
+
+# Where pip keeps the wheel that it builds: beside its other ones, apart for each CPU and set of flags.
+# A home directory may move to another machine, and pip itself asks for the version alone.
+wheel_cache() {
+  local cache
+  cache=$("$PY" -m pip cache dir 2>/dev/null) || return 0
+  printf '%s/llama-cpp-python-%s' "$cache" "$({ cpu_features; llama_cmake_args; } | cksum | tr -d ' ')"
+}
+
 build_llama() {
-  local started=$SECONDS
+  local started=$SECONDS cache
+  cache=$(wheel_cache)
   say "Compiling llama.cpp and llama-server once; this takes 5 to 10 minutes on two cores."
   say "  (everything the compiler says goes to ${LOG#"$PWD"/})"
   if ! CMAKE_ARGS=$(llama_cmake_args) PATH="$VENV/bin:$PATH" \
-    "$PY" -m pip install --verbose --force-reinstall --no-deps --no-binary llama-cpp-python "$@" \
-    "llama-cpp-python==$LLAMA_VERSION" 2>&1 | tee "$LOG" | show_progress; then
+    "$PY" -m pip install --verbose --force-reinstall --no-deps --no-binary llama-cpp-python \
+    ${cache:+--cache-dir "$cache"} "llama-cpp-python==$LLAMA_VERSION" 2>&1 | tee "$LOG" | show_progress; then
     tail -n 30 "$LOG" >&2
     die "llama.cpp did not compile; the whole output is in $LOG."
   fi
@@ -104,21 +121,12 @@ llama_installed() {
 
 install_llama() {
   local wanted
-  wanted="$LLAMA_VERSION $(llama_cmake_args)"
+  wanted="$LLAMA_VERSION $(llama_cmake_args) $(cpu_features | cksum)"
   [ -f "$STAMPS/llama" ] && [ "$(cat "$STAMPS/llama")" = "$wanted" ] && llama_installed && return
   if [ ! -f "$STAMPS/llama" ] && llama_installed && llama_works; then
     say "Found a llama-cpp-python $LLAMA_VERSION with llama-server in .venv: keeping it."
   else
     build_llama
-    if ! { llama_installed && llama_works; }; then
-      # pip may have taken a wheel from its cache that was built with other flags.
-      say "That build lacks llama-server or does not run on this CPU: compiling it anew."
-      if "$PY" -m pip cache remove llama_cpp_python >/dev/null 2>&1; then
-        build_llama
-      else
-        build_llama --no-cache-dir
-      fi
-    fi
     llama_installed || die "the build has no llama-server in it; see $LOG."
     llama_works || die "llama.cpp was built but cannot multiply quantized matrices on this CPU."
   fi

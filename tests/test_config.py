@@ -7,7 +7,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from towerd.config import Config, defaults, is_loopback, load, settings
+from towerd.addresses import is_loopback
+from towerd.config import Config, defaults, load, settings
 from towerd.errors import ConfigError
 
 

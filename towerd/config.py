@@ -7,7 +7,6 @@ bytes of a stored segment depend on is not here: that is `towerd.slots.fingerpri
 from __future__ import annotations
 
 import difflib
-import ipaddress
 import os
 import shutil
 import tomllib
@@ -15,11 +14,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import psutil
 
 from towerd import paths
+from towerd.addresses import is_http_url, is_loopback
 from towerd.errors import ConfigError
 from towerd.llama_flags import wire_words
 from towerd.policy import NAMES as POLICIES
@@ -402,27 +401,6 @@ def load(
 def with_server_args(config: Config, words: tuple[str, ...]) -> Config:
     """`config` with `words` after its llama_server_args. Raises ConfigError."""
     return replace(config, llama_server_args=(*config.llama_server_args, *words))
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
-
-
-def is_http_url(text: str) -> bool:
-    """Whether `text` names a server: http or https, a host, maybe a port and a path prefix."""
-    try:
-        parts = urlsplit(text)
-        port_ok = parts.port is None or parts.port > 0
-    except ValueError:
-        return False
-    plain = not (parts.username or parts.password or parts.query or parts.fragment)
-    return parts.scheme in ("http", "https") and bool(parts.hostname) and port_ok and plain
 
 
 def _from_toml(path: Path | None) -> dict[str, Any]:

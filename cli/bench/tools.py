@@ -43,7 +43,7 @@ class Load:
     ctx_size: int = 32768
 
 
-QUICK = Load(turns=2)
+QUICK = Load(tools=6, turns=2)
 
 
 def tool(rng: np.random.Generator, name: str) -> Json:

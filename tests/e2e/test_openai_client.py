@@ -238,10 +238,6 @@ def wait_for_turns(daemon: Daemon, name: str, n: int) -> list[dict[str, Any]]:
 
 def test_errors_become_exceptions(openai: OpenAI) -> None:
     """Each refusal has the class that openai's users catch."""
-    with pytest.raises(openai_errors.NotFoundError) as unknown:
-        openai.chat.completions.create(model="gpt-9", messages=HELLO)
-    assert "gpt-9" in unknown.value.message
-    assert MODEL in unknown.value.message
     wrong_messages: list[Any] = [{"role": "user"}]
     with pytest.raises(openai_errors.BadRequestError) as wrong:
         openai.chat.completions.create(model=MODEL, messages=wrong_messages)

@@ -170,6 +170,6 @@ def test_too_many_ids_are_not_decoded(daemon: Daemon) -> None:
     reply = requests.post(daemon.url + "/completion", data=body, timeout=60)
     done.set()
     watcher.join()
-    error = reply.json()["error"]
-    assert (reply.status_code, error["n_prompt_tokens"]) == (400, 15_000_001)
+    assert reply.status_code == 400
+    assert "values" in reply.json()["error"]["message"]
     assert max(seen) - seen[0] < 4 * len(body)

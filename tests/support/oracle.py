@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,14 +66,20 @@ async def ask(service: Service, ids: Any, n_predict: int = 8, **fields: Any) -> 
         if isinstance(event, Finish):
             finish = event
     assert finish is not None
-    said = json.loads(writer.final(reply, 0, finish.n_cached, b""))
-    probs = [_probs(token) for token in said.get("completion_probabilities", [])]
+    probs = token_probs(json.loads(writer.final(reply, 0, finish.n_cached, b"")))
     return Answer(list(finish.ids), probs, finish, text)
 
 
-def _probs(token: dict[str, Any]) -> TokenProbs:
-    top = {one["id"]: one["logprob"] for one in token["top_logprobs"]}
-    return TokenProbs(token["id"], token["logprob"], top)
+def token_probs(reply: Mapping[str, Any]) -> list[TokenProbs]:
+    """Those of an unstreamed /completion."""
+    return [
+        TokenProbs(
+            token["id"],
+            token["logprob"],
+            {one["id"]: one["logprob"] for one in token["top_logprobs"]},
+        )
+        for token in reply.get("completion_probabilities", [])
+    ]
 
 
 def some_ids(n: int, seed: int = 0) -> Ids:
@@ -118,14 +124,15 @@ def check_live(service: Service) -> None:
 class Oracle:
     """Monolithic prefill in one fresh context, with the attention that a daemon gets."""
 
-    def __init__(self, path: Path) -> None:
-        config = Config(model=path, batch_size=2048, ubatch_size=2048)
+    def __init__(self, path: Path, **settings: Any) -> None:
+        config = Config(model=path, batch_size=2048, ubatch_size=2048, **settings)
         self.model = LlamaModel(path, config)
         attention = flash_attention(
             config, n_head=self.model.n_head, n_cells=4096, ram_bytes=1 << 40
         )
         config = dataclasses.replace(config, flash_attn=attention)
         self.context = LlamaContext(self.model, config, n_cells=4096, n_seqs=2)
+        self._first_batch = np.zeros(0, np.int32)
         self.forbidden = sorted(Vocab(self.model.ptr).eog_ids)  # requests here ignore EOS
 
     def close(self) -> None:
@@ -136,6 +143,22 @@ class Oracle:
         """log-softmax after each of the positions [first, len(ids)), prefilled by `chunk`."""
         self._clear()
         return self._prefill(ids, first, chunk)
+
+    def logprobs_in(self, ids: Ids, first: int, sizes: Sequence[int]) -> Logits:
+        """The same, prefilled in batches of these sizes and the rest one token at a time, which
+        is the shape of a reply. The first batch stays, for the next call that begins with it."""
+        at = sizes[0]
+        if first < at or not np.array_equal(self._first_batch, ids[:at]):
+            self._clear()
+            rows = list(self._prefill(ids[:at], first, at))
+            self._first_batch = ids[:at].copy()
+        else:
+            self.context.seq_rm(0, at)
+            rows = []
+        for size in (*sizes[1:], *[1] * (len(ids) - sum(sizes))):
+            rows += list(self._prefill(ids[: at + size], first, size, at))
+            at += size
+        return np.array(rows)
 
     def noise(self, ids: Ids) -> float:
         """What llama.cpp itself differs by between batch splits of the same prefill: of these
@@ -160,6 +183,7 @@ class Oracle:
         return worst
 
     def _clear(self) -> None:
+        self._first_batch = np.zeros(0, np.int32)
         for seq in range(self.context.n_seqs):
             self.context.seq_rm(seq)
 
@@ -167,12 +191,11 @@ class Oracle:
         rows: list[Logits] = []
         for at in range(start, len(ids), chunk):
             part = ids[at : at + chunk]
+            wanted = range(max(first - at, 0), len(part))
             self.context.batch.add(part, at, 0, logits_last=True)
-            self.context.batch.logits[: len(part)] = 1
+            self.context.batch.logits[wanted.start : len(part)] = 1
             self.context.decode()
-            rows += [
-                _log_softmax(self.context.logits(i)) for i in range(max(first, at) - at, len(part))
-            ]
+            rows += [_log_softmax(self.context.logits(i)) for i in wanted]
         return np.array(rows)
 
     def _scattered(self, ids: Ids, filler: int) -> Logits:

@@ -10,9 +10,9 @@ from urllib.parse import urlsplit
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from towerd.addresses import is_loopback
 from towerd.api.keys import CONFIG, GATE, METRICS, TENANT, TENANTS
 from towerd.api.reply import error_reply, from_http
-from towerd.config import is_loopback
 from towerd.errors import Forbidden, NotSupported, TowerdError, Unauthorized, Unavailable
 from towerd.tenants import OWNER, Tenant
 

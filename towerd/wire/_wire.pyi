@@ -131,6 +131,9 @@ class Reply:
     def limit(self, truncated: bool) -> None:
         """End it at a limit that the request does not have; truncated: for want of context."""
 
+    def truncate(self) -> None:
+        """Say in the reply that tokens before it were dropped for want of context."""
+
     def end_reasoning(self) -> bool:
         """End its reasoning with the next tokens; False: there is none to end."""
 

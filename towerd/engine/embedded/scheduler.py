@@ -409,7 +409,10 @@ class Scheduler:
             n_kept = job.output.n_kept
             word = job.output.stopping_word.decode("utf-8", "replace")
         self._leave(job)
-        self._emit(job, job.finish(stop, word, n_kept))
+        finish = job.finish(stop, word, n_kept)
+        if finish.truncated and job.output is not None:
+            job.output.truncate()
+        self._emit(job, finish)
 
     def _fail(self, job: Job, error: TowerdError) -> None:
         self._leave(job)

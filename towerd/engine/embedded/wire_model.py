@@ -14,6 +14,7 @@ from towerd.engine.embedded.core import Core
 from towerd.engine.embedded.retokenize import Retokenizer
 from towerd.errors import ConfigError
 from towerd.llama_flags import wire_words
+from towerd.models.known import metadata_of
 from towerd.wire import Model, Settings, recommended
 
 KEPT_FIELDS = ("retention", "live_budget")
@@ -28,7 +29,7 @@ def open_wire(core: Core, config: Config, retokenizer: Retokenizer) -> Model:
         n_ctx=core.n_ctx,
         n_parallel=config.parallel,
         n_batch=config.batch_size,
-        chat_template=config.chat_template_source() or "",
+        chat_template=config.chat_template_source() or _known_template(core),
         defaults={**recommended(core.info.metadata), "n_predict": config.n_predict},
         flags=tuple(wire_words(config.llama_server_args)),
         kept_fields=KEPT_FIELDS,
@@ -43,6 +44,11 @@ def open_wire(core: Core, config: Config, retokenizer: Retokenizer) -> Model:
         return Model(address, settings.encode(), tokenize)
     except (RuntimeError, ValueError) as error:
         raise ConfigError(f"llama.cpp refuses a chat template or flag: {error}.") from error
+
+
+def _known_template(core: Core) -> str:
+    """What a known model's template is replaced by; empty: the GGUF's own is used."""
+    return metadata_of(core.model.path).get("tokenizer.chat_template", "")
 
 
 def encode(body: Mapping[str, Any]) -> bytes:

@@ -201,6 +201,7 @@ void bind_reply(nb::module_ & m) {
              },
              "ctx"_a, "index"_a, "is_full"_a)
         .def("limit", &Reply::limit, "truncated"_a)
+        .def("truncate", &Reply::truncate)
         .def("end_reasoning", &Reply::end_reasoning, nb::call_guard<nb::gil_scoped_release>())
         .def_prop_ro("request", [](const Reply & r) { return std::const_pointer_cast<Request>(r.shared_request()); })
         .def_prop_ro("choice", &Reply::choice)

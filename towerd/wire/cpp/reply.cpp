@@ -237,6 +237,11 @@ void Reply::limit(bool truncated) {
     end(STOP_TYPE_LIMIT);
 }
 
+void Reply::truncate() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    truncated_ = true;
+}
+
 bool Reply::end_reasoning() {
     const std::lock_guard<std::mutex> lock(mutex_);
     return common_sampler_reasoning_budget_force(sampler_.get());

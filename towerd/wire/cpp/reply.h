@@ -43,6 +43,8 @@ public:
     Chunk step(llama_context * ctx, int index, bool is_full);
     // Ends it at a limit that is not the request's.
     void limit(bool truncated);
+    // Tokens before it were dropped for want of context.
+    void truncate();
     // Ends its reasoning as soon as it can be; whether there is any.
     bool end_reasoning();
 
