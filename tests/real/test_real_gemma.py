@@ -5,9 +5,21 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import numpy as np
+import pytest
+from daemon import Daemon
 from oracle import OpenService, Oracle, ask
-from real_checks import check_bits, check_rows, drop_live, ids_of, joined
-from real_text import QUESTIONS, STORY
+from real_checks import (
+    check_bits,
+    check_rows,
+    divergence_in,
+    drop_live,
+    ids_of,
+    joined,
+    noise,
+    said,
+)
+from real_text import LETTER, QUESTIONS, RIVER, STORY
 
 from towerd.engine.base import Ids
 from towerd.service import Service
@@ -86,3 +98,39 @@ async def test_branches(service_on: OpenService, gemma: Path, gemma_oracle: Orac
         answer = await ask(service, prompt, N)
         assert answer.finish.reuse.warm == WINDOW
         check_bits(gemma_oracle, prompt, [WINDOW, len(questions[2])], answer)
+
+
+@pytest.mark.parametrize("flags", [(), ("--swa-full",)])
+def test_behind_a_llama_server(
+    gemma: Path, gemma_oracle: Oracle, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    """Two chats in turn in one slot, with a cache of the window's size and one of full size: each
+    is restored, beyond its window too and after a restart, and replies diverge from a prefill by
+    no more than other batches make it diverge from itself."""
+    settings = ("--engine", "llama-server", "-np", "1", "-c", "1536", "-t", "2")
+    daemon = Daemon(tmp_path / "d", "-m", str(gemma), *settings, "--", "--no-warmup", *flags)
+    found, floors = [], []
+    with daemon:
+        chats = []
+        for text in (STORY, RIVER + LETTER):
+            body = {"content": text, "add_special": True}
+            chats.append(daemon.post("/tokenize", body)["tokens"])
+        for turn, question in enumerate(QUESTIONS):
+            if turn == 2:
+                assert daemon.stop() == 0, daemon.log
+                daemon.start()
+            for chat, ids in enumerate(chats):
+                n_known = len(ids)
+                ids += daemon.post("/tokenize", {"content": question})["tokens"]
+                reply = daemon.complete(ids, 16, n_probs=4)
+                print(flags, turn, chat, n_known, len(ids), reply["timings"]["cache_n"], reply["content"])
+                if turn:
+                    assert reply["timings"]["cache_n"] == n_known - 1
+                    if turn==2:
+                        whole, sizes = np.array(ids, np.int32), [n_known, len(ids) - n_known]
+                        found.append(divergence_in(gemma_oracle, whole, sizes, said(reply)))
+                        floors.append(noise(gemma_oracle, whole, sizes, said(reply)))
+                ids += reply["tokens"]
+        print(daemon.get("/towerd/v1/stats")["engine"])
+        assert daemon.stop() == 0, daemon.log
+    print(found, floors)

@@ -8,7 +8,8 @@ or, where it shared its batches with others, within what other batches change by
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,27 @@ EXACT: dict[str, Any] = {
 """Settings under which a reply in the same batches has the same bits. Without flash attention where
 the cells lie decides how sums are rounded, and how many are in use, in steps of 256, decides how
 the threads share them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """The tokens of a reply and what was reported of each."""
+
+    ids: Sequence[int]
+    probs: Sequence[TokenProbs]
+
+
+def said(reply: Mapping[str, Any]) -> Said:
+    """Those of an unstreamed /completion with `return_tokens` and `n_probs`."""
+
+    def prob(told: Mapping[str, Any]) -> TokenProb:
+        return TokenProb(told["id"], bytes(told["bytes"]), told["logprob"])
+
+    probs = [
+        TokenProbs(prob(each), tuple(prob(top) for top in each["top_logprobs"]))
+        for each in reply["completion_probabilities"]
+    ]
+    return Said(reply["tokens"], probs)
 
 
 async def ids_of(service: Service, text: str, *, begins: bool = False) -> Ids:
@@ -46,12 +68,12 @@ async def drop_live(service: Service) -> None:
     await inside(service, drop)
 
 
-def check_bits(oracle: Oracle, prompt: Ids, sizes: Sequence[int], answer: Answer) -> None:
+def check_bits(oracle: Oracle, prompt: Ids, sizes: Sequence[int], answer: Answer | Said) -> None:
     """The reply is that of a prefill in batches of these sizes, to the bit, and greedy."""
     check_rows(oracle, in_batches(oracle, prompt, sizes, answer), answer)
 
 
-def check_rows(oracle: Oracle, expected: Logits, answer: Answer) -> None:
+def check_rows(oracle: Oracle, expected: Logits, answer: Answer | Said) -> None:
     """The same, of log-probabilities that are known already."""
     assert len(answer.ids) == len(answer.probs) == len(expected)
     for row, probs, token in zip(expected, answer.probs, answer.ids, strict=True):
@@ -61,7 +83,7 @@ def check_rows(oracle: Oracle, expected: Logits, answer: Answer) -> None:
             assert abs(prob.logprob - row[prob.id]) <= ROUNDING
 
 
-def in_batches(oracle: Oracle, prompt: Ids, sizes: Sequence[int], answer: Answer) -> Logits:
+def in_batches(oracle: Oracle, prompt: Ids, sizes: Sequence[int], answer: Answer | Said) -> Logits:
     """The log-probabilities where the reply's tokens stand; sum(sizes) is the prompt's length."""
     assert sum(sizes) == len(prompt)
     whole = joined(prompt, answer.ids[:-1])
@@ -81,7 +103,7 @@ def divergence(expected: Logits, probs: Sequence[TokenProbs]) -> float:
     return math.fsum(each) / len(each)
 
 
-def noise(oracle: Oracle, prompt: Ids, sizes: Sequence[int], answer: Answer) -> float:
+def noise(oracle: Oracle, prompt: Ids, sizes: Sequence[int], answer: Answer | Said) -> float:
     """The divergence that the model has from itself where the reply stands in one batch with the
     last of these, instead of one token after the other."""
     expected = in_batches(oracle, prompt, sizes, answer)
@@ -99,7 +121,7 @@ def noise(oracle: Oracle, prompt: Ids, sizes: Sequence[int], answer: Answer) -> 
     return divergence(expected, probs)
 
 
-def divergence_in(oracle: Oracle, prompt: Ids, sizes: Sequence[int], answer: Answer) -> float:
+def divergence_in(oracle: Oracle, prompt: Ids, sizes: Sequence[int], answer: Answer | Said) -> float:
     """The divergence of the reply from a prefill in batches of these sizes."""
     return divergence(in_batches(oracle, prompt, sizes, answer), answer.probs)
 
