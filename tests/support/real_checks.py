@@ -121,7 +121,9 @@ def noise(oracle: Oracle, prompt: Ids, sizes: Sequence[int], answer: Answer | Sa
     return divergence(expected, probs)
 
 
-def divergence_in(oracle: Oracle, prompt: Ids, sizes: Sequence[int], answer: Answer | Said) -> float:
+def divergence_in(
+    oracle: Oracle, prompt: Ids, sizes: Sequence[int], answer: Answer | Said
+) -> float:
     """The divergence of the reply from a prefill in batches of these sizes."""
     return divergence(in_batches(oracle, prompt, sizes, answer), answer.probs)
 
