@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import real_models
-from daemon import Daemon
 from oracle import OpenService, Oracle
 from real_checks import EXACT
 
 from towerd.config import Config
 from towerd.service import Service, open_service
-
-MakeDaemon = Callable[..., Daemon]
 
 
 @pytest.fixture(scope="session")
@@ -64,18 +61,3 @@ def service_on(tmp_path: Path) -> OpenService:
             yield service
 
     return open_it
-
-
-@pytest.fixture
-def make_daemon(tmp_path: Path) -> Iterator[MakeDaemon]:
-    """`make_daemon(*flags)`: a daemon of this test's own, not started; killed at the end."""
-    made: list[Daemon] = []
-
-    def make(*flags: str, name: str = "d") -> Daemon:
-        made.append(Daemon(tmp_path / name, "-c", "2048", "-t", "2", *flags))
-        return made[-1]
-
-    yield make
-    for each in made:
-        if each.process is not None:
-            each.kill()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from waiting import until
 
 from towerd.cli.main import towerctl
 
-MakeDaemon = Callable[..., Daemon]
 Messages = list[dict[str, str]]
 FLAGS = ("-c", "2048", "-t", "2", "-fa", "on", "--fidelity", "exact")
 THINKS = 'root ::= "<think>" [a-z ]{80} "</think>\\n\\n" [A-Z] [a-z ]{80} "."'
