@@ -46,11 +46,11 @@ def main() -> None:
     files = [word for word in asked if word not in SERVERS]
     env = os.environ | make_models()
     for server in servers:
-        results = run(server, files, env)
-        counts = Counter(results.values())
+        found = run(server, files, env)
+        counts = Counter(found.values())
         print(f"{server}: {dict(sorted(counts.items()))}")
         kept = {} if not files else load(server)
-        (BUILD / f"{server}.json").write_text(json.dumps(kept | results, indent=1))
+        (BUILD / f"{server}.json").write_text(json.dumps(kept | found, indent=1))
     results = {server: load(server) for server in SERVERS}
     if results["llama-server"] and any(results[server] for server in ENGINES):
         TABLE.write_text(table(results))

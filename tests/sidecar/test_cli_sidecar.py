@@ -58,7 +58,7 @@ def test_settings_file_and_environment(tmp_path: Path) -> None:
         ({"upstream_key": "k"}, "there is none"),
         ({"slot_dir": "d"}, "--slot-dir needs --engine llama-server"),
         ({"llama_server_bin": "b"}, "--llama-server-bin needs --engine llama-server"),
-        ({"llama_server_args": "-x"}, "--llama-server-args needs --engine llama-server"),
+        ({"llama_server_args": "-x"}, "not taken by the embedded engine"),
         ({"engine": "embedded", **ATTACH}, "--upstream needs --engine llama-server"),
         ({**ATTACH, "llama_server_bin": "b"}, "the one at --upstream runs already"),
         ({**ATTACH, "llama_server_args": "-x"}, "the one at --upstream runs already"),
@@ -79,7 +79,7 @@ def test_upstream_key_is_not_shown() -> None:
 
 
 def test_words_after_two_dashes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They go to llama-server as they are; the embedded engine has no use for them."""
+    """They go to llama-server as they are; the embedded engine takes those that it can."""
     seen: list[Config] = []
     monkeypatch.setattr("towerd.cli.serve._run", seen.append)
     words = ["--", "--lora", "a b.gguf", "-np", "3"]
@@ -90,21 +90,22 @@ def test_words_after_two_dashes(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in (words, ["stray"]):
         done = CliRunner().invoke(towerd, ["serve", *wrong])
         assert done.exit_code == 1
-        assert "only --engine llama-server takes flags" in done.output
+        assert "not taken by the embedded engine" in done.output
+    done = CliRunner().invoke(towerd, ["serve", "--temp", "0.1", "--", "--top-k", "7"])
+    assert done.exit_code == 0, done.output
+    assert seen[1].llama_server_args == ("--temp", "0.1", "--top-k", "7")
 
 
 @pytest.mark.parametrize(
-    "words",
-    [["--mmproj", "p"], ["--", "--jinja", "--mmproj", "p"], ["--", "--mmproj=p"],
-     ["--engine", "llama-server", "--mmproj", "p"]],
-)  # fmt: skip
+    "words", [["--mmproj", "p"], ["--", "--jinja", "--mmproj", "p"], ["--", "--mmproj=p"]]
+)
 def test_a_projector_is_llama_servers(words: list[str]) -> None:
     """Whoever names one elsewhere is told in one sentence what is possible."""
     done = CliRunner().invoke(towerd, ["serve", "-m", "x.gguf", *words])
     assert done.exit_code == 1
     assert done.output == (
-        "Error: The embedded engine reads text only: for images use --engine llama-server and put "
-        "--mmproj FILE after --.\n"
+        "Error: --mmproj is not taken by the embedded engine: leave it out, or use --engine "
+        "llama-server and put --mmproj after --.\n"
     )
 
 
