@@ -6,32 +6,55 @@ distillation, Hinton and others 2015, on the truncated distribution).
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from towerd.codec.train.corpus import Windows
+from towerd.codec.train.form import Ids
 from towerd.codec.train.network import NetworkShape, Weights, device_of, logits
-from towerd.codec.train.teacher import Teacher
+from towerd.codec.train.teacher import Targets, Teacher
 
 TINY = 1e-9
 
 
 class TeacherLesson:
-    """Kullback-Leibler divergence of the student's distribution from the teacher's."""
+    """Kullback-Leibler divergence of the student's distribution from the teacher's. In the folder
+    `kept` it leaves what the teacher said of each window, and takes it from there the next time."""
 
-    def __init__(self, windows: Windows, teacher: Teacher, top_k: int) -> None:
-        self._windows, self._teacher, self._top_k = windows, teacher, top_k
+    def __init__(
+        self, windows: Windows, teacher: Teacher, top_k: int, kept: Path | None = None
+    ) -> None:
+        self._windows, self._teacher, self._top_k, self._kept = windows, teacher, top_k, kept
 
     def loss(self, weights: Weights, shape: NetworkShape, first: int, n: int) -> Tensor:
         """Mean divergence, nats per token."""
         device = device_of(weights)
         rows = self._windows.batch(first, n)[:, :-1]
-        found = [self._teacher.targets(row, self._top_k) for row in rows]
+        found = [self._targets(first + i, row) for i, row in enumerate(rows)]
         ids = torch.from_numpy(np.stack([each.ids for each in found])).to(device)
         p = torch.from_numpy(np.stack([each.p for each in found])).to(device)
         scores = logits(weights, shape, torch.from_numpy(rows.astype(np.int64)).to(device))
         return divergence(scores.float(), ids, p)
+
+    def _targets(self, k: int, row: Ids) -> Targets:
+        """Of window k, whose ids are `row`."""
+        if self._kept is None:
+            return self._teacher.targets(row, self._top_k)
+        source, start = self._windows.window(k)
+        path = self._kept / f"{source}.{start}.npz"
+        if path.exists():
+            with np.load(path) as arrays:
+                return Targets(arrays["ids"].astype(np.int64), arrays["p"])
+        found = self._teacher.targets(row, self._top_k)
+        part = path.with_name(f".{path.name}.part")
+        with part.open("wb") as file:
+            np.savez(file, ids=found.ids.astype(np.uint32), p=found.p)
+        os.replace(part, path)
+        return found
 
 
 def divergence(scores: Tensor, ids: Tensor, p: Tensor) -> Tensor:

@@ -23,7 +23,8 @@ from towerd.codec.train.schedule import Budget, Clock, in_decay, scale
 
 N_MARKS = 20
 """Checkpoints and evaluations in one budget."""
-DEV_TOKENS_ON_THE_WAY = 4096
+DEV_TOKENS_ON_THE_WAY = 1024
+"""Of each source: twenty evaluations are to cost a short run little, too."""
 PRECISIONS = ("f32", "bf16")
 LOSS_MEMORY = 0.98
 PAUSE_POLL_S = 1.0
