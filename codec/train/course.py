@@ -31,8 +31,8 @@ from towerd.codec.train.teacher import Teacher, TeacherForm
 from towerd.codec.train.trainer import Fresh, TrainConfig, Trainer
 from towerd.models.vocabulary import Vocabulary, from_gguf
 
-DEV_WINDOWS = 32
-"""Windows on which a student is compared with its teacher."""
+DEV_TOKENS = 4096
+"""On which a student is compared with its teacher."""
 
 
 @dataclass(frozen=True)
@@ -193,9 +193,10 @@ def _dev_as_train(corpus: Corpus) -> Corpus:
 
 
 def _divergence(trainer: Trainer, exam: Lesson) -> float:
+    n_windows = max(1, DEV_TOKENS // trainer.shape.n_ctx)
     with torch.no_grad():
         losses: list[float] = [
-            exam.loss(trainer.weights, trainer.shape, k, 1).item() for k in range(DEV_WINDOWS)
+            exam.loss(trainer.weights, trainer.shape, k, 1).item() for k in range(n_windows)
         ]
     return sum(losses) / len(losses)
 

@@ -53,6 +53,15 @@ def test_divergence_by_its_definition(k: int) -> None:
     assert float(found) == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize("k", [1, 3, 9, 10])
+def test_gradients_are_those_of_finite_differences(k: int) -> None:
+    chance = np.random.default_rng(k)
+    scores = torch.from_numpy(chance.normal(size=(2, 3, 10))).requires_grad_()
+    p = torch.from_numpy(chance.normal(size=(2, 3, 10))).softmax(-1)
+    ids = p.argsort(-1, descending=True)[..., :k]
+    assert torch.autograd.gradcheck(lambda x: divergence(x, ids, p.gather(-1, ids)), scores)
+
+
 def test_divergence_of_a_certain_student_has_gradients() -> None:
     """All mass on the teacher's k tokens: the rest underflows, but nothing becomes nan."""
     scores = torch.tensor([[200.0, 0.0, 0.0, 0.0]], requires_grad=True)
