@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from towerd.cli.daemon import DaemonBackend
 
 POLL_S = 0.3
+LEGEND = (
+    "Level 0 is what most conversations begin with, level 2 and deeper what few or one have. Drift",
+    "is the mean KL divergence (nats) of the next-token distribution; its excess over the noise",
+    "floor, up to the end of its 95 % interval, stays within the bound. Bits are per stored value.",
+)
 
 
 @click.command()
@@ -98,11 +103,11 @@ def _print(found: Json) -> None:
         [
             ("measured", f"{moment(calibration['made_unix'])}, {floor['n_tokens']:,} tokens"),
             ("in force", _in_force(found)),
-            ("noise floor", f"{floor['kl']:.5f} ± {floor['ci']:.5f}: {floor['shape']}"),
+            ("noise floor", f"{_nats(floor['kl'])} ± {_nats(floor['ci'])} nats: {floor['shape']}"),
         ]
     )
     bits = calibration["bits"]
-    rows: list[tuple[str, ...]] = [("as computed: noise alone", f"{bits['native']:.2f}", f"{floor['kl']:.5f}", "0", "",
+    rows: list[tuple[str, ...]] = [("as computed: noise alone", f"{bits['native']:.2f}", _nats(floor["kl"]), "0", "",
              f"{floor['top1']:.1%}", f"{floor['n_tokens']:,}")]  # fmt: skip
     for name, choice in calibration["choices"].items():
         levels = ", ".join(f"{i}: {each}" for i, each in enumerate(choice["levels"]))
@@ -114,6 +119,8 @@ def _print(found: Json) -> None:
     columns = ("rows kept as", ">bits by level", ">drift (KL)", ">excess over noise", ">bound",
                ">same top token", ">tokens")  # fmt: skip
     show_table(columns, rows)
+    for line in LEGEND:
+        click.echo(line)
     for name, choice in calibration["choices"].items():
         if choice["cost"]["ci"] > choice["bound"] / 3:
             click.echo(f"The excess of {name} is known less well than to a third of its bound.")
@@ -123,7 +130,12 @@ def _cells(cost: Json, bound: float | None) -> tuple[str, ...]:
     """What a table of formats costs."""
     excess = f"{cost['excess']:+.5f} ± {cost['ci']:.5f}"
     most = "" if bound is None else f"{bound:g}"
-    return f"{cost['kl']:.5f}", excess, most, f"{cost['top1']:.1%}", f"{cost['n_tokens']:,}"
+    return _nats(cost["kl"]), excess, most, f"{cost['top1']:.1%}", f"{cost['n_tokens']:,}"
+
+
+def _nats(value: float) -> str:
+    """Five decimals, or the order of magnitude of what would be 0 with them."""
+    return f"{value:.5f}" if value == 0 or value >= 5e-6 else f"{value:.0e}"
 
 
 def _in_force(found: Json) -> str:

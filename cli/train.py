@@ -115,19 +115,34 @@ def mini(
 @click.option("--teacher", type=FILE, required=True, metavar="FILE", help="GGUF to learn from.")
 @click.option("--top-k", type=click.IntRange(min=1), default=32, show_default=True,
               help="Likeliest tokens taken from the teacher at each place.")  # fmt: skip
-def distill(teacher: Path, top_k: int, as_json: bool, **given: Any) -> None:
+@click.option("--windows", "n_windows", type=click.IntRange(min=1), metavar="N",
+              help="Learn from so many windows of text, again and again; default: all text.")  # fmt: skip
+@click.option("--keep", "kept", type=FOLDER, metavar="DIR",
+              help="Keep what the teacher says in DIR, for this and other students.")  # fmt: skip
+@click.option("--hard", "is_hard", is_flag=True,
+              help="Learn the text itself: a control of what the teacher is worth.")  # fmt: skip
+def distill(
+    teacher: Path,
+    top_k: int,
+    n_windows: int | None,
+    kept: Path | None,
+    is_hard: bool,
+    as_json: bool,
+    **given: Any,
+) -> None:
     """Train a student with the teacher's tokenizer on the teacher's own distributions, and write
     OUT/student.gguf.
 
     Stopped by Ctrl-C it saves where it is; the same command with --resume goes on.
     """
     course = _course(given)
+    from towerd.codec.train.course import Teaching
     from towerd.codec.train.course import distill as run
     from towerd.codec.train.teacher import silence_llama_cpp
 
     silence_llama_cpp()
     with _Bar(quiet=as_json) as bar:
-        report = run(course, teacher, top_k, bar)
+        report = run(course, Teaching(teacher, top_k, n_windows, kept, is_hard), bar)
     _show(report, as_json)
 
 

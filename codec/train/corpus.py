@@ -121,11 +121,12 @@ class Windows:
     run that was stopped goes on with exactly the text it would have seen.
 
     Sources take turns by weight; within a source every window is seen once before any is seen
-    again, in an order and from an offset of their own each time.
+    again, in an order and from an offset of their own each time. With `n_windows` the first so many
+    come again and again instead.
     """
 
-    def __init__(self, corpus: Corpus, n_ctx: int, seed: int) -> None:
-        self._n_ctx, self._seed = n_ctx, seed
+    def __init__(self, corpus: Corpus, n_ctx: int, seed: int, n_windows: int | None = None) -> None:
+        self._n_ctx, self._seed, self._n_windows = n_ctx, seed, n_windows
         self._ids = {name: ids for name, ids in corpus.train.items() if len(ids) > 2 * n_ctx}
         if not self._ids:
             raise TrainError(f"No source has {2 * n_ctx} tokens to train on: give more data.")
@@ -142,6 +143,8 @@ class Windows:
 
     def window(self, k: int) -> tuple[str, int]:
         """(source, first token) of window k."""
+        if self._n_windows is not None:
+            k %= self._n_windows
         cycle, turn = divmod(k, len(self._turns))
         name = self._turns[turn]
         n_windows = len(self._ids[name]) // self._n_ctx - 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -30,8 +31,8 @@ from towerd.codec.train.teacher import Teacher, TeacherForm
 from towerd.codec.train.trainer import Fresh, TrainConfig, Trainer
 from towerd.models.vocabulary import Vocabulary, from_gguf
 
-DEV_WINDOWS = 32
-"""Windows on which a student is compared with its teacher."""
+DEV_TOKENS = 4096
+"""On which a student is compared with its teacher."""
 
 
 @dataclass(frozen=True)
@@ -78,23 +79,55 @@ def train_mini(
     return finish(course, run, trainer, bpe.vocabulary(), card, manifest, data, {})
 
 
-def distill(
-    course: Course, teacher_path: Path, top_k: int, progress: Progress | None = None
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Teaching:
+    """What a teacher's student is told besides. Raises TrainError."""
+
+    teacher: Path
+    top_k: int = 32
+    """Likeliest tokens taken from the teacher at each place."""
+    n_windows: int | None = None
+    """Windows to learn from, again and again; None for all the text there is."""
+    kept: Path | None = None
+    """Folder for what the teacher said, for this and for other students."""
+    is_hard: bool = False
+    """Learn the text itself, as a control of what the teacher is worth."""
+
+    def __post_init__(self) -> None:
+        if self.top_k < 1:
+            raise TrainError(
+                f"The teacher must name at least 1 token at each place, not {self.top_k}."
+            )
+
+    def folder(self, form: Form, data: Dataset, n_ctx: int) -> Path | None:
+        """Where this teacher's words on this text, in windows of this size, are kept."""
+        if self.kept is None:
+            return None
+        key = f"{form.fingerprint} {data.fingerprint} {n_ctx} {self.top_k}"
+        folder = self.kept / hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+
+def distill(course: Course, teaching: Teaching, progress: Progress | None = None) -> dict[str, Any]:
     """Train a student of a GGUF and write student.gguf; returns the report. Raises TrainError."""
-    if top_k < 1:
-        raise TrainError(f"The teacher must name at least 1 token at each place, not {top_k}.")
     run, data, manifest = begin(course)
+    teacher_path, top_k = teaching.teacher, teaching.top_k
     vocabulary = from_gguf(teacher_path)
     with Teacher(teacher_path, course.shape.n_ctx, n_threads=course.n_threads) as teacher:
         form = TeacherForm(teacher)
         corpus = make_corpus(course, data, manifest, form, progress)
         shape = replace(course.shape, n_vocab=teacher.n_vocab)
         seed = course.config.seed
-        lesson = TeacherLesson(Windows(corpus, shape.n_ctx, seed), teacher, top_k)
+        kept = teaching.folder(form, data, shape.n_ctx)
+        windows = Windows(corpus, shape.n_ctx, seed, teaching.n_windows)
+        lesson: Lesson = TextLesson(windows)
+        if not teaching.is_hard:
+            lesson = TeacherLesson(windows, teacher, top_k, kept)
         trainer = make_trainer(course, run, shape, form, lesson, corpus)
         trainer.train(note_steps(trainer, progress))
-        exam = TeacherLesson(Windows(_dev_as_train(corpus), shape.n_ctx, seed), teacher, top_k)
+        windows = Windows(_dev_as_train(corpus), shape.n_ctx, seed)
+        exam = TeacherLesson(windows, teacher, top_k, _subfolder(kept, "dev"))
         more = {"divergence_nats": round(_divergence(trainer, exam), 4)}
     card = Card(f"towerd-student-{teacher_path.stem}", f"Student of {teacher_path.name}, made by "
                 "towerctl train distill", "the licence of the teacher", {})  # fmt: skip
@@ -147,15 +180,23 @@ def note_steps(trainer: Trainer, progress: Progress | None) -> Callable[[Status]
     return report
 
 
+def _subfolder(folder: Path | None, name: str) -> Path | None:
+    if folder is None:
+        return None
+    (folder / name).mkdir(exist_ok=True)
+    return folder / name
+
+
 def _dev_as_train(corpus: Corpus) -> Corpus:
     ids = {name: text.ids for name, text in corpus.dev.items()}
     return Corpus(ids, {}, {name: corpus.weights.get(name, 1.0) for name in ids})
 
 
 def _divergence(trainer: Trainer, exam: Lesson) -> float:
+    n_windows = max(1, DEV_TOKENS // trainer.shape.n_ctx)
     with torch.no_grad():
         losses: list[float] = [
-            exam.loss(trainer.weights, trainer.shape, k, 1).item() for k in range(DEV_WINDOWS)
+            exam.loss(trainer.weights, trainer.shape, k, 1).item() for k in range(n_windows)
         ]
     return sum(losses) / len(losses)
 

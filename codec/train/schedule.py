@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from towerd.codec.train.errors import TrainError
 
-WARMUP_STEPS = 100
+WARMUP_STEPS, WARMUP_SHARE = 100, 0.1
+"""The shorter of them is the warm-up: so many steps, or this part of the budget."""
 DECAY_SHARE = 0.4
 """The last part of the budget, in which the learning rate falls to zero in a straight line."""
 
@@ -34,7 +35,7 @@ class Budget:
 
 def scale(step: int, progress: float) -> float:
     """The factor of the learning rates at a step and a share of the budget."""
-    warm = min(1.0, (step + 1) / WARMUP_STEPS)
+    warm = min(1.0, max((step + 1) / WARMUP_STEPS, progress / WARMUP_SHARE))
     return warm * min(1.0, (1 - progress) / DECAY_SHARE)
 
 

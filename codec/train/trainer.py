@@ -24,6 +24,8 @@ from towerd.codec.train.schedule import Budget, Clock, in_decay, scale
 N_MARKS = 20
 """Checkpoints and evaluations in one budget."""
 DEV_TOKENS_ON_THE_WAY = 4096
+EVALUATION_SHARE_MAX = 0.1
+"""Of the time so far: a short run is evaluated less often."""
 PRECISIONS = ("f32", "bf16")
 LOSS_MEMORY = 0.98
 PAUSE_POLL_S = 1.0
@@ -97,6 +99,7 @@ class Trainer:
         self._clock = Clock(before_s)
         self._loss = 0.0
         self._n_losses = 0
+        self._evaluation_s = 0.0
 
     @property
     def n_tokens(self) -> int:
@@ -171,7 +174,11 @@ class Trainer:
         if not in_decay(progress):
             self._save(self._run.stable, progress)
         self._save(self._run.last, progress)
+        if self._evaluation_s > EVALUATION_SHARE_MAX * self.elapsed_s:
+            return
+        began = time.monotonic()
         self.note({"dev": round(self.evaluate(DEV_TOKENS_ON_THE_WAY).total().per_byte, 4)})
+        self._evaluation_s += time.monotonic() - began
 
     def note(self, more: dict[str, Any]) -> None:
         """A line of history about now."""

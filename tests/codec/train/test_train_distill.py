@@ -11,10 +11,11 @@ import torch
 from gguf import GGUFReader
 
 import towerd
-from towerd.codec.train.course import Course, distill
-from towerd.codec.train.distillation import divergence
+from towerd.codec.train.corpus import Corpus, Windows
+from towerd.codec.train.course import Course, Teaching, distill
+from towerd.codec.train.distillation import TeacherLesson, divergence
 from towerd.codec.train.errors import TrainError
-from towerd.codec.train.network import NetworkShape
+from towerd.codec.train.network import NetworkShape, init_weights
 from towerd.codec.train.records import Message, Record
 from towerd.codec.train.schedule import Budget
 from towerd.codec.train.teacher import BATCH, Teacher, TeacherForm
@@ -50,6 +51,15 @@ def test_divergence_by_its_definition(k: int) -> None:
         torch.from_numpy(np.take_along_axis(p, ids, -1)),
     )
     assert float(found) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("k", [1, 3, 9, 10])
+def test_gradients_are_those_of_finite_differences(k: int) -> None:
+    chance = np.random.default_rng(k)
+    scores = torch.from_numpy(chance.normal(size=(2, 3, 10))).requires_grad_()
+    p = torch.from_numpy(chance.normal(size=(2, 3, 10))).softmax(-1)
+    ids = p.argsort(-1, descending=True)[..., :k]
+    assert torch.autograd.gradcheck(lambda x: divergence(x, ids, p.gather(-1, ids)), scores)
 
 
 def test_divergence_of_a_certain_student_has_gradients() -> None:
@@ -113,7 +123,7 @@ def test_student_follows_its_teacher(
         out = tmp_path / str(steps)
         course = Course(data_folder, out, config, shape, manifest=manifest_file,
                         eval_tokens=256, n_threads=1)  # fmt: skip
-        return distill(course, BUNDLED, top_k=16)
+        return distill(course, Teaching(BUNDLED, top_k=16))
 
     few, many = run(2), run(60)
     assert many["divergence_nats"] < few["divergence_nats"] * 0.8  # type: ignore[operator]
@@ -126,6 +136,36 @@ def test_student_follows_its_teacher(
         assert student.targets(np.array([1, 5, 9], np.uint32), 3).p.shape == (3, 3)
     fields = GGUFReader(path).fields
     assert fields["tokenizer.chat_template"].contents()
+
+
+def test_what_the_teacher_said_is_kept(tmp_path: Path) -> None:
+    """A second lesson has the same loss without any teacher, and of a window that was not read,
+    nothing."""
+    chance = np.random.default_rng(1)
+    corpus = Corpus({"talk": chance.integers(3, 500, 1000).astype(np.uint32)}, {}, {"talk": 1.0})
+    windows = Windows(corpus, N_CTX, seed=1, n_windows=2)
+    shape = NetworkShape(512, n_embd=16, n_layer=1, n_head=1, n_ff=16, n_ctx=N_CTX)
+    weights = init_weights(shape, 1)
+    with Teacher(BUNDLED, N_CTX, n_threads=1) as teacher:
+        plain = TeacherLesson(windows, teacher, 8).loss(weights, shape, 0, 2)
+        first = TeacherLesson(windows, teacher, 8, tmp_path).loss(weights, shape, 0, 2)
+    # The teacher is closed: evaluating anything with it now would fail.
+    again = TeacherLesson(windows, teacher, 8, tmp_path).loss(weights, shape, 2, 2)
+    assert plain.item() == first.item() == again.item()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_control_learns_the_text_itself(
+    tmp_path: Path, data_folder: Path, manifest_file: Path
+) -> None:
+    """Without the teacher's distributions the loss is the cross entropy of the text."""
+    shape = NetworkShape(1, n_embd=16, n_layer=1, n_head=1, n_ff=16, n_ctx=N_CTX)
+    config = TrainConfig(Budget(steps=1), batch=2, micro_batch=2)
+    course = Course(data_folder, tmp_path, config, shape, manifest=manifest_file,
+                    eval_tokens=64, n_threads=1)  # fmt: skip
+    found = distill(course, Teaching(BUNDLED, top_k=16, n_windows=2, is_hard=True))
+    # Fresh weights expect every token almost equally.
+    assert found["loss"] == pytest.approx(np.log(found["n_vocab"]), rel=0.05)
 
 
 def test_bad_teachers(tmp_path: Path) -> None:

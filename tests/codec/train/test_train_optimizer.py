@@ -86,6 +86,7 @@ def test_schedule() -> None:
     assert scale(WARMUP_STEPS, 0.1) == scale(10_000, 1 - DECAY_SHARE) == 1.0
     assert scale(10_000, 1 - DECAY_SHARE / 2) == pytest.approx(0.5)
     assert scale(10_000, 1.0) == 0.0
+    assert scale(5, 0.05) == 0.5  # of a budget of 100 steps, ten are the warm-up
     assert in_decay(0.99)
     assert not in_decay(0.5)
 

@@ -35,6 +35,12 @@ def test_windows_depend_on_their_number_alone() -> None:
     assert (Windows(corpus(a=500, b=700), N_CTX, seed=4).batch(100, 8) != later).any()
 
 
+def test_a_few_windows_come_again_and_again() -> None:
+    whole = Windows(corpus(a=500, b=700), N_CTX, seed=3).batch(0, 5)
+    few = Windows(corpus(a=500, b=700), N_CTX, seed=3, n_windows=5)
+    assert (few.batch(3, 7) == whole[[3, 4, 0, 1, 2, 3, 4]]).all()
+
+
 def test_sources_have_their_share() -> None:
     windows = Windows(corpus(a=500, b=700, c=600), N_CTX, seed=3)
     counts = Counter(windows.window(k)[0] for k in range(CYCLE))
