@@ -249,3 +249,21 @@ def test_ten_megabytes_of_tools(story: Talker) -> None:
     assert len(Request(model, "chat", body).prompts[0]) > 1_000_000
     tools = [{"type": "function", "function": TOOLS["a long schema"]}]
     refused(model, "chat", {"messages": USER, "tools": tools})
+
+
+def test_messages_have_a_bound(story: Talker) -> None:
+    """Rendering one takes a while; a chat as long as the bound is counted in its own time."""
+    model = story.model()
+    body = json.dumps({"messages": USER * 65_537}).encode()
+    for refused in (lambda: Request(model, "chat", body), lambda: model.count_tokens("chat", body)):
+        with pytest.raises(WireError, match="at most 65536 messages") as error:
+            refused()
+        assert error.value.status == 400
+
+
+def test_what_is_counted_is_what_is_evaluated(story: Talker) -> None:
+    """The counter and the request agree."""
+    model = story.model(chat_template="chatml")
+    body = json.dumps({"messages": USER * 500}).encode()
+    counted = json.loads(model.count_tokens("chat", body))["input_tokens"]
+    assert counted == len(Request(model, "chat", body).prompts[0])

@@ -114,7 +114,7 @@ std::string template_reply(const Model & model, const std::string & body) {
 std::string count_reply(const Model & model, task_response_type type, const std::string & body) {
     return answering(ERROR_TYPE_INVALID_REQUEST, [&] {
         const json data  = chat_data(model, type, body);
-        json       reply = {{"input_tokens", tokenize_mixed(model.vocab, data.at("prompt"), true, true).size()}};
+        json       reply = {{"input_tokens", tokenized(model, data.at("prompt")).at(0).size()}};
         if (type != TASK_RESPONSE_TYPE_ANTHROPIC) {
             reply["object"] = "response.input_tokens";
         }

@@ -96,6 +96,9 @@ json as_chat_body(task_response_type type, json body) {
         return body;
     }
     if (body.contains("messages")) {
+        if (body.at("messages").size() > bounds::kMessagesMax) {
+            refuse("Field 'messages': at most " + std::to_string(bounds::kMessagesMax) + " messages are allowed");
+        }
         check_tool_arguments(body.at("messages"));
     }
     if (body.contains("tools")) {
