@@ -88,7 +88,11 @@ def _measure(daemon: DaemonBackend, *, again: bool, quiet: bool) -> Json:
             time.sleep(POLL_S)
             found = daemon.calibration()
             done, total = found["progress"]["done"], found["progress"]["total"]
-            bar.update(task, completed=done, total=total or None)
+            # How many places it takes to be sure of a choice is not known before.
+            end = (
+                {"description": "measuring the choices", "total": None} if 0 < total <= done else {}
+            )
+            bar.update(task, **{"completed": done, "total": total or None, **end})
     if found["state"] == "failed" or found["calibration"] is None:
         raise TowerdError(f"The calibration failed: {found['why']}")
     return found

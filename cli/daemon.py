@@ -285,6 +285,8 @@ class DaemonBackend:
             return self._connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
             self._connection.close()
+            if isinstance(error, BrokenPipeError | ConnectionResetError):
+                raise TowerdError(f"The daemon at {self.where} has ended.") from error
             raise self._broken(error) from error
 
     def _decode(self, reply: http.client.HTTPResponse, data: bytes) -> Json:
