@@ -208,7 +208,7 @@ class StoreBackend:
 
     def stats(self) -> Json:
         daemon_only = (
-            "engine_name", "model", "model_path", "n_ctx", "n_slots", "uptime_s", "reuse",
+            "engine_name", "fidelity", "model", "model_path", "n_ctx", "n_slots", "uptime_s", "reuse",
             "slots", "engine", "tiers", "cold", "traffic",
         )  # fmt: skip
         return {

@@ -67,13 +67,13 @@ def test_formats_belong_to_one_prompt(tmp_path: Path) -> None:
 
 
 def test_modules_stand_for_themselves(tmp_path: Path) -> None:
-    """`reuse: anywhere` with its share, 15 per cent unless it says otherwise; not handed down."""
+    """`reuse: anywhere` with its share, 5 per cent unless it says otherwise; not handed down."""
     text = GOOD.replace('text: "Roses. "', 'text: "Roses. "\n          reuse: anywhere')
     text = text.replace("text: Tulips.", "text: Tulips., reuse: anywhere, recompute: 2.5")
     (tmp_path / "garden.txt").write_text("x")
     root = load_spec(write(tmp_path, text))
     assert [(p.name, p.recompute) for p in root.walk() if p.recompute is not None] == [
-        ("acme/garden/roses", 15.0), ("acme/garden/tulips", 2.5),
+        ("acme/garden/roses", 5.0), ("acme/garden/tulips", 2.5),
     ]  # fmt: skip
 
 

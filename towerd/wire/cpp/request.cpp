@@ -66,6 +66,32 @@ bool ends_in_reply(const json & messages) {
     return messages.empty() || (messages.back().is_object() && json_value(messages.back(), "role", std::string()) == "assistant");
 }
 
+// A client whose earlier answers have no thinking in them takes it out, where the template's format does not.
+void take_thinking_out(json & reply, const json & messages) {
+    static const std::string kEnd = "</think>";
+    const auto said = [](const json & message) {
+        const bool is_text = message.is_object() && message.contains("content") && message.at("content").is_string();
+        return is_text ? message.at("content").get<std::string>() : std::string();
+    };
+    const std::string text = said(reply);
+    const size_t      end  = text.rfind(kEnd);
+    bool              has_earlier = false;
+    for (const auto & message : messages) {
+        const std::string earlier = said(message);
+        if (earlier.empty() || json_value(message, "role", std::string()) != "assistant") {
+            continue;
+        }
+        if (earlier.find(kEnd) != std::string::npos) {
+            return;
+        }
+        has_earlier = true;
+    }
+    if (end != std::string::npos && has_earlier) {
+        const size_t start = text.find_first_not_of('\n', end + kEnd.size());
+        reply["content"]   = start == std::string::npos ? "" : text.substr(start);
+    }
+}
+
 // What may follow a reply: the user's words, or a tool's answer if it called one.
 json next_message(const json & reply, const char * content) {
     if (reply.contains("tool_calls") && reply.at("tool_calls").is_array() && !reply.at("tool_calls").empty()) {
@@ -221,6 +247,7 @@ llama_tokens Request::next_prompt(const std::string & message) const {
         if (!speaks_reasoning(chat_.at("messages"))) {
             reply.erase("reasoning_content");
         }
+        take_thinking_out(reply, chat_.at("messages"));
         std::vector<llama_tokens> found;
         for (const char * guess : kGuesses) {
             json body = chat_;
