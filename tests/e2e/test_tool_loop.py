@@ -53,7 +53,8 @@ def test_openai(agent_daemon: Daemon) -> None:
                 call_id, arguments, usage = streamed(client, messages, tools)
             else:
                 reply = client.chat.completions.create(model="m", messages=messages, tools=tools)
-                call: Any = (reply.choices[0].message.tool_calls or [None])[0]
+                called: Any = reply.choices[0].message.tool_calls
+                (call,) = called
                 assert reply.choices[0].finish_reason == "tool_calls"
                 call_id, arguments, usage = call.id, call.function.arguments, reply.usage
             assert json.loads(arguments) == {"city": "Paris"}
