@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -13,11 +12,10 @@ from towerd.api.body import read_bytes, read_object
 from towerd.api.hints import hints_of
 from towerd.api.keys import TENANT, service_of
 from towerd.api.off_loop import by_size
-from towerd.api.prompts import checked_ids, tokenize_mixed
+from towerd.api.prompts import tokenize_mixed
 from towerd.api.reply import encode, json_reply, raw_reply
 from towerd.api.task import wire_of
 from towerd.engine.base import Engine, Ids
-from towerd.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from towerd.wire import Endpoint
@@ -66,26 +64,9 @@ def _piece(piece: bytes) -> str | list[int]:
 
 async def post_detokenize(request: web.Request) -> web.Response:
     """Ids to text."""
-    engine = service_of(request).engine
-    body = await read_object(request)
-    tokens = body.get("tokens")
-    if tokens is None:
-        return json_reply({"content": ""})
-    if not isinstance(tokens, list):
-        raise fields.wrong_type("tokens", "array", tokens)
-    return json_reply({"content": await by_size(len(tokens), _text, tokens, engine)})
-
-
-def _text(tokens: Any, engine: Engine) -> str:
-    if not all(type(token) is int for token in tokens):
-        raise InvalidRequest("Field 'tokens': must be an array of integers")
-    ids = checked_ids(tokens, engine.info.n_vocab)
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    parts = [
-        decoder.decode(b"".join(engine.pieces(ids[start : start + _SLICE].tolist())))
-        for start in range(0, len(ids), _SLICE)
-    ]
-    return "".join(parts) + decoder.decode(b"", final=True)
+    wire = wire_of(service_of(request).engine)
+    body = bytes(await read_bytes(request)) or b"{}"
+    return raw_reply(await wire.call(len(body), wire.model.detokenize, body))
 
 
 async def post_apply_template(request: web.Request) -> web.Response:

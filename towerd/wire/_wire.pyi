@@ -28,6 +28,9 @@ class Model:
     def apply_template(self, body: bytes) -> bytes:
         """The reply to POST /apply-template. Raises WireError."""
 
+    def detokenize(self, body: bytes) -> bytes:
+        """The reply to POST /detokenize. Raises WireError."""
+
     def count_tokens(self, endpoint: Endpoint, body: bytes) -> bytes:
         """The reply to the token counter of `chat`, `responses` or `messages`. Raises WireError."""
 

@@ -131,6 +131,12 @@ void bind_model(nb::module_ & m) {
                  return bytes_of(unlocked([&] { return template_reply(model, text); }));
              },
              "body"_a)
+        .def("detokenize",
+             [](const Model & model, const nb::bytes & body) {
+                 const std::string text = text_of(body);
+                 return bytes_of(unlocked([&] { return detokenize_reply(model, text); }));
+             },
+             "body"_a)
         .def("count_tokens",
              [](const Model & model, const std::string & endpoint, const nb::bytes & body) {
                  const std::string text = text_of(body);

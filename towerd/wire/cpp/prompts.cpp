@@ -122,6 +122,28 @@ std::string count_reply(const Model & model, task_response_type type, const std:
     });
 }
 
+std::string detokenize_reply(const Model & model, const std::string & body) {
+    return answering(ERROR_TYPE_INVALID_REQUEST, [&] {
+        const json  data = parsed(body);
+        std::string content;
+        if (data.contains("tokens") && !data.at("tokens").is_null()) {
+            if (!data.at("tokens").is_array()) {
+                refuse("Field 'tokens': must be an array of integers");
+            }
+            for (const json & token : data.at("tokens")) {
+                if (!token.is_number_integer()) {
+                    refuse("Field 'tokens': must be an array of integers");
+                }
+            }
+            check_ids(data.at("tokens"));
+            const llama_tokens tokens = data.at("tokens").get<llama_tokens>();
+            check_tokens(model, tokens);
+            content = tokens_to_str(model.vocab, tokens);
+        }
+        return safe_json_to_str(json{{"content", content}});
+    });
+}
+
 EmbeddingRequest::EmbeddingRequest(const Model & model, bool openai, const std::string & body) :
     model_name_(model.name()), normalize_(model.params().embd_normalize), openai_(openai) {
     answering(ERROR_TYPE_INVALID_REQUEST, [&] {

@@ -23,6 +23,8 @@ json infill_data(const Model & model, json data);
 std::string template_reply(const Model & model, const std::string & body);
 // The JSON of the token counters of chat, responses and messages.
 std::string count_reply(const Model & model, task_response_type type, const std::string & body);
+// The reply to POST /detokenize. Raises Refused.
+std::string detokenize_reply(const Model & model, const std::string & body);
 
 // What is asked of an embedding model.
 class EmbeddingRequest {
