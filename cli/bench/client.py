@@ -111,6 +111,8 @@ async def chat(
             if "error" in event:
                 raise TowerdError(f"{url} failed: {event['error']}")
             result.ttft_s = result.ttft_s or time.perf_counter() - started
+            if "timings" in event:
+                result.final = event
             for choice in event["choices"]:
                 result.text += choice["delta"].get("content") or ""
     result.total_s = time.perf_counter() - started

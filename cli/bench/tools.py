@@ -1,9 +1,9 @@
-"""`towerctl bench tools`: agents with thirty tools each, in turn, against llama-server.
+"""`towerctl bench tools`: three sessions of one agent program take turns, against llama-server.
 
-Every agent has its own system prompt and its own tools, some 10,000 tokens, which come with each of
-its requests, as agents send them. Three of them take turns; what a person waits for is the first
-token of a turn. Both servers get the same model, context size and chat template; everything else is
-their default. `parse_ms` is the time from the bytes of a chat of 17,000 messages to its tokens.
+Every request brings the same thirty tools, 10,000 tokens of definitions, then the session's own
+project notes and its history, as agent programs send them. What a person waits for is the first
+token of a turn. Both servers get the same model and chat template; everything else is their default.
+`parse_ms` is the time from the bytes of a chat of 17,000 messages to its tokens.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import click
 import numpy as np
 
@@ -34,32 +35,38 @@ PARSE_RUNS = 3
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What the agents send."""
+    """What the agents send, in tokens of the model's vocabulary, about."""
 
     agents: int = 3
     tools: int = 30
-    turns: int = 4
+    tool_tokens: int = 10_000
+    project_tokens: int = 1000
+    result_tokens: int = 40
     reply_tokens: int = 16
-    ctx_size: int = 32768
+    turns: int = 4
 
 
-QUICK = Load(tools=6, turns=2)
+QUICK = Load(tool_tokens=3000, tools=10, project_tokens=500, turns=3)
 
 
-def tool(rng: np.random.Generator, name: str) -> Json:
-    """One function with eight described parameters: some 330 tokens of the bundled vocabularies."""
+def tool(name: str, n_parameters: int) -> Json:
+    """One function with so many described parameters."""
+    rng = np.random.default_rng(len(name))
     properties: Json = {}
-    for word in rng.permutation(WORDS)[:8].tolist():
-        said = " ".join(rng.permutation(WORDS)[:9].tolist())
-        properties[word] = {"type": "string", "description": f"The {word} to use: {said}."}
-    return {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": f"Works on {' and '.join(rng.permutation(WORDS)[:6].tolist())}.",
-            "parameters": {"type": "object", "properties": properties, "required": list(properties)[:2]},
-        },
-    }  # fmt: skip
+    for i in range(n_parameters):
+        said = _words(rng, 9)
+        properties[f"{WORDS[i % len(WORDS)]}_{i}"] = {"type": "string", "description": said}
+    parameters = {"type": "object", "properties": properties, "required": list(properties)[:2]}
+    function = {
+        "name": name,
+        "description": f"Works on {_words(rng, 6)}.",
+        "parameters": parameters,
+    }
+    return {"type": "function", "function": function}
+
+
+def _words(rng: np.random.Generator, n: int) -> str:
+    return " ".join(WORDS[i] for i in rng.integers(0, len(WORDS), n))
 
 
 async def run(model: Path | None, quick: bool) -> Report:
@@ -67,14 +74,14 @@ async def run(model: Path | None, quick: bool) -> Report:
     path = bench_model(model, "small" if quick else "1b")
     load = QUICK if quick else Load()
     template = files("towerd") / "data" / "templates" / "Qwen3.jinja"
-    flags = ("-c", str(load.ctx_size), "--chat-template-file", str(template))
+    flags = ("--chat-template-file", str(template))
     report = Report("tools", path.name)
     with tempfile.TemporaryDirectory(prefix="towerd-bench-") as folder:
         with towerd_server(path, Path(folder) / "store", *flags) as server:
-            n_prompt, ours = await _drive(server, load)
+            n_prompt, ours, evaluated = await _drive(server, load)
             parse_s = await _parse_s(server)
     with llama_server(path, *flags) as server:
-        _, theirs = await _drive(server, load)
+        _, theirs, evaluated_again = await _drive(server, load)
     median = statistics.median
     report.figures |= {
         "prompt_tokens": n_prompt,
@@ -83,6 +90,8 @@ async def run(model: Path | None, quick: bool) -> Report:
         "towerd_ttft_max_s": max(ours),
         "llama_server_ttft_p50_s": median(theirs),
         "llama_server_ttft_max_s": max(theirs),
+        "towerd_evaluated_p50": median(evaluated),
+        "llama_server_evaluated_p50": median(evaluated_again),
         "ratio": median(theirs) / median(ours),
         "parse_ms": parse_s * 1e3,
     }
@@ -90,34 +99,60 @@ async def run(model: Path | None, quick: bool) -> Report:
     return report
 
 
-async def _drive(server: ServerProcess, load: Load) -> tuple[int, list[float]]:
-    """Tokens of the first prompt, and the time to first token of each turn but the agents' first."""
-    rng = np.random.default_rng(11)
-    agents = [
-        [tool(rng, f"agent{a}_tool{i}") for i in range(load.tools)] for a in range(load.agents)
-    ]
-    chats: list[list[Json]] = [
-        [{"role": "system", "content": f"You are agent {a}."}] for a in range(load.agents)
-    ]
+async def _drive(server: ServerProcess, load: Load) -> tuple[int, list[float], list[int]]:
+    """Tokens of the first prompt; then of each turn but the agents' first the time to its first
+    token, and how many tokens of its prompt were evaluated."""
     ttft_s: list[float] = []
+    evaluated: list[int] = []
     async with new_session() as session:
-        body = {"messages": chats[0] + [{"role": "user", "content": "Begin."}], "tools": agents[0]}
-        async with session.post(
-            f"{server.url}/v1/chat/completions/input_tokens", json=body
-        ) as reply:
-            n_prompt = int((await reply.json())["input_tokens"])
+        tools = await _tools(session, server.url, load)
+        rng = np.random.default_rng(11)
+        per_word = await _count(session, server.url, _words(rng, 200)) / 200
+        chats: list[list[Json]] = [
+            [
+                {"role": "system", "content": "You are an agent that works with tools."},
+                {"role": "user", "content": _words(rng, int(load.project_tokens / per_word))},
+            ]
+            for _ in range(load.agents)
+        ]
+        n_prompt = await _count_chat(session, server.url, {"messages": chats[0], "tools": tools})
         for turn in range(load.turns + 1):
             click.echo(f"{server.url}: turn {turn} of {load.turns}", err=True)
-            for a, messages in enumerate(chats):
-                messages.append({"role": "user", "content": f"Turn {turn}: go on with the work."})
+            for messages in chats:
                 done = await chat(
-                    session, server.url, messages, load.reply_tokens, tools=agents[a],
+                    session, server.url, messages, load.reply_tokens, tools=tools,
                     tool_choice="none",
                 )  # fmt: skip
+                result = _words(rng, int(load.result_tokens / per_word))
                 messages.append({"role": "assistant", "content": done.text})
+                messages.append({"role": "user", "content": result})
                 if turn:
                     ttft_s.append(done.ttft_s)
-    return n_prompt, ttft_s
+                    evaluated.append(done.timings["prompt_n"])
+    return n_prompt, ttft_s, evaluated
+
+
+async def _tools(session: aiohttp.ClientSession, url: str, load: Load) -> list[Json]:
+    """So many tools, with as many parameters each as make `load.tool_tokens` of them all."""
+    hello = [{"role": "user", "content": "Hello."}]
+
+    def made(n_parameters: int) -> list[Json]:
+        return [tool(f"tool_{i}", n_parameters) for i in range(load.tools)]
+
+    few, more = [
+        await _count_chat(session, url, {"messages": hello, "tools": made(n)}) for n in (1, 5)
+    ]
+    return made(max(1, 1 + round((load.tool_tokens - few) * 4 / (more - few))))
+
+
+async def _count_chat(session: aiohttp.ClientSession, url: str, body: Json) -> int:
+    async with session.post(f"{url}/v1/chat/completions/input_tokens", json=body) as reply:
+        return int((await reply.json())["input_tokens"])
+
+
+async def _count(session: aiohttp.ClientSession, url: str, text: str) -> int:
+    async with session.post(f"{url}/tokenize", json={"content": text}) as reply:
+        return len((await reply.json())["tokens"])
 
 
 async def _parse_s(server: ServerProcess) -> float:
