@@ -135,6 +135,11 @@ def why_not_spliceable(memory: Memory) -> str:
 def _sizes(model: LlamaModel, config: Config) -> tuple[int, int]:
     """(tokens per sequence, cells of the context)."""
     n_ctx = config.ctx_size or min(model.n_ctx_train, N_CTX_DEFAULT_MAX)
+    if n_ctx > model.n_ctx_train and not (config.rope_freq_base or config.rope_freq_scale):
+        log.warning(
+            f"--ctx-size {n_ctx} is more than the {model.n_ctx_train} tokens that the model was "
+            "trained on; beyond these its replies may make no sense."
+        )
     layout = _declared_layout(model, config)
     if config.live_tokens:
         n_cells = config.live_tokens

@@ -37,6 +37,8 @@ def _on_log(level: int, text: bytes, _user: Any) -> None:
     line = text.decode("utf-8", "replace").strip()
     if not line or line == ".":
         return
+    if "n_ctx_seq" in line and "n_ctx_train" in line:
+        level = 2  # sequences share the context's cells, and towerd bounds each of them
     # llama.cpp's levels: 1 debug? 2 info, 3 warn, 4 error, 5 continuation of the line before.
     if level in (3, 4):
         _recent_log.append(line)
