@@ -97,6 +97,8 @@ FLAGS = (
 --spec-draft-model -md --model-draft
 --spec-draft-n-max
 --spec-draft-n-min
+--draft --draft-n --draft-max
+--draft-min --draft-n-min
 --spec-draft-p-split --draft-p-split
 --spec-draft-p-min --draft-p-min
 --spec-draft-threads -td --threads-draft
