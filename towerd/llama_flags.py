@@ -45,6 +45,10 @@ FLAGS = (
 --no-reasoning-preserve
 --cache-prompt
 --no-cache-prompt
+--spec-default
+--spec-draft-backend-sampling
+--no-spec-draft-backend-sampling
+--spec-draft-cpu-moe -cmoed --cpu-moe-draft
 """),
     *_rows("wire", 1, """
 --samplers
@@ -89,6 +93,36 @@ FLAGS = (
 --chat-template-kwargs
 --sse-ping-interval
 --embd-normalize
+--spec-type
+--spec-draft-model -md --model-draft
+--spec-draft-n-max
+--spec-draft-n-min
+--draft --draft-n --draft-max
+--draft-min --draft-n-min
+--spec-draft-p-split --draft-p-split
+--spec-draft-p-min --draft-p-min
+--spec-draft-threads -td --threads-draft
+--spec-draft-threads-batch -tbd --threads-batch-draft
+--spec-draft-type-k -ctkd --cache-type-k-draft
+--spec-draft-type-v -ctvd --cache-type-v-draft
+--spec-draft-override-tensor -otd --override-tensor-draft
+--spec-draft-n-cpu-moe --spec-draft-ncmoe -ncmoed --n-cpu-moe-draft
+--spec-draft-device -devd --device-draft
+--spec-draft-ngl -ngld --gpu-layers-draft --n-gpu-layers-draft
+--spec-ngram-mod-n-min
+--spec-ngram-mod-n-max
+--spec-ngram-mod-n-match
+--spec-ngram-simple-size-n
+--spec-ngram-simple-size-m
+--spec-ngram-simple-min-hits
+--spec-ngram-map-k-size-n
+--spec-ngram-map-k-size-m
+--spec-ngram-map-k-min-hits
+--spec-ngram-map-k4v-size-n
+--spec-ngram-map-k4v-size-m
+--spec-ngram-map-k4v-min-hits
+--lookup-cache-static -lcs
+--lookup-cache-dynamic -lcd
 """),
     *_rows("ignored", 0, """
 --cont-batching -cb
@@ -140,7 +174,6 @@ FLAGS = (
 """),
     *_rows("elsewhere", 0, """
 --embd-gemma-default
---spec-default
 """),
     *_rows("elsewhere", 1, """
 --mmproj -mm
@@ -149,10 +182,9 @@ FLAGS = (
 --hf-repo -hf -hfr
 --hf-file -hff
 --docker-repo -dr
---model-draft --spec-draft-model -md
---spec-type
---spec-draft-n-max
---spec-draft-n-min
+--spec-draft-hf -hfd -hfrd --hf-repo-draft
+--spec-synth-len
+--spec-synth-rates
 --rpc
 --device -dev
 --override-tensor -ot

@@ -49,6 +49,12 @@ class Sample:
 SAMPLES = (
     Sample("llamacpp:n_decode_total", "engine", "decode_steps",
            "Total number of llama_decode() calls", counter=True),
+    Sample("llamacpp:spec_decode_num_draft_tokens_total", "engine", "draft_tokens",
+           "Speculative: Total draft tokens generated", counter=True),
+    Sample("llamacpp:spec_decode_num_accepted_tokens_total", "engine", "draft_tokens_accepted",
+           "Speculative: Total draft tokens accepted by the target model", counter=True),
+    Sample("llamacpp:spec_decode_num_drafts_total", "engine", "drafts",
+           "Speculative: Total speculative decoding verification steps", counter=True),
     Sample("llamacpp:requests_processing", "engine", "running", "Number of requests processing"),
     Sample("llamacpp:requests_deferred", "engine", "waiting", "Number of requests deferred"),
     Sample("llamacpp:n_busy_slots_per_decode", "engine", "busy_slots_per_decode",
@@ -112,6 +118,15 @@ SAMPLES = (
 # fmt: on
 
 
+def _by_position(accepted: Iterable[int]) -> Metric:
+    """As llama-server: no such series before there was a draft."""
+    name = "llamacpp:spec_decode_num_accepted_tokens_per_pos_total"
+    family = CounterMetricFamily(name, "Accepted tokens per draft position", labels=("position",))
+    for position, n in enumerate(accepted):
+        family.add_metric((str(position),), n)
+    return family
+
+
 class _StatsCollector(Collector):
     """Turns the last stats read into samples."""
 
@@ -123,6 +138,8 @@ class _StatsCollector(Collector):
             value = self.stats.get(sample.source, {}).get(sample.key, 0)
             kind = CounterMetricFamily if sample.counter else GaugeMetricFamily
             yield kind(sample.name, sample.help, value=float(value))
+        if accepted := self.stats.get("engine", {}).get("draft_tokens_accepted_at"):
+            yield _by_position(accepted)
 
     def describe(self) -> Iterable[Metric]:
         return []

@@ -82,6 +82,21 @@ class Talker:
         pointer = array.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
         assert lib.llama_decode(self._ctx, lib.llama_batch_get_one(pointer, len(array))) == 0
 
+    def evaluate_all(self, ids: Any, start: int) -> None:
+        """Append tokens behind the first `start`; the first one's logits are at index 0, and so
+        on."""
+        batch = lib.llama_batch_init(len(ids), 0, 1)
+        batch.n_tokens = len(ids)
+        for i, token in enumerate(ids):
+            batch.token[i], batch.pos[i], batch.logits[i] = int(token), start + i, 1
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+        assert lib.llama_decode(self._ctx, batch) == 0
+        lib.llama_batch_free(batch)
+
+    def cut(self, n: int) -> None:
+        """Keep the first `n` tokens."""
+        assert lib.llama_memory_seq_rm(lib.llama_get_memory(self._ctx), 0, n, -1)
+
     def chunks(self, request: Request, reply: Reply) -> Iterator[Chunk]:
         """Generate one choice to its end."""
         prompt = request.prompts[reply_index(request, reply)]

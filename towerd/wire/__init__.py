@@ -7,7 +7,7 @@ One `Model` for each loaded model. For each HTTP request:
     writer = Writer(request)
     reply.accept_prompt(ids)                      on the inference thread from here
     reply.started(n_cached, n_processed, prompt_ms)
-    chunk = reply.step(context, index, is_full)   after each decode, until chunk.stop
+    chunks = reply.steps(context, index, draft, n_room)   after each decode, until chunks[-1].stop
     writer.partial(chunk)                         bytes for the client, on any other thread
     writer.final(reply, ...); writer.end()
 
@@ -24,6 +24,7 @@ from towerd.wire._wire import (
     Reply,
     Request,
     RerankRequest,
+    Speculation,
     Writer,
 )
 from towerd.wire.endpoint import Endpoint
@@ -40,6 +41,7 @@ __all__ = [
     "Request",
     "RerankRequest",
     "Settings",
+    "Speculation",
     "WireError",
     "WireThreads",
     "Writer",

@@ -131,6 +131,12 @@ class Reply:
         Raises WireError (500): no token continues the grammar, logits that are no numbers. The
         reply cannot go on then."""
 
+    def steps(self, ctx: int, index: int, draft: Ids, n_room: int) -> list[Chunk]:
+        """The same after a batch in which `draft` followed the newest token, which was at `index`:
+        as many tokens as the draft has right, and the one after them, which are those that steps
+        without a draft give; fewer where the reply ends. n_room: how many tokens there is room
+        for; the one after them ends the reply."""
+
     def limit(self, truncated: bool) -> None:
         """End it at a limit that the request does not have; truncated: for want of context."""
 
@@ -166,6 +172,36 @@ class Reply:
     @property
     def timings(self) -> tuple[int, int, float, int, float]:
         """(cache_n, prompt_n, prompt_ms, predicted_n, predicted_ms)."""
+
+    @property
+    def drafted(self) -> tuple[int, int]:
+        """(draft_n, draft_n_accepted): drafted tokens that were evaluated, and that were right."""
+
+class Speculation:
+    """Guesses at the next tokens of running replies, by the flags that a model was made with: from a
+    draft model, from n-grams, or both. One thread uses it."""
+
+    def __init__(
+        self, model: Model, ctx: int, n_slots: int, n_threads: int, n_threads_batch: int
+    ) -> None:
+        """ctx: the address of the `llama_context` that evaluates the drafts, which outlives this
+        object; the numbers of threads are a draft model's, unless flags say otherwise.
+
+        Raises RuntimeError: types that nothing here can serve, no draft model where one is needed,
+        one that cannot be loaded, has another vocabulary, or cannot forget a draft."""
+
+    @staticmethod
+    def is_asked_for(model: Model) -> bool:
+        """Whether the model's flags ask for speculation."""
+
+    def draft(self, asked: Sequence[tuple[int, Ids, int]]) -> list[Ids]:
+        """For each (slot, tokens so far, how many more at most) tokens that may follow, maybe none.
+        A slot is less than `n_slots` and stands for one text that grows; with another text it
+        begins anew. A draft model that has to read much first does so over several calls, and has
+        nothing to say meanwhile. Raises WireError (500)."""
+
+    def accept(self, slot: int, n_accepted: int) -> None:
+        """How many tokens of the slot's last draft were right."""
 
 class Writer:
     """The bytes of one response. Any thread may use it, one at a time gets to. Every call may raise

@@ -6,6 +6,8 @@ follows from the measured prefill speed and a time bound; alone, a prompt gets w
 
 from __future__ import annotations
 
+import numpy as np
+
 from towerd.engine.embedded.background import STEP_MS_MAX, is_background
 from towerd.engine.embedded.context import LlamaContext
 from towerd.engine.embedded.job import Job, Phase
@@ -26,13 +28,17 @@ class Batching:
     def fill(self, active: list[Job]) -> list[Job]:
         """Put the next step into the batch; returns the jobs that take part.
 
-        Sets `n_in_batch` and `logits_index` (-1: no logits asked) of each."""
+        Sets `in_batch` and `logits_index` (-1: no logits asked) of each, and cuts its `draft` to
+        what there is room for."""
         self._batch.clear()
         streams = [j for j in active if j.phase is Phase.DECODE][: self._tokens_max]
-        for job in streams:
-            self._add(job, 1)
+        for i, job in enumerate(streams, 1):
+            room = self._tokens_max - self._batch.n - (len(streams) - i)
+            n = min(job.n - job.n_live, room)
+            job.draft = job.draft[: room - n]
+            self._add(job, n)
         prompts = [j for j in active if j.phase is Phase.PREFILL]
-        budget = self._tokens_max - len(streams)
+        budget = self._tokens_max - self._batch.n
         if streams:
             budget = min(budget, self._chunk_tokens(CHUNK_MS_MAX))
         if any(is_background(j) for j in active):
@@ -65,6 +71,9 @@ class Batching:
         start = job.seq.n
         last = start + n == job.n
         ids, place = job.ids[start : start + n], job.seq.place_next
-        index = self._batch.add(ids, place, job.seq.id, logits_last=last)
-        job.n_in_batch = n
-        job.logits_index = index if last else -1
+        n_draft = len(job.draft) if last else 0
+        if n_draft:
+            ids = np.concatenate([ids, job.draft])
+        index = self._batch.add(ids, place, job.seq.id, logits_last=last, n_last=1 + n_draft)
+        job.in_batch = ids
+        job.logits_index = index - n_draft if last else -1

@@ -64,15 +64,17 @@ class Batch:
         self.raw.seq_id = self._seq_ptrs
         self.raw.logits = self.logits.ctypes.data_as(ctypes.POINTER(ctypes.c_int8))
 
-    def add(self, ids: Ids, pos: int, seq: int, *, logits_last: bool) -> int:
-        """Append a run of tokens of one sequence; returns the batch index of the last one."""
+    def add(self, ids: Ids, pos: int, seq: int, *, logits_last: bool, n_last: int = 1) -> int:
+        """Append a run of tokens of one sequence; returns the batch index of the last one.
+
+        logits_last: whether logits are asked for, of the last `n_last` tokens"""
         end = self.n + len(ids)
         span = slice(self.n, end)
         self.token[span] = ids
         self.pos[span] = np.arange(pos, pos + len(ids), dtype=np.int32)
         self.seq[span] = seq
         self.logits[span] = 0
-        self.logits[end - 1] = logits_last
+        self.logits[end - n_last : end] = logits_last
         self.n = end
         return end - 1
 

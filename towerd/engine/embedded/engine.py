@@ -34,6 +34,7 @@ from towerd.engine.embedded.recall import RecallLimits
 from towerd.engine.embedded.resume import Resumer
 from towerd.engine.embedded.retokenize import Retokenizer
 from towerd.engine.embedded.scheduler import Scheduler
+from towerd.engine.embedded.speculation import Speculator, open_speculation
 from towerd.engine.embedded.splice import Splicer
 from towerd.engine.embedded.thinning import Thinner
 from towerd.engine.embedded.wire_model import encode, open_wire
@@ -121,6 +122,7 @@ class EmbeddedEngine:
         self._all_ended = asyncio.Event()
         self._all_ended.set()
         memory = core.memory
+        drafts = open_speculation(self.wire.model, core, config)
         self.pool = LivePool(memory, n_seqs=memory.n_live, n_cells=core.context.n_cells)
         self.splicer = Splicer(core, tiers)
         resumer = None
@@ -145,6 +147,7 @@ class EmbeddedEngine:
             core.context,
             self.pool,
             self.materialiser,
+            Speculator(drafts, memory, self.pool, core.n_ctx),
             n_ctx=core.n_ctx,
             parallel=config.parallel,
             queue_max=config.queue_max,
@@ -253,6 +256,7 @@ class EmbeddedEngine:
             "exports": scheduler.idle.n_exports,
             "tokens_spliced": self.splicer.n_spliced,
             **self.thinner.stats(),
+            **scheduler.speculator.stats(),
             **({} if self.boundaries is None else self.boundaries.stats()),
             "tasks": scheduler.slots.n_tasks,
             **scheduler.counters,

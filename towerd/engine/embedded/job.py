@@ -102,14 +102,25 @@ class Job:
     """How many loads were started; blobs of an earlier one are stale."""
     n_loaded_hot: int = 0
     n_loaded_warm: int = 0
-    n_in_batch: int = 0
+    in_batch: Ids = field(default_factory=lambda: np.empty(0, np.int32))
+    """Its tokens in the batch, the draft among them."""
     logits_index: int = -1
+    """Where in the batch its newest token is, whose logits are asked for, and those of the draft
+    behind it; -1: they are not."""
+    draft: Ids = field(default_factory=lambda: np.empty(0, np.int32))
+    """int32: tokens that may follow, to be evaluated with the newest one."""
+    undo: tuple[int, Buffer] | None = None
+    """How many tokens were live before the draft, and their state, if that cannot be cut."""
     _room: Ids = field(default_factory=lambda: np.empty(0, np.int32))
     """What `ids` is the beginning of, once there is a reply: a long chat is not copied at every
     token of it."""
     t_submit: float = field(default_factory=time.monotonic)
     t_prompt: float = 0.0
     t_first: float = 0.0
+
+    @property
+    def n_in_batch(self) -> int:
+        return len(self.in_batch)
 
     @property
     def n(self) -> int:

@@ -31,6 +31,7 @@ from towerd.engine.embedded.job import Job, Phase
 from towerd.engine.embedded.materialise import Loaded, Materialiser, RowsMissing
 from towerd.engine.embedded.pool import LivePool, common_prefix
 from towerd.engine.embedded.slot_table import SlotTable
+from towerd.engine.embedded.speculation import Speculator
 from towerd.errors import TowerdError, Unavailable
 
 log = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ class Scheduler:
         context: LlamaContext,
         pool: LivePool,
         materialiser: Materialiser,
+        speculator: Speculator,
         *,
         n_ctx: int,
         parallel: int,
@@ -63,6 +65,7 @@ class Scheduler:
         self.context = context
         self.pool = pool
         self.materialiser = materialiser
+        self.speculator = speculator
         self.n_ctx = n_ctx
         self.parallel = parallel
         self.queue_max = queue_max
@@ -316,12 +319,13 @@ class Scheduler:
     def _step(self) -> bool:
         """Decode one batch and sample from it; False when there was nothing to decode."""
         self._thin()
-        jobs = self._batching.fill(self.active)
+        jobs = self.speculator.fill(self._batching, self.active, self.idle.evict_one)
         if not jobs:
             return False
         try:
             while not self._make_room(sum(j.n_in_batch for j in jobs), jobs):
                 jobs = self._batching.fill(self.active)
+            self.speculator.prepare(jobs)
             self.materialiser.protect(jobs)
             started = time.monotonic()
             self.thinner.decode(jobs)
@@ -354,8 +358,7 @@ class Scheduler:
     def _advance(self, job: Job) -> None:
         """Account for the job's part of the batch; sample when its last token was in it."""
         assert job.seq is not None
-        n = job.seq.n
-        self.pool.append(job.seq, job.ids[n : n + job.n_in_batch])
+        self.pool.append(job.seq, job.in_batch)
         self.counters["tokens_decoded"] += job.n_in_batch
         self.materialiser.advanced(job)
         if job.phase is Phase.PREFILL:
@@ -364,7 +367,7 @@ class Scheduler:
             if job.logits_index < 0 or self.thinner.is_asking(job):
                 return
             self._prompt_done(job)
-        if job.phase is Phase.DECODE:
+        if job.phase is Phase.DECODE and job.logits_index >= 0:
             self._sample(job)
 
     def _prompt_done(self, job: Job) -> None:
@@ -386,12 +389,11 @@ class Scheduler:
         assert job.output is not None
         shifts = job.request.live.policy == "shift"
         may_go_on = shifts or self.thinner.may_outgrow(job.request.live)
-        is_full = job.n + 1 >= self.n_ctx and not may_go_on
-        chunk = job.output.step(self.context.address, job.logits_index, is_full)
-        job.push(chunk.token)
-        self._emit(job, Piece(chunk.text.decode("utf-8", "replace"), (chunk.token,), chunk))
+        for chunk in self.speculator.sample(job, self.context.address, may_go_on=may_go_on):
+            job.push(chunk.token)
+            self._emit(job, Piece(chunk.text.decode("utf-8", "replace"), (chunk.token,), chunk))
         if chunk.stop:
-            job.is_full = is_full and chunk.stop == "limit"
+            job.is_full = job.n >= self.n_ctx and not may_go_on and chunk.stop == "limit"
             self._finish(job, chunk.stop)
         elif len(job.reply) >= job.n_reply_max(self.n_ctx):
             self._finish(job, "limit")

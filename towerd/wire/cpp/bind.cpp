@@ -20,6 +20,7 @@
 #include "refused.h"
 #include "reply.h"
 #include "request.h"
+#include "speculation.h"
 #include "writer.h"
 
 namespace nb = nanobind;
@@ -29,8 +30,9 @@ namespace towerd::wire {
 
 namespace {
 
-using Ids  = nb::ndarray<nb::numpy, int32_t, nb::ndim<1>>;
-using Rows = nb::ndarray<nb::numpy, int32_t, nb::shape<-1, 3>>;
+using Ids   = nb::ndarray<nb::numpy, int32_t, nb::ndim<1>>;
+using Given = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Rows  = nb::ndarray<nb::numpy, int32_t, nb::shape<-1, 3>>;
 
 std::string text_of(const nb::bytes & data) {
     return std::string(data.c_str(), data.size());
@@ -56,6 +58,10 @@ Array owned(std::vector<int32_t> values, std::initializer_list<size_t> shape) {
 Ids ids_of(const llama_tokens & tokens) {
     const size_t n = tokens.size();
     return owned<Ids>(tokens, {n});
+}
+
+llama_tokens tokens_of(const Given & ids) {
+    return llama_tokens(ids.data(), ids.data() + ids.shape(0));
 }
 
 nb::list arrays_of(const std::vector<llama_tokens> & prompts) {
@@ -106,9 +112,7 @@ Tokenizer tokenizer_of(const nb::object & function) {
     });
     return [held](const std::string & text) {
         const nb::gil_scoped_acquire lock;
-        const auto ids = nb::cast<nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>>(
-            (*held)(nb::str(text.data(), text.size())));
-        return llama_tokens(ids.data(), ids.data() + ids.shape(0));
+        return tokens_of(nb::cast<Given>((*held)(nb::str(text.data(), text.size()))));
     };
 }
 
@@ -196,7 +200,7 @@ void bind_reply(nb::module_ & m) {
             },
             "request"_a, "choice"_a)
         .def("accept_prompt",
-             [](Reply & r, const nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> & ids) {
+             [](Reply & r, const Given & ids) {
                  unlocked([&] { r.accept_prompt(ids.data(), ids.shape(0)); });
              },
              "ids"_a)
@@ -206,6 +210,12 @@ void bind_reply(nb::module_ & m) {
                  return unlocked([&] { return r.step(at<llama_context>(ctx), index, is_full); });
              },
              "ctx"_a, "index"_a, "is_full"_a)
+        .def("steps",
+             [](Reply & r, uintptr_t ctx, int index, const Given & draft, int32_t n_room) {
+                 const llama_tokens ids = tokens_of(draft);
+                 return unlocked([&] { return r.steps(at<llama_context>(ctx), index, ids, n_room); });
+             },
+             "ctx"_a, "index"_a, "draft"_a, "n_room"_a)
         .def("limit", &Reply::limit, "truncated"_a)
         .def("truncate", &Reply::truncate)
         .def("end_reasoning", &Reply::end_reasoning, nb::call_guard<nb::gil_scoped_release>())
@@ -221,7 +231,34 @@ void bind_reply(nb::module_ & m) {
             const server_slot_stats stats = r.stats();
             return std::make_tuple(stats.n_prompt_cached, stats.n_prompt_processed, stats.t_prompt_ms(), stats.n_gen,
                                    stats.t_gen_ms());
+        })
+        .def_prop_ro("drafted", [](const Reply & r) {
+            const server_slot_stats stats = r.stats();
+            return std::make_tuple(stats.n_draft_tokens, stats.n_draft_accepted);
         });
+}
+
+void bind_speculation(nb::module_ & m) {
+    nb::class_<Speculation>(m, "Speculation")
+        .def(
+            "__init__",
+            [](Speculation * self, const Model & model, uintptr_t ctx, int n_slots, int n_threads, int n_threads_batch) {
+                unlocked([&] {
+                    new (self) Speculation(model, at<llama_context>(ctx), n_slots, n_threads, n_threads_batch);
+                });
+            },
+            "model"_a, "ctx"_a, "n_slots"_a, "n_threads"_a, "n_threads_batch"_a, nb::keep_alive<1, 2>())
+        .def_static("is_asked_for", &Speculation::is_asked_for, "model"_a)
+        .def("draft",
+             [](Speculation & s, const std::vector<std::tuple<int, Given, int>> & asked) {
+                 std::vector<Speculation::Asked> texts;
+                 for (const auto & [slot, ids, n_max] : asked) {
+                     texts.push_back({slot, tokens_of(ids), n_max});
+                 }
+                 return arrays_of(unlocked([&] { return s.draft(std::move(texts)); }));
+             },
+             "asked"_a)
+        .def("accept", &Speculation::accept, "slot"_a, "n_accepted"_a, nb::call_guard<nb::gil_scoped_release>());
 }
 
 void bind_writer(nb::module_ & m) {
@@ -303,6 +340,7 @@ NB_MODULE(_wire, m) {
     towerd::wire::bind_model(m);
     towerd::wire::bind_request(m);
     towerd::wire::bind_reply(m);
+    towerd::wire::bind_speculation(m);
     towerd::wire::bind_writer(m);
     towerd::wire::bind_others(m);
 }

@@ -69,29 +69,51 @@ void Reply::started(uint64_t n_cached, uint64_t n_processed, double prompt_ms) {
 Chunk Reply::step(llama_context * ctx, int index, bool is_full) {
     return answering(ERROR_TYPE_SERVER, [&] {
         const std::lock_guard<std::mutex> lock(mutex_);
-        check_logits(ctx, index, llama_vocab_n_tokens(request_->model().vocab));
-        const llama_token                 token = common_sampler_sample(sampler_.get(), ctx, index);
-        const auto *                      left  = common_sampler_get_candidates(sampler_.get(), false);
-        if (left->selected < 0 || !std::isfinite(left->data[left->selected].logit)) {
-            throw std::runtime_error(request_->params().sampling.grammar.empty()
-                                         ? "The samplers left no token to choose from."
-                                         : "No token of the vocabulary continues the grammar here.");
-        }
-        common_sampler_accept(sampler_.get(), token, true);
-        stats_.n_gen += 1;
-        stats_.t_gen_last = ggml_time_us();
-
-        const auto & keep    = request_->params().sampling.preserved_tokens;
-        const bool   special = request_->model().params().special || keep.find(token) != keep.end();
-        completion_token_output out;
-        out.tok          = token;
-        out.prob         = 1.0f;
-        out.text_to_send = common_token_to_piece(request_->model().vocab, token, special);
-        if (request_->params().sampling.n_probs > 0) {
-            add_probs(out, ctx, index);
-        }
-        return process(std::move(out), is_full);
+        return sample(ctx, index, is_full);
     });
+}
+
+// common_sampler_sample_and_accept_n, but that nothing is sampled behind the reply's end.
+std::vector<Chunk> Reply::steps(llama_context * ctx, int index, const llama_tokens & draft, int32_t n_room) {
+    return answering(ERROR_TYPE_SERVER, [&] {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        const int32_t                     n_draft = static_cast<int32_t>(draft.size());
+        std::vector<Chunk>                chunks;
+        stats_.n_draft_tokens += draft.size();
+        stats_.n_draft_verif_steps += draft.empty() ? 0 : 1;
+        for (int32_t i = 0;; ++i) {
+            chunks.push_back(sample(ctx, index + i, i >= n_room));
+            if (chunks.back().stop != STOP_TYPE_NONE || i == n_draft || chunks.back().token.tok != draft[i]) {
+                return chunks;
+            }
+            stats_.n_draft_accepted += 1;
+        }
+    });
+}
+
+Chunk Reply::sample(llama_context * ctx, int index, bool is_full) {
+    check_logits(ctx, index, llama_vocab_n_tokens(request_->model().vocab));
+    const llama_token token = common_sampler_sample(sampler_.get(), ctx, index);
+    const auto *      left  = common_sampler_get_candidates(sampler_.get(), false);
+    if (left->selected < 0 || !std::isfinite(left->data[left->selected].logit)) {
+        throw std::runtime_error(request_->params().sampling.grammar.empty()
+                                     ? "The samplers left no token to choose from."
+                                     : "No token of the vocabulary continues the grammar here.");
+    }
+    common_sampler_accept(sampler_.get(), token, true);
+    stats_.n_gen += 1;
+    stats_.t_gen_last = ggml_time_us();
+
+    const auto & keep    = request_->params().sampling.preserved_tokens;
+    const bool   special = request_->model().params().special || keep.find(token) != keep.end();
+    completion_token_output out;
+    out.tok          = token;
+    out.prob         = 1.0f;
+    out.text_to_send = common_token_to_piece(request_->model().vocab, token, special);
+    if (request_->params().sampling.n_probs > 0) {
+        add_probs(out, ctx, index);
+    }
+    return process(std::move(out), is_full);
 }
 
 // populate_token_probs of llama-server's context.

@@ -41,6 +41,10 @@ public:
     // Samples from the logits at this index of the last batch. `is_full`: there is no room for another token.
     // Raises Refused: no token is allowed, logits that are no numbers.
     Chunk step(llama_context * ctx, int index, bool is_full);
+    // The same for a batch in which `draft` followed the last token, from that token's index on: as many tokens as were
+    // drafted right, and the one after them; fewer if the reply ends before. `n_room`: how many tokens there is room for;
+    // the one after them ends the reply.
+    std::vector<Chunk> steps(llama_context * ctx, int index, const llama_tokens & draft, int32_t n_room);
     // Ends it at a limit that is not the request's.
     void limit(bool truncated);
     // Tokens before it were dropped for want of context.
@@ -61,6 +65,7 @@ public:
     void fill(server_task_result_cmpl_final & result) const;
 
 private:
+    Chunk  sample(llama_context * ctx, int index, bool is_full);
     void   add_probs(completion_token_output & out, llama_context * ctx, int index);
     Chunk  process(completion_token_output out, bool is_full);
     void   hold_back_stops(completion_token_output & out);
