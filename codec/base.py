@@ -34,10 +34,10 @@ class Vocabulary(Protocol):
 
 
 def as_ids(ids: Sequence[int] | Ids) -> Ids:
-    """`ids` as int32[n]; ValueError if one is negative or does not fit."""
+    """`ids` as int32[n], those of media (`media.py`) are negative; ValueError if one is none."""
     wide = np.asarray(ids, dtype=np.int64).reshape(-1)
-    if len(wide) and (int(wide.min()) < 0 or int(wide.max()) >= 1 << 31):
-        raise ValueError("Token ids are integers from 0 to 2^31 - 1.")
+    if len(wide) and (int(wide.min()) < -(1 << 31) or int(wide.max()) >= 1 << 31 or -1 in wide):
+        raise ValueError("Ids are integers from 0 to 2^31 - 1, or negative and not -1 for media.")
     return wide.astype(np.int32)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from towerd.codec import container, kept, sample
+from towerd.codec import container, kept, media, sample
 from towerd.codec.base import IDS_MAX, Ids, Vocabulary, as_ids, ids_hash, vocabulary_hash
 from towerd.codec.container import BY_NAME, Blob
 from towerd.codec.errors import CodecError, Damaged, UnknownModel, WrongBase, WrongVocabulary
@@ -180,12 +180,13 @@ class Codec:
         return coder or self._coder(blob.form.name)
 
     def _encode(self, ids: Ids, base: Ids, coder: FormCoder, fallback: bytes = b"") -> bytes:
-        coded = coder.encode(ids, base) if len(ids) else Coded(b"", ())
+        tokens = media.tokens_of(ids)
+        coded = coder.encode(tokens, media.tokens_of(base)) if len(tokens) else Coded(b"", ())
         needed = base if coder.uses_base else base[:0]
         blob = Blob(
             BY_NAME[coder.name], self.vocabulary_hash, ids_hash(ids), len(ids), coded.chunks,
             coded.side, len(needed), ids_hash(needed) if len(needed) else b"", coder.model,
-            _runtime(coder), fallback,
+            _runtime(coder), fallback, media.take_out(ids),
         )  # fmt: skip
         if self._decode(blob, base).tolist() != ids.tolist():
             raise RuntimeError(f"The form {coder.name} does not give back the ids it was given.")
@@ -195,7 +196,13 @@ class Codec:
         coder = self._coder_of(blob)
         self._check_model(blob, coder)
         coded = Coded(blob.side, blob.chunks)
-        ids = coder.decode(coded, blob.n_ids, base) if blob.n_ids else np.zeros(0, np.int32)
+        n_tokens = blob.n_ids - media.count(blob.media)
+        if n_tokens < 0:
+            raise Damaged("The blob is damaged: it has fewer ids than its media.")
+        ids = np.zeros(0, np.int32)
+        if n_tokens:
+            ids = coder.decode(coded, n_tokens, media.tokens_of(base))
+        ids = media.put_back(ids, blob.media)
         if len(ids) != blob.n_ids or ids_hash(ids) != blob.hash:
             raise Damaged(
                 "The blob decodes to other ids than it was made of: it was changed, or this "

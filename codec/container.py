@@ -6,10 +6,12 @@
     varint: chunks, then per chunk its symbols and the bytes of its committed coder output
     varint: bytes of side information | side information | coded chunks
     varint: bytes of the fallback | the fallback (another blob, for the same ids and base)
+    of version 2, varint: bytes of the media | the media among the ids (`media.py`)
     padding | BLAKE2b-64 of everything before
 
 The checksum covers every byte, so a flipped one is an error before anything is decoded; the hash
-of the ids catches what a wrong model or runtime would decode to. A reader takes no memory that
+of the ids catches what a wrong model or runtime would decode to. A blob without media has version 1,
+so that earlier releases read it. A reader takes no memory that
 the length of the blob does not justify: a blob has a byte for every IDS_PER_BYTE_MAX ids or symbols.
 """
 
@@ -24,7 +26,8 @@ from towerd.codec.base import IDS_MAX
 from towerd.codec.errors import CodecError, Damaged, NewerVersion, Truncated, UnknownModel
 
 MAGIC = b"TWRC"
-VERSION = 1
+VERSION = 2
+_WITHOUT_MEDIA = 1
 IDS_PER_BYTE_MAX = 1024
 _FIXED = struct.Struct("<4sBBI8s16s")
 _CHECKSUM_BYTES = 8
@@ -88,6 +91,8 @@ class Blob:
     model: bytes = b""
     runtime: bytes = b""
     fallback: bytes = b""
+    media: bytes = b""
+    """What is not coded; empty: all ids are tokens."""
 
 
 def write(blob: Blob) -> bytes:
@@ -97,11 +102,14 @@ def write(blob: Blob) -> bytes:
     parts += [varint.put_all((chunk.n_symbols, len(chunk.bits))) for chunk in blob.chunks]
     parts += [varint.put(len(blob.side)), blob.side, *(chunk.bits for chunk in blob.chunks)]
     parts += [varint.put(len(blob.fallback)), blob.fallback]
+    if blob.media:
+        parts += [varint.put(len(blob.media)), blob.media]
+    version = VERSION if blob.media else _WITHOUT_MEDIA
     body = b"".join(parts)
     n_bytes = _FIXED.size + len(body) + _CHECKSUM_BYTES
     n_most = max(blob.n_ids, sum(chunk.n_symbols for chunk in blob.chunks))
     padding = max(0, -(-n_most // IDS_PER_BYTE_MAX) - n_bytes)
-    head = (MAGIC, VERSION, blob.form.code, n_bytes + padding, blob.vocabulary, blob.hash)
+    head = (MAGIC, version, blob.form.code, n_bytes + padding, blob.vocabulary, blob.hash)
     data = _FIXED.pack(*head) + body + bytes(padding)
     return data + _checksum(data)
 
@@ -110,7 +118,7 @@ def read(data: bytes) -> Blob:
     """Parse and check a blob that may be anything.
 
     Raises Truncated, NewerVersion or Damaged; decodes nothing."""
-    form, vocabulary, hash_ = _read_fixed(data)
+    form, version, vocabulary, hash_ = _read_fixed(data)
     reader = varint.Reader(data[_FIXED.size : -_CHECKSUM_BYTES])
     n_ids = reader.number(IDS_MAX + 1)
     if n_ids > len(data) * IDS_PER_BYTE_MAX:
@@ -124,13 +132,14 @@ def read(data: bytes) -> Blob:
     side = reader.take(reader.number())
     bits = [reader.take(n) for n in sizes[1::2]]
     fallback = reader.take(reader.number())
+    media = reader.take(reader.number()) if version > _WITHOUT_MEDIA else b""
     if any(reader.rest()):
         raise Damaged("The blob is damaged: its padding is not empty.")
     if sum(sizes[::2]) > len(data) * IDS_PER_BYTE_MAX:
         raise Damaged(f"The blob is damaged: {len(data)} bytes cannot hold that many symbols.")
     chunks = tuple(map(Chunk, sizes[::2], bits))
     return Blob(form, vocabulary, hash_, n_ids, chunks, side, base_ids, base_hash, model, runtime,
-                fallback)  # fmt: skip
+                fallback, media)  # fmt: skip
 
 
 def claimed_hash(data: bytes) -> bytes:
@@ -142,7 +151,7 @@ def claimed_hash(data: bytes) -> bytes:
     return found
 
 
-def _read_fixed(data: bytes) -> tuple[Form, bytes, bytes]:
+def _read_fixed(data: bytes) -> tuple[Form, int, bytes, bytes]:
     if not data.startswith(MAGIC[: len(data)]):
         raise Damaged("The blob is damaged: it does not start like one.")
     if len(data) < _FIXED.size + _CHECKSUM_BYTES:
@@ -156,14 +165,14 @@ def _read_fixed(data: bytes) -> tuple[Form, bytes, bytes]:
         raise Truncated(f"The blob is truncated: {len(data)} of {n_bytes} bytes are here.")
     if len(data) > n_bytes or _checksum(data[:-_CHECKSUM_BYTES]) != data[-_CHECKSUM_BYTES:]:
         raise Damaged("The blob is damaged: its checksum does not match; restore it from a copy.")
-    if version == VERSION and code in RETIRED:
+    if version >= _WITHOUT_MEDIA and code in RETIRED:
         raise UnknownModel(
             f"The blob is in a form that is no longer read, with {RETIRED[code]}: read it with the "
             "towerd that wrote it."
         )
-    if version < VERSION or code not in BY_CODE:
+    if version < _WITHOUT_MEDIA or code not in BY_CODE:
         raise CodecError(f"Nothing here reads version {version}, form {code} of the format.")
-    return BY_CODE[code], vocabulary, hash_
+    return BY_CODE[code], version, vocabulary, hash_
 
 
 def _checksum(data: bytes) -> bytes:

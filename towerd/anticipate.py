@@ -115,7 +115,7 @@ class Anticipator:
             done = await self._run(
                 GenerateRequest(
                     ids=branch.ids, n_predict=0, scope=request.scope, session=finish.session,
-                    background=True, live=request.live,
+                    background=True, live=request.live, media=request.media,
                 )
             )  # fmt: skip
         except TowerdError as error:

@@ -7,13 +7,13 @@ command line runs as it is. The llama-server engine takes all of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from towerd.errors import ConfigError
 
-Use: TypeAlias = Literal["wire", "ignored", "elsewhere"]
+Use: TypeAlias = Literal["wire", "media", "ignored", "elsewhere"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,6 @@ FLAGS = (
 --kv-unified -kvu
 --no-kv-unified -no-kvu
 --warmup
---no-warmup
 --offline
 --escape -e
 --no-escape
@@ -146,7 +145,6 @@ FLAGS = (
 --no-cache-idle-slots
 --ui --webui
 --no-ui --no-webui
---no-mmproj --no-mmproj-auto
 --log-disable
 --log-prefix
 --no-log-prefix
@@ -172,12 +170,24 @@ FLAGS = (
 --log-colors
 --fit -fit
 """),
+    *_rows("media", 0, """
+--mmproj-auto
+--no-mmproj --no-mmproj-auto
+--mmproj-offload
+--no-mmproj-offload
+--no-warmup
+"""),
+    *_rows("media", 1, """
+--mmproj -mm
+--image-min-tokens
+--image-max-tokens
+"""),
     *_rows("elsewhere", 0, """
 --embd-gemma-default
 """),
     *_rows("elsewhere", 1, """
---mmproj -mm
 --mmproj-url -mmu
+--mmproj-device -mmdev
 --model-url -mu
 --hf-repo -hf -hfr
 --hf-file -hff
@@ -226,6 +236,45 @@ def wire_words(args: Sequence[str]) -> list[str]:
         if flag.use == "wire":
             out += words
     return out
+
+
+@dataclass(frozen=True, slots=True)
+class MediaFlags:
+    """What a command line says of media."""
+
+    path: str = ""
+    """Of the projector; empty: there is none."""
+    offload: bool = True
+    image_min_tokens: int = -1
+    image_max_tokens: int = -1
+    warmup: bool = True
+
+
+def media_flags(args: Sequence[str]) -> MediaFlags:
+    """What the words of a llama-server command line say of media. Raises ConfigError."""
+    said: dict[str, str] = {}
+    off: set[str] = set()
+    for flag, words in _split(args):
+        if flag.use == "media" and flag.n_values:
+            said[flag.names[0]] = words[1]
+        elif flag.use == "media":
+            name = flag.names[0].replace("--no-", "--").removesuffix("-auto")
+            (off.add if flag.names[0].startswith("--no-") else off.discard)(name)
+    return MediaFlags(
+        path="" if "--mmproj" in off else said.get("--mmproj", ""),
+        offload="--mmproj-offload" not in off,
+        image_min_tokens=_whole("--image-min-tokens", said),
+        image_max_tokens=_whole("--image-max-tokens", said),
+        warmup="--warmup" not in off,
+    )
+
+
+def _whole(name: str, said: Mapping[str, str]) -> int:
+    value = said.get(name, "-1")
+    try:
+        return int(value)
+    except ValueError:
+        raise ConfigError(f"{name} takes a whole number, not {value!r}.") from None
 
 
 def refusal(name: str) -> ConfigError:

@@ -201,7 +201,7 @@ def _decode(blob: bytes, turns: tuple[PastTurn, ...], codec: Codec) -> Ids:
     n_tokens = len(codec.vocabulary.pieces)
     if len(stream) != sum(turn.n - turn.n_shared for turn in turns):
         raise _unfit()
-    if len(stream) and not 0 <= int(np.min(stream)) <= int(np.max(stream)) < n_tokens:
+    if len(stream) and int(np.max(stream)) >= n_tokens:
         raise _unfit()
     return stream
 

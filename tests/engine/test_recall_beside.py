@@ -241,7 +241,8 @@ async def test_a_chat_does_not_wait_for_less_than_it_has(
             running = Job(other, with_ids, len(with_ids), phase=Phase.PREFILL)
             scheduler.active.append(running)
             try:
-                return scheduler._prefix_is_coming(Job(request, longer, len(longer)))
+                job = Job(request, longer, len(longer))
+                return service.engine.materialiser.is_coming(job, scheduler.active)
             finally:
                 scheduler.active.remove(running)
 

@@ -97,15 +97,16 @@ def test_words_after_two_dashes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["--mmproj", "p"], ["--", "--jinja", "--mmproj", "p"], ["--", "--mmproj=p"]]
+    "words",
+    [["--mmproj-url", "p"], ["--", "--jinja", "--mmproj-url", "p"], ["--", "--mmproj-url=p"]],
 )
-def test_a_projector_is_llama_servers(words: list[str]) -> None:
-    """Whoever names one elsewhere is told in one sentence what is possible."""
+def test_a_flag_that_is_llama_servers(words: list[str]) -> None:
+    """Whoever gives one elsewhere is told in one sentence what is possible."""
     done = CliRunner().invoke(towerd, ["serve", "-m", "x.gguf", *words])
     assert done.exit_code == 1
     assert done.output == (
-        "Error: --mmproj is not taken by the embedded engine: leave it out, or use --engine "
-        "llama-server and put --mmproj after --.\n"
+        "Error: --mmproj-url is not taken by the embedded engine: leave it out, or use --engine "
+        "llama-server and put --mmproj-url after --.\n"
     )
 
 

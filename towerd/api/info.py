@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from typing import Any
 
 import msgspec
@@ -20,7 +19,6 @@ from towerd.engine.base import Engine, SlotView
 from towerd.errors import SwitchedOff, Unavailable
 
 BUILD_INFO = f"towerd-{__version__}"
-MEDIA_MARKER = f"<__media_{secrets.token_hex(16)}__>"
 
 
 async def get_health(request: web.Request) -> web.Response:
@@ -49,7 +47,6 @@ def _props_json(engine: Engine, config: Config) -> dict[str, Any]:
         "model_alias": info.alias,
         "model_ftype": ftype(info),
         "model_path": info.path,
-        "media_marker": MEDIA_MARKER,
         "endpoint_slots": config.slots_endpoint,
         "endpoint_props": False,
         "endpoint_metrics": config.metrics_endpoint,

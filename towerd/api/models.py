@@ -28,7 +28,7 @@ def models_json(engine: Engine) -> dict[str, Any]:
                 "type": "model",
                 "description": "",
                 "tags": [""],
-                "capabilities": ["completion"],
+                "capabilities": ["completion", *(["multimodal"] if info.has_media else [])],
                 "parameters": "",
                 "details": {
                     "parent_model": "",

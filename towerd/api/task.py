@@ -106,6 +106,7 @@ class Task:
             return replace(
                 self.template,
                 ids=self.prompts[choice // self.wire.n_per_prompt],
+                media=self.wire.media(choice // self.wire.n_per_prompt),
                 reply=self._replies[choice],
                 chat=chat,
             )

@@ -18,7 +18,7 @@ from towerd.slots.fingerprint import Fingerprint
 from towerd.store.module import Module
 
 if TYPE_CHECKING:  # only the embedded engine needs llama.cpp in this process
-    from towerd.wire import Chunk, Reply, Request, WireThreads
+    from towerd.wire import Chunk, Medium, Reply, Request, WireThreads
 
 Ids: TypeAlias = npt.NDArray[np.int32]
 
@@ -52,6 +52,8 @@ class GenerateRequest:
 
     ids: Ids
     """The whole prompt, at least one token, special tokens already in place."""
+    media: Sequence[Medium] = ()
+    """Pictures and sounds that stand in `ids`, to be evaluated where their rows are not at hand."""
     reply: Reply | None = None
     """What samples and keeps the text; None: the engine makes one of `fields` if it generates."""
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -213,6 +215,8 @@ class ModelInfo:
     """All names that clients may give it; none: the alias alone."""
     tags: tuple[str, ...] = ()
     """What GET /v1/models says besides."""
+    has_media: bool = False
+    """Whether prompts may have pictures or sounds in them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,10 @@ import llama_cpp.llama_cpp as _llama_cpp  # first: the extension uses the liblla
 from towerd.wire._wire import (
     Chunk,
     EmbeddingRequest,
+    Encoded,
+    Medium,
     Model,
+    Projector,
     Reply,
     Request,
     RerankRequest,
@@ -29,14 +32,18 @@ from towerd.wire._wire import (
 )
 from towerd.wire.endpoint import Endpoint
 from towerd.wire.error import WireError
-from towerd.wire.settings import Settings, recommended
+from towerd.wire.settings import ProjectorOptions, Settings, recommended
 from towerd.wire.threads import WireThreads
 
 __all__ = [
     "Chunk",
     "EmbeddingRequest",
+    "Encoded",
     "Endpoint",
+    "Medium",
     "Model",
+    "Projector",
+    "ProjectorOptions",
     "Reply",
     "Request",
     "RerankRequest",

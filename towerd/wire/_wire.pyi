@@ -8,16 +8,56 @@ from towerd.wire.endpoint import Endpoint
 
 Ids: TypeAlias = npt.NDArray[np.int32]
 
+class Medium:
+    """A picture, a tile of one, or a stretch of sound in a prompt."""
+
+    @property
+    def ids(self) -> Ids:
+        """What stands for it in the prompt; see `towerd.media_ids`."""
+
+class Encoded:
+    """What a projector made of a medium."""
+
+class Projector:
+    """libmtmd: encodes media for a text model. Any thread may use it."""
+
+    def __init__(self, model: int, options: bytes) -> None:
+        """model: the address of a `llama_model`, which must outlive this object; options:
+        `ProjectorOptions.encode()`. Raises RuntimeError: the file is no projector of this model."""
+
+    @property
+    def has_vision(self) -> bool: ...
+    @property
+    def has_audio(self) -> bool: ...
+    @property
+    def uses_mrope(self) -> bool:
+        """Whether positions of media have more than one component."""
+
+    def is_whole(self, medium: Medium) -> bool:
+        """Whether all of it must be in one micro-batch, for its tokens see each other."""
+
+    def encode(self, medium: Medium) -> Encoded:
+        """One call at a time computes. Raises WireError (500)."""
+
+    def decode(self, ctx: int, medium: Medium, encoded: Encoded, pos: int, seq: int) -> None:
+        """Evaluate it from position `pos` of a sequence of the `llama_context` at `ctx` on, on that
+        context's thread. Raises WireError (500): part of it may be evaluated then."""
+
 class Model:
     """A model as llama-server serves it: its vocabulary, chat templates and defaults. Never
     changes; any thread may use it."""
 
     def __init__(
-        self, model: int, settings: bytes, tokenizer: Callable[[str], Ids] | None = None
+        self,
+        model: int,
+        settings: bytes,
+        tokenizer: Callable[[str], Ids] | None = None,
+        projector: Projector | None = None,
     ) -> None:
         """model: the address of a `llama_model`, which must outlive this object and everything made
         from it; settings: `Settings.encode()`; tokenizer: gives the very ids that llama.cpp does for
-        a text, with what the vocabulary adds and with special tokens in it, but may remember some.
+        a text, with what the vocabulary adds and with special tokens in it, but may remember some;
+        projector: what media are encoded with, if the model shall take any.
 
         Raises RuntimeError: a chat template that does not parse or cannot render an example, a
         setting that llama.cpp does not know."""
@@ -48,7 +88,10 @@ class Request:
     @property
     def prompts(self) -> list[Ids]:
         """The prompts' tokens, copied; most requests have one. None may be empty of tokens that are
-        not the vocabulary's, but one may have no tokens at all."""
+        not the vocabulary's but those of its media, and one may have no tokens at all."""
+
+    def media(self, prompt: int) -> list[Medium]:
+        """Of a prompt, in their order."""
 
     @property
     def n_choices(self) -> int:

@@ -72,6 +72,24 @@ class Settings:
         return msgspec.json.encode(asdict(self))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProjectorOptions:
+    """How a projector is loaded, with llama-server's defaults."""
+
+    path: str
+    digest: str
+    """Names the file and whatever else decides what it makes of a medium."""
+    n_threads: int
+    use_gpu: bool = True
+    image_min_tokens: int = -1
+    image_max_tokens: int = -1
+    warmup: bool = True
+
+    def encode(self) -> bytes:
+        """As the C++ side reads it."""
+        return msgspec.json.encode(asdict(self))
+
+
 def recommended(metadata: Mapping[str, str]) -> dict[str, Any]:
     """What a GGUF's metadata recommends for sampling, as `Settings.defaults`. What cannot be read
     is left out, as in llama.cpp."""

@@ -134,6 +134,7 @@ class LlamaContext:
         self._mem = lib.llama_get_memory(self.ptr)
         self.n_vocab = int(lib.llama_vocab_n_tokens(model.vocab_ptr))
         self.n_cells = int(lib.llama_n_ctx(self.ptr))
+        self.n_ubatch = int(lib.llama_n_ubatch(self.ptr))
         self.n_seqs = n_seqs
         self.v_trans = config.flash_attn == "off"
         self.batch = Batch(n_batch)

@@ -25,6 +25,7 @@ from towerd.engine.embedded.context import LlamaContext
 from towerd.engine.embedded.memory import Memory, n_seqs_of, open_memory
 from towerd.engine.embedded.model import LlamaModel
 from towerd.engine.embedded.observer import Observer, check_attention
+from towerd.engine.embedded.projector import open_projector
 from towerd.engine.embedded.taps import Taps
 from towerd.engine.embedded.vocab import Vocab
 from towerd.errors import ConfigError, ModelError
@@ -36,6 +37,7 @@ from towerd.slots.kind import DENSE, WHOLE
 from towerd.slots.layout import KVLayout, Plane
 from towerd.slots.selftest import check_slot_file, self_test
 from towerd.store import Catalog
+from towerd.wire import Projector
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +61,8 @@ class Core:
     memory: Memory
     why_not_spliceable: str
     """Why rows cannot be moved to another place, or "" if they can."""
+    projector: Projector | None = None
+    """What media are encoded with, if the model shall take any."""
     observer: Observer | None = None
     """What reads the attention; only where the daemon was started with a policy that needs it."""
 
@@ -100,11 +104,15 @@ def load_core(config: Config, catalog: Catalog) -> Core:
         memory = _in_passing(lambda: _probe(context, model))
         observer = None if taps is None else _observer(taps, memory, model, config)
         info = _info(model, vocab, config, memory, catalog)
+        projector = _in_passing(lambda: open_projector(model, config, catalog))
+        if projector is not None:
+            info = replace(info, has_media=True)
     except Exception:
         context.close()
         model.close()
         raise
-    return Core(model, context, vocab, info, n_ctx, memory, why_not_spliceable(memory), observer)
+    why_not = why_not_spliceable(memory)
+    return Core(model, context, vocab, info, n_ctx, memory, why_not, projector, observer)
 
 
 def _observer(taps: Taps, memory: Memory, model: LlamaModel, config: Config) -> Observer | None:

@@ -28,6 +28,7 @@ from towerd.engine.embedded.core import Core
 from towerd.engine.embedded.embedding import Embedder
 from towerd.engine.embedded.job import Job, Phase
 from towerd.engine.embedded.materialise import Materialiser
+from towerd.engine.embedded.media import Media
 from towerd.engine.embedded.modules import EmbeddedModules
 from towerd.engine.embedded.pool import LivePool
 from towerd.engine.embedded.recall import RecallLimits
@@ -46,6 +47,7 @@ from towerd.errors import (
     TowerdError,
     Unavailable,
 )
+from towerd.media_ids import is_token, spans_of
 from towerd.tiers.boundary import BoundaryTier
 from towerd.tiers.manager import Tiers
 from towerd.wire import Reply, Request, WireThreads
@@ -143,11 +145,13 @@ class EmbeddedEngine:
         self.materialiser = Materialiser(
             memory, self.pool, tiers, self.splicer, self.thinner, resumer
         )
+        self.media = Media(core.projector, core.context, self.pool, self.materialiser)
         self.scheduler = Scheduler(
             core.context,
             self.pool,
             self.materialiser,
             Speculator(drafts, memory, self.pool, core.n_ctx),
+            self.media,
             n_ctx=core.n_ctx,
             parallel=config.parallel,
             queue_max=config.queue_max,
@@ -181,12 +185,14 @@ class EmbeddedEngine:
         ids = np.ascontiguousarray(request.ids, np.int32)
         if len(ids) == 0:
             raise InvalidRequest("The prompt has no tokens.")
-        self.core.vocab.validate(ids)
+        self.core.vocab.validate(ids[is_token(ids)])
+        self.media.check(request, ids)
         self.thinner.check(request.live)
         if len(ids) >= self.n_ctx and request.live.policy not in self.outgrowing:
             raise ContextExceeded.of_request(len(ids), self.n_ctx)
         generation = EmbeddedGeneration(self.scheduler, self._loop)
-        generation.job = Job(request, ids, len(ids), output=request.reply or self._reply(request))
+        reply = request.reply or self._reply(request)
+        generation.job = Job(request, ids, len(ids), output=reply, media=spans_of(ids))
         self._generations[id(generation.job)] = generation
         self._all_ended.clear()
         try:
@@ -213,7 +219,7 @@ class EmbeddedEngine:
 
     async def detokenize(self, ids: Sequence[int] | Ids) -> bytes:
         array = np.asarray(ids, np.int32)
-        self.core.vocab.validate(array)
+        self.core.vocab.validate(array[is_token(array)])
         return await self._loop.run_in_executor(self._text, self.core.vocab.detokenize, array)
 
     async def apply_template(self, body: Mapping[str, Any]) -> str:
@@ -257,6 +263,7 @@ class EmbeddedEngine:
             "tokens_spliced": self.splicer.n_spliced,
             **self.thinner.stats(),
             **scheduler.speculator.stats(),
+            **self.media.stats(),
             **({} if self.boundaries is None else self.boundaries.stats()),
             "tasks": scheduler.slots.n_tasks,
             **scheduler.counters,
@@ -308,6 +315,7 @@ class EmbeddedEngine:
         if self._embedder is not None:
             await asyncio.to_thread(self._embedder.close)
         await asyncio.to_thread(self.scheduler.close)
+        await asyncio.to_thread(self.media.close)
         await asyncio.to_thread(self.materialiser.close)
         self._text.shutdown()
         self._big_text.shutdown()

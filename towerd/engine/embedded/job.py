@@ -23,6 +23,7 @@ from towerd.engine.base import (
 from towerd.engine.embedded.context import Buffer
 from towerd.engine.embedded.pool import LiveSeq, common_prefix
 from towerd.engine.embedded.retained import Observed
+from towerd.media_ids import Span
 from towerd.store import Taint
 from towerd.wire import Reply
 
@@ -88,6 +89,8 @@ class Job:
     """What a preempted job had live."""
     gave_way: bool = False
     """It was preempted: what it finds parked it may have evaluated itself."""
+    media: tuple[Span, ...] = ()
+    """Where media stand in its prompt, ascending."""
     marks: tuple[int, ...] = ()
     """Positions of its prompt, ascending, where a boundary state is to be taken."""
     n_broken: int = 0
@@ -140,10 +143,11 @@ class Job:
 
     @property
     def n_to_evaluate(self) -> int:
-        """Tokens up to the next ones to be spliced in, the next boundary, the next eviction, or
-        the end."""
+        """Tokens up to the next ones to be spliced in, the next medium, the next boundary, the next
+        eviction, or the end."""
         stop = None if self.splice is None else self.splice.p0
         stop = self.n if stop is None else stop
+        stop = min((start for start, _ in self.media if self.n_live <= start < stop), default=stop)
         n = min((p for p in self.marks if self.n_live < p < stop), default=stop) - self.n_live
         retained = None if self.seq is None else self.seq.retained
         return n if retained is None else min(n, retained.room)
@@ -152,6 +156,10 @@ class Job:
     def is_at_splice(self) -> bool:
         """What comes next is not evaluated but spliced in."""
         return self.splice is not None and self.splice.p0 == self.n_live
+
+    def medium_at(self, n: int) -> Span | None:
+        """The medium that begins at token `n`."""
+        return next((span for span in self.media if span[0] == n), None)
 
     def save(self, blob: Buffer) -> None:
         """Keep what is live of it, as `blob`, before its sequence is dropped."""
@@ -174,6 +182,12 @@ class Job:
         """Where the reply ends at the latest. A chat that may outgrow its context would let a
         model that never ends go on for ever: nobody gets more than a context full at once."""
         return self.request.n_predict if self.request.n_predict > 0 else n_ctx
+
+    def capacity(self, n_ctx: int) -> int:
+        """Tokens that its sequence may come to hold."""
+        n_predict = self.request.n_predict
+        limit = n_ctx if n_predict < 0 else min(n_ctx, self.n_prompt + n_predict + 1)
+        return max(limit, self.n)
 
     def progress(self) -> Progress:
         cached = self.reuse.live + self.reuse.hot + self.reuse.warm

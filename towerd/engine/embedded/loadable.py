@@ -32,7 +32,7 @@ def _reason(keys: GgufKeys, arch: str) -> str:
     if arch == "clip" or keys.get("general.type") == "mmproj":
         return (
             "is a projector (mmproj), which is no model by itself: serve its language model, for "
-            "images with --engine llama-server and -- --mmproj FILE"
+            "images with --mmproj FILE"
         )
     if keys.get(f"{arch}.attention.causal") is False:
         return (

@@ -21,18 +21,21 @@ from towerd.engine.embedded.context import Buffer
 from towerd.engine.embedded.job import Job, Phase, Saved
 from towerd.engine.embedded.memory import Memory
 from towerd.engine.embedded.parked import Parked
-from towerd.engine.embedded.pool import LivePool, LiveSeq
+from towerd.engine.embedded.pool import LivePool, LiveSeq, common_prefix
 from towerd.engine.embedded.resume import LoadedState, Resumer
 from towerd.engine.embedded.shift import shift_ids
 from towerd.engine.embedded.splice import Piece, Splicer
 from towerd.engine.embedded.thinning import Thinner
 from towerd.errors import TowerdError
+from towerd.media_ids import whole
 from towerd.store import APPROXIMATE, DERIVED, SPLICED, Taint
 from towerd.tiers.manager import Tiers
 from towerd.tiers.plan import Composed, Plan
 
 log = logging.getLogger(__name__)
 
+_SHARE_TOKENS_MIN = 32
+"""A prompt waits for another's prefill when that will give it this many tokens more."""
 _BLOBS_AHEAD = 2
 """Blobs that may wait for the inference thread; more would only use memory."""
 
@@ -221,6 +224,34 @@ class Materialiser:
         finally:
             self.discard(loaded)
 
+    def end_whole(self, job: Job) -> None:
+        """A load has ended: rows that came of only a part of a medium are let go again, for it is
+        evaluated as a whole. Raises RowsMissing where rows cannot be taken back."""
+        seq = job.seq
+        assert seq is not None
+        n = whole(job.media, seq.n)
+        if n == seq.n:
+            return
+        if self.resumer is not None:
+            job.n_broken += 1
+            raise RowsMissing("stored rows end within a medium")
+        self.pool.truncate(seq, n)
+
+    def is_coming(self, job: Job, active: Iterable[Job]) -> bool:
+        """A running prompt will soon have a much longer prefix of this one live: wait for it."""
+        if not job.request.cache_prompt:
+            return False
+        have = self.n_at_hand(job)
+        for other in active:
+            if (
+                other.phase in (Phase.LOADING, Phase.PREFILL)
+                and other.request.scope == job.request.scope
+            ):
+                common = common_prefix(other.ids[: self.thinner.n_sharable(other, job)], job.ids)
+                if common >= have + _SHARE_TOKENS_MIN and other.n_live < common:
+                    return True
+        return False
+
     def discard(self, loaded: Loaded) -> None:
         """Give back the buffer of rows that were attached or are not wanted any more."""
         if loaded.composed is not None:
@@ -258,11 +289,14 @@ class Materialiser:
             return self.resumer.plan(job, seq)
         if not job.request.cache_prompt or seq.is_thinned:
             return Plan.nothing()
-        stop = job.n - 1
+        stop = whole(job.media, job.n - 1)
         if job.request.live.is_bounded:
             stop = min(stop, self.thinner.n_loadable(job.request.live, seq.n))
         plan = self.tiers.plan(job.ids[:stop], job.request.scope, seq.n)
         seq.n_public = plan.n_public
+        n_whole = whole(job.media, seq.n + plan.n)
+        if n_whole < seq.n + plan.n:
+            plan = self.tiers.plan(job.ids[:n_whole], job.request.scope, seq.n)
         return plan
 
     def _sequence(self, job: Job, capacity: int, evict: Callable[[], bool]) -> LiveSeq | None:
@@ -296,6 +330,7 @@ class Materialiser:
         if not job.request.cache_prompt or job.saved is not None:
             return None, 0
         source, n = self._best_prefix(job)
+        n = whole(job.media, n)
         if source is not None and n < source.n and not self.memory.can_branch(source.id, n):
             return None, 0
         return source, n

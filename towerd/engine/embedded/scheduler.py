@@ -29,7 +29,8 @@ from towerd.engine.embedded.idle import IdleSequences
 from towerd.engine.embedded.inbox import Inbox
 from towerd.engine.embedded.job import Job, Phase
 from towerd.engine.embedded.materialise import Loaded, Materialiser, RowsMissing
-from towerd.engine.embedded.pool import LivePool, common_prefix
+from towerd.engine.embedded.media import Media, Ready
+from towerd.engine.embedded.pool import LivePool
 from towerd.engine.embedded.slot_table import SlotTable
 from towerd.engine.embedded.speculation import Speculator
 from towerd.errors import TowerdError, Unavailable
@@ -43,8 +44,6 @@ _CLOSE_WAIT_S = 10.0
 _CLOSE_POLL_S = 0.05
 _HEADROOM_TOKENS = 32
 """Cells kept free for each running job at an admission, so that it does not end in preemption."""
-_SHARE_TOKENS_MIN = 32
-"""A prompt waits for another's prefill when that will give it this many tokens more."""
 
 
 class Scheduler:
@@ -56,6 +55,7 @@ class Scheduler:
         pool: LivePool,
         materialiser: Materialiser,
         speculator: Speculator,
+        media: Media,
         *,
         n_ctx: int,
         parallel: int,
@@ -66,6 +66,7 @@ class Scheduler:
         self.pool = pool
         self.materialiser = materialiser
         self.speculator = speculator
+        self.media = media
         self.n_ctx = n_ctx
         self.parallel = parallel
         self.queue_max = queue_max
@@ -210,7 +211,7 @@ class Scheduler:
                 self._finish(job, "cancelled")
             elif len(self.active) >= self.parallel:
                 break
-            elif not self._fits(job) or self._prefix_is_coming(job):
+            elif not self._fits(job) or self.materialiser.is_coming(job, self.active):
                 self._stalled = True
             elif not self._begin(job):
                 if is_background(job):  # nothing is evicted for it: it would be in the way for ever
@@ -225,21 +226,6 @@ class Scheduler:
         room = self.pool.n_cells - self.pool.cells_busy()
         return not self.active or job.n_cells + _HEADROOM_TOKENS * len(self.active) <= room
 
-    def _prefix_is_coming(self, job: Job) -> bool:
-        """A running prompt will soon have a much longer prefix of this one live: wait for it."""
-        if not job.request.cache_prompt:
-            return False
-        have = self.materialiser.n_at_hand(job)
-        for other in self.active:
-            if (
-                other.phase in (Phase.LOADING, Phase.PREFILL)
-                and other.request.scope == job.request.scope
-            ):
-                common = common_prefix(other.ids[: self.thinner.n_sharable(other, job)], job.ids)
-                if common >= have + _SHARE_TOKENS_MIN and other.n_live < common:
-                    return True
-        return False
-
     def _begin(self, job: Job) -> bool:
         """Give the job a sequence with what is live and start loading what is stored.
 
@@ -252,7 +238,7 @@ class Scheduler:
                 if job.output is not None:
                     job.output.accept_prompt(job.ids)
             evict = nothing_to_evict if is_background(job) else self.idle.evict_one
-            if not self.materialiser.begin(job, self._capacity(job), evict):
+            if not self.materialiser.begin(job, job.capacity(self.n_ctx), evict):
                 return False
         except TowerdError as error:
             self.waiting.remove(job)
@@ -267,11 +253,6 @@ class Scheduler:
         elif job.request.return_progress:
             self._emit(job, job.progress())
         return True
-
-    def _capacity(self, job: Job) -> int:
-        n_predict = job.request.n_predict
-        limit = self.n_ctx if n_predict < 0 else min(self.n_ctx, job.n_prompt + n_predict + 1)
-        return max(limit, job.n)
 
     def _on_loaded(self, job: Job, loaded: Loaded | TowerdError) -> None:
         """A worker thread has composed the rows of `job`, or could not."""
@@ -292,6 +273,8 @@ class Scheduler:
                     self._requeue(job)
                 return
             self.materialiser.attach(job, loaded)
+            if loaded.is_last:
+                self.materialiser.end_whole(job)
             self.thinner.make_room(job, self.idle.evict_one)
         except TowerdError as error:
             self._requeue(job) if isinstance(error, RowsMissing) else self._fail(job, error)
@@ -310,11 +293,34 @@ class Scheduler:
     # ---- one batch --------------------------------------------------------------------------
 
     def _splice(self) -> None:
-        """Load what comes next for jobs that have evaluated their prompt up to a module."""
+        """Load what comes next for jobs that have evaluated their prompt up to a module, and encode
+        it for those that came to a medium."""
         for job in self.active:
             if job.phase is Phase.PREFILL and job.is_at_splice:
                 job.phase = Phase.LOADING
                 self.materialiser.splice(job, self._on_loaded)
+            elif job.phase is Phase.PREFILL and job.medium_at(job.n_live) is not None:
+                job.phase = Phase.LOADING
+                self.media.encode(job, self._on_ready)
+
+    def _on_ready(self, job: Job, ready: Ready) -> None:
+        """A medium is encoded, or could not be."""
+        self._inbox.put(lambda: self._alone(job, lambda job: self._evaluate(job, ready)))
+
+    def _evaluate(self, job: Job, ready: Ready) -> None:
+        if self.media.is_stale(job, ready):
+            return
+        if ready.medium is None and is_background(job):
+            self._finish(job, "cancelled")  # what stands before it is evaluated
+            return
+        if not self.media.evaluate(job, ready, self._make_room):
+            if job in self.active:
+                self._requeue(job)
+            return
+        self.counters["tokens_decoded"] += job.n_in_batch
+        job.phase = Phase.PREFILL
+        if job.request.return_progress:
+            self._emit(job, job.progress())
 
     def _step(self) -> bool:
         """Decode one batch and sample from it; False when there was nothing to decode."""

@@ -23,10 +23,13 @@ from towerd.engine.embedded.deepstack import (
     needs_deep_stack,
 )
 from towerd.errors import InvalidRequest, ModelError
+from towerd.media_ids import spans_of
 
 TEXT_BYTES_MAX = (1 << 31) - 8
 """llama.cpp counts text and tokens in int32."""
 
+MEDIUM = b"<__media__>"
+"""What history shows in the place of a picture or a sound."""
 _PIECE_BYTES = 256  # longer pieces (rare) take a second call
 _DETOKENIZED_AT_ONCE = 1 << 16
 _INT32_P = ctypes.POINTER(ctypes.c_int32)
@@ -98,8 +101,13 @@ class Vocab:
         raise InvalidRequest("The text cannot be tokenized: it makes more than 2^31 tokens.")
 
     def detokenize(self, ids: Sequence[int] | Ids) -> bytes:
-        """The bytes of all pieces in order, special tokens as text. Ids must be valid."""
+        """The bytes of all pieces in order, special tokens as text, and MEDIUM for each medium. Ids
+        must be valid."""
         array, step = np.asarray(ids, np.int32), _DETOKENIZED_AT_ONCE
+        if spans := spans_of(array):
+            starts, ends = [0, *(end for _, end in spans)], [*(start for start, _ in spans), None]
+            parts = (array[a:b] for a, b in zip(starts, ends, strict=True))
+            return MEDIUM.join(self.detokenize(part) for part in parts)
         return b"".join([self._joined(array[i : i + step]) for i in range(0, len(array), step)])
 
     def _joined(self, ids: Ids) -> bytes:

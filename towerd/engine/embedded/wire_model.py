@@ -41,7 +41,7 @@ def open_wire(core: Core, config: Config, retokenizer: Retokenizer) -> Model:
         return retokenizer.tokenize(text, add_special=True, parse_special=True)
 
     try:
-        return Model(address, settings.encode(), tokenize)
+        return Model(address, settings.encode(), tokenize, core.projector)
     except (RuntimeError, ValueError) as error:
         raise ConfigError(f"llama.cpp refuses a chat template or flag: {error}.") from error
 

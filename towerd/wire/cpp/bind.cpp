@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "bounds.h"
+#include "media.h"
 #include "prompts.h"
 #include "refused.h"
 #include "reply.h"
@@ -116,16 +117,49 @@ Tokenizer tokenizer_of(const nb::object & function) {
     };
 }
 
+// What encoding a medium made; Python only carries it.
+struct Encoded {
+    std::vector<float> rows;
+};
+
+void bind_media(nb::module_ & m) {
+    nb::class_<Medium>(m, "Medium").def_prop_ro("ids", [](const Medium & medium) { return nb::cast(ids_of(medium.ids)); });
+    nb::class_<Encoded>(m, "Encoded");
+    nb::class_<Projector>(m, "Projector")
+        .def(
+            "__init__",
+            [](Projector * self, uintptr_t model, const nb::bytes & options) {
+                const std::string text = text_of(options);
+                unlocked([&] { new (self) Projector(at<llama_model>(model), text); });
+            },
+            "model"_a, "options"_a)
+        .def_prop_ro("has_vision", &Projector::has_vision)
+        .def_prop_ro("has_audio", &Projector::has_audio)
+        .def_prop_ro("uses_mrope", &Projector::uses_mrope)
+        .def("is_whole", &Projector::is_whole, "medium"_a)
+        .def("encode",
+             [](const Projector & p, const Medium & medium) { return unlocked([&] { return Encoded{p.encode(medium)}; }); },
+             "medium"_a)
+        .def("decode",
+             [](const Projector & p, uintptr_t ctx, const Medium & medium, const Encoded & encoded, int pos, int seq) {
+                 unlocked([&] { p.decode(at<llama_context>(ctx), medium, encoded.rows, pos, seq); });
+             },
+             "ctx"_a, "medium"_a, "encoded"_a, "pos"_a, "seq"_a);
+}
+
 void bind_model(nb::module_ & m) {
     nb::class_<Model>(m, "Model")
         .def(
             "__init__",
-            [](Model * self, uintptr_t model, const nb::bytes & settings, const nb::object & tokenizer) {
+            [](Model * self, uintptr_t model, const nb::bytes & settings, const nb::object & tokenizer,
+               std::shared_ptr<Projector> projector) {
                 const std::string text  = text_of(settings);
                 Tokenizer         asked = tokenizer_of(tokenizer);
-                unlocked([&] { new (self) Model(at<llama_model>(model), text, std::move(asked)); });
+                unlocked([&] {
+                    new (self) Model(at<llama_model>(model), text, std::move(asked), std::move(projector));
+                });
             },
-            "model"_a, "settings"_a, "tokenizer"_a = nb::none())
+            "model"_a, "settings"_a, "tokenizer"_a = nb::none(), "projector"_a = nb::none())
         .def("props", [](const Model & model) {
             return bytes_of(unlocked([&] { return safe_json_to_str(model.props()); }));
         })
@@ -170,6 +204,7 @@ void bind_request(nb::module_ & m) {
         .def_prop_ro("ping_s", [](const Request & r) { return r.params().sse_ping_interval; })
         .def_prop_ro("id_slot", &Request::id_slot)
         .def_prop_ro("agent", [](const Request & r) { return bytes_of(r.agent()); })
+        .def("media", [](const Request & r, size_t prompt) { return r.media(prompt); }, "prompt"_a)
         .def("spans", &spans_of, "prompt"_a)
         .def("field", &kept_field, "name"_a)
         .def("settings",
@@ -337,6 +372,7 @@ NB_MODULE(_wire, m) {
             }
         },
         refused.inc_ref().ptr());
+    towerd::wire::bind_media(m);
     towerd::wire::bind_model(m);
     towerd::wire::bind_request(m);
     towerd::wire::bind_reply(m);

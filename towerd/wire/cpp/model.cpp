@@ -20,8 +20,10 @@ std::string special_token(const llama_vocab * vocab, llama_token token) {
 
 }  // namespace
 
-Model::Model(const llama_model * model, const std::string & settings, Tokenizer tokenizer) :
-    model(model), vocab(llama_model_get_vocab(model)), tokenizer_(std::move(tokenizer)), chat_() {
+Model::Model(const llama_model * model, const std::string & settings, Tokenizer tokenizer,
+             std::shared_ptr<const Projector> projector) :
+    model(model), vocab(llama_model_get_vocab(model)), tokenizer_(std::move(tokenizer)),
+    projector_(std::move(projector)), chat_() {
     const AbortGuard guard;
     common_log_set_verbosity_thold(-1);
     for (llama_token token = 0; token < llama_vocab_n_tokens(vocab); ++token) {
@@ -115,6 +117,11 @@ void Model::take_templates(const std::string & source) {
     chat_.reasoning_budget_message = params_.sampling.reasoning_budget_message;
     chat_.enable_thinking          = params_.enable_reasoning != 0 && params_.use_jinja &&
                                      common_chat_templates_support_enable_thinking(chat_.tmpls.get());
+    if (projector_) {
+        chat_.allow_image = projector_->has_vision();
+        chat_.allow_audio = projector_->has_audio();
+        chat_.allow_video = projector_->has_video();
+    }
     // As llama-server: a template that cannot render an example is refused at the start.
     common_chat_format_example(chat_.tmpls.get(), params_.use_jinja, params_.default_template_kwargs);
 }
@@ -135,6 +142,7 @@ json Model::props() const {
         {"chat_template", common_chat_templates_source(chat_.tmpls.get(), "")},
         {"chat_template_caps", common_chat_templates_get_caps(chat_.tmpls.get())},
         {"modalities", {{"vision", chat_.allow_image}, {"video", chat_.allow_video}, {"audio", chat_.allow_audio}}},
+        {"media_marker", get_media_marker()},
         {"bos_token", special_token(vocab, llama_vocab_bos(vocab))},
         {"eos_token", special_token(vocab, llama_vocab_eos(vocab))},
     };

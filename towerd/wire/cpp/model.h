@@ -3,9 +3,11 @@
 #pragma once
 
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
+#include "media.h"
 #include "server-common.h"
 #include "server-task.h"
 
@@ -16,9 +18,11 @@ using Tokenizer = std::function<llama_tokens(const std::string &)>;
 class Model {
 public:
     // `model` outlives this object. `settings` is the JSON of towerd.wire.Settings. `tokenizer`, unless it is empty, gives
-    // the very ids that llama.cpp does for a text with special tokens in it; it may remember some.
+    // the very ids that llama.cpp does for a text with special tokens in it; it may remember some. `projector`, unless it
+    // is null, makes the model take media.
     // Throws std::exception: a chat template that does not parse, a setting that llama.cpp does not know.
-    Model(const llama_model * model, const std::string & settings, Tokenizer tokenizer = {});
+    Model(const llama_model * model, const std::string & settings, Tokenizer tokenizer = {},
+          std::shared_ptr<const Projector> projector = {});
 
     const llama_model * const model;
     const llama_vocab * const vocab;
@@ -28,6 +32,9 @@ public:
     const std::vector<llama_logit_bias> & eog() const { return params_.sampling.logit_bias_eog; }
     const std::string &           name() const { return name_; }
     int                           n_ctx() const { return params_.n_ctx; }
+    // Null if it takes text alone.
+    const std::shared_ptr<const Projector> & projector() const { return projector_; }
+    mtmd_context *                mtmd() const { return projector_ ? projector_->context() : nullptr; }
     // Fields of a body that are towerd's own: a request keeps them for it.
     const std::vector<std::string> & kept_fields() const { return kept_fields_; }
 
@@ -45,6 +52,7 @@ private:
     void take_templates(const std::string & source);
 
     Tokenizer                tokenizer_;
+    std::shared_ptr<const Projector> projector_;
     common_params            params_;
     server_chat_params       chat_;
     std::string              name_;

@@ -11,16 +11,18 @@ namespace towerd::wire {
 
 namespace {
 
-const mtmd_helper_init_opt kNoMedia = mtmd_helper_init_opt_default();
+const mtmd_helper_init_opt kHelperOptions = mtmd_helper_init_opt_default();
 
 json parsed(const std::string & body) {
     check_json(body);
     return json::parse(body);
 }
 
-json chat_data(const Model & model, task_response_type type, const std::string & body) {
-    json                    chat = as_chat_body(type, parsed(body));
-    std::vector<raw_buffer> files;
+json chat_data(const Model & model, task_response_type type, const std::string & body, std::vector<raw_buffer> & files) {
+    json chat = as_chat_body(type, parsed(body));
+    if (model.projector()) {
+        refuse_remote_media(chat);
+    }
     return oaicompat_chat_params_parse(chat, model.chat(), files);
 }
 
@@ -49,7 +51,13 @@ void check_ids(const json & prompt) {
 
 }  // namespace
 
-std::vector<server_tokens> tokenized(const Model & model, const json & prompt) {
+std::vector<server_tokens> tokenized(const Model & model, const json & prompt,
+                                     const std::vector<raw_buffer> & files, bool are_counted) {
+    if (!files.empty()) {
+        std::vector<server_tokens> out;
+        out.push_back(process_mtmd_prompt(model.mtmd(), prompt.get<std::string>(), files, kHelperOptions, are_counted));
+        return out;
+    }
     check_ids(prompt);
     if (is_several(prompt) && prompt.size() > bounds::kPromptsMax) {
         refuse("Field 'prompt': at most " + std::to_string(bounds::kPromptsMax) + " prompts are allowed");
@@ -59,12 +67,14 @@ std::vector<server_tokens> tokenized(const Model & model, const json & prompt) {
         out.emplace_back(model.tokenize(prompt.get<std::string>()), false);
         return out;
     }
-    return tokenize_input_prompts(model.vocab, nullptr, prompt, true, true, kNoMedia);
+    return tokenize_input_prompts(model.vocab, model.mtmd(), prompt, true, true, kHelperOptions);
 }
 
 void check_tokens(const Model & model, const llama_tokens & tokens) {
     const llama_token n_vocab = llama_vocab_n_tokens(model.vocab);
-    if (std::any_of(tokens.begin(), tokens.end(), [&](llama_token token) { return token < 0 || token >= n_vocab; })) {
+    const bool        has_media = model.projector() != nullptr;
+    if (std::any_of(tokens.begin(), tokens.end(),
+                    [&](llama_token token) { return (token < 0 && !has_media) || token >= n_vocab; })) {
         refuse("Prompt contains invalid tokens");
     }
 }
@@ -97,7 +107,7 @@ json infill_data(const Model & model, json data) {
         }
     }
     const json prompt = json_value(data, "prompt", std::string());
-    const auto begun  = tokenize_input_prompts(model.vocab, nullptr, prompt, false, true, kNoMedia);
+    const auto begun  = tokenize_input_prompts(model.vocab, nullptr, prompt, false, true, kHelperOptions);
     data["prompt"]    = format_prompt_infill(model.vocab, data.at("input_prefix"), data.at("input_suffix"), extra,
                                              model.params().n_batch, model.params().n_predict, model.n_ctx(),
                                              model.params().spm_infill, begun.at(0).get_tokens());
@@ -106,15 +116,17 @@ json infill_data(const Model & model, json data) {
 
 std::string template_reply(const Model & model, const std::string & body) {
     return answering(ERROR_TYPE_INVALID_REQUEST, [&] {
-        const json data = chat_data(model, TASK_RESPONSE_TYPE_OAI_CHAT, body);
+        std::vector<raw_buffer> files;
+        const json              data = chat_data(model, TASK_RESPONSE_TYPE_OAI_CHAT, body, files);
         return safe_json_to_str(json{{"prompt", data.at("prompt")}});
     });
 }
 
 std::string count_reply(const Model & model, task_response_type type, const std::string & body) {
     return answering(ERROR_TYPE_INVALID_REQUEST, [&] {
-        const json data  = chat_data(model, type, body);
-        json       reply = {{"input_tokens", tokenized(model, data.at("prompt")).at(0).size()}};
+        std::vector<raw_buffer> files;
+        const json              data  = chat_data(model, type, body, files);
+        json                    reply = {{"input_tokens", tokenized(model, data.at("prompt"), files, true).at(0).size()}};
         if (type != TASK_RESPONSE_TYPE_ANTHROPIC) {
             reply["object"] = "response.input_tokens";
         }
@@ -163,8 +175,8 @@ EmbeddingRequest::EmbeddingRequest(const Model & model, bool openai, const std::
         }
         const auto take = [&](const json & one) {
             server_tokens tokens = one.is_object() && one.contains("content")
-                ? tokenize_oai_content_array(model.vocab, nullptr, model.chat(), one.at("content"), true, true, kNoMedia)
-                : tokenize_input_subprompt(model.vocab, nullptr, one, true, true, kNoMedia);
+                ? tokenize_oai_content_array(model.vocab, nullptr, model.chat(), one.at("content"), true, true, kHelperOptions)
+                : tokenize_input_subprompt(model.vocab, nullptr, one, true, true, kHelperOptions);
             prompts_.push_back(tokens.get_tokens());
         };
         if (!is_several(prompt)) {
@@ -232,7 +244,7 @@ RerankRequest::RerankRequest(const Model & model, const std::string & body) : mo
                             static_cast<int>(documents_.size()));
         for (const auto & document : documents_) {
             prompts_.push_back(
-                format_prompt_rerank(model.model, model.vocab, nullptr, query, document, kNoMedia).get_tokens());
+                format_prompt_rerank(model.model, model.vocab, nullptr, query, document, kHelperOptions).get_tokens());
         }
         request_                = only(data, "model");
         request_["return_text"] = json_value(data, "return_text", false);

@@ -9,9 +9,11 @@
 
 namespace towerd::wire {
 
-std::vector<server_tokens> tokenized(const Model & model, const json & prompt);
+// `files`: the media of a chat, whose markers stand in the prompt. `are_counted`: only how many tokens there are matters.
+std::vector<server_tokens> tokenized(const Model & model, const json & prompt,
+                                     const std::vector<raw_buffer> & files = {}, bool are_counted = false);
 
-// Raises Refused if one is none of the vocabulary.
+// Raises Refused if one is neither the vocabulary's nor a medium's.
 void check_tokens(const Model & model, const llama_tokens & tokens);
 
 // Raises Refused if the vocabulary has no tokens for it.

@@ -49,7 +49,9 @@ void Reply::accept_prompt(const llama_token * tokens, size_t n) {
         // Nothing looks further back.
         const size_t window = std::max({sampling.penalty_last_n, sampling.dry_penalty_last_n, sampling.n_prev});
         for (size_t i = n - std::min(n, window); i < n; ++i) {
-            common_sampler_accept(sampler_.get(), tokens[i], false);
+            if (tokens[i] >= 0) {  // a medium's are no tokens
+                common_sampler_accept(sampler_.get(), tokens[i], false);
+            }
         }
     });
 }

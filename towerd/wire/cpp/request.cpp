@@ -151,17 +151,18 @@ Request::Request(std::shared_ptr<const Model> model, const Endpoint & endpoint, 
             check_can_infill(*model_);
         }
         check_json(body);
-        json data = json::parse(body);
+        json                    data = json::parse(body);
+        std::vector<raw_buffer> files;
         keep_fields(data);
         refuse_internal_fields(data, is_chat(type_));
         if (is_chat(type_)) {
-            data = chat_data(data);
+            data = chat_data(data, files);
         } else if (endpoint.is_infill) {
             data = infill_data(*model_, std::move(data));
         } else if (data.contains("json_schema")) {
             check_schema(data.at("json_schema"));
         }
-        take(data);
+        take(data, files);
     });
 }
 
@@ -176,7 +177,7 @@ void Request::keep_fields(const json & body) {
     }
 }
 
-json Request::chat_data(json & body) {
+json Request::chat_data(json & body, std::vector<raw_buffer> & files) {
     body   = as_chat_body(type_, std::move(body));
     agent_ = agent_of(body);
     for (const char * name : {"tools", "json_schema", "response_format"}) {
@@ -186,13 +187,15 @@ json Request::chat_data(json & body) {
         body.at("messages").size() <= kChatMessagesMax) {
         chat_ = body;
     }
-    std::vector<raw_buffer> files;
+    if (model_->projector()) {
+        refuse_remote_media(body);
+    }
     return oaicompat_chat_params_parse(body, model_->chat(), files);
 }
 
 // The order is that of handle_completions_impl.
-void Request::take(const json & data) {
-    const auto inputs     = tokenized(*model_, data.at("prompt"));
+void Request::take(const json & data, const std::vector<raw_buffer> & files) {
+    const auto inputs     = tokenized(*model_, data.at("prompt"), files);
     auto       delimiters = common_chat_msg_delimiters_parse(json_value(data, "message_delimiters", json::array()));
     if (delimiters.delimiters.size() > bounds::kDelimitersMax) {
         refuse("Field 'message_delimiters': too many");
@@ -205,7 +208,9 @@ void Request::take(const json & data) {
     params_.oaicompat_model   = model_->name();
     id_slot_                  = json_value(data, "id_slot", -1);
     for (const auto & input : inputs) {
-        prompts_.push_back(input.get_tokens());
+        Prompt prompt = prompt_of_tokens(input, model_->projector().get());
+        prompts_.push_back(std::move(prompt.ids));
+        media_.push_back(std::move(prompt.media));
         check_tokens(*model_, prompts_.back());
         spans_.push_back(input.find_message_spans(delimiters));
     }
@@ -237,6 +242,27 @@ common_params_sampling Request::sampling_of(size_t choice) const {
     return sampling;
 }
 
+// Its media are this request's, in the same order: nothing is hashed again.
+llama_tokens Request::rendered(json body) const {
+    std::vector<raw_buffer> files;
+    const json              data   = oaicompat_chat_params_parse(body, model_->chat(), files);
+    const auto              inputs = tokenized(*model_, data.at("prompt"), files, true);
+    const auto &            tokens = inputs.at(0);
+    const auto &            media  = media_.at(0);
+    llama_tokens            out;
+    for (size_t i = 0; out.size() < tokens.size();) {
+        if (tokens[out.size()] != LLAMA_TOKEN_NULL) {
+            out.push_back(tokens[out.size()]);
+        } else if (i < media.size() && out.size() + media[i].ids.size() <= tokens.size()) {
+            out.insert(out.end(), media[i].ids.begin(), media[i].ids.end());
+            ++i;
+        } else {
+            throw std::runtime_error("the chat has other media than it had");
+        }
+    }
+    return out;
+}
+
 llama_tokens Request::next_prompt(const std::string & message) const {
     return answering(ERROR_TYPE_INVALID_REQUEST, [&] {
         if (!chat_.is_object() || ends_in_reply(chat_.at("messages"))) {
@@ -253,9 +279,7 @@ llama_tokens Request::next_prompt(const std::string & message) const {
             json body = chat_;
             body.at("messages").push_back(reply);
             body.at("messages").push_back(next_message(reply, guess));
-            std::vector<raw_buffer> files;
-            const json              data = oaicompat_chat_params_parse(body, model_->chat(), files);
-            found.push_back(tokenized(*model_, data.at("prompt")).at(0).get_tokens());
+            found.push_back(rendered(std::move(body)));
         }
         const auto & first = found.front();
         const auto   end   = std::mismatch(first.begin(), first.end(), found.back().begin(), found.back().end());

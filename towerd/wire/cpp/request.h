@@ -34,6 +34,8 @@ public:
     int32_t                                   n_predict() const;
     int                                       id_slot() const { return id_slot_; }
     const std::vector<llama_tokens> &         prompts() const { return prompts_; }
+    // The media of a prompt in their order.
+    const std::vector<Medium> &               media(size_t prompt) const { return media_.at(prompt); }
     const common_chat_msg_spans &             spans(size_t prompt) const { return spans_.at(prompt); }
     size_t                                    n_choices() const { return prompts_.size() * params_.n_cmpl; }
     const llama_tokens &                      prompt_of(size_t choice) const;
@@ -54,14 +56,16 @@ public:
 
 private:
     void keep_fields(const json & body);
-    json chat_data(json & body);
-    void take(const json & data);
+    json chat_data(json & body, std::vector<raw_buffer> & files);
+    void take(const json & data, const std::vector<raw_buffer> & files);
+    llama_tokens rendered(json body) const;
 
     std::shared_ptr<const Model>       model_;
     task_response_type                 type_;
     task_params                        params_;
     int                                id_slot_ = -1;
     std::vector<llama_tokens>          prompts_;
+    std::vector<std::vector<Medium>>   media_;
     std::vector<common_chat_msg_spans> spans_;
     std::map<std::string, std::string> kept_;
     std::string                        agent_;

@@ -123,7 +123,7 @@ std::string Writer::final(const Reply & reply, int id_slot, int32_t n_cached, co
         result.generation_params = params;
         result.generation_params.sampling.seed = request_->seed_of(reply.choice());
         if (params.res_type == TASK_RESPONSE_TYPE_NONE || params.verbose) {
-            result.prompt = common_detokenize(request_->model().vocab, request_->prompt_of(reply.choice()), true);
+            result.prompt = common_detokenize(request_->model().vocab, text_of(request_->prompt_of(reply.choice())), true);
         }
         if (params.sampling.n_probs <= 0) {
             result.probs_output.clear();

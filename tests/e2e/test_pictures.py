@@ -1,0 +1,282 @@
+"""Pictures on the embedded engine: llama-server's words, and rows that are reused like text's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from daemon import Daemon, reuse_of, run_towerctl, run_towerd
+from pictures import Said, answered, counts, look_at, say
+from vision_model import TOKENS_AN_IMAGE, make_projector, picture
+
+from towerd.cli.bench.servers import llama_server
+from towerd.models.bundled import bundled_model
+
+MakeDaemon = Callable[..., Daemon]
+FLAGS = ("-c", "1024", "-t", "1")
+N_EMBD_TEXT = 64
+"""Of the bundled model."""
+PNG = "data:image/png;base64,"
+
+
+@pytest.fixture(scope="module")
+def projector(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("projector") / "mmproj.gguf"
+    make_projector(path, N_EMBD_TEXT)
+    return path
+
+
+@pytest.fixture(scope="module")
+def alone(projector: Path) -> Iterator[str]:
+    """URL of llama-server, which every answer is held against."""
+    flags = (*FLAGS, "-np", "1", "--mmproj", str(projector))
+    with llama_server(bundled_model(), *flags) as server:
+        yield server.url
+
+
+@pytest.fixture
+def flags(projector: Path) -> tuple[str, ...]:
+    """Of a daemon that sees pictures."""
+    return (*FLAGS, "--mmproj", str(projector), "--no-anticipate")
+
+
+def both(alone: str, daemon: Daemon, messages: list[Any]) -> Said:
+    """The daemon's answer, which is llama-server's."""
+    wanted, said = say(alone, messages), say(daemon.url, messages)
+    assert (said.text, said.n_prompt) == (wanted.text, wanted.n_prompt)
+    return said
+
+
+def wait_until_written(daemon: Daemon) -> None:
+    """Rows of everything recorded have reached the disk."""
+    deadline = time.monotonic() + 20
+    while True:
+        tiers = daemon.get("/towerd/v1/stats")["tiers"]
+        segments = daemon.get("/towerd/v1/segments")["segments"]
+        if tiers["unwritten_segments"] == 0 and all(each["warm"] for each in segments):
+            return
+        assert time.monotonic() < deadline, segments
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("end", ["SIGTERM", "kill"])
+def test_a_picture_is_seen_once(
+    make_daemon: MakeDaemon, flags: tuple[str, ...], alone: str, end: str
+) -> None:
+    """Asked about again in the same chat, in another one, and after the daemon's end, it is
+    neither encoded nor evaluated."""
+    chat = [look_at(1)]
+    with make_daemon(*flags) as daemon:
+        first = both(alone, daemon, chat)
+        assert counts(daemon) == (1, 1)
+        chat = answered(chat, first, "And what colour?")
+        second = both(alone, daemon, chat)
+        assert second.reuse["prefill"] < second.n_prompt - first.n_prompt
+        other = both(alone, daemon, [look_at(1), {"role": "user", "content": "Who is it?"}])
+        assert other.reuse["live"] >= first.n_prompt - 3
+        assert counts(daemon) == (1, 1)
+        if end == "kill":
+            wait_until_written(daemon)
+            daemon.kill()
+        else:
+            daemon.stop()
+        daemon.start()
+        chat = answered(chat, second, "And then?")
+        third = both(alone, daemon, chat)
+        assert third.reuse["warm"] > second.n_prompt
+        assert counts(daemon) == (0, 0)
+        assert daemon.stop() == 0, daemon.log
+    with daemon.stored():
+        pass
+
+
+def test_other_pictures_are_others(
+    make_daemon: MakeDaemon, flags: tuple[str, ...], alone: str
+) -> None:
+    """Of the same size, beside another, in another order, after other words."""
+    with make_daemon(*flags) as daemon:
+        first = both(alone, daemon, [look_at(1)])
+        other = both(alone, daemon, [look_at(2)])
+        assert other.reuse["live"] <= first.n_prompt - TOKENS_AN_IMAGE
+        n_before = other.reuse["live"]
+        two = both(alone, daemon, [look_at(1, 2)])
+        assert two.reuse["live"] >= n_before + TOKENS_AN_IMAGE
+        turned = both(alone, daemon, [look_at(2, 1)])
+        assert turned.reuse["live"] >= n_before + TOKENS_AN_IMAGE
+        assert counts(daemon) == (4, 4)
+        edited = both(alone, daemon, [look_at(1, text="Who is this?")])
+        assert edited.reuse["live"] < n_before
+        assert counts(daemon) == (5, 5)
+        twice = both(alone, daemon, [look_at(3, 3)])
+        assert twice.reuse["live"] == n_before
+        assert both(alone, daemon, [look_at(3, 3)]).reuse["prefill"] == 1
+        assert counts(daemon) == (7, 7)
+
+
+def test_every_endpoint_sees(make_daemon: MakeDaemon, flags: tuple[str, ...], alone: str) -> None:
+    """As llama-server does, and all of them share one picture's rows."""
+    source = {"type": "base64", "media_type": "image/png", "data": picture(1)}
+    text = "What is this?"
+    bodies: list[tuple[str, Any]] = [
+        ("/v1/responses", {"input": [{"role": "user", "content": [
+            {"type": "input_text", "text": text},
+            {"type": "input_image", "image_url": PNG + picture(1)}]}], "max_output_tokens": 8}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": [
+            {"type": "text", "text": text}, {"type": "image", "source": source}]}],
+            "max_tokens": 8}),
+    ]  # fmt: skip
+    with make_daemon(*flags) as daemon:
+        both(alone, daemon, [look_at(1)])
+        for path, body in bodies:
+            body["temperature"] = 0
+            wanted, got = (
+                requests.post(u + path, json=body, timeout=60) for u in (alone, daemon.url)
+            )
+            assert (wanted.status_code, got.status_code) == (200, 200), got.text
+            assert said_in(got.json()) == said_in(wanted.json())
+            assert reuse_of(got.headers)["prefill"] == 1
+        texts = []
+        for url in (alone, daemon.url):
+            marker = requests.get(url + "/props", timeout=30).json()["media_marker"]
+            prompt = {"prompt_string": f"Look: {marker} It is", "multimodal_data": [picture(2)]}
+            done = requests.post(url + "/completion", json={
+                "prompt": [prompt, "Once"], "n_predict": 8, "temperature": 0}, timeout=60).json()  # fmt: skip
+            texts.append([each["content"] for each in done])
+        assert texts[0] == texts[1]
+        for path in ("/v1/chat/completions/input_tokens", "/v1/messages/count_tokens"):
+            body = {"messages": [look_at(1, 2)]}
+            wanted, got = (
+                requests.post(u + path, json=body, timeout=60) for u in (alone, daemon.url)
+            )
+            assert got.json() == wanted.json()
+        wanted, got = (requests.get(u + "/props", timeout=30).json() for u in (alone, daemon.url))
+        assert got["modalities"] == wanted["modalities"]
+        wanted, got = (
+            requests.get(u + "/v1/models", timeout=30).json() for u in (alone, daemon.url)
+        )
+        assert got["models"][0]["capabilities"] == wanted["models"][0]["capabilities"]
+
+
+def said_in(reply: dict[str, Any]) -> Any:
+    """The text of a Responses or a Messages reply."""
+    parts = reply["output"][-1]["content"] if "output" in reply else reply["content"]
+    return [part["text"] for part in parts]
+
+
+BAD = [
+    ({"type": "image_url", "image_url": {"url": PNG + "AAAA"}}, "Failed to load image"),
+    ({"type": "image_url", "image_url": {"url": "data:text/plain;base64,AAAA"}}, "Invalid uri"),
+    ({"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/a.png"}}, "not fetched"),
+    ({"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}, "not fetched"),
+    ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, "file:// URLs are not"),
+    ({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}, "audio input is not"),
+    ({"type": "hologram"}, "unsupported content"),
+]  # fmt: skip
+
+
+def test_bad_media(make_daemon: MakeDaemon, flags: tuple[str, ...], alone: str) -> None:
+    """Each is told what is wrong with a 400, and the next chat is served."""
+    with make_daemon(*flags) as daemon:
+        for part, words in BAD:
+            body: Any = {"messages": [{"role": "user", "content": [part]}]}
+            assert words in daemon.post("/v1/chat/completions", body, 400)["error"]["message"]
+        marker = daemon.get("/props")["media_marker"]
+        one = [picture(1)]
+        for string, data in ((f"{marker} a", []), ("a", one), (f"a {marker} b", [*one, *one])):
+            prompt: Any = {"prompt_string": string, "multimodal_data": data}
+            daemon.post("/completion", {"prompt": prompt, "n_predict": 2}, 400)
+        daemon.post("/completion", {"prompt": [1, -(1 << 31), 5], "n_predict": 2}, 400)
+        body = {"messages": [look_at(1)], "retention": "streaming", "live_budget": 64}
+        assert "none" in daemon.post("/v1/chat/completions", body, 400)["error"]["message"]
+        both(alone, daemon, [look_at(1)])
+
+
+def test_without_a_projector(make_daemon: MakeDaemon) -> None:
+    """llama-server's words, and no 5xx."""
+    with make_daemon(*FLAGS) as daemon:
+        said = daemon.post("/v1/chat/completions", {"messages": [look_at(1)]}, 400)
+        assert "you may need to provide the mmproj" in said["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--mmproj", "absent.gguf"], "--mmproj: Cannot read"),
+        (["--mmproj", str(bundled_model())], "cannot load the projector"),
+        (["--mmproj", "x", "--image-max-tokens", "many"], "takes a whole number"),
+    ],
+)
+def test_bad_projectors(tmp_path: Path, words: list[str], told: str) -> None:
+    done = run_towerd(
+        tmp_path, "serve", "--port", "0", "--socket", "s", "--store-dir", "store", *FLAGS, *words
+    )
+    assert done.returncode == 1
+    assert told in done.stdout + done.stderr
+
+
+def test_a_frozen_chat_keeps_its_picture(
+    make_daemon: MakeDaemon, flags: tuple[str, ...], alone: str
+) -> None:
+    """What is frozen and thawed, and what is exported and imported elsewhere, has the same ids; the
+    picture is evaluated again when its client sends it."""
+    chat = [look_at(1), {"role": "user", "content": "A story about it, please. " * 8}]
+    with make_daemon(*flags) as daemon, make_daemon(*flags, name="other") as other:
+        first = both(alone, daemon, chat)
+        ids = daemon.session_ids(first.session)
+        assert sum(id < 0 for id in ids) == TOKENS_AN_IMAGE
+        assert "<__media__>" in daemon.get(f"/towerd/v1/sessions/{first.session}?text=1")["text"]
+        daemon.post(f"/towerd/v1/sessions/{first.session}/freeze", {})
+        file = daemon.root / "chat.tower"
+        assert run_towerctl(daemon, "export", first.session, "-o", str(file)).returncode == 0
+        assert run_towerctl(other, "import", str(file)).returncode == 0
+        assert other.session_ids(first.session) == ids
+        daemon.stop()
+        daemon.start()
+        daemon.post(f"/towerd/v1/sessions/{first.session}/thaw", {})
+        assert daemon.session_ids(first.session) == ids
+        chat = answered(chat, first, "And then?")
+        for each in (daemon, other):
+            said = both(alone, each, chat)
+            assert said.session == first.session
+            assert counts(each) == (1, 1)
+
+
+def test_many_at_once(make_daemon: MakeDaemon, flags: tuple[str, ...], alone: str) -> None:
+    """Chats with and without pictures take turns in a context that holds three of them."""
+    words = "Once upon a time there was a dog. " * 10
+    chats: list[list[Any]] = [[look_at(i, i + 1, text=words)] for i in range(4)]
+    chats += [[{"role": "user", "content": words * 2}] for _ in range(2)]
+    wanted = []
+    with make_daemon(*flags, "-np", "4", "--live-tokens", "1024") as daemon:
+        with ThreadPoolExecutor(len(chats)) as pool:
+            for _ in range(2):
+                said = list(pool.map(lambda chat: say(daemon.url, chat).text, chats))
+                wanted = [say(alone, chat).text for chat in chats]
+                assert said == wanted
+                chats = [
+                    [
+                        *chat,
+                        {"role": "assistant", "content": text},
+                        {"role": "user", "content": "Go on"},
+                    ]
+                    for chat, text in zip(chats, wanted, strict=True)
+                ]
+        assert daemon.stop() == 0, daemon.log
+
+
+def test_a_client_that_leaves(make_daemon: MakeDaemon, flags: tuple[str, ...], alone: str) -> None:
+    """While its picture is encoded: the next one gets its answer."""
+    with make_daemon(*flags) as daemon:
+        for seed in range(5):
+            body: Any = {"messages": [look_at(seed)], "max_tokens": 200, "ignore_eos": True}
+            with pytest.raises(requests.exceptions.RequestException):
+                requests.post(daemon.url + "/v1/chat/completions", json=body, timeout=0.01)
+        both(alone, daemon, [look_at(9)])
+        assert daemon.stop() == 0, daemon.log
+    with daemon.stored():
+        pass

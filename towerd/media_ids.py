@@ -1,0 +1,40 @@
+"""The ids that stand for pictures and sounds among a prompt's tokens.
+
+`towerd.wire` derives them from the bytes of a medium and of the projector. They are negative, so
+that they are nobody's tokens, and bit 30 is clear in the first id of a medium alone: where media
+begin and end can be told from the ids.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Ids: TypeAlias = npt.NDArray[np.int32]
+Span: TypeAlias = tuple[int, int]
+
+_FIRST_BELOW = -(1 << 30)
+
+
+def spans_of(ids: Ids) -> tuple[Span, ...]:
+    """(first position, position after the last) of each medium, or of what is there of it."""
+    inside = np.asarray(ids) < 0
+    if not inside.any():
+        return ()
+    after_text = np.concatenate([[True], ~inside[:-1]])
+    starts = np.flatnonzero(inside & (after_text | (np.asarray(ids) < _FIRST_BELOW)))
+    text = np.append(np.flatnonzero(~inside), len(ids))
+    ends = np.minimum(text[np.searchsorted(text, starts)], np.append(starts[1:], len(ids)))
+    return tuple(zip(starts.tolist(), ends.tolist(), strict=True))
+
+
+def whole(spans: tuple[Span, ...], n: int) -> int:
+    """`n`, or where the medium begins that it would cut."""
+    return next((start for start, end in spans if start < n < end), n)
+
+
+def is_token(ids: Ids) -> npt.NDArray[np.bool_]:
+    """bool[n]: whether each id is a token of the vocabulary."""
+    return np.asarray(ids) >= 0

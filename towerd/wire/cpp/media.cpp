@@ -1,0 +1,155 @@
+#include "media.h"
+
+#include <algorithm>
+#include <map>
+#include <stdexcept>
+
+#include "hash/hash.h"
+#include "refused.h"
+
+namespace towerd::wire {
+
+namespace {
+
+constexpr uint32_t kSign       = 1u << 31;
+constexpr uint32_t kNotFirst   = 1u << 30;
+constexpr size_t   kHexOfAnId  = 8;
+constexpr size_t   kHexOfAHash = 64;
+
+llama_tokens ids_from(const std::string & said, size_t n) {
+    llama_tokens ids;
+    std::string  hex;
+    for (size_t i = 0; i < n; ++i) {
+        const size_t at = i * kHexOfAnId % kHexOfAHash;
+        if (at == 0) {
+            const std::string block = said + std::to_string(i);
+            hex                     = hash_sha256_hex(block.data(), block.size());
+        }
+        uint32_t id = static_cast<uint32_t>(std::stoul(hex.substr(at, kHexOfAnId), nullptr, 16)) | kSign;
+        id          = i == 0 ? id & ~kNotFirst : id | kNotFirst;
+        const auto value = static_cast<llama_token>(id);
+        ids.push_back(value == LLAMA_TOKEN_NULL ? value - 1 : value);
+    }
+    return ids;
+}
+
+std::string url_of(const json & part) {
+    for (const char * name : {"image_url", "input_audio", "input_video", "video_url"}) {
+        const json holder = json_value(part, name, json::object());
+        for (const char * key : {"url", "data"}) {
+            const std::string url = holder.is_object() ? json_value(holder, key, std::string()) : "";
+            if (string_starts_with(url, "http")) {
+                return url;
+            }
+        }
+    }
+    return "";
+}
+
+}  // namespace
+
+Projector::Projector(const llama_model * model, const std::string & options) {
+    const AbortGuard guard;
+    const json       values = json::parse(options);
+    ggml_log_callback log   = nullptr;
+    void *            user  = nullptr;
+    llama_log_get(&log, &user);
+    mtmd_helper_log_set(log, user);
+
+    const std::string   path   = values.at("path").get<std::string>();
+    mtmd_context_params params = mtmd_context_params_default();
+    params.use_gpu             = values.at("use_gpu").get<bool>();
+    params.print_timings       = false;
+    params.n_threads           = values.at("n_threads").get<int>();
+    params.image_min_tokens    = values.at("image_min_tokens").get<int>();
+    params.image_max_tokens    = values.at("image_max_tokens").get<int>();
+    params.warmup              = values.at("warmup").get<bool>();
+    params.media_marker        = get_media_marker();
+    context_.reset(mtmd_init_from_file(path.c_str(), model, params));
+    if (context_ == nullptr) {
+        throw std::runtime_error("llama.cpp cannot load the projector " + path);
+    }
+    digest_ = values.at("digest").get<std::string>();
+    n_embd_ = static_cast<size_t>(llama_model_n_embd_inp(model));
+}
+
+Medium Projector::medium_of(const mtmd_input_chunk * chunk, size_t ordinal) const {
+    const size_t n = mtmd_input_chunk_get_n_tokens(chunk);
+    if (n == 0 || mtmd_input_chunk_get_n_pos(chunk) != static_cast<llama_pos>(n)) {
+        throw Refused("Media with other positions than one a token are not supported", ERROR_TYPE_NOT_SUPPORTED);
+    }
+    const char *      id   = mtmd_input_chunk_get_id(chunk);
+    const std::string said = digest_ + "\n" + (id == nullptr ? "" : id) + "\n" + std::to_string(ordinal) + "\n" +
+                             std::to_string(n) + "\n";
+    return {{mtmd_input_chunk_copy(chunk), mtmd_input_chunk_free}, ids_from(said, n)};
+}
+
+std::vector<float> Projector::encode(const Medium & medium) const {
+    return answering(ERROR_TYPE_SERVER, [&] {
+        const std::lock_guard<std::mutex> lock(encoding_);
+        if (mtmd_encode_chunk(context(), medium.chunk.get()) != 0) {
+            throw std::runtime_error("failed to process mtmd chunk");
+        }
+        const float * made = mtmd_get_output_embd(context());
+        return std::vector<float>(made, made + medium.ids.size() * n_embd_);
+    });
+}
+
+void Projector::decode(llama_context * ctx, const Medium & medium, const std::vector<float> & encoded, llama_pos pos,
+                       llama_seq_id seq) const {
+    answering(ERROR_TYPE_SERVER, [&] {
+        if (encoded.size() != medium.ids.size() * n_embd_) {
+            throw std::invalid_argument("what was encoded is another medium");
+        }
+        llama_pos next = 0;
+        // Which only reads them.
+        auto * embd = const_cast<float *>(encoded.data());  // NOLINT
+        if (mtmd_helper_decode_image_chunk(context(), ctx, medium.chunk.get(), embd, pos, seq,
+                                           static_cast<int32_t>(llama_n_batch(ctx)), &next, nullptr, nullptr) != 0) {
+            throw std::runtime_error("failed to process mtmd chunk");
+        }
+    });
+}
+
+Prompt prompt_of_tokens(const server_tokens & tokens, const Projector * projector) {
+    Prompt                        out;
+    std::map<std::string, size_t> seen;
+    while (out.ids.size() < tokens.size()) {
+        const llama_token token = tokens[out.ids.size()];
+        if (token != LLAMA_TOKEN_NULL || projector == nullptr) {
+            out.ids.push_back(token);
+            continue;
+        }
+        const auto & chunk = tokens.find_chunk(out.ids.size());
+        const char * id    = mtmd_input_chunk_get_id(chunk.get());
+        out.media.push_back(projector->medium_of(chunk.get(), seen[id == nullptr ? "" : id]++));
+        const auto & ids = out.media.back().ids;
+        out.ids.insert(out.ids.end(), ids.begin(), ids.end());
+    }
+    if (!out.media.empty() && out.ids.back() < 0) {
+        refuse("The prompt ends with a medium: text has to follow it");
+    }
+    return out;
+}
+
+llama_tokens text_of(const llama_tokens & ids) {
+    llama_tokens out;
+    std::copy_if(ids.begin(), ids.end(), std::back_inserter(out), [](llama_token id) { return id >= 0; });
+    return out;
+}
+
+void refuse_remote_media(const json & body) {
+    const json messages = body.is_object() ? json_value(body, "messages", json::array()) : json::array();
+    for (const auto & message : messages) {
+        if (!message.is_object() || !message.contains("content") || !message.at("content").is_array()) {
+            continue;
+        }
+        for (const auto & part : message.at("content")) {
+            if (part.is_object() && !url_of(part).empty()) {
+                refuse("Media are not fetched from elsewhere: send the bytes in a data: URI");
+            }
+        }
+    }
+}
+
+}  // namespace towerd::wire

@@ -1,0 +1,74 @@
+// Pictures and sounds: llama.cpp's libmtmd, and the ids that stand for a medium among a prompt's tokens.
+
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "mtmd-helper.h"
+#include "mtmd.h"
+#include "server-common.h"
+
+namespace towerd::wire {
+
+// One picture, a tile of one, or a stretch of sound, as a prompt has it.
+struct Medium {
+    std::shared_ptr<const mtmd_input_chunk> chunk;
+    // What stands in the prompt at its positions. All are negative, so they are nobody's tokens, and they follow from the
+    // bytes of the medium and of the projector. Bit 30 is clear in the first alone: a run of ids says where media begin.
+    llama_tokens ids;
+};
+
+class Projector {
+public:
+    // `options` is the JSON of towerd.wire.ProjectorOptions. `model` outlives this object.
+    // Throws std::runtime_error for a file that is no projector of this model.
+    Projector(const llama_model * model, const std::string & options);
+
+    mtmd_context * context() const { return context_.get(); }
+    bool           has_vision() const { return mtmd_support_vision(context()); }
+    bool           has_audio() const { return mtmd_support_audio(context()); }
+    bool           has_video() const { return mtmd_helper_support_video(context()); }
+    // Whether positions of media are more than one number each.
+    bool           uses_mrope() const { return mtmd_decode_use_mrope(context()); }
+
+    // The medium that `chunk` is, the `ordinal`th of the same bytes in its prompt. Raises Refused.
+    Medium medium_of(const mtmd_input_chunk * chunk, size_t ordinal) const;
+
+    // Whether all of a medium must be in one micro-batch.
+    bool is_whole(const Medium & medium) const { return mtmd_decode_use_non_causal(context(), medium.chunk.get()); }
+
+    // What the text model takes in the place of the medium's tokens. One thread at a time gets to. Raises Refused.
+    std::vector<float> encode(const Medium & medium) const;
+    // Evaluates an encoded medium from position `pos` of a sequence on. Raises Refused; part of it may be evaluated then.
+    void decode(llama_context * ctx, const Medium & medium, const std::vector<float> & encoded, llama_pos pos,
+                llama_seq_id seq) const;
+
+private:
+    struct Free {
+        void operator()(mtmd_context * context) const { mtmd_free(context); }
+    };
+
+    std::unique_ptr<mtmd_context, Free> context_;
+    std::string                         digest_;
+    size_t                              n_embd_;
+    mutable std::mutex                  encoding_;
+};
+
+// A tokenized prompt with the ids of its media. Raises Refused. `projector` may be null if there are none.
+struct Prompt {
+    llama_tokens        ids;
+    std::vector<Medium> media;
+};
+Prompt prompt_of_tokens(const server_tokens & tokens, const Projector * projector);
+
+// Only the ids that are tokens.
+llama_tokens text_of(const llama_tokens & ids);
+
+// llama-server fetches what a chat links to; a daemon that anybody's browser may reach does not. Raises Refused.
+void refuse_remote_media(const json & body);
+
+}  // namespace towerd::wire
