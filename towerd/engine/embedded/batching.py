@@ -2,10 +2,12 @@
 
 A prompt chunk delays the running streams by its own compute time, so while streams run its size
 follows from the measured prefill speed and a time bound; alone, a prompt gets whole batches.
+A batch is evaluated under one choice of LoRA adapters; jobs under others take turns.
 """
 
 from __future__ import annotations
 
+from towerd.engine.embedded.adapters import Adapted
 from towerd.engine.embedded.background import STEP_MS_MAX, is_background
 from towerd.engine.embedded.context import LlamaContext
 from towerd.engine.embedded.job import Job, Phase
@@ -22,16 +24,19 @@ class Batching:
         self._batch = context.batch
         self._tokens_max = len(context.batch.token)
         self._prefill_token_s = 0.0
+        self._adapted: Adapted = ()
+        """Whose turn it was last."""
 
     def fill(self, active: list[Job]) -> list[Job]:
         """Put the next step into the batch; returns the jobs that take part.
 
         Sets `n_in_batch` and `logits_index` (-1: no logits asked) of each."""
         self._batch.clear()
+        active = self._next_in_turn(active)
         streams = [j for j in active if j.phase is Phase.DECODE][: self._tokens_max]
         for job in streams:
             self._add(job, 1)
-        prompts = [j for j in active if j.phase is Phase.PREFILL]
+        prompts = [j for j in active if _is_prompt(j)]
         budget = self._tokens_max - len(streams)
         if streams:
             budget = min(budget, self._chunk_tokens(CHUNK_MS_MAX))
@@ -47,6 +52,15 @@ class Batching:
                 taken.append(job)
                 budget -= share
         return streams + taken
+
+    def _next_in_turn(self, active: list[Job]) -> list[Job]:
+        """The jobs that can go on under one choice of adapters, the next one in turn."""
+        ready = [j for j in active if j.phase is Phase.DECODE or _is_prompt(j)]
+        choices = sorted({job.adapted for job in ready})
+        if choices:
+            later = (each for each in choices if each > self._adapted)
+            self._adapted = next(later, choices[0])
+        return [job for job in ready if job.adapted == self._adapted]
 
     def learn(self, n_tokens: int, seconds: float) -> None:
         """Keep a running estimate of the prefill time of one token."""
@@ -68,3 +82,7 @@ class Batching:
         index = self._batch.add(ids, place, job.seq.id, logits_last=last)
         job.n_in_batch = n
         job.logits_index = index if last else -1
+
+
+def _is_prompt(job: Job) -> bool:
+    return job.phase is Phase.PREFILL and job.n_to_evaluate > 0
