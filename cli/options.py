@@ -45,15 +45,16 @@ def llama_options(command: Command) -> Command:
     """Give `command` llama-server's own flags, which `given_llama_flags` finds."""
     for flag in FLAGS:
         command = click.option(
-            *flag.names, is_flag=not flag.n_values, default=None, hidden=True, multiple=False,
-            expose_value=False, callback=_note,
+            *flag.names, is_flag=not flag.n_values, default=None, hidden=True,
+            multiple=bool(flag.n_values), expose_value=False, callback=_note,
         )(command)  # fmt: skip
     return command
 
 
 def _note(context: click.Context, option: click.Parameter, value: Any) -> None:
-    if value is not None:
-        words = [option.opts[0]] if value is True else [option.opts[0], str(value)]
+    if value:
+        name = option.opts[0]
+        words = [name] if value is True else [word for each in value for word in (name, each)]
         context.meta.setdefault(_GIVEN, []).extend(words)
 
 

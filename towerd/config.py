@@ -20,7 +20,7 @@ import psutil
 from towerd import paths
 from towerd.addresses import is_http_url, is_loopback
 from towerd.errors import ConfigError
-from towerd.llama_flags import media_flags, wire_words
+from towerd.llama_flags import adapter_files, media_flags, wire_words
 from towerd.policy import NAMES as POLICIES
 from towerd.settings import Kind, Setting, keys_from
 from towerd.tiers.fidelity import FIDELITIES, LevelFormats
@@ -345,6 +345,7 @@ class Config:
                     raise ConfigError(f"{flag} needs --engine llama-server.")
             wire_words(self.llama_server_args)
             media_flags(self.llama_server_args)
+            adapter_files(self.llama_server_args)
         if self.upstream is None:
             if self.upstream_key is not None:
                 raise ConfigError("--upstream-key is the key of an --upstream; there is none.")

@@ -7,13 +7,14 @@ command line runs as it is. The llama-server engine takes all of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from towerd.errors import ConfigError
 
-Use: TypeAlias = Literal["wire", "media", "ignored", "elsewhere"]
+Use: TypeAlias = Literal["wire", "media", "lora", "ignored", "elsewhere"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +125,8 @@ FLAGS = (
 --lookup-cache-static -lcs
 --lookup-cache-dynamic -lcd
 """),
+    *_rows("lora", 0, "--lora-init-without-apply"),
+    *_rows("lora", 1, "--lora\n--lora-scaled"),
     *_rows("ignored", 0, """
 --cont-batching -cb
 --no-cont-batching -nocb
@@ -223,6 +226,40 @@ FLAGS = (
 )  # fmt: skip
 
 BY_NAME = {name: flag for flag in FLAGS for name in flag.names}
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFile:
+    """A LoRA adapter to load, and the scale that it is given."""
+
+    path: str
+    scale: float
+
+
+def adapter_files(args: Sequence[str]) -> tuple[list[AdapterFile], bool]:
+    """The LoRA adapters of a llama-server command line, in their order, and whether they are
+    applied from the start. Raises ConfigError."""
+    files: list[AdapterFile] = []
+    applied = True
+    for flag, words in _split(args):
+        if words[0] == "--lora-init-without-apply":
+            applied = False
+        elif flag.use == "lora":
+            files += [_adapter_file(words[0], text) for text in words[1].split(",") if text]
+    return files, applied
+
+
+def _adapter_file(name: str, text: str) -> AdapterFile:
+    if name == "--lora":
+        return AdapterFile(text, 1.0)
+    path, _, scale = text.rpartition(":")
+    try:
+        value = float(scale)
+    except ValueError:
+        value = math.nan
+    if not path or not math.isfinite(value):
+        raise ConfigError(f"--lora-scaled takes FILE:SCALE, not {text!r}.")
+    return AdapterFile(path, value)
 
 
 def wire_words(args: Sequence[str]) -> list[str]:

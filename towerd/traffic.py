@@ -18,6 +18,7 @@ from towerd.config import Config
 from towerd.errors import NotFound, TowerdError
 from towerd.replay.recorder import Recorder
 from towerd.store import Node, Store
+from towerd.store.scope import tenant_of
 from towerd.store.turn import Turn
 from towerd.store.workflows import Invocation, WorkflowTable
 from towerd.tiers.ranking import Ranking
@@ -112,7 +113,9 @@ class Traffic:
         if workflow is None:
             raise NotFound(f"there is no running workflow {id!r}")
         for tip in workflow.tips.values():
-            if tip.scope == scope and not tip.removed:  # what others share is not theirs to end
+            if (
+                tenant_of(tip.scope) == scope and not tip.removed
+            ):  # what others share is not theirs to end
                 self._tiers.ranking.ended(tip)
         self._tiers.ranking.workflow_ended(workflow.name)
         self._write()
@@ -129,19 +132,19 @@ class Traffic:
     def _step(self, turn: Turn, tip: Node, last: Node, session: str, now: float) -> None:
         """`last`: what the policies know the visit by."""
         step = Step(
-            scope=turn.scope, session=session, agent=turn.agent or "", tip=tip,
+            scope=tenant_of(turn.scope), session=session, agent=turn.agent or "", tip=tip,
             prompt=np.asarray(turn.prompt), reply=np.asarray(turn.reply),
             arrived_s=turn.started_s, answered_s=now, stop=turn.stop, workflow=turn.workflow,
         )  # fmt: skip
         workflow, over = self.tracker.step(step)
         # names of one tenant must not teach a policy anything about those of another
-        agent = f"{turn.scope}\n{step.agent}"
+        agent = f"{step.scope}\n{step.agent}"
         self._tiers.ranking.stepped(last, workflow.name, agent)
         for each in over:
             self._tiers.ranking.workflow_ended(each.name)
         self._new.append(
             Invocation(
-                scope=turn.scope,
+                scope=step.scope,
                 workflow=workflow.id,
                 named=workflow.named,
                 started_s=workflow.started_s,

@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 from towerd import tower_file
 from towerd.cold.freezing import cold_history, thaw
 from towerd.errors import InvalidRequest, NotFound
-from towerd.store import PUBLIC, Store
+from towerd.store import Store
+from towerd.store.scope import is_public, public_of
 from towerd.tower_file import Model
 
 T = TypeVar("T")
@@ -51,7 +52,7 @@ def import_session(store: Store, model: Model, data: bytes, scope: str) -> dict[
 
     Raises TowerFileError, InvalidRequest (another session has its id), ThawError (the one here is
     frozen and cannot be compared), DiskFull."""
-    if scope == PUBLIC:
+    if is_public(scope):
         raise InvalidRequest(
             "Sessions belong to a tenant, and 'public' is none: name another scope."
         )
@@ -59,7 +60,7 @@ def import_session(store: Store, model: Model, data: bytes, scope: str) -> dict[
     with suppress(NotFound):
         thaw(store, model.codec, history.id, scope)
     added = store.add_history(history, scope)
-    here = {base.digest for base in store.bases() if base.scope in (scope, PUBLIC)}
+    here = {base.digest for base in store.bases() if base.scope in (scope, public_of(scope))}
     return {
         "session": asdict(store.session(history.id, scope)),
         "added": added,

@@ -9,6 +9,7 @@ from towerd.api.body import read_object
 from towerd.api.keys import RUNNING, TENANT
 from towerd.api.reply import json_reply
 from towerd.errors import InvalidRequest
+from towerd.store.scope import tenant_of
 
 
 async def post_control(request: web.Request) -> web.Response:
@@ -20,7 +21,7 @@ async def post_control(request: web.Request) -> web.Response:
     if action != "reasoning_end":
         raise InvalidRequest("unknown control action")
     task = request.app[RUNNING].get(name)
-    if task is None or task.template.scope != request[TENANT].scope:
+    if task is None or tenant_of(task.template.scope) != request[TENANT].scope:
         return _refused("no active completion for this id")
     if not task.end_reasoning():
         return _refused("reasoning control not enabled for this completion")

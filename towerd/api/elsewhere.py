@@ -8,8 +8,6 @@ from towerd.errors import NotSupported
 
 ELSEWHERE: tuple[tuple[str, str], ...] = (
     ("POST", "/props"),
-    ("GET", "/lora-adapters"),
-    ("POST", "/lora-adapters"),
     ("POST", "/slots/{id_slot}"),
     ("POST", "/v1/audio/transcriptions"),
     ("POST", "/audio/transcriptions"),

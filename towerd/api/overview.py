@@ -8,6 +8,7 @@ from towerd.api.keys import TENANT
 from towerd.engine.base import SlotView
 from towerd.errors import Forbidden
 from towerd.settings import LOCAL_TENANT
+from towerd.store.scope import tenant_of
 
 
 def require_overview(request: web.Request) -> None:
@@ -22,4 +23,4 @@ def require_overview(request: web.Request) -> None:
 def may_see_slot(request: web.Request, slot: SlotView) -> bool:
     """Whether the caller may know what a slot does, or did last."""
     tenant = request[TENANT]
-    return tenant.sees_all or slot.scope == tenant.scope
+    return tenant.sees_all or tenant_of(slot.scope) == tenant.scope

@@ -15,11 +15,11 @@ from towerd.api.query import flag, integer_query, segment_id
 from towerd.api.reply import json_reply
 from towerd.errors import InvalidRequest, NotFound
 from towerd.store.boundaries import boundary_bytes, cut_of
+from towerd.store.scope import is_of, is_public
 
 if TYPE_CHECKING:
     from towerd.store import Node, Store
 
-PUBLIC = "public"
 DEPTH_MAX = 200
 """Levels in one answer; each nests the JSON by two, and its encoder has a limit."""
 _ORDERS = {"used": "last_used", "tokens": "n", "id": "id", "hits": "hits"}
@@ -27,7 +27,7 @@ _ORDERS = {"used": "last_used", "tokens": "n", "id": "id", "hits": "hits"}
 
 def may_see(node: Node, scope: str | None) -> bool:
     """Whether a caller of `scope` (None: the owner) sees this segment."""
-    return scope is None or node.scope in (scope, PUBLIC)
+    return scope is None or is_public(node.scope) or is_of(node.scope, scope)
 
 
 def segment_json(node: Node, store: Store) -> dict[str, Any]:

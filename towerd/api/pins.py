@@ -10,10 +10,12 @@ from aiohttp import web
 from towerd.api import fields
 from towerd.api.body import read_object
 from towerd.api.keys import TENANT, service_of
-from towerd.api.own_segments import PUBLIC, segment_json
+from towerd.api.own_segments import segment_json
 from towerd.api.query import segment_id
 from towerd.api.reply import json_reply
+from towerd.api.scope import own_scope
 from towerd.errors import Forbidden, InvalidRequest, SessionFrozen
+from towerd.store.scope import is_of, is_public, public_of
 from towerd.tiers.calibration import allows
 
 if TYPE_CHECKING:
@@ -100,7 +102,7 @@ def base_json(base: Base, fidelity: str | None = None) -> dict[str, Any]:
     return {
         "name": base.name,
         "scope": base.scope,
-        "public": base.scope == PUBLIC,
+        "public": is_public(base.scope),
         "level": base.level,
         "format": base.format,
         "module": module,
@@ -114,7 +116,7 @@ async def list_bases(request: web.Request) -> web.Response:
     """The precached prompts the caller can use."""
     tenant = request[TENANT]
     bases = await asyncio.to_thread(service_of(request).store.bases)
-    shown = [b for b in bases if tenant.admin or b.scope in (tenant.scope, PUBLIC)]
+    shown = [b for b in bases if tenant.admin or is_public(b.scope) or is_of(b.scope, tenant.scope)]
     fidelity = service_of(request).tiers.fidelity
     return json_reply({"bases": [base_json(base, fidelity) for base in shown]})
 
@@ -123,5 +125,6 @@ async def delete_base(request: web.Request) -> web.Response:
     """Forget a base's name and pin; `?scope=` (default: public) says whose it is."""
     require_admin(request)
     store, name = service_of(request).store, request.match_info["name"]
-    await asyncio.to_thread(store.remove_base, name, request.query.get("scope") or PUBLIC)
+    scope = request.query.get("scope") or public_of(own_scope(request))
+    await asyncio.to_thread(store.remove_base, name, scope)
     return json_reply({"deleted": name})

@@ -12,12 +12,12 @@ from towerd.api import fields
 from towerd.api.body import read_object
 from towerd.api.fanout import Events, fan_out
 from towerd.api.fields import Body
-from towerd.api.keys import LIMITS, TENANT, Service, service_of
-from towerd.api.own_segments import PUBLIC
+from towerd.api.keys import LIMITS, Service, service_of
 from towerd.api.pins import base_json, require_admin
 from towerd.api.prompts import PromptLimit, tokenize_mixed, tokenize_prompts
 from towerd.api.reply import error_event, json_reply
 from towerd.api.reuse import progress_json, reuse_json, timings_json
+from towerd.api.scope import own_scope
 from towerd.api.sse import EventStream
 from towerd.engine.base import Engine, Finish, GenerateRequest, Ids, ModuleMaker, Progress
 from towerd.errors import (
@@ -28,6 +28,7 @@ from towerd.errors import (
     TowerdError,
     Unavailable,
 )
+from towerd.store.scope import public_of
 from towerd.tiers.fidelity import check_format
 from towerd.tiers.module_text import (
     ANYWHERE,
@@ -69,7 +70,7 @@ class BaseSpec:
         return GenerateRequest(
             ids=self.ids,
             n_predict=0,
-            scope=PUBLIC if self.public else self.scope,
+            scope=public_of(self.scope) if self.public else self.scope,
             return_progress=True,
             precache=self.name,
         )
@@ -82,7 +83,7 @@ async def post_precache(request: web.Request) -> web.StreamResponse:
     require_admin(request)
     service = service_of(request)
     body = await read_object(request)
-    spec = await _parse(body, service.engine, request[TENANT].scope)
+    spec = await _parse(body, service.engine, own_scope(request))
     events_max = request.app[LIMITS].events_max
     async with fan_out(
         service.sessions, [spec.request], parallel=1, events_max=events_max

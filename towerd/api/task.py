@@ -16,6 +16,7 @@ from towerd.api.live import parse_live
 from towerd.api.prompts import PromptLimit
 from towerd.api.reply import encode
 from towerd.api.reuse import towerd_json
+from towerd.api.scope import scope_of
 from towerd.config import Config
 from towerd.engine.base import (
     Engine,
@@ -180,7 +181,8 @@ async def parse_task(
     live = parse_live(
         {name: _field(wire, name) for name in ("retention", "live_budget")}, config, engine.n_ctx
     )
-    task.template = _template(wire, task.prompts, caller, live)
+    scope = scope_of(engine, caller.scope, _field(wire, "lora"))
+    task.template = _template(wire, task.prompts, scope, caller.hints, live)
     may_outgrow = live.policy in engine.outgrowing
     limit = PromptLimit(engine.n_ctx, config.prompt_tokens_max if may_outgrow else 0)
     limit.check([len(ids) for ids in task.prompts])
@@ -209,15 +211,15 @@ def _field(wire: Request, name: str) -> Any:
 
 
 def _template(
-    wire: Request, prompts: list[Ids], caller: Caller, live: LiveBudget
+    wire: Request, prompts: list[Ids], scope: str, hints: Hints, live: LiveBudget
 ) -> GenerateRequest:
     return GenerateRequest(
         ids=prompts[0],
         n_predict=wire.n_predict,
-        scope=caller.scope,
-        session=caller.hints.session,
-        workflow=caller.hints.workflow,
-        agent=caller.hints.agent or _agent(wire.agent),
+        scope=scope,
+        session=hints.session,
+        workflow=hints.workflow,
+        agent=hints.agent or _agent(wire.agent),
         cache_prompt=wire.cache_prompt,
         return_progress=wire.return_progress and wire.stream,
         n_keep=wire.n_keep,

@@ -10,10 +10,11 @@ from aiohttp import web
 from towerd.api import fields
 from towerd.api.body import read_bytes, read_object
 from towerd.api.hints import hints_of
-from towerd.api.keys import TENANT, service_of
+from towerd.api.keys import service_of
 from towerd.api.off_loop import by_size
 from towerd.api.prompts import tokenize_mixed
 from towerd.api.reply import encode, json_reply, raw_reply
+from towerd.api.scope import own_scope
 from towerd.api.task import wire_of
 from towerd.engine.base import Engine, Ids
 
@@ -101,4 +102,4 @@ async def _count(request: web.Request, endpoint: Endpoint) -> web.Response:
 
 def _announce(request: web.Request) -> None:
     """Whoever prepares the prompt of a session is about to send it."""
-    service_of(request).cold.named(hints_of(request).session, request[TENANT].scope)
+    service_of(request).cold.named(hints_of(request).session, own_scope(request))

@@ -14,7 +14,8 @@ from typing import Any
 
 from towerd.engine.base import Finish, GenerateRequest, Ids, LiveBudget
 from towerd.errors import NotFound, TowerdError
-from towerd.store import PUBLIC, Node, Store
+from towerd.store import Node, Store
+from towerd.store.scope import is_public
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ class Ahead:
 
     def _foretold(self, tip: Node) -> None:
         now = time.monotonic()
-        is_due = now - self._tips.get(tip.id, -AGAIN_S) >= AGAIN_S and tip.scope != PUBLIC
+        is_due = now - self._tips.get(tip.id, -AGAIN_S) >= AGAIN_S and not is_public(tip.scope)
         if is_due and self._spawn(self._evaluate_tip(tip)):
             self._tips[tip.id] = now
             self._tips.move_to_end(tip.id)

@@ -62,7 +62,7 @@ class GenerateRequest:
     """Tokens to generate; -1: until EOG or the context is full (where the chat may
     outgrow that: as many tokens as it holds); 0: only evaluate the prompt."""
     scope: str = "local"
-    """Tenant scope; comes from the authenticated key, never from the body."""
+    """The tenant, from the authenticated key and never from the body, and its LoRA adapters."""
     session: str | None = None
     """The client's X-Towerd-Session, or None: recognised by token prefix."""
     cache_prompt: bool = True
@@ -310,6 +310,22 @@ class Embeds(Protocol):
         ...
 
 
+class AdapterSet(Protocol):
+    """The LoRA adapters of a model, and how strong each is. Any thread may use it."""
+
+    def listing(self) -> list[dict[str, Any]]:
+        """What GET /lora-adapters answers."""
+        ...
+
+    def set_scales(self, asked: Sequence[Any]) -> None:
+        """Take the scales that requests have from now on. Raises InvalidRequest."""
+        ...
+
+    def scope(self, tenant: str, asked: object = None) -> str:
+        """The scope of a request of `tenant`; asked: its field `lora`. Raises InvalidRequest."""
+        ...
+
+
 class Engine(Protocol):
     """A model that can be asked. All methods are called on the event loop and never block it."""
 
@@ -328,6 +344,11 @@ class Engine(Protocol):
     """None: this engine splices nothing."""
     outgrowing: Collection[str]
     """The policies of a `LiveBudget` under which a prompt may be longer than the context."""
+
+    @property
+    def adapters(self) -> AdapterSet | None:
+        """None: another process applies them."""
+        ...
 
     def generate(self, request: GenerateRequest) -> Generation:
         """Queue one request.

@@ -43,6 +43,7 @@ from towerd.store.history import (
 from towerd.store.marks import MarkIndex, marks_at, prefix_marks
 from towerd.store.node import ID_BYTES, Ids, Node, ids_array
 from towerd.store.prune import Needs, common_base, own_nodes, unneeded, unviewed
+from towerd.store.scope import TENANT_SQL
 from towerd.store.sessions import RECOGNISED_TOKENS_MIN, Located, SessionTable
 from towerd.store.state import StoreState
 from towerd.store.turn import Base, SessionInfo
@@ -191,8 +192,8 @@ class ColdTable:
         with self._lock():
             rows = self._state.catalog.rows(
                 "SELECT pk, id, scope FROM sessions INDEXED BY sessions_warm"
-                " WHERE fingerprint = ? AND cold_bytes = 0"
-                " AND updated < ? AND (?3 IS NULL OR scope = ?3) AND leaf IS NOT NULL"
+                " WHERE fingerprint = ? AND cold_bytes = 0 AND updated < ? AND leaf IS NOT NULL"
+                f" AND (?3 IS NULL OR ?3 IN (scope, {TENANT_SQL}))"
                 " ORDER BY updated, pk LIMIT ?4",
                 (self._state.fingerprint_pk, before, scope, limit + len(without)),
             )

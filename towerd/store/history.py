@@ -17,7 +17,8 @@ import numpy as np
 from towerd.errors import InvalidRequest
 from towerd.store.bases import BaseTable
 from towerd.store.growth import Growth
-from towerd.store.node import ID_BYTES, PUBLIC, Ids, ids_array
+from towerd.store.node import ID_BYTES, Ids, ids_array
+from towerd.store.scope import public_of
 from towerd.store.sessions import Located, SessionTable, check_name, tokens_lost
 from towerd.store.state import StoreState
 from towerd.store.turn import Base, SessionInfo
@@ -179,7 +180,7 @@ def turn_rows(state: StoreState, session: Located) -> list[tuple[Any, ...]]:
 
 def visible_bases(bases: BaseTable, scope: str) -> list[Base]:
     """The bases that a tenant's sessions may begin with, modules left out."""
-    listed = [base for base in bases.listing() if base.scope in (scope, PUBLIC)]
+    listed = [base for base in bases.listing() if base.scope in (scope, public_of(scope))]
     return [base for base in listed if base.module is None]
 
 

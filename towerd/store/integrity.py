@@ -9,6 +9,7 @@ from typing import Any
 from towerd.store.keys import key_hash
 from towerd.store.node import ID_BYTES, PUBLIC, Node
 from towerd.store.run import decode_runs
+from towerd.store.scope import is_public, public_of
 from towerd.store.state import StoreState
 
 _LOST = (
@@ -51,7 +52,7 @@ def key_problems(state: StoreState) -> list[str]:
     while stack:
         node, above = stack.pop()
         # below a public node any scope may follow, below another only its own
-        wanted = scopes if node.scope == PUBLIC and node.children else {node.scope}
+        wanted = scopes if is_public(node.scope) and node.children else {node.scope}
         hashes = {scope: above[scope].copy() for scope in wanted}
         for h in hashes.values():
             h.update(node.ids)
@@ -76,7 +77,7 @@ def _node_problems(state: StoreState, node: Node) -> Iterator[str]:
         yield f"{node} is in the tree but not listed"
     if parent.p1 != node.p0 or len(node.ids) != node.n * ID_BYTES or node.n <= 0:
         yield f"{node} does not continue {parent}"
-    if parent.scope not in (PUBLIC, node.scope):
+    if parent.id and parent.scope not in (public_of(node.scope), node.scope):
         yield f"{node} hangs below another scope"
     if (parent.by_token or {}).get((node.scope, node.first)) is not node:
         yield f"{node} is filed under a wrong token"

@@ -13,8 +13,9 @@ from towerd.slots.errors import StateError
 from towerd.slots.fingerprint import Fingerprint
 from towerd.store.catalog import Catalog
 from towerd.store.directory import Directory
-from towerd.store.node import PUBLIC, Node
+from towerd.store.node import Node
 from towerd.store.run import decode_runs
+from towerd.store.scope import public_of
 from towerd.store.segment_file import Mappings, SegmentFile
 from towerd.store.state import StoreState
 from towerd.store.trie import Trie
@@ -104,7 +105,7 @@ def _link(catalog: Catalog, trie: Trie, parents: list[int | None]) -> None:
     nodes = trie.nodes
     for node, parent_id in zip(nodes.values(), parents, strict=True):
         parent = trie.root if parent_id is None else nodes.get(parent_id)
-        if parent is None or parent.p1 != node.p0 or parent.scope not in (PUBLIC, node.scope):
+        if parent is None or parent.p1 != node.p0 or not _may_follow(parent, node):
             raise catalog.damaged(f"segment {node.id} does not continue its parent")
         node.parent = parent
         place = (node.scope, node.first)
@@ -112,6 +113,11 @@ def _link(catalog: Catalog, trie: Trie, parents: list[int | None]) -> None:
             parent.by_token = {place: node}
         elif parent.by_token.setdefault(place, node) is not node:
             raise catalog.damaged(f"segments {node.id} and its sibling begin alike")
+
+
+def _may_follow(parent: Node, node: Node) -> bool:
+    """Whether the parent is the root, public, or of the same scope."""
+    return not parent.id or parent.scope in (node.scope, public_of(node.scope))
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 from towerd.errors import InvalidRequest, NotFound, SessionFrozen, StoreError, TokensLost
 from towerd.store.catalog import Catalog
 from towerd.store.node import Node
+from towerd.store.scope import MARK, is_of, tenant_of
 from towerd.store.turn import SessionInfo, Turn, TurnInfo
 
 NAME_CHARS_MAX = 200
@@ -56,17 +57,19 @@ class SessionTable:
         return None
 
     def find(self, id: str, scope: str | None) -> Located:
-        """The session with this id. Raises NotFound; StoreError if scope is None and several
-        scopes have one."""
+        """The session with this id; of several of one tenant, which differ in their adapters, the
+        one used last. Raises NotFound; StoreError if scope is None and several tenants have one."""
         rows = self.catalog.rows(
             "SELECT pk, id, scope FROM sessions WHERE fingerprint = ? AND id = ?"
-            " AND (?3 IS NULL OR scope = ?3)",
-            (self.fingerprint, id, scope),
+            " ORDER BY updated DESC, pk DESC",
+            (self.fingerprint, id),
         )
+        rows = [row for row in rows if scope is None or is_of(row[2], scope)]
         if not rows:
             raise NotFound(f"there is no session {id!r}")
-        if len(rows) > 1:
-            scopes = ", ".join(sorted(row[2] for row in rows))
+        tenants = {tenant_of(row[2]) for row in rows}
+        if len(tenants) > 1:
+            scopes = ", ".join(sorted(tenants))
             message = f"several tenants have a session {id!r}: name one of {scopes}"
             raise StoreError(message, public=message)
         return Located(rows[0][0], rows[0][1])
@@ -138,13 +141,29 @@ class SessionTable:
         )
 
     def listing(self, scope: str | None, limit: int) -> list[SessionInfo]:
-        """The sessions used last first."""
-        whose, params = ("", ()) if scope is None else (" AND scope = ?", (scope,))
+        """The sessions used last first: of all, of a tenant under whatever adapters, or of a scope."""
+        if scope is None:
+            return self._latest("", (), limit)
+        scopes = [scope, *self._with_adapters(scope)]
+        found = [info for each in scopes for info in self._latest(" AND scope = ?", (each,), limit)]
+        if len(scopes) > 1:
+            found.sort(key=lambda info: info.updated, reverse=True)
+        return found[:limit]
+
+    def _latest(self, whose: str, params: tuple[str, ...], limit: int) -> list[SessionInfo]:
         rows = self.catalog.rows(
             f"{_SESSION}{whose} ORDER BY updated DESC, pk DESC LIMIT ?",
             (self.fingerprint, *params, limit),
         )
         return [_info(row) for row in rows]
+
+    def _with_adapters(self, tenant: str) -> list[str]:
+        """The scopes of a tenant's sessions that have adapters."""
+        rows = self.catalog.rows(
+            "SELECT DISTINCT scope FROM sessions WHERE fingerprint = ? AND scope > ? AND scope < ?",
+            (self.fingerprint, tenant + MARK, tenant + chr(ord(MARK) + 1)),
+        )
+        return [row[0] for row in rows]
 
     def info(self, session: Located) -> SessionInfo:
         """What `listing` says about one session."""

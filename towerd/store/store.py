@@ -30,10 +30,11 @@ from towerd.store.listener import Listener
 from towerd.store.loader import add_pins, load_state
 from towerd.store.lock import StoreLock
 from towerd.store.module import Module
-from towerd.store.node import ID_BYTES, PUBLIC, Ids, Node, ids_array, ids_bytes, path_bytes
+from towerd.store.node import ID_BYTES, Ids, Node, ids_array, ids_bytes, path_bytes
 from towerd.store.pins import PinTable
 from towerd.store.reencode import Wish, reencode
 from towerd.store.rows import RowsPart, RowStore
+from towerd.store.scope import public_of
 from towerd.store.segment_file import SegmentFile, quantized_bytes
 from towerd.store.sessions import SessionTable, check_name
 from towerd.store.state import Held, StoreState
@@ -371,7 +372,7 @@ class Store:
         check_name(name)
         data = path_bytes(ids, [len(ids)])
         base = Base(
-            name, PUBLIC if public else scope, level, 0, len(ids),
+            name, public_of(scope) if public else scope, level, 0, len(ids),
             hashlib.blake2b(data, digest_size=32).digest(), format, module,
         )  # fmt: skip
         with self._open_lock():

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from towerd.store.node import ID_BYTES, PUBLIC, Node
+from towerd.store.node import ID_BYTES, Node
+from towerd.store.scope import is_public
 
 TOKENS_MIN = 256
 """Shorter towers are walked as quickly."""
@@ -62,7 +63,7 @@ class Tips:
 
     def add(self, node: Node, prefix: bytes, hash: hashlib.blake2b) -> None:
         """Remember `node`, in place of the tip that it goes on from."""
-        if node.scope == PUBLIC or node.p1 < TOKENS_MIN:
+        if is_public(node.scope) or node.p1 < TOKENS_MIN:
             return
         above, before = node, self.get(node)
         while before is None and above.parent is not None and above.parent.scope == node.scope:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from towerd.store.node import ID_BYTES, PUBLIC, Node
+from towerd.store.scope import is_public, public_of
 from towerd.store.tips import Tips
 
 
@@ -51,8 +52,8 @@ class Matched:
 class Trie:
     """Nodes by id and by prefix. Not thread-safe; the store's lock guards it.
 
-    Children are keyed by (scope, first token). A public node may have children of any scope,
-    any other node only children of its own scope."""
+    Children are keyed by (scope, first token). A public node may have children of any scope whose
+    rows are made under the same adapters, the root of any scope, any other node of its own."""
 
     def __init__(self) -> None:
         self.root = Node(0, None, PUBLIC, 0, b"")
@@ -81,9 +82,9 @@ class Trie:
         """(last node met, tokens matched) of every way down: the scope's own branches, the deepest
         first, then the public path."""
         tokens = memoryview(ids).cast("i")
-        public, n = _walk(self.root, ids, tokens, PUBLIC)
+        public, n = _walk(self.root, ids, tokens, public_of(scope))
         chains = []
-        start = _full(public, n) if scope != PUBLIC else None
+        start = None if is_public(scope) else _full(public, n)
         while start is not None:
             near = self.tips.nearest(start, ids, scope)
             own, own_n = _walk(near, ids, tokens, scope)

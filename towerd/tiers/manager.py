@@ -30,7 +30,6 @@ from towerd.slots.layout import KVLayout
 from towerd.slots.rows import KVRows
 from towerd.store import (
     APPROXIMATE,
-    PUBLIC,
     Node,
     RowsPart,
     SegmentFile,
@@ -38,6 +37,7 @@ from towerd.store import (
     Taint,
 )
 from towerd.store.listener import Listener
+from towerd.store.scope import is_public
 from towerd.store.segment_file import quantized_bytes
 from towerd.tiers.composer import Composer, Piece
 from towerd.tiers.counters import Counters
@@ -145,7 +145,7 @@ class Tiers(Listener):
             match = self.store.match(ids, scope)
             if match.n > start:
                 parts = tuple(self.store.plan_rows(match, start, match.n, exact=self.exact))
-        public = takewhile(lambda node: node.scope == PUBLIC, match.nodes)
+        public = takewhile(lambda node: is_public(node.scope), match.nodes)
         n_public = max((min(node.p1, match.n) for node in public), default=0)
         n_hot = sum(p.p1 - p.p0 for p in parts if p.tier == "hot")
         n_all = sum(p.p1 - p.p0 for p in parts)

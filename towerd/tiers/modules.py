@@ -12,7 +12,8 @@ from towerd.engine.base import Ids
 from towerd.errors import StoreError
 from towerd.slots.blob import emit_blob, parse_blob
 from towerd.slots.rows import KVRows
-from towerd.store import PUBLIC, Base, Module
+from towerd.store import Base, Module
+from towerd.store.scope import public_of
 from towerd.tiers.calibration import allows
 from towerd.tiers.manager import Tiers
 from towerd.tiers.module_text import TOKENS_MIN
@@ -124,7 +125,7 @@ class Modules:
     def _make(self, scope: str) -> _Index:
         known = []
         for base in self._bases:
-            if base.scope in (scope, PUBLIC) and base.module is not None:
+            if base.scope in (scope, public_of(scope)) and base.module is not None:
                 with self._tiers.store.still():  # a split would show half of a path
                     path = self._tiers.store.node(base.node).prefix_ids()[: base.n_tokens]
                 known.append(_Known(base, base.module, path, path[base.module.first :]))

@@ -2,12 +2,14 @@
 
 A prompt chunk delays the running streams by its own compute time, so while streams run its size
 follows from the measured prefill speed and a time bound; alone, a prompt gets whole batches.
+A batch is evaluated under one choice of LoRA adapters; jobs under others take turns.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from towerd.engine.embedded.adapters import Adapted
 from towerd.engine.embedded.background import STEP_MS_MAX, is_background
 from towerd.engine.embedded.context import LlamaContext
 from towerd.engine.embedded.job import Job, Phase
@@ -24,6 +26,8 @@ class Batching:
         self._batch = context.batch
         self._tokens_max = len(context.batch.token)
         self._prefill_token_s = 0.0
+        self._adapted: Adapted = ()
+        """Whose turn it was last."""
 
     def fill(self, active: list[Job]) -> list[Job]:
         """Put the next step into the batch; returns the jobs that take part.
@@ -31,13 +35,14 @@ class Batching:
         Sets `in_batch` and `logits_index` (-1: no logits asked) of each, and cuts its `draft` to
         what there is room for."""
         self._batch.clear()
+        active = self._next_in_turn(active)
         streams = [j for j in active if j.phase is Phase.DECODE][: self._tokens_max]
         for i, job in enumerate(streams, 1):
             room = self._tokens_max - self._batch.n - (len(streams) - i)
             n = min(job.n - job.n_live, room)
             job.draft = job.draft[: room - n]
             self._add(job, n)
-        prompts = [j for j in active if j.phase is Phase.PREFILL]
+        prompts = [j for j in active if _is_prompt(j)]
         budget = self._tokens_max - self._batch.n
         if streams:
             budget = min(budget, self._chunk_tokens(CHUNK_MS_MAX))
@@ -53,6 +58,15 @@ class Batching:
                 taken.append(job)
                 budget -= share
         return streams + taken
+
+    def _next_in_turn(self, active: list[Job]) -> list[Job]:
+        """The jobs that can go on under one choice of adapters, the next one in turn."""
+        ready = [j for j in active if j.phase is Phase.DECODE or _is_prompt(j)]
+        choices = sorted({job.adapted for job in ready})
+        if choices:
+            later = (each for each in choices if each > self._adapted)
+            self._adapted = next(later, choices[0])
+        return [job for job in ready if job.adapted == self._adapted]
 
     def learn(self, n_tokens: int, seconds: float) -> None:
         """Keep a running estimate of the prefill time of one token."""
@@ -77,3 +91,7 @@ class Batching:
         index = self._batch.add(ids, place, job.seq.id, logits_last=last, n_last=1 + n_draft)
         job.in_batch = ids
         job.logits_index = index - n_draft if last else -1
+
+
+def _is_prompt(job: Job) -> bool:
+    return job.phase is Phase.PREFILL and job.n_to_evaluate > 0

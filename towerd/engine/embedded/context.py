@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from towerd.config import Config
 from towerd.engine.base import Ids
+from towerd.engine.embedded.adapters import Adapted, adapt
 from towerd.engine.embedded.model import LlamaModel, last_errors
 from towerd.engine.embedded.taps import Taps
 from towerd.errors import ModelError, TowerdError
@@ -138,6 +139,8 @@ class LlamaContext:
         self.n_seqs = n_seqs
         self.v_trans = config.flash_attn == "off"
         self.batch = Batch(n_batch)
+        self._adapted: Adapted = ()
+        self._applied: Adapted = ()
 
     def close(self) -> None:
         if self.ptr:
@@ -148,9 +151,26 @@ class LlamaContext:
         """Run the batch and clear it. Raises DecodeError; 1 means that no cells were free."""
         self.batch.raw.n_tokens = self.batch.n
         self.batch.clear()
+        self.apply_adapters()
         code = lib.llama_decode(self.ptr, self.batch.raw)
         if code != 0:
             raise DecodeError(code)
+
+    def apply_adapters(self) -> None:
+        """Whoever evaluates something without `decode` calls this before."""
+        if self._adapted != self._applied:
+            adapt(self.ptr, self._adapted)
+            self._applied = self._adapted
+
+    @contextmanager
+    def adapted(self, adapted: Adapted) -> Iterator[None]:
+        """Evaluate under these LoRA adapters meanwhile; else it is under none. They are changed at
+        the next batch, which costs llama.cpp a new graph."""
+        self._adapted = adapted
+        try:
+            yield
+        finally:
+            self._adapted = ()
 
     @property
     def n_threads(self) -> int:

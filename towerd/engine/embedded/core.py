@@ -20,6 +20,7 @@ import psutil
 
 from towerd.config import WATCHING, Config
 from towerd.engine.base import ModelInfo
+from towerd.engine.embedded.adapters import Adapters, load_adapters
 from towerd.engine.embedded.attention import flash_attention
 from towerd.engine.embedded.context import LlamaContext
 from towerd.engine.embedded.memory import Memory, n_seqs_of, open_memory
@@ -30,6 +31,7 @@ from towerd.engine.embedded.taps import Taps
 from towerd.engine.embedded.vocab import Vocab
 from towerd.errors import ConfigError, ModelError
 from towerd.kernels.formats import BY_NAME
+from towerd.llama_flags import adapter_files
 from towerd.models.bundled import find_model
 from towerd.slots.errors import StateError
 from towerd.slots.fingerprint import Fingerprint
@@ -59,6 +61,7 @@ class Core:
     info: ModelInfo
     n_ctx: int
     memory: Memory
+    adapters: Adapters
     why_not_spliceable: str
     """Why rows cannot be moved to another place, or "" if they can."""
     projector: Projector | None = None
@@ -107,12 +110,16 @@ def load_core(config: Config, catalog: Catalog) -> Core:
         projector = _in_passing(lambda: open_projector(model, config, catalog))
         if projector is not None:
             info = replace(info, has_media=True)
+        files, applied = adapter_files(config.llama_server_args)
+        adapters = load_adapters(model, files, catalog, applied=applied)
     except Exception:
         context.close()
         model.close()
         raise
     why_not = why_not_spliceable(memory)
-    return Core(model, context, vocab, info, n_ctx, memory, why_not, projector, observer)
+    return Core(
+        model, context, vocab, info, n_ctx, memory, adapters, why_not, projector, observer
+    )
 
 
 def _observer(taps: Taps, memory: Memory, model: LlamaModel, config: Config) -> Observer | None:

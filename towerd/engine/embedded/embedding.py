@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from towerd.config import Config
 from towerd.engine.base import Ids
+from towerd.engine.embedded.adapters import Adapted, Adapters, adapt
 from towerd.engine.embedded.context import Batch
 from towerd.engine.embedded.model import LlamaModel, last_errors
 from towerd.errors import ContextExceeded, ModelError, TowerdError
@@ -37,9 +38,11 @@ class Embedder:
     """A context of the loaded model that gives rows instead of tokens. Make it at the start; any
     thread may use it."""
 
-    def __init__(self, model: LlamaModel, config: Config, n_ctx: int) -> None:
+    def __init__(self, model: LlamaModel, config: Config, n_ctx: int, adapters: Adapters) -> None:
         """Raises ModelError when llama.cpp cannot make the context."""
         self.n_ctx = n_ctx
+        self._adapters = adapters
+        self._applied: Adapted = ()
         self._n_batch = min(max(config.batch_size, config.ubatch_size), n_ctx)
         if config.ubatch_size < self._n_batch:  # a pooled text is one computation
             self._n_batch = config.ubatch_size
@@ -100,6 +103,9 @@ class Embedder:
                 f"input ({len(ids)} tokens) is too large to process. increase the physical batch "
                 f"size (current batch size: {self._n_batch})"
             )
+        if (adapted := self._adapters.adapted(self._adapters.scope(""))) != self._applied:
+            adapt(self._ptr, adapted)
+            self._applied = adapted
         if self._memory:
             lib.llama_memory_clear(self._memory, True)
         self._batch.clear()

@@ -110,10 +110,11 @@ class EmbeddedEngine:
         self.info = core.info
         self.retokenizer = Retokenizer(core.vocab)
         self.wire: WireThreads | None = WireThreads(open_wire(core, config, self.retokenizer))
+        self.adapters = core.adapters
         self.embedder: Embeds | None = None
         self._embedder: Embedder | None = None
         if config.embeddings or config.reranking:
-            self._embedder = self.embedder = Embedder(core.model, config, core.n_ctx)
+            self._embedder = self.embedder = Embedder(core.model, config, core.n_ctx, core.adapters)
         self.n_ctx = core.n_ctx
         self.n_slots = config.parallel
         self.core = core
@@ -191,8 +192,11 @@ class EmbeddedEngine:
         if len(ids) >= self.n_ctx and request.live.policy not in self.outgrowing:
             raise ContextExceeded.of_request(len(ids), self.n_ctx)
         generation = EmbeddedGeneration(self.scheduler, self._loop)
-        reply = request.reply or self._reply(request)
-        generation.job = Job(request, ids, len(ids), output=reply, media=spans_of(ids))
+        adapted = self.core.adapters.adapted(request.scope)
+        output = request.reply or self._reply(request)
+        generation.job = Job(
+            request, ids, len(ids), adapted=adapted, output=output, media=spans_of(ids)
+        )
         self._generations[id(generation.job)] = generation
         self._all_ended.clear()
         try:

@@ -20,6 +20,7 @@ from towerd.engine.base import (
     StopType,
     Timings,
 )
+from towerd.engine.embedded.adapters import Adapted
 from towerd.engine.embedded.context import Buffer
 from towerd.engine.embedded.pool import LiveSeq, common_prefix
 from towerd.engine.embedded.retained import Observed
@@ -69,6 +70,8 @@ class Job:
     ids: Ids
     """int32: the prompt as evaluated (after a context shift), then every sampled token."""
     n_prompt: int
+    adapted: Adapted = ()
+    """The LoRA adapters that it is evaluated under."""
     truncated: bool = False
     """Shortened by a context shift: the live tokens are not the conversation's."""
     is_full: bool = False

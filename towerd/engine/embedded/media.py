@@ -113,11 +113,13 @@ class Media:
             return False
         seq = job.seq
         assert seq is not None
-        job.n_in_batch, job.logits_index = end - start, -1
+        job.in_batch, job.logits_index = job.ids[start:end], -1
         self._materialiser.protect([job])
-        self._projector.decode(
-            self._context.address, ready.medium, ready.encoded, seq.place_next, seq.id
-        )
+        with self._context.adapted(job.adapted):
+            self._context.apply_adapters()
+            self._projector.decode(
+                self._context.address, ready.medium, ready.encoded, seq.place_next, seq.id
+            )
         self._pool.append(seq, job.ids[start:end])
         self._materialiser.advanced(job)
         self.n_evaluated += 1

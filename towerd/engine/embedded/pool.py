@@ -27,6 +27,7 @@ from towerd.engine.base import Ids, LiveBudget
 from towerd.engine.embedded.retained import Retained
 from towerd.retention import Positions
 from towerd.store import APPROXIMATE, SPLICED, THINNED, Taint, computed_after
+from towerd.store.scope import adapters_of
 
 
 class SeqOps(Protocol):
@@ -94,6 +95,13 @@ class LiveSeq:
         """How many of its cells hold tokens before token `n`."""
         return n if self.retained is None else self.retained.rank(n)
 
+    def n_visible(self, scope: str) -> int:
+        """How many of its leading tokens may be shared with a sequence of `scope`."""
+        if self.scope == scope:
+            return self.n
+        is_alike = adapters_of(self.scope) == adapters_of(scope)
+        return min(self.n, self.n_public) if is_alike else 0
+
     def tokens(self) -> Ids:
         """View of the live tokens, int32[n]."""
         return self.ids[: self.n]
@@ -159,7 +167,7 @@ class LivePool:
         for seq in self._live.values():
             if seq.is_thinned:
                 continue
-            limit = seq.n if seq.scope == scope else min(seq.n, seq.n_public)
+            limit = seq.n_visible(scope)
             if unspliced:
                 limit = min(limit, seq.n_unspliced())
             n = common_prefix(seq.ids[:limit], ids)

@@ -150,8 +150,7 @@ class Resumer:
         for seq in self.pool:
             if not seq.is_whole:
                 continue
-            limit = seq.n if seq.scope == scope else min(seq.n, seq.n_public)
-            common = common_prefix(seq.ids[:limit], ids)
+            common = common_prefix(seq.ids[: seq.n_visible(scope)], ids)
             n = (
                 common
                 if common == seq.n

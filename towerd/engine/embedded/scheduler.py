@@ -334,7 +334,8 @@ class Scheduler:
             self.speculator.prepare(jobs)
             self.materialiser.protect(jobs)
             started = time.monotonic()
-            self.thinner.decode(jobs)
+            with self.context.adapted(jobs[0].adapted):
+                self.thinner.decode(jobs)
             self._batching.learn(sum(j.n_in_batch for j in jobs), time.monotonic() - started)
         except TowerdError as error:
             self._decode_failed(jobs, error)

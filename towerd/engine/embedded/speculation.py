@@ -122,7 +122,7 @@ class Speculator:
         seq, output = job.seq, job.output
         if job.phase is not Phase.DECODE or seq is None or output is None or job.slot < 0:
             return 0
-        if job.request.live.is_bounded or job.n - seq.n != 1:
+        if job.request.live.is_bounded or job.media or job.n - seq.n != 1:
             return 0
         n_reply = job.n_reply_max(self._n_ctx) - len(job.reply)
         return min(n_reply - 1, self._n_ctx - job.n - 2, len(seq.ids) - seq.n - 1)

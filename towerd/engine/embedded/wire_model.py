@@ -17,8 +17,8 @@ from towerd.llama_flags import wire_words
 from towerd.models.known import metadata_of
 from towerd.wire import Model, Settings, recommended
 
-KEPT_FIELDS = ("retention", "live_budget")
-"""Fields of a body that are towerd's own."""
+KEPT_FIELDS = ("retention", "live_budget", "lora")
+"""Fields of a body that towerd reads itself."""
 
 
 def open_wire(core: Core, config: Config, retokenizer: Retokenizer) -> Model:

@@ -54,6 +54,7 @@ class LlamaServerEngine:
     name = "llama-server"
     wire: WireThreads | None = None
     embedder: Embeds | None = None
+    adapters: None = None
     modules: ModuleMaker | None = None
     outgrowing: Collection[str] = ()  # it refuses such a prompt even where it shifts its context
 

@@ -11,6 +11,7 @@ import sqlite3
 from typing import Any
 
 from towerd.store.keys import segment_key
+from towerd.store.scope import public_of
 
 _PREFIX_LOST = {("segments", "parent")}
 """References whose absence means the root, which would be another prefix."""
@@ -93,7 +94,7 @@ def _drop_wrong_segments(db: sqlite3.Connection) -> int:
             whole = prefix + ids
             place = scope, ids[:4]
             is_right = 4 * p0 == len(prefix) and 4 * p1 == len(whole) and place not in places
-            is_right = is_right and above in ("public", scope)
+            is_right = is_right and (not parent or above in (public_of(scope), scope))
             if is_right and segment_key(digests[pk], scope, whole) == key:
                 places.add(place)
                 right.add(id)
