@@ -117,9 +117,7 @@ def load_core(config: Config, catalog: Catalog) -> Core:
         model.close()
         raise
     why_not = why_not_spliceable(memory)
-    return Core(
-        model, context, vocab, info, n_ctx, memory, adapters, why_not, projector, observer
-    )
+    return Core(model, context, vocab, info, n_ctx, memory, adapters, why_not, projector, observer)
 
 
 def _observer(taps: Taps, memory: Memory, model: LlamaModel, config: Config) -> Observer | None:
