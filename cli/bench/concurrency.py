@@ -55,7 +55,7 @@ async def _speculate(
     """The same with drafts from n-grams, for replies that repeat one token: every draft is right,
     so that what is compared is drafting, verifying and sending."""
     shape = n_predict, n_vocab, _SPECULATED_STREAMS
-    repeats = {"logit_bias": [[n_vocab - 1, 100.0]]}
+    repeats: dict[str, Any] = {"logit_bias": [[n_vocab - 1, 100.0]]}
     with tempfile.TemporaryDirectory(prefix="towerd-bench-") as folder:
         with towerd_server(path, Path(folder) / "store", *flags, *_SPECULATING) as server:
             ours = await _rates(server, *shape, **repeats)
