@@ -303,6 +303,7 @@ async def test_what_is_counted(opened: Any) -> None:
     async with opened(OWN_DRAFT) as service:
         answers = [await say(service, text) for text in (STORY, OTHER)]
         text = Metrics().render({"engine": service.engine.stats()}).decode()
+        assert all(slot.speculative for slot in service.engine.slots())
     found = dict(line.rsplit(" ", 1) for line in text.splitlines() if "spec_decode_num" in line)
     prefix = "llamacpp:spec_decode_num_"
     assert float(found[prefix + "draft_tokens_total"]) == sum(drafted(a)[0] for a in answers)
