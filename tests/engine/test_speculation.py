@@ -253,6 +253,35 @@ async def test_nobody_gives_way_to_a_draft(opened: Any) -> None:
     assert [answer["ids"] for answer in together] == [answer["ids"] for answer in alone]
 
 
+async def test_taken_up_again_after_giving_way(opened: Any) -> None:
+    """A chat that is pushed out of the context in the middle of drafting goes on as if it had
+    not been."""
+    texts = [STORY, OTHER, STORY + " cat", OTHER + " dog"]
+    fields: Said = {"n_predict": 150, "ignore_eos": True}
+    async with opened(()) as service:
+        alone = [await say(service, text, **fields) for text in texts]
+    async with opened(OWN_DRAFT, ctx_size=256, live_tokens=512) as service:
+        together = await asyncio.gather(*(say(service, text, **fields) for text in texts))
+        assert service.engine.stats()["preemptions"] > 0
+        assert service.engine.stats()["draft_tokens_accepted"] > 100
+        await settle(service)
+    assert [answer["ids"] for answer in together] == [answer["ids"] for answer in alone]
+
+
+async def test_past_the_end_of_the_context(opened: Any) -> None:
+    """A chat that drops its oldest turns there does so at the same token, and goes on the same."""
+    said = []
+    for flags in ((), OWN_DRAFT):
+        async with opened(flags, ctx_size=256) as service:
+            fields: Said = {"n_predict": 200, "ignore_eos": True}
+            answer = await say(service, STORY * 4, LiveBudget("shift"), **fields)
+            assert answer["truncated"]
+            said.append(answer)
+            await settle(service)
+    assert gist(said[0]) == gist(said[1])
+    assert drafted(said[1])[1] > 50
+
+
 async def test_a_text_longer_than_the_draft_model_reads(opened: Any) -> None:
     """Of a long text the draft model has the end before it, and reads that beside the reply."""
     prompt = " ".join([STORY, OTHER] * 8)
