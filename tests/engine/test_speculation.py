@@ -349,6 +349,7 @@ async def test_what_is_counted(opened: Any) -> None:
         (("--spec-type", "draft-simple"), "name one with --model-draft"),
         (("-md", "/nowhere.gguf"), "/nowhere.gguf cannot be loaded"),
         (("-md", "/nowhere.gguf", "--spec-type", "ngram-mod"), "needs --spec-type draft-simple"),
+        (("--spec-type", "ngram-cache", "-lcs", "/no/cache"), "/no/cache cannot be read"),
         (("--spec-type", "magic"), "--spec-type"),
         (("--draft-max", "4"), "use --spec-draft-n-max"),
         (("--spec-synth-len", "2"), "--spec-synth-len is not taken"),
