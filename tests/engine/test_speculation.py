@@ -239,6 +239,19 @@ async def test_side_by_side(opened: Any) -> None:
     assert [drafted(answer)[0] > 0 for answer in together] == [True, False, True, False]
 
 
+async def test_beside_a_chat_whose_attention_is_read(opened: Any) -> None:
+    """The drafts of others are nothing that its policy goes by."""
+    settings = {"retention": "h2o", "live_budget": 64}
+    shapes = [(OTHER * 3, LiveBudget("h2o", 64)), (STORY, LiveBudget())]
+    async with opened((), **settings) as service:
+        alone = [await say(service, text, live) for text, live in shapes]
+    async with opened(OWN_DRAFT, **settings) as service:
+        together = await asyncio.gather(*(say(service, text, live) for text, live in shapes))
+        await settle(service)
+    assert [gist(answer) for answer in together] == [gist(answer) for answer in alone]
+    assert [drafted(answer)[0] > 0 for answer in together] == [False, True]
+
+
 async def test_nobody_gives_way_to_a_draft(opened: Any) -> None:
     """With hardly a cell to spare replies run on, undrafted where there is no room."""
     texts = [STORY, OTHER, STORY + " cat", OTHER + " dog"]
