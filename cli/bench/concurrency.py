@@ -7,6 +7,7 @@ import asyncio
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import numpy as np
@@ -17,6 +18,11 @@ from towerd.cli.bench.report import Report
 from towerd.cli.bench.servers import ServerProcess, llama_server, towerd_server
 
 _STREAMS = (1, 2, 4, 8)
+_SPECULATING = (
+    *("--spec-type", "ngram-mod", "--spec-ngram-mod-n-match", "4"),
+    *("--spec-ngram-mod-n-min", "1", "--spec-ngram-mod-n-max", "8"),
+)
+_SPECULATED_STREAMS = (1, 8)
 _PROMPT_TOKENS = 32
 _REPEATS = 2
 
@@ -39,18 +45,45 @@ async def run(model: Path | None, quick: bool) -> Report:
         report.figures[f"llama_server_{n}_tokens_per_s"] = theirs[n]
         report.figures[f"ratio_{n}"] = ours[n] / theirs[n]
     report.target("ratio_8", least=0.95)
+    await _speculate(report, path, flags, 3 * n_predict, n_vocab)
     return report
 
 
-async def _rates(server: ServerProcess, n_predict: int, n_vocab: int) -> dict[int, float]:
+async def _speculate(
+    report: Report, path: Path, flags: tuple[str, ...], n_predict: int, n_vocab: int
+) -> None:
+    """The same with drafts from n-grams, for replies that repeat one token: every draft is right,
+    so that what is compared is drafting, verifying and sending."""
+    shape = n_predict, n_vocab, _SPECULATED_STREAMS
+    repeats: dict[str, Any] = {"logit_bias": [[n_vocab - 1, 100.0]]}
+    with tempfile.TemporaryDirectory(prefix="towerd-bench-") as folder:
+        with towerd_server(path, Path(folder) / "store", *flags, *_SPECULATING) as server:
+            ours = await _rates(server, *shape, **repeats)
+    with llama_server(path, *flags, "-kvu", *_SPECULATING) as server:
+        theirs = await _rates(server, *shape, **repeats)
+    for n in _SPECULATED_STREAMS:
+        report.figures[f"towerd_spec_{n}_tokens_per_s"] = ours[n]
+        report.figures[f"llama_server_spec_{n}_tokens_per_s"] = theirs[n]
+        report.figures[f"ratio_spec_{n}"] = ours[n] / theirs[n]
+    report.target("ratio_spec_1", least=1.0)
+
+
+async def _rates(
+    server: ServerProcess,
+    n_predict: int,
+    n_vocab: int,
+    streams: tuple[int, ...] = _STREAMS,
+    **fields: Any,
+) -> dict[int, float]:
     """Best of some repeats: tokens per second of generation, prompts excluded."""
     rng = np.random.default_rng(3)
     rates: dict[int, float] = {}
     async with new_session() as session:
         await complete(session, server.url, random_prompt(rng, 16, n_vocab).tolist(), 8)
-        for n in _STREAMS:
+        for n in streams:
             tries = [
-                await _one(session, server, n, n_predict, n_vocab, rng) for _ in range(_REPEATS)
+                await _one(session, server, n, n_predict, n_vocab, rng, **fields)
+                for _ in range(_REPEATS)
             ]
             rates[n] = max(tries)
     return rates
@@ -63,10 +96,13 @@ async def _one(
     n_predict: int,
     n_vocab: int,
     rng: np.random.Generator,
+    **fields: Any,
 ) -> float:
     prompts = [random_prompt(rng, _PROMPT_TOKENS, n_vocab).tolist() for _ in range(n_streams)]
     for prompt in prompts:  # the prompts are cached, so that only generation is timed
         await complete(session, server.url, prompt, 0)
     started = time.perf_counter()
-    await asyncio.gather(*(complete(session, server.url, prompt, n_predict) for prompt in prompts))
+    await asyncio.gather(
+        *(complete(session, server.url, prompt, n_predict, **fields) for prompt in prompts)
+    )
     return n_streams * n_predict / (time.perf_counter() - started)

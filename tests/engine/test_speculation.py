@@ -239,6 +239,19 @@ async def test_side_by_side(opened: Any) -> None:
     assert [drafted(answer)[0] > 0 for answer in together] == [True, False, True, False]
 
 
+async def test_beside_a_chat_whose_attention_is_read(opened: Any) -> None:
+    """The drafts of others are nothing that its policy goes by."""
+    settings = {"retention": "h2o", "live_budget": 64}
+    shapes = [(OTHER * 3, LiveBudget("h2o", 64)), (STORY, LiveBudget())]
+    async with opened((), **settings) as service:
+        alone = [await say(service, text, live) for text, live in shapes]
+    async with opened(OWN_DRAFT, **settings) as service:
+        together = await asyncio.gather(*(say(service, text, live) for text, live in shapes))
+        await settle(service)
+    assert [gist(answer) for answer in together] == [gist(answer) for answer in alone]
+    assert [drafted(answer)[0] > 0 for answer in together] == [False, True]
+
+
 async def test_nobody_gives_way_to_a_draft(opened: Any) -> None:
     """With hardly a cell to spare replies run on, undrafted where there is no room."""
     texts = [STORY, OTHER, STORY + " cat", OTHER + " dog"]
@@ -251,6 +264,35 @@ async def test_nobody_gives_way_to_a_draft(opened: Any) -> None:
         assert service.engine.stats()["preemptions"] == 0
         await settle(service)
     assert [answer["ids"] for answer in together] == [answer["ids"] for answer in alone]
+
+
+async def test_taken_up_again_after_giving_way(opened: Any) -> None:
+    """A chat that is pushed out of the context in the middle of drafting goes on as if it had
+    not been."""
+    texts = [STORY, OTHER, STORY + " cat", OTHER + " dog"]
+    fields: Said = {"n_predict": 150, "ignore_eos": True}
+    async with opened(()) as service:
+        alone = [await say(service, text, **fields) for text in texts]
+    async with opened(OWN_DRAFT, ctx_size=256, live_tokens=512) as service:
+        together = await asyncio.gather(*(say(service, text, **fields) for text in texts))
+        assert service.engine.stats()["preemptions"] > 0
+        assert service.engine.stats()["draft_tokens_accepted"] > 100
+        await settle(service)
+    assert [answer["ids"] for answer in together] == [answer["ids"] for answer in alone]
+
+
+async def test_past_the_end_of_the_context(opened: Any) -> None:
+    """A chat that drops its oldest turns there does so at the same token, and goes on the same."""
+    said = []
+    for flags in ((), OWN_DRAFT):
+        async with opened(flags, ctx_size=256) as service:
+            fields: Said = {"n_predict": 200, "ignore_eos": True}
+            answer = await say(service, STORY * 4, LiveBudget("shift"), **fields)
+            assert answer["truncated"]
+            said.append(answer)
+            await settle(service)
+    assert gist(said[0]) == gist(said[1])
+    assert drafted(said[1])[1] > 50
 
 
 async def test_a_text_longer_than_the_draft_model_reads(opened: Any) -> None:
@@ -303,6 +345,7 @@ async def test_what_is_counted(opened: Any) -> None:
     async with opened(OWN_DRAFT) as service:
         answers = [await say(service, text) for text in (STORY, OTHER)]
         text = Metrics().render({"engine": service.engine.stats()}).decode()
+        assert all(slot.speculative for slot in service.engine.slots())
     found = dict(line.rsplit(" ", 1) for line in text.splitlines() if "spec_decode_num" in line)
     prefix = "llamacpp:spec_decode_num_"
     assert float(found[prefix + "draft_tokens_total"]) == sum(drafted(a)[0] for a in answers)
@@ -319,6 +362,7 @@ async def test_what_is_counted(opened: Any) -> None:
         (("--spec-type", "draft-simple"), "name one with --model-draft"),
         (("-md", "/nowhere.gguf"), "/nowhere.gguf cannot be loaded"),
         (("-md", "/nowhere.gguf", "--spec-type", "ngram-mod"), "needs --spec-type draft-simple"),
+        (("--spec-type", "ngram-cache", "-lcs", "/no/cache"), "/no/cache cannot be read"),
         (("--spec-type", "magic"), "--spec-type"),
         (("--draft-max", "4"), "use --spec-draft-n-max"),
         (("--spec-synth-len", "2"), "--spec-synth-len is not taken"),

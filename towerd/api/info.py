@@ -76,7 +76,7 @@ def _slot_json(slot: SlotView) -> dict[str, Any]:
     out: dict[str, Any] = {
         "id": slot.id,
         "n_ctx": slot.n_ctx,
-        "speculative": False,
+        "speculative": slot.speculative,
         "is_processing": slot.is_processing,
     }
     if slot.request is None:

@@ -240,10 +240,12 @@ class SlotView:
     n_remain: int = -1
     has_next_token: bool = False
     has_new_line: bool = False
+    speculative: bool = False
+    """Replies may be drafted."""
 
     def hidden(self) -> SlotView:
         """As it looks to a tenant that has nothing to do with it: idle."""
-        return SlotView(self.id, self.n_ctx, False, None, 0, 0, None)
+        return SlotView(self.id, self.n_ctx, False, None, 0, 0, None, speculative=self.speculative)
 
 
 @dataclass(frozen=True, slots=True)

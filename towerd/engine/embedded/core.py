@@ -96,7 +96,7 @@ def load_core(config: Config, catalog: Catalog) -> Core:
             config, n_head=model.n_head, n_cells=n_cells, ram_bytes=ram_bytes
         )
         config = replace(config, flash_attn=attention)
-        n_seqs = _in_passing(lambda: n_seqs_of(model, config, ram_bytes))
+        n_seqs = in_passing(lambda: n_seqs_of(model, config, ram_bytes))
         taps = Taps() if config.retention in WATCHING else None
         context = LlamaContext(model, config, n_cells=n_cells, n_seqs=n_seqs, taps=taps)
     except Exception:
@@ -104,7 +104,7 @@ def load_core(config: Config, catalog: Catalog) -> Core:
         raise
     try:
         vocab = Vocab(model.ptr)
-        memory = _in_passing(lambda: _probe(context, model))
+        memory = in_passing(lambda: _probe(context, model))
         observer = None if taps is None else _observer(taps, memory, model, config)
         info = _info(model, vocab, config, memory, catalog)
         projector = _in_passing(lambda: open_projector(model, config, catalog))
@@ -126,7 +126,7 @@ def _observer(taps: Taps, memory: Memory, model: LlamaModel, config: Config) -> 
         return None
     cell_ext = memory.layout.cell_ext
     return Observer(
-        taps, memory, _in_passing(lambda: check_attention(model, config, cell_ext=cell_ext))
+        taps, memory, in_passing(lambda: check_attention(model, config, cell_ext=cell_ext))
     )
 
 
@@ -186,7 +186,7 @@ def _declared_layout(model: LlamaModel, config: Config) -> KVLayout:
     return KVLayout((k_plane,) * n_layer, (v_plane,) * n_layer)
 
 
-def _in_passing(work: Callable[[], T]) -> T:
+def in_passing(work: Callable[[], T]) -> T:
     """Run `work`, which computes, on a thread that ends with it.
 
     OpenMP keeps a team of threads for each thread that ever computed. With more of them than

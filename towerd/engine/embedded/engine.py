@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -238,12 +239,14 @@ class EmbeddedEngine:
     def slots(self) -> list[SlotView]:
         """A snapshot, read without the inference thread's help."""
         jobs = list(self.scheduler.slots.jobs)
-        return [
+        views = (
             job.view(self.n_ctx)
             if job is not None
             else SlotView(i, self.n_ctx, False, None, 0, 0, None)
             for i, job in enumerate(jobs)
-        ]
+        )
+        speculative = self.scheduler.speculator.is_on
+        return [replace(view, speculative=speculative) for view in views]
 
     async def kept(self, ids: Ids, scope: str) -> Kept | None:
         found = self.scheduler.call(lambda: self.thinner.kept(ids, scope))
@@ -320,6 +323,7 @@ class EmbeddedEngine:
             await asyncio.to_thread(self._embedder.close)
         await asyncio.to_thread(self.scheduler.close)
         await asyncio.to_thread(self.media.close)
+        await asyncio.to_thread(self.scheduler.speculator.close)
         await asyncio.to_thread(self.materialiser.close)
         self._text.shutdown()
         self._big_text.shutdown()

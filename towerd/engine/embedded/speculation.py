@@ -18,7 +18,7 @@ import numpy as np
 
 from towerd.config import Config
 from towerd.engine.embedded.batching import Batching
-from towerd.engine.embedded.core import Core
+from towerd.engine.embedded.core import Core, in_passing
 from towerd.engine.embedded.job import Job, Phase
 from towerd.engine.embedded.memory import Memory
 from towerd.engine.embedded.pool import LivePool
@@ -48,6 +48,11 @@ class Speculator:
         self._memory = memory
         self._pool = pool
         self._n_ctx = n_ctx
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there are drafts; may be asked by any thread."""
+        return self._drafts is not None
 
     def fill(self, batching: Batching, active: list[Job], evict: Callable[[], bool]) -> list[Job]:
         """Put the next step into the batch, with drafts; returns the jobs that take part. Idle
@@ -80,6 +85,10 @@ class Speculator:
         if len(draft):
             self._settle(job, len(draft), len(chunks) - 1)
         return chunks
+
+    def close(self) -> None:
+        """Free a draft model. No request may run any more."""
+        self._drafts = None
 
     def _draft(self, active: Sequence[Job]) -> None:
         """Set each job's `draft`."""
@@ -156,6 +165,8 @@ def open_speculation(model: Model, core: Core, config: Config) -> Speculation | 
         )
     n_threads = config.threads, config.threads_batch or config.threads
     try:
-        return Speculation(model, core.context.address, config.parallel, *n_threads)
+        return in_passing(
+            lambda: Speculation(model, core.context.address, config.parallel, *n_threads)
+        )
     except RuntimeError as error:
         raise ConfigError(f"No speculation: {error}.") from error

@@ -1,6 +1,7 @@
 #include "speculation.h"
 
 #include <algorithm>
+#include <fstream>
 #include <stdexcept>
 
 #include "refused.h"
@@ -48,6 +49,11 @@ void check(const common_params_speculative & params) {
     }
     if (!is_simple && params.has_dft()) {
         throw std::runtime_error("--model-draft needs --spec-type draft-simple among the types");
+    }
+    for (const auto & path : {params.ngram_cache.lookup_cache_static, params.ngram_cache.lookup_cache_dynamic}) {
+        if (!path.empty() && !std::ifstream(path)) {
+            throw std::runtime_error("the lookup cache " + path + " cannot be read");
+        }
     }
 }
 
