@@ -87,6 +87,7 @@ FLAGS = (
 --reasoning-budget
 --reasoning-budget-message
 --chat-template-kwargs
+--media-path
 --sse-ping-interval
 --embd-normalize
 """),
@@ -181,7 +182,6 @@ FLAGS = (
 --tools
 --mcp-servers-config
 --mcp-servers-json
---media-path
 --path
 --api-prefix
 --ssl-key-file

@@ -18,7 +18,7 @@ from towerd.cli.bench.servers import llama_server
 from towerd.models.bundled import bundled_model
 
 MakeDaemon = Callable[..., Daemon]
-FLAGS = ("-c", "1024", "-t", "1")
+FLAGS = ("-c", "1024", "-t", "1", "-ctk", "f32", "-ctv", "f32")
 N_EMBD_TEXT = 64
 """Of the bundled model."""
 PNG = "data:image/png;base64,"

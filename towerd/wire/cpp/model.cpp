@@ -118,6 +118,7 @@ void Model::take_templates(const std::string & source) {
     chat_.enable_thinking          = params_.enable_reasoning != 0 && params_.use_jinja &&
                                      common_chat_templates_support_enable_thinking(chat_.tmpls.get());
     if (projector_) {
+        chat_.media_path  = params_.media_path;
         chat_.allow_image = projector_->has_vision();
         chat_.allow_audio = projector_->has_audio();
         chat_.allow_video = projector_->has_video();
