@@ -16,7 +16,8 @@ MEDIUM = st.integers(1, 5).map(lambda n: [FIRST] + [LATER] * (n - 1))
 @given(st.lists(st.one_of(TEXT, MEDIUM), max_size=8))
 def test_spans(parts: list[list[int]]) -> None:
     """Media may follow each other without a token between them."""
-    ids, wanted = [], []
+    ids: list[int] = []
+    wanted: list[tuple[int, int]] = []
     for part in parts:
         if part and part[0] < 0:
             wanted.append((len(ids), len(ids) + len(part)))

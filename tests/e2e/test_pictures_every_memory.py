@@ -13,7 +13,8 @@ from pictures import answered, counts, look_at, say
 from vision_model import TOKENS_AN_IMAGE, make_projector
 
 from towerd.cli.bench.servers import llama_server
-from towerd.models.random_gguf import Shape, make_random_gguf
+from towerd.models.random_gguf import make_random_gguf
+from towerd.models.shape import Arch, Shape
 
 MakeDaemon = Callable[..., Daemon]
 SHAPE = Shape(
@@ -22,7 +23,7 @@ SHAPE = Shape(
 FLAGS = ("-c", "1024", "-t", "1", "-tb", "1", "-ctk", "f32", "-ctv", "f32")
 
 
-def files(folder: Path, arch: str) -> tuple[Path, Path]:
+def files(folder: Path, arch: Arch) -> tuple[Path, Path]:
     """A model and its projector."""
     model, projector = folder / f"{arch}.gguf", folder / "mmproj.gguf"
     make_random_gguf(model, replace(SHAPE, arch=arch))
@@ -31,7 +32,7 @@ def files(folder: Path, arch: str) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("arch", ["gemma3", "lfm2", "mamba"])
-def test_a_chat_goes_on(make_daemon: MakeDaemon, tmp_path: Path, arch: str) -> None:
+def test_a_chat_goes_on(make_daemon: MakeDaemon, tmp_path: Path, arch: Arch) -> None:
     """Sliding windows, recurrent layers beside attention, and nothing else: a picture before the
     window's edge and one in it are encoded once each."""
     model, projector = files(tmp_path, arch)

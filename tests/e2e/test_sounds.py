@@ -34,7 +34,8 @@ def test_a_sound_is_heard_once(make_daemon: MakeDaemon, tmp_path: Path) -> None:
     flags = ("-c", "1024", "-t", "1", *exact, "--mmproj", str(projector))
     with llama_server(bundled_model(), *flags, "-np", "1") as alone:
         with make_daemon(*flags, "--no-anticipate") as daemon:
-            texts = []
+            texts: list[str] = []
+            session = ""
             for seed in (1, 2):
                 chat: list[Any] = [listen(seed)]
                 for n_question, question in enumerate(("And then?", "Why?")):
@@ -45,8 +46,9 @@ def test_a_sound_is_heard_once(make_daemon: MakeDaemon, tmp_path: Path) -> None:
                     daemon.start()
                     chat = answered(chat, said, question)
                     texts.append(said.text)
+                    session = said.session
             assert texts[0] != texts[2]
-            ids = daemon.session_ids(said.session)
+            ids = daemon.session_ids(session)
             assert sum(id < 0 for id in ids) == TOKENS_A_SOUND
             wanted, got = (
                 requests.get(url + "/props", timeout=30).json() for url in (alone.url, daemon.url)
