@@ -88,6 +88,9 @@ FLAGS = (
 --reasoning-budget-message
 --chat-template-kwargs
 --media-path
+--video-ffmpeg-dir
+--video-fps
+--video-timestamp-interval
 --sse-ping-interval
 --embd-normalize
 """),
