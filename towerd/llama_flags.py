@@ -92,6 +92,10 @@ FLAGS = (
 --reasoning-budget
 --reasoning-budget-message
 --chat-template-kwargs
+--media-path
+--video-ffmpeg-dir
+--video-fps
+--video-timestamp-interval
 --sse-ping-interval
 --embd-normalize
 --spec-type
@@ -216,7 +220,6 @@ FLAGS = (
 --tools
 --mcp-servers-config
 --mcp-servers-json
---media-path
 --path
 --api-prefix
 --ssl-key-file

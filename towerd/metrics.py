@@ -62,6 +62,8 @@ SAMPLES = (
     Sample("towerd_live_cells_used", "engine", "live_cells_used",
            "Cells of the live context that hold a token's rows"),
     Sample("towerd_live_cells", "engine", "live_cells", "Cells of the live context"),
+    Sample("towerd_media_encoded_total", "engine", "media_encoded",
+           "Pictures and sounds that were encoded", counter=True),
     Sample("towerd_hot_bytes", "tiers", "hot_bytes", "Native rows held in RAM"),
     Sample("towerd_warm_bytes", "tiers", "warm_bytes", "Rows held in segment files"),
     Sample("towerd_warm_quantized_bytes", "tiers", "warm_quantized_bytes",

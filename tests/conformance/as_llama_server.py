@@ -44,7 +44,8 @@ def embedded(args: list[str]) -> list[str]:
     if "--parallel" in args and "--kv-unified" not in args and "--ctx-size" in args:
         n_slots, at = int(args[args.index("--parallel") + 1]), args.index("--ctx-size") + 1
         args[at] = str(int(args[at]) // n_slots)  # towerd's is that of one conversation
-    return args
+    projector = os.environ.get("LLAMA_ARG_MMPROJ")
+    return [*args, "--mmproj", projector] if projector else args
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,7 @@ from towerd.cli.bench.servers import llama_server
 from towerd.models.bundled import bundled_model
 
 MakeDaemon = Callable[..., Daemon]
-FLAGS = ("-c", "1024", "-t", "1")
+FLAGS = ("-c", "1024", "-t", "1", "-ctk", "f32", "-ctv", "f32")
 N_EMBD_TEXT = 64
 """Of the bundled model."""
 PNG = "data:image/png;base64,"
@@ -155,7 +156,7 @@ def test_every_endpoint_sees(make_daemon: MakeDaemon, flags: tuple[str, ...], al
             )
             assert got.json() == wanted.json()
         wanted, got = (requests.get(u + "/props", timeout=30).json() for u in (alone, daemon.url))
-        assert got["modalities"] == wanted["modalities"]
+        assert got["modalities"] == wanted["modalities"] | {"video": False}
         wanted, got = (
             requests.get(u + "/v1/models", timeout=30).json() for u in (alone, daemon.url)
         )
@@ -194,6 +195,28 @@ def test_bad_media(make_daemon: MakeDaemon, flags: tuple[str, ...], alone: str) 
         body = {"messages": [look_at(1)], "retention": "streaming", "live_budget": 64}
         assert "none" in daemon.post("/v1/chat/completions", body, 400)["error"]["message"]
         both(alone, daemon, [look_at(1)])
+
+
+def test_no_program_in_path_is_run(
+    make_daemon: MakeDaemon, flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    """libmtmd gives what is no picture to ffmpeg, which follows links in it: only to one that was
+    named."""
+    for name in ("ffmpeg", "ffprobe"):
+        (tmp_path / name).write_text(f'#!/bin/sh\necho "$0" >> "{tmp_path}/ran"\nexit 1\n')
+        (tmp_path / name).chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    body = {"messages": [{"role": "user", "content": [
+        {"type": "image_url", "image_url": {"url": PNG + "AAAA"}}]}]}  # fmt: skip
+    with make_daemon(*flags, PATH=path) as daemon:
+        daemon.post("/v1/chat/completions", body, 400)
+        assert not (tmp_path / "ran").exists()
+        assert not daemon.get("/props")["modalities"]["video"]
+    named = ("--video-ffmpeg-dir", str(tmp_path))
+    with make_daemon(*flags, *named, name="named") as daemon:
+        daemon.post("/v1/chat/completions", body, 400)
+        assert (tmp_path / "ran").exists()
+        assert daemon.get("/props")["modalities"]["video"]
 
 
 def test_without_a_projector(make_daemon: MakeDaemon) -> None:

@@ -106,8 +106,7 @@ def _one(prompt: Any, n_vocab: int) -> Parts:
             raise InvalidRequest(_FORMS)
         if prompt.get("multimodal_data"):
             raise NotSupported(
-                "The embedded engine reads text only; the llama-server engine reads "
-                "multimodal prompts"
+                "Only text can be precached: pictures and sounds stay with the chats that show them"
             )
         prompt = prompt["prompt_string"]
     return _parts(prompt, n_vocab)

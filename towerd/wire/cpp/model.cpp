@@ -118,9 +118,10 @@ void Model::take_templates(const std::string & source) {
     chat_.enable_thinking          = params_.enable_reasoning != 0 && params_.use_jinja &&
                                      common_chat_templates_support_enable_thinking(chat_.tmpls.get());
     if (projector_) {
+        chat_.media_path  = params_.media_path;
         chat_.allow_image = projector_->has_vision();
         chat_.allow_audio = projector_->has_audio();
-        chat_.allow_video = projector_->has_video();
+        chat_.allow_video = projector_->has_video() && !params_.video_ffmpeg_bin_dir.empty();
     }
     // As llama-server: a template that cannot render an example is refused at the start.
     common_chat_format_example(chat_.tmpls.get(), params_.use_jinja, params_.default_template_kwargs);
@@ -128,6 +129,19 @@ void Model::take_templates(const std::string & source) {
 
 task_params Model::parse_params(const json & data) const {
     return server_schema::eval_llama_cmpl_schema(vocab, params_, eog(), data);
+}
+
+// libmtmd gives what is no picture to an ffmpeg in PATH, which opens whatever files and links the bytes name: only one that
+// was asked for may do that.
+mtmd_helper_init_opt Model::helper_options() const {
+    static const char * const kNowhere = "/dev/null";
+    mtmd_helper_init_opt      options  = mtmd_helper_init_opt_default();
+    const auto &              folder   = params_.video_ffmpeg_bin_dir;
+
+    options.video_params.fps_target            = params_.video_fps;
+    options.video_params.timestamp_interval_ms = params_.video_timestamp_interval_ms;
+    options.video_params.ffmpeg_bin_dir        = folder.empty() ? kNowhere : folder.c_str();
+    return options;
 }
 
 llama_tokens Model::tokenize(const std::string & text) const {

@@ -38,6 +38,9 @@ public:
     // Fields of a body that are towerd's own: a request keeps them for it.
     const std::vector<std::string> & kept_fields() const { return kept_fields_; }
 
+    // How bytes of media are read.
+    mtmd_helper_init_opt          helper_options() const;
+
     task_params parse_params(const json & data) const;
 
     llama_tokens tokenize(const std::string & text) const;

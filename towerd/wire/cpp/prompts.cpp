@@ -11,8 +11,6 @@ namespace towerd::wire {
 
 namespace {
 
-const mtmd_helper_init_opt kHelperOptions = mtmd_helper_init_opt_default();
-
 json parsed(const std::string & body) {
     check_json(body);
     return json::parse(body);
@@ -55,7 +53,7 @@ std::vector<server_tokens> tokenized(const Model & model, const json & prompt,
                                      const std::vector<raw_buffer> & files, bool are_counted) {
     if (!files.empty()) {
         std::vector<server_tokens> out;
-        out.push_back(process_mtmd_prompt(model.mtmd(), prompt.get<std::string>(), files, kHelperOptions, are_counted));
+        out.push_back(process_mtmd_prompt(model.mtmd(), prompt.get<std::string>(), files, model.helper_options(), are_counted));
         return out;
     }
     check_ids(prompt);
@@ -67,7 +65,7 @@ std::vector<server_tokens> tokenized(const Model & model, const json & prompt,
         out.emplace_back(model.tokenize(prompt.get<std::string>()), false);
         return out;
     }
-    return tokenize_input_prompts(model.vocab, model.mtmd(), prompt, true, true, kHelperOptions);
+    return tokenize_input_prompts(model.vocab, model.mtmd(), prompt, true, true, model.helper_options());
 }
 
 void check_tokens(const Model & model, const llama_tokens & tokens) {
@@ -107,7 +105,7 @@ json infill_data(const Model & model, json data) {
         }
     }
     const json prompt = json_value(data, "prompt", std::string());
-    const auto begun  = tokenize_input_prompts(model.vocab, nullptr, prompt, false, true, kHelperOptions);
+    const auto begun  = tokenize_input_prompts(model.vocab, nullptr, prompt, false, true, model.helper_options());
     data["prompt"]    = format_prompt_infill(model.vocab, data.at("input_prefix"), data.at("input_suffix"), extra,
                                              model.params().n_batch, model.params().n_predict, model.n_ctx(),
                                              model.params().spm_infill, begun.at(0).get_tokens());
@@ -175,8 +173,8 @@ EmbeddingRequest::EmbeddingRequest(const Model & model, bool openai, const std::
         }
         const auto take = [&](const json & one) {
             server_tokens tokens = one.is_object() && one.contains("content")
-                ? tokenize_oai_content_array(model.vocab, nullptr, model.chat(), one.at("content"), true, true, kHelperOptions)
-                : tokenize_input_subprompt(model.vocab, nullptr, one, true, true, kHelperOptions);
+                ? tokenize_oai_content_array(model.vocab, nullptr, model.chat(), one.at("content"), true, true, model.helper_options())
+                : tokenize_input_subprompt(model.vocab, nullptr, one, true, true, model.helper_options());
             prompts_.push_back(tokens.get_tokens());
         };
         if (!is_several(prompt)) {
@@ -244,7 +242,7 @@ RerankRequest::RerankRequest(const Model & model, const std::string & body) : mo
                             static_cast<int>(documents_.size()));
         for (const auto & document : documents_) {
             prompts_.push_back(
-                format_prompt_rerank(model.model, model.vocab, nullptr, query, document, kHelperOptions).get_tokens());
+                format_prompt_rerank(model.model, model.vocab, nullptr, query, document, model.helper_options()).get_tokens());
         }
         request_                = only(data, "model");
         request_["return_text"] = json_value(data, "return_text", false);
