@@ -116,10 +116,11 @@ def run(config: Config) -> None:
 
 def tame_collector() -> None:
     """Keep Python's cycle collector from stopping the event loop: what is loaded (the trie of a
-    big store is a million objects) is never walked again, and full collections become rare."""
-    gc.collect()
+    big store is a million objects) is never walked again, and full collections become rare. It is
+    not walked now either, for the little garbage that imports leave."""
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
+    gc.enable()
 
 
 async def _serve(config: Config) -> None:
