@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 from pathlib import Path
@@ -88,6 +89,7 @@ def _offer(model: KnownModel) -> bool:
 
 def _run(config: Config) -> None:
     """Apart from serve, so that wrong settings are told before llama.cpp is loaded."""
+    gc.disable()  # until all is loaded: hardly any of it is garbage, and it would be walked often
     from towerd.app import run
 
     run(config)

@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from towerd.codec.codec import Codec
+from typing import TYPE_CHECKING, Any
+
 from towerd.codec.errors import CodecError
 
+if TYPE_CHECKING:
+    from towerd.codec.codec import Codec
+
 __all__ = ["Codec", "CodecError"]
+
+
+def __getattr__(name: str) -> Any:
+    """`Codec`, imported when it is asked for: a daemon that starts needs no coder yet."""
+    if name != "Codec":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from towerd.codec.codec import Codec
+
+    return Codec

@@ -19,7 +19,19 @@ import uvloop
 from aiohttp import web
 
 from towerd.api.connection import Runner
-from towerd.api.keys import CONFIG, GATE, LIMITS, METRICS, RUNNING, TENANTS, TRANSFER, Gate, Service
+from towerd.api.kept_stream import KeptStreams
+from towerd.api.keys import (
+    CONFIG,
+    GATE,
+    LIMITS,
+    METRICS,
+    RUNNING,
+    STREAMS,
+    TENANTS,
+    TRANSFER,
+    Gate,
+    Service,
+)
 from towerd.api.limits import Limits
 from towerd.api.middleware import MIDDLEWARES, add_headers
 from towerd.config import Config
@@ -54,8 +66,10 @@ def build_app(
     app[METRICS] = metrics or Metrics()
     app[TENANTS] = Tenants(config.api_keys)
     app[RUNNING] = {}
+    app[STREAMS] = KeptStreams()
     app[TRANSFER] = Transfer()
     app.cleanup_ctx.append(_watch_loop)
+    app.on_cleanup.append(_close_streams)
     app.on_cleanup.append(_close_transfer)
     app.on_response_prepare.append(add_headers)
     if config.engine == "llama-server":
@@ -63,6 +77,10 @@ def build_app(
     else:
         add_routes(app)
     return app
+
+
+async def _close_streams(app: web.Application) -> None:
+    await app[STREAMS].close()
 
 
 async def _close_transfer(app: web.Application) -> None:
@@ -98,10 +116,11 @@ def run(config: Config) -> None:
 
 def tame_collector() -> None:
     """Keep Python's cycle collector from stopping the event loop: what is loaded (the trie of a
-    big store is a million objects) is never walked again, and full collections become rare."""
-    gc.collect()
+    big store is a million objects) is never walked again, and full collections become rare. It is
+    not walked now either, for the little garbage that imports leave."""
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
+    gc.enable()
 
 
 async def _serve(config: Config) -> None:

@@ -23,6 +23,7 @@ from towerd.api import (
     page,
     pins,
     precache,
+    streams,
     text,
     upkeep,
 )
@@ -69,6 +70,9 @@ LLAMA_ROUTES: tuple[Route, ...] = (
     Route("POST", "/v1/messages/count_tokens", text.post_messages_tokens),
     Route("GET", "/lora-adapters", lora.get_adapters),
     Route("POST", "/lora-adapters", lora.post_adapters),
+    Route("GET", "/v1/stream", streams.get_stream),
+    Route("DELETE", "/v1/stream", streams.delete_stream),
+    Route("POST", "/v1/streams/lookup", streams.post_lookup),
     Route("POST", "/tokenize", text.post_tokenize),
     Route("POST", "/detokenize", text.post_detokenize),
     Route("POST", "/apply-template", text.post_apply_template),

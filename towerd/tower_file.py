@@ -27,15 +27,19 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from towerd.codec import Codec, varint
+from towerd.codec import varint
 from towerd.codec.base import IDS_MAX, Ids
 from towerd.codec.errors import CodecError
 from towerd.errors import InvalidRequest
 from towerd.store.history import History, NamedBase, PastTurn
 from towerd.store.sessions import NAME_CHARS_MAX, TITLE_CHARS_MAX
+
+if TYPE_CHECKING:
+    from towerd.codec import Codec
 
 MAGIC = b"TWRS"
 VERSION = 1

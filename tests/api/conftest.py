@@ -26,6 +26,9 @@ from towerd.models.bundled import bundled_model
 from towerd.service import Service, open_service
 
 LOOP_MS_MAX = 5.0
+CONTROL_MS = 0.3
+"""What `control_ms` takes of a core that has nothing else to do (AMD EPYC)."""
+_BLOCK = bytes(2 << 20)
 
 Client = TestClient[web.Request, web.Application]
 MakeApp = Callable[..., Awaitable[web.Application]]
@@ -39,9 +42,19 @@ def blockbuster() -> Iterator[None]:
         yield
 
 
+def control_ms() -> float:
+    """CPU time of some computing, copying and page faults, always the same."""
+    began = time.thread_time()
+    bytearray(_BLOCK)
+    sum(range(10_000))
+    return (time.thread_time() - began) * 1e3
+
+
 class LoopTime:
     """CPU time of the longest single step of any event loop. CPU, not wall: a busy machine must
-    not fail a test, and what waits instead of computing is `blockbuster`'s to catch."""
+    not fail a test, and what waits instead of computing is `blockbuster`'s to catch. A busy
+    machine's CPU time is longer as well (shared caches, a stolen core): a long step counts as much
+    as it exceeds a control in the same moment."""
 
     def __init__(self) -> None:
         self.worst_ms = 0.0
@@ -74,6 +87,8 @@ def loop_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopTime]:
         began = time.thread_time()
         run(handle)
         spent = (time.thread_time() - began) * 1e3
+        if spent > LOOP_MS_MAX:
+            spent /= max(1.0, min(control_ms() for _ in range(3)) / CONTROL_MS)
         if spent > record.worst_ms:
             record.worst_ms, record.worst = spent, repr(handle)
 

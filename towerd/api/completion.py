@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from aiohttp import web
@@ -17,10 +18,12 @@ from towerd.api.body import read_bytes
 from towerd.api.choice import Choice
 from towerd.api.fanout import Events, fan_out
 from towerd.api.hints import SESSION_HEADER, hints_of
-from towerd.api.keys import CONFIG, LIMITS, METRICS, RUNNING, TENANT, service_of
+from towerd.api.kept_stream import KeptStream
+from towerd.api.keys import CONFIG, LIMITS, METRICS, RUNNING, STREAMS, TENANT, service_of
 from towerd.api.reply import error_event, raw_reply
 from towerd.api.reuse import total
-from towerd.api.sse import ClientStalled, EventStream
+from towerd.api.sse import PING, ClientStalled, EventStream, Sink
+from towerd.api.streams import CONVERSATION, follow, key_of
 from towerd.api.task import Caller, Task, parse_task
 from towerd.engine.base import Event, Finish, Started
 from towerd.errors import TowerdError
@@ -68,37 +71,53 @@ async def _complete(request: web.Request, endpoint: Endpoint) -> web.StreamRespo
     caller = Caller(request[TENANT].scope, hints_of(request))
     body = await read_bytes(request)
     task = await parse_task(endpoint, body, caller, service.engine, request.app[CONFIG])
+    if not task.wire.stream:
+        return await _whole(request, task)
+    if name := request.headers.get(CONVERSATION):
+        kept = KeptStream()
+        request.app[STREAMS].start(key_of(request, name), kept, _stream(request, task, kept))
+        return await follow(request, kept, 0)
+    stream = EventStream(request)
+    await _stream(request, task, stream)
+    await stream.close()
+    return stream.response
+
+
+@asynccontextmanager
+async def _running(request: web.Request, task: Task) -> AsyncIterator[Events]:
+    service, under_way = service_of(request), request.app[RUNNING]
     running = fan_out(
         service.sessions,
         [task.request_of(k) for k in range(task.n_choices)],
         parallel=service.engine.n_slots,
         events_max=request.app[LIMITS].events_max,
     )
-    choices = [Choice() for _ in range(task.n_choices)]
-    under_way = request.app[RUNNING]
     under_way[task.wire.id] = task
     try:
         async with running as events:
-            if task.wire.stream:
-                return await _stream(request, task, choices, events)
-            return await _whole(request, task, choices, events)
+            yield events
     finally:
         del under_way[task.wire.id]
         task.close()
 
 
-async def _whole(
-    request: web.Request, task: Task, choices: list[Choice], events: Events
-) -> web.StreamResponse:
+async def _whole(request: web.Request, task: Task) -> web.StreamResponse:
+    choices = [Choice() for _ in range(task.n_choices)]
+    async with _running(request, task) as events:
+        body = await _body(request, task, choices, events)
+    reply = raw_reply(body)
+    reply.headers.update(_headers(choices))
+    return reply
+
+
+async def _body(request: web.Request, task: Task, choices: list[Choice], events: Events) -> bytes:
     body = b""
     while (item := await events.next()) is not None:
         index, event = item
         _absorb(request, choices[index], event)
         if isinstance(event, Finish):
             body = await task.final(index, event)
-    reply = raw_reply(body)
-    reply.headers.update(_headers(choices))
-    return reply
+    return body
 
 
 def _absorb(request: web.Request, choice: Choice, event: Event) -> None:
@@ -118,10 +137,14 @@ def _headers(choices: Sequence[Choice]) -> dict[str, str]:
     return headers
 
 
-async def _stream(
-    request: web.Request, task: Task, choices: list[Choice], events: Events
-) -> web.StreamResponse:
+async def _stream(request: web.Request, task: Task, stream: Sink) -> None:
     """Stream the events. Whatever fails before the first one is an ordinary error reply."""
+    async with _running(request, task) as events:
+        await _pass_on(request, task, events, stream)
+
+
+async def _pass_on(request: web.Request, task: Task, events: Events, stream: Sink) -> None:
+    choices = [Choice() for _ in range(task.n_choices)]
     ping_s = task.ping_s
     try:
         item = await events.next(ping_s)
@@ -131,11 +154,10 @@ async def _stream(
     headers: dict[str, str] = {}
     if item is not None and len(choices) == 1 and isinstance(item[1], Started | Finish):
         headers[REUSE_HEADER] = item[1].reuse.header()
-    stream = EventStream(request, headers)
-    await stream.prepare()
+    await stream.open(headers)
     try:
         if is_silent:
-            await stream.ping()
+            await stream.write(PING)
             item = await _next(ping_s, stream, events)
         while item is not None:
             index, event = item
@@ -154,16 +176,12 @@ async def _stream(
         log.exception("a stream failed")
         hidden = TowerdError("Internal error; the daemon's log has it")
         await stream.write(task.error(hidden.body()))
-    await stream.close()
-    return stream.response
 
 
-async def _next(
-    ping_s: float | None, stream: EventStream, events: Events
-) -> tuple[int, Event] | None:
+async def _next(ping_s: float | None, stream: Sink, events: Events) -> tuple[int, Event] | None:
     """The next event, with pings while there is none."""
     while True:
         try:
             return await events.next(ping_s)
         except TimeoutError:
-            await stream.ping()
+            await stream.write(PING)

@@ -16,6 +16,7 @@ from towerd.metrics import Metrics
 from towerd.tenants import Tenant, Tenants
 
 if TYPE_CHECKING:
+    from towerd.api.kept_stream import KeptStreams
     from towerd.api.task import Task
     from towerd.cold import Keeper
     from towerd.store import Store
@@ -88,6 +89,7 @@ METRICS = web.AppKey("metrics", Metrics)
 TENANTS = web.AppKey("tenants", Tenants)
 RUNNING: web.AppKey[dict[str, Task]] = web.AppKey("running")
 """The completions under way, by their id."""
+STREAMS: web.AppKey[KeptStreams] = web.AppKey("streams")
 TRANSFER: web.AppKey[Transfer] = web.AppKey("transfer")
 TENANT = web.RequestKey("tenant", Tenant)
 

@@ -198,8 +198,8 @@ async def _stream(
 ) -> web.StreamResponse:
     """Progress as it comes, the entered base last."""
     item = await events.next()
-    stream = EventStream(request, {})
-    await stream.prepare()
+    stream = EventStream(request)
+    await stream.open({})
     finish = None
     try:
         while item is not None:

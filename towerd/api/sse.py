@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from aiohttp import web
 
@@ -13,6 +13,13 @@ from towerd.api.reply import encode
 
 INLINE_BYTES_MAX = 16 * 1024
 """Less than any transport buffers before it makes the writer wait."""
+PING = b":\n\n"
+"""A comment that keeps impatient clients and proxies waiting."""
+_HEADERS = {
+    "Content-Type": "text/event-stream",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
 
 
 class ClientStalled(ConnectionError):
@@ -43,30 +50,33 @@ def is_keeping_up(transport: asyncio.WriteTransport, data: bytes) -> bool:
     return transport.get_write_buffer_size() + len(data) <= INLINE_BYTES_MAX
 
 
+class Sink(Protocol):
+    """What events are written to: a client, or something that keeps them."""
+
+    async def open(self, headers: Mapping[str, str]) -> None:
+        """There is something to write, under these headers; at most once, before any `write`."""
+        ...
+
+    async def write(self, data: bytes) -> None:
+        """Events as they are. Raises ClientStalled, ConnectionResetError."""
+        ...
+
+
 class EventStream:
     """A `text/event-stream` response. Writing waits for the client, but not for ever."""
 
-    def __init__(self, request: web.Request, headers: Mapping[str, str]) -> None:
+    def __init__(self, request: web.Request) -> None:
         self._request = request
-        self.response = web.StreamResponse(
-            headers={
-                "Content-Type": "text/event-stream",
-                "Cache-Control": "no-cache",
-                "X-Accel-Buffering": "no",
-                **headers,
-            }
-        )
+        self.response = web.StreamResponse(headers=_HEADERS)
 
-    async def prepare(self) -> None:
+    async def open(self, headers: Mapping[str, str]) -> None:
+        """Send these headers and what every stream has. What is written before is an error."""
+        self.response.headers.update(headers)
         await self.response.prepare(self._request)
 
     async def send(self, values: Iterable[Any]) -> None:
         """One `data:` event per value. Raises ClientStalled, ConnectionResetError."""
         await self.write(b"".join(b"data: %s\n\n" % encode(value) for value in values))
-
-    async def ping(self) -> None:
-        """A comment that keeps impatient clients and proxies waiting."""
-        await self.write(b":\n\n")
 
     async def write(self, data: bytes) -> None:
         """Events as they are. Raises ClientStalled, ConnectionResetError."""

@@ -78,8 +78,8 @@ async def _stream_verify(
     request: web.Request, work: Callable[[Callable[[int, int], None]], dict[str, Any]]
 ) -> web.StreamResponse:
     """Progress from the worker thread, the newest only: a slow client misses some."""
-    stream = EventStream(request, {})
-    await stream.prepare()
+    stream = EventStream(request)
+    await stream.open({})
     newest: list[tuple[int, int]] = [(0, 0)]
 
     def progress(done: int, total: int) -> None:

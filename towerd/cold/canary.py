@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from towerd.codec import Codec, CodecError
+from towerd.codec.errors import CodecError
 from towerd.cold.freezing import decode, keep
 from towerd.errors import NotFound, StoreError, ThawError
 from towerd.store import Store
+
+if TYPE_CHECKING:
+    from towerd.codec import Codec
 
 _PROBE = "codec_probe"
 

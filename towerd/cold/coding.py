@@ -6,10 +6,10 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-from towerd.codec import Codec, CodecError
 from towerd.codec.base import Vocabulary
+from towerd.codec.errors import CodecError
 from towerd.codec.forms import RuntimeCoder
 from towerd.codec.vocabulary import GgufVocabulary
 from towerd.engine.base import SAID_ONLY, ModelInfo
@@ -17,6 +17,9 @@ from towerd.engine.embedded.core import tokenizer_hash
 from towerd.engine.embedded.model import init_backend
 from towerd.errors import NotSupported
 from towerd.tower_file import Model
+
+if TYPE_CHECKING:
+    from towerd.codec import Codec
 
 Networks: TypeAlias = Callable[[Vocabulary], Sequence[RuntimeCoder]]
 
@@ -75,6 +78,8 @@ class Coding:
                 vocabulary = self._vocabulary = _vocabulary(source)
                 found = [] if self._networks is None else list(self._networks(vocabulary))
                 self.forms = tuple(each.name for each in found)
+                from towerd.codec import Codec
+
                 codec = Codec(vocabulary, found, self._tables)
                 self._model = Model(source.path.name, source.hash, codec)
             return self._model

@@ -11,13 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from towerd.codec import Codec, CodecError
+from towerd.codec.errors import CodecError
 from towerd.errors import SessionFrozen, StoreError, ThawError
 from towerd.store import History, Ids, Node, Store, durable
 from towerd.store.cold import Frozen
+
+if TYPE_CHECKING:
+    from towerd.codec import Codec
 
 MayDrop = Callable[[str, str, Sequence[Node]], bool]
 """(id, scope, segments that would go): whether nobody uses the session right now."""

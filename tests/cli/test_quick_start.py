@@ -1,0 +1,24 @@
+"""What a daemon that starts does not import: each of these costs it tens of milliseconds."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+NOT_NEEDED = {
+    "torch", "mlx", "gguf", "yaml", "constriction", "rich", "scipy", "requests",
+    "towerd.codec.codec", "towerd.codec.mix", "towerd.cli.bench",
+}  # fmt: skip
+SERVE = """
+import sys
+import towerd.cli.serve, towerd.app, towerd.service
+print(*sys.modules)
+"""
+
+
+def test_imports_of_serve() -> None:
+    """All that is imported before the model is loaded."""
+    done = subprocess.run([sys.executable, "-c", SERVE], capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.split())
+    assert "towerd.engine.embedded.engine" in loaded
+    assert not loaded & NOT_NEEDED
