@@ -107,7 +107,7 @@ def load_core(config: Config, catalog: Catalog) -> Core:
         memory = in_passing(lambda: _probe(context, model))
         observer = None if taps is None else _observer(taps, memory, model, config)
         info = _info(model, vocab, config, memory, catalog)
-        projector = _in_passing(lambda: open_projector(model, config, catalog))
+        projector = in_passing(lambda: open_projector(model, config, catalog))
         if projector is not None:
             info = replace(info, has_media=True)
         files, applied = adapter_files(config.llama_server_args)

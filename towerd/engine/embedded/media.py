@@ -90,7 +90,7 @@ class Media:
                 made = error
             on_ready(job, Ready(load, span, found, made))
 
-        # A thread that ends takes llama.cpp's worker threads with it: see `core._in_passing`.
+        # A thread that ends takes llama.cpp's worker threads with it: see `core.in_passing`.
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         self._threads.append(threading.Thread(target=work, name="towerd-encode", daemon=True))
         self._threads[-1].start()
