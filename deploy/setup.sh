@@ -101,14 +101,15 @@ wheel_cache() {
   printf '%s/llama-cpp-python-%s' "$cache" "$({ cpu_features; llama_cmake_args; } | cksum | tr -d ' ')"
 }
 
+# $1: pip's cache, empty for none.
 build_llama() {
-  local started=$SECONDS cache
-  cache=$(wheel_cache)
+  local started=$SECONDS options=(--no-cache-dir)
+  [ -z "$1" ] || options=(--cache-dir "$1")
   say "Compiling llama.cpp and llama-server once; this takes 5 to 10 minutes on two cores."
   say "  (everything the compiler says goes to ${LOG#"$PWD"/})"
   if ! CMAKE_ARGS=$(llama_cmake_args) PATH="$VENV/bin:$PATH" \
     "$PY" -m pip install --verbose --force-reinstall --no-deps --no-binary llama-cpp-python \
-    ${cache:+--cache-dir "$cache"} "llama-cpp-python==$LLAMA_VERSION" 2>&1 | tee "$LOG" | show_progress; then
+    "${options[@]}" "llama-cpp-python==$LLAMA_VERSION" 2>&1 | tee "$LOG" | show_progress; then
     tail -n 30 "$LOG" >&2
     die "llama.cpp did not compile; the whole output is in $LOG."
   fi
@@ -126,7 +127,8 @@ install_llama() {
   if [ ! -f "$STAMPS/llama" ] && llama_installed && llama_works; then
     say "Found a llama-cpp-python $LLAMA_VERSION with llama-server in .venv: keeping it."
   else
-    build_llama
+    build_llama "$(wheel_cache)"
+    llama_works || build_llama ""  # a wheel of pip's cache may be of another compiler
     llama_installed || die "the build has no llama-server in it; see $LOG."
     llama_works || die "llama.cpp was built but cannot multiply quantized matrices on this CPU."
   fi

@@ -24,7 +24,7 @@ Ids = list[int]
 START = "Once upon a time there was a little girl who had a dog."
 BARE: list[dict[str, float]] = [{"id": 0, "scale": 0}]
 FIRST, SECOND = [{"id": 0, "scale": 1.0}], [{"id": 1, "scale": 0.3}]
-SMALL = ("-c", "512", "-t", "1")
+SMALL = ("-c", "512", "-t", "1", "-ctk", "f32", "-ctv", "f32")
 
 
 def ask(url: str, prompt: Any, **fields: Any) -> requests.Response:

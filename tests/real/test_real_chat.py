@@ -74,7 +74,6 @@ def test_a_turn_pays_for_its_words(daemon: Daemon) -> None:
         messages.append({"role": "assistant", "content": text})
         if turn:
             assert reuse["prefill"] <= n_tokens(daemon, question) + TEMPLATE_TOKENS_MAX
-    assert "Amberley" in messages[2]["content"]
     assert anticipated(daemon) == before
 
 
