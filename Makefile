@@ -9,7 +9,7 @@ ARGS ?=
 NAME ?= resume
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve models test lint bench conformance soak fuzz clean
+.PHONY: help setup serve models test lint bench docs conformance agents soak fuzz clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -25,8 +25,8 @@ models: setup ## Fetch the models that tests use, Gemma 3 270M under https://ai.
 	@$(BIN)/towerd models get gemma3-270m --yes
 
 lint: setup
-	$(BIN)/ruff format --check towerd codec kernels slots cli tests
-	$(BIN)/ruff check towerd codec kernels slots cli tests
+	$(BIN)/ruff format --check towerd codec kernels slots cli lab tests
+	$(BIN)/ruff check towerd codec kernels slots cli lab tests
 	$(BIN)/mypy
 
 test: lint ## Format check, lint, type check, tests
@@ -35,8 +35,14 @@ test: lint ## Format check, lint, type check, tests
 bench: setup ## Run one benchmark: NAME=resume|switch|store|concurrency ARGS=--quick
 	@$(BIN)/towerctl bench $(NAME) $(ARGS)
 
+docs: setup ## Write the tables of docs/settings.md
+	@PYTHONPATH=tests/support $(BIN)/python tests/support/settings_page.py
+
 conformance: setup ## llama.cpp's own server tests on llama-server and on both engines; writes docs/conformance.md
 	$(BIN)/python tests/conformance/run.py $(ARGS)
+
+agents: setup ## Agent programs from npm and PyPI in a session with towerd; writes docs/clients.md
+	@PYTHONPATH=tests/support $(BIN)/python tests/agents/agent_sessions.py $(ARGS)
 
 soak: setup ## The long attacks of the suite, then 10,000 requests under budgets that are far too small; about an hour
 	$(BIN)/pytest -m soak
@@ -49,4 +55,4 @@ fuzz: setup ## New examples for every property, then the C++ code under sanitize
 
 clean: ## Remove build outputs and caches, but not .venv
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	find towerd codec kernels slots cli tests -name __pycache__ -prune -exec rm -rf {} +
+	find towerd codec kernels slots cli lab tests -name __pycache__ -prune -exec rm -rf {} +

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from towerd.cli.client import Json, Target, connect, json_option, setting_option, target_options
+from towerd.cli.backend import Json
+from towerd.cli.client import Target, connect, json_option, setting_option, target_options
 from towerd.errors import TowerdError
 
 if TYPE_CHECKING:
-    from towerd.cli.daemon import DaemonBackend
+    from towerd.cli.backend import Backend
 
 POLL_S = 0.3
 LEGEND = (
@@ -68,16 +69,14 @@ def _known(target: Target, model: str | None) -> Json | None:
     return found if found["calibration"] is not None else None
 
 
-def _daemon(
-    target: Target, model: str | None, *, quiet: bool
-) -> AbstractContextManager[DaemonBackend]:
+def _daemon(target: Target, model: str | None, *, quiet: bool) -> AbstractContextManager[Backend]:
     """The running daemon, or one for this command."""
     from towerd.cli.precache import daemon_for
 
     return daemon_for(target, {"model": model}, quiet=quiet)
 
 
-def _measure(daemon: DaemonBackend, *, again: bool, quiet: bool) -> Json:
+def _measure(daemon: Backend, *, again: bool, quiet: bool) -> Json:
     """Have it measured. Raises TowerdError if that is not possible."""
     from towerd.cli.output import progress_bar
 
@@ -111,8 +110,17 @@ def _print(found: Json) -> None:
         ]
     )
     bits = calibration["bits"]
-    rows: list[tuple[str, ...]] = [("as computed: noise alone", f"{bits['native']:.2f}", _nats(floor["kl"]), "0", "",
-             f"{floor['top1']:.1%}", f"{floor['n_tokens']:,}")]  # fmt: skip
+    rows: list[tuple[str, ...]] = [
+        (
+            "as computed: noise alone",
+            f"{bits['native']:.2f}",
+            _nats(floor["kl"]),
+            "0",
+            "",
+            f"{floor['top1']:.1%}",
+            f"{floor['n_tokens']:,}",
+        )
+    ]
     for name, choice in calibration["choices"].items():
         levels = ", ".join(f"{i}: {each}" for i, each in enumerate(choice["levels"]))
         each_bits = " / ".join(f"{bits[each]:g}" for each in choice["levels"])
@@ -120,8 +128,15 @@ def _print(found: Json) -> None:
         rows.append((f"{name} ({levels})", size, *_cells(choice["cost"], choice["bound"])))
     for name, cost in calibration["grid"]["uniform"].items():
         rows.append((f"{name} in all levels", f"{bits[name]:.2f}", *_cells(cost, None)))
-    columns = ("rows kept as", ">bits by level", ">drift (KL)", ">excess over noise", ">bound",
-               ">same top token", ">tokens")  # fmt: skip
+    columns = (
+        "rows kept as",
+        ">bits by level",
+        ">drift (KL)",
+        ">excess over noise",
+        ">bound",
+        ">same top token",
+        ">tokens",
+    )
     show_table(columns, rows)
     for line in LEGEND:
         click.echo(line)

@@ -9,16 +9,8 @@ from datetime import timedelta
 
 import click
 
-from towerd.cli.client import (
-    PAGE_MAX,
-    Backend,
-    Json,
-    Target,
-    connect,
-    json_option,
-    setting_option,
-    target_options,
-)
+from towerd.cli.backend import PAGE_MAX, Backend, Json
+from towerd.cli.client import Target, connect, json_option, setting_option, target_options
 from towerd.errors import TowerdError
 
 SCOPE_HELP = "Whose, if several tenants have one of this name."
@@ -43,16 +35,24 @@ class Age(click.ParamType[int]):
 
 @click.command()
 @click.argument("names", metavar="[SESSION]...", nargs=-1)
-@click.option("--idle", type=Age(), metavar="AGE",
-              help="All that were not used for so long, such as 30m, 12h or 7d.")  # fmt: skip
+@click.option(
+    "--idle",
+    type=Age(),
+    metavar="AGE",
+    help="All that were not used for so long, such as 30m, 12h or 7d.",
+)
 @click.option("--scope", metavar="TENANT", help="Only this tenant's.")
 @setting_option("model")
 @json_option
 @target_options
 def freeze(
-    names: tuple[str, ...], idle: int | None, scope: str | None, model: str | None, as_json: bool,
+    names: tuple[str, ...],
+    idle: int | None,
+    scope: str | None,
+    model: str | None,
+    as_json: bool,
     target: Target,
-) -> None:  # fmt: skip
+) -> None:
     """Keep each SESSION as coded text: some kilobytes, without rows. It stays listed, and thaws by
     itself when it goes on."""
     if bool(names) == (idle is not None):

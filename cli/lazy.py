@@ -12,7 +12,25 @@ import click
 from towerd.errors import TowerdError
 
 
-class LazyGroup(click.Group):
+class Group(click.Group):
+    """A group that says where a command went: `moved` has its name -> the command line of today."""
+
+    def __init__(self, *args: Any, moved: Mapping[str, str] | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.moved = dict(moved or {})
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command of the first argument."""
+        if args[0] in self.moved:
+            raise click.UsageError(
+                f"`{ctx.command_path} {args[0]}` is `{self.moved[args[0]]}` now."
+            )
+        return super().resolve_command(ctx, args)
+
+
+class LazyGroup(Group):
     """A group given as a table: command name -> "module:attribute".
 
     Rows whose module is not in this installation are left out. An expected failure

@@ -21,7 +21,6 @@ CONTROL_COMMANDS = {
     "segments": "towerd.cli.segments:segments",
     "why": "towerd.cli.why:why",
     "trie": "towerd.cli.trie:trie",
-    "cluster": "towerd.cli.cluster:cluster",
     "pin": "towerd.cli.pin:pin",
     "unpin": "towerd.cli.pin:unpin",
     "stats": "towerd.cli.stats:stats",
@@ -29,13 +28,14 @@ CONTROL_COMMANDS = {
     "gc": "towerd.cli.gc:gc",
     "calibrate": "towerd.cli.calibrate:calibrate",
     "doctor": "towerd.cli.doctor:doctor",
-    "replay": "towerd.cli.replay:replay",
     "bench": "towerd.cli.bench:bench",
+    "lab": "towerd.cli.lab:lab",
     "model": "towerd.cli.model:model",
-    "train": "towerd.cli.train:train",
+    "train": "towerd.cli.lab:train",
     "completion": "towerd.cli.completion:completion",
     "version": "towerd.cli.version:version",
 }
+MOVED = {"cluster": "towerctl lab cluster", "replay": "towerctl lab replay"}
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
@@ -45,6 +45,6 @@ def towerd() -> None:
     resumes in milliseconds."""
 
 
-@click.group(cls=LazyGroup, table=CONTROL_COMMANDS, context_settings=CONTEXT)
+@click.group(cls=LazyGroup, table=CONTROL_COMMANDS, moved=MOVED, context_settings=CONTEXT)
 def towerctl() -> None:
     """Look into and look after a towerd store: the running daemon's, or the files themselves."""

@@ -34,10 +34,15 @@ def list_(as_json: bool) -> None:
         echo_json({"directory": str(paths.models_dir()), "models": found})
         return
     rows = [
-        (each["name"], size(each["bytes"]), each["licence"], "yes" if each["is_here"] else "no",
-         each["file"])
+        (
+            each["name"],
+            size(each["bytes"]),
+            each["licence"],
+            "yes" if each["is_here"] else "no",
+            each["file"],
+        )
         for each in found
-    ]  # fmt: skip
+    ]
     show_table(("NAME", ">SIZE", "LICENCE", "HERE", "FILE"), rows)
     click.echo(f"Models directory: {paths.models_dir()}")
 
@@ -45,8 +50,13 @@ def list_(as_json: bool) -> None:
 @models.command()
 @click.argument("name")
 @click.option("--yes", is_flag=True, help="Accept the terms of a model that has some.")
-@click.option("--timeout", "timeout_s", type=click.FloatRange(min=0), metavar="SECONDS",
-              help="Give up after this time.")  # fmt: skip
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=0),
+    metavar="SECONDS",
+    help="Give up after this time.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def get(name: str, yes: bool, timeout_s: float | None, as_json: bool) -> None:
     """Fetch the model NAME into the models directory, and print its path.

@@ -13,15 +13,59 @@ from towerd.settings import Setting
 
 Command: TypeAlias = Callable[..., Any]
 
+COMMON = (
+    "model", "host", "port", "api_keys", "store_dir", "ctx_size", "parallel", "threads",
+    "hot_bytes", "warm_bytes", "fidelity", "engine",
+)  # fmt: skip
+"""The settings that most people meet, in the order of --help and docs/settings.md."""
 _GIVEN = "towerd.llama_flags"
+_ALL = "towerd.help_all"
 METAVARS = {"int": "N", "float": "X", "size": "SIZE", "path": "PATH", "keys": "KEY"}
 
 
+class ConfigCommand(click.Command):
+    """A command with `config_options`: --help shows the common settings, --help-all every one."""
+
+    def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options, in a section of their own those that only --help-all shows."""
+        parameters = {
+            str(each.name): each
+            for each in self.get_params(context)
+            if isinstance(each, click.Option)
+        }
+        own = [name for name in parameters if name not in settings()]
+        sections = [("Options", [*COMMON, *own])]
+        if context.meta.get(_ALL):
+            sections.append(("More settings", list(by_use()[1])))
+        for title, names in sections:
+            records = (parameters[name].get_help_record(context) for name in names)
+            with formatter.section(title):
+                formatter.write_dl([record for record in records if record is not None])
+
+
 def config_options(command: Command) -> Command:
-    """Give `command` an option per Config field (keyword = field name, None: not given)."""
+    """Give `command` an option per Config field (keyword = field name, None: not given), and
+    --help-all."""
     for name, spec in reversed(settings().items()):
         command = _option(name, spec)(command)
-    return command
+    return click.option(
+        "--help-all", is_flag=True, is_eager=True, expose_value=False, callback=_help_all,
+        help="Show every setting and exit.",
+    )(command)  # fmt: skip
+
+
+def by_use() -> tuple[dict[str, Setting], dict[str, Setting]]:
+    """The common settings and the others."""
+    known = settings()
+    others = {name: spec for name, spec in known.items() if name not in COMMON}
+    return {name: known[name] for name in COMMON}, others
+
+
+def _help_all(context: click.Context, option: click.Parameter, value: bool) -> None:
+    if value:
+        context.meta[_ALL] = True
+        click.echo(context.get_help())
+        context.exit()
 
 
 def _option(name: str, spec: Setting) -> Callable[[Command], Command]:
@@ -45,9 +89,14 @@ def llama_options(command: Command) -> Command:
     """Give `command` llama-server's own flags, which `given_llama_flags` finds."""
     for flag in FLAGS:
         command = click.option(
-            *flag.names, is_flag=not flag.n_values, default=None, hidden=True,
-            multiple=bool(flag.n_values), expose_value=False, callback=_note,
-        )(command)  # fmt: skip
+            *flag.names,
+            is_flag=not flag.n_values,
+            default=None,
+            hidden=True,
+            multiple=bool(flag.n_values),
+            expose_value=False,
+            callback=_note,
+        )(command)
     return command
 
 
@@ -64,7 +113,7 @@ def given_llama_flags() -> list[str]:
 
 
 def default_text(name: str, spec: Setting) -> str:
-    """The default of a setting as help and README spell it."""
+    """The default of a setting as help and docs/settings.md spell it."""
     if spec.auto:
         return spec.auto
     value = defaults()[name]

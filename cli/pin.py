@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import click
 
-from towerd.cli.client import Backend, Json, Target, connect, json_option, target_options
+from towerd.cli.backend import Backend, Json
+from towerd.cli.client import Target, connect, json_option, target_options
 from towerd.cli.sessions import leaf_segment
 from towerd.errors import ConfigError, NotFound, SessionFrozen
 

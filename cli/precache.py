@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from towerd.cli.client import Json, Target, find_daemon, json_option, setting_option, target_options
+from towerd.cli.backend import Json
+from towerd.cli.client import Target, find_daemon, json_option, setting_option, target_options
 from towerd.errors import ConfigError, TowerdError
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from towerd.cli.daemon import DaemonBackend
-    from towerd.cli.reduction import Reduction
+    from towerd.cli.backend import Backend
     from towerd.cli.spec import Prompt
 
 
@@ -42,18 +42,6 @@ class Planned:
 @click.command()
 @click.argument("spec", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--dry-run", is_flag=True, help="Only say what would be evaluated.")
-@click.option(
-    "--p-min",
-    "given",
-    multiple=True,
-    metavar="NAME=P",
-    help="Leave out of the base NAME what is less likely than P (lossy); needs --reduced.",
-)
-@click.option(
-    "--reduced",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Write the prompts with what --p-min leaves of them to this file, to be sent from now on.",
-)
 @setting_option("model")
 @setting_option("ctx_size")
 @setting_option("cache_type_k")
@@ -63,8 +51,6 @@ class Planned:
 def precache(
     spec: Path,
     dry_run: bool,
-    given: tuple[str, ...],
-    reduced: Path | None,
     as_json: bool,
     target: Target,
     **model: Any,
@@ -75,46 +61,23 @@ def precache(
     loaded for this command, with the settings of towerd.toml and the options here.
     """
     from towerd.cli.output import echo_json
-    from towerd.cli.reduction import reduce_tree, write
     from towerd.cli.spec import load_spec
 
     root = load_spec(spec)
-    asked = _asked(given, reduced, root, spec)
     with daemon_for(target, model, quiet=as_json) as daemon:
-        root, less = reduce_tree(daemon, root, asked, spec) if asked else (root, {})
         plan = make_plan(daemon, root, spec)
-        if reduced is not None:
-            write(reduced, root)
-        reports = [_report(base, less.get(base.prompt.name)) for base in plan]
+        reports = [_report(base) for base in plan]
         if not dry_run:
             _evaluate(daemon, plan, reports, quiet=as_json)
     if as_json:
         echo_json({"spec": str(spec), "dry_run": dry_run, "bases": reports})
     else:
         _print(reports, dry_run)
-        for name, reduction in less.items():
-            click.echo(f"{name}: {reduction}.")
-        if less:
-            click.echo(f"Prompts must begin with the texts in {reduced} from now on.")
-
-
-def _asked(
-    given: tuple[str, ...], reduced: Path | None, root: Prompt, spec: Path
-) -> dict[str, float]:
-    """What --p-min asks for, by name. Raises ConfigError."""
-    from towerd.cli.reduction import p_mins
-
-    if bool(given) != (reduced is not None):
-        raise ConfigError(
-            "--p-min NAME=P and --reduced FILE belong together: who sends prompts needs the "
-            "reduced texts."
-        )
-    return p_mins(given, root, spec)
 
 
 def daemon_for(
     target: Target, model: dict[str, Any], *, quiet: bool
-) -> AbstractContextManager[DaemonBackend]:
+) -> AbstractContextManager[Backend]:
     """The running daemon, or one for this command."""
     if target.store_dir is None:
         found = find_daemon(target)
@@ -134,15 +97,16 @@ def daemon_for(
     return _private(config)
 
 
-def _private(config: Any) -> AbstractContextManager[DaemonBackend]:
+def _private(config: Any) -> AbstractContextManager[Backend]:
     from towerd import log
+    from towerd.app import open_app
     from towerd.cli.private_daemon import PrivateDaemon
 
     log.configure("error", config.log_format)
-    return PrivateDaemon(config)
+    return PrivateDaemon(open_app(config), config.store_dir, has_model=True)
 
 
-def _check_model(daemon: DaemonBackend, model: dict[str, Any]) -> None:
+def _check_model(daemon: Backend, model: dict[str, Any]) -> None:
     """Raises ConfigError if the command line asks for what the daemon does not serve."""
     from towerd.models.bundled import find_model
 
@@ -158,7 +122,7 @@ def _check_model(daemon: DaemonBackend, model: dict[str, Any]) -> None:
         raise ConfigError(f"The daemon at {daemon.where} serves {served}, not {wanted}.")
 
 
-def make_plan(daemon: DaemonBackend, root: Prompt, spec: Path) -> list[Planned]:
+def make_plan(daemon: Backend, root: Prompt, spec: Path) -> list[Planned]:
     """Every base with its ids, parents first. Raises SpecError."""
     ids = _tokenize(daemon, root, spec)
     known = {(base["name"], base["public"]): base for base in daemon.bases()}
@@ -200,7 +164,7 @@ def digest_of(ids: Sequence[int]) -> str:
     return hashlib.blake2b(np.asarray(ids, "<i4").tobytes(), digest_size=32).hexdigest()
 
 
-def _tokenize(daemon: DaemonBackend, root: Prompt, spec: Path) -> dict[str, list[int]]:
+def _tokenize(daemon: Backend, root: Prompt, spec: Path) -> dict[str, list[int]]:
     """Name -> ids. Each prompt is tokenized whole, as a request's will be; then what it does not
     share with its children is cut off its end, so that its ids begin every child's."""
     texts: dict[str, str] = {}
@@ -226,7 +190,7 @@ def _tokenize(daemon: DaemonBackend, root: Prompt, spec: Path) -> dict[str, list
     return ids
 
 
-def _module_ids(daemon: DaemonBackend, prompt: Prompt, spec: Path) -> list[int]:
+def _module_ids(daemon: Backend, prompt: Prompt, spec: Path) -> list[int]:
     """The ids of a module wherever it stands."""
     from towerd.tiers.module_text import inner_ids, surrounded
 
@@ -239,7 +203,7 @@ def _module_ids(daemon: DaemonBackend, prompt: Prompt, spec: Path) -> list[int]:
 
 
 def _text(
-    daemon: DaemonBackend, prompt: Prompt, above: str, said: list[dict[str, str]], spec: Path
+    daemon: Backend, prompt: Prompt, above: str, said: list[dict[str, str]], spec: Path
 ) -> str:
     if not prompt.messages:
         return above + prompt.text
@@ -269,7 +233,7 @@ def _problem(spec: Path, prompt: Prompt, text: str) -> TowerdError:
     return SpecError(f"{spec}:{prompt.line}: '{prompt.name}': {text}")
 
 
-def _report(base: Planned, reduction: Reduction | None) -> Json:
+def _report(base: Planned) -> Json:
     """What --json says about one base."""
     prompt = base.prompt
     return {
@@ -282,7 +246,6 @@ def _report(base: Planned, reduction: Reduction | None) -> Json:
         "status": base.status,
         "segment": base.segment,
         "module": base.module or _unmeasured(base),
-        "reduced": reduction.as_json() if reduction is not None else None,
         "reuse": None,
     }
 
@@ -296,9 +259,7 @@ def _unmeasured(base: Planned) -> Json | None:
     return found | dict.fromkeys(unknown) | {"digest": base.digest}
 
 
-def _evaluate(
-    daemon: DaemonBackend, plan: list[Planned], reports: list[Json], *, quiet: bool
-) -> None:
+def _evaluate(daemon: Backend, plan: list[Planned], reports: list[Json], *, quiet: bool) -> None:
     from rich.progress import MofNCompleteColumn
 
     from towerd.cli.output import progress_bar
@@ -314,7 +275,7 @@ def _evaluate(
             bar.advance(overall, len(base.ids))
 
 
-def _evaluate_one(daemon: DaemonBackend, base: Planned, bar: Progress) -> Json:
+def _evaluate_one(daemon: Backend, base: Planned, bar: Progress) -> Json:
     prompt = base.prompt
     task = bar.add_task(prompt.name, total=len(base.ids))
     try:
@@ -379,7 +340,7 @@ def _excess(module: Json) -> float:
 
 def _allowed(module: Json) -> float:
     """What the fidelity that the module was measured for allows."""
-    from towerd.tiers.calibration import bound_of
+    from towerd.tiers.formats.calibration import bound_of
 
     return bound_of(module["fidelity"], module["floor_kl"])
 

@@ -1,36 +1,39 @@
-"""The service in this process, for commands that need the model while no daemon runs."""
+"""An application of this process, for towerctl while no daemon runs."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import tempfile
 import threading
 from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import TracebackType
 
 from aiohttp import web
 
-from towerd.app import build_app
-from towerd.cli.daemon import DaemonBackend
-from towerd.config import Config
-from towerd.service import open_service
+from towerd.cli.backend import Backend
 
 
 class PrivateDaemon:
-    """Engine and store on a thread of their own, answering on a socket in a folder that only
-    this user can enter. A context manager that gives the backend to ask it."""
+    """Serves an application from a thread of its own, on a socket in a folder that only this user
+    can enter. A context manager that gives the backend to ask it."""
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
+    def __init__(
+        self, app: AbstractAsyncContextManager[web.Application], where: Path, *, has_model: bool
+    ) -> None:
+        """`where`: the directory of its store, for people."""
+        self._app = app
         self._folder = tempfile.TemporaryDirectory(prefix="towerctl-")
+        self._socket = Path(self._folder.name) / "s"
         self._ready: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
         self._thread = threading.Thread(target=self._run, name="towerctl-service", daemon=True)
         self._failure: BaseException | None = None
-        self._backend = DaemonBackend.at_socket(Path(self._folder.name) / "s")
+        self._backend = Backend.at_socket(self._socket, str(where), has_model=has_model)
 
-    def __enter__(self) -> DaemonBackend:
-        """Raises what `open_service` raises."""
+    def __enter__(self) -> Backend:
+        """Raises what opening the application raises."""
         self._thread.start()
         try:
             self._ready.result()
@@ -55,22 +58,27 @@ class PrivateDaemon:
             raise self._failure
 
     def _run(self) -> None:
+        # The command says what went wrong: it is not logged as well.
+        log = logging.getLogger("towerd.api")
+        level = log.level
+        log.setLevel(logging.ERROR)
         try:
             asyncio.run(self._serve())
         except BaseException as error:
             self._failure = error
             if not self._ready.done():
                 self._ready.set_exception(error)
+        finally:
+            log.setLevel(level)
 
     async def _serve(self) -> None:
-        async with open_service(self._config) as service:
-            app = build_app(self._config, service=service)
+        async with self._app as app:
             runner = web.AppRunner(
                 app, access_log=None, handler_cancellation=True, shutdown_timeout=1
             )
             await runner.setup()
             try:
-                await web.UnixSite(runner, str(Path(self._folder.name) / "s")).start()
+                await web.UnixSite(runner, str(self._socket)).start()
                 stop = asyncio.Event()
                 self._ready.set_result((asyncio.get_running_loop(), stop))
                 await stop.wait()

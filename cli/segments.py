@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import click
 
-from towerd.cli.client import PAGE_MAX, Json, Target, connect, json_option, target_options
+from towerd.cli.backend import PAGE_MAX, Json
+from towerd.cli.client import Target, connect, json_option, target_options
 
 _CUTS = {
     "anywhere": "cut at any token",
@@ -49,9 +50,18 @@ def ls(
         click.echo("No segments here.")
         return
     columns = (
-        ">SEGMENT", ">PARENT", "TENANT", "TOKENS", ">COUNT", "ROWS", "FORMAT", ">BYTES", ">HITS",
-        ">LAST USED", "PINNED",
-    )  # fmt: skip
+        ">SEGMENT",
+        ">PARENT",
+        "TENANT",
+        "TOKENS",
+        ">COUNT",
+        "ROWS",
+        "FORMAT",
+        ">BYTES",
+        ">HITS",
+        ">LAST USED",
+        "PINNED",
+    )
     show_table(columns, [_row(each) for each in found["segments"]])
     if found["total"] > len(found["segments"]):
         click.echo(f"{len(found['segments'])} of {found['total']:,} segments.")
@@ -86,7 +96,7 @@ def show(segment: int, text: bool, ids: bool, as_json: bool, target: Target) -> 
     from towerd.cli.output import echo_json
 
     with connect(target) as backend:
-        with_text = text or (backend.kind == "daemon" and not as_json)
+        with_text = text or (backend.has_model and not as_json)
         found = backend.segment(segment, text=with_text, ids=ids)
     if as_json:
         echo_json({"text": None, "ids": None, **found})

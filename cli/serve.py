@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import logging
 import sys
+import threading
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from towerd.cli.options import config_options, given_llama_flags, llama_options
+from towerd.cli.options import ConfigCommand, config_options, given_llama_flags, llama_options
 from towerd.config import Config, load, with_server_args
 from towerd.errors import ModelError
 
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from towerd.models.known import KnownModel
 
 
-@click.command()
+@click.command(cls=ConfigCommand)
 @click.option(
     "--config",
     "config_path",
@@ -35,8 +37,9 @@ def serve(config_path: Path | None, server_args: tuple[str, ...], **flags: Any) 
     sampling and chat, and says which others it does not. What stands after -- are flags for the
     llama-server too.
 
-    Every option can also stand in towerd.toml (its long name with underscores) or in the
-    variable named in brackets. Sizes are bytes or texts such as 8GiB or 500MB.
+    Below are the settings that most people need; --help-all shows every one. Each can also be set
+    by the variable in brackets, or in towerd.toml under that name in lower case, without TOWERD_.
+    Sizes are bytes or texts such as 8GiB or 500MB.
     """
     from towerd import log
 
@@ -51,7 +54,7 @@ def serve(config_path: Path | None, server_args: tuple[str, ...], **flags: Any) 
 
 def _serves_default(config: Config) -> bool:
     """Whether no model is named, here or among llama-server's flags."""
-    from towerd.engine.llama_server.flags import names_model
+    from towerd.engine.llama_server.process.flags import names_model
 
     named = config.model is not None or config.upstream is not None
     return not named and not names_model(config.llama_server_args)
@@ -90,6 +93,10 @@ def _offer(model: KnownModel) -> bool:
 def _run(config: Config) -> None:
     """Apart from serve, so that wrong settings are told before llama.cpp is loaded."""
     gc.disable()  # until all is loaded: hardly any of it is garbage, and it would be walked often
+    # aiohttp reads the system's certificates, for which no other import has to wait.
+    threading.Thread(target=import_module, args=("aiohttp",), name="towerd-import").start()
+    if config.engine == "embedded":
+        import_module("towerd.service")
     from towerd.app import run
 
     run(config)

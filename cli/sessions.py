@@ -6,7 +6,8 @@ from typing import Any
 
 import click
 
-from towerd.cli.client import PAGE_MAX, Backend, Json, Target, connect, json_option, target_options
+from towerd.cli.backend import PAGE_MAX, Backend, Json
+from towerd.cli.client import Target, connect, json_option, target_options
 
 SCOPE_HELP = "Only this tenant's."
 TEXT_HEAD = 300
@@ -58,7 +59,7 @@ def _ending(backend: Backend, session: Json) -> str:
     """The last words of a conversation, if somebody can say them."""
     from towerd.cli.output import preview
 
-    if backend.kind == "store" or session["cold_bytes"]:  # a frozen one would be decoded
+    if not backend.has_model or session["cold_bytes"]:  # a frozen one would be decoded
         return ""
     text = backend.session(session["id"], session["scope"], text=True)["text"]
     return preview(text, 60, end=True)
@@ -75,7 +76,7 @@ def show(session: str, scope: str | None, text: bool, as_json: bool, target: Tar
     from towerd.cli.output import echo_json
 
     with connect(target) as backend:
-        with_text = text or (backend.kind == "daemon" and not as_json)
+        with_text = text or (backend.has_model and not as_json)
         found = backend.session(session, scope, text=with_text)
         path = _path(backend, found["turns"])
     if as_json:

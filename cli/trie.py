@@ -6,15 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from towerd.cli.client import (
-    PAGE_MAX,
-    Backend,
-    Json,
-    Target,
-    connect,
-    json_option,
-    target_options,
-)
+from towerd.cli.backend import PAGE_MAX, Backend, Json
+from towerd.cli.client import Target, connect, json_option, target_options
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -59,7 +52,7 @@ def trie(
     with connect(target) as backend:
         found = backend.trie(root, depth, limit, scope)
         if text is None:
-            text = backend.kind == "daemon" and not as_json
+            text = backend.has_model and not as_json
         if text:
             _add_text(backend, found)
         if as_json:

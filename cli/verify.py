@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import click
 
-from towerd.cli.client import Json, Target, connect, json_option, target_options
+from towerd.cli.backend import Json
+from towerd.cli.client import Target, connect, json_option, target_options
 
 
 @click.command()

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-Ids = npt.NDArray[np.int32]
+from towerd.tokens import Ids
 
 IDS_MAX = 1 << 24
 """Token ids in one blob; a session longer than that is not a chat."""

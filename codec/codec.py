@@ -14,29 +14,29 @@ from pathlib import Path
 
 import numpy as np
 
-from towerd.codec import container, kept, media, sample
-from towerd.codec.base import IDS_MAX, Ids, Vocabulary, as_ids, ids_hash, vocabulary_hash
+from towerd.codec import container, kept, media
+from towerd.codec.base import IDS_MAX, Vocabulary, as_ids, ids_hash, vocabulary_hash
 from towerd.codec.container import BY_NAME, Blob
 from towerd.codec.errors import CodecError, Damaged, UnknownModel, WrongBase, WrongVocabulary
 from towerd.codec.fallback import Packed, Ranked, ZstdText
-from towerd.codec.forms import Coded, FormCoder, RuntimeCoder
+from towerd.codec.forms import Coded, FormCoder
 from towerd.codec.mix import Mix
 from towerd.codec.models import mini
 from towerd.codec.network import Network
 from towerd.codec.prior import file
+from towerd.tokens import Ids
 
-PROBE_BYTES = 2000
 AUTO = ("packed", "ranked", "text", "mix")
-"""What `auto` chooses from, and `network` where there is a mini model: every form that any machine
-can read."""
+"""What `auto` chooses from, and `network` where there is a mini model."""
 log = logging.getLogger(__name__)
 
 
 class Codec:
     """Codes the ids of one vocabulary. Thread-safe; the first use of a form builds its tables."""
 
-    def __init__(self, vocabulary: Vocabulary, networks: Sequence[FormCoder] = (),
-                 tables: Path | None = None) -> None:  # fmt: skip
+    def __init__(
+        self, vocabulary: Vocabulary, networks: Sequence[FormCoder] = (), tables: Path | None = None
+    ) -> None:
         """`networks`: forms that need a model (`models/`), instead of those of the package.
         `tables`: the folder where tables that blobs need are kept, in case a release brings another
         one."""
@@ -53,48 +53,32 @@ class Codec:
             self._makers["network"] = lambda: mini.mini_network(vocabulary, mini.PATH)
         self._networks = {network.name: network for network in networks}
         self._made: dict[str, FormCoder] = {}
-        self._distrusted: set[str] = set()
         self._lock = threading.Lock()
 
-    def encode(self, ids: Sequence[int] | Ids, base: Sequence[int] | Ids = (),
-               form: str = "auto") -> bytes:  # fmt: skip
+    def encode(
+        self, ids: Sequence[int] | Ids, base: Sequence[int] | Ids = (), form: str = "auto"
+    ) -> bytes:
         """The blob of `ids`, which follow `base` (context: it must be given again to decode).
 
-        `form` is "auto" (the smallest that every machine reads) or a name in `container.FORMS`; a
-        form that needs a runtime carries the smallest portable one as its fallback. The blob was
-        decoded again and compared before it is returned. Raises ValueError for ids that are not
-        in the vocabulary or too many, RuntimeError if a form does not give back what it was given.
+        `form` is "auto" (the smallest) or a name in `container.FORMS`. The blob was decoded again
+        and compared before it is returned. Raises ValueError for ids that are not in the vocabulary
+        or too many, RuntimeError if a form does not give back what it was given.
         """
         wanted, before = as_ids(ids), as_ids(base)
         self._check_ids(wanted)
         self._check_ids(before)
         if len(wanted) > IDS_MAX:
             raise ValueError(f"{len(wanted)} ids are more than the {IDS_MAX} that a blob holds.")
-        if form in self._networks and not BY_NAME[form].portable:
-            portable = self.encode(wanted, before)
-            return self._encode(wanted, before, self._networks[form], portable)
         names = self._auto() if form == "auto" else (form,)
         return min((self._encode(wanted, before, self._coder(name)) for name in names), key=len)
 
     def decode(self, blob: bytes, base: Sequence[int] | Ids = ()) -> Ids:
-        """int32[n] ids of a blob, whose hash is checked; of its fallback where the runtime that
-        wrote it is not the one here or no longer gives the same numbers.
-
-        Raises a CodecError that says what is wrong or missing."""
+        """int32[n] ids of a blob, whose hash is checked. Raises a CodecError that says what is
+        wrong or missing."""
         parsed = container.read(blob)
         before = as_ids(base)
         self._check_needs(parsed, before)
-        if parsed.form.portable:
-            return self._decode(parsed, before)
-        try:
-            return self._decode(parsed, before)
-        except CodecError:
-            if not parsed.fallback:
-                raise
-        fallback = container.read(parsed.fallback)
-        if not fallback.form.portable or fallback.hash != parsed.hash:
-            raise Damaged("The blob is damaged: its fallback is not of the same ids.")
-        return self.decode(parsed.fallback, base)
+        return self._decode(parsed, before)
 
     def keep(self, blob: bytes) -> None:
         """See to it that what a blob needs of this package is in `tables`, before the blob is
@@ -104,8 +88,7 @@ class Codec:
             kept.keep(self._tables, self._coder(form))
 
     def can_decode(self, blob: bytes) -> bool:
-        """Whether all that the blob needs besides its base is here: for a form with a runtime, the
-        same runtime and model (its fallback does not count)."""
+        """Whether all that the blob needs besides its base is here."""
         parsed = container.read(blob)
         try:
             self._check_model(parsed, self._coder_of(parsed))
@@ -119,25 +102,6 @@ class Codec:
         coder = self._coder(self._auto()[-1])
         assert isinstance(coder, Mix | Network)
         return coder
-
-    def make_probe(self, form: str) -> bytes:
-        """A canary: a short blob of a form with a runtime, without fallback, to be stored now and
-        given to `check_probe` at every later start. ValueError for a form that needs none."""
-        if form not in self._networks or BY_NAME[form].portable:
-            raise ValueError(f"The form {form} needs no runtime, so it needs no probe.")
-        ids = as_ids(self.vocabulary.tokenize(sample.load()[:PROBE_BYTES]))
-        return self._encode(ids, ids[:0], self._networks[form])
-
-    def check_probe(self, probe: bytes) -> bool:
-        """Whether the runtime still gives the numbers it gave when the probe was made. If not, its
-        blobs are read from their fallbacks from now on: `can_decode` says False for them, and
-        whoever has them should encode them again."""
-        form = container.read(probe).form.name
-        try:
-            self.decode(probe)
-        except CodecError:
-            self._distrusted.add(form)
-        return form not in self._distrusted
 
     def _auto(self) -> tuple[str, ...]:
         if "network" not in self._networks and "network" not in self._makers:
@@ -167,7 +131,7 @@ class Codec:
         Raises UnknownModel."""
         here = blob.form.name in self._makers or blob.form.name in self._networks
         coder = self._coder(blob.form.name) if here else None
-        if coder is not None and (blob.model == coder.model or not blob.form.portable):
+        if coder is not None and blob.model == coder.model:
             return coder
         name = f"{blob.form.name}-{blob.model.hex()}"
         with self._lock:
@@ -179,15 +143,22 @@ class Codec:
                 return self._made[name]
         return coder or self._coder(blob.form.name)
 
-    def _encode(self, ids: Ids, base: Ids, coder: FormCoder, fallback: bytes = b"") -> bytes:
+    def _encode(self, ids: Ids, base: Ids, coder: FormCoder) -> bytes:
         tokens = media.tokens_of(ids)
         coded = coder.encode(tokens, media.tokens_of(base)) if len(tokens) else Coded(b"", ())
         needed = base if coder.uses_base else base[:0]
         blob = Blob(
-            BY_NAME[coder.name], self.vocabulary_hash, ids_hash(ids), len(ids), coded.chunks,
-            coded.side, len(needed), ids_hash(needed) if len(needed) else b"", coder.model,
-            _runtime(coder), fallback, media.take_out(ids),
-        )  # fmt: skip
+            BY_NAME[coder.name],
+            self.vocabulary_hash,
+            ids_hash(ids),
+            len(ids),
+            coded.chunks,
+            coded.side,
+            len(needed),
+            ids_hash(needed) if len(needed) else b"",
+            coder.model,
+            media.take_out(ids),
+        )
         if self._decode(blob, base).tolist() != ids.tolist():
             raise RuntimeError(f"The form {coder.name} does not give back the ids it was given.")
         return container.write(blob)
@@ -230,22 +201,8 @@ class Codec:
             self._check_ids(base)
 
     def _check_model(self, blob: Blob, coder: FormCoder) -> None:
-        if coder.name in self._distrusted:
-            raise UnknownModel(
-                f"The runtime of the form {coder.name} failed its probe: it no longer gives the "
-                "numbers it gave, so its blobs are read from their fallbacks."
-            )
         if blob.model != coder.model:
             raise UnknownModel(
                 f"The blob needs the model or table {blob.model.hex()}, and here is "
                 f"{coder.model.hex()}: use the version of towerd that wrote it."
             )
-        if blob.runtime != _runtime(coder):
-            raise UnknownModel(
-                f"The blob was written with the runtime {blob.runtime.hex()}, and here is "
-                f"{_runtime(coder).hex()}: read it on the machine that wrote it."
-            )
-
-
-def _runtime(coder: FormCoder) -> bytes:
-    return coder.runtime if isinstance(coder, RuntimeCoder) else b""

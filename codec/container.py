@@ -2,15 +2,15 @@
 
     magic 4 | version 1 | form 1 | bytes in all, u32 | vocabulary hash 8 | ids hash 16
     varint: ids | varint: base ids | base hash 16, if there is a base
-    model hash 8 and runtime hash 8, if the form needs them
+    model hash 8, if the form needs a model or table
     varint: chunks, then per chunk its symbols and the bytes of its committed coder output
     varint: bytes of side information | side information | coded chunks
-    varint: bytes of the fallback | the fallback (another blob, for the same ids and base)
+    varint: 0, once the bytes of a fallback
     of version 2, varint: bytes of the media | the media among the ids (`media.py`)
     padding | BLAKE2b-64 of everything before
 
 The checksum covers every byte, so a flipped one is an error before anything is decoded; the hash
-of the ids catches what a wrong model or runtime would decode to. A blob without media has version 1,
+of the ids catches what a wrong model would decode to. A blob without media has version 1,
 so that earlier releases read it. A reader takes no memory that
 the length of the blob does not justify: a blob has a byte for every IDS_PER_BYTE_MAX ids or symbols.
 """
@@ -44,24 +44,20 @@ class Form:
     code: int
     name: str
     has_model: bool
-    has_runtime: bool
     note: str
-
-    @property
-    def portable(self) -> bool:
-        """Whether every machine decodes it alike, so that it needs no fallback."""
-        return not self.has_runtime
 
 
 FORMS = (
-    Form(0, "packed", False, False, "ids of ceil(log2 n) bits"),
-    Form(1, "ranked", True, False, "ids in order of frequency, varint, zstd with a dictionary"),
-    Form(2, "text", True, False, "text and its exceptions, zstd with a dictionary"),
-    Form(3, "mix", True, False, "context mixing over the mini vocabulary, integer arithmetic"),
-    Form(5, "same", True, True, "M's own ids, context mixing with a model of M's tokenizer"),
-    Form(6, "network", True, False, "context mixing with the mini model's distribution"),
+    Form(0, "packed", False, "ids of ceil(log2 n) bits"),
+    Form(1, "ranked", True, "ids in order of frequency, varint, zstd with a dictionary"),
+    Form(2, "text", True, "text and its exceptions, zstd with a dictionary"),
+    Form(3, "mix", True, "context mixing over the mini vocabulary, integer arithmetic"),
+    Form(6, "network", True, "context mixing with the mini model's distribution"),
 )
-RETIRED = {4: "the mini model's distribution as llama.cpp gave it on one machine"}
+RETIRED = {
+    4: "the mini model's distribution as llama.cpp gave it on one machine",
+    5: "a model's distribution as llama.cpp gave it on one machine",
+}
 """Codes that must never be given to another form."""
 BY_CODE = {form.code: form for form in FORMS}
 BY_NAME = {form.name: form for form in FORMS}
@@ -89,8 +85,6 @@ class Blob:
     base_ids: int = 0
     base_hash: bytes = b""
     model: bytes = b""
-    runtime: bytes = b""
-    fallback: bytes = b""
     media: bytes = b""
     """What is not coded; empty: all ids are tokens."""
 
@@ -98,10 +92,10 @@ class Blob:
 def write(blob: Blob) -> bytes:
     """The bytes of a blob."""
     parts = [varint.put(blob.n_ids), varint.put(blob.base_ids)]
-    parts += [blob.base_hash, blob.model, blob.runtime, varint.put(len(blob.chunks))]
+    parts += [blob.base_hash, blob.model, varint.put(len(blob.chunks))]
     parts += [varint.put_all((chunk.n_symbols, len(chunk.bits))) for chunk in blob.chunks]
     parts += [varint.put(len(blob.side)), blob.side, *(chunk.bits for chunk in blob.chunks)]
-    parts += [varint.put(len(blob.fallback)), blob.fallback]
+    parts += [varint.put(0)]
     if blob.media:
         parts += [varint.put(len(blob.media)), blob.media]
     version = VERSION if blob.media else _WITHOUT_MEDIA
@@ -126,20 +120,19 @@ def read(data: bytes) -> Blob:
     base_ids = reader.number()
     base_hash = reader.take(_BASE_BYTES if base_ids else 0)
     model = reader.take(_MODEL_BYTES if form.has_model else 0)
-    runtime = reader.take(_MODEL_BYTES if form.has_runtime else 0)
     n_chunks = reader.number(len(data))
     sizes = reader.numbers(2 * n_chunks)
     side = reader.take(reader.number())
     bits = [reader.take(n) for n in sizes[1::2]]
-    fallback = reader.take(reader.number())
+    if reader.number():
+        raise Damaged("The blob is damaged: its form has no fallback.")
     media = reader.take(reader.number()) if version > _WITHOUT_MEDIA else b""
     if any(reader.rest()):
         raise Damaged("The blob is damaged: its padding is not empty.")
     if sum(sizes[::2]) > len(data) * IDS_PER_BYTE_MAX:
         raise Damaged(f"The blob is damaged: {len(data)} bytes cannot hold that many symbols.")
     chunks = tuple(map(Chunk, sizes[::2], bits))
-    return Blob(form, vocabulary, hash_, n_ids, chunks, side, base_ids, base_hash, model, runtime,
-                fallback, media)  # fmt: skip
+    return Blob(form, vocabulary, hash_, n_ids, chunks, side, base_ids, base_hash, model, media)
 
 
 def claimed_hash(data: bytes) -> bytes:

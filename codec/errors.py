@@ -20,7 +20,7 @@ class NewerVersion(CodecError):
 
 
 class UnknownModel(CodecError):
-    """The blob needs a model, table or runtime that is not loaded here."""
+    """The blob needs a model or table that is not loaded here."""
 
 
 class WrongVocabulary(CodecError):

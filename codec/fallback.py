@@ -18,11 +18,12 @@ import numpy.typing as npt
 import zstandard
 
 from towerd.codec import sample, varint
-from towerd.codec.base import Ids, Vocabulary
+from towerd.codec.base import Vocabulary
 from towerd.codec.container import Chunk
 from towerd.codec.errors import Damaged
 from towerd.codec.forms import Coded
 from towerd.codec.text import from_ids, parse, to_ids
+from towerd.tokens import Ids
 
 LEVEL = 19
 _PIECE_BYTES_MAX = 24
@@ -118,9 +119,13 @@ class _Zstd:
     @functools.cached_property
     def _compressor(self) -> zstandard.ZstdCompressor:
         params = zstandard.ZstdCompressionParameters.from_level(
-            LEVEL, dict_size=len(self.dictionary.as_bytes()), format=zstandard.FORMAT_ZSTD1_MAGICLESS,
-            write_content_size=False, write_checksum=False, write_dict_id=False,
-        )  # fmt: skip
+            LEVEL,
+            dict_size=len(self.dictionary.as_bytes()),
+            format=zstandard.FORMAT_ZSTD1_MAGICLESS,
+            write_content_size=False,
+            write_checksum=False,
+            write_dict_id=False,
+        )
         self.dictionary.precompute_compress(compression_params=params)
         return zstandard.ZstdCompressor(dict_data=self.dictionary, compression_params=params)
 
@@ -131,9 +136,10 @@ class _Zstd:
     def decompress(self, frame: bytes, bytes_max: int) -> bytes:
         """Back again, reading no further than `bytes_max` bytes; Damaged for anything else."""
         decompressor = zstandard.ZstdDecompressor(
-            dict_data=self.dictionary, max_window_size=_WINDOW_BYTES_MAX,
+            dict_data=self.dictionary,
+            max_window_size=_WINDOW_BYTES_MAX,
             format=zstandard.FORMAT_ZSTD1_MAGICLESS,
-        )  # fmt: skip
+        )
         try:
             with decompressor.stream_reader(frame) as stream:
                 data = stream.read(bytes_max + 1)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
-from towerd.codec.base import Ids
 from towerd.codec.container import Chunk
 from towerd.codec.errors import Damaged
+from towerd.tokens import Ids
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,4 @@ class FormCoder(Protocol):
 
     def decode(self, coded: Coded, n_ids: int, base: Ids) -> Ids:
         """The ids again; Damaged if this is nothing that `encode` gives."""
-        ...
-
-
-@runtime_checkable
-class RuntimeCoder(FormCoder, Protocol):
-    """A form whose bits only the runtime that wrote them can read."""
-
-    @property
-    def runtime(self) -> bytes:
-        """8 bytes that name everything the numbers depend on."""
         ...

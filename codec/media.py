@@ -12,8 +12,8 @@ from __future__ import annotations
 import numpy as np
 
 from towerd.codec import varint
-from towerd.codec.base import Ids
 from towerd.codec.errors import Damaged
+from towerd.tokens import Ids
 
 
 def tokens_of(ids: Ids) -> Ids:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from towerd.codec.base import Ids, Vocabulary
+from towerd.codec.base import Vocabulary
 from towerd.codec.coder import Decoder, Encoder
 from towerd.codec.container import Chunk
 from towerd.codec.forms import Coded
@@ -19,6 +19,7 @@ from towerd.codec.mixers import Mixers, Symbols
 from towerd.codec.prior.file import Prior
 from towerd.codec.prior.state import bits_of
 from towerd.codec.text import MARK_FIRST, as_context, from_ids, parse, split, to_ids
+from towerd.tokens import Ids
 
 BASE_IDS_MAX = 16384
 """Of a longer base, the last ids are read."""
@@ -48,8 +49,11 @@ class MiniText:
         self.controls = [prior.controls[i] for i in _KINDS]
         bytes_of = list(prior.pieces)
         single = {piece: token for token, piece in enumerate(bytes_of) if len(piece) == 1}
-        self.spelled = {token: [single[bytes((byte,))] for byte in prior.vocabulary.pieces[token]]
-                        for token in prior.controls if prior.vocabulary.pieces[token]}  # fmt: skip
+        self.spelled = {
+            token: [single[bytes((byte,))] for byte in prior.vocabulary.pieces[token]]
+            for token in prior.controls
+            if prior.vocabulary.pieces[token]
+        }
         for kind, token in enumerate(self.controls):
             bytes_of[token] = bytes((MARK_FIRST + kind,))
         self.bytes_by_rank = [bytes_of[token] for token in prior.ids]

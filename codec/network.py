@@ -1,10 +1,9 @@
-"""The forms `network` and `same`: context mixing with a language model's distribution.
+"""The form `network`: context mixing with a language model's distribution.
 
-`network` codes text in the tokens of the mini model, whose numbers are the same on every machine;
-`same` codes M's own ids with any model that shares M's tokenizer and that this machine's llama.cpp
-evaluates. A text is cut into chunks, which are read side by side: one step of the model is one
-batch with the next token of each. The chunks share one mixer, so what one of them taught it helps
-the others from the next step on.
+Text is coded in the tokens of the mini model, whose numbers are the same on every machine. It is cut
+into chunks, which are read side by side: one step of the model is one batch with the next token of
+each. The chunks share one mixer, so what one of them taught it helps the others from the next step
+on.
 """
 
 from __future__ import annotations
@@ -15,33 +14,32 @@ from contextlib import AbstractContextManager, ExitStack
 
 import numpy as np
 
-from towerd.codec.base import Ids, Vocabulary
+from towerd.codec.base import Vocabulary
 from towerd.codec.coder import Decoder, Encoder
 from towerd.codec.container import Chunk
 from towerd.codec.errors import Damaged, UnknownModel
 from towerd.codec.forms import Coded
 from towerd.codec.mix import BASE_IDS_MAX, MiniText
 from towerd.codec.mixers import Mixers, Symbols
-from towerd.codec.models.base import Predictor, RuntimePredictor
+from towerd.codec.models.base import Predictor
 from towerd.codec.models.lending import Predictors
-from towerd.codec.prior import state
-from towerd.codec.prior.file import Prior, kinds_of, ranks_of
+from towerd.codec.prior.file import Prior
 from towerd.codec.prior.state import bits_of
 from towerd.codec.text import as_context, from_ids, parse, to_ids
-from towerd.kernels.mixing import Mixer, make_mixer
+from towerd.kernels.mixing import Mixer
+from towerd.tokens import Ids
 
-CHUNK_SYMBOLS = 1024
-"""Symbols of a chunk of `same`; measured, see README.md."""
 TEXT_SYMBOLS = 8192
-"""Symbols of a chunk of `network`: the kernel is fast enough for one text by itself."""
+"""Symbols of a chunk: the kernel is fast enough for one text by itself."""
 _FORMAT = b"2"
 
 
 class Lanes:
     """Codes lists of ranks, one per chunk, with a mixer and a model in step."""
 
-    def __init__(self, predictor: Predictor, ids: Symbols, make: Callable[[], Mixer],
-                 first: int) -> None:  # fmt: skip
+    def __init__(
+        self, predictor: Predictor, ids: Symbols, make: Callable[[], Mixer], first: int
+    ) -> None:
         """`ids` [n]: the model's id of each rank; `first`: the id that every text starts with."""
         self.lanes_max, self.window, self.first = predictor.lanes_max, predictor.window, first
         self.ids = ids.tolist()
@@ -121,8 +119,13 @@ class Network:
 
     name, uses_base = "network", True
 
-    def __init__(self, vocabulary: Vocabulary, prior: Prior, predictor: Predictor,
-                 chunk_symbols: int = TEXT_SYMBOLS) -> None:  # fmt: skip
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        prior: Prior,
+        predictor: Predictor,
+        chunk_symbols: int = TEXT_SYMBOLS,
+    ) -> None:
         """UnknownModel if the model is not of the prior's vocabulary."""
         if predictor.n_tokens != len(prior.ids):
             raise UnknownModel(
@@ -160,45 +163,6 @@ class Network:
 
     def _context(self, base: Ids, kinds: tuple[int, ...]) -> Symbols:
         return self.mini.symbols(as_context(base[-BASE_IDS_MAX:], kinds, self.vocabulary))
-
-
-class Same:
-    """The `RuntimeCoder` of `same`: no text, no exceptions, just ids."""
-
-    name, uses_base = "same", True
-
-    def __init__(self, vocabulary: Vocabulary, predictor: RuntimePredictor, first: int = 0,
-                 chunk_symbols: int = CHUNK_SYMBOLS) -> None:  # fmt: skip
-        """`first`: the id that a text starts with (BOS). UnknownModel if the model's vocabulary has
-        another size."""
-        n_tokens = len(vocabulary.pieces)
-        if predictor.n_tokens != n_tokens:
-            raise UnknownModel(
-                f"The codec's model has {predictor.n_tokens} tokens, not the {n_tokens} of the "
-                "served one: give one that shares its tokenizer."
-            )
-        self.ranks = ranks_of(vocabulary.pieces)
-        self.chunk_symbols = chunk_symbols
-        ids = np.argsort(self.ranks).astype(np.int32)
-        self.ids = ids
-        weights, start = np.zeros(n_tokens, np.uint32), state.untrained(n_tokens)
-        kinds = kinds_of(vocabulary.pieces)
-        self.lanes = Lanes(predictor, ids, lambda: make_mixer(weights, (), start, kinds), first)
-        self.model = _hash(_FORMAT, predictor.name, first.to_bytes(4, "little"))
-        self.runtime = predictor.runtime
-
-    def encode(self, ids: Ids, base: Ids) -> Coded:
-        """Chunks of ids."""
-        parts = cut(self.ranks[ids], self.chunk_symbols, self.lanes.lanes_max)
-        bits = self.lanes.encode(parts, self.ranks[base[-BASE_IDS_MAX:]])
-        return Coded(b"", _chunked(parts, bits))
-
-    def decode(self, coded: Coded, n_ids: int, base: Ids) -> Ids:
-        """The ids again."""
-        sizes = [chunk.n_symbols for chunk in coded.chunks]
-        bits = [chunk.bits for chunk in coded.chunks]
-        ranks = self.lanes.decode(sizes, bits, self.ranks[base[-BASE_IDS_MAX:]])
-        return self.ids[np.array([rank for part in ranks for rank in part], np.int64)]
 
 
 def network_hash(prior: bytes, predictor: bytes, n_ctx: int) -> bytes:

@@ -19,8 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from towerd.codec import varint
-from towerd.codec.base import Ids, Vocabulary
+from towerd.codec.base import Vocabulary
 from towerd.codec.errors import Damaged
+from towerd.tokens import Ids
 
 MARK_FIRST, MARK_OTHER = 0xF8, 0xFF
 KINDS_MAX = MARK_OTHER - MARK_FIRST

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import llama_cpp.llama_cpp as lib
 import numpy as np
 
-from towerd.codec.base import Ids
 from towerd.codec.errors import UnknownModel
+from towerd.llama_library import lib
+from towerd.tokens import Ids
 
 _PIECE_BYTES = 64
 _INT32_P = ctypes.POINTER(ctypes.c_int32)
@@ -47,8 +47,11 @@ class GgufVocabulary:
         room = len(text) + 8
         for _ in range(2):
             out = np.empty(room, np.int32)
-            n = int(lib.llama_tokenize(self._ptr, text, len(text), out.ctypes.data_as(_INT32_P),
-                                       room, False, False))  # fmt: skip
+            n = int(
+                lib.llama_tokenize(
+                    self._ptr, text, len(text), out.ctypes.data_as(_INT32_P), room, False, False
+                )
+            )
             if n >= 0:
                 return out[:n]
             room = -n

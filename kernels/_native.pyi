@@ -17,7 +17,7 @@ def formats() -> list[tuple[str, int, int, int, bool]]:
 def gittins(
     chances: npt.NDArray[np.float64], widths: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
-    """Returns per time at each bin; the contract is in towerd.kernels.reference_gittins."""
+    """Returns per time at each bin; the contract is in towerd.kernels.reference.gittins."""
 
 def hazard_chances(
     w1: npt.NDArray[np.float64],
@@ -27,18 +27,7 @@ def hazard_chances(
     x: npt.NDArray[np.float64],
     of: Sequence[int],
 ) -> npt.NDArray[np.float64]:
-    """Chances of return by bin; the contract is in towerd.kernels.reference_hazard."""
-
-def relay(
-    up: int,
-    down: int,
-    cancel: int,
-    goes_on: Sequence[bytes],
-    ends: Sequence[bytes],
-    bytes_max: int,
-    is_chunked: bool,
-) -> tuple[bytes, bytes, bytes]:
-    """Passes a stream of events on; the contract is in towerd.kernels.reference_relay."""
+    """Chances of return by bin; the contract is in towerd.kernels.reference.hazard."""
 
 # Arguments are checked in C++: any buffer of the right shape and format is taken.
 class Kernels:
@@ -129,7 +118,7 @@ def mixer_state_size(n_tokens: int) -> int:
     """Numbers in the state of a Mixer."""
 
 class Mixer:
-    """Context mixing; the contract is in towerd.kernels.reference_mix."""
+    """Context mixing; the contract is in towerd.kernels.reference.mix."""
 
     def __init__(
         self,
@@ -162,7 +151,7 @@ class Mixer:
         """A copy of everything that was learned."""
 
 class Lm:
-    """A small language model; the contract is in towerd.kernels.reference_lm."""
+    """A small language model; the contract is in towerd.kernels.reference.lm."""
 
     def __init__(
         self,
@@ -186,7 +175,7 @@ class Lm:
         """The distribution of each row, as integers."""
 
 class DciTree:
-    """Multi-level prioritized DCI; the contract is in towerd.kernels.reference_dci."""
+    """Multi-level prioritized DCI; the contract is in towerd.kernels.reference.dci."""
 
     def __init__(
         self,
@@ -242,7 +231,7 @@ class DciTree:
         """RuntimeError if the tree is not sound."""
 
 class NodeTap:
-    """Copies tensors out of a compute graph; see towerd.kernels.reference_taps."""
+    """Copies tensors out of a compute graph; see towerd.kernels.reference.taps."""
 
     def __init__(self, name: int, n_bytes: int, n_elements: int, get: int) -> None: ...
     @property

@@ -7,14 +7,15 @@ from typing import Protocol
 
 import numpy as np
 
-from towerd.kernels import dispatch, reference_dci
-from towerd.kernels.reference_dci import F32, I32, I64, U8
+from towerd.kernels import dispatch
+from towerd.kernels.reference import dci as reference_dci
+from towerd.kernels.reference.dci import F32, I32, I64, U8
 
 __all__ = ["DciConfig", "DciTree", "make_dci_tree"]
 
 
 class DciTree(Protocol):
-    """What both implementations do; `reference_dci.DciTree` says how."""
+    """What both implementations do; `reference.dci.DciTree` says how."""
 
     @property
     def n_levels(self) -> int: ...

@@ -108,7 +108,7 @@ def native() -> Any:
 @functools.cache
 def _metal() -> ModuleType | None:
     try:
-        module = importlib.import_module("towerd.kernels.mlx_kernels")
+        module = importlib.import_module("towerd.kernels.mlx.kernels")
     except ImportError:
         return None
     return module if module.available() else None
@@ -162,12 +162,12 @@ def transpose(src: Bytes, out: Bytes, element_bytes: int, n_threads: int = THREA
 def transcode(
     dst: Any, jobs: Sequence[TranscodeJob], n_threads: int = THREADS, is_new: bool = False
 ) -> None:
-    """Many rows into one buffer, decoded; see `reference_transcode.transcode`."""
+    """Many rows into one buffer, decoded; see `reference.transcode.transcode`."""
     _kernels().transcode(dst, jobs, n_threads, is_new)
 
 
 def transcoded(rows: Bytes, src_format: str, dst_format: str, n_threads: int = THREADS) -> Bytes:
-    """Rows in another format, in new memory; see `reference_transcode.transcoded`."""
+    """Rows in another format, in new memory; see `reference.transcode.transcoded`."""
     return _kernels().transcoded(rows, src_format, dst_format, n_threads)
 
 
@@ -185,13 +185,13 @@ def rope_shift(
     hadamard_block: int,
     n_threads: int = THREADS,
 ) -> None:
-    """Rotate K rows by a position delta; see `reference_rope.rope_shift`."""
+    """Rotate K rows by a position delta; see `reference.rope.rope_shift`."""
     rotation = (cos, sin, row_table, head_dim, n_rot, first, neox, hadamard_block)
     _row_kernels().rope_shift(src, out, format, *rotation, n_threads)
 
 
 def hadamard(src: Floats, out: Floats, block: int, n_threads: int = THREADS) -> None:
-    """Walsh-Hadamard transform of runs of `block`; see `reference_hadamard.hadamard`."""
+    """Walsh-Hadamard transform of runs of `block`; see `reference.hadamard.hadamard`."""
     _row_kernels().hadamard(src, out, block, n_threads)
 
 
@@ -204,5 +204,5 @@ def attention_mass(
     scale: float,
     n_threads: int = THREADS,
 ) -> Floats:
-    """How much attention each cached key gets; see `reference_attention.attention_mass`."""
+    """How much attention each cached key gets; see `reference.attention.attention_mass`."""
     return _kernels().attention_mass(queries, keys, format, n_seen, head_dim, scale, n_threads)

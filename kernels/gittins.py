@@ -9,16 +9,16 @@ import os
 from collections.abc import Callable
 from typing import TypeAlias
 
-from towerd.kernels import reference_gittins
 from towerd.kernels.dispatch import ENV, native
-from towerd.kernels.reference_gittins import Table
+from towerd.kernels.reference import gittins as reference_gittins
+from towerd.kernels.reference.gittins import Table
 
 __all__ = ["Table", "gittins"]
 _Kernel: TypeAlias = Callable[[Table, Table], Table]
 
 
 def gittins(chances: Table, widths: Table) -> Table:
-    """See `reference_gittins.gittins`; both arrays must be contiguous."""
+    """See `reference.gittins.gittins`; both arrays must be contiguous."""
     return _kernel(os.environ.get(ENV, ""))(chances, widths)
 
 

@@ -9,16 +9,16 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from towerd.kernels import reference_hazard
 from towerd.kernels.dispatch import ENV, native
-from towerd.kernels.reference_hazard import Table, Weights
+from towerd.kernels.reference import hazard as reference_hazard
+from towerd.kernels.reference.hazard import Table, Weights
 
 __all__ = ["Table", "Weights", "chances"]
 _Kernel: TypeAlias = Callable[[Weights, Table, Sequence[int]], Table]
 
 
 def chances(weights: Weights, x: Table, of: Sequence[int]) -> Table:
-    """See `reference_hazard.chances`."""
+    """See `reference.hazard.chances`."""
     return _kernel(os.environ.get(ENV, ""))(weights, x, of)
 
 

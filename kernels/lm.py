@@ -9,8 +9,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from towerd.kernels import dispatch, reference_lm
-from towerd.kernels.reference_lm import (
+from towerd.kernels import dispatch
+from towerd.kernels.reference import lm as reference_lm
+from towerd.kernels.reference.lm import (
     BLOCK,
     COUNT_ONE,
     LANES_MAX,
@@ -40,16 +41,17 @@ _ALIGN = 64
 
 
 class Lm(Protocol):
-    """What both implementations do; `reference_lm.Lm` says how."""
+    """What both implementations do; `reference.lm.Lm` says how."""
 
     def reset(self) -> None: ...
     def step(self, lanes: Ints, tokens: Ints, n_threads: int = 1) -> Floats: ...
     def counts(self, logits: Floats) -> Counts: ...
 
 
-def make_lm(shape: LmShape, matrices: Sequence[Weights], norms: Sequence[Floats], cos: Floats,
-            sin: Floats) -> Lm:  # fmt: skip
-    """A model with the arguments of `reference_lm.Lm`. ValueError if they do not fit.
+def make_lm(
+    shape: LmShape, matrices: Sequence[Weights], norms: Sequence[Floats], cos: Floats, sin: Floats
+) -> Lm:
+    """A model with the arguments of `reference.lm.Lm`. ValueError if they do not fit.
 
     TOWERD_KERNELS chooses as for the other kernels; all give the same bits."""
     name = dispatch.name()

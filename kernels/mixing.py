@@ -9,9 +9,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from towerd.kernels import reference_mix
 from towerd.kernels.dispatch import ENV
-from towerd.kernels.reference_mix import (
+from towerd.kernels.reference import mix as reference_mix
+from towerd.kernels.reference.mix import (
     BREAK,
     DYNAMIC,
     FINAL,
@@ -52,7 +52,7 @@ I32 = npt.NDArray[np.int32]
 
 
 class Mixer(Protocol):
-    """What both implementations do; `reference_mix.Mixer` says how."""
+    """What both implementations do; `reference.mix.Mixer` says how."""
 
     def reset(self, lanes: int = 1, table_bits: int = 16) -> None: ...
     def begin(self, lane: int, counts: U32 | None = None) -> int: ...

@@ -9,14 +9,15 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from towerd.kernels import dispatch, reference_taps
-from towerd.kernels.reference_taps import Shape
+from towerd.kernels import dispatch
+from towerd.kernels.reference import taps as reference_taps
+from towerd.kernels.reference.taps import Shape
 
 __all__ = ["NodeTap", "make_node_tap"]
 
 
 class NodeTap(Protocol):
-    """What both implementations do; `reference_taps.NodeTap` says how."""
+    """What both implementations do; `reference.taps.NodeTap` says how."""
 
     @property
     def callback(self) -> int: ...

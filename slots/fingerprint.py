@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -61,18 +61,6 @@ class Fingerprint:
         text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"), allow_nan=False)
         return hashlib.blake2b(text.encode("ascii"), digest_size=32).digest()
 
-    def differences(self, other: Fingerprint) -> list[str]:
-        """The names of the fields that differ, `rope.NAME` for single RoPE parameters."""
-        names = []
-        for field in fields(self):
-            mine, theirs = getattr(self, field.name), getattr(other, field.name)
-            if field.name == "rope":
-                keys = sorted(set(mine) | set(theirs))
-                names += [f"rope.{key}" for key in keys if mine.get(key) != theirs.get(key)]
-            elif mine != theirs:
-                names.append(field.name)
-        return names
-
     def to_json(self) -> dict[str, Any]:
         """A dict of JSON values; `from_json` takes it back."""
         value: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -113,3 +101,11 @@ def _checked_rope(rope: object) -> dict[str, RopeValue]:
         else:
             raise StateError(f"fingerprint: rope {key} must be a finite number or a string")
     return dict(sorted(checked.items()))
+
+
+def tokenizer_hash(pieces: Iterable[bytes]) -> str:
+    """The fingerprint's `tokenizer`: of every token's bytes, special ones as text."""
+    digest = hashlib.blake2b(digest_size=16)
+    for piece in pieces:
+        digest.update(len(piece).to_bytes(4, "little") + piece)
+    return digest.hexdigest()

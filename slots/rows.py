@@ -108,8 +108,9 @@ class KVRows:
         """The same rows without `v_trans`: these, or a copy of V."""
         if not self.v_trans:
             return self
-        return KVRows(self.layout, self.positions, self.k, tuple(self.planes())[len(self.k) :],
-                      self.ext)  # fmt: skip
+        return KVRows(
+            self.layout, self.positions, self.k, tuple(self.planes())[len(self.k) :], self.ext
+        )
 
     def sections(self) -> tuple[KVRows, ...]:
         """The rows of each cache (see `KVLayout.sections`), as views."""
@@ -140,11 +141,14 @@ class KVRows:
             self.layout,
             self.positions[cut],
             tuple(plane[cut] for plane in self.k),
-            tuple(_cut(self.v, self.layout.v, first, last) if self.v_trans
-                  else (plane[cut] for plane in self.v)),
+            tuple(
+                _cut(self.v, self.layout.v, first, last)
+                if self.v_trans
+                else (plane[cut] for plane in self.v)
+            ),
             None if self.ext is None else self.ext[cut],
             self.v_trans,
-        )  # fmt: skip
+        )
 
     def split(self, at: int) -> tuple[KVRows, KVRows]:
         """The rows before position `at` and those from it on, as views; both non-empty."""
@@ -159,8 +163,10 @@ class KVRows:
             k, v = tuple(map(_owned, self.k)), tuple(map(_owned, self.v))
             return KVRows(self.layout, self.positions.copy(), k, v, ext, True)
         blob = _owned(self.blob[None])[0]
-        k, v = (tuple(_within(blob, self.blob, plane) for plane in planes)
-                for planes in (self.k, self.v))  # fmt: skip
+        k, v = (
+            tuple(_within(blob, self.blob, plane) for plane in planes)
+            for planes in (self.k, self.v)
+        )
         return KVRows(self.layout, self.positions.copy(), k, v, ext, self.v_trans, blob)
 
 

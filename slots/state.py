@@ -103,9 +103,13 @@ class _Section:
 
 
 def parse_state(
-    reader: Reader, *, cell_ext: bool, has_v: bool | None = None, is_last: bool = True,
+    reader: Reader,
+    *,
+    cell_ext: bool,
+    has_v: bool | None = None,
+    is_last: bool = True,
     as_is: bool = False,
-) -> SequenceState:  # fmt: skip
+) -> SequenceState:
     """Read a whole state, if it `is_last` up to the end of the bytes.
 
     has_v: whether V sections follow the K sections; None: told by what is left, which only
@@ -171,9 +175,7 @@ def _parse_section(reader: Reader, n_cells: int, what: str) -> _Section:
 
 
 def _parse_transposed(reader: Reader, n_cells: int, what: str) -> _Section:
-    ggml_type, element_bytes, n_elements = (
-        reader.i32(what), reader.u32(what), reader.u32(what),
-    )  # fmt: skip
+    ggml_type, element_bytes, n_elements = (reader.i32(what), reader.u32(what), reader.u32(what))
     plane = cache_plane(ggml_type, element_bytes * n_elements)
     check_transposable(plane)
     if element_bytes != BY_TYPE[ggml_type].block_bytes:

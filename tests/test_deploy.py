@@ -73,9 +73,14 @@ def test_setup_goes_without_the_model(tmp_path: Path) -> None:
 
     def run() -> str:
         done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", step, str(tmp_path)], env=env, cwd=DEPLOY.parent,
-            capture_output=True, text=True, check=True, timeout=100,
-        )  # fmt: skip
+            ["bash", "-euo", "pipefail", "-c", step, str(tmp_path)],
+            env=env,
+            cwd=DEPLOY.parent,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=100,
+        )
         return done.stdout + done.stderr
 
     first = run()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("towerd", "codec", "kernels", "slots", "cli", "tests")
+FOLDERS = ("towerd", "codec", "kernels", "slots", "cli", "lab", "tests")
 LINKED = frozenset(("codec", "kernels", "slots", "cli"))
 FILE_LINES_MAX = 500
 FUNCTION_LINES_MAX = 70
@@ -77,13 +77,13 @@ def test_tests_are_no_packages_and_have_unique_names() -> None:
     assert len(names) == len(set(names))
 
 
-def test_only_engine_and_wire_import_llama_cpp() -> None:
-    users = {
-        name_of(path)
-        for path in sources()
-        if name_of(path).startswith(("towerd/", "kernels/", "slots/", "cli/"))
-        and "llama_cpp" in imported(ast.parse(path.read_text()))
-    }
+def test_only_engine_and_wire_call_llama_cpp() -> None:
+    product = [
+        p for p in sources() if name_of(p).startswith(("towerd/", "kernels/", "slots/", "cli/"))
+    ]
+    loaders = {name_of(p) for p in product if "llama_cpp" in imported(ast.parse(p.read_text()))}
+    assert loaders == {"towerd/llama_library.py"}
+    users = {name_of(p) for p in product if "from towerd.llama_library import" in p.read_text()}
     assert all(user.startswith(("towerd/engine/", "towerd/wire/")) for user in users), users
 
 

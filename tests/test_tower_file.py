@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from towerd.codec import Codec
-from towerd.codec.base import Ids
 from towerd.codec.prior import file
 from towerd.codec.vocabulary import GgufVocabulary
 from towerd.models.bundled import bundled_model
 from towerd.store import History
-from towerd.store.history import NamedBase, PastTurn
+from towerd.store.sessions.history import NamedBase, PastTurn
+from towerd.tokens import Ids
 from towerd.tower_file import TURNS_MAX, Model, TowerFileError, read, write
 
 TURNS = (
@@ -62,8 +62,14 @@ def test_what_is_written_is_read(model: Model) -> None:
     assert data == write(history, model)
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), *[st.integers(0, 40)] * 3, st.booleans()),
-                min_size=1, max_size=8), st.integers(0, 99))  # fmt: skip
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 9), *[st.integers(0, 40)] * 3, st.booleans()),
+        min_size=1,
+        max_size=8,
+    ),
+    st.integers(0, 99),
+)
 @settings(max_examples=15, deadline=None)
 def test_any_history(
     model: Model, shapes: list[tuple[int, int, int, int, bool]], seed: int
@@ -75,8 +81,9 @@ def test_any_history(
         n = n_prompt + 1
         shared = min(n_shared, n, turns[origin].n) if place else 0
         parent = origin if back % 2 and place else None
-        turns.append(PastTurn(parent, origin, shared, n_prompt, 1, min(n, n_cached), 1.0, 2.0,
-                              finished))  # fmt: skip
+        turns.append(
+            PastTurn(parent, origin, shared, n_prompt, 1, min(n, n_cached), 1.0, 2.0, finished)
+        )
     history = replace(history_of(tuple(turns), seed), leaf=len(turns) - 1)
     found = read(write(history, model), model)
     assert_same(found, history)

@@ -1,4 +1,4 @@
-"""What an address says of who can reach it."""
+"""Who can reach an address."""
 
 from __future__ import annotations
 

@@ -12,32 +12,33 @@ import socket
 import stat
 import sys
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
 
 import uvloop
 from aiohttp import web
 
-from towerd.api.connection import Runner
-from towerd.api.kept_stream import KeptStreams
-from towerd.api.keys import (
+from towerd.api.http.connection import Runner
+from towerd.api.http.kept_stream import KeptStreams
+from towerd.api.http.keys import (
     CONFIG,
     GATE,
     LIMITS,
     METRICS,
-    RUNNING,
     STREAMS,
     TENANTS,
     TRANSFER,
     Gate,
     Service,
 )
-from towerd.api.limits import Limits
-from towerd.api.middleware import MIDDLEWARES, add_headers
+from towerd.api.http.limits import Limits
+from towerd.api.http.middleware import MIDDLEWARES, add_headers
+from towerd.api.llama.task import RUNNING
 from towerd.config import Config
 from towerd.errors import ConfigError
 from towerd.metrics import Metrics
-from towerd.routes import add_proxy_routes, add_routes
+from towerd.routes import ROUTES, add_proxy_routes
+from towerd.store_routes import add_routes
 from towerd.tenants import Tenants
 from towerd.transfer import Transfer
 from towerd.wakeup import shorten_slice
@@ -75,7 +76,7 @@ def build_app(
     if config.engine == "llama-server":
         add_proxy_routes(app)
     else:
-        add_routes(app)
+        add_routes(app, ROUTES)
     return app
 
 
@@ -102,6 +103,13 @@ async def _watch_loop(app: web.Application) -> AsyncIterator[None]:
     task.cancel()
     with suppress(asyncio.CancelledError):
         await task
+
+
+@asynccontextmanager
+async def open_app(config: Config) -> AsyncIterator[web.Application]:
+    """The application with its service, not listening anywhere. Raises as `open_service`."""
+    async with await asyncio.to_thread(_open_service, config) as service:
+        yield build_app(config, service=service)
 
 
 def run(config: Config) -> None:
@@ -182,11 +190,7 @@ async def _serve_until(
 
 
 def _open_service(config: Config) -> AbstractAsyncContextManager[Service]:
-    # Imported late: it loads llama.cpp, and /health answers before that.
-    if config.engine == "llama-server":
-        from towerd.sidecar import open_sidecar
-
-        return open_sidecar(config)
+    # Imported late: /health answers before that.
     from towerd.service import open_service
 
     return open_service(config)

@@ -15,15 +15,14 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from towerd import paths
 from towerd.addresses import is_http_url, is_loopback
 from towerd.errors import ConfigError
 from towerd.llama_flags import adapter_files, media_flags, wire_words
+from towerd.machine import physical_cores, ram_bytes
 from towerd.policy import NAMES as POLICIES
 from towerd.settings import Kind, Setting, keys_from
-from towerd.tiers.fidelity import FIDELITIES, LevelFormats
+from towerd.tiers.formats.fidelity import FIDELITIES, LevelFormats
 
 ENGINES = ("embedded", "llama-server")
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
@@ -162,7 +161,7 @@ class Config:
         "Bytes a second that may be copied from disk into RAM before they are asked for, by a "
         "policy that foretells; 0: none.", low=0)
     record: Path | None = _set(None, "path", "--record",
-        "File to append a trace of all requests to, for towerctl replay; texts stay secret.")
+        "File to append a trace of all requests to, for towerctl lab replay; texts stay secret.")
     retention: str = _set("none", "text", "--retention",
         "What becomes of a chat that grows: an error at the end of its context, its oldest turns "
         "dropped there, or a policy that keeps it within --live-budget.", choices=RETENTIONS)
@@ -278,7 +277,7 @@ class Config:
         if self.threads_batch == 0:
             auto["threads_batch"] = auto.get("threads", self.threads)
         if self.hot_bytes == -1:
-            auto["hot_bytes"] = psutil.virtual_memory().total // 8
+            auto["hot_bytes"] = ram_bytes() // 8
         if self.recall_bytes == -1:
             auto["recall_bytes"] = auto.get("hot_bytes", self.hot_bytes) // 8
         if self.warm_bytes == -1:
@@ -472,7 +471,7 @@ def _read_keys(path: Path) -> tuple[tuple[str, str], ...]:
 
 def _physical_cores() -> int:
     """Physical cores, or fewer if this process is kept to some (containers, taskset)."""
-    cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    cores = physical_cores()
     if hasattr(os, "sched_getaffinity"):
         cores = min(cores, len(os.sched_getaffinity(0)))
     return max(1, cores)

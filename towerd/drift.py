@@ -1,4 +1,4 @@
-"""Drift: how far approximate rows move a model's answers, beside what any disturbance moves them.
+"""Drift: how much approximate rows change a model's answers, compared with the noise floor.
 
 Quantized weights make a model amplify rounding: the same text in batches of another size gives
 other distributions. That divergence is the model's noise floor. A drift is read against it.

@@ -31,9 +31,10 @@ class TowerdError(Exception):
         self.public = public or self.stands_for or message
         self.extra = extra
 
-    def body(self) -> dict[str, Any]:
-        """The JSON body llama-server would send for this error."""
-        error = {"code": self.status, "message": self.public, "type": self.kind}
+    def body(self, *, in_full: bool = False) -> dict[str, Any]:
+        """The JSON body llama-server would send for this error; `in_full`: to the operator."""
+        message = self.message if in_full else self.public
+        error = {"code": self.status, "message": message, "type": self.kind}
         return {"error": error | self.extra}
 
 
@@ -151,7 +152,7 @@ class TokensLost(StoreError):
 
 
 class ThawError(StoreError):
-    """A frozen session cannot be decoded here; it stays as it is, and the message names what is
+    """A frozen session cannot be decoded here. It stays unchanged; the message names what is
     missing."""
 
     stands_for = ""

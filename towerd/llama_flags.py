@@ -1,4 +1,4 @@
-"""llama-server's own flags, and what becomes of each on the embedded engine.
+"""llama-server's own flags and how the embedded engine treats each.
 
 llama.cpp's code parses those of sampling and chat itself (`towerd.wire`); what the daemon has a setting
 for stands in `towerd.config`; what decides nothing here is taken and ignored, so that a llama-server

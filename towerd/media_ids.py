@@ -1,4 +1,4 @@
-"""The ids that stand for pictures and sounds among a prompt's tokens.
+"""The ids of images and sounds among a prompt's tokens.
 
 `towerd.wire` derives them from the bytes of a medium and of the projector. They are negative, so
 that they are nobody's tokens, and bit 30 is clear in the first id of a medium alone: where media
@@ -12,7 +12,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-Ids: TypeAlias = npt.NDArray[np.int32]
+from towerd.tokens import Ids
+
 Span: TypeAlias = tuple[int, int]
 
 _FIRST_BELOW = -(1 << 30)

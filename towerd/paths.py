@@ -1,4 +1,4 @@
-"""Where towerd keeps things when nobody says otherwise.
+"""Default locations of towerd's files.
 
 Linux follows the XDG base directories, macOS uses ~/Library (Application Support). Nothing here
 creates a directory.

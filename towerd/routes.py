@@ -1,42 +1,14 @@
-"""Every route, in one table; `api/README.md` has an entry for each."""
+"""Every route, in one table; `docs/http-api.md` has an entry for each."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from aiohttp import web
-from aiohttp.typedefs import Handler
 
-from towerd.api import (
-    completion,
-    control,
-    elsewhere,
-    embeddings,
-    info,
-    lora,
-    own_calibration,
-    own_segments,
-    own_sessions,
-    own_transfer,
-    own_why,
-    own_workflows,
-    page,
-    pins,
-    precache,
-    streams,
-    text,
-    upkeep,
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """One method of one path."""
-
-    method: str
-    path: str
-    handler: Handler
-
+from towerd.api.admin import calibration as own_calibration
+from towerd.api.admin import page, pins, precache
+from towerd.api.admin import workflows as own_workflows
+from towerd.api.llama import completion, control, elsewhere, embeddings, info, lora, streams, text
+from towerd.store_routes import STORE_ROUTES, Route, add_routes
 
 LLAMA_ROUTES: tuple[Route, ...] = (
     Route("GET", "/health", info.get_health),
@@ -79,31 +51,14 @@ LLAMA_ROUTES: tuple[Route, ...] = (
 )
 
 OWN_ROUTES: tuple[Route, ...] = (
-    Route("GET", "/towerd/v1/stats", upkeep.get_stats),
-    Route("GET", "/towerd/v1/sessions", own_sessions.list_sessions),
-    Route("GET", "/towerd/v1/sessions/{id}", own_sessions.get_session),
-    Route("PATCH", "/towerd/v1/sessions/{id}", own_sessions.patch_session),
-    Route("DELETE", "/towerd/v1/sessions/{id}", own_sessions.delete_session),
-    Route("POST", "/towerd/v1/sessions/{id}/freeze", own_sessions.post_freeze),
-    Route("POST", "/towerd/v1/sessions/{id}/thaw", own_sessions.post_thaw),
-    Route("GET", "/towerd/v1/sessions/{id}/export", own_transfer.get_export),
-    Route("POST", "/towerd/v1/sessions/import", own_transfer.post_import),
-    Route("GET", "/towerd/v1/segments", own_segments.list_segments),
-    Route("GET", "/towerd/v1/segments/{id}", own_segments.get_segment),
-    Route("GET", "/towerd/v1/segments/{id}/why", own_why.get_why),
-    Route("GET", "/towerd/v1/trie", own_segments.get_trie),
+    *STORE_ROUTES,
+    Route("GET", "/towerd/v1/stats", info.get_stats),
     Route("GET", "/towerd/v1/workflows", own_workflows.list_workflows),
     Route("POST", "/towerd/v1/workflows/{id}/end", own_workflows.post_end),
-    Route("GET", "/towerd/v1/pins", pins.list_pins),
-    Route("POST", "/towerd/v1/pins", pins.post_pin),
-    Route("DELETE", "/towerd/v1/pins/{id}", pins.delete_pin),
     Route("GET", "/towerd/v1/bases", pins.list_bases),
-    Route("DELETE", "/towerd/v1/bases/{name}", pins.delete_base),
     Route("POST", "/towerd/v1/precache", precache.post_precache),
     Route("GET", "/towerd/v1/calibration", own_calibration.get_calibration),
     Route("POST", "/towerd/v1/calibration", own_calibration.post_calibration),
-    Route("POST", "/towerd/v1/verify", upkeep.post_verify),
-    Route("POST", "/towerd/v1/gc", upkeep.post_gc),
 )
 
 PAGE_ROUTES: tuple[Route, ...] = (
@@ -120,19 +75,10 @@ ELSEWHERE_ROUTES: tuple[Route, ...] = tuple(
 ROUTES = LLAMA_ROUTES + OWN_ROUTES + PAGE_ROUTES + ELSEWHERE_ROUTES
 
 
-def add_routes(app: web.Application, routes: tuple[Route, ...] = ROUTES) -> None:
-    """Register a table."""
-    for route in routes:
-        if route.method == "GET":
-            app.router.add_get(route.path, route.handler)  # HEAD as well
-        else:
-            app.router.add_route(route.method, route.path, route.handler)
-
-
 def add_proxy_routes(app: web.Application) -> None:
     """Register the table in front of a llama-server: towerd's own endpoints, and everything else
     through to it."""
-    from towerd.api import proxy_routes
+    from towerd.api.proxy import routes as proxy_routes
 
     proxy_routes.connect(app)
     add_routes(app, OWN_ROUTES)

@@ -1,4 +1,4 @@
-"""What one setting is: its type, its limits, and how a person's text becomes its value."""
+"""A setting: its type, its limits, and the parsing of its text."""
 
 from __future__ import annotations
 

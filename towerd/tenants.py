@@ -1,4 +1,4 @@
-"""Who is asking: API keys, tenants and the owner on the Unix socket."""
+"""Authentication: API keys, tenants and the owner on the Unix socket."""
 
 from __future__ import annotations
 

@@ -32,11 +32,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from towerd.codec import varint
-from towerd.codec.base import IDS_MAX, Ids
+from towerd.codec.base import IDS_MAX
 from towerd.codec.errors import CodecError
 from towerd.errors import InvalidRequest
-from towerd.store.history import History, NamedBase, PastTurn
-from towerd.store.sessions import NAME_CHARS_MAX, TITLE_CHARS_MAX
+from towerd.store.sessions.history import History, NamedBase, PastTurn
+from towerd.store.sessions.sessions import NAME_CHARS_MAX, TITLE_CHARS_MAX
+from towerd.tokens import Ids
 
 if TYPE_CHECKING:
     from towerd.codec import Codec
@@ -58,7 +59,7 @@ _UTF8_BYTES = 4
 
 
 class TowerFileError(InvalidRequest):
-    """A file that cannot be read here; the message says what is wrong with it or missing."""
+    """The file cannot be read here; the message says what is wrong or missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +174,14 @@ def _read_bases(reader: varint.Reader) -> tuple[NamedBase, ...]:
 def _turn(place: int, turn: PastTurn) -> bytes:
     """One turn, as it stands in the file."""
     parent = 0 if turn.parent is None else place - turn.parent
-    numbers = (parent, place - turn.origin, turn.n_shared, turn.n_prompt, turn.n_reply,
-               turn.n_cached)  # fmt: skip
+    numbers = (
+        parent,
+        place - turn.origin,
+        turn.n_shared,
+        turn.n_prompt,
+        turn.n_reply,
+        turn.n_cached,
+    )
     times = _TIME.pack(turn.started) + _TIME.pack(turn.created)
     return varint.put_all(numbers) + times + bytes((turn.finished,))
 
@@ -185,9 +192,16 @@ def _read_turns(reader: varint.Reader) -> tuple[PastTurn, ...]:
     for place in range(reader.number(TURNS_MAX + 1)):
         parent, origin, n_shared, n_prompt, n_reply, n_cached = reader.numbers(_TURN_NUMBERS)
         turn = PastTurn(
-            place - parent if parent else None, place - origin, n_shared, n_prompt, n_reply,
-            n_cached, _read_time(reader), _read_time(reader), _read_flag(reader),
-        )  # fmt: skip
+            place - parent if parent else None,
+            place - origin,
+            n_shared,
+            n_prompt,
+            n_reply,
+            n_cached,
+            _read_time(reader),
+            _read_time(reader),
+            _read_flag(reader),
+        )
         n_there = turns[turn.origin].n if 0 < origin <= place else 0
         if max(parent, origin) > place or not 0 < turn.n <= IDS_MAX:
             raise _unfit()

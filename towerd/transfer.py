@@ -1,4 +1,4 @@
-"""Sessions out of a store and into one, as `.tower` files.
+"""Export and import of sessions as `.tower` files.
 
 Coding takes seconds for a long session, so all of it runs on one thread of its own: neither the
 event loop nor the threads that record turns wait for it, and the store is locked only while rows
@@ -18,7 +18,7 @@ from towerd import tower_file
 from towerd.cold.freezing import cold_history, thaw
 from towerd.errors import InvalidRequest, NotFound
 from towerd.store import Store
-from towerd.store.scope import is_public, public_of
+from towerd.store.prefix.scope import is_public, public_of
 from towerd.tower_file import Model
 
 T = TypeVar("T")

@@ -21,24 +21,24 @@ from pathlib import Path
 import numpy as np
 from rich.progress import track
 
-from towerd.cli.bench.codec_texts import held_out, tokenized
+from towerd.cli.bench.cold_texts import held_out, tokenized
 from towerd.cli.bench.longchat_texts import read_meetings, read_text
 from towerd.cli.bench.report import Report
 from towerd.codec import Codec, container
 from towerd.codec.vocabulary import GgufVocabulary
 from towerd.cold import decode, freeze
 from towerd.config import Config
-from towerd.engine.base import GenerateRequest, Ids, Started
-from towerd.engine.embedded.calibrate import calibration_text
-from towerd.engine.embedded.model import init_backend
+from towerd.engine.base import GenerateRequest, Started
+from towerd.engine.embedded.calibration.calibrate import calibration_text
+from towerd.engine.embedded.model.model import init_backend
 from towerd.kernels.formats import BY_NAME
 from towerd.models.bundled import default_model
 from towerd.service import open_service
 from towerd.slots.fingerprint import Fingerprint
 from towerd.slots.layout import KVLayout, Plane
 from towerd.store import Store, Turn
-from towerd.store.cold_row import encode_turns, row_digest
-from towerd.store.node import ids_bytes
+from towerd.store.sessions.cold_row import encode_turns, row_digest
+from towerd.tokens import Ids, ids_bytes
 
 _TOKENS = 1000
 _BASE_TOKENS = 200
@@ -214,14 +214,21 @@ class _Source:
         assert self.frozen is not None
         self.history = self.frozen.history(decode(made.codec, self.frozen))
         pk = self.frozen.session.pk
-        ((self.session,),) = [self.catalog.rows(
-            "SELECT fingerprint, scope, named, title, n_tokens, created, updated, cold_bytes"
-            " FROM sessions WHERE pk = ?", (pk,))]  # fmt: skip
+        ((self.session,),) = [
+            self.catalog.rows(
+                "SELECT fingerprint, scope, named, title, n_tokens, created, updated, cold_bytes"
+                " FROM sessions WHERE pk = ?",
+                (pk,),
+            )
+        ]
         self.turns = self.catalog.rows(
             "SELECT n_prompt, n_reply, n_cached, started, created, finished FROM turns"
-            " WHERE session = ? ORDER BY id", (pk,))  # fmt: skip
+            " WHERE session = ? ORDER BY id",
+            (pk,),
+        )
         ((self.base, self.n_base, self.n_marks),) = self.catalog.rows(
-            "SELECT base, n_base, length(marks) FROM cold WHERE session = ?", (pk,))  # fmt: skip
+            "SELECT base, n_base, length(marks) FROM cold WHERE session = ?", (pk,)
+        )
 
     def copy(self, number: int, first_turn: int, rng: np.random.Generator) -> int:
         """Enter a copy whose turns begin with this id; the id after its last. Its blob is of the
@@ -302,9 +309,16 @@ async def _measure_thaw(
     """Thaw a session of this text by a request that continues it: reading, decoding, evaluating
     the prompt, and all of it up to the first token. Figures begin with `name`."""
     config = Config(
-        model=model, store_dir=store, socket=store.parent / "s", ctx_size=len(text) + 64,
-        live_sequences=1, parallel=1, freeze_after_s=-1, hot_bytes=0, anticipate=False,
-    )  # fmt: skip
+        model=model,
+        store_dir=store,
+        socket=store.parent / "s",
+        ctx_size=len(text) + 64,
+        live_sequences=1,
+        parallel=1,
+        freeze_after_s=-1,
+        hot_bytes=0,
+        anticipate=False,
+    )
     times: dict[str, list[float]] = {}
     async with open_service(config) as service:
         turn = Turn("local", name, text[:-300], text[-300:], len(text) - 1, time.time())

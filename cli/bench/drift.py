@@ -18,18 +18,18 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from towerd.engine.embedded.context import Buffer
-from towerd.engine.embedded.measure import Measurer
-from towerd.engine.embedded.measure_plan import NEXT_TOKENS, Checkpoint
-from towerd.engine.embedded.taps import Taps
+from towerd.engine.embedded.calibration.measure import Measurer
+from towerd.engine.embedded.calibration.measure_plan import NEXT_TOKENS, Checkpoint
+from towerd.engine.embedded.longchat.taps import Taps
+from towerd.engine.embedded.model.context import Buffer
 from towerd.errors import TowerdError
 from towerd.kernels import dispatch
 from towerd.kernels.formats import BY_NAME
 from towerd.slots.blob import emit_blob
 from towerd.slots.layout import KVLayout, Plane
 from towerd.slots.rows import KVRows
-from towerd.tiers.calibration import Table
-from towerd.tiers.levels import encoded, level_ranges, stored_parts
+from towerd.tiers.formats.calibration import Table
+from towerd.tiers.formats.levels import encoded, level_ranges, stored_parts
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 

@@ -20,11 +20,13 @@ from towerd.cli.bench.report import Report
 from towerd.cli.output import progress_bar, show_table
 from towerd.codec import sample
 from towerd.config import RETENTIONS, Config
-from towerd.engine.base import Ids, LiveBudget
+from towerd.engine.base import LiveBudget
+from towerd.engine.embedded.engine import EmbeddedEngine
 from towerd.models.bundled import default_model
 from towerd.models.random_gguf import PRESETS
 from towerd.retention.icecache import IceCacheConfig
 from towerd.service import Service, open_service
+from towerd.tokens import Ids
 
 SAMPLE = "sample.txt"
 """The text of the package."""
@@ -101,20 +103,30 @@ async def run(
 
 
 @asynccontextmanager
-async def _served(path: Path) -> AsyncIterator[Service]:
+async def _served(path: Path) -> AsyncIterator[Service[EmbeddedEngine]]:
     """The service on a store of its own that keeps no rows: each budget has to do with its own."""
     with tempfile.TemporaryDirectory(prefix="towerd-bench-") as folder:
         config = Config(
-            model=path, store_dir=Path(folder) / "store", socket=Path(folder) / "s",
-            live_sequences=4, parallel=1, hot_bytes=0, warm_bytes=0, anticipate=False,
-            retention="icecache", recall_bytes=1 << 40,
-        )  # fmt: skip
+            model=path,
+            store_dir=Path(folder) / "store",
+            socket=Path(folder) / "s",
+            live_sequences=4,
+            parallel=1,
+            hot_bytes=0,
+            warm_bytes=0,
+            anticipate=False,
+            retention="icecache",
+            recall_bytes=1 << 40,
+        )
         async with open_service(config) as service:
             yield service
 
 
 async def _perplexity(
-    report: LongchatReport, service: Service, windows: Mapping[str, Ids], budgets: Sequence[int]
+    report: LongchatReport,
+    service: Service[EmbeddedEngine],
+    windows: Mapping[str, Ids],
+    budgets: Sequence[int],
 ) -> None:
     with progress_bar((), quiet=False) as bar:
         total = longchat_perplexity.n_tokens(windows, POLICIES, budgets)
@@ -130,7 +142,7 @@ async def _perplexity(
             report.target(f"buzz_vs_{rival}_ppl", most=1.0)
 
 
-async def _recall(report: LongchatReport, service: Service, ids: Ids) -> None:
+async def _recall(report: LongchatReport, service: Service[EmbeddedEngine], ids: Ids) -> None:
     """On the keys and the last queries of a text, in the layers that the engine indexes."""
     keys, queries = await last_attention(service.engine, ids, N_QUERIES)
     layers = list(IceCacheConfig(layer_step=RECALL_LAYER_STEP).anchors(len(keys)))
@@ -156,7 +168,7 @@ def _tasks(
 
 async def _retrieval(
     report: LongchatReport,
-    service: Service,
+    service: Service[EmbeddedEngine],
     tasks: Sequence[longchat_retrieval.Task],
     budgets: Sequence[int],
 ) -> None:

@@ -19,15 +19,15 @@ import numpy as np
 from towerd.cli.bench.models import bench_model, random_prompt, vocab_size
 from towerd.cli.bench.report import Report
 from towerd.config import Config
-from towerd.engine.base import Finish, GenerateRequest, Ids, LiveBudget
+from towerd.engine.base import Finish, GenerateRequest, LiveBudget
 from towerd.engine.embedded.engine import EmbeddedEngine
-from towerd.engine.embedded.retained import Retained
+from towerd.engine.embedded.longchat.live_set import BoundedSet
 from towerd.errors import TowerdError
 from towerd.service import open_service
 from towerd.slots.blob import emit_blob
 from towerd.slots.layout import KVLayout
 from towerd.slots.rows import KVRows
-from towerd.store import EXACT
+from towerd.tokens import Ids, Provenance
 
 LENGTHS = (4096, 8192, 16384, 32768)
 BUDGET = 2048
@@ -106,11 +106,20 @@ async def _engine(
     with tempfile.TemporaryDirectory(prefix="towerd-bench-") as folder:
         size = n_max + 2 * _FILL_TOKENS
         config = Config(
-            model=path, store_dir=Path(folder) / "store", socket=Path(folder) / "s",
-            ctx_size=size, live_tokens=size, live_sequences=2, parallel=1, hot_bytes=0,
-            warm_bytes=0, anticipate=False, retention=retention, recall_bytes=1 << 40,
+            model=path,
+            store_dir=Path(folder) / "store",
+            socket=Path(folder) / "s",
+            ctx_size=size,
+            live_tokens=size,
+            live_sequences=2,
+            parallel=1,
+            hot_bytes=0,
+            warm_bytes=0,
+            anticipate=False,
+            retention=retention,
+            recall_bytes=1 << 40,
             live_budget=budget if retention == "icecache" else 0,
-        )  # fmt: skip
+        )
         async with open_service(config) as service:
             yield service.engine
 
@@ -131,7 +140,7 @@ async def _fill(engine: EmbeddedEngine, ids: Ids) -> None:
         blob = np.asarray(emit_blob([rows], v_trans=engine.core.context.v_trans))
         engine.core.memory.append(seq.id, blob, is_empty=first == 0)
         part = ids[first : first + len(rows)]
-        engine.pool.append(seq, part, np.full(len(part), EXACT, np.uint8))
+        engine.pool.append(seq, part, np.full(len(part), Provenance.EXACT, np.uint8))
 
     await asyncio.wrap_future(engine.scheduler.call(open_it))
     for first in range(0, len(ids), _FILL_TOKENS):
@@ -169,8 +178,7 @@ async def _turn(engine: EmbeddedEngine, ids: Ids, live: LiveBudget) -> Turn:
 
     def let_go() -> tuple[int, int]:
         (seq,) = engine.pool
-        retained: Retained | None = seq.retained
-        aside = 0 if retained is None else retained.n_bytes_aside
+        aside = seq.live_set.n_bytes_aside if isinstance(seq.live_set, BoundedSet) else 0
         return seq.n_cells * engine.core.layout.token_bytes, aside
 
     live_bytes, aside_bytes = await asyncio.wrap_future(engine.scheduler.call(let_go))

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from towerd.cli.bench.reading import Advance, Reading, read
-from towerd.engine.base import Ids, LiveBudget
+from towerd.engine.base import LiveBudget
 from towerd.engine.embedded.engine import EmbeddedEngine
-from towerd.engine.embedded.retained import Retained
+from towerd.engine.embedded.longchat.live_set import BoundedSet
+from towerd.tokens import Ids
 
 EQUAL_MEAN = "buzz_mean"
 """BUZZ with the budget under which its mean of live tokens is that of the others."""
@@ -35,7 +36,7 @@ def ratio(found: Reading, full: Reading) -> Ratio:
 def live_by_token(live: LiveBudget, n: int) -> Ids:
     """int64[n]: how many tokens each of n sees under a budget, where attention does not matter
     for how many stay."""
-    retained = Retained.whole(live, 0, n + 1)
+    retained = BoundedSet.whole(live, 0, n + 1)
     seen = [np.empty(0, np.int64)]
     while retained.n < n:
         if len(retained.kept) >= live.tokens:

@@ -9,9 +9,9 @@ import numpy as np
 
 from towerd.cli.bench.reading import keys_of
 from towerd.config import load
-from towerd.engine.embedded.context import LlamaContext
-from towerd.engine.embedded.model import LlamaModel
-from towerd.engine.embedded.scratch import Scratch
+from towerd.engine.embedded.model.context import LlamaContext
+from towerd.engine.embedded.model.model import LlamaModel
+from towerd.engine.embedded.restore.scratch import Scratch
 from towerd.kernels.dci import DciConfig, make_dci_tree
 from towerd.retention.base import Positions, Rows
 from towerd.retention.icecache import IceCache, IceCacheConfig
@@ -81,8 +81,9 @@ def _quest_order(rows: Rows, query: Rows, page_rows: int) -> Positions:
 def index_overhead(model: Path, n: int, head_size: int, n_threads: int) -> dict[str, float]:
     """Seconds to prefill `n` random tokens with llama.cpp, and to index their keys: the index of
     every layer but the first two. The keys are those of the prefill."""
-    config = load({"model": str(model), "batch_size": n, "ubatch_size": min(n, 512),
-                   "threads": n_threads})  # fmt: skip
+    config = load(
+        {"model": str(model), "batch_size": n, "ubatch_size": min(n, 512), "threads": n_threads}
+    )
     loaded = LlamaModel(model, config)
     try:
         context = LlamaContext(loaded, config, n_cells=n, n_seqs=1)

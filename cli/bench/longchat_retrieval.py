@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 
 from towerd.cli.bench.longchat_texts import Speaker
-from towerd.codec.train.tasks import Fact
-from towerd.engine.base import GenerateRequest, Ids, LiveBudget, Piece
+from towerd.cli.bench.tasks import Fact
+from towerd.engine.base import GenerateRequest, LiveBudget, Piece
 from towerd.engine.embedded.engine import EmbeddedEngine
 from towerd.service import Service
+from towerd.tokens import Ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ async def prompt(engine: EmbeddedEngine, task: Task, asked: Asked) -> Ids:
 
 
 async def found(
-    service: Service, task: Task, live: LiveBudget, facts: Sequence[Asked]
+    service: Service[EmbeddedEngine], task: Task, live: LiveBudget, facts: Sequence[Asked]
 ) -> list[bool]:
     """Which of `facts` are found at temperature 0."""
     right = []
@@ -117,7 +118,7 @@ async def found(
 
 
 async def measure(
-    service: Service,
+    service: Service[EmbeddedEngine],
     tasks: Sequence[Task],
     policies: Sequence[str],
     budgets: Sequence[int],

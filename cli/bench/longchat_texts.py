@@ -11,9 +11,9 @@ import numpy.typing as npt
 import zstandard
 from gguf import GGUFReader
 
-from towerd.codec.train.tasks import N_HEX, Fact, pair
-from towerd.codec.train.teacher import silence_llama_cpp
+from towerd.cli.bench.tasks import N_HEX, Fact, pair
 from towerd.codec.vocabulary import GgufVocabulary
+from towerd.engine.embedded.model.model import init_backend
 from towerd.errors import ConfigError
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -27,7 +27,7 @@ class Speaker:
     """A model's tokenizer. Close it, or use it as a context manager. Raises ModelError."""
 
     def __init__(self, model: Path) -> None:
-        silence_llama_cpp()
+        init_backend()  # llama.cpp's log becomes ours
         self._vocabulary = GgufVocabulary(model)
         field = GGUFReader(model).get_field("tokenizer.ggml.bos_token_id")
         self.bos: Ids = np.array([] if field is None else [field.contents()], np.int64)

@@ -8,8 +8,8 @@ import click
 import numpy as np
 from platformdirs import user_cache_path
 
-from towerd.engine.base import Ids
 from towerd.models.random_gguf import PRESETS, make_random_gguf
+from towerd.tokens import Ids
 
 
 def bench_model(model: Path | None, preset: str) -> Path:

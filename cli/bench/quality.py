@@ -17,24 +17,29 @@ from towerd.cli.bench.drift_plot import plot, require
 from towerd.cli.bench.report import Report
 from towerd.cli.output import progress_bar, show_table
 from towerd.config import load
-from towerd.engine.embedded.attention import flash_attention
-from towerd.engine.embedded.calibrate import CHECKPOINTS, calibration_text, coarse_tokens, plan_for
-from towerd.engine.embedded.context import LlamaContext
-from towerd.engine.embedded.core import why_not_spliceable
-from towerd.engine.embedded.measure import Measurer
-from towerd.engine.embedded.measure_plan import NEXT_TOKENS, WINDOW_TOKENS_MAX
+from towerd.engine.embedded.calibration.calibrate import (
+    CHECKPOINTS,
+    calibration_text,
+    coarse_tokens,
+    plan_for,
+)
+from towerd.engine.embedded.calibration.measure import Measurer
+from towerd.engine.embedded.calibration.measure_plan import NEXT_TOKENS, WINDOW_TOKENS_MAX
+from towerd.engine.embedded.longchat.attention import flash_attention
+from towerd.engine.embedded.longchat.taps import Taps
 from towerd.engine.embedded.memory import open_memory
-from towerd.engine.embedded.model import LlamaModel
-from towerd.engine.embedded.scratch import Scratch
-from towerd.engine.embedded.taps import Taps
-from towerd.engine.embedded.vocab import Vocab
+from towerd.engine.embedded.model.context import LlamaContext
+from towerd.engine.embedded.model.core import why_not_spliceable
+from towerd.engine.embedded.model.model import LlamaModel
+from towerd.engine.embedded.model.vocab import Vocab
+from towerd.engine.embedded.restore.scratch import Scratch
 from towerd.errors import ConfigError, NotSupported, TowerdError
 from towerd.kernels.formats import STORED_FORMATS
 from towerd.models.bundled import default_model
 from towerd.slots.layout import KVLayout
-from towerd.tiers.calibration import ALL_NATIVE, Choice, Cost, Table, bits_of, sizes
-from towerd.tiers.format_search import COARSE, calibrate
-from towerd.tiers.levels import uniform
+from towerd.tiers.formats.calibration import ALL_NATIVE, Choice, Cost, Table, bits_of, sizes
+from towerd.tiers.formats.format_search import COARSE, calibrate
+from towerd.tiers.formats.levels import uniform
 
 PAPER: Table = ("q4h", "q6h", "q8h")
 """The allocation of Corollary 21 (papers on Towers of Segments, section 6)."""
@@ -85,8 +90,14 @@ async def run(
     report = QualityReport("quality", path.name)
     report.figures["text"] = "calibration.txt" if text is None else text.name
     _formats(report, path, source, 16 if quick else CHECKPOINTS)
-    _drift(report, path, source, 2 if quick else 4, DRIFT_FORMATS[:4] if quick else DRIFT_FORMATS,
-           plot_path)  # fmt: skip
+    _drift(
+        report,
+        path,
+        source,
+        2 if quick else 4,
+        DRIFT_FORMATS[:4] if quick else DRIFT_FORMATS,
+        plot_path,
+    )
     return report
 
 
@@ -248,8 +259,14 @@ def _drift(
         tables = {name: uniform(name) for name in usable}
         drift = DriftMeter(measurer, taps).measure(measurer.plan.checkpoints, usable, tables)
     report.drift = summary(drift)
-    for key in ("share_under_bound", "share_under_whole_bound", "tightness_p50", "tightness_p99",
-                "slope_bits", "slope_alpha"):  # fmt: skip
+    for key in (
+        "share_under_bound",
+        "share_under_whole_bound",
+        "tightness_p50",
+        "tightness_p99",
+        "slope_bits",
+        "slope_alpha",
+    ):
         report.figures[key] = report.drift[key]
     report.target("share_under_whole_bound", least=1.0)
     if plot_path is not None:

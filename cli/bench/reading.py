@@ -16,15 +16,17 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from towerd.engine.base import GenerateRequest, Ids, LiveBudget
-from towerd.engine.embedded.background import nothing_to_evict
-from towerd.engine.embedded.batching import Batching
+from towerd.engine.base import GenerateRequest, LiveBudget
 from towerd.engine.embedded.engine import EmbeddedEngine
-from towerd.engine.embedded.job import Job
+from towerd.engine.embedded.longchat.budgets import bounded
+from towerd.engine.embedded.scheduling.background import nothing_to_evict
+from towerd.engine.embedded.scheduling.batching import Batching
+from towerd.engine.embedded.scheduling.job import Job
 from towerd.errors import TowerdError
 from towerd.kernels import dispatch
 from towerd.retention import Rows
 from towerd.slots.rows import KVRows
+from towerd.tokens import Ids
 
 Advance = Callable[[int], object]
 
@@ -49,7 +51,7 @@ async def read(
     """Read `ids` under a budget. The engine must have nothing else to do.
 
     advance: told how many tokens were evaluated. Raises TowerdError."""
-    engine.thinner.check(live)
+    engine.budgets.check(live)
     work = partial(_read, engine, ids, live, advance)
     return await asyncio.wrap_future(engine.scheduler.call(work))
 
@@ -59,7 +61,7 @@ async def last_attention(engine: EmbeddedEngine, ids: Ids, n_queries: int) -> tu
     n_queries, head size]) of the text `ids`: its last queries, and the keys of the tokens before
     them. The engine must watch attention. Raises TowerdError."""
     live = LiveBudget("icecache", len(ids) + 1)  # all stay, and the last queries are observed
-    engine.thinner.check(live)
+    engine.budgets.check(live)
     work = partial(_last_attention, engine, ids, live, n_queries)
     return await asyncio.wrap_future(engine.scheduler.call(work))
 
@@ -88,8 +90,7 @@ def _last_attention(
     with _job(engine, ids, live) as job:
         _evaluate(engine, job, None)
         assert job.seq is not None
-        assert job.seq.retained is not None
-        queries = observer.asking(job.seq.retained, n_keys)
+        queries = observer.asking(bounded(job.seq), n_keys)
         rows = engine.core.memory.rows(job.seq.id, 0, n_keys)
         assert rows is not None
         return keys_of(rows, queries.shape[-1]), queries
@@ -100,16 +101,17 @@ def _evaluate(engine: EmbeddedEngine, job: Job, note: Callable[[Job], None] | No
     logits can be had; None: nobody asks for them."""
     batching, batch = Batching(engine.core.context), engine.core.context.batch
     while job.n_live < job.n:
-        engine.thinner.make_room(job, nothing_to_evict)
+        engine.parts.hooks.of_job(job).before_step(job, nothing_to_evict)
         chunk = batching.fill([job])
         batch.logits[: batch.n] = note is not None
-        engine.materialiser.protect(chunk)
-        engine.thinner.decode(chunk)
+        engine.parts.restorer.protect(chunk)
+        with engine.parts.hooks.evaluating(chunk):
+            engine.core.context.decode()
         if note is not None:
             note(job)
         assert job.seq is not None
         engine.pool.append(job.seq, job.ids[job.n_live : job.n_live + job.n_in_batch])
-        engine.materialiser.advanced(job)
+        engine.parts.restorer.advanced(job)
 
 
 def surprise(logits: npt.NDArray[np.float32], token: int) -> float:
@@ -136,10 +138,10 @@ def _job(engine: EmbeddedEngine, ids: Ids, live: LiveBudget) -> Iterator[Job]:
     def evict() -> bool:
         idle = engine.pool.idle_lru()
         if idle is not None:
-            engine.materialiser.drop(idle)
+            engine.parts.restorer.drop(idle)
         return idle is not None
 
-    if not engine.materialiser.begin(job, len(ids), evict):
+    if not engine.parts.restorer.begin(job, len(ids), evict):
         raise TowerdError("The engine has no sequence free: it has other requests to serve.")
     try:
         yield job

@@ -37,7 +37,7 @@ class Report:
     def show(self) -> None:
         """Print the table and the JSON line."""
         console = Console()
-        table = Table(title=f"towerctl bench {self.name} ({self.model}; {machine()})")
+        table = Table(title=f"bench {self.name} ({self.model}; {machine()})")
         table.add_column("figure")
         table.add_column("value", justify="right")
         table.add_column("target")

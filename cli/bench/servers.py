@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
-from towerd.engine.llama_server.slotdir import SlotDir
+from towerd.engine.llama_server.slots.slotdir import SlotDir
 from towerd.errors import TowerdError
 
 _START_S_MAX = 300.0
@@ -155,10 +155,23 @@ def towerd_server(model: Path, store: Path, *flags: str) -> ServerProcess:
     port = free_port()
     env = {k: v for k, v in os.environ.items() if not k.startswith("TOWERD_")}
     command = [
-        sys.executable, "-P", "-m", "towerd", "serve", "-m", str(model), "--port", str(port),
-        "--store-dir", str(store), "--socket", str(store.parent / "bench.sock"),
-        "--log-level", "warning", *flags,
-    ]  # fmt: skip
+        sys.executable,
+        "-P",
+        "-m",
+        "towerd",
+        "serve",
+        "-m",
+        str(model),
+        "--port",
+        str(port),
+        "--store-dir",
+        str(store),
+        "--socket",
+        str(store.parent / "bench.sock"),
+        "--log-level",
+        "warning",
+        *flags,
+    ]
     return ServerProcess(command, port=port, env=env)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,9 +24,8 @@ import numpy as np
 
 from towerd.cli.bench.client import Ask, Completion, complete, new_session
 from towerd.cli.bench.servers import ServerProcess, llama_server
-from towerd.engine.base import Ids
-from towerd.engine.embedded.pool import common_prefix
-from towerd.engine.llama_server.upstream import Upstream
+from towerd.engine.llama_server.process.upstream import Upstream
+from towerd.tokens import Ids, common_prefix
 
 _FLAGS = ("--swa-full", "--cache-ram", "0", "--no-cache-idle-slots")
 """Of layers with a sliding window only all rows are of use after a restore."""
@@ -66,11 +65,10 @@ class SlotProxy:
     @asynccontextmanager
     async def connect(self, url: str) -> AsyncIterator[Ask]:
         """Ask through the proxy; at the end the last save is waited for."""
-        upstream = Upstream(url)
-        props = await upstream.get("/props")
-        self._slots = [_Slot(i) for i in range(props["total_slots"])]
-        self._n_cells = props["default_generation_settings"]["n_ctx"]
-        async with new_session() as session:
+        async with aclosing(Upstream(url)) as upstream, new_session() as session:
+            props = await upstream.get("/props")
+            self._slots = [_Slot(i) for i in range(props["total_slots"])]
+            self._n_cells = props["default_generation_settings"]["n_ctx"]
             try:
                 yield partial(self._complete, upstream, session)
             finally:

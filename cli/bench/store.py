@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 
 from towerd.cli.bench.report import Report
-from towerd.engine.base import Ids
 from towerd.kernels.formats import BY_NAME
 from towerd.slots.fingerprint import Fingerprint
 from towerd.slots.layout import KVLayout, Plane
 from towerd.store import Store, Turn
+from towerd.tokens import Ids
 
 _PROMPT_TOKENS = 8000
 _SEGMENT_TOKENS = 80

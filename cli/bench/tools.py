@@ -120,9 +120,13 @@ async def _drive(server: ServerProcess, load: Load) -> tuple[int, list[float], l
             click.echo(f"{server.url}: turn {turn} of {load.turns}", err=True)
             for messages in chats:
                 done = await chat(
-                    session, server.url, messages, load.reply_tokens, tools=tools,
+                    session,
+                    server.url,
+                    messages,
+                    load.reply_tokens,
+                    tools=tools,
                     tool_choice="none",
-                )  # fmt: skip
+                )
                 result = _words(rng, int(load.result_tokens / per_word))
                 messages.append({"role": "assistant", "content": done.text})
                 messages.append({"role": "user", "content": result})

@@ -103,7 +103,7 @@ def load_model(config: Config) -> str:
     """Load `config.model` and prove the state format on it; a line about it.
 
     Raises ModelError, ConfigError."""
-    from towerd.engine.embedded.core import load_core
+    from towerd.engine.embedded.model.core import load_core
     from towerd.store import Catalog
 
     with tempfile.TemporaryDirectory(prefix="towerctl-") as folder:

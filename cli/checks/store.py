@@ -14,7 +14,7 @@ from towerd.cli.checks.machine import existing
 from towerd.cli.client import listens
 from towerd.cli.output import size
 from towerd.config import Config
-from towerd.store.schema import APPLICATION_ID, VERSION
+from towerd.store.catalog.schema import APPLICATION_ID, VERSION
 
 NOT_YET = "not there yet; the first start makes it"
 RESTORE = "Put a backup in its place, or move the store directory away to begin with an empty one."
@@ -23,12 +23,12 @@ REBUILD = "The next start, or towerctl verify without a daemon, rebuilds it from
 
 def daemon(config: Config) -> Finding:
     """Whether one runs."""
-    from towerd.cli.daemon import DaemonBackend
+    from towerd.cli.backend import Backend
 
     assert config.socket is not None
     if not listens(config.socket):
         return ok(f"none listens on {config.socket}")
-    with DaemonBackend.at_socket(config.socket) as backend:
+    with Backend.at_socket(config.socket) as backend:
         stats = backend.stats()
     engine = stats["engine"]
     found = f"serves {stats['model']} at {config.socket}"

@@ -1,3 +1,3 @@
-"""Models that say how likely each next token is (`base.py`), for the forms that need a runtime."""
+"""Models that say how likely each next token is (`base.py`)."""
 
 from __future__ import annotations

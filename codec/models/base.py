@@ -62,19 +62,3 @@ class CopyablePredictor(Predictor, Protocol):
     def copy(self) -> Predictor:
         """Another one of the same model, with texts of its own."""
         ...
-
-
-class RuntimePredictor(Predictor, Protocol):
-    """One whose numbers not every machine gives."""
-
-    @property
-    def runtime(self) -> bytes:
-        """8 bytes that name everything besides the model that the numbers depend on."""
-        ...
-
-
-def as_counts(logits: npt.NDArray[np.float32]) -> Counts:
-    """The distribution of logits [n]."""
-    chances = np.exp(logits.astype(np.float64) - float(logits.max()))
-    counts: Counts = (chances * (COUNT_ONE / chances.sum())).astype(np.uint32) + np.uint32(1)
-    return counts

@@ -1,6 +1,6 @@
 """A small llama-architecture GGUF whose numbers are the same on every machine.
 
-The kernel `lm` evaluates it (`kernels/reference_lm.py` says why it is exact), so what is coded
+The kernel `lm` evaluates it (`kernels/reference/lm.py` says why it is exact), so what is coded
 with it here is decoded anywhere, with any number of threads, and chunks of a text are coded side
 by side only for speed. Before it is relied on, the kernel evaluates a tiny model whose counts are
 known: a build or a CPU that gets other numbers is refused, and never writes a blob.
@@ -35,8 +35,9 @@ class ExactPredictor:
 
     window = WINDOW
 
-    def __init__(self, path: Path, n_threads: int = 1, lanes_max: int = LANES_MAX,
-                 n_ctx: int = 0) -> None:  # fmt: skip
+    def __init__(
+        self, path: Path, n_threads: int = 1, lanes_max: int = LANES_MAX, n_ctx: int = 0
+    ) -> None:
         """`n_ctx`: tokens per lane; 0: what the model was trained on, at most N_CTX_MAX.
 
         UnknownModel if the file is none, or the kernel of this machine gives other numbers."""
@@ -99,8 +100,10 @@ def tiny_hash() -> str:
             matrices.append(pack_q8(blocks))
         else:
             matrices.append(pack(values.astype(np.float16) if i % 3 == 1 else values))
-    norms = [pack_norm(np.array([1 + next(rng) / (1 << 17) for _ in range(_TINY.n_embd)], np.float32))
-             for _ in range(2 * _TINY.n_layer + 1)]  # fmt: skip
+    norms = [
+        pack_norm(np.array([1 + next(rng) / (1 << 17) for _ in range(_TINY.n_embd)], np.float32))
+        for _ in range(2 * _TINY.n_layer + 1)
+    ]
     model = make_lm(_TINY, matrices, norms, *rotation(_TINY.n_ctx, _TINY.head_dim, 10000.0))
     digest = hashlib.blake2b(digest_size=4)
     for step in range(_TINY.n_ctx + 3):

@@ -16,8 +16,9 @@ PATH = Path(__file__).resolve().parent.parent / "data" / "mini.gguf"
 """The model in the package, if one is there."""
 
 
-def mini_network(vocabulary: Vocabulary, path: Path, prior: Prior | None = None,
-                 n_threads: int = 1) -> Network:  # fmt: skip
+def mini_network(
+    vocabulary: Vocabulary, path: Path, prior: Prior | None = None, n_threads: int = 1
+) -> Network:
     """The form `network` of M's vocabulary with the mini model in `path` and a table, by default
     that of the package.
 
@@ -29,6 +30,6 @@ def mini_network(vocabulary: Vocabulary, path: Path, prior: Prior | None = None,
     if pieces != list(prior.pieces):
         raise UnknownModel(
             f"{path} has other tokens than the table: build the table with the "
-            "tokenizer of that model (python -m towerd.codec.prior.build)."
+            "tokenizer of that model (python -m lab.prior.build)."
         )
     return Network(vocabulary, prior, ExactPredictor(path, n_threads=n_threads))

@@ -89,8 +89,18 @@ def shape_of(header: Header, n_ctx: int) -> LmShape:
         raise UnknownModel("It has no embedding of some tokens.")
     seen = min(n_ctx or N_CTX_MAX, N_CTX_MAX, _size(keys, "context_length"))
     n_layer, n_ff = _size(keys, "block_count"), _size(keys, "feed_forward_length")
-    return LmShape(n_vocab, n_embd, n_layer, n_head, n_head_kv, head_dim, n_ff, seen,
-                   seen // KEPT, float(np.float32(eps)))  # fmt: skip
+    return LmShape(
+        n_vocab,
+        n_embd,
+        n_layer,
+        n_head,
+        n_head_kv,
+        head_dim,
+        n_ff,
+        seen,
+        seen // KEPT,
+        float(np.float32(eps)),
+    )
 
 
 def _number(keys: dict[str, Value], name: str, default: float | None = None) -> float:

@@ -1,7 +1,7 @@
 """The prior on disk: a GGUF with a tokenizer, without a model, and the tables as tensors.
 
     mix.weights  int32[n]            how often each token occurs, in order of rank
-    mix.index.k  int32, mix.data.k  int16   the table of order k (`tables.py`)
+    mix.index.k  int32, mix.data.k  int16   the table of order k (`lab/prior/tables.py`)
     mix.state    int32               maps and weights (`state.py`)
     mix.network  int32               the same for use with the mini model, if it was trained
 
@@ -16,7 +16,6 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,14 +24,10 @@ from gguf import GGUFReader, TokenType
 from towerd.codec.errors import UnknownModel
 from towerd.codec.vocabulary import GgufVocabulary
 from towerd.kernels.mixing import BREAK, OPENING, Mixer, make_mixer
-from towerd.models.gguf_file import writing
-from towerd.models.vocabulary import Vocabulary
 
 PATH = Path(__file__).resolve().parent.parent / "data" / "mix.gguf"
 START = 1
-"""Which control token starts a message: train/bpe.py."""
-ARCHITECTURE = "llama"
-"""llama.cpp reads the tokenizer of a known architecture only; there is no such model in the file."""
+"""Which control token starts a message (`lab/train/bpe.py`)."""
 U8 = npt.NDArray[np.uint8]
 U16 = npt.NDArray[np.uint16]
 U32 = npt.NDArray[np.uint32]
@@ -111,17 +106,3 @@ def load(path: Path) -> Prior:
     ids = np.argsort(ranks).astype(np.int32)
     kinds = kinds_of(pieces, controls[START])
     return Prior(vocabulary, pieces, name, ranks, ids, controls, kinds, weights, tables, states)
-
-
-def save(path: Path, vocabulary: Vocabulary, weights: U32, tables: Sequence[tuple[U32, U16]],
-         states: Mapping[str, U32]) -> None:  # fmt: skip
-    """Write a prior whole or not at all."""
-    arrays: dict[str, npt.NDArray[Any]] = {"mix.weights": weights.view(np.int32)}
-    for order, (index, data) in enumerate(tables, start=1):
-        arrays[f"mix.index.{order}"] = index.view(np.int32)
-        arrays[f"mix.data.{order}"] = data.view(np.int16)
-    arrays |= {f"mix.{name}": state.view(np.int32) for name, state in states.items()}
-    with writing(path, ARCHITECTURE) as writer:
-        vocabulary.write(writer, None)
-        for name, array in arrays.items():
-            writer.add_tensor(name, array)

@@ -6,7 +6,6 @@
 #include "bind_hazard.h"
 #include "bind_lm.h"
 #include "bind_mix.h"
-#include "bind_relay.h"
 #include "bind_taps.h"
 
 #include <string>
@@ -105,6 +104,5 @@ NB_MODULE(_native, m) {
     towerd::bind_hazard(m);
     towerd::bind_lm(m);
     towerd::bind_mixer(m);
-    towerd::bind_relay(m);
     towerd::bind_taps(m);
 }

@@ -1,5 +1,5 @@
 // Gittins indices by pooling adjacent bins. Same operations in the same order as
-// kernels/reference_gittins.py, so that decisions do not depend on which of them ran.
+// kernels/reference/gittins.py, so that decisions do not depend on which of them ran.
 
 #include "gittins.h"
 

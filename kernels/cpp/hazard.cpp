@@ -1,4 +1,4 @@
-// Chances of return: the contract is in kernels/reference_hazard.py. Most features and half of the
+// Chances of return: the contract is in kernels/reference/hazard.py. Most features and half of the
 // hidden units are 0, so those are passed over.
 
 #include "hazard.h"

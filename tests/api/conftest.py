@@ -17,9 +17,10 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient
 from blockbuster import blockbuster_ctx
 from scripted_model import make_scripted_model
+from services import EmbeddedService
 
-from towerd.api.keys import GATE
-from towerd.api.limits import Limits
+from towerd.api.http.keys import GATE
+from towerd.api.http.limits import Limits
 from towerd.app import build_app, tame_collector
 from towerd.config import Config
 from towerd.models.bundled import bundled_model
@@ -144,12 +145,12 @@ async def client(make_client: MakeClient) -> Client:
 
 
 @pytest.fixture
-def service(client: Client) -> Service:
+def service(client: Client) -> EmbeddedService:
     """What is behind `client`."""
     return behind(client)
 
 
-def behind(client: Client) -> Service:
+def behind(client: Client) -> EmbeddedService:
     assert client.app is not None
     found = client.app[GATE].open()
     assert isinstance(found, Service)
@@ -157,11 +158,11 @@ def behind(client: Client) -> Service:
 
 
 @pytest.fixture
-def held() -> Callable[[Client], AbstractContextManager[Service]]:
+def held() -> Callable[[Client], AbstractContextManager[EmbeddedService]]:
     """`with held(client) as service`: the inference thread does nothing meanwhile."""
 
     @contextmanager
-    def hold(client: Client) -> Iterator[Service]:
+    def hold(client: Client) -> Iterator[EmbeddedService]:
         gate = threading.Event()
         service = behind(client)
         service.engine.scheduler.call(gate.wait)

@@ -11,16 +11,23 @@ from typing import Any
 from aiohttp import web
 from aiohttp.test_utils import TestClient
 
-from towerd.api.elsewhere import ELSEWHERE
-from towerd.api.limits import Limits
+from towerd.api.http.limits import Limits
+from towerd.api.llama.elsewhere import ELSEWHERE
 
 Client = TestClient[web.Request, web.Application]
 MakeClient = Callable[..., Awaitable[Client]]
 
 USER = [{"role": "user", "content": "x"}]
 NO_OBJECT = (
-    b"{bad", b"[1]", b"3", b'"x"', b"null", b'{"prompt": "\xff"}', b"[" * 100_000, b'{"a": 1e999}',
-)  # fmt: skip
+    b"{bad",
+    b"[1]",
+    b"3",
+    b'"x"',
+    b"null",
+    b'{"prompt": "\xff"}',
+    b"[" * 100_000,
+    b'{"a": 1e999}',
+)
 WRONG: tuple[tuple[str, Any], ...] = (
     ("/completion", {}), ("/completion", {"prompt": [99_999]}),
     ("/completion", {"prompt": "a", "temperature": "hot"}),
@@ -40,7 +47,7 @@ WRONG: tuple[tuple[str, Any], ...] = (
     ("/v1/messages", {}), ("/v1/messages", {"messages": [{"role": "user"}]}),
     ("/v1/messages/count_tokens", {}),
     ("/apply-template", {"messages": 3}),
-    ("/tokenize", {"content": 3}), ("/tokenize", {"content": [1.5]}),
+    ("/tokenize", {"content": ["a"] * 20_000}), ("/tokenize", {"content": 3}), ("/tokenize", {"content": [1.5]}),
     ("/detokenize", {"tokens": "x"}), ("/detokenize", {"tokens": [1.5]}),
     ("/detokenize", {"tokens": [999]}),
 )  # fmt: skip

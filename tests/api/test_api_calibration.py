@@ -9,7 +9,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.test_utils import TestClient
 
-from towerd.api.reuse import towerd_json
+from towerd.api.llama.reuse import towerd_json
 from towerd.drift import Drift
 from towerd.engine.base import Finish, Reuse, Timings
 
@@ -54,5 +54,6 @@ def test_responses_tell_the_drift_of_approximate_reuse() -> None:
     assert found["drift"] == {"kl": 0.0127, "floor_kl": 0.0033}
     assert found["reuse"]["approximate"] == 5
     assert towerd_json(replace(finish, reuse=replace(spoilt, drift=None)))["drift"] == {
-        "kl": None, "floor_kl": None,
-    }  # fmt: skip
+        "kl": None,
+        "floor_kl": None,
+    }

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 from aiohttp import ClientTimeout, web
 from aiohttp.test_utils import TestClient
+from services import EmbeddedService
 from waiting import until_async
 
-from towerd.api.task import Task
-from towerd.service import Service
+from towerd.api.llama.task import Task
 
 Client = TestClient[web.Request, web.Application]
 MakeClient = Callable[..., Awaitable[Client]]
-Held = Callable[[Client], AbstractContextManager[Service]]
+Held = Callable[[Client], AbstractContextManager[EmbeddedService]]
 Split = Callable[[str], list[str]]
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -79,8 +79,9 @@ async def test_every_dialect(
         assert reply.headers["X-Towerd-Reuse"] == f"live={n - 1},hot=0,warm=0,prefill=1"
         assert reply.headers["Content-Type"] == "text/event-stream"
         assert await reply.text()
-    events = [json.loads(event) for event in await stream(client, sse, path, body)
-              if event != "[DONE]"]  # fmt: skip
+    events = [
+        json.loads(event) for event in await stream(client, sse, path, body) if event != "[DONE]"
+    ]
     (last,) = [event["towerd"] for event in events if "towerd" in event]
     assert last["reuse"] == {"live": n - 1, "hot": 0, "warm": 0, "prefill": 1}
     assert events[-1]["towerd"] == last
@@ -122,14 +123,16 @@ async def test_choices(client: Client) -> None:
     """n choices of each prompt, in their order, counted together."""
     body = {"prompt": ["Once", "One day"], "n": 2, "max_tokens": 2, "temperature": 0}
     reply = await post(client, "/v1/completions", body)
-    alone = [await post(client, "/v1/completions", body | {"prompt": p, "n": 1})
-             for p in ("Once", "One day")]  # fmt: skip
+    alone = [
+        await post(client, "/v1/completions", body | {"prompt": p, "n": 1})
+        for p in ("Once", "One day")
+    ]
     assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2, 3]
     first, second = (each["choices"][0]["text"] for each in alone)
     assert [choice["text"] for choice in reply["choices"]] == [first, first, second, second]
 
 
-async def test_choices_run_side_by_side_in_order(client: Client, service: Service) -> None:
+async def test_choices_run_side_by_side_in_order(client: Client, service: EmbeddedService) -> None:
     """A request of many choices has no more of them under way than the engine can run."""
     prompts = [f"{i}" for i in range(20)]
     body = {"prompt": prompts, "n": 2, "n_predict": 2}
@@ -154,7 +157,7 @@ async def test_choices_streamed(client: Client, sse: Split) -> None:
     assert sorted(ended) == [0, 1, 2]
 
 
-async def test_session_header(client: Client, service: Service) -> None:
+async def test_session_header(client: Client, service: EmbeddedService) -> None:
     """X-Towerd-Session names the session."""
     await post(
         client, "/completion", {"prompt": "a", "n_predict": 1}, **{"X-Towerd-Session": "my chat"}
@@ -184,7 +187,9 @@ async def test_error_before_the_first_event(make_client: MakeClient) -> None:
 
 
 @pytest.mark.parametrize("path", ["/completion", "/v1/chat/completions", "/v1/responses"])
-async def test_error_in_mid_stream(client: Client, service: Service, sse: Split, path: str) -> None:
+async def test_error_in_mid_stream(
+    client: Client, service: EmbeddedService, sse: Split, path: str
+) -> None:
     """What fails later arrives as an error event and ends the stream, and the slot is free: here no
     token is left to sample."""
     never = {"logit_bias": [[token, False] for token in range(service.engine.info.n_vocab)]}

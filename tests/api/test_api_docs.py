@@ -1,4 +1,4 @@
-"""The API's README has an entry for every route and every metric, and for nothing else."""
+"""docs/http-api.md has an entry for every route and every metric, and for nothing else."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from prometheus_client.parser import text_string_to_metric_families
 from towerd.metrics import Metrics
 from towerd.routes import ROUTES
 
-README = Path(__file__).resolve().parents[2] / "towerd" / "api" / "README.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "http-api.md"
 
 
 def test_every_route_is_documented() -> None:
     """Each method and path stands in a heading."""
-    headings = re.findall(r"^### (.*)$", README.read_text(), re.MULTILINE)
+    headings = re.findall(r"^### (.*)$", PAGE.read_text(), re.MULTILINE)
     documented = set(re.findall(r"`([A-Z]+ /[^`]*)`", "\n".join(headings)))
     assert documented == {f"{route.method} {route.path}" for route in ROUTES}
 
 
 def test_every_metric_is_documented() -> None:
     """Each metric stands in the table, under the name a scraper sees."""
-    text = README.read_text()
+    text = PAGE.read_text()
     table = text[text.index("## Metrics") :]
     documented = set(re.findall(r"^\| `([a-z_:]+)` \|", table, re.MULTILINE))
     exposed = set()

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from aiohttp import ClientSession, UnixConnector, web
 from aiohttp.test_utils import TestClient
+from services import EmbeddedService
 
-from towerd.api.keys import GATE
+from towerd.api.http.keys import GATE
 from towerd.errors import Unauthorized
-from towerd.service import Service
 from towerd.tenants import OWNER, Tenants
 
 Client = TestClient[web.Request, web.Application]
@@ -54,10 +54,8 @@ async def test_key_required(make_client: MakeClient) -> None:
         async with client.get(path) as reply:
             assert reply.status == 401, path
             assert await reply.json() == {
-                "error": {
-                    "code": 401, "message": "Invalid API Key", "type": "authentication_error",
-                }
-            }  # fmt: skip
+                "error": {"code": 401, "message": "Invalid API Key", "type": "authentication_error"}
+            }
     headers = {"Authorization": "Bearer sk-bob"}
     async with client.post("/completion", json=SHORT, headers=headers) as reply:
         assert reply.status == 200
@@ -114,11 +112,17 @@ async def test_unix_socket_is_the_owner(
 
 
 ORIGINS = [
-        ("http://localhost:3000", True), ("http://127.0.0.1", True), ("http://[::1]:1", True),
-        ("tauri://localhost", True), ("https://chat.example", True),
-        ("https://evil.example", False), ("null", False), ("http://localhost.evil.example", False),
-        ("http://[", False), ("http://127.0.0.1.evil.example", False),
-]  # fmt: skip
+    ("http://localhost:3000", True),
+    ("http://127.0.0.1", True),
+    ("http://[::1]:1", True),
+    ("tauri://localhost", True),
+    ("https://chat.example", True),
+    ("https://evil.example", False),
+    ("null", False),
+    ("http://localhost.evil.example", False),
+    ("http://[", False),
+    ("http://127.0.0.1.evil.example", False),
+]
 
 
 async def test_origins(make_client: MakeClient) -> None:
@@ -159,7 +163,7 @@ async def test_rebound_host(client: Client) -> None:
             assert reply.status == status, host
 
 
-async def test_loading_and_leaving(client: Client, service: Service) -> None:
+async def test_loading_and_leaving(client: Client, service: EmbeddedService) -> None:
     """Before the model is there, and at the end, all but the page is 503."""
     assert client.app is not None
     gate = client.app[GATE]

@@ -25,9 +25,21 @@ def start(tmp_path: Path, port: int, *flags: str) -> subprocess.Popen[str]:
     """`towerd serve` with the bundled model."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("TOWERD_")}
     command = [
-        sys.executable, "-P", "-m", "towerd", "serve", "--port", str(port), "--store-dir",
-        str(tmp_path / "store"), "--socket", str(tmp_path / "t.sock"), "-t", "1", *flags,
-    ]  # fmt: skip
+        sys.executable,
+        "-P",
+        "-m",
+        "towerd",
+        "serve",
+        "--port",
+        str(port),
+        "--store-dir",
+        str(tmp_path / "store"),
+        "--socket",
+        str(tmp_path / "t.sock"),
+        "-t",
+        "1",
+        *flags,
+    ]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
     )

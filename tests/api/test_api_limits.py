@@ -10,9 +10,9 @@ from typing import Any
 
 from aiohttp import web
 from aiohttp.test_utils import TestClient
+from services import EmbeddedService
 
-from towerd.api.limits import Limits
-from towerd.service import Service
+from towerd.api.http.limits import Limits
 
 Client = TestClient[web.Request, web.Application]
 MakeClient = Callable[..., Awaitable[Client]]
@@ -25,12 +25,20 @@ TOO_MANY: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("/completion", {"prompt": "a", "stop": ["x"] * 1025}, "'stop'"),
     ("/completion", {"prompt": "a", "samplers": "k" * 65}, "'samplers'"),
     ("/completion", {"prompt": "a", "unknown": [[]] * 4_000_001}, "4000000 values"),
-    ("/v1/chat/completions", {"messages": [MESSAGE], "unknown": [[]] * 4_000_001}, "4000000 values"),
+    (
+        "/v1/chat/completions",
+        {"messages": [MESSAGE], "unknown": [[]] * 4_000_001},
+        "4000000 values",
+    ),
     ("/tokenize", {"content": ["a"] * 2_000_002}, "2000000 values"),
     (BASE, {"name": "b", "messages": [MESSAGE] * 65_537}, "'messages'"),
-    (BASE, {"name": "b", "messages": [{**MESSAGE, "content": [PART] * 17}] * 4000}, "65536 content parts"),
+    (
+        BASE,
+        {"name": "b", "messages": [{**MESSAGE, "content": [PART] * 17}] * 4000},
+        "65536 content parts",
+    ),
     (BASE, {"name": "b", "messages": [MESSAGE], "tools": [{}] * 4097}, "'tools'"),
-)  # fmt: skip
+)
 
 
 def sent(body: Any) -> io.BytesIO:
@@ -38,7 +46,7 @@ def sent(body: Any) -> io.BytesIO:
     return io.BytesIO(json.dumps(body).encode())
 
 
-async def test_too_many(client: Client, service: Service) -> None:
+async def test_too_many(client: Client, service: EmbeddedService) -> None:
     """The error says what there is too much of, and how much may be."""
     for path, body, words in TOO_MANY:
         async with client.post(path, data=sent(body)) as reply:
@@ -48,7 +56,7 @@ async def test_too_many(client: Client, service: Service) -> None:
     assert service.engine.stats()["tasks"] == 0
 
 
-async def test_as_many_as_allowed(client: Client, service: Service) -> None:
+async def test_as_many_as_allowed(client: Client, service: EmbeddedService) -> None:
     """What is at its limit is looked at further."""
     body = {
         "prompt": "a", "n_predict": 1, "stop": ["x"] * 1024, "samplers": "k" * 64,

@@ -14,7 +14,7 @@ import requests
 from aiohttp import web
 from aiohttp.test_utils import TestClient
 
-from towerd.api.limits import Limits
+from towerd.api.http.limits import Limits
 
 Client = TestClient[web.Request, web.Application]
 MakeClient = Callable[..., Awaitable[Client]]

@@ -9,12 +9,11 @@ from typing import Any
 
 from aiohttp import web
 from aiohttp.test_utils import TestClient
-
-from towerd.service import Service
+from services import EmbeddedService
 
 Client = TestClient[web.Request, web.Application]
 MakeClient = Callable[..., Awaitable[Client]]
-Held = Callable[[Client], AbstractContextManager[Service]]
+Held = Callable[[Client], AbstractContextManager[EmbeddedService]]
 
 SHORT = {"prompt": "Once upon", "n_predict": 3, "temperature": 0, "return_tokens": True}
 
@@ -78,8 +77,9 @@ async def test_segments_and_trie(client: Client) -> None:
     assert len(shown["children"]) == 2
     child = base["children"][0]["id"]
     assert (await get(client, f"/towerd/v1/segments/{child}"))["segment"]["path"] == [
-        base["id"], child,
-    ]  # fmt: skip
+        base["id"],
+        child,
+    ]
     cut = await get(client, "/towerd/v1/trie?limit=1")
     assert (cut["segments"], cut["truncated"]) == (1, True)
     assert (await get(client, "/towerd/v1/trie?depth=1"))["trie"][0]["children"] == []
@@ -213,8 +213,9 @@ async def test_switched_off(make_client: MakeClient) -> None:
     for name in names:
         async with client.get(f"/{name}") as reply:
             assert (reply.status, (await reply.json())["error"]["type"]) == (
-                501, "not_supported_error",
-            )  # fmt: skip
+                501,
+                "not_supported_error",
+            )
 
 
 async def test_slots_when_busy(make_client: MakeClient, held: Held) -> None:
@@ -259,9 +260,10 @@ async def test_text_endpoints(client: Client) -> None:
 async def test_page(client: Client) -> None:
     """The page has no outside assets and may run no script but its own."""
     for path, kind in (
-        ("/towerd/", "text/html"), ("/towerd/page/page.js", "text/javascript"),
+        ("/towerd/", "text/html"),
+        ("/towerd/page/page.js", "text/javascript"),
         ("/towerd/page/page.css", "text/css"),
-    ):  # fmt: skip
+    ):
         async with client.get(path) as reply:
             assert reply.status == 200
             assert reply.content_type == kind

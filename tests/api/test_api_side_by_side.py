@@ -32,21 +32,40 @@ DIALECTS: list[tuple[str, dict[str, Any]]] = [
 ]
 TOOL_TEMPLATE = TEMPLATES / "NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use.jinja"
 TOOL_CALL = (
-    "<tool_call>", '\n{"name": ', '"paint"', ', "arguments": ', '{"color": ', '"blue"', "}}",
+    "<tool_call>",
+    '\n{"name": ',
+    '"paint"',
+    ', "arguments": ',
+    '{"color": ',
+    '"blue"',
+    "}}",
     "\n</tool_call>",
-)  # fmt: skip
+)
 PAINT = {"type": "object", "properties": {"color": {"type": "string"}}, "required": ["color"]}
 USER = {"role": "user", "content": "Paint my house."}
 TOOLS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    ("/v1/chat/completions", {"tool_choice": "required"},
-     {"messages": [USER],
-      "tools": [{"type": "function", "function": {"name": "paint", "parameters": PAINT}}]}),
-    ("/v1/responses", {"tool_choice": "required"},
-     {"input": "Paint my house.",
-      "tools": [{"type": "function", "name": "paint", "parameters": PAINT}]}),
-    ("/v1/messages", {"tool_choice": {"type": "any"}},
-     {"messages": [USER], "tools": [{"name": "paint", "input_schema": PAINT}]}),
-]  # fmt: skip
+    (
+        "/v1/chat/completions",
+        {"tool_choice": "required"},
+        {
+            "messages": [USER],
+            "tools": [{"type": "function", "function": {"name": "paint", "parameters": PAINT}}],
+        },
+    ),
+    (
+        "/v1/responses",
+        {"tool_choice": "required"},
+        {
+            "input": "Paint my house.",
+            "tools": [{"type": "function", "name": "paint", "parameters": PAINT}],
+        },
+    ),
+    (
+        "/v1/messages",
+        {"tool_choice": {"type": "any"}},
+        {"messages": [USER], "tools": [{"name": "paint", "input_schema": PAINT}]},
+    ),
+]
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +136,10 @@ def both(ours: str, theirs: str, path: str, body: Any) -> tuple[Any, Any]:
         ("/completion", {"prompt": "Once upon", **GREEDY, "n_probs": 2, "return_tokens": True}),
         ("/completion", {"prompt": "Once", **GREEDY, "n_probs": 2, "post_sampling_probs": True}),
         ("/completion", {"prompt": ["a", [1, 300], ["b", 301]], **GREEDY}),
-        ("/completion", {"prompt": "a", **GREEDY, "response_fields": ["content", "timings/cache_n"]}),
+        (
+            "/completion",
+            {"prompt": "a", **GREEDY, "response_fields": ["content", "timings/cache_n"]},
+        ),
         ("/v1/completions", {"prompt": "Once upon", **GREEDY, "logprobs": 2, "n": 2}),
         ("/chat/completions", {"messages": CHAT, **GREEDY, "logprobs": True, "top_logprobs": 1}),
         ("/v1/chat/completions", {"messages": CHAT, **GREEDY, "n": 2}),
@@ -126,7 +148,7 @@ def both(ours: str, theirs: str, path: str, body: Any) -> tuple[Any, Any]:
         ("/tokenize", {"content": "hello", "with_pieces": True, "add_special": True}),
         ("/apply-template", {"messages": CHAT}),
     ],
-)  # fmt: skip
+)
 def test_same_shape(ours: str, theirs: str, path: str, body: Any) -> None:
     """Whole replies have the same keys and types."""
     got, expected = both(ours, theirs, path, body)
@@ -202,8 +224,18 @@ def test_mistakes_are_the_clients(ours: str, theirs: str, path: str) -> None:
 def test_same_text(ours: str, theirs: str) -> None:
     """Greedy text, tokens, counts and the prompt's own text are equal. Of a reply that a stop string
     cut off towerd keeps the rows of what was sent, llama-server the stop string's as well."""
-    keys = ("content", "tokens_predicted", "tokens_evaluated", "prompt", "stop_type",
-            "stopping_word", "has_new_line", "truncated", "index", "tokens")  # fmt: skip
+    keys = (
+        "content",
+        "tokens_predicted",
+        "tokens_evaluated",
+        "prompt",
+        "stop_type",
+        "stopping_word",
+        "has_new_line",
+        "truncated",
+        "index",
+        "tokens",
+    )
     for extra in ({"n_predict": 20}, {"n_predict": 60, "stop": ["girl"]}, {"n_predict": 1}):
         body = {"prompt": "Once upon a time", "temperature": 0, "return_tokens": True, **extra}
         got, expected = both(ours, theirs, "/completion", body)
@@ -229,11 +261,13 @@ def test_same_end_of_the_context(ours: str, theirs: str) -> None:
         *DIALECTS,
         ("/completion", {"prompt": "Once upon", **GREEDY, "n_probs": 1, "timings_per_token": True}),
         ("/v1/completions", {"prompt": "Once upon", **GREEDY, "logprobs": 1}),
-        ("/v1/chat/completions",
-         {"messages": CHAT, **GREEDY, "stream_options": {"include_usage": True}}),
+        (
+            "/v1/chat/completions",
+            {"messages": CHAT, **GREEDY, "stream_options": {"include_usage": True}},
+        ),
         ("/v1/chat/completions", {"messages": CHAT, **GREEDY, "logprobs": True, "top_logprobs": 1}),
     ],
-)  # fmt: skip
+)
 def test_same_stream(ours: str, theirs: str, path: str, body: Any) -> None:
     """Streams have the same events one by one."""
     got, expected = both(ours, theirs, path, {**body, "stream": True})
@@ -265,9 +299,17 @@ def painters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, st
     path = folder / "painter.gguf"
     make_scripted_model(path, TOOL_CALL)
     flags = (
-        "-np", "1", "-c", "2048", "-t", "1", "-a", "painter",
-        "--chat-template-file", str(TOOL_TEMPLATE),
-    )  # fmt: skip
+        "-np",
+        "1",
+        "-c",
+        "2048",
+        "-t",
+        "1",
+        "-a",
+        "painter",
+        "--chat-template-file",
+        str(TOOL_TEMPLATE),
+    )
     with (
         llama_server(path, *flags, "--jinja") as other,
         towerd_server(path, folder / "store", *flags) as mine,

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from towerd.api import kept_stream
-from towerd.api.kept_stream import KeptStream, KeptStreams
+from towerd.api.http import kept_stream
+from towerd.api.http.kept_stream import KeptStream, KeptStreams
 
 
 async def all_of(stream: KeptStream, start: int) -> bytes:

@@ -11,7 +11,7 @@ import click
 import pytest
 import zstandard
 
-from towerd.cli.bench.codec_texts import held_out
+from towerd.cli.bench.cold_texts import held_out
 
 cold = importlib.import_module("towerd.cli.bench.cold")
 

@@ -14,7 +14,7 @@ import zstandard
 from towerd.cli.bench import longchat_recall, longchat_retrieval, longchat_texts
 from towerd.cli.bench.longchat_perplexity import budget_of_same_mean, live_by_token, worst_ratios
 from towerd.cli.bench.longchat_recall import TOP, recalls
-from towerd.codec.train.tasks import pair
+from towerd.cli.bench.tasks import pair
 from towerd.engine.base import LiveBudget
 from towerd.errors import ConfigError
 from towerd.models.bundled import bundled_model

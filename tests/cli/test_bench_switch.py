@@ -19,7 +19,7 @@ from towerd.cli.bench.models import random_prompt, vocab_size
 from towerd.cli.bench.servers import can_count_written, find_llama_server, written_bytes
 from towerd.cli.bench.slot_proxy import SlotProxy
 from towerd.cli.bench.switch import Load
-from towerd.engine.llama_server.slotdir import SlotDir
+from towerd.engine.llama_server.slots.slotdir import SlotDir
 from towerd.errors import TowerdError
 from towerd.models.random_gguf import PRESETS, make_random_gguf
 

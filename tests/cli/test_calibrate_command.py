@@ -11,7 +11,7 @@ import pytest
 from click.testing import Result
 from daemon import Daemon
 
-from towerd.tiers.calibration import BOUNDS, Calibration
+from towerd.tiers.formats.calibration import BOUNDS, Calibration
 
 
 def test_calibrate_without_and_with_a_daemon(

@@ -18,11 +18,11 @@ from towerd.cli.bench.drift import (
 )
 from towerd.cli.bench.drift_plot import plot, require
 from towerd.cli.bench.quality import measurer_on
-from towerd.engine.embedded.calibrate import calibration_text
-from towerd.engine.embedded.taps import Taps
+from towerd.engine.embedded.calibration.calibrate import calibration_text
+from towerd.engine.embedded.longchat.taps import Taps
 from towerd.errors import ConfigError
 from towerd.models.bundled import bundled_model
-from towerd.tiers.levels import uniform
+from towerd.tiers.formats.levels import uniform
 
 FIRST_ORDER = 1.05
 """Slack for what is beyond first order, where no score moves by more than 0.03."""

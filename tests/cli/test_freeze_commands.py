@@ -20,8 +20,11 @@ def test_with_a_daemon_and_without(server: Daemon, ctl: Ctl, ctl_json: CtlJson) 
     """By name and by age; listings, stats and verify say so; wrong usage is told."""
     at = ("--socket", server.socket)
     for name in ("one", "two"):
-        server.post("/completion", {"prompt": f"Once there was {name}", "n_predict": 9},
-                    headers={"X-Towerd-Session": name})  # fmt: skip
+        server.post(
+            "/completion",
+            {"prompt": f"Once there was {name}", "n_predict": 9},
+            headers={"X-Towerd-Session": name},
+        )
     ids = server.session_ids("one")
     assert "frozen, " in ctl("freeze", "one", *at).output
     assert ctl("freeze", "one", *at).output == "Session one: is frozen already.\n"

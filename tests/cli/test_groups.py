@@ -72,6 +72,13 @@ def test_wrong_usage_is_exit_code_2() -> None:
     assert CliRunner().invoke(towerd, ["serve", "--flash-attn", "maybe"]).exit_code == 2
 
 
+@pytest.mark.parametrize("name", ["bench kernels", "replay"])
+def test_a_command_that_moved_says_where_it_is(name: str) -> None:
+    result = CliRunner().invoke(towerctl, [*name.split(), "--quick"], prog_name="towerctl")
+    assert result.exit_code == 2
+    assert f"`towerctl {name}` is `towerctl lab {name}` now." in result.output
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_prints_a_script_for_both_commands(shell: str) -> None:
     result = CliRunner().invoke(towerctl, ["completion", shell])

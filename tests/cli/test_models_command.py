@@ -32,9 +32,12 @@ def test_list(folder: Path) -> None:
     found = json.loads(run("list", "--json").stdout)
     assert found["directory"] == str(folder)
     assert [(each["name"], each["licence"], each["is_here"]) for each in found["models"]] == [
-        ("smollm2", "Apache-2.0", False), ("gemma3-270m", "Gemma Terms of Use", False),
-        ("stories", "MIT", True), (SMOLLM2.file, "", True), ("mine.gguf", "", True),
-    ]  # fmt: skip
+        ("smollm2", "Apache-2.0", False),
+        ("gemma3-270m", "Gemma Terms of Use", False),
+        ("stories", "MIT", True),
+        (SMOLLM2.file, "", True),
+        ("mine.gguf", "", True),
+    ]
     said = run("list").stdout
     assert "93.8 MiB" in said
     assert str(folder) in said

@@ -6,12 +6,13 @@ import subprocess
 import sys
 
 NOT_NEEDED = {
-    "torch", "mlx", "gguf", "yaml", "constriction", "rich", "scipy", "requests",
-    "towerd.codec.codec", "towerd.codec.mix", "towerd.cli.bench",
+    "torch", "mlx", "gguf", "yaml", "constriction", "rich", "scipy", "requests", "jinja2", "llama_cpp",
+    "psutil",
+    "towerd.codec.codec", "towerd.codec.mix", "towerd.cli.bench", "towerd.retention.icecache",
 }  # fmt: skip
 SERVE = """
 import sys
-import towerd.cli.serve, towerd.app, towerd.service
+import towerd.cli.serve, towerd.app, towerd.service, towerd.engine.embedded.opening
 print(*sys.modules)
 """
 

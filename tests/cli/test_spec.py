@@ -62,8 +62,9 @@ def test_formats_belong_to_one_prompt(tmp_path: Path) -> None:
     (tmp_path / "garden.txt").write_text("x")
     root = load_spec(write(tmp_path, text))
     assert [(p.name, p.format) for p in root.walk() if p.format] == [
-        ("acme", "q6h"), ("acme/kitchen", "native"),
-    ]  # fmt: skip
+        ("acme", "q6h"),
+        ("acme/kitchen", "native"),
+    ]
 
 
 def test_modules_stand_for_themselves(tmp_path: Path) -> None:
@@ -73,8 +74,9 @@ def test_modules_stand_for_themselves(tmp_path: Path) -> None:
     (tmp_path / "garden.txt").write_text("x")
     root = load_spec(write(tmp_path, text))
     assert [(p.name, p.recompute) for p in root.walk() if p.recompute is not None] == [
-        ("acme/garden/roses", 5.0), ("acme/garden/tulips", 2.5),
-    ]  # fmt: skip
+        ("acme/garden/roses", 5.0),
+        ("acme/garden/tulips", 2.5),
+    ]
 
 
 def test_messages_continue_messages(tmp_path: Path) -> None:

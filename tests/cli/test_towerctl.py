@@ -6,7 +6,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,8 @@ import pytest
 from click.testing import Result
 from daemon import Daemon
 
-from towerd.cli.client import Backend
-from towerd.cli.daemon import DaemonBackend
-from towerd.cli.direct import StoreBackend
+from towerd.cli.backend import Backend
+from towerd.cli.client import Target, connect
 
 Ctl = Callable[..., Result]
 CtlJson = Callable[..., Any]
@@ -47,6 +46,10 @@ def wait_for_rows(server: Daemon) -> None:
 
 def at(server: Daemon) -> tuple[str, Path]:
     return "--socket", server.socket
+
+
+def without_daemon(server: Daemon) -> AbstractContextManager[Backend]:
+    return connect(Target(store_dir=str(server.store_dir)))
 
 
 def answers(backend: Backend) -> dict[str, Any]:
@@ -87,18 +90,18 @@ def without_hot(value: Any) -> Any:
 @contextmanager
 def both(server: Daemon) -> Iterator[dict[str, Any]]:
     """The daemon's answers; it is stopped then."""
-    with DaemonBackend.at_socket(server.socket) as daemon:
+    with Backend.at_socket(server.socket) as daemon:
         said = answers(daemon)
     assert server.stop() == 0
     yield said
 
 
 def test_daemon_and_store_give_the_same_answers(server: Daemon, chats: list[str]) -> None:
-    with DaemonBackend.at_socket(server.socket) as daemon:
+    with Backend.at_socket(server.socket) as daemon:
         leaf = daemon.session(chats[0])["turns"][-1]["reply_node"]
         assert daemon.pin(leaf)["pinned"]
         daemon.delete_session(chats[1])
-    with both(server) as said, StoreBackend.at(server.store_dir) as store:
+    with both(server) as said, without_daemon(server) as store:
         assert without_hot(answers(store)) == without_hot(said)
         assert said["gc"]["segments"] > 0
 
@@ -117,10 +120,10 @@ def test_both_change_the_same_things(server: Daemon, chats: list[str]) -> None:
         assert expected["segments"] > 0
         assert expected["bytes_freed"] > 0
 
-    with DaemonBackend.at_socket(server.socket) as daemon:
+    with Backend.at_socket(server.socket) as daemon:
         change(daemon, chats[0])
     assert server.stop() == 0
-    with StoreBackend.at(server.store_dir) as store:
+    with without_daemon(server) as store:
         change(store, chats[1])
         assert store.segments("id", 9)["total"] == 0
 
@@ -307,12 +310,13 @@ def test_text_needs_the_daemon(server: Daemon, chats: list[str], ctl: Ctl) -> No
     )
     assert chats[0] in ctl("sessions", "ls", *store).output
     assert "#1" in ctl("trie", *store).output
+    assert "start it with towerd serve" in ctl("why", 1, *store, code=1).output
     assert "not running" in ctl("stats", *store).output
 
 
 def test_a_daemon_that_dies_is_one_sentence(server: Daemon, ctl: Ctl) -> None:
     """A process that stops answering in the middle."""
-    with DaemonBackend.at_socket(server.socket) as daemon:
+    with Backend.at_socket(server.socket) as daemon:
         daemon.stats()
         server.signal(signal.SIGKILL)
         server.wait()

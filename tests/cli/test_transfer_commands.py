@@ -22,10 +22,13 @@ FILE = "a_name_with_slash___.tower"
 @pytest.mark.parametrize(
     ("session", "name"),
     [
-        ("5f2c9a1e", "5f2c9a1e.tower"), (NAME, FILE), ("..", "_..tower"), ("-rf", "_rf.tower"),
+        ("5f2c9a1e", "5f2c9a1e.tower"),
+        (NAME, FILE),
+        ("..", "_..tower"),
+        ("-rf", "_rf.tower"),
         ("x" * 200, "x" * 100 + ".tower"),
     ],
-)  # fmt: skip
+)
 def test_default_names(session: str, name: str) -> None:
     assert file_name(session) == name
 
@@ -37,8 +40,9 @@ def test_export_and_import(
     takes the same file."""
     monkeypatch.chdir(tmp_path)
     at = ("--socket", server.socket)
-    server.post("/completion", {"prompt": "Once", "n_predict": 5},
-                headers={"X-Towerd-Session": NAME})  # fmt: skip
+    server.post(
+        "/completion", {"prompt": "Once", "n_predict": 5}, headers={"X-Towerd-Session": NAME}
+    )
     assert f"Wrote {FILE}" in ctl("export", NAME, *at).output
     data = Path(FILE).read_bytes()
     assert Path(FILE).stat().st_mode & 0o777 == 0o600

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 from oracle import OpenService
+from services import EmbeddedService
 
 from towerd.codec import Codec
 from towerd.codec.vocabulary import GgufVocabulary
 from towerd.config import Config
 from towerd.models.bundled import bundled_model
-from towerd.service import Service, open_service
+from towerd.service import open_service
 
 
 @pytest.fixture(scope="session")
@@ -28,7 +29,9 @@ def service_on(tmp_path: Path) -> OpenService:
     """`async with service_on(model, name="a", ...)`: a service on a store of this test."""
 
     @asynccontextmanager
-    async def open_it(model: Path, name: str = "a", **settings: Any) -> AsyncIterator[Service]:
+    async def open_it(
+        model: Path, name: str = "a", **settings: Any
+    ) -> AsyncIterator[EmbeddedService]:
         values: dict[str, Any] = {
             "model": model,
             "store_dir": tmp_path / name,

@@ -14,7 +14,7 @@ from towerd.store import Store, latest_fingerprint
 
 
 def main() -> None:
-    """A tenth of what is frozen is of a form with a runtime, and at least a tenth with the mini model."""
+    """At least a tenth of what is frozen is coded with the mini model."""
     root, seed, n = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     chance = random.Random(seed)
     with Store.open(root, latest_fingerprint) as store, coder(store.tables) as codec:

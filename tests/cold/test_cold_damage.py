@@ -8,13 +8,13 @@ from typing import TypeAlias
 import numpy as np
 import pytest
 from oracle import Answer, OpenService, ask
+from services import EmbeddedService
 
 from towerd.codec import varint
 from towerd.errors import SessionFrozen, ThawError
 from towerd.models.bundled import bundled_model
-from towerd.service import Service
 from towerd.store import Store
-from towerd.store.cold_row import row_digest
+from towerd.store.sessions.cold_row import row_digest
 
 Damage: TypeAlias = Callable[[Store], None]
 
@@ -63,7 +63,9 @@ def misplace(store: Store) -> None:
     replace_row(store, turns=varint.put_all([count, *numbers]))
 
 
-async def two_turns(service: Service, session: str | None) -> tuple[str, list[int], list[Answer]]:
+async def two_turns(
+    service: EmbeddedService, session: str | None
+) -> tuple[str, list[int], list[Answer]]:
     """A frozen session of two turns: its id, its tokens, its answers."""
     prompt = [1, *words(60, 13)]
     first = await ask(service, prompt, session=session)

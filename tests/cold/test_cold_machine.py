@@ -22,9 +22,9 @@ from towerd.cold import cold_history, freeze, thaw
 from towerd.errors import SessionFrozen
 from towerd.models.bundled import bundled_model
 from towerd.store import Store
-from towerd.store.node import ids_bytes
-from towerd.store.sessions import RECOGNISED_TOKENS_MIN
+from towerd.store.sessions.sessions import RECOGNISED_TOKENS_MIN
 from towerd.tiers.ranking import Ranking
+from towerd.tokens import ids_bytes
 
 BASE = list(range(100, 140))
 """Long enough to be a blob's context."""
@@ -87,13 +87,25 @@ class ColdMachine(RuleBasedStateMachine):
         keys.sort(key=lambda key: (self.chats[key].said, key))
         return data.draw(st.sampled_from(keys))
 
-    @rule(data=st.data(), more=WORDS, reply=WORDS, scope=st.sampled_from(SCOPES),
-          name=st.sampled_from((None, None, "x", "y")), start=st.booleans(),
-          cached=st.sampled_from((1.0, 0.9, 0.5, 0.0)))  # fmt: skip
+    @rule(
+        data=st.data(),
+        more=WORDS,
+        reply=WORDS,
+        scope=st.sampled_from(SCOPES),
+        name=st.sampled_from((None, None, "x", "y")),
+        start=st.booleans(),
+        cached=st.sampled_from((1.0, 0.9, 0.5, 0.0)),
+    )
     def turn(
-        self, data: st.DataObject, more: list[int], reply: list[int], scope: str, name: str | None,
-        start: bool, cached: float,
-    ) -> None:  # fmt: skip
+        self,
+        data: st.DataObject,
+        more: list[int],
+        reply: list[int],
+        scope: str,
+        name: str | None,
+        start: bool,
+        cached: float,
+    ) -> None:
         """As a request does it: what it goes on is thawed, then the turn is recorded."""
         prompt = BASE[: data.draw(st.sampled_from((40, 33, 0)))] + more
         if self.chats and not start:

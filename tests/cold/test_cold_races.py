@@ -19,10 +19,10 @@ from towerd.engine.base import GenerateRequest
 from towerd.errors import NotSupported, SessionFrozen, StoreError, ThawError
 from towerd.models.bundled import bundled_model
 from towerd.store import Store
-from towerd.store import cold as cold_table
-from towerd.store.cold import SessionBusy
-from towerd.store.cold_row import row_digest
-from towerd.store.node import ids_bytes
+from towerd.store.sessions import cold as cold_table
+from towerd.store.sessions.cold import SessionBusy
+from towerd.store.sessions.cold_row import row_digest
+from towerd.tokens import ids_bytes
 from towerd.transfer import export_session
 
 BASE = list(range(100, 140))
@@ -49,8 +49,12 @@ def said(store: Store, session: str = "x") -> list[list[int]]:
 class Disturbed:
     """A codec during whose work something happens."""
 
-    def __init__(self, codec: Codec, on_encode: Callable[[], Any] = lambda: None,
-                 on_decode: Callable[[], Any] = lambda: None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        codec: Codec,
+        on_encode: Callable[[], Any] = lambda: None,
+        on_decode: Callable[[], Any] = lambda: None,
+    ) -> None:
         self._codec, self._on_encode, self._on_decode = codec, on_encode, on_decode
 
     def encode(self, *args: Any, **more: Any) -> bytes:
@@ -300,10 +304,17 @@ def test_a_damaged_blob_is_passed_over(store: Store, codec: Codec) -> None:
     )
     bad = container.write(
         container.Blob(
-            parsed.form, parsed.vocabulary, parsed.hash, parsed.n_ids, chunks, flipped,
-            parsed.base_ids, parsed.base_hash, parsed.model, parsed.runtime,
+            parsed.form,
+            parsed.vocabulary,
+            parsed.hash,
+            parsed.n_ids,
+            chunks,
+            flipped,
+            parsed.base_ids,
+            parsed.base_hash,
+            parsed.model,
         )
-    )  # fmt: skip
+    )
     ((marks,),) = catalog.rows("SELECT marks FROM cold")
     with catalog.transaction():
         catalog.run("UPDATE blobs SET blob = ?", (bad,))

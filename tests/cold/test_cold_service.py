@@ -10,13 +10,13 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from oracle import GREEDY, Answer, OpenService, ask
+from services import EmbeddedService
 
 from towerd.engine.base import Finish, GenerateRequest, LiveBudget, Progress, Started
 from towerd.errors import NotFound, SessionFrozen
 from towerd.models.bundled import bundled_model
 from towerd.models.random_gguf import Shape, make_random_gguf
-from towerd.service import Service
-from towerd.store.cold import SessionBusy
+from towerd.store.sessions.cold import SessionBusy
 
 BASE = list(range(100, 180))
 """What several chats begin with."""
@@ -26,11 +26,11 @@ HYBRID = Shape(
 END_OF_MESSAGE = 4
 
 
-async def settle(service: Service) -> None:
+async def settle(service: EmbeddedService) -> None:
     await service.engine.settle()
     await asyncio.to_thread(service.tiers.flush)
-    if service.boundaries is not None:
-        await asyncio.to_thread(service.boundaries.flush)
+    if service.engine.boundaries is not None:
+        await asyncio.to_thread(service.engine.boundaries.flush)
     await asyncio.to_thread(service.store.check_integrity)
 
 
@@ -39,7 +39,7 @@ def words(n: int, seed: int) -> list[int]:
     return [*np.random.default_rng(seed).integers(300, 440, n - 1).tolist(), END_OF_MESSAGE]
 
 
-async def chat(service: Service, session: str | None, *, freeze: bool) -> list[Answer]:
+async def chat(service: EmbeddedService, session: str | None, *, freeze: bool) -> list[Answer]:
     """Four turns; between them the session is frozen, or not."""
     prompt, answers = [1, *BASE, *words(30, 1)], []
     for n in range(4):
@@ -187,7 +187,7 @@ async def test_idle_sessions_freeze_by_themselves(service_on: OpenService) -> No
         assert service.cold.n_failed == 0
 
 
-async def freeze_and_open(service: Service, session: str) -> None:
+async def freeze_and_open(service: EmbeddedService, session: str) -> None:
     """Frozen with nothing live, then opened by somebody: thawed ahead."""
     await service.cold.freeze(session)
     for seq in list(service.engine.pool):

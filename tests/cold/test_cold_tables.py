@@ -120,9 +120,12 @@ def test_a_damaged_table_is_no_table(store: Store, release: Release, make_codec:
 
 
 def test_thaws_with_the_mini_model_it_was_frozen_with(
-    store: Store, release: Release, make_codec: MakeCodec, monkeypatch: pytest.MonkeyPatch,
+    store: Store,
+    release: Release,
+    make_codec: MakeCodec,
+    monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
-) -> None:  # fmt: skip
+) -> None:
     """Releases with a table and a mini model each, with one of them alike, and without a model."""
 
     def become(table: int, model: int | None) -> Codec:

@@ -107,10 +107,29 @@ def run(server: str, files: list[str], env: dict[str, str]) -> dict[str, str]:
         "LLAMA_CACHE": str(work / "cache"),
     }
     ignored = [] if files else [f"--ignore=unit/{name}" for name in LEFT_OUT]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "rewire", "-p", "no:cacheprovider",
-               "-p", "no:randomly", "-o", "addopts=", "-o", "asyncio_mode=strict", "--tb=line",
-               "--timeout=120", "-W", "ignore", f"--junitxml={report}", *ignored,
-               *(files or ["unit"])]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "rewire",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:randomly",
+        "-o",
+        "addopts=",
+        "-o",
+        "asyncio_mode=strict",
+        "--tb=line",
+        "--timeout=120",
+        "-W",
+        "ignore",
+        f"--junitxml={report}",
+        *ignored,
+        *(files or ["unit"]),
+    ]
     with (BUILD / f"{server}.log").open("w") as log:
         subprocess.run(command, cwd=work, env=env, stdout=log, stderr=log, check=False)
     return outcomes(report)
@@ -151,11 +170,14 @@ def table(results: dict[str, dict[str, str]]) -> str:
     }
     titles = ["llama-server", *(ENGINES[server] for server in passed)]
     lines = [
-        "# llama.cpp's server tests", "",
+        "# llama.cpp's server tests",
+        "",
         "Written by `make conformance`: of the tests that llama-server passes alone, on models of this "
-        "package and without a network, how many towerd passes.", "",
-        f"| file | {' | '.join(titles)} |", "|---" * (1 + len(titles)) + "|",
-    ]  # fmt: skip
+        "package and without a network, how many towerd passes.",
+        "",
+        f"| file | {' | '.join(titles)} |",
+        "|---" * (1 + len(titles)) + "|",
+    ]
     for file in sorted({name.split("::")[0] for name in alone}):
         counts = [_in_file(part, file) for part in (alone, *passed.values())]
         lines.append(f"| `{file}` | {' | '.join(map(str, counts))} |")

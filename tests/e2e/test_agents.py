@@ -57,8 +57,10 @@ def test_a_named_workflow(make_daemon: MakeDaemon) -> None:
                 " JOIN workflows w ON w.pk = i.workflow ORDER BY i.id"
             )
         assert [row[:3] for row in rows] == [
-            ("w1", 1, "teller"), ("w1", 1, "critic"), ("w2", 0, "teller"),
-        ]  # fmt: skip
+            ("w1", 1, "teller"),
+            ("w1", 1, "critic"),
+            ("w2", 0, "teller"),
+        ]
         assert {row[3] for row in rows} <= {"max_tokens", "end_turn"}
 
 
@@ -158,7 +160,7 @@ def test_a_recorded_day_replays(make_daemon: MakeDaemon, tmp_path: Path) -> None
     assert lines[1]["in"] == len(ids) + 3
     assert lines[0]["new"] == lines[1]["new"][: len(lines[0]["new"])]
     shown = CliRunner().invoke(
-        towerctl, ["replay", str(trace), "--policy", "lru", "--capacity", "100%", "--json"]
+        towerctl, ["lab", "replay", str(trace), "--policy", "lru", "--capacity", "100%", "--json"]
     )
     assert shown.exit_code == 0, shown.output
     row = json.loads(shown.output.splitlines()[0])

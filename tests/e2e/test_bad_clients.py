@@ -6,7 +6,6 @@ import json
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import requests
 from daemon import Daemon
+from waiting import until
 
 MakeDaemon = Callable[..., Daemon]
 LONG = {"temperature": 0, "ignore_eos": True, "stream": True}
@@ -36,14 +36,6 @@ def raw_post(daemon: Daemon, body: Any, headers: str = "") -> Iterator[socket.so
         yield sock
 
 
-def wait_for(what: Callable[[], object], seconds: float = 10) -> None:
-    """Until it is true."""
-    deadline = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.01)
-
-
 def turns_of(daemon: Daemon, name: str) -> list[dict[str, Any]]:
     """The turns of a session, empty while there is none."""
     reply = requests.get(f"{daemon.url}/towerd/v1/sessions/{name}", timeout=10)
@@ -60,8 +52,8 @@ def test_client_that_stops_reading(daemon: Daemon) -> None:
         for _ in range(3):
             assert daemon.complete("The others go on", 100)["tokens_predicted"] == 100
         assert daemon.get("/health") == {"status": "ok"}
-    wait_for(lambda: turns_of(daemon, "slow-reader"))
-    wait_for(lambda: daemon.n_processing() == 0, 2)
+    until(lambda: bool(turns_of(daemon, "slow-reader")))
+    until(lambda: daemon.n_processing() == 0)
     (turn,) = turns_of(daemon, "slow-reader")
     assert turn["n_reply"] > 0
 
@@ -72,9 +64,9 @@ def test_client_that_leaves_during_its_prompt(make_daemon: MakeDaemon, slow_mode
     flags = ("-m", str(slow_model), "--ctx-size", "8192", "--live-tokens", "16384")
     with make_daemon(*flags, "--batch-size", "64") as daemon:
         with raw_post(daemon, {"prompt": ids, "n_predict": 50, **LONG}):
-            wait_for(lambda: processed(daemon) > 0)
+            until(lambda: processed(daemon) > 0)
         n_seen = processed(daemon)
-        wait_for(lambda: daemon.n_processing() == 0, 2)
+        until(lambda: daemon.n_processing() == 0)
         assert n_seen < len(ids), "it was evaluated to its end before the client left"
         assert daemon.complete(ids[:200], 1)["timings"]["cache_n"] > 0
         assert daemon.stop() == 0
@@ -124,7 +116,7 @@ def test_sigterm_during_streams(make_daemon: MakeDaemon, slow_model: Path) -> No
             Stream(daemon, "/v1/chat/completions", chat, "chat"),
         ]
         for stream in streams:
-            wait_for(lambda stream=stream: len(stream.events) >= 10)  # type: ignore[misc]
+            until(lambda stream=stream: len(stream.events) >= 10)  # type: ignore[misc]
         daemon.signal(signal.SIGTERM)
         for stream in streams:
             stream.join()
@@ -167,7 +159,7 @@ def test_sigterm_lets_short_replies_finish(make_daemon: MakeDaemon) -> None:
         replies: list[dict[str, Any]] = []
         ask = threading.Thread(target=lambda: replies.append(daemon.complete("Quick", 400)))
         ask.start()
-        wait_for(lambda: daemon.n_processing() == 1 or replies)
+        until(lambda: daemon.n_processing() == 1 or bool(replies))
         daemon.signal(signal.SIGTERM)
         ask.join()
         assert daemon.wait() == 0

@@ -63,10 +63,18 @@ def test_prompt_that_just_fits(daemon: Daemon) -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        b"{", b"{not json}", b"[1, 2]", b'"text"', b"\xff\xfe\x00", b'{"prompt": "a"} trailing',
-        b'{"prompt": "\xff"}', b'{"prompt": ' + b"[" * 100_000, b"nul", b'{"prompt": 1e999999}',
+        b"{",
+        b"{not json}",
+        b"[1, 2]",
+        b'"text"',
+        b"\xff\xfe\x00",
+        b'{"prompt": "a"} trailing',
+        b'{"prompt": "\xff"}',
+        b'{"prompt": ' + b"[" * 100_000,
+        b"nul",
+        b'{"prompt": 1e999999}',
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("path", ["/completion", "/v1/chat/completions", "/tokenize"])
 def test_invalid_json(daemon: Daemon, path: str, body: bytes) -> None:
     """What is not JSON, or not an object, or nested without end."""

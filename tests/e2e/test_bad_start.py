@@ -17,7 +17,7 @@ from gguf import GGUFWriter
 from towerd.errors import StoreError
 from towerd.models.bundled import bundled_model
 from towerd.store import Store, latest_fingerprint
-from towerd.store.schema import VERSION
+from towerd.store.catalog.schema import VERSION
 
 SESSION = "kept"
 MakeDaemon = Callable[..., Daemon]
@@ -55,9 +55,17 @@ def fails(kept: tuple[Daemon, list[int]]) -> Callable[..., str]:
 
 def serve(daemon: Daemon, *flags: str, **env: str) -> Done:
     return run_towerd(
-        daemon.root, "serve", "--port", "0", "--store-dir", str(daemon.store_dir),
-        "--socket", str(daemon.root / "second.sock"), *flags, **env,
-    )  # fmt: skip
+        daemon.root,
+        "serve",
+        "--port",
+        "0",
+        "--store-dir",
+        str(daemon.store_dir),
+        "--socket",
+        str(daemon.root / "second.sock"),
+        *flags,
+        **env,
+    )
 
 
 def last_words(done: Done, status: int = 1) -> str:

@@ -86,7 +86,8 @@ def test_verify_repairs_a_running_daemon(make_daemon: MakeDaemon) -> None:
 
 
 def test_clients_do_not_learn_where_the_store_is(make_daemon: MakeDaemon) -> None:
-    """The body of an error says that the store failed; the log says what and where."""
+    """The body of an error says that the store failed; the log, and towerctl to the owner, say what
+    and where."""
     with make_daemon() as daemon:
         talk(daemon)
         damage(daemon, "UPDATE turns SET tail = zeroblob(4)")
@@ -97,3 +98,5 @@ def test_clients_do_not_learn_where_the_store_is(make_daemon: MakeDaemon) -> Non
         assert reply.json()["error"]["type"] == "server_error"
         assert str(daemon.store_dir) not in reply.text
         assert str(daemon.store_dir / "catalog.sqlite") in daemon.log
+        told = run_towerctl(daemon, "export", "chat-3").stderr
+        assert str(daemon.store_dir / "catalog.sqlite") in told

@@ -17,8 +17,10 @@ def curl(*args: str) -> str:
     """What curl prints; it fails on an HTTP error."""
     done = subprocess.run(
         ["curl", "-sS", "--fail-with-body", "--max-time", "30", *args],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -107,8 +109,14 @@ def test_metrics(daemon: Daemon) -> None:
 def test_openai_shape(daemon: Daemon) -> None:
     """A chat by hand, with the headers that say what was reused."""
     body = {"messages": [{"role": "user", "content": "By hand"}], "max_tokens": 3}
-    out = curl("-i", daemon.url + "/v1/chat/completions", "-d", json.dumps(body),
-               "-H", "Content-Type: application/json")  # fmt: skip
+    out = curl(
+        "-i",
+        daemon.url + "/v1/chat/completions",
+        "-d",
+        json.dumps(body),
+        "-H",
+        "Content-Type: application/json",
+    )
     head, _, text = out.replace("\r", "").partition("\n\n")
     assert head.startswith("HTTP/1.1 200")
     assert "x-towerd-reuse: live=" in head.lower()
@@ -122,8 +130,10 @@ def test_error(daemon: Daemon) -> None:
     """curl --fail sees the status; the body is llama-server's."""
     done = subprocess.run(
         ["curl", "-s", "--fail-with-body", daemon.url + "/completion", "-d", "{not json"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 22
     error = json.loads(done.stdout)["error"]
     assert error["code"] == 400

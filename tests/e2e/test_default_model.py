@@ -67,9 +67,13 @@ def test_on_a_terminal_it_is_offered(tmp_path: Path, said: str) -> None:
     """With size and licence. Where it cannot be had, or is not wanted, the story model serves."""
     terminal, end = pty.openpty()
     process = subprocess.Popen(
-        [*TOWERD, "serve", "--port", "0"], stdin=end, stdout=end, stderr=end, cwd=tmp_path,
+        [*TOWERD, "serve", "--port", "0"],
+        stdin=end,
+        stdout=end,
+        stderr=end,
+        cwd=tmp_path,
         env=clean_env(tmp_path) | {"PIP_NO_INDEX": "1"},
-    )  # fmt: skip
+    )
     os.close(end)
     shown = b""
 

@@ -49,8 +49,18 @@ class Model:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        return ("-m", str(self.path), "-c", "1024", "-t", "1", "-tb", "1", "--boundary-tokens",
-                "32")  # fmt: skip
+        return (
+            "-m",
+            str(self.path),
+            "-c",
+            "1024",
+            "-t",
+            "1",
+            "-tb",
+            "1",
+            "--boundary-tokens",
+            "32",
+        )
 
 
 @pytest.fixture(params=list(CUTS))
@@ -89,8 +99,13 @@ class Chat:
     def say(self, daemon: Daemon, more: list[int]) -> int:
         """The greedy reply to what was said so far and `more`; how many tokens were reused."""
         prompt = self.ids + more
-        body: dict[str, Any] = {"prompt": prompt, "n_predict": N_REPLY, "temperature": 0, "ignore_eos": True,
-                "return_tokens": True}  # fmt: skip
+        body: dict[str, Any] = {
+            "prompt": prompt,
+            "n_predict": N_REPLY,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_tokens": True,
+        }
         reply = requests.post(daemon.url + "/completion", json=body, timeout=60)
         assert reply.status_code == 200, reply.text
         tokens = reply.json()["tokens"]

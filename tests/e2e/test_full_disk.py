@@ -74,9 +74,11 @@ class Talk:
             "ignore_eos": True,
         }
         reply = requests.post(
-            self.daemon.url + "/completion", json=body, headers={"X-Towerd-Session": name},
+            self.daemon.url + "/completion",
+            json=body,
+            headers={"X-Towerd-Session": name},
             timeout=60,
-        )  # fmt: skip
+        )
         answer: dict[str, Any] = reply.json()
         if reply.status_code == 200:
             self.kept[name] = prompt + answer["tokens"]
@@ -184,9 +186,15 @@ def test_no_room_at_the_start(make_daemon: Callable[..., Daemon], mount: Mount) 
     mount(daemon.store_dir, "size=64k")
     fill(daemon.store_dir)
     done = run_towerd(
-        daemon.root, "serve", "--port", "0", "--store-dir", str(daemon.store_dir),
-        "--socket", str(daemon.socket),
-    )  # fmt: skip
+        daemon.root,
+        "serve",
+        "--port",
+        "0",
+        "--store-dir",
+        str(daemon.store_dir),
+        "--socket",
+        str(daemon.socket),
+    )
     assert done.returncode == 1
     assert "free disk space" in done.stderr
     assert "Traceback" not in done.stderr
@@ -197,9 +205,15 @@ def test_read_only_disk(make_daemon: Callable[..., Daemon], mount: Mount) -> Non
     daemon = make_daemon()
     mount(daemon.store_dir, "size=64k,ro")
     done = run_towerd(
-        daemon.root, "serve", "--port", "0", "--store-dir", str(daemon.store_dir),
-        "--socket", str(daemon.socket),
-    )  # fmt: skip
+        daemon.root,
+        "serve",
+        "--port",
+        "0",
+        "--store-dir",
+        str(daemon.store_dir),
+        "--socket",
+        str(daemon.socket),
+    )
     assert done.returncode == 1
     assert f"{daemon.store_dir} cannot be used: Read-only file system" in done.stderr
     assert "Traceback" not in done.stderr

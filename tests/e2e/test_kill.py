@@ -93,9 +93,11 @@ class Load:
         start = talk.ids or [1, *self.random.choice((self.base, self.base[:25], []))]
         prompt = start + self.tokens(2, 40)
         body = {
-            "prompt": prompt, "n_predict": self.random.randint(1, 50), "return_tokens": True,
+            "prompt": prompt,
+            "n_predict": self.random.randint(1, 50),
+            "return_tokens": True,
             "stream": self.random.random() < 0.7,
-        }  # fmt: skip
+        }
         headers = {} if talk.name is None else {"X-Towerd-Session": talk.name}
         abandon = self.random.randint(1, 20) if self.random.random() < 0.1 else 0
         (talk.left if abandon else talk.pending).append(prompt)
@@ -214,10 +216,13 @@ async def kill_somewhere(daemon: Daemon, chance: random.Random) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-async def test_kill_at_a_hundred_moments(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "seed",
+    [1, pytest.param(random.SystemRandom().getrandbits(32), marks=pytest.mark.soak, id="soak")],
+)
+async def test_kill_at_a_hundred_moments(tmp_path: Path, seed: int) -> None:
     """Every reply whose end arrived is stored with exactly its tokens, after every kill the
     daemon starts on the same store, and the store is sound."""
-    seed = random.SystemRandom().getrandbits(32)
     print(f"seed {seed}")  # shown when the test fails
     chance = random.Random(seed)
     daemon = Daemon(tmp_path)

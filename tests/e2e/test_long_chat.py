@@ -11,7 +11,7 @@ import pytest
 import requests
 from daemon import Daemon
 
-from towerd.engine.embedded.shift import shift_ids
+from towerd.engine.embedded.longchat.shift import shift_ids
 
 N_CTX = 256
 N_BASE = 60
@@ -71,9 +71,12 @@ def turn_of(daemon: Daemon, ids: list[int]) -> dict[str, Any]:
     """One turn of the session "long", checked against the shortened prompt by itself."""
     headers = {"X-Towerd-Session": "long"}
     body = {
-        "prompt": ids, "n_predict": 25, "temperature": 0, "ignore_eos": True,
+        "prompt": ids,
+        "n_predict": 25,
+        "temperature": 0,
+        "ignore_eos": True,
         "return_tokens": True,
-    }  # fmt: skip
+    }
     reply: dict[str, Any] = daemon.post("/completion", body, headers=headers)
     assert reply["tokens_predicted"] == 25
     short = shift_ids(np.array(ids, np.int32), N_CTX, N_BASE).tolist()
@@ -91,8 +94,12 @@ def test_one_reply_beyond_the_context(make_daemon: MakeDaemon) -> None:
     """A single reply of several contexts' length, streamed; all of it is stored."""
     with make_daemon(*SHIFTING) as daemon:
         body: dict[str, Any] = {
-            "prompt": BASE, "n_predict": 4 * N_CTX, "ignore_eos": True, "stream": True, "seed": 1,
-        }  # fmt: skip
+            "prompt": BASE,
+            "n_predict": 4 * N_CTX,
+            "ignore_eos": True,
+            "stream": True,
+            "seed": 1,
+        }
         headers = {"X-Towerd-Session": "novel"}
         with requests.post(
             daemon.url + "/completion", json=body, headers=headers, stream=True, timeout=60

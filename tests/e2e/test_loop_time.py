@@ -23,7 +23,7 @@ from towerd.service import open_service
 
 STEP_MS_MAX = 5.0
 BEAT_S = 0.001
-N_ROUNDS = 2
+N_ROUNDS_MAX = 5
 HELD_MS_MAX = 100.0
 
 
@@ -48,6 +48,24 @@ class LoopWatch:
             due = time.perf_counter() + BEAT_S
             await asyncio.sleep(BEAT_S)
             self.lags_ms.append((time.perf_counter() - due) * 1e3)
+
+
+@dataclass(frozen=True)
+class Round:
+    """What clients met: how late a timer ran, and the step that took longest."""
+
+    lag_ms: float
+    worst_lag_ms: float
+    worst_step_ms: float
+    worst_step: str
+
+    @property
+    def is_quick(self) -> bool:
+        return (
+            self.lag_ms < STEP_MS_MAX
+            and self.worst_step_ms <= STEP_MS_MAX
+            and self.worst_lag_ms < HELD_MS_MAX
+        )
 
 
 @pytest.fixture
@@ -75,9 +93,16 @@ async def url(tmp_path: Path) -> AsyncIterator[str]:
     model = tmp_path / "tiny.gguf"
     make_random_gguf(model, replace(PRESETS["tiny"], n_layer=2))
     config = Config(
-        model=model, store_dir=tmp_path / "store", socket=tmp_path / "s", ctx_size=2048,
-        live_tokens=16384, threads=1, retention="none", hot_bytes=1 << 28, warm_bytes=1 << 28,
-    )  # fmt: skip
+        model=model,
+        store_dir=tmp_path / "store",
+        socket=tmp_path / "s",
+        ctx_size=2048,
+        live_tokens=16384,
+        threads=1,
+        retention="none",
+        hot_bytes=1 << 28,
+        warm_bytes=1 << 28,
+    )
     async with open_service(config) as service:
         with tuned():
             async with served(build_app(config, service=service)) as url:
@@ -94,18 +119,16 @@ async def test_no_step_takes_long(url: str, watch: LoopWatch) -> None:
     """Eight streams, 2 MB texts, commits and scrapes at once: no callback uses more than 5 ms
     of the loop's thread."""
     beat = asyncio.create_task(watch.beat())
-    worst_lags_ms, worst_steps = [], []
-    for _ in range(N_ROUNDS):
-        watch.lags_ms.clear()
-        watch.worst_ms = 0.0
-        await run_clients(url)
-        worst_lags_ms.append(max(watch.lags_ms))
-        worst_steps.append((watch.worst_ms, watch.worst))
-        assert statistics.median(watch.lags_ms) < STEP_MS_MAX
-    beat.cancel()
-    assert watch.n_steps > 500
+    rounds: list[Round] = []
     # What the code does it does in every round. What the machine does, such as to take the core
     # away from its guest, which counts as the thread's time, it hardly does in all of them. A
     # worker that keeps the interpreter stops the loop as well.
-    assert min(ms for ms, _ in worst_steps) <= STEP_MS_MAX, worst_steps
-    assert min(worst_lags_ms) < HELD_MS_MAX, worst_lags_ms
+    while not any(each.is_quick for each in rounds):
+        assert len(rounds) < N_ROUNDS_MAX, rounds
+        watch.lags_ms.clear()
+        watch.worst_ms = 0.0
+        await run_clients(url)
+        lags_ms = watch.lags_ms
+        rounds.append(Round(statistics.median(lags_ms), max(lags_ms), watch.worst_ms, watch.worst))
+    beat.cancel()
+    assert watch.n_steps > 500

@@ -190,6 +190,8 @@ def test_bad_requests(served: Daemon) -> None:
     served.post("/lora-adapters", {"id": 0}, 400)
     served.post("/completion", {"prompt": "x", "lora": 3}, 400)
     served.post("/completion", {"prompt": "x", "lora": [{"id": 0, "scale": 1e300}]}, 400)
+    served.post("/lora-adapters", [{"id": 0, "scale": 10**400}], 400)
+    served.post("/lora-adapters", FIRST * 10_000, 400)
     assert served.get("/lora-adapters") == before
 
 

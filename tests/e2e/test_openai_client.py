@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 from daemon import Daemon
 from openai import AsyncOpenAI, OpenAI
 from openai.types.chat import ChatCompletionChunk, ChatCompletionMessageParam
+from waiting import until
 
 MODEL = "stories260K.gguf"
 HELLO: list[ChatCompletionMessageParam] = [
@@ -89,9 +89,12 @@ def test_chat_stream_says_the_same(openai: OpenAI) -> None:
 def test_stream_usage(openai: OpenAI) -> None:
     """include_usage adds one last chunk with the figures and no choices."""
     with openai.chat.completions.create(
-        model=MODEL, messages=HELLO, max_tokens=5, stream=True,
+        model=MODEL,
+        messages=HELLO,
+        max_tokens=5,
+        stream=True,
         stream_options={"include_usage": True},
-    ) as stream:  # fmt: skip
+    ) as stream:
         chunks = list(stream)
     assert chunks[-1].choices == []
     assert chunks[-1].usage is not None
@@ -103,10 +106,15 @@ def test_stream_usage(openai: OpenAI) -> None:
 def test_json_schema(openai: OpenAI, seed: int) -> None:
     """A tiny model that knows no JSON still answers with what the schema allows."""
     reply = openai.chat.completions.create(
-        model=MODEL, messages=user("Describe a child."), seed=seed, max_tokens=200,
-        response_format={"type": "json_schema",
-                         "json_schema": {"name": "child", "schema": SCHEMA, "strict": True}},
-    )  # fmt: skip
+        model=MODEL,
+        messages=user("Describe a child."),
+        seed=seed,
+        max_tokens=200,
+        response_format={
+            "type": "json_schema",
+            "json_schema": {"name": "child", "schema": SCHEMA, "strict": True},
+        },
+    )
     assert reply.choices[0].finish_reason == "stop"
     jsonschema.validate(json.loads(reply.choices[0].message.content or ""), SCHEMA)
 
@@ -115,9 +123,13 @@ def test_logprobs(openai: OpenAI) -> None:
     """Greedy tokens lead their alternatives; probabilities are probabilities; the tokens are
     the text. Streamed they are the same."""
     arguments: dict[str, Any] = {
-        "model": MODEL, "messages": HELLO, "max_tokens": 6, "temperature": 0, "logprobs": True,
+        "model": MODEL,
+        "messages": HELLO,
+        "max_tokens": 6,
+        "temperature": 0,
+        "logprobs": True,
         "top_logprobs": 3,
-    }  # fmt: skip
+    }
     reply = openai.chat.completions.create(**arguments)
     choice = reply.choices[0]
     assert choice.logprobs is not None
@@ -143,8 +155,13 @@ def test_logprobs(openai: OpenAI) -> None:
 def test_two_choices(openai: OpenAI) -> None:
     """n=2: two replies of one prompt, told apart by their index, streamed or not."""
     arguments: dict[str, Any] = {
-        "model": MODEL, "messages": HELLO, "max_tokens": 16, "n": 2, "seed": 5, "temperature": 1.5,
-    }  # fmt: skip
+        "model": MODEL,
+        "messages": HELLO,
+        "max_tokens": 16,
+        "n": 2,
+        "seed": 5,
+        "temperature": 1.5,
+    }
     reply = openai.chat.completions.create(**arguments)
     texts = [choice.message.content for choice in reply.choices]
     assert [choice.index for choice in reply.choices] == [0, 1]
@@ -206,34 +223,31 @@ def test_closing_a_stream_stops_it(make_daemon: Any, slow_model: Path) -> None:
         OpenAI(base_url=daemon.url + "/v1", api_key="none", max_retries=0) as client,
     ):
         with client.chat.completions.create(
-            model="slow", messages=user("A very long story, please."), stream=True,
-            max_tokens=8000, extra_headers={"X-Towerd-Session": name},
+            model="slow",
+            messages=user("A very long story, please."),
+            stream=True,
+            max_tokens=8000,
+            extra_headers={"X-Towerd-Session": name},
             extra_body={"ignore_eos": True},
-        ) as stream:  # fmt: skip
+        ) as stream:
             seen = "".join(next(stream).choices[0].delta.content or "" for _ in range(8))
             assert daemon.n_processing() == 1
-        left = time.monotonic()
-        while daemon.n_processing():
-            assert time.monotonic() - left < 1.0, "the slot is still busy"
-            time.sleep(0.01)
-        (turn,) = wait_for_turns(daemon, name, 1)
+        until(lambda: daemon.n_processing() == 0)
+        until(lambda: len(turns_of(daemon, name)) == 1)
+        (turn,) = turns_of(daemon, name)
         assert not turn["finished"]
         assert 6 <= turn["n_reply"] < 8000
         text = daemon.get(f"/towerd/v1/sessions/{name}?text=1")["text"]
         assert seen.split("\ufffd")[0].strip() in text
 
 
-def wait_for_turns(daemon: Daemon, name: str, n: int) -> list[dict[str, Any]]:
-    """The turns of a session as soon as there are `n`."""
-    deadline = time.monotonic() + 5
-    while True:
-        sessions = {each["id"] for each in daemon.get("/towerd/v1/sessions")["sessions"]}
-        if name in sessions:
-            turns: list[dict[str, Any]] = daemon.get(f"/towerd/v1/sessions/{name}")["turns"]
-            if len(turns) >= n:
-                return turns
-        assert time.monotonic() < deadline, f"{name} was not stored"
-        time.sleep(0.01)
+def turns_of(daemon: Daemon, name: str) -> list[dict[str, Any]]:
+    """The turns of a session, empty while there is none."""
+    sessions = {each["id"] for each in daemon.get("/towerd/v1/sessions")["sessions"]}
+    if name not in sessions:
+        return []
+    turns: list[dict[str, Any]] = daemon.get(f"/towerd/v1/sessions/{name}")["turns"]
+    return turns
 
 
 def test_errors_become_exceptions(openai: OpenAI) -> None:
@@ -271,16 +285,23 @@ async def test_eight_streams_at_once(daemon: Daemon, openai: OpenAI) -> None:
     alone = [
         openai.chat.completions.create(
             model=MODEL, messages=user(prompt), max_tokens=8, temperature=0
-        ).choices[0].message.content
+        )
+        .choices[0]
+        .message.content
         for prompt in prompts
-    ]  # fmt: skip
+    ]
     async with AsyncOpenAI(base_url=daemon.url + "/v1", api_key="none", max_retries=0) as client:
 
         async def one(prompt: str) -> tuple[str, int]:
             stream = await client.chat.completions.create(
-                model=MODEL, messages=user(prompt), max_tokens=60, temperature=0, stream=True,
-                stream_options={"include_usage": True}, extra_body={"ignore_eos": True},
-            )  # fmt: skip
+                model=MODEL,
+                messages=user(prompt),
+                max_tokens=60,
+                temperature=0,
+                stream=True,
+                stream_options={"include_usage": True},
+                extra_body={"ignore_eos": True},
+            )
             async with stream:
                 chunks = [chunk async for chunk in stream]
             usage = chunks[-1].usage

@@ -124,13 +124,37 @@ def test_every_endpoint_sees(make_daemon: MakeDaemon, flags: tuple[str, ...], al
     source = {"type": "base64", "media_type": "image/png", "data": picture(1)}
     text = "What is this?"
     bodies: list[tuple[str, Any]] = [
-        ("/v1/responses", {"input": [{"role": "user", "content": [
-            {"type": "input_text", "text": text},
-            {"type": "input_image", "image_url": PNG + picture(1)}]}], "max_output_tokens": 8}),
-        ("/v1/messages", {"messages": [{"role": "user", "content": [
-            {"type": "text", "text": text}, {"type": "image", "source": source}]}],
-            "max_tokens": 8}),
-    ]  # fmt: skip
+        (
+            "/v1/responses",
+            {
+                "input": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "input_text", "text": text},
+                            {"type": "input_image", "image_url": PNG + picture(1)},
+                        ],
+                    }
+                ],
+                "max_output_tokens": 8,
+            },
+        ),
+        (
+            "/v1/messages",
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "text", "text": text},
+                            {"type": "image", "source": source},
+                        ],
+                    }
+                ],
+                "max_tokens": 8,
+            },
+        ),
+    ]
     with make_daemon(*flags) as daemon:
         both(alone, daemon, [look_at(1)])
         for path, body in bodies:
@@ -145,8 +169,11 @@ def test_every_endpoint_sees(make_daemon: MakeDaemon, flags: tuple[str, ...], al
         for url in (alone, daemon.url):
             marker = requests.get(url + "/props", timeout=30).json()["media_marker"]
             prompt = {"prompt_string": f"Look: {marker} It is", "multimodal_data": [picture(2)]}
-            done = requests.post(url + "/completion", json={
-                "prompt": [prompt, "Once"], "n_predict": 8, "temperature": 0}, timeout=60).json()  # fmt: skip
+            done = requests.post(
+                url + "/completion",
+                json={"prompt": [prompt, "Once"], "n_predict": 8, "temperature": 0},
+                timeout=60,
+            ).json()
             texts.append([each["content"] for each in done])
         assert texts[0] == texts[1]
         for path in ("/v1/chat/completions/input_tokens", "/v1/messages/count_tokens"):
@@ -206,8 +233,11 @@ def test_no_program_in_path_is_run(
         (tmp_path / name).write_text(f'#!/bin/sh\necho "$0" >> "{tmp_path}/ran"\nexit 1\n')
         (tmp_path / name).chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
-    body = {"messages": [{"role": "user", "content": [
-        {"type": "image_url", "image_url": {"url": PNG + "AAAA"}}]}]}  # fmt: skip
+    body = {
+        "messages": [
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": PNG + "AAAA"}}]}
+        ]
+    }
     with make_daemon(*flags, PATH=path) as daemon:
         daemon.post("/v1/chat/completions", body, 400)
         assert not (tmp_path / "ran").exists()

@@ -66,16 +66,29 @@ def test_a_picture_that_does_not_fit_a_micro_batch(make_daemon: MakeDaemon, tmp_
     with make_daemon("-m", str(model), *FLAGS, "--mmproj", str(projector), *small) as daemon:
         said = daemon.post("/v1/chat/completions", {"messages": [look_at(1)]}, 400)
         assert f"--ubatch-size {TOKENS_AN_IMAGE}" in said["error"]["message"]
-        daemon.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}],
-                                             "max_tokens": 2})  # fmt: skip
+        daemon.post(
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2},
+        )
 
 
 def test_positions_of_several_components(tmp_path: Path) -> None:
     """M-RoPE: refused at the start, for text alone is served."""
     model, projector = files(tmp_path, "qwen2vl")
     done = run_towerd(
-        tmp_path, "serve", "-m", str(model), "--port", "0", "--socket", "s", *FLAGS,
-        "--store-dir", "store", "--mmproj", str(projector),
-    )  # fmt: skip
+        tmp_path,
+        "serve",
+        "-m",
+        str(model),
+        "--port",
+        "0",
+        "--socket",
+        "s",
+        *FLAGS,
+        "--store-dir",
+        "store",
+        "--mmproj",
+        str(projector),
+    )
     assert done.returncode == 1
     assert "M-RoPE" in done.stdout + done.stderr

@@ -30,13 +30,19 @@ def begin(
 ) -> requests.Response:
     """A streamed completion under a conversation id."""
     body: dict[str, Any] = {
-        "prompt": "Again", "n_predict": n_predict, "stream": True, "ignore_eos": True,
+        "prompt": "Again",
+        "n_predict": n_predict,
+        "stream": True,
+        "ignore_eos": True,
         "temperature": 0,
-    }  # fmt: skip
+    }
     return requests.post(
-        daemon.url + "/completion", json=body, stream=True, timeout=60,
+        daemon.url + "/completion",
+        json=body,
+        stream=True,
+        timeout=60,
         headers={"X-Conversation-Id": name, **headers},
-    )  # fmt: skip
+    )
 
 
 def replay(daemon: Daemon, name: str, start: int = 0, headers: Headers = NONE) -> requests.Response:
@@ -113,13 +119,35 @@ def test_failed_request_leaves_nothing(slow: Daemon) -> None:
     assert replay(slow, "bad").status_code == 404
 
 
-@pytest.mark.parametrize(("query", "status"), [
-    ("", 400), ("?conv_id=", 400), ("?conv_id=none", 404), ("?conv_id=here&from=-1", 400), ("?conv_id=here&from=x", 400),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("query", "status"),
+    [
+        ("", 400),
+        ("?conv_id=", 400),
+        ("?conv_id=none", 404),
+        ("?conv_id=here&from=-1", 400),
+        ("?conv_id=here&from=x", 400),
+    ],
+)
 def test_bad_questions(slow: Daemon, query: str, status: int) -> None:
     assert begin(slow, "here", 2).content
     reply = requests.get(slow.url + "/v1/stream" + query, timeout=60)
     assert (reply.status_code, reply.json()["error"]["code"]) == (status, status)
+
+
+@pytest.mark.parametrize("name", [b"odd::\xff", b"x" * 2_000])
+def test_what_is_no_name(slow: Daemon, name: bytes) -> None:
+    """A name that no reply could repeat is refused."""
+    body: dict[str, Any] = {"prompt": "x", "n_predict": 1, "stream": True}
+    headers = {"X-Conversation-Id": name}
+    reply = requests.post(slow.url + "/completion", json=body, headers=headers, timeout=60)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (400, 400)
+    assert slow.post("/v1/streams/lookup", {"conversation_ids": ["odd"]}) == []
+
+
+def test_too_many_questions(slow: Daemon) -> None:
+    """Names are looked up while everybody waits."""
+    slow.post("/v1/streams/lookup", {"conversation_ids": ["x"] * 5_000}, status=400)
 
 
 def test_tenants(make_daemon: MakeDaemon) -> None:

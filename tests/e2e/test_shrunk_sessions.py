@@ -100,8 +100,9 @@ def test_bases_with_a_format_of_their_own(make_daemon: MakeDaemon, tmp_path: Pat
         wait_until_shrunk(daemon)
         bases = daemon.get("/towerd/v1/bases")["bases"]
         assert [(each["name"], each["format"]) for each in bases] == [
-            ("p", "q6h"), ("p/c", "native"),
-        ]  # fmt: skip
+            ("p", "q6h"),
+            ("p/c", "native"),
+        ]
         kept = {each["segment"]: each["name"] for each in bases}
         shown = daemon.get("/towerd/v1/segments")["segments"]
         formats = {kept[each["id"]]: each["format"] for each in shown if each["id"] in kept}

@@ -147,9 +147,13 @@ def test_towerctl_precache(guarded: Daemon, tmp_path: Path) -> None:
     towerctl = str(Path(sys.executable).with_name("towerctl"))
     env = clean_env(tmp_path) | {"TOWERD_SOCKET": str(guarded.socket)}
     done = subprocess.run(
-        [towerctl, "precache", str(spec)], capture_output=True, text=True, check=False, env=env,
+        [towerctl, "precache", str(spec)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=env,
         timeout=60,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "house/sea" in done.stdout
     words = BASE_TEXT + " You only talk about fish and boats and the weather."

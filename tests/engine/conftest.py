@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 from oracle import OpenService, Oracle
+from services import EmbeddedService
 
 from towerd.config import Config
 from towerd.models.bundled import bundled_model
 from towerd.models.random_gguf import PRESETS, make_random_gguf
-from towerd.service import Service, open_service
+from towerd.service import open_service
 
 
 @pytest.fixture(scope="session")
@@ -35,7 +36,7 @@ def service_on(tmp_path: Path) -> OpenService:
     """`async with service_on(model, ctx_size=...)`: a service on this test's own store."""
 
     @asynccontextmanager
-    async def open_it(model: Path, **settings: Any) -> AsyncIterator[Service]:
+    async def open_it(model: Path, **settings: Any) -> AsyncIterator[EmbeddedService]:
         values: dict[str, Any] = {
             "model": model,
             "store_dir": tmp_path / "store",

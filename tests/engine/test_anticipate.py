@@ -9,17 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
-from oracle import OpenService, check_integrity, settle
-from waiting import until
+from oracle import OpenService, check_integrity, inside, settle
+from services import EmbeddedService
+from waiting import until, until_async
 
-from towerd.anticipate import Anticipator
-from towerd.api.hints import Hints
-from towerd.api.task import Caller, parse_task
+from towerd.api.http.hints import Hints
+from towerd.api.llama.task import Caller, parse_task
 from towerd.engine.base import Finish, GenerateRequest
-from towerd.engine.embedded.wire_model import encode
+from towerd.engine.embedded.model.context import Interrupted
+from towerd.engine.embedded.model.wire_model import encode
+from towerd.engine.embedded.scheduling.job import Job
+from towerd.engine.embedded.scheduling.pool import LiveSeq
 from towerd.models.bundled import bundled_model
-from towerd.service import Service
+from towerd.tokens import Ids
 
 TEMPLATES = Path(__file__).resolve().parents[2] / "towerd" / "data" / "templates"
 THINKS = 'root ::= "<think>\\n" [a-z ]{40} "</think>\\n\\n" [a-z ]{60}'
@@ -31,7 +35,7 @@ SETTINGS: dict[str, Any] = {
 
 
 async def chat(
-    service: Service, messages: list[dict[str, str]], grammar: str = THINKS, n_predict: int = 400,
+    service: EmbeddedService, messages: list[dict[str, str]], grammar: str = THINKS, n_predict: int = 400,
     session: str | None = None,
 ) -> tuple[dict[str, str], Finish]:  # fmt: skip
     """The message and the Finish of one chat request."""
@@ -50,9 +54,9 @@ def said(reply: dict[str, str], back: str) -> list[dict[str, str]]:
     return [*QUESTION, answer, {"role": "user", "content": back}]
 
 
-def anticipator(service: Service) -> Anticipator:
-    assert service.sessions.anticipator is not None
-    return service.sessions.anticipator
+async def anticipated(service: EmbeddedService) -> None:
+    """What is evaluated ahead has been."""
+    await until_async(lambda: service.sessions.stats()["anticipations_running"] == 0)
 
 
 @pytest.mark.parametrize(
@@ -71,13 +75,13 @@ async def test_the_next_turn_pays_for_new_words_only(
             assert reply["reasoning_content"]
             assert finish.stop == "eos"
             if is_on:
-                await anticipator(service).idle()
+                await anticipated(service)
             await settle(service)
             messages = said(reply, "And then?")
             replies[is_on], finish = await chat(service, messages, grammar, session=f"s{is_on}")
             evaluated[is_on] = finish.reuse.prefill
             if is_on:
-                stats = service.traffic.stats()
+                stats = service.sessions.stats()
                 assert stats["anticipated_tokens_used"] == stats["anticipated_tokens"] > 50
                 assert stats["anticipated_tokens_wasted"] == 0
                 await settle(service)
@@ -95,10 +99,10 @@ async def test_a_template_that_keeps_answers_costs_nothing(service_on: OpenServi
     async with service_on(bundled_model(), **SETTINGS) as service:
         before = service.engine.stats()["tokens_decoded"]
         _, finish = await chat(service, QUESTION, "", 20)
-        await anticipator(service).idle()
+        await anticipated(service)
         spent = service.engine.stats()["tokens_decoded"] - before
         assert spent <= finish.reuse.prefill + 20
-        assert service.traffic.stats()["anticipated_tokens"] == 0
+        assert service.sessions.stats()["anticipated_tokens"] == 0
 
 
 async def test_it_gives_way_at_once(service_on: OpenService) -> None:
@@ -118,6 +122,45 @@ async def test_it_gives_way_at_once(service_on: OpenService) -> None:
         assert finish.reuse.live == early.n_cached
         assert finish.reuse.prefill == 901 - early.n_cached
         await settle(service)
+        await check_integrity(service)
+
+
+async def test_an_interrupted_step_leaves_nothing(service_on: OpenService) -> None:
+    """A request that comes in the middle of a step ends it; when the step is taken again, its rows
+    and logits have the bits that they have without the interruption."""
+    ids = np.random.default_rng(3).integers(260, 500, 200).astype(np.int32)
+    async with service_on(bundled_model(), **SETTINGS) as service:
+        scheduler = service.engine.scheduler
+        context, pool, background = scheduler.context, scheduler.pool, scheduler.background
+
+        def step(seq: LiveSeq, part: Ids, *, is_hurried: bool) -> npt.NDArray[np.float32]:
+            """The logits after evaluating `part` as a background job's step."""
+            job = Job(GenerateRequest(ids=ids, background=True), ids, len(ids), seq=seq)
+            index = context.batch.add(part, seq.n, seq.id, logits_last=True)
+            with background.interruptible([job]):
+                if is_hurried:
+                    background.hurry()
+                context.decode()
+            pool.append(seq, part)
+            return context.logits(index).copy()
+
+        def both_ways() -> None:
+            seqs = [pool.open("local", len(ids)) for _ in range(2)]
+            for seq in seqs:
+                step(seq, ids[:120], is_hurried=False)
+            before = context.get_state(seqs[0].id)
+            with pytest.raises(Interrupted):
+                step(seqs[0], ids[120:], is_hurried=True)
+            assert np.array_equal(context.get_state(seqs[0].id), before)
+            again, smoothly = (step(seq, ids[120:], is_hurried=False) for seq in seqs)
+            assert np.array_equal(again, smoothly)
+            found = [service.engine.core.memory.rows(seq.id, 0, len(ids)) for seq in seqs]
+            planes = [[*rows.k, *rows.v] for rows in found if rows is not None]
+            assert all(map(np.array_equal, *planes))
+            for seq in seqs:
+                pool.drop(seq)
+
+        await inside(service, both_ways)
         await check_integrity(service)
 
 
@@ -143,12 +186,12 @@ async def test_what_is_not_used_is_counted(service_on: OpenService) -> None:
     source = (TEMPLATES / "Qwen3.jinja").read_text()
     async with service_on(bundled_model(), **SETTINGS, chat_template=source) as service:
         await chat(service, QUESTION, session="s")
-        await anticipator(service).idle()
-        first = service.traffic.stats()["anticipated_tokens"]
+        await anticipated(service)
+        first = service.sessions.stats()["anticipated_tokens"]
         assert first > 50
         edited = [{"role": "user", "content": "Where was the dog?"}]
         await chat(service, edited, session="s")
-        stats = service.traffic.stats()
+        stats = service.sessions.stats()
         assert stats["anticipated_tokens_wasted"] == first
         assert stats["anticipated_tokens_used"] == 0
 
@@ -158,10 +201,10 @@ async def test_the_budget_holds(service_on: OpenService) -> None:
     values = SETTINGS | {"chat_template": source, "anticipate_tokens_max": 20}
     async with service_on(bundled_model(), **values) as service:
         reply, _ = await chat(service, QUESTION)
-        await anticipator(service).idle()
-        assert service.traffic.stats()["anticipated_tokens"] == 20
+        await anticipated(service)
+        assert service.sessions.stats()["anticipated_tokens"] == 20
         await chat(service, said(reply, "And then?"))
-        assert service.traffic.stats()["anticipated_tokens_used"] == 20
+        assert service.sessions.stats()["anticipated_tokens_used"] == 20
 
 
 async def test_leaving_while_it_runs(service_on: OpenService) -> None:
@@ -170,4 +213,4 @@ async def test_leaving_while_it_runs(service_on: OpenService) -> None:
     for _ in range(3):
         async with service_on(bundled_model(), **SETTINGS, chat_template=source) as service:
             await chat(service, QUESTION)
-        assert service.traffic.stats()["anticipated_tokens_wasted"] == 0
+        assert service.sessions.stats()["anticipated_tokens_wasted"] == 0

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import numpy as np
 from oracle import OpenService, Oracle, TokenProbs, ask, check_answer, settle
+from services import EmbeddedService
 from waiting import until_async
 
-from towerd.engine.base import Ids
-from towerd.service import Service
-from towerd.store import APPROXIMATE, DERIVED
-from towerd.store.segment_header import decode_head
+from towerd.store.segments.segment_header import decode_head
 from towerd.tiers.shrink import SINKS, TAIL
+from towerd.tokens import Ids, Provenance
 
 N = 300
 N_STORED = N - SINKS - TAIL
@@ -98,7 +97,7 @@ async def test_rows_after_approximate_ones_are_marked(
         for node in new:
             assert node.derived
             assert node.file is not None
-            assert set(node.file.taint(node.p0, node.p1).tolist()) == {DERIVED}
+            assert set(node.file.provenance(node.p0, node.p1).tolist()) == {Provenance.DERIVED}
 
 
 async def test_approximate_rows_never_become_stored_ones(
@@ -173,7 +172,7 @@ async def test_preempted_requests_keep_their_label(
                 assert node.derived or node.file is None
 
 
-async def run_all(service: Service, prompts: list[Ids]) -> None:
+async def run_all(service: EmbeddedService, prompts: list[Ids]) -> None:
     """All at once, long replies."""
     asked: list[Awaitable[object]] = [ask(service, prompt, 60) for prompt in prompts]
     await asyncio.gather(*asked)
@@ -186,7 +185,7 @@ async def test_damaged_stored_rows_are_evaluated(
     reply = await shrunk(service_on, model_path)
     async with service_on(model_path, **SHRINKING) as service:
         (file,) = {node.file for node in service.store.nodes() if node.file is not None}
-        assert (file.taint(0, N) == APPROXIMATE).any()
+        assert (file.provenance(0, N) == Provenance.APPROXIMATE).any()
         with file.path.open("r+b") as handle:
             head, start = decode_head(memoryview(handle.read()))
             at = start + head.runs[1].planes[0].offset

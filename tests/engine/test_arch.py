@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from oracle import Answer, OpenService, Oracle, ask
+from services import EmbeddedService
 
 from towerd.models.random_gguf import Shape, make_random_gguf
-from towerd.service import Service
 
 BASE = Shape(
     4, 128, 4, 2, 128, 448, n_ctx_train=2048, rope_freq_base=10000.0, ftype="F32", window=48
@@ -76,11 +76,11 @@ def reused(answer: Answer) -> int:
     return reuse.live + reuse.hot + reuse.warm
 
 
-async def settle(service: Service) -> None:
+async def settle(service: EmbeddedService) -> None:
     await service.engine.settle()
     await asyncio.to_thread(service.tiers.flush)
-    if service.boundaries is not None:
-        await asyncio.to_thread(service.boundaries.flush)
+    if service.engine.boundaries is not None:
+        await asyncio.to_thread(service.engine.boundaries.flush)
     await asyncio.to_thread(service.store.check_integrity)
 
 

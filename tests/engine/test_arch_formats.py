@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 from oracle import Answer, OpenService, Oracle, ask, check_greedy
+from services import EmbeddedService
+from waiting import until_async
 
-from towerd.engine.embedded.calibrate import Calibrator
+from towerd.engine.embedded.calibration.calibrate import Calibrator
 from towerd.errors import NotSupported
 from towerd.models.random_gguf import Shape, make_random_gguf
-from towerd.service import Service
 from towerd.slots.layout import NATIVE
 
 SHAPE = Shape(
@@ -33,7 +33,6 @@ SHRINKING = {"level_formats": "0=q8h,1=q8h", "shrink_after_s": 0.0}
 APPROX_MAX = 0.25
 """What 8-bit rows of 250 tokens may change a log-probability by; another state or another row
 changes it by several."""
-WAIT_S = 60.0
 
 
 @pytest.fixture(scope="module", params=ARCHS)
@@ -72,26 +71,23 @@ def message(n: int, seed: int) -> list[int]:
     return [*np.random.default_rng(seed).integers(300, 448, n - 1).tolist(), END]
 
 
-def states(service: Service) -> dict[str, bytes]:
+def states(service: EmbeddedService) -> dict[str, bytes]:
     """Every file with a boundary state."""
     folder = service.config.store_dir / "boundaries"
     return {path.name: path.read_bytes() for path in folder.glob("*.twb")}
 
 
-async def settle(service: Service) -> None:
+async def settle(service: EmbeddedService) -> None:
     await service.engine.settle()
     await asyncio.to_thread(service.tiers.flush)
-    if service.boundaries is not None:
-        await asyncio.to_thread(service.boundaries.flush)
+    if service.engine.boundaries is not None:
+        await asyncio.to_thread(service.engine.boundaries.flush)
     await asyncio.to_thread(service.store.check_integrity)
 
 
-async def shrunk(service: Service) -> None:
+async def shrunk(service: EmbeddedService) -> None:
     """Wait until rows are in their stored format."""
-    deadline = time.monotonic() + WAIT_S
-    while service.tiers.stats()["segments_shrunk"] == 0:
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.02)
+    await until_async(lambda: service.tiers.stats()["segments_shrunk"] > 0)
     await settle(service)
 
 
@@ -147,11 +143,11 @@ async def test_fidelity_near(opened: Any, oracle: Oracle, arch: str) -> None:
         if arch in CALIBRATED:
             await calibrated(service)
         else:
-            assert service.calibrator.view()["state"] == "off"
+            assert service.engine.calibrator.view()["state"] == "off"
             with pytest.raises(
                 NotSupported, match="nothing to calibrate: .*(dense attention|M-RoPE)"
             ):
-                service.calibrator.request(again=False)
+                service.engine.calibrator.request(again=False)
         if service.tiers.formats is not None and not service.tiers.formats.is_native:
             await shrunk(service)
         await settle(service)
@@ -167,7 +163,7 @@ async def test_fidelity_near(opened: Any, oracle: Oracle, arch: str) -> None:
             check_greedy(oracle, longer, two.ids)
 
 
-async def calibrated(service: Service) -> None:
+async def calibrated(service: EmbeddedService) -> None:
     """Measure which formats this model tolerates, and apply them."""
     calibrator = Calibrator(
         service.engine.core, service.engine.scheduler, service.store, service.tiers,
@@ -175,10 +171,8 @@ async def calibrated(service: Service) -> None:
     )  # fmt: skip
     await asyncio.to_thread(calibrator.start)
     try:
-        deadline = time.monotonic() + WAIT_S
-        while (view := calibrator.view())["state"] in ("waiting", "running"):
-            assert time.monotonic() < deadline, view
-            await asyncio.sleep(0.05)
+        await until_async(lambda: calibrator.view()["state"] not in ("waiting", "running"))
+        view = calibrator.view()
         assert view["state"] == "done", view["why"]
         assert service.tiers.formats is not None
         assert service.tiers.formats.names != (NATIVE,) * 3

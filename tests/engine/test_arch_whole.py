@@ -13,11 +13,11 @@ import pytest
 from compressed_model import make_compressed_model
 from gguf import GGUFWriter
 from oracle import Answer, OpenService, Oracle, ask, check_greedy
+from services import EmbeddedService
 
 from towerd.models import recurrent
 from towerd.models.architectures import ARCHITECTURES
 from towerd.models.random_gguf import Shape, make_random_gguf
-from towerd.service import Service
 
 SHAPE = Shape(
     4, 128, 4, 2, 128, 448, n_ctx_train=2048, rope_freq_base=10000.0, ftype="F32", arch="lfm2"
@@ -74,7 +74,7 @@ def reused(answer: Answer) -> int:
     return reuse.live + reuse.hot + reuse.warm
 
 
-async def say(service: Service, oracle: Oracle, prompt: list[int], n: int = 8) -> Answer:
+async def say(service: EmbeddedService, oracle: Oracle, prompt: list[int], n: int = 8) -> Answer:
     """A greedy answer, which is monolithic prefill's."""
     answer = await ask(service, prompt, n)
     check_greedy(oracle, prompt, answer.ids)

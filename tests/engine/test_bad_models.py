@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from gguf import GGUFWriter
 
-from towerd.codec.train.teacher import silence_llama_cpp
+from lab.train.teacher import silence_llama_cpp
 from towerd.config import Config
-from towerd.engine.embedded.core import load_core
-from towerd.engine.embedded.model import init_backend
+from towerd.engine.embedded.model.core import load_core
+from towerd.engine.embedded.model.model import init_backend
 from towerd.errors import ModelError
 from towerd.models.random_gguf import PRESETS, make_random_gguf
 from towerd.models.vocabulary import synthetic

@@ -9,10 +9,10 @@ import pytest
 from oracle import GREEDY, OpenService, ask
 
 from towerd.engine.base import GenerateRequest, Piece
-from towerd.engine.embedded.batching import CHUNK_MS_MAX, Batching
-from towerd.engine.embedded.context import Batch
-from towerd.engine.embedded.job import Job, Phase
-from towerd.engine.embedded.pool import LiveSeq
+from towerd.engine.embedded.model.context import Batch
+from towerd.engine.embedded.scheduling.batching import CHUNK_MS_MAX, Batching
+from towerd.engine.embedded.scheduling.job import Job, Phase
+from towerd.engine.embedded.scheduling.pool import LiveSeq
 
 N_BATCH = 128
 

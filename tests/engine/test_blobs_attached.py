@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from oracle import OpenService, Oracle, ask, check_answer, settle
 
-from towerd.engine.base import Ids
 from towerd.slots.rows import KVRows
 from towerd.store import RowsPart
 from towerd.tiers.composer import Composer
 from towerd.tiers.plan import Composed
+from towerd.tokens import Ids
 
 N = 300
 
@@ -25,7 +25,7 @@ def _prompt(n: int, seed: int = 0) -> Ids:
 def direct(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Any blob counts as large, and 60,000 bytes fill one; the tokens of each that is handed on."""
     monkeypatch.setattr("towerd.tiers.composer.DIRECT_BYTES_MIN", 1)
-    monkeypatch.setattr("towerd.store.segment_writer.BLOB_BYTES_MAX", 60_000)
+    monkeypatch.setattr("towerd.store.segments.segment_writer.BLOB_BYTES_MAX", 60_000)
     seen: list[int] = []
     real = Composer._as_it_is
 

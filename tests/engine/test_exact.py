@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from oracle import OpenService, Oracle, ask, check_answer, check_integrity, settle
+from services import EmbeddedService
 
-from towerd.engine.base import GenerateRequest, Ids, Piece
-from towerd.service import Service
+from towerd.engine.base import GenerateRequest, Piece
+from towerd.tokens import Ids
 
 
 def _prompt(n: int, seed: int = 0) -> Ids:
@@ -166,7 +167,7 @@ async def test_closing_the_stream_keeps_what_was_generated(
         assert sessions[0].n_tokens >= 42
 
 
-async def _start_and_leave(service: Service, prompt: Ids) -> None:
+async def _start_and_leave(service: EmbeddedService, prompt: Ids) -> None:
     request = GenerateRequest(ids=prompt, n_predict=400)
     stream = service.sessions.run(request)
     pieces = 0

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from oracle import OpenService, ask, check_integrity
 
-from towerd.engine.embedded import idle
+from towerd.engine.embedded.scheduling import idle
 from towerd.errors import TowerdError
 
 

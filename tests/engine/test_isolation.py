@@ -12,12 +12,13 @@ import pytest
 from oracle import OpenService, ask, check_integrity, settle, some_ids
 
 from towerd.engine.base import GenerateRequest, LiveBudget
-from towerd.engine.embedded import splice
-from towerd.engine.embedded.inbox import Inbox
-from towerd.engine.embedded.job import Job, Phase
-from towerd.engine.embedded.parked import Parked, ParkedTowers
-from towerd.engine.embedded.pool import LiveSeq
-from towerd.engine.embedded.retained import Observed, Retained
+from towerd.engine.embedded.longchat.budgets import Budgets
+from towerd.engine.embedded.longchat.live_set import BoundedSet, Observed
+from towerd.engine.embedded.longchat.parked import Parked, ParkedTowers
+from towerd.engine.embedded.restore import splice
+from towerd.engine.embedded.scheduling.inbox import Inbox
+from towerd.engine.embedded.scheduling.job import Job, Phase
+from towerd.engine.embedded.scheduling.pool import LiveSeq
 from towerd.errors import TowerdError
 from towerd.models.bundled import bundled_model
 from towerd.slots.errors import StateError
@@ -69,14 +70,14 @@ async def test_an_eviction_that_fails(
     """It ends its own request; the one beside it says what it says alone."""
     async with service_on(bundled_model(), threads=1) as service:
         alone = await ask(service, some_ids(30), 40)
-        keep = Retained.drop
+        keep = BoundedSet.drop
 
-        def drop(self: Retained, stay: Any) -> Any:
+        def drop(self: BoundedSet, stay: Any) -> Any:
             if self.budget.tokens == 65:
                 raise error
             return keep(self, stay)
 
-        monkeypatch.setattr(Retained, "drop", drop)
+        monkeypatch.setattr(BoundedSet, "drop", drop)
         results = await asyncio.gather(
             ask(service, some_ids(30), 40, scope="other"),
             ask(service, some_ids(30), 80, live=LiveBudget("streaming", 65), scope="bad"),
@@ -118,8 +119,7 @@ async def test_a_chat_that_cannot_be_kept_in_ram(
     """Its cells are free all the same, and its next turn evaluates it again."""
     fewer = {"live_sequences": 1, "parallel": 1, "threads": 1}
     async with service_on(bundled_model(), **fewer) as service:
-        thinner = service.engine.thinner
-        monkeypatch.setattr(thinner, "park", lambda seq: 1 // 0)
+        monkeypatch.setattr(Budgets, "leaving", lambda self, seq: 1 // 0)
         first = await ask(service, some_ids(120), 4, live=LIVE)
         other = await ask(service, some_ids(20, 1), 4)
         assert len(other.ids) == 4
@@ -133,13 +133,13 @@ async def test_a_background_prompt_that_gets_no_room(
 ) -> None:
     """Nothing is evicted for it, so it must not wait at the head of the queue."""
     async with service_on(bundled_model(), threads=1) as service:
-        materialiser = service.engine.materialiser
-        begin = materialiser.begin
+        restorer = service.engine.parts.restorer
+        begin = restorer.begin
 
         def no_room(job: Job, capacity: int, evict: Any) -> bool:
             return not job.request.background and begin(job, capacity, evict)
 
-        monkeypatch.setattr(materialiser, "begin", no_room)
+        monkeypatch.setattr(restorer, "begin", no_room)
         request = GenerateRequest(some_ids(40), n_predict=0, background=True)
         finish = await asyncio.wait_for(service.sessions.run_quietly(request), 30)
         assert finish is not None
@@ -174,15 +174,15 @@ async def test_moving_a_chat_together_uses_up_its_queries(
     live = LiveBudget("h2o", 90)
     settings = {"ctx_size": 256, "live_tokens": 256, "threads": 1, "retention": "h2o"}
     async with service_on(bundled_model(), **settings) as service:
-        thinner, left = service.engine.thinner, []
-        move = thinner._move_together
+        budgets, left = service.engine.budgets, []
+        move = budgets._move_together
 
-        def spy(seq: LiveSeq, retained: Retained, evict: Any) -> None:
+        def spy(seq: LiveSeq, retained: BoundedSet, evict: Any) -> None:
             before = len(retained.observed)
             move(seq, retained, evict)
             left.append((before, len(retained.observed), float(retained.recent.sum())))
 
-        monkeypatch.setattr(thinner, "_move_together", spy)
+        monkeypatch.setattr(budgets, "_move_together", spy)
         await ask(service, some_ids(200), 200, live=live)
         assert any(before for before, _, _ in left)
         assert all(after == 0 for _, after, _ in left)
@@ -216,12 +216,12 @@ async def test_a_chat_that_gives_way_while_its_prompt_is_evaluated(service_on: O
 
 def test_parked_chats_are_weighed_with_all_they_hold() -> None:
     """Queries that were observed, and rows that the store has not got, are bytes too."""
-    retained = Retained.whole(LIVE, 50, 512)
+    retained = BoundedSet.whole(LIVE, 50, 512)
     queries = np.zeros((4, 8, 40, 64), np.float32)
     retained.observe(Observed(10, queries), 64)
     ids = np.arange(50, dtype=np.int32)
-    blob, taint = np.zeros(1000, np.uint8), np.zeros(50, np.uint8)
-    parked = Parked("local", None, ids, taint, retained, blob)
+    blob, provenance = np.zeros(1000, np.uint8), np.zeros(50, np.uint8)
+    parked = Parked("local", None, ids, provenance, retained, blob)
     assert parked.nbytes >= queries.nbytes + 1000
     towers = ParkedTowers(2 * parked.nbytes)
     for _ in range(5):

@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 from oracle import OpenService, ask
+from waiting import until_async
 
+from towerd.engine.base import GenerateRequest
 from towerd.models.random_gguf import PRESETS, make_random_gguf
-from towerd.store.turn import Turn, TurnResult
+from towerd.store.sessions.turn import Turn, TurnResult
 
 
 @pytest.mark.parametrize("arch", ["llama", "lfm2"])
@@ -47,3 +49,18 @@ async def test_a_client_that_leaves_while_its_turn_is_recorded(
         again = await ask(service, [*ids.tolist(), 300], 2)
         reuse = again.finish.reuse
         assert reuse.warm == len(ids) - 1
+
+
+async def test_a_request_waits_for_one_that_is_being_recorded(
+    service_on: OpenService, tiny_model: Path
+) -> None:
+    """The cells of a request that has ended are free only when it is recorded."""
+    first, second = np.random.default_rng(2).integers(300, 448, (2, 300)).astype(np.int32)
+    async with service_on(tiny_model, live_tokens=512, ctx_size=448) as service:
+        ended = service.engine.generate(GenerateRequest(ids=first, n_predict=1))
+        async for _ in ended:
+            pass
+        asking = asyncio.create_task(ask(service, second, 40))
+        await until_async(lambda: asking.done() or service.engine.stats()["waiting"] == 1)
+        ended.release()
+        assert len((await asking).ids) == 40

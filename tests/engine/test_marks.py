@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from towerd.engine.embedded.marks import MARKS_MAX, plan_marks
+from towerd.engine.embedded.restore.marks import MARKS_MAX, plan_marks
 
 NUMBERS = st.integers(min_value=0, max_value=40_000)
 

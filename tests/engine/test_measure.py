@@ -11,23 +11,23 @@ import numpy as np
 import pytest
 
 from towerd.config import Config
-from towerd.engine.embedded.calibrate import calibration_text, plan_for
-from towerd.engine.embedded.context import LlamaContext
-from towerd.engine.embedded.measure import Measurer, log_softmax
-from towerd.engine.embedded.measure_plan import (
+from towerd.engine.embedded.calibration.calibrate import calibration_text, plan_for
+from towerd.engine.embedded.calibration.measure import Measurer, log_softmax
+from towerd.engine.embedded.calibration.measure_plan import (
     NEXT_TOKENS,
     PREFIX_TOKENS_MIN,
     ROWS_BYTES_MAX,
     make_plan,
 )
-from towerd.engine.embedded.model import LlamaModel
-from towerd.engine.embedded.scratch import Pace, Scratch
-from towerd.engine.embedded.vocab import Vocab
+from towerd.engine.embedded.model.context import LlamaContext
+from towerd.engine.embedded.model.model import LlamaModel
+from towerd.engine.embedded.model.vocab import Vocab
+from towerd.engine.embedded.restore.scratch import Pace, Scratch
 from towerd.errors import TowerdError
 from towerd.models.bundled import bundled_model
 from towerd.models.random_gguf import PRESETS, make_random_gguf
 from towerd.slots.layout import NATIVE
-from towerd.tiers.levels import uniform
+from towerd.tiers.formats.levels import uniform
 
 T = TypeVar("T")
 

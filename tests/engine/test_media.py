@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -11,18 +12,21 @@ from typing import Any
 
 import pytest
 from oracle import OpenService, settle
+from services import EmbeddedService
 from vision_model import TOKENS_AN_IMAGE, make_projector, picture
 
-from towerd.engine.base import Finish, GenerateRequest, Ids
+from towerd.engine.base import Finish, GenerateRequest
+from towerd.engine.embedded.scheduling.job import Job, Phase
+from towerd.engine.embedded.scheduling.pool import LiveSeq
 from towerd.errors import InvalidRequest
 from towerd.media_ids import spans_of
 from towerd.models.bundled import bundled_model
-from towerd.service import Service
+from towerd.tokens import Ids
 from towerd.wire import Reply, Request
 
 N_EMBD_TEXT = 64
 """Of the bundled model."""
-OpenSeeing = Callable[..., AbstractAsyncContextManager[Service]]
+OpenSeeing = Callable[..., AbstractAsyncContextManager[EmbeddedService]]
 
 
 @pytest.fixture
@@ -32,7 +36,7 @@ def seeing(service_on: OpenService, tmp_path: Path) -> OpenSeeing:
     make_projector(projector, N_EMBD_TEXT)
     flags = ("--mmproj", str(projector), "--no-warmup")
 
-    def open_it(**settings: Any) -> AbstractAsyncContextManager[Service]:
+    def open_it(**settings: Any) -> AbstractAsyncContextManager[EmbeddedService]:
         return service_on(bundled_model(), llama_server_args=flags, anticipate=False, **settings)
 
     return open_it
@@ -45,7 +49,7 @@ class Seen:
     finish: Finish
 
 
-def request_for(service: Service, seed: int, **fields: Any) -> GenerateRequest:
+def request_for(service: EmbeddedService, seed: int, **fields: Any) -> GenerateRequest:
     """A question about a picture."""
     url = "data:image/png;base64," + picture(seed)
     parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What?"}]
@@ -56,7 +60,7 @@ def request_for(service: Service, seed: int, **fields: Any) -> GenerateRequest:
     return GenerateRequest(ids=wire.prompts[0], **(settings | fields))
 
 
-async def look(service: Service, seed: int, **fields: Any) -> Seen:
+async def look(service: EmbeddedService, seed: int, **fields: Any) -> Seen:
     request = request_for(service, seed, **fields)
     finish = await service.sessions.run_quietly(request)
     assert finish is not None
@@ -102,6 +106,20 @@ async def test_without_the_picture(seeing: OpenSeeing) -> None:
         assert finish is not None
         assert finish.n_cached >= len(request.ids) - 1
         assert service.engine.stats()["media_encoded"] == 1
+
+
+async def test_nobody_waits_for_it(seeing: OpenSeeing) -> None:
+    """A picture whose client left while others were encoded is not encoded."""
+    async with seeing() as service:
+        ready: list[Job] = []
+        for is_left in (True, False):
+            request = request_for(service, 1)
+            job = Job(request, request.ids, len(request.ids), media=spans_of(request.ids))
+            job.seq = LiveSeq(0, request.scope, request.ids, n=job.media[0][0])
+            job.phase, job.cancelled = Phase.LOADING, is_left
+            service.engine.media.encode(job, lambda job, _: ready.append(job))
+        await asyncio.to_thread(service.engine.media.close)
+        assert [job.cancelled for job in ready] == [False]
 
 
 async def test_a_model_without_a_projector(seeing: OpenSeeing, service_on: OpenService) -> None:

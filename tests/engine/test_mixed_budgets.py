@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 from oracle import GREEDY, Answer, OpenService, Oracle, ask, settle
+from services import EmbeddedService
 
 from towerd.engine.base import GenerateRequest, LiveBudget
 from towerd.models.bundled import bundled_model
-from towerd.service import Service
 
 LIVES = (
     LiveBudget(), LiveBudget(), LiveBudget("shift"), LiveBudget("streaming", 48),
@@ -66,7 +66,7 @@ class Mix:
             prompt = prompt[: self.chance.randrange(45, 120)] + self.words(5)
         return prompt
 
-    async def turn(self, service: Service, i: int) -> None:
+    async def turn(self, service: EmbeddedService, i: int) -> None:
         live, prompt = self.chance.choice(LIVES), self.prompt(i)
         if self.chance.random() < 0.15:
             await leave_early(service, prompt, live, self.chance.randrange(1, 6))
@@ -79,7 +79,9 @@ class Mix:
         self.chats[i] = prompt + answer.ids
 
 
-async def leave_early(service: Service, ids: list[int], live: LiveBudget, n_events: int) -> None:
+async def leave_early(
+    service: EmbeddedService, ids: list[int], live: LiveBudget, n_events: int
+) -> None:
     """Hear some events, then leave in the middle of the prompt or the answer."""
     request = GenerateRequest(np.array(ids, np.int32), fields=GREEDY, n_predict=40, live=live)
     run: Any = service.sessions.run(request)

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracle import Answer, OpenService, Oracle, ask, check_answer, check_integrity, settle
+from services import EmbeddedService
 from waiting import until_async
 
-from towerd.engine.base import Ids
 from towerd.models.bundled import bundled_model
-from towerd.service import Service
+from towerd.tokens import Ids
 
 OPERATIONS = st.lists(
     st.tuples(
@@ -68,7 +68,9 @@ async def _play(
                 await _step(service, chats, oracle, kind, pick)
 
 
-async def _step(service: Service, chats: Chats, oracle: Oracle, kind: str, pick: int) -> None:
+async def _step(
+    service: EmbeddedService, chats: Chats, oracle: Oracle, kind: str, pick: int
+) -> None:
     if kind == "evict":
         await asyncio.wrap_future(
             service.engine.scheduler.call(service.engine.scheduler.idle.evict_one)

@@ -7,11 +7,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from towerd.engine.base import Ids, LiveBudget
-from towerd.engine.embedded.pool import LivePool, LiveSeq, common_prefix
-from towerd.engine.embedded.retained import Retained
-from towerd.engine.embedded.shift import shift_ids
-from towerd.store import APPROXIMATE, DERIVED, EXACT, THINNED
+from towerd.engine.base import LiveBudget
+from towerd.engine.embedded.longchat.budgets import bounded
+from towerd.engine.embedded.longchat.live_set import EVERYTHING, BoundedSet
+from towerd.engine.embedded.longchat.shift import shift_ids
+from towerd.engine.embedded.scheduling.pool import LivePool, LiveSeq
+from towerd.tokens import Ids, Provenance, common_prefix
 
 N_SEQS = 5
 
@@ -47,14 +48,14 @@ class PoolMachine(RuleBasedStateMachine):
         super().__init__()
         self.cells = Cells()
         self.pool = LivePool(self.cells, n_seqs=N_SEQS, n_cells=10_000)
-        self.taint: dict[int, int] = {}
+        self.provenance: dict[int, int] = {}
         """Cell -> what its rows are."""
         self.gone: dict[tuple[int, int], int] = {}
         """(sequence, position) -> the place that was dropped, as long as nothing took it."""
 
-    def taints(self, seq: int) -> list[int]:
+    def provenances(self, seq: int) -> list[int]:
         """Of a sequence's cells, in the order of their positions."""
-        return [self.taint[cell] for _, cell in sorted(self.cells.seqs.get(seq, {}).items())]
+        return [self.provenance[cell] for _, cell in sorted(self.cells.seqs.get(seq, {}).items())]
 
     @precondition(lambda self: self.pool.can_open())
     @rule(scope=st.sampled_from(["a", "b"]))
@@ -64,20 +65,20 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.pool) > 0)
     @rule(
         data=st.data(), tokens=st.lists(st.integers(0, 2), min_size=1, max_size=6),
-        loaded=st.sampled_from([None, EXACT, DERIVED, APPROXIMATE]),
+        loaded=st.sampled_from([None, Provenance.EXACT, Provenance.DERIVED, Provenance.APPROXIMATE]),
     )  # fmt: skip
     def append(self, data: st.DataObject, tokens: list[int], loaded: int | None) -> None:
         """Rows are loaded and known, or computed: exactly only if all before them are exact."""
         seq = data.draw(st.sampled_from(sorted(self.pool, key=lambda s: s.id)))
-        computed = DERIVED if any(self.taints(seq.id)) else EXACT
+        computed = Provenance.DERIVED if any(self.provenances(seq.id)) else Provenance.EXACT
         if seq.is_thinned:
-            computed = THINNED
+            computed = Provenance.THINNED
         for i in range(len(tokens)):
-            self.taint[self.cells.next_cell] = computed if loaded is None else loaded
+            self.provenance[self.cells.next_cell] = computed if loaded is None else loaded
             self.cells.write(seq.id, seq.place_next + i)
         self.pool.grow(seq, seq.n + len(tokens))
-        taint = None if loaded is None else np.full(len(tokens), loaded, np.uint8)
-        self.pool.append(seq, np.array(tokens, np.int32), taint)
+        provenance = None if loaded is None else np.full(len(tokens), loaded, np.uint8)
+        self.pool.append(seq, np.array(tokens, np.int32), provenance)
 
     @precondition(lambda self: self.pool.can_open() and any(s.n for s in self.pool))
     @rule(data=st.data())
@@ -93,15 +94,16 @@ class PoolMachine(RuleBasedStateMachine):
         """Drop some tokens of a sequence: all its others stay where they are."""
         seqs = sorted((s for s in self.pool if s.n_cells), key=lambda s: s.id)
         seq = data.draw(st.sampled_from(seqs))
-        if seq.retained is None:
-            seq.retained = Retained.whole(LiveBudget("streaming", 16), seq.n, 1 << 20)
-        kept = seq.retained.kept.tolist()
+        if seq.live_set is EVERYTHING:
+            seq.live_set = BoundedSet.whole(LiveBudget("streaming", 16), seq.n, 1 << 20)
+        live = bounded(seq)
+        kept = live.kept.tolist()
         stay = data.draw(st.sets(st.sampled_from(kept), max_size=len(kept) - 1))
         before = self.cells.seqs[seq.id]
-        place_of = dict(zip(kept, seq.retained.places.tolist(), strict=True))
-        n_gone = self.pool.thin(seq, np.array(sorted(stay), np.int64))
+        place_of = dict(zip(kept, live.places.tolist(), strict=True))
+        n_gone = self.pool.thin(seq, live, np.array(sorted(stay), np.int64))
         assert n_gone == len(kept) - len(stay)
-        assert seq.retained.kept.tolist() == sorted(stay)
+        assert live.kept.tolist() == sorted(stay)
         self.gone |= {(seq.id, p): place_of[p] for p in kept if p not in stay}
         places = {place_of[p] for p in stay}
         assert self.cells.seqs[seq.id] == {p: c for p, c in before.items() if p in places}
@@ -115,14 +117,14 @@ class PoolMachine(RuleBasedStateMachine):
         absent = self.absent(seq)
         back = sorted(data.draw(st.sets(st.sampled_from(sorted(absent)), min_size=1)))
         before = {s: dict(held) for s, held in self.cells.seqs.items()}
-        assert seq.retained is not None
-        kept = seq.retained.kept.tolist()
+        live = bounded(seq)
+        kept = live.kept.tolist()
         for p in back:
-            self.taint[self.cells.next_cell] = int(seq.taint[p])
+            self.provenance[self.cells.next_cell] = int(seq.provenance[p])
             self.cells.write(seq.id, absent[p])
         places = np.array([absent[p] for p in back], np.int64)
-        self.pool.recall(seq, np.array(back, np.int64), places)
-        assert seq.retained.kept.tolist() == sorted(kept + back)
+        self.pool.recall(seq, live, np.array(back, np.int64), places)
+        assert live.kept.tolist() == sorted(kept + back)
         now = self.cells.seqs
         assert all(now[s].items() >= held.items() for s, held in before.items())
         assert all(now[s] == held for s, held in before.items() if s != seq.id)
@@ -130,11 +132,11 @@ class PoolMachine(RuleBasedStateMachine):
     def absent(self, seq: LiveSeq) -> dict[int, int]:
         """Position -> place of what was dropped of a sequence and can come back."""
         found: dict[int, int] = {}
-        if seq.retained is None or not seq.n_cells:
+        if seq.live_set is EVERYTHING or not seq.n_cells:
             return found
-        kept, places = seq.retained.kept.tolist(), seq.retained.places.tolist()
+        kept, places = bounded(seq).kept.tolist(), bounded(seq).places.tolist()
         for (owner, p), place in self.gone.items():
-            rank = seq.retained.rank(p)
+            rank = seq.live_set.rank(p)
             free = owner == seq.id and p < kept[-1] and p not in kept
             if free and (rank == 0 or places[rank - 1] < place) and place < places[rank]:
                 found[p] = place
@@ -183,13 +185,13 @@ class PoolMachine(RuleBasedStateMachine):
         for seq in self.pool:
             held = self.cells.seqs.get(seq.id, {})
             assert len(held) == seq.n_cells
-            taints = self.taints(seq.id)
-            if seq.retained is not None:
-                assert sorted(held) == seq.retained.places.tolist()
-                assert seq.taint[seq.retained.kept].tolist() == taints
+            provenances = self.provenances(seq.id)
+            if isinstance(seq.live_set, BoundedSet):
+                assert sorted(held) == seq.live_set.places.tolist()
+                assert seq.provenance[seq.live_set.kept].tolist() == provenances
             else:
-                assert seq.taint[: seq.n].tolist() == taints
-                assert seq.n_approximate() == taints.count(APPROXIMATE)
+                assert seq.provenance[: seq.n].tolist() == provenances
+                assert seq.n_approximate() == provenances.count(Provenance.APPROXIMATE)
 
 
 PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -6,39 +6,37 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from oracle import OpenService, ask, check_integrity, inside, settle, some_ids
+from oracle import OpenService, ask, bounded_sequences, check_integrity, inside, settle, some_ids
+from services import EmbeddedService
 
 from towerd.config import Config
 from towerd.engine.base import LiveBudget
-from towerd.engine.embedded.context import LlamaContext
-from towerd.engine.embedded.keys import keys_of
-from towerd.engine.embedded.model import LlamaModel
-from towerd.engine.embedded.pool import LiveSeq
-from towerd.engine.embedded.recall import ASKING_TOKENS_MAX, Recaller, RecallLimits, served
-from towerd.engine.embedded.retained import Retained
-from towerd.engine.embedded.taps import Taps
+from towerd.engine.embedded.longchat.budgets import bounded
+from towerd.engine.embedded.longchat.keys import keys_of
+from towerd.engine.embedded.longchat.live_set import EVERYTHING, BoundedSet
+from towerd.engine.embedded.longchat.recall import ASKING_TOKENS_MAX, Recaller, RecallLimits, served
+from towerd.engine.embedded.longchat.taps import Taps
+from towerd.engine.embedded.model.context import LlamaContext
+from towerd.engine.embedded.model.model import LlamaModel
+from towerd.engine.embedded.scheduling.pool import LiveSeq
 from towerd.models.bundled import bundled_model
 from towerd.retention import Recalling, View, open_retention
 from towerd.retention.icecache import IceCacheConfig
-from towerd.service import Service
 from towerd.slots.blob import parse_rows
 
 SETTINGS = {"threads": 1, "retention": "icecache"}
 
 
-def recaller_of(service: Service) -> Recaller:
-    recaller = service.engine.thinner._recaller
+def recaller_of(service: EmbeddedService) -> Recaller:
+    recaller = service.engine.budgets._recaller
     assert recaller is not None
     return recaller
 
 
-async def the_chat(service: Service) -> tuple[LiveSeq, Retained]:
+async def the_chat(service: EmbeddedService) -> tuple[LiveSeq, BoundedSet]:
     """The only sequence with a budget."""
-    (seq,) = await inside(
-        service, lambda: [seq for seq in service.engine.pool if seq.retained is not None]
-    )
-    assert seq.retained is not None
-    return seq, seq.retained
+    (seq,) = await inside(service, lambda: bounded_sequences(service.engine))
+    return seq, bounded(seq)
 
 
 @pytest.mark.parametrize("flash_attn", ["off", "on"])
@@ -56,7 +54,7 @@ async def test_after_recall_of_everything_it_is_the_full_cache(
         other = await ask(service, ids[:100], 20, scope="local")
         first = await ask(service, ids, 1, live=live)
         seq, retained = await the_chat(service)
-        neighbour = next(s for s in engine.pool if s.retained is None)
+        neighbour = next(s for s in engine.pool if s.live_set is EVERYTHING)
 
         def drop_and_recall() -> tuple[bytes, bytes]:
             rng = np.random.default_rng(5)
@@ -68,7 +66,7 @@ async def test_after_recall_of_everything_it_is_the_full_cache(
                 stay = np.flatnonzero(rng.random(seq.n) < 0.4)
                 stay = np.union1d(stay, [0, seq.n - 1])
                 stay = np.intersect1d(stay, retained.kept)
-                engine.pool.thin(seq, stay)
+                engine.pool.thin(seq, retained, stay)
                 gone = np.setdiff1d(np.arange(seq.n), retained.kept)
                 half = gone[rng.random(len(gone)) < 0.5]
                 recaller.recall(seq, retained, half)
@@ -118,7 +116,7 @@ async def test_what_stays_is_what_the_policy_says(service_on: OpenService) -> No
     limits = RecallLimits(64, 1, 1, 1 << 30, 0)
     policy = open_retention(served(IceCacheConfig.for_budget(budget), limits))
     view = View(np.arange(n), n, keys=keys, queries=queries[:, :, -ASKING_TOKENS_MAX:])
-    expected = policy.keep(view, Retained.whole(LiveBudget("icecache", budget), 0, 512).n_target)
+    expected = policy.keep(view, BoundedSet.whole(LiveBudget("icecache", budget), 0, 512).n_target)
     settings = {**SETTINGS, "recall_layer_step": 1, "flash_attn": "off"}
     async with service_on(bundled_model(), **settings) as service:
         await ask(service, ids, 2, live=LiveBudget("icecache", budget))
@@ -182,10 +180,9 @@ async def test_the_prompt_is_asked_what_it_looks_for(service_on: OpenService) ->
         assert seq.n == len(ids) + 3
 
 
-async def the_chat_of(service: Service, scope: str) -> tuple[LiveSeq, Retained]:
+async def the_chat_of(service: EmbeddedService, scope: str) -> tuple[LiveSeq, BoundedSet]:
     (seq,) = await inside(service, lambda: [s for s in service.engine.pool if s.scope == scope])
-    assert seq.retained is not None
-    return seq, seq.retained
+    return seq, bounded(seq)
 
 
 async def test_stored_rows_need_not_be_evaluated(service_on: OpenService) -> None:
@@ -270,7 +267,7 @@ async def test_what_is_left_of_a_long_chat_is_written_together(
         settings = {**SETTINGS, "warm_bytes": 0, "hot_bytes": 0}
         async with service_on(bundled_model(), **settings) as service:
             if not is_packed:
-                monkeypatch.setattr(service.engine.thinner, "_pack", lambda *_: None)
+                monkeypatch.setattr(service.engine.budgets, "_pack", lambda *_: None)
             first = await ask(service, ids, 4)
             longer = np.concatenate([ids, np.array(first.ids, np.int32), some_ids(20, 1)])
             answers.append(await ask(service, longer, 8, live=LiveBudget(policy, 64)))

@@ -10,21 +10,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from oracle import OpenService, ask, check_integrity, inside, settle, some_ids
+from oracle import OpenService, ask, check_integrity, inside, live_sets, settle, some_ids
+from services import EmbeddedService
 
 from towerd.config import WATCHING
-from towerd.engine.base import GenerateRequest, Ids, LiveBudget, Progress
-from towerd.engine.embedded import indexing
-from towerd.engine.embedded.indexing import Indexer
-from towerd.engine.embedded.job import Job, Phase
-from towerd.engine.embedded.observer import QUERIES_MAX
-from towerd.engine.embedded.recall import ASKING_TOKENS_MAX
-from towerd.engine.embedded.retained import Observed, Retained
+from towerd.engine.base import GenerateRequest, LiveBudget, Progress
+from towerd.engine.embedded.longchat import indexing
+from towerd.engine.embedded.longchat.indexing import Indexer
+from towerd.engine.embedded.longchat.live_set import BoundedSet, Observed
+from towerd.engine.embedded.longchat.observer import QUERIES_MAX
+from towerd.engine.embedded.longchat.recall import ASKING_TOKENS_MAX
+from towerd.engine.embedded.scheduling.job import Job, Phase
 from towerd.errors import TowerdError
 from towerd.models.bundled import bundled_model
 from towerd.retention import can_recall
 from towerd.retention.icecache import IceCache
-from towerd.service import Service
+from towerd.tokens import Ids
 
 SETTINGS = {"threads": 1, "retention": "icecache"}
 
@@ -32,11 +33,11 @@ SETTINGS = {"threads": 1, "retention": "icecache"}
 class Watched:
     """Which tokens' queries were taken, and which a decision could have asked for."""
 
-    def __init__(self, service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, service: EmbeddedService, monkeypatch: pytest.MonkeyPatch) -> None:
         self.n_batches = self.n_tapped = 0
         self.asked: list[tuple[list[int], list[int]]] = []
         """At each decision: the positions that were observed, and the last ones before it."""
-        observer = service.engine.thinner._observer
+        observer = service.engine.budgets._observer
         assert observer is not None
         watch, measure, asking = observer.watch, observer.measure, observer.asking
 
@@ -45,11 +46,11 @@ class Watched:
             self.n_batches += 1
             self.n_tapped += bool(observer._wanted)
 
-        def measured(seq: Any, retained: Retained) -> None:
+        def measured(seq: Any, retained: BoundedSet) -> None:
             self._see(retained, 0, QUERIES_MAX)
             measure(seq, retained)
 
-        def asked(retained: Retained, n_from: int) -> Any:
+        def asked(retained: BoundedSet, n_from: int) -> Any:
             self._see(retained, n_from, ASKING_TOKENS_MAX)
             return asking(retained, n_from)
 
@@ -57,7 +58,7 @@ class Watched:
         monkeypatch.setattr(observer, "measure", measured)
         monkeypatch.setattr(observer, "asking", asked)
 
-    def _see(self, retained: Retained, n_from: int, n_max: int) -> None:
+    def _see(self, retained: BoundedSet, n_from: int, n_max: int) -> None:
         def span(each: Observed) -> range:
             return range(max(n_from, each.p0), each.p1)
 
@@ -104,7 +105,7 @@ async def test_prompts_are_indexed_beside_their_evaluation(
             bundled_model(), **SETTINGS, ctx_size=2048, warm_bytes=0, hot_bytes=0,
             recall_bytes=1 << 30,
         ) as service:  # fmt: skip
-            recaller = service.engine.thinner._recaller
+            recaller = service.engine.budgets._recaller
             assert recaller is not None
             if not is_beside:
                 monkeypatch.setattr(recaller._indexer, "beside", lambda _: nullcontext())
@@ -112,9 +113,7 @@ async def test_prompts_are_indexed_beside_their_evaluation(
             stats = service.engine.stats()
             assert (stats["recall_index_beside_s"] > 0) == is_beside
             assert stats["recall_index_s"] >= stats["recall_index_beside_s"]
-            (retained,) = await inside(
-                service, lambda: [s.retained for s in service.engine.pool if s.retained]
-            )
+            (retained,) = await inside(service, lambda: live_sets(service.engine))
             assert isinstance(retained.policy, IceCache)
             assert (np.diff(retained.policy._indexed) > 0).all()
             for tree in retained.policy._trees.values():
@@ -242,7 +241,7 @@ async def test_a_chat_does_not_wait_for_less_than_it_has(
             scheduler.active.append(running)
             try:
                 job = Job(request, longer, len(longer))
-                return service.engine.materialiser.is_coming(job, scheduler.active)
+                return service.engine.parts.restorer.is_coming(job, scheduler.active)
             finally:
                 scheduler.active.remove(running)
 
@@ -265,9 +264,7 @@ async def test_stored_rows_do_not_change_what_is_kept(service_on: OpenService, p
         async with service_on(bundled_model(), threads=1, retention=policy) as service:
             answer = await ask(service, ids, 4, live=live)
             assert answer.finish.reuse.hot + answer.finish.reuse.warm == n_loaded
-            (retained,) = await inside(
-                service, lambda: [s.retained for s in service.engine.pool if s.retained]
-            )
+            (retained,) = await inside(service, lambda: live_sets(service.engine))
             kept.append((answer.ids, retained.kept.tolist()))
             await settle(service)
     assert kept[0] == kept[1]
@@ -285,12 +282,10 @@ async def test_live_rows_do_not_change_what_is_kept(service_on: OpenService, pol
                 await ask(service, ids, 1)
             answer = await ask(service, ids, 4, live=live)
             assert answer.finish.reuse.live == (160 - QUERIES_MAX) * is_live
-            (retained,) = await inside(
-                service, lambda: [s.retained for s in service.engine.pool if s.retained]
-            )
+            (retained,) = await inside(service, lambda: live_sets(service.engine))
             kept.append((answer.ids, retained.kept.tolist()))
             await settle(service)
-            observer = service.engine.thinner._observer
+            observer = service.engine.budgets._observer
             assert observer is not None
             assert observer._taps.layers == ()  # what was read of the graph is not kept
     assert kept[0] == kept[1]
@@ -341,9 +336,7 @@ async def test_nobody_goes_on_with_a_broken_index(service_on: OpenService, where
     async with service_on(bundled_model(), **SETTINGS, ctx_size=1024, **settings) as service:
         ids = some_ids(300)
         await ask(service, ids, 4, live=live)
-        (retained,) = await inside(
-            service, lambda: [s.retained for s in service.engine.pool if s.retained]
-        )
+        (retained,) = await inside(service, lambda: live_sets(service.engine))
         retained.failure = TowerdError("this index is full")
         if where == "parked":
             await ask(service, some_ids(50, 3), 2, scope="b")  # pushes it out
@@ -359,10 +352,10 @@ def test_no_thread_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     """The evaluation goes on, and nobody touches the chats after it."""
     indexer, done = Indexer(4, 1), []
     budget = LiveBudget("icecache", 64)
-    chats = [(Retained.whole(budget, 0, 512), i) for i in range(2)]
+    chats = [(BoundedSet.whole(budget, 0, 512), i) for i in range(2)]
     is_free = threading.Event()
 
-    def index(_: Retained, n_more: int, *__: int) -> float:
+    def index(_: BoundedSet, n_more: int, *__: int) -> float:
         is_free.wait()
         done.append(n_more)
         return 0.0

@@ -9,14 +9,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from oracle import OpenService, ask, check_integrity, inside, settle, some_ids
+from oracle import OpenService, ask, check_integrity, inside, live_sets, settle, some_ids
+from services import EmbeddedService
 
 from towerd.engine.base import LiveBudget
-from towerd.engine.embedded.retained import Retained
-from towerd.engine.embedded.room import Room
-from towerd.engine.embedded.shelf import Pages
+from towerd.engine.embedded.longchat.live_set import BoundedSet
+from towerd.engine.embedded.longchat.room import Room
+from towerd.engine.embedded.longchat.shelf import Pages
 from towerd.models.bundled import bundled_model
-from towerd.service import Service
 
 SETTINGS = {"threads": 1, "retention": "icecache", "ctx_size": 1024, "recall_every": 16,
             "warm_bytes": 0, "hot_bytes": 0, "recall_bytes": 1 << 30}  # fmt: skip
@@ -24,16 +24,16 @@ LIVE = LiveBudget("icecache", 64)
 N_TURNS = 6
 
 
-async def the_chat(service: Service) -> Retained:
-    found = await inside(service, lambda: [s.retained for s in service.engine.pool if s.retained])
+async def the_chat(service: EmbeddedService) -> BoundedSet:
+    found = await inside(service, lambda: live_sets(service.engine))
     (retained,) = found
     return retained
 
 
-async def with_room(service: Service, n_ram: int, n_disk: int) -> Room:
+async def with_room(service: EmbeddedService, n_ram: int, n_disk: int) -> Room:
     """Room for the index of 900 positions and so many rows in RAM and on disk. What a short chat
     does not need for its index is room for rows: only a longer one needs the disk."""
-    recaller = service.engine.thinner._recaller
+    recaller = service.engine.budgets._recaller
     assert recaller is not None
     room = recaller.room
     if n_ram:
@@ -45,7 +45,7 @@ async def with_room(service: Service, n_ram: int, n_disk: int) -> Room:
 
 
 async def chat(
-    service: Service, n_ram: int, n_disk: int,
+    service: EmbeddedService, n_ram: int, n_disk: int,
     between: Callable[[Room], Awaitable[None]] | None = None,
 ) -> list[list[int]]:  # fmt: skip
     """What is answered turn after turn."""

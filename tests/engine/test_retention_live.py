@@ -12,32 +12,32 @@ import llama_cpp.llama_cpp as lib
 import numpy as np
 import numpy.typing as npt
 import pytest
-from oracle import OpenService, ask, settle, some_ids
+from oracle import OpenService, ask, bounded_sequences, settle, some_ids
+from services import EmbeddedService
 
 from towerd.config import RETENTIONS, UNBOUNDED, WATCHING, Config
-from towerd.engine.base import Ids, LiveBudget
-from towerd.engine.embedded.context import LlamaContext
-from towerd.engine.embedded.model import LlamaModel
-from towerd.engine.embedded.pool import LiveSeq
-from towerd.engine.embedded.recall import ASKED_AGAIN_TOKENS
-from towerd.engine.embedded.retained import Retained
-from towerd.engine.embedded.taps import Taps
+from towerd.engine.base import LiveBudget
+from towerd.engine.embedded.longchat.budgets import bounded
+from towerd.engine.embedded.longchat.live_set import BoundedSet
+from towerd.engine.embedded.longchat.recall import ASKED_AGAIN_TOKENS
+from towerd.engine.embedded.longchat.taps import Taps
+from towerd.engine.embedded.model.context import LlamaContext
+from towerd.engine.embedded.model.model import LlamaModel
+from towerd.engine.embedded.scheduling.pool import LiveSeq
 from towerd.errors import ConfigError, ContextExceeded, InvalidRequest, NotSupported
 from towerd.models.bundled import bundled_model
 from towerd.models.random_gguf import PRESETS, make_random_gguf
 from towerd.retention import View, can_recall
 from towerd.retention.streaming import StreamingConfig
-from towerd.service import Service
+from towerd.tokens import Ids
 
 BOUNDED = tuple(name for name in RETENTIONS if name not in UNBOUNDED)
 BY_MASS = tuple(name for name in WATCHING if not can_recall(name))
 
 
-async def live_of(service: Service) -> list[LiveSeq]:
+async def live_of(service: EmbeddedService) -> list[LiveSeq]:
     """The sequences with a budget."""
-    found = service.engine.scheduler.call(
-        lambda: [seq for seq in service.engine.pool if seq.retained is not None]
-    )
+    found = service.engine.scheduler.call(lambda: bounded_sequences(service.engine))
     return await asyncio.wrap_future(found)
 
 
@@ -142,7 +142,7 @@ async def test_streaming_is_what_it_says(
 
 
 async def grow_chats(
-    service: Service, names: str, n_turns: int, live: LiveBudget
+    service: EmbeddedService, names: str, n_turns: int, live: LiveBudget
 ) -> list[list[int]]:
     """Chats that take turns; all tokens of each."""
     chats = {name: some_ids(70, ord(name)) for name in names}
@@ -173,7 +173,7 @@ async def test_switching_between_chats_changes_nothing(
         n_again = 3 * 8 * ASKED_AGAIN_TOKENS if can_recall(policy) else 0
         assert stats["tokens_decoded"] <= n_new + n_again
         assert stats["parked_sequences"] == 2
-        assert 0 < stats["parked_bytes"] <= service.engine.thinner.parked.bytes_max
+        assert 0 < stats["parked_bytes"] <= service.engine.budgets.parked.bytes_max
     assert found[0] == expected[0]
 
 
@@ -258,7 +258,7 @@ async def test_impossible_budgets(service_on: OpenService, tmp_path: Path) -> No
             await ask(service, some_ids(300), 4)
         for policy in BOUNDED:  # every budget from the smallest on can be kept to
             for tokens in range(16, 256):
-                service.engine.thinner.check(LiveBudget(policy, tokens))
+                service.engine.budgets.check(LiveBudget(policy, tokens))
     async with service_on(bundled_model(), ctx_size=256) as service:
         for policy in WATCHING:
             with pytest.raises(InvalidRequest, match=f"start it with --retention {policy}"):
@@ -297,8 +297,7 @@ async def test_masses_are_the_attention(
     async with service_on(bundled_model(), **settings) as service:
         await ask(service, ids, 2, live=LiveBudget(policy, budget))
         (seq,) = await live_of(service)
-        retained = seq.retained
-        assert retained is not None
+        retained = bounded(seq)
         assert retained.n_evictions == 1
         kept = retained.kept[retained.kept < n]
         mass = retained.mass[: len(kept)]
@@ -306,7 +305,7 @@ async def test_masses_are_the_attention(
         zeros = np.zeros(n, np.int64)
         found = expected.astype(np.float32)
         view = View(np.arange(n), n, mass=found, recent=found, messages=zeros)
-        fresh = Retained.whole(LiveBudget(policy, budget), n, 512)
+        fresh = BoundedSet.whole(LiveBudget(policy, budget), n, 512)
         assert np.array_equal(fresh.policy.keep(view, fresh.n_target), kept)
 
 
@@ -335,9 +334,9 @@ async def test_chats_that_do_not_fit_in_ram_either(service_on: OpenService) -> N
         await grow_chats(service, "a", 2, live)
         (seq,) = await live_of(service)
         tower = service.engine.core.layout.token_bytes * seq.n_cells
-        service.engine.thinner.parked.bytes_max = int(1.5 * tower)
+        service.engine.budgets.parked.bytes_max = int(1.5 * tower)
         found = await grow_chats(service, "xyz", 4, live)
-        assert service.engine.thinner.parked.nbytes <= 1.5 * tower
+        assert service.engine.budgets.parked.nbytes <= 1.5 * tower
         assert service.engine.stats()["tokens_decoded"] > 2 * sum(map(len, found))
     async with service_on(bundled_model(), threads=1) as service:
         assert await grow_chats(service, "x", 4, live) == found[:1]

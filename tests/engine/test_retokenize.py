@@ -10,14 +10,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from towerd.config import load
-from towerd.engine.base import Ids
-from towerd.engine.embedded import retokenize
-from towerd.engine.embedded.model import LlamaModel
-from towerd.engine.embedded.retokenize import Retokenizer
-from towerd.engine.embedded.special_tokens import PART_BYTES, SpecialTokens
-from towerd.engine.embedded.vocab import Vocab
+from towerd.engine.embedded.model import retokenize
+from towerd.engine.embedded.model.model import LlamaModel
+from towerd.engine.embedded.model.retokenize import Retokenizer
+from towerd.engine.embedded.model.special_tokens import PART_BYTES, SpecialTokens
+from towerd.engine.embedded.model.vocab import Vocab
 from towerd.errors import InvalidRequest
 from towerd.models.bundled import bundled_model, retrieval_model
+from towerd.tokens import Ids
 
 BITS = ("<", "s>", ">", "/s>", "|im_", "|>", " ", "  ", "\n", "a", "Tim had", "é", "<s", "<0x0A>")
 MODELS = {"spm": bundled_model(), "bpe": retrieval_model()}

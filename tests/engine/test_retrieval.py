@@ -7,13 +7,14 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from oracle import OpenService, ask, settle
+from services import EmbeddedService
 
 from towerd.cli.bench.longchat_texts import Speaker
+from towerd.cli.bench.tasks import passkey
 from towerd.codec import sample
-from towerd.codec.train.tasks import passkey
-from towerd.engine.base import Ids, LiveBudget
+from towerd.engine.base import LiveBudget
 from towerd.models.bundled import retrieval_model
-from towerd.service import Service
+from towerd.tokens import Ids
 
 N_CHAT = 2000
 BUDGET = 256
@@ -31,7 +32,7 @@ def speaker() -> Iterator[Speaker]:
 
 
 async def said(
-    service: Service, speaker: Speaker, live: LiveBudget, depth: float
+    service: EmbeddedService, speaker: Speaker, live: LiveBudget, depth: float
 ) -> tuple[str, str]:
     """(the key that was told at `depth` of a chat, what is answered when its next turn asks)."""
     seed = int(100 * depth)

@@ -8,9 +8,9 @@ import numpy as np
 from random_rows import HEAD_SIZE, random_rows
 
 from towerd.engine.base import LiveBudget
-from towerd.engine.embedded.retained import Retained
-from towerd.engine.embedded.room import Room
-from towerd.engine.embedded.shelf import ShelfKeys
+from towerd.engine.embedded.longchat.live_set import BoundedSet
+from towerd.engine.embedded.longchat.room import Room
+from towerd.engine.embedded.longchat.shelf import ShelfKeys
 from towerd.retention import Recalling
 from towerd.slots.rows import KVRows
 
@@ -25,7 +25,7 @@ def test_a_long_chat_has_few_files(tmp_path: Path) -> None:
     whole = random_rows(np.random.default_rng(0), "f16", 0, N_TURNS * N_NEW)
     token_bytes = whole.layout.token_bytes
     room = Room(whole.layout, HEAD_SIZE, 0, 600 * token_bytes, tmp_path)
-    chats = [Retained.whole(LiveBudget("icecache", BUDGET), 0, 4096)]
+    chats = [BoundedSet.whole(LiveBudget("icecache", BUDGET), 0, 4096)]
     for turn in range(N_TURNS):
         if turn == N_TURNS // 2:
             chats.append(chats[0].fork())
@@ -42,7 +42,7 @@ def test_a_long_chat_has_few_files(tmp_path: Path) -> None:
         chat.shelf.check_integrity()
 
 
-def take_turn(room: Room, chat: Retained, whole: KVRows, p0: int) -> None:
+def take_turn(room: Room, chat: BoundedSet, whole: KVRows, p0: int) -> None:
     """N_NEW more tokens; of the older ones the first and the last stay live."""
     assert isinstance(chat.policy, Recalling)
     new = np.arange(p0, p0 + N_NEW)

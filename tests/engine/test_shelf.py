@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_rows import HEAD_SIZE, N_KV, N_LAYER, random_rows
 
-from towerd.engine.embedded.keys import keys_of
-from towerd.engine.embedded.pages import PageFile, PagesLost
-from towerd.engine.embedded.shelf import Chunk, Pages, Shelf, ShelfKeys
+from towerd.engine.embedded.longchat.keys import keys_of
+from towerd.engine.embedded.longchat.pages import PageFile, PagesLost
+from towerd.engine.embedded.longchat.shelf import Chunk, Pages, Shelf, ShelfKeys
 from towerd.slots.rows import KVRows
 
 

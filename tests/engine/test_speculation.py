@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 from oracle import OpenService, Oracle, ask, check_greedy, settle, some_ids
 from scripted_model import make_scripted_model
+from services import EmbeddedService
 
 from towerd.engine.base import Finish, GenerateRequest, LiveBudget, Piece
-from towerd.engine.embedded.wire_model import encode
+from towerd.engine.embedded.model.wire_model import encode
 from towerd.errors import ConfigError
 from towerd.metrics import Metrics
 from towerd.models.bundled import bundled_model
 from towerd.models.random_gguf import PRESETS, Shape, make_random_gguf
-from towerd.service import Service
 from towerd.wire import Reply, Request, Writer
 
 STORY = "Once upon a time there was a little dog. Once upon a time there was a little"
@@ -51,7 +51,7 @@ def opened(service_on: OpenService) -> Callable[..., Any]:
     @asynccontextmanager
     async def on(
         flags: tuple[str, ...] = (), model: Path | None = None, **settings: Any
-    ) -> AsyncIterator[Service]:
+    ) -> AsyncIterator[EmbeddedService]:
         path = model or bundled_model()
         async with service_on(path, llama_server_args=flags, **(EVEN | settings)) as service:
             yield service
@@ -67,7 +67,7 @@ def oracle() -> Iterator[Oracle]:
 
 
 async def say(
-    service: Service, prompt: str | list[int], live: LiveBudget | None = None, **fields: Any
+    service: EmbeddedService, prompt: str | list[int], live: LiveBudget | None = None, **fields: Any
 ) -> Said:
     """An answer to /completion, and under `ids` its tokens."""
     body = {"temperature": 0, "n_predict": 80, "cache_prompt": False, **fields, "prompt": prompt}

@@ -9,18 +9,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 from oracle import Answer, OpenService, Oracle, ask, settle
+from services import EmbeddedService
+from waiting import until_async
 
 from towerd.drift import Drift
-from towerd.engine.base import GenerateRequest, Ids
-from towerd.engine.embedded.measure import log_softmax
-from towerd.engine.embedded.scratch import Scratch
-from towerd.engine.embedded.splice import rope_of
-from towerd.engine.embedded.splice_meter import SpliceMeter, StepLine
+from towerd.engine.base import GenerateRequest
+from towerd.engine.embedded.calibration.measure import log_softmax
+from towerd.engine.embedded.calibration.splice_meter import SpliceMeter, StepLine
+from towerd.engine.embedded.restore.scratch import Scratch
+from towerd.engine.embedded.restore.splice import rope_of
 from towerd.errors import NotSupported
-from towerd.service import Service
-from towerd.store import AFTER_SPLICE, SPLICED, Base, Module
-from towerd.store.module import Spans
-from towerd.tiers.calibration import allows
+from towerd.store import Base, Module
+from towerd.store.prefix.module import Spans
+from towerd.tiers.formats.calibration import allows
+from towerd.tokens import Ids, Provenance
 
 SPANS: Spans = ((0, 16), (48, 56))
 NOISE = 0.01
@@ -41,7 +43,7 @@ PROMPT = np.concatenate([GAP, MODULE, REST])
 
 
 async def add_module(
-    service: Service,
+    service: EmbeddedService,
     name: str = "m",
     ids: Ids = MODULE,
     spans: Spans = SPANS,
@@ -193,10 +195,10 @@ async def test_spliced_rows_never_reach_the_store(
         await add_module(service)
         answer = await ask(service, PROMPT)
         (seq,) = [s for s in service.engine.pool if s.n > N_MODULE + 20]
-        taint = seq.taint[len(GAP) : seq.n]
-        assert set(taint[:16]) == {0}  # before the first row of the module
-        assert np.count_nonzero(taint == SPLICED) == N_KEPT
-        assert set(taint[48:56]) | set(taint[N_MODULE:]) == {AFTER_SPLICE}
+        provenance = seq.provenance[len(GAP) : seq.n]
+        assert set(provenance[:16]) == {0}  # before the first row of the module
+        assert np.count_nonzero(provenance == Provenance.SPLICED) == N_KEPT
+        assert set(provenance[48:56]) | set(provenance[N_MODULE:]) == {Provenance.AFTER_SPLICE}
         await settle(service)
         whole = np.concatenate([PROMPT, np.array(answer.ids, np.int32)])
         nodes = service.store.match(whole, "local").nodes
@@ -347,12 +349,14 @@ async def test_preempted_in_the_middle(
     async with service_on(model_path, **settings) as service:
         await add_module(service)
         other = [ask(service, _ids(100, 20 + i), 60) for i in range(2)]
+        counters = service.engine.scheduler.counters
+        n_steps = counters["decode_steps"]
         first = asyncio.gather(*other)
-        await asyncio.sleep(0.02)
+        await until_async(lambda: counters["decode_steps"] > n_steps)
         answers = [ask(service, np.concatenate([_ids(9, i), PROMPT]), 60) for i in range(2)]
         found = await asyncio.gather(*answers)
         await first
-        assert service.engine.scheduler.counters["preemptions"] > 0
+        assert counters["preemptions"] > 0
         for i, answer in enumerate(found):
             assert answer.finish.reuse.approximate == N_KEPT
             assert answer.finish.reuse.drift == Drift(KL, 0.0)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from towerd.config import Config
-from towerd.engine.embedded.context import LlamaContext
-from towerd.engine.embedded.model import LlamaModel
-from towerd.engine.embedded.scratch import Scratch
-from towerd.engine.embedded.taps import Taps
+from towerd.engine.embedded.longchat.taps import Taps
+from towerd.engine.embedded.model.context import LlamaContext
+from towerd.engine.embedded.model.model import LlamaModel
+from towerd.engine.embedded.restore.scratch import Scratch
 from towerd.errors import TowerdError
 
 N = 40

@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import towerd.engine.base
-from towerd.engine.embedded import deepstack
-from towerd.engine.embedded.model import init_backend
-from towerd.engine.embedded.vocab import Vocab
+from towerd.engine.embedded.media import deepstack
+from towerd.engine.embedded.model.model import init_backend
+from towerd.engine.embedded.model.vocab import Vocab
 from towerd.errors import InvalidRequest
 
 BUNDLED = Path(towerd.engine.base.__file__).parents[1] / "data" / "stories260K.gguf"

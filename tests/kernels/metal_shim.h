@@ -1,4 +1,4 @@
-// Enough of Metal's language for g++ and clang++ to compile kernels/metal and run it on the CPU:
+// Enough of Metal's language for g++ and clang++ to compile kernels/mlx/shaders and run it on the CPU:
 // every thread of a threadgroup is a coroutine that runs to the next barrier before the next one
 // starts, in rising or falling order, so that a missing barrier shows in the results.
 #pragma once

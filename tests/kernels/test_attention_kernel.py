@@ -14,7 +14,7 @@ from kernel_rows import at_odd_address
 
 from towerd.kernels import dispatch, reference
 from towerd.kernels.formats import BY_NAME
-from towerd.kernels.reference_transcode import decode, encode
+from towerd.kernels.reference.transcode import decode, encode
 
 Floats = npt.NDArray[np.float32]
 
@@ -50,9 +50,13 @@ def check(arguments: Any, n_threads: int = 2) -> Floats:
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    st.integers(0, 2**32 - 1), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3),
-    st.sampled_from([1, 2, 5, 16]), st.integers(1, 9),
-)  # fmt: skip
+    st.integers(0, 2**32 - 1),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.sampled_from([1, 2, 5, 16]),
+    st.integers(1, 9),
+)
 def test_every_weight(
     kernels: str, seed: int, m: int, kv: int, group: int, dim: int, n: int
 ) -> None:
@@ -151,8 +155,10 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "queries cut": ("queries", {"queries": Q[:, :120]}),
     "heads do not fit": ("queries", {"queries": Q[:, :96]}),
     "fewer heads than keys have": ("queries", {"queries": Q[:, :32]}),
-    "queries beside their place": ("queries", {"queries": at_odd_address(Q.view(np.uint8), 4)
-                                               .view(np.float32)}),
+    "queries beside their place": (
+        "queries",
+        {"queries": at_odd_address(Q.view(np.uint8), 4).view(np.float32)},
+    ),
     "keys flat": ("keys", {"keys": K[0]}),
     "keys halves": ("keys", {"keys": K.view(np.float16)}),
     "keys cut": ("keys", {"keys": K[:, :126]}),
@@ -182,7 +188,7 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "scale int": ("scale", {"scale": 1}),
     "no threads": ("n_threads", {"n_threads": 0}),
     "threads": ("n_threads", {"n_threads": 1025}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BAD)

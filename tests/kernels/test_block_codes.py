@@ -16,7 +16,7 @@ from kernel_rows import patterns
 
 from towerd.kernels import dispatch
 from towerd.kernels.formats import BY_NAME, CACHE_FORMATS
-from towerd.kernels.reference_blocks import CODES, IQ4_NL_LEAST, decode_blocks, encode_blocks
+from towerd.kernels.reference.blocks import CODES, IQ4_NL_LEAST, decode_blocks, encode_blocks
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]

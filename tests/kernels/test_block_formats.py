@@ -13,7 +13,7 @@ from towerd.kernels.formats import (
     FORMATS,
     STORED_FORMATS,
 )
-from towerd.kernels.reference_blocks import CODES
+from towerd.kernels.reference.blocks import CODES
 
 IN_FILES = {
     256: ("q8", 34), 257: ("q8h", 34), 258: ("q6", 26), 259: ("q6h", 26),

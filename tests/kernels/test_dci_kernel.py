@@ -58,9 +58,12 @@ def brute_force(keys: F32, query: F32, k: int) -> npt.NDArray[np.float64]:
 
 @settings(max_examples=25, deadline=None)
 @given(
-    n=st.integers(1, 60), n_dims=st.integers(1, 11), k=st.integers(1, 70),
-    seed=st.integers(0, 1 << 30), cuts=st.lists(st.integers(0, 60), max_size=4),
-)  # fmt: skip
+    n=st.integers(1, 60),
+    n_dims=st.integers(1, 11),
+    k=st.integers(1, 70),
+    seed=st.integers(0, 1 << 30),
+    cuts=st.lists(st.integers(0, 60), max_size=4),
+)
 @pytest.mark.parametrize("name", ["reference", ""])
 def test_without_limits_it_is_brute_force(
     name: str, n: int, n_dims: int, k: int, seed: int, cuts: list[int]
@@ -161,9 +164,14 @@ def test_a_limited_search_finds_most(forced: str) -> None:
 
 
 def full_votes(
-    tree: DciTree, keys: F32, queries: F32, k: int, limits: tuple[int, int], others: F32,
+    tree: DciTree,
+    keys: F32,
+    queries: F32,
+    k: int,
+    limits: tuple[int, int],
+    others: F32,
     there: npt.NDArray[np.uint8],
-) -> dict[int, float]:  # fmt: skip
+) -> dict[int, float]:
     """What the contract of `vote` says, one key and one query at a time."""
     pages = tree.pages()
     found = tree.search(queries, k, *limits)
@@ -181,15 +189,25 @@ def full_votes(
 
 @settings(max_examples=25, deadline=None)
 @given(
-    n=st.integers(0, 150), n_dims=st.sampled_from((1, 4, 13, 64)), n_queries=st.integers(0, 70),
-    n_others=st.sampled_from((0, 1, 70)), k=st.integers(1, 20), seed=st.integers(0, 1 << 30),
+    n=st.integers(0, 150),
+    n_dims=st.sampled_from((1, 4, 13, 64)),
+    n_queries=st.integers(0, 70),
+    n_others=st.sampled_from((0, 1, 70)),
+    k=st.integers(1, 20),
+    seed=st.integers(0, 1 << 30),
     limits=st.sampled_from(((0, 0), (0, 3), (4, 2))),
-)  # fmt: skip
+)
 @pytest.mark.parametrize("name", ["reference", "generic", ""])
 def test_votes_are_attention(
-    name: str, n: int, n_dims: int, n_queries: int, n_others: int, k: int, seed: int,
+    name: str,
+    n: int,
+    n_dims: int,
+    n_queries: int,
+    n_others: int,
+    k: int,
+    seed: int,
     limits: tuple[int, int],
-) -> None:  # fmt: skip
+) -> None:
     """Shares of the pages' keys, those that are there, beside others; of the best query each."""
     if name != "reference":
         pytest.importorskip("towerd.kernels._native", exc_type=ImportError)
@@ -209,9 +227,12 @@ def test_votes_are_attention(
 
 @settings(max_examples=25, deadline=None)
 @given(
-    n=st.integers(1, 120), page_rows=st.integers(1, 9), seed=st.integers(0, 1 << 30),
-    cuts=st.lists(st.integers(0, 120), max_size=4), is_coarse=st.booleans(),
-)  # fmt: skip
+    n=st.integers(1, 120),
+    page_rows=st.integers(1, 9),
+    seed=st.integers(0, 1 << 30),
+    cuts=st.lists(st.integers(0, 120), max_size=4),
+    is_coarse=st.booleans(),
+)
 @pytest.mark.parametrize("name", ["reference", ""])
 def test_pages_are_never_too_full_and_only_split(
     name: str, n: int, page_rows: int, seed: int, cuts: list[int], is_coarse: bool
@@ -323,11 +344,18 @@ def test_bad_arguments_are_value_errors(forced: str) -> None:
     tree = make_dci_tree(3)
     tree.add(clustered(20, 3, 1))
     bad: list[Any] = [
-        None, 3, "keys", np.ones((2, 4), np.float32), np.ones(3, np.float32), np.ones((2, 3)),
-        np.full((2, 3), np.nan, np.float32), np.full((2, 3), np.inf, np.float32),
-        np.full((2, 3), 2e15, np.float32), np.ones((3, 2), np.float32).T,
+        None,
+        3,
+        "keys",
+        np.ones((2, 4), np.float32),
+        np.ones(3, np.float32),
+        np.ones((2, 3)),
+        np.full((2, 3), np.nan, np.float32),
+        np.full((2, 3), np.inf, np.float32),
+        np.full((2, 3), 2e15, np.float32),
+        np.ones((3, 2), np.float32).T,
         np.ones((2, 3), np.complex64),
-    ]  # fmt: skip
+    ]
     for rows in bad:
         with pytest.raises(ValueError, match="keys"):
             tree.add(rows)
@@ -359,13 +387,25 @@ def test_bad_arguments_are_value_errors(forced: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("ratio", 0.0), ("ratio", 0.6), ("ratio", float("nan")), ("ratio", "x"), ("page_rows", 0),
-     ("seed", -1), ("seed", 1 << 70), ("visits_max", -1), ("beam", None), ("n_dims", 0),
-     ("n_dims", 99999), ("directions", np.ones((0, 4), np.float32)),
-     ("directions", np.ones((2, 3), np.float32)), ("directions", np.ones((65, 4), np.float32))],
-)  # fmt: skip
+    [
+        ("ratio", 0.0),
+        ("ratio", 0.6),
+        ("ratio", float("nan")),
+        ("ratio", "x"),
+        ("page_rows", 0),
+        ("seed", -1),
+        ("seed", 1 << 70),
+        ("visits_max", -1),
+        ("beam", None),
+        ("n_dims", 0),
+        ("n_dims", 99999),
+        ("directions", np.ones((0, 4), np.float32)),
+        ("directions", np.ones((2, 3), np.float32)),
+        ("directions", np.ones((65, 4), np.float32)),
+    ],
+)
 def test_bad_options_are_value_errors(forced: str, name: str, value: Any) -> None:
-    module = "reference_dci" if forced else "_native"
+    module = "reference.dci" if forced else "_native"
     maker = importlib.import_module(f"towerd.kernels.{module}").DciTree
     options = asdict(DciConfig()) | {"n_dims": 3, "directions": np.eye(2, 4, dtype=np.float32)}
     del options["n_directions"]

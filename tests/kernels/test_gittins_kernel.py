@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from towerd.kernels import dispatch, reference_gittins
+from towerd.kernels import dispatch
 from towerd.kernels.gittins import gittins
+from towerd.kernels.reference import gittins as reference_gittins
 from towerd.policy.predict.returns import WIDTHS_S
 
 Table = npt.NDArray[np.float64]

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from towerd.kernels import dispatch, hazard, reference_hazard
+from towerd.kernels import dispatch, hazard
 from towerd.kernels.hazard import Table, Weights
+from towerd.kernels.reference import hazard as reference_hazard
 
 SHAPES = st.tuples(st.integers(0, 5), *[st.integers(1, 6)] * 4)
 
@@ -22,9 +23,11 @@ def some(shape: tuple[int, ...], seed: int) -> tuple[Weights, Table, list[int]]:
     rng = np.random.default_rng(seed)
     scale = 10.0 ** rng.integers(-2, 2)
     weights = Weights(
-        rng.normal(0.0, scale, (n_features, n_hidden)), rng.normal(0.0, scale, n_hidden),
-        rng.normal(0.0, scale, (n_hidden, n_bins)), rng.normal(0.0, scale, (n_curves, n_bins)),
-    )  # fmt: skip
+        rng.normal(0.0, scale, (n_features, n_hidden)),
+        rng.normal(0.0, scale, n_hidden),
+        rng.normal(0.0, scale, (n_hidden, n_bins)),
+        rng.normal(0.0, scale, (n_curves, n_bins)),
+    )
     x = rng.normal(size=(n, n_features)) * rng.integers(0, 2, (n, n_features))
     return weights, x, rng.integers(0, n_curves, n).tolist()
 

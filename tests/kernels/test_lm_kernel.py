@@ -14,9 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from towerd.codec.models.rotation import rotation
-from towerd.kernels import dispatch, reference_lm
+from towerd.kernels import dispatch
 from towerd.kernels.lm import Lm, LmShape, make_lm, pack, pack_norm, pack_q8
-from towerd.kernels.reference_lm import fused, unpacked
+from towerd.kernels.reference import lm as reference_lm
+from towerd.kernels.reference.lm import fused, unpacked
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
@@ -44,8 +45,10 @@ def draw(shape: LmShape, format: str = "f32", seed: int = 0, peak: float = 1.0) 
             matrices.append(pack_q8(blocks))
         else:
             matrices.append(pack(rows.astype(np.float16) if format == "f16" else rows))
-    norms = [pack_norm(rng.uniform(0.5, 1.5, shape.n_embd).astype(np.float32))
-             for _ in range(2 * shape.n_layer + 1)]  # fmt: skip
+    norms = [
+        pack_norm(rng.uniform(0.5, 1.5, shape.n_embd).astype(np.float32))
+        for _ in range(2 * shape.n_layer + 1)
+    ]
     cos, sin = rotation(shape.n_ctx, shape.head_dim, 10000.0)
     return matrices, norms, cos, sin
 
@@ -59,8 +62,10 @@ class Plain:
 
     def __init__(self, shape: LmShape, matrices: Any, norms: Any, cos: Floats, sin: Floats) -> None:
         self.shape, self.cos, self.sin = shape, cos.astype(float), sin.astype(float)
-        self.matrices = [unpacked(weights, *size).astype(float)
-                         for weights, size in zip(matrices, shape.matrices(), strict=True)]  # fmt: skip
+        self.matrices = [
+            unpacked(weights, *size).astype(float)
+            for weights, size in zip(matrices, shape.matrices(), strict=True)
+        ]
         self.norms = [each[: shape.n_embd].astype(float) for each in norms]
 
     def logits(self, tokens: list[int]) -> Doubles:
@@ -118,16 +123,23 @@ def expected_rows(name: str, format: str) -> tuple[Any, dict[int, list[int]], di
     shape, rng = SHAPES[name], np.random.default_rng(3)
     arguments = draw(shape, format, seed=2, peak=3.0)
     texts = {lane: rng.integers(0, shape.n_vocab, shape.n_ctx + 3).tolist() for lane in (0, 2)}
-    rows = {lane: fed(reference_lm.Lm(shape, *arguments), [0] * len(text), text)
-            for lane, text in texts.items()}  # fmt: skip
+    rows = {
+        lane: fed(reference_lm.Lm(shape, *arguments), [0] * len(text), text)
+        for lane, text in texts.items()
+    }
     return arguments, texts, rows
 
 
 @pytest.mark.parametrize(
     ("name", "format"),
-    [("plain", "q8"), ("shared KV heads", "f16"), ("nothing even", "f32"), ("nothing even", "f16"),
-     ("smallest", "f32")],
-)  # fmt: skip
+    [
+        ("plain", "q8"),
+        ("shared KV heads", "f16"),
+        ("nothing even", "f32"),
+        ("nothing even", "f16"),
+        ("smallest", "f32"),
+    ],
+)
 def test_the_bits_of_the_reference(kernels: str, name: str, format: str) -> None:
     """Every instruction set, number of threads, and way to spread tokens over lanes and calls gives
     the same; texts longer than the context too."""

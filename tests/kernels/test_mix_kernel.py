@@ -12,8 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from towerd.codec.prior import state, tables
-from towerd.kernels import mixing, reference_mix
+from lab.prior import tables
+from towerd.codec.prior import state
+from towerd.kernels import mixing
+from towerd.kernels.reference import mix as reference_mix
 
 N_TOKENS = 40
 Ranks = npt.NDArray[np.int32]

@@ -19,14 +19,14 @@ import pytest
 
 from towerd.kernels import reference
 from towerd.kernels.formats import BY_NAME, CACHE_FORMATS, FORMATS, Format
-from towerd.kernels.reference_blocks import CODES, IQ4_NL, IQ4_NL_LEAST
-from towerd.kernels.reference_checks import Bytes, Floats, Lines
+from towerd.kernels.reference.blocks import CODES, IQ4_NL, IQ4_NL_LEAST
+from towerd.kernels.reference.checks import Bytes, Floats, Lines
 
 mx: Any = pytest.importorskip("mlx.core")
 metal_on_cpu: Any = pytest.importorskip("metal_on_cpu")
-arrays: Any = pytest.importorskip("towerd.kernels.mlx_arrays")
-metal: Any = pytest.importorskip("towerd.kernels.mlx_metal")
-mlx_kernels: Any = pytest.importorskip("towerd.kernels.mlx_kernels")
+arrays: Any = pytest.importorskip("towerd.kernels.mlx.arrays")
+metal: Any = pytest.importorskip("towerd.kernels.mlx.metal")
+mlx_kernels: Any = pytest.importorskip("towerd.kernels.mlx.kernels")
 
 HAS_GPU = mx.metal.is_available()
 QUANTIZED = [row for row in FORMATS if row.is_quantized]
@@ -249,9 +249,17 @@ def test_rope_shift_copies_what_does_not_move(backend: str) -> None:
     raw.reshape(4, 2, 64)[:, :, 16:48] = 0x3C00
     cos, sin = table_of(32, 1)
     got = arrays.rope_shift(
-        arrays.share(raw.view(np.uint8)), "f16", arrays.share(cos), arrays.share(sin), None,
-        64, 32, 16, True, 0,
-    )  # fmt: skip
+        arrays.share(raw.view(np.uint8)),
+        "f16",
+        arrays.share(cos),
+        arrays.share(sin),
+        None,
+        64,
+        32,
+        16,
+        True,
+        0,
+    )
     after = np.asarray(got).view(np.uint16).reshape(4, 2, 64)
     before = raw.reshape(4, 2, 64)
     for kept in (slice(0, 16), slice(48, 64)):
@@ -351,10 +359,19 @@ def test_adapter_refuses_what_the_reference_refuses(backend: str, name: str) -> 
     table = np.zeros((1, 32), np.float32)
     out = np.full_like(rows, 7)
     arguments: dict[str, Any] = {
-        "src": rows, "out": out, "format": "q8_0", "cos": table, "sin": table, "row_table": None,
-        "head_dim": 64, "n_rot": 64, "first": 0, "neox": True, "hadamard_block": 64,
+        "src": rows,
+        "out": out,
+        "format": "q8_0",
+        "cos": table,
+        "sin": table,
+        "row_table": None,
+        "head_dim": 64,
+        "n_rot": 64,
+        "first": 0,
+        "neox": True,
+        "hadamard_block": 64,
         "n_threads": 1,
-    } | BAD_SHIFTS[name]  # fmt: skip
+    } | BAD_SHIFTS[name]
     with pytest.raises(ValueError, match=f"^{name}: ") as expected:
         reference.rope_shift(**arguments)
     with pytest.raises(ValueError, match=f"^{re.escape(str(expected.value))}$"):
@@ -384,9 +401,17 @@ def test_arrays_refuse_bad_input() -> None:
 
     def shift(**changed: Any) -> None:
         good = {
-            "src": rows, "format": "q8_0", "cos": table, "sin": table, "row_table": None,
-            "head_dim": 64, "n_rot": 64, "first": 0, "neox": True, "hadamard_block": 64,
-        }  # fmt: skip
+            "src": rows,
+            "format": "q8_0",
+            "cos": table,
+            "sin": table,
+            "row_table": None,
+            "head_dim": 64,
+            "n_rot": 64,
+            "first": 0,
+            "neox": True,
+            "hadamard_block": 64,
+        }
         arrays.rope_shift(**(good | changed))
 
     shift()

@@ -13,7 +13,7 @@ from kernel_rows import at_odd_address, patterns, rows_of, same
 
 from towerd.kernels import dispatch, reference
 from towerd.kernels.formats import BY_NAME, CACHE_FORMATS
-from towerd.kernels.reference_transcode import decode, encode
+from towerd.kernels.reference.transcode import decode, encode
 
 NAMES = [row.name for row in CACHE_FORMATS]
 ELEMENTS = ["f32", "f16", "bf16"]

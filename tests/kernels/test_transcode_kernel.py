@@ -189,24 +189,46 @@ BAD: dict[str, tuple[str, Any, Any, Any]] = {
     "rows cut": (r"jobs\[0\].rows", DST, [(0, ROWS[:, :33], None, "f16", "bf16")], 1),
     "rows no blocks": (r"jobs\[0\].rows", DST, [(0, ROWS, None, "q8_0", "f16")], 1),
     "rows empty": (r"jobs\[0\].rows", DST, [(0, ROWS[:, :0], None, "f16", "f32")], 1),
-    "elements no blocks": (r"jobs\[0\].dst_format", DST, [(0, ROWS[:, :80], None, "bf16", "q8")], 1),
+    "elements no blocks": (
+        r"jobs\[0\].dst_format",
+        DST,
+        [(0, ROWS[:, :80], None, "bf16", "q8")],
+        1,
+    ),
     "src_format": (r"jobs\[0\].src_format", DST, [(0, ROWS, None, "F16", "q8")], 1),
     "src_format id": (r"jobs\[0\].src_format", DST, [(0, ROWS, None, 1, "q8")], 1),
-    "dst_format": (r"jobs\[1\].dst_format", DST, [(0, ROWS, None, "f16", "bf16")] * 1
-                   + [(512, ROWS, None, "f16", "q4_h")], 1),
+    "dst_format": (
+        r"jobs\[1\].dst_format",
+        DST,
+        [(0, ROWS, None, "f16", "bf16")] * 1 + [(512, ROWS, None, "f16", "q4_h")],
+        1,
+    ),
     "dst_format none": (r"jobs\[0\].dst_format", DST, [(0, ROWS, None, "f16", None)], 1),
-    "dst_format quantized": (r"jobs\[0\].dst_format: q8 is quantized", DST,
-                             [(0, ROWS, None, "f16", "q8")], 1),
-    "quantized again": (r"jobs\[0\].dst_format: q4h is quantized", DST,
-                        [(0, ROWS[:, :68], None, "q8h", "q4h")], 1),
+    "dst_format quantized": (
+        r"jobs\[0\].dst_format: q8 is quantized",
+        DST,
+        [(0, ROWS, None, "f16", "q8")],
+        1,
+    ),
+    "quantized again": (
+        r"jobs\[0\].dst_format: q4h is quantized",
+        DST,
+        [(0, ROWS[:, :68], None, "q8h", "q4h")],
+        1,
+    ),
     "dst_format nul": (r"jobs\[0\].dst_format", DST, [(0, ROWS, None, "f16", "q8\0h")], 1),
     "too many rows": (r"jobs\[0\]", DST, [(1, ROWS, None, "f16", "f32")], 1),
     "index beyond": (r"jobs\[0\].index", DST, [(0, ROWS, np.array([4]), "f16", "bf16")], 1),
     "index int32": (r"jobs\[0\].index", DST, [(0, ROWS, np.zeros(1, np.int32), "f16", "bf16")], 1),
-    "jobs overlap": ("jobs", DST, [(0, ROWS, None, "f16", "bf16"), (511, ROWS, None, "f16", "bf16")], 1),
+    "jobs overlap": (
+        "jobs",
+        DST,
+        [(0, ROWS, None, "f16", "bf16"), (511, ROWS, None, "f16", "bf16")],
+        1,
+    ),
     "source in dst": ("jobs", DST, [(0, DST[512:].reshape(4, 128), None, "f16", "bf16")], 1),
     "no threads": ("n_threads", DST, [], 0),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -41,7 +41,9 @@ def write_wheel(index: Path, name: str, member: str, content: bytes) -> Wheel:
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:
         wheel.writestr(member, content)
         wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")  # fmt: skip
+        wheel.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
         wheel.writestr(f"{info}/RECORD", "")
     data = path.read_bytes()
     return Wheel(name, "1.0", len(data), hashlib.sha256(data).hexdigest(), member)
@@ -56,9 +58,14 @@ def model(index: Path, folder: Path) -> KnownModel:
     )
     whole = b"".join(PARTS)
     return KnownModel(
-        name="tiny", title="Tiny", file="m.gguf", bytes=len(whole), licence="MIT", wheels=wheels,
+        name="tiny",
+        title="Tiny",
+        file="m.gguf",
+        bytes=len(whole),
+        licence="MIT",
+        wheels=wheels,
         sha256=hashlib.sha256(whole).hexdigest(),
-    )  # fmt: skip
+    )
 
 
 def names(folder: Path) -> list[str]:

@@ -14,6 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lab.replay.load import load
+from lab.replay.simulate import replay
+from lab.replay.trace import Trace
 from towerd.kernels.hazard import chances
 from towerd.policy.base import Key
 from towerd.policy.foresight import Forecast, Foresight
@@ -21,9 +24,6 @@ from towerd.policy.lru import LRU
 from towerd.policy.predict.hazard import HazardNet
 from towerd.policy.predict.returns import EDGES_S, N_BINS, bin_of
 from towerd.policy.visits import STOPS_MAX, Visit, Visits
-from towerd.replay.load import load
-from towerd.replay.simulate import replay
-from towerd.replay.trace import Trace
 
 TRACES = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "traces"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -11,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from towerd.policy.kvflow import FAR, KVFlow
 from towerd.policy.pbkv import PBKV
 from towerd.policy.predict.base import END, N_STEPS, Forecast, NoPrediction, survival
 from towerd.policy.prefetch import ACTIVE_SHARE, Candidate, Room, budget, plan
@@ -183,34 +181,6 @@ def test_a_lie_about_an_end_costs_only_the_liar() -> None:
     assert policy.victims(10, always) == [1]
     policy.stepped(1, 6.0, "liar", "a")
     assert not policy.is_retired(1)
-
-
-def test_kvflow_counts_steps_on_its_graph() -> None:
-    """Against breadth-first search by hand; loops, ends and what cannot be reached."""
-    graph = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set[str]()}
-    policy = KVFlow(graph)
-    for key, agent in enumerate("abcd"):
-        policy.insert(key, 10, 0.0, None)
-        policy.stepped(key, float(key), "w", agent)
-    policy.stepped(1, 5.0, "w", "b")
-    want = {}
-    for key, agent in enumerate("abcd"):
-        queue, seen, want[key] = deque([("b", 0)]), set[str](), FAR
-        while queue:
-            at, n = queue.popleft()
-            for after in graph[at] - seen:
-                seen.add(after)
-                queue.append((after, n + 1))
-                want[key] = min(want[key], n + 1 if after == agent else FAR)
-    assert {key: policy.steps_to_execution(key) for key in range(4)} == want
-    assert policy.victims(40, always) == [0, 1, 3, 2]
-    policy.workflow_ended("w", 6.0)
-    assert policy.steps_to_execution(2) == FAR
-    learned = KVFlow()
-    learned.insert(1, 10, 0.0, None)
-    for agent in "aba":
-        learned.stepped(1, 0.0, "w", agent)
-    assert learned.steps_to_execution(1) == 1
 
 
 ROOM = Room(100, 50, 200, 120, only_decodes=True)

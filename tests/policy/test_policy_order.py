@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from towerd.policy import NAMES, Policy, make_policy
+from lab.policies.factory import NAMES, make_policy
+from towerd.policy import Policy
 from towerd.policy.foresight import Foresight
 
 CALLS: dict[str, Callable[[Policy], object]] = {

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from towerd.policy import NAMES, Policy, make_policy
+from lab.policies.factory import NAMES, make_policy
+from towerd.policy import Policy
 
 KINDS = [
     "insert", "access", "remove", "split", "evict", "answered", "ended", "back", "resize",

@@ -11,9 +11,10 @@ import pytest
 import real_models
 from oracle import OpenService, Oracle
 from real_checks import EXACT
+from services import EmbeddedService
 
 from towerd.config import Config
-from towerd.service import Service, open_service
+from towerd.service import open_service
 
 
 @pytest.fixture(scope="session")
@@ -46,7 +47,9 @@ def service_on(tmp_path: Path) -> OpenService:
     """`async with service_on(model, name="a", ...)`: a service on a store of this test."""
 
     @asynccontextmanager
-    async def open_it(model: Path, name: str = "a", **settings: Any) -> AsyncIterator[Service]:
+    async def open_it(
+        model: Path, name: str = "a", **settings: Any
+    ) -> AsyncIterator[EmbeddedService]:
         values: dict[str, Any] = {
             "model": model,
             "store_dir": tmp_path / name,

@@ -20,23 +20,23 @@ from real_checks import (
     said,
 )
 from real_text import BREAD, CLOCK, LETTER, QUESTIONS, RIVER, STORY
+from services import EmbeddedService
 
-from towerd.engine.base import Ids
-from towerd.service import Service
+from towerd.tokens import Ids
 
 N = 8
 ONE_BY_ONE = [1] * (N - 1)
 WINDOW = 512
 
 
-async def asked(service: Service) -> tuple[Ids, list[Ids]]:
+async def asked(service: EmbeddedService) -> tuple[Ids, list[Ids]]:
     """A text that is longer than the window, and questions about it."""
     text = await ids_of(service, STORY, begins=True)
     assert len(text) > 1.4 * WINDOW
     return text, [await ids_of(service, question) for question in QUESTIONS]
 
 
-async def settle(service: Service) -> None:
+async def settle(service: EmbeddedService) -> None:
     await service.engine.settle()
     await asyncio.to_thread(service.tiers.flush)
     await asyncio.to_thread(service.store.check_integrity)

@@ -8,7 +8,7 @@ from oracle import OpenService, Oracle, ask, settle
 from real_checks import check_bits, divergence_in, ids_of, joined, noise
 from real_text import BREAD, QUESTIONS, RIVER
 
-from towerd.tiers.calibration import allows
+from towerd.tiers.formats.calibration import allows
 
 N = 24
 SENTENCES = RIVER[: RIVER.index(" In dry")]

@@ -17,9 +17,9 @@ from real_checks import (
     noise,
 )
 from real_text import BREAD, CLOCK, QUESTIONS
+from services import EmbeddedService
 
-from towerd.engine.base import Ids
-from towerd.service import Service
+from towerd.tokens import Ids
 
 N = 8
 """Tokens of a reply."""
@@ -27,7 +27,7 @@ ONE_BY_ONE = [1] * (N - 1)
 """The batches of a reply; its last token is evaluated with what comes after it."""
 
 
-async def asked(service: Service) -> tuple[Ids, Ids, Ids]:
+async def asked(service: EmbeddedService) -> tuple[Ids, Ids, Ids]:
     """A text, and two questions about it."""
     text = await ids_of(service, CLOCK + BREAD, begins=True)
     first, second = [await ids_of(service, question) for question in QUESTIONS[:2]]

@@ -15,12 +15,13 @@ from window_model import make_window_model
 
 from towerd.cli.bench.servers import llama_server as llama_server_alone
 from towerd.config import Config
-from towerd.engine.llama_server.binary import find_binary
 from towerd.engine.llama_server.opening import open_llama_server
+from towerd.engine.llama_server.process.binary import find_binary
 from towerd.errors import ConfigError
 from towerd.models.bundled import bundled_model
 from towerd.models.random_gguf import PRESETS, make_random_gguf
-from towerd.session import Sessions
+from towerd.sessions.recorder import TurnRecorder
+from towerd.sessions.sessions import Sessions
 
 
 @pytest.fixture(scope="session")
@@ -69,9 +70,10 @@ def sidecar_on(llama_server: Path, tmp_path: Path) -> OpenSidecar:
             "llama_server_args": ("--no-warmup", *flags),
         }
         config = Config(**(values | settings))
-        async with open_llama_server(config) as (engine, store, tiers):
+        async with open_llama_server(config) as opened:
+            engine, store, tiers = opened.engine, opened.store, opened.tiers
             engine.placer.policy.costs = SteadyCosts()
-            sessions = Sessions(engine, store)
+            sessions = Sessions(engine, TurnRecorder(store))
             try:
                 yield Sidecar(config, engine, store, tiers, sessions)
             finally:

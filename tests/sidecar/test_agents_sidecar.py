@@ -13,7 +13,7 @@ def test_a_workflow(sidecar: Daemon) -> None:
             {"role": "user", "content": "About a cat."},
         ],
         "max_tokens": 8,
-    }  # fmt: skip
+    }
     for agent in ("teller", None):
         named = {"X-Towerd-Agent": agent} if agent else {}
         headers = {"X-Towerd-Workflow": "flow", "X-Towerd-Session": f"flow-{agent}", **named}

@@ -4,20 +4,16 @@ that it can, but that costs reuse, is served and says what it costs."""
 from __future__ import annotations
 
 import asyncio
-import http.server
-import json
 import os
-import struct
 import subprocess
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
 from daemon import Daemon, run_towerd
+from fake_llama_server import answering, props
 
 from towerd.cli.bench.servers import ServerProcess, find_llama_server, free_port
 from towerd.cli.bench.servers import llama_server as start_llama_server
@@ -43,9 +39,13 @@ def fails(llama_server: Path, tmp_path: Path) -> Fails:
 
     def run(**settings: Any) -> str:
         config = Config(
-            engine="llama-server", threads=1, parallel=1, store_dir=tmp_path / "store",
-            socket=tmp_path / "s", **settings,
-        )  # fmt: skip
+            engine="llama-server",
+            threads=1,
+            parallel=1,
+            store_dir=tmp_path / "store",
+            socket=tmp_path / "s",
+            **settings,
+        )
 
         async def open_it() -> None:
             async with open_llama_server(config):
@@ -61,57 +61,6 @@ def fails(llama_server: Path, tmp_path: Path) -> Fails:
 
 def attach(url: str, slot_dir: Path) -> dict[str, Any]:
     return {"upstream": url, "slot_dir": slot_dir}
-
-
-@contextmanager
-def answering(answers: dict[str, Any], save_to: Path | None = None) -> Iterator[str]:
-    """Some web server: path -> JSON of its reply; everything else is 404. With `save_to`, POST
-    /slots/... writes a slot file of a version from the future there."""
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.reply()
-
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            if save_to is not None and "action=save" in self.path:
-                name = json.loads(body)["filename"]
-                (save_to / name).write_bytes(struct.pack("<4sIII", b"qsgg", 99, 0, 0))
-            self.reply()
-
-        def reply(self) -> None:
-            answer = answers.get(self.path.partition("?")[0])
-            self.send_response(404 if answer is None else 200)
-            self.send_header("Content-Type", "application/json")
-            data = json.dumps(answer).encode()
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-        thread.join()
-
-
-def props(build: str) -> dict[str, Any]:
-    """What a llama-server of this build says of itself."""
-    settings = {"n_ctx": 512, "params": {}}
-    return {
-        "/props": {"build_info": build, "total_slots": 1, "default_generation_settings": settings,
-                   "model_path": "none.gguf", "model_alias": "none"},
-        "/slots": [{"id": 0, "n_ctx": 512, "is_processing": False, "speculative": False}],
-        "/lora-adapters": [], "/health": {"status": "ok"}, "/v1/models": {"data": [{"id": "none", "meta": {"n_vocab": 32}}]},
-        "/tokenize": {"tokens": [5, 6, 7]}, "/slots/0": {"id_slot": 0, "n_saved": 3, "n_written": 16, "n_erased": 0,
-                     "timings": {"save_ms": 1.0}},
-        "/completion": {"content": "", "tokens": [], "stop": True,
-                        "timings": {"cache_n": 0, "prompt_n": 3, "prompt_ms": 1.0}},
-    }  # fmt: skip
 
 
 # --- what cannot be served ----------------------------------------------------------------
@@ -173,8 +122,9 @@ def test_router(fails: Fails, slot_dir: Path, tmp_path: Path) -> None:
     """A llama-server that was started without a model."""
     binary, port = find_llama_server(), free_port()
     env = os.environ | {
-        "LD_LIBRARY_PATH": str(binary.parent.parent / "lib"), "LLAMA_CACHE": str(tmp_path),
-    }  # fmt: skip
+        "LD_LIBRARY_PATH": str(binary.parent.parent / "lib"),
+        "LLAMA_CACHE": str(tmp_path),
+    }
     command = [str(binary), "--host", "127.0.0.1", "--port", str(port)]
     with ServerProcess(command, port=port, env=env) as server:
         said = fails(**attach(server.url, slot_dir))
@@ -213,9 +163,19 @@ def test_the_program_says_it_too(slot_dir: Path, tmp_path: Path) -> None:
     """`towerd serve` ends with that sentence, and with nothing else."""
     url = f"http://127.0.0.1:{free_port()}"
     done = run_towerd(
-        tmp_path, "serve", "--port", "0", "--store-dir", str(tmp_path / "store"),
-        "--socket", str(tmp_path / "s"), "--upstream", url, "--slot-dir", str(slot_dir),
-    )  # fmt: skip
+        tmp_path,
+        "serve",
+        "--port",
+        "0",
+        "--store-dir",
+        str(tmp_path / "store"),
+        "--socket",
+        str(tmp_path / "s"),
+        "--upstream",
+        url,
+        "--slot-dir",
+        str(slot_dir),
+    )
     assert done.returncode == 1
     assert f"Error: Nothing answers at {url}" in done.stderr
     assert "Traceback" not in done.stderr

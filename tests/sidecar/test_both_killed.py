@@ -26,8 +26,11 @@ TOKENS_MAX = 700
 TIE = 0.02
 """Of log-probability; llama.cpp's own noise on this model stays below."""
 GREEDY: dict[str, Any] = {
-    "n_predict": N_PREDICT, "temperature": 0, "ignore_eos": True, "return_tokens": True,
-}  # fmt: skip
+    "n_predict": N_PREDICT,
+    "temperature": 0,
+    "ignore_eos": True,
+    "return_tokens": True,
+}
 
 
 @dataclass

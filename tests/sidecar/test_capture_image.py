@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from sidecar_tools import OpenSidecar, alone, ask, prompt
 
-from towerd.engine.base import Ids
-from towerd.engine.llama_server.image import (
+from towerd.engine.llama_server.process.upstream import Upstream
+from towerd.engine.llama_server.slots.image import (
     ImageSpec,
     SlotImage,
     first_state_bytes,
@@ -20,13 +20,13 @@ from towerd.engine.llama_server.image import (
     window_rows,
     write_image,
 )
-from towerd.engine.llama_server.upstream import Upstream
 from towerd.errors import InvalidRequest
 from towerd.models.bundled import bundled_model
 from towerd.slots.errors import StateError
 from towerd.slots.reader import Reader
 from towerd.slots.rows import KVRows
 from towerd.slots.state import parse_state
+from towerd.tokens import Ids
 
 WINDOW = 48
 N = 130
@@ -176,13 +176,14 @@ async def test_the_saved_tokens_are_the_truth(sidecar_on: OpenSidecar) -> None:
                 "/completion",
                 {**body, "temperature": 0.0, "ignore_eos": True, "return_tokens": True},
             )
-            session = await lease.finished(
+            leased = await lease.finished(
                 reply_ids=None,
                 reply_text="not what it said",
                 cache_n=reply["timings"]["cache_n"],
                 stop="limit",
             )
-        assert session
+            assert leased is not None
+            assert await sidecar.sessions.recorder.record(leased.turn)
         await engine.settle()
         said = np.concatenate([ids, np.array(reply["tokens"], np.int32)])
         match = sidecar.store.match(said, "local")

@@ -13,7 +13,7 @@ import requests
 from daemon import Daemon
 from sidecar_tools import OpenSidecar, prompt
 
-from towerd.engine.llama_server.spoken import Spoken, spoken_of
+from towerd.engine.llama_server.slots.spoken import Spoken, spoken_of
 from towerd.store import Store, latest_fingerprint
 
 MakeDaemon = Callable[..., Daemon]
@@ -40,9 +40,12 @@ class Chat:
 
     def ask(self, messages: Messages) -> str:
         body: dict[str, Any] = {
-            "messages": messages, "max_tokens": N_PREDICT, "temperature": 0, "ignore_eos": True,
+            "messages": messages,
+            "max_tokens": N_PREDICT,
+            "temperature": 0,
+            "ignore_eos": True,
             "stream": self.stream,
-        }  # fmt: skip
+        }
         url = self.url + "/v1/chat/completions"
         reply = requests.post(url, json=body, headers=self.headers, timeout=60)
         assert reply.status_code == 200, reply.text
@@ -134,9 +137,12 @@ def test_whoever_leaves(daemon: Daemon) -> None:
         chat.say(f"Day {turn}?")
     before = counted(daemon)
     body: dict[str, Any] = {
-        "messages": [*chat.messages, {"role": "user", "content": "Day 6?"}], "stream": True,
-        "max_tokens": 400, "temperature": 0, "ignore_eos": True,
-    }  # fmt: skip
+        "messages": [*chat.messages, {"role": "user", "content": "Day 6?"}],
+        "stream": True,
+        "max_tokens": 400,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
     url = daemon.url + "/v1/chat/completions"
     with requests.post(url, json=body, headers=chat.headers, stream=True, timeout=60) as reply:
         next(reply.iter_lines(chunk_size=1))
@@ -155,8 +161,13 @@ def test_a_request_that_is_refused(daemon: Daemon) -> None:
         chat.say(f"Day {turn}?")
     more = [*chat.messages, {"role": "user", "content": "x", "tool_calls": "none"}]
     for messages in (more, [*chat.messages, {"role": 7, "content": "x"}]):
-        body: dict[str, Any] = {"messages": messages, "max_tokens": N_PREDICT, "temperature": 0,
-                "ignore_eos": True, "stream": False}  # fmt: skip
+        body: dict[str, Any] = {
+            "messages": messages,
+            "max_tokens": N_PREDICT,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": False,
+        }
         reply = requests.post(daemon.url + "/v1/chat/completions", json=body, timeout=60)
         if reply.status_code != 200:
             assert reply.json()["error"]["message"]

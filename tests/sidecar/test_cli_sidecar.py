@@ -116,8 +116,13 @@ def test_start_and_stop(make_sidecar: MakeDaemon, tmp_path: Path) -> None:
     slots = tmp_path / "ram"
     slots.mkdir(mode=0o700)
     # What was set up for a llama-server of one's own does not lead this one astray.
-    env = {"LLAMA_ARG_API_PREFIX": "/x", "LLAMA_ARG_PORT": "1", "LLAMA_API_KEY": "k",
-           "AIP_MODE": "PREDICTION", "AIP_HTTP_PORT": "8080"}  # fmt: skip
+    env = {
+        "LLAMA_ARG_API_PREFIX": "/x",
+        "LLAMA_ARG_PORT": "1",
+        "LLAMA_API_KEY": "k",
+        "AIP_MODE": "PREDICTION",
+        "AIP_HTTP_PORT": "8080",
+    }
     flags = ("--slot-dir", str(slots), "--", "--no-warmup", "--alias", "sto ry")
     daemon = make_sidecar(*flags, **env)
     for end in (daemon.stop, daemon.kill):

@@ -46,9 +46,7 @@ def claude(sidecar: Daemon) -> Iterator[Anthropic]:
 
 def test_openai_chat(oai: OpenAI) -> None:
     """Whole and streamed, the same words."""
-    asked: dict[str, Any] = {
-        "model": MODEL, "messages": HELLO, "max_tokens": 20, "temperature": 0,
-    }  # fmt: skip
+    asked: dict[str, Any] = {"model": MODEL, "messages": HELLO, "max_tokens": 20, "temperature": 0}
     whole = oai.chat.completions.create(**asked)
     assert whole.usage is not None
     assert whole.usage.completion_tokens == 20
@@ -88,19 +86,26 @@ def test_openai_conversation(oai: OpenAI, sidecar: Daemon) -> None:
 
 def test_openai_schema(oai: OpenAI) -> None:
     reply = oai.chat.completions.create(
-        model=MODEL, messages=HELLO, max_tokens=200, seed=2,
-        response_format={"type": "json_schema",
-                         "json_schema": {"name": "child", "schema": SCHEMA, "strict": True}},
-    )  # fmt: skip
+        model=MODEL,
+        messages=HELLO,
+        max_tokens=200,
+        seed=2,
+        response_format={
+            "type": "json_schema",
+            "json_schema": {"name": "child", "schema": SCHEMA, "strict": True},
+        },
+    )
     jsonschema.validate(json.loads(reply.choices[0].message.content or ""), SCHEMA)
 
 
 def test_openai_responses(oai: OpenAI) -> None:
     """The newer endpoint, whole and streamed."""
     asked: dict[str, Any] = {
-        "model": MODEL, "input": "Tell me about a dog.", "max_output_tokens": 12,
+        "model": MODEL,
+        "input": "Tell me about a dog.",
+        "max_output_tokens": 12,
         "temperature": 0,
-    }  # fmt: skip
+    }
     whole = oai.responses.create(**asked)
     with oai.responses.create(**asked, stream=True) as stream:
         events = list(stream)
@@ -139,16 +144,20 @@ async def test_openai_eight_at_once(sidecar: Daemon, oai: OpenAI) -> None:
     prompts: list[list[Any]] = [[{"role": "user", "content": f"Story {i}."}] for i in range(8)]
     alone = [
         oai.chat.completions.create(messages=prompt, **{**asked, "max_tokens": 6})
-        .choices[0].message.content
+        .choices[0]
+        .message.content
         for prompt in prompts
-    ]  # fmt: skip
+    ]
     async with AsyncOpenAI(base_url=sidecar.url + "/v1", api_key="none", max_retries=0) as client:
 
         async def one(prompt: list[Any]) -> tuple[str, int]:
             stream = await client.chat.completions.create(
-                messages=prompt, stream=True, stream_options={"include_usage": True}, **asked,
+                messages=prompt,
+                stream=True,
+                stream_options={"include_usage": True},
+                **asked,
                 extra_body={"ignore_eos": True},
-            )  # fmt: skip
+            )
             async with stream:
                 chunks = [chunk async for chunk in stream]
             assert chunks[-1].usage is not None
@@ -167,9 +176,12 @@ async def test_openai_eight_at_once(sidecar: Daemon, oai: OpenAI) -> None:
 def test_anthropic_messages(claude: Anthropic) -> None:
     """Whole and streamed, the same words."""
     asked: dict[str, Any] = {
-        "model": MODEL, "max_tokens": 16, "extra_body": GREEDY, "system": "Be kind.",
+        "model": MODEL,
+        "max_tokens": 16,
+        "extra_body": GREEDY,
+        "system": "Be kind.",
         "messages": HELLO,
-    }  # fmt: skip
+    }
     whole = claude.messages.create(**asked)
     assert whole.stop_reason == "max_tokens"
     assert whole.usage.output_tokens == 16
@@ -242,9 +254,10 @@ def test_tools_in_openai(with_tools: Daemon, stream: bool) -> None:
     """A chat with tools, a call and its result: towerd knows its prompt to the token, and the
     next turn finds it."""
     messages: list[Any] = [
-        *HELLO, {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        *HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
         {"role": "tool", "tool_call_id": "c1", "content": "a red ball"},
-    ]  # fmt: skip
+    ]
     tools: list[Any] = [{"type": "function", "function": TOOL}]
     with OpenAI(base_url=with_tools.url + "/v1", api_key="none", max_retries=0) as client:
         raw = client.chat.completions.with_raw_response.create(
@@ -254,9 +267,12 @@ def test_tools_in_openai(with_tools: Daemon, stream: bool) -> None:
         assert usage is not None
         assert n_prompt(raw.headers) == usage.prompt_tokens > 100
         again = client.chat.completions.with_raw_response.create(
-            model="any", messages=[*messages, {"role": "user", "content": "And?"}], tools=tools,
-            max_tokens=4, stream=stream,
-        )  # fmt: skip
+            model="any",
+            messages=[*messages, {"role": "user", "content": "And?"}],
+            tools=tools,
+            max_tokens=4,
+            stream=stream,
+        )
         again.parse()
         assert n_reused(again.headers) >= usage.prompt_tokens - 16  # the opening of an answer
 
@@ -265,12 +281,18 @@ def test_tools_in_anthropic(with_tools: Daemon) -> None:
     """The same chat in Anthropic's words is the same prompt."""
     messages: list[Any] = [
         *HELLO,
-        {"role": "assistant", "content": [
-            {"type": "tool_use", "id": "c1", "name": "look", "input": {"big": True}}]},
-        {"role": "user", "content": [
-            {"type": "tool_result", "tool_use_id": "c1", "content": "a red ball"},
-            {"type": "text", "text": "And?"}]},
-    ]  # fmt: skip
+        {
+            "role": "assistant",
+            "content": [{"type": "tool_use", "id": "c1", "name": "look", "input": {"big": True}}],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "c1", "content": "a red ball"},
+                {"type": "text", "text": "And?"},
+            ],
+        },
+    ]
     tools: list[Any] = [{"name": "look", "description": "Look.", "input_schema": SCHEMA}]
     asked: dict[str, Any] = {"model": "any", "messages": messages, "tools": tools}
     with Anthropic(base_url=with_tools.url, api_key="none", max_retries=0) as client:
@@ -319,10 +341,16 @@ def test_web_ui_requests(sidecar: Daemon) -> None:
     assert sidecar.post("/v1/streams/lookup", {"conversation_ids": ["c1"]}) == []
     assert requests.get(sidecar.url + "/tools", timeout=30).status_code == 403
     body: Any = {
-        "messages": HELLO, "stream": True, "return_progress": True, "timings_per_token": True,
-        "reasoning_format": "auto", "max_tokens": 8, "cache_prompt": True, "samplers": ["top_k"],
+        "messages": HELLO,
+        "stream": True,
+        "return_progress": True,
+        "timings_per_token": True,
+        "reasoning_format": "auto",
+        "max_tokens": 8,
+        "cache_prompt": True,
+        "samplers": ["top_k"],
         "backend_sampling": False,
-    }  # fmt: skip
+    }
     headers = {"X-Conversation-Id": "c1::stories", "Origin": "http://localhost:8080"}
     reply = requests.post(
         sidecar.url + "/v1/chat/completions", json=body, headers=headers, timeout=30

@@ -15,8 +15,13 @@ MakeDaemon = Callable[..., Daemon]
 
 def say(daemon: Daemon, prompt: list[int]) -> tuple[list[int], str, dict[str, int]]:
     """(token ids of the greedy reply, session, where the prompt's tokens came from)."""
-    body: dict[str, Any] = {"prompt": prompt, "n_predict": 8, "temperature": 0, "ignore_eos": True,
-            "return_tokens": True}  # fmt: skip
+    body: dict[str, Any] = {
+        "prompt": prompt,
+        "n_predict": 8,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_tokens": True,
+    }
     reply = requests.post(daemon.url + "/completion", json=body, timeout=60)
     assert reply.status_code == 200, reply.text
     return reply.json()["tokens"], reply.headers["X-Towerd-Session"], reuse_of(reply.headers)

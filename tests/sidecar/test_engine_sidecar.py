@@ -18,13 +18,14 @@ from sidecar_tools import GREEDY, OpenSidecar, Sidecar, alone, ask, prompt, runn
 from waiting import until_async
 
 from towerd.config import Config
-from towerd.engine.base import Finish, GenerateRequest, Ids, Piece, Started
-from towerd.engine.llama_server.lease import Lease
-from towerd.engine.llama_server.process import free_port
+from towerd.engine.base import Finish, GenerateRequest, Piece, Started
+from towerd.engine.llama_server.process.process import free_port
+from towerd.engine.llama_server.slots.lease import Lease
 from towerd.errors import ConfigError, ContextExceeded, InvalidRequest, TowerdError, Unavailable
 from towerd.models.bundled import bundled_model
 from towerd.models.random_gguf import PRESETS, make_random_gguf
 from towerd.service import open_service
+from towerd.tokens import Ids
 
 
 async def complete(sidecar: Sidecar, lease: Lease, ids: Ids, n: int = 8) -> dict[str, Any]:
@@ -36,19 +37,26 @@ async def complete(sidecar: Sidecar, lease: Lease, ids: Ids, n: int = 8) -> dict
     return reply
 
 
+async def record(sidecar: Sidecar, lease: Lease, reply: dict[str, Any]) -> str:
+    """The end of a lease; the session that its turn is recorded under."""
+    leased = await lease.finished(
+        reply_ids=reply["tokens"],
+        reply_text=reply["content"],
+        cache_n=reply["timings"]["cache_n"],
+        stop="limit",
+    )
+    assert leased is not None
+    return await sidecar.sessions.recorder.record(leased.turn, answered=leased.answered)
+
+
 async def turn(
     sidecar: Sidecar, ids: Ids, scope: str = "local", session: str | None = None
 ) -> tuple[dict[str, Any], Lease, str]:
     """One leased request: the reply, the lease and the session."""
     async with await sidecar.engine.lease(ids, scope, session) as lease:
         reply = await complete(sidecar, lease, ids)
-        session = await lease.finished(
-            reply_ids=reply["tokens"],
-            reply_text=reply["content"],
-            cache_n=reply["timings"]["cache_n"],
-            stop="limit",
-        )
-    return reply, lease, session
+        recorded = await record(sidecar, lease, reply)
+    return reply, lease, recorded
 
 
 async def test_a_chat_comes_back(sidecar_on: OpenSidecar) -> None:
@@ -119,7 +127,8 @@ async def test_opaque_prompts(sidecar_on: OpenSidecar) -> None:
         engine = sidecar.engine
         async with await engine.lease_opaque("alice", label="images") as lease:
             await complete(sidecar, lease, prompt(40))
-            assert await lease.finished(reply_ids=None, reply_text="x", cache_n=0, stop="eos") == ""
+            ended = await lease.finished(reply_ids=None, reply_text="x", cache_n=0, stop="eos")
+            assert ended is None
         async with await engine.lease_opaque("alice", label="images") as again:
             assert again.slot == lease.slot
             reply = await complete(sidecar, again, prompt(40))
@@ -181,9 +190,7 @@ async def test_shifted_rows_are_never_stored(sidecar_on: OpenSidecar) -> None:
             reply = await engine.upstream.post("/completion", {**body, "return_tokens": True})
             cache_n = reply["timings"]["cache_n"]
             assert cache_n >= 90
-            await lease.finished(
-                reply_ids=reply["tokens"], reply_text="", cache_n=cache_n, stop="limit"
-            )
+            await record(sidecar, lease, reply)
         saves = engine.stats()["saves"]
         await engine.settle()
         assert engine.stats()["saves"] == saves
@@ -345,7 +352,7 @@ async def test_an_attached_server_goes_and_comes_back(
 ) -> None:
     """It is waited for, and requests meanwhile are told so; then what was stored is restored."""
     port = free_port()
-    monkeypatch.setattr("towerd.engine.llama_server.process.free_port", lambda: port)
+    monkeypatch.setattr("towerd.engine.llama_server.process.process.free_port", lambda: port)
     shared = tmp_path / "slots"
     shared.mkdir(mode=0o700)
     flags = ("--slot-save-path", str(shared), "-np", "2", "-c", "1024")
@@ -376,12 +383,7 @@ async def test_a_restore_that_does_not_take(sidecar_on: OpenSidecar) -> None:
                 assert lease.restored
                 await engine.upstream.erase(lease.slot)  # as a build would that drops it
                 reply = await complete(sidecar, lease, prompt(60, (missed + 1) % 2))
-                await lease.finished(
-                    reply_ids=reply["tokens"],
-                    reply_text="",
-                    cache_n=reply["timings"]["cache_n"],
-                    stop="limit",
-                )
+                await record(sidecar, lease, reply)
             assert engine.stats()["restores_missed"] == missed
         assert any("Nothing is restored any more" in note for note in engine.notes)
         assert engine.stats()["reuse_works"] == 0
@@ -459,7 +461,7 @@ async def test_both_engines_read_one_store(
     (text, done), written = await begin(lambda on: ask(on, prompt(90)))
     longer = np.concatenate([prompt(90), done.ids, prompt(7, 1)])
     (_, again), read = await go_on(lambda on: ask(on, longer))
-    assert written.differences(read) == []
+    assert written == read
     assert again.reuse.warm == 97
     assert again.session == done.session
 

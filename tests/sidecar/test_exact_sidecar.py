@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 from sidecar_tools import OpenSidecar, Sidecar, alone, ask, prompt, running_again
 
-from towerd.engine.base import Finish, Ids
-from towerd.engine.llama_server.upstream import Upstream
+from towerd.engine.base import Finish
+from towerd.engine.llama_server.process.upstream import Upstream
 from towerd.models.bundled import bundled_model
+from towerd.tokens import Ids
 
 TURNS = 3
 CHATS = 5

@@ -11,7 +11,7 @@ from daemon import Daemon
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_half_closed_client_gets_its_reply(sidecar: Daemon, stream: bool) -> None:
-    """Of a stream, what passes the interpreter and what does not."""
+    """All of it, streamed or not."""
     body = {"prompt": "Once upon a time", "n_predict": 100, "stream": stream}
     body |= {"temperature": 0, "ignore_eos": True}
     expected = sidecar.post("/completion", body | {"stream": False})["content"]

@@ -10,10 +10,10 @@ import pytest
 from sidecar_tools import OpenSidecar, ask, prompt
 from waiting import until_async
 
-from towerd.engine.base import Ids
 from towerd.engine.llama_server.engine import LlamaServerEngine
-from towerd.engine.llama_server.scheduler import Slot
-from towerd.engine.llama_server.slotdir import PREFIX
+from towerd.engine.llama_server.slots.placement import Slot
+from towerd.engine.llama_server.slots.slotdir import PREFIX
+from towerd.tokens import Ids
 
 
 async def leave_early(engine: LlamaServerEngine, ids: Ids) -> Slot:

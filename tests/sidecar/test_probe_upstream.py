@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,12 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from sidecar_tools import OpenSidecar, alone, ask, prompt
 
-from towerd.engine.llama_server.attached import command_behind
-from towerd.engine.llama_server.binary import library_env
-from towerd.engine.llama_server.probe import ProbeResult, probe
-from towerd.engine.llama_server.process import LlamaServerProcess
-from towerd.engine.llama_server.slotdir import SlotDir
-from towerd.engine.llama_server.upstream import Upstream
+from towerd.engine.llama_server.process.attached import command_behind
+from towerd.engine.llama_server.process.binary import library_env
+from towerd.engine.llama_server.process.probe import ProbeResult, probe
+from towerd.engine.llama_server.process.process import LlamaServerProcess
+from towerd.engine.llama_server.process.upstream import Upstream
+from towerd.engine.llama_server.slots.slotdir import SlotDir
 from towerd.errors import ConfigError
 from towerd.models.bundled import bundled_model
 
@@ -116,9 +116,9 @@ async def test_a_draft_model(probed: Probe) -> None:
 
 async def refusal(url: str, slot_dir: Path, key: str | None = None) -> str:
     """What the probe refuses an upstream with."""
-    upstream = Upstream(url, key)
-    with pytest.raises(ConfigError) as error:
-        await probe(upstream, SlotDir.shared(slot_dir))
+    async with aclosing(Upstream(url, key)) as upstream:
+        with pytest.raises(ConfigError) as error:
+            await probe(upstream, SlotDir.shared(slot_dir))
     return error.value.message
 
 

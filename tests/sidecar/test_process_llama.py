@@ -9,16 +9,23 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from pathlib import Path
 
 import psutil
 import pytest
 from sidecar_tools import alone
+from waiting import until
 
-from towerd.engine.llama_server.binary import Build, build_of, find_binary, library_env
-from towerd.engine.llama_server.flags import clashing, names_model, row_overrides, server_env
-from towerd.engine.llama_server.process import describe_exit
-from towerd.engine.llama_server.upstream import Upstream
+from towerd.engine.llama_server.process.binary import Build, build_of, find_binary, library_env
+from towerd.engine.llama_server.process.flags import (
+    clashing,
+    names_model,
+    row_overrides,
+    server_env,
+)
+from towerd.engine.llama_server.process.process import describe_exit
+from towerd.engine.llama_server.process.upstream import Upstream
 from towerd.errors import ConfigError, Unauthorized
 from towerd.models.bundled import bundled_model
 
@@ -28,13 +35,14 @@ async def test_it_serves_with_its_key_only(llama_server: Path, tmp_path: Path) -
     async with alone(llama_server, bundled_model(), tmp_path) as process:
         assert await process.upstream.is_healthy()
         assert (await process.upstream.get("/props"))["total_slots"] == 1
-        with pytest.raises(Unauthorized):
-            await Upstream(process.upstream.url).get("/props")
+        async with aclosing(Upstream(process.upstream.url)) as stranger:
+            with pytest.raises(Unauthorized):
+                await stranger.get("/props")
         assert process.pid is not None
         command = " ".join(psutil.Process(process.pid).cmdline())
         assert process.upstream.key is not None
         assert process.upstream.key not in command
-        assert process.log_path.stat().st_size > 0
+        await asyncio.to_thread(until, lambda: process.log_path.stat().st_size > 0)
         pid = process.pid
     assert not psutil.pid_exists(pid)
 
@@ -108,7 +116,7 @@ def test_it_dies_with_us(llama_server: Path, tmp_path: Path, method: str) -> Non
         sys.path.insert(0, {str(Path(__file__).parent.parent / "support")!r})
         from pathlib import Path
         from sidecar_tools import alone
-        from towerd.engine.llama_server import process
+        from towerd.engine.llama_server.process import process
         from towerd.models.bundled import bundled_model
 
         async def main():
@@ -135,7 +143,7 @@ async def test_a_watched_one_ends_as_the_other(
 ) -> None:
     """Below a watching guard too it stops when asked, comes back when killed, and its exit is
     told as its own; a killed guard leaves nothing behind."""
-    monkeypatch.setattr("towerd.engine.llama_server.process.GUARD_METHOD", "watch")
+    monkeypatch.setattr("towerd.engine.llama_server.process.process.GUARD_METHOD", "watch")
     async with alone(llama_server, bundled_model(), tmp_path) as process:
         back = asyncio.Event()
         process.on_start = setter(back)

@@ -15,9 +15,17 @@ from towerd.models.bundled import bundled_model
 
 FLAGS = ("-c", "512", "-np", "1", "-t", "1", "--no-warmup")
 NAMES = (
-    "index.html", "bundle.js", "style.css", "logo.svg", "icon.png", "manifest.webmanifest",
-    "_app/immutable/chunks/a.js", "_app/version.json", "empty.css", "notes.txt",
-)  # fmt: skip
+    "index.html",
+    "bundle.js",
+    "style.css",
+    "logo.svg",
+    "icon.png",
+    "manifest.webmanifest",
+    "_app/immutable/chunks/a.js",
+    "_app/version.json",
+    "empty.css",
+    "notes.txt",
+)
 OWN = frozenset(
     ("server", "connection", "keep-alive", "date", "vary", "access-control-allow-origin")
 )

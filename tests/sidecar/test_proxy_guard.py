@@ -51,13 +51,22 @@ ENDPOINTS: list[tuple[str, str, Any]] = [
     ("POST", "/completion", {"prompt": "a", "n_predict": 2}),
     ("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
     ("POST", "/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}),
-    ("POST", "/v1/embeddings", {"input": "a"}), ("POST", "/tokenize", {"content": "a"}),
-    ("GET", "/props", None), ("GET", "/slots", None), ("GET", "/v1/models", None),
-    ("GET", "/metrics", None), ("GET", "/lora-adapters", None), ("GET", "/v1/stream", None),
-    ("POST", "/slots/0?action=erase", {}), ("POST", "/lora-adapters", []),
-    ("GET", "/no/such/path", None), ("POST", "/no/such/path", {}), ("GET", "/notes.txt", None),
-    ("GET", "/towerd/v1/stats", None), ("GET", "/towerd/v1/app.js", None),
-]  # fmt: skip
+    ("POST", "/v1/embeddings", {"input": "a"}),
+    ("POST", "/tokenize", {"content": "a"}),
+    ("GET", "/props", None),
+    ("GET", "/slots", None),
+    ("GET", "/v1/models", None),
+    ("GET", "/metrics", None),
+    ("GET", "/lora-adapters", None),
+    ("GET", "/v1/stream", None),
+    ("POST", "/slots/0?action=erase", {}),
+    ("POST", "/lora-adapters", []),
+    ("GET", "/no/such/path", None),
+    ("POST", "/no/such/path", {}),
+    ("GET", "/notes.txt", None),
+    ("GET", "/towerd/v1/stats", None),
+    ("GET", "/towerd/v1/app.js", None),
+]
 
 
 @pytest.mark.parametrize(("method", "path", "body"), ENDPOINTS)
@@ -104,10 +113,12 @@ def test_status_page_without_a_web_ui(sidecar: Daemon) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "body"),
     [
-        ("POST", "/lora-adapters", []), ("POST", "/props", {}), ("POST", "/models/load", {}),
+        ("POST", "/lora-adapters", []),
+        ("POST", "/props", {}),
+        ("POST", "/models/load", {}),
         ("DELETE", "/models", None),
     ],
-)  # fmt: skip
+)
 def test_what_changes_all_is_the_owners(guarded: Daemon, method: str, path: str, body: Any) -> None:
     """A tenant's key does not change the model under the others."""
     reply = requests.request(method, guarded.url + path, json=body, headers=ANN, timeout=30)
@@ -191,9 +202,11 @@ def test_conversations_are_each_tenants_own(guarded: Daemon) -> None:
         assert f"{word} went" in text
         assert other not in text
         found = requests.post(
-            guarded.url + "/v1/streams/lookup", headers=key, timeout=30,
+            guarded.url + "/v1/streams/lookup",
+            headers=key,
+            timeout=30,
             json={"conversation_ids": ["shared", "ann/shared", "bob/shared", "../ann/shared"]},
-        ).json()  # fmt: skip
+        ).json()
         assert [stream["conversation_id"] for stream in found] == ["shared"]
     assert requests.delete(url, headers=ANN, timeout=30).status_code == 204
     assert requests.get(url, headers=ANN, timeout=30).status_code == 404

@@ -17,7 +17,7 @@ from served import served, tuned
 
 from towerd.app import build_app
 from towerd.config import Config
-from towerd.sidecar import open_sidecar
+from towerd.service import open_service
 
 STEP_MS_MAX = 5.0
 N_ROUNDS_MAX = 3
@@ -54,10 +54,17 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> LoopWatch:
 async def url(slow_model: Path, llama_server: Path, tmp_path: Path) -> AsyncIterator[str]:
     """A served app in front of a llama-server, with the process tuned as `towerd serve` does."""
     config = Config(
-        engine="llama-server", model=slow_model, store_dir=tmp_path / "store", parallel=4,
-        socket=tmp_path / "s", ctx_size=8192, threads=1, hot_bytes=1 << 28, warm_bytes=1 << 28,
-    )  # fmt: skip
-    async with open_sidecar(config) as service:
+        engine="llama-server",
+        model=slow_model,
+        store_dir=tmp_path / "store",
+        parallel=4,
+        socket=tmp_path / "s",
+        ctx_size=8192,
+        threads=1,
+        hot_bytes=1 << 28,
+        warm_bytes=1 << 28,
+    )
+    async with open_service(config) as service:
         with tuned():
             async with served(build_app(config, service=service)) as url:
                 yield url

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from multidict import CIMultiDict
 
-from towerd.api.proxy_chat import NotText, from_messages, from_responses, has_media
-from towerd.api.proxy_headers import to_client, to_upstream
-from towerd.api.proxy_metrics import merged
-from towerd.api.proxy_splice import with_fields, without_token_ids
-from towerd.api.proxy_watch import Dialect, EventSplitter, Watch, event_data
+from towerd.api.proxy.chat import NotText, from_messages, from_responses, has_media
+from towerd.api.proxy.headers import to_client, to_upstream
+from towerd.api.proxy.metrics import merged
+from towerd.api.proxy.splice import with_fields, without_token_ids
+from towerd.api.proxy.watch import Dialect, EventSplitter, Watch, event_data
 from towerd.engine.llama_server.tally import counters, difference, without
 
 # --- headers ------------------------------------------------------------------------------
@@ -38,9 +38,12 @@ def test_headers_to_upstream() -> None:
     )  # fmt: skip
     sent = to_upstream(headers, {"Authorization": "Bearer private"})
     assert sorted(sent.items()) == [
-        ("Accept", "*/*"), ("Authorization", "Bearer private"),
-        ("Content-Type", "application/json"), ("X-Custom", "1"), ("X-Custom", "2"),
-    ]  # fmt: skip
+        ("Accept", "*/*"),
+        ("Authorization", "Bearer private"),
+        ("Content-Type", "application/json"),
+        ("X-Custom", "1"),
+        ("X-Custom", "2"),
+    ]
     assert "Authorization" not in to_upstream(headers, {})
 
 
@@ -55,8 +58,12 @@ def test_headers_to_client() -> None:
         ]
     )  # fmt: skip
     assert set(to_client(headers)) == {
-        "Content-Type", "Content-Length", "ETag", "Content-Encoding", "Process-Start-Time-Unix",
-    }  # fmt: skip
+        "Content-Type",
+        "Content-Length",
+        "ETag",
+        "Content-Encoding",
+        "Process-Start-Time-Unix",
+    }
 
 
 # --- splicing -----------------------------------------------------------------------------
@@ -96,9 +103,13 @@ def test_token_ids_are_taken_out() -> None:
 # --- events -------------------------------------------------------------------------------
 
 EVENTS = [
-    b'data: {"content":"a"}\n\n', b":\n\n", b'event: x\ndata: {"b":1}\n\n', b"data: [DONE]\n\n",
-    b'event: y\r\ndata: {"c":"\xc3\xa9"}\r\n\r\n', b"id: 3\n\n",
-]  # fmt: skip
+    b'data: {"content":"a"}\n\n',
+    b":\n\n",
+    b'event: x\ndata: {"b":1}\n\n',
+    b"data: [DONE]\n\n",
+    b'event: y\r\ndata: {"c":"\xc3\xa9"}\r\n\r\n',
+    b"id: 3\n\n",
+]
 
 
 @given(st.lists(st.sampled_from(EVENTS), max_size=6), st.data())
@@ -131,8 +142,13 @@ def test_blank_lines_are_found_across_reads(stream: bytes, data: st.DataObject) 
 
 def test_data_of_events() -> None:
     assert [event_data(event) for event in EVENTS] == [
-        b'{"content":"a"}', b"", b'{"b":1}', b"[DONE]", b'{"c":"\xc3\xa9"}', b"",
-    ]  # fmt: skip
+        b'{"content":"a"}',
+        b"",
+        b'{"b":1}',
+        b"[DONE]",
+        b'{"c":"\xc3\xa9"}',
+        b"",
+    ]
     assert event_data(b"data: a\ndata:b\n\n") == b"a\nb"
     assert event_data(b"data: a\rdata: b\n\n") == b"a"
     assert event_data(b"data: a\r\n\r\n") == b"a"
@@ -150,7 +166,9 @@ def test_data_of_events() -> None:
                 '"timings":{"cache_n":3,"prompt_n":2,"prompt_ms":1.5,"predicted_n":2,'
                 '"predicted_ms":4}}',
             ],
-            "Hey", "word", (3, 5, 2),
+            "Hey",
+            "word",
+            (3, 5, 2),
         ),
         (
             Dialect.CHAT,
@@ -162,16 +180,20 @@ def test_data_of_events() -> None:
                 '"prompt_tokens_details":{"cached_tokens":3}}}',
                 "[DONE]",
             ],
-            "Hey", "limit", (3, 5, 2),
+            "Hey",
+            "limit",
+            (3, 5, 2),
         ),
         (
             Dialect.COMPLETION,
             [
                 '{"choices":[{"text":"Hey","finish_reason":"stop"}],"usage":{"prompt_tokens":5,'
                 '"completion_tokens":2},"timings":{"cache_n":3,"prompt_n":2,"prompt_ms":0.1,'
-                '"predicted_n":2,"predicted_ms":1.0}}',
+                '"predicted_n":2,"predicted_ms":1.0}}'
             ],
-            "Hey", "eos", (3, 5, 2),
+            "Hey",
+            "eos",
+            (3, 5, 2),
         ),
         (
             Dialect.RESPONSES,
@@ -181,7 +203,9 @@ def test_data_of_events() -> None:
                 '{"type":"response.completed","response":{"output":[],"usage":{"input_tokens":5,'
                 '"output_tokens":2,"input_tokens_details":{"cached_tokens":3}}}}',
             ],
-            "Hey", "eos", (3, 5, 2),
+            "Hey",
+            "eos",
+            (3, 5, 2),
         ),
         (
             Dialect.RESPONSES,
@@ -189,9 +213,11 @@ def test_data_of_events() -> None:
                 '{"object":"response","output":[{"type":"reasoning","content":[{"text":"hm"}]},'
                 '{"type":"message","content":[{"type":"output_text","text":"Hey"}]}],'
                 '"usage":{"input_tokens":5,"output_tokens":2,'
-                '"input_tokens_details":{"cached_tokens":3}}}',
+                '"input_tokens_details":{"cached_tokens":3}}}'
             ],
-            "Hey", "eos", (3, 5, 2),
+            "Hey",
+            "eos",
+            (3, 5, 2),
         ),
         (
             Dialect.MESSAGES,
@@ -205,19 +231,23 @@ def test_data_of_events() -> None:
                 '"usage":{"output_tokens":2}}',
                 '{"type":"message_stop"}',
             ],
-            "Hey", "limit", (3, 5, 2),
+            "Hey",
+            "limit",
+            (3, 5, 2),
         ),
         (
             Dialect.MESSAGES,
             [
                 '{"type":"message","content":[{"type":"text","text":"Hey"}],'
                 '"stop_reason":"end_turn","usage":{"cache_read_input_tokens":3,"input_tokens":2,'
-                '"output_tokens":2}}',
+                '"output_tokens":2}}'
             ],
-            "Hey", "eos", (3, 5, 2),
+            "Hey",
+            "eos",
+            (3, 5, 2),
         ),
     ],
-)  # fmt: skip
+)
 def test_watch(
     dialect: Dialect, events: list[str], text: str, stop: str, counts: tuple[int, int, int]
 ) -> None:

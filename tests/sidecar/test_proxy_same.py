@@ -14,9 +14,20 @@ CHAT = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "
 TOOL = {"name": "look", "description": "Look at it.", "parameters": {"type": "object"}}
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12}
 OWN_EACH_TIME = {
-    "id", "created", "created_at", "completed_at", "item_id", "timings", "model", "id_slot",
-    "cached_tokens", "cache_read_input_tokens", "input_tokens", "t_start", "logprob",
-}  # fmt: skip
+    "id",
+    "created",
+    "created_at",
+    "completed_at",
+    "item_id",
+    "timings",
+    "model",
+    "id_slot",
+    "cached_tokens",
+    "cache_read_input_tokens",
+    "input_tokens",
+    "t_start",
+    "logprob",
+}
 """What two runs of one request may tell apart: names, clocks, and what was cached,
 which shows in the last digits of probabilities."""
 
@@ -34,12 +45,21 @@ GENERATIONS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"prompt": STORY, **GREEDY, "logprobs": 2}),
     ("/v1/chat/completions", {"messages": CHAT, **GREEDY, "logprobs": True, "top_logprobs": 2}),
     ("/v1/chat/completions", {"messages": CHAT, **GREEDY, "n": 2}),
-    ("/v1/chat/completions", {"messages": CHAT, **GREEDY, "response_format": {"type": "json_object"}}),
-    ("/chat/completions", {"messages": CHAT, **GREEDY, "tools": [{"type": "function", "function": TOOL}]}),
+    (
+        "/v1/chat/completions",
+        {"messages": CHAT, **GREEDY, "response_format": {"type": "json_object"}},
+    ),
+    (
+        "/chat/completions",
+        {"messages": CHAT, **GREEDY, "tools": [{"type": "function", "function": TOOL}]},
+    ),
     ("/v1/responses", {"input": "Tell me a story.", "temperature": 0, "max_output_tokens": 12}),
     ("/v1/messages", {"messages": CHAT[1:], "system": "Be kind.", **GREEDY}),
-    ("/v1/messages", {"messages": CHAT[1:], **GREEDY, "tools": [{"name": "look", "input_schema": {}}]}),
-]  # fmt: skip
+    (
+        "/v1/messages",
+        {"messages": CHAT[1:], **GREEDY, "tools": [{"name": "look", "input_schema": {}}]},
+    ),
+]
 
 TOO_LONG: list[tuple[str, dict[str, Any]]] = [
     ("/completion", {"prompt": "word " * 2000}),
@@ -50,33 +70,49 @@ TOO_LONG: list[tuple[str, dict[str, Any]]] = [
 ]
 
 OTHERS: list[tuple[str, str, Any]] = [
-    ("GET", "/health", None), ("GET", "/v1/health", None), ("GET", "/v1/models", None),
-    ("GET", "/lora-adapters", None), ("POST", "/lora-adapters", []), ("GET", "/tools", None),
+    ("GET", "/health", None),
+    ("GET", "/v1/health", None),
+    ("GET", "/v1/models", None),
+    ("GET", "/lora-adapters", None),
+    ("POST", "/lora-adapters", []),
+    ("GET", "/tools", None),
     ("POST", "/tokenize", {"content": STORY, "add_special": True, "with_pieces": True}),
     ("POST", "/detokenize", {"tokens": [403, 407]}),
     ("POST", "/apply-template", {"messages": CHAT}),
     ("POST", "/v1/chat/completions/input_tokens", {"messages": CHAT}),
     ("POST", "/v1/messages/count_tokens", {"messages": CHAT[1:]}),
     ("POST", "/v1/responses/input_tokens", {"input": "Tell me"}),
-    ("POST", "/embedding", {"content": "a"}), ("POST", "/v1/embeddings", {"input": "a"}),
-    ("POST", "/rerank", {"query": "a", "documents": ["b"]}), ("POST", "/infill", {}),
-    ("POST", "/v1/audio/transcriptions", {}), ("POST", "/v1/streams/lookup", {}),
-    ("DELETE", "/v1/stream?conv_id=none", None), ("GET", "/v1/stream?conv_id=none", None),
-    ("GET", "/v1/stream", None), ("POST", "/v1/chat/completions/control", {"id": "x"}),
-    ("POST", "/no/such/endpoint", {"a": 1}), ("GET", "/no/such/file", None),
-    ("PUT", "/completion", {}), ("GET", "/completion", None), ("HEAD", "/health", None),
-    ("POST", "/props", {}), ("GET", "/models/sse", None),
+    ("POST", "/embedding", {"content": "a"}),
+    ("POST", "/v1/embeddings", {"input": "a"}),
+    ("POST", "/rerank", {"query": "a", "documents": ["b"]}),
+    ("POST", "/infill", {}),
+    ("POST", "/v1/audio/transcriptions", {}),
+    ("POST", "/v1/streams/lookup", {}),
+    ("DELETE", "/v1/stream?conv_id=none", None),
+    ("GET", "/v1/stream?conv_id=none", None),
+    ("GET", "/v1/stream", None),
+    ("POST", "/v1/chat/completions/control", {"id": "x"}),
+    ("POST", "/no/such/endpoint", {"a": 1}),
+    ("GET", "/no/such/file", None),
+    ("PUT", "/completion", {}),
+    ("GET", "/completion", None),
+    ("HEAD", "/health", None),
+    ("POST", "/props", {}),
+    ("GET", "/models/sse", None),
     # Refused before anything is evaluated.
-    ("POST", "/completion", {}), ("POST", "/completion", {"prompt": None}),
+    ("POST", "/completion", {}),
+    ("POST", "/completion", {"prompt": None}),
     *(("POST", path, body) for path, body in TOO_LONG),
     ("POST", "/completion", {"prompt": STORY, "n_predict": "many"}),
     ("POST", "/completion", {"prompt": STORY, "grammar": "root ::= ("}),
-    ("POST", "/v1/chat/completions", {}), ("POST", "/v1/chat/completions", {"messages": 3}),
+    ("POST", "/v1/chat/completions", {}),
+    ("POST", "/v1/chat/completions", {"messages": 3}),
     ("POST", "/v1/chat/completions", {"messages": [{"role": "user"}]}),
     ("POST", "/v1/chat/completions", {"messages": CHAT, "logprobs": False, "top_logprobs": 2}),
-    ("POST", "/v1/messages", {}), ("POST", "/v1/responses", {"input": 7}),
+    ("POST", "/v1/messages", {}),
+    ("POST", "/v1/responses", {"input": 7}),
     ("POST", "/v1/responses", {}),
-]  # fmt: skip
+]
 
 
 def scrubbed(value: Any) -> Any:

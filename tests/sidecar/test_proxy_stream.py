@@ -16,7 +16,7 @@ from daemon import Daemon
 
 MakeDaemon = Callable[..., Daemon]
 LONG: dict[str, Any] = {"stream": True, "temperature": 0, "ignore_eos": True, "max_tokens": 7000}
-WAIT_S = 20.0
+WAIT_S = 60.0
 LOOKS_S = 1.3
 
 
@@ -92,7 +92,6 @@ def test_leaving_before_the_reply(slow: Daemon) -> None:
         requests.post(slow.url + "/completion", json=body, timeout=(5, 0.3))
     # llama-server looks after its connection when a second went by without a result, of any
     # task: asking it more often would keep it from looking.
-    time.sleep(LOOKS_S)
     wait_until(lambda: slow.n_processing() == 0, LOOKS_S)
     assert all(decoded(slot) < 7000 for slot in slow.get("/slots"))
     assert slow.complete("Twice", 3)["tokens"]
@@ -144,8 +143,7 @@ def test_without_chunks(slow: Daemon) -> None:
 
 
 def test_a_client_that_stops_reading_for_a_while_gets_it_all(slow: Daemon) -> None:
-    """What goes past the request's task while the client keeps up, and through it while not, is
-    one stream in order."""
+    """What waits for it and what comes when it reads again is one stream in order."""
     body = {"prompt": "Slowly", "max_tokens": 200, "n_probs": 100}
     _, found = raw_stream(slow, body, pause_s=2.0)
     assert [event["tokens_predicted"] for event in found[:-1]] == list(range(1, 201))

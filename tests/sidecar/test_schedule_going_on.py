@@ -9,8 +9,8 @@ import numpy as np
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from towerd.engine.base import Ids
-from towerd.engine.llama_server.scheduler import Choice, Costs, Policy, Slot, Want
+from towerd.engine.llama_server.slots.placement import Choice, Costs, Policy, Slot, Want
+from towerd.tokens import Ids
 
 TOKENS = st.lists(st.integers(1, 2), max_size=6)
 
@@ -53,14 +53,18 @@ def test_what_is_there_is_gone_on_with(
     held = data.draw(st.sampled_from([begun, *(slot.tokens.tolist() for slot in slots)]))
     ids = array([*held, *said] or [1])
     want = Want(
-        ids, "a", n_storable=data.draw(st.integers(0, len(ids) - 1)),
-        n_public=data.draw(st.integers(0, 2)), cache_prompt=data.draw(st.booleans()),
+        ids,
+        "a",
+        n_storable=data.draw(st.integers(0, len(ids) - 1)),
+        n_public=data.draw(st.integers(0, 2)),
+        cache_prompt=data.draw(st.booleans()),
         pinned=data.draw(st.booleans()),
-    )  # fmt: skip
+    )
     fields: dict[str, Any] = {
         "window": data.draw(st.sampled_from([0, 0, 2])),
-        "extends_only": data.draw(st.booleans()), "can_store": data.draw(st.booleans()),
-    }  # fmt: skip
+        "extends_only": data.draw(st.booleans()),
+        "can_store": data.draw(st.booleans()),
+    }
     costs = Costs(prefill_ms=data.draw(st.sampled_from([2.0, 0.01])))
     quick, thorough = Policy(costs, **fields), Weighing(costs, **fields)
     free = [slot for slot in slots if not slot.busy]

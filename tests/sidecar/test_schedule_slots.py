@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from towerd.engine.base import Ids
-from towerd.engine.llama_server.gate import Gate
-from towerd.engine.llama_server.scheduler import Choice, Costs, Policy, Slot, Want
-from towerd.engine.llama_server.slot_table import SlotTable
+from towerd.engine.llama_server.slots.gate import Gate
+from towerd.engine.llama_server.slots.placement import Choice, Costs, Policy, Slot, Want
+from towerd.engine.llama_server.slots.slot_table import SlotTable
 from towerd.errors import Unavailable
+from towerd.tokens import Ids
 
 
 def ids(n: int, seed: int = 0) -> Ids:
@@ -243,7 +243,7 @@ def test_records_of_a_slot() -> None:
     longer = np.concatenate([ids(50)[:30], ids(40, 1)])
     slot.hold(longer, "a")
     assert (slot.n, slot.n_stored, slot.n_unsaved) == (70, 30, 40)
-    assert slot.taint_of(70).tolist() == [2] * 30 + [1] * 40
+    assert slot.provenance_of(70).tolist() == [2] * 30 + [1] * 40
     slot.forget()
     assert (slot.n, slot.n_stored, slot.known) == (0, 0, True)
 
@@ -269,10 +269,13 @@ def test_what_a_slot_shares(pairs: Sequence[tuple[list[int], list[int]]]) -> Non
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 60), st.integers(0, 3)), min_size=2,
-             max_size=5),
-    st.integers(0, 3), st.integers(2, 60), st.integers(0, 59),
-)  # fmt: skip
+    st.lists(
+        st.tuples(st.integers(0, 3), st.integers(1, 60), st.integers(0, 3)), min_size=2, max_size=5
+    ),
+    st.integers(0, 3),
+    st.integers(2, 60),
+    st.integers(0, 59),
+)
 def test_nothing_dearer_than_needed_is_chosen(
     held: Sequence[tuple[int, int, int]], chat: int, n: int, n_storable: int
 ) -> None:

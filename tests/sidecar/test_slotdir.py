@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from towerd.engine.llama_server.slotdir import PREFIX, SlotDir
+from towerd.engine.llama_server.slots.slotdir import PREFIX, SlotDir
 from towerd.errors import ConfigError, DiskFull
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from towerd.engine.llama_server.spoken import MESSAGES_MAX, spoken_of
+from towerd.engine.llama_server.slots.spoken import MESSAGES_MAX, spoken_of
 
 TEXTS = st.sampled_from(["", "a", " a\n", "b"])
 MESSAGES = st.fixed_dictionaries(
@@ -65,8 +65,12 @@ def test_texts_in_parts() -> None:
 
 def test_no_ordinary_chats() -> None:
     strange: list[Any] = [
-        None, "hi", ["hi"], [{"role": "user"}] * (MESSAGES_MAX + 1), [{"a": np.zeros(3)}],
-    ]  # fmt: skip
+        None,
+        "hi",
+        ["hi"],
+        [{"role": "user"}] * (MESSAGES_MAX + 1),
+        [{"a": np.zeros(3)}],
+    ]
     for messages in strange:
         assert spoken_of({"messages": messages}) is None
     assert spoken_of({"messages": []}) is not None

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from sidecar_tools import OpenSidecar, Sidecar, alone, ask, prompt
 
-from towerd.engine.base import Finish, Ids
-from towerd.engine.llama_server.upstream import Upstream
+from towerd.engine.base import Finish
+from towerd.engine.llama_server.process.upstream import Upstream
 from towerd.models.random_gguf import PRESETS, make_random_gguf
 from towerd.models.shape import Arch
+from towerd.tokens import Ids
 
 ARCHS: tuple[Any, ...] = ("lfm2", "mamba", "jamba")
 N_PREDICT = 8

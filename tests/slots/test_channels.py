@@ -15,9 +15,10 @@ from towerd.slots.rows import KVRows, join
 from towerd.slots.runs import Runs
 
 WINDOWED = KVLayout(
-    (Plane(1, 128), Plane(1, 64), Plane(1, 64)), (Plane(1, 32), Plane(1, 64), Plane(0, 128)),
+    (Plane(1, 128), Plane(1, 64), Plane(1, 64)),
+    (Plane(1, 32), Plane(1, 64), Plane(0, 128)),
     n_window=2,
-)  # fmt: skip
+)
 EXTENDED = KVLayout((Plane(1, 128),), (Plane(0, 64),), cell_ext=True)
 LAYOUTS = {"mixed": LAYOUT, "window": WINDOWED, "extended": EXTENDED}
 

@@ -126,15 +126,18 @@ def test_stored_rows_are_near_the_native_ones(name: str) -> None:
 
 formats_of_parts = st.lists(
     st.tuples(st.integers(1, 9), st.sampled_from([NATIVE, "q4h", "q6", "q8ah"])),
-    min_size=1, max_size=6,
-)  # fmt: skip
+    min_size=1,
+    max_size=6,
+)
 
 
 @pytest.mark.parametrize("layout", [F16, MIXED, layout_of("f16", cell_ext=True)])
 @given(
-    parts=formats_of_parts, v_trans=st.booleans(), n_stream=st.integers(1, 3),
+    parts=formats_of_parts,
+    v_trans=st.booleans(),
+    n_stream=st.integers(1, 3),
     n_threads=st.sampled_from([1, 3]),
-)  # fmt: skip
+)
 @settings(deadline=None, max_examples=40)
 def test_any_mixture_composes(
     layout: KVLayout, parts: list[tuple[int, str]], v_trans: bool, n_stream: int, n_threads: int
@@ -171,15 +174,19 @@ def test_real_blobs(real_blobs: dict[str, tuple[bytes, bool]], blob: str, name: 
     layout = state.rows.layout
     kept = stored(state.rows, name)
     frame: dict[str, Any] = {
-        "n_stream": state.n_stream, "stream": state.stream, "v_trans": state.v_trans,
+        "n_stream": state.n_stream,
+        "stream": state.stream,
+        "v_trans": state.v_trans,
         "seq_id": state.seq_id,
-    }  # fmt: skip
+    }
     again = emit_blob([kept], layout=layout, **frame)
     assert len(again) == len(data)
     found = parse_blob(again, cell_ext=cell_ext, layout=layout)
     assert (found.stream, found.v_trans, found.seq_id) == (
-        state.stream, state.v_trans, state.seq_id,
-    )  # fmt: skip
+        state.stream,
+        state.v_trans,
+        state.seq_id,
+    )
     for mine, theirs, plane in zip(floats(found.rows), floats(kept), layout.planes, strict=True):
         bound = TOLERANCE[plane.format.name] * max(1.0, float(np.abs(theirs).max()))
         np.testing.assert_allclose(mine, theirs, atol=bound)

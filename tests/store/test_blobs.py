@@ -18,7 +18,7 @@ from towerd.slots.fingerprint import Fingerprint
 from towerd.slots.layout import KVLayout, Plane
 from towerd.slots.rows import KVRows
 from towerd.store import Node, Store, Wish
-from towerd.store.segment_header import PREAMBLE, VERSION_PLANES, checksum, decode_head
+from towerd.store.segments.segment_header import PREAMBLE, VERSION_PLANES, checksum, decode_head
 
 SPAN_BYTES = 500
 IDS = np.arange(100, 150, dtype=np.int32)
@@ -31,9 +31,9 @@ WINDOW = replace(FINGERPRINT, layout=KVLayout((Plane(1, 64),) * 3, (Plane(1, 32)
 def small_blobs(monkeypatch: pytest.MonkeyPatch) -> None:
     """So small that 50 rows need several, and each of them several checksums."""
     for module in ("segment_header", "segment_writer"):
-        monkeypatch.setattr(f"towerd.store.{module}.SPAN_BYTES", SPAN_BYTES)
+        monkeypatch.setattr(f"towerd.store.segments.{module}.SPAN_BYTES", SPAN_BYTES)
     n_bytes = 20 * FINGERPRINT.layout.token_bytes
-    monkeypatch.setattr("towerd.store.segment_writer.BLOB_BYTES_MAX", n_bytes)
+    monkeypatch.setattr("towerd.store.segments.segment_writer.BLOB_BYTES_MAX", n_bytes)
 
 
 def channels(rows_fingerprint: Fingerprint, ids: npt.NDArray[np.int32], p0: int = 0) -> KVRows:
@@ -150,7 +150,7 @@ def test_a_blob_is_read_before_it_is_believed(root: Path, edit: str) -> None:
 
 def test_files_with_planes_are_read(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the version before wrote: verified, split, re-encoded, then in blobs."""
-    monkeypatch.setattr("towerd.store.segment_writer.BLOB_BYTES_MAX", 1 << 20)
+    monkeypatch.setattr("towerd.store.segments.segment_writer.BLOB_BYTES_MAX", 1 << 20)
     with Store.open(root, FINGERPRINT) as store:
         file = written(store).file
         assert file is not None

@@ -13,7 +13,7 @@ from store_tools import FINGERPRINT, OTHER_MODEL, turn_of
 
 from towerd.errors import RowsDamaged
 from towerd.store import Store
-from towerd.store.boundaries import BoundaryTable, boundary_bytes
+from towerd.store.segments.boundaries import BoundaryTable, boundary_bytes
 from towerd.tiers.boundary import BoundaryTier, leaf_distance
 
 IDS = np.arange(1, 101, dtype=np.int32)

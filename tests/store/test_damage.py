@@ -18,7 +18,7 @@ from store_tools import FINGERPRINT, OTHER_MODEL, check_rows, make_hot, turn_of
 from towerd.errors import RowsDamaged, StoreError, StoreVersion
 from towerd.slots.errors import StateError
 from towerd.store import Store, latest_fingerprint
-from towerd.store.segment_header import (
+from towerd.store.segments.segment_header import (
     PAGE,
     PREAMBLE,
     VERSION,
@@ -354,7 +354,7 @@ def test_no_descriptors_is_not_damage(root: Path, monkeypatch: pytest.MonkeyPatc
     with Store.open(root, FINGERPRINT) as store:
         (part, _) = store.plan_rows(store.match(IDS, "local"), 0, 49)
         with monkeypatch.context() as patch:
-            patch.setattr("towerd.store.segment_file.map_file", out_of_files)
+            patch.setattr("towerd.store.segments.segment_file.map_file", out_of_files)
             with pytest.raises(StoreError, match="Too many") as caught:
                 store.load_rows(part)
             assert not isinstance(caught.value, RowsDamaged)

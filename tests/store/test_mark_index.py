@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from towerd.store.marks import MarkIndex, marks_at, prefix_marks
+from towerd.store.sessions.marks import MarkIndex, marks_at, prefix_marks
 
 
 @pytest.mark.parametrize("seed", range(40))

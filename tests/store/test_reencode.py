@@ -24,9 +24,10 @@ from towerd.errors import RowsDamaged
 from towerd.slots.errors import StateError
 from towerd.slots.layout import NATIVE, KVLayout
 from towerd.slots.rows import KVRows
-from towerd.store import APPROXIMATE, DERIVED, EXACT, Node, SegmentFile, Store, Wish
-from towerd.store.reencode import differs
-from towerd.store.run import Run
+from towerd.store import Node, SegmentFile, Store, Wish
+from towerd.store.segments.reencode import differs
+from towerd.store.segments.run import Run
+from towerd.tokens import Provenance
 
 IDS = np.arange(100, 150, dtype=np.int32)
 
@@ -76,8 +77,10 @@ def test_several_segments_in_one_file(root: Path) -> None:
         new = reencode(store, file, Wish(0, 10, "q4h"), Wish(10, 30, "q6"), Wish(30, 50, "q8"))
         assert [node.file for node in leaf.path()] == [new] * 3
         assert [formats_of(store, node) for node in leaf.path()] == [
-            [(10, "q4h")], [(20, "q6")], [(20, "q8")],
-        ]  # fmt: skip
+            [(10, "q4h")],
+            [(20, "q6")],
+            [(20, "q8")],
+        ]
         store.insert(np.concatenate([IDS[:25], ids_of(1)]), "local", [20, 26])
         assert [node.p1 for node in leaf.path()] == [10, 20, 25, 30, 50]
         assert check_rows(store, leaf) == 50
@@ -113,7 +116,7 @@ def test_formats_that_gain_nothing_are_native(root: Path) -> None:
         new = reencode(store, file, Wish(0, 50, "q4"))
         assert formats_of(store, leaf)[0] == (50, NATIVE)
         assert new.is_native
-        assert not store.plan_rows(leaf, 0, 50)[0].taint.any()
+        assert not store.plan_rows(leaf, 0, 50)[0].provenance.any()
 
 
 def test_taint_says_what_rows_are(store: Store) -> None:
@@ -124,17 +127,21 @@ def test_taint_says_what_rows_are(store: Store) -> None:
     rows = random_rows(LAYOUT, 20, 50)
     assert store.attach_hot(path, rows, derived=True) == [path[1]]
     hot = store.plan_rows(path[-1], 0, 50)[-1]
-    assert (hot.tier, set(hot.taint.tolist())) == ("hot", {DERIVED})
+    assert (hot.tier, set(hot.provenance.tolist())) == ("hot", {Provenance.DERIVED})
     file = store.write_rows(path[1:])
-    assert file.taint(20, 50).tolist() == [DERIVED] * 30
+    assert file.provenance(20, 50).tolist() == [Provenance.DERIVED] * 30
     reencode(store, file, Wish(30, 50, "q8"))
     store.drop_hot(path[1])
     (part,) = store.plan_rows(path[-1], 25, 35)
-    assert part.taint.tolist() == [DERIVED] * 5 + [APPROXIMATE] * 5
-    assert store.attach_hot([path[1]], store.load_rows(
-        store.plan_rows(path[1], 20, 50)[0]).copy()) == [path[1]]  # fmt: skip
+    assert part.provenance.tolist() == [Provenance.DERIVED] * 5 + [Provenance.APPROXIMATE] * 5
+    assert store.attach_hot(
+        [path[1]], store.load_rows(store.plan_rows(path[1], 20, 50)[0]).copy()
+    ) == [path[1]]
     (part,) = store.plan_rows(path[-1], 25, 35)
-    assert (part.tier, part.taint.tolist()) == ("hot", [EXACT] * 5 + [APPROXIMATE] * 5)
+    assert (part.tier, part.provenance.tolist()) == (
+        "hot",
+        [Provenance.EXACT] * 5 + [Provenance.APPROXIMATE] * 5,
+    )
 
 
 def test_exact_plans_pass_over_the_rest(store: Store) -> None:
@@ -183,8 +190,10 @@ def test_promoted_rows_are_written_as_they_are(store: Store) -> None:
     assert store.hot_bytes < 50 * LAYOUT.token_bytes
     store.drop_file(new)
     assert store.write_rows(leaf.path()).runs == (
-        Run(0, 4, NATIVE), Run(4, 36, "q6h"), Run(40, 10, NATIVE),
-    )  # fmt: skip
+        Run(0, 4, NATIVE),
+        Run(4, 36, "q6h"),
+        Run(40, 10, NATIVE),
+    )
     for node in leaf.path():
         store.drop_hot(node)
     assert check_rows(store, leaf) == 50

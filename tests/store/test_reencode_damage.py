@@ -21,8 +21,8 @@ from towerd.errors import RowsDamaged, StoreError
 from towerd.slots.errors import StateError
 from towerd.slots.layout import NATIVE
 from towerd.store import Node, SegmentFile, Store, Wish
-from towerd.store.run import Run, decode_runs, encode_runs
-from towerd.store.segment_header import PREAMBLE, checksum, decode_head, page_up
+from towerd.store.segments.run import Run, decode_runs, encode_runs
+from towerd.store.segments.segment_header import PREAMBLE, checksum, decode_head, page_up
 
 IDS = np.arange(100, 150, dtype=np.int32)
 
@@ -138,9 +138,16 @@ def test_headers_that_contradict_are_refused(root: Path, what: str, message: str
 
 @pytest.mark.parametrize(
     "text",
-    ['{"a": 1}', "[[50]]", '[[50, "q9", false]]', '[[49, "q4h", false]]',
-     '[[-1, "q4h", false], [51, "q4h", false]]', "[]", '[[50, "f16", false]]'],
-)  # fmt: skip
+    [
+        '{"a": 1}',
+        "[[50]]",
+        '[[50, "q9", false]]',
+        '[[49, "q4h", false]]',
+        '[[-1, "q4h", false], [51, "q4h", false]]',
+        "[]",
+        '[[50, "f16", false]]',
+    ],
+)
 def test_catalogs_with_impossible_runs_are_refused(root: Path, text: str) -> None:
     """As any other contradiction in the catalog."""
     with Store.open(root, FINGERPRINT) as store:

@@ -141,8 +141,9 @@ CRASHES = textwrap.dedent(
     from store_tools import FINGERPRINT, check_rows, write_all
     import numpy as np
     from towerd.kernels import dispatch
-    from towerd.store import Store, Wish
-    from towerd.store.catalog import Catalog
+    from towerd.store import Store
+    from towerd.store import Wish
+    from towerd.store.catalog.catalog import Catalog
 
     root, copy = Path(sys.argv[1]), Path(sys.argv[1] + "-copy")
     IDS = np.arange(100, 150, dtype=np.int32)
@@ -204,7 +205,10 @@ def test_killed_at_every_point(root: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-P", "-c", CRASHES, str(root)],
         env={**os.environ, "PYTHONPATH": f"{SUPPORT}:{os.environ.get('PYTHONPATH', '')}"},
-        capture_output=True, text=True, timeout=110, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[-1]) >= 20

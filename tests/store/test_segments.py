@@ -24,7 +24,8 @@ from store_tools import (
 from towerd.errors import StoreError
 from towerd.slots.errors import StateError
 from towerd.slots.rows import KVRows
-from towerd.store import Store, segment_file
+from towerd.store import Store
+from towerd.store.segments import segment_file
 
 IDS = np.arange(100, 150, dtype=np.int32)
 
@@ -165,8 +166,10 @@ def test_write_refuses_what_cannot_share_a_file(store: Store) -> None:
         store.write_rows(own)
     make_hot(store, own[-1])
     for nodes, message in (
-        ([], "no segments"), (own, "one scope"), ([own[0], own[2]], "consecutive"),
-    ):  # fmt: skip
+        ([], "no segments"),
+        (own, "one scope"),
+        ([own[0], own[2]], "consecutive"),
+    ):
         with pytest.raises(StoreError, match=message):
             store.write_rows(nodes)
     assert store.write_rows(own[1:]) is store.write_rows(own[1:])
@@ -185,10 +188,11 @@ def test_rows_with_strides_are_written(store: Store) -> None:
     """Rows need not be adjacent in memory."""
     rows = rows_of(IDS)
     apart = KVRows(
-        LAYOUT, rows.positions,
+        LAYOUT,
+        rows.positions,
         tuple(np.repeat(plane, 2, axis=0)[::2] for plane in rows.k),
         tuple(np.repeat(plane, 2, axis=0)[::2] for plane in rows.v),
-    )  # fmt: skip
+    )
     path = store.insert(IDS, "local", [50])
     store.attach_hot(path, apart)
     store.write_rows(path)

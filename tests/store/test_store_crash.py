@@ -22,8 +22,8 @@ WORKER = textwrap.dedent(
     import os, sys, threading
     from pathlib import Path
     from store_tools import FINGERPRINT, make_hot, turn_of
-    from towerd.store import Store, Wish
-
+    from towerd.store import Store
+    from towerd.store import Wish
     def history(chat, n_turns):
         ids = list(range(50))
         for turn in range(n_turns):

@@ -19,8 +19,9 @@ BASE = list(range(40, 60))
 SHORT = st.lists(st.integers(0, 3), max_size=4)
 STEPS = st.lists(
     st.tuples(st.integers(0, 99), st.integers(0, 99), SHORT, SHORT, st.floats(0, 1)),
-    min_size=1, max_size=9,
-)  # fmt: skip
+    min_size=1,
+    max_size=9,
+)
 """(which earlier turn to go on from, how much of it to keep, new prompt, reply, rows there)."""
 
 
@@ -48,15 +49,20 @@ def seen(store: Store, scope: str = "local") -> dict[str, Any]:
         "turns": [
             (
                 None if turn.parent is None else places[turn.parent],
-                turn.n_prompt, turn.n_reply, turn.n_cached, turn.started, turn.created,
-                turn.finished, turn.current,
+                turn.n_prompt,
+                turn.n_reply,
+                turn.n_cached,
+                turn.started,
+                turn.created,
+                turn.finished,
+                turn.current,
                 store.node(turn.reply_node).prefix_bytes() if turn.reply_node else b"",
                 tails[turn.id],
                 store.node(turn.prompt_node).p1 if turn.prompt_node else 0,
             )
             for turn in turns
         ],
-    }  # fmt: skip
+    }
 
 
 @given(STEPS, STEPS)

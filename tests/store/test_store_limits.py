@@ -57,8 +57,10 @@ def test_a_closed_store_says_so(store: Store) -> None:
     (leaf,) = store.insert(np.arange(3, dtype=np.int32), "local", [3])
     store.close()
     for call in (
-        store.sessions, lambda: store.match(np.arange(3, dtype=np.int32), "a"), lambda: store.write_rows([leaf]),
-    ):  # fmt: skip
+        store.sessions,
+        lambda: store.match(np.arange(3, dtype=np.int32), "a"),
+        lambda: store.write_rows([leaf]),
+    ):
         with pytest.raises(StoreError, match="closed"):
             call()
 

@@ -16,9 +16,11 @@ from store_tools import FINGERPRINT, LAYOUT, check_rows, insert_in_vain, rows_of
 from towerd.errors import StoreError
 from towerd.policy import NAMES
 from towerd.slots.layout import NATIVE
-from towerd.store import APPROXIMATE, Node, Store, Wish, tips
-from towerd.store.sessions import RECOGNISED_TOKENS_MIN
+from towerd.store import Node, Store, Wish
+from towerd.store.prefix import tips
+from towerd.store.sessions.sessions import RECOGNISED_TOKENS_MIN
 from towerd.tiers.ranking import Ranking
+from towerd.tokens import Provenance
 
 SCOPES = ("a", "b")
 FORMATS = (NATIVE, "q4h", "q6", "q8ah")
@@ -86,9 +88,12 @@ class StoreMachine(RuleBasedStateMachine):
         self.sequences[scope].add(tuple(ids[: max(ends)]))
 
     @rule(
-        ids=TOKENS, reply=TOKENS, scope=st.sampled_from(SCOPES), name=st.sampled_from((None, "x")),
+        ids=TOKENS,
+        reply=TOKENS,
+        scope=st.sampled_from(SCOPES),
+        name=st.sampled_from((None, "x")),
         data=st.data(),
-    )  # fmt: skip
+    )
     def commit(
         self, ids: list[int], reply: list[int], scope: str, name: str | None, data: st.DataObject
     ) -> None:
@@ -162,19 +167,20 @@ class StoreMachine(RuleBasedStateMachine):
         file = self.pick(data).file
         if file is None:
             return
-        p0, p1 = min(n.p0 for n in file.nodes), max(n.p1 for n in file.nodes)
+        nodes = [node for node in self.store.nodes() if node.file is file]
+        p0, p1 = min(n.p0 for n in nodes), max(n.p1 for n in nodes)
         cuts = [data.draw(st.integers(p0, p1)) for _ in names[1:]]
         edges = [p0, *sorted(cuts), p1]
         wishes = [
             Wish(a, b, name) for a, b, name in zip(edges, edges[1:], names, strict=False) if a < b
         ]
-        before = {p: file.taint(p, p + 1)[0] for p in range(p0, p1)}
+        before = {p: file.provenance(p, p + 1)[0] for p in range(p0, p1)}
         new = self.store.reencode(file, wishes)
         assert new is not None
         for wish in wishes:
             for p in range(wish.p0, wish.p1):
-                assert (new.taint(p, p + 1)[0] == APPROXIMATE) == (
-                    before[p] == APPROXIMATE or wish.format != NATIVE
+                assert (new.provenance(p, p + 1)[0] == Provenance.APPROXIMATE) == (
+                    before[p] == Provenance.APPROXIMATE or wish.format != NATIVE
                 )
 
     @precondition(has_nodes)

@@ -13,8 +13,8 @@ from store_tools import FINGERPRINT, check_rows, rows_of, turn_of
 
 from towerd.errors import RowsDamaged, StoreError
 from towerd.store import Store
-from towerd.store.keys import segment_key
-from towerd.store.node import ids_bytes
+from towerd.store.prefix.keys import segment_key
+from towerd.tokens import ids_bytes
 
 RUN = 80
 N_RUNS = 100
@@ -41,10 +41,20 @@ def fill(root: Path, n_chats: int, n_runs: int = N_RUNS) -> int:
                 key = segment_key(state.digest, "local", prefix)
                 if key not in seen:
                     seen[key] = len(seen) + 1
-                    rows.append((
-                        seen[key], state.fingerprint_pk, parent, "local", RUN * run,
-                        RUN * (run + 1), 1.0, 1.0, key, prefix[4 * RUN * run :],
-                    ))  # fmt: skip
+                    rows.append(
+                        (
+                            seen[key],
+                            state.fingerprint_pk,
+                            parent,
+                            "local",
+                            RUN * run,
+                            RUN * (run + 1),
+                            1.0,
+                            1.0,
+                            key,
+                            prefix[4 * RUN * run :],
+                        )
+                    )
                 parent = seen[key]
         with state.catalog.transaction():
             state.catalog.run_many(

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from store_tools import ids_of, turn_of
 
-from towerd.store import Node, Store, growth, keys, tips, trie
-from towerd.store.sessions import SessionTable
+from towerd.store import Node, Store
+from towerd.store.prefix import growth, keys, tips, trie
+from towerd.store.sessions.sessions import SessionTable
 
 
 class Watch:

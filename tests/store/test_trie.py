@@ -154,7 +154,7 @@ class Heard(Listener):
     def left_hot(self, node: Node) -> None:
         self._events.append(("cool", node.id))
 
-    def became_warm(self, file: SegmentFile) -> None:
+    def became_warm(self, file: SegmentFile, nodes: Sequence[Node]) -> None:
         self._events.append(("warm", file.id))
 
     def left_warm(self, file: SegmentFile) -> None:

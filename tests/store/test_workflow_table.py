@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from towerd.store import Store
-from towerd.store import workflows as module
-from towerd.store.workflows import Invocation, WorkflowTable
+from towerd.store.sessions import workflows as module
+from towerd.store.sessions.workflows import Invocation, WorkflowTable
 
 STEP = Invocation("local", "w", True, 1.0, "planner", "s1", 7, 100, 20, 1.5, 2.5, "tool_use")
 

@@ -1,4 +1,4 @@
-"""Many short conversations behind shared bases, and a codec with a runtime for them."""
+"""Many short conversations behind shared bases, and a codec for them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,14 @@ from store_tools import turn_of
 from towerd.codec import Codec
 from towerd.codec.forms import FormCoder
 from towerd.codec.models import mini
-from towerd.codec.models.llama import LlamaPredictor
-from towerd.codec.network import Same
 from towerd.codec.vocabulary import GgufVocabulary
 from towerd.models.bundled import bundled_model
 from towerd.store import Store
 
 N_BASES = 20
 BASE_TOKENS = 40
-BOS = 1
 ALL_NETWORK = os.environ.get("TOWERD_TEST_COLD") == "network"
-"""Whether all sessions but those in `same` are coded with the mini model: some 15 minutes instead
-of a minute."""
+"""Whether all sessions are coded with the mini model: some 15 minutes instead of a minute."""
 
 
 def name_of(number: int) -> str:
@@ -47,29 +43,21 @@ def record(store: Store, number: int) -> None:
 
 
 def form_of(number: int) -> str:
-    """What a conversation is coded in at first: a hundredth with llama.cpp's numbers, a fortieth or
-    all others with those of the mini model."""
-    if number % 100 == 0:
-        return "same"
+    """What a conversation is coded in at first: a fortieth or all with the mini model."""
     return "network" if ALL_NETWORK or number % 40 == 1 else "packed"
 
 
 def some_form(chance: random.Random) -> str:
     """What one is coded in when it is frozen again."""
-    rest = "network" if ALL_NETWORK else "packed"
-    return chance.choice(("same", "network", *[rest] * 8))
+    return chance.choice(("network", *["network" if ALL_NETWORK else "packed"] * 8))
 
 
 @contextmanager
 def coder(tables: Path, n_threads: int = 1) -> Iterator[Codec]:
-    """The bundled model's vocabulary, and itself as the model of the form `same`; `tables` as for
-    `Codec`. With more than one thread the mini model of the package has as many."""
-    path = bundled_model()
-    with (
-        GgufVocabulary(path) as vocabulary,
-        LlamaPredictor(path, n_threads=n_threads, lanes_max=2, n_ctx=64) as predictor,
-    ):
-        networks: list[FormCoder] = [Same(vocabulary, predictor, first=BOS)]
+    """For the bundled model's vocabulary; `tables` as for `Codec`. With more than one thread the
+    mini model of the package has as many."""
+    with GgufVocabulary(bundled_model()) as vocabulary:
+        networks: list[FormCoder] = []
         if n_threads > 1:
             networks.append(mini.mini_network(vocabulary, mini.PATH, n_threads=n_threads))
         yield Codec(vocabulary, networks, tables)

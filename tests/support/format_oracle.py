@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from towerd.kernels import dispatch
 from towerd.kernels.formats import BY_NAME, STORED_FORMATS
-from towerd.kernels.reference_blocks import decode_blocks, encode_blocks
+from towerd.kernels.reference.blocks import decode_blocks, encode_blocks
 from towerd.slots.layout import KVLayout, Plane
 from towerd.slots.rows import KVRows
 

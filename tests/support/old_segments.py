@@ -12,8 +12,8 @@ import msgspec
 
 from towerd.slots.blob import parse_blob
 from towerd.slots.layout import KVLayout
-from towerd.store.database import SEALED_VERSION
-from towerd.store.segment_header import (
+from towerd.store.catalog.database import SEALED_VERSION
+from towerd.store.segments.segment_header import (
     BlobEntry,
     checksum,
     decode_head,

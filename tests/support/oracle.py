@@ -14,21 +14,26 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from services import EmbeddedService
 
 from towerd.config import Config
-from towerd.engine.base import Finish, GenerateRequest, Ids, Piece
-from towerd.engine.embedded.attention import flash_attention
-from towerd.engine.embedded.context import LlamaContext
-from towerd.engine.embedded.model import LlamaModel
-from towerd.engine.embedded.vocab import Vocab
-from towerd.engine.embedded.wire_model import encode
-from towerd.service import Service
+from towerd.engine.base import Finish, GenerateRequest, Piece
+from towerd.engine.embedded.engine import EmbeddedEngine
+from towerd.engine.embedded.longchat.attention import flash_attention
+from towerd.engine.embedded.longchat.budgets import bounded
+from towerd.engine.embedded.longchat.live_set import BoundedSet
+from towerd.engine.embedded.model.context import LlamaContext
+from towerd.engine.embedded.model.model import LlamaModel
+from towerd.engine.embedded.model.vocab import Vocab
+from towerd.engine.embedded.model.wire_model import encode
+from towerd.engine.embedded.scheduling.pool import LiveSeq
+from towerd.tokens import Ids
 from towerd.wire import Reply, Request, Writer
 
 T = TypeVar("T")
 Logits = npt.NDArray[np.float64]
 GREEDY = {"temperature": 0.0, "n_probs": 4, "ignore_eos": True}
-OpenService = Callable[..., AbstractAsyncContextManager[Service]]
+OpenService = Callable[..., AbstractAsyncContextManager[EmbeddedService]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +55,7 @@ class Answer:
     text: str
 
 
-async def ask(service: Service, ids: Any, n_predict: int = 8, **fields: Any) -> Answer:
+async def ask(service: EmbeddedService, ids: Any, n_predict: int = 8, **fields: Any) -> Answer:
     """Run a greedy request to its end."""
     ids = np.asarray(ids, np.int32)
     body = {**GREEDY, "prompt": ids, "n_predict": n_predict}
@@ -87,25 +92,35 @@ def some_ids(n: int, seed: int = 0) -> Ids:
     return np.random.default_rng(seed).integers(260, 500, n).astype(np.int32)
 
 
-async def inside(service: Service, work: Callable[[], T]) -> T:
+def bounded_sequences(engine: EmbeddedEngine) -> list[LiveSeq]:
+    """The live sequences of chats with a budget. Ask `inside` the inference thread."""
+    return [seq for seq in engine.pool if isinstance(seq.live_set, BoundedSet)]
+
+
+def live_sets(engine: EmbeddedEngine) -> list[BoundedSet]:
+    """Their live sets."""
+    return [bounded(seq) for seq in bounded_sequences(engine)]
+
+
+async def inside(service: EmbeddedService, work: Callable[[], T]) -> T:
     """Run `work` on the inference thread."""
     return await asyncio.wrap_future(service.engine.scheduler.call(work))
 
 
-async def settle(service: Service) -> None:
+async def settle(service: EmbeddedService) -> None:
     """Everything recorded is exported and written; every account adds up."""
     await service.engine.settle()
     await asyncio.to_thread(service.tiers.flush)
     await check_integrity(service)
 
 
-async def check_integrity(service: Service) -> None:
+async def check_integrity(service: EmbeddedService) -> None:
     """Pool, context and store agree with themselves and with each other."""
     await asyncio.wrap_future(service.engine.scheduler.call(lambda: check_live(service)))
     await asyncio.to_thread(service.store.check_integrity)
 
 
-def check_live(service: Service) -> None:
+def check_live(service: EmbeddedService) -> None:
     """No leaked cell: the context holds exactly what the pool accounts for."""
     pool, context = service.engine.pool, service.engine.core.context
     pool.check_integrity()
@@ -117,8 +132,7 @@ def check_live(service: Service) -> None:
     for thinned in (seq for seq in pool if seq.is_thinned):
         rows = service.engine.core.memory.rows(thinned.id, 0, thinned.place_next)
         assert rows is not None
-        assert thinned.retained is not None
-        assert np.array_equal(rows.positions, thinned.retained.places), "places"
+        assert np.array_equal(rows.positions, bounded(thinned).places), "places"
 
 
 class Oracle:

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 from oracle import Answer, Logits, Oracle, TokenProbs, inside, token_probs
+from services import EmbeddedService
 
-from towerd.engine.base import Ids
-from towerd.service import Service
+from towerd.tokens import Ids
 
 ROUNDING = 1e-3
 """llama.cpp's own softmax adds 49,152 probabilities up in 32 bits, which loses the small ones: 1e-4 of
@@ -42,7 +42,7 @@ def said(reply: Mapping[str, Any]) -> Said:
     return Said(reply["tokens"], token_probs(reply))
 
 
-async def ids_of(service: Service, text: str, *, begins: bool = False) -> Ids:
+async def ids_of(service: EmbeddedService, text: str, *, begins: bool = False) -> Ids:
     """`begins`: with what the model wants at the beginning of a text."""
     return await service.engine.tokenize(text, add_special=begins, parse_special=True)
 
@@ -51,7 +51,7 @@ def joined(*parts: Sequence[int] | Ids) -> Ids:
     return np.concatenate([np.asarray(part, np.int32) for part in parts])
 
 
-async def drop_live(service: Service) -> None:
+async def drop_live(service: EmbeddedService) -> None:
     """Nothing is live any more; what was is in the store."""
 
     def drop() -> None:

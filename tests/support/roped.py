@@ -12,15 +12,15 @@ import numpy.typing as npt
 from gguf import GGMLQuantizationType, quants
 
 from towerd.config import Config
-from towerd.engine.base import Ids
-from towerd.engine.embedded.context import LlamaContext
-from towerd.engine.embedded.model import LlamaModel
+from towerd.engine.embedded.model.context import LlamaContext
+from towerd.engine.embedded.model.model import LlamaModel
 from towerd.engine.rope import Running, read_rope
 from towerd.models.random_gguf import Shape, make_random_gguf
 from towerd.slots.blob import emit_blob, parse_blob
 from towerd.slots.layout import Plane
 from towerd.slots.rope import Rope
 from towerd.slots.rows import KVRows
+from towerd.tokens import Ids
 
 Values = npt.NDArray[np.float64]
 N_CELLS = 2048

@@ -12,7 +12,7 @@ from towerd.models.gguf_file import writing
 
 N_EMBD = 64
 N_FF = 32
-N_CTX_TRAIN = 8192
+N_CTX_TRAIN = 32768
 EOS = 2
 FILL_IN = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_sep|>", "<|repo_name|>")
 """llama.cpp knows them by their names."""

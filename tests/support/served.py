@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, contextmanager
 
 from aiohttp import web
 
-from towerd.api.connection import Runner
+from towerd.api.http.connection import Runner
 from towerd.app import SWITCH_INTERVAL_S, tame_collector
 
 

@@ -13,14 +13,15 @@ import numpy as np
 from waiting import until_async
 
 from towerd.config import Config
-from towerd.engine.base import Finish, GenerateRequest, Ids, Piece
-from towerd.engine.llama_server.binary import library_env
+from towerd.engine.base import Finish, GenerateRequest, Piece
 from towerd.engine.llama_server.engine import LlamaServerEngine
-from towerd.engine.llama_server.process import LlamaServerProcess
-from towerd.engine.llama_server.scheduler import Costs
-from towerd.session import Sessions
+from towerd.engine.llama_server.process.binary import library_env
+from towerd.engine.llama_server.process.process import LlamaServerProcess
+from towerd.engine.llama_server.slots.placement import Costs
+from towerd.sessions.sessions import Sessions
 from towerd.store import Store
 from towerd.tiers.manager import Tiers
+from towerd.tokens import Ids
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 

@@ -6,11 +6,11 @@ import asyncio
 import time
 from collections.abc import Callable
 
-_WAIT_S_MAX = 60.0
+_WAIT_S_MAX = 300.0
 
 
 def until(done: Callable[[], bool]) -> None:
-    """Return once `done()`; fails after a minute."""
+    """Return once `done()`; fails after five minutes."""
     deadline = time.monotonic() + _WAIT_S_MAX
     while not done():
         assert time.monotonic() < deadline

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from store_tools import FINGERPRINT
 
 from towerd.store import Store
-from towerd.store.boundaries import Boundary
+from towerd.store.segments.boundaries import Boundary
 from towerd.tiers.boundary import NEAR_TOKENS, BoundaryTier
 
 Tokens = tuple[int, ...]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from towerd.drift import Drift
 from towerd.kernels.formats import BY_NAME
 from towerd.slots.layout import NATIVE, KVLayout, Plane
-from towerd.tiers.calibration import (
+from towerd.tiers.formats.calibration import (
     ALL_NATIVE,
     BOUNDS,
     CANDIDATES,
@@ -34,8 +34,14 @@ from towerd.tiers.calibration import (
     formats_digest,
     sizes,
 )
-from towerd.tiers.format_search import COARSE, calibrate, choose, coarse_tables, measure_grid
-from towerd.tiers.interval import interval
+from towerd.tiers.formats.format_search import (
+    COARSE,
+    calibrate,
+    choose,
+    coarse_tables,
+    measure_grid,
+)
+from towerd.tiers.formats.interval import interval
 
 F16 = KVLayout((Plane(1, 256),) * 2, (Plane(1, 256),) * 2)
 BITS = sizes(F16)
@@ -171,7 +177,7 @@ def test_noise_of_the_model_takes_no_bits_away(floor_kl: float) -> None:
 def test_excess_is_measured_until_it_is_known_to_a_third_of_the_bound() -> None:
     meter = Fake(additive((3.0, 10.0, 30.0)), ci=0.0052)
     chosen = choose(meter, measure_grid(meter, FORMATS), BITS, 0.002)
-    assert chosen.is_precise
+    assert chosen.cost.ci <= chosen.bound / 3
     assert chosen.cost.n_tokens == N_EACH * 64 > N_EACH * COARSE
     assert chosen.cost.excess + chosen.cost.ci <= 0.002
     coarse = Fake(additive((3.0, 10.0, 30.0)), ci=0.0001)
@@ -184,7 +190,7 @@ def test_what_is_not_surely_within_the_bound_is_not_taken() -> None:
     noisy = Fake(additive((3.0, 10.0, 30.0)), ci=0.012)
     sure = Fake(additive((3.0, 10.0, 30.0)))
     choices = [choose(meter, measure_grid(meter, FORMATS), BITS, 0.002) for meter in (noisy, sure)]
-    assert not choices[0].is_precise
+    assert choices[0].cost.ci > choices[0].bound / 3
     assert choices[0].cost.excess_max <= 0.002
     assert choices[0].bits > choices[1].bits
 

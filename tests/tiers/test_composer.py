@@ -15,7 +15,7 @@ from towerd.slots.layout import KVLayout, Plane
 from towerd.slots.rows import KVRows, join
 from towerd.slots.runs import Runs
 from towerd.store import Node, RowsPart
-from towerd.store.rows import Tier
+from towerd.store.segments.rows import Tier
 from towerd.tiers.composer import Composer, Piece
 from towerd.tiers.plan import Composed
 
@@ -70,7 +70,7 @@ def test_composed_rows_are_the_rows(
     fit = [len(rows) >= 5 and as_blobs and v_trans == wants for _, rows in pieces]
     assert len(direct) == sum(fit)
     for each in blobs:
-        assert each.n == each.n_hot + each.n_warm == len(each.taint)
+        assert each.n == each.n_hot + each.n_warm == len(each.provenance)
         assert each.buffer is None or each.n <= 8
         composer.recycle(each)
 

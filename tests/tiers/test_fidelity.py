@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from towerd.errors import ConfigError
 from towerd.kernels.formats import STORED_FORMATS
-from towerd.tiers.fidelity import DYNAMIC, LEVEL_MAX, NATIVE, LevelFormats
+from towerd.tiers.formats.fidelity import DYNAMIC, LEVEL_MAX, NATIVE, LevelFormats
 
 NAMES = [NATIVE, *(row.name for row in STORED_FORMATS)]
 

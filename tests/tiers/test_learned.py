@@ -14,6 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lab.predict.runs import Run
+from lab.predict.train_mixture import train_mixture
 from towerd.errors import ConfigError
 from towerd.policy import make_policy
 from towerd.policy.base import Learning
@@ -21,8 +23,6 @@ from towerd.policy.predict.base import END, N_STEPS
 from towerd.policy.predict.markov import CONTEXTS_KEPT, Markov, learn
 from towerd.policy.predict.memory import PARTS
 from towerd.policy.predict.mixture_file import save
-from towerd.policy.predict.runs import Run
-from towerd.policy.predict.train_mixture import train_mixture
 from towerd.policy.predict.trained import Trained
 from towerd.tiers.learned import BYTES_MAX, META_KEY, Learned, pack, unpack
 from towerd.tiers.ranking import Ranking

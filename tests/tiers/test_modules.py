@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from store_tools import FINGERPRINT, assert_same_rows, rows_of
 
 from towerd.config import Config
-from towerd.engine.base import Ids
-from towerd.engine.embedded.model import LlamaModel
-from towerd.engine.embedded.vocab import Vocab
+from towerd.engine.embedded.model.model import LlamaModel
+from towerd.engine.embedded.model.vocab import Vocab
 from towerd.errors import InvalidRequest, StoreError
 from towerd.models.bundled import bundled_model
 from towerd.slots.layout import KVLayout
@@ -24,6 +23,7 @@ from towerd.store import Module, Store
 from towerd.tiers.manager import Tiers
 from towerd.tiers.module_text import TOKENS_MIN, inner_ids, surrounded
 from towerd.tiers.modules import Modules
+from towerd.tokens import Ids
 
 LAYOUT = KVLayout((plane_of("f16", 64),), (plane_of("f16", 64),))
 MODULE = Module(1, "", 15.0, ((0, 4),), 0.001, 0.9)

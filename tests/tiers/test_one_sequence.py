@@ -349,6 +349,7 @@ def test_cut_while_it_is_fetched_ahead(tmp_path: Path, at: str | None) -> None:
         STATES["warm"](bench)
         seer.said = (bench.tip.id,)
         prefetcher = bench.tiers.prefetcher
+        prefetcher.start(lambda: True)
         prefetcher._bytes_per_s, prefetcher._last_s = 1 << 30, 0.0
         if at is None:
             prefetcher.step(1 << 30)

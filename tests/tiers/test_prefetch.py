@@ -43,6 +43,7 @@ class Bench:
         )  # fmt: skip
         self.seer = self.tiers.ranking._hot = Seer()
         self.prefetcher = self.tiers.prefetcher
+        self.prefetcher.start(lambda: True)
         self._step = self.prefetcher.step
         # the tier thread takes no steps of its own here
         self.prefetcher.step = lambda room: None  # type: ignore[method-assign]
@@ -131,9 +132,9 @@ def test_bandwidth(slow: Bench) -> None:
 def test_not_while_prompts_are_evaluated(full: Bench) -> None:
     full.drop(*full.tips)
     full.seer.said = [full.tips[3].id]
-    full.prefetcher.is_calm = lambda: False
+    full.prefetcher.start(lambda: False)
     assert full.step() == []
-    full.prefetcher.is_calm = lambda: True
+    full.prefetcher.start(lambda: True)
     assert full.step() == [3]
 
 
@@ -144,7 +145,7 @@ def test_what_has_no_rows_is_handed_on(full: Bench) -> None:
     assert tip.file is not None
     full.store.drop_file(tip.file)
     asked: list[Node] = []
-    full.prefetcher.on_cold = asked.append
+    full.prefetcher.start(lambda: True, asked.append)
     full.seer.said = [tip.id]
     assert 2 not in full.step()
     assert asked == [tip]

@@ -11,14 +11,14 @@ import pytest
 from format_oracle import plane_of
 from store_tools import FINGERPRINT, rows_of
 
-from towerd.engine.base import Ids
+from lab.replay.load import load
+from lab.replay.simulate import replay
 from towerd.policy import NAMES, make_policy
-from towerd.replay.load import load
-from towerd.replay.recorder import Recorder
-from towerd.replay.simulate import replay
+from towerd.sessions.trace_recorder import Recorder
 from towerd.slots.layout import KVLayout
 from towerd.store import Node, Store, Turn, Wish
 from towerd.tiers.manager import Tiers
+from towerd.tokens import Ids
 
 LAYOUT = KVLayout((plane_of("f16", 64),), (plane_of("f16", 64),))
 NOTHING = np.zeros(0, np.int32)

@@ -17,7 +17,7 @@ from towerd.errors import DiskFull
 from towerd.slots.layout import NATIVE, KVLayout
 from towerd.slots.rows import KVRows
 from towerd.store import Node, SegmentFile, Store, Wish
-from towerd.tiers.fidelity import LevelFormats
+from towerd.tiers.formats.fidelity import LevelFormats
 from towerd.tiers.shrink import SINKS, TAIL, Shrinker, tail_start
 
 LAYOUT = KVLayout((plane_of("f16", 32),), (plane_of("f16", 64),))

@@ -16,11 +16,12 @@ from waiting import until
 
 from towerd.slots.blob import emit_blob, parse_blob
 from towerd.slots.layout import NATIVE, KVLayout
-from towerd.store import APPROXIMATE, DERIVED, EXACT, Node, Store
-from towerd.tiers.fidelity import LevelFormats
+from towerd.store import Node, Store
+from towerd.tiers.formats.fidelity import LevelFormats
 from towerd.tiers.manager import Tiers
 from towerd.tiers.plan import Plan
 from towerd.tiers.shrink import SINKS, TAIL
+from towerd.tokens import Provenance
 
 LAYOUT = KVLayout((plane_of("f16", 64),), (plane_of("f16", 64),))
 IDS = np.random.default_rng(0).integers(0, 1000, 600).astype(np.int32)
@@ -65,14 +66,14 @@ def put(store: Store, tiers: Tiers, ends: tuple[int, ...] = (600,), **flags: Any
 
 
 def composed(tiers: Tiers, plan: Plan) -> tuple[list[np.ndarray[Any, Any]], np.ndarray[Any, Any]]:
-    """The blobs of a plan and the taint of all their tokens."""
-    blobs, taint = [], []
+    """The blobs of a plan and the provenance of all their tokens."""
+    blobs, provenance = [], []
     for item in tiers.compose(plan):
         blobs.append(item.blob.copy())
-        taint.append(item.taint)
-        assert item.n == len(item.taint) == item.n_hot + item.n_warm
+        provenance.append(item.provenance)
+        assert item.n == len(item.provenance) == item.n_hot + item.n_warm
         tiers.recycle(item)
-    return blobs, np.concatenate(taint)
+    return blobs, np.concatenate(provenance)
 
 
 def test_unused_rows_shrink_by_themselves(open_tiers: OpenTiers) -> None:
@@ -84,8 +85,13 @@ def test_unused_rows_shrink_by_themselves(open_tiers: OpenTiers) -> None:
     plan = tiers.plan(IDS, "local", 0)
     assert (plan.n_warm, plan.n_approximate) == (600, N_STORED)
     assert tiers.plan(IDS, "local", 300).n_approximate == 600 - TAIL - 300
-    blobs, taint = composed(tiers, plan)
-    assert taint.tolist() == [EXACT] * SINKS + [APPROXIMATE] * N_STORED + [EXACT] * TAIL
+    blobs, provenance = composed(tiers, plan)
+    assert (
+        provenance.tolist()
+        == [Provenance.EXACT] * SINKS
+        + [Provenance.APPROXIMATE] * N_STORED
+        + [Provenance.EXACT] * TAIL
+    )
     (part,) = store.plan_rows(leaf, 0, 600)
     assert bytes(blobs[0]) == bytes(emit_blob(list(store.load_rows(part)), layout=LAYOUT))
     found = parse_blob(blobs[0], layout=LAYOUT).rows
@@ -110,9 +116,9 @@ def test_promoted_rows_keep_their_format(open_tiers: OpenTiers) -> None:
     assert store.hot_bytes < 0.6 * 600 * LAYOUT.token_bytes
     plan = tiers.plan(IDS, "local", 0)
     assert (plan.n_hot, plan.n_approximate) == (600, N_STORED)
-    hot, taint = composed(tiers, plan)
+    hot, provenance = composed(tiers, plan)
     assert all(map(np.array_equal, cold, hot))
-    assert np.count_nonzero(taint == APPROXIMATE) == N_STORED
+    assert np.count_nonzero(provenance == Provenance.APPROXIMATE) == N_STORED
 
 
 def test_small_blobs_cut_through_runs(
@@ -124,11 +130,11 @@ def test_small_blobs_cut_through_runs(
     until(lambda: tiers.stats()["segments_shrunk"] > 0)
     for node in path:
         store.drop_hot(node)
-    whole, taint = composed(tiers, tiers.plan(IDS, "local", 0))
+    whole, provenance = composed(tiers, tiers.plan(IDS, "local", 0))
     monkeypatch.setattr("towerd.tiers.composer.BLOB_BYTES", 7 * LAYOUT.token_bytes)
     pieces, again = composed(tiers, tiers.plan(IDS, "local", 0))
     assert len(pieces) == -(-600 // 7)
-    assert np.array_equal(taint, again)
+    assert np.array_equal(provenance, again)
     rows = parse_blob(whole[0], layout=LAYOUT).rows
     for piece in pieces:
         part = parse_blob(piece, layout=LAYOUT).rows
@@ -155,15 +161,15 @@ def test_approximate_rows_are_never_exported(open_tiers: OpenTiers) -> None:
     """When their file is gone, live copies of them do not become stored rows."""
     store, tiers = open_tiers()
     path = store.insert(IDS, "local", [200, 400, 600])
-    taint = np.zeros(600, np.uint8)
-    taint[250:260] = APPROXIMATE
-    taint[400:] = DERIVED
-    gaps = tiers.gaps(IDS, "local", taint)
+    provenance = np.zeros(600, np.uint8)
+    provenance[250:260] = Provenance.APPROXIMATE
+    provenance[400:] = Provenance.DERIVED
+    gaps = tiers.gaps(IDS, "local", provenance)
     assert [(gap.p0, gap.p1) for gap in gaps] == [(0, 200), (400, 600)]
     tiers.accept(gaps[1], rows_of(IDS, 400, LAYOUT), derived=True)
     tiers.flush()
     assert path[2].file is not None
-    assert set(path[2].file.taint(400, 600).tolist()) == {DERIVED}
+    assert set(path[2].file.provenance(400, 600).tolist()) == {Provenance.DERIVED}
 
 
 def test_exact_fidelity_uses_and_makes_exact_rows_only(open_tiers: OpenTiers) -> None:
@@ -175,7 +181,7 @@ def test_exact_fidelity_uses_and_makes_exact_rows_only(open_tiers: OpenTiers) ->
     assert tiers.plan(IDS, "local", 0).n == 0
     gaps = tiers.gaps(IDS, "local", np.zeros(600, np.uint8))
     assert [(gap.p0, gap.p1) for gap in gaps] == [(0, 600)]
-    assert tiers.gaps(IDS, "local", np.full(600, DERIVED, np.uint8)) == []
+    assert tiers.gaps(IDS, "local", np.full(600, Provenance.DERIVED, np.uint8)) == []
     tiers.accept(gaps[0], rows_of(IDS, 0, LAYOUT))
     tiers.flush()
     assert len(store.files()) == 1
@@ -206,8 +212,8 @@ def test_a_damaged_stored_file_ends_the_rows(open_tiers: OpenTiers) -> None:
         handle.write(b"damage")
     plan = tiers.plan(IDS, "local", 0)
     assert plan.n == 600
-    _, taint = composed(tiers, plan)
-    assert len(taint) == 600 - TAIL  # the last rows are a blob of their own
+    _, provenance = composed(tiers, plan)
+    assert len(provenance) == 600 - TAIL  # the last rows are a blob of their own
     assert tiers.stats()["damaged_segments"] == 1
     assert tiers.plan(IDS, "local", 0).n == 300
 

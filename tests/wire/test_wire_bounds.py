@@ -53,14 +53,22 @@ SCHEMAS: dict[str, Any] = {
         "allOf": [{"anyOf": [{"properties": {f"p{i}": {}}} for i in range(1_500)]}]
     },
     "a long name": {"properties": {"%" * 200_000: {"type": "string"}}, "required": ["%" * 200_000]},
-    "a long reference": {"$defs": {"%" * 200_000: {}}, "properties": {"a": {"$ref": "#/$defs/" + "%" * 200_000}}},
+    "a long reference": {
+        "$defs": {"%" * 200_000: {}},
+        "properties": {"a": {"$ref": "#/$defs/" + "%" * 200_000}},
+    },
     "a long pattern": {"type": "string", "pattern": "^" + "a{1,2}" * 20_000 + "$"},
-    "items that end before they begin": {"type": "array", "items": {"type": "null"}, "minItems": 5, "maxItems": 2},
+    "items that end before they begin": {
+        "type": "array",
+        "items": {"type": "null"},
+        "minItems": 5,
+        "maxItems": 2,
+    },
     "text that ends before it begins": {"type": "string", "minLength": 9, "maxLength": 3},
     "a repetition that ends before it begins": {"type": "string", "pattern": "^a{7,3}$"},
     "digits that end before they begin": {"type": "integer", "minimum": 20_000_000_000_000_000},
     "many items": {"type": "array", "items": {"type": "string"}, "minItems": 2**31 - 1},
-}  # fmt: skip
+}
 GRAMMARS: dict[str, str] = {
     "ends before it begins": 'root ::= "a"{3,2}',
     "the same with space": 'root ::= "a" {  3 , # x\n 2 }',
@@ -69,11 +77,15 @@ GRAMMARS: dict[str, str] = {
     "left behind nothing": 'root ::= e root "a" | "b"\ne ::= "" | "c"',
     "left behind what may be nothing": 'root ::= e root "a" | "b"\ne ::= f f\nf ::= "c"?',
     "left around a corner": 'root ::= e a "x"\na ::= e root "y" | "z"\ne ::= "q"*',
-    "a long chain": "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1}\n" for i in range(50_000)) + 'r50000 ::= "a"\n',
-    "many ways": "root ::= r0\n" + "".join(f'r{i} ::= r{i + 1} "a" | r{i + 1} "b"\n' for i in range(40)) + 'r40 ::= "a"\n',
+    "a long chain": "root ::= r0\n"
+    + "".join(f"r{i} ::= r{i + 1}\n" for i in range(50_000))
+    + 'r50000 ::= "a"\n',
+    "many ways": "root ::= r0\n"
+    + "".join(f'r{i} ::= r{i + 1} "a" | r{i + 1} "b"\n' for i in range(40))
+    + 'r40 ::= "a"\n',
     "much": 'root ::= "' + "a" * 100_000 + '"{2000}',
     "an end in it": 'root ::= "a\0"',
-}  # fmt: skip
+}
 
 
 def refused(model: Model, endpoint: Any, fields: Any) -> WireError:
@@ -126,12 +138,14 @@ def test_grammar_that_is_harmless(story: Talker, model: Model, text: str) -> Non
 @pytest.mark.parametrize(
     "body",
     [
-        DEEP, b'{"a":' * 100_000, b'{"prompt": ' + DEEP + b"]" * 100_000 + b"}",
+        DEEP,
+        b'{"a":' * 100_000,
+        b'{"prompt": ' + DEEP + b"]" * 100_000 + b"}",
         b'{"prompt": "a", ' + b",".join(b'"k%d": 1' % i for i in range(10_000)) + b"}",
         b'{"prompt": [' + b"1," * 4_000_001 + b"1]}",
     ],
     ids=["arrays", "objects", "a prompt", "keys", "values"],
-)  # fmt: skip
+)
 def test_json(model: Model, body: bytes) -> None:
     """Neither too deep, nor objects of too many keys, nor too much of it."""
     for endpoint in ("completion", "chat", "responses", "messages"):
@@ -168,6 +182,9 @@ def test_json_in_json(model: Model) -> None:
         {"frequency_penalty": -3e38}, {"dry_multiplier": -1},
         {"samplers": ["temperature", "typ_p"], "dynatemp_range": 1, "typical_p": 0.5},
         {"chat_parser": "{}"}, {"chat_format": 2},
+        {"logit_bias": [[1, 1]] * 200_000}, {"logit_bias": [["girl " * 200_000, 1]]},
+        {"reasoning_budget_end_tags": [f"<{i}>" for i in range(100)]},
+        {"prompt": [1, "a", 1e30]}, {"prompt": [1, "a", -1.0]}, {"prompt": [["a", 1, -7.0]]},
     ],
     ids=lambda fields: ",".join(fields),
 )  # fmt: skip
@@ -182,6 +199,35 @@ def test_fields_that_are_made_to_fit(story: Talker, model: Model) -> None:
     request = Request(model, "completion", json.dumps(fields).encode())
     assert len(list(story.chunks(request, Reply(request, 0)))) == 3
     assert json.loads(request.settings(False))["temperature"] == 0
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 0, "dynatemp_range": 1e-40},
+        {"temperature": 1e-6, "dynatemp_range": 1e-5, "dynatemp_exponent": 3},
+        {"temperature": 0.5, "dynatemp_range": 0.5, "dynatemp_exponent": 140},
+    ],
+)
+def test_a_dynamic_temperature_near_zero(
+    story: Talker, model: Model, fields: dict[str, float]
+) -> None:
+    """It is greedy, as no temperature at all."""
+
+    def said(**more: float) -> list[int]:
+        body = {"prompt": "Once upon a time", "n_predict": 8, "seed": 1, **more}
+        request = Request(model, "completion", json.dumps(body).encode())
+        return [chunk.token for chunk in story.chunks(request, Reply(request, 0))]
+
+    assert said(**fields) == said(temperature=0)
+
+
+def test_fields_that_are_kept(story: Talker) -> None:
+    """What towerd reads itself is short."""
+    model = story.model(kept_fields=("lora",))
+    request = Request(model, "completion", b'{"prompt": "a", "lora": [{"id": 0}]}')
+    assert request.field("lora") == b'[{"id":0}]'
+    refused(model, "completion", {"prompt": "a", "lora": [{"id": 0}] * 100_000})
 
 
 def test_no_token_left(story: Talker, model: Model) -> None:

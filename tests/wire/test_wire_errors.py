@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from llama_wire import PATHS, TEMPLATES, LlamaServer, Talker, answer, running_server
 from scripted_model import make_scripted_model
@@ -16,15 +17,36 @@ from towerd.wire import EmbeddingRequest, Model, RerankRequest, WireError
 PIXEL = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": PIXEL}}]}]
 USER = [{"role": "user", "content": "x"}]
+EMBEDDING = np.array([[0.5, -1.0]], np.float32)
 FUNCTION = {"name": "f", "parameters": {"type": "object"}}
 NO_JSON = [
-    b"", b"{bad", b"[1]", b"3", b'"x"', b"null", b'{"prompt": "\xff"}', b'{"prompt": "a", "n_predict": 1e999}',
+    b"",
+    b"{bad",
+    b"[1]",
+    b"3",
+    b'"x"',
+    b"null",
+    b'{"prompt": "\xff"}',
+    b'{"prompt": "a", "n_predict": 1e999}',
     b'{"prompt": "\\ud800"}',
-]  # fmt: skip
+]
 PROMPTS: list[Any] = [
-    3, None, [], [300_000], [-1], [-7, 1], [[]], ["a", 1.5], {"x": 1}, [True], [2**70], [1, None], {},
-    {"prompt_string": "a", "multimodal_data": ["aGk="]}, {"prompt_string": 3},
-]  # fmt: skip
+    3,
+    None,
+    [],
+    [300_000],
+    [-1],
+    [-7, 1],
+    [[]],
+    ["a", 1.5],
+    {"x": 1},
+    [True],
+    [2**70],
+    [1, None],
+    {},
+    {"prompt_string": "a", "multimodal_data": ["aGk="]},
+    {"prompt_string": 3},
+]
 FIELDS: list[tuple[str, Any]] = [
     ("temperature", "hot"), ("temperature", [1]), ("top_k", "40"), ("top_p", {}), ("seed", "x"),
     ("n_predict", -2), ("n_predict", "x"), ("max_tokens", -5), ("n_keep", -2),
@@ -38,24 +60,55 @@ FIELDS: list[tuple[str, Any]] = [
     ("adaptive_decay", 2), ("reasoning_budget_tokens", -2), ("response_fields", "x"),
 ]  # fmt: skip
 CHATS: list[Any] = [
-    {}, {"messages": None}, {"messages": 3}, {"messages": [3]}, {"messages": [{}]}, {"messages": [{"role": "user"}]},
-    {"messages": [{"role": 3, "content": "x"}]}, {"messages": [{"role": "user", "content": 3}]},
-    {"messages": [{"role": "assistant"}]}, {"messages": [{"role": "user", "content": [{"type": "what"}]}]},
-    {"messages": [{"role": "user", "content": [3]}]}, {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+    {},
+    {"messages": None},
+    {"messages": 3},
+    {"messages": [3]},
+    {"messages": [{}]},
+    {"messages": [{"role": "user"}]},
+    {"messages": [{"role": 3, "content": "x"}]},
+    {"messages": [{"role": "user", "content": 3}]},
+    {"messages": [{"role": "assistant"}]},
+    {"messages": [{"role": "user", "content": [{"type": "what"}]}]},
+    {"messages": [{"role": "user", "content": [3]}]},
+    {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
     {"messages": [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}]},
     {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"type": "x"}]}]},
-    {"messages": [{"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f"}}]}]},
-    {"messages": IMAGE}, {"messages": USER, "top_logprobs": 2}, {"messages": USER, "response_format": {"type": "bad"}},
-    {"messages": USER, "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "no"}}}},
+    {
+        "messages": [
+            {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f"}}]}
+        ]
+    },
+    {"messages": IMAGE},
+    {"messages": USER, "top_logprobs": 2},
+    {"messages": USER, "response_format": {"type": "bad"}},
+    {
+        "messages": USER,
+        "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "no"}}},
+    },
     {"messages": USER, "json_schema": {"type": "object"}, "grammar": 'root ::= "a"'},
-    {"messages": USER, "tools": [{"type": "x"}]}, {"messages": USER, "tools": {"a": 1}},
-    {"messages": USER, "tools": [{"type": "function", "function": FUNCTION}], "grammar": 'root ::= "a"'},
+    {"messages": USER, "tools": [{"type": "x"}]},
+    {"messages": USER, "tools": {"a": 1}},
+    {
+        "messages": USER,
+        "tools": [{"type": "function", "function": FUNCTION}],
+        "grammar": 'root ::= "a"',
+    },
     {"messages": USER, "tools": [{"type": "function", "function": FUNCTION}], "tool_choice": "f"},
-    {"messages": USER, "tool_choice": {"type": "function"}}, {"messages": USER, "chat_template_kwargs": 3},
-    {"messages": USER, "chat_template_kwargs": {"enable_thinking": "x"}}, {"messages": USER, "reasoning_format": "x"},
-    {"messages": USER, "continue_final_message": True}, {"messages": USER, "n": 5}, {"messages": USER, "temperature": "x"},
-    {"messages": USER, "logprobs": True, "stream": True, "tools": [{"type": "function", "function": FUNCTION}]},
-]  # fmt: skip
+    {"messages": USER, "tool_choice": {"type": "function"}},
+    {"messages": USER, "chat_template_kwargs": 3},
+    {"messages": USER, "chat_template_kwargs": {"enable_thinking": "x"}},
+    {"messages": USER, "reasoning_format": "x"},
+    {"messages": USER, "continue_final_message": True},
+    {"messages": USER, "n": 5},
+    {"messages": USER, "temperature": "x"},
+    {
+        "messages": USER,
+        "logprobs": True,
+        "stream": True,
+        "tools": [{"type": "function", "function": FUNCTION}],
+    },
+]
 OTHERS: list[tuple[str, Any]] = [
     ("responses", {}), ("responses", {"input": 3}), ("responses", {"input": [{}]}),
     ("responses", {"input": [{"role": "user", "content": [{"type": "input_file"}]}]}),
@@ -68,14 +121,18 @@ OTHERS: list[tuple[str, Any]] = [
     ("messages", {"messages": USER, "tools": 3}), ("messages", {"messages": USER, "max_tokens": -3}),
 ]  # fmt: skip
 BODIES: list[tuple[str, bytes]] = [
-    *((endpoint, body) for body in NO_JSON for endpoint in ("completion", "chat", "responses", "messages")),
+    *(
+        (endpoint, body)
+        for body in NO_JSON
+        for endpoint in ("completion", "chat", "responses", "messages")
+    ),
     *(("completion", json.dumps({"prompt": prompt}).encode()) for prompt in PROMPTS),
     ("completions", b"{}"),
     *(("completion", json.dumps({"prompt": "a", name: value}).encode()) for name, value in FIELDS),
     *(("chat", json.dumps(body).encode()) for body in CHATS),
     *((endpoint, json.dumps(body).encode()) for endpoint, body in OTHERS),
     ("infill", b'{"input_prefix": "a"}'),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("endpoint", "body"), BODIES, ids=lambda value: value[:60])
@@ -95,10 +152,19 @@ def test_same_refusal(
     assert ours.status == wanted["code"]
 
 
-@pytest.mark.parametrize("body", [b'{"input_prefix": "a"}', b'{"input_suffix": "a"}', b'{"input_prefix": 3, "input_suffix": "a"}',
-    b'{"input_prefix": "a", "input_suffix": "b", "input_extra": 3}', b'{"input_prefix": "a", "input_suffix": "b", "input_extra": [{}]}',
-    b'{"input_prefix": "a", "input_suffix": "b", "prompt": 3, "n_predict": 2}', b'{"input_prefix": "a", "input_suffix": "b", "n_predict": 2}',
-    b'{"input_prefix": "a", "input_suffix": "b", "input_extra": [{"text": "c", "filename": "d"}], "n_predict": 2, "stream": true}'])  # fmt: skip
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"input_prefix": "a"}',
+        b'{"input_suffix": "a"}',
+        b'{"input_prefix": 3, "input_suffix": "a"}',
+        b'{"input_prefix": "a", "input_suffix": "b", "input_extra": 3}',
+        b'{"input_prefix": "a", "input_suffix": "b", "input_extra": [{}]}',
+        b'{"input_prefix": "a", "input_suffix": "b", "prompt": 3, "n_predict": 2}',
+        b'{"input_prefix": "a", "input_suffix": "b", "n_predict": 2}',
+        b'{"input_prefix": "a", "input_suffix": "b", "input_extra": [{"text": "c", "filename": "d"}], "n_predict": 2, "stream": true}',
+    ],
+)
 def test_infill(coder: tuple[LlamaServer, Talker, Model], body: bytes) -> None:
     """A model that can fill in, asked rightly and wrongly."""
     server, talker, model = coder
@@ -137,8 +203,19 @@ def test_template_that_does_not_parse(story: Talker) -> None:
         story.model(chat_template="{% for x in %}")
 
 
-@pytest.mark.parametrize("body", [b"{}", b'{"input": []}', b'{"input": ""}', b'{"input": "a", "encoding_format": "x"}',
-    b'{"input": [[-1]]}', b'{"content": {"content": 3}}', b'{"input": "a", "embd_normalize": "x"}', b"[1"])  # fmt: skip
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{}",
+        b'{"input": []}',
+        b'{"input": ""}',
+        b'{"input": "a", "encoding_format": "x"}',
+        b'{"input": [[-1]]}',
+        b'{"content": {"content": 3}}',
+        b'{"input": "a", "embd_normalize": "x"}',
+        b"[1",
+    ],
+)
 def test_embeddings_refused(embedder: LlamaServer, story: Talker, body: bytes) -> None:
     theirs = embedder.post("/v1/embeddings", body)
     if theirs.status == 200:
@@ -161,7 +238,7 @@ def test_embeddings(embedder: LlamaServer, story: Talker) -> None:
         body = json.dumps(fields).encode()
         request = EmbeddingRequest(story.model(), path.startswith("/v1"), body)
         theirs = json.loads(embedder.post(path, body).body)
-        ours = json.loads(request.reply([[[0.5, -1.0]] for _ in request.prompts]))
+        ours = json.loads(request.reply([EMBEDDING for _ in request.prompts]))
         assert shape(ours) == shape(theirs)
 
 

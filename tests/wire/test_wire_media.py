@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import struct
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +17,17 @@ from llama_wire import N_CTX, NAME, Talker
 from vision_model import TOKENS_AN_IMAGE, make_projector, picture
 
 from towerd.media_ids import spans_of
-from towerd.wire import Model, Projector, ProjectorOptions, Request, Settings, WireError
+from towerd.wire import (
+    EmbeddingRequest,
+    Model,
+    Projector,
+    ProjectorOptions,
+    Request,
+    Settings,
+    WireError,
+)
 
+PNG = "data:image/png;base64,"
 N_EMBD_TEXT = 64
 """Of the bundled model."""
 MAKERS = {"seeing": make_projector, "hearing": make_hearing_projector}
@@ -49,7 +61,7 @@ def asked(model: Model, *parts: Any, **fields: Any) -> Request:
 
 
 def seen(seed: int) -> dict[str, Any]:
-    return {"type": "image_url", "image_url": {"url": "data:image/png;base64," + picture(seed)}}
+    return {"type": "image_url", "image_url": {"url": PNG + picture(seed)}}
 
 
 def text(words: str) -> dict[str, Any]:
@@ -113,7 +125,59 @@ def test_nothing_is_fetched(seeing: Model, url: str) -> None:
         assert refused.value.status == 400
 
 
-@pytest.mark.parametrize("prompt", [[-5], [1, -(1 << 31)], [1, "a", -7]])
+def png_of(width: int, height: int) -> bytes:
+    """The beginning of a PNG."""
+    head = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    data = b"IDAT" + zlib.compress(bytes(100))
+    chunks = (
+        struct.pack(">I", len(c) - 4) + c + struct.pack(">I", zlib.crc32(c)) for c in (head, data)
+    )
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
+def flac_of(n_samples: int) -> bytes:
+    """The beginning of a FLAC of one channel at 16 kHz."""
+    figures = 16_000 << 44 | 15 << 36 | n_samples
+    info = struct.pack(">HH", 4096, 4096) + bytes(6) + struct.pack(">Q", figures) + bytes(16)
+    return b"fLaC\x80\0\0\x22" + info + bytes(4096)
+
+
+def test_pictures_that_promise_too_much(seeing: Model) -> None:
+    """A few bytes that stand for gigabytes are refused before anybody makes room for them."""
+    small, large = (base64.b64encode(png_of(n, n)).decode() for n in (9, 18_000))
+    parts = [{"type": "image_url", "image_url": {"url": PNG + data}} for data in (small, large)]
+    with pytest.raises(WireError, match="decoded") as refused:
+        asked(seeing, parts[1], parts[1])
+    assert refused.value.status == 400
+    marker = json.loads(seeing.props())["media_marker"]
+    for last in (large, large + "!"):
+        prompt = {"prompt_string": 2 * marker, "multimodal_data": [large, last]}
+        for one in (prompt, ["a", prompt]):
+            with pytest.raises(WireError, match="decoded"):
+                Request(seeing, "completion", json.dumps({"prompt": one}).encode())
+    with pytest.raises(WireError, match="Failed to load"):  # it promises little, and has less
+        asked(seeing, parts[0], parts[0])
+
+
+def test_sounds_that_promise_too_much(story: Talker, paths: dict[str, Path]) -> None:
+    """The same for sounds."""
+    hearing = opened(story, paths["hearing"], "d")
+    data = base64.b64encode(flac_of(1 << 35)).decode()
+    with pytest.raises(WireError, match="decoded") as refused:
+        asked(hearing, {"type": "input_audio", "input_audio": {"data": data}})
+    assert refused.value.status == 400
+
+
+@pytest.mark.parametrize("url", [PNG + picture(1), "http://127.0.0.1:9/x.png"])
+def test_embeddings_are_of_text(seeing: Model, url: str) -> None:
+    """Nothing is fetched and nothing looked at for them, though the model beside them could."""
+    content = [{"type": "image_url", "image_url": {"url": url}}, text("What?")]
+    with pytest.raises(WireError, match="image input is not supported") as refused:
+        EmbeddingRequest(seeing, True, json.dumps({"input": {"content": content}}).encode())
+    assert refused.value.status == 400
+
+
+@pytest.mark.parametrize("prompt", [[-5], [1, -(1 << 31)], [1, "a", -7], [1, "a", -7.0]])
 def test_ids_of_media_are_no_prompt(seeing: Model, prompt: list[Any]) -> None:
     """A client cannot name a picture that it does not have."""
     with pytest.raises(WireError, match="invalid tokens") as refused:

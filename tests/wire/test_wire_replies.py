@@ -28,28 +28,74 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("completion", {"prompt": TEXT, **GREEDY}),
     ("completion", {"prompt": TEXT, **SEEDED, "top_k": 0, "min_p": 0.1, "typical_p": 0.9}),
     ("completion", {"prompt": TEXT, **SEEDED, "mirostat": 2}),
-    ("completion", {"prompt": TEXT, **SEEDED, "samplers": ["xtc", "temperature"],
-                    "xtc_probability": 0.9, "xtc_threshold": 0.05}),
-    ("completion", {"prompt": TEXT, **SEEDED, "repeat_penalty": 1.4, "presence_penalty": 0.5,
-                    "repeat_last_n": 1000}),
+    (
+        "completion",
+        {
+            "prompt": TEXT,
+            **SEEDED,
+            "samplers": ["xtc", "temperature"],
+            "xtc_probability": 0.9,
+            "xtc_threshold": 0.05,
+        },
+    ),
+    (
+        "completion",
+        {
+            "prompt": TEXT,
+            **SEEDED,
+            "repeat_penalty": 1.4,
+            "presence_penalty": 0.5,
+            "repeat_last_n": 1000,
+        },
+    ),
     ("completion", {"prompt": TEXT * 3, **SEEDED, "dry_multiplier": 2.0, "dry_allowed_length": 1}),
     ("completion", {"prompt": TEXT, **SEEDED, "samplers": ["adaptive_p"], "adaptive_target": 0.3}),
     ("completion", {"prompt": TEXT, **SEEDED, "logit_bias": [["the", 5.0], [403, False]]}),
     ("completion", {"prompt": TEXT, **SEEDED, "ignore_eos": True, "n_probs": 3}),
     ("completion", {"prompt": TEXT, **SEEDED, "n_probs": 3, "post_sampling_probs": True}),
-    ("completion", {"prompt": TEXT, **GREEDY, "n_predict": 60, "stop": ["little girl", " li"],
-                    "return_tokens": True, "n_probs": 1}),
-    ("completion", {"prompt": TEXT, **GREEDY, "n_predict": 60, "stop": ["named Tim", "named Lily x"]}),
+    (
+        "completion",
+        {
+            "prompt": TEXT,
+            **GREEDY,
+            "n_predict": 60,
+            "stop": ["little girl", " li"],
+            "return_tokens": True,
+            "n_probs": 1,
+        },
+    ),
+    (
+        "completion",
+        {"prompt": TEXT, **GREEDY, "n_predict": 60, "stop": ["named Tim", "named Lily x"]},
+    ),
     ("completion", {"prompt": TEXT, **GREEDY, "json_schema": {"enum": ["red", "blue"]}}),
-    ("completion", {"prompt": TEXT, **GREEDY, "n_predict": 100, "json_schema": {
-        "type": "object", "properties": {"a": {"type": "integer", "minimum": 3, "maximum": 40},
-                                         "b": {"type": "string", "pattern": "^[a-c]{2,3}$"}},
-        "required": ["a", "b"]}}),
-    ("completion", {"prompt": TEXT, **GREEDY, "grammar": 'root ::= "\\u00e9\\U0001F600" [x-z]+ "."'}),
+    (
+        "completion",
+        {
+            "prompt": TEXT,
+            **GREEDY,
+            "n_predict": 100,
+            "json_schema": {
+                "type": "object",
+                "properties": {
+                    "a": {"type": "integer", "minimum": 3, "maximum": 40},
+                    "b": {"type": "string", "pattern": "^[a-c]{2,3}$"},
+                },
+                "required": ["a", "b"],
+            },
+        },
+    ),
+    (
+        "completion",
+        {"prompt": TEXT, **GREEDY, "grammar": 'root ::= "\\u00e9\\U0001F600" [x-z]+ "."'},
+    ),
     ("completion", {"prompt": TEXT, **GREEDY, "n_predict": 200, "n_indent": 2}),
     ("completion", {"prompt": TEXT, **GREEDY, "n_predict": 200, "t_max_predict_ms": 1}),
     ("completion", {"prompt": TEXT, **GREEDY, "timings_per_token": True, "return_progress": True}),
-    ("completion", {"prompt": TEXT, **GREEDY, "response_fields": ["content", "timings/cache_n", "x"]}),
+    (
+        "completion",
+        {"prompt": TEXT, **GREEDY, "response_fields": ["content", "timings/cache_n", "x"]},
+    ),
     ("completion", {"prompt": [1, 403, "a", 2], **GREEDY}),
     ("completion", {"prompt": [1, *[403] * (N_CTX - 20)], "temperature": 0}),
     ("completions", {"prompt": TEXT, **GREEDY}),
@@ -57,14 +103,35 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("completions", {"prompt": TEXT, **GREEDY, "stop": "girl", "echo": True}),
     ("chat", {"messages": MESSAGES, **GREEDY}),
     ("chat", {"messages": MESSAGES, **GREEDY, "logprobs": True, "top_logprobs": 2}),
-    ("chat", {"messages": MESSAGES, **GREEDY, "stream_options": {"include_usage": True},
-              "timings_per_token": True, "return_progress": True, "verbose": True}),
-    ("chat", {"messages": MESSAGES, **GREEDY, "response_format": {
-        "type": "json_schema", "json_schema": {"schema": {"const": {"a": [1, None]}}}}}),
+    (
+        "chat",
+        {
+            "messages": MESSAGES,
+            **GREEDY,
+            "stream_options": {"include_usage": True},
+            "timings_per_token": True,
+            "return_progress": True,
+            "verbose": True,
+        },
+    ),
+    (
+        "chat",
+        {
+            "messages": MESSAGES,
+            **GREEDY,
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"schema": {"const": {"a": [1, None]}}},
+            },
+        },
+    ),
     ("chat", {"messages": [*MESSAGES, {"role": "assistant", "content": "One"}], **GREEDY}),
     ("responses", {"input": TEXT, "instructions": "Be brief.", **GREEDY, "max_output_tokens": 9}),
-    ("messages", {"messages": MESSAGES, "system": "Be brief.", **GREEDY, "stop_sequences": ["girl"]}),
-]  # fmt: skip
+    (
+        "messages",
+        {"messages": MESSAGES, "system": "Be brief.", **GREEDY, "stop_sequences": ["girl"]},
+    ),
+]
 
 DIALECTS: list[tuple[Any, dict[str, Any]]] = [
     ("completion", {"prompt": TEXT, **GREEDY}),

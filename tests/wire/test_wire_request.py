@@ -139,11 +139,13 @@ def test_what_a_model_recommends() -> None:
     """Sampling that a GGUF's metadata names, under the names of a request."""
     found = recommended(
         {
-            "general.sampling.temp": "0.6", "general.sampling.top_k": "20",
-            "general.sampling.sequence": "top_k;temperature", "general.sampling.min_p": "x",
+            "general.sampling.temp": "0.6",
+            "general.sampling.top_k": "20",
+            "general.sampling.sequence": "top_k;temperature",
+            "general.sampling.min_p": "x",
             "general.name": "x",
         }
-    )  # fmt: skip
+    )
     assert found == {"temperature": 0.6, "top_k": 20, "samplers": ["top_k", "temperature"]}
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from llama_wire import Talker
 
-from towerd.engine.base import Ids
 from towerd.models.bundled import bundled_model
+from towerd.tokens import Ids
 from towerd.wire import Chunk, Model, Reply, Request, Speculation, Writer
 
 TEXT = "Once upon a time"

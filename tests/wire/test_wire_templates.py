@@ -13,11 +13,16 @@ from llama_wire import PATHS, TEMPLATES, LlamaServer, Talker, answer, plain, run
 from towerd.wire import Model
 
 NAMES = (
-    "Qwen-Qwen3-0.6B", "Qwen3-Coder", "openai-gpt-oss-120b", "google-gemma-4-31B-it",
-    "deepseek-ai-DeepSeek-R1-Distill-Llama-8B", "meta-llama-Llama-3.1-8B-Instruct",
-    "mistralai-Mistral-Nemo-Instruct-2407", "NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use",
+    "Qwen-Qwen3-0.6B",
+    "Qwen3-Coder",
+    "openai-gpt-oss-120b",
+    "google-gemma-4-31B-it",
+    "deepseek-ai-DeepSeek-R1-Distill-Llama-8B",
+    "meta-llama-Llama-3.1-8B-Instruct",
+    "mistralai-Mistral-Nemo-Instruct-2407",
+    "NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use",
     "LFM2-8B-A1B",
-)  # fmt: skip
+)
 TOOL = {
     "type": "function",
     "function": {
@@ -40,28 +45,34 @@ CHATS: dict[str, dict[str, Any]] = {
     "one message": {"messages": [USER]},
     "system and turns": {
         "messages": [
-            {"role": "system", "content": "Be brief."}, USER,
+            {"role": "system", "content": "Be brief."},
+            USER,
             {"role": "assistant", "content": "Once upon a time."},
-            {"role": "user", "content": [{"type": "text", "text": "More"}, {"type": "text", "text": "!"}]},
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "More"}, {"type": "text", "text": "!"}],
+            },
         ]
     },
     "a tool's answer": {
         "messages": [
-            USER, {"role": "assistant", "content": "", "tool_calls": [CALL]},
+            USER,
+            {"role": "assistant", "content": "", "tool_calls": [CALL]},
             {"role": "tool", "tool_call_id": "abcdefghi", "name": "paint", "content": "done"},
         ],
         "tools": [TOOL],
     },
     "thinking": {
         "messages": [
-            USER, {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."},
+            USER,
+            {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."},
             {"role": "user", "content": "And?"},
         ],
         "chat_template_kwargs": {"enable_thinking": False},
     },
     "a begun reply": {"messages": [USER, {"role": "assistant", "content": "Once"}]},
     "no generation prompt": {"messages": [USER], "add_generation_prompt": False},
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -108,3 +119,24 @@ def test_thinking_budget(both: Both, story: Talker) -> None:
 def message(body: bytes) -> str:
     """What an error says."""
     return str(json.loads(body)["error"]["message"])
+
+
+@pytest.mark.parametrize(
+    ("sent", "rendered"),
+    [
+        ('{"a":"b: c, d","n":[1.10,2]}', '{"a": "b: c, d", "n": [1.10, 2]}'),
+        ('{\n  "a" : "\\u00e9 \\"x\\"\\n"\n}', '{"a": "é \\"x\\"\\n"}'),
+        ("{}", "{}"),
+        ("", ""),
+        ("no json", "no json"),
+    ],
+)
+def test_arguments_have_one_spelling(story: Talker, sent: str, rendered: str) -> None:
+    """What a template that takes arguments as text gets, however the client spelled them; text that
+    is no JSON as it is."""
+    template = "{% for m in messages %}{% if m.tool_calls %}{{ m.tool_calls[0].function.arguments }}{% else %}{{ m.content }}{% endif %}|{% endfor %}"
+    call = CALL | {"function": {"name": "paint", "arguments": sent}}
+    body = {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [call]}, USER]}
+    model = story.model(chat_template=template)
+    prompt = json.loads(model.apply_template(json.dumps(body).encode()))["prompt"]
+    assert prompt.split("|")[1] == rendered

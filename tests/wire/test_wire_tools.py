@@ -40,8 +40,10 @@ TOOL = {
     },
 }
 ANTHROPIC = {
-    "name": TOOL["name"], "description": TOOL["description"], "input_schema": TOOL["parameters"],
-}  # fmt: skip
+    "name": TOOL["name"],
+    "description": TOOL["description"],
+    "input_schema": TOOL["parameters"],
+}
 USER = {"role": "user", "content": "Paint my house."}
 REQUESTS: dict[str, dict[str, Any]] = {
     "chat": {"messages": [USER], "tools": [{"type": "function", "function": TOOL}]},
@@ -81,9 +83,11 @@ def test_tool_call(both: Both, endpoint: Any, choice: str, stream: bool) -> None
     or the whole reply."""
     wanted: Any = {"type": "any" if choice == "required" else choice}
     body = REQUESTS[endpoint] | {
-        "max_tokens": 100, "temperature": 0, "stream": stream,
+        "max_tokens": 100,
+        "temperature": 0,
+        "stream": stream,
         "tool_choice": wanted if endpoint == "messages" else choice,
-    }  # fmt: skip
+    }
     data = json.dumps(body).encode()
     theirs = both.server.post(PATHS[endpoint], data)
     ours = answer(both.talker, both.model, endpoint, data)

@@ -1,4 +1,4 @@
-"""Thawing ahead: what was opened, named or foretold is made live before its next prompt comes.
+"""Thawing ahead: sessions opened, named or predicted become live before their next prompt.
 
 The tokens come back at once; their rows are evaluated in the background, while no request runs.
 """
@@ -12,10 +12,11 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from towerd.engine.base import Finish, GenerateRequest, Ids, LiveBudget
+from towerd.engine.base import Finish, GenerateRequest, LiveBudget
 from towerd.errors import NotFound, TowerdError
 from towerd.store import Node, Store
-from towerd.store.scope import is_public
+from towerd.store.prefix.scope import is_public
+from towerd.tokens import Ids
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ AT_ONCE_MAX = 4
 
 
 class Ahead:
-    """Lives on the event loop; `foretold` may be called by any thread."""
+    """Runs on the event loop; `foretold` may be called by any thread."""
 
     def __init__(
         self,
@@ -51,7 +52,7 @@ class Ahead:
         self._is_open = True
 
     async def close(self) -> None:
-        """Give up what is under way."""
+        """Cancel the work in progress."""
         self._is_open = False
         for task in list(self._tasks):
             task.cancel()
@@ -126,8 +127,7 @@ class Ahead:
         """Have the rows of `ids` made in the background."""
         if self._run is not None and 0 < len(ids) < self._n_ctx:
             request = GenerateRequest(
-                ids=ids, n_predict=0, scope=scope, session=session, background=True,
-                live=self._live,
-            )  # fmt: skip
+                ids=ids, n_predict=0, scope=scope, session=session, background=True, live=self._live
+            )
             done = await self._run(request)
             self.n_ahead += done is not None

@@ -1,27 +1,21 @@
-"""The codec of the model that is served: its vocabulary is read at first use and kept."""
+"""The codec of the served model. Its vocabulary is read at first use and kept."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
-from towerd.codec.base import Vocabulary
-from towerd.codec.errors import CodecError
-from towerd.codec.forms import RuntimeCoder
-from towerd.codec.vocabulary import GgufVocabulary
 from towerd.engine.base import SAID_ONLY, ModelInfo
-from towerd.engine.embedded.core import tokenizer_hash
-from towerd.engine.embedded.model import init_backend
 from towerd.errors import NotSupported
+from towerd.slots.fingerprint import tokenizer_hash
 from towerd.tower_file import Model
 
 if TYPE_CHECKING:
     from towerd.codec import Codec
-
-Networks: TypeAlias = Callable[[Vocabulary], Sequence[RuntimeCoder]]
+    from towerd.codec.vocabulary import GgufVocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +42,10 @@ def source_of(info: ModelInfo) -> Source:
 class Coding:
     """The codec of one model. Thread-safe."""
 
-    def __init__(
-        self,
-        source: Callable[[], Source],
-        networks: Networks | None = None,
-        tables: Path | None = None,
-    ) -> None:
-        """`source` is asked when the codec is used for the first time, and so is `networks`, for
-        the forms with a runtime; None: there are none. `tables`: see `Codec`."""
+    def __init__(self, source: Callable[[], Source], tables: Path | None = None) -> None:
+        """`source` is asked when the codec is used for the first time. `tables`: see `Codec`."""
         self._source = source
-        self._networks = networks
         self._tables = tables
-        self.forms: tuple[str, ...] = ()
-        """The forms with a runtime, once the codec was used."""
         self._vocabulary: GgufVocabulary | None = None
         self._model: Model | None = None
         self._lock = threading.Lock()
@@ -76,16 +61,14 @@ class Coding:
             if self._model is None:
                 source = self._source()
                 vocabulary = self._vocabulary = _vocabulary(source)
-                found = [] if self._networks is None else list(self._networks(vocabulary))
-                self.forms = tuple(each.name for each in found)
                 from towerd.codec import Codec
 
-                codec = Codec(vocabulary, found, self._tables)
+                codec = Codec(vocabulary, tables=self._tables)
                 self._model = Model(source.path.name, source.hash, codec)
             return self._model
 
     def close(self) -> None:
-        """Free the vocabulary; whoever uses the codec has to be done."""
+        """Free the vocabulary; no thread may be using the codec."""
         with self._lock:
             if self._vocabulary is not None:
                 self._vocabulary.close()
@@ -93,6 +76,11 @@ class Coding:
 
 
 def _vocabulary(source: Source) -> GgufVocabulary:
+    # Imported late: these load llama.cpp.
+    from towerd.codec.errors import CodecError
+    from towerd.codec.vocabulary import GgufVocabulary
+    from towerd.engine.embedded.model.model import init_backend
+
     where = source.path if source.path.name else "its path is not known"
     init_backend()  # routes what llama.cpp says into our log
     try:

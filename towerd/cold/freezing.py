@@ -1,4 +1,4 @@
-"""Freezing and thawing one session of a store: the order in which nothing can be lost.
+"""Freezing and thawing one session of a store, in an order that never loses data.
 
     tokens --encode, decode, compare--> blob --durable--> read back, decode, compare
            --one transaction--> turns without tokens, segments of nobody else's removed
@@ -16,15 +16,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from towerd.codec.errors import CodecError
-from towerd.errors import SessionFrozen, StoreError, ThawError
-from towerd.store import History, Ids, Node, Store, durable
-from towerd.store.cold import Frozen
+from towerd.errors import NotFound, SessionFrozen, StoreError, ThawError
+from towerd.store import History, Node, Store
+from towerd.store.segments import durable
+from towerd.store.sessions.cold import Frozen
+from towerd.tokens import Ids
 
 if TYPE_CHECKING:
     from towerd.codec import Codec
 
 MayDrop = Callable[[str, str, Sequence[Node]], bool]
-"""(id, scope, segments that would go): whether nobody uses the session right now."""
+"""(id, scope, segments to be removed): whether the session is currently unused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +43,13 @@ class Froze:
 
 
 def freeze(
-    store: Store, codec: Codec, id: str, scope: str | None = None, may_drop: MayDrop | None = None,
+    store: Store,
+    codec: Codec,
+    id: str,
+    scope: str | None = None,
+    may_drop: MayDrop | None = None,
     form: str = "auto",
-) -> Froze | None:  # fmt: skip
+) -> Froze | None:
     """Freeze a session; None if it is frozen already. Takes a while: about a second for a few
     thousand tokens.
 
@@ -78,6 +84,25 @@ def thaw(store: Store, codec: Codec, id: str, scope: str | None = None) -> bool:
         if store.cold.restore(frozen, frozen.history(decode(codec, frozen))):
             return True
     return False
+
+
+def recode(store: Store, codec: Codec, id: str, scope: str) -> bool:
+    """Code a frozen session again in the smallest form; whether it is frozen still. Raises ThawError
+    (it cannot be decoded here), StoreError, DiskFull; the blob stays then."""
+    try:
+        frozen = store.cold.read(id, scope)
+    except NotFound:
+        return False
+    if frozen is None:
+        return False
+    stream = decode(codec, frozen)
+    try:
+        blob = codec.encode(stream[len(frozen.base) :], base=frozen.base)
+    except (ValueError, RuntimeError) as error:
+        raise StoreError(f"Session {id!r} cannot be coded again: {error}") from error
+    keep(codec, blob)
+    store.cold.recode(frozen, blob)
+    return True
 
 
 def cold_history(store: Store, codec: Codec, id: str, scope: str | None = None) -> History | None:

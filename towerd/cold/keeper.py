@@ -1,4 +1,4 @@
-"""The keeper of the cold tier: freezes sessions in idle time, thaws them when they are wanted.
+"""The cold tier's keeper: freezes sessions in idle time and thaws them on demand.
 
 A request announces itself before it runs and takes its leave when its turn is recorded; a session
 that a request may be using is never frozen. Freezing runs on one thread of low priority, thawing on
@@ -17,20 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from towerd.cold.ahead import Ahead
-from towerd.cold.canary import forget_probes, has_changed, recode, stale
 from towerd.cold.coding import Coding
 from towerd.cold.freezing import Froze, cold_history, freeze, thaw
 from towerd.cold.waits import Waits
-from towerd.engine.base import (
-    Event,
-    Finish,
-    GenerateRequest,
-    Ids,
-    LiveBudget,
-    Progress,
-    Reuse,
-    Started,
-)
+from towerd.engine.base import Event, Finish, GenerateRequest, LiveBudget, Progress, Reuse, Started
 from towerd.errors import (
     DiskFull,
     InvalidRequest,
@@ -38,13 +28,12 @@ from towerd.errors import (
     NotSupported,
     SessionFrozen,
     StoreError,
-    ThawError,
     TowerdError,
 )
 from towerd.store import Node, Store
-from towerd.store.cold import SessionBusy
-from towerd.store.node import ids_bytes
-from towerd.store.turn import SessionInfo
+from towerd.store.sessions.cold import SessionBusy
+from towerd.store.sessions.turn import SessionInfo
+from towerd.tokens import Ids, ids_bytes
 from towerd.wakeup import be_nice
 
 log = logging.getLogger(__name__)
@@ -72,20 +61,16 @@ class Keeper:
         *,
         freeze_after_s: float,
         on_frozen: Callable[[Sequence[Node]], None] = lambda _: None,
-        form: str = "auto",
         clock: Callable[[], float] = time.time,
     ) -> None:
         """freeze_after_s: how long a session must be unused before it is frozen by itself; -1:
-        never. on_frozen: told the segments that went, off the loop. form: of the codec, to freeze
-        in."""
+        never. on_frozen: told the segments that went, off the loop."""
         self.store = store
         self.coding = coding
         self.freeze_after_s = freeze_after_s
         self.ahead: Ahead | None = None
         self.n_frozen = self.n_thawed = self.n_failed = 0
         self.freeze_s = self.thaw_s = 0.0
-        self.n_recoded = 0
-        self._form = form
         self._on_frozen = on_frozen
         self._clock = clock
         self._uses: dict[int, GenerateRequest] = {}
@@ -99,15 +84,16 @@ class Keeper:
         self._counting = threading.Lock()
         self._task: asyncio.Task[None] | None = None
 
-    def start(self, run: Run | None = None, n_ctx: int = 0, live: LiveBudget = _NO_BUDGET) -> None:
-        """Begin to look for sessions to freeze. `run`: evaluates a background request of less than
+    def start(self, run: Run | None = None, n_ctx: int = 0, live: LiveBudget = _NO_BUDGET) -> Ahead:
+        """Begin to look for sessions to freeze. Returns what thaws them ahead. `run`: evaluates a background request of less than
         `n_ctx` tokens, under `live`, for what is thawed ahead; None: only its tokens are made
         ready."""
         self.ahead = Ahead(self.store, self.thaw, run, n_ctx, live)
         self._task = asyncio.create_task(self._watch())
+        return self.ahead
 
     async def close(self) -> None:
-        """Let what is being frozen or thawed end."""
+        """Wait for the current freeze or thaw to end."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -133,7 +119,7 @@ class Keeper:
             self._last_use = time.monotonic()
 
     async def frozen_session(self, request: GenerateRequest) -> str | None:
-        """The frozen session that a request goes on."""
+        """The frozen session that a request continues."""
         if self.store.cold.is_empty or request.precache is not None:
             return None
         return await asyncio.to_thread(self._frozen_session, request)
@@ -209,7 +195,6 @@ class Keeper:
             "freezes": self.n_frozen,
             "thaws": self.n_thawed,
             "cold_failures": self.n_failed,
-            "recoded": self.n_recoded,
             "freeze_seconds": round(self.freeze_s, 6),
             "thaw_seconds": round(self.thaw_s, 6),
             "freeze_after_s": self.freeze_after_s,
@@ -225,7 +210,7 @@ class Keeper:
         began = time.monotonic()
         with self._counted_failure():
             self.store.session(id, scope)  # before the vocabulary is loaded
-            done = freeze(self.store, self.coding.codec, id, scope, self._may_drop, self._form)
+            done = freeze(self.store, self.coding.codec, id, scope, self._may_drop)
         if done is not None:
             self._tell(done)
             with self._counting:
@@ -292,7 +277,7 @@ class Keeper:
 
     async def _watch(self) -> None:
         """Freeze what has been unused for long, one session at a time, while nothing runs."""
-        if not self.store.cold.is_empty or self._form != "auto":
+        if not self.store.cold.is_empty:
             await self._warm_up()
         while self.freeze_after_s >= 0:
             did_freeze = False
@@ -304,43 +289,16 @@ class Keeper:
             await asyncio.sleep(LOOK_S_MIN if did_freeze else pause)
 
     async def _warm_up(self) -> None:
-        """Build the codec's tables before somebody waits for them, and see whether its runtimes
-        are what they were; if not, code again what depends on them."""
+        """Build the codec's tables before a request needs them."""
         try:
-            if not await self._on(self._freezer, self._has_changed):
-                return
-            for id, scope in await self._on(self._freezer, self._stale):
-                await self._until_idle()
-                await self._on(self._freezer, self._recode, id, scope)
-            await self._on(self._freezer, forget_probes, self.store)
+            await self._on(self._freezer, self._use_codec)
         except Exception as error:  # whatever it is, what is idle is to be frozen
             self.n_failed += 1
-            log.warning("frozen sessions cannot be coded again", extra={"error": str(error)})
+            log.warning("frozen sessions cannot be coded here", extra={"error": str(error)})
 
-    async def _until_idle(self) -> None:
-        while True:
-            if self._is_idle():
-                return
-            await asyncio.sleep(QUIET_S)
-
-    def _has_changed(self) -> bool:
+    def _use_codec(self) -> None:
         codec = self.coding.codec
         codec.decode(codec.encode([0]))
-        changed = has_changed(self.store, codec, self.coding.forms)
-        if changed:
-            log.warning("a codec runtime gives other numbers: its blobs are coded again")
-        return changed
-
-    def _stale(self) -> list[tuple[str, str]]:
-        return list(stale(self.store, self.coding.codec))
-
-    def _recode(self, id: str, scope: str) -> None:
-        """One that is damaged does not keep the next from being coded again."""
-        try:
-            self.n_recoded += recode(self.store, self.coding.codec, id, scope)
-        except ThawError as error:
-            self.n_failed += 1
-            log.warning("a session was not coded again", extra={"error": str(error)})
 
     async def _freeze_oldest(self) -> bool:
         """Freeze the session that was unused for longest; False if there is none to freeze."""
@@ -377,7 +335,8 @@ class Use:
         """What to record its turn under; None: it is recognised then."""
 
     async def thawing(self) -> AsyncIterator[Progress]:
-        """Thaw what the request goes on. Says so first, if the client wants to know."""
+        """Thaw the session that the request continues. Reports it first if the client asked
+        for that."""
         id = await self._keeper.frozen_session(self._request)
         if id is None:
             return

@@ -1,4 +1,4 @@
-"""Who is not frozen by itself for a while: what could not be, and what was just thawed."""
+"""Backoff: sessions exempt from automatic freezing for a while, after a failure or a thaw."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ one-dimensional int32 arrays (`Ids`).
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
@@ -15,12 +16,11 @@ import numpy.typing as npt
 
 from towerd.drift import Drift
 from towerd.slots.fingerprint import Fingerprint
-from towerd.store.module import Module
+from towerd.store.prefix.module import Module
+from towerd.tokens import Ids
 
 if TYPE_CHECKING:  # only the embedded engine needs llama.cpp in this process
     from towerd.wire import Chunk, Medium, Reply, Request, WireThreads
-
-Ids: TypeAlias = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,10 @@ class LiveBudget:
     def is_bounded(self) -> bool:
         """Whether there is a number of tokens to stay within."""
         return self.policy not in ("none", "shift")
+
+    def n_cells(self, n: int) -> int:
+        """How many cells a chat of `n` tokens needs."""
+        return min(n, self.tokens) if self.is_bounded else n
 
 
 class Chat(Protocol):
@@ -176,7 +180,7 @@ class Finish:
     truncated: bool = False
     """Tokens were dropped from the live context, or the reply ended because it was full."""
     session: str = ""
-    """The session it was recorded under; filled in by `towerd.session`."""
+    """The session it was recorded under; filled in by `towerd.sessions.sessions`."""
     n_rows: int | None = None
     """How many leading tokens have rows that the store has or gets; None: `n_cached`. Less for a
     chat that was thinned or shortened."""
@@ -301,14 +305,15 @@ class Embeds(Protocol):
     pooling: str
     """none, mean, cls, last or rank: what is made of the rows of a text's tokens."""
 
-    def embed(self, prompts: Sequence[Ids], normalize: int) -> list[list[list[float]]]:
-        """Of each prompt its embeddings: one with pooling, else one a token. Blocks.
+    def embed(self, ids: Ids, normalize: int) -> Future[npt.NDArray[np.float32]]:
+        """float32[n, n_embd], the embeddings of a text: one with pooling, else one a token, not
+        normalized. One text after the other is evaluated; those that wait may be cancelled.
 
         normalize: as llama-server's `embd_normalize`. Raises ContextExceeded, TowerdError."""
         ...
 
-    def score(self, prompts: Sequence[Ids]) -> list[float]:
-        """The relevance of each prompt, which is a query with a document. Blocks."""
+    def score(self, ids: Ids) -> Future[float]:
+        """The relevance of a prompt, which is a query with a document; as `embed`."""
         ...
 
 

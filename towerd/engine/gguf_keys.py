@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from llama_cpp.llama_cpp import _lib as libggml  # not llama_cpp._ggml, which loads a second copy
+
+from towerd.llama_library import lib
 
 _SCALARS: dict[int, str] = {
     0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?",
@@ -27,7 +28,7 @@ class _Params(ctypes.Structure):
 
 
 def _function(name: str, result: Any, *arguments: Any) -> Any:
-    function = getattr(libggml, name)
+    function = getattr(lib._lib, name)
     function.restype, function.argtypes = result, arguments
     return function
 

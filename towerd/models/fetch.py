@@ -30,9 +30,19 @@ _LOCK = ".lock"
 _WORK = ".get-"
 """Begins the names of the folders that fetching works in."""
 _PIP = (
-    "-m", "pip", "download", "--quiet", "--no-input", "--disable-pip-version-check", "--no-deps",
-    "--no-cache-dir", "--only-binary", ":all:", "--retries", "2",
-)  # fmt: skip
+    "-m",
+    "pip",
+    "download",
+    "--quiet",
+    "--no-input",
+    "--disable-pip-version-check",
+    "--no-deps",
+    "--no-cache-dir",
+    "--only-binary",
+    ":all:",
+    "--retries",
+    "2",
+)
 
 
 class Fetch:
@@ -122,9 +132,12 @@ class Fetch:
         ]
         with said.open("wb") as log:
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
                 env=os.environ | {"TMPDIR": str(folder)},
-            )  # fmt: skip
+            )
         try:
             while process.poll() is None:
                 self._progress(n_before + min(_bytes_below(folder), wheel.bytes))

@@ -1,4 +1,4 @@
-"""Writing a GGUF so that it appears whole or not at all."""
+"""Atomic writing of GGUF files."""
 
 from __future__ import annotations
 

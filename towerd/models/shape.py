@@ -1,4 +1,4 @@
-"""Shape: how large a random-weight model is, and of which architecture."""
+"""Shape: the size and architecture of a random-weight model."""
 
 from __future__ import annotations
 
@@ -23,8 +23,6 @@ FACTOR_ARCHS = {"llama3": ("llama",), "longrope": ("llama", "phi3")}
 """Who reads the tensor of frequency factors that a scaling needs."""
 UNROTATED = ("mamba", "rwkv7", "jamba")
 """Architectures without RoPE."""
-WINDOWED = ("gemma3", "gpt-oss", "cohere2")
-"""Architectures with sliding-window layers."""
 
 
 def _check_word(what: str, value: str, known: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Eviction policies: what to give up first. Pure and synchronous, one class per file."""
+"""Eviction policies. Pure and synchronous, one class per file."""
 
 from towerd.policy.base import Key, Policy
 from towerd.policy.factory import NAMES, make_policy

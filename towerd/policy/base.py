@@ -103,7 +103,7 @@ class Foretelling(Protocol):
 
 @runtime_checkable
 class Learning(Protocol):
-    """A Policy, or a part of one, that learns what is worth keeping after a restart."""
+    """A Policy, or a part of one, whose learned state is kept across restarts."""
 
     def learned(self) -> Mapping[str, Any]:
         """What it knows, of bounded size, as JSON has it. Says nothing about keys."""

@@ -10,13 +10,10 @@ from towerd.policy.base import Policy
 
 _POLICIES = {  # imported when one is made: some need numpy, and --help has to be quick
     "foresight": "towerd.policy.foresight:Foresight",
-    "gdsf": "towerd.policy.gdsf:GDSF",
-    "kvflow": "towerd.policy.kvflow:KVFlow",
-    "latem": "towerd.policy.latem_tree:LatemTree",
+    "latem": "towerd.policy.latem:LatemTree",
     "lindy": "towerd.policy.lindy:Lindy",
     "lru": "towerd.policy.lru:LRU",
     "pbkv": "towerd.policy.pbkv:PBKV",
-    "sieve": "towerd.policy.sieve:Sieve",
 }
 NAMES = tuple(sorted(_POLICIES))
 

@@ -1,4 +1,4 @@
-"""foresight: keep what is expected back soonest for the room it takes, guarded by LRU.
+"""foresight: keeps what is expected back soonest relative to its size, guarded by LRU.
 
 Every leaf is ranked by the Gittins index of its last visit (see `predict.returns`). Forecasts
 can be wrong for a workload, so a shadow cache of the same capacity, which holds nothing but
@@ -209,7 +209,7 @@ class Foresight(Forecast):
         return TreePolicy._rank_each(self, entries)
 
     def _use(self, key: Key) -> None:
-        """Walks the path: a conversation may go on from any key of it."""
+        """Walks the path: a conversation may continue from any key of it."""
         entries, now = self._entries, self._now
         if now > self.visits.current.start_s:
             self._begin_visit()

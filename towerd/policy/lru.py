@@ -1,4 +1,4 @@
-"""LRU over a tree: the least recently used first, children always before their parents."""
+"""LRU over a tree: evicts the least recently used first, children before their parents."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What all policies share: sizes, the tree, and a heap of the leaves.
+"""The shared base of all policies: sizes, the tree, and a heap of the leaves.
 
-Only a leaf, a key without children in the tier, can be given up, so only leaves are ranked, and
-only when victims are asked for. A use of a key is a use of its path, but nobody asks when an
-inner key was used: it learns that from its last child when that one goes. So an access costs
+Only a leaf, a key without children in the tier, can be evicted, so only leaves are ranked, and
+only when victims are requested. A use of a key is a use of its path, but an inner key's use
+time is not needed until its last child is evicted and passes it on. So an access costs
 O(1), an eviction O(log n); a subclass that counts uses walks the path.
 """
 

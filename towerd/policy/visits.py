@@ -1,4 +1,4 @@
-"""Visits: who used what last, and whether and when they came back.
+"""Visits: who used which keys last, and whether and when they returned.
 
 A visit is one request as a policy sees it: the keys used at one moment, of which the last is its
 tip. It returns when a later visit uses its tip; the later one goes on with its turn number. What
@@ -99,7 +99,7 @@ class Visits:
         self._n_new = self._n_lessons = self._n_before = 0
 
     def begin(self, now: float) -> Visit:
-        """What is used from now on is used by a new visit, if `now` is a later time."""
+        """Later uses belong to a new visit, if `now` is a later time."""
         if now > self.current.start_s:
             self._close()
             self.current = Visit(now)

@@ -1,4 +1,4 @@
-"""What workflow policies share: who used which key as which agent, and which runs are over."""
+"""The shared base of workflow policies: which agents used which keys, and which runs ended."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NEW_GAP_WEIGHT = 0.02
 
 
 class Run:
-    """One workflow that may go on."""
+    """One workflow that may continue."""
 
     __slots__ = ("agents", "forecast", "gains", "keys", "path", "stepped_s", "tips")
 

@@ -1,19 +1,13 @@
-"""Retention policies by name."""
+"""Retention policies by name, imported when one is asked for: most daemons need none."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
+from importlib import import_module
 from typing import Any, NamedTuple
 
 from towerd.retention.base import Retention, RetentionConfig, Signal
-from towerd.retention.buzz import Buzz, BuzzConfig
-from towerd.retention.h2o import H2O, H2OConfig
-from towerd.retention.icecache import IceCache, IceCacheConfig
-from towerd.retention.latem import Latem, LatemConfig
-from towerd.retention.none import KeepAll, NoneConfig
-from towerd.retention.snapkv import SnapKV, SnapKVConfig
-from towerd.retention.streaming import Streaming, StreamingConfig
-from towerd.retention.window import Window, WindowConfig
 
 
 class Kind(NamedTuple):
@@ -23,44 +17,54 @@ class Kind(NamedTuple):
     policy: type[Retention]
 
 
-KINDS: Mapping[str, Kind] = {
-    "none": Kind(NoneConfig, KeepAll),
-    "window": Kind(WindowConfig, Window),
-    "streaming": Kind(StreamingConfig, Streaming),
-    "h2o": Kind(H2OConfig, H2O),
-    "snapkv": Kind(SnapKVConfig, SnapKV),
-    "buzz": Kind(BuzzConfig, Buzz),
-    "latem": Kind(LatemConfig, Latem),
-    "icecache": Kind(IceCacheConfig, IceCache),
+_CLASSES: Mapping[str, tuple[str, str]] = {
+    "none": ("NoneConfig", "KeepAll"),
+    "window": ("WindowConfig", "Window"),
+    "streaming": ("StreamingConfig", "Streaming"),
+    "h2o": ("H2OConfig", "H2O"),
+    "snapkv": ("SnapKVConfig", "SnapKV"),
+    "buzz": ("BuzzConfig", "Buzz"),
+    "latem": ("LatemConfig", "Latem"),
+    "icecache": ("IceCacheConfig", "IceCache"),
 }
-NAMES = tuple(KINDS)
+"""Parameters and policy, in the module `towerd.retention.NAME`."""
+NAMES = tuple(_CLASSES)
+
+
+@cache
+def kind_of(name: str) -> Kind:
+    """The row of policy `name`. Raises KeyError for an unknown name."""
+    config, policy = _CLASSES[name]
+    module = import_module(f"towerd.retention.{name}")
+    return Kind(getattr(module, config), getattr(module, policy))
 
 
 def retention_config(name: str, budget: int) -> RetentionConfig:
     """The parameters of policy `name` for `budget` live tokens. Raises ValueError for an unknown
     name or a budget that leaves no room beside sink and window."""
-    if name not in KINDS:
+    if name not in _CLASSES:
         raise ValueError(f"there is no retention policy {name!r}: take one of {', '.join(NAMES)}")
     try:
-        return KINDS[name].config.for_budget(budget)
+        return kind_of(name).config.for_budget(budget)
     except ValueError as error:
         raise ValueError(f"a budget of {budget} tokens is too small for {name}: {error}") from error
 
 
 def signals_of(name: str) -> frozenset[Signal]:
     """What a view for policy `name` must bring. Raises KeyError for an unknown name."""
-    return KINDS[name].policy.signals
+    return kind_of(name).policy.signals
 
 
 def can_recall(name: str) -> bool:
     """Whether what policy `name` dropped may come back. Raises KeyError for an unknown name."""
-    return KINDS[name].policy.can_recall
+    return kind_of(name).policy.can_recall
 
 
 def open_retention(config: RetentionConfig) -> Retention:
     """A policy with these parameters, for one chat."""
-    for kind in KINDS.values():
-        if isinstance(config, kind.config):
-            make: Callable[[Any], Retention] = kind.policy
+    wanted = type(config).__name__
+    for name, (config_class, _) in _CLASSES.items():
+        if config_class == wanted:
+            make: Callable[[Any], Retention] = kind_of(name).policy
             return make(config)
-    raise ValueError(f"no retention policy has parameters of type {type(config).__name__}")
+    raise ValueError(f"no retention policy has parameters of type {wanted}")

@@ -10,7 +10,7 @@ from towerd.errors import StoreLocked
 
 
 class StoreLock:
-    """An exclusive flock on `path`, holding this process's id; the kernel drops it at exit."""
+    """An exclusive flock on `path`, which holds this process's id. The kernel drops it at exit."""
 
     def __init__(self, path: Path) -> None:
         """Take the lock. Raises StoreLocked (naming the owner's pid) or OSError."""
@@ -28,7 +28,7 @@ class StoreLock:
         os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
 
     def release(self) -> None:
-        """Give the lock back; the file stays (removing it would race with the next owner)."""
+        """Release the lock. The file stays: removing it would race with the next owner."""
         if self._fd >= 0:
             os.ftruncate(self._fd, 0)
             os.close(self._fd)

@@ -1,19 +1,19 @@
-"""What all parts of an open store share."""
+"""The state shared by all parts of an open store."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from towerd.slots.fingerprint import Fingerprint
-from towerd.store.catalog import Catalog
-from towerd.store.directory import Directory
+from towerd.store.catalog.catalog import Catalog
 from towerd.store.listener import Listener
-from towerd.store.node import Node
-from towerd.store.segment_file import Mappings, SegmentFile
-from towerd.store.trie import Trie
+from towerd.store.prefix.node import Node
+from towerd.store.prefix.trie import Trie
+from towerd.store.segments.directory import Directory
+from towerd.store.segments.segment_file import Mappings, SegmentFile, quantized_bytes
 
 
 class Held(NamedTuple):
@@ -48,7 +48,7 @@ class StoreState:
     listener: Listener = field(default_factory=Listener)
 
     def touch(self, node: Node) -> None:
-        """Note a use of `node` and of everything it stands on; reaches the disk in batches."""
+        """Record a use of `node` and its ancestors; written to disk in batches."""
         now = self.clock()
         for each in node.path():
             each.last_used = now
@@ -56,7 +56,7 @@ class StoreState:
             self.touched.add(each)
 
     def held(self, node: Node) -> Held:
-        """How a node's rows are kept: in memory, else on disk, else not at all."""
+        """The format of a node's rows: in memory, else on disk, else none."""
         layout = self.fingerprint.layout
         if node.hot is not None:
             names = [part.layout.format_name for part in node.hot]
@@ -71,11 +71,31 @@ class StoreState:
         )
         return Held("+".join(dict.fromkeys(run.format for run in runs)), n_bytes)
 
+    def stats(self) -> dict[str, Any]:
+        """Counts and sizes of what there is."""
+        disk = self.catalog.rows("SELECT coalesce(sum(bytes), 0) FROM files")[0][0]
+        return {
+            "segments": len(self.trie),
+            "tokens": sum(node.n for node in self.trie.nodes.values()),
+            "files": len(self.files),
+            "sessions": self._count("sessions"),
+            "bases": self._count("bases"),
+            "hot_bytes": self.hot_bytes,
+            "warm_bytes": self.warm_bytes,
+            "warm_quantized_bytes": quantized_bytes(self.files.values(), self.fingerprint.layout),
+            "disk_bytes": int(disk),
+            "catalog_bytes": self.catalog.bytes_on_disk(),
+            "journal_bytes": self.catalog.journal.nbytes(),
+        }
+
+    def _count(self, table: str) -> int:
+        sql = f"SELECT count(*) FROM {table} WHERE fingerprint = ?"
+        return int(self.catalog.rows(sql, (self.fingerprint_pk,))[0][0])
+
     def forget_file(self, file: SegmentFile) -> None:
         """Take a file out of memory; rows that someone still views stay readable."""
-        for node in file.nodes:
-            node.file, node.file_row0 = None, 0
-        file.nodes = []
+        for node in tuple(self.trie.viewers(file)):
+            self.trie.unview(node)
         file.dropped = True
         self.mappings.forget(file)
         if self.files.pop(file.id, None) is not None:

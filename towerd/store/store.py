@@ -16,31 +16,32 @@ from towerd.errors import NotFound, StoreError
 from towerd.slots.fingerprint import Fingerprint
 from towerd.slots.rows import KVRows
 from towerd.slots.runs import Runs
-from towerd.store import durable
-from towerd.store.bases import BaseTable
-from towerd.store.catalog import Catalog
-from towerd.store.cold import ColdTable
-from towerd.store.collect import GcReport, collect, drop_foreign
-from towerd.store.directory import Directory
-from towerd.store.growth import Growth
-from towerd.store.history import History, add_history, take_history
-from towerd.store.integrity import problems
-from towerd.store.journal.upkeep import Upkeep
+from towerd.store.catalog.catalog import Catalog
+from towerd.store.catalog.journal.upkeep import Upkeep
 from towerd.store.listener import Listener
-from towerd.store.loader import add_pins, load_state
 from towerd.store.lock import StoreLock
-from towerd.store.module import Module
-from towerd.store.node import ID_BYTES, Ids, Node, ids_array, ids_bytes, path_bytes
-from towerd.store.pins import PinTable
-from towerd.store.reencode import Wish, reencode
-from towerd.store.rows import RowsPart, RowStore
-from towerd.store.scope import public_of
-from towerd.store.segment_file import SegmentFile, quantized_bytes
-from towerd.store.sessions import SessionTable, check_name
+from towerd.store.maintenance.collect import GcReport, collect, drop_foreign
+from towerd.store.maintenance.integrity import problems
+from towerd.store.maintenance.verify import VerifyReport, verify
+from towerd.store.prefix.growth import Growth
+from towerd.store.prefix.loader import add_pins, load_state
+from towerd.store.prefix.module import Module
+from towerd.store.prefix.node import Node
+from towerd.store.prefix.scope import public_of
+from towerd.store.prefix.trie import Match
+from towerd.store.segments import durable
+from towerd.store.segments.directory import Directory
+from towerd.store.segments.reencode import Wish, reencode
+from towerd.store.segments.rows import RowsPart, RowStore
+from towerd.store.segments.segment_file import SegmentFile
+from towerd.store.sessions.bases import BaseTable
+from towerd.store.sessions.cold import ColdTable
+from towerd.store.sessions.history import History, add_history, take_history
+from towerd.store.sessions.pins import PinTable
+from towerd.store.sessions.sessions import SessionTable, check_name
+from towerd.store.sessions.turn import Base, SessionInfo, Turn, TurnInfo, TurnResult
 from towerd.store.state import Held, StoreState
-from towerd.store.trie import Match
-from towerd.store.turn import Base, SessionInfo, Turn, TurnInfo, TurnResult
-from towerd.store.verify import VerifyReport, verify
+from towerd.tokens import ID_BYTES, Ids, ids_array, ids_bytes, path_bytes
 
 WhichFingerprint: TypeAlias = Fingerprint | Callable[[Catalog], Fingerprint]
 """A fingerprint, or a function that finds it with the help of the opened catalog."""
@@ -114,7 +115,7 @@ class Store:
                 self._lock_file.release()
 
     def listen(self, listener: Listener) -> None:
-        """Tell `listener`, and nobody else, of every change from now on."""
+        """Report every later change to `listener`, which replaces any other listener."""
         with self._open_lock():
             self.state.listener = listener
 
@@ -165,6 +166,10 @@ class Store:
         with self._open_lock():
             return list(self.state.trie.nodes.values())
 
+    def viewers(self, file: SegmentFile) -> list[Node]:
+        """A snapshot of the nodes whose rows are in `file`. Takes no lock."""
+        return list(self.state.trie.viewers(file))
+
     def files(self) -> list[SegmentFile]:
         """A snapshot of every segment file, in no order."""
         with self._open_lock():
@@ -176,7 +181,7 @@ class Store:
             self.state.touch(node)
 
     def flush(self) -> None:
-        """Write the noted uses and look after the catalog; meant for idle moments."""
+        """Write recorded uses and maintain the catalog; meant for idle moments."""
         with self._open_lock():
             self._flush()
         self._upkeep.rest()
@@ -218,7 +223,7 @@ class Store:
         self.rows.unshare(node)
 
     def drop_hot(self, node: Node) -> int:
-        """Let go of a node's rows in memory; returns their bytes."""
+        """Release a node's rows in memory; returns their bytes."""
         return self.rows.drop_hot(node)
 
     def write_rows(self, nodes: Sequence[Node], *, replace: bool = False) -> SegmentFile:
@@ -245,7 +250,7 @@ class Store:
 
     @contextmanager
     def still(self) -> Iterator[None]:
-        """Nothing changes inside the block, and everybody waits: look, and leave."""
+        """Nothing changes inside the block and other threads wait, so keep it short."""
         with self._open_lock():
             yield
 
@@ -394,7 +399,7 @@ class Store:
 
     @property
     def bases_version(self) -> int:
-        """Another number whenever `bases` may have something else to say."""
+        """A number that changes whenever `bases` may have changed."""
         return self._bases.version
 
     def remove_base(self, name: str, scope: str) -> None:
@@ -435,23 +440,7 @@ class Store:
     def stats(self) -> dict[str, Any]:
         """Counts and sizes, for /metrics and people."""
         with self._open_lock():
-            state, count, files = self.state, self._count, self.state.files.values()
-            return {
-                "segments": len(state.trie),
-                "tokens": sum(node.n for node in state.trie.nodes.values()),
-                "files": len(state.files),
-                "sessions": count("sessions"),
-                "bases": count("bases"),
-                **self.cold.stats(),
-                "hot_bytes": state.hot_bytes,
-                "warm_bytes": state.warm_bytes,
-                "warm_quantized_bytes": quantized_bytes(files, state.fingerprint.layout),
-                "disk_bytes": int(
-                    state.catalog.rows("SELECT coalesce(sum(bytes), 0) FROM files")[0][0]
-                ),
-                "catalog_bytes": state.catalog.bytes_on_disk(),
-                "journal_bytes": state.catalog.journal.nbytes(),
-            }
+            return self.state.stats() | self.cold.stats()
 
     def get_meta(self, key: str) -> str | None:
         """A small value kept for other modules."""
@@ -462,10 +451,6 @@ class Store:
         """Durable when it returns."""
         with self._open_lock():
             self.state.catalog.set_meta(key, value)
-
-    def _count(self, table: str) -> int:
-        sql = f"SELECT count(*) FROM {table} WHERE fingerprint = ?"
-        return int(self.state.catalog.rows(sql, (self.state.fingerprint_pk,))[0][0])
 
     def _flush(self) -> None:
         touched = [node for node in self.state.touched if not node.removed]

@@ -1,9 +1,11 @@
-"""The boundary tier: states of models whose memory cannot be cut, within a budget of their own.
+"""The tier of state checkpoints, for models whose memory cannot be cut, with its own
+budget.
 
-A state is taken where a prompt is likely to be taken up again, kept in RAM until its file is
-written, and read back when a prompt begins with the tokens before it. What leaves first is what
-saves the least: a state close behind another one, far from the end of its conversation, long
-unused. So boundaries stay dense near the leaves and become sparse in the past.
+A checkpoint is taken where a later prompt is likely to resume, kept in RAM until its file
+is written, and read back when a prompt begins with the tokens before it. The checkpoints
+that save the least are evicted first: those close behind another one, far from the end of
+their conversation, or long unused. Checkpoints therefore stay dense near the leaves and
+become sparse in the past.
 """
 
 from __future__ import annotations
@@ -18,11 +20,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from towerd.engine.base import Ids
 from towerd.errors import StoreError
-from towerd.store.boundaries import Boundary, BoundaryTable
-from towerd.store.node import Node
+from towerd.store.prefix.node import Node
+from towerd.store.segments.boundaries import Boundary, BoundaryTable
 from towerd.store.store import Store
+from towerd.tokens import Ids
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +33,9 @@ Bytes = npt.NDArray[np.uint8]
 AGE_S = 600.0
 """States used within this time of each other count as equally recent."""
 NEAR_TOKENS = 32
-"""So far from a leaf nothing is far yet. The state at a leaf, where a conversation goes on, counts
-as if it saved that much, however short the last answer."""
+"""Minimum distance to a leaf for the ranking. The checkpoint at a leaf, where a
+conversation continues, counts as if it saved this many tokens, however short the last
+answer."""
 
 
 class BoundaryTier:
@@ -103,7 +106,7 @@ class BoundaryTier:
         self.table.drop_since(since)
 
     def refused(self, found: Boundary) -> None:
-        """Forget a state that llama.cpp does not take, for it would stand in the way of others."""
+        """Forget a checkpoint that llama.cpp rejects, so that it does not block others."""
         log.warning("a boundary state is of no use here", extra={"position": found.position})
         self.table.drop(found.node)
 
@@ -155,7 +158,7 @@ class BoundaryTier:
             return min(states, key=lambda state: self._worth(state, now), default=None)
 
     def _worth(self, found: Boundary, now: float) -> float:
-        """Tokens that it saves, by how far back and how long ago it was of use."""
+        """Tokens that it saves, discounted by distance to the leaf and time since its last use."""
         gap, distance = (
             found.position - self._position_before(found.node),
             leaf_distance(found.node),

@@ -30,8 +30,11 @@ class BufferPool:
         return np.empty(-(-size // _ROUND_BYTES) * _ROUND_BYTES, np.uint8)
 
     def warm_up(self, size: int, count: int) -> None:
-        """Make `count` buffers of `size` bytes now and touch their pages, so that the first
-        acquisitions do not pay for it."""
+        """Make `count` buffers of `size` bytes on a thread of their own and touch their pages, so
+        that the first acquisitions do not pay for it."""
+        threading.Thread(target=self._warm_up, args=(size, count), daemon=True).start()
+
+    def _warm_up(self, size: int, count: int) -> None:
         made = [self.acquire(size) for _ in range(count)]
         for buffer in made:
             buffer.fill(0)

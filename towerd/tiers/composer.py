@@ -1,8 +1,8 @@
-"""Composer: stored rows as sequence blobs that llama.cpp takes.
+"""Composer: joins stored rows into sequence blobs for llama.cpp.
 
-What is one already, in a mapped file or in RAM, is handed on as it is. The rest is joined into
-blobs of a few megabytes: small ones stay in the CPU's cache between our copy and llama.cpp's, and
-the caller can attach one while the next is made.
+Rows that already form a blob, in a mapped file or in RAM, are passed on unchanged. The rest
+is joined into blobs of a few megabytes: small ones stay in the CPU's cache between our copy
+and llama.cpp's, and the caller can attach one while the next is made.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ class Composer:
 
     def _as_it_is(self, part: RowsPart, rows: KVRows) -> Composed:
         assert rows.blob is not None
-        n, taint = len(rows), _taint([(part, rows)])
+        n, provenance = len(rows), _provenance([(part, rows)])
         n_hot = n if part.tier == "hot" else 0
-        return Composed(n, n_hot, n - n_hot, rows.blob, None, taint)
+        return Composed(n, n_hot, n - n_hot, rows.blob, None, provenance)
 
     def _joined(self, pieces: list[Piece]) -> Composed:
         n = sum(len(rows) for _, rows in pieces)
@@ -106,10 +106,10 @@ class Composer:
             self._buffers.release(buffer)
             raise
         n_hot = sum(len(rows) for part, rows in pieces if part.tier == "hot")
-        return Composed(n, n_hot, n - n_hot, buffer[:size], buffer, _taint(pieces))
+        return Composed(n, n_hot, n - n_hot, buffer[:size], buffer, _provenance(pieces))
 
 
-def _taint(pieces: Iterable[Piece]) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+def _provenance(pieces: Iterable[Piece]) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     return np.concatenate(
-        [part.taint[rows.p0 - part.p0 : rows.p1 - part.p0] for part, rows in pieces]
+        [part.provenance[rows.p0 - part.p0 : rows.p1 - part.p0] for part, rows in pieces]
     )

@@ -1,4 +1,4 @@
-"""What the tiers count."""
+"""Counters of the tiers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Counters:
-    """Segments since the start, and bytes."""
+    """Segments and bytes since the start."""
 
     written: int = 0
     promoted: int = 0
@@ -18,7 +18,7 @@ class Counters:
     bytes_written: int = 0
 
     def stats(self) -> dict[str, int]:
-        """By their names in /metrics, but for `damaged`, to which others add."""
+        """Counters by their names in /metrics, except `damaged`, which has other contributors."""
         return {
             "segments_written": self.written,
             "segments_promoted": self.promoted,

@@ -1,5 +1,6 @@
-"""What policies learned outlives the daemon: a short text in the catalog, JSON, deflated, with its
-checksum. Damage costs what was learned, nothing else."""
+"""Persists what policies learned as a short text in the catalog: JSON, deflated, with a
+checksum. Damage only loses what was learned.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +14,26 @@ from typing import Any, Protocol
 
 META_KEY = "learned"
 BYTES_MAX = 1 << 20
-"""Of the text; what is larger is not kept."""
+"""Maximum size of the text; larger ones are not kept."""
 _JSON_BYTES_MAX = 16 << 20
 _DIGEST_BYTES = 16
 _KEEP_S = 600.0
 
 
 class Learner(Protocol):
-    """`towerd.tiers.ranking.Ranking` as far as it learns."""
+    """The learning part of `towerd.tiers.ranking.Ranking`."""
 
     def learned(self) -> str | None:
-        """Text for `recall`; None: nothing to keep."""
+        """The text for `recall`; None if there is nothing to keep."""
         ...
 
     def recall(self, text: str | None) -> None:
-        """Go on from it, if it is sound."""
+        """Resume from the text if it is valid."""
         ...
 
 
 class Learned:
-    """Recalls at once what the catalog has; `keep` is called by one thread."""
+    """Restores the state in the catalog at once; `keep` is called by one thread."""
 
     def __init__(
         self,
@@ -46,7 +47,7 @@ class Learned:
         learner.recall(get_meta(META_KEY))
 
     def keep(self, *, now: bool) -> None:
-        """Write it into the catalog, if it is time; `now`: it is."""
+        """Save to the catalog if it is due, or at once with `now`."""
         if not now and time.monotonic() < self._due:
             return
         self._due = time.monotonic() + _KEEP_S

@@ -21,33 +21,24 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from towerd.drift import Drift
-from towerd.engine.base import Ids
 from towerd.errors import NotFound, RowsDamaged, SegmentsGone, StoreError
 from towerd.slots.layout import KVLayout
 from towerd.slots.rows import KVRows
-from towerd.store import (
-    APPROXIMATE,
-    Node,
-    RowsPart,
-    SegmentFile,
-    Store,
-    Taint,
-)
+from towerd.store import Node, RowsPart, SegmentFile, Store
 from towerd.store.listener import Listener
-from towerd.store.scope import is_public
-from towerd.store.segment_file import quantized_bytes
+from towerd.store.prefix.scope import is_public
+from towerd.store.segments.segment_file import quantized_bytes
 from towerd.tiers.composer import Composer, Piece
 from towerd.tiers.counters import Counters
-from towerd.tiers.fidelity import Fidelity, LevelFormats
+from towerd.tiers.formats.fidelity import Fidelity, LevelFormats
 from towerd.tiers.learned import Learned
 from towerd.tiers.plan import Composed, Gap, Plan
 from towerd.tiers.prefetch import Prefetcher
 from towerd.tiers.promotion import Promoter
 from towerd.tiers.ranking import Ranking
 from towerd.tiers.shrink import Shrinker
+from towerd.tokens import Ids, Provenances, are_computed, are_exact, count_approximate
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +46,7 @@ _RETRY_WRITE_S = 30.0
 _USED_MIN = 0.75
 """Share of a buffer; when less of it is used, what is used is copied out of it."""
 _SHARING_MAX = 8
-"""So many segments are copied at most; where more share a buffer, most of it is used."""
+"""At most this many segments are copied; if more share a buffer, most of it is in use."""
 
 
 class Tiers(Listener):
@@ -110,7 +101,7 @@ class Tiers(Listener):
         self.exact = fidelity == "exact"
         self._forced = forced
         self.drift: Drift | None = None
-        """What the table in force costs; None: not measured."""
+        """The drift of the current formats; None if not measured."""
         self._shrinker = Shrinker(store, shrink_after_s, clock)
         self._shrinker.set_formats(None if self.exact else forced, enabled=not self.exact)
         with store.still():
@@ -133,7 +124,7 @@ class Tiers(Listener):
 
     @property
     def formats(self) -> LevelFormats | None:
-        """The table in force."""
+        """The current formats."""
         return self._shrinker.formats
 
     # ---- rows in (towards live) -------------------------------------------------------------
@@ -151,7 +142,7 @@ class Tiers(Listener):
         n_all = sum(p.p1 - p.p0 for p in parts)
         if match.nodes:
             self.store.touch(match.nodes[-1])
-        n_approximate = sum(int(np.count_nonzero(p.taint == APPROXIMATE)) for p in parts)
+        n_approximate = sum(count_approximate(p.provenance) for p in parts)
         return Plan(start, parts, n_hot, n_all - n_hot, n_public, n_approximate, match.n)
 
     def compose(self, plan: Plan) -> Iterator[Composed]:
@@ -223,18 +214,18 @@ class Tiers(Listener):
 
     # ---- rows out (from live) ---------------------------------------------------------------
 
-    def gaps(self, ids: Ids, scope: str, taint: Taint | None = None) -> list[Gap]:
+    def gaps(self, ids: Ids, scope: str, provenance: Provenances | None = None) -> list[Gap]:
         """Recorded runs along `ids` that have neither hot nor warm rows (under exact fidelity:
         no exact ones).
 
-        taint: of the live rows; segments with an approximate one, or one that has to do with a
+        provenance: of the live rows; segments with an approximate one, or one that has to do with a
         splice, are left out: they must never be taken for what prefill computes."""
         gaps: list[Gap] = []
         run: list[Node] = []
         with self.store.still():  # a split would leave its upper part out
             match = self.store.match(ids, scope)
             for node in (*match.nodes, None):
-                lacks = node is not None and node.p1 <= match.n and self._lacks(node, taint)
+                lacks = node is not None and node.p1 <= match.n and self._lacks(node, provenance)
                 if lacks and node is not None:
                     run.append(node)
                 elif run:
@@ -243,16 +234,17 @@ class Tiers(Listener):
         return gaps
 
     def cut(self, ids: Ids, scope: str) -> None:
-        """Let a segment end where `ids` do, if they are recorded and more after them."""
+        """Split so that a segment ends where `ids` do, if they are recorded and more follows."""
         match = self.store.match(ids, scope)
         if match.n == len(ids) and match.nodes and match.nodes[-1].p1 > match.n:
             self.store.insert(ids, scope, [len(ids)])
 
-    def _lacks(self, node: Node, taint: Taint | None) -> bool:
+    def _lacks(self, node: Node, provenance: Provenances | None) -> bool:
         """Whether the live rows of `node` are to be exported."""
-        if taint is not None and (taint[node.p0 : node.p1] >= APPROXIMATE).any():
+        live = None if provenance is None else provenance[node.p0 : node.p1]
+        if live is not None and not are_computed(live):
             return False
-        if not self.exact or (taint is not None and taint[node.p0 : node.p1].any()):
+        if not self.exact or (live is not None and not are_exact(live)):
             return node.hot is None and node.file is None
         return not node.has_exact_hot and not node.has_exact_file
 
@@ -288,7 +280,7 @@ class Tiers(Listener):
         }
 
     def check_integrity(self) -> None:
-        """AssertionError unless the store agrees with itself, and all that follows it with it."""
+        """AssertionError unless the store and everything that tracks it are consistent."""
         with self.store.still():
             self.store.check_integrity()
             unused = {node.id for node in self.store.nodes() if self.prefetcher.holds(node)}
@@ -329,11 +321,11 @@ class Tiers(Listener):
         with self._lock:
             self._unwritten.discard(node.id)
 
-    def became_warm(self, file: SegmentFile) -> None:
+    def became_warm(self, file: SegmentFile, nodes: Sequence[Node]) -> None:
         """See Listener.became_warm."""
-        self.ranking.became_warm(file)
+        self.ranking.became_warm(file, nodes)
         with self._lock:
-            self._unwritten.difference_update(node.id for node in file.nodes)
+            self._unwritten.difference_update(node.id for node in nodes)
 
     def left_warm(self, file: SegmentFile) -> None:
         """See Listener.left_warm."""
@@ -431,17 +423,20 @@ class Tiers(Listener):
         excess = self.store.warm_bytes - self.warm_bytes_max
         if excess > 0:
             self.store.drop_foreign(excess)
-            for file in self.ranking.warm_victims(excess, _can_drop):
+            for file in self.ranking.warm_victims(excess, self._can_drop):
                 if self.store.drop_file(file):
                     self.counters.warm_evicted += 1
 
     def _can_drop_hot(self, node_id: int) -> bool:
-        """Rows whose file left for want of space may leave, too: only those wait that have yet to
-        be written."""
+        """Rows whose file was evicted for space may be evicted too; only unwritten rows must
+        wait."""
         return node_id not in self._unwritten
 
+    def _can_drop(self, file: SegmentFile) -> bool:
+        return not any(node.pinned for node in self.store.viewers(file))
+
     def _drop_hot(self, node_id: int) -> int:
-        """Let go of a victim's rows in RAM; their bytes."""
+        """Release a victim's rows in RAM; returns their bytes."""
         with self.store.still():
             node = self._node(node_id)
             if node is None or not self._can_drop_hot(node_id):
@@ -489,7 +484,3 @@ def together(parts: Iterable[RowsPart]) -> Iterator[RowsPart]:
         last = part
     if last is not None:
         yield last
-
-
-def _can_drop(file: SegmentFile) -> bool:
-    return not any(node.pinned for node in list(file.nodes))

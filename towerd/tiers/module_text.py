@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from towerd.errors import InvalidRequest
-
-_Ids: TypeAlias = npt.NDArray[np.int32]
+from towerd.tokens import Ids, common_prefix
 
 PREFIX, ANYWHERE = "prefix", "anywhere"
 """The values of `reuse`: where a base may stand in a prompt."""
@@ -34,15 +32,15 @@ def surrounded(text: str) -> list[str]:
     return [text, *(before + text for before in BEFORE), *(text + after for after in AFTER)]
 
 
-def inner_ids(tokenized: Sequence[Any]) -> _Ids:
+def inner_ids(tokenized: Sequence[Any]) -> Ids:
     """The ids of a module wherever it stands, from those of `surrounded(text)`.
 
     Tokenizers merge across joints, and some put a space before every text. Tokens at the ends
     that depend on what stands beside them are left out; a prompt evaluates them anew.
     Raises InvalidRequest if fewer than TOKENS_MIN are left."""
     alone, *others = (np.asarray(ids, np.int32) for ids in tokenized)
-    n_last = min(_common_end(alone, each) for each in others[: len(BEFORE)])
-    n_first = min(_common_end(alone[::-1], each[::-1]) for each in others[len(BEFORE) :])
+    n_last = min(common_prefix(alone[::-1], each[::-1]) for each in others[: len(BEFORE)])
+    n_first = min(common_prefix(alone, each) for each in others[len(BEFORE) :])
     found = alone[len(alone) - n_last : n_first]
     check_length(len(found))
     return np.ascontiguousarray(found)
@@ -55,10 +53,3 @@ def check_length(n: int) -> None:
             f"A module needs at least {TOKENS_MIN} tokens that do not depend on the text around "
             f"it; this one has {n}."
         )
-
-
-def _common_end(a: _Ids, b: _Ids) -> int:
-    """How many ids two sequences share at their ends."""
-    n = min(len(a), len(b))
-    different = np.flatnonzero(a[len(a) - n :][::-1] != b[len(b) - n :][::-1])
-    return int(different[0]) if len(different) else n

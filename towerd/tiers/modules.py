@@ -8,15 +8,15 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from towerd.engine.base import Ids
 from towerd.errors import StoreError
 from towerd.slots.blob import emit_blob, parse_blob
 from towerd.slots.rows import KVRows
 from towerd.store import Base, Module
-from towerd.store.scope import public_of
-from towerd.tiers.calibration import allows
+from towerd.store.prefix.scope import public_of
+from towerd.tiers.formats.calibration import allows
 from towerd.tiers.manager import Tiers
 from towerd.tiers.module_text import TOKENS_MIN
+from towerd.tokens import Ids
 
 _KEY_TOKENS = 16
 """Modules are looked up by the hash of so many first ids."""

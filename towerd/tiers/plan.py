@@ -1,4 +1,4 @@
-"""What the tiers and the live context hand each other: plans, blobs, gaps."""
+"""Plans, blobs and gaps: data exchanged between the tiers and the live context."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from towerd.store import APPROXIMATE, Node, RowsPart, Taint
-from towerd.store.boundaries import Boundary
+from towerd.store import Node, RowsPart
+from towerd.store.segments.boundaries import Boundary
+from towerd.tokens import Provenances, count_approximate
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class Plan:
     n_match: int = 0
     """How many leading tokens of the prompt are stored at all, with rows or without."""
     boundary: Boundary | None = None
-    """The state to put behind the rows."""
+    """The state to restore after the rows."""
 
     @property
     def n(self) -> int:
@@ -42,9 +43,11 @@ class Plan:
         parts = tuple(replace(p, p1=min(p.p1, end)) for p in self.parts if p.p0 < end)
         n_hot = sum(p.p1 - p.p0 for p in parts if p.tier == "hot")
         n_warm = sum(p.p1 - p.p0 for p in parts if p.tier == "warm")
-        if not parts:
-            n_hot, n_warm = (end - self.start, 0)[:: 1 if boundary.data is not None else -1]
-        n_approximate = sum(int(np.count_nonzero(p.taint == APPROXIMATE)) for p in parts)
+        if not parts and boundary.data is not None:
+            n_hot = end - self.start
+        elif not parts:
+            n_warm = end - self.start
+        n_approximate = sum(count_approximate(p.provenance) for p in parts)
         return replace(
             self, parts=parts, n_hot=n_hot, n_warm=n_warm, n_approximate=n_approximate,
             boundary=boundary,
@@ -64,13 +67,13 @@ class Composed:
     n_warm: int
     blob: npt.NDArray[np.uint8]
     buffer: npt.NDArray[np.uint8] | None
-    taint: Taint
+    provenance: Provenances
     """uint8[n]: which of the tokens are EXACT, DERIVED or APPROXIMATE."""
 
     @property
     def n_approximate(self) -> int:
         """Tokens whose rows were decoded from a stored format."""
-        return int(np.count_nonzero(self.taint == APPROXIMATE))
+        return count_approximate(self.provenance)
 
 
 @dataclass(frozen=True, slots=True)

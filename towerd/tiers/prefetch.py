@@ -41,25 +41,35 @@ class Prefetcher:
         clock: Callable[[], float],
     ) -> None:
         """promote: copies a node's rows into RAM, or does not; bytes_per_s: 0 fetches nothing"""
-        self.is_calm: Callable[[], bool] = lambda: True
-        """Whether the engine merely decodes or idles."""
-        self.on_cold: Callable[[Node], None] | None = None
-        """Called with what is expected back and has no rows anywhere: to be thawed ahead."""
         self.n_fetched = self.n_used = 0
         self._store = store
         self._ranking = ranking
         self._promote = promote
         self._bytes_per_s = bytes_per_s
         self._clock = clock
+        self._is_calm: Callable[[], bool] | None = None
+        self._on_cold: Callable[[Node], None] | None = None
         self._allowance = 0.0
         self._last_s: float | None = None
         self._did_work = False
         self._held: OrderedDict[int, Node] = OrderedDict()
-        """What was fetched and not used yet, the oldest first, and what is being fetched."""
+        """Rows fetched but not used yet, oldest first, and those being fetched."""
+
+    def start(
+        self, is_calm: Callable[[], bool], on_cold: Callable[[Node], None] | None = None
+    ) -> None:
+        """Fetch from now on. is_calm: whether the engine merely decodes or idles; on_cold: called
+        with what is expected back and has no rows anywhere, to be thawed ahead"""
+        self._on_cold = on_cold
+        self._is_calm = is_calm
+
+    def stop(self) -> None:
+        """Stop fetching and make no more callbacks."""
+        self._is_calm = self._on_cold = None
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is ever fetched: the policy foretells, and there is bandwidth."""
+        """Whether prefetch is active: the policy predicts reuse, and there is bandwidth."""
         return self._bytes_per_s > 0 and self._ranking.foretells
 
     def wait_s(self) -> float:
@@ -72,7 +82,8 @@ class Prefetcher:
         """Fetch what is wanted, up to `room` bytes and the bandwidth that has accrued."""
         self._accrue()
         self._did_work = False
-        if not self.is_on or not self.is_calm():
+        is_calm = self._is_calm
+        if not self.is_on or is_calm is None or not is_calm():
             return
         nodes: dict[int, Node] = {}
         candidates = self._candidates(nodes)
@@ -98,11 +109,11 @@ class Prefetcher:
             self._held[upper.id] = upper
 
     def forget(self, node: Node) -> None:
-        """A node, or what it had in RAM, is gone."""
+        """Forget a removed node or its dropped rows."""
         self._held.pop(node.id, None)
 
     def give_back(self, bytes_needed: int) -> int:
-        """Let go of what was fetched and not used, the oldest first; the bytes freed."""
+        """Release rows that were fetched but not used, oldest first; returns the bytes freed."""
         freed = 0
         while freed < bytes_needed:
             with self._store.still():
@@ -120,8 +131,9 @@ class Prefetcher:
                 tip = self._store.node(tip_id)
             except NotFound:
                 continue  # it is gone since the policy heard of it
-            if tip.hot is None and tip.file is None and self.on_cold is not None:
-                self.on_cold(tip)
+            on_cold = self._on_cold
+            if tip.hot is None and tip.file is None and on_cold is not None:
+                on_cold(tip)
             with self._store.still():
                 for node in tip.path():
                     if node.hot is None and node.file is not None and node.id not in found:

@@ -1,4 +1,4 @@
-"""Promotion: rows that were read from disk, copied into RAM, where no page cache pressure takes them."""
+"""Promotion: rows read from disk are copied into RAM, safe from page cache pressure."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 
-from towerd.store import DERIVED, Node, RowsPart, Store
+from towerd.store import Node, RowsPart, Store
 from towerd.tiers.counters import Counters
+from towerd.tokens import has_derived
 
 
 class Promoter:
@@ -82,7 +83,7 @@ class Promoter:
             if node.hot is not None or node.file is None or n_bytes > self._nbytes_max():
                 return False
             part = RowsPart(node, node.p0, node.p1, "warm", node.file)
-        derived = bool((part.taint == DERIVED).any())
+        derived = has_derived(part.provenance)
         taken = self._store.attach_hot([node], self._store.load_rows(part).copy(), derived=derived)
         self._counters.promoted += len(taken)
         return bool(taken)

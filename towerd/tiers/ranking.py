@@ -33,11 +33,11 @@ from towerd.tiers.learned import pack, unpack
 log = logging.getLogger(__name__)
 
 _STEP_S = 1e-6
-"""Between events that a clock gives the same time."""
+"""Spacing of events with the same clock time."""
 _EXPECTED_S_MAX = 60.0
-"""Rows that were expected and have not come for so long will not come."""
+"""Expected rows that have not arrived after this time are given up."""
 _VISITS_MAX = 4096
-"""Visits that wait for a file; beyond that the oldest is forgotten."""
+"""Maximum number of visits waiting for a file; beyond it the oldest is forgotten."""
 _NO_USE_S = float("-inf")
 """The time of a split: nothing is used by it, but by the visit that follows."""
 
@@ -54,7 +54,7 @@ class _Rows:
 
 @dataclass(slots=True)
 class _Visit:
-    """A request that the warm tier has not heard of."""
+    """A request that has not been reported to the warm tier yet."""
 
     arrived_s: float
     answered_s: float = 0.0
@@ -83,7 +83,7 @@ class Ranking(Listener):
         self._clock = clock
         self._token_bytes = token_bytes
         self._events: deque[Callable[[], None]] = deque()
-        """What the policies have not heard of. Appending and taking are atomic."""
+        """Events not reported to the policies yet. Appending and taking are atomic."""
         self._lock = threading.Lock()
         self._hot_s = self._warm_s = float("-inf")
         """Time of each policy's last event."""
@@ -134,9 +134,9 @@ class Ranking(Listener):
         """See Listener.left_hot."""
         self._events.append(partial(self._cool, node.id))
 
-    def became_warm(self, file: SegmentFile) -> None:
+    def became_warm(self, file: SegmentFile, nodes: Sequence[Node]) -> None:
         """See Listener.became_warm."""
-        path = max(file.nodes, key=lambda node: node.p1).path()
+        path = max(nodes, key=lambda node: node.p1).path()
         ends = [(node.id, i) for i, node in enumerate(path, 1) if node.file is file]
         files = [node.file for node in path]
         self._events.append(partial(self._write, file, ends, files))
@@ -158,7 +158,7 @@ class Ranking(Listener):
     # ---- requests go on ---------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Let the policies hear of everything so far."""
+        """Report all events so far to the policies."""
         with self._lock:
             self._play()
 
@@ -173,7 +173,7 @@ class Ranking(Listener):
         self.settle()
 
     def ended(self, tip: Node) -> None:
-        """Nobody will go on from `tip`."""
+        """No request will continue from `tip`."""
         self._events.append(partial(self._end, tip.id, tip.file))
         self.settle()
 

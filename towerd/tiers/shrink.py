@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from towerd.errors import NotFound, RowsDamaged, StoreError
 from towerd.kernels.formats import BY_NAME
 from towerd.store import Base, Node, SegmentFile, Store, Wish
-from towerd.store.reencode import differs
-from towerd.tiers.fidelity import DYNAMIC, NATIVE, LevelFormats
+from towerd.store.segments.reencode import differs
+from towerd.tiers.formats.fidelity import DYNAMIC, NATIVE, LevelFormats
 
 log = logging.getLogger(__name__)
 
@@ -139,12 +139,12 @@ class Shrinker:
                 del settled[gone]
         known = (0.0, 0)
         self._queue.extend(
-            file for file in files if settled.get(file.id, known)[0] != _last_used(file)
+            file for file in files if settled.get(file.id, known)[0] != self._last_used(file)
         )
 
     def _is_wanted(self, file: SegmentFile) -> bool:
         """Whether re-encoding would change anything, and now is the time."""
-        used = _last_used(file)
+        used = self._last_used(file)
         if self._clock() - used < self._after_s or self._reading[file.id]:
             return False
         wishes = self._wishes(file)
@@ -170,17 +170,21 @@ class Shrinker:
         except ValueError as error:  # infinities and the like, which no block code can hold
             log.warning("rows stay as computed", extra={"error": str(error)})
             with self._lock:
-                self._settled[file.id] = _last_used(file), 0
+                self._settled[file.id] = self._last_used(file), 0
             return None
         if new is not None:
-            self.n_shrunk += len(new.nodes)
+            self.n_shrunk += len(self._store.viewers(new))
         return new
+
+    def _last_used(self, file: SegmentFile) -> float:
+        nodes = self._store.viewers(file)
+        return max((node.last_used for node in nodes), default=math.inf)
 
     def _wishes(self, file: SegmentFile) -> list[Wish]:
         """What the rows of the file's segments should be in, sinks and tails left out."""
         wishes = []
         with self._store.still():
-            for node in file.nodes:
+            for node in self._store.viewers(file):
                 p0, p1 = max(node.p0, SINKS), min(node.p1, tail_start(node))
                 name = self._format_for(node)
                 if p0 < p1 and name != NATIVE:
@@ -229,7 +233,3 @@ def tail_start(node: Node) -> int:
 
 def _bits(name: str) -> float:
     return math.inf if name == NATIVE else BY_NAME[name].bits_per_value
-
-
-def _last_used(file: SegmentFile) -> float:
-    return max((node.last_used for node in list(file.nodes)), default=math.inf)

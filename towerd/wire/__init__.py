@@ -15,12 +15,12 @@ No call holds the GIL for longer than its arguments take to copy. What fails rai
 with llama-server's status and words; a failed assertion in llama.cpp does, too.
 """
 
-import llama_cpp.llama_cpp as _llama_cpp  # first: the extension uses the libllama that it loads
-
+from towerd.llama_library import lib as _lib  # first: the extension uses the libllama that it loads
 from towerd.wire._wire import (
     Chunk,
     EmbeddingRequest,
     Encoded,
+    Interruption,
     Medium,
     Model,
     Projector,
@@ -40,6 +40,7 @@ __all__ = [
     "EmbeddingRequest",
     "Encoded",
     "Endpoint",
+    "Interruption",
     "Medium",
     "Model",
     "Projector",
@@ -54,4 +55,4 @@ __all__ = [
     "Writer",
     "recommended",
 ]
-del _llama_cpp
+del _lib

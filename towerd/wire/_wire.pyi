@@ -220,6 +220,22 @@ class Reply:
     def drafted(self) -> tuple[int, int]:
         """(draft_n, draft_n_accepted): drafted tokens that were evaluated, and that were right."""
 
+class Interruption:
+    """Ends what a context evaluates before its time. Any thread may ask; the others are calls of the
+    thread that evaluates."""
+
+    def __init__(self, ctx: int) -> None:
+        """ctx: the address of a `llama_context`, which evaluates only as long as this object
+        lives."""
+
+    def arm(self) -> None:
+        """From here to `disarm` an evaluation may be ended."""
+
+    def disarm(self) -> None: ...
+    def ask(self) -> None:
+        """End the evaluation that runs or comes next, if it may be ended: llama.cpp stops after the
+        node of the graph that it computes, and `llama_decode` returns 2."""
+
 class Speculation:
     """Guesses at the next tokens of running replies, by the flags that a model was made with: from a
     draft model, from n-grams, or both. One thread uses it."""
@@ -284,8 +300,9 @@ class EmbeddingRequest:
     def normalize(self) -> int:
         """`embd_normalize`: how the engine shall normalize."""
 
-    def reply(self, rows: Sequence[Sequence[Sequence[float]]]) -> bytes:
-        """The JSON reply. rows: of each prompt its embeddings, one with pooling, else one a token."""
+    def reply(self, rows: Sequence[npt.NDArray[np.float32]]) -> bytes:
+        """The JSON reply. rows: of each prompt float32[n, n_embd], one with pooling, else one a
+        token."""
 
 class RerankRequest:
     """POST /rerank."""

@@ -18,28 +18,22 @@ from towerd.engine.base import (
     Event,
     Finish,
     GenerateRequest,
-    Ids,
     Kept,
     LiveBudget,
     ModuleMaker,
     SlotView,
     Started,
 )
-from towerd.engine.embedded.core import Core
-from towerd.engine.embedded.embedding import Embedder
-from towerd.engine.embedded.job import Job, Phase
-from towerd.engine.embedded.materialise import Materialiser
-from towerd.engine.embedded.media import Media
-from towerd.engine.embedded.modules import EmbeddedModules
-from towerd.engine.embedded.pool import LivePool
-from towerd.engine.embedded.recall import RecallLimits
-from towerd.engine.embedded.resume import Resumer
-from towerd.engine.embedded.retokenize import Retokenizer
-from towerd.engine.embedded.scheduler import Scheduler
-from towerd.engine.embedded.speculation import Speculator, open_speculation
-from towerd.engine.embedded.splice import Splicer
-from towerd.engine.embedded.thinning import Thinner
-from towerd.engine.embedded.wire_model import encode, open_wire
+from towerd.engine.embedded.calibration.calibrate import Calibrator
+from towerd.engine.embedded.model.core import Core
+from towerd.engine.embedded.model.embedding import Embedder
+from towerd.engine.embedded.model.retokenize import Retokenizer
+from towerd.engine.embedded.model.wire_model import encode, open_wire
+from towerd.engine.embedded.parts import assemble
+from towerd.engine.embedded.restore.modules import EmbeddedModules
+from towerd.engine.embedded.scheduling.job import Job, Phase
+from towerd.engine.embedded.scheduling.scheduler import Scheduler
+from towerd.engine.embedded.scheduling.speculation import Speculator, open_speculation
 from towerd.errors import (
     ConfigError,
     ContextExceeded,
@@ -51,10 +45,9 @@ from towerd.errors import (
 from towerd.media_ids import is_token, spans_of
 from towerd.tiers.boundary import BoundaryTier
 from towerd.tiers.manager import Tiers
+from towerd.tokens import Ids
 from towerd.wire import Reply, Request, WireThreads
 
-PARKED_SHARE = 4
-"""Thinned chats that left the context take at most one part in this many of --hot-bytes."""
 _HEAD_START_S = 1e-3
 """What the event loop gets to send a first token before the next step takes every core: without it
 that token is 2 ms later at the client."""
@@ -125,47 +118,30 @@ class EmbeddedEngine:
         self._is_draining = False
         self._all_ended = asyncio.Event()
         self._all_ended.set()
-        memory = core.memory
         drafts = open_speculation(self.wire.model, core, config)
-        self.pool = LivePool(memory, n_seqs=memory.n_live, n_cells=core.context.n_cells)
-        self.splicer = Splicer(core, tiers)
-        resumer = None
-        if boundaries is not None:
-            resumer = Resumer(
-                memory, self.pool, tiers, boundaries, core.vocab.eog_ids, config.boundary_tokens
-            )
-        limits = RecallLimits(
-            config.recall_every,
-            config.recall_layer_step,
-            config.threads,
-            config.recall_bytes,
-            config.recall_disk_bytes,
+        self.parts = assemble(
+            core,
+            tiers,
+            config,
+            boundaries,
+            lambda pool: Speculator(drafts, core.memory, pool, core.n_ctx),
+            self._deliver,
         )
-        parked_bytes = tiers.hot_bytes_max // PARKED_SHARE
-        folder = tiers.store.state.directory.tmp
-        self.thinner = Thinner(core, self.pool, self.splicer, parked_bytes, limits, folder)
-        self.materialiser = Materialiser(
-            memory, self.pool, tiers, self.splicer, self.thinner, resumer
-        )
-        self.media = Media(core.projector, core.context, self.pool, self.materialiser)
-        self.scheduler = Scheduler(
-            core.context,
-            self.pool,
-            self.materialiser,
-            Speculator(drafts, memory, self.pool, core.n_ctx),
-            self.media,
-            n_ctx=core.n_ctx,
-            parallel=config.parallel,
-            queue_max=config.queue_max,
-            deliver=self._deliver,
+        self.pool, self.scheduler = self.parts.pool, self.parts.scheduler
+        self.budgets, self.media = self.parts.budgets, self.parts.media
+        self.calibrator = Calibrator(
+            core,
+            self.scheduler,
+            tiers.store,
+            tiers,
+            fidelity=config.fidelity,
+            forced=config.level_formats is not None,
         )
         self._check_retention(config)
         self.outgrowing: Collection[str] = {
-            policy
-            for policy in RETENTIONS
-            if policy == "shift" or self.thinner.may_outgrow(LiveBudget(policy))
+            policy for policy in RETENTIONS if self.parts.hooks.of(LiveBudget(policy)).may_outgrow
         }
-        self.embedded_modules = EmbeddedModules(core, self.scheduler, self.splicer)
+        self.embedded_modules = EmbeddedModules(core, self.scheduler, self.parts.splicer)
         self.modules: ModuleMaker | None = self.embedded_modules
         self._text = ThreadPoolExecutor(2, "towerd-text")
         self._big_text = ThreadPoolExecutor(1, "towerd-big-text")
@@ -174,12 +150,14 @@ class EmbeddedEngine:
         """Raises ConfigError unless this model's chats can be kept within the budget set."""
         try:
             tokens = config.live_budget or self.n_ctx // 2
-            self.thinner.check(LiveBudget(config.retention, tokens))
+            self.budgets.check(LiveBudget(config.retention, tokens))
         except (InvalidRequest, NotSupported) as error:
             raise ConfigError(str(error)) from error
 
     def start(self) -> None:
+        """Start the inference thread, and the calibrator once it runs. Not on the event loop."""
         self.scheduler.start()
+        self.calibrator.start()
 
     def generate(self, request: GenerateRequest) -> EmbeddedGeneration:
         if self._is_draining:
@@ -189,7 +167,7 @@ class EmbeddedEngine:
             raise InvalidRequest("The prompt has no tokens.")
         self.core.vocab.validate(ids[is_token(ids)])
         self.media.check(request, ids)
-        self.thinner.check(request.live)
+        self.budgets.check(request.live)
         if len(ids) >= self.n_ctx and request.live.policy not in self.outgrowing:
             raise ContextExceeded.of_request(len(ids), self.n_ctx)
         generation = EmbeddedGeneration(self.scheduler, self._loop)
@@ -249,7 +227,7 @@ class EmbeddedEngine:
         return [replace(view, speculative=speculative) for view in views]
 
     async def kept(self, ids: Ids, scope: str) -> Kept | None:
-        found = self.scheduler.call(lambda: self.thinner.kept(ids, scope))
+        found = self.scheduler.call(lambda: self.budgets.kept(ids, scope))
         return await asyncio.wrap_future(found)
 
     def stats(self) -> dict[str, Any]:
@@ -260,15 +238,15 @@ class EmbeddedEngine:
             "live_sequences": len(self.pool),
             "running": sum(not job.request.background for job in list(scheduler.active)),
             "waiting": len(scheduler.waiting),
-            "bytes_in": self.materialiser.bytes_in,
-            "bytes_out": self.materialiser.bytes_out,
+            "bytes_in": self.parts.restorer.bytes_in,
+            "bytes_out": self.parts.exporter.bytes_out,
             "state_kind": self.core.memory.kind.name,
             "state_cut": self.core.memory.kind.cut,
             "busy_slots_per_decode": scheduler.counters["sequences_decoded"]
             / max(1, scheduler.counters["decode_steps"]),
             "exports": scheduler.idle.n_exports,
-            "tokens_spliced": self.splicer.n_spliced,
-            **self.thinner.stats(),
+            "tokens_spliced": self.parts.splicer.n_spliced,
+            **self.budgets.stats(),
             **scheduler.speculator.stats(),
             **self.media.stats(),
             **({} if self.boundaries is None else self.boundaries.stats()),
@@ -297,7 +275,7 @@ class EmbeddedEngine:
         def forget() -> None:
             for seq in [seq for seq in self.pool if not seq.busy]:
                 self.pool.drop(seq)
-            self.thinner.parked.clear()
+            self.budgets.parked.clear()
 
         self.scheduler.call(forget)
 
@@ -316,15 +294,13 @@ class EmbeddedEngine:
         self._is_draining = True
 
     async def close(self) -> None:
+        await asyncio.to_thread(self.calibrator.close)
         await asyncio.to_thread(self.embedded_modules.close)
         if self.wire is not None:
             await asyncio.to_thread(self.wire.close)
         if self._embedder is not None:
             await asyncio.to_thread(self._embedder.close)
-        await asyncio.to_thread(self.scheduler.close)
-        await asyncio.to_thread(self.media.close)
-        await asyncio.to_thread(self.scheduler.speculator.close)
-        await asyncio.to_thread(self.materialiser.close)
+        await asyncio.to_thread(self.parts.close)
         self._text.shutdown()
         self._big_text.shutdown()
 

@@ -6,8 +6,10 @@ import json
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+from aiohttp import ClientResponse
+
 from towerd.engine.base import GenerateRequest, Piece, Progress, Timings
-from towerd.engine.llama_server.wire import Reply
+from towerd.engine.llama_server.process.client import read
 from towerd.errors import TowerdError
 
 READ_BYTES_MAX = 64 * 1024
@@ -29,10 +31,10 @@ def completion_body(request: GenerateRequest, slot: int) -> dict[str, Any]:
     }
 
 
-async def chunks(reply: Reply) -> AsyncIterator[Mapping[str, Any]]:
+async def chunks(reply: ClientResponse) -> AsyncIterator[Mapping[str, Any]]:
     """The JSON objects of an SSE stream. Raises the TowerdError that llama-server reports."""
     rest = b""
-    while data := await reply.read(READ_BYTES_MAX):
+    while data := await read(reply, READ_BYTES_MAX):
         *lines, rest = (rest + data).split(b"\n")
         for line in lines:
             if line.startswith(b"data: {"):

@@ -12,26 +12,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from towerd.config import Config
-from towerd.engine.base import Embeds, GenerateRequest, Ids, Kept, ModelInfo, ModuleMaker, SlotView
-from towerd.engine.llama_server.backend import Backend
-from towerd.engine.llama_server.describe import Described
-from towerd.engine.llama_server.foretell import Foretold, foretell
-from towerd.engine.llama_server.gate import Gate
+from towerd.engine.base import Embeds, GenerateRequest, Kept, ModelInfo, ModuleMaker, SlotView
 from towerd.engine.llama_server.generation import LlamaServerGeneration
-from towerd.engine.llama_server.lease import Lease
-from towerd.engine.llama_server.placer import Placed, Placer
-from towerd.engine.llama_server.scheduler import Choice, Slot, Want
-from towerd.engine.llama_server.slot_table import SlotTable
-from towerd.engine.llama_server.spoken import Spoken
+from towerd.engine.llama_server.process.backend import Backend
+from towerd.engine.llama_server.process.describe import Described
+from towerd.engine.llama_server.process.weights import Weights
+from towerd.engine.llama_server.slots.foretell import Foretold, foretell
+from towerd.engine.llama_server.slots.gate import Gate
+from towerd.engine.llama_server.slots.lease import Lease
+from towerd.engine.llama_server.slots.placement import Choice, Slot, Want
+from towerd.engine.llama_server.slots.placer import Placed, Placer
+from towerd.engine.llama_server.slots.slot_table import SlotTable
+from towerd.engine.llama_server.slots.spoken import Spoken
+from towerd.engine.llama_server.slots.unpinned import Unpinned
+from towerd.engine.llama_server.slots.upkeep import Upkeep
 from towerd.engine.llama_server.tally import without
-from towerd.engine.llama_server.unpinned import Unpinned
-from towerd.engine.llama_server.upkeep import Upkeep
-from towerd.engine.llama_server.weights import Weights
 from towerd.errors import ContextExceeded, InvalidRequest, NotSupported, TowerdError, Unavailable
 from towerd.store import Store
-from towerd.store.turn import Turn
 from towerd.tiers.manager import Tiers
-from towerd.traffic import Traffic
+from towerd.tokens import Ids
 from towerd.wakeup import shorten_slice
 
 if TYPE_CHECKING:
@@ -75,7 +74,6 @@ class LlamaServerEngine:
         self.n_slots = found.n_slots
         self.notes: list[str] = [*found.notes, *described.notes]
         """What does not work on this llama-server, in sentences."""
-        self.traffic: Traffic | None = None
         """Hears of every recorded request."""
         self._vocab = described.vocab
         self._store = store
@@ -332,26 +330,6 @@ class LlamaServerEngine:
         if not text:
             return _NO_IDS
         return await self.tokenize(text, add_special=False, parse_special=True)
-
-    async def record(self, turn: Turn, *, answered: bool) -> str:
-        """Commit a turn; its session's id. A prompt without a reply is kept as tokens only."""
-        run = asyncio.get_running_loop().run_in_executor
-        if answered:
-            return await run(self._workers, self._commit, turn)
-        if turn.n_cached:
-            await run(self._workers, self._keep, turn)
-        return ""
-
-    def _commit(self, turn: Turn) -> str:
-        result = self._store.commit_turn(turn)
-        if self.traffic is not None:
-            self.traffic.recorded(turn, result.node, result.session_id)
-        return result.session_id
-
-    def _keep(self, turn: Turn) -> None:
-        path = self._store.insert(turn.prompt[: turn.n_cached], turn.scope, [turn.n_cached])
-        if self.traffic is not None:
-            self.traffic.kept(path[-1], turn.started_s)
 
     def frozen(self, prefixes: Collection[tuple[str, bytes]]) -> None:
         """The store let go of the segments with these (scope, ids): slots that hold them are not

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
@@ -16,20 +16,40 @@ from towerd.engine.llama_server.completion import (
     progress_of,
     timings_of,
 )
-from towerd.engine.llama_server.lease import Lease
+from towerd.engine.llama_server.process.upstream import Upstream
+from towerd.engine.llama_server.slots.lease import Lease
 from towerd.errors import TowerdError
-
-if TYPE_CHECKING:
-    from towerd.engine.llama_server.engine import LlamaServerEngine
+from towerd.tokens import Ids
 
 _STOPS: dict[str, StopType] = {"eos": "eos", "word": "word", "limit": "limit"}
 _NO_TIME = Timings(0, 0, 0.0, 0, 0.0)
 
 
+class Host(Protocol):
+    """The engine as its generations see it."""
+
+    @property
+    def upstream(self) -> Upstream: ...
+
+    async def lease(
+        self, ids: Ids, scope: str, session: str | None, *, compose: bool = True
+    ) -> Lease:
+        """A slot with as much of `ids` in it as the store has. Raises Unavailable."""
+        ...
+
+    def observe(self, lease: Lease, cache_n: int | None, prompt_ms: float | None) -> None:
+        """Compare what the reply says with what was prepared for it."""
+        ...
+
+    def notice(self, error: TowerdError) -> None:
+        """A request to llama-server failed."""
+        ...
+
+
 class LlamaServerGeneration:
     """Events of one running request. See `towerd.engine.base.Generation`."""
 
-    def __init__(self, engine: LlamaServerEngine, request: GenerateRequest) -> None:
+    def __init__(self, engine: Host, request: GenerateRequest) -> None:
         self._engine = engine
         self._request = request
         self._events: asyncio.Queue[Event | TowerdError] = asyncio.Queue()

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import cast
 
 from towerd.config import Config
-from towerd.engine.llama_server.backend import Backend, open_backend
-from towerd.engine.llama_server.describe import Described, describe, first_model
 from towerd.engine.llama_server.engine import LlamaServerEngine
+from towerd.engine.llama_server.process.backend import Backend, open_backend
+from towerd.engine.llama_server.process.describe import Described, describe, first_model
+from towerd.engine.opened import Opened
 from towerd.slots.fingerprint import Fingerprint
-from towerd.store import Catalog, Store
-from towerd.tiers.fidelity import Fidelity, LevelFormats
+from towerd.store import Catalog, Node, Store
+from towerd.tiers.formats.fidelity import Fidelity, LevelFormats
 from towerd.tiers.manager import Tiers
 
 log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
-async def open_llama_server(
-    config: Config,
-) -> AsyncIterator[tuple[LlamaServerEngine, Store, Tiers]]:
+async def open_llama_server(config: Config) -> AsyncIterator[Opened[LlamaServerEngine]]:
     """Start or attach, probe, open the store for what was found; undo it all at the end.
 
     On the way out what only slots hold is saved and written. Raises ConfigError, ModelError,
@@ -36,11 +35,26 @@ async def open_llama_server(
             for note in engine.notes:
                 log.warning(note)
             try:
-                yield engine, store, tiers
+                yield Opened(engine, store, tiers, _forgetter(engine, store))
             finally:
                 await engine.close()
         finally:
             await asyncio.to_thread(tiers.close)
+
+
+def _forgetter(engine: LlamaServerEngine, store: Store) -> Callable[[Sequence[Node]], None]:
+    """Slots do not bring back what was let go of."""
+    loop = asyncio.get_running_loop()
+
+    def forget(nodes: Sequence[Node]) -> None:
+        gone = {node.id for node in nodes}
+        # A slot that holds what is below holds these, too.
+        tops = [node for node in nodes if node.parent is None or node.parent.id not in gone]
+        with store.still():
+            prefixes = {(node.scope, node.prefix_bytes()) for node in tops}
+        loop.call_soon_threadsafe(engine.frozen, prefixes)
+
+    return forget
 
 
 async def _open_store(config: Config, stack: AsyncExitStack) -> tuple[Backend, Described, Store]:

@@ -1,1 +1,1 @@
-"""What will be used again, and when: models that learn from the policy's own events."""
+"""Predictors of reuse, which learn from the policy's own events."""

@@ -1,4 +1,4 @@
-"""What a predictor of workflow steps owes: pure, synchronous, any names of agents."""
+"""The interface of workflow-step predictors: pure, synchronous, any agent names."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Predictor(Protocol):
 
 
 class NoPrediction:
-    """For workloads that nobody can predict."""
+    """For workloads without a predictor."""
 
     def forecast(self, path: Sequence[str]) -> Forecast:
         """Nothing."""

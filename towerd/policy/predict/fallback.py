@@ -1,4 +1,4 @@
-"""The best predictor that is right often enough at the moment, or none.
+"""Selects the best predictor that is currently accurate enough, or none.
 
 Every predictor of a list is asked at every step and judged by what then happens: the share of
 steps that it named, of late. The first one leads while it is as good as those behind it and good
@@ -33,7 +33,7 @@ class Fallback:
         self._right = [_TRIAL_STEPS * LIVE_MIN for _ in predictors]
         self._n = [_TRIAL_STEPS for _ in predictors]
         self._open: OrderedDict[tuple[str, ...], list[str | None]] = OrderedDict()
-        """Per path that may go on: what each predictor said."""
+        """What each predictor said, for every path that may continue."""
 
     @property
     def live_accuracy(self) -> list[float]:

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from towerd.kernels.reference_hazard import SCORE_MAX, Weights
+from towerd.kernels.reference.hazard import SCORE_MAX, Weights
 
 Array: TypeAlias = NDArray[np.float64]
 HIDDEN = 32

@@ -1,4 +1,4 @@
-"""What the remembered steps say about the next ones, in several ways, each one of PARTS.
+"""Several estimates of the next step from remembered steps, each one of PARTS.
 
 markov1-3: counts of what followed the same names, with back-off (Witten-Bell), as in markov.py.
 copy, recent: what followed the same name earlier in this very workflow, and who acted of late;

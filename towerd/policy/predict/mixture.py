@@ -1,4 +1,4 @@
-"""The predictor of agent steps: several models that are right in different places, weighed.
+"""The predictor of agent steps: a weighted mixture of several models.
 
 For each number of steps ahead the scores of all PARTS are added with weights learned on
 workflows that the parts had not seen (stacked regression, Breiman 1996); one set of weights

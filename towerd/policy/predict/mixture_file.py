@@ -1,4 +1,4 @@
-"""The file of a trained predictor: a .npz of plain arrays; nothing in it is ever unpickled.
+"""The file of a trained predictor: a .npz of plain arrays. Nothing in it is unpickled.
 
 | array | shape | type |
 |---|---|---|

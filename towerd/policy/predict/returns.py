@@ -1,4 +1,4 @@
-"""When an idle conversation comes back: a survival model, learned online, and what it is worth.
+"""Return times of idle conversations: a survival model, learned online, and its value.
 
 A visit is described twice: when it is asked, and again when it is answered. The chance of a
 return within each bin of idle time is that of its class (see `classes`), corrected by a network
@@ -14,7 +14,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -45,7 +45,7 @@ class ReturnModel:
     """Learns from visits; indices are in returns per second of room."""
 
     def __init__(self, n_features: int) -> None:
-        self.net = HazardNet(n_features, N_BINS)
+        self._n_features = n_features
         self.classes = Classes(N_BINS)
         self._x = np.zeros((2, VISITS_MAX, n_features), np.float32)
         self._of = np.zeros((2, VISITS_MAX), np.int64)
@@ -53,8 +53,16 @@ class ReturnModel:
         """When a visit was asked and answered; nan: it was not."""
         self._back_s = np.full(VISITS_MAX, np.inf)
         self._n = 0
-        self._rng = np.random.default_rng(0)
         self._served: hazard.Weights | None = None
+
+    @cached_property
+    def net(self) -> HazardNet:
+        """Made when there is something to learn: a start does without numpy's random numbers."""
+        return HazardNet(self._n_features, N_BINS)
+
+    @cached_property
+    def _rng(self) -> np.random.Generator:
+        return np.random.default_rng(0)
 
     @property
     def is_learned(self) -> bool:

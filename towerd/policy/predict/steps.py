@@ -9,7 +9,7 @@ and all these by name).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,9 +17,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from towerd.policy.predict.base import N_STEPS
 from towerd.policy.predict.features import N_TEXT, Vector
-from towerd.policy.predict.runs import Run
 
 N_ORDERS = 4
 NONE = -1
@@ -71,25 +69,6 @@ def step(path: Sequence[str], meanings: Sequence[Vector]) -> Step:
     talk: Vector = (shares @ recent).astype(np.float32)
     norm = float(np.linalg.norm(talk))
     return Step(keys, recent[-1], talk / np.float32(norm) if norm else talk)
-
-
-def remember(runs: Sequence[Run], numbers: Mapping[str, int], end: int) -> Steps:
-    """All steps of `runs`; numbers: of the names that occur in them; end: that of END."""
-    found: list[Step] = []
-    outcomes: list[list[int]] = []
-    for run in runs:
-        codes = [*(numbers[name] for name in run.steps), end] + [NONE] * N_STEPS
-        for i in range(len(run.steps)):
-            found.append(step(run.steps[: i + 1], run.meanings[: i + 1]))
-            outcomes.append(codes[i + 1 : i + 1 + N_STEPS])
-    said = np.array([each.said for each in found], np.float16)  # as a file keeps them
-    talk = np.array([each.talk for each in found], np.float16)
-    return Steps(
-        np.array([each.keys for each in found], np.uint64).reshape(-1, N_ORDERS),
-        said.astype(np.float32).reshape(-1, N_TEXT),
-        talk.astype(np.float32).reshape(-1, N_TEXT),
-        np.array(outcomes, np.int32).reshape(-1, N_STEPS),
-    )
 
 
 def likeness(a: Steps | Step, b: Steps, *, words: bool) -> NDArray[np.float32]:

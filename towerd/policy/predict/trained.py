@@ -36,5 +36,5 @@ class Trained:
 
 
 def load(path: Path) -> Fallback:
-    """The predictor of a file, behind it Markov, then nobody. Raises ConfigError."""
+    """Load a predictor file, with Markov and then none as fallbacks. Raises ConfigError."""
     return Fallback([Trained(Mixture(load_mixture(path))), Markov()])

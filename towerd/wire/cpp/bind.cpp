@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "bounds.h"
+#include "interruption.h"
 #include "media.h"
 #include "prompts.h"
 #include "refused.h"
@@ -34,6 +35,7 @@ namespace {
 using Ids   = nb::ndarray<nb::numpy, int32_t, nb::ndim<1>>;
 using Given = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Rows  = nb::ndarray<nb::numpy, int32_t, nb::shape<-1, 3>>;
+using Table = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 std::string text_of(const nb::bytes & data) {
     return std::string(data.c_str(), data.size());
@@ -69,6 +71,18 @@ nb::list arrays_of(const std::vector<llama_tokens> & prompts) {
     nb::list out;
     for (const auto & prompt : prompts) {
         out.append(ids_of(prompt));
+    }
+    return out;
+}
+
+std::vector<std::vector<std::vector<float>>> rows_of(const std::vector<Table> & tables) {
+    std::vector<std::vector<std::vector<float>>> out;
+    for (const Table & table : tables) {
+        auto &        rows = out.emplace_back();
+        const float * at   = table.data();
+        for (size_t i = 0; i < table.shape(0); ++i, at += table.shape(1)) {
+            rows.emplace_back(at, at + table.shape(1));
+        }
     }
     return out;
 }
@@ -321,6 +335,16 @@ void bind_writer(nb::module_ & m) {
         }, "choice"_a);
 }
 
+void bind_interruption(nb::module_ & m) {
+    nb::class_<Interruption>(m, "Interruption")
+        .def(
+            "__init__",
+            [](Interruption * self, uintptr_t ctx) { new (self) Interruption(at<llama_context>(ctx)); }, "ctx"_a)
+        .def("arm", &Interruption::arm)
+        .def("disarm", &Interruption::disarm)
+        .def("ask", &Interruption::ask);
+}
+
 void bind_others(nb::module_ & m) {
     nb::class_<EmbeddingRequest>(m, "EmbeddingRequest")
         .def(
@@ -333,8 +357,8 @@ void bind_others(nb::module_ & m) {
         .def_prop_ro("prompts", [](const EmbeddingRequest & r) { return arrays_of(r.prompts()); })
         .def_prop_ro("normalize", &EmbeddingRequest::normalize)
         .def("reply",
-             [](const EmbeddingRequest & r, const std::vector<std::vector<std::vector<float>>> & rows) {
-                 return bytes_of(unlocked([&] { return r.reply(rows); }));
+             [](const EmbeddingRequest & r, const std::vector<Table> & rows) {
+                 return bytes_of(unlocked([&] { return r.reply(rows_of(rows)); }));
              },
              "rows"_a);
     nb::class_<RerankRequest>(m, "RerankRequest")
@@ -377,6 +401,7 @@ NB_MODULE(_wire, m) {
     towerd::wire::bind_request(m);
     towerd::wire::bind_reply(m);
     towerd::wire::bind_speculation(m);
+    towerd::wire::bind_interruption(m);
     towerd::wire::bind_writer(m);
     towerd::wire::bind_others(m);
 }

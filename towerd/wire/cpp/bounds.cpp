@@ -110,6 +110,18 @@ void within(float value, const char * field, float low = -bounds::kNumberMax) {
     }
 }
 
+// A dynamic temperature that comes near zero makes logits overflow.
+void raise_lowest(common_params_sampling & sampling) {
+    const float highest = sampling.temp + sampling.dynatemp_range;
+    const float lowest  = bounds::kDynamicMin * std::max(1.0f, highest);
+    if (sampling.dynatemp_range <= 0.0f || sampling.temp - sampling.dynatemp_range >= lowest) {
+        return;
+    }
+    const bool is_greedy    = highest <= lowest;
+    sampling.temp           = is_greedy ? 0.0f : (highest + lowest) / 2.0f;
+    sampling.dynatemp_range = is_greedy ? 0.0f : (highest - lowest) / 2.0f;
+}
+
 // llama.cpp sorts by logits and probabilities: they have to stay numbers.
 void check_numbers(common_params_sampling & sampling) {
     within(sampling.temp, "temperature");
@@ -132,6 +144,7 @@ void check_numbers(common_params_sampling & sampling) {
     if (sampling.temp < bounds::kTemperatureMin) {
         sampling.temp = 0.0f;
     }
+    raise_lowest(sampling);
     const auto & order       = sampling.samplers;
     const auto   temperature = std::find(order.begin(), order.end(), COMMON_SAMPLER_TYPE_TEMPERATURE);
     if (sampling.dynatemp_range > 0.0f && sampling.typ_p < 1.0f &&
@@ -153,6 +166,8 @@ void check_params(task_params & params, int n_ctx, bool is_chat) {
     at_most(params.response_fields.size(), bounds::kFieldsMax, "response_fields", "fields");
     at_most(sampling.samplers.size(), bounds::kSamplersMax, "samplers", "samplers");
     at_most(sampling.dry_sequence_breakers.size(), bounds::kBreakersMax, "dry_sequence_breakers", "strings");
+    at_most(sampling.logit_bias.size(), bounds::kBiasesMax, "logit_bias", "tokens");
+    at_most(sampling.reasoning_budget_end.size(), bounds::kEndTagsMax, "reasoning_budget_end_tags", "strings");
     at_most(std::max(0, sampling.n_probs), bounds::kProbsMax, "n_probs", "probabilities");
     check_triggers(sampling.grammar_triggers, is_chat);
     check_numbers(sampling);

@@ -26,12 +26,17 @@ constexpr size_t kStopsMax        = 1'024;
 constexpr size_t kStopBytesMax    = 32'768;
 constexpr size_t kSamplersMax     = 64;
 constexpr size_t kBreakersMax     = 64;
+constexpr size_t kBiasesMax       = 131'072;  // each is applied at every token
+constexpr size_t kEndTagsMax      = 64;       // each is compared with every other
 constexpr size_t kFieldsMax       = 64;   // response_fields, each a copy of the reply
 constexpr size_t kDelimitersMax   = 64;
 constexpr size_t kTriggersMax     = 64;
 constexpr size_t kTriggerBytesMax = 1'024;  // each becomes a regular expression, compiled by recursion
 constexpr float  kNumberMax       = 1e9f;   // of sampling: what is made of greater ones is no number
 constexpr float  kTemperatureMin  = 1e-6f;  // less is greedy
+constexpr float  kDynamicMin      = 1e-5f;  // lowest of a dynamic temperature, and part of its highest
+constexpr size_t kKeptBytesMax    = 65'536;  // of a field that towerd reads itself, on the event loop
+constexpr size_t kMediaBytesMax   = 1u << 30;  // all media of a prompt, decoded
 
 // A JSON schema, as it is written out.
 constexpr size_t kSchemaNodesMax        = 20'000;

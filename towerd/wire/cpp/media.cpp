@@ -117,6 +117,9 @@ Prompt prompt_of_tokens(const server_tokens & tokens, const Projector * projecto
     while (out.ids.size() < tokens.size()) {
         const llama_token token = tokens[out.ids.size()];
         if (token != LLAMA_TOKEN_NULL || projector == nullptr) {
+            if (token < 0) {
+                refuse("Prompt contains invalid tokens");
+            }
             out.ids.push_back(token);
             continue;
         }

@@ -14,6 +14,8 @@
 
 namespace towerd::wire {
 
+class Model;
+
 // One picture, a tile of one, or a stretch of sound, as a prompt has it.
 struct Medium {
     std::shared_ptr<const mtmd_input_chunk> chunk;
@@ -67,6 +69,9 @@ Prompt prompt_of_tokens(const server_tokens & tokens, const Projector * projecto
 
 // Only the ids that are tokens.
 llama_tokens text_of(const llama_tokens & ids);
+
+// Raises Refused for media that would take too much memory once they are decoded.
+void check_media(const Model & model, const std::vector<raw_buffer> & files);
 
 // llama-server fetches what a chat links to; a daemon that anybody's browser may reach does not. Raises Refused.
 void refuse_remote_media(const json & body);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "base64.hpp"
 #include "bounds.h"
 #include "refused.h"
 #include "request.h"
@@ -37,14 +38,50 @@ json only(const json & body, const char * name) {
     return out;
 }
 
-// Which llama.cpp would cut down to 32 bits.
+bool is_id(const json & value) {
+    constexpr double kMax = std::numeric_limits<int32_t>::max();
+    return !value.is_number() || (value.get<double>() >= 0.0 && value.get<double>() <= kMax);
+}
+
+// Ids that llama.cpp would cut down to 32 bits. Among texts it takes any number for one.
 void check_ids(const json & prompt) {
     if (prompt.is_array()) {
-        std::for_each(prompt.begin(), prompt.end(), check_ids);
-    } else if (prompt.is_number_integer() &&
-               (prompt.get<int64_t>() < 0 || prompt.get<int64_t>() > std::numeric_limits<int32_t>::max())) {
+        const bool is_mixed = json_is_array_of_mixed_numbers_strings(prompt);
+        for (const json & value : prompt) {
+            if (is_mixed && !is_id(value)) {
+                refuse("Prompt contains invalid tokens");
+            }
+            check_ids(value);
+        }
+    } else if (prompt.is_number_integer() && !is_id(prompt)) {
         refuse("Prompt contains invalid tokens");
     }
+}
+
+// Texts alone: an embedding model gets no media.
+const server_chat_params & text_only() {
+    static const server_chat_params params = [] {
+        server_chat_params made{};
+        made.allow_image = made.allow_audio = made.allow_video = false;
+        return made;
+    }();
+    return params;
+}
+
+// The media of a prompt that is no chat, as llama.cpp decodes them: up to the first character that is no base64.
+std::vector<raw_buffer> media_in(const json & prompt) {
+    static const std::string kAlphabet = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+    std::vector<raw_buffer>  files;
+    if (!prompt.is_object() || !prompt.contains("multimodal_data")) {
+        return files;
+    }
+    for (const json & entry : prompt.at("multimodal_data")) {
+        const std::string text = entry.get<std::string>();
+        const size_t      n    = std::min(text.size(), text.find_first_not_of(kAlphabet));
+        const std::string data = base64::decode(text.substr(0, n / 4 * 4));
+        files.emplace_back(data.begin(), data.end());
+    }
+    return files;
 }
 
 }  // namespace
@@ -52,6 +89,7 @@ void check_ids(const json & prompt) {
 std::vector<server_tokens> tokenized(const Model & model, const json & prompt,
                                      const std::vector<raw_buffer> & files, bool are_counted) {
     if (!files.empty()) {
+        check_media(model, files);
         std::vector<server_tokens> out;
         out.push_back(process_mtmd_prompt(model.mtmd(), prompt.get<std::string>(), files, model.helper_options(), are_counted));
         return out;
@@ -64,6 +102,9 @@ std::vector<server_tokens> tokenized(const Model & model, const json & prompt,
         std::vector<server_tokens> out;
         out.emplace_back(model.tokenize(prompt.get<std::string>()), false);
         return out;
+    }
+    for (const json & one : is_several(prompt) ? prompt : json::array({prompt})) {
+        check_media(model, media_in(one));
     }
     return tokenize_input_prompts(model.vocab, model.mtmd(), prompt, true, true, model.helper_options());
 }
@@ -173,7 +214,7 @@ EmbeddingRequest::EmbeddingRequest(const Model & model, bool openai, const std::
         }
         const auto take = [&](const json & one) {
             server_tokens tokens = one.is_object() && one.contains("content")
-                ? tokenize_oai_content_array(model.vocab, nullptr, model.chat(), one.at("content"), true, true, model.helper_options())
+                ? tokenize_oai_content_array(model.vocab, nullptr, text_only(), one.at("content"), true, true, model.helper_options())
                 : tokenize_input_subprompt(model.vocab, nullptr, one, true, true, model.helper_options());
             prompts_.push_back(tokens.get_tokens());
         };

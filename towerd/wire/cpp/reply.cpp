@@ -159,7 +159,7 @@ Chunk Reply::process(completion_token_output out, bool is_full) {
     if (validate_utf8(generated_text_) == generated_text_.size()) {
         hold_back_stops(out);
         chunk.is_sent = true;
-        if (params.sampling.n_probs > 0) {
+        if (params.sampling.n_probs > 0 && !params.stream) {
             generated_probs_.push_back(out);
         }
         if (stop_ != STOP_TYPE_NONE || params.timings_per_token) {
@@ -292,7 +292,6 @@ std::string Reply::stopping_word() const {
 }
 
 bool Reply::has_new_line() const {
-    const std::lock_guard<std::mutex> lock(mutex_);
     return has_new_line_;
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -88,7 +89,7 @@ private:
     size_t                               n_sent_text_    = 0;
     size_t                               last_nl_pos_    = 0;
     bool                                 has_next_token_ = true;
-    bool                                 has_new_line_   = false;
+    std::atomic<bool>                    has_new_line_   = false;  // asked for while others sample
     bool                                 truncated_      = false;
 
     std::vector<size_t> ends_;  // of each token: where its text ends

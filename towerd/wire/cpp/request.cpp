@@ -55,10 +55,17 @@ std::string agent_of(const json & body) {
     return said.empty() && tools.empty() ? "" : json::array({said, tools}).dump_safe();
 }
 
-bool speaks_reasoning(const json & messages) {
-    return std::any_of(messages.begin(), messages.end(), [](const json & message) {
-        return message.is_object() && message.contains("reasoning_content");
+// Whether the client sends thinking back: by its earlier messages, or before the first reply by what clients of the
+// endpoint do.
+bool speaks_reasoning(task_response_type type, const json & messages) {
+    const auto any = [&](auto && is) { return std::any_of(messages.begin(), messages.end(), is); };
+    if (any([](const json & message) { return message.is_object() && message.contains("reasoning_content"); })) {
+        return true;
+    }
+    const bool is_first = !any([](const json & message) {
+        return message.is_object() && json_value(message, "role", std::string()) == "assistant";
     });
+    return is_first && (type == TASK_RESPONSE_TYPE_OAI_RESP || type == TASK_RESPONSE_TYPE_ANTHROPIC);
 }
 
 // A reply that the client began: its text is in two places.
@@ -89,6 +96,54 @@ void take_thinking_out(json & reply, const json & messages) {
     if (end != std::string::npos && has_earlier) {
         const size_t start = text.find_first_not_of('\n', end + kEnd.size());
         reply["content"]   = start == std::string::npos ? "" : text.substr(start);
+    }
+}
+
+// JSON with one blank behind each comma and colon and no other, as models write it; its values, and a text that is no
+// JSON, are left alone.
+std::string respaced(const std::string & text) {
+    try {
+        (void) json::parse(text);
+    } catch (const std::exception &) {
+        return text;
+    }
+    std::string out;
+    for (size_t i = 0; i < text.size(); ++i) {
+        const char c = text[i];
+        if (c == '"') {
+            const size_t start = i++;
+            while (text[i] != '"') {
+                i += text[i] == '\\' ? 2 : 1;
+            }
+            out += json::parse(text.substr(start, i + 1 - start)).dump_safe();
+        } else if (c == ',' || c == ':') {
+            out += {c, ' '};
+        } else if (c != ' ' && c != '\t' && c != '\n' && c != '\r') {
+            out += c;
+        }
+    }
+    return out;
+}
+
+// Clients send calls back in a spelling of their own. A template that takes arguments as text gets one spelling of
+// them, so that a chat's history stays the same from turn to turn.
+void respace_tool_arguments(json & messages) {
+    if (!messages.is_array()) {
+        return;
+    }
+    for (auto & message : messages) {
+        if (!message.is_object() || !message.contains("tool_calls") || !message.at("tool_calls").is_array()) {
+            continue;
+        }
+        for (auto & call : message.at("tool_calls")) {
+            if (!call.is_object() || !call.contains("function") || !call.at("function").is_object()) {
+                continue;
+            }
+            json & function = call.at("function");
+            if (function.contains("arguments") && function.at("arguments").is_string()) {
+                function["arguments"] = respaced(function.at("arguments").get<std::string>());
+            }
+        }
     }
 }
 
@@ -126,6 +181,7 @@ json as_chat_body(task_response_type type, json body) {
             refuse("Field 'messages': at most " + std::to_string(bounds::kMessagesMax) + " messages are allowed");
         }
         check_tool_arguments(body.at("messages"));
+        respace_tool_arguments(body.at("messages"));
     }
     if (body.contains("tools")) {
         check_tools(body.at("tools"));
@@ -173,6 +229,9 @@ void Request::keep_fields(const json & body) {
     for (const auto & name : model_->kept_fields()) {
         if (body.contains(name)) {
             kept_[name] = body.at(name).dump_safe();
+            if (kept_[name].size() > bounds::kKeptBytesMax) {
+                refuse("Field '" + name + "': at most " + std::to_string(bounds::kKeptBytesMax) + " bytes are allowed");
+            }
         }
     }
 }
@@ -269,8 +328,11 @@ llama_tokens Request::next_prompt(const std::string & message) const {
             return llama_tokens();
         }
         json reply = json::parse(message);
-        check_tool_arguments(json::array({reply}));
-        if (!speaks_reasoning(chat_.at("messages"))) {
+        json said = json::array({reply});
+        check_tool_arguments(said);
+        respace_tool_arguments(said);
+        reply = said.at(0);
+        if (!speaks_reasoning(type_, chat_.at("messages"))) {
             reply.erase("reasoning_content");
         }
         take_thinking_out(reply, chat_.at("messages"));

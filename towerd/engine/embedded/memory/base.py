@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from towerd.engine.embedded.context import Buffer, LlamaContext
+from towerd.engine.embedded.model.context import Buffer, LlamaContext
 from towerd.slots.kind import StateKind
 from towerd.slots.layout import KVLayout
 from towerd.slots.rows import KVRows

@@ -7,8 +7,6 @@ import logging
 import numpy as np
 
 from towerd.config import Config
-from towerd.engine.base import Ids
-from towerd.engine.embedded.context import PARTIAL, Buffer, LlamaContext
 from towerd.engine.embedded.memory.base import Memory
 from towerd.engine.embedded.memory.plain import PlainMemory
 from towerd.engine.embedded.memory.stateful import (
@@ -18,11 +16,13 @@ from towerd.engine.embedded.memory.stateful import (
     empty_tail,
 )
 from towerd.engine.embedded.memory.window import WindowMemory
-from towerd.engine.embedded.model import LlamaModel
+from towerd.engine.embedded.model.context import PARTIAL, Buffer, LlamaContext
+from towerd.engine.embedded.model.model import LlamaModel
 from towerd.slots.blob import emit_blob, parse_rows
 from towerd.slots.errors import StateError
 from towerd.slots.kind import HYBRID, RECURRENT, WHOLE
 from towerd.slots.layout import KVLayout
+from towerd.tokens import Ids
 
 log = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from towerd.engine.embedded.context import Buffer, LlamaContext
+from towerd.engine.embedded.model.context import Buffer, LlamaContext
 from towerd.slots.blob import parse_rows
 from towerd.slots.kind import DENSE, StateKind
 from towerd.slots.layout import KVLayout

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from towerd.engine.embedded.context import PARTIAL, Buffer, LlamaContext
 from towerd.engine.embedded.memory.plain import PlainMemory
+from towerd.engine.embedded.model.context import PARTIAL, Buffer, LlamaContext
 from towerd.slots.kind import HYBRID
 from towerd.slots.state import PREFIX_BYTES
 

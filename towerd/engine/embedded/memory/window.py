@@ -14,7 +14,7 @@ A row that was lost all the same shows in `pos_min`: llama.cpp then forgets ever
 
 from __future__ import annotations
 
-from towerd.engine.embedded.context import Buffer, LlamaContext
+from towerd.engine.embedded.model.context import Buffer, LlamaContext
 from towerd.slots.blob import parse_rows
 from towerd.slots.kind import WINDOW, StateKind
 from towerd.slots.layout import KVLayout

@@ -1,0 +1,216 @@
+"""Checks of the arguments of the kernels; every failure is a ValueError that names the argument."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from towerd.kernels.formats import BY_NAME, Format
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+Floats: TypeAlias = npt.NDArray[np.float32]
+Index: TypeAlias = npt.NDArray[np.int64]
+Lines: TypeAlias = npt.NDArray[np.int32]
+
+THREADS_MAX = 1024
+KEY_MAX = 1e15
+COUNT_MAX = 1 << 40
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of a search in a tree: points of a node that it looks at, and nodes of a level that it enters;
+    0: all."""
+
+    visits: int
+    beam: int
+
+
+@dataclass(frozen=True, slots=True)
+class JobRows:
+    """Rows of one job and where in dst they go."""
+
+    offset: int
+    rows: Bytes
+    take: Index
+
+
+def check_threads(n_threads: object) -> None:
+    """An upper bound of threads, 1 to 1024."""
+    check_int(n_threads, "n_threads", 1, THREADS_MAX)
+
+
+def check_int(value: object, name: str, low: int, high: int) -> int:
+    """`value`, an int in [low, high]."""
+    if not isinstance(value, int) or not low <= value <= high:
+        raise ValueError(f"{name}: expected an integer from {low} to {high}")
+    return value
+
+
+def check_flag(value: object, name: str) -> bool:
+    """`value`, a bool."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}: expected True or False")
+    return value
+
+
+def check_format(value: object, name: str) -> Format:
+    """The format of that name."""
+    if not isinstance(value, str):
+        raise ValueError(f"{name}: expected the name of a format")
+    if value not in BY_NAME:
+        raise ValueError(f"{name}: unknown format {value}")
+    return BY_NAME[value]
+
+
+def check_block(value: object, name: str) -> int:
+    """`value`, a power of two from 32 to 512."""
+    block = check_int(value, name, 32, 512)
+    if block & (block - 1):
+        raise ValueError(f"{name}: not a power of two")
+    return block
+
+
+def elements_of(row: Format, row_bytes: int, name: str) -> int:
+    """Elements of a row of `row_bytes` bytes, a whole number of blocks and at least one."""
+    if row_bytes == 0 or row_bytes % row.block_bytes:
+        raise ValueError(f"{name}: rows of {row_bytes} bytes are not whole blocks of {row.name}")
+    return row.n_elements(row_bytes)
+
+
+def array_of(value: Any, name: str, dtype: npt.DTypeLike, ndim: int) -> npt.NDArray[Any]:
+    """Any buffer of `ndim` dimensions of that type as an array without a copy."""
+    try:
+        array = np.asarray(memoryview(value))
+    except (TypeError, ValueError, BufferError) as error:
+        raise ValueError(f"{name}: not a buffer") from error
+    if array.dtype != dtype or array.ndim != ndim:
+        raise ValueError(
+            f"{name}: expected {ndim} dimension(s) of {np.dtype(dtype)}, "
+            f"found {array.dtype} of {array.ndim} dimension(s)"
+        )
+    return array
+
+
+def check_contiguous(array: npt.NDArray[Any], name: str) -> None:
+    """Elements one after the other, each aligned to its size."""
+    if not array.flags.c_contiguous:
+        raise ValueError(f"{name}: not contiguous")
+    if not array.flags.aligned:
+        raise ValueError(f"{name}: not aligned")
+
+
+def check_target(value: Any) -> Bytes:
+    """`dst`: a writable contiguous buffer of bytes, one dimension."""
+    target = array_of(value, "dst", np.uint8, 1)
+    if not target.flags.writeable:
+        raise ValueError("dst: not a writable buffer")
+    check_contiguous(target, "dst")
+    return target
+
+
+def rows_of(
+    value: Any, name: str, dtype: npt.DTypeLike = np.uint8, *, writable: bool = False
+) -> npt.NDArray[Any]:
+    """Two dimensions; each row is contiguous, rows lie in ascending order any distance apart."""
+    array = array_of(value, name, dtype, 2)
+    if writable and not array.flags.writeable:
+        raise ValueError(f"{name}: not a writable buffer")
+    if array.shape[1] > 1 and array.strides[1] != array.itemsize:
+        raise ValueError(f"{name}: the elements of a row are not contiguous")
+    if array.shape[0] > 1 and array.strides[0] < array.shape[1] * array.itemsize:
+        raise ValueError(f"{name}: rows overlap or run backwards")
+    return array
+
+
+def check_index(index: Any, n_rows: int, name: str) -> Index:
+    """int64[m], each in [0, n_rows)."""
+    array = array_of(index, name, np.int64, 1)
+    check_contiguous(array, name)
+    if len(array) and (array.min() < 0 or array.max() >= n_rows):
+        raise ValueError(f"{name}: a row is not in [0, {n_rows})")
+    return array
+
+
+def check_out(source: npt.NDArray[Any], target: npt.NDArray[Any]) -> None:
+    """`out` has the shape of `src` and lies elsewhere."""
+    if target.shape != source.shape:
+        raise ValueError(f"out: expected shape {source.shape}")
+    check_apart(source, target, "out: overlaps src")
+
+
+def check_apart(source: npt.NDArray[Any], target: npt.NDArray[Any], message: str) -> None:
+    """The two share no memory."""
+    if source.size and target.size and np.may_share_memory(source, target):
+        raise ValueError(message)
+
+
+def check_jobs(jobs: object) -> Sequence[Any]:
+    """A list or tuple."""
+    if not isinstance(jobs, list | tuple):
+        raise ValueError("jobs: expected a list or tuple")
+    return jobs
+
+
+def job_rows(job: Any, length: int, name: str, dst: Bytes) -> JobRows:
+    """The front of a job's tuple: (offset, rows, index)."""
+    if not (isinstance(job, tuple) and len(job) == length):
+        more = "" if length == 3 else ", src_format, dst_format"
+        raise ValueError(f"{name}: expected a tuple (offset, rows, index{more})")
+    offset, rows, index = job[:3]
+    check_int(offset, f"{name}.offset", 0, len(dst))
+    source = rows_of(rows, f"{name}.rows")
+    if index is None:
+        take = np.arange(len(source), dtype=np.int64)
+    else:
+        take = check_index(index, len(source), f"{name}.index")
+    return JobRows(offset, source, take)
+
+
+def check_job(job: JobRows, row_bytes: int, name: str, dst: Bytes) -> None:
+    """The job's rows fit behind its offset and do not lie in dst."""
+    room = len(dst) - job.offset
+    if len(job.take) * row_bytes > room:
+        raise ValueError(
+            f"{name}: {len(job.take)} rows of {row_bytes} bytes do not fit into the "
+            f"{room} bytes of dst from offset {job.offset}"
+        )
+    check_apart(job.rows, dst, "jobs: a source lies in dst")
+
+
+def check_spans(spans: Sequence[tuple[int, int]]) -> None:
+    """No two of the [begin, end) share a byte."""
+    real = sorted(span for span in spans if span[0] < span[1])
+    if any(a[1] > b[0] for a, b in itertools.pairwise(real)):
+        raise ValueError("jobs: two jobs write the same bytes")
+
+
+def check_ratio(ratio: object) -> float:
+    """Of the keys of a level that are promoted."""
+    if not isinstance(ratio, float) or not 0 < ratio <= 0.5:
+        raise ValueError("ratio: expected a float above 0, at most 0.5")
+    return ratio
+
+
+def check_rows(rows: object, n_dims: int, name: str) -> None:
+    """Keys or queries, float32[any, n_dims]."""
+    if not isinstance(rows, np.ndarray) or rows.dtype != np.float32 or rows.ndim != 2:
+        raise ValueError(f"{name}: expected float32 rows")
+    if not rows.flags.c_contiguous or not rows.flags.aligned:
+        raise ValueError(f"{name}: not contiguous")
+    if rows.shape[1] != n_dims:
+        raise ValueError(f"{name}: rows of {rows.shape[1]} numbers, expected {n_dims}")
+    if not (np.isfinite(rows).all() and (np.abs(rows) <= KEY_MAX).all()):
+        raise ValueError(f"{name}: a number is not finite or larger than 1e15")
+
+
+def check_limits(visits_max: object, beam: object) -> Limits:
+    """Both as they were given. Raises ValueError."""
+    return Limits(
+        check_int(visits_max, "visits_max", 0, COUNT_MAX), check_int(beam, "beam", 0, COUNT_MAX)
+    )

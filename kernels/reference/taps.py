@@ -1,0 +1,110 @@
+"""Copying tensors out of a compute graph, through ctypes: every node takes the interpreter's lock."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Shape = tuple[int, ...]
+_TYPE_F32 = 0
+_POINTER = ctypes.c_void_p
+
+
+class _TensorHead(ctypes.Structure):
+    """The leading fields of `struct ggml_tensor` (ggml.h)."""
+
+    _fields_ = [
+        ("type", ctypes.c_int32),
+        ("buffer", _POINTER),
+        ("ne", ctypes.c_int64 * 4),
+        ("nb", ctypes.c_size_t * 4),
+    ]
+
+
+class NodeTap:
+    """What llama.cpp calls for each node of a graph: before, whether its data is wanted, and after
+    with the data (ggml's `ggml_backend_sched_eval_callback`). Lives as long as the context that
+    calls it; not to be used while that one evaluates.
+
+    name, n_bytes, n_elements, get: addresses of `ggml_get_name`, `ggml_nbytes`, `ggml_nelements`
+    and `ggml_backend_tensor_get`. Raises ValueError for one that is 0."""
+
+    def __init__(self, name: int, n_bytes: int, n_elements: int, get: int) -> None:
+        for what, address in (
+            ("name", name),
+            ("n_bytes", n_bytes),
+            ("n_elements", n_elements),
+            ("get", get),
+        ):
+            if not address:
+                raise ValueError(f"{what}: expected the address of a function")
+        self._name = ctypes.CFUNCTYPE(ctypes.c_char_p, _POINTER)(name)
+        self._n_bytes = ctypes.CFUNCTYPE(ctypes.c_size_t, _POINTER)(n_bytes)
+        self._n_elements = ctypes.CFUNCTYPE(ctypes.c_int64, _POINTER)(n_elements)
+        size = ctypes.c_size_t
+        self._get = ctypes.CFUNCTYPE(None, _POINTER, _POINTER, size, size)(get)
+        self._names = frozenset[str]()
+        self._values: dict[tuple[str, int], tuple[Shape, Shape, npt.NDArray[np.uint8]]] = {}
+        self._function = ctypes.CFUNCTYPE(ctypes.c_bool, _POINTER, ctypes.c_bool, _POINTER)(
+            self._on_node
+        )
+        self.error = ""
+        """Why a tensor was not read, or nothing."""
+
+    @property
+    def callback(self) -> int:
+        """The address of what llama.cpp calls."""
+        return ctypes.cast(self._function, _POINTER).value or 0
+
+    @property
+    def user_data(self) -> int:
+        """The address that it wants to be given."""
+        return 0
+
+    def watch(self, names: Sequence[str]) -> None:
+        """Forget what was collected; collect tensors called `<name>-<layer>`, float32, from the
+        next batch on. To want one splits the graph there; without names nothing is split."""
+        self._values.clear()
+        self._names = frozenset(names)
+        self.error = ""
+
+    def places(self) -> list[tuple[str, int]]:
+        """(name, layer) of what was collected, ascending."""
+        return sorted(self._values)
+
+    def read(self, name: str, layer: int) -> tuple[Shape, Shape, npt.NDArray[np.uint8]]:
+        """(shape, strides in bytes, both in numpy's order; data uint8[n]) of the last node of that
+        name. KeyError if there was none."""
+        try:
+            return self._values[name, layer]
+        except KeyError:
+            raise KeyError(f"{name}-{layer}") from None
+
+    def _on_node(self, tensor: int, ask: bool, _user: int | None) -> bool:
+        # An exception must not leave a callback: ctypes would print and ignore it.
+        if not self._names:
+            return not ask
+        name, _, layer = (self._name(tensor) or b"").decode("utf-8", "replace").rpartition("-")
+        if name not in self._names or not layer.isdecimal():
+            return not ask
+        if not ask and not self.error:
+            try:
+                self._read(tensor, name, int(layer))
+            except Exception as error:  # without an answer llama.cpp computes no more of the graph
+                self.error = f"A tapped tensor cannot be read: {error}."
+        return True
+
+    def _read(self, tensor: int, name: str, layer: int) -> None:
+        head = _TensorHead.from_address(tensor)
+        shape = tuple(head.ne)[::-1]
+        if int(np.prod(shape)) != self._n_elements(tensor):
+            self.error = "This llama.cpp lays its tensors out in another way."
+        elif head.type != _TYPE_F32:
+            self.error = "A tapped tensor does not hold 32-bit floats."
+        else:
+            data = np.empty(self._n_bytes(tensor), np.uint8)
+            self._get(tensor, data.ctypes.data, 0, data.nbytes)
+            self._values[name, layer] = (shape, tuple(head.nb)[::-1], data)

@@ -1,0 +1,175 @@
+"""Rows from one format into another, in numpy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from towerd.kernels.formats import Format
+from towerd.kernels.reference import checks as checks
+from towerd.kernels.reference.blocks import decode_blocks, encode_blocks
+from towerd.kernels.reference.checks import Bytes, Floats, Index, JobRows
+from towerd.kernels.reference.hadamard import transform
+
+TranscodeJob: TypeAlias = tuple[int, Bytes, Index | None, str, str]
+"""(offset in dst, rows uint8[n, row_bytes], int64[m] row numbers to take or None for all,
+format of the rows, format to write)."""
+
+F16_MAX = np.float32(65504)
+
+
+@dataclass(frozen=True, slots=True)
+class _Conversion:
+    """Two formats that hold rows of `n_elements`."""
+
+    source: Format
+    target: Format
+    n_elements: int
+
+    @property
+    def can_fail(self) -> bool:
+        """Whether there are rows that the target cannot hold."""
+        return self.target.is_quantized and self.source is not self.target
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row of the target."""
+        return self.target.row_bytes(self.n_elements)
+
+    def apply(self, rows: Bytes) -> Bytes:
+        """The rows in the target's format; ValueError names the first that it cannot hold."""
+        if self.source is self.target:
+            return rows
+        values = decode(self.source, rows)
+        block = self.source.hadamard_block(self.n_elements)
+        rotated = self.target.hadamard_block(self.n_elements)
+        if block and not rotated:
+            values = transform(values, block)
+        if self.can_fail:
+            _check_range(values, 0 if block else rotated)
+        if rotated and not block:
+            values = transform(values, rotated)
+        return encode(self.target, values)
+
+
+def _check_range(values: Floats, rotated: int) -> None:
+    limit = F16_MAX / np.float32(math.sqrt(rotated or 1))
+    with np.errstate(invalid="ignore"):
+        bad = np.flatnonzero(~(np.abs(values) <= limit).all(axis=1))
+    if len(bad):
+        row = f"rows: row {bad[0]}"
+        if np.isfinite(values[bad[0]]).all():
+            raise ValueError(f"{row} has a number beyond +-{limit:.0f}")
+        raise ValueError(f"{row} is not finite")
+
+
+def transcode(
+    dst: Any, jobs: Sequence[TranscodeJob], n_threads: int = 1, is_new: bool = False
+) -> None:
+    """Write the rows of every job into `dst` in another format, one row after the other.
+
+    dst: a writable contiguous buffer of bytes, one dimension
+    jobs: a list or tuple of `TranscodeJob`; rows may lie any distance apart
+    is_new: dst has not been touched since it was mapped; only the time that it takes depends on it
+
+    Rows of a format with a Hadamard rotation are rotated back after decoding (by runs of
+    `Format.hadamard_block`). The same format on both sides copies bytes. f32 becomes f16 and bf16
+    by rounding to nearest, ties to even; beyond f16's range that is infinity, and a NaN stays one.
+
+    ValueError if a job does not fit into dst, two jobs write the same bytes, a source lies in
+    dst, an index is out of range, a format is unknown, rows are not whole blocks, or rows would
+    have to be quantized, which may fail in the middle: `transcoded` does that. Nothing has been
+    written then."""
+    checks.check_threads(n_threads)
+    checks.check_flag(is_new, "is_new")
+    target = checks.check_target(dst)
+    work = [
+        _checked_job(job, f"jobs[{i}]", target) for i, job in enumerate(checks.check_jobs(jobs))
+    ]
+    checks.check_spans([(j.offset, j.offset + len(j.take) * c.row_bytes) for j, c in work])
+    for job, conversion in work:
+        written = conversion.apply(job.rows[job.take]).reshape(-1)
+        target[job.offset : job.offset + len(written)] = written
+
+
+def _checked_job(job: Any, name: str, dst: Bytes) -> tuple[JobRows, _Conversion]:
+    rows = checks.job_rows(job, 5, name, dst)
+    conversion = _checked_formats(job[3], job[4], f"{name}.", rows.rows, f"{name}.rows")
+    if conversion.can_fail:
+        quantized = f"{conversion.target.name} is quantized"
+        raise ValueError(f"{name}.dst_format: {quantized}: only `transcoded` writes it")
+    checks.check_job(rows, conversion.row_bytes, name, dst)
+    return rows, conversion
+
+
+def _checked_formats(
+    src_format: Any, dst_format: Any, prefix: str, rows: Bytes, name: str
+) -> _Conversion:
+    source = checks.check_format(src_format, f"{prefix}src_format")
+    target = checks.check_format(dst_format, f"{prefix}dst_format")
+    n_elements = checks.elements_of(source, rows.shape[1], name)
+    if n_elements % target.block_elements:
+        raise ValueError(
+            f"{prefix}dst_format: {target.name} holds no rows of {n_elements} elements"
+        )
+    return _Conversion(source, target, n_elements)
+
+
+def transcoded(rows: Bytes, src_format: str, dst_format: str, n_threads: int = 1) -> Bytes:
+    """`rows` of one format in another one, in new memory: uint8[n, row_bytes], contiguous.
+
+    rows: uint8[n, row_bytes], any distance apart
+
+    As `transcode`, and to quantized formats too: the rows are rotated before they are encoded
+    where the target has a Hadamard rotation; from one such format into another no rotation is done
+    or undone. Rows are read once, so that a bad one is found while others have been written
+    already: into memory that nobody has seen, which is why there is no `out`.
+
+    ValueError if a format is unknown, rows are not whole blocks, or a row that is to be quantized
+    holds a NaN, an infinity or a number beyond +-65504 (before a Hadamard rotation of n elements:
+    65504 / sqrt(n))."""
+    checks.check_threads(n_threads)
+    source = checks.rows_of(rows, "rows")
+    conversion = _checked_formats(src_format, dst_format, "", source, "rows")
+    return np.array(conversion.apply(source), order="C")
+
+
+def decode(row: Format, rows: Bytes) -> Floats:
+    """float32[n, elements] of uint8[n, row_bytes], without the Hadamard rotation."""
+    if row.is_quantized:
+        return decode_blocks(row.codec, rows)
+    tight = np.ascontiguousarray(rows)
+    if row.name == "f32":
+        return tight.view(np.float32)
+    if row.name == "bf16":
+        return (tight.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    halves = tight.view(np.uint16)
+    values = halves.view(np.float16).astype(np.float32)
+    # A NaN keeps its bits and is made quiet, as the processors do; numpy's rule varies.
+    nan = (halves & 0x7FFF) > 0x7C00
+    wide = halves.astype(np.uint32)
+    quiet = (wide & 0x8000) << 16 | 0x7FC00000 | (wide & 0x3FF) << 13
+    return np.where(nan, quiet, values.view(np.uint32)).view(np.float32)
+
+
+def encode(row: Format, values: Floats) -> Bytes:
+    """uint8[n, row_bytes] of float32[n, elements], without the Hadamard rotation."""
+    if row.is_quantized:
+        return encode_blocks(row.codec, values)
+    tight = np.ascontiguousarray(values)
+    if row.name == "f32":
+        return tight.view(np.uint8)
+    raw = tight.view(np.uint32)
+    nan = (raw & 0x7FFFFFFF) > 0x7F800000
+    if row.name == "bf16":
+        nearest = (raw.astype(np.uint64) + 0x7FFF + (raw >> 16 & 1)) >> 16
+        quiet = raw >> 16 | 0x40
+    else:
+        with np.errstate(all="ignore"):
+            nearest = tight.astype(np.float16).view(np.uint16)
+        quiet = raw >> 16 & 0x8000 | 0x7E00 | raw >> 13 & 0x1FF
+    return np.where(nan, quiet, nearest).astype(np.uint16).view(np.uint8)

@@ -1,0 +1,200 @@
+"""Benchmarks of studies and of parts: `towerctl lab bench NAME`."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from towerd.cli.bench.options import FILE, FOLDER, MODEL, NEW_FILE, QUICK
+from towerd.policy import NAMES as POLICIES
+
+if TYPE_CHECKING:
+    from towerd.cli.bench.report import Report
+
+
+@click.group()
+def bench() -> None:
+    """Measure studies and parts on this machine; the last line printed is one JSON object."""
+
+
+@bench.command()
+@click.option(
+    "--model",
+    "-m",
+    type=FILE,
+    help="GGUF to measure, a trained one; default: the bundled model.",
+)
+@click.option(
+    "--text",
+    type=FILE,
+    help="UTF-8 text to cut modules from; default: the one of calibration.",
+)
+@QUICK
+def splice(model: Path | None, text: Path | None, quick: bool) -> None:
+    """What a module costs in quality, and saves in time, wherever it is spliced in."""
+    _run("splice", model, quick, text=text)
+
+
+@bench.command()
+@QUICK
+def kernels(quick: bool) -> None:
+    """GB/s of every kernel, beside memcpy and ggml's own routines."""
+    _run("kernels", None, quick)
+
+
+@bench.command()
+@click.option(
+    "--level-formats",
+    default="0=q4h,1=q6h,2=q8",
+    show_default=True,
+    help="The stored format of each level.",
+)
+@click.option(
+    "--plot",
+    "plot_path",
+    type=NEW_FILE,
+    help="Write the curve here, as .png or .svg.",
+)
+@QUICK
+def footprint(quick: bool, level_formats: str, plot_path: Path | None) -> None:
+    """Disk per session in a hierarchy of shared bases, against one slot file per session."""
+    _run("footprint", None, quick, level_formats=level_formats, plot_path=plot_path)
+
+
+@bench.command()
+@click.option(
+    "--data",
+    type=FOLDER,
+    help="Folder of traces: agentic_coding/, mooncake_conversation.jsonl.zst, ...; "
+    "default: none are measured.",
+)
+@click.option(
+    "--workflows",
+    type=FOLDER,
+    help="Folder of agent workflows, *.jsonl.zst; default: none are measured.",
+)
+@click.option("--policy", "policies", multiple=True, help="Measure this policy, too.")
+@click.option(
+    "--plot",
+    "plot_path",
+    type=NEW_FILE,
+    help="Write hit rates over time and against capacity here, as .png or .svg.",
+)
+@click.option(
+    "--jobs",
+    type=click.IntRange(1, 256),
+    default=1,
+    show_default=True,
+    help="Processes that replay side by side.",
+)
+@QUICK
+def policy(
+    data: Path | None,
+    workflows: Path | None,
+    policies: tuple[str, ...],
+    plot_path: Path | None,
+    jobs: int,
+    quick: bool,
+) -> None:
+    """What each eviction policy finds of recorded traces, beside LRU and the best possible."""
+    _run(
+        "policy",
+        None,
+        quick,
+        data=data,
+        policies=policies,
+        workflows=workflows,
+        plot_path=plot_path,
+        jobs=jobs,
+    )
+
+
+@bench.command()
+@click.option(
+    "--plot",
+    "plot_path",
+    type=NEW_FILE,
+    help="Write cost against wrong advice here, as .png or .svg.",
+)
+@QUICK
+def latem(quick: bool, plot_path: Path | None) -> None:
+    """What LATEM pays over the optimum as predictions get worse, beside its paper's bounds."""
+    _run("latem", None, quick, plot_path=plot_path)
+
+
+@bench.command()
+@click.option(
+    "--model",
+    "-m",
+    type=FILE,
+    help="GGUF to measure with; default: the bundled model.",
+)
+@QUICK
+def anticipation(model: Path | None, quick: bool) -> None:
+    """What the next turn of a reasoning chat has to evaluate, with and without anticipation."""
+    _run("anticipation", model, quick)
+
+
+@bench.command()
+@MODEL
+@QUICK
+@click.option(
+    "--policy",
+    type=click.Choice(POLICIES),
+    default=None,
+    help="The policy to hold against LRU; default: the daemon's.",
+)
+@click.option(
+    "--share",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=None,
+    help="Of all distinct tokens, what fits; default 0.23, with --quick 0.17.",
+)
+def agents(model: Path | None, quick: bool, policy: str | None, share: float | None) -> None:
+    """72 agents in a daemon with room for a few: time to first token, against LRU."""
+    _run("agents", model, quick, policy=policy, share=share)
+
+
+@bench.command()
+@click.option(
+    "--data",
+    required=True,
+    type=FILE,
+    help="Chat records to measure on (dev.jsonl.zst), beside their train.jsonl.zst.",
+)
+@click.option(
+    "--vocab",
+    "vocabs",
+    multiple=True,
+    type=FILE,
+    help="GGUF whose tokenizer the sessions are in; more are counted in as well.",
+)
+@click.option(
+    "--mini",
+    type=FILE,
+    help="Mini model to measure with chunks of several sizes; default: the package's.",
+)
+@click.option(
+    "--p-min",
+    "p_mins",
+    multiple=True,
+    metavar="P",
+    type=click.FloatRange(0, 1, max_open=True),
+    help="Measure what leaving out what is less likely than P would gain.",
+)
+@QUICK
+def codec(
+    data: Path, vocabs: tuple[Path, ...], mini: Path | None, p_mins: tuple[float, ...], quick: bool
+) -> None:
+    """Bits per byte of cold sessions by kind of text, beside zstd, xz, brotli and PPMd."""
+    _run("codec", None, quick, data=data, vocabs=vocabs, mini=mini, p_mins=p_mins)
+
+
+def _run(name: str, model: Path | None, quick: bool, **options: Any) -> None:
+    module = importlib.import_module(f"lab.bench.{name}")
+    report: Report = asyncio.run(module.run(model, quick, **options))
+    report.show()

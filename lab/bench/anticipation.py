@@ -1,0 +1,206 @@
+"""`towerctl lab bench anticipation`: what the next turn of a chat has to evaluate.
+
+The same chats twice, without and with anticipation, on the model's own template and on those of
+Qwen3 and DeepSeek-R1-Distill. Under these two each answer is a block of thinking and a visible
+part. A grammar makes the model write so many words: what it says does not matter, how the template
+renders it does. A person thinks between turns until nothing is under way, and one question in five
+is put in other words before the chat continues, so that what was evaluated ahead after its first
+answer is wasted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from towerd.cli.bench.client import new_session
+from towerd.cli.bench.report import Report
+from towerd.cli.bench.servers import towerd_server
+from towerd.codec.vocabulary import GgufVocabulary
+from towerd.errors import TowerdError
+from towerd.models.bundled import default_model
+
+OWN = "own"
+"""The model's own template, which renders answers without thinking."""
+TEMPLATES = ("Qwen3", "DeepSeek-R1-Distill")
+OPENS_THINKING = ("DeepSeek-R1-Distill",)
+"""Templates whose generation prompt has begun to think already."""
+_EDIT_EVERY = 5
+_POLL_S = 0.02
+WORDS = "the cat saw a big red ball and ran to get it".split()
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Chats, and lengths in tokens."""
+
+    chats: int = 2
+    turns: int = 5
+    thinking_tokens: int = 150
+    answer_tokens: int = 200
+    user_tokens: int = 10
+
+
+QUICK = Load(chats=1, turns=4)
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """The load's lengths in words, by the model's tokenizer."""
+
+    thinking: int
+    answer: int
+    user: int
+
+    @classmethod
+    def of(cls, load: Load, model: Path) -> Words:
+        with GgufVocabulary(model) as vocabulary:
+            n_tokens = len(vocabulary.tokenize(" ".join(WORDS).encode()))
+        each = (load.thinking_tokens, load.answer_tokens, load.user_tokens)
+        return cls(*(max(1, round(n * len(WORDS) / n_tokens)) for n in each))
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Prompt tokens evaluated on turns that went on, and the daemon's own account."""
+
+    evaluated: list[int] = field(default_factory=list)
+    answers: list[int] = field(default_factory=list)
+    traffic: Json = field(default_factory=dict)
+
+
+async def run(model: Path | None, quick: bool) -> Report:
+    """Every template without and with anticipation."""
+    path = model or default_model()
+    load = QUICK if quick else Load()
+    words = Words.of(load, path)
+    report = Report("anticipation", path.name)
+    ratios: list[float] = []
+    evaluated = wasted = 0
+    for template in (OWN, *TEMPLATES):
+        without = await _drive(path, template, load, words, "--no-anticipate")
+        with_it = await _drive(path, template, load, words, "--anticipate")
+        ratio = sum(without.evaluated) / max(1, sum(with_it.evaluated))
+        if template in TEMPLATES:
+            ratios.append(ratio)
+        evaluated += with_it.traffic["anticipated_tokens"]
+        wasted += with_it.traffic["anticipated_tokens_wasted"]
+        report.figures |= {
+            f"{template}_ratio": ratio,
+            f"{template}_prompt_tokens_without": float(np.mean(without.evaluated)),
+            f"{template}_prompt_tokens_with": float(np.mean(with_it.evaluated)),
+            f"{template}_answer_tokens": float(np.mean(with_it.answers)),
+        }
+    report.figures |= {
+        "anticipation_ratio": min(ratios),
+        "anticipation_wasted": wasted / max(1, evaluated),
+    }
+    report.target("anticipation_ratio", least=5)
+    return report
+
+
+async def _drive(model: Path, template: str, load: Load, words: Words, flag: str) -> Outcome:
+    outcome = Outcome()
+    rng = np.random.default_rng(11)
+    with tempfile.TemporaryDirectory(prefix="towerd-bench-") as folder:
+        flags = ["-c", "8192", "--live-tokens", "32768", flag]
+        if template != OWN:
+            source = Path(folder) / "template.jinja"
+            source.write_text(
+                (files("towerd") / "data" / "templates" / f"{template}.jinja").read_text()
+            )
+            flags += ["--chat-template-file", str(source)]
+        with towerd_server(model, Path(folder) / "store", *flags) as server:
+            async with new_session() as session:
+                for chat in range(load.chats):
+                    await _chat(
+                        session,
+                        server.url,
+                        f"chat-{chat}",
+                        template,
+                        load.turns,
+                        words,
+                        rng,
+                        outcome,
+                    )
+                outcome.traffic = await _settled(session, server.url)
+    return outcome
+
+
+async def _chat(
+    session: aiohttp.ClientSession,
+    url: str,
+    name: str,
+    template: str,
+    turns: int,
+    words: Words,
+    rng: np.random.Generator,
+    outcome: Outcome,
+) -> None:
+    messages: list[Json] = [{"role": "user", "content": _text(rng, words.user)}]
+    grammar = _grammar(words, template)
+    for turn in range(turns):
+        reply = await _ask(session, url, name, messages, grammar)
+        if turn:
+            outcome.evaluated.append(reply["timings"]["prompt_n"])
+        outcome.answers.append(reply["timings"]["predicted_n"])
+        await _settled(session, url)
+        if turn % _EDIT_EVERY == _EDIT_EVERY - 2:
+            # Asked in other words: what was evaluated ahead is not used.
+            messages[-1] = {"role": "user", "content": _text(rng, words.user)}
+            reply = await _ask(session, url, name, messages, grammar)
+            await _settled(session, url)
+        content = reply["choices"][0]["message"]["content"]
+        messages.append({"role": "assistant", "content": content})
+        messages.append({"role": "user", "content": _text(rng, words.user)})
+
+
+async def _ask(
+    session: aiohttp.ClientSession, url: str, name: str, messages: list[Json], grammar: str
+) -> Json:
+    body = {"messages": messages, "grammar": grammar, "temperature": 0, "seed": 1}
+    headers = {"X-Towerd-Session": name}
+    async with session.post(f"{url}/v1/chat/completions", json=body, headers=headers) as reply:
+        found: Json = await reply.json()
+        if reply.status != 200:
+            raise TowerdError(f"{url} answered {reply.status}: {found}")
+    return found
+
+
+async def _settled(session: aiohttp.ClientSession, url: str) -> Json:
+    """The daemon's account once nothing is evaluated ahead any more."""
+    while True:
+        async with session.get(f"{url}/towerd/v1/stats") as reply:
+            traffic: Json = (await reply.json())["traffic"]
+        if not traffic.get("anticipations_running"):
+            return traffic
+        await asyncio.sleep(_POLL_S)
+
+
+def _grammar(words: Words, template: str) -> str:
+    """Words of thinking where the template has it, then words to be seen."""
+    some = " | ".join(f'"{word} "' for word in dict.fromkeys(WORDS))
+    thinking = f'word{{{words.thinking}}} "\\n</think>\\n\\n" '
+    if template == OWN:
+        thinking = ""
+    elif template not in OPENS_THINKING:
+        thinking = f'"<think>\\n" {thinking}'
+    return f"root ::= {thinking}word{{{words.answer}}}\nword ::= {some}"
+
+
+def _text(rng: np.random.Generator, n_words: int) -> str:
+    return " ".join(_words(rng, n_words))
+
+
+def _words(rng: np.random.Generator, n_words: int) -> Iterator[str]:
+    for _ in range(n_words):
+        yield str(rng.choice(WORDS))

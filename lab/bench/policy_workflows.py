@@ -1,0 +1,130 @@
+"""The part of `towerctl lab bench policy` about agent workflows: hit rates with hints, and how often
+predictors are right."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from functools import lru_cache
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lab.commands.train_predictor import HEADS, as_text
+from lab.predict.accuracy import Judged, together
+from lab.predict.rivals import MIXTURE, Row, judge_all, table
+from lab.predict.runs import Run, folds
+from lab.replay.cells import Source
+from lab.replay.runs import read_runs
+from towerd.cli.output import show_table
+
+if TYPE_CHECKING:
+    from towerd.policy.predict.mixture import MixtureWeights
+
+POLICIES = ("pbkv", "kvflow", "latem")
+MAIN = "who_and_when"
+"""The data set with several agents; the others have one model and its tools."""
+_USERS = 24
+_EPOCHS = 25
+_PARTS = 5
+_STEPS = ("s1", "s2", "s3")
+_SURE = 0.85
+
+
+def files(folder: Path) -> list[Path]:
+    """The workflow files of a folder, by name."""
+    return sorted(path for path in folder.iterdir() if ".jsonl" in path.suffixes)
+
+
+def main_source(folder: Path, segment_tokens: int) -> Source | None:
+    """The multi-agent workflows expanded to prompts, as 24 users; None: they are not there."""
+    for path in files(folder):
+        if path.name.startswith(MAIN):
+            return Source(path, segment_tokens, _USERS)
+    return None
+
+
+def predictors(folder: Path, *, quick: bool, jobs: int = 1) -> Iterator[tuple[str, dict[str, Row]]]:
+    """(data set, accuracy of each predictor), every task held out once, in `jobs` processes.
+    The mixture is trained only where torch is, and not when it must be quick; then also only one
+    part of the tasks is held out."""
+    trains = not quick and importlib.util.find_spec("torch") is not None
+    paths = files(folder)
+    held_out = range(1 if quick else _PARTS)
+    tasks = [(path, part, trains) for path in paths for part in held_out]
+    with _pool(jobs) as work:
+        found = work(_judge_part, tasks)
+        for path in paths:
+            parts = [next(found) for _ in held_out]
+            judged = {name: together([part[name] for part in parts]) for name in parts[0]}
+            yield path.name.split(".")[0], table(judged)
+
+
+def _judge_part(task: tuple[Path, int, bool]) -> dict[str, Judged]:
+    """Everything trained on all parts but one, which it is judged on."""
+    path, part, trains = task
+    runs = _read(path)
+    of = folds(runs, _PARTS, 0)
+    learned = [run for run, p in zip(runs, of, strict=True) if p != part]
+    held = [run for run, p in zip(runs, of, strict=True) if p == part]
+    weights: MixtureWeights | None = None
+    if trains:
+        import torch
+
+        from lab.predict.train import train
+        from lab.predict.train_mixture import train_mixture
+
+        torch.set_num_threads(1)
+        weights = train_mixture(learned, lambda runs, seed: train(runs, epochs=_EPOCHS, seed=seed))
+    return judge_all(learned, held, weights)
+
+
+@lru_cache(maxsize=1)
+def _read(path: Path) -> list[Run]:
+    return read_runs(path)
+
+
+@contextmanager
+def _pool(n: int) -> Iterator[Callable[..., Iterator[dict[str, Judged]]]]:
+    """`map` over `n` processes; 1: over this one."""
+    if n == 1:
+        yield map
+        return
+    with ProcessPoolExecutor(n, get_context("spawn")) as pool:
+        yield pool.map
+
+
+def show(found: Mapping[str, Mapping[str, Row]]) -> None:
+    """One row per data set and predictor."""
+    rows = [
+        (data, *as_text(name, row)) for data, table in found.items() for name, row in table.items()
+    ]
+    show_table(("workflows", *HEADS), rows)
+
+
+def figures(found: Mapping[str, Mapping[str, Row]]) -> dict[str, Any]:
+    """s1, s2, s3: per data set what each predictor reaches; where a mixture was trained, also
+    `predictor_ahead_points`: the least lead over the best Markov model of any data set and
+    number of steps, where Markov-3 is below _SURE at one step."""
+    out: dict[str, Any] = {
+        key: {
+            data: {name: round(row[key], 4) for name, row in table.items()}
+            for data, table in found.items()
+        }
+        for key in _STEPS
+    }
+    leads = [
+        100.0 * row[f"{MIXTURE} - best markov"][key]
+        for row in found.values()
+        if row["markov3"]["s1"] < _SURE and f"{MIXTURE} - best markov" in row
+        for key in _STEPS
+    ]
+    return out | ({"predictor_ahead_points": min(leads)} if leads else {})
+
+
+def paths_of(folder: Path) -> list[tuple[str, ...]]:
+    """Steps of all runs of the smallest file."""
+    smallest: list[Run] = read_runs(min(files(folder), key=lambda path: path.stat().st_size))
+    return [run.steps for run in smallest]

@@ -1,0 +1,154 @@
+"""Prompts that are alike, found and coded on top of each other (section 11 of the towers paper).
+
+The distance of one prompt to another is what the codec's model needs to write it when it has just
+read the other: bits of A given B, an upper bound of the conditional information (Li and others,
+"The Similarity Metric", 2004). The medoids are chosen so that all bits together are fewest:
+each medoid is written by itself and each other prompt on top of its medoid, which is the storage
+that theorem 32 counts. How many medoids there are follows from that, too. The search is the
+partitioning of Kaufman and Rousseeuw (1990) with steps that add and drop a medoid.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from towerd.codec.mix import TextCoder
+from towerd.codec.mixers import Symbols
+from towerd.tokens import Ids
+
+NEIGHBOURS_MAX = 16
+"""Of the other prompts, so many are read before each: those that share most with it."""
+RUN = 4
+"""Symbols that two prompts must have in a row for it to count as shared."""
+
+Bits = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Distances:
+    """`alone` float64[n]: bits of each prompt; `given` float64[n, n]: bits of prompt i when
+    prompt j was read before; not more than `alone`, for a coder may leave out what does not help."""
+
+    alone: Bits
+    given: Bits
+
+    def between(self, i: int, j: int) -> float:
+        """The distance that is the same both ways, bits: the larger one."""
+        return float(max(self.given[i, j], self.given[j, i]))
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Indexes of prompts; the members without the medoid, in order."""
+
+    medoid: int
+    members: tuple[int, ...]
+
+    def radius(self, distances: Distances) -> float:
+        """Bits of the member that is farthest from the medoid; 0 without members."""
+        return max((float(distances.given[i, self.medoid]) for i in self.members), default=0.0)
+
+
+def measure(prompts: Sequence[Ids], coder: TextCoder) -> Distances:
+    """Distances of prompts, int32[n] ids of the coder's vocabulary each (`Codec.text_coder`). Pairs
+    that share less than others are not measured but count as strangers (NEIGHBOURS_MAX)."""
+    texts = [coder.symbols(ids) for ids in prompts]
+    alone = np.zeros(len(texts))
+    given = np.zeros((len(texts), len(texts)))
+    for i, near in enumerate(neighbours(texts)):
+        text = texts[i]
+        alone[i], *after = coder.costs(text, [text[:0], *(texts[j] for j in near)])
+        given[i] = alone[i]
+        given[i, near] = np.minimum(after, alone[i])
+    return Distances(alone, given)
+
+
+def neighbours(texts: Sequence[Symbols]) -> list[list[int]]:
+    """Of each text, itself and the NEIGHBOURS_MAX others that share most runs with it."""
+    runs = [
+        {tuple(text[at : at + RUN]) for at in range(len(text) - RUN + 1)}
+        for text in (each.tolist() for each in texts)
+    ]
+    holders: dict[tuple[int, ...], list[int]] = {}
+    for i, each in enumerate(runs):
+        for run in each:
+            holders.setdefault(run, []).append(i)
+    found = []
+    for i, each in enumerate(runs):
+        shared = Counter(j for run in each for j in holders[run] if j != i)
+        ranked = sorted(shared, key=lambda j: (-shared[j], j))
+        found.append([i, *ranked[:NEIGHBOURS_MAX]])
+    return found
+
+
+def cluster(
+    distances: Distances, n_clusters: int | None = None, base_bits: float = 0.0
+) -> list[Cluster]:
+    """The clusters with the fewest bits that the search finds, where being a member takes
+    `base_bits` besides; `n_clusters`: so many instead of as many as pay. ValueError unless
+    1 <= n_clusters <= the number of prompts."""
+    n = len(distances.alone)
+    if n_clusters is not None and not 1 <= n_clusters <= n:
+        raise ValueError(f"{n} prompts cannot make {n_clusters} clusters.")
+    if n == 0:
+        return []
+    costs = distances.given + base_bits
+    np.fill_diagonal(costs, 0)
+    medoids = _searched(costs, distances.alone, n_clusters)
+    nearest = np.array(medoids)[np.argmin(costs[:, medoids], axis=1)]
+    nearest[medoids] = medoids
+    if n_clusters is None:  # nothing is gained by being a stranger's member
+        strangers = costs[np.arange(n), nearest] >= distances.alone
+        nearest = np.where(strangers, np.arange(n), nearest)
+        medoids = np.unique(nearest).tolist()
+    return [
+        Cluster(m, tuple(int(i) for i in np.flatnonzero(nearest == m) if i != m)) for m in medoids
+    ]
+
+
+def total_bits(distances: Distances, clusters: Sequence[Cluster]) -> float:
+    """What all prompts take: medoids alone, members given theirs."""
+    return sum(
+        float(distances.alone[c.medoid])
+        + sum(float(distances.given[i, c.medoid]) for i in c.members)
+        for c in clusters
+    )
+
+
+def _searched(costs: Bits, alone: Bits, n_clusters: int | None) -> list[int]:
+    """Medoids, ascending: from the best single one, the best step (add, drop or swap one) until
+    none helps. Under a fixed number, medoids are added up to it first and then only swapped."""
+    medoids = _best([[i] for i in range(len(alone))], costs, alone)
+    while n_clusters is not None and len(medoids) < n_clusters:
+        medoids = _best(_added(medoids, len(alone)), costs, alone)
+    while True:
+        steps = _swapped(medoids, len(alone))
+        if n_clusters is None:
+            steps += _added(medoids, len(alone)) + _dropped(medoids)
+        better = _best([medoids, *steps], costs, alone)
+        if better == medoids:
+            return medoids
+        medoids = better
+
+
+def _added(medoids: list[int], n: int) -> list[list[int]]:
+    return [sorted([*medoids, i]) for i in range(n) if i not in medoids]
+
+
+def _dropped(medoids: list[int]) -> list[list[int]]:
+    return [[m for m in medoids if m != out] for out in medoids if len(medoids) > 1]
+
+
+def _swapped(medoids: list[int], n: int) -> list[list[int]]:
+    return [added for left in _dropped(medoids) or [[]] for added in _added(left, n)]
+
+
+def _best(candidates: list[list[int]], costs: Bits, alone: Bits) -> list[int]:
+    """The first of those with the fewest bits."""
+    totals = [alone[each].sum() + costs[:, each].min(axis=1).sum() for each in candidates]
+    return candidates[int(np.argmin(totals))]

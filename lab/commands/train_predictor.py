@@ -1,0 +1,89 @@
+"""`towerctl train predictor`: the predictor of agent workflows, from recorded ones."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from towerd.cli.output import echo_json, show_table
+from towerd.errors import TowerdError
+
+if TYPE_CHECKING:
+    from lab.predict.runs import Run
+    from towerd.policy.predict.graph import GraphWeights
+
+_FILE = click.Path(dir_okay=False, path_type=Path)
+_HELD_OUT = 0.3
+HEADS = ("predictor", ">1 step", ">2 steps", ">3 steps", ">calibration error")
+
+
+@click.command()
+@click.argument("traces", nargs=-1, required=True, type=_FILE, metavar="TRACE...")
+@click.option("--out", type=_FILE, required=True, metavar="FILE", help="Predictor to write, .npz.")
+@click.option(
+    "--epochs",
+    type=click.IntRange(1, 1000),
+    default=40,
+    show_default=True,
+    help="The most passes over the workflows; it stops when it no longer helps.",
+)
+@click.option(
+    "--seed",
+    type=int,
+    default=0,
+    show_default=True,
+    help="Another seed, other weights and other held-out workflows.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object.")
+def predictor(traces: tuple[Path, ...], out: Path, epochs: int, seed: int, as_json: bool) -> None:
+    """Learn which agent acts next from workflows that ended, and write OUT.
+
+    Prints how often the likeliest step 1, 2 and 3 ahead came true on workflows held out, beside
+    Markov models. What is written is needed to predict; torch is not.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise TowerdError(
+            "Training needs torch: install towerd with its extra, pip install -e '.[train]'."
+        )
+    from lab.predict.rivals import judge_all, table
+    from lab.predict.runs import split
+    from lab.predict.train import train
+    from lab.predict.train_mixture import train_mixture
+    from lab.replay.runs import read_runs
+    from towerd.policy.predict.mixture_file import save
+
+    runs = [run for path in traces for run in read_runs(path)]
+    if len(runs) < 4:
+        raise TowerdError(f"{len(runs)} workflows are too few to learn from; record more.")
+    learned, held = split(runs, _HELD_OUT, seed)
+
+    def progress(epoch: int, loss: float, check: float) -> None:
+        if not as_json:
+            click.echo(f"epoch {epoch + 1}: loss {loss:.4f}, held out {check:.4f}", err=True)
+
+    def train_graph(seen: Sequence[Run], seed: int) -> GraphWeights:
+        return train(seen, epochs=epochs, seed=seed, progress=progress)
+
+    weights = train_mixture(learned, train_graph, seed=seed)
+    save(weights, out)
+    rows = table(judge_all(learned, held, weights))
+    if as_json:
+        echo_json({"workflows": len(runs), "parameters": weights.n_parameters, "scores": rows})
+        return
+    show_table(HEADS, [as_text(name, row) for name, row in rows.items()])
+
+
+def as_text(name: str, row: Mapping[str, float]) -> tuple[str, ...]:
+    """A row of the table, below HEADS."""
+    cells = [
+        f"{row[key]:+.3f} +- {row[key + '_error']:.3f}"
+        if key + "_error" in row
+        else f"{row[key]:.3f}"
+        for key in ("s1", "s2", "s3")
+    ]
+    sure = row.get("calibration_error")
+    return (name, *cells, "" if sure is None else f"{sure:.3f}")

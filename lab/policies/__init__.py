@@ -1,0 +1,1 @@
+"""Eviction policies that only a replay runs, and all policies by name."""

@@ -1,0 +1,26 @@
+"""Policies by name: the daemon's own, and their rivals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lab.policies.gdsf import GDSF
+from lab.policies.kvflow import KVFlow
+from lab.policies.sieve import Sieve
+from towerd import policy as product
+from towerd.errors import ConfigError
+
+_RIVALS: dict[str, Callable[[], product.Policy]] = {
+    "gdsf": GDSF,
+    "kvflow": KVFlow,
+    "sieve": Sieve,
+}
+NAMES = tuple(sorted((*product.NAMES, *_RIVALS)))
+
+
+def make_policy(name: str) -> product.Policy:
+    """A fresh policy. Raises ConfigError for a name that is not in NAMES."""
+    if name not in NAMES:
+        raise ConfigError(f"there is no policy {name!r}; choose one of: {', '.join(NAMES)}")
+    rival = _RIVALS.get(name)
+    return product.make_policy(name) if rival is None else rival()

@@ -1,0 +1,1 @@
+"""Training and judging predictors of agent workflows; `towerd/policy/predict` runs them."""

@@ -1,0 +1,238 @@
+"""Training the mixture: its parts, and what each is worth on workflows that it had not seen.
+
+No part may speak of a workflow that it learned from, or it would be trusted too much. Counts and
+ridge regression leave out the whole group of a step, the latter in closed form; the graph models
+are trained on all parts but one of the workflows, and each speaks of the one it did not see.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lab.predict.runs import Run, folds, groups_of, remember
+from towerd.policy.predict.base import N_STEPS
+from towerd.policy.predict.graph import GraphWeights
+from towerd.policy.predict.memory import PARTS, Memory, copied, counted, tally
+from towerd.policy.predict.mixture import Array, GraphMean, MixtureWeights, curved
+from towerd.policy.predict.steps import Step, Steps, likeness
+
+VOTERS_MAX = 3000
+"""Steps that vote, and on which the weights are learned: training costs its cube."""
+STEPS_MAX = 1 << 16
+"""Steps that are counted."""
+N_GRAPHS = 3
+_RIDGES = (15.0, 50.0, 150.0, 500.0)
+_PRIOR = 10.0
+"""Steps' worth of belief that all parts are worth the same, whether the last name is known or
+not."""
+_PRIOR_AHEAD = 300.0
+"""Steps' worth of belief that they are worth the same however far ahead: far from a step little
+tells the parts apart, and what does is mostly chance."""
+_SWEEPS = 200
+_POWERS = (0.7, 0.85, 1.0, 1.15, 1.3, 1.5, 1.8)
+_FLOORS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
+GraphTrainer: TypeAlias = Callable[[Sequence[Run], int], GraphWeights]
+"""Called with runs and a seed."""
+
+
+@dataclass(frozen=True)
+class _Course:
+    """What is learned from: runs, groups together, in random order. places: of every step its
+    run and how many steps came before; groups: int [n], its group; part: int [n], in which part
+    of the runs it is; the first n_voters steps vote."""
+
+    runs: list[Run]
+    agents: tuple[str, ...]
+    steps: Steps
+    places: list[tuple[Run, int]]
+    groups: NDArray[np.int64]
+    part: NDArray[np.int64]
+
+    @property
+    def n_voters(self) -> int:
+        return min(len(self.places), VOTERS_MAX)
+
+    @property
+    def n_outcomes(self) -> int:
+        return 1 + len(self.agents)
+
+
+def train_mixture(
+    runs: Sequence[Run], train_graph: GraphTrainer | None, *, seed: int = 0
+) -> MixtureWeights:
+    """Learn from `runs`; train_graph: None for a mixture without graph models. Raises ValueError
+    when there are fewer than two runs with steps."""
+    runs = [run for run in runs if run.steps]
+    if len(runs) < 2:
+        raise ValueError(f"{len(runs)} workflows are too few to learn from")
+    course = _course(runs, seed)
+    n, agents, steps = course.n_voters, course.agents, course.steps
+    graphs = [] if train_graph is None else _graphs(course, train_graph, seed)
+    parts, is_known = _by_names(course)
+    votes, weights, curves = [], [], []
+    for words in (False, True)[: 2 if steps.said.any() else 1]:
+        voted, held_out = _ridge(steps[:n], course.groups[:n], course.n_outcomes, words=words)
+        parts[:, PARTS.index("words" if words else "names")] = held_out
+        if graphs:
+            parts[:, PARTS.index("graph")] = _by_graph(course, graphs, words=words)
+        found, curve = _weigh(parts, is_known, steps.outcomes[:n])
+        votes.append(voted)
+        weights.append(found)
+        curves.append(curve)
+    memory = Memory(steps.keys, steps.outcomes, steps[:n], np.stack(votes))
+    return MixtureWeights(agents, memory, tuple(graphs), np.stack(weights), np.stack(curves))
+
+
+def _course(runs: Sequence[Run], seed: int) -> _Course:
+    names = groups_of(runs, N_GRAPHS)
+    order = list(dict.fromkeys(names))
+    random.Random(seed).shuffle(order)
+    rank = {name: i for i, name in enumerate(order)}
+    rows = sorted(range(len(runs)), key=lambda i: rank[names[i]])
+    chosen: list[Run] = []
+    groups: list[int] = []
+    for i in rows:
+        if len(groups) + len(runs[i].steps) <= STEPS_MAX or not chosen:
+            chosen.append(runs[i])
+            groups += [rank[names[i]]] * len(runs[i].steps)
+    agents = tuple(sorted({name for run in chosen for name in run.steps}))
+    numbers = {name: i for i, name in enumerate(agents)}
+    part = [
+        p for p, run in zip(folds(chosen, N_GRAPHS, seed), chosen, strict=True) for _ in run.steps
+    ]
+    places = [(run, i) for run in chosen for i in range(len(run.steps))]
+    steps = remember(chosen, numbers, len(agents))
+    return _Course(chosen, agents, steps, places, np.array(groups), np.array(part))
+
+
+def _graphs(course: _Course, train_graph: GraphTrainer, seed: int) -> list[GraphWeights]:
+    """One for each part of the runs, which it does not see."""
+    part = folds(course.runs, N_GRAPHS, seed)
+    found = []
+    for out in range(N_GRAPHS):
+        seen = [run for run, p in zip(course.runs, part, strict=True) if p != out]
+        found.append(train_graph(seen if len(seen) > 1 else course.runs, seed + out))
+    return found
+
+
+def _by_names(course: _Course) -> tuple[Array, NDArray[np.bool_]]:
+    """float32 [voters, PARTS, N_STEPS, outcomes], the parts that follow from counts filled in,
+    each as if the group of the step had never been; and whether the last name is known then."""
+    n, steps = course.n_voters, course.steps
+    out = np.zeros((n, len(PARTS), N_STEPS, course.n_outcomes), np.float32)
+    is_known = np.zeros(n, np.bool_)
+    columns = {name: i for i, name in enumerate(course.agents)}
+    for group, rows in groupby(range(n), key=lambda row: course.groups[row]):
+        others = course.groups != group
+        keys, outcomes = steps.keys[others], steps.outcomes[others]
+        every = tally(outcomes, course.n_outcomes)
+        for row in rows:
+            run, i = course.places[row]
+            now = Step(steps.keys[row], steps.said[row], steps.talk[row])
+            markov, is_known[row] = counted(now, keys, outcomes, every)
+            local = copied(run.steps[: i + 1], columns, course.n_outcomes)
+            out[row, : len(markov) + len(local)] = [*markov, *local]
+    return out, is_known
+
+
+def _by_graph(course: _Course, graphs: Sequence[GraphWeights], *, words: bool) -> Array:
+    """float32 [voters, N_STEPS, outcomes]: each step's by the model that has not seen it."""
+    means = [GraphMean([graph], course.agents) for graph in graphs]
+    out = np.zeros((course.n_voters, N_STEPS, course.n_outcomes), np.float32)
+    for row, (run, i) in enumerate(course.places[: course.n_voters]):
+        x = run.meanings[i] if words and run.meanings else None
+        out[row] = means[course.part[row]].chances(run.steps[: i + 1], x)
+    return out
+
+
+def _ridge(
+    voters: Steps, groups: NDArray[np.int64], n_outcomes: int, *, words: bool
+) -> tuple[Array, Array]:
+    """(votes: float32 [n, N_STEPS * outcomes], scores of the voters themselves when their group
+    has no vote: [n, N_STEPS, outcomes]). Each number of steps ahead gets the ridge of _RIDGES
+    with the least squared error of the latter."""
+    n = len(voters)
+    alike = likeness(voters, voters, words=words)
+    target = np.zeros((n, N_STEPS, n_outcomes), np.float32)
+    row, ahead = np.nonzero(voters.outcomes >= 0)
+    target[row, ahead, voters.outcomes[row, ahead]] = 1.0
+    votes, scores, least = np.zeros_like(target), np.zeros_like(target), [np.inf] * N_STEPS
+    for ridge in _RIDGES:
+        kernel = alike + np.float32(ridge) * np.eye(n, dtype=np.float32)
+        inverse: Array = np.linalg.inv(kernel).astype(np.float32)
+        found = inverse @ target.reshape(n, -1)
+        held_out = left_out(inverse, found, target.reshape(n, -1), groups).reshape(target.shape)
+        for k in range(N_STEPS):
+            there = voters.outcomes[:, k] >= 0
+            error = float(((held_out - target)[there, k] ** 2).sum())
+            if error < least[k]:
+                least[k], scores[:, k] = error, held_out[:, k]
+                votes[:, k] = found.reshape(target.shape)[:, k]
+    return votes.reshape(n, -1), scores
+
+
+def left_out(inverse: Array, votes: Array, target: Array, groups: NDArray[np.int64]) -> Array:
+    """[n, m]: what ridge regression says of every row when the rows of its group are missing.
+    inverse: of the kernel with the ridge, [n, n]; votes: inverse @ target."""
+    out = np.empty_like(target)
+    for group in np.unique(groups):
+        rows = np.flatnonzero(groups == group)
+        out[rows] = target[rows] - np.linalg.solve(inverse[np.ix_(rows, rows)], votes[rows])
+    return out
+
+
+def _weigh(
+    parts: Array, is_known: NDArray[np.bool_], outcomes: NDArray[np.int32]
+) -> tuple[Array, Array]:
+    """(weights, curve) as in MixtureWeights, of one way."""
+    weights = np.zeros((2, N_STEPS, len(PARTS)), np.float32)
+    curve = np.zeros((N_STEPS, 2), np.float32)
+    rows, ahead = np.nonzero(outcomes >= 0)
+    shown, came, known = parts[rows, :, ahead], outcomes[rows, ahead], is_known[rows]
+    every = stacked(shown, came, np.full(len(PARTS), 1.0 / len(PARTS)), _PRIOR)
+    for way in (0, 1):
+        here = known == bool(way)
+        both = stacked(shown[here], came[here], every, _PRIOR)
+        for k in range(N_STEPS):
+            at = here & (ahead == k)
+            weights[way, k] = stacked(shown[at], came[at], both, _PRIOR_AHEAD)
+    for k in range(N_STEPS):
+        at = ahead == k
+        scores = np.einsum("np,npc->nc", weights[known[at].astype(np.int64), k], shown[at])
+        curve[k] = _best_curve(scores, came[at])
+    return weights, curve
+
+
+def stacked(
+    parts: Array, outcomes: NDArray[np.int32], prior: NDArray[np.float64], strength: float
+) -> NDArray[np.float64]:
+    """Weights of at least 0 with the least squared error, drawn to `prior` as by `strength` more
+    rows, by coordinate descent; parts: [n, PARTS, outcomes]; outcomes: [n]."""
+    flat = parts.transpose(1, 0, 2).reshape(parts.shape[1], -1)
+    square = (flat @ flat.T).astype(np.float64) + strength * np.eye(len(flat))
+    hits = parts[np.arange(len(parts)), :, outcomes].sum(0) + strength * prior
+    weights = prior.copy()
+    for _ in range(_SWEEPS):
+        for j in range(len(weights)):
+            rest = hits[j] - square[j] @ weights + square[j, j] * weights[j]
+            weights[j] = max(0.0, rest / square[j, j])
+    return weights
+
+
+def _best_curve(scores: Array, outcomes: NDArray[np.int32]) -> tuple[float, float]:
+    """(power, floor) that make what came likeliest; scores: [n, outcomes]."""
+
+    def loss(power: float, floor: float) -> float:
+        curve = np.array([[power, floor]], np.float32)
+        chances = curved(scores[:, None], curve)[np.arange(len(scores)), 0, outcomes]
+        return -float(np.log(np.maximum(chances, 1e-30)).sum())
+
+    grid = [(power, floor) for power in _POWERS for floor in _FLOORS]
+    return min(grid, key=lambda each: loss(*each)) if len(scores) else (1.0, _FLOORS[0])

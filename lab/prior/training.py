@@ -1,0 +1,48 @@
+"""Training the maps and weights of `mix` on held-out text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from towerd.codec.prior.state import I32, U32, bits_of
+from towerd.kernels.mixing import Mixer, n_maps
+
+SESSION_TOKENS = 4400
+"""Training text is learned in pieces of about 16 KB, as if each were a session."""
+COUNT_MAX = 255
+"""A map that has seen more forgets faster from here on: sessions differ from the corpus."""
+_TABLE_BITS = 18
+
+
+def capped(state: U32, n_tokens: int) -> U32:
+    """The state with the counts of its maps at COUNT_MAX."""
+    n = n_maps(n_tokens)
+    maps = state[:n]
+    few = np.minimum(maps & np.uint32(1023), np.uint32(COUNT_MAX))
+    return np.concatenate([maps & ~np.uint32(1023) | few, state[n:]])
+
+
+Foretold: TypeAlias = Callable[[I32], Iterable[U32]]
+"""A network's distribution by rank before each of a session's tokens: uint32[n_tokens]."""
+
+
+def trained(
+    make: Callable[[U32], Mixer],
+    state: U32,
+    sessions: Sequence[I32],
+    foretold: Foretold | None = None,
+) -> Iterator[tuple[U32, float]]:
+    """Learn one session after the other; yields (state, bits per token of that session)."""
+    for ranks in sessions:
+        mixer = make(state)
+        mixer.reset(1, _TABLE_BITS)
+        if foretold is None:
+            cost = bits_of(*mixer.encode(0, ranks))
+        else:
+            each = zip(np.split(ranks, len(ranks)), foretold(ranks), strict=True)
+            cost = sum(bits_of(*mixer.encode(0, rank, counts)) for rank, counts in each)
+        state = mixer.state()
+        yield state, cost / max(1, len(ranks))

@@ -1,0 +1,70 @@
+"""Folders of chat records: what is trained on, and what is kept for evaluation."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from lab.train.errors import TrainError
+from lab.train.manifest import Source
+from towerd.cli.bench.chat_records import SUFFIX, Record, read_records
+
+TRAIN, DEV = f"train{SUFFIX}", f"dev{SUFFIX}"
+DEV_SHARE = 0.02
+FIRST_SENTENCE = re.compile(r".+?(?:[.!?](?=\s)|\n|\Z)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Records of both splits, by source."""
+
+    train: dict[str, list[Record]] = field(default_factory=dict)
+    dev: dict[str, list[Record]] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
+    """File name -> SHA-256 of the file."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with any byte of any file."""
+        text = msgspec.json.encode(self.digests, order="sorted")
+        return hashlib.blake2b(text, digest_size=16).hexdigest()
+
+
+def read_dataset(folder: Path, manifest: dict[str, Source]) -> Dataset:
+    """Every *.jsonl.zst of `folder`: train and dev as they are named, the others split here.
+
+    Raises TrainError: nothing there, a source without a licence; ConfigError: a damaged file, other fields.
+    """
+    paths = sorted(folder.glob(f"*{SUFFIX}")) if folder.is_dir() else []
+    if not paths:
+        raise TrainError(f"{folder} holds no *{SUFFIX} files: name a folder of chat records.")
+    found = Dataset()
+    for path in paths:
+        found.digests[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
+        for record in read_records(path):
+            if record.source not in manifest:
+                raise TrainError(
+                    f"{path} has records of {record.source!r}, which the manifest does not list: "
+                    "add its origin, licence and weight there first."
+                )
+            is_dev = path.name == DEV or (path.name != TRAIN and in_dev(record))
+            split = found.dev if is_dev else found.train
+            split.setdefault(record.source, []).append(record)
+    if not found.train or not found.dev:
+        raise TrainError(
+            f"{folder} needs records for training and for evaluation ({TRAIN}, {DEV})."
+        )
+    return found
+
+
+def in_dev(record: Record) -> bool:
+    """Whether a record of a file without splits is kept for evaluation: by its first sentence, so
+    that answers which begin alike stay on one side."""
+    first = FIRST_SENTENCE.match(record.messages[0].content)
+    text = first[0].strip() if first else ""
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >= (1 - DEV_SHARE) * 2**64

@@ -1,0 +1,76 @@
+"""A training run: a folder that a later command can go on with.
+
+tokenizer.json   the mini model's tokenizer (not there for a distilled student)
+corpus/          the text as ids; made again if it is missing
+last.pt          the newest checkpoint
+stable.pt        the last one before the learning rate began to fall: what a run with a longer
+                 budget goes on from
+history.jsonl    a line per report
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lab.train import schedule
+from lab.train.checkpoint import Checkpoint
+from lab.train.errors import TrainError
+
+History = list[dict[str, Any]]
+
+
+class Run:
+    """The files of one run. Raises TrainError if `folder` holds a run that is not to be resumed."""
+
+    def __init__(self, folder: Path, *, resume: bool) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.last.exists() and not resume:
+            raise TrainError(
+                f"{folder} already holds a training run: go on with it by --resume, or name "
+                "another folder."
+            )
+        if resume and not self.last.exists():
+            raise TrainError(f"{folder} holds no training run to go on with.")
+
+    @property
+    def last(self) -> Path:
+        return self.folder / "last.pt"
+
+    @property
+    def stable(self) -> Path:
+        return self.folder / "stable.pt"
+
+    @property
+    def history(self) -> Path:
+        return self.folder / "history.jsonl"
+
+    def checkpoint(self, budget: schedule.Budget) -> Checkpoint | None:
+        """What to go on from under `budget`; None for a new run. A checkpoint whose learning rate
+        had begun to fall serves only the budget it fell for."""
+        if not self.last.exists():
+            return None
+        last = Checkpoint.load(self.last)
+        goes_on = budget.progress(last.step, last.elapsed_s) >= last.progress - 1e-6
+        if goes_on or not schedule.in_decay(last.progress) or not self.stable.exists():
+            return last
+        return Checkpoint.load(self.stable)
+
+    def note(self, row: dict[str, Any]) -> None:
+        """Add a line to the history."""
+        with self.history.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def rows(self, step_max: int | None = None) -> History:
+        """The history, without what a run that went on from an earlier checkpoint has undone."""
+        if not self.history.exists():
+            return []
+        found: History = []
+        for line in self.history.read_text().splitlines():
+            row = json.loads(line)
+            while found and found[-1]["step"] > row["step"]:
+                found.pop()
+            found.append(row)
+        return [row for row in found if step_max is None or row["step"] <= step_max]

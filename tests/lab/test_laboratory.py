@@ -1,0 +1,28 @@
+"""`towerctl lab` in a checkout and without one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from towerd.cli.lab import LAB_COMMANDS, Laboratory
+from towerd.cli.main import towerctl
+
+
+def test_a_checkout_has_all_its_commands() -> None:
+    result = CliRunner().invoke(towerctl, ["lab", "--help"])
+    assert result.exit_code == 0
+    assert all(f"\n  {name}" in result.output for name in LAB_COMMANDS)
+
+
+@pytest.mark.parametrize("args", [["lab"], ["lab", "--help"], ["lab", "replay", "x"]])
+def test_without_a_checkout_one_sentence_says_so(tmp_path: Path, args: list[str]) -> None:
+    group = click.Group("towerctl")
+    group.add_command(Laboratory("lab", table=LAB_COMMANDS, checkout=tmp_path))
+    result = CliRunner().invoke(group, args)
+    assert result.exit_code == 1
+    assert result.output.count("\n") == 1
+    assert "works in a checkout" in result.output

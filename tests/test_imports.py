@@ -1,0 +1,102 @@
+"""Imports point one way: no circle among files, and folders import only what stands below them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+LAYERS = (
+    {"lab"},
+    {"__main__"},
+    {"cli"},
+    {"app", "store_app"},
+    {"routes"},
+    {"store_routes"},
+    {"service", "api"},
+    {"sessions", "transfer"},
+    {"cold"},
+    {"engine"},
+    {"config", "metrics"},
+    {"tiers", "tower_file"},
+    {"store"},
+    {"codec", "tenants"},
+    {"llama_flags", "media_ids", "models", "policy", "retention", "settings", "slots", "wire"},
+    {"addresses", "drift", "errors", "kernels", "llama_library", "log", "machine", "paths", "tokens", "wakeup"},
+)  # fmt: skip
+"""Folders and modules of the package, the top floor first; each imports lower floors alone."""
+BELOW_ENGINE = {"engine.base", "engine.gguf_keys", "engine.model_file", "engine.rope"}
+"""What lower floors know of engines: the protocol, and what a GGUF says."""
+
+
+def modules() -> dict[str, Path]:
+    """Module name, without the package's, -> its file."""
+    found = {}
+    for top in ("towerd", "codec", "kernels", "slots", "cli", "lab"):
+        for path in (ROOT / top).rglob("*.py"):
+            if any(parent.is_symlink() for parent in (path, *path.parents)):
+                continue
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            parts = parts[1:] if top == "towerd" else parts
+            parts = parts[:-1] if parts[-1] == "__init__" else parts
+            if parts:
+                found[".".join(parts)] = path
+    return found
+
+
+def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
+    """The modules of ours that a file imports, wherever in it, for type checking too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            inner = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [
+                name if name.removeprefix("towerd.") in known else node.module for name in inner
+            ]
+        for name in names:
+            inner_name = name.removeprefix("towerd.")
+            is_ours = name.startswith("towerd.") or name.split(".")[0] == "lab"
+            if is_ours and inner_name in known:
+                yield inner_name
+
+
+def floor(module: str) -> int:
+    """The place of a module in LAYERS; larger is lower."""
+    return next(i for i, names in enumerate(LAYERS) if module.split(".")[0] in names)
+
+
+def test_no_circle_among_files() -> None:
+    known = modules()
+    graph = {name: set(imports(path, known)) - {name} for name, path in known.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        raise AssertionError("these import each other: " + " <- ".join(error.args[1])) from None
+
+
+def test_folders_import_lower_floors_alone() -> None:
+    known = modules()
+    upward = [
+        f"{name} imports {other}"
+        for name, path in known.items()
+        for other in imports(path, known)
+        if other.split(".")[0] != name.split(".")[0]
+        and other not in BELOW_ENGINE
+        and floor(name) >= floor(other)
+    ]
+    assert upward == []
+
+
+def test_one_file_names_modules_of_the_laboratory() -> None:
+    """Nobody imports it, by a string either; the lazy groups of cli/lab.py alone know its modules."""
+    naming = [
+        name
+        for name, path in modules().items()
+        if name.split(".")[0] != "lab" and re.search(r"""["']lab[.]""", path.read_text())
+    ]
+    assert naming == ["cli.lab"]

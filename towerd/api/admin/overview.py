@@ -1,0 +1,26 @@
+"""Who sees what all tenants do together: how much they ask, and when."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from towerd.api.http.keys import TENANT
+from towerd.engine.base import SlotView
+from towerd.errors import Forbidden
+from towerd.settings import LOCAL_TENANT
+from towerd.store.prefix.scope import tenant_of
+
+
+def require_overview(request: web.Request) -> None:
+    """Raises Forbidden for one of several tenants."""
+    if not request[TENANT].sees_all:
+        raise Forbidden(
+            "This shows what all tenants do: ask over the daemon's Unix socket, or with a key of "
+            f"the tenant '{LOCAL_TENANT}'"
+        )
+
+
+def may_see_slot(request: web.Request, slot: SlotView) -> bool:
+    """Whether the caller may know what a slot does, or did last."""
+    tenant = request[TENANT]
+    return tenant.sees_all or tenant_of(slot.scope) == tenant.scope

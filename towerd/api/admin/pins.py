@@ -1,0 +1,130 @@
+"""/towerd/v1/pins and /towerd/v1/bases: what is kept from eviction. For the owner only."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from towerd.api.admin.segments import segment_json
+from towerd.api.http import fields
+from towerd.api.http.body import read_object
+from towerd.api.http.keys import TENANT, service_of
+from towerd.api.http.query import segment_id
+from towerd.api.http.reply import json_reply
+from towerd.api.http.scope import own_scope
+from towerd.errors import Forbidden, InvalidRequest, SessionFrozen
+from towerd.store.prefix.scope import is_of, is_public, public_of
+from towerd.tiers.formats.calibration import allows
+
+if TYPE_CHECKING:
+    from towerd.store import Base, Module, Store
+
+
+def require_admin(request: web.Request) -> None:
+    """Raises Forbidden unless the owner asks: over the Unix socket, or no keys are set."""
+    if not request[TENANT].admin:
+        raise Forbidden("Only the daemon's owner may do this, over its Unix socket")
+
+
+async def list_pins(request: web.Request) -> web.Response:
+    """The pinned segments."""
+    require_admin(request)
+    store = service_of(request).store
+
+    def work() -> list[dict[str, Any]]:
+        return [segment_json(node, store) for node in store.pins()]
+
+    return json_reply({"pins": await asyncio.to_thread(work)})
+
+
+async def post_pin(request: web.Request) -> web.Response:
+    """Pin a segment and its path, by `segment` id or by `session` (its newest turn)."""
+    require_admin(request)
+    store = service_of(request).store
+    body = await read_object(request)
+    if (body.get("segment") is None) == (body.get("session") is None):
+        raise InvalidRequest("Exactly one of 'segment' and 'session' is required")
+    if body.get("segment") is not None:
+        node_id = fields.integer_in(body, ("segment",), 0, 1, 2**62)
+    else:
+        session = fields.string(body, "session", "")
+        node_id = await asyncio.to_thread(_leaf, store, session)
+
+    def work() -> dict[str, Any]:
+        store.pin(node_id)
+        return segment_json(store.node(node_id), store)
+
+    return json_reply({"pinned": await asyncio.to_thread(work)})
+
+
+def _leaf(store: Store, session: str) -> int:
+    """The segment at which a session's current branch ends. Raises NotFound, InvalidRequest,
+    SessionFrozen."""
+    if store.session(session).cold_bytes:
+        raise SessionFrozen(f"Session {session!r} is frozen: thaw it with towerctl thaw first.")
+    current = [turn for turn in store.turns(session) if turn.current]
+    if not current or not current[-1].reply_node:
+        raise InvalidRequest(f"session {session!r} has no stored tokens yet")
+    return current[-1].reply_node
+
+
+async def delete_pin(request: web.Request) -> web.Response:
+    """Unpin a segment."""
+    require_admin(request)
+    store, node_id = service_of(request).store, segment_id(request)
+    await asyncio.to_thread(store.unpin, node_id)
+    return json_reply({"unpinned": node_id})
+
+
+def module_json(module: Module, n_tokens: int, fidelity: str) -> dict[str, Any]:
+    """What is known of a base of `n_tokens` that is spliced in anywhere, and whether `fidelity`
+    allows that."""
+    return {
+        "tokens": n_tokens - module.first,
+        "recompute": module.percent,
+        "recomputed": module.n_recomputed,
+        "kl": module.kl,
+        "floor_kl": module.floor_kl,
+        "top1": module.top1,
+        "fidelity": module.fidelity,
+        "spliced": allows(fidelity, module.drift),
+        "digest": module.digest,
+    }
+
+
+def base_json(base: Base, fidelity: str | None = None) -> dict[str, Any]:
+    """A precached prompt; `fidelity`: in force, None where no daemon runs."""
+    module = None
+    if base.module is not None:
+        module = module_json(base.module, base.n_tokens, fidelity or base.module.fidelity)
+    return {
+        "name": base.name,
+        "scope": base.scope,
+        "public": is_public(base.scope),
+        "level": base.level,
+        "format": base.format,
+        "module": module,
+        "segment": base.node,
+        "tokens": base.n_tokens,
+        "digest": base.digest.hex(),
+    }
+
+
+async def list_bases(request: web.Request) -> web.Response:
+    """The precached prompts the caller can use."""
+    tenant = request[TENANT]
+    bases = await asyncio.to_thread(service_of(request).store.bases)
+    shown = [b for b in bases if tenant.admin or is_public(b.scope) or is_of(b.scope, tenant.scope)]
+    fidelity = service_of(request).tiers.fidelity
+    return json_reply({"bases": [base_json(base, fidelity) for base in shown]})
+
+
+async def delete_base(request: web.Request) -> web.Response:
+    """Forget a base's name and pin; `?scope=` (default: public) says whose it is."""
+    require_admin(request)
+    store, name = service_of(request).store, request.match_info["name"]
+    scope = request.query.get("scope") or public_of(own_scope(request))
+    await asyncio.to_thread(store.remove_base, name, scope)
+    return json_reply({"deleted": name})

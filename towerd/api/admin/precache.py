@@ -1,0 +1,224 @@
+"""POST /towerd/v1/precache: evaluate a base prompt, store it and pin it under a name."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from towerd.api.admin.pins import base_json, require_admin
+from towerd.api.http import fields
+from towerd.api.http.body import read_object
+from towerd.api.http.fields import Body
+from towerd.api.http.keys import LIMITS, Service, service_of
+from towerd.api.http.middleware import is_owner_socket
+from towerd.api.http.reply import error_event, json_reply
+from towerd.api.http.scope import own_scope
+from towerd.api.http.sse import EventStream
+from towerd.api.llama.fanout import Events, fan_out
+from towerd.api.llama.prompts import PromptLimit, tokenize_mixed, tokenize_prompts
+from towerd.api.llama.reuse import progress_json, reuse_json, timings_json
+from towerd.engine.base import Engine, Finish, GenerateRequest, ModuleMaker, Progress
+from towerd.errors import (
+    ConfigError,
+    ContextExceeded,
+    InvalidRequest,
+    NotSupported,
+    TowerdError,
+    Unavailable,
+)
+from towerd.store.prefix.scope import public_of
+from towerd.tiers.formats.fidelity import check_format
+from towerd.tiers.module_text import (
+    ANYWHERE,
+    PERCENT_DEFAULT,
+    PERCENT_MAX,
+    PREFIX,
+    inner_ids,
+    surrounded,
+)
+from towerd.tokens import Ids
+
+LEVEL_MAX = 64
+
+
+@dataclass(frozen=True, slots=True)
+class WantedModule:
+    """A text to be spliced in anywhere: its own ids, and how much of it to evaluate again."""
+
+    maker: ModuleMaker
+    ids: Ids
+    percent: float
+
+
+@dataclass(frozen=True, slots=True)
+class BaseSpec:
+    """A base to precache: its whole prompt, from the first token on."""
+
+    name: str
+    ids: Ids
+    scope: str
+    level: int
+    public: bool
+    format: str | None = None
+    """The format to store it in, whatever its level says."""
+    module: WantedModule | None = None
+    """Set for `reuse: anywhere`; then `ids` end with the module's."""
+
+    async def request(self) -> GenerateRequest:
+        """The request that evaluates it and generates nothing."""
+        return GenerateRequest(
+            ids=self.ids,
+            n_predict=0,
+            scope=public_of(self.scope) if self.public else self.scope,
+            return_progress=True,
+            precache=self.name,
+        )
+
+
+async def post_precache(request: web.Request) -> web.StreamResponse:
+    """`name`, and `prompt` (as in /completion) or `messages`; `level`, `public`, `format`,
+    `reuse`, `recompute`, `stream`.
+    Doing it again with the same prompt costs nothing."""
+    require_admin(request)
+    service = service_of(request)
+    body = await read_object(request)
+    spec = await _parse(body, service.engine, own_scope(request))
+    events_max = request.app[LIMITS].events_max
+    async with fan_out(
+        service.sessions, [spec.request], parallel=1, events_max=events_max
+    ) as events:
+        if fields.boolean(body, "stream", False):
+            return await _stream(request, spec, events, service)
+        finish = None
+        while (item := await events.next()) is not None:
+            if isinstance(item[1], Finish):
+                finish = item[1]
+    return json_reply(await _enter(service, spec, finish))
+
+
+async def _parse(body: Body, engine: Engine, scope: str) -> BaseSpec:
+    name = fields.string(body, "name", "")
+    if not name or not name.isprintable():
+        raise InvalidRequest("Field 'name' is required: printable text")
+    if (body.get("prompt") is None) == (body.get("messages") is None):
+        raise InvalidRequest("Exactly one of 'prompt' and 'messages' is required")
+    module = await _module(body, engine)
+    ids = await _ids(body, engine) if module is None else module.maker.path(module.ids)
+    if len(ids) >= engine.n_ctx:
+        raise ContextExceeded(
+            f"the base ({len(ids)} tokens) exceeds the available context size "
+            f"({engine.n_ctx} tokens)",
+            n_prompt_tokens=len(ids),
+            n_ctx=engine.n_ctx,
+        )
+    return BaseSpec(
+        name=name,
+        ids=ids,
+        scope=scope,
+        level=fields.integer_in(body, ("level",), 0, 0, LEVEL_MAX),
+        public=fields.boolean(body, "public", False),
+        format=_format(body),
+        module=module,
+    )
+
+
+async def _ids(body: Body, engine: Engine) -> Ids:
+    """The prompt of an ordinary base."""
+    if body.get("messages") is not None:
+        prompt: Any = await engine.apply_template({"add_generation_prompt": False, **body})
+    else:
+        prompt = body["prompt"]
+    prompts = await tokenize_prompts(prompt, engine, PromptLimit(engine.n_ctx), 1)
+    return prompts[0]
+
+
+async def _module(body: Body, engine: Engine) -> WantedModule | None:
+    """What `reuse: anywhere` asks for. Raises InvalidRequest, NotSupported."""
+    reuse = fields.string(body, "reuse", PREFIX)
+    if reuse not in (PREFIX, ANYWHERE):
+        raise InvalidRequest(f"Field 'reuse' must be '{PREFIX}' or '{ANYWHERE}', not {reuse!r}")
+    if reuse == PREFIX:
+        if body.get("recompute") is not None:
+            raise InvalidRequest(f"Field 'recompute' belongs to 'reuse': '{ANYWHERE}'")
+        return None
+    if engine.modules is None:
+        raise NotSupported("This engine splices nothing; the embedded engine does")
+    if body.get("messages") is not None:
+        raise InvalidRequest("A module is a 'prompt', not 'messages': it may stand anywhere")
+    percent = PERCENT_DEFAULT
+    if body.get("recompute") is not None:
+        percent = fields.number("recompute", body["recompute"])
+        fields.check_range("recompute", percent, 0, PERCENT_MAX)
+    prompt = body["prompt"]
+    if isinstance(prompt, str):
+        texts = surrounded(prompt)
+        found = [
+            await engine.tokenize(text, add_special=False, parse_special=True) for text in texts
+        ]
+        ids = inner_ids(found)
+    else:
+        ids = await tokenize_mixed(prompt, engine, add_special=False, parse_special=True)
+    engine.modules.check(len(ids))
+    return WantedModule(engine.modules, ids, percent)
+
+
+def _format(body: Body) -> str | None:
+    """The stored format that is asked for. Raises InvalidRequest."""
+    name = fields.string(body, "format", "")
+    if not name:
+        return None
+    try:
+        check_format(name, "Field 'format'")
+    except ConfigError as error:
+        raise InvalidRequest(error.message) from error
+    return name
+
+
+async def _enter(service: Service, spec: BaseSpec, finish: Finish | None) -> dict[str, Any]:
+    """Pin the evaluated path under its name."""
+    if finish is None or finish.stop == "cancelled":
+        raise Unavailable("The base was not evaluated to its end")
+    module = None
+    if (wanted := spec.module) is not None:
+        module = await wanted.maker.measure(wanted.ids, wanted.percent)
+    base = await asyncio.to_thread(
+        service.store.add_base,
+        spec.name,
+        spec.ids,
+        spec.scope,
+        spec.level,
+        spec.public,
+        spec.format,
+        module,
+    )
+    return {
+        "base": base_json(base, service.tiers.fidelity),
+        "reuse": reuse_json(finish.reuse),
+        "timings": timings_json(finish.timings),
+    }
+
+
+async def _stream(
+    request: web.Request, spec: BaseSpec, events: Events, service: Service
+) -> web.StreamResponse:
+    """Progress as it comes, the entered base last."""
+    item = await events.next()
+    stream = EventStream(request)
+    await stream.open({})
+    finish = None
+    try:
+        while item is not None:
+            event = item[1]
+            if isinstance(event, Progress):
+                await stream.send([{"progress": progress_json(event)}])
+            elif isinstance(event, Finish):
+                finish = event
+            item = await events.next()
+        await stream.send([await _enter(service, spec, finish)])
+    except TowerdError as error:
+        await stream.send([error_event(error, in_full=is_owner_socket(request))])
+    await stream.close()
+    return stream.response

@@ -1,0 +1,110 @@
+"""/towerd/v1/sessions: the conversations of the caller's tenant."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import asdict
+from typing import Any
+
+from aiohttp import web
+
+from towerd.api.http import fields
+from towerd.api.http.body import read_object
+from towerd.api.http.keys import LIMITS, TENANT, service_of
+from towerd.api.http.query import flag, integer_query
+from towerd.api.http.reply import json_reply
+from towerd.errors import InvalidRequest
+
+IDLE_S_MAX = 10**10
+
+
+def visible_scope(request: web.Request) -> str | None:
+    """The scope a caller sees: its own; the owner sees all, or the one of `?scope=`."""
+    tenant = request[TENANT]
+    return (request.query.get("scope") or None) if tenant.admin else tenant.scope
+
+
+async def list_sessions(request: web.Request) -> web.Response:
+    """The sessions used last first; with `?idle_s=` those that can be frozen and were not used for
+    so long, the longest unused first."""
+    store = service_of(request).store
+    limit = integer_query(request, "limit", 100, 1, request.app[LIMITS].page_max)
+    scope = visible_scope(request)
+    if "idle_s" in request.query:
+        before = time.time() - integer_query(request, "idle_s", 0, 0, IDLE_S_MAX)
+        sessions = await asyncio.to_thread(store.cold.idle, before, limit, scope)
+    else:
+        sessions = await asyncio.to_thread(store.sessions, scope, limit)
+    return json_reply({"sessions": [asdict(session) for session in sessions]})
+
+
+async def get_session(request: web.Request) -> web.Response:
+    """One session with its turns; `?text=1` adds the text of its current branch, `?kept=1` what
+    is live of it. Whoever opens a frozen one is about to go on with it: it is thawed, unless
+    `?thaw=0` says otherwise."""
+    service = service_of(request)
+    store, name, scope = service.store, request.match_info["id"], visible_scope(request)
+    info = await asyncio.to_thread(store.session, name, scope)
+    turns = await asyncio.to_thread(store.turns, name, info.scope)
+    out: dict[str, Any] = {"session": asdict(info), "turns": [asdict(turn) for turn in turns]}
+    if info.cold_bytes and service.cold.ahead is not None and request.query.get("thaw") != "0":
+        service.cold.ahead.opened(name, info.scope)
+    if flag(request, "kept"):
+        out["kept"] = None if info.cold_bytes else await _kept(request, name, info.scope)
+    if flag(request, "text") or flag(request, "ids"):
+        detokenize = service.engine.detokenize if flag(request, "text") else None
+        ids = await service.cold.session_ids(name, info.scope)
+        if flag(request, "ids"):
+            out["ids"] = ids.tolist()
+        if detokenize is not None:
+            out["text"] = (await detokenize(ids)).decode("utf-8", "replace")
+    return json_reply(out)
+
+
+async def _kept(request: web.Request, name: str, scope: str) -> dict[str, Any] | None:
+    """What is live of a session whose tokens are at hand, if its chat has a budget."""
+    service = service_of(request)
+    ids = await asyncio.to_thread(service.store.session_ids, name, scope)
+    kept = await service.engine.kept(ids, scope)
+    return None if kept is None else asdict(kept)
+
+
+async def patch_session(request: web.Request) -> web.Response:
+    """Set a session's title."""
+    store = service_of(request).store
+    body = await read_object(request)
+    if body.get("title") is None:
+        raise InvalidRequest("Field 'title' is required")
+    title = fields.string(body, "title", "")
+    name, scope = request.match_info["id"], visible_scope(request)
+    info = await asyncio.to_thread(store.rename_session, name, title, scope)
+    return json_reply({"session": asdict(info)})
+
+
+async def post_freeze(request: web.Request) -> web.Response:
+    """Code a session's tokens, and let go of them and of what nobody else needs of its rows."""
+    service, name, scope = service_of(request), request.match_info["id"], visible_scope(request)
+    froze = await service.cold.freeze(name, scope)
+    info = await asyncio.to_thread(service.store.session, name, froze.scope if froze else scope)
+    return json_reply({"session": asdict(info), "changed": froze is not None})
+
+
+async def post_thaw(request: web.Request) -> web.Response:
+    """Decode a session's tokens, and have its rows evaluated while nothing else runs; `{"ahead":
+    false}`: when they are asked for."""
+    service, name, scope = service_of(request), request.match_info["id"], visible_scope(request)
+    ahead = fields.boolean(await read_object(request), "ahead", True)
+    found = await asyncio.to_thread(service.store.session, name, scope)
+    was_frozen = await service.cold.thaw(name, found.scope)
+    if was_frozen and ahead and service.cold.ahead is not None:
+        service.cold.ahead.evaluate(name, found.scope)
+    info = await asyncio.to_thread(service.store.session, name, found.scope)
+    return json_reply({"session": asdict(info), "changed": was_frozen})
+
+
+async def delete_session(request: web.Request) -> web.Response:
+    """Forget a session. Its segments go with the next gc unless another session needs them."""
+    store, name = service_of(request).store, request.match_info["id"]
+    await asyncio.to_thread(store.delete_session, name, visible_scope(request))
+    return json_reply({"deleted": name})

@@ -1,0 +1,36 @@
+"""/towerd/v1/sessions/{id}/export and /import: sessions as `.tower` files."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from towerd.api.admin.sessions import visible_scope
+from towerd.api.http.body import read_bytes
+from towerd.api.http.keys import TENANT, TRANSFER, service_of
+from towerd.api.http.reply import json_reply
+from towerd.transfer import export_session, import_session
+
+
+async def get_export(request: web.Request) -> web.Response:
+    """The session as a `.tower` file."""
+    service, transfer = service_of(request), request.app[TRANSFER]
+    id, scope = request.match_info["id"], visible_scope(request)
+
+    def work() -> bytes:
+        found = service.store.session(id, scope)  # before the vocabulary is loaded
+        return export_session(service.store, service.cold.coding.model(), id, found.scope)
+
+    return web.Response(body=await transfer.run(work), content_type="application/octet-stream")
+
+
+async def post_import(request: web.Request) -> web.Response:
+    """Enter the session of the `.tower` file that the body is, for the caller's tenant; the owner
+    may name another with `?scope=`."""
+    service, transfer = service_of(request), request.app[TRANSFER]
+    scope = visible_scope(request) or request[TENANT].scope
+    data = await read_bytes(request)
+
+    def work() -> dict[str, object]:
+        return import_session(service.store, service.cold.coding.model(), data, scope)
+
+    return json_reply(await transfer.run(work))

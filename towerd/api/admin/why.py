@@ -1,0 +1,30 @@
+"""/towerd/v1/segments/{id}/why: why a segment is where it is, and when it would leave."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from towerd.api.admin.segments import segment_json, visible_node
+from towerd.api.admin.sessions import visible_scope
+from towerd.api.http.keys import service_of
+from towerd.api.http.query import segment_id
+from towerd.api.http.reply import json_reply
+
+if TYPE_CHECKING:
+    from towerd.tiers.ranking import Ranking
+
+
+async def get_why(request: web.Request) -> web.Response:
+    """What the policies go by for one segment: score, prediction, pin and place."""
+    service = service_of(request)
+    ranking: Ranking = service.tiers.ranking
+    number, scope = segment_id(request), visible_scope(request)
+
+    def why() -> dict[str, Any]:
+        node = visible_node(service.store, number, scope)
+        return {"segment": segment_json(node, service.store), "why": ranking.explain(node)}
+
+    return json_reply(await asyncio.to_thread(why))

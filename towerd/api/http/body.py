@@ -1,0 +1,91 @@
+"""Reading a request's JSON body: bounded in size, in patience and in time on the loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from io import BytesIO
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from towerd.api.http.fields import json_type
+from towerd.api.http.keys import CONFIG, LIMITS
+from towerd.api.http.limits import Limits
+from towerd.api.http.reply import PayloadTooLarge, RequestTimeout, reason_of
+from towerd.errors import InvalidRequest
+
+
+async def read_object(request: web.Request) -> dict[str, Any]:
+    """The body as a JSON object; an empty body is an empty object.
+
+    Raises InvalidRequest (not JSON, not an object), PayloadTooLarge, RequestTimeout."""
+    data = await read_bytes(request)
+    if not data:
+        return {}
+    value = await decode(request, data)
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"The request body must be a JSON object, but is {json_type(value)}")
+    return value
+
+
+async def decode(request: web.Request, data: bytes) -> Any:
+    """The JSON value of a body, off the loop if it is big. Raises InvalidRequest, also for one that
+    has too many of anything (`Limits`)."""
+    limits = request.app[LIMITS]
+    if len(data) <= limits.inline_bytes_max:
+        return _decode(data, limits)
+    return await asyncio.to_thread(_decode, data, limits)
+
+
+def _decode(data: bytes, limits: Limits) -> Any:
+    if data.count(b",") > limits.values_max:
+        raise InvalidRequest(f"The request body has more than {limits.values_max} values")
+    try:
+        value = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"The request body is not valid JSON: {error}") from error
+    limits.check(value)
+    return value
+
+
+async def read_bytes(request: web.Request) -> bytes:
+    """The whole body. Raises InvalidRequest, PayloadTooLarge, RequestTimeout."""
+    data = BytesIO()
+    async for chunk in iter_bytes(request):
+        data.write(chunk)
+    return data.getvalue()  # its own buffer: copying 64 MiB would stop the loop for 50 ms
+
+
+def iter_bytes(request: web.Request) -> AsyncIterator[bytes]:
+    """The body as it arrives. Raises as `read_bytes`; one that says itself that it is too large is
+    refused here and now, before anything is done with it."""
+    bytes_max = request.app[CONFIG].request_bytes_max
+    too_large = PayloadTooLarge(f"The request body exceeds the limit of {bytes_max} bytes")
+    if (request.content_length or 0) > bytes_max:
+        raise too_large
+    return _chunks(request, bytes_max, too_large)
+
+
+async def _chunks(
+    request: web.Request, bytes_max: int, too_large: PayloadTooLarge
+) -> AsyncIterator[bytes]:
+    n = 0
+    try:
+        while True:
+            async with asyncio.timeout(request.app[LIMITS].read_stall_s):
+                chunk = await request.content.readany()
+            if not chunk:
+                return
+            n += len(chunk)
+            if n > bytes_max:
+                raise too_large
+            yield chunk
+    except TimeoutError:
+        raise RequestTimeout("The request body stopped arriving") from None
+    except web.RequestPayloadError as error:
+        cause = error.__cause__
+        reason = reason_of(cause) if isinstance(cause, HttpProcessingError) else error
+        raise InvalidRequest(f"The request body cannot be read: {reason}") from error

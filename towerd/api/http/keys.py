@@ -1,0 +1,102 @@
+"""What handlers find on the application and on the request."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from aiohttp import web
+
+from towerd.api.http.limits import Limits
+from towerd.config import Config
+from towerd.engine.base import Engine, Event, GenerateRequest
+from towerd.errors import Unavailable
+from towerd.metrics import Metrics
+from towerd.tenants import Tenant, Tenants
+
+if TYPE_CHECKING:
+    from towerd.api.http.kept_stream import KeptStreams
+    from towerd.cold import Keeper
+    from towerd.sessions.recorder import TurnRecorder
+    from towerd.sessions.traffic import Traffic
+    from towerd.store import Store
+    from towerd.tiers.formats.fidelity import Fidelity
+    from towerd.tiers.ranking import Ranking
+    from towerd.transfer import Transfer
+
+
+class HasStats(Protocol):
+    """Something with counters and gauges."""
+
+    def stats(self) -> dict[str, Any]: ...
+
+
+class Runner(HasStats, Protocol):
+    """`towerd.sessions.sessions.Sessions` as the API sees it."""
+
+    @property
+    def recorder(self) -> TurnRecorder:
+        """Where turns are recorded that did not go through `run`."""
+        ...
+
+    def run(self, request: GenerateRequest) -> AsyncIterator[Event]:
+        """Run one request; the Finish event arrives when its tokens are durable."""
+        ...
+
+
+class Tiers(HasStats, Protocol):
+    """`towerd.tiers.manager.Tiers` as the API sees it."""
+
+    ranking: Ranking
+    """What it goes by when something has to leave."""
+    fidelity: Fidelity
+    """The one in force."""
+
+
+class Service(Protocol):
+    """Everything behind the API, from `towerd.service.open_service`."""
+
+    @property
+    def engine(self) -> Engine: ...
+    @property
+    def sessions(self) -> Runner: ...
+    @property
+    def store(self) -> Store: ...
+    @property
+    def tiers(self) -> Tiers: ...
+    @property
+    def traffic(self) -> Traffic: ...
+    @property
+    def cold(self) -> Keeper: ...
+
+
+@dataclass(slots=True)
+class Gate:
+    """The one mutable thing on the application: what is loaded and whether we are leaving."""
+
+    service: Service | None = None
+    closing: bool = False
+
+    def open(self) -> Service:
+        """The service. Raises Unavailable while the model loads and during shutdown."""
+        if self.closing:
+            raise Unavailable("The server is shutting down")
+        if self.service is None:
+            raise Unavailable("Loading model")
+        return self.service
+
+
+CONFIG = web.AppKey("config", Config)
+GATE = web.AppKey("gate", Gate)
+LIMITS = web.AppKey("limits", Limits)
+METRICS = web.AppKey("metrics", Metrics)
+TENANTS = web.AppKey("tenants", Tenants)
+STREAMS: web.AppKey[KeptStreams] = web.AppKey("streams")
+TRANSFER: web.AppKey[Transfer] = web.AppKey("transfer")
+TENANT = web.RequestKey("tenant", Tenant)
+
+
+def service_of(request: web.Request) -> Service:
+    """The loaded service; see `Gate.open`."""
+    return request.app[GATE].open()

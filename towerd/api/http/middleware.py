@@ -1,0 +1,207 @@
+"""What every request passes: accounting, errors, the guard, readiness and the API key."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+from contextlib import suppress
+from urllib.parse import urlsplit
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from towerd.addresses import is_loopback
+from towerd.api.http.keys import CONFIG, GATE, METRICS, TENANT, TENANTS
+from towerd.api.http.reply import error_reply, from_http
+from towerd.errors import Forbidden, NotSupported, TowerdError, Unauthorized, Unavailable
+from towerd.tenants import OWNER, Tenant
+
+log = logging.getLogger(__name__)
+
+PUBLIC = frozenset(("/health", "/v1/health", "/", "/towerd", "/towerd/"))
+"""Paths that need no key; the page's own files are public as well."""
+PAGE_PREFIX = "/towerd/page/"
+UI_PREFIX = "/_app/"
+UI_SUFFIXES = (
+    ".html",
+    ".js",
+    ".css",
+    ".svg",
+    ".png",
+    ".ico",
+    ".webmanifest",
+    ".woff",
+    ".woff2",
+    ".map",
+    "/version.json",
+    "/build.json",
+)
+METHODS = "GET, POST, PATCH, DELETE, OPTIONS"
+HEADERS_EXPOSED = "X-Towerd-Reuse, X-Towerd-Session"
+
+
+@web.middleware
+async def account(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Count every request by route and status, and turn every failure into an error reply."""
+    status = 499
+    try:
+        response = await _answer(request, handler)
+        status = response.status
+        return response
+    finally:
+        resource = request.match_info.route.resource
+        route = resource.canonical if resource is not None else "unknown"
+        request.app[METRICS].requests.labels(route, str(status)).inc()
+
+
+async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except TowerdError as error:
+        if error.status >= 500 and not isinstance(error, NotSupported | Unavailable):
+            log.warning("request failed: %s %s: %s", request.method, request.path, error.message)
+        return error_reply(error, in_full=is_owner_socket(request))
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        allowed = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
+        return error_reply(from_http(error), allowed)
+    except ConnectionError:
+        raise
+    except Exception:
+        log.exception("request failed: %s %s", request.method, request.path)
+        return error_reply(TowerdError("Internal error; the daemon's log has it"))
+
+
+@web.middleware
+async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Refuse web pages of other sites and names that were rebound to this machine; answer
+    preflights. Nothing is ever allowed with credentials."""
+    if not is_owner_socket(request):
+        if not _host_allowed(request):
+            raise Forbidden(f"Host '{request.host[:100]}' is not served here")
+        if not origin_allowed(request):
+            raise Forbidden(
+                "This web page may not call the API; allow its origin with --cors-origins"
+            )
+    if request.method == "OPTIONS":
+        return _preflight(request)
+    return await handler(request)
+
+
+@web.middleware
+async def ready(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """503 until the model is loaded and while the daemon leaves."""
+    if not is_page(request.path):
+        request.app[GATE].open()
+    return await handler(request)
+
+
+@web.middleware
+async def authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Find the tenant of the key. Raises Unauthorized."""
+    if is_owner_socket(request):
+        request[TENANT] = OWNER
+    elif is_ui_file(request):
+        with suppress(Unauthorized):
+            request[TENANT] = _identify(request)
+    elif not is_public(request.path):
+        request[TENANT] = _identify(request)
+    return await handler(request)
+
+
+def _identify(request: web.Request) -> Tenant:
+    headers = request.headers
+    return request.app[TENANTS].identify(
+        headers.get("Authorization", ""), headers.get("X-Api-Key", "")
+    )
+
+
+def is_ui_file(request: web.Request) -> bool:
+    """Whether this asks for a file of llama-server's web UI, which needs no key: a browser loads
+    it before anybody could enter one. Its data comes from the API, which does."""
+    if request.app[CONFIG].engine != "llama-server" or request.method not in ("GET", "HEAD"):
+        return False
+    path = request.path
+    if path.startswith("/towerd"):
+        return False
+    return path.startswith(UI_PREFIX) or path.endswith(UI_SUFFIXES)
+
+
+def is_page(path: str) -> bool:
+    """Whether this is the status page or one of its files, which need no model."""
+    return path in ("/", "/towerd", "/towerd/") or path.startswith(PAGE_PREFIX)
+
+
+def is_public(path: str) -> bool:
+    """Whether this needs no key: health, the status page and its files."""
+    return path in PUBLIC or path.startswith(PAGE_PREFIX)
+
+
+def is_owner_socket(request: web.Request) -> bool:
+    """Whether the request came over the Unix socket, which only the daemon's owner can open."""
+    if request.transport is None:
+        return False
+    return not isinstance(request.transport.get_extra_info("sockname"), tuple)
+
+
+def _host_allowed(request: web.Request) -> bool:
+    """On loopback a foreign Host means DNS rebinding; elsewhere the key protects."""
+    config = request.app[CONFIG]
+    if not all(is_loopback(host) for host in config.hosts):
+        return True
+    name = _host_name("//" + request.host)
+    return name is not None and (is_loopback(name) or name in config.hosts)
+
+
+def origin_allowed(request: web.Request) -> bool:
+    """Whether the page that sent the request, if one did, may: this machine's own pages, the
+    server's own, and those of --cors-origins."""
+    origin = request.headers.get("Origin")
+    if origin is None:
+        return True
+    allowed = request.app[CONFIG].cors_origins
+    if "*" in allowed or origin in allowed:
+        return True
+    name = _host_name(origin)
+    if name is None:
+        return False
+    return _is_this_machine(name) or urlsplit(origin).netloc == request.host
+
+
+def _is_this_machine(name: str) -> bool:
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def _host_name(url: str) -> str | None:
+    try:
+        return urlsplit(url).hostname
+    except ValueError:
+        return None
+
+
+def _preflight(request: web.Request) -> web.Response:
+    headers = {"Access-Control-Allow-Methods": METHODS, "Access-Control-Max-Age": "600"}
+    asked = request.headers.get("Access-Control-Request-Headers")
+    if asked:
+        headers["Access-Control-Allow-Headers"] = asked
+    return web.Response(headers=headers)
+
+
+async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    """On every response, streamed ones included: the server's name and the CORS answer."""
+    response.headers["Server"] = "towerd"
+    origin = request.headers.get("Origin")
+    if origin is not None:
+        response.headers["Vary"] = "Origin"
+        if origin_allowed(request):
+            response.headers["Access-Control-Allow-Origin"] = origin
+            response.headers["Access-Control-Expose-Headers"] = HEADERS_EXPOSED
+
+
+MIDDLEWARES = (account, guard, ready, authenticate)

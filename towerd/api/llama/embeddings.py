@@ -1,0 +1,91 @@
+"""POST /embeddings and /rerank, in llama-server's, OpenAI's, Jina's and TEI's shapes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, TypeVar
+
+from aiohttp import web
+
+from towerd.api.http.body import read_bytes
+from towerd.api.http.keys import METRICS, service_of
+from towerd.api.http.reply import raw_reply
+from towerd.api.llama.task import wire_of
+from towerd.engine.base import Embeds, Engine
+from towerd.errors import InvalidRequest, NotSupported
+
+if TYPE_CHECKING:
+    from towerd.wire import EmbeddingRequest, Model, RerankRequest
+
+T = TypeVar("T")
+
+
+async def post_embeddings(request: web.Request) -> web.Response:
+    """llama-server's embeddings."""
+    return await _embed(request, openai=False)
+
+
+async def post_openai_embeddings(request: web.Request) -> web.Response:
+    """OpenAI's embeddings."""
+    return await _embed(request, openai=True)
+
+
+async def post_rerank(request: web.Request) -> web.Response:
+    """Jina's rerank, or TEI's if the body has `texts`."""
+    engine = service_of(request).engine
+    if engine.embedder is None or engine.embedder.pooling != "rank":
+        raise NotSupported(
+            "This server does not support reranking. Start it with `--reranking`", status=501
+        )
+    body = await read_bytes(request)
+    wire = wire_of(engine)
+    asked = await wire.call(len(body), _rerank_request, wire.model, body)
+    scores = await _all([engine.embedder.score(ids) for ids in asked.prompts])
+    return raw_reply(await wire.call(0, asked.reply, scores))
+
+
+async def _embed(request: web.Request, *, openai: bool) -> web.Response:
+    engine = service_of(request).engine
+    embedder = _embedder(engine)
+    if openai and embedder.pooling == "none":
+        raise InvalidRequest(
+            "Pooling type 'none' is not OAI compatible. Please use a different pooling type"
+        )
+    body = await read_bytes(request)
+    wire = wire_of(engine)
+    asked = await wire.call(len(body), _embedding_request, wire.model, openai, body)
+    prompts = asked.prompts
+    rows = await _all([embedder.embed(ids, asked.normalize) for ids in prompts])
+    request.app[METRICS].embedded(sum(map(len, prompts)))
+    return raw_reply(await wire.call(0, asked.reply, rows))
+
+
+async def _all(running: Sequence[Future[T]]) -> list[T]:
+    """Every result, in order. Once one failed, or the client has left, no other is begun."""
+    try:
+        return [await asyncio.wrap_future(one) for one in running]
+    finally:
+        for one in running:
+            one.cancel()
+
+
+def _embedder(engine: Engine) -> Embeds:
+    if engine.embedder is None:
+        raise NotSupported(
+            "This server does not support embeddings. Start it with `--embeddings`", status=501
+        )
+    return engine.embedder
+
+
+def _embedding_request(model: Model, openai: bool, body: bytes) -> EmbeddingRequest:
+    from towerd.wire import EmbeddingRequest
+
+    return EmbeddingRequest(model, openai, body or b"{}")
+
+
+def _rerank_request(model: Model, body: bytes) -> RerankRequest:
+    from towerd.wire import RerankRequest
+
+    return RerankRequest(model, body or b"{}")

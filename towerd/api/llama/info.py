@@ -1,0 +1,160 @@
+"""GET endpoints that describe the server: health, props, models, slots, metrics, stats."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from towerd import __version__
+from towerd.api.admin.overview import may_see_slot, require_overview
+from towerd.api.http.keys import CONFIG, METRICS, TENANT, Service, service_of
+from towerd.api.http.reply import json_reply
+from towerd.api.llama.models import ftype, models_json
+from towerd.api.llama.task import wire_of
+from towerd.config import Config
+from towerd.engine.base import Engine, SlotView
+from towerd.errors import SwitchedOff, Unavailable
+
+BUILD_INFO = f"towerd-{__version__}"
+
+
+async def get_health(request: web.Request) -> web.Response:
+    """`{"status": "ok"}` once the model is loaded."""
+    return json_reply({"status": "ok"})
+
+
+async def get_models(request: web.Request) -> web.Response:
+    """The one model there is."""
+    return json_reply(models_json(service_of(request).engine))
+
+
+async def get_props(request: web.Request) -> web.Response:
+    """Defaults, context size, chat template and switches."""
+    config = request.app[CONFIG]
+    if not config.props_endpoint:
+        raise SwitchedOff("This server does not support props endpoint. Start it with `--props`")
+    return json_reply(_props_json(service_of(request).engine, config))
+
+
+def _props_json(engine: Engine, config: Config) -> dict[str, Any]:
+    info = engine.info
+    props: dict[str, Any] = msgspec.json.decode(wire_of(engine).model.props())
+    return props | {
+        "total_slots": engine.n_slots,
+        "model_alias": info.alias,
+        "model_ftype": ftype(info),
+        "model_path": info.path,
+        "endpoint_slots": config.slots_endpoint,
+        "endpoint_props": False,
+        "endpoint_metrics": config.metrics_endpoint,
+        "ui": False,
+        "ui_settings": {},
+        "build_info": BUILD_INFO,
+        "is_sleeping": False,
+        "cors_proxy_enabled": False,
+    }
+
+
+async def get_slots(request: web.Request) -> web.Response:
+    """The live sequences; never their text. Those of others look idle."""
+    if not request.app[CONFIG].slots_endpoint:
+        raise SwitchedOff("This server does not support slots endpoint. Start it with `--slots`")
+    slots = service_of(request).engine.slots()
+    if request.query.get("fail_on_no_slot") and all(slot.is_processing for slot in slots):
+        raise Unavailable("no slot available")
+    shown = [_slot_json(slot if may_see_slot(request, slot) else slot.hidden()) for slot in slots]
+    if not request[TENANT].sees_all:
+        for slot_json in shown:
+            slot_json.pop("id_task", None)  # a count of everybody's requests
+    return json_reply(shown)
+
+
+def _slot_json(slot: SlotView) -> dict[str, Any]:
+    out: dict[str, Any] = {
+        "id": slot.id,
+        "n_ctx": slot.n_ctx,
+        "speculative": slot.speculative,
+        "is_processing": slot.is_processing,
+    }
+    if slot.request is None:
+        return out
+    return out | {
+        "id_task": slot.id_task,
+        "n_prompt_tokens": slot.n_tokens,
+        "n_prompt_tokens_processed": slot.n_prompt_processed,
+        "n_prompt_tokens_cache": slot.n_prompt_cached,
+        "params": msgspec.json.decode(slot.request.settings(brief=True)),
+        "next_token": [
+            {
+                "has_next_token": slot.has_next_token,
+                "has_new_line": slot.has_new_line,
+                "n_remain": slot.n_remain,
+                "n_decoded": slot.n_decoded,
+            }
+        ],
+    }
+
+
+async def get_metrics(request: web.Request) -> web.Response:
+    """Prometheus text."""
+    if not request.app[CONFIG].metrics_endpoint:
+        raise SwitchedOff(
+            "This server does not support metrics endpoint. Start it with `--metrics`"
+        )
+    require_overview(request)
+    service = service_of(request)
+    metrics = request.app[METRICS]
+    stats = await all_stats(service)
+    body = await asyncio.to_thread(metrics.render, stats)
+    reply = web.Response(body=body)
+    reply.headers["Content-Type"] = "text/plain; version=0.0.4"
+    reply.headers["Process-Start-Time-Unix"] = str(metrics.started_unix)
+    return reply
+
+
+async def get_stats(request: web.Request) -> web.Response:
+    """Everything the page and towerctl show: counters, gauges, slots."""
+    require_overview(request)
+    service = service_of(request)
+    metrics = request.app[METRICS]
+    engine = service.engine
+    stats: dict[str, Any] = await all_stats(service)
+    return json_reply(
+        {
+            "version": __version__,
+            "engine_name": engine.name,
+            "model": engine.info.alias,
+            "model_path": engine.info.path,
+            "n_ctx": engine.n_ctx,
+            "n_slots": engine.n_slots,
+            "fidelity": service.tiers.fidelity,
+            "fingerprint": engine.info.fingerprint.digest().hex(),
+            "uptime_s": round(time.time() - metrics.started_unix, 3),
+            "reuse": metrics.reuse_totals(),
+            "slots": [
+                {
+                    "id": slot.id,
+                    "is_processing": slot.is_processing,
+                    "n_tokens": slot.n_tokens,
+                    "n_decoded": slot.n_decoded,
+                }
+                for slot in engine.slots()
+            ],
+            **stats,
+        }
+    )
+
+
+async def all_stats(service: Service) -> dict[str, dict[str, Any]]:
+    """Counters and gauges of the engine, the tiers, the store, the cold tier and the traffic."""
+    return {
+        "engine": service.engine.stats(),
+        "tiers": await asyncio.to_thread(service.tiers.stats),
+        "store": await asyncio.to_thread(service.store.stats),
+        "cold": await asyncio.to_thread(service.cold.stats),
+        "traffic": service.traffic.stats() | service.sessions.stats(),
+    }

@@ -1,0 +1,34 @@
+"""/lora-adapters: the LoRA adapters of the model, and how strong each is."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from towerd.api.admin.pins import require_admin
+from towerd.api.http.body import decode, read_bytes
+from towerd.api.http.keys import service_of
+from towerd.api.http.reply import json_reply
+from towerd.engine.base import AdapterSet
+from towerd.errors import InvalidRequest, NotSupported
+
+
+async def get_adapters(request: web.Request) -> web.Response:
+    """The adapters in the order of their numbers, with the scales that requests have by default."""
+    return json_reply(_adapters(request).listing())
+
+
+async def post_adapters(request: web.Request) -> web.Response:
+    """Set the scales: an array of `id` and `scale`; what is not named gets 0."""
+    require_admin(request)
+    body = await decode(request, await read_bytes(request))
+    if not isinstance(body, list):
+        raise InvalidRequest("Request body must be an array")
+    _adapters(request).set_scales(body)
+    return json_reply({"success": True})
+
+
+def _adapters(request: web.Request) -> AdapterSet:
+    adapters = service_of(request).engine.adapters
+    if adapters is None:
+        raise NotSupported("This engine's adapters are llama-server's own")
+    return adapters

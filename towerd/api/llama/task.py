@@ -1,0 +1,235 @@
+"""A completion request, parsed: what to run and how to answer."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from aiohttp import web
+
+from towerd.api.http.hints import Hints
+from towerd.api.http.reply import encode
+from towerd.api.http.scope import scope_of
+from towerd.api.llama.live import parse_live
+from towerd.api.llama.prompts import PromptLimit
+from towerd.api.llama.reuse import towerd_json
+from towerd.config import Config
+from towerd.engine.base import Engine, Event, Finish, GenerateRequest, LiveBudget, Piece, Progress
+from towerd.errors import InvalidRequest, NotSupported
+from towerd.tokens import Ids
+
+if TYPE_CHECKING:  # llama.cpp is loaded with the model, after the address is listened on
+    from towerd.wire import Endpoint, Reply, Request, WireThreads, Writer
+
+WRITE_S_MAX = 1e-3
+"""Events that took longer to write are written apart from the event loop from then on."""
+_NO_HINTS = Hints()
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """What the request's headers and key say, as opposed to its body."""
+
+    scope: str
+    hints: Hints = _NO_HINTS
+
+
+class SpokenChat:
+    """The chat of one choice. See `towerd.engine.base.Chat`."""
+
+    def __init__(self, threads: WireThreads, request: Request, writer: Writer, choice: int) -> None:
+        self._threads = threads
+        self._request = request
+        self._writer = writer
+        self._choice = choice
+        self._is_over = asyncio.Event()
+        self._is_whole = False
+
+    def said(self) -> None:
+        """The writer has all of the reply."""
+        self._is_whole = True
+        self._is_over.set()
+
+    def given_up(self) -> None:
+        """It will not get all of it, if it has not."""
+        self._is_over.set()
+
+    async def next_prompt(self) -> Ids | None:
+        await self._is_over.wait()
+        return await self._threads.call(0, self._next_prompt) if self._is_whole else None
+
+    def _next_prompt(self) -> Ids:
+        return self._request.next_prompt(self._writer.message(self._choice))
+
+
+class Task:
+    """One HTTP completion request: one GenerateRequest for each choice, and how to answer it."""
+
+    def __init__(
+        self, threads: WireThreads, wire: Request, first: Reply, prompts: list[Ids], writer: Writer
+    ) -> None:
+        """first: the reply of the first choice."""
+        self._threads = threads
+        self.wire = wire
+        self.writer = writer
+        self.prompts = prompts
+        self.n_choices = wire.n_choices
+        self.template = GenerateRequest(ids=prompts[0])
+        """What all of its requests have in common."""
+        self._replies: dict[int, Reply] = {0: first}
+        self._chats: dict[int, SpokenChat] = {}
+        self._is_slow = False
+
+    @property
+    def ping_s(self) -> float | None:
+        """Seconds of silence before an SSE comment; None: never."""
+        return float(self.wire.ping_s) if self.wire.ping_s > 0 else None
+
+    def request_of(self, choice: int) -> Callable[[], Awaitable[GenerateRequest]]:
+        """Makes the request of a choice when its turn has come: samplers take memory."""
+
+        async def make() -> GenerateRequest:
+            if choice not in self._replies:
+                self._replies[choice] = await self._threads.call(0, _new_reply, self.wire, choice)
+            chat = self._chats[choice] = SpokenChat(self._threads, self.wire, self.writer, choice)
+            return replace(
+                self.template,
+                ids=self.prompts[choice // self.wire.n_per_prompt],
+                media=self.wire.media(choice // self.wire.n_per_prompt),
+                reply=self._replies[choice],
+                chat=chat,
+            )
+
+        return make
+
+    async def events(self, choice: int, event: Event) -> bytes:
+        """The bytes of an event of a stream. Raises TowerdError."""
+        if isinstance(event, Piece) and event.chunk is not None:
+            return await self._timed(self.writer.partial, event.chunk)
+        if isinstance(event, Progress):
+            done = (event.total, event.cache, event.processed, int(event.time_ms))
+            return self.writer.progress(choice, *done)
+        if isinstance(event, Finish):
+            return await self.final(choice, event)
+        return b""
+
+    async def final(self, choice: int, finish: Finish) -> bytes:
+        """What closes a choice: its last events; or all of the reply, with its last choice.
+
+        Raises TowerdError."""
+        extra = b""
+        if self.wire.stream:
+            extra = encode({"towerd": towerd_json(finish)})
+        elif finish.truncated:  # for which OpenAI's shapes have no word
+            extra = encode({"towerd": {"truncated": True}})
+        reply = self._replies.pop(choice)
+        data = await self._threads.call(
+            0, self.writer.final, reply, finish.slot, finish.n_cached, extra
+        )
+        self._chats[choice].said()
+        return data
+
+    async def end_reasoning(self) -> bool:
+        """End the reasoning of its choices with the next tokens; False: there is none to end."""
+        replies = list(self._replies.values())
+        # A reply that is being sampled lets others wait.
+        return await self._threads.call(0, _end_reasoning, replies)
+
+    def error(self, body: dict[str, Any]) -> bytes:
+        """The event of an error in the middle of a stream."""
+        return self.writer.error(encode(body["error"]))
+
+    def close(self) -> None:
+        """It is answered, or given up."""
+        for chat in self._chats.values():
+            chat.given_up()
+
+    async def _timed(self, write: Callable[..., bytes], *args: Any) -> bytes:
+        if self._is_slow:
+            return await self._threads.call(0, write, *args)
+        began = time.perf_counter()
+        data = write(*args)
+        self._is_slow = time.perf_counter() - began > WRITE_S_MAX
+        return data
+
+
+def wire_of(engine: Engine) -> WireThreads:
+    """Raises NotSupported if another process parses the requests to this model."""
+    if engine.wire is None:
+        raise NotSupported("This engine takes requests in llama-server's own process")
+    return engine.wire
+
+
+async def parse_task(
+    endpoint: Endpoint, body: bytes, caller: Caller, engine: Engine, config: Config
+) -> Task:
+    """Check and tokenize a request body. Raises WireError, InvalidRequest, ContextExceeded."""
+    threads = wire_of(engine)
+    task = await threads.call(len(body), _parse, threads, endpoint, body)
+    wire = task.wire
+    live = parse_live(
+        {name: _field(wire, name) for name in ("retention", "live_budget")}, config, engine.n_ctx
+    )
+    scope = scope_of(engine, caller.scope, _field(wire, "lora"))
+    task.template = _template(wire, task.prompts, scope, caller.hints, live)
+    may_outgrow = live.policy in engine.outgrowing
+    limit = PromptLimit(engine.n_ctx, config.prompt_tokens_max if may_outgrow else 0)
+    limit.check([len(ids) for ids in task.prompts])
+    return task
+
+
+def _parse(threads: WireThreads, endpoint: Endpoint, body: bytes) -> Task:
+    from towerd.wire import Reply, Request, Writer
+
+    request = Request(threads.model, endpoint, body or b"{}")
+    prompts = request.prompts
+    if not prompts or not all(len(ids) for ids in prompts):
+        raise InvalidRequest('"prompt" must not be empty')
+    return Task(threads, request, Reply(request, 0), prompts, Writer(request))
+
+
+def _new_reply(request: Request, choice: int) -> Reply:
+    from towerd.wire import Reply
+
+    return Reply(request, choice)
+
+
+def _end_reasoning(replies: list[Reply]) -> bool:
+    """Of all of them; whether there was any to end."""
+    return sum(reply.end_reasoning() for reply in replies) > 0
+
+
+def _field(wire: Request, name: str) -> Any:
+    value = wire.field(name)
+    return None if value is None else msgspec.json.decode(value)
+
+
+def _template(
+    wire: Request, prompts: list[Ids], scope: str, hints: Hints, live: LiveBudget
+) -> GenerateRequest:
+    return GenerateRequest(
+        ids=prompts[0],
+        n_predict=wire.n_predict,
+        scope=scope,
+        session=hints.session,
+        workflow=hints.workflow,
+        agent=hints.agent or _agent(wire.agent),
+        cache_prompt=wire.cache_prompt,
+        return_progress=wire.return_progress and wire.stream,
+        n_keep=wire.n_keep,
+        live=live,
+    )
+
+
+def _agent(said: bytes) -> str | None:
+    """A name for whoever has this system prompt and these tools; None: it has neither."""
+    return "~" + hashlib.blake2b(said, digest_size=8).hexdigest() if said else None
+
+
+RUNNING: web.AppKey[dict[str, Task]] = web.AppKey("running")
+"""The completions under way, by their id."""

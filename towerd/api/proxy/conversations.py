@@ -1,0 +1,88 @@
+"""Resumable streams: what llama-server keeps under a conversation's id, apart for each tenant.
+
+A client that sends `X-Conversation-Id` may leave and come back: llama-server goes on generating
+and replays what it said. Its ids are one namespace; where there are several tenants, towerd puts
+the tenant's name before each.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from multidict import CIMultiDict
+
+from towerd.api.http.body import decode, read_bytes
+from towerd.api.http.keys import TENANT, TENANTS
+from towerd.api.http.reply import encode, json_reply
+from towerd.api.proxy.exchange import CONVERSATION
+from towerd.api.proxy.forward import body_of, copy, forward, send
+from towerd.api.proxy.headers import to_upstream
+from towerd.api.proxy.link import LINK, sidecar_of
+
+_QUERY = "conv_id"
+
+
+def prefix_of(request: web.Request) -> str:
+    """What stands before the caller's conversation ids at llama-server."""
+    return f"{request[TENANT].scope}/" if request.app[TENANTS].required else ""
+
+
+def with_conversation(request: web.Request, headers: CIMultiDict[str]) -> bool:
+    """Make the conversation id in `headers` the caller's own; whether there is one."""
+    name = headers.get(CONVERSATION)
+    if not name:
+        return False
+    headers[CONVERSATION] = prefix_of(request) + name
+    return True
+
+
+async def get_stream(request: web.Request) -> web.StreamResponse:
+    """Replay a stream, and follow it."""
+    return await _stream(request)
+
+
+async def delete_stream(request: web.Request) -> web.StreamResponse:
+    """End a stream."""
+    return await _stream(request)
+
+
+async def _stream(request: web.Request) -> web.StreamResponse:
+    prefix, name = prefix_of(request), request.query.get(_QUERY)
+    if not prefix or not name:
+        return await forward(request)
+    engine = sidecar_of(request)
+    url = request.rel_url.update_query({_QUERY: prefix + name})
+    reply = await send(request, engine, auth=engine.upstream.auth(), path=url.raw_path_qs)
+    try:
+        return await copy(request, reply)
+    finally:
+        reply.close()
+
+
+async def post_lookup(request: web.Request) -> web.StreamResponse:
+    """Which of the ids that the caller names have a stream."""
+    prefix = prefix_of(request)
+    if not prefix:
+        return await forward(request)
+    engine = sidecar_of(request)
+    body = await decode(request, await read_bytes(request))
+    names = body.get("conversation_ids") if isinstance(body, dict) else None
+    asked = [prefix + name for name in names or () if isinstance(name, str) and name]
+    headers = to_upstream(request.headers, engine.upstream.auth())
+    reply = await request.app[LINK].request(
+        engine, "POST", request.path, headers, encode({"conversation_ids": asked})
+    )
+    try:
+        if reply.status != 200:
+            return await copy(request, reply)
+        found: list[dict[str, Any]] = msgspec.json.decode(await body_of(reply))
+    finally:
+        reply.close()
+    return json_reply([_renamed(stream, prefix) for stream in found])
+
+
+def _renamed(stream: dict[str, Any], prefix: str) -> dict[str, Any]:
+    name = str(stream.get("conversation_id", ""))
+    return {**stream, "conversation_id": name.removeprefix(prefix)}

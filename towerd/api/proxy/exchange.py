@@ -1,0 +1,306 @@
+"""One generation behind the proxy: from the request's last byte to the reply's."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import suppress
+from urllib.parse import quote
+
+from aiohttp import ClientResponse, web
+
+from towerd.api.http.hints import SESSION_HEADER
+from towerd.api.http.keys import METRICS, service_of
+from towerd.api.http.reply import encode, error_event
+from towerd.api.http.sse import write_or_stall
+from towerd.api.llama.completion import REUSE_HEADER
+from towerd.api.proxy.forward import EVENT_STREAM, body_of, copy, head_of, read
+from towerd.api.proxy.headers import to_client, to_upstream
+from towerd.api.proxy.link import LINK, LOST, Lease, Sidecar, Unpinned
+from towerd.api.proxy.plan import Plan
+from towerd.api.proxy.settle import Settling
+from towerd.api.proxy.splice import without_token_ids
+from towerd.api.proxy.watch import Dialect, EventSplitter, Watch, event_data
+from towerd.cold.keeper import Use
+from towerd.engine.base import Finish, Reuse
+from towerd.errors import TowerdError, Unavailable
+
+log = logging.getLogger(__name__)
+
+CONVERSATION = "X-Conversation-Id"
+READ_INLINE_BYTES_MAX = 256 * 1024
+EVENT_BYTES_MAX = 16 * 1024
+"""Of a stream in one step of the event loop: a hundred events, each taken apart."""
+
+
+class Exchange:
+    """A generation request and its reply. `run` it once; it gives the lease back."""
+
+    def __init__(self, request: web.Request, engine: Sidecar, plan: Plan) -> None:
+        self.headers = to_upstream(request.headers, engine.upstream.auth())
+        self.lease: Lease | None = None
+        """Its slot; None when llama-server chooses."""
+        self.use: Use | None = None
+        """Its announcement to the cold tier."""
+        self.learning: asyncio.Task[None] | None = None
+        """Finds out the prompt's tokens, where the slot was known before they were."""
+        self.unpinned: Unpinned | None = None
+        self.is_resumable = False
+        """Whether llama-server goes on when the connection ends."""
+        self._request = request
+        self._engine = engine
+        self._plan = plan
+        self._watch = Watch(plan.dialect)
+        self._splitter = EventSplitter()
+        self._reply: ClientResponse | None = None
+        self._settling: Settling | None = None
+        self._session = ""
+        self._started = False
+        self._recording: asyncio.Task[None] | None = None
+        self._began = time.monotonic()
+
+    async def run(self) -> web.StreamResponse:
+        """Send the request on and pass the reply on.
+
+        Raises Unavailable and what recording the turn raises, before anything was sent."""
+        link = self._request.app[LINK]
+        try:
+            response = await self._pass()
+        except (asyncio.CancelledError, ConnectionError):
+            # The client left. Cleaning up here would be a part of a task that is being ended.
+            link.later(self._drain() if self._goes_on() else self._abandon())
+            raise
+        except BaseException:
+            await self._abandon()
+            raise
+        await self._leave()
+        return response
+
+    # --- there ----------------------------------------------------------------------------
+
+    async def _pass(self) -> web.StreamResponse:
+        slot = self.lease.slot if self.lease is not None else None
+        link = self._request.app[LINK]
+        body = await self._plan.bytes_for(slot)
+        if self.lease is not None and not self._plan.can_pin:
+            self._settling = Settling(link, self._engine, self.lease, self._plan)
+            await self._settling.settle()
+        path = self._request.rel_url.raw_path_qs
+        self._reply = await link.request(self._engine, "POST", path, self.headers, body)
+        if self.unpinned is not None:
+            self.unpinned.launched()
+        if self.lease is not None:
+            await self.lease.launched()
+        if self._reply.status != 200 or self.lease is None:
+            return await copy(self._request, self._reply)
+        await self._learn()
+        if self._reply.content_type == EVENT_STREAM:
+            return await self._stream(self._reply)
+        return await self._whole(self._reply)
+
+    async def _learn(self) -> None:
+        """Wait until the prompt's tokens are known. Without them the turn is not recorded."""
+        learning = self.learning
+        if learning is None:
+            return
+        if not learning.done():
+            await asyncio.wait((learning,))
+        self.learning = None
+        error = None if learning.cancelled() else learning.exception()
+        if error is not None and self._reply is not None and self._reply.status == 200:
+            log.warning("a chat's tokens are not known", exc_info=error)
+
+    # --- and back -------------------------------------------------------------------------
+
+    async def _whole(self, reply: ClientResponse) -> web.StreamResponse:
+        try:
+            body = await body_of(reply)
+        except Unavailable as error:
+            self._engine.notice(error)
+            raise
+        if len(body) <= READ_INLINE_BYTES_MAX:
+            body = self._look(body)
+        else:
+            body = await asyncio.to_thread(self._look, body)
+        await self._record()
+        headers = to_client(reply.headers)
+        headers.popall("Content-Length", None)
+        response = web.Response(body=body, status=reply.status, reason=reply.reason)
+        response.headers.update(headers)
+        response.headers[REUSE_HEADER] = self._reuse.header()
+        if self._session:
+            response.headers[SESSION_HEADER] = self._session
+        return response
+
+    def _look(self, body: bytes) -> bytes:
+        self._watch.see(body)
+        self._watch.stop = self._watch.stop or "eos"  # the reply is whole, whatever it says
+        return without_token_ids(body) if self._plan.hides_ids else body
+
+    async def _stream(self, reply: ClientResponse) -> web.StreamResponse:
+        request = self._request
+        response = head_of(reply, {REUSE_HEADER: self._reuse.header()})
+        response.headers.popall("Content-Length", None)
+        await response.prepare(request)  # the head leaves: its client reads it while it waits
+        last: list[bytes] = []
+        try:
+            while chunk := await read(reply, EVENT_BYTES_MAX):
+                await write_or_stall(request, response, self._take(chunk, last))
+            last.append(self._splitter.rest())
+            if not self._watch.is_over and not self._plan.hides_end:
+                raise Unavailable(LOST)
+            await self._record()
+        except TowerdError as error:
+            self._engine.notice(error)
+            await self._keep()
+            last = [self._error_event(error)]
+        await self._leave()  # who has seen the end may ask again at once, and get this slot
+        await write_or_stall(request, response, b"".join(last))
+        await response.write_eof()
+        return response
+
+    def _take(self, chunk: bytes, last: list[bytes]) -> bytes:
+        """The events that may go out now. From the reply's last part on they are put into
+        `last`: they go out when the turn is recorded."""
+        watch = self._watch
+        ready: list[bytes] = []
+        self._note_start()
+        for event in self._splitter.feed(chunk):
+            if data := event_data(event):
+                watch.see(data)
+            (last if watch.is_over else ready).append(event)
+        return b"".join(ready)
+
+    def _note_start(self) -> None:
+        """The first part is on its way."""
+        if not self._started:
+            self._started = True
+            if self.lease is not None:
+                self.lease.answering()
+            self._request.app[METRICS].started(self._began)
+
+    def _error_event(self, error: TowerdError) -> bytes:
+        body = error_event(error)
+        if self._plan.dialect is not Dialect.MESSAGES:
+            return b"data: %s\n\n" % encode(body)
+        inner = {"type": error.kind, "message": error.public}
+        return b"event: error\ndata: %s\n\n" % encode({"type": "error", "error": inner})
+
+    # --- the end --------------------------------------------------------------------------
+
+    @property
+    def _reuse(self) -> Reuse:
+        reuse = self.lease.reuse if self.lease is not None else Reuse()
+        return reuse if self.use is None else self.use.reuse(reuse)
+
+    async def _record(self) -> None:
+        """Make the turn durable, once, even if the client leaves meanwhile. Raises StoreError."""
+        if self.lease is None or self._watch.failed:
+            return
+        if self._recording is None:
+            self._recording = asyncio.create_task(self._finish(self.lease))
+        await asyncio.shield(self._recording)
+
+    async def _finish(self, lease: Lease) -> None:
+        watch = self._watch
+        cache_n = watch.cache_n
+        prompt_ms = watch.timings.prompt_ms if watch.timings is not None else None
+        if self._settling is not None:
+            cache_n, prompt_ms = self._settling.cache_n, self._settling.prompt_ms
+            if await self._settling.has_strayed():
+                lease.strayed()
+        lease.calls_tools = watch.calls_tools
+        if self._plan.spoken is not None and watch.stop is not None:
+            lease.answered = self._plan.spoken.answered(watch.text)
+        has_ids = self._plan.dialect is Dialect.NATIVE and not self._plan.hides_end
+        leased = await lease.finished(
+            reply_ids=watch.ids if has_ids else None,
+            reply_text=watch.text,
+            cache_n=cache_n if self._plan.compose else None,
+            stop=watch.stop or "cancelled",
+            prompt_ms=prompt_ms,
+        )
+        if leased is not None:
+            recorder = service_of(self._request).sessions.recorder
+            self._session = await recorder.record(leased.turn, answered=leased.answered)
+        if watch.stop is not None:
+            self._count()
+
+    def _count(self) -> None:
+        watch = self._watch
+        timings = watch.final_timings()
+        n_tokens = watch.n_prompt + max(watch.n_predicted - 1, 0)
+        stop = watch.stop or "cancelled"
+        finish = Finish(stop, "", tuple(watch.ids), n_tokens, timings, self._reuse)
+        self._request.app[METRICS].finished(finish)
+
+    def _goes_on(self) -> bool:
+        reply = self._reply
+        return self.is_resumable and reply is not None and not reply.closed
+
+    async def _drain(self) -> None:
+        """Nobody listens any more, but llama-server goes on: follow it to its end."""
+        assert self._reply is not None
+        last: list[bytes] = []
+        with self._request.app[LINK].unattended() as leaving:
+            ending = asyncio.create_task(self._end_when(leaving))
+            try:
+                while chunk := await read(self._reply, EVENT_BYTES_MAX):
+                    self._take(chunk, last)
+            except Unavailable as error:
+                self._engine.notice(error)
+            finally:
+                ending.cancel()
+                await asyncio.wait((ending,))
+        await self._abandon()
+
+    async def _end_when(self, leaving: asyncio.Event) -> None:
+        """Closing the connection would not end it: that takes the same word as from its client."""
+        await leaving.wait()
+        path = "/v1/stream?conv_id=" + quote(self.headers[CONVERSATION], safe="")
+        link = self._request.app[LINK]
+        with suppress(TowerdError):
+            auth = self._engine.upstream.auth()
+            (await link.request(self._engine, "DELETE", path, auth)).close()
+
+    async def _abandon(self) -> None:
+        """End the request at llama-server and record what was generated."""
+        if self._reply is not None:
+            self._reply.close()
+        try:
+            await self._keep()
+        finally:
+            await self._leave()
+
+    async def _keep(self) -> None:
+        """Record what was said, if anything was."""
+        try:
+            if self._watch.parts:
+                await self._record()
+        except TowerdError as error:
+            log.error("a turn that was cut off was not recorded", extra={"error": str(error)})
+
+    async def _leave(self) -> None:
+        if self._reply is not None:
+            self._reply.close()
+        if self.learning is None or self.learning.done():
+            await self._learn()
+            await self._give_back()
+        else:  # what the slot holds can be told then; the client does not wait for that
+            self._request.app[LINK].later(self._give_back_learned(self.learning))
+
+    async def _give_back_learned(self, learning: asyncio.Task[None]) -> None:
+        with self._request.app[LINK].unattended() as leaving:
+            ending = asyncio.create_task(leaving.wait())
+            await asyncio.wait((learning, ending), return_when=asyncio.FIRST_COMPLETED)
+            ending.cancel()
+        learning.cancel()
+        await self._learn()
+        await self._give_back()
+
+    async def _give_back(self) -> None:
+        if self.lease is not None:
+            await self.lease.__aexit__(None, None, None)
+        if self.use is not None:
+            self.use.leave()

@@ -1,0 +1,188 @@
+"""Generation through llama-server: a slot is prepared, the request goes on pinned to it, and the
+turn is recorded before the reply's last part goes out."""
+
+from __future__ import annotations
+
+import asyncio
+
+from aiohttp import web
+
+from towerd.api.http.body import decode, read_bytes
+from towerd.api.http.hints import hints_of
+from towerd.api.http.keys import TENANT, TENANTS, service_of
+from towerd.api.http.off_loop import release
+from towerd.api.proxy.conversations import with_conversation
+from towerd.api.proxy.exchange import Exchange
+from towerd.api.proxy.forward import copy
+from towerd.api.proxy.headers import to_upstream
+from towerd.api.proxy.link import LINK, Lease, Sidecar, sidecar_of
+from towerd.api.proxy.plan import Placement, Plan, check_fits, learn, make_plan
+from towerd.api.proxy.watch import Dialect
+from towerd.cold.keeper import Use
+from towerd.engine.base import GenerateRequest
+from towerd.errors import InvalidRequest
+
+INFILL = "infill"
+
+
+async def post_completion(request: web.Request) -> web.StreamResponse:
+    """llama-server's native completion."""
+    return await _generate(request, Dialect.NATIVE)
+
+
+async def post_openai_completion(request: web.Request) -> web.StreamResponse:
+    """OpenAI's text completion."""
+    return await _generate(request, Dialect.COMPLETION)
+
+
+async def post_chat(request: web.Request) -> web.StreamResponse:
+    """OpenAI's chat completion, with tools and media."""
+    return await _generate(request, Dialect.CHAT)
+
+
+async def post_responses(request: web.Request) -> web.StreamResponse:
+    """OpenAI's responses."""
+    return await _generate(request, Dialect.RESPONSES)
+
+
+async def post_messages(request: web.Request) -> web.StreamResponse:
+    """Anthropic's messages, which llama-server does not let name a slot."""
+    return await _generate(request, Dialect.MESSAGES, can_pin=False)
+
+
+async def post_infill(request: web.Request) -> web.StreamResponse:
+    """Fill in the middle: llama-server alone knows how it puts the prompt together."""
+    engine = sidecar_of(request)
+    data = await read_bytes(request)
+    plan = Plan(Dialect.NATIVE, data, Placement.OPAQUE, label=INFILL)
+    try:
+        body = await decode(request, data)
+    except InvalidRequest:
+        body = None
+    if not isinstance(body, dict):
+        return await _as_it_is(request, engine, plan)
+    plan.stream = body.get("stream") is True
+    plan.hides_end = bool(body.get("response_fields"))
+    if body.get("n_cmpl", 1) != 1 or body.get("n", 1) != 1:
+        return await _free(request, engine, plan)
+    return await _pinned(request, engine, plan)
+
+
+async def _generate(
+    request: web.Request, dialect: Dialect, *, can_pin: bool = True
+) -> web.StreamResponse:
+    engine = sidecar_of(request)
+    hints_of(request)  # refused before anything else happens
+    data = await read_bytes(request)
+    body = await decode(request, data)
+    if not isinstance(body, dict) or not _has_prompt(dialect, body):
+        return await _as_it_is(request, engine, Plan(dialect, data, Placement.FREE))
+    try:
+        plan = await make_plan(dialect, data, body, engine, can_pin=can_pin)
+    finally:
+        await release(body)
+    if plan.placement is Placement.FREE:
+        return await _free(request, engine, plan)
+    if plan.spoken is not None:
+        session = hints_of(request).session
+        lease = engine.lease_chat(plan.spoken, request[TENANT].scope, session)
+        if lease is not None:
+            return await _going_on(request, engine, plan, lease)
+        await learn(plan, engine)
+        check_fits(plan, engine.n_ctx)
+    return await _pinned(request, engine, plan)
+
+
+async def _going_on(
+    request: web.Request, engine: Sidecar, plan: Plan, lease: Lease
+) -> web.StreamResponse:
+    """A chat that goes on in its slot: nothing hangs on its tokens, so they are learned while it
+    runs. What llama-server says of a request that it does not take, its reply says as well."""
+    exchange = Exchange(request, engine, plan)
+    exchange.lease = _named(request, plan, lease)
+    exchange.is_resumable = with_conversation(request, exchange.headers) and plan.stream
+
+    async def find_out() -> None:
+        await learn(plan, engine)
+        if plan.ids is not None:
+            lease.learn(plan.ids)
+            exchange.use = use = await _thawed(request, plan)
+            lease.session = use.session if use is not None else lease.session
+
+    exchange.learning = asyncio.create_task(find_out())
+    return await exchange.run()
+
+
+def _has_prompt(dialect: Dialect, body: dict[str, object]) -> bool:
+    """Whether there is anything to evaluate; llama-server says what is wrong when not."""
+    name = {Dialect.NATIVE: "prompt", Dialect.COMPLETION: "prompt", Dialect.RESPONSES: "input"}
+    return body.get(name.get(dialect, "messages")) is not None
+
+
+async def _as_it_is(request: web.Request, engine: Sidecar, plan: Plan) -> web.StreamResponse:
+    """A request that llama-server refuses, for all that is known here."""
+    headers = to_upstream(request.headers, engine.upstream.auth())
+    path, data = request.rel_url.raw_path_qs, plan.body
+    async with engine.unpinned(request[TENANT].scope):
+        reply = await request.app[LINK].request(engine, request.method, path, headers, data)
+        try:
+            return await copy(request, reply)
+        finally:
+            reply.close()
+
+
+async def _free(request: web.Request, engine: Sidecar, plan: Plan) -> web.StreamResponse:
+    """A request that llama-server places itself. What it reuses from slots would tell one tenant
+    about another, so with several it may not."""
+    if request.app[TENANTS].required:
+        plan.fields["cache_prompt"] = False
+    exchange = Exchange(request, engine, plan)
+    with_conversation(request, exchange.headers)
+    async with engine.unpinned(request[TENANT].scope) as unpinned:
+        exchange.unpinned = unpinned
+        return await exchange.run()
+
+
+async def _pinned(request: web.Request, engine: Sidecar, plan: Plan) -> web.StreamResponse:
+    exchange = Exchange(request, engine, plan)
+    exchange.use = await _thawed(request, plan)
+    try:
+        exchange.lease = await _lease(request, engine, plan, exchange.use)
+    except BaseException:
+        if exchange.use is not None:
+            exchange.use.leave()
+        raise
+    exchange.is_resumable = with_conversation(request, exchange.headers) and plan.stream
+    return await exchange.run()
+
+
+async def _thawed(request: web.Request, plan: Plan) -> Use | None:
+    """The request announced to the cold tier, and what it goes on thawed."""
+    if plan.ids is None:
+        return None
+    asked = GenerateRequest(
+        ids=plan.ids, scope=request[TENANT].scope, session=hints_of(request).session
+    )
+    use = service_of(request).cold.enter(asked)
+    try:
+        async for _ in use.thawing():
+            pass  # llama-server says how far it is, when it is asked
+    except BaseException:
+        use.leave()
+        raise
+    return use
+
+
+async def _lease(request: web.Request, engine: Sidecar, plan: Plan, use: Use | None) -> Lease:
+    scope = request[TENANT].scope
+    if plan.ids is None:
+        return await engine.lease_opaque(scope, label=plan.label)
+    session = hints_of(request).session if use is None else use.session
+    lease = await engine.lease(plan.ids, scope, session, compose=plan.compose, pinned=plan.can_pin)
+    return _named(request, plan, lease)
+
+
+def _named(request: web.Request, plan: Plan, lease: Lease) -> Lease:
+    hints = hints_of(request)
+    lease.workflow, lease.agent = hints.workflow, hints.agent or plan.agent
+    return lease

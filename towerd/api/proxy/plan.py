@@ -1,0 +1,185 @@
+"""What a generation request will evaluate, worked out before it goes on to llama-server."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from towerd.api.http.hints import agent_of
+from towerd.api.http.off_loop import by_size, count
+from towerd.api.llama.live import refuse_live
+from towerd.api.llama.prompts import PromptLimit, tokenize_prompts
+from towerd.api.proxy.chat import NotText, from_messages, from_responses, has_media
+from towerd.api.proxy.link import Sidecar
+from towerd.api.proxy.splice import with_fields
+from towerd.api.proxy.watch import Dialect
+from towerd.engine.llama_server.slots.spoken import Spoken, spoken_of
+from towerd.errors import ContextExceeded, NotSupported
+from towerd.tokens import Ids
+
+SPLICE_INLINE_BYTES_MAX = 256 * 1024
+IDS_INLINE_MAX = 4096
+SPOKEN_BYTES_MAX = 256 * 1024
+"""Longer chats are not recognised by what was said in them: that would hold the loop up."""
+
+
+class Placement(enum.Enum):
+    """How a request comes by its slot."""
+
+    KNOWN = "known"
+    """Its token ids are known: stored rows are put into a slot for it."""
+    OPAQUE = "opaque"
+    """Its token ids are not (media, fill-in-the-middle): a slot without anybody else's rows."""
+    FREE = "free"
+    """It takes several slots, or cannot be told which: llama-server chooses."""
+
+
+@dataclass(slots=True)
+class Plan:
+    """A generation request on its way."""
+
+    dialect: Dialect
+    body: bytes
+    placement: Placement
+    ids: Ids | None = None
+    stream: bool = False
+    compose: bool = True
+    """Whether the client lets its prompt be taken from the cache."""
+    can_pin: bool = True
+    """Whether the endpoint obeys `id_slot`."""
+    sends_ids: bool = False
+    """Whether the prompt is sent as token ids, in place of what the client wrote."""
+    hides_ids: bool = False
+    """Whether the reply gets `tokens` that its client did not ask for."""
+    hides_end: bool = False
+    """Whether the client wants only some fields of the last part (`response_fields`), so that
+    it cannot be told, and the reply's ids may be missing."""
+    label: str = ""
+    agent: str | None = None
+    """Told apart by system prompt and tools, where the request has any."""
+    fields: dict[str, Any] = field(default_factory=dict)
+    spoken: Spoken | None = None
+    """What an ordinary chat request says, by which its slot may be known before its tokens are."""
+
+    async def bytes_for(self, slot: int | None) -> bytes:
+        """The request's body for this slot."""
+        fields = dict(self.fields)
+        if slot is not None and self.can_pin:
+            # Rows that --cache-reuse moves to other positions are not what a prefill gives.
+            fields |= {"id_slot": slot, "n_cache_reuse": 0}
+        n_ids = len(self.ids) if self.ids is not None and self.sends_ids else 0
+        if len(self.body) <= SPLICE_INLINE_BYTES_MAX and n_ids <= IDS_INLINE_MAX:
+            return self._splice(fields)
+        return await asyncio.to_thread(self._splice, fields)
+
+    def _splice(self, fields: dict[str, Any]) -> bytes:
+        if self.ids is not None and self.sends_ids:
+            fields["prompt"] = self.ids.tolist()
+        return with_fields(self.body, fields)
+
+
+async def make_plan(
+    dialect: Dialect, data: bytes, body: Mapping[str, Any], engine: Sidecar, *, can_pin: bool
+) -> Plan:
+    """Plan the request whose body is `data`, decoded as `body`. Of a chat request with `spoken`
+    the tokens are still to be learned.
+
+    Raises InvalidRequest and ContextExceeded, as llama-server would answer."""
+    refuse_live(body)
+    plan = Plan(
+        dialect,
+        data,
+        Placement.KNOWN,
+        stream=body.get("stream") is True,
+        compose=body.get("cache_prompt") is not False,
+        can_pin=can_pin,
+        agent=await by_size(count([body.get("messages"), body.get("tools")]), agent_of, body),
+        hides_end=bool(body.get("response_fields")),
+    )
+    unpinned = Placement.OPAQUE if can_pin else Placement.FREE
+    if _n_choices(body) > 1:
+        plan.placement = Placement.FREE
+    elif body.get("lora"):
+        plan.placement, plan.label = unpinned, "lora"
+    elif dialect in (Dialect.NATIVE, Dialect.COMPLETION):
+        await _plan_completion(plan, body, engine)
+    else:
+        await _plan_chat(plan, body, engine)
+    check_fits(plan, engine.n_ctx)
+    return plan
+
+
+async def learn(plan: Plan, engine: Sidecar) -> None:
+    """Find out which tokens a chat request will be evaluated as, from the request itself. Raises
+    what llama-server says of one that it does not take."""
+    try:
+        text = await engine.text_of_chat(plan.body)
+    except NotSupported:
+        plan.placement, plan.label = Placement.OPAQUE, "media"
+    else:
+        plan.ids = await engine.tokenize(text, add_special=True, parse_special=True)
+
+
+async def _plan_completion(plan: Plan, body: Mapping[str, Any], engine: Sidecar) -> None:
+    prompt = body.get("prompt")
+    if _n_prompts(prompt) > 1:
+        plan.placement = Placement.FREE
+        return
+    try:
+        plan.ids = (await tokenize_prompts(prompt, engine, PromptLimit(engine.n_ctx), 1))[0]
+    except NotSupported:  # more than text
+        plan.placement, plan.label = Placement.OPAQUE, "media"
+        return
+    plan.sends_ids = not _is_ids(prompt)
+    if plan.dialect is Dialect.NATIVE and not plan.stream and not body.get("return_tokens"):
+        plan.fields["return_tokens"] = True
+        plan.hides_ids = True
+
+
+def _n_choices(body: Mapping[str, Any]) -> int:
+    asked = [body.get(name) for name in ("n_cmpl", "n")]
+    return max([1, *(int(n) for n in asked if isinstance(n, int | float))])
+
+
+def _is_ids(prompt: Any) -> bool:
+    """Whether it is token ids as they are sent on: nothing is gained by sending them twice."""
+    return isinstance(prompt, list) and all(type(item) is int for item in prompt)
+
+
+def _n_prompts(prompt: Any) -> int:
+    """How many prompts there are: one, unless it is a list without a token id in it."""
+    if not isinstance(prompt, list) or any(type(item) is int for item in prompt):
+        return 1
+    return len(prompt)
+
+
+async def _plan_chat(plan: Plan, body: Mapping[str, Any], engine: Sidecar) -> None:
+    try:
+        if plan.dialect is Dialect.MESSAGES:
+            body = from_messages(body)
+        elif plan.dialect is Dialect.RESPONSES:
+            body = from_responses(body)
+        messages = body.get("messages")
+        if await by_size(count(messages), has_media, messages):
+            raise NotText
+        if plan.dialect is not Dialect.CHAT:
+            text = await engine.apply_template(body)
+            plan.ids = await engine.tokenize(text, add_special=True, parse_special=True)
+            return
+    except (NotText, NotSupported):
+        plan.placement = Placement.OPAQUE if plan.can_pin else Placement.FREE
+        plan.label = "media"
+        return
+    if plan.compose and len(plan.body) <= SPOKEN_BYTES_MAX:
+        plan.spoken = spoken_of(body)
+    if plan.spoken is None:
+        await learn(plan, engine)
+
+
+def check_fits(plan: Plan, n_ctx: int) -> None:
+    """Raises ContextExceeded if the prompt's tokens are known and too many."""
+    if plan.ids is not None and len(plan.ids) >= n_ctx:
+        raise ContextExceeded.of_request(len(plan.ids), n_ctx)

@@ -1,0 +1,201 @@
+"""How each of llama-server's endpoints is treated in front of a llama-server.
+
+What is not in this table passes through as well; see `unknown`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import unquote
+
+import msgspec
+from aiohttp import web
+
+from towerd.api.admin.overview import may_see_slot
+from towerd.api.admin.pins import require_admin
+from towerd.api.http.keys import CONFIG, GATE, TENANT
+from towerd.api.http.reply import json_reply
+from towerd.api.proxy.conversations import delete_stream, get_stream, post_lookup
+from towerd.api.proxy.forward import body_of, copy, forward, forward_unpinned, send
+from towerd.api.proxy.generate import (
+    post_chat,
+    post_completion,
+    post_infill,
+    post_messages,
+    post_openai_completion,
+    post_responses,
+)
+from towerd.api.proxy.link import LINK, Link, sidecar_of
+from towerd.api.proxy.metrics import get_metrics
+from towerd.engine.base import SlotView
+from towerd.errors import NotFound, NotSupported, SwitchedOff, TowerdError
+
+PRIVATE_FIELDS = ("prompt", "generated")
+"""Of GET /slots: other people's text."""
+IDLE_FIELDS = ("id", "n_ctx", "speculative")
+"""Of a slot that another tenant uses."""
+
+
+def connect(app: web.Application) -> None:
+    """Give the application its connections to llama-server."""
+    link = Link()
+    app[LINK] = link
+    app.cleanup_ctx.append(link.run)
+
+
+async def get_health(request: web.Request) -> web.StreamResponse:
+    """llama-server's own health."""
+    return await forward(request)
+
+
+async def get_props(request: web.Request) -> web.StreamResponse:
+    """llama-server's properties."""
+    if not request.app[CONFIG].props_endpoint:
+        raise SwitchedOff("This server does not support props endpoint. Start it with `--props`")
+    return await forward(request)
+
+
+async def get_slots(request: web.Request) -> web.StreamResponse:
+    """llama-server's slots, without anybody's text. Those of others look idle."""
+    if not request.app[CONFIG].slots_endpoint:
+        raise SwitchedOff("This server does not support slots endpoint. Start it with `--slots`")
+    engine = sidecar_of(request)
+    reply = await send(request, engine, auth=engine.upstream.auth())
+    try:
+        if reply.status != 200:
+            return await copy(request, reply)
+        slots: list[dict[str, Any]] = msgspec.json.decode(await body_of(reply))
+    except msgspec.DecodeError as error:
+        raise TowerdError("llama-server's list of slots cannot be read") from error
+    finally:
+        reply.close()
+    shown = [{k: v for k, v in slot.items() if k not in PRIVATE_FIELDS} for slot in slots]
+    if request[TENANT].sees_all:
+        return json_reply(shown)
+    views = {view.id: view for view in engine.slots() if may_see_slot(request, view)}
+    return json_reply([_as_seen(slot, views.get(slot["id"])) for slot in shown])
+
+
+def _as_seen(slot: dict[str, Any], view: SlotView | None) -> dict[str, Any]:
+    """What a tenant sees of a slot; `view`: what towerd knows of it, if that is the tenant's."""
+    if view is None or view.is_processing != slot["is_processing"]:
+        return {k: slot[k] for k in IDLE_FIELDS if k in slot} | {"is_processing": False}
+    return {k: v for k, v in slot.items() if k != "id_task"}  # a count of everybody's requests
+
+
+async def post_slot(request: web.Request) -> web.StreamResponse:
+    """Saving, restoring and erasing slots is towerd's own business. Raises NotSupported."""
+    raise NotSupported(
+        "towerd owns the slots: it saves and restores conversations by itself, and clients name "
+        "neither slots nor files"
+    )
+
+
+async def forward_admin(request: web.Request) -> web.StreamResponse:
+    """Pass through what changes llama-server for everybody; for the owner only."""
+    require_admin(request)
+    return await forward(request)
+
+
+async def post_lora(request: web.Request) -> web.StreamResponse:
+    """Set the scales of LoRA adapters; rows made under other scales are not used any more."""
+    require_admin(request)
+    try:
+        async with sidecar_of(request).unpinned(request[TENANT].scope):
+            return await forward(request)
+    finally:
+        await sidecar_of(request).lora_changed()
+
+
+async def get_root(request: web.Request) -> web.StreamResponse:
+    """llama-server's web UI; without one, and while the model loads, the status page."""
+    if request.app[GATE].service is None or request.app[GATE].closing:
+        raise web.HTTPFound("/towerd/")
+    reply = await send(request, sidecar_of(request), auth={})
+    try:
+        if reply.status in (401, 404):
+            raise web.HTTPFound("/towerd/")
+        return await copy(request, reply)
+    finally:
+        reply.close()
+
+
+async def unknown(request: web.Request) -> web.StreamResponse:
+    """Whatever has no route of its own: files of the web UI, and endpoints of a llama-server
+    newer than this. Raises NotFound for paths of towerd's own that do not exist, and for another
+    spelling of a path that has a route: it must not get past its rules."""
+    path = unquote(request.rel_url.raw_path)
+    if path == "/towerd" or path.startswith("/towerd/"):
+        raise NotFound("File Not Found")
+    if is_ruled(path):
+        raise NotFound("File Not Found")
+    if TENANT not in request:  # a file of the web UI, asked for without a key
+        reply = await send(request, sidecar_of(request), auth={})
+        try:
+            return await copy(request, reply)
+        finally:
+            reply.close()
+    return await forward_unpinned(request)
+
+
+def is_ruled(path: str) -> bool:
+    """Whether a path, decoded, is one whose requests towerd does not let through as they are."""
+    return path in _RULED or path.startswith("/slots")
+
+
+PROXY: tuple[tuple[str, str, Any], ...] = (
+    ("GET", "/health", get_health),
+    ("GET", "/v1/health", get_health),
+    ("GET", "/props", get_props),
+    ("POST", "/props", forward_admin),
+    ("GET", "/models", forward),
+    ("GET", "/v1/models", forward),
+    ("POST", "/models", forward_admin),
+    ("DELETE", "/models", forward_admin),
+    ("POST", "/models/load", forward_admin),
+    ("POST", "/models/unload", forward_admin),
+    ("GET", "/models/sse", forward),
+    ("GET", "/metrics", get_metrics),
+    ("GET", "/slots", get_slots),
+    ("POST", "/slots/{id_slot}", post_slot),
+    ("POST", "/completion", post_completion),
+    ("POST", "/completions", post_completion),
+    ("POST", "/v1/completions", post_openai_completion),
+    ("POST", "/chat/completions", post_chat),
+    ("POST", "/v1/chat/completions", post_chat),
+    ("POST", "/v1/chat/completions/control", forward),
+    ("POST", "/responses", post_responses),
+    ("POST", "/v1/responses", post_responses),
+    ("POST", "/v1/messages", post_messages),
+    ("POST", "/infill", post_infill),
+    ("POST", "/tokenize", forward),
+    ("POST", "/detokenize", forward),
+    ("POST", "/apply-template", forward),
+    ("POST", "/chat/completions/input_tokens", forward),
+    ("POST", "/v1/chat/completions/input_tokens", forward),
+    ("POST", "/responses/input_tokens", forward),
+    ("POST", "/v1/responses/input_tokens", forward),
+    ("POST", "/v1/messages/count_tokens", forward),
+    ("POST", "/embedding", forward_unpinned),
+    ("POST", "/embeddings", forward_unpinned),
+    ("POST", "/v1/embeddings", forward_unpinned),
+    ("POST", "/rerank", forward_unpinned),
+    ("POST", "/reranking", forward_unpinned),
+    ("POST", "/v1/rerank", forward_unpinned),
+    ("POST", "/v1/reranking", forward_unpinned),
+    ("POST", "/audio/transcriptions", forward_unpinned),
+    ("POST", "/v1/audio/transcriptions", forward_unpinned),
+    ("GET", "/lora-adapters", forward),
+    ("POST", "/lora-adapters", post_lora),
+    ("GET", "/v1/stream", get_stream),
+    ("DELETE", "/v1/stream", delete_stream),
+    ("POST", "/v1/streams/lookup", post_lookup),
+    ("GET", "/tools", forward),
+    ("POST", "/tools", forward),
+    ("GET", "/cors-proxy", forward),
+    ("POST", "/cors-proxy", forward),
+    ("GET", "/", get_root),
+)
+"""(method, path, handler) of every endpoint of llama-server."""
+
+_RULED = frozenset(path for _, path, handler in PROXY if handler is not forward)

@@ -1,0 +1,274 @@
+"""Calibrator: measures, while the daemon is idle, which stored formats the model tolerates.
+
+A thread of its own runs the search; the model is used in small steps on the inference thread, and
+only while no request runs or waits. The result is kept in the catalog, one per fingerprint.
+SmolLM2 (135M parameters, two cores) takes some minutes of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any, Literal, TypeAlias, TypeVar
+
+from towerd.drift import Drift
+from towerd.engine.embedded.calibration.measure import Measurer
+from towerd.engine.embedded.calibration.measure_plan import NEXT_TOKENS, Plan, make_plan
+from towerd.engine.embedded.model.core import Core
+from towerd.engine.embedded.model.vocab import Vocab
+from towerd.engine.embedded.restore.scratch import Scratch
+from towerd.engine.embedded.scheduling.scheduler import Scheduler
+from towerd.errors import NotSupported, TowerdError
+from towerd.store import Store
+from towerd.tiers.formats.calibration import BOUNDS, LEVELS, Calibration, formats_digest, sizes
+from towerd.tiers.formats.calibration_store import load_calibration, save_calibration
+from towerd.tiers.formats.fidelity import LevelFormats
+from towerd.tiers.formats.format_search import COARSE, calibrate, coarse_tables
+from towerd.tiers.manager import Tiers
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+State: TypeAlias = Literal["off", "waiting", "running", "done", "failed"]
+
+TEXT = "calibration.txt"
+CHECKPOINTS = 64
+"""Continuations that a table is measured on at most: 4,096 tokens. A wall clock would decide
+otherwise on every machine."""
+_IDLE_S = 60.0
+"""How long nothing must have run before a calibration begins by itself."""
+_POLL_S = 0.5
+_BUSY_S = 0.2
+"""How long to wait before asking again whether a step may run."""
+_STEP_S = 0.25
+"""What a step may take: a request that arrives meanwhile waits for it."""
+
+
+class _Stopped(Exception):
+    """The daemon closes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Of the running calibration, in tokens evaluated; the total grows if the search goes on."""
+
+    done: int = 0
+    total: int = 0
+
+
+class Calibrator:
+    """All methods may be called from any thread. `start` it once, `close` it before the engine."""
+
+    def __init__(
+        self,
+        core: Core,
+        scheduler: Scheduler,
+        store: Store,
+        tiers: Tiers,
+        *,
+        fidelity: str,
+        forced: bool,
+        idle_s: float = _IDLE_S,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """fidelity: near or small, whose table is applied; exact applies none
+        forced: the operator chose the formats, so that a calibration changes nothing by itself"""
+        self.fidelity = fidelity
+        self.why_off = _why_off(core, fidelity, forced)
+        self._core = core
+        self._scheduler = scheduler
+        self._store = store
+        self._tiers = tiers
+        self._idle_s = idle_s
+        self._clock = clock
+        self._state: State = "off" if self.why_off else "waiting"
+        self._error = ""
+        self._progress = Progress()
+        self._stop = threading.Event()
+        self._wake = threading.Event()
+        self._asked = False
+        self._found: Calibration | None = None
+        self._thread = threading.Thread(target=self._run, name="towerd-calibrate", daemon=True)
+
+    def start(self) -> None:
+        """Apply what is known already; measure in idle time if nothing is."""
+        self._found = load_calibration(self._store, self._core.info.fingerprint.digest().hex())
+        if self._found is not None:
+            self._state = "done"
+            self._apply(self._found)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End a running calibration at its next step; nothing of it is kept."""
+        self._stop.set()
+        self._wake.set()
+        self._thread.join()
+
+    def request(self, *, again: bool) -> None:
+        """Calibrate now, between requests, unless that has been done; `again`: in any case.
+
+        Raises NotSupported for a model whose rows cannot be measured."""
+        if self._core.why_not_spliceable:
+            raise NotSupported(f"This model has nothing to calibrate: {self.why_off}.")
+        if self._state != "running" and (again or self._state != "done"):
+            self._asked = True
+            self._state, self._error = "running", ""
+            self._wake.set()
+
+    def view(self) -> dict[str, Any]:
+        """What there is to show: `state`, `progress`, `calibration` and the table in force."""
+        formats = self._tiers.formats
+        return {
+            "state": self._state,
+            "why": self._error or self.why_off,
+            "fidelity": self.fidelity,
+            "level_formats": str(formats) if formats is not None else None,
+            "progress": {"done": self._progress.done, "total": self._progress.total},
+            "calibration": self._found.to_json() if self._found is not None else None,
+        }
+
+    # ---- the thread -------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            if self._is_due():
+                self._attempt()
+            self._wake.wait()
+            self._wake.clear()
+
+    def _is_due(self) -> bool:
+        """Asked for, or needed and nothing has run for a while."""
+        if self._asked:
+            return True
+        if self._state != "waiting":
+            return False
+        idle_since, seen = time.monotonic(), -1
+        while not (self._stop.is_set() or self._asked):
+            n_decoded = self._scheduler.counters["tokens_decoded"]
+            if self._is_busy() or n_decoded != seen:
+                idle_since, seen = time.monotonic(), n_decoded
+            elif time.monotonic() - idle_since >= self._idle_s:
+                return True
+            self._wake.wait(min(_POLL_S, self._idle_s))
+        return self._asked
+
+    def _attempt(self) -> None:
+        self._asked = False
+        self._state, self._error, self._progress = "running", "", Progress()
+        started = time.monotonic()
+        try:
+            found = self._measure()
+            save_calibration(self._store, found)
+        except _Stopped:
+            return
+        except TowerdError as error:
+            log.warning("calibration is not possible", extra={"reason": error.message})
+            self._state, self._error = "failed", error.public
+            return
+        except Exception:
+            log.exception("calibration failed")
+            self._state, self._error = "failed", "internal error; the daemon's log has it"
+            return
+        self._found = found
+        self._apply(found)
+        self._state = "done"
+        log.info("calibrated", extra={"seconds": round(time.monotonic() - started, 1)})
+
+    def _measure(self) -> Calibration:
+        core = self._core
+        scratch = Scratch(core.context, core.context.n_seqs - 1)
+        plan = plan_for(core.vocab, calibration_text(), core.n_ctx, core.layout.token_bytes)
+        if plan.n_cells > core.context.n_cells:
+            raise TowerdError(
+                f"It takes {plan.n_cells} cells; the live context has {core.context.n_cells}."
+            )
+        bits = sizes(core.layout)
+        self._progress = Progress(0, plan.n_prefix + coarse_tokens(plan, bits))
+        measurer = Measurer(
+            scratch, plan, run_step=self._step, step_s=_STEP_S, progress=self._advance
+        )
+        measurer.prepare()
+        floor, grid, choices = calibrate(measurer, bits)
+        return Calibration(
+            fingerprint=core.info.fingerprint.digest().hex(),
+            formats=formats_digest(),
+            ids=plan.digest(),
+            made_unix=self._clock(),
+            bits=bits,
+            floor=floor,
+            grid=grid,
+            choices=choices,
+        )
+
+    def _advance(self, n_tokens: int) -> None:
+        done = self._progress.done + n_tokens
+        self._progress = Progress(done, max(done, self._progress.total))
+
+    def _apply(self, found: Calibration) -> None:
+        choice = found.choices.get(self.fidelity)
+        if choice is not None and not self.why_off:
+            self._tiers.set_formats(LevelFormats(choice.levels))
+            self._tiers.drift = Drift(choice.cost.kl, choice.cost.floor_kl)
+
+    # ---- steps on the inference thread ------------------------------------------------------
+
+    def _step(self, work: Callable[[], T], n_cells: int) -> T:
+        """Run `work` on the inference thread as soon as it is free. Raises _Stopped."""
+        while not self._stop.is_set():
+            answer = self._scheduler.call(lambda: self._if_idle(work, n_cells)).result()
+            if answer:
+                return answer[0]  # type: ignore[no-any-return]
+            self._stop.wait(_BUSY_S)
+        raise _Stopped
+
+    def _if_idle(self, work: Callable[[], T], n_cells: int) -> tuple[T] | None:
+        """On the inference thread: None while requests run or need the cells."""
+        if self._is_busy():
+            return None
+        # Idle conversations give way, as they would to a request: their rows stay in RAM.
+        while self._scheduler.pool.cells_free < n_cells:
+            if not self._scheduler.idle.evict_one():
+                return None
+        return (work(),)
+
+    def _is_busy(self) -> bool:
+        return bool(self._scheduler.active or self._scheduler.waiting)
+
+
+def _why_off(core: Core, fidelity: str, forced: bool) -> str:
+    if core.why_not_spliceable:
+        return core.why_not_spliceable
+    if forced:
+        return "the formats are set with --level-formats"
+    if fidelity not in BOUNDS:
+        return f"fidelity {fidelity} stores rows as they were computed"
+    return ""
+
+
+def calibration_text() -> str:
+    """The text that every model is calibrated on: prose, dialogue, code, data, other languages."""
+    return (files("towerd") / "data" / TEXT).read_text(encoding="utf-8")
+
+
+def coarse_tokens(plan: Plan, bits: Mapping[str, float]) -> int:
+    """Tokens that the search evaluates before it tries its first table: each format, each level
+    and the floor, beside native rows."""
+    n = min(COARSE, len(plan.checkpoints))
+    return NEXT_TOKENS * n * (len(coarse_tables([*bits][:-1])) + LEVELS + 2)
+
+
+def plan_for(
+    vocab: Vocab, text: str, n_ctx: int, token_bytes: int, n_checkpoints: int = CHECKPOINTS
+) -> Plan:
+    """What to measure of `text` with a context of `n_ctx` tokens. Raises TowerdError."""
+    return make_plan(
+        vocab.tokenize(text, False, False),
+        bos=vocab.bos_id if vocab.add_bos else None,
+        window_tokens=n_ctx,
+        token_bytes=token_bytes,
+        n_checkpoints=n_checkpoints,
+    )

@@ -1,0 +1,242 @@
+"""What stored rows cost: the same continuation evaluated over native rows and over stored ones.
+
+A step restores a prefix into a scratch sequence, evaluates a few tokens after it and leaves the
+sequence empty, so that between two steps nothing of a measurement is in the context. Who runs
+the steps decides when: a benchmark at once, the daemon when it is idle.
+
+Reference and trial are evaluated in the same shape, batches of BATCH_TOKENS. The model's noise
+floor is what another shape changes over the same native rows.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from towerd.engine.embedded.calibration.measure_plan import NEXT_TOKENS, Checkpoint, Plan
+from towerd.engine.embedded.model.context import Buffer
+from towerd.engine.embedded.restore.scratch import (
+    BATCH_TOKENS,
+    BatchShape,
+    Evaluated,
+    Logits,
+    Pace,
+    RunStep,
+    Scratch,
+    other_shapes,
+    run_now,
+)
+from towerd.slots.blob import emit_blob
+from towerd.slots.layout import KVLayout
+from towerd.slots.rows import KVRows, join
+from towerd.tiers.formats.calibration import ALL_NATIVE, Cost, Floor, Sample, Table, cost_of
+from towerd.tiers.formats.interval import interval
+from towerd.tiers.formats.levels import stored_parts
+from towerd.tokens import Ids
+
+LogProbs = npt.NDArray[np.float32]
+
+_PROBES = 2
+"""Continuations by which the shape of the floor is chosen."""
+
+
+class Measurer:
+    """Measures tables on the continuations of a plan; see `towerd.tiers.formats.format_search.Meter`.
+    Make it, `prepare`, then ask.
+
+    `progress(n)` is called with the tokens of every continuation or part of a window that has
+    been evaluated."""
+
+    def __init__(
+        self,
+        scratch: Scratch,
+        plan: Plan,
+        *,
+        run_step: RunStep = run_now,
+        step_s: float = math.inf,
+        progress: Callable[[int], Any] = lambda _: None,
+    ) -> None:
+        self.scratch = scratch
+        self.plan = plan
+        self.progress = progress
+        self._run_step = run_step
+        self._step_s = step_s
+        n_batch = len(scratch.context.batch.token)
+        self._n_max = min(NEXT_TOKENS, n_batch)
+        width = min(BATCH_TOKENS, n_batch)
+        self._shape = BatchShape(f"batches of {width}", width)
+        self._paces: dict[BatchShape, Pace] = {}
+        self._rows: dict[int, KVRows] = {}
+        self._samples: dict[Table, list[Sample]] = {ALL_NATIVE: []}
+        self._noise: list[Sample] = []
+        self._noisiest = self._shape
+        self._probed: dict[str, float] = {}
+
+    @property
+    def n_max(self) -> int:
+        return len(self.plan.checkpoints)
+
+    @property
+    def layout(self) -> KVLayout:
+        """Of the native rows; known once prepared."""
+        return next(iter(self._rows.values())).layout
+
+    def rows(self, checkpoint: Checkpoint) -> KVRows:
+        """The native rows of a checkpoint's prefix."""
+        return self._rows[checkpoint.window].slice(0, checkpoint.p)
+
+    def prepare(self) -> None:
+        """Evaluate the windows and keep their native rows. Raises TowerdError."""
+        pace = Pace(self._step_s, self._n_max)
+        for window in sorted({c.window for c in self.plan.checkpoints}):
+            ids = self.plan.windows[window]
+            n = max(c.p for c in self.plan.checkpoints if c.window == window)
+            parts: list[KVRows] = []
+            while (p := parts[-1].p1 if parts else 0) < n:
+                chunk = ids[p : min(n, p + pace.n)]
+                found = self._evaluate(parts, p, chunk, pace, logits=False, rows=True)
+                assert found.rows is not None
+                parts.append(found.rows)
+                self.progress(len(chunk))
+            self._rows[window] = join(parts).copy()
+
+    def floor(self, n: int) -> Floor:
+        """The model's noise on the first `n` continuations, in the shape that disturbs most."""
+        self._measure([], n)
+        noise = self._noise[:n]
+        kl, ci = interval([sample.kl for sample in noise])
+        top1 = float(np.mean([sample.top1 for sample in noise]))
+        return Floor(kl, ci, top1, self._noisiest.name, dict(self._probed), NEXT_TOKENS * n)
+
+    def costs(self, tables: Sequence[Table], n: int) -> list[Cost]:
+        """The cost of each table on the first `n` continuations."""
+        self._measure(tables, n)
+        return [
+            cost_of(
+                self._samples[table][:n],
+                [] if table == ALL_NATIVE else self._noise[:n],
+                NEXT_TOKENS,
+            )
+            for table in tables
+        ]
+
+    def _measure(self, tables: Sequence[Table], n: int) -> None:
+        """Have samples of `tables` and of the floor on the first `n` continuations."""
+        if not self._probed:
+            self._probe()
+        samples = {table: self._samples.setdefault(table, []) for table in tables}
+        for i, checkpoint in enumerate(self.plan.checkpoints[:n]):
+            missing = [table for table, found in samples.items() if len(found) == i]
+            if not missing and len(self._noise) > i:
+                continue
+            native, targets = self.native(checkpoint), self.targets(checkpoint)
+            if len(self._noise) == i:
+                nll = -float(native[np.arange(len(targets)), targets].mean())
+                self._samples[ALL_NATIVE].append(Sample(0.0, 1.0, nll))
+                self._noise.append(self._disturbed(checkpoint, native, self._noisiest))
+            for table in missing:
+                if table != ALL_NATIVE:
+                    parts = stored_parts(self.rows(checkpoint), table)
+                    logits = self.logits(checkpoint, parts)
+                    samples[table].append(compare(native, logits, targets))
+
+    def _probe(self) -> None:
+        """Find the shape that disturbs most."""
+        checkpoints = self.plan.checkpoints[:_PROBES]
+        shapes = other_shapes(self.scratch.context)
+        kl = dict.fromkeys(shapes, 0.0)
+        for checkpoint in checkpoints:
+            native = self.native(checkpoint)
+            for shape in shapes:
+                kl[shape] += self._disturbed(checkpoint, native, shape).kl / len(checkpoints)
+        self._noisiest = max(kl, key=lambda shape: kl[shape])
+        self._probed = {shape.name: each for shape, each in kl.items()}
+
+    def _disturbed(self, checkpoint: Checkpoint, native: LogProbs, shape: BatchShape) -> Sample:
+        """The same continuation over the same native rows in another shape."""
+        logits = self.logits(checkpoint, [self.rows(checkpoint)], shape)
+        return compare(native, logits, self.targets(checkpoint))
+
+    def native(self, checkpoint: Checkpoint) -> LogProbs:
+        """float32[NEXT_TOKENS, n_vocab] log-probabilities over native rows."""
+        return log_softmax(self.logits(checkpoint, [self.rows(checkpoint)]))
+
+    def targets(self, checkpoint: Checkpoint) -> Ids:
+        """The token that really follows each token of the continuation."""
+        window = self.plan.windows[checkpoint.window]
+        return window[checkpoint.p + 1 : checkpoint.p + NEXT_TOKENS + 1]
+
+    def logits(
+        self, checkpoint: Checkpoint, parts: Sequence[KVRows], shape: BatchShape | None = None
+    ) -> Logits:
+        """float32[NEXT_TOKENS, n_vocab] of the continuation after these rows of the prefix."""
+        shape = shape or self._shape
+        pace = self._paces.setdefault(shape, Pace(self._step_s, self._n_max, shape.width))
+        rows = list(parts)
+        ids = self.plan.windows[checkpoint.window]
+        found, p, end = [], checkpoint.p, checkpoint.p + NEXT_TOKENS
+        while p < end:
+            stop = min(end, p + pace.n)
+            piece = self._evaluate(rows, p, ids[p:stop], pace, shape, logits=True, rows=stop < end)
+            assert piece.logits is not None
+            found.append(piece.logits)
+            if piece.rows is not None:
+                rows.append(piece.rows)
+            p = stop
+        self.progress(NEXT_TOKENS)
+        return np.concatenate(found)
+
+    def _evaluate(
+        self,
+        parts: Sequence[KVRows],
+        p: int,
+        ids: Ids,
+        pace: Pace,
+        shape: BatchShape | None = None,
+        *,
+        logits: bool,
+        rows: bool,
+    ) -> Evaluated:
+        blob: Buffer | None = None
+        if parts:
+            v_trans = self.scratch.context.v_trans
+            native = parts[-1].layout  # the last rows of a prefix are never stored ones
+            blob = np.asarray(emit_blob(parts, layout=native, v_trans=v_trans))
+
+        def work() -> Evaluated:
+            started = time.monotonic()
+            found = self.scratch.evaluate(blob, p, ids, logits=logits, rows=rows, shape=shape)
+            pace.learn(len(ids), time.monotonic() - started)
+            return found
+
+        return self._run_step(work, p + len(ids))
+
+
+def compare(native: LogProbs, logits: Logits, targets: Ids | None = None) -> Sample:
+    """What the distributions of `logits` differ by from those of `native`; `targets`: the tokens
+    that really follow, for the perplexity."""
+    kl = same = nll = 0.0
+    for i, (p, row) in enumerate(zip(native, logits, strict=True)):
+        q = log_softmax(row)
+        wide = p.astype(np.float64)
+        kl += float(np.exp(wide) @ (wide - q))
+        same += float(p.argmax() == q.argmax())
+        nll -= 0.0 if targets is None else float(q[targets[i]])
+    n = len(native)
+    # Rounding can leave a sum of zeros a hair below zero.
+    return Sample(max(0.0, kl / n), same / n, nll / n)
+
+
+def log_softmax(logits: npt.NDArray[np.float32]) -> LogProbs:
+    """float32 log-probabilities of one row of logits, or of several, in a new array."""
+    out = np.empty_like(logits)
+    for row, to in zip(np.atleast_2d(logits), np.atleast_2d(out), strict=True):
+        wide = row.astype(np.float64)
+        wide -= wide.max()
+        to[:] = wide - np.log(np.exp(wide).sum())
+    return out

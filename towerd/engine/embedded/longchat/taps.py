@@ -1,0 +1,70 @@
+"""Taps: tensors of the compute graph, copied out while llama.cpp evaluates a batch.
+
+llama.cpp asks before each node whether somebody wants its data and calls again with the data; to
+want one splits the graph there, so tap what is needed and only while it is: a batch of which
+nothing is wanted is computed as if there were no taps (ggml's `ggml-backend.cpp`, compute_splits).
+Names and shapes: llama.cpp `src/llama-graph.cpp` (build_attn_mha); without flash attention there
+are `kq_soft_max-<layer>` [cells, tokens, heads] and `kqv-<layer>` [head size, tokens, heads].
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import numpy.typing as npt
+
+from towerd.errors import TowerdError
+from towerd.kernels.taps import make_node_tap
+from towerd.llama_library import lib
+
+Values = npt.NDArray[np.float32]
+
+
+class Taps:
+    """Collects float32 tensors by name. Give it to the context, which keeps it."""
+
+    def __init__(self) -> None:
+        """Watches nothing yet. Raises TowerdError for a llama.cpp whose tensors cannot be read."""
+        names = ("ggml_get_name", "ggml_nbytes", "ggml_nelements", "ggml_backend_tensor_get")
+        try:
+            # libllama depends on the library that has them, so one look-up finds them.
+            found = [getattr(lib._lib, name) for name in names]
+        except AttributeError as error:
+            raise TowerdError(
+                f"This llama.cpp has no function to read tensors: {error}."
+            ) from error
+        addresses = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in found)
+        self._tap = make_node_tap(*addresses)
+
+    @property
+    def callback(self) -> tuple[int, int]:
+        """The addresses of what llama.cpp calls for each node, and of what it is told then."""
+        return self._tap.callback, self._tap.user_data
+
+    def take(self, name: str, layer: int) -> Values:
+        """The values of one tensor of the last batch, of the last node of that name; axes in
+        numpy's order, the reverse of ggml's: `kq_soft_max` is [heads, tokens, cells]. Raises
+        TowerdError if there were none."""
+        if self._tap.error:
+            raise TowerdError(self._tap.error)
+        try:
+            shape, strides, data = self._tap.read(name, layer)
+        except KeyError:
+            raise TowerdError(
+                f"llama.cpp evaluated no tensor {name}-{layer}: "
+                "this architecture's attention cannot be watched."
+            ) from None
+        # A view, such as the queries in a fused projection, has gaps: its strides skip them.
+        values = np.ndarray(shape, np.float32, data, strides=strides)
+        return np.ascontiguousarray(values[0] if shape[0] == 1 else values)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers that any tensor was found for."""
+        return tuple(sorted({layer for _, layer in self._tap.places()}))
+
+    def watch(self, *names: str) -> None:
+        """Forget what was collected; collect tensors of these names (without the layer, such as
+        `Qcur`) from the next batch on."""
+        self._tap.watch(names)

@@ -1,0 +1,276 @@
+"""Start-up of the embedded engine: load, size the context, prove the state format, fingerprint.
+
+Everything here runs once, on a worker thread, before the first request.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from towerd.config import WATCHING, Config
+from towerd.engine.base import ModelInfo
+from towerd.engine.embedded.longchat.attention import flash_attention
+from towerd.engine.embedded.longchat.observer import Observer, check_attention
+from towerd.engine.embedded.longchat.taps import Taps
+from towerd.engine.embedded.media.projector import open_projector
+from towerd.engine.embedded.memory import Memory, n_seqs_of, open_memory
+from towerd.engine.embedded.model.adapters import Adapters, load_adapters
+from towerd.engine.embedded.model.context import LlamaContext
+from towerd.engine.embedded.model.model import LlamaModel
+from towerd.engine.embedded.model.vocab import Vocab
+from towerd.errors import ConfigError, ModelError
+from towerd.kernels.formats import BY_NAME
+from towerd.llama_flags import adapter_files
+from towerd.machine import ram_bytes
+from towerd.models.bundled import find_model
+from towerd.slots.errors import StateError
+from towerd.slots.fingerprint import Fingerprint, tokenizer_hash
+from towerd.slots.kind import DENSE, WHOLE
+from towerd.slots.layout import KVLayout, Plane
+from towerd.slots.selftest import check_slot_file, self_test
+from towerd.store import Catalog
+from towerd.wire import Projector
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+N_CTX_DEFAULT_MAX = 32768
+_CELLS_ROUND = 256
+_LIVE_RAM_SHARE = 8
+"""The default live context takes at most one part in this many of RAM."""
+
+
+@dataclass(frozen=True, slots=True)
+class Core:
+    """A loaded model with its context, checked and ready to be scheduled."""
+
+    model: LlamaModel
+    context: LlamaContext
+    vocab: Vocab
+    info: ModelInfo
+    n_ctx: int
+    memory: Memory
+    adapters: Adapters
+    why_not_spliceable: str
+    """Why rows cannot be moved to another place, or "" if they can."""
+    projector: Projector | None = None
+    """What media are encoded with, if the model shall take any."""
+    observer: Observer | None = None
+    """What reads the attention; only where the daemon was started with a policy that needs it."""
+
+    @property
+    def can_slice(self) -> bool:
+        """Whether stored state can be cut at any token."""
+        return self.memory.kind.can_slice
+
+    @property
+    def layout(self) -> KVLayout:
+        return self.info.fingerprint.layout
+
+    def close(self) -> None:
+        self.context.close()
+        self.model.close()
+
+
+def load_core(config: Config, catalog: Catalog) -> Core:
+    """Load `config.model` (or the default); `catalog` remembers the file's hash.
+
+    Raises ModelError, ConfigError (sizes that cannot be had), StateError never: a state format
+    that fails the self-test is a ModelError that names the version."""
+    model = LlamaModel(find_model(config.model), config)
+    try:
+        n_ctx, n_cells = _sizes(model, config)
+        ram = ram_bytes()
+        attention = flash_attention(config, n_head=model.n_head, n_cells=n_cells, ram_bytes=ram)
+        config = replace(config, flash_attn=attention)
+        n_seqs = in_passing(lambda: n_seqs_of(model, config, ram))
+        taps = Taps() if config.retention in WATCHING else None
+        context = LlamaContext(model, config, n_cells=n_cells, n_seqs=n_seqs, taps=taps)
+    except Exception:
+        model.close()
+        raise
+    try:
+        vocab = Vocab(model.ptr)
+        memory = in_passing(lambda: _probe(context, model))
+        observer = None if taps is None else _observer(taps, memory, model, config)
+        info = _info(model, vocab, config, memory, catalog)
+        projector = in_passing(lambda: open_projector(model, config, catalog))
+        if projector is not None:
+            info = replace(info, has_media=True)
+        files, applied = adapter_files(config.llama_server_args)
+        adapters = load_adapters(model, files, catalog, applied=applied)
+    except Exception:
+        context.close()
+        model.close()
+        raise
+    why_not = why_not_spliceable(memory)
+    return Core(model, context, vocab, info, n_ctx, memory, adapters, why_not, projector, observer)
+
+
+def _observer(taps: Taps, memory: Memory, model: LlamaModel, config: Config) -> Observer | None:
+    """None for a memory that no policy can thin, which the engine refuses in its own words."""
+    if memory.kind is not DENSE:
+        return None
+    cell_ext = memory.layout.cell_ext
+    return Observer(
+        taps, memory, in_passing(lambda: check_attention(model, config, cell_ext=cell_ext))
+    )
+
+
+_KINDS = {
+    "window": "it has sliding-window layers",
+    "hybrid": "it has recurrent layers beside attention",
+    "recurrent": "its layers are recurrent",
+    "whole": "its state can only be stored as a whole",
+}
+
+
+def why_not_spliceable(memory: Memory) -> str:
+    """Why rows cannot be moved to another place, or "" if they can."""
+    if memory.kind is not DENSE:
+        return f"{_KINDS[memory.kind.name]}, and only the rows of dense attention can be moved"
+    return "positions have more than one component (M-RoPE)" if memory.layout.cell_ext else ""
+
+
+def _sizes(model: LlamaModel, config: Config) -> tuple[int, int]:
+    """(tokens per sequence, cells of the context)."""
+    n_ctx = config.ctx_size or min(model.n_ctx_train, N_CTX_DEFAULT_MAX)
+    if n_ctx > model.n_ctx_train and not (config.rope_freq_base or config.rope_freq_scale):
+        log.warning(
+            f"--ctx-size {n_ctx} is more than the {model.n_ctx_train} tokens that the model was "
+            "trained on; beyond these its replies may make no sense."
+        )
+    layout = _declared_layout(model, config)
+    if config.live_tokens:
+        n_cells = config.live_tokens
+    else:
+        affordable = ram_bytes() // _LIVE_RAM_SHARE // layout.token_bytes
+        n_cells = max(n_ctx, min(4 * n_ctx, affordable))
+    if n_cells < n_ctx:
+        raise ConfigError(
+            f"--live-tokens {n_cells} is less than --ctx-size {n_ctx}; "
+            "one full conversation has to fit the live context."
+        )
+    return n_ctx, -(-n_cells // _CELLS_ROUND) * _CELLS_ROUND
+
+
+def _declared_layout(model: LlamaModel, config: Config) -> KVLayout:
+    """The layout that the metadata promises; only the probe knows the real one."""
+    n_head = _largest(model, "attention.head_count", 1)
+    n_embd = int(model.key("embedding_length", "0"))
+    head_k = int(model.key("attention.key_length", str(n_embd // max(1, n_head))))
+    head_v = int(model.key("attention.value_length", str(head_k)))
+    n_kv = _largest(model, "attention.head_count_kv", n_head)
+    n_layer = int(model.key("block_count", "1"))
+    k, v = BY_NAME[config.cache_type_k], BY_NAME[config.cache_type_v]
+    try:
+        k_plane = Plane(k.ggml_type, k.row_bytes(n_kv * head_k))
+        v_plane = Plane(v.ggml_type, v.row_bytes(n_kv * head_v))
+    except (StateError, ValueError) as error:
+        raise ConfigError(
+            f"Cache types {k.name}/{v.name} do not fit this model: {error}."
+        ) from error
+    return KVLayout((k_plane,) * n_layer, (v_plane,) * n_layer)
+
+
+def in_passing(work: Callable[[], T]) -> T:
+    """Run `work`, which computes, on a thread that ends with it.
+
+    OpenMP keeps a team of threads for each thread that ever computed. With more of them than
+    cores libgomp hardly spins at a barrier any more but sleeps, and every step of the inference
+    thread takes twice as long: 26 ms instead of 12 for a token of the 100M shape on two cores
+    (`GOMP_SPINCOUNT` in the manual of libgomp)."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(work).result()
+
+
+def _largest(model: LlamaModel, name: str, default: int) -> int:
+    """A metadata value that may be a list, one for each layer; at least 1."""
+    values = model.key(name, str(default)).strip("[]").split(",")
+    return max(1, *(int(value) for value in values))
+
+
+def _probe(context: LlamaContext, model: LlamaModel) -> Memory:
+    """Decode two tokens and check our reading of their state byte for byte.
+
+    Raises ModelError when this llama.cpp writes another format: then nothing may be stored."""
+    seq, ids = context.n_seqs - 1, np.array([0, 0], np.int32)
+    try:
+        memory = open_memory(context, model)
+        context.batch.add(ids, 0, seq, logits_last=True)
+        context.decode()
+        handle, name = tempfile.mkstemp(suffix=".slot")
+        os.close(handle)
+        try:
+            context.save_file(seq, name, ids)
+            check_slot_file(Path(name).read_bytes(), context.get_state(seq))
+            if memory.kind is DENSE:
+                self_test(context.get_state(seq), [0, 1], memory.layout)
+        finally:
+            os.unlink(name)
+            context.seq_rm(seq)
+    except StateError as error:
+        raise ModelError(
+            f"{error}; install the llama-cpp-python version that towerd names."
+        ) from error
+    return memory
+
+
+def _info(
+    model: LlamaModel,
+    vocab: Vocab,
+    config: Config,
+    memory: Memory,
+    catalog: Catalog,
+) -> ModelInfo:
+    layout, n_cells = memory.layout, memory.context.n_cells
+    rotated = os.environ.get("LLAMA_ATTN_ROT_DISABLE", "0") in ("", "0")
+    arch = model.arch
+    if memory.kind is WHOLE:  # its bytes depend on what else only the layout says
+        arch = f"{arch}:{config.cache_type_k}:{config.cache_type_v}:{memory.context.v_trans:d}"
+    n_head_kv = _largest(model, "attention.head_count_kv", 1)
+    fingerprint = Fingerprint(
+        model_hash=model.file.identify(catalog),
+        arch=arch,
+        tokenizer=tokenizer_hash(vocab.pieces),
+        rope=model.rope(config),
+        lora=(),
+        layout=layout,
+        rot_k=rotated and bool(layout.k) and is_rotated(layout.k[0], n_head_kv),
+        rot_v=rotated and bool(layout.v) and is_rotated(layout.v[0], n_head_kv),
+        long_context=model.is_long_context(n_cells),
+    )
+    return ModelInfo(
+        path=str(model.path),
+        alias=config.aliases[0] if config.aliases else model.path.name,
+        aliases=config.aliases,
+        tags=config.tags,
+        description=model.description(),
+        n_vocab=vocab.n_vocab,
+        n_ctx_train=model.n_ctx_train,
+        n_embd=model.n_embd,
+        n_params=model.n_params,
+        size_bytes=model.size_bytes,
+        vocab_type=vocab.vocab_type,
+        bos_token=vocab.bos_text,
+        eos_token=vocab.eos_text,
+        chat_template=model.metadata.get("tokenizer.chat_template", ""),
+        fingerprint=fingerprint,
+        kv_bytes_per_token=layout.token_bytes,
+        metadata=model.metadata,
+    )
+
+
+def is_rotated(plane: Plane, n_head_kv: int) -> bool:
+    """llama.cpp rotates quantized rows whose head size is a multiple of 64."""
+    return plane.format.is_quantized and (plane.n_elements // n_head_kv) % 64 == 0

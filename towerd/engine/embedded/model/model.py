@@ -1,0 +1,236 @@
+"""The model file in memory: loading, metadata, and what its fingerprint needs.
+
+The only objects that touch `llama_model*`. Loading failures become `ModelError` with the reason
+llama.cpp logged, because its API itself returns only NULL.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from towerd.config import Config
+from towerd.engine.embedded.model.loadable import check_loadable, why_not_loaded
+from towerd.engine.model_file import ModelFile
+from towerd.errors import ModelError
+from towerd.llama_library import lib
+from towerd.models.known import metadata_of
+
+log = logging.getLogger("towerd.llama")
+
+_GGUF_MAGIC = b"GGUF"
+_MROPE_TYPES = (8, 24, 40)  # GGML_ROPE_TYPE_MROPE, _VISION, _IMROPE: more than one position a cell
+_COMPRESSED = ("deepseek4",)
+_META_VALUE_BYTES = 1 << 20
+
+_recent_log: deque[str] = deque(maxlen=50)
+_backend_lock = threading.Lock()
+_backend_ready = False
+_manner = threading.local()
+
+
+def _on_log(level: int, text: bytes, _user: Any) -> None:
+    line = text.decode("utf-8", "replace").strip()
+    if not line or line == ".":
+        return
+    if "n_ctx_seq" in line and "n_ctx_train" in line:
+        level = 2  # sequences share the context's cells, and towerd bounds each of them
+    # llama.cpp's levels: 1 debug? 2 info, 3 warn, 4 error, 5 continuation of the line before.
+    if level in (3, 4):
+        _recent_log.append(line)
+    if getattr(_manner, "is_quiet", False):
+        level = 2
+    log.log({3: logging.WARNING, 4: logging.ERROR}.get(level, logging.DEBUG), line)
+
+
+_log_callback = lib.llama_log_callback(_on_log)  # kept: llama.cpp holds the pointer for ever
+
+
+def init_backend() -> None:
+    """Initialise llama.cpp once per process and route its log into ours, from whoever had it."""
+    global _backend_ready
+    with _backend_lock:
+        lib.llama_log_set(_log_callback, ctypes.c_void_p(0))
+        if not _backend_ready:
+            lib.llama_backend_init()
+            _backend_ready = True
+
+
+@contextmanager
+def complaining_quietly() -> Iterator[None]:
+    """What llama.cpp complains of on this thread is logged as details meanwhile: it takes an
+    evaluation that was ended for a failure."""
+    _manner.is_quiet = True
+    try:
+        yield
+    finally:
+        _manner.is_quiet = False
+
+
+def last_errors() -> str:
+    """The last complaints of llama.cpp, as one line."""
+    return "; ".join(list(_recent_log)[-3:])
+
+
+class LlamaModel:
+    """A loaded GGUF. Free it with `close()` after every context made from it."""
+
+    def __init__(self, path: Path, config: Config, *, vocab_only: bool = False) -> None:
+        """vocab_only: tokenizer and metadata without the weights, in milliseconds.
+
+        Raises ModelError: missing, not a GGUF, truncated, unknown to this llama.cpp, or one that
+        cannot be served."""
+        _check_magic(path)
+        init_backend()
+        check_loadable(path)
+        params = lib.llama_model_default_params()
+        params.n_gpu_layers = config.gpu_layers
+        params.load_mode = _load_mode(config)
+        params.vocab_only = vocab_only
+        _recent_log.clear()
+        self.file = ModelFile(path)
+        """Opened before its weights were read; not identified yet."""
+        handle = lib.llama_model_load_from_file(str(path).encode(), params)
+        if not handle:
+            self.file.close()
+            raise ModelError(why_not_loaded(path, last_errors()))
+        self.path = path
+        self.ptr: Any = handle
+        self.vocab_ptr: Any = lib.llama_model_get_vocab(handle)
+        self.metadata = {**self._read_metadata(), **metadata_of(path)}
+        self.vocab_only = vocab_only
+        if not lib.llama_model_has_decoder(handle) or lib.llama_model_has_encoder(handle):
+            self.close()
+            raise ModelError(
+                f"{path} has an encoder, whose state towerd does not keep: serve a decoder-only "
+                "model."
+            )
+
+    def close(self) -> None:
+        """Free the weights."""
+        if self.ptr:
+            lib.llama_model_free(self.ptr)
+            self.ptr = None
+            self.file.close()
+
+    @property
+    def arch(self) -> str:
+        """`general.architecture`."""
+        return self.metadata.get("general.architecture", "")
+
+    @property
+    def n_ctx_train(self) -> int:
+        if self.vocab_only:
+            return int(self.key("context_length", "0"))
+        return int(lib.llama_model_n_ctx_train(self.ptr))
+
+    @property
+    def n_embd(self) -> int:
+        if self.vocab_only:
+            return int(self.key("embedding_length", "0"))
+        return int(lib.llama_model_n_embd(self.ptr))
+
+    @property
+    def n_head(self) -> int:
+        """Query heads of the widest layer."""
+        return int(lib.llama_model_n_head(self.ptr))
+
+    @property
+    def n_params(self) -> int:
+        return int(lib.llama_model_n_params(self.ptr))
+
+    @property
+    def size_bytes(self) -> int:
+        return int(lib.llama_model_size(self.ptr))
+
+    @property
+    def n_swa(self) -> int:
+        return int(lib.llama_model_n_swa(self.ptr))
+
+    def key(self, name: str, default: str = "") -> str:
+        """The metadata value of `{arch}.{name}`."""
+        return self.metadata.get(f"{self.arch}.{name}", default)
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Recurrent layers only."""
+        return bool(lib.llama_model_is_recurrent(self.ptr))
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Recurrent layers and attention."""
+        return bool(lib.llama_model_is_hybrid(self.ptr))
+
+    @property
+    def is_compressed(self) -> bool:
+        """Whether attention keeps compressed keys beside its rows."""
+        return self.arch in _COMPRESSED
+
+    @property
+    def has_indexer(self) -> bool:
+        """Whether attention keeps an index or compressed keys beside its rows."""
+        return self.is_compressed or any(".indexer." in key for key in self.metadata)
+
+    @property
+    def has_cell_ext(self) -> bool:
+        """Whether every cell carries more than a position: models with M-RoPE."""
+        return int(lib.llama_model_rope_type(self.ptr)) in _MROPE_TYPES
+
+    def rope(self, config: Config) -> dict[str, str]:
+        """The RoPE parameters in force, as text, for the fingerprint."""
+        names = ("rope.freq_base", "rope.dimension_count", "rope.scaling.type",
+                 "rope.scaling.factor", "rope.scale_linear",
+                 "rope.scaling.original_context_length", "rope.scaling.attn_factor",
+                 "rope.scaling.yarn_log_multiplier")  # fmt: skip
+        rope = {name: value for name in names if (value := self.key(name))}
+        rope["type"] = str(int(lib.llama_model_rope_type(self.ptr)))
+        if config.rope_freq_base:
+            rope["override.freq_base"] = repr(config.rope_freq_base)
+        if config.rope_freq_scale:
+            rope["override.freq_scale"] = repr(config.rope_freq_scale)
+        return rope
+
+    def is_long_context(self, n_ctx_seq: int) -> bool:
+        """Whether llama.cpp picks the long RoPE factors (longrope) for this context size."""
+        if self.key("rope.scaling.type") != "longrope":
+            return False
+        original = self.key("rope.scaling.original_context_length")
+        return n_ctx_seq > (int(original) if original else self.n_ctx_train)
+
+    def description(self) -> str:
+        buffer = ctypes.create_string_buffer(256)
+        lib.llama_model_desc(self.ptr, buffer, 256)
+        return buffer.value.decode("utf-8", "replace")
+
+    def _read_metadata(self) -> dict[str, str]:
+        out: dict[str, str] = {}
+        value = ctypes.create_string_buffer(_META_VALUE_BYTES)
+        key = ctypes.create_string_buffer(512)
+        for i in range(lib.llama_model_meta_count(self.ptr)):
+            if lib.llama_model_meta_key_by_index(self.ptr, i, key, 512) < 0:
+                continue
+            if lib.llama_model_meta_val_str_by_index(self.ptr, i, value, _META_VALUE_BYTES) >= 0:
+                out[key.value.decode("utf-8", "replace")] = value.value.decode("utf-8", "replace")
+        return out
+
+
+def _check_magic(path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            magic = file.read(4)
+    except OSError as error:
+        raise ModelError(f"Cannot read the model {path}: {error.strerror}.") from error
+    if magic != _GGUF_MAGIC:
+        raise ModelError(f"{path} is not a GGUF file; convert the model to GGUF first.")
+
+
+def _load_mode(config: Config) -> int:
+    if config.mlock:
+        return int(lib.LLAMA_LOAD_MODE_MMAP_MLOCK if config.mmap else lib.LLAMA_LOAD_MODE_MLOCK)
+    return int(lib.LLAMA_LOAD_MODE_AUTO if config.mmap else lib.LLAMA_LOAD_MODE_NONE)

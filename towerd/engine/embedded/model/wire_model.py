@@ -1,0 +1,62 @@
+"""The loaded model as `towerd.wire` takes it: with the daemon's settings and its tokenizer."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from towerd.config import Config
+from towerd.engine.embedded.model.core import Core
+from towerd.engine.embedded.model.retokenize import Retokenizer
+from towerd.errors import ConfigError
+from towerd.llama_flags import wire_words
+from towerd.models.known import metadata_of
+from towerd.wire import Model, Settings, recommended
+
+KEPT_FIELDS = ("retention", "live_budget", "lora")
+"""Fields of a body that towerd reads itself."""
+
+
+def open_wire(core: Core, config: Config, retokenizer: Retokenizer) -> Model:
+    """Raises ConfigError: a chat template that does not parse or renders no example, a flag's value
+    that llama.cpp does not take."""
+    settings = Settings(
+        name=core.info.alias,
+        n_ctx=core.n_ctx,
+        n_parallel=config.parallel,
+        n_batch=config.batch_size,
+        chat_template=config.chat_template_source() or _known_template(core),
+        defaults={**recommended(core.info.metadata), "n_predict": config.n_predict},
+        flags=tuple(wire_words(config.llama_server_args)),
+        kept_fields=KEPT_FIELDS,
+    )
+    address = ctypes.cast(core.model.ptr, ctypes.c_void_p).value
+    assert address is not None
+
+    def tokenize(text: str) -> Any:
+        return retokenizer.tokenize(text, add_special=True, parse_special=True)
+
+    try:
+        return Model(address, settings.encode(), tokenize, core.projector)
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(f"llama.cpp refuses a chat template or flag: {error}.") from error
+
+
+def _known_template(core: Core) -> str:
+    """What a known model's template is replaced by; empty: the GGUF's own is used."""
+    return metadata_of(core.model.path).get("tokenizer.chat_template", "")
+
+
+def encode(body: Mapping[str, Any]) -> bytes:
+    """A request body as JSON; arrays of token ids become lists."""
+    return msgspec.json.encode(body, enc_hook=_plain)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is not JSON")

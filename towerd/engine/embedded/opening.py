@@ -1,0 +1,125 @@
+"""Opening the embedded engine with its store and tiers, and closing all of it in order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import cast
+
+from towerd.config import Config
+from towerd.engine.embedded.engine import EmbeddedEngine
+from towerd.engine.embedded.model.core import Core, load_core
+from towerd.engine.opened import Opened
+from towerd.engine.weights_check import WeightsCheck
+from towerd.slots.fingerprint import Fingerprint
+from towerd.store import Catalog, Node, Store
+from towerd.store.segments.boundaries import ANYWHERE, CUT_META
+from towerd.tiers.boundary import BoundaryTier
+from towerd.tiers.formats.fidelity import Fidelity, LevelFormats
+from towerd.tiers.manager import Tiers
+
+
+@asynccontextmanager
+async def open_embedded(config: Config) -> AsyncIterator[Opened[EmbeddedEngine]]:
+    """Load the model, open the store, start the inference thread; undo it all at the end.
+
+    On the way out running requests are cancelled, live rows are exported and written, and the
+    catalog is closed. Raises ModelError, StoreError, ConfigError."""
+    core, store = await asyncio.to_thread(_open_store, config)
+    try:
+        boundaries = await asyncio.to_thread(_open_boundaries, config, core, store)
+        tiers = await asyncio.to_thread(_open_tiers, config, core, store)
+        try:
+            engine = EmbeddedEngine(core, tiers, config, boundaries)
+            weights = _weights_check(core, engine, store, boundaries)
+            try:
+                await asyncio.to_thread(engine.start)
+                weights.start()
+                yield Opened(
+                    engine,
+                    store,
+                    tiers,
+                    lambda nodes: _forget(boundaries, nodes),
+                    engine.is_calm,
+                    _anticipate_tokens_max(config, core),
+                )
+            finally:
+                await asyncio.to_thread(weights.close)
+                await engine.close()
+        finally:
+            if boundaries is not None:
+                await asyncio.to_thread(boundaries.close)
+            await asyncio.to_thread(tiers.close)
+    finally:
+        await asyncio.to_thread(store.close)
+        await asyncio.to_thread(core.close)
+
+
+def _forget(boundaries: BoundaryTier | None, nodes: Sequence[Node]) -> None:
+    """Boundary states of segments that go are deleted with them."""
+    if boundaries is not None:
+        for node in nodes:
+            boundaries.table.drop(node)
+
+
+def _anticipate_tokens_max(config: Config, core: Core) -> int:
+    """A memory that cannot be cut anywhere has no branch to evaluate ahead."""
+    return config.anticipate_tokens_max if config.anticipate and core.can_slice else 0
+
+
+def _open_store(config: Config) -> tuple[Core, Store]:
+    """Lock the store first, so that a second daemon fails before it loads a model."""
+    cores: list[Core] = []
+
+    def load(catalog: Catalog) -> Fingerprint:
+        cores.append(load_core(config, catalog))
+        return cores[0].info.fingerprint
+
+    try:
+        store = Store.open(config.store_dir, load)
+    except BaseException:
+        for core in cores:
+            core.close()
+        raise
+    return cores[0], store
+
+
+def _open_tiers(config: Config, core: Core, store: Store) -> Tiers:
+    return Tiers(
+        store,
+        core.layout,
+        v_trans=core.context.v_trans,
+        hot_bytes=config.hot_bytes,
+        warm_bytes=config.warm_bytes,
+        policy=config.policy,
+        predictor=config.predictor,
+        prefetch_bytes=config.prefetch_bytes,
+        fidelity=cast(Fidelity, config.fidelity),
+        forced=LevelFormats.parse(config.level_formats) if config.level_formats else None,
+        shrink_after_s=config.shrink_after_s,
+        tail=core.memory.tail,
+    )
+
+
+def _weights_check(
+    core: Core, engine: EmbeddedEngine, store: Store, boundaries: BoundaryTier | None
+) -> WeightsCheck:
+    """What follows when the file under the loaded weights changes: rows are void."""
+
+    def changed(since: float) -> None:
+        store.rows.distrust(since)
+        if boundaries is not None:
+            boundaries.distrust(since)
+        engine.forget_live()
+
+    return WeightsCheck([core.model.file], store, is_busy=engine.is_busy, on_change=changed)
+
+
+def _open_boundaries(config: Config, core: Core, store: Store) -> BoundaryTier | None:
+    if not core.memory.kind.has_state:
+        store.set_meta(CUT_META + store.state.digest.hex(), ANYWHERE)
+        return None
+    store.set_meta(CUT_META + store.state.digest.hex(), core.memory.kind.cut)
+    exact = config.fidelity == "exact"
+    return BoundaryTier(store, bytes_max=config.boundary_bytes, exact=exact)

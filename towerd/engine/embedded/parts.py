@@ -1,0 +1,112 @@
+"""Parts: what the embedded engine is made of, put together in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from towerd.config import Config
+from towerd.engine.embedded.longchat.budgets import Budgets
+from towerd.engine.embedded.longchat.hook import Hook
+from towerd.engine.embedded.longchat.hooks import Hooks
+from towerd.engine.embedded.longchat.recall import RecallLimits
+from towerd.engine.embedded.longchat.shift import ContextShift
+from towerd.engine.embedded.media.media import Media
+from towerd.engine.embedded.model.core import Core
+from towerd.engine.embedded.restore.branching import Branching, TokenBranching
+from towerd.engine.embedded.restore.checkpoints import Checkpoints
+from towerd.engine.embedded.restore.exporter import Exporter
+from towerd.engine.embedded.restore.restorer import Restorer
+from towerd.engine.embedded.restore.splice import Splicer
+from towerd.engine.embedded.scheduling.endings import Events
+from towerd.engine.embedded.scheduling.pool import LivePool
+from towerd.engine.embedded.scheduling.scheduler import Scheduler
+from towerd.engine.embedded.scheduling.speculation import Speculator
+from towerd.tiers.boundary import BoundaryTier
+from towerd.tiers.manager import Tiers
+
+PARKED_SHARE = 4
+"""Thinned chats that left the context take at most one part in this many of --hot-bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What belongs to the inference thread."""
+
+    pool: LivePool
+    splicer: Splicer
+    budgets: Budgets
+    hooks: Hooks
+    exporter: Exporter
+    restorer: Restorer
+    media: Media
+    scheduler: Scheduler
+
+    def close(self) -> None:
+        """End the threads, the inference thread first."""
+        self.scheduler.close()
+        self.media.close()
+        self.scheduler.speculator.close()
+        self.restorer.close()
+        self.budgets.close()
+
+
+def assemble(
+    core: Core,
+    tiers: Tiers,
+    config: Config,
+    boundaries: BoundaryTier | None,
+    speculator: Callable[[LivePool], Speculator],
+    deliver: Callable[[Events], None],
+) -> Parts:
+    """Construct the parts. boundaries: needed for a model whose memory has a state; deliver: hands
+    events to their clients."""
+    memory = core.memory
+    pool = LivePool(memory, n_seqs=memory.n_live, n_cells=core.context.n_cells)
+    splicer = Splicer(core, tiers)
+    checkpoints = None
+    if boundaries is not None:
+        ends, every = core.vocab.eog_ids, config.boundary_tokens
+        checkpoints = Checkpoints(memory, pool, tiers, boundaries, ends, every)
+    exporter = Exporter(memory, tiers, checkpoints)
+    tokens = TokenBranching(memory, pool, tiers, exporter.export)
+    branching: Branching = checkpoints or tokens
+    budgets = _budgets(core, tiers, config, pool, splicer, tokens)
+    hooks = Hooks(Hook(branching), ContextShift(branching, tiers), budgets, core.observer)
+    restorer = Restorer(memory, pool, tiers, splicer, hooks, branching, checkpoints)
+    media = Media(core.projector, core.context, pool, restorer)
+    scheduler = Scheduler(
+        core.context,
+        pool,
+        memory,
+        restorer,
+        exporter,
+        hooks,
+        speculator(pool),
+        media,
+        n_ctx=core.n_ctx,
+        parallel=config.parallel,
+        queue_max=config.queue_max,
+        deliver=deliver,
+    )
+    return Parts(pool, splicer, budgets, hooks, exporter, restorer, media, scheduler)
+
+
+def _budgets(
+    core: Core,
+    tiers: Tiers,
+    config: Config,
+    pool: LivePool,
+    splicer: Splicer,
+    tokens: TokenBranching,
+) -> Budgets:
+    limits = RecallLimits(
+        config.recall_every,
+        config.recall_layer_step,
+        config.threads,
+        config.recall_bytes,
+        config.recall_disk_bytes,
+    )
+    parked_bytes = tiers.hot_bytes_max // PARKED_SHARE
+    folder = tiers.store.state.directory.tmp
+    return Budgets(tokens, core, pool, splicer, parked_bytes, limits, folder)

@@ -1,0 +1,190 @@
+"""Checkpoints: going on from boundary states, for memories that cannot be cut at any token.
+
+Where the store or another sequence has a state at position p, the tokens before p need not be
+evaluated: their rows, if the memory has any, are shared or appended as always, and the state is
+put in their place behind them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+
+from towerd.engine.embedded.memory import Memory
+from towerd.engine.embedded.model.context import Buffer
+from towerd.engine.embedded.restore.branching import Evict, Found
+from towerd.engine.embedded.restore.marks import plan_marks
+from towerd.engine.embedded.scheduling.job import Job
+from towerd.engine.embedded.scheduling.pool import LivePool, LiveSeq
+from towerd.errors import StoreError, TowerdError
+from towerd.store.segments.boundaries import Boundary
+from towerd.tiers.boundary import BoundaryTier
+from towerd.tiers.manager import Tiers
+from towerd.tiers.plan import Plan
+from towerd.tokens import Provenance, Provenances, are_exact, are_storable, common_prefix
+
+log = logging.getLogger(__name__)
+
+_BROKEN_MAX = 2
+"""Loads of one job that may come up short before it evaluates everything."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedState:
+    """A boundary state and the provenance of the tokens that it stands for without rows."""
+
+    data: Buffer
+    provenance: Provenances
+    found: Boundary
+
+
+class Checkpoints:
+    """See Branching. The inference thread's, but for `load`."""
+
+    def __init__(
+        self,
+        memory: Memory,
+        pool: LivePool,
+        tiers: Tiers,
+        boundaries: BoundaryTier,
+        message_ends: Collection[int],
+        every: int,
+    ) -> None:
+        """message_ends: tokens that end a message; every: tokens between states of a long text"""
+        self.memory = memory
+        self.pool = pool
+        self.tiers = tiers
+        self.boundaries = boundaries
+        self._ends = np.array(sorted(message_ends), np.int32)
+        self._every = every
+
+    # ---- in ---------------------------------------------------------------------------------
+
+    def find(self, job: Job) -> Found:
+        """See Branching.find."""
+        ids, scope = job.ids[: job.n - 1], job.request.scope
+        best: LiveSeq | None = None
+        best_n = 0
+        for seq in self.pool:
+            if not seq.is_whole:
+                continue
+            common = common_prefix(seq.ids[: seq.n_visible(scope)], ids)
+            n = (
+                common
+                if common == seq.n
+                else max((p for p in seq.states if p <= common), default=0)
+            )
+            if n > best_n or (best is not None and n == best_n and best.busy and not seq.busy):
+                best, best_n = seq, n
+        return Found(best, best_n)
+
+    def n_at_hand(self, job: Job) -> int:
+        """See Branching.n_at_hand. Tokens after the last state count as well: no more of them come
+        by waiting for another prompt that has them."""
+        return self.pool.best_prefix(job.ids[: job.n - 1], job.request.scope)[1]
+
+    def open(self, job: Job, found: Found, capacity: int, evict: Evict) -> LiveSeq | None:
+        """See Branching.open."""
+        source, n = found.source, found.n
+        if source is None:
+            return self._opened(job, capacity, evict)
+        if not source.busy and n == source.n and source.scope == job.request.scope:
+            self.pool.grow(source, capacity)
+            return source
+        was_busy, source.busy = source.busy, True
+        try:
+            if self.pool.can_open() or evict():
+                return self._branched(source, n, job, capacity)
+        finally:
+            source.busy = was_busy
+        return self._opened(job, capacity, evict)
+
+    def plan(self, job: Job, seq: LiveSeq, stop: int) -> Plan:
+        """See Branching.plan. It goes up to a position that has a state; sets the job's marks."""
+        request, ids = job.request, job.ids[:stop]
+        plan, n_known = Plan.nothing(), 0
+        if request.cache_prompt and job.n_broken < _BROKEN_MAX:
+            found = self.tiers.plan(ids, request.scope, seq.n)
+            seq.n_public, n_known = found.n_public, found.n_match
+            end = seq.n + found.n if self.memory.kind.has_rows else found.n_match
+            boundary = self.boundaries.deepest(ids, request.scope, seq.n, end)
+            if boundary is not None:
+                plan = found.up_to(boundary)
+        others = (s for s in self.pool if s is not seq and s.scope == seq.scope)
+        live = max((common_prefix(s.tokens(), ids) for s in others), default=0)
+        start = seq.n + plan.n
+        job.marks = self._marks(job, start, {n_known, live})
+        return plan
+
+    def load(self, plan: Plan) -> LoadedState | None:
+        """Read the state of a plan; None if it cannot be had. For any thread."""
+        found = plan.boundary
+        if found is None:
+            return None
+        try:
+            data = self.boundaries.load(found)
+        except StoreError as error:
+            log.warning("a boundary state cannot be used", extra={"error": str(error)})
+            return None
+        n_bare = plan.n - plan.n_rows
+        return LoadedState(data, np.full(n_bare, Provenance.EXACT, np.uint8), found)
+
+    def attach(self, job: Job, seq: LiveSeq, state: LoadedState) -> None:
+        """Put a state behind what was loaded. Raises TowerdError if llama.cpp refuses it: then
+        another one may take its place (some fit only as many sequences as there were)."""
+        try:
+            self.memory.restore(seq.id, state.data)
+        except TowerdError:
+            self.boundaries.refused(state.found)
+            raise
+        n_bare = len(state.provenance)
+        if n_bare:
+            self.pool.append(seq, job.ids[seq.n : seq.n + n_bare], state.provenance)
+        if state.found.derived:  # and so is whatever is computed from it
+            seq.provenance[seq.n - 1] = max(seq.provenance[seq.n - 1], Provenance.DERIVED)
+
+    # ---- out --------------------------------------------------------------------------------
+
+    def capture(self, seq: LiveSeq) -> None:
+        """Take the state at the end of `seq`, which must not be empty."""
+        if seq.n not in seq.states and are_storable(seq.provenance[: seq.n]):
+            seq.states[seq.n] = self.memory.snapshot(seq.id)
+
+    def export(self, seq: LiveSeq) -> None:
+        """Hand the states taken of a sequence to the store."""
+        taken = {}
+        for position, state in seq.states.items():
+            if position <= seq.n:
+                taken[position] = state, not are_exact(seq.provenance[:position])
+        seq.states = {}
+        self.boundaries.accept(seq.tokens(), seq.scope, taken)
+
+    # ---- private ----------------------------------------------------------------------------
+
+    def _opened(self, job: Job, capacity: int, evict: Evict) -> LiveSeq | None:
+        if self.pool.can_open() or evict():
+            return self.pool.open(job.request.scope, capacity)
+        return None
+
+    def _branched(self, source: LiveSeq, n: int, job: Job, capacity: int) -> LiveSeq:
+        """A new sequence with the first `n` tokens of `source`."""
+        scope = job.request.scope
+        if n == source.n or self.memory.kind.has_rows:
+            seq = self.pool.branch(source, n, scope, capacity)
+        else:
+            seq = self.pool.open(scope, capacity)
+        if n < source.n:
+            self.memory.restore(seq.id, source.states[n])
+        if seq.n == 0:
+            self.pool.append(seq, source.ids[:n], source.provenance[:n])
+        return seq
+
+    def _marks(self, job: Job, start: int, branches: set[int]) -> tuple[int, ...]:
+        if self.memory.kind.cut == "whole":  # as large as the conversation: its end is enough
+            return ()
+        ids = job.ids[: job.n_prompt]
+        ends = np.flatnonzero(np.isin(ids, self._ends)) + 1
+        return plan_marks(start, len(ids), self._every, ends.tolist(), branches)

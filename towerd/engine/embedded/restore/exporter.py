@@ -1,0 +1,59 @@
+"""Exporter: rows of recorded tokens that the store lacks, out of the live context.
+
+It costs O(delta): `seq_cp` of a range into a scratch sequence moves no bytes in a unified cache, and
+the state calls then see only that range. Called by the inference thread only.
+"""
+
+from __future__ import annotations
+
+from towerd.engine.embedded.memory import Memory
+from towerd.engine.embedded.restore.checkpoints import Checkpoints
+from towerd.engine.embedded.scheduling.pool import LiveSeq
+from towerd.tiers.manager import Tiers
+from towerd.tokens import has_derived
+
+
+class Exporter:
+    """Hands rows and states to the hot tier. `checkpoints` is there exactly if the memory has a
+    state."""
+
+    def __init__(self, memory: Memory, tiers: Tiers, checkpoints: Checkpoints | None) -> None:
+        self.bytes_out = 0
+        self._memory = memory
+        self._tiers = tiers
+        self._checkpoints = checkpoints
+
+    def export(self, seq: LiveSeq) -> None:
+        """Hand over what the store lacks of a sequence."""
+        seq.dirty = False
+        if not seq.n:
+            return
+        if self._checkpoints is not None:
+            self._checkpoints.export(seq)
+        if not self._memory.kind.has_rows:
+            return
+        if seq.is_thinned:
+            self._export_beginning(seq)
+            return
+        provenance = seq.provenance[: seq.n]
+        for gap in self._tiers.gaps(seq.tokens(), seq.scope, provenance):
+            rows = self._memory.rows(seq.id, gap.p0, gap.p1)
+            if rows is None:
+                continue
+            self.bytes_out += rows.nbytes
+            derived = has_derived(provenance[gap.p0 : gap.p1])
+            self._tiers.accept(gap, rows, derived=derived)
+
+    def _export_beginning(self, seq: LiveSeq) -> None:
+        """Of a thinned sequence only the rows from before its first eviction are what prefill
+        computes; of the tokens after it the store has the ids alone."""
+        exact = seq.live_set.take_beginning()
+        if exact is None:
+            return
+        ids, provenance, rows = exact.ids, exact.provenance, exact.rows
+        derived = has_derived(provenance)
+        self._tiers.cut(ids, seq.scope)  # it ends within a turn, if the first prompt was too long
+        for gap in self._tiers.gaps(ids, seq.scope, provenance):
+            part = rows.slice(gap.p0, gap.p1)
+            self.bytes_out += part.nbytes
+            self._tiers.accept(gap, part.copy(), derived=derived)

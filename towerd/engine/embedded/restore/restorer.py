@@ -1,0 +1,344 @@
+"""Restorer: makes what is known of a prompt live.
+
+What is live is shared, what is stored is composed into one blob by a worker thread and appended by
+the inference thread, the rest is left to prefill. It costs O(delta): `seq_cp` of a range moves no
+bytes in a unified cache.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from towerd.engine.base import Reuse
+from towerd.engine.embedded.longchat.hooks import Hooks
+from towerd.engine.embedded.memory import Memory
+from towerd.engine.embedded.model.context import Buffer
+from towerd.engine.embedded.restore.branching import NOTHING_FOUND, Branching, Evict, Found
+from towerd.engine.embedded.restore.checkpoints import Checkpoints, LoadedState
+from towerd.engine.embedded.restore.splice import Splicer
+from towerd.engine.embedded.restore.splice_pieces import Piece
+from towerd.engine.embedded.scheduling.job import Job, Phase, Saved
+from towerd.engine.embedded.scheduling.pool import LivePool, LiveSeq
+from towerd.errors import TowerdError
+from towerd.media_ids import whole
+from towerd.tiers.manager import Tiers
+from towerd.tiers.plan import Composed, Plan
+from towerd.tokens import Provenances, common_prefix, count_approximate
+
+log = logging.getLogger(__name__)
+
+_SHARE_TOKENS_MIN = 32
+"""A prompt waits for another's prefill when that will give it this many tokens more."""
+_BLOBS_AHEAD = 2
+"""Blobs that may wait for the inference thread; more would only use memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Rows ready to append for load number `load` of a job; `is_last` ends that load.
+
+    `composed` from the store, or `blob` alone: a preempted job's own rows."""
+
+    load: int
+    provenance: Provenances | None
+    """What the rows of each token are; None without rows."""
+    blob: Buffer | None
+    composed: Composed | None
+    is_last: bool
+    slot: threading.Semaphore | None = None
+    piece: Piece | None = None
+    """What was to be spliced in: `blob` has its rows, None if they cannot be had."""
+
+    state: LoadedState | None = None
+    """The boundary state to end the load with: `provenance` is then that of tokens without rows."""
+    saved: Saved | None = None
+    is_short: bool = False
+    """Rows that were planned turned out to be damaged or gone."""
+
+    @property
+    def n(self) -> int:
+        """Tokens that these stand for."""
+        return 0 if self.provenance is None else len(self.provenance)
+
+
+class RowsMissing(TowerdError):
+    """Half of what a boundary state needs came; the job has to begin again."""
+
+
+class Restorer:
+    """Makes what is known of prompts live. `checkpoints` is there exactly if the memory has a
+    state."""
+
+    def __init__(
+        self,
+        memory: Memory,
+        pool: LivePool,
+        tiers: Tiers,
+        splicer: Splicer,
+        hooks: Hooks,
+        branching: Branching,
+        checkpoints: Checkpoints | None,
+    ) -> None:
+        self.bytes_in = 0
+        self._memory = memory
+        self._pool = pool
+        self._tiers = tiers
+        self._splicer = splicer
+        self._hooks = hooks
+        self._branching = branching
+        self._checkpoints = checkpoints
+        self._plans: dict[int, Plan] = {}
+        self._workers = ThreadPoolExecutor(2, "towerd-compose")
+
+    def close(self) -> None:
+        """End the threads. No job may run any more."""
+        self._workers.shutdown()
+
+    @property
+    def can_take_back(self) -> bool:
+        """Whether rows that leave the context can be had again without evaluating them."""
+        return self._memory.kind.has_rows and self._tiers.hot_bytes_max > 0
+
+    # ---- in ---------------------------------------------------------------------------------
+
+    def begin(self, job: Job, capacity: int, evict: Evict) -> bool:
+        """Give `job` a busy sequence holding its live prefix; set its phase and reuse.
+
+        At least the last prompt token is left to decode: restored rows carry no logits.
+        `evict` frees one idle sequence or says that there is none. False: no sequence."""
+        hook = self._hooks.of_job(job)
+        seq = hook.open(job, self._find(job), capacity, evict)
+        if seq is None:
+            return False
+        seq.busy = True
+        seq.session = job.request.session
+        job.seq = seq
+        self._pool.touch(seq)
+        hook.enter(job, seq)
+        plan = self._plan(job, seq)
+        if job.saved is None:  # else it goes on where it was
+            job.splice = None
+            if hook.can_splice:
+                job.splice = self._splicer.plan(job, seq, plan.n, self._workers)
+            job.n_loaded_hot = job.n_loaded_warm = 0
+            if not job.t_first and not (job.gave_way and seq.is_thinned):
+                self._report(job, seq.n, plan.n_hot, plan.n_warm, plan.n_approximate)
+        elif not job.t_first and (job.splice is None or not job.splice.counted):
+            self._restate(job, job.saved.provenance)
+        if plan.n or job.saved is not None:
+            self._plans[id(job)] = plan
+            job.phase = Phase.LOADING
+            seq.is_whole = self._checkpoints is None
+        else:
+            job.phase = Phase.PREFILL
+        return True
+
+    def load(self, job: Job, on_loaded: Callable[[Job, Loaded | TowerdError], None]) -> None:
+        """Compose what `begin` planned on a worker thread; `on_loaded` is called there, for one
+        blob at a time, and last with `is_last` or an error."""
+        plan = self._plans.pop(id(job))
+        job.loads += 1
+        load = job.loads
+        if job.saved is not None:
+            saved, job.saved = job.saved, None
+            on_loaded(job, Loaded(load, saved.provenance, saved.blob, None, True, saved=saved))
+            return
+
+        def work() -> None:
+            try:
+                slot = threading.Semaphore(_BLOBS_AHEAD)
+                state = None if self._checkpoints is None else self._checkpoints.load(plan)
+                n = 0
+                for composed in self._tiers.compose(plan) if state or not self._checkpoints else ():
+                    slot.acquire()
+                    rows = composed.provenance, composed.blob, composed
+                    on_loaded(job, Loaded(load, *rows, False, slot))
+                    n += composed.n
+                last = Loaded(load, None, None, None, True)
+                if state is not None:
+                    is_short = n + len(state.provenance) < plan.n
+                    last = replace(
+                        last, state=state, provenance=state.provenance, is_short=is_short
+                    )
+                on_loaded(job, last)
+            except TowerdError as error:
+                on_loaded(job, error)
+            except Exception as error:
+                log.exception("composing stored rows failed")
+                message = f"Composing stored rows failed: {error}"
+                public = "Composing stored rows failed; the daemon's log has it."
+                on_loaded(job, TowerdError(message, public=public))
+
+        self._workers.submit(work)
+
+    def splice(self, job: Job, on_loaded: Callable[[Job, Loaded | TowerdError], None]) -> None:
+        """Load the rows to be spliced in where `job` stands; `on_loaded` is called once."""
+        assert job.splice is not None
+        piece, load = job.splice.pieces[0], job.loads + 1
+        job.loads = load
+
+        def tell(blob: Buffer | None) -> None:
+            provenance = None if blob is None else piece.provenance
+            on_loaded(job, Loaded(load, provenance, blob, None, True, piece=piece))
+
+        piece.when_ready(tell)
+
+    def attach(self, job: Job, loaded: Loaded) -> None:
+        """Append loaded rows to the job's sequence. Raises TowerdError if llama.cpp refuses."""
+        seq = job.seq
+        assert seq is not None
+        if loaded.piece is not None and loaded.blob is None and job.splice is not None:
+            job.splice.drop(loaded.piece.placed)
+            return
+        try:
+            if loaded.is_short:
+                raise RowsMissing("stored rows turned out to be gone")
+            if loaded.blob is not None and loaded.provenance is not None:
+                self._memory.append(seq.id, loaded.blob, is_empty=seq.n == 0)
+                self.bytes_in += len(loaded.blob)
+                ids = job.ids[seq.n : seq.n + loaded.n]
+                self._pool.append(seq, ids, loaded.provenance)
+            if loaded.saved is not None:
+                loaded.saved.give_back(seq)
+            if loaded.state is not None and self._checkpoints is not None:
+                self.bytes_in += len(loaded.state.data)
+                try:
+                    self._checkpoints.attach(job, seq, loaded.state)
+                except TowerdError as error:
+                    raise RowsMissing(f"a boundary state was refused: {error}") from error
+            seq.is_whole = seq.is_whole or loaded.is_last
+        except RowsMissing as error:
+            log.warning("a prompt is taken up again", extra={"reason": str(error)})
+            job.n_broken += 1
+            raise
+        else:
+            if loaded.piece is not None:
+                self._splicer.attached(job, loaded.piece)
+            if loaded.composed is not None:
+                job.n_loaded_hot += loaded.composed.n_hot
+                job.n_loaded_warm += loaded.composed.n_warm
+            elif loaded.is_last and not job.t_first and loaded.blob is None and not loaded.n:
+                # Rows that turned out damaged or gone are prefilled: report what really came.
+                self._report(job, job.reuse.live, job.n_loaded_hot, job.n_loaded_warm, 0)
+        finally:
+            self.discard(loaded)
+
+    def end_whole(self, job: Job) -> None:
+        """A load has ended: rows that came of only a part of a medium are let go again, for it is
+        evaluated as a whole. Raises RowsMissing where rows cannot be taken back."""
+        seq = job.seq
+        assert seq is not None
+        n = whole(job.media, seq.n)
+        if n == seq.n:
+            return
+        if self._checkpoints is not None:
+            job.n_broken += 1
+            raise RowsMissing("stored rows end within a medium")
+        self._pool.truncate(seq, n)
+
+    def is_coming(self, job: Job, active: Iterable[Job]) -> bool:
+        """A running prompt will soon have a much longer prefix of this one live: wait for it."""
+        if not job.request.cache_prompt:
+            return False
+        have = self.n_at_hand(job)
+        for other in active:
+            if (
+                other.phase in (Phase.LOADING, Phase.PREFILL)
+                and other.request.scope == job.request.scope
+            ):
+                common = common_prefix(other.ids[: self._n_sharable(other, job)], job.ids)
+                if common >= have + _SHARE_TOKENS_MIN and other.n_live < common:
+                    return True
+        return False
+
+    def _n_sharable(self, other: Job, job: Job) -> int:
+        """How many of the first tokens of `other` its sequence can give to `job`."""
+        if other.request.live == job.request.live:
+            return other.n
+        return self._hooks.of_job(job).n_taken(job, self._hooks.of_job(other).n_given(other))
+
+    def discard(self, loaded: Loaded) -> None:
+        """Give back the buffer of rows that were attached or are not wanted any more."""
+        if loaded.composed is not None:
+            self._tiers.recycle(loaded.composed)
+        if loaded.slot is not None:
+            loaded.slot.release()
+
+    def _report(self, job: Job, live: int, hot: int, warm: int, n_approximate: int) -> None:
+        """Set the job's reuse; `n_approximate`: tokens, beside the live ones, that are so."""
+        assert job.seq is not None
+        n_rest = job.n_prompt - live - hot - warm
+        reuse = Reuse(live, hot, warm, n_rest, n_approximate + job.seq.n_approximate())
+        if reuse.approximate:
+            reuse = replace(reuse, drift=self._splicer.drift(job, job.seq, reuse))
+        job.reuse = reuse
+
+    def _restate(self, job: Job, saved: Provenances) -> None:
+        """Correct the reuse of a job that gave way, maybe before all planned rows had come; from
+        here on it evaluates what it has not got. `saved`: the provenance of what it has."""
+        hot, warm, live = job.n_loaded_hot, job.n_loaded_warm, job.reuse.live
+        n_approximate = count_approximate(saved)
+        job.reuse = replace(
+            job.reuse,
+            hot=hot,
+            warm=warm,
+            prefill=job.n_prompt - live - hot - warm,
+            approximate=n_approximate,
+            drift=job.reuse.drift if n_approximate else None,
+        )
+
+    def _plan(self, job: Job, seq: LiveSeq) -> Plan:
+        n = 0 if job.saved is not None else self._hooks.of_job(job).n_loadable(job, seq)
+        return self._branching.plan(job, seq, n) if n else Plan.nothing()
+
+    def _find(self, job: Job) -> Found:
+        if job.saved is not None or not job.request.cache_prompt:
+            return NOTHING_FOUND
+        return self._hooks.of_job(job).find(job)
+
+    def n_at_hand(self, job: Job) -> int:
+        """How many of the job's tokens it could go on from now, without what is stored."""
+        if job.saved is not None:
+            return len(job.saved.provenance)
+        return self._hooks.of_job(job).n_at_hand(job) if job.request.cache_prompt else 0
+
+    # ---- out ------------------------------------------------------------------------------
+
+    def drop(self, seq: LiveSeq) -> None:
+        """Take a sequence out of the context; what nothing else has of it is kept in RAM."""
+        try:
+            self._hooks.of_seq(seq).leaving(seq)
+        except Exception:
+            log.exception("a chat with a budget is not kept in RAM; it will be evaluated again")
+        self._pool.drop(seq)
+
+    def protect(self, jobs: Iterable[Job]) -> None:
+        """Keep the jobs' rows through the decode of their parts of the batch, in this order."""
+        for job in jobs:
+            assert job.seq is not None
+            self._memory.protect(job.seq.id, job.seq.n, job.n_in_batch)
+
+    def advanced(self, job: Job) -> None:
+        """The job's part of the batch is evaluated: take a boundary state where its prompt has one
+        of its marks."""
+        self._hooks.of_job(job).after_step(job)
+        if job.seq is not None and job.seq.n in job.marks and self._checkpoints is not None:
+            self._checkpoints.capture(job.seq)
+
+    def left(self, job: Job) -> None:
+        """Give up the sequence of a job that ends while it is being loaded, if the rows that
+        came are of no use without their boundary state."""
+        if job.seq is not None and not job.seq.is_whole:
+            self._pool.drop(job.seq)
+            job.seq = None
+
+    def released(self, seq: LiveSeq) -> None:
+        """Its job is recorded: it may be exported, shared, evicted; where it ends is a boundary."""
+        seq.busy = False
+        seq.dirty = True
+        if self._checkpoints is not None and seq.n:
+            self._checkpoints.capture(seq)

@@ -1,0 +1,74 @@
+"""What is spliced into one job's sequence: pieces of modules, with the blobs of their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from towerd.engine.embedded.model.context import Buffer
+from towerd.tiers.modules import Placed
+from towerd.tokens import Provenance, Provenances
+
+
+@dataclass(frozen=True, slots=True)
+class Blobs:
+    """The sequence blobs of the runs of one placed module, by position."""
+
+    by_start: dict[int, Buffer]
+    is_hot: bool
+    """All rows were in RAM."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens [p0, p1) of a prompt whose rows a module has."""
+
+    placed: Placed
+    p0: int
+    p1: int
+    blobs: Future[Blobs | None]
+
+    @property
+    def n(self) -> int:
+        return self.p1 - self.p0
+
+    @property
+    def provenance(self) -> Provenances:
+        """uint8[n] of its rows."""
+        return np.full(self.n, Provenance.SPLICED, np.uint8)
+
+    def when_ready(self, tell: Callable[[Buffer | None], None]) -> None:
+        """Call `tell` with the blob, or None if it cannot be had; on any thread, maybe now."""
+
+        def done(future: Future[Blobs | None]) -> None:
+            blobs = None if future.cancelled() else future.result()
+            tell(None if blobs is None else blobs.by_start[self.p0])
+
+        self.blobs.add_done_callback(done)
+
+
+@dataclass(slots=True)
+class Splice:
+    """What is still to be spliced into one job's sequence, the first piece first."""
+
+    pieces: list[Piece] = field(default_factory=list)
+    counted: set[int] = field(default_factory=set)
+    """Where the modules begin whose drift the job's reuse has."""
+
+    @property
+    def p0(self) -> int | None:
+        """Where the next piece begins; up to there the job evaluates."""
+        return self.pieces[0].p0 if self.pieces else None
+
+    def drop(self, placed: Placed) -> None:
+        """Evaluate this module instead."""
+        self.pieces = [piece for piece in self.pieces if piece.placed is not placed]
+
+    def abandon(self) -> None:
+        """Nothing more of it is needed."""
+        for piece in self.pieces:
+            piece.blobs.cancel()
+        self.pieces = []

@@ -1,0 +1,121 @@
+"""Prompts that are evaluated while nobody waits for anything.
+
+They run one at a time, in small steps, only into free cells, and only when nothing else runs,
+waits or is to be exported. As soon as something comes they end, in the middle of a step where the
+memory allows it, and what they have evaluated stays live for whoever can use it. Called by the
+inference thread only, but for `hurry`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+from towerd.engine.embedded.longchat.live_set import EVERYTHING
+from towerd.engine.embedded.memory import Memory
+from towerd.engine.embedded.model.context import Interrupted
+from towerd.engine.embedded.model.model import complaining_quietly
+from towerd.engine.embedded.restore.restorer import Restorer
+from towerd.engine.embedded.scheduling.inbox import Inbox
+from towerd.engine.embedded.scheduling.job import Job
+from towerd.engine.embedded.scheduling.pool import LivePool
+from towerd.slots.kind import DENSE
+from towerd.wire import Interruption
+
+STEP_MS_MAX = 60.0
+"""How long one step should take: a request that comes meanwhile wastes that much work at most, or
+waits that long where a step cannot be interrupted."""
+_HEADROOM_CELLS = 256
+"""Cells that stay free for the request that is expected next."""
+
+
+def is_background(job: Job) -> bool:
+    """Whether it gives way to every other one."""
+    return job.request.background
+
+
+def nothing_to_evict() -> bool:
+    """What such a job gets when it asks for room."""
+    return False
+
+
+class Background:
+    """The queue of such jobs."""
+
+    def __init__(
+        self,
+        memory: Memory,
+        pool: LivePool,
+        restorer: Restorer,
+        inbox: Inbox,
+        finish: Callable[[Job], None],
+    ) -> None:
+        """inbox: where requests come in; finish: ends a job with what it has."""
+        self._memory = memory
+        self._pool = pool
+        self._restorer = restorer
+        self._inbox = inbox
+        self._finish = finish
+        self._waiting: deque[Job] = deque()
+        self._interruption = Interruption(memory.context.address)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, job: Job) -> None:
+        """Queue a job."""
+        self._waiting.append(job)
+
+    def hurry(self) -> None:
+        """Something was put into the inbox that shall not wait for a step. Any thread may call
+        it."""
+        self._interruption.ask()
+
+    @contextmanager
+    def interruptible(self, jobs: list[Job]) -> Iterator[None]:
+        """Evaluate a batch of `jobs`; if they are background jobs, only until something hurries.
+        Raises Interrupted: the context holds what it held before."""
+        if not all(is_background(job) and self._can_interrupt(job) for job in jobs):
+            yield
+            return
+        self._interruption.arm()
+        try:
+            if not self._inbox.empty():
+                raise Interrupted
+            with complaining_quietly():
+                yield
+        except Interrupted:
+            for job in jobs:
+                if job.seq is not None:
+                    self._memory.seq_rm(job.seq.id, job.seq.n)
+            raise
+        finally:
+            self._interruption.disarm()
+
+    def _can_interrupt(self, job: Job) -> bool:
+        """Whether nothing but rows at the end of its sequence comes of its evaluation."""
+        if self._memory.kind is not DENSE or job.seq is None:
+            return False
+        return job.seq.live_set is EVERYTHING
+
+    def give_way(self, active: Iterable[Job]) -> None:
+        """Something else wants to run."""
+        for job in [job for job in active if is_background(job)]:
+            self._finish(job)
+
+    def drop(self, *, everything: bool) -> None:
+        """End queued jobs that were cancelled, or all."""
+        for job in [job for job in self._waiting if everything or job.cancelled]:
+            self._waiting.remove(job)
+            self._finish(job)
+
+    def next(self) -> Job | None:
+        """The next one that fits into the free cells; others end unevaluated."""
+        while self._waiting:
+            job = self._waiting.popleft()
+            n_new = min(job.n - self._restorer.n_at_hand(job), job.n_cells)
+            if n_new + _HEADROOM_CELLS <= self._pool.cells_free and self._pool.can_open():
+                return job
+            self._finish(job)
+        return None

@@ -1,0 +1,459 @@
+"""The inference thread: continuous batching over the live sequences.
+
+One pass of the loop: take commands, admit waiting jobs, attach loaded rows, decode one batch,
+sample, deliver events. Between passes, or when nothing runs, rows that the store lacks are
+exported. The thread is the only one that touches the context and the pool.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from towerd.engine.base import Piece
+from towerd.engine.embedded.longchat.hooks import Hooks
+from towerd.engine.embedded.media.media import Media, Ready
+from towerd.engine.embedded.memory import Memory
+from towerd.engine.embedded.model.context import DecodeError, Interrupted, LlamaContext
+from towerd.engine.embedded.restore.exporter import Exporter
+from towerd.engine.embedded.restore.restorer import Loaded, Restorer, RowsMissing
+from towerd.engine.embedded.scheduling.background import Background, is_background, nothing_to_evict
+from towerd.engine.embedded.scheduling.batching import Batching
+from towerd.engine.embedded.scheduling.endings import Endings, Events
+from towerd.engine.embedded.scheduling.idle import IdleSequences
+from towerd.engine.embedded.scheduling.inbox import Inbox
+from towerd.engine.embedded.scheduling.job import Job, Phase
+from towerd.engine.embedded.scheduling.pool import LivePool
+from towerd.engine.embedded.scheduling.slot_table import SlotTable
+from towerd.engine.embedded.scheduling.speculation import Speculator
+from towerd.errors import TowerdError, Unavailable
+
+log = logging.getLogger(__name__)
+
+_COUNTERS = ("decode_steps", "sequences_decoded", "tokens_decoded", "preemptions")
+_INTERNAL = "Internal error in the inference thread; the daemon's log has it."
+_CLOSE_WAIT_S = 10.0
+"""How long a shutdown waits for finished turns to be recorded before it exports."""
+_CLOSE_POLL_S = 0.05
+_HEADROOM_TOKENS = 32
+"""Cells kept free for each running job at an admission, so that it does not end in preemption."""
+
+
+class Scheduler:
+    """Runs jobs. `submit`, `cancel`, `release`, `call` and `close` may be called anywhere."""
+
+    def __init__(
+        self,
+        context: LlamaContext,
+        pool: LivePool,
+        memory: Memory,
+        restorer: Restorer,
+        exporter: Exporter,
+        hooks: Hooks,
+        speculator: Speculator,
+        media: Media,
+        *,
+        n_ctx: int,
+        parallel: int,
+        queue_max: int,
+        deliver: Callable[[Events], None],
+    ) -> None:
+        self.context = context
+        self.pool = pool
+        self.restorer = restorer
+        self.hooks = hooks
+        self.speculator = speculator
+        self.media = media
+        self.n_ctx = n_ctx
+        self.parallel = parallel
+        self.queue_max = queue_max
+        self.active: list[Job] = []
+        self.waiting: deque[Job] = deque()
+        self.slots = SlotTable(parallel)
+        self.counters = dict.fromkeys(_COUNTERS, 0)
+        self._batching = Batching(context)
+        self.idle = IdleSequences(pool, restorer, exporter)
+        self._endings = Endings(pool, restorer, self.active, deliver)
+        self._inbox = Inbox()
+        self.background = Background(
+            memory, pool, restorer, self._inbox, lambda job: self._endings.finish(job, "cancelled")
+        )
+        self._closing = False
+        self._close_deadline = 0.0
+        self._stalled = False
+        self._later: list[Callable[[], None]] = []
+        self._thread = threading.Thread(target=self._run, name="towerd-inference", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Queue a job. Raises Unavailable when the queue is full or the engine is closing."""
+        if self._closing:
+            raise Unavailable("towerd is shutting down; try again when it is back.")
+        if len(self.waiting) >= self.queue_max:
+            raise Unavailable(f"{self.queue_max} requests are waiting already; try again later.")
+        enter = self.background.add if is_background(job) else self.waiting.append
+        self._inbox.put(lambda: enter(job))
+        if not is_background(job):
+            self.background.hurry()
+
+    def cancel(self, job: Job) -> None:
+        """Stop a job at the next step; it still ends with a Finish event."""
+        job.cancelled = True
+        self._inbox.put(lambda: None)
+        self.background.hurry()
+
+    def release(self, job: Job) -> None:
+        """The job is recorded (or given up): its sequence may be exported, shared, evicted."""
+        self._inbox.put(lambda: self._endings.release(job))
+
+    def call(self, work: Callable[[], Any]) -> Future[Any]:
+        """Run `work` on the inference thread between two steps."""
+        return self._inbox.call(work)
+
+    def settled(self) -> Future[None]:
+        """Done once no sequence is busy and none holds rows that the store lacks."""
+        future: Future[None] = Future()
+
+        def check() -> None:
+            if any(s.dirty or s.busy for s in self.pool):
+                self._later.append(check)
+            elif future.set_running_or_notify_cancel():
+                future.set_result(None)
+
+        self._inbox.put(check)
+        return future
+
+    def close(self) -> None:
+        """Cancel what runs, export what the store lacks, end the thread."""
+        self._close_deadline = time.monotonic() + _CLOSE_WAIT_S
+        self._closing = True
+        self._inbox.put(lambda: None)
+        self._thread.join()
+
+    # ---- the loop ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._may_exit():
+            try:
+                self._pass()
+            except Exception:
+                # A bug here must cost the requests that met it, never the daemon.
+                log.exception("the inference thread failed; its running requests end")
+                self._fail_all()
+        while self.idle.export_one():
+            pass
+        self._endings.flush()
+
+    def _pass(self) -> None:
+        """One turn of the loop."""
+        self._take_commands()
+        self._admit()
+        self._drop_cancelled()
+        self._splice()
+        self.idle.thin_out(sum(not is_background(job) for job in self.active))
+        stepped = self._step()
+        self._endings.flush()
+        if not stepped or self.idle.is_export_due:
+            self.idle.export_one()
+        later, self._later = self._later, []
+        for check in later:
+            check()
+
+    def _fail_all(self) -> None:
+        self.context.batch.clear()
+        for job in [*self.active, *self.waiting]:
+            self._endings.fail(job, TowerdError(_INTERNAL))
+        self.waiting.clear()
+        self.background.drop(everything=True)
+        self._endings.flush()
+
+    def _take_commands(self) -> None:
+        """Run every queued command; sleep until there is one when nothing else can be done."""
+        block = not self._has_work()
+        while True:
+            try:
+                timeout = _CLOSE_POLL_S if self._closing else None
+                command = self._inbox.get(block=block, timeout=timeout)
+            except queue.Empty:
+                return
+            block = False
+            self._stalled = False
+            command()
+
+    def _has_work(self) -> bool:
+        if any(j.phase in (Phase.PREFILL, Phase.DECODE) for j in self.active):
+            return True
+        may_begin = len(self.active) < self.parallel and not self._stalled
+        if self.waiting and (self._closing or may_begin):
+            return True
+        return self.idle.is_dirty or (len(self.background) > 0 and not self.active)
+
+    def _may_exit(self) -> bool:
+        """Closing, nothing runs, and every finished job is recorded (or its time is up)."""
+        if not self._closing or self.active or self.waiting or self.background:
+            return False
+        busy = any(s.busy for s in self.pool)
+        return not busy or time.monotonic() > self._close_deadline
+
+    def _admit(self) -> None:
+        """Start waiting jobs in order; one that waits for another's prefix lets others pass."""
+        self.background.drop(everything=self._closing)
+        if self.waiting:
+            self.background.give_way(self.active)
+        elif not self.active and not self.idle.is_dirty and (job := self.background.next()):
+            self.waiting.append(job)
+        for job in list(self.waiting):
+            if self._closing or job.cancelled:
+                self.waiting.remove(job)
+                self._endings.finish(job, "cancelled")
+            elif len(self.active) >= self.parallel:
+                break
+            elif not self._fits(job) or self.restorer.is_coming(job, self.active):
+                self._stalled = True
+            elif not self._begin(job):
+                if is_background(job):  # nothing is evicted for it: it would be in the way for ever
+                    self.waiting.remove(job)
+                    self._endings.finish(job, "cancelled")
+                    continue
+                self._stalled = True
+                break
+
+    def _fits(self, job: Job) -> bool:
+        """Its cells can be had by evicting idle sequences; a lone job always fits."""
+        busy, headroom = self.pool.cells_busy(), _HEADROOM_TOKENS * len(self.active)
+        return not busy or busy + job.n_cells + headroom <= self.pool.n_cells
+
+    def _begin(self, job: Job) -> bool:
+        """Give the job a sequence with what is live and start loading what is stored. False when
+        no sequence can be had now."""
+        try:
+            self.hooks.of_job(job).shorten(job, self.n_ctx)
+            if not job.t_prompt:
+                job.t_prompt = time.monotonic()
+                if job.output is not None:
+                    job.output.accept_prompt(job.ids)
+            evict = nothing_to_evict if is_background(job) else self.idle.evict_one
+            if not self.restorer.begin(job, job.capacity(self.n_ctx), evict):
+                return False
+        except TowerdError as error:
+            self.waiting.remove(job)
+            self._endings.fail(job, error)
+            return True
+        if not is_background(job):
+            self.slots.take(job, self.active)
+        self.waiting.remove(job)
+        self.active.append(job)
+        if job.phase is Phase.LOADING:
+            self.restorer.load(job, self._on_loaded)
+        else:
+            self._endings.emit_progress(job)
+        return True
+
+    def _on_loaded(self, job: Job, loaded: Loaded | TowerdError) -> None:
+        """A worker thread has composed the rows of `job`, or could not."""
+        self._inbox.put(lambda: self._alone(job, lambda job: self._attach(job, loaded)))
+
+    def _attach(self, job: Job, loaded: Loaded | TowerdError) -> None:
+        if isinstance(loaded, TowerdError):
+            if job.phase is Phase.LOADING:
+                self._endings.fail(job, loaded)
+            return
+        if job.phase is not Phase.LOADING or loaded.load != job.loads:
+            self.restorer.discard(loaded)
+            return
+        try:
+            if not self._make_room(loaded.n, [job]):
+                self.restorer.discard(loaded)
+                if job in self.active:
+                    self._requeue(job)
+                return
+            self.restorer.attach(job, loaded)
+            if loaded.is_last:
+                self.restorer.end_whole(job)
+            self._make_live_room(job)
+        except TowerdError as error:
+            self._requeue(job) if isinstance(error, RowsMissing) else self._endings.fail(job, error)
+            return
+        if not loaded.is_last:
+            return
+        job.phase = Phase.PREFILL
+        self._endings.emit_progress(job)
+
+    def _drop_cancelled(self) -> None:
+        for job in list(self.active):
+            if job.cancelled or self._closing:
+                self._endings.finish(job, "cancelled")
+
+    # ---- one batch --------------------------------------------------------------------------
+
+    def _splice(self) -> None:
+        """Load what comes next for jobs that have evaluated their prompt up to a module, and encode
+        it for those that came to a medium."""
+        for job in self.active:
+            if job.phase is Phase.PREFILL and job.is_at_splice:
+                job.phase = Phase.LOADING
+                self.restorer.splice(job, self._on_loaded)
+            elif job.phase is Phase.PREFILL and job.medium_at(job.n_live) is not None:
+                job.phase = Phase.LOADING
+                self.media.encode(job, self._on_ready)
+
+    def _on_ready(self, job: Job, ready: Ready) -> None:
+        """A medium is encoded, or could not be."""
+        self._inbox.put(lambda: self._alone(job, lambda job: self._evaluate(job, ready)))
+
+    def _evaluate(self, job: Job, ready: Ready) -> None:
+        if self.media.is_stale(job, ready):
+            return
+        if ready.medium is None and is_background(job):
+            self._endings.finish(job, "cancelled")  # what stands before it is evaluated
+            return
+        if not self.media.evaluate(job, ready, self._make_room):
+            if job in self.active:
+                self._requeue(job)
+            return
+        self.counters["tokens_decoded"] += job.n_in_batch
+        job.phase = Phase.PREFILL
+        self._endings.emit_progress(job)
+
+    def _step(self) -> bool:
+        """Decode one batch and sample from it; False when there was nothing to decode."""
+        self._before_step()
+        jobs = self.speculator.fill(self._batching, self.active, self.idle.evict_one)
+        if not jobs:
+            return False
+        try:
+            while not self._make_room(sum(j.n_in_batch for j in jobs), jobs):
+                jobs = self._batching.fill(self.active)
+            self.speculator.prepare(jobs)
+            self.restorer.protect(jobs)
+            started = time.monotonic()
+            with (
+                self.context.adapted(jobs[0].adapted),
+                self.background.interruptible(jobs),
+                self.hooks.evaluating(jobs),
+            ):
+                self.context.decode()
+            self._batching.learn(sum(j.n_in_batch for j in jobs), time.monotonic() - started)
+        except TowerdError as error:
+            self._decode_failed(jobs, error)
+            return True
+        self.counters["decode_steps"] += 1
+        self.counters["sequences_decoded"] += len(jobs)
+        for job in jobs:
+            self._alone(job, self._advance)
+        return True
+
+    def _before_step(self) -> None:
+        """Make room in the live sets of the jobs that go on."""
+        for job in list(self.active):
+            if job.phase in (Phase.PREFILL, Phase.DECODE):
+                self._alone(job, self._make_live_room)
+
+    def _make_live_room(self, job: Job) -> None:
+        self.hooks.of_job(job).before_step(job, self.idle.evict_one)
+
+    def _alone(self, job: Job, work: Callable[[Job], None]) -> None:
+        """Do what concerns one job: what goes wrong there is no other job's loss."""
+        try:
+            work(job)
+        except TowerdError as error:
+            self._endings.fail(job, error)
+        except Exception:
+            log.exception("a request failed")
+            self._endings.fail(job, TowerdError(_INTERNAL))
+
+    def _advance(self, job: Job) -> None:
+        """Account for the job's part of the batch; sample when its last token was in it."""
+        assert job.seq is not None
+        self.pool.append(job.seq, job.in_batch)
+        self.counters["tokens_decoded"] += job.n_in_batch
+        self.restorer.advanced(job)
+        if job.phase is Phase.PREFILL:
+            self._endings.emit_progress(job)
+            if job.logits_index < 0 or self.hooks.of_job(job).is_asking(job):
+                return
+            self._prompt_done(job)
+        if job.phase is Phase.DECODE and job.logits_index >= 0:
+            self._sample(job)
+
+    def _prompt_done(self, job: Job) -> None:
+        first = job.t_first == 0.0
+        if first:
+            self.hooks.of_job(job).prompt_done(job)
+            job.t_first = time.monotonic()
+            self._endings.emit(job, job.started())
+            if job.output is not None:
+                n_cached = job.reuse.live + job.reuse.hot + job.reuse.warm
+                prompt_ms = (job.t_first - job.t_prompt) * 1e3
+                job.output.started(n_cached, job.reuse.prefill, prompt_ms)
+        job.phase = Phase.DECODE
+        if job.request.n_predict == 0:
+            self._endings.finish(job, "limit")
+
+    def _sample(self, job: Job) -> None:
+        assert job.output is not None
+        hook = self.hooks.of_job(job)
+        may_go_on = hook.may_outgrow
+        for chunk in self.speculator.sample(job, self.context.address, may_go_on=may_go_on):
+            job.push(chunk.token)
+            self._endings.emit(
+                job, Piece(chunk.text.decode("utf-8", "replace"), (chunk.token,), chunk)
+            )
+        if chunk.stop:
+            job.is_full = job.n >= self.n_ctx and not may_go_on and chunk.stop == "limit"
+            self._endings.finish(job, chunk.stop)
+        elif len(job.reply) >= job.n_reply_max(self.n_ctx):
+            self._endings.finish(job, "limit")
+        elif job.n >= self.n_ctx and hook.begins_again(job):
+            self._requeue(job)
+
+    def _decode_failed(self, jobs: list[Job], error: TowerdError) -> None:
+        """Jobs of a refused batch fail, unless it was interrupted or lacked cells only."""
+        self.context.batch.clear()
+        if isinstance(error, Interrupted):
+            return
+        if isinstance(error, DecodeError) and error.code == 1 and self.pool.n_busy() > 1:
+            self._preempt()
+            return
+        log.error("decode failed", extra={"error": str(error), "jobs": len(jobs)})
+        for job in jobs:
+            self._endings.fail(job, error)
+
+    # ---- room -------------------------------------------------------------------------------
+
+    def _make_room(self, n_cells: int, jobs: list[Job]) -> bool:
+        """Evict idle sequences until `n_cells` are free; then preempt. False: jobs changed."""
+        while self.pool.cells_free < n_cells:
+            if self.idle.evict_one():
+                continue
+            if self.pool.n_busy() < 2:  # no other runs, and none waits to be recorded
+                raise Unavailable("The live context is full of running requests; try again later.")
+            self._preempt()
+            return False
+        return True
+
+    def _preempt(self) -> None:
+        """Push the youngest running job back to the queue; its rows wait in RAM."""
+        job = max((j for j in self.active if j.seq is not None), key=lambda j: j.t_submit)
+        assert job.seq is not None
+        if job.n_live and job.seq.is_whole and not job.seq.is_thinned:
+            job.save(self.context.get_state(job.seq.id))
+        self.counters["preemptions"] += 1
+        job.gave_way = True
+        self._requeue(job)
+
+    def _requeue(self, job: Job) -> None:
+        assert job.seq is not None
+        self.restorer.drop(job.seq)
+        job.seq = None
+        job.phase = Phase.WAITING
+        self.active.remove(job)
+        self.waiting.appendleft(job)

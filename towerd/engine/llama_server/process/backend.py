@@ -1,0 +1,144 @@
+"""What an engine stands on: a llama-server, started or attached, and what was found out about it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from towerd.config import Config
+from towerd.engine.embedded.model.model import LlamaModel
+from towerd.engine.llama_server.process.attached import (
+    Command,
+    command_behind,
+    may_have_loaded_another,
+)
+from towerd.engine.llama_server.process.binary import build_of, find_binary, library_env
+from towerd.engine.llama_server.process.describe import open_vocab, sliding_window
+from towerd.engine.llama_server.process.flags import clashing, names_model, server_env, server_flags
+from towerd.engine.llama_server.process.probe import ProbeResult, identify, probe
+from towerd.engine.llama_server.process.process import LlamaServerProcess
+from towerd.engine.llama_server.process.upstream import Upstream
+from towerd.engine.llama_server.slots.slotdir import SlotDir
+from towerd.engine.llama_server.tally import Counters, counters, difference
+from towerd.errors import ConfigError
+from towerd.models.bundled import find_model
+
+log = logging.getLogger(__name__)
+
+LOG_NAME = "llama-server.log"
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """A probed llama-server."""
+
+    upstream: Upstream
+    slotdir: SlotDir
+    probe: ProbeResult
+    process: LlamaServerProcess | None
+    """None when it was attached: somebody else starts and stops it."""
+    model: LlamaModel | None
+    """Its model file without weights; None when that cannot be read here."""
+    command: Command | None
+    """How it was started; None when that cannot be seen."""
+    added: Counters
+    """What the probe added to its counters."""
+    is_stale: bool
+    """Whether its model's file may have been replaced since it was loaded."""
+
+
+@asynccontextmanager
+async def open_backend(config: Config) -> AsyncIterator[Backend]:
+    """Start the llama-server that `config` asks for, or attach to it; stop or leave it at the
+    end. Raises ConfigError and ModelError."""
+    if config.upstream is None:
+        async with _started(config) as backend:
+            yield backend
+    else:
+        async with _attached(config, config.upstream) as backend:
+            yield backend
+
+
+@asynccontextmanager
+async def _started(config: Config) -> AsyncIterator[Backend]:
+    extra = config.llama_server_args
+    if clash := clashing(extra):
+        raise ConfigError(f"towerd sets {clash[0]} of llama-server itself: leave it out.")
+    binary = find_binary(config.llama_server_bin)
+    build = await asyncio.to_thread(build_of, binary)
+    build.check(allow_vulnerable=config.allow_vulnerable)
+    named_there = config.model is None and names_model(extra)
+    path = None if named_there else await asyncio.to_thread(find_model, config.model)
+    model = await asyncio.to_thread(open_vocab, path, config)
+    slotdir = await asyncio.to_thread(SlotDir.private, config.slot_dir)
+    env = {**server_env(os.environ), **library_env(binary)}
+
+    def flags(port: int) -> list[str]:
+        has_window = sliding_window(model) > 0
+        return server_flags(config, path, slotdir.path, port, has_window=has_window)
+
+    process = LlamaServerProcess(binary, flags, env=env, log_path=config.store_dir / LOG_NAME)
+    log.info("starting llama-server", extra={"binary": str(binary), "build": build.number})
+    try:
+        await process.start()
+        command = Command(tuple(flags(0)), env)
+        async with _probed(process.upstream, slotdir, config, process, command, model) as backend:
+            yield backend
+    finally:
+        if model is not None:
+            model.close()
+        await process.stop()
+        await asyncio.to_thread(slotdir.close)
+
+
+@asynccontextmanager
+async def _attached(config: Config, url: str) -> AsyncIterator[Backend]:
+    assert config.slot_dir is not None, "Config checks that --upstream comes with --slot-dir"
+    slotdir = await asyncio.to_thread(SlotDir.shared, config.slot_dir)
+    upstream = Upstream(url, config.upstream_key)
+    try:
+        await asyncio.to_thread(slotdir.sweep)
+        command = await asyncio.to_thread(command_behind, url)
+        async with _probed(upstream, slotdir, config, None, command, None) as backend:
+            yield backend
+    finally:
+        await upstream.aclose()
+        await asyncio.to_thread(slotdir.close)
+
+
+@asynccontextmanager
+async def _probed(
+    upstream: Upstream,
+    slotdir: SlotDir,
+    config: Config,
+    process: LlamaServerProcess | None,
+    command: Command | None,
+    model: LlamaModel | None,
+) -> AsyncIterator[Backend]:
+    props = await identify(upstream)
+    is_stale = False
+    if model is None:
+        path = Path(str(props.get("model_path", "")))
+        model = await asyncio.to_thread(open_vocab, path, config)
+        if command is not None and command.pid:
+            is_stale = await asyncio.to_thread(may_have_loaded_another, command.pid, path)
+    try:
+        before = counters(await upstream.metrics())
+        found = await probe(
+            upstream,
+            slotdir,
+            window=sliding_window(model),
+            allow_vulnerable=config.allow_vulnerable,
+        )
+        added = difference(counters(await upstream.metrics()), before)
+        if not slotdir.in_ram:
+            log.warning("slot states go through a disk", extra={"path": str(slotdir.path)})
+        yield Backend(upstream, slotdir, found, process, model, command, added, is_stale)
+    finally:
+        if model is not None:
+            model.close()

@@ -1,0 +1,140 @@
+"""HTTP requests to a llama-server, through one aiohttp session.
+
+Nothing is added to a request but what HTTP needs: headers go out as they are given, paths are
+neither decoded nor quoted again, and bodies of replies are handed on as they arrive, packed or not.
+An idle connection would occupy one of llama-server's few HTTP threads, so none is kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from typing import TypeAlias
+
+from aiohttp import (
+    ClientConnectorError,
+    ClientError,
+    ClientResponse,
+    ClientResponseError,
+    ClientSession,
+    ClientTimeout,
+    ConnectionTimeoutError,
+    DummyCookieJar,
+    TCPConnector,
+    hdrs,
+)
+from multidict import CIMultiDict
+from yarl import URL
+
+from towerd.errors import TowerdError
+
+CONNECT_S_MAX = 10.0
+PIECE_BYTES = 256 * 1024
+"""Bodies over this go out in pieces: one write of megabytes holds the loop up."""
+READ_BYTES_MAX = 256 * 1024
+HEAD_BYTES_MAX = 256 * 1024
+"""Of a reply's status line, and of each of its headers."""
+_ADDED = (hdrs.ACCEPT, hdrs.ACCEPT_ENCODING, hdrs.CONTENT_TYPE, hdrs.USER_AGENT)
+"""Headers that aiohttp would add."""
+
+Body: TypeAlias = "bytes | bytearray | AsyncIterator[bytes] | None"
+
+
+class Unreachable(Exception):
+    """Nothing listens there."""
+
+
+class Lost(Exception):
+    """The connection ended before the reply did."""
+
+
+class NotHttp(Exception):
+    """What came is no HTTP reply."""
+
+
+class Client:
+    """Requests to any llama-server, until it is closed."""
+
+    def __init__(self) -> None:
+        self._session: ClientSession | None = None
+        """Made by the first request: it belongs to an event loop."""
+        self._is_closed = False
+
+    async def send(
+        self, url: str, method: str, path: str, headers: Mapping[str, str], body: Body = None
+    ) -> ClientResponse:
+        """Send a request and return when the reply's head is there; `close` the reply.
+
+        url: of the server, with what stands before every path
+        path: quoted, with its query
+        body: one that is iterated goes out in chunks unless `headers` have a `Content-Length`
+        Raises Unreachable, Lost, NotHttp, and the TowerdError that iterating the body raises."""
+        if self._is_closed:
+            raise Unreachable("towerd is leaving")
+        if isinstance(body, bytes | bytearray) and len(body) > PIECE_BYTES:
+            headers = CIMultiDict(headers)
+            headers[hdrs.CONTENT_LENGTH] = str(len(body))
+            body = _pieces(body)
+        session = self._session = self._session or _open_session()
+        target = URL(url + path, encoded=True)
+        try:
+            reply = await session.request(
+                method, target, headers=headers, data=body, allow_redirects=False
+            )
+        except (ClientConnectorError, ConnectionTimeoutError) as error:
+            raise Unreachable(str(error)) from error
+        except ClientResponseError as error:
+            raise NotHttp(error.message) from error
+        except (ClientError, OSError) as error:
+            if isinstance(error.__cause__, TowerdError):
+                raise error.__cause__ from None
+            raise Lost(str(error)) from error
+        if reply.status < 200:
+            reply.close()
+            raise NotHttp("it switches to another protocol")
+        return reply
+
+    async def aclose(self) -> None:
+        """Replies that are still read are lost."""
+        self._is_closed = True
+        if self._session is not None:
+            await self._session.close()
+
+
+def _open_session() -> ClientSession:
+    return ClientSession(
+        connector=TCPConnector(limit=0, force_close=True),
+        cookie_jar=DummyCookieJar(),
+        skip_auto_headers=_ADDED,
+        auto_decompress=False,
+        timeout=ClientTimeout(total=None, connect=CONNECT_S_MAX),
+        max_line_size=HEAD_BYTES_MAX,
+        max_field_size=HEAD_BYTES_MAX,
+    )
+
+
+async def read(reply: ClientResponse, bytes_max: int) -> bytes:
+    """What has arrived of a reply's body, at least one byte; none at its end. Raises Lost, after
+    all that came before was read."""
+    content = reply.content
+    try:
+        return await content.read(bytes_max)
+    except (ClientError, OSError) as error:
+        if rest := content._read_nowait(bytes_max):  # aiohttp would keep it to itself
+            return rest
+        raise Lost(str(error)) from error
+
+
+async def read_all(reply: ClientResponse) -> bytes:
+    """The whole body. Raises Lost."""
+    pieces = []
+    while piece := await read(reply, READ_BYTES_MAX):
+        pieces.append(piece)
+    return b"".join(pieces)
+
+
+async def _pieces(body: bytes | bytearray) -> AsyncIterator[bytes]:
+    view = memoryview(body)
+    for start in range(0, len(body), PIECE_BYTES):
+        yield bytes(view[start : start + PIECE_BYTES])
+        await asyncio.sleep(0)

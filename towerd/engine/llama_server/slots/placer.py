@@ -1,0 +1,285 @@
+"""Carries out what the policy chose: looks up, captures, restores, erases, makes room.
+
+It alone changes what the slots hold between two requests, and keeps the record of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
+
+from towerd.engine.llama_server.counters import Counters
+from towerd.engine.llama_server.process.backend import Backend
+from towerd.engine.llama_server.process.upstream import UpstreamGone
+from towerd.engine.llama_server.slots.capture import Captured, Capturer
+from towerd.engine.llama_server.slots.placement import Choice, Costs, Policy, Slot, Want
+from towerd.engine.llama_server.slots.restore import Materialiser, Restored
+from towerd.engine.llama_server.slots.slot_table import SlotTable
+from towerd.errors import TowerdError
+from towerd.tiers.manager import Tiers
+from towerd.tiers.plan import Plan
+
+log = logging.getLogger(__name__)
+
+_SHORT_TOKENS = 256
+"""A prompt that adds no more than this to a live slot is not looked up in the store first."""
+_RESERVE_CELLS = 256
+"""Cells to leave for replies where all slots share them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """How a prompt got into its slot: `n` of its tokens are in place."""
+
+    n: int
+    restored: Restored | None
+
+
+class Placer:
+    """`table` is set by the engine right after; both know each other."""
+
+    table: SlotTable
+
+    def __init__(self, backend: Backend, tiers: Tiers, workers: ThreadPoolExecutor) -> None:
+        found = backend.probe
+        self.counters = Counters()
+        self.can_compose = found.can_compose
+        self.epoch = 0
+        """Counts restarts of llama-server; what an older lease knows is void."""
+        spec = found.spec
+        window = spec.window if spec is not None and spec.has_window else 0
+        self.policy = Policy(
+            Costs(),
+            window=window,
+            extends_only=found.extends_only,
+            can_store=found.can_compose,
+        )
+        self._cells = found.cells
+        self._keeps_idle = found.keeps_idle_slots
+        self._upstream = backend.upstream
+        self._tiers = tiers
+        self._workers = workers
+        self._found: WeakKeyDictionary[Want, tuple[int, Plan]] = WeakKeyDictionary()
+        """What was looked up for each request, and how many slots had been saved by then."""
+        self._materialiser: Materialiser | None = None
+        self._capturer: Capturer | None = None
+        if spec is not None:
+            parts = backend.upstream, backend.slotdir, tiers, spec, workers
+            self._materialiser, self._capturer = Materialiser(*parts), Capturer(*parts)
+
+    def stop_composing(self) -> None:
+        """Nothing is saved or restored from now on."""
+        self.can_compose = self.policy.can_store = False
+
+    # ---- before a slot is chosen ------------------------------------------------------------
+
+    def is_continuation(self, want: Want) -> bool:
+        """Whether a free slot holds all but little of the prompt, and nothing after it."""
+        assert want.ids is not None
+        for slot in self.table.slots:
+            if slot.busy or not slot.known or not slot.sure or slot.scope != want.scope:
+                continue
+            if 0 < slot.n <= want.n <= slot.n + _SHORT_TOKENS and slot.common(want.ids) == slot.n:
+                return True
+        return False
+
+    async def look_up(self, want: Want) -> Plan:
+        """What the store has of the prompt; noted in `want`."""
+        n_saves = self.counters.saves
+        plan = await self._look_up(want)
+        self._found[want] = n_saves, plan
+        return plan
+
+    async def _found_of(self, want: Want) -> Plan:
+        """The same, from the last time if nothing was saved since. What was dropped meanwhile is
+        found out when it is read."""
+        n_saves, plan = self._found.get(want, (-1, None))
+        if plan is None or n_saves != self.counters.saves:
+            return await self.look_up(want)
+        return plan
+
+    async def _look_up(self, want: Want) -> Plan:
+        assert want.ids is not None
+        if not self.can_compose or not want.cache_prompt or want.n < 2:
+            return Plan.nothing()
+        # The last token is left to evaluate: restored rows carry no logits.
+        plan = await asyncio.get_running_loop().run_in_executor(
+            self._workers, self._tiers.plan, want.ids[:-1], want.scope, 0
+        )
+        want.n_storable, want.n_public = plan.n, plan.n_public
+        return plan
+
+    def has_room(self, slot: Slot, n: int) -> bool:
+        """Whether the slot can come to hold `n` tokens while all others stay as they are."""
+        if not self._keeps_idle:
+            return False
+        n_others = sum(each.n for each in self.table.slots if each is not slot)
+        return not self._cells or self._fits(n_others, n)
+
+    def _fits(self, n_others: int, n: int) -> bool:
+        return n_others + n + min(_RESERVE_CELLS, self._cells // 8) <= self._cells
+
+    def is_in_place(self, want: Want, choice: Choice) -> bool:
+        """Whether a choice needs nothing but the request itself."""
+        if choice.restore or choice.erase or choice.capture is not None or not choice.n_reused:
+            return False
+        return self.has_room(choice.slot, want.n)
+
+    # ---- in a chosen slot -------------------------------------------------------------------
+
+    async def place(self, want: Want, choice: Choice) -> Placed:
+        """Bring the slot to where the request can be sent to it. Raises TowerdError."""
+        slot = choice.slot
+        await self.clear(choice)
+        if not self._keeps_idle:
+            await self._give_up_idle(slot)
+        if want.ids is None:
+            return Placed(0, None)
+        if not choice.restore and choice.n_reused == 0 and want.n_storable == 0:
+            # What it seemed to continue was taken meanwhile, so it was never looked up.
+            await self.look_up(want)
+            choice = replace(choice, restore=want.n_storable > 0)
+        if choice.restore:
+            restored = await self._restore(want, slot)
+            if restored is not None:
+                return Placed(restored.n, restored)
+            live, erase = self.policy.live(want, slot)
+            if erase:
+                await self.erase(slot)
+            choice = replace(choice, n_reused=0 if erase else live)
+        await self._make_room(slot, want.n)
+        return Placed(min(choice.n_reused, want.n - 1), None)
+
+    async def clear(self, choice: Choice) -> None:
+        """Save what has to be saved first, and empty the slot if it has to be."""
+        source = choice.capture
+        if source is not None:
+            try:
+                await self.capture(source)
+            finally:
+                if source is not choice.slot:
+                    self.table.free(source, used=False)
+        if choice.erase and not choice.restore:
+            await self.erase(choice.slot)
+
+    async def _restore(self, want: Want, slot: Slot) -> Restored | None:
+        """Restore what the store has; None when that does not come about. The slot's record says
+        what it holds then."""
+        assert want.ids is not None
+        assert self._materialiser is not None
+        plan = await self._found_of(want)
+        if plan.n == 0:
+            return None
+        room = asyncio.create_task(self._make_room(slot, plan.n))
+        try:
+            restored = await self._materialiser.restore(slot.id, want.ids, plan, room)
+        except UpstreamGone:
+            raise
+        except TowerdError as error:
+            if room.done():
+                room.result()  # without room the request cannot run
+            self.counters.restores_failed += 1
+            log.warning("a slot could not be restored", extra={"error": error.message})
+            slot.hold_unknown("")  # maybe llama-server did not even begin
+            return None
+        if restored is None:
+            return None
+        self._count_restore(restored)
+        tokens = want.ids[: restored.n]
+        slot.hold_restored(tokens, want.scope, restored.window_from, restored.provenance)
+        return restored
+
+    def _count_restore(self, restored: Restored) -> None:
+        counters = self.counters
+        counters.restores += 1
+        counters.restore_bytes += restored.n_bytes
+        counters.restore_ms += restored.ms
+        counters.blocked_ms += restored.restore_ms
+        counters.composed_tokens += restored.n
+        self.policy.costs.observe_restore(restored.n, restored.ms)
+
+    async def erase(self, slot: Slot) -> None:
+        """Empty a slot that is ours."""
+        await self._upstream.erase(slot.id)
+        self.counters.erases += 1
+        slot.forget()
+
+    async def _make_room(self, slot: Slot, n: int) -> None:
+        """Where all slots share the cells: empty idle ones until `n` tokens fit, because a full
+        cache makes llama-server empty them itself, whichever comes first."""
+        if not self._cells:
+            return
+        others = [each for each in self.table.slots if each is not slot]
+        idle = sorted((s for s in others if not s.busy and s.n), key=lambda s: s.last_used)
+        n_held = sum(each.n for each in others)
+        for victim in idle:
+            if self._fits(n_held, n):
+                return
+            if victim.busy:  # it was granted while we emptied another
+                continue
+            n_held -= victim.n
+            victim.busy, victim.holder = True, ""
+            try:
+                if self.policy.worth_saving(victim, 0):
+                    await self.capture(victim)
+                await self.erase(victim)
+            finally:
+                self.table.free(victim, used=False)
+
+    async def _give_up_idle(self, slot: Slot) -> None:
+        """Where llama-server clears idle slots when another one runs: save what they hold."""
+        for other in self.table.slots:
+            if other is slot or other.busy or (other.known and not other.n):
+                continue
+            other.busy, other.holder = True, ""
+            try:
+                if self.policy.worth_saving(other, 0):
+                    await self.capture(other)
+                other.forget()
+            finally:
+                self.table.free(other, used=False)
+
+    # ---- out of a slot ----------------------------------------------------------------------
+
+    async def capture(self, slot: Slot) -> None:
+        """Save a slot that is ours, and store what is new. A failure costs a prefill later;
+        raises only UpstreamGone."""
+        assert self._capturer is not None
+        epoch = self.epoch
+        try:
+            captured = await self._capturer.capture(slot)
+        except UpstreamGone:
+            raise
+        except TowerdError as error:
+            self.counters.saves_failed += 1
+            slot.n_stored = slot.n  # not again
+            log.warning("a slot could not be saved", extra={"error": error.message})
+            return
+        self._count_capture(captured)
+        if epoch == self.epoch:
+            chat = slot.chat
+            slot.hold(captured.image.tokens, slot.scope)
+            slot.n_stored, slot.chat = slot.n, chat
+
+    def _count_capture(self, captured: Captured) -> None:
+        self.counters.saves += 1
+        self.counters.save_bytes += captured.n_bytes
+        self.counters.blocked_ms += captured.save_ms
+        self.counters.captured_tokens += captured.n_kept
+        image = captured.image
+        self.policy.costs.observe_save(image.n, captured.save_ms)
+        if image.window is not None:
+            self._learn_window(len(image.window.rows), image.n)
+
+    def _learn_window(self, n_window: int, n: int) -> None:
+        """The server saves the whole window and no more: a longer slot shows how much that is."""
+        if n_window >= n or self.policy.window == n_window:
+            return
+        self.policy.window = n_window
+        assert self._capturer is not None
+        assert self._materialiser is not None
+        spec = replace(self._capturer.spec, window=n_window)
+        self._capturer.spec = self._materialiser.spec = spec

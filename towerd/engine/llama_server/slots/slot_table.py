@@ -1,0 +1,126 @@
+"""The slots of one llama-server: who waits, who has which, what each holds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from towerd.engine.llama_server.slots.placement import Choice, Policy, Slot, Want
+from towerd.engine.llama_server.slots.spoken import Spoken
+from towerd.errors import TowerdError, Unavailable
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    want: Want
+    granted: asyncio.Future[Choice]
+
+
+class SlotTable:
+    """Grants slots as the policy decides. Used on the event loop only.
+
+    verify: called when a free slot's content is in doubt; it settles that and calls `pump`."""
+
+    def __init__(
+        self, policy: Policy, n_slots: int, *, queue_max: int, verify: Callable[[], None]
+    ) -> None:
+        self.policy = policy
+        self.slots = [Slot(i) for i in range(n_slots)]
+        self.queue_max = queue_max
+        self._verify = verify
+        self._waiting: list[_Waiting] = []
+        self._n_leases = 0
+        self._displaced: deque[bool] = deque(maxlen=2 * n_slots)
+
+    @property
+    def n_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def n_busy(self) -> int:
+        return sum(slot.busy for slot in self.slots)
+
+    @property
+    def is_pressed(self) -> bool:
+        """Whether conversations have lately had to leave their slots: there are more than slots."""
+        return any(self._displaced)
+
+    async def acquire(self, want: Want) -> Choice:
+        """A slot, marked busy; so is `choice.capture`. Raises Unavailable when too many wait."""
+        waiting = _Waiting(want, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
+        self.pump()
+        if not waiting.granted.done() and len(self._waiting) > self.queue_max:
+            self._waiting.remove(waiting)
+            raise Unavailable(
+                f"{self.queue_max} requests are waiting for a slot already; try again later."
+            )
+        try:
+            return await waiting.granted
+        except asyncio.CancelledError:
+            if waiting in self._waiting:
+                self._waiting.remove(waiting)
+            elif waiting.granted.done() and not waiting.granted.cancelled():
+                self.undo(waiting.granted.result())
+            raise
+
+    def slot_of_chat(self, spoken: Spoken, scope: str) -> Slot | None:
+        """The free slot where this chat goes on; None if there is none, or somebody waits for a
+        slot."""
+        if self._waiting:
+            return None
+        slots = (slot for slot in self.slots if self.policy.goes_on(slot, spoken, scope))
+        return next(slots, None)
+
+    def take(self, slot: Slot, scope: str) -> None:
+        """Mark a free slot busy for what goes on there."""
+        self._take(Choice(slot, slot.n), Want(None, scope))
+
+    def undo(self, choice: Choice) -> None:
+        """Give back a choice that was not used; its slots hold what they held."""
+        for slot in {choice.slot, choice.capture or choice.slot}:
+            slot.busy = slot.saving = False
+        self.pump()
+
+    def free(self, slot: Slot, *, used: bool = True) -> None:
+        """Give a slot back. `used`: a request ran in it, rather than upkeep."""
+        slot.busy = slot.saving = False
+        if used:
+            self._n_leases += 1
+            slot.last_used = self._n_leases
+        self.pump()
+
+    def pump(self) -> None:
+        """Grant what can be granted."""
+        while self._waiting:
+            if any(not slot.sure and not slot.busy for slot in self.slots):
+                self._verify()
+                return
+            pair = self.policy.next([each.want for each in self._waiting], self.slots)
+            if pair is None:
+                return
+            want, choice = pair
+            waiting = next(each for each in self._waiting if each.want is want)
+            self._waiting.remove(waiting)
+            if waiting.granted.cancelled():
+                continue
+            self._take(choice, want)
+            waiting.granted.set_result(choice)
+
+    def fail_waiting(self, error: TowerdError) -> None:
+        """Tell everybody who waits that there will be no slot."""
+        waiting, self._waiting = self._waiting, []
+        for each in waiting:
+            if not each.granted.done():
+                each.granted.set_exception(error)
+
+    def _take(self, choice: Choice, want: Want) -> None:
+        slot = choice.slot
+        leaves = (slot.n > 0 or not slot.known) and choice.n_reused < slot.n
+        self._displaced.append(choice.restore or leaves)
+        slot.busy, slot.holder = True, want.scope
+        if choice.capture is not None:
+            choice.capture.busy = True
+            choice.capture.saving = choice.capture is not slot

@@ -1,0 +1,1 @@
+"""Conversations: the one recorder of turns, workflows, and what is made ready for the next request."""

@@ -1,0 +1,39 @@
+"""The single place that writes turns to the store, for every engine."""
+
+from __future__ import annotations
+
+import asyncio
+
+from towerd.sessions.traffic import Traffic
+from towerd.store import Store
+from towerd.store.sessions.turn import Turn
+
+
+class TurnRecorder:
+    """Commits turns, and tells the policies and workflows of them."""
+
+    def __init__(self, store: Store, traffic: Traffic | None = None) -> None:
+        self._store = store
+        self._traffic = traffic
+
+    async def record(self, turn: Turn, *, answered: bool = True) -> str:
+        """Make a turn durable and return its session's id. A prompt that got no answer is kept as
+        reusable tokens of no session, as far as it is cached; the id is "" then.
+
+        Raises DiskFull or another StoreError."""
+        if answered:
+            return await asyncio.to_thread(self._commit, turn)
+        if turn.n_cached:
+            await asyncio.to_thread(self._keep_prompt, turn)
+        return ""
+
+    def _commit(self, turn: Turn) -> str:
+        result = self._store.commit_turn(turn)
+        if self._traffic is not None:
+            self._traffic.recorded(turn, result.node, result.session_id)
+        return result.session_id
+
+    def _keep_prompt(self, turn: Turn) -> None:
+        path = self._store.insert(turn.prompt[: turn.n_cached], turn.scope, [turn.n_cached])
+        if self._traffic is not None:
+            self._traffic.kept(path[-1], turn.started_s)

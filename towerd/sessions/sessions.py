@@ -1,0 +1,204 @@
+"""Conversations: every request is recorded durably before its last event reaches the client.
+
+A session is recognised by its tokens (or named by X-Towerd-Session): the store finds the deepest
+finished turn that the prompt continues. Edits and regenerations branch the trie.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import enum
+import logging
+import time
+from collections.abc import AsyncIterator, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from towerd.cold.keeper import Keeper
+from towerd.engine.base import TURN_STOPS, Engine, Event, Finish, GenerateRequest, Generation
+from towerd.errors import TowerdError
+from towerd.sessions.anticipation import Anticipator
+from towerd.sessions.recorder import TurnRecorder
+from towerd.store.sessions.turn import Turn
+
+log = logging.getLogger(__name__)
+
+
+class Ending(enum.Enum):
+    """How far a request came before it ended."""
+
+    NOT_RUN = "the engine never had it"
+    CUT_OFF = "its client left, or the engine failed, before the last token"
+    LEFT_EARLY = "its client left while its turn was being recorded"
+    UNRECORDED = "its turn could not be recorded"
+    RECORDED = "its turn is durable"
+
+
+@dataclass(slots=True)
+class RequestRun:
+    """One request on its way through an engine and into the store."""
+
+    request: GenerateRequest
+    session: str | None
+    """The session that its turn is recorded under; None: it is recognised then."""
+    started_s: float
+    generation: Generation | None = None
+    recording: asyncio.Future[Finish] | None = None
+
+    @property
+    def ending(self) -> Ending:
+        """How it ended, once no more events are wanted of it."""
+        if self.generation is None:
+            return Ending.NOT_RUN
+        if self.recording is None:
+            return Ending.CUT_OFF
+        if not self.recording.done():
+            return Ending.LEFT_EARLY
+        failed = self.recording.cancelled() or self.recording.exception() is not None
+        return Ending.UNRECORDED if failed else Ending.RECORDED
+
+
+class Sessions:
+    """Runs requests on an engine and records them in the store."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        recorder: TurnRecorder,
+        cold: Keeper | None = None,
+        *,
+        anticipate_tokens_max: int = 0,
+    ) -> None:
+        """cold: thaws what requests continue; anticipate_tokens_max: at most so many tokens of a
+        chat's next prompt are evaluated ahead, 0 evaluates none"""
+        self.recorder = recorder
+        self._engine = engine
+        self._cold = cold
+        self._anticipator: Anticipator | None = None
+        if anticipate_tokens_max:
+            self._anticipator = Anticipator(
+                engine, self.run_quietly, tokens_max=anticipate_tokens_max
+            )
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def run(self, request: GenerateRequest) -> AsyncIterator[Event]:
+        """The events of one request; closing the iterator early cancels it.
+
+        What was generated until then is kept. The Finish event is yielded only after the turn
+        is durable. Raises what `Engine.generate` raises, and DiskFull."""
+        run = RequestRun(request, request.session, time.time())
+        if self._anticipator is not None:
+            self._anticipator.asked(request)
+        use = self._cold.enter(request) if self._cold is not None else None
+        try:
+            if use is not None:
+                async for progress in use.thawing():
+                    yield progress
+                run.session = use.session
+            run.generation = self._engine.generate(request)
+            async for event in run.generation:
+                if use is not None:
+                    event = use.stamp(event)
+                if isinstance(event, Finish):
+                    run.recording = asyncio.ensure_future(self._record(run, event))
+                    event = await asyncio.shield(run.recording)
+                yield event
+        finally:
+            self._end(run)
+
+    async def run_quietly(self, request: GenerateRequest) -> Finish | None:
+        """RequestRun a request that nobody listens to; None if it ended without a Finish."""
+        finish: Finish | None = None
+        async for event in self.run(request):
+            if isinstance(event, Finish):
+                finish = event
+        return finish
+
+    async def stop_anticipating(self) -> None:
+        """Evaluate nothing ahead any more."""
+        if self._anticipator is not None:
+            await self._anticipator.close()
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of what was evaluated ahead."""
+        return {} if self._anticipator is None else self._anticipator.stats()
+
+    async def drain(self) -> None:
+        """Wait for the recording of requests whose clients left."""
+        while self._closing:
+            await asyncio.wait(self._closing)
+
+    def _end(self, run: RequestRun) -> None:
+        """A request is over. What it still needs goes on in a task of its own: awaiting here would
+        tie it to a task that may be being cancelled."""
+        match run.ending:
+            case Ending.NOT_RUN | Ending.UNRECORDED:
+                self._leave(run)
+            case Ending.CUT_OFF:
+                self._later(self._record_cut_off(run))
+            case Ending.LEFT_EARLY:
+                self._later(self._leave_recorded(run))
+            case Ending.RECORDED:
+                self._leave(run)
+                if self._anticipator is not None and run.recording is not None:
+                    self._anticipator.answered(run.request, run.recording.result())
+
+    def _later(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    def _leave(self, run: RequestRun) -> None:
+        """Give back what the request held. What is released before it is stored is not kept."""
+        if run.generation is not None:
+            run.generation.release()
+        if self._cold is not None:
+            self._cold.leave(run.request)
+
+    async def _record_cut_off(self, run: RequestRun) -> None:
+        """Cancel the request and record what was generated."""
+        assert run.generation is not None
+        try:
+            finish = await run.generation.cancel()
+            if finish is not None:
+                await self._record(run, finish)
+        except TowerdError as error:
+            log.error("an abandoned turn was not recorded", extra={"error": str(error)})
+        finally:
+            self._leave(run)
+
+    async def _leave_recorded(self, run: RequestRun) -> None:
+        assert run.recording is not None
+        try:
+            await run.recording
+        except TowerdError as error:
+            log.error("a turn was not recorded", extra={"error": str(error)})
+        finally:
+            self._leave(run)
+
+    async def _record(self, run: RequestRun, finish: Finish) -> Finish:
+        """Commit the turn; a prompt that got no answer is kept as reusable tokens only."""
+        request = run.request
+        answered = request.precache is None and len(finish.ids) > 0
+        n_cached = finish.n_cached
+        if not answered and finish.n_rows is not None:
+            # Of a prompt that was shortened, only the beginning has rows to be used again.
+            n_cached = min(n_cached, finish.n_rows)
+        turn = Turn(
+            scope=request.scope,
+            session=run.session,
+            prompt=np.asarray(request.ids, np.int32),
+            reply=np.array(finish.ids, np.int32),
+            n_cached=n_cached,
+            started_s=run.started_s,
+            finished=finish.stop != "cancelled",
+            stop=TURN_STOPS[finish.stop],
+            workflow=request.workflow,
+            agent=request.agent,
+            n_rows=finish.n_rows,
+        )
+        session = await self.recorder.record(turn, answered=answered)
+        return dataclasses.replace(finish, session=session) if answered else finish

@@ -1,0 +1,184 @@
+"""Effects of a recorded request beyond its session: it informs the policies, advances its
+workflow, and is written to the trace if the owner asked for one.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from towerd.config import Config
+from towerd.errors import NotFound, TowerdError
+from towerd.sessions.trace_recorder import Recorder
+from towerd.sessions.workflows import Step, Tracker, Workflow
+from towerd.store import Node, Store
+from towerd.store.prefix.scope import tenant_of
+from towerd.store.sessions.turn import Turn
+from towerd.store.sessions.workflows import Invocation, WorkflowTable
+from towerd.tiers.ranking import Ranking
+
+log = logging.getLogger(__name__)
+
+_BATCH = 16
+"""Steps written to the catalog at once: what a crash may lose, and costs a predictor nothing."""
+T = TypeVar("T")
+
+
+def open_traffic(config: Config, store: Store, tiers: Tiers) -> Traffic:
+    """For one running service. Raises ConfigError if the trace cannot be written."""
+    recorder = None
+    if config.record is not None:
+        recorder = Recorder.open(config.record, store.get_meta, store.set_meta, time.time())
+    return Traffic(store, tiers, recorder)
+
+
+class Tiers(Protocol):
+    """`towerd.tiers.manager.Tiers` as far as it hears of traffic."""
+
+    ranking: Ranking
+
+    def visited(self, tip: Node, arrived_s: float, n_rows: int | None = None) -> Node:
+        """A request that arrived at `arrived_s` was recorded; its tower ends with `tip`, and the
+        first `n_rows` tokens of it have rows, or all. Returns what policies know it by."""
+        ...
+
+
+class Traffic:
+    """Call `recorded` and `kept` off the event loop, after the commit."""
+
+    def __init__(
+        self,
+        store: Store,
+        tiers: Tiers,
+        recorder: Recorder | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.tracker = Tracker()
+        self.table = WorkflowTable(store.state)
+        self._tiers = tiers
+        self._recorder = recorder
+        self._clock = clock
+        self._new: list[Invocation] = []
+        """Touched by the writer only."""
+        self._lock = threading.Lock()
+        self._is_open = True
+        self._writer = ThreadPoolExecutor(1, "towerd-traffic")
+
+    def close(self) -> None:
+        """Write what is left. What is recorded after that moves the policies only."""
+        with self._lock:
+            self._is_open = False
+        self._writer.shutdown()
+        try:
+            self._write()
+        except TowerdError as error:
+            log.warning("a workflow was not recorded", extra={"error": str(error)})
+        if self._recorder is not None:
+            self._recorder.close()
+
+    def recorded(self, turn: Turn, tip: Node, session: str) -> None:
+        """`turn` was committed to `session`; its tower ends with `tip`."""
+        now = self._clock()
+        last = self._tiers.visited(tip, turn.started_s, turn.n_rows)
+        if turn.agent is not None or turn.workflow is not None:
+            self._later(lambda: self._step(turn, tip, last, session, now))
+        self._tiers.ranking.answered(last, now, turn.stop)
+        if self._recorder is not None and self._is_open:
+            self._recorder.add(turn, session, now)
+
+    def kept(self, tip: Node, arrived_s: float) -> None:
+        """A prompt without an answer was kept as reusable tokens; its tower ends with `tip`. The
+        next of its conversation is a person's, as after any answer."""
+        self._tiers.visited(tip, arrived_s)
+        self._tiers.ranking.answered(tip, self._clock(), "end_turn")
+
+    def running(self, scope: str | None) -> list[Workflow]:
+        """The workflows of one tenant, or of all, with every step that was answered so far."""
+        return self._after(lambda: self.tracker.running(scope))
+
+    def end(self, scope: str, id: str) -> Workflow:
+        """A client says that its workflow is over. Raises NotFound."""
+        return self._after(lambda: self._end(scope, id))
+
+    def _end(self, scope: str, id: str) -> Workflow:
+        workflow = self.tracker.end(scope, id)
+        if workflow is None:
+            raise NotFound(f"there is no running workflow {id!r}")
+        for tip in workflow.tips.values():
+            if (
+                tenant_of(tip.scope) == scope and not tip.removed
+            ):  # what others share is not theirs to end
+                self._tiers.ranking.ended(tip)
+        self._tiers.ranking.workflow_ended(workflow.name)
+        self._write()
+        self.table.end(scope, id, self._clock())
+        return workflow
+
+    def stats(self) -> dict[str, Any]:
+        """Gauges and counters for /metrics and /towerd/v1/stats."""
+        stats: dict[str, Any] = {"workflow_" + k: v for k, v in self.tracker.stats().items()}
+        if self._recorder is not None:
+            stats["requests_recorded"] = self._recorder.n_requests
+        return stats
+
+    def _step(self, turn: Turn, tip: Node, last: Node, session: str, now: float) -> None:
+        """`last`: what the policies know the visit by."""
+        step = Step(
+            scope=tenant_of(turn.scope), session=session, agent=turn.agent or "", tip=tip,
+            prompt=np.asarray(turn.prompt), reply=np.asarray(turn.reply),
+            arrived_s=turn.started_s, answered_s=now, stop=turn.stop, workflow=turn.workflow,
+        )  # fmt: skip
+        workflow, over = self.tracker.step(step)
+        # names of one tenant must not teach a policy anything about those of another
+        agent = f"{step.scope}\n{step.agent}"
+        self._tiers.ranking.stepped(last, workflow.name, agent)
+        for each in over:
+            self._tiers.ranking.workflow_ended(each.name)
+        self._new.append(
+            Invocation(
+                scope=step.scope,
+                workflow=workflow.id,
+                named=workflow.named,
+                started_s=workflow.started_s,
+                agent=step.agent,
+                session=session,
+                tip=tip.id,
+                n_prompt=len(turn.prompt),
+                n_reply=len(turn.reply),
+                arrived_s=step.arrived_s,
+                answered_s=now,
+                stop=turn.stop,
+            )
+        )
+        if len(self._new) >= _BATCH:
+            self._write()
+
+    def _later(self, work: Callable[[], None]) -> None:
+        """Off the request's way, one after the other."""
+
+        def run() -> None:
+            try:
+                work()
+            except TowerdError as error:
+                log.warning("a workflow was not recorded", extra={"error": str(error)})
+
+        with self._lock:
+            if self._is_open:
+                self._writer.submit(run)
+
+    def _after(self, work: Callable[[], T]) -> T:
+        """The result of `work`, once every step so far is accounted for."""
+        with self._lock:
+            future = self._writer.submit(work) if self._is_open else None
+        return work() if future is None else future.result()
+
+    def _write(self) -> None:
+        steps, self._new = self._new, []
+        if steps:
+            self.table.add(steps)

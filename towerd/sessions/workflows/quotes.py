@@ -1,0 +1,67 @@
+"""Finds the workflow that a prompt quotes: agents pass text to each other, and text keeps its
+tokens.
+
+Every run of WINDOW tokens is hashed; one hash in SAMPLE is kept, chosen by its value, so that the
+same text gives the same sample wherever it stands (Manber 1994, Schleimer et al. 2003). What two
+workflows have in common, such as a greeting, is evidence for neither.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+
+import numpy as np
+import numpy.typing as npt
+
+from towerd.tokens import Ids
+
+WINDOW = 12
+SAMPLE = 4
+EVIDENCE_MIN = 2
+"""Sampled hashes that must point to the same workflow."""
+HASHES_MAX = 1 << 16
+_COMMON = ""
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+_SHIFT = np.uint64(29)
+
+
+class Quotes:
+    """What the workflows of one tenant said. Bounded: the oldest is forgotten first."""
+
+    def __init__(self) -> None:
+        self._owner: OrderedDict[int, str] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._owner)
+
+    def source(self, ids: Ids) -> str | None:
+        """The workflow that these tokens quote most, if any."""
+        found = Counter(self._owner.get(h, _COMMON) for h in sample(ids))
+        del found[_COMMON]
+        best = found.most_common(1)
+        return best[0][0] if best and best[0][1] >= EVIDENCE_MIN else None
+
+    def add(self, ids: Ids, workflow: str) -> None:
+        """`workflow` said this."""
+        for h in sample(ids):
+            owner = self._owner.setdefault(h, workflow)
+            if owner != workflow:
+                self._owner[h] = _COMMON
+            self._owner.move_to_end(h)
+        while len(self._owner) > HASHES_MAX:
+            self._owner.popitem(last=False)
+
+
+def sample(ids: Ids) -> list[int]:
+    """The kept hashes of all runs of WINDOW tokens, each once."""
+    n = len(ids) - WINDOW + 1
+    if n < 1:
+        return []
+    tokens = np.asarray(ids, np.int64).astype(np.uint64)
+    hashes: npt.NDArray[np.uint64] = np.zeros(n, np.uint64)
+    for i in range(WINDOW):
+        hashes = (hashes ^ tokens[i : i + n]) * _FACTOR
+        hashes ^= hashes >> _SHIFT
+    kept = np.unique(hashes[hashes % np.uint64(SAMPLE) == 0])
+    found: list[int] = kept.tolist()
+    return found

@@ -1,0 +1,184 @@
+"""Tracks running workflows, their agents, and their ends.
+
+A step belongs to the workflow that its request names (X-Towerd-Workflow). Without a name it
+belongs to that of its session; a new session belongs to the workflow whose texts its prompt
+quotes, or begins one of its own. Agents are named (X-Towerd-Agent) or told apart by system prompt
+and tool definitions. All of it is kept apart by tenant: whatever a client claims, it moves its
+own segments only.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+
+from towerd.sessions.workflows.quotes import Quotes
+from towerd.store import Node
+from towerd.tokens import Ids
+
+WORKFLOWS_MAX = 512
+"""Of one tenant, at the same time; one more, and that which was still for longest is over."""
+AGE_S_MAX = 3600.0
+"""A workflow without a step for so long is over, whatever its client forgot to say."""
+TIPS_MAX = 256
+AGENTS_MAX = 256
+_PREFIX_TOKENS = 4096
+
+V = TypeVar("V")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One recorded request of an agent. Times in Unix seconds, lengths in tokens."""
+
+    scope: str
+    session: str
+    agent: str
+    tip: Node
+    prompt: Ids
+    reply: Ids
+    arrived_s: float
+    answered_s: float
+    stop: str
+    workflow: str | None = None
+    """The client's name for it."""
+
+
+@dataclass(slots=True)
+class Workflow:
+    """One that runs. `tips`: session -> the end of its tower."""
+
+    scope: str
+    id: str
+    named: bool
+    started_s: float
+    last_s: float
+    n_steps: int = 0
+    agents: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    tips: OrderedDict[str, Node] = field(default_factory=OrderedDict)
+
+    @property
+    def name(self) -> str:
+        """Unlike that of any other tenant's workflow."""
+        return f"{self.scope}\n{self.id}"
+
+
+@dataclass(slots=True)
+class _Tenant:
+    """Workflows by id, the one that was still for longest first."""
+
+    workflows: OrderedDict[str, Workflow] = field(default_factory=OrderedDict)
+    of_session: OrderedDict[str, str] = field(default_factory=OrderedDict)
+    first: OrderedDict[str, Ids] = field(default_factory=OrderedDict)
+    """Agent -> how its first prompt began: what later ones share is no quotation."""
+    quotes: Quotes = field(default_factory=Quotes)
+    n_begun: int = 0
+
+
+class Tracker:
+    """All workflows of all tenants. Thread-safe; bounded per tenant."""
+
+    def __init__(self) -> None:
+        self.n_steps = self.n_recognised = self.n_ended = self.n_aged = 0
+        self._tenants: dict[str, _Tenant] = {}
+        self._lock = threading.Lock()
+
+    def step(self, step: Step) -> tuple[Workflow, list[Workflow]]:
+        """The workflow that `step` belongs to, and those that are over by now: still for too
+        long, or pushed out."""
+        with self._lock:
+            tenant = self._tenants.setdefault(step.scope, _Tenant())
+            over = self._age(tenant, step.arrived_s)
+            news = self._news(tenant, step)
+            workflow = self._workflow(tenant, step, news)
+            workflow.last_s = max(workflow.last_s, step.answered_s)
+            workflow.n_steps += 1
+            self.n_steps += 1
+            _bounded(workflow.agents, step.agent, None, AGENTS_MAX)
+            _bounded(workflow.tips, step.session, step.tip, TIPS_MAX)
+            _bounded(tenant.of_session, step.session, workflow.id, WORKFLOWS_MAX * 4)
+            tenant.quotes.add(news, workflow.id)
+            tenant.quotes.add(step.reply, workflow.id)
+            tenant.workflows.move_to_end(workflow.id)
+            while len(tenant.workflows) > WORKFLOWS_MAX:
+                over.append(tenant.workflows.popitem(last=False)[1])
+                self.n_aged += 1
+            return workflow, over
+
+    def end(self, scope: str, id: str) -> Workflow | None:
+        """Take a workflow out, because its client says that it is over; None: there is none."""
+        with self._lock:
+            tenant = self._tenants.get(scope)
+            workflow = tenant.workflows.pop(id, None) if tenant is not None else None
+            self.n_ended += workflow is not None
+            return workflow
+
+    def running(self, scope: str | None) -> list[Workflow]:
+        """Those of one tenant, or of all, the last used first."""
+        with self._lock:
+            found = [
+                workflow
+                for name, tenant in self._tenants.items()
+                if scope in (None, name)
+                for workflow in tenant.workflows.values()
+            ]
+        return sorted(found, key=lambda workflow: -workflow.last_s)
+
+    def stats(self) -> dict[str, int]:
+        """Gauges and counters."""
+        with self._lock:
+            return {
+                "workflows": sum(len(tenant.workflows) for tenant in self._tenants.values()),
+                "steps": self.n_steps,
+                "recognised": self.n_recognised,
+                "ended": self.n_ended,
+                "aged": self.n_aged,
+            }
+
+    def _news(self, tenant: _Tenant, step: Step) -> Ids:
+        """What the prompt has beyond what every prompt of its agent begins with."""
+        first = tenant.first.get(step.agent)
+        if first is None:
+            _bounded(tenant.first, step.agent, step.prompt[:_PREFIX_TOKENS].copy(), WORKFLOWS_MAX)
+            return step.prompt
+        n = min(len(first), len(step.prompt))
+        differs = np.flatnonzero(first[:n] != step.prompt[:n])
+        return step.prompt[int(differs[0]) if len(differs) else n :]
+
+    def _workflow(self, tenant: _Tenant, step: Step, news: Ids) -> Workflow:
+        id = step.workflow or tenant.of_session.get(step.session)
+        if id is None or (step.workflow is None and id not in tenant.workflows):
+            id = tenant.quotes.source(news)
+            if id is not None and id in tenant.workflows:
+                self.n_recognised += 1
+            else:
+                tenant.n_begun += 1
+                id = f"~{tenant.n_begun}"
+        found = tenant.workflows.get(id)
+        if found is None:
+            named = step.workflow is not None
+            found = Workflow(step.scope, id, named, step.arrived_s, step.answered_s)
+            tenant.workflows[id] = found
+        return found
+
+    def _age(self, tenant: _Tenant, now: float) -> list[Workflow]:
+        over: list[Workflow] = []
+        while tenant.workflows:
+            oldest = next(iter(tenant.workflows.values()))
+            if now - oldest.last_s <= AGE_S_MAX:
+                break
+            over.append(tenant.workflows.popitem(last=False)[1])
+            self.n_aged += 1
+        return over
+
+
+def _bounded(table: OrderedDict[str, V], key: str, value: V, most: int) -> None:
+    """Enter or renew `key`; the oldest goes when there are more than `most`."""
+    table[key] = value
+    table.move_to_end(key)
+    if len(table) > most:
+        table.popitem(last=False)

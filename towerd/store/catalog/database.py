@@ -1,0 +1,151 @@
+"""The catalog's SQLite file: opening, schema version, and error translation."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from towerd.errors import DiskFull, StoreError, StoreVersion
+from towerd.store.catalog.schema import APPLICATION_ID, MIGRATIONS, VERSION
+
+SEALED_VERSION = 7
+"""The first schema version whose rows have seals."""
+CHECKPOINT_PAGES = 512
+"""Number of WAL pages (2 MiB) at which SQLite checkpoints. Idle moments do it sooner."""
+
+_FULL = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE})
+_CORRUPT = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
+_PRAGMAS = (
+    "journal_mode = WAL",
+    "synchronous = FULL",
+    "fullfsync = ON",
+    "checkpoint_fullfsync = ON",
+    "foreign_keys = ON",
+    "trusted_schema = OFF",
+    "cell_size_check = ON",
+    "busy_timeout = 5000",
+    "temp_store = MEMORY",
+    "secure_delete = ON",
+    "recursive_triggers = ON",
+    f"wal_autocheckpoint = {CHECKPOINT_PAGES}",
+)
+
+
+class CatalogDamaged(StoreError):
+    """The catalog's content is corrupt."""
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    """Open or create the database without reading or changing it."""
+    _create_private(path)
+    return sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+
+
+def configure(db: sqlite3.Connection) -> None:
+    """Apply the connection settings of the catalog."""
+    for pragma in _PRAGMAS:
+        db.execute(f"PRAGMA {pragma}")
+
+
+def connect_reader(path: Path) -> sqlite3.Connection:
+    """Open a second, read-only connection."""
+    uri = f"{path.absolute().as_uri()}?mode=ro"
+    return sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
+
+
+def version_of(db: sqlite3.Connection, path: Path) -> int:
+    """The schema version, 0 for an empty database. Raises StoreVersion for a database of
+    another program or of a newer towerd."""
+    version = int(db.execute("PRAGMA user_version").fetchone()[0])
+    if not db.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchall():
+        return 0
+    if not is_ours(db):
+        raise StoreVersion(f"{path} is not a towerd catalog; choose another store directory")
+    if not 0 < version <= VERSION:
+        raise StoreVersion(
+            f"{path} has schema version {version}, this towerd knows up to "
+            f"{VERSION}; use a newer towerd or another store directory"
+        )
+    return version
+
+
+def is_ours(db: sqlite3.Connection) -> bool:
+    """Whether the database is marked as a catalog."""
+    return int(db.execute("PRAGMA application_id").fetchone()[0]) == APPLICATION_ID
+
+
+def migrate(
+    db: sqlite3.Connection,
+    version: int,
+    target: int = VERSION,
+    finish: Callable[[sqlite3.Connection], None] | None = None,
+) -> None:
+    """Run the migrations from `version` to `target`, each in its own transaction. `finish`
+    runs in the last one."""
+    for number, script in enumerate(MIGRATIONS[version:target], version + 1):
+        db.executescript(
+            f"BEGIN IMMEDIATE; {script} PRAGMA application_id = {APPLICATION_ID};"
+            f"PRAGMA user_version = {number};"
+        )
+        try:
+            if number == target and finish is not None:
+                finish(db)
+            db.execute("COMMIT")
+        except BaseException:
+            if db.in_transaction:
+                db.execute("ROLLBACK")
+            raise
+
+
+@contextmanager
+def errors(path: Path) -> Iterator[None]:
+    """Turn SQLite's errors into DiskFull, CatalogDamaged or StoreError. Damage may also
+    corrupt the text of an error, which then raises UnicodeError."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise translated(path, error) from error
+    except UnicodeDecodeError as error:
+        raise damaged_in_use(path, str(error)) from error
+
+
+def translated(path: Path, error: sqlite3.Error) -> StoreError:
+    """The store error that corresponds to an SQLite error."""
+    if getattr(error, "sqlite_errorcode", 0) in _FULL:
+        return DiskFull(
+            f"the catalog {path} cannot be written ({error}); free disk space or lower --warm-bytes"
+        )
+    if is_damage(error):
+        return damaged_in_use(path, str(error))
+    return StoreError(f"the catalog {path} failed: {error}")
+
+
+def is_damage(error: sqlite3.Error) -> bool:
+    """Whether SQLite reports that the file's content is corrupt."""
+    code = getattr(error, "sqlite_errorcode", 0)
+    return code & 0xFF in _CORRUPT or "UTF-8" in str(error)
+
+
+def damaged_in_use(path: Path, what: str) -> CatalogDamaged:
+    """The error for corrupt content found while a journal is kept."""
+    return CatalogDamaged(
+        f"the catalog {path} is damaged ({what}); restart towerd, which rebuilds it from its "
+        "journal, or run towerctl verify --repair"
+    )
+
+
+def damaged(path: Path, what: str) -> CatalogDamaged:
+    """The error for corrupt content without a journal."""
+    return CatalogDamaged(
+        f"the catalog {path} is damaged ({what}); put a backup in its place, or move "
+        "the store directory away to begin with an empty one"
+    )
+
+
+def _create_private(path: Path) -> None:
+    """Create the file with mode 0600 first: SQLite gives its side files the database's mode."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    os.close(fd)

@@ -1,0 +1,238 @@
+"""Rebuilding a catalog from its journal and the readable rows of a damaged one."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from towerd.store.catalog import database
+from towerd.store.catalog.journal.chain import Chain
+from towerd.store.catalog.journal.changes import TableChange
+from towerd.store.catalog.journal.examine import select
+from towerd.store.catalog.journal.settle import dangling, settle
+from towerd.store.catalog.journal.tables import (
+    Ledger,
+    Row,
+    Table,
+    read_ledger,
+    seal_all,
+    tables_of,
+    total_of,
+    write_ledger,
+)
+from towerd.store.segments import durable
+from towerd.store.segments.directory import remove_file
+
+_UNREADABLE = (sqlite3.Error, UnicodeError)
+"""A damaged database may put bytes that are not text into its errors."""
+_KEY_MAX = (1 << 63) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Rebuilt:
+    """The content of a rebuilt catalog."""
+
+    sessions: int
+    turns: int
+    lost: tuple[str, ...]
+    """What neither the journal nor the damaged catalog had."""
+    is_proven: bool
+    """The old catalog's state is known, so nothing else is lost."""
+
+    def __str__(self) -> str:
+        what = f"{self.sessions:,} sessions with {self.turns:,} turns"
+        if self.lost:
+            return f"{what}; lost: {', '.join(self.lost)}"
+        return f"{what}, nothing lost" if self.is_proven else what
+
+
+def rebuild(new: Path, chain: Chain, old: Path | None) -> Rebuilt:
+    """Write a catalog to `new`, durably, in the schema of the journal, which is not empty.
+
+    If the journal is complete up to the state of the old catalog, only the journal is used.
+    Otherwise the sound rows of the old catalog are applied in between: they are newer than
+    the changes up to its state and older than those after it. Raises sqlite3.Error, OSError,
+    or CatalogDamaged if the two belong to different stores."""
+    remove_file(new)
+    with closing(sqlite3.connect(new, isolation_level=None)) as db:
+        for pragma in ("journal_mode = OFF", "synchronous = OFF", "trusted_schema = OFF"):
+            db.execute(f"PRAGMA {pragma}")
+        database.migrate(db, 0, chain.schema)
+        tables = tables_of(db)
+        source = _Source.open(old, tables)
+        try:
+            rebuilt = _fill(db, tables, chain, source)
+        finally:
+            if source is not None:
+                source.db.close()
+    fd = os.open(new, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        durable.sync(fd)
+    finally:
+        os.close(fd)
+    return rebuilt
+
+
+def replay(db: sqlite3.Connection, tables: Sequence[Table], chain: Chain, ledger: Ledger) -> bool:
+    """Apply every change after the state of a sound catalog, in one transaction. Returns
+    False and changes nothing if the result would not be sound. Raises sqlite3.Error or
+    OSError."""
+    db.execute("PRAGMA foreign_keys = OFF")
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        filler = Filler(db, tables)
+        filler.apply_all(chain.changes(after=ledger.seq))
+        filler.set_sequences({})
+        is_sound = not dangling(db)
+        if is_sound:
+            write_ledger(db, Ledger(ledger.store, chain.last, total_of(db, tables)))
+        db.execute("COMMIT" if is_sound else "ROLLBACK")
+    except BaseException:
+        if db.in_transaction:
+            db.execute("ROLLBACK")
+        raise
+    finally:
+        db.execute("PRAGMA foreign_keys = ON")
+    return is_sound
+
+
+class Filler:
+    """Writes journal rows into a catalog, inside a transaction. Reference checks are off; the
+    references hold again at the end."""
+
+    def __init__(self, db: sqlite3.Connection, tables: Sequence[Table]) -> None:
+        self._db = db
+        self._tables = {table.name: table for table in tables}
+        self._sequences = {table.name: 0 for table in tables if table.has_sequence}
+
+    def apply_all(self, transactions: Iterable[Sequence[TableChange]]) -> None:
+        """Apply several sets of changes in order."""
+        for changes in transactions:
+            self.apply(changes)
+
+    def apply(self, changes: Sequence[TableChange]) -> None:
+        """Delete and insert the rows of one transaction."""
+        for name, rows, gone in changes:
+            table = self._tables[name]
+            self._db.executemany(
+                f"DELETE FROM {name} WHERE {table.key} = ?", [(key,) for key in gone]
+            )
+            marks = ", ".join("?" * (len(table.columns) + 1))
+            self._db.executemany(
+                f"INSERT OR REPLACE INTO {name} ({', '.join(table.columns)}, seal)"
+                f" VALUES ({marks})",
+                [(*row, table.seal(row)) for row in rows],
+            )
+            if table.has_sequence:
+                at = table.key_at
+                keys = [self._sequences[name], *gone, *(row[at] for row in rows)]
+                self._sequences[name] = max(keys)
+
+    def set_sequences(self, known: dict[str, int]) -> None:
+        """Prevent the reuse of any key that was ever used."""
+        for name, seen in self._sequences.items():
+            top = max(seen, known.get(name, 0))
+            rows = self._db.execute("SELECT seq FROM sqlite_sequence WHERE name = ?", (name,))
+            now = max((row[0] for row in rows.fetchall()), default=0)
+            self._db.execute("DELETE FROM sqlite_sequence WHERE name = ?", (name,))
+            self._db.execute("INSERT INTO sqlite_sequence VALUES (?, ?)", (name, max(top, now)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A damaged catalog that is partly readable."""
+
+    db: sqlite3.Connection
+    ledger: Ledger | None
+
+    @classmethod
+    def open(cls, path: Path | None, tables: Sequence[Table]) -> _Source | None:
+        """None if even the list of tables is unreadable."""
+        if path is None:
+            return None
+        try:
+            db = database.connect_reader(path)
+        except sqlite3.Error:
+            return None
+        try:
+            db.text_factory = lambda data: data.decode("utf-8", "surrogateescape")
+            if tables_of(db) == tuple(tables):
+                ledger = None
+                with suppress(*_UNREADABLE):
+                    ledger = read_ledger(db)
+                return cls(db, ledger)
+        except _UNREADABLE:
+            pass
+        db.close()
+        return None
+
+    def sound_rows(self, table: Table) -> list[TableChange]:
+        """Every readable row with a valid seal."""
+        return [TableChange(table.name, list(self._sound_rows(table)), [])]
+
+    def _sound_rows(self, table: Table) -> Iterator[Row]:
+        """Past an unreadable place, reading continues at ever higher keys."""
+        at: Any = None
+        step = 1
+        while at is None or at <= _KEY_MAX:
+            where, params = ("", ()) if at is None else (f"WHERE {table.key} > ?", (at,))
+            try:
+                for *row, seal in self.db.execute(
+                    select(table, f"{where} ORDER BY {table.key}"), params
+                ):
+                    at, step = row[table.key_at], 1
+                    if _has_seal(table, row, seal):
+                        yield row
+                return
+            except _UNREADABLE:
+                if isinstance(at, str):
+                    return
+                at, step = (at or 0) + step, 2 * step
+
+
+def _has_seal(table: Table, row: Row, seal: int) -> bool:
+    try:
+        return table.seal(row) == seal
+    except UnicodeError:
+        return False
+
+
+def _fill(
+    db: sqlite3.Connection, tables: Sequence[Table], chain: Chain, source: _Source | None
+) -> Rebuilt:
+    ledger = None if source is None else source.ledger
+    if ledger is not None and ledger.store != chain.store:
+        raise database.CatalogDamaged("the catalog is damaged, and the journal is another store's")
+    is_exact = chain.is_whole and (ledger is None or ledger.seq <= chain.end)
+    reached = 0 if ledger is None else ledger.seq
+    db.execute("PRAGMA foreign_keys = OFF")
+    db.execute("BEGIN IMMEDIATE")
+    filler = Filler(db, tables)
+    if is_exact or source is None:
+        filler.apply_all(chain.changes())
+    else:
+        filler.apply_all(chain.changes(until=reached))
+        filler.apply_all(source.sound_rows(table) for table in tables)
+        filler.apply_all(chain.changes(after=reached))
+    filler.set_sequences(chain.sequences)
+    seq, total = chain.end, total_of(db, tables)
+    lost: tuple[str, ...] = ()
+    if not is_exact or dangling(db):
+        seq = max(chain.last, reached) + 1
+        is_proven = ledger is not None and chain.last <= reached and ledger.total == total
+        if not is_proven:
+            lost = settle(db)
+            seal_all(db, tables)
+            total = total_of(db, tables)
+    write_ledger(db, Ledger(chain.store, seq, total))
+    db.execute("COMMIT")
+    return Rebuilt(_count(db, "sessions"), _count(db, "turns"), lost, ledger is not None)
+
+
+def _count(db: sqlite3.Connection, table: str) -> int:
+    return int(db.execute(f"SELECT count(*) FROM {table}").fetchone()[0])

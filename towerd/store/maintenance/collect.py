@@ -1,0 +1,132 @@
+"""Garbage collection of unneeded segments, unviewed files and old quarantined files."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from towerd.store.prefix.node import Node
+from towerd.store.segments.boundary_check import stray_boundaries
+from towerd.store.segments.directory import remove_file
+from towerd.store.segments.rows import uncatalogue
+from towerd.store.segments.segment_file import SegmentFile
+from towerd.store.state import StoreState
+
+
+@dataclass(frozen=True, slots=True)
+class GcReport:
+    """What was removed, or would be."""
+
+    segments: int
+    files: int
+    bytes_freed: int
+    """Bytes of segment files, boundary states, orphans, temporary and quarantined files,
+    without the catalog."""
+
+
+def collect(
+    state: StoreState,
+    keep: Collection[int],
+    quarantine_days: float,
+    writing: Collection[str],
+    *,
+    dry_run: bool = False,
+) -> GcReport:
+    """Remove leaves until every leaf is needed, then the files that nothing views. Runs under
+    the lock. With `dry_run` only report."""
+    doomed = _unneeded(state, keep)
+    ids = {node.id for node in doomed}
+    viewers = state.trie.viewers
+    unviewed = [file for file in state.files.values() if all(n.id in ids for n in viewers(file))]
+    strays = orphans(state, writing)
+    boundaries = stray_boundaries(state, ids)
+    n_files = len(unviewed) + len(strays) + len(boundaries)
+    directory = state.directory
+    if dry_run:
+        names = [file.path.name for file in unviewed] + list(strays)
+        freed = sum(directory.size(name) for name in names)
+        freed += sum(path.stat().st_size for path in boundaries)
+        return GcReport(len(doomed), n_files, freed + directory.leftovers(writing, quarantine_days))
+    with state.catalog.transaction():
+        delete(state, doomed, unviewed)
+    freed = forget(state, doomed, unviewed)
+    freed += sum(directory.remove(name) for name in strays)
+    freed += sum(remove_file(path) for path in boundaries)
+    freed += directory.sweep_tmp(writing)
+    freed += directory.empty_quarantine(quarantine_days)
+    state.catalog.shrink()
+    return GcReport(len(doomed), n_files, freed)
+
+
+def delete(state: StoreState, doomed: Sequence[Node], unviewed: Sequence[SegmentFile]) -> None:
+    """Delete nodes, children before their parents, and files from the catalog, inside a
+    transaction. Call `forget` once it is durable."""
+    state.catalog.run_many("DELETE FROM segments WHERE id = ?", [(n.id,) for n in doomed])
+    state.catalog.run_many("DELETE FROM files WHERE id = ?", [(f.id,) for f in unviewed])
+
+
+def forget(state: StoreState, doomed: Sequence[Node], unviewed: Sequence[SegmentFile]) -> int:
+    """Remove them from memory and disk; returns the bytes that the files had."""
+    for node in doomed:
+        _detach(state, node)
+        state.listener.removed(node)
+    freed = 0
+    for file in unviewed:
+        state.forget_file(file)
+        freed += state.directory.remove(file.path.name)
+    return freed
+
+
+def drop_foreign(state: StoreState, bytes_needed: int) -> int:
+    """Delete files of other fingerprints, least recently used fingerprint and file first."""
+    freed = 0
+    for id, name, n_bytes in state.catalog.rows(
+        "SELECT files.id, name, bytes FROM files JOIN fingerprints ON fingerprints.id ="
+        " fingerprint WHERE fingerprint != ? ORDER BY opened, files.created",
+        (state.fingerprint_pk,),
+    ):
+        if freed >= bytes_needed:
+            break
+        uncatalogue(state.catalog, id)
+        state.directory.remove(name)
+        freed += n_bytes
+    return freed
+
+
+def _unneeded(state: StoreState, keep: Collection[int]) -> list[Node]:
+    """The nodes to remove, children before their parents."""
+    needed = set(keep)
+    for (id,) in state.catalog.rows(
+        "SELECT prompt_node FROM turns UNION SELECT reply_node FROM turns"
+        " UNION SELECT node FROM pins UNION SELECT node FROM bases UNION SELECT base FROM cold"
+    ):
+        needed.add(id)
+    doomed: list[Node] = []
+    n_children = {id: len(node.children) for id, node in state.trie.nodes.items()}
+    leaves = [node for id, node in state.trie.nodes.items() if n_children[id] == 0]
+    while leaves:
+        node = leaves.pop()
+        if node.id in needed:
+            continue
+        doomed.append(node)
+        parent = node.parent
+        if parent is not None and parent.parent is not None:
+            n_children[parent.id] -= 1
+            if n_children[parent.id] == 0:
+                leaves.append(parent)
+    return doomed
+
+
+def _detach(state: StoreState, node: Node) -> None:
+    if node.hot is not None:
+        state.hot_bytes -= node.hot.nbytes
+        node.hot = None
+    state.trie.unview(node)
+    state.touched.discard(node)
+    state.trie.remove(node)
+
+
+def orphans(state: StoreState, writing: Collection[str]) -> set[str]:
+    """Files that the catalog does not list, left by a crash between rename and commit."""
+    known = {name for (name,) in state.catalog.rows("SELECT name FROM files")}
+    return state.directory.names() - known - set(writing)

@@ -1,0 +1,194 @@
+"""The prefix tree in memory: longest-prefix match over token ids, path-compressed."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from towerd.store.prefix.node import PUBLIC, Node
+from towerd.store.prefix.scope import is_public, public_of
+from towerd.store.prefix.tips import Tips
+from towerd.store.segments.segment_file import SegmentFile
+from towerd.tokens import ID_BYTES, common_prefix, ids_array
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The longest stored prefix: `nodes` from the root's child down, `n` tokens matched.
+
+    Every node but the last is matched in full; the last may be matched in part."""
+
+    nodes: tuple[Node, ...]
+    n: int
+
+    @property
+    def full(self) -> tuple[Node, ...]:
+        """The nodes that are matched in full."""
+        is_partial = bool(self.nodes) and self.nodes[-1].p1 > self.n
+        return self.nodes[:-1] if is_partial else self.nodes
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """Nodes whose whole prefix begins some ids: `tips` and all their ancestors. Each
+    iteration yields every node once, longest prefix first, from the current state of the
+    tree."""
+
+    tips: tuple[Node, ...]
+
+    def __iter__(self) -> Iterator[Node]:
+        waiting = [(-tip.p1, -i, tip) for i, tip in enumerate(self.tips) if tip.parent is not None]
+        heapq.heapify(waiting)
+        seen: set[int] = set()
+        while waiting:
+            _, i, node = heapq.heappop(waiting)
+            if node.id not in seen:
+                yield node
+                seen.add(node.id)
+                if node.parent is not None and node.parent.parent is not None:
+                    heapq.heappush(waiting, (-node.parent.p1, i, node.parent))
+
+
+class Trie:
+    """Nodes by id and by prefix. Not thread-safe; the store's lock guards it.
+
+    Children are keyed by (scope, first token). A public node may have children of any scope whose
+    rows are made under the same adapters, the root of any scope, any other node of its own."""
+
+    def __init__(self) -> None:
+        self.root = Node(0, None, PUBLIC, 0, b"")
+        self.nodes: dict[int, Node] = {}
+        self.tips = Tips()
+        self._viewers: dict[SegmentFile, list[Node]] = {}
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def match(self, ids: bytes, scope: str) -> Match:
+        """The longest prefix of `ids` (int32 LE) among the nodes of `scope` and public nodes.
+        Ties prefer the scope's own nodes, then those that share most with public ones."""
+        last, n = self.longest(ids, scope)
+        return Match(tuple(last.path()), n)
+
+    def longest(self, ids: bytes, scope: str) -> tuple[Node, int]:
+        """The last node that `match` finds, or the root, and the number of matched tokens."""
+        return max(self._chains(ids, scope), key=lambda chain: chain[1])
+
+    def matched(self, ids: bytes, scope: str) -> Matched:
+        """Every visible node whose whole prefix begins `ids`. They lie on more than one path
+        if a scope stored tokens before they became public."""
+        return Matched(tuple(_full(last, n) for last, n in self._chains(ids, scope)))
+
+    def _chains(self, ids: bytes, scope: str) -> list[tuple[Node, int]]:
+        """(last node met, tokens matched) of every matching path: the scope's own branches,
+        deepest first, then the public path."""
+        tokens = memoryview(ids).cast("i")
+        public, n = _walk(self.root, ids, tokens, public_of(scope))
+        chains = []
+        start = None if is_public(scope) else _full(public, n)
+        while start is not None:
+            near = self.tips.nearest(start, ids, scope)
+            own, own_n = _walk(near, ids, tokens, scope)
+            if own is not start:
+                chains.append((own, own_n))
+            start = start.parent
+        return [*chains, (public, n)]
+
+    def viewers(self, file: SegmentFile) -> Sequence[Node]:
+        """The nodes whose rows are in `file`."""
+        return self._viewers.get(file, ())
+
+    def view(self, node: Node, file: SegmentFile, row0: int) -> None:
+        """Record that the rows of `node` are those of `file` from `row0` on."""
+        self.unview(node)
+        node.file, node.file_row0 = file, row0
+        self._viewers.setdefault(file, []).append(node)
+
+    def unview(self, node: Node) -> None:
+        """Record that `node` has no rows on disk."""
+        if node.file is None:
+            return
+        viewers = self._viewers[node.file]
+        viewers.remove(node)
+        if not viewers:
+            del self._viewers[node.file]
+        node.file, node.file_row0 = None, 0
+
+    def add(self, node: Node) -> None:
+        """Insert a new node below `node.parent`. The place must be free."""
+        assert node.parent is not None
+        parent, place = node.parent, (node.scope, node.first)
+        if parent.by_token is None:
+            parent.by_token = {}
+        assert place not in parent.by_token
+        parent.by_token[place] = node
+        self.nodes[node.id] = node
+
+    def remove(self, node: Node) -> None:
+        """Remove a leaf."""
+        assert node.parent is not None
+        assert node.parent.by_token is not None
+        assert not node.by_token
+        del node.parent.by_token[node.scope, node.first]
+        del self.nodes[node.id]
+        node.removed = True
+
+    def split(self, node: Node, at: int, upper_id: int) -> Node:
+        """Cut `node` at position p0 < at < p1: a new upper node takes [p0, at), `node` keeps
+        [at, p1), its id and its children; both keep viewing the same rows. Returns the upper."""
+        assert node.p0 < at < node.p1
+        assert node.parent is not None
+        assert node.parent.by_token is not None
+        n = at - node.p0
+        upper = Node(upper_id, node.parent, node.scope, node.p0, node.ids[: n * ID_BYTES])
+        upper.pins, upper.hits, upper.last_used = node.pins, node.hits, node.last_used
+        node.parent.by_token[node.scope, node.first] = upper
+        if node.file is not None:
+            self.view(upper, node.file, node.file_row0)
+            node.file_row0 += n
+        if node.hot is not None:
+            upper.hot, node.hot = node.hot.split(at)
+            upper.derived = node.derived
+        node.parent, node.p0, node.ids = upper, at, node.ids[n * ID_BYTES :]
+        upper.by_token = {(node.scope, node.first): node}
+        self.nodes[upper_id] = upper
+        return upper
+
+    def unsplit(self, node: Node, upper: Node, hot: object) -> None:
+        """Undo `split(node, ...)`, which returned `upper`; `hot` is the node's rows before
+        the split."""
+        parent = upper.parent
+        assert parent is not None
+        assert parent.by_token is not None
+        parent.by_token[upper.scope, upper.first] = node
+        if node.file is not None:
+            self.unview(upper)
+            node.file_row0 -= upper.n
+        node.hot = hot  # type: ignore[assignment]  # what split() replaced
+        node.parent, node.p0, node.ids = parent, upper.p0, upper.ids + node.ids
+        del self.nodes[upper.id]
+        upper.removed = True
+
+
+def _walk(node: Node, ids: bytes, tokens: memoryview[int], scope: str) -> tuple[Node, int]:
+    """Follow `scope`'s children from below `node`; the last node met and the position reached."""
+    at, total = node.p1, len(tokens)
+    while node.by_token and at < total:
+        child = node.by_token.get((scope, tokens[at]))
+        if child is None:
+            break
+        node = child
+        if not ids.startswith(child.ids, at * ID_BYTES):  # memcmp; no copy
+            ends = ids_array(ids[at * ID_BYTES : child.p1 * ID_BYTES])
+            return node, at + common_prefix(ids_array(child.ids), ends)
+        at = child.p1
+    return node, at
+
+
+def _full(last: Node, n: int) -> Node:
+    """The last node that is matched in full, given `last`, the last node met."""
+    if last.p1 > n:
+        assert last.parent is not None
+        return last.parent
+    return last

@@ -1,0 +1,101 @@
+"""The store's directory: file locations, creation, quarantine and removal."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Container
+from pathlib import Path
+
+from towerd.errors import StoreError
+from towerd.store.segments import durable
+
+DAY_S = 86_400.0
+
+
+class Directory:
+    """`segments/` holds catalogued files, `tmp/` files being written, `quarantine/` damaged
+    ones, `journal/` the second copy of the catalog. `tables/`, created on demand, holds
+    tables for reading frozen sessions. Directories are 0700, files 0600."""
+
+    def __init__(self, root: Path) -> None:
+        """Create what is missing and prove that it can be written.
+
+        Raises StoreError, or DiskFull when not even that fits."""
+        self.root = root
+        self.segments = root / "segments"
+        self.tmp = root / "tmp"
+        self.quarantine = root / "quarantine"
+        self.journal = root / "journal"
+        self.tables = root / "tables"
+        self.catalog = root / "catalog.sqlite"
+        self.lock = root / "lock"
+        with durable.store_errors(f"the store directory {root} cannot be used"):
+            for path in (root, self.segments, self.tmp, self.quarantine, self.journal):
+                path.mkdir(mode=0o700, parents=path == root, exist_ok=True)
+                if path != root and path.is_symlink():
+                    raise StoreError(f"{path} is a link; a store must be one directory")
+            probe = self.tmp / f"probe-{os.getpid()}"
+            fd = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            os.close(fd)
+            probe.unlink()
+
+    def sweep_tmp(self, writing: Container[str] = ()) -> int:
+        """Delete partial files left by a killed process; returns the bytes freed."""
+        return sum(remove_file(path) for path in self._halves(writing))
+
+    def names(self) -> set[str]:
+        """The names in `segments/`."""
+        with os.scandir(self.segments) as entries:
+            return {entry.name for entry in entries}
+
+    def remove(self, name: str) -> int:
+        """Delete a segment file if it is there; returns the bytes freed."""
+        return remove_file(self.segments / name)
+
+    def set_aside(self, path: Path) -> bool:
+        """Move a damaged file into `quarantine/`, stamped with the time; returns whether it
+        succeeded."""
+        target = self.quarantine / path.name
+        try:
+            os.rename(path, target)
+            os.utime(target, follow_symlinks=False)
+        except OSError:
+            return False  # gone or unmovable: the catalog forgets it either way
+        return True
+
+    def empty_quarantine(self, days: float) -> int:
+        """Delete what was set aside more than `days` ago; returns the bytes freed."""
+        return sum(remove_file(path) for path in self._set_aside_before(days))
+
+    def size(self, name: str) -> int:
+        """Bytes of a segment file; 0 if it is not there."""
+        return _size(self.segments / name)
+
+    def leftovers(self, writing: Container[str], days: float) -> int:
+        """Bytes that `sweep_tmp` and `empty_quarantine` would free."""
+        return sum(_size(p) for p in (*self._halves(writing), *self._set_aside_before(days)))
+
+    def _halves(self, writing: Container[str]) -> list[Path]:
+        return [path for path in self.tmp.iterdir() if path.name not in writing]
+
+    def _set_aside_before(self, days: float) -> list[Path]:
+        oldest = time.time() - days * DAY_S
+        return [path for path in self.quarantine.iterdir() if path.lstat().st_mtime <= oldest]
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.lstat().st_size
+    except OSError:
+        return 0
+
+
+def remove_file(path: Path) -> int:
+    """Delete a file if it can be; returns the bytes freed."""
+    try:
+        n_bytes = path.lstat().st_size
+        path.unlink()
+    except OSError:
+        return 0
+    return n_bytes

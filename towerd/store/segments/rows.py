@@ -1,0 +1,408 @@
+"""Rows of segments: planning, loading, caching in memory, and writing."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from towerd.errors import DiskFull, RowsDamaged, SegmentsGone, StoreError
+from towerd.slots.errors import StateError
+from towerd.slots.rows import KVRows
+from towerd.slots.runs import Runs
+from towerd.store.catalog.catalog import Catalog
+from towerd.store.prefix.keys import segment_key
+from towerd.store.prefix.node import Node
+from towerd.store.segments import durable
+from towerd.store.segments.run import encode_runs
+from towerd.store.segments.segment_file import Claim, SegmentFile
+from towerd.store.segments.segment_writer import Draft, DraftRun, new_name, write_segment
+from towerd.store.state import StoreState
+from towerd.tokens import ID_BYTES, Provenance, Provenances
+
+Tier: TypeAlias = Literal["hot", "warm"]
+
+_OUT_OF_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES})
+
+
+@dataclass(frozen=True, slots=True)
+class RowsPart:
+    """Rows [p0, p1) of one node. It refers to their location, so a split or an eviction of
+    the node after planning is harmless."""
+
+    node: Node
+    p0: int
+    p1: int
+    tier: Tier
+    source: Runs | SegmentFile
+    derived: bool = False
+    """For hot rows: they were computed from approximate rows."""
+
+    @property
+    def provenance(self) -> Provenances:
+        """EXACT, DERIVED or APPROXIMATE for each position, uint8[p1 - p0]."""
+        if isinstance(self.source, SegmentFile):
+            return self.source.provenance(self.p0, self.p1)
+        computed = Provenance.DERIVED if self.derived else Provenance.EXACT
+        provenance = np.full(self.p1 - self.p0, computed, np.uint8)
+        for rows in self.source.slice(self.p0, self.p1):
+            if not rows.layout.is_native:
+                provenance[rows.p0 - self.p0 : rows.p1 - self.p0] = Provenance.APPROXIMATE
+        return provenance
+
+
+class RowStore:
+    """The row side of a store; `state` and its lock are shared with the rest of it."""
+
+    def __init__(self, state: StoreState, pool: Executor) -> None:
+        self._state = state
+        self._pool = pool
+        self.writing: set[str] = set()
+        """Names of files that are not in the catalog yet; gc must not delete them."""
+        self.is_trusted = True
+        """Whether rows belong to the loaded weights; see `distrust`."""
+
+    def distrust(self, since: float) -> None:
+        """Drop and refuse rows until the store is reopened, because the weights changed after
+        `since` (Unix time). Rows in memory and files made since then are removed; tokens
+        stay."""
+        state = self._state
+        with state.lock:
+            self.is_trusted = False
+            for node in state.trie.nodes.values():
+                self.drop_hot(node)
+            made_since = state.catalog.rows("SELECT id FROM files WHERE created >= ?", (since,))
+            files = [state.files[id] for (id,) in made_since if id in state.files]
+        for file in files:
+            self.drop_file(file)
+
+    def plan(self, nodes: Sequence[Node], start: int, stop: int, *, exact: bool) -> list[RowsPart]:
+        """The rows of [start, stop) along a path, up to the first token without any. `exact`:
+        ignore rows other than those that prefill computes."""
+        parts: list[RowsPart] = []
+        if not self.is_trusted:
+            return parts
+        at = start
+        for node in nodes:
+            if node.p1 <= at or at >= stop:
+                continue
+            end = min(node.p1, stop)
+            if node.hot is not None and (not exact or node.has_exact_hot):
+                parts.append(RowsPart(node, at, end, "hot", node.hot, node.derived))
+            elif node.file is not None and (not exact or node.has_exact_file):
+                parts.append(RowsPart(node, at, end, "warm", node.file))
+            else:
+                break
+            at = end
+        return parts
+
+    def load(self, part: RowsPart) -> Runs:
+        """The rows as views. Raises RowsDamaged (the file is now quarantined) or StoreError
+        (too few descriptors or too little memory to open it)."""
+        return Runs(tuple(self.load_each(part)))
+
+    def load_each(self, part: RowsPart) -> Iterator[KVRows]:
+        """The rows piece by piece, each checked when requested; raises as `load`. Pieces
+        already taken stay valid."""
+        if not self.is_trusted:
+            raise RowsDamaged("the model's file was changed, so rows are not used")
+        if isinstance(part.source, Runs):
+            yield from part.source.slice(part.p0, part.p1)
+            return
+        at, file = part.p0, part.source
+        while at < part.p1:
+            file = _newest(file, part)
+            try:
+                for rows in self._load(file, part, at):
+                    at = rows.p1
+                    yield rows
+            except RowsDamaged:
+                if _newest(file, part) is file:  # else it was re-encoded just now
+                    raise
+
+    def _load(self, file: SegmentFile, part: RowsPart, p0: int) -> Iterator[KVRows]:
+        self._open(file, part.node)
+        try:
+            yield from file.rows(self._state.fingerprint.layout, p0, part.p1, self._pool)
+        except (StateError, OSError) as error:
+            raise self._damaged(file, error) from error
+
+    def attach_hot(
+        self, nodes: Sequence[Node], rows: KVRows | Runs, *, derived: bool = False
+    ) -> list[Node]:
+        """Give every node of the path that ends with `nodes` and lies within `rows` its slice;
+        returns the nodes that took it. A node that is hot already keeps what it has, unless
+        that is not exact and `rows` are. Raises StateError for rows of another layout."""
+        state, rows = self._state, Runs.of(rows)
+        if not rows.fits(state.fingerprint.layout):
+            raise StateError("these rows have another layout than the store's")
+        is_exact = rows.is_native and not derived
+        taken = []
+        with state.lock:
+            for node in _covered(nodes, rows.p0, rows.p1) if self.is_trusted else ():
+                if node.hot is not None and (node.has_exact_hot or not is_exact):
+                    continue
+                n_before = 0 if node.hot is None else node.hot.nbytes
+                node.hot, node.derived = rows.slice(node.p0, node.p1), derived
+                state.hot_bytes += node.hot.nbytes - n_before
+                taken.append(node)
+            state.listener.became_hot(taken)
+        return taken
+
+    def unshare(self, node: Node) -> None:
+        """Copy a node's rows in memory out of buffers shared with other nodes."""
+        rows = node.hot
+        copy = None if rows is None else rows.copy()
+        with self._state.lock:
+            if node.hot is rows:  # else it was cut, or let go of, meanwhile
+                node.hot = copy
+
+    def drop_hot(self, node: Node) -> int:
+        """Release a node's rows in memory; returns their bytes."""
+        state = self._state
+        with state.lock:
+            if node.hot is None:
+                return 0
+            n_bytes = node.hot.nbytes
+            node.hot = None
+            state.hot_bytes -= n_bytes
+            state.listener.left_hot(node)
+        return n_bytes
+
+    def write(self, nodes: Sequence[Node], *, replace: bool = False) -> SegmentFile:
+        """Write the hot rows of consecutive nodes of one path into one file, durably. Nodes
+        that have a file keep it; with `replace` only if its rows are exact."""
+        state = self._state
+
+        def wants(node: Node) -> bool:
+            return node.file is None or (replace and not node.has_exact_file)
+
+        with state.lock:
+            nodes = _as_split(nodes)
+            if nodes and not any(wants(node) for node in nodes):
+                assert nodes[-1].file is not None
+                return nodes[-1].file
+            draft = _draft(nodes, state)
+
+        def targets() -> list[Node]:
+            return [node for node in _covered(nodes, draft.p0, draft.p1) if wants(node)]
+
+        file = self.write_draft(draft, targets)
+        if file is None:
+            raise SegmentsGone("the segments were removed while their rows were written")
+        return file
+
+    def write_draft(
+        self, draft: Draft, targets: Callable[[], Sequence[Node]]
+    ) -> SegmentFile | None:
+        """Write a draft and let `targets()` (asked under the lock when it is on disk) view it;
+        files that nobody views any more are deleted. None, and nothing is left, if there are
+        no targets. Raises DiskFull or StoreError, and then nothing is left either."""
+        state, name = self._state, new_name()
+        directory = state.directory
+        self.writing.add(name)
+        try:
+            with durable.store_errors("rows cannot be written"):
+                n_bytes = write_segment(draft, name, directory.tmp, directory.segments, self._pool)
+            file: SegmentFile | None = None
+            unviewed: list[SegmentFile] = []
+            try:
+                with state.lock:
+                    if nodes := targets():
+                        file, unviewed = _adopt(state, nodes, draft, name, n_bytes)
+            finally:
+                if file is None:
+                    directory.remove(name)
+        finally:
+            self.writing.discard(name)
+        for old in unviewed:
+            directory.remove(old.path.name)
+        return file
+
+    def drop_file(self, file: SegmentFile, *, set_aside: bool = False) -> int:
+        """Forget a file: its nodes keep their tokens only. Deletes it, or moves it into
+        quarantine; returns the bytes it had. Nothing happens if it is gone already."""
+        state = self._state
+        with state.lock:
+            if file.dropped:
+                return 0
+            try:
+                uncatalogue(state.catalog, file.id)
+            except DiskFull:
+                # deleting must work most of all now; a catalogued file that is missing is
+                # forgotten at the next opening, so the order does not matter
+                state.directory.remove(file.path.name)
+                with suppress(DiskFull):
+                    uncatalogue(state.catalog, file.id)
+            state.forget_file(file)
+        if set_aside:
+            state.directory.set_aside(file.path)
+        else:
+            state.directory.remove(file.path.name)
+        return file.nbytes
+
+    def drop_missing(self) -> None:
+        """Forget files that were deleted while no store was open."""
+        names = self._state.directory.names()
+        for file in list(self._state.files.values()):
+            if file.path.name not in names:
+                self.drop_file(file)
+
+    def verify(self, file: SegmentFile, node: Node) -> None:
+        """Check all of a file that `node` views, even if checked before; raises as `load`."""
+        self._refuse_dropped(file)
+        try:
+            file.verify(self._claim(file, node), self._pool)
+        except (StateError, OSError) as error:
+            raise self._damaged(file, error) from error
+
+    def pieces(self, file: SegmentFile, p0: int, p1: int) -> list[KVRows]:
+        """The rows [p0, p1) of a file that was verified. Raises OSError or StateError."""
+        return list(file.rows(self._state.fingerprint.layout, p0, p1, self._pool))
+
+    def _open(self, file: SegmentFile, node: Node) -> None:
+        self._refuse_dropped(file)
+        if file.is_open:
+            return
+        try:
+            file.open(self._claim(file, node))
+        except (StateError, OSError) as error:
+            raise self._damaged(file, error) from error
+
+    def _refuse_dropped(self, file: SegmentFile) -> None:
+        if file.dropped:
+            raise RowsDamaged(f"the rows in {file.path.name} were dropped meanwhile")
+
+    def _claim(self, file: SegmentFile, node: Node) -> Claim:
+        with self._state.lock:
+            views = [(viewer.p0, viewer.ids) for viewer in self._state.trie.viewers(file)]
+            return Claim(self._state.fingerprint, node.prefix_bytes(), views)
+
+    def _damaged(self, file: SegmentFile, error: Exception) -> StoreError:
+        """Quarantine `file` and return the error to raise."""
+        if isinstance(error, OSError) and error.errno in _OUT_OF_RESOURCES:
+            return StoreError(f"{file.path} cannot be opened: {error.strerror}")
+        if file.dropped:
+            return RowsDamaged(f"the rows in {file.path.name} were dropped meanwhile")
+        try:
+            self.drop_file(file, set_aside=True)
+        except StoreError:
+            with self._state.lock:  # the catalog cannot be written now; forget it here at least
+                self._state.forget_file(file)
+        return RowsDamaged(f"rows in {file.path.name} are damaged and set aside: {error}")
+
+
+def _adopt(
+    state: StoreState, nodes: Sequence[Node], draft: Draft, name: str, n_bytes: int
+) -> tuple[SegmentFile, list[SegmentFile]]:
+    """Enter a written file in the catalog as the one that `nodes` view, in one transaction;
+    returns it and the files that lost their last view, which are forgotten. Under the lock."""
+    p0, n_rows, runs = draft.p0, draft.p1 - draft.p0, draft.run_table
+    before = {node.file.id: node.file for node in nodes if node.file is not None}
+    viewers = state.trie.viewers
+    unviewed = [old for old in before.values() if all(node in nodes for node in viewers(old))]
+    with state.catalog.transaction():
+        id = state.catalog.run(
+            "INSERT INTO files(fingerprint, name, p0, n_rows, bytes, created, runs)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (state.fingerprint_pk, name, p0, n_rows, n_bytes, state.clock(), encode_runs(runs)),
+        )
+        state.catalog.run_many(
+            "UPDATE segments SET file = ?, file_row0 = ?, file_rows = ? WHERE id = ?",
+            [(id, node.p0 - p0, node.n, node.id) for node in nodes],
+        )
+        state.catalog.run_many("DELETE FROM files WHERE id = ?", [(old.id,) for old in unviewed])
+    path = state.directory.segments / name
+    file = SegmentFile(id, path, p0, n_rows, n_bytes, state.mappings, runs)
+    for node in nodes:
+        state.trie.view(node, file, node.p0 - p0)
+    state.files[id] = file
+    state.warm_bytes += n_bytes
+    for old in unviewed:
+        old.successor = file
+        state.forget_file(old)
+    state.listener.became_warm(file, nodes)
+    return file, unviewed
+
+
+def _newest(file: SegmentFile, part: RowsPart) -> SegmentFile:
+    """The file that currently holds a planned part's rows."""
+    while file.dropped and file.successor is not None:
+        after = file.successor
+        if not after.p0 <= part.p0 < part.p1 <= after.p0 + after.n_rows:
+            break
+        file = after
+    return file
+
+
+def uncatalogue(catalog: Catalog, file_id: int) -> None:
+    """Remove a file from the catalog; its segments keep their tokens."""
+    with catalog.transaction():
+        catalog.run(
+            "UPDATE segments SET file = NULL, file_row0 = 0, file_rows = 0 WHERE file = ?",
+            (file_id,),
+        )
+        catalog.run("DELETE FROM files WHERE id = ?", (file_id,))
+
+
+def _covered(nodes: Sequence[Node], p0: int, p1: int) -> list[Node]:
+    """The nodes now on the path of `nodes` that lie within [p0, p1), top first. A split since
+    `nodes` was taken put new nodes above the old ones, so the path is walked from below."""
+    alive = [node for node in nodes if not node.removed]
+    if not alive:
+        return []
+    return [node for node in alive[-1].path() if node.p0 >= p0 and node.p1 <= p1]
+
+
+def _as_split(nodes: Sequence[Node]) -> Sequence[Node]:
+    """Consecutive nodes without those that were removed, and with what splits put between them.
+    Raises SegmentsGone if all were removed."""
+    alive = [node for node in nodes if not node.removed]
+    if nodes and not alive:
+        raise SegmentsGone("the segments were removed before their rows were written")
+    found: list[Node] = []
+    at = alive[-1] if alive else None
+    while at is not None and at is not alive[0]:
+        found.append(at)
+        at = at.parent
+    return [alive[0], *reversed(found)] if at is not None else nodes
+
+
+def _draft(nodes: Sequence[Node], state: StoreState) -> Draft:
+    """What to write for consecutive hot nodes of one scope. Raises StoreError."""
+    if not nodes:
+        raise StoreError("no segments to write")
+    runs: list[DraftRun] = []
+    for above, node in zip([None, *nodes], nodes, strict=False):
+        if node.removed or node.hot is None:
+            raise StoreError(f"segment {node.id} has no rows in memory to write")
+        if above is not None and (node.parent is not above or node.scope != above.scope):
+            raise StoreError("only consecutive segments of one scope can share a file")
+        runs += [DraftRun([rows], rows.layout.format_name, node.derived) for rows in node.hot]
+    first, last = nodes[0], nodes[-1]
+    prefix = last.prefix_bytes()
+    return Draft(
+        state.digest,
+        segment_key(state.digest, last.scope, prefix),
+        last.scope,
+        prefix[first.p0 * ID_BYTES :],
+        state.fingerprint.layout,
+        merge_runs(runs),
+    )
+
+
+def merge_runs(runs: Sequence[DraftRun]) -> list[DraftRun]:
+    """Join neighbours of the same format and origin."""
+    merged: list[DraftRun] = []
+    for run in runs:
+        last = merged[-1] if merged else None
+        if last is not None and (last.format, last.derived) == (run.format, run.derived):
+            merged[-1] = DraftRun([*last.parts, *run.parts], run.format, run.derived)
+        else:
+            merged.append(run)
+    return merged

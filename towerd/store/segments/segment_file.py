@@ -1,0 +1,318 @@
+"""SegmentFile: an immutable file of rows, mapped on use; each piece is checked once."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+import threading
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from towerd.slots.blob import parse_rows
+from towerd.slots.errors import StateError
+from towerd.slots.fingerprint import Fingerprint
+from towerd.slots.layout import NATIVE, KVLayout
+from towerd.slots.rows import KVRows
+from towerd.store.prefix.keys import segment_key
+from towerd.store.segments.run import Run, native_run, provenance_of
+from towerd.store.segments.segment_header import (
+    BlobEntry,
+    Header,
+    PlaneEntry,
+    RunEntry,
+    Span,
+    check_layout,
+    checksum,
+    decode_head,
+)
+from towerd.tokens import ID_BYTES, Provenances, are_exact
+
+MAPPED_MAX = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The catalog's record of a file's content. The file must match before it is used."""
+
+    fingerprint: Fingerprint
+    prefix: bytes
+    """Ids [0, p) of a path through the file's rows, p > the file's p0."""
+    views: Sequence[tuple[int, bytes]]
+    """(p0, ids) of every node that views the file."""
+
+
+class Mappings:
+    """Keeps the most recently used mappings open. Each costs a file descriptor, so other
+    files stay mapped only while their rows are in use."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: OrderedDict[SegmentFile, mmap.mmap] = OrderedDict()
+
+    def keep(self, file: SegmentFile, mapped: mmap.mmap) -> None:
+        """Record a use of `file`."""
+        with self._lock:
+            self._open[file] = mapped
+            self._open.move_to_end(file)
+            while len(self._open) > MAPPED_MAX:
+                self._open.popitem(last=False)
+
+    def forget(self, file: SegmentFile) -> None:
+        """Drop the mapping of a removed file."""
+        with self._lock:
+            self._open.pop(file, None)
+
+    def clear(self) -> None:
+        """Drop every mapping."""
+        with self._lock:
+            self._open.clear()
+
+
+class SegmentFile:
+    """A catalogued file with the rows [p0, p0 + n_rows). `nodes` are the nodes that view it."""
+
+    __slots__ = (
+        "_checked", "_header", "_lock", "_mapped", "_mappings", "_start", "dropped", "id",
+        "n_rows", "nbytes", "nodes", "p0", "path", "runs", "successor",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        id: int,
+        path: Path,
+        p0: int,
+        n_rows: int,
+        nbytes: int,
+        mappings: Mappings,
+        runs: tuple[Run, ...] = (),
+    ) -> None:
+        self.id = id
+        self.path = path
+        self.p0 = p0
+        self.n_rows = n_rows
+        self.nbytes = nbytes
+        """Size on disk."""
+        self.runs = runs or native_run(n_rows)
+        """The format of each run of rows."""
+        self.successor: SegmentFile | None = None
+        """The file that replaced this one, if it was dropped for that reason."""
+        self.dropped = False
+        self._checked: set[int] = set()
+        """Offsets of the planes and blobs whose checksums matched."""
+        self._mappings = mappings
+        self._mapped: weakref.ref[mmap.mmap] | None = None
+        self._header: Header | None = None
+        self._start = 0
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"SegmentFile({self.id}, {self.path.name}, [{self.p0}, {self.p0 + self.n_rows}))"
+
+    @property
+    def is_native(self) -> bool:
+        """True when no row is in a stored format."""
+        return all(run.format == NATIVE for run in self.runs)
+
+    def provenance(self, p0: int, p1: int) -> Provenances:
+        """EXACT, DERIVED or APPROXIMATE for each position in [p0, p1), uint8[p1 - p0]."""
+        return provenance_of(self.runs, p0 - self.p0, p1 - self.p0)
+
+    def is_exact(self, p0: int, p1: int) -> bool:
+        """True when the rows [p0, p1) are what prefill computes, in native format."""
+        row0, row1 = p0 - self.p0, p1 - self.p0
+        return are_exact(provenance_of(self.runs, row0, row1))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the header was read and matches the catalog."""
+        return self._header is not None
+
+    @property
+    def verified(self) -> bool:
+        """Whether the whole file was checked."""
+        header = self._header
+        return header is not None and len(self._checked) == len(header.pieces)
+
+    def open(self, claim: Claim) -> None:
+        """Check the header, once per process. Raises StateError (damaged, foreign) or OSError
+        (cannot be opened)."""
+        with self._lock:
+            if self._header is None:
+                self._header, self._start = self._read_header(self._map(), claim)
+
+    def verify(self, claim: Claim, pool: Executor) -> None:
+        """Check the whole file, even if checked before. Raises as `open`."""
+        with self._lock:
+            data = self._map()
+        header, start = self._read_header(data, claim)
+        check_pieces(data, header.pieces, start, pool)
+        with self._lock:
+            self._header, self._start = header, start
+            self._checked = {piece.offset for piece in header.pieces}
+
+    def _read_header(self, data: mmap.mmap, claim: Claim) -> tuple[Header, int]:
+        """The header and where the data begin."""
+        header, start = decode_head(memoryview(data))
+        self._check_identity(header)
+        check_layout(header, claim.fingerprint.layout)
+        check_claim(header, claim)
+        return header, start
+
+    def rows(self, layout: KVLayout, p0: int, p1: int, pool: Executor | None) -> Iterator[KVRows]:
+        """Rows [p0, p1) as views of the mapped file, which they keep alive, in parts: a run of
+        planes or a blob each, in the run's format, checked when it is asked for (once per
+        process): the first with `pool`, later ones beside what becomes of those before them.
+        `layout` is the native one. The file must be open.
+
+        Raises OSError or StateError if it is damaged or gone by now."""
+        with self._lock:
+            data, header, start = self._map(), self._header, self._start
+        assert header is not None
+        assert self.p0 <= p0 < p1 <= self.p0 + self.n_rows
+        row0, row1 = p0 - self.p0, p1 - self.p0
+        for entry in header.runs:
+            first, last = max(row0, entry.row0), min(row1, entry.row0 + entry.n_rows)
+            if first < last and entry.blobs:
+                yield from self._blob_rows(data, start, entry, layout, first, last, pool)
+                pool = None
+            elif first < last:
+                self._ensure_checked(data, entry.planes, start, pool)
+                yield self._run_rows(data, start, entry, layout, first, last)
+
+    def _blob_rows(
+        self,
+        data: mmap.mmap,
+        start: int,
+        entry: RunEntry,
+        layout: KVLayout,
+        row0: int,
+        row1: int,
+        pool: Executor | None,
+    ) -> Iterator[KVRows]:
+        at = entry.row0
+        for blob in entry.blobs:
+            if at < row1 and row0 < at + blob.n_rows:
+                self._ensure_checked(data, (blob,), start, pool)
+                rows = blob_rows(data, blob, start, layout, self.p0 + at)
+                yield rows.slice(self.p0 + row0, self.p0 + row1)
+                pool = None
+            at += blob.n_rows
+
+    def _run_rows(
+        self, data: mmap.mmap, start: int, entry: RunEntry, layout: KVLayout, row0: int, row1: int
+    ) -> KVRows:
+        cut = np.s_[row0 - entry.row0 : row1 - entry.row0]
+        planes = [_view(data, start, plane, entry.n_rows)[cut] for plane in entry.planes]
+        ext = planes.pop().view(np.int32) if layout.cell_ext else None
+        n_k = len(layout.k)
+        positions = np.arange(self.p0 + row0, self.p0 + row1, dtype=np.int32)
+        stored = layout.stored_as(entry.format)
+        return KVRows(stored, positions, tuple(planes[:n_k]), tuple(planes[n_k:]), ext)
+
+    def _ensure_checked(
+        self,
+        data: mmap.mmap,
+        pieces: Sequence[PlaneEntry | BlobEntry],
+        start: int,
+        pool: Executor | None,
+    ) -> None:
+        if missing := [piece for piece in pieces if piece.offset not in self._checked]:
+            check_pieces(data, missing, start, pool)
+            with self._lock:
+                self._checked.update(piece.offset for piece in missing)
+
+    def _check_identity(self, header: Header) -> None:
+        if (header.p0, header.n, header.run_table) != (self.p0, self.n_rows, self.runs):
+            raise StateError("the catalog describes another file under this name")
+
+    def _map(self) -> mmap.mmap:
+        data = self._mapped() if self._mapped is not None else None
+        if data is None:
+            data = map_file(self.path, self.nbytes)
+            self._mapped = weakref.ref(data)
+        self._mappings.keep(self, data)
+        return data
+
+
+def map_file(path: Path, n_bytes: int) -> mmap.mmap:
+    """The whole file, mapped read-only. OSError, or StateError unless it is a regular file of
+    exactly `n_bytes` (bounds are checked against this, so nothing reads past the end)."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode):
+            raise StateError("not a regular file")
+        if info.st_size != n_bytes or n_bytes == 0:
+            raise StateError(f"the file has {info.st_size} bytes, the catalog says {n_bytes}")
+        return mmap.mmap(fd, n_bytes, prot=mmap.PROT_READ)
+    finally:
+        os.close(fd)
+
+
+def quantized_bytes(files: Iterable[SegmentFile], native: KVLayout) -> int:
+    """What the rows in stored formats take in these files."""
+    n_rows: Counter[str] = Counter()
+    for file in files:
+        for run in file.runs:
+            n_rows[run.format] += run.n_rows
+    return sum(
+        n * native.stored_as(name).token_bytes for name, n in n_rows.items() if name != NATIVE
+    )
+
+
+def check_claim(header: Header, claim: Claim) -> None:
+    """StateError unless fingerprint, key and ids are those that the catalog has."""
+    digest = claim.fingerprint.digest()
+    if header.fingerprint != digest:
+        raise StateError("the file belongs to another model or configuration")
+    before = claim.prefix[: header.p0 * ID_BYTES]
+    if segment_key(digest, header.scope, before + header.ids) != header.key:
+        raise StateError("the file's key is not that of its tokens")
+    for p0, ids in claim.views:
+        at = (p0 - header.p0) * ID_BYTES
+        if at < 0 or header.ids[at : at + len(ids)] != ids:
+            raise StateError("the file's tokens are not the catalog's")
+
+
+def check_pieces(
+    data: mmap.mmap,
+    pieces: Sequence[PlaneEntry | BlobEntry],
+    start: int,
+    pool: Executor | None,
+) -> None:
+    """StateError unless every plane and blob has its checksum. None: on this thread."""
+    view = memoryview(data)
+
+    def is_good(span: Span) -> bool:
+        offset, n_bytes, expected = span
+        return checksum(view[start + offset : start + offset + n_bytes]) == expected
+
+    spans = [span for piece in pieces for span in piece.spans]
+    results = map(is_good, spans) if pool is None else pool.map(is_good, spans)
+    if not all(list(results)):
+        raise StateError("a checksum does not match: the rows are damaged")
+
+
+def blob_rows(data: mmap.mmap, blob: BlobEntry, start: int, layout: KVLayout, p0: int) -> KVRows:
+    """The rows of a blob as views. StateError unless it holds `layout`'s rows from `p0` on."""
+    taken = np.frombuffer(data, np.uint8, blob.nbytes, start + blob.offset)
+    rows = parse_rows(
+        taken, cell_ext=layout.cell_ext, has_window=layout.n_window > 0, layout=layout
+    )
+    if (rows.p0, rows.p1, len(rows)) != (p0, p0 + blob.n_rows, blob.n_rows) or rows.blob is None:
+        raise StateError("a blob holds other positions than its file says")
+    return rows
+
+
+def _view(
+    data: mmap.mmap, start: int, plane: PlaneEntry, n: int
+) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
+    flat = np.frombuffer(data, np.uint8, plane.nbytes, start + plane.offset)
+    return flat.reshape(n, plane.row_bytes)

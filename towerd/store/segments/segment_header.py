@@ -1,0 +1,277 @@
+"""The head of a segment file: preamble and msgpack header, written and read.
+
+    0   magic "TWRSEG"
+    6   u16  version
+    8   u32  header length in bytes
+    12  u32  0
+    16  xxh3_128 of bytes [0, 16) and the header
+    32  header (msgpack), then zeros up to the next page
+    d   data, d = the first page boundary after the header
+
+Offsets in the header count from d. Rows in a stored format are kept in planes. Rows as the
+context has them are kept in sequence blobs, the very bytes that the context takes back: they are
+attached from the mapped file without another copy.
+
+Older files are read, never written. Version 2 has native rows in planes, too. Version 1 has one
+run of native rows and lists its planes in the header itself. Their headers may name boundary
+states (`boundaries`) that lie behind the planes; states have files of their own now, and those
+are passed over.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Literal, TypeAlias, cast
+
+import msgspec
+import xxhash
+
+from towerd.slots.blob import blob_size
+from towerd.slots.errors import StateError
+from towerd.slots.layout import CELL_EXT_BYTES, NATIVE, KVLayout
+from towerd.store.prefix.keys import KEY_BYTES
+from towerd.store.segments.run import Run, check_runs
+from towerd.tokens import ID_BYTES
+
+MAGIC = b"TWRSEG"
+VERSION = 3
+VERSION_PLANES = 2
+VERSION_NATIVE = 1
+PAGE = 4096
+PREAMBLE = struct.Struct("<6sHII16s")
+PREFIX_BYTES = 16
+CHECKSUM_BYTES = 16
+SPAN_BYTES = 1 << 23
+"""What one checksum of a blob covers, so that two cores can check one."""
+HEADER_BYTES_MAX = 1 << 28
+POSITION_MAX = (1 << 31) - 1
+
+Kind: TypeAlias = Literal["k", "v", "ext"]
+Shape: TypeAlias = tuple[Kind, int, int, int, str]
+"""(kind, layer, native ggml type, bytes of a row as stored, format)."""
+Span: TypeAlias = tuple[int, int, bytes]
+"""(offset, bytes, their checksum)."""
+
+
+class PlaneEntry(msgspec.Struct, frozen=True, array_like=True):
+    """One plane of one run: `nbytes` bytes at `offset`, rows of `row_bytes`, token-major."""
+
+    kind: Kind
+    layer: int
+    ggml_type: int
+    """The type that the context has these rows in; -1 for the cell extension (int32 x, y,
+    token id)."""
+    row_bytes: int
+    format: str
+    """`native`: stored as the context has them; else the stored format."""
+    offset: int
+    nbytes: int
+    checksum: bytes
+
+    @property
+    def shape(self) -> Shape:
+        """What `plane_shapes` says of it."""
+        return self.kind, self.layer, self.ggml_type, self.row_bytes, self.format
+
+    @property
+    def spans(self) -> list[Span]:
+        """What is to be checked."""
+        return [(self.offset, self.nbytes, self.checksum)]
+
+
+class BlobEntry(msgspec.Struct, frozen=True, array_like=True):
+    """The next `n_rows` rows of a native run: a sequence blob of a unified cache."""
+
+    n_rows: int
+    offset: int
+    nbytes: int
+    checksums: bytes
+    """One after the other, of every SPAN_BYTES."""
+
+    @property
+    def spans(self) -> list[Span]:
+        """What is to be checked."""
+        sums = [
+            self.checksums[at : at + CHECKSUM_BYTES]
+            for at in range(0, len(self.checksums), CHECKSUM_BYTES)
+        ]
+        return [
+            (self.offset + i * SPAN_BYTES, min(SPAN_BYTES, self.nbytes - i * SPAN_BYTES), each)
+            for i, each in enumerate(sums)
+        ]
+
+
+class RunEntry(msgspec.Struct, frozen=True, array_like=True):
+    """Rows [row0, row0 + n_rows) of the file and the planes or the blobs that hold them."""
+
+    row0: int
+    n_rows: int
+    format: str
+    derived: bool
+    planes: list[PlaneEntry]
+    blobs: list[BlobEntry] = []
+
+    @property
+    def run(self) -> Run:
+        """Without what holds it."""
+        return Run(self.row0, self.n_rows, self.format, self.derived)
+
+
+class Header(msgspec.Struct, frozen=True):
+    """What a segment file says about itself."""
+
+    fingerprint: bytes
+    key: bytes
+    """Key of the prefix that ends at p1."""
+    scope: str
+    p0: int
+    p1: int
+    ids: bytes
+    """int32 LE, p1 - p0 of them."""
+    runs: list[RunEntry]
+
+    @property
+    def n(self) -> int:
+        """Rows of all runs."""
+        return self.p1 - self.p0
+
+    @property
+    def pieces(self) -> list[PlaneEntry | BlobEntry]:
+        """The planes and blobs of all runs: what has a checksum."""
+        pieces: list[PlaneEntry | BlobEntry] = []
+        for run in self.runs:
+            pieces += [*run.planes, *run.blobs]
+        return pieces
+
+    @property
+    def run_table(self) -> tuple[Run, ...]:
+        """The runs without their planes."""
+        return tuple(entry.run for entry in self.runs)
+
+
+class _NativeHeader(msgspec.Struct, frozen=True):
+    """The header of version 1."""
+
+    fingerprint: bytes
+    key: bytes
+    scope: str
+    p0: int
+    p1: int
+    ids: bytes
+    planes: list[PlaneEntry]
+
+    def upgraded(self) -> Header:
+        run = RunEntry(0, self.p1 - self.p0, NATIVE, False, self.planes)
+        return Header(self.fingerprint, self.key, self.scope, self.p0, self.p1, self.ids, [run])
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Header).decode
+_decode_native = msgspec.msgpack.Decoder(_NativeHeader).decode
+
+
+def page_up(n_bytes: int) -> int:
+    """`n_bytes` rounded up to whole pages."""
+    return -(-n_bytes // PAGE) * PAGE
+
+
+def checksum(*parts: bytes | memoryview) -> bytes:
+    """xxh3_128 over the parts, 16 bytes."""
+    h = xxhash.xxh3_128()
+    for part in parts:
+        h.update(part)
+    return h.digest()
+
+
+def plane_shapes(native: KVLayout, format: str = NATIVE) -> list[Shape]:
+    """Every plane of a run of that format in file order: K, V, extension. Planes that gain
+    nothing by the format stay native. Raises StateError for a name that is no format."""
+    stored = native.stored_as(format)
+    pairs = list(zip(native.planes, stored.planes, strict=True))
+    shapes: list[Shape] = []
+    for i, (plane, kept) in enumerate(pairs):
+        kind, layer = ("k", i) if i < native.n_layer else ("v", i - native.n_layer)
+        name = NATIVE if kept == plane else format
+        shapes.append((cast(Kind, kind), layer, plane.ggml_type, kept.row_bytes, name))
+    if native.cell_ext:
+        shapes.append(("ext", 0, -1, CELL_EXT_BYTES, NATIVE))
+    return shapes
+
+
+def encode_head(header: Header) -> bytes:
+    """Preamble, header and padding: the file's bytes before the data."""
+    body = _encode(header)
+    prefix = PREAMBLE.pack(MAGIC, VERSION, len(body), 0, bytes(CHECKSUM_BYTES))[:PREFIX_BYTES]
+    head = prefix + checksum(prefix, body) + body
+    return head.ljust(page_up(len(head)), b"\0")
+
+
+def decode_head(data: memoryview) -> tuple[Header, int]:
+    """The header of a whole mapped file and the offset of its data.
+
+    Raises StateError unless checksum, version and every bound hold; never allocates more than
+    the file justifies."""
+    if len(data) < PREAMBLE.size:
+        raise StateError(f"a segment file of {len(data)} bytes is too short")
+    magic, version, n_header, zero, expected = PREAMBLE.unpack_from(data)
+    if magic != MAGIC:
+        raise StateError("not a segment file (wrong magic)")
+    if not VERSION_NATIVE <= version <= VERSION or zero != 0:
+        raise StateError(f"segment file version {version}; this build reads up to {VERSION}")
+    end = PREAMBLE.size + n_header
+    if n_header > HEADER_BYTES_MAX or end > len(data):
+        raise StateError("the header reaches beyond the file")
+    body = data[PREAMBLE.size : end]
+    if checksum(data[:PREFIX_BYTES], body) != expected:
+        raise StateError("the header's checksum does not match")
+    try:
+        is_native = version == VERSION_NATIVE
+        header = _decode_native(body).upgraded() if is_native else _decode(body)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise StateError(f"the header cannot be read: {error}") from error
+    _check(header, len(data) - page_up(end))
+    return header, page_up(end)
+
+
+def check_layout(header: Header, native: KVLayout) -> None:
+    """StateError unless every run's planes or blobs are of this layout in the run's format."""
+    for run in header.runs:
+        if run.blobs:
+            is_right = run.format == NATIVE and all(
+                blob.nbytes == blob_size(native, blob.n_rows) for blob in run.blobs
+            )
+        else:
+            is_right = [plane.shape for plane in run.planes] == plane_shapes(native, run.format)
+        if not is_right:
+            raise StateError("the layer table is not this model's")
+
+
+def _check(header: Header, n_data: int) -> None:
+    if not 0 <= header.p0 < header.p1 <= POSITION_MAX:
+        raise StateError(f"positions [{header.p0}, {header.p1}) make no segment")
+    if len(header.ids) != header.n * ID_BYTES:
+        raise StateError("the number of ids and of positions differ")
+    if len(header.fingerprint) != KEY_BYTES or len(header.key) != KEY_BYTES:
+        raise StateError("fingerprint and key must have 32 bytes")
+    check_runs(header.run_table, header.n)
+    for run in header.runs:
+        for plane in run.planes:
+            if plane.row_bytes <= 0 or plane.nbytes != run.n_rows * plane.row_bytes:
+                raise StateError(f"{plane.kind} plane {plane.layer} has a wrong size")
+        if run.blobs and (run.planes or [blob.n_rows for blob in run.blobs if blob.n_rows <= 0]):
+            raise StateError("a run is kept in two ways, or a blob of it has no rows")
+        if run.blobs and sum(blob.n_rows for blob in run.blobs) != run.n_rows:
+            raise StateError("the blobs do not hold the rows of their run")
+    for piece in header.pieces:
+        _check_extent(piece, n_data)
+
+
+def _check_extent(piece: PlaneEntry | BlobEntry, n_data: int) -> None:
+    if piece.offset < 0 or piece.offset % PAGE or not 0 < piece.nbytes <= n_data - piece.offset:
+        raise StateError("rows reach beyond the file")
+    if isinstance(piece, BlobEntry):
+        n_sums, n_bytes = -(-piece.nbytes // SPAN_BYTES), len(piece.checksums)
+    else:
+        n_sums, n_bytes = 1, len(piece.checksum)
+    if n_bytes != n_sums * CHECKSUM_BYTES:
+        raise StateError("a checksum must have 16 bytes")

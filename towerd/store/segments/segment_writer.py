@@ -1,0 +1,282 @@
+"""Writing one immutable segment file: temporary name, fsync, rename, fsync of the directory."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, Future, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from towerd.kernels import dispatch
+from towerd.slots.blob import blob_size, emit_blob
+from towerd.slots.layout import NATIVE, KVLayout
+from towerd.slots.rows import KVRows, check_positions
+from towerd.slots.runs import Runs
+from towerd.store.segments import durable
+from towerd.store.segments.run import Run
+from towerd.store.segments.segment_header import (
+    CHECKSUM_BYTES,
+    SPAN_BYTES,
+    BlobEntry,
+    Header,
+    PlaneEntry,
+    RunEntry,
+    Shape,
+    checksum,
+    encode_head,
+    page_up,
+    plane_shapes,
+)
+
+CHUNK_BYTES = 1 << 22
+BLOB_BYTES_MAX = 1 << 25
+"""Of one sequence blob: it is checked as a whole and then attached while the next is checked.
+llama.cpp needs some 2 ms to take one with a transposed V, however small it is."""
+SUFFIX = ".twr"
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRun:
+    """Rows to be kept in one format. Parts in another one are encoded while they are written;
+    they must be native then."""
+
+    parts: Sequence[KVRows]
+    format: str
+    derived: bool = False
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of all parts."""
+        return sum(len(part) for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What is to be written: consecutive runs and the identity they get."""
+
+    fingerprint: bytes
+    key: bytes
+    scope: str
+    ids: bytes
+    native: KVLayout
+    runs: Sequence[DraftRun]
+
+    @property
+    def p0(self) -> int:
+        """The first position."""
+        return self.runs[0].parts[0].p0
+
+    @property
+    def p1(self) -> int:
+        """The last position plus one."""
+        return self.runs[-1].parts[-1].p1
+
+    @property
+    def run_table(self) -> tuple[Run, ...]:
+        """What the catalog says of the runs."""
+        table: list[Run] = []
+        for run in self.runs:
+            at = table[-1].end if table else 0
+            table.append(Run(at, run.n_rows, run.format, run.derived))
+        return tuple(table)
+
+
+@dataclass(frozen=True, slots=True)
+class _PlaneExtent:
+    """Where one plane of one run goes."""
+
+    run: DraftRun
+    index: int
+    """Its number among the run's planes."""
+    shape: Shape
+    offset: int
+    nbytes: int
+    n_sums = 1
+
+    def entry(self, digest: bytes) -> PlaneEntry:
+        return PlaneEntry(*self.shape, self.offset, self.nbytes, digest)
+
+    def chunks(self, native: KVLayout) -> Iterator[memoryview]:
+        """The bytes to write, in order."""
+        for part in self.run.parts:
+            yield from _encoded(part, self, native)
+
+
+@dataclass(frozen=True, slots=True)
+class _BlobExtent:
+    """Where some native rows go as one sequence blob."""
+
+    parts: Sequence[KVRows]
+    offset: int
+    nbytes: int
+
+    @property
+    def n_sums(self) -> int:
+        """Checksums that it needs."""
+        return -(-self.nbytes // SPAN_BYTES)
+
+    def entry(self, digest: bytes) -> BlobEntry:
+        return BlobEntry(sum(map(len, self.parts)), self.offset, self.nbytes, digest)
+
+    def chunks(self, native: KVLayout) -> Iterator[memoryview]:
+        """The bytes to write: V transposed or not as the first rows have it."""
+        first = self.parts[0]
+        if len(self.parts) == 1 and first.blob is not None:
+            yield first.blob.data
+        else:
+            yield emit_blob(self.parts, layout=native, v_trans=first.v_trans, n_threads=1)
+
+
+_Extent: TypeAlias = _PlaneExtent | _BlobExtent
+
+
+def new_name() -> str:
+    """A file name that nobody can guess or has used."""
+    return secrets.token_hex(16) + SUFFIX
+
+
+def write_segment(draft: Draft, name: str, tmp: Path, final: Path, pool: Executor) -> int:
+    """Write `final/name` durably through `tmp/name`; returns its size in bytes.
+
+    Raises OSError, and then nothing is left behind."""
+    table, n_data = _place(draft)
+    blank = [[bytes(CHECKSUM_BYTES * extent.n_sums) for extent in extents] for extents in table]
+    start = len(encode_head(_header(draft, table, blank)))
+    path = tmp / name
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            durable.reserve(fd, start + n_data)
+            digests = _write_extents(fd, start, table, draft.native, pool)
+            head = encode_head(_header(draft, table, digests))
+            assert len(head) == start
+            _write(fd, memoryview(head), 0)
+            durable.sync(fd)
+        finally:
+            os.close(fd)
+        os.rename(path, final / name)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    durable.sync_dir(final)
+    return start + n_data
+
+
+def _write_extents(
+    fd: int, start: int, table: Sequence[Sequence[_Extent]], native: KVLayout, pool: Executor
+) -> list[list[bytes]]:
+    """Write planes side by side and then blobs, each of which is large, one after the other;
+    returns their checksums, by run."""
+    jobs: dict[int, Future[bytes]] = {}
+    extents = [extent for row in table for extent in row]
+    try:
+        for extent in extents:
+            if isinstance(extent, _PlaneExtent):
+                jobs[extent.offset] = pool.submit(_write_extent, fd, start, extent, native)
+    finally:
+        wait(jobs.values())  # the caller closes fd next: no job may outlive this
+    digests = {offset: job.result() for offset, job in jobs.items()}
+    for extent in extents:
+        if isinstance(extent, _BlobExtent):
+            digests[extent.offset] = _write_extent(fd, start, extent, native)
+    return [[digests[extent.offset] for extent in row] for row in table]
+
+
+def _header(
+    draft: Draft, table: Sequence[Sequence[_Extent]], digests: Sequence[Sequence[bytes]]
+) -> Header:
+    runs = []
+    for run, extents, sums in zip(draft.run_table, table, digests, strict=True):
+        entries = [extent.entry(digest) for extent, digest in zip(extents, sums, strict=True)]
+        planes = [entry for entry in entries if isinstance(entry, PlaneEntry)]
+        blobs = [entry for entry in entries if isinstance(entry, BlobEntry)]
+        runs.append(RunEntry(run.row0, run.n_rows, run.format, run.derived, planes, blobs))
+    return Header(draft.fingerprint, draft.key, draft.scope, draft.p0, draft.p1, draft.ids, runs)
+
+
+def _place(draft: Draft) -> tuple[list[list[_Extent]], int]:
+    """Each plane and blob on a page of its own: those of every run, and the end of the last."""
+    check_positions([part for run in draft.runs for part in run.parts])
+    table: list[list[_Extent]] = []
+    end = 0
+    for run in draft.runs:
+        place = _blobs if run.format == NATIVE else _planes
+        table.append(list(place(run, draft, page_up(end))))
+        end = table[-1][-1].offset + table[-1][-1].nbytes
+    return table, end
+
+
+def _planes(run: DraftRun, draft: Draft, at: int) -> Iterator[_Extent]:
+    for index, shape in enumerate(plane_shapes(draft.native, run.format)):
+        n_bytes = run.n_rows * shape[3]
+        yield _PlaneExtent(run, index, shape, at, n_bytes)
+        at = page_up(at + n_bytes)
+
+
+def _blobs(run: DraftRun, draft: Draft, at: int) -> Iterator[_Extent]:
+    """As few as possible of at most BLOB_BYTES_MAX, all of about the same size."""
+    rows_max = max(1, BLOB_BYTES_MAX // draft.native.token_bytes)
+    step = -(-run.n_rows // -(-run.n_rows // rows_max))
+    runs = Runs(tuple(run.parts))
+    for p0 in range(runs.p0, runs.p1, step):
+        parts = runs.slice(p0, min(p0 + step, runs.p1)).parts
+        n_bytes = blob_size(draft.native, sum(map(len, parts)))
+        yield _BlobExtent(parts, at, n_bytes)
+        at = page_up(at + n_bytes)
+
+
+def _write_extent(fd: int, start: int, extent: _Extent, native: KVLayout) -> bytes:
+    """Returns its checksums: one of a plane, one of every SPAN_BYTES of a blob."""
+    h, sums = xxhash.xxh3_128(), b""
+    at = start + extent.offset
+    for chunk in extent.chunks(native):
+        _write(fd, chunk, at)
+        at += len(chunk)
+        if isinstance(extent, _PlaneExtent):
+            h.update(chunk)
+        else:
+            spans = (chunk[i : i + SPAN_BYTES] for i in range(0, len(chunk), SPAN_BYTES))
+            sums += b"".join(map(checksum, spans))
+    return sums or h.digest()
+
+
+def _encoded(part: KVRows, extent: _PlaneExtent, native: KVLayout) -> Iterator[memoryview]:
+    """The bytes to write of one part, in order."""
+    if extent.shape[0] == "ext":
+        assert part.ext is not None
+        return _chunks(np.ascontiguousarray(part.ext).view(np.uint8).reshape(len(part), -1))
+    rows = part.plane(extent.index)
+    have = part.layout.planes[extent.index].format
+    want = native.stored_as(extent.run.format).planes[extent.index]
+    if have == want.format:
+        return _chunks(rows)
+    assert have.is_cache_type, "approximate rows would be encoded a second time"
+    return _converted(rows, have.name, want.format.name)
+
+
+def _converted(rows: npt.NDArray[np.uint8], have: str, want: str) -> Iterator[memoryview]:
+    """The rows in another format, a chunk at a time, so that memory stays bounded."""
+    step = max(1, CHUNK_BYTES // rows.shape[1])
+    for row in range(0, len(rows), step):
+        yield dispatch.transcoded(rows[row : row + step], have, want, 1).reshape(-1).data
+
+
+def _chunks(plane: npt.NDArray[np.uint8]) -> Iterator[memoryview]:
+    """The plane's bytes in order; rows that lie apart are gathered a chunk at a time."""
+    step = max(1, CHUNK_BYTES // plane.shape[1])
+    for row in range(0, len(plane), step):
+        chunk = np.ascontiguousarray(plane[row : row + step])
+        yield chunk.reshape(-1).data
+
+
+def _write(fd: int, data: memoryview, at: int) -> None:
+    while data:
+        n = os.pwrite(fd, data, at)
+        data, at = data[n:], at + n

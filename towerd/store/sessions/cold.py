@@ -1,0 +1,498 @@
+"""Frozen sessions in the catalog: their tokens as a blob, their turns without segments.
+
+A session is frozen in two steps, each a transaction: `put` makes the blob durable beside the tokens
+that it was made of; `drop` empties the turns and removes the segments that nobody else needs. In
+between it is a copy, which changes nothing. `restore` takes both back. Titles, times, branches and
+lengths stay in the clear; token ids do not. What the session shares with others stays in the trie
+and is the blob's context. The store never reads a blob: who has the model's codec does.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from operator import itemgetter
+from typing import Any
+
+from towerd.codec import container
+from towerd.codec.base import ids_hash
+from towerd.codec.errors import CodecError
+from towerd.errors import InvalidRequest, NotFound, StoreError, ThawError
+from towerd.store.maintenance.collect import delete, forget
+from towerd.store.maintenance.prune import Needs, common_base, own_nodes, unneeded, unviewed
+from towerd.store.prefix.growth import Growth
+from towerd.store.prefix.node import Node
+from towerd.store.prefix.scope import TENANT_SQL
+from towerd.store.sessions.bases import BaseTable
+from towerd.store.sessions.cold_row import (
+    decode_turns,
+    encode_marks,
+    encode_turns,
+    mark_ends,
+    marks_of,
+    row_digest,
+)
+from towerd.store.sessions.history import (
+    History,
+    PastTurn,
+    Taken,
+    beginning,
+    take_history,
+    turn_rows,
+    visible_bases,
+)
+from towerd.store.sessions.marks import MarkIndex, marks_at, prefix_marks
+from towerd.store.sessions.sessions import RECOGNISED_TOKENS_MIN, Located, SessionTable
+from towerd.store.sessions.turn import Base, SessionInfo
+from towerd.store.state import StoreState
+from towerd.tokens import ID_BYTES, Ids, ids_array
+
+CANDIDATES_MAX = 64
+"""Maximum number of frozen sessions examined when a prompt matches several equally far."""
+_IS_STILL = "SELECT 1 FROM cold WHERE session = ? AND digest = ? AND frozen = 1"
+_FACTS = ("id", "parent", "n_prompt", "n_reply", "n_cached", "started", "created", "finished")
+_WITHOUT_TOKENS = (
+    "SELECT id, n_prompt, n_prompt + n_reply, n_cached FROM turns"
+    " WHERE session = ? AND reply_node IS NULL AND tail = x'' ORDER BY id"
+)
+
+Lock = Callable[[], AbstractContextManager[None]]
+Growing = Callable[[], AbstractContextManager[Growth]]
+
+
+@dataclass(frozen=True, slots=True)
+class Warm:
+    """A session that can be frozen, in the state in which it was read."""
+
+    session: Located
+    taken: Taken
+    base: Node | None
+    n_base: int
+
+    @property
+    def turn_ids(self) -> list[int]:
+        """The ids of all turns, oldest first."""
+        return [row[0] for row in self.taken.turns]
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """A frozen session as stored. `base` and the decoded `blob` form the `stream` of its
+    history."""
+
+    session: Located
+    info: SessionInfo
+    base: Ids
+    """int32[n_base]: the tokens that the blob follows."""
+    turns: bytes
+    blob: bytes
+    rows: list[tuple[Any, ...]]
+    """The catalog row of each turn."""
+    bases: list[Base]
+    """The bases that its tenant's sessions may begin with."""
+    digest: bytes
+    """Changes whenever the session is frozen or recoded."""
+
+    @property
+    def went_on(self) -> bool:
+        """Whether it has turns that the blob lacks: it could not be thawed when they came."""
+        return len(self.rows) > len(self.turn_ids())
+
+    def history(self, stream: Ids) -> History:
+        """The session, once its tokens are known. Raises ThawError if they are too few."""
+        turns = self._turns()
+        wanted = sum(turn.n - turn.n_shared for _, turn in turns)
+        if wanted != len(stream):
+            raise _damaged(
+                self.info.id, f"its turns have {wanted} tokens and its blob {len(stream)}"
+            )
+        places = {id: place for place, (id, _) in enumerate(turns)}
+        leaf = places.get(self.info.leaf or 0, len(turns) - 1)
+        info = self.info
+        history = History(
+            info.id, info.named, info.title, info.created, info.updated, leaf,
+            tuple(turn for _, turn in turns), (), stream,
+        )  # fmt: skip
+        return replace(history, bases=beginning(history.ids(leaf).tobytes(), self.bases))
+
+    def turn_ids(self) -> list[int]:
+        """The ids of the turns in the blob, oldest first."""
+        return [id for id, _ in self._turns()]
+
+    def _turns(self) -> list[tuple[int, PastTurn]]:
+        known = {row[0]: row[1:] for row in self.rows}
+        places: dict[int, int] = {}
+        found: list[tuple[int, PastTurn]] = []
+        try:
+            decoded = decode_turns(self.turns)
+        except CodecError as error:
+            raise _damaged(self.info.id, str(error)) from error
+        for place, (id, origin, n_shared) in enumerate(decoded):
+            if id not in known:
+                raise _damaged(self.info.id, f"its turn {id} is gone from the catalog")
+            parent, n_prompt, n_reply, n_cached, started, created, finished = known[id]
+            n = n_prompt + n_reply
+            n_origin = found[origin][1].n if 0 <= origin < place else 0
+            if not (0 <= n_prompt <= n and 0 <= n_cached <= n and n_shared <= min(n, n_origin)):
+                raise _damaged(self.info.id, f"its turn {id} does not fit those before it")
+            places[id] = place
+            turn = PastTurn(
+                places.get(parent), origin, n_shared, n_prompt, n_reply, n_cached, started,
+                created, bool(finished),
+            )  # fmt: skip
+            found.append((id, turn))
+        return found
+
+
+class ColdTable:
+    """The frozen sessions of one open store. Thread-safe."""
+
+    def __init__(
+        self,
+        state: StoreState,
+        sessions: SessionTable,
+        bases: BaseTable,
+        lock: Lock,
+        growing: Growing,
+    ) -> None:
+        self._state = state
+        self._sessions = sessions
+        self._bases = bases
+        self._lock = lock
+        self._growing = growing
+        self._marks = MarkIndex()
+        self._marks.load(
+            state.catalog.rows(
+                "SELECT session, marks FROM cold JOIN sessions ON pk = session"
+                " WHERE frozen = 1 AND fingerprint = ?",
+                (state.fingerprint_pk,),
+            )
+        )
+        self.is_empty = not state.catalog.rows("SELECT 1 FROM cold LIMIT 1")
+        """False as soon as any session is about to be frozen; may be read without the lock."""
+
+    # --- looking --------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, int]:
+        """How many sessions are frozen and what their blobs take."""
+        with self._lock():
+            rows = self._state.catalog.rows(
+                "SELECT count(*), coalesce(sum(cold_bytes), 0) FROM sessions"
+                " WHERE fingerprint = ? AND cold_bytes > 0",
+                (self._state.fingerprint_pk,),
+            )
+        return {"frozen_sessions": int(rows[0][0]), "cold_bytes": int(rows[0][1])}
+
+    def idle(
+        self, before: float, limit: int, scope: str | None = None,
+        without: Collection[tuple[str, str]] = (),
+    ) -> list[SessionInfo]:  # fmt: skip
+        """Sessions with tokens that were last used before a Unix time and are not frozen,
+        least recently used first, excluding the (scope, id) pairs in `without`."""
+        with self._lock():
+            rows = self._state.catalog.rows(
+                "SELECT pk, id, scope FROM sessions INDEXED BY sessions_warm"
+                " WHERE fingerprint = ? AND cold_bytes = 0 AND updated < ? AND leaf IS NOT NULL"
+                f" AND (?3 IS NULL OR ?3 IN (scope, {TENANT_SQL}))"
+                " ORDER BY updated, pk LIMIT ?4",
+                (self._state.fingerprint_pk, before, scope, limit + len(without)),
+            )
+            due = [Located(pk, id) for pk, id, whose in rows if (whose, id) not in without]
+            return [self._sessions.info(each) for each in due[:limit]]
+
+    def frozen(self) -> list[tuple[str, str]]:
+        """(id, scope) of every frozen session."""
+        with self._lock():
+            return self._state.catalog.rows(
+                "SELECT id, scope FROM sessions WHERE fingerprint = ? AND cold_bytes > 0",
+                (self._state.fingerprint_pk,),
+            )
+
+    def named(self, id: str, scope: str) -> str | None:
+        """The id if it is that of a frozen session."""
+        with self._lock():
+            found = self._sessions.lookup(id, scope)
+            is_frozen = found is not None and self._sessions.info(found).cold_bytes > 0
+        return id if is_frozen else None
+
+    def continued_by(self, prompt: bytes, scope: str) -> str | None:
+        """The id of the frozen session that a prompt (int32 LE) most likely continues; None
+        if a warm session matches further."""
+        marks = prefix_marks(prompt, scope)
+        with self._lock():
+            for n, pks in self._marks.find(marks):
+                if n < RECOGNISED_TOKENS_MIN:
+                    break
+                youngest = heapq.nlargest(CANDIDATES_MAX, pks)
+                found = [each for pk in youngest if (each := self._frozen_in(pk, scope))]
+                if found:
+                    return self._unless_warm(prompt, scope, n, max(found, key=itemgetter(0, 1)))
+        return None
+
+    def read(self, id: str, scope: str | None = None) -> Frozen | None:
+        """A frozen session, its bytes checked; None if it is not frozen. Raises NotFound,
+        StoreError (the id is ambiguous), ThawError (damaged)."""
+        with self._lock():
+            session = self._sessions.find(id, scope)
+            found = self._read(session, frozen=True)
+            if found is None and self._sessions.info(session).cold_bytes:
+                raise _damaged(id, "its coded tokens are gone from the catalog")
+            return found
+
+    # --- freezing -------------------------------------------------------------------------
+
+    def take(self, id: str, scope: str | None = None) -> Warm | None:
+        """Read a session's content for coding; None if it is frozen already. Raises NotFound,
+        StoreError (ambiguous), InvalidRequest (no turns)."""
+        with self._lock():
+            session = self._sessions.find(id, scope)
+            if self._sessions.info(session).cold_bytes:
+                return None
+            taken = take_history(self._state, self._sessions, self._bases, session)
+            if not taken.turns:
+                raise InvalidRequest(f"Session {id!r} has no turns: there is nothing to freeze.")
+            first = self._state.trie.nodes.get(taken.turns[0][2])
+            needs = Needs(self._state, session.pk)
+            base = None if first is None else common_base(needs, first, taken.nodes)
+            return Warm(session, taken, base, 0 if base is None else base.p1)
+
+    def put(self, warm: Warm, history: History, blob: bytes) -> Frozen:
+        """Store the blob of a session beside its tokens; durable. Returns it as it was read back.
+
+        Raises SessionBusy if the session went on meanwhile, DiskFull."""
+        turns = encode_turns(warm.turn_ids, history.turns)
+        marks = marks_of(history, warm.taken.info.scope)
+        digest = row_digest(warm.n_base, turns, marks, blob)
+        with self._lock():
+            self._check_same(warm)
+            self.is_empty = False
+            base = None if warm.base is None else warm.base.id
+            with self._state.catalog.transaction():
+                run, pk = self._state.catalog.run, warm.session.pk
+                self._forget_rows(pk)
+                run(
+                    "INSERT INTO cold(session, base, n_base, turns, marks, digest)"
+                    " VALUES (?, ?, ?, ?, ?, ?)",
+                    (pk, base, warm.n_base, turns, marks, digest),
+                )
+                run("INSERT INTO blobs(session, blob) VALUES (?, ?)", (pk, blob))
+            copy = self._read(warm.session, frozen=False)
+        assert copy is not None
+        return copy
+
+    def drop(self, warm: Warm, may_drop: Callable[[Sequence[Node]], bool]) -> list[Node]:
+        """Freeze a session whose blob was stored and found to be right: its turns let go of their
+        tokens, and what nobody else needs is removed, in one transaction. Returns the nodes that
+        are gone. `may_drop(doomed)` is asked under the lock.
+
+        Raises SessionBusy (it went on meanwhile, or may not be dropped: nothing changes)."""
+        state, pk = self._state, warm.session.pk
+        with self._lock():
+            self._check_same(warm)
+            doomed = unneeded(Needs(state, pk), own_nodes(state, pk), warm.base)
+            if not may_drop(doomed):
+                raise SessionBusy(f"Session {warm.session.id!r} is in use: freeze it later.")
+            files = unviewed(state.trie, doomed)
+            ((marks,),) = state.catalog.rows("SELECT marks FROM cold WHERE session = ?", (pk,))
+            with state.catalog.transaction():
+                state.catalog.run(
+                    "UPDATE turns SET prompt_node = NULL, reply_node = NULL, tail = x''"
+                    " WHERE session = ?",
+                    (pk,),
+                )
+                state.catalog.run("UPDATE cold SET frozen = 1 WHERE session = ?", (pk,))
+                state.catalog.run(
+                    "UPDATE sessions SET cold_bytes ="
+                    " (SELECT length(blob) FROM blobs WHERE session = pk) WHERE pk = ?",
+                    (pk,),
+                )
+                delete(state, doomed, files)
+            self._marks.add(pk, marks)
+            forget(state, doomed, files)
+        return doomed
+
+    def recode(self, frozen: Frozen, blob: bytes) -> None:
+        """Replace the blob of a frozen session with another one of the same tokens; durable.
+        Does nothing if the session was thawed or recoded meanwhile."""
+        state, pk = self._state, frozen.session.pk
+        with self._lock():
+            now = self._read(frozen.session, frozen=True)
+            if now is None or now.digest != frozen.digest:
+                return
+            ((marks,),) = state.catalog.rows("SELECT marks FROM cold WHERE session = ?", (pk,))
+            digest = row_digest(len(frozen.base), frozen.turns, marks, blob)
+            with state.catalog.transaction():
+                state.catalog.run("UPDATE cold SET digest = ? WHERE session = ?", (digest, pk))
+                state.catalog.run("UPDATE blobs SET blob = ? WHERE session = ?", (blob, pk))
+                state.catalog.run(
+                    "UPDATE sessions SET cold_bytes = ? WHERE pk = ?", (len(blob), pk)
+                )
+
+    # --- thawing --------------------------------------------------------------------------
+
+    def restore(self, frozen: Frozen, history: History) -> bool:
+        """Give the turns of a frozen session their tokens back and forget its blob, in one
+        transaction; False if it is not frozen, or frozen or coded anew, since it was read. Raises
+        DiskFull."""
+        pk, scope = frozen.session.pk, frozen.info.scope
+        with self._lock():
+            if not self._state.catalog.rows(_IS_STILL, (pk, frozen.digest)):
+                return False
+            with self._growing() as growth:
+                for place, turn_id in enumerate(frozen.turn_ids()):
+                    turn, data = history.turns[place], history.ids(place).tobytes()
+                    self._give_back(growth, turn_id, data, scope, turn.n_prompt, turn.n_cached)
+                self._thawed(pk)
+            self._marks.discard(pk)
+        return True
+
+    def recover(self, id: str, scope: str, prompt: bytes) -> bool:
+        """Restore the tokens of a frozen session that cannot be decoded from a prompt (int32
+        LE) that begins with all of them. The hash in the session's blob, or else its marks,
+        prove the match; returns whether it matched. Raises DiskFull."""
+        with self._lock():
+            session = self._sessions.lookup(id, scope)
+            if session is None or not self._sessions.info(session).cold_bytes:
+                return False
+            turns = self._state.catalog.rows(_WITHOUT_TOKENS, (session.pk,))
+            if not self._has_said(session, scope, turns, prompt):
+                return False
+            with self._growing() as growth:
+                for turn_id, n_prompt, n, n_cached in turns:
+                    data = prompt[: n * ID_BYTES]
+                    self._give_back(growth, turn_id, data, scope, n_prompt, n_cached)
+                self._thawed(session.pk)
+            self._marks.discard(session.pk)
+        return True
+
+    def forget(self, session: int) -> None:
+        """Remove a deleted session from recognition. Runs under the lock."""
+        self._marks.discard(session)
+
+    # --- checking -------------------------------------------------------------------------
+
+    def damaged(self) -> Iterator[str]:
+        """What is wrong with each frozen session whose bytes do not fit together. Others get the
+        lock in between."""
+        for row in self.frozen():
+            try:
+                frozen = self.read(*row)
+                if frozen is not None:
+                    frozen.turn_ids()
+            except NotFound:
+                continue  # removed since the list was made
+            except StoreError as error:
+                yield str(error)
+
+    # --- inside ---------------------------------------------------------------------------
+
+    def _read(self, session: Located, *, frozen: bool) -> Frozen | None:
+        sealed, pk = self._state.catalog.sealed, (session.pk,)
+        rows = sealed("cold", "session = ? AND frozen = ?", (*pk, int(frozen)))
+        blobs = sealed("blobs", "session = ?", pk)
+        if not rows or not blobs:
+            return None
+        turns, marks, digest = (rows[0][name] for name in ("turns", "marks", "digest"))
+        base_id, n_base, blob = rows[0]["base"], rows[0]["n_base"], blobs[0]["blob"]
+        base = self._state.trie.nodes.get(base_id) if base_id is not None else None
+        is_right = n_base == (0 if base is None else base.p1)
+        if not is_right or row_digest(n_base, turns, marks, blob) != digest:
+            raise _damaged(session.id, "the checksum of its coded tokens does not match")
+        ids = ids_array(base.prefix_bytes() if base is not None else b"")
+        facts = [tuple(turn[name] for name in _FACTS)
+                 for turn in sealed("turns", "session = ? ORDER BY id", pk)]  # fmt: skip
+        info = self._sessions.info(session)
+        bases = visible_bases(self._bases, info.scope)
+        return Frozen(session, info, ids, turns, blob, facts, bases, digest)
+
+    def _check_same(self, warm: Warm) -> None:
+        """Raises SessionBusy unless the session is unchanged since it was read."""
+        known = self._sessions.lookup(warm.session.id, warm.taken.info.scope)
+        is_same = known == warm.session and self._has_turns_of(warm)
+        is_base_there = warm.base is None or not warm.base.removed
+        if not is_same or not is_base_there or self._sessions.info(warm.session).cold_bytes:
+            raise SessionBusy(f"Session {warm.session.id!r} changed meanwhile: freeze it again.")
+
+    def _has_turns_of(self, warm: Warm) -> bool:
+        """Row ids are reused: another session with this name may have replaced the removed one."""
+        return turn_rows(self._state, warm.session) == warm.taken.turns
+
+    def _has_said(
+        self, session: Located, scope: str, turns: list[tuple[int, int, int, int]], prompt: bytes
+    ) -> bool:
+        """Whether each of `turns` (id, n_prompt, n, n_cached) is the beginning of `prompt`."""
+        n_all = max((n for _, _, n, _ in turns), default=0)
+        fits = all(0 <= n_prompt <= n and 0 <= n_cached <= n for _, n_prompt, n, n_cached in turns)
+        rows = self._state.catalog.rows(
+            "SELECT n_base, marks, blob FROM cold LEFT JOIN blobs USING (session)"
+            " WHERE session = ?",
+            (session.pk,),
+        )
+        if not rows or not fits or not 0 < n_all * ID_BYTES <= len(prompt):
+            return False
+        n_base, marks, blob = rows[0]
+        own = ids_array(prompt[n_base * ID_BYTES : n_all * ID_BYTES])
+        if container.claimed_hash(blob or b"") == ids_hash(own):
+            return True
+        ends = mark_ends((n_prompt, n_cached) for _, n_prompt, _, n_cached in turns)
+        return bool(ends) and encode_marks(marks_at(prompt, scope, ends)) == marks
+
+    def _give_back(
+        self, growth: Growth, turn_id: int, data: bytes, scope: str, n_prompt: int, n_cached: int
+    ) -> None:
+        """Restore a turn's tokens, in a transaction."""
+        ends = growth.grow_turn(data, scope, n_prompt, n_cached)
+        self._state.catalog.run(
+            "UPDATE turns SET prompt_node = ?, reply_node = ?, tail = ? WHERE id = ?",
+            (ends[0].id or None, ends[1].id or None, data[n_cached * ID_BYTES :], turn_id),
+        )
+
+    def _thawed(self, pk: int) -> None:
+        """All turns have their tokens again: delete the blob, in a transaction."""
+        self._forget_rows(pk)
+        self._state.catalog.run("UPDATE sessions SET cold_bytes = 0 WHERE pk = ?", (pk,))
+
+    def _forget_rows(self, pk: int) -> None:
+        self._state.catalog.run("DELETE FROM blobs WHERE session = ?", (pk,))
+        self._state.catalog.run("DELETE FROM cold WHERE session = ?", (pk,))
+
+    def _frozen_in(self, pk: int, scope: str) -> tuple[float, int, str] | None:
+        """(last use, pk, id) of a frozen session of `scope`."""
+        rows = self._state.catalog.rows(
+            "SELECT updated, pk, id FROM sessions WHERE pk = ? AND scope = ? AND fingerprint = ?"
+            " AND cold_bytes > 0",
+            (pk, scope, self._state.fingerprint_pk),
+        )
+        return rows[0] if rows else None
+
+    def _unless_warm(
+        self, prompt: bytes, scope: str, n: int, cold: tuple[float, int, str]
+    ) -> str | None:
+        """The frozen session, unless a warm one matches further, or as far and was used later."""
+        known = self._state.trie.matched(prompt, scope)
+        deeper = list(takewhile(lambda node: node.p1 >= n, known))
+        warm = self._sessions.recognise(deeper, scope)
+        if warm is None:
+            return cold[2]
+        is_deeper = self._sessions.recognise([e for e in deeper if e.p1 > n], scope) is not None
+        if is_deeper or self._sessions.info(warm).updated >= cold[0]:
+            return None
+        return cold[2]
+
+
+class SessionBusy(StoreError):
+    """A session cannot be frozen now; nothing was changed."""
+
+    status = 409
+    kind = "invalid_request_error"
+    stands_for = ""
+
+
+def _damaged(id: str, what: str) -> ThawError:
+    return ThawError(
+        f"Session {id!r} cannot be thawed: {what.rstrip('.')}; put back a copy of the store's "
+        "catalog, or remove the session and import it."
+    )

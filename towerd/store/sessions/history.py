@@ -1,0 +1,276 @@
+"""A portable session: its turns and their tokens, without rows.
+
+The tokens of a turn mostly begin with those of an earlier turn, so all are kept as one
+stream: each turn names the earlier turn (its origin), the shared length, and adds the rest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from towerd.errors import InvalidRequest
+from towerd.store.prefix.growth import Growth
+from towerd.store.prefix.scope import public_of
+from towerd.store.sessions.bases import BaseTable
+from towerd.store.sessions.sessions import Located, SessionTable, check_name, tokens_lost
+from towerd.store.sessions.turn import Base, SessionInfo
+from towerd.store.state import StoreState
+from towerd.tokens import ID_BYTES, Ids, common_prefix, ids_array
+
+_TURN = (
+    "id",
+    "parent",
+    "reply_node",
+    "n_prompt",
+    "n_reply",
+    "n_cached",
+    "started",
+    "created",
+    "finished",
+    "tail",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PastTurn:
+    """One turn. Other turns are referred to by their index in the session, 0 for the oldest."""
+
+    parent: int | None
+    """The earlier turn that it continues."""
+    origin: int
+    """The earlier turn whose tokens its first `n_shared` are; its own place if there is none."""
+    n_shared: int
+    n_prompt: int
+    n_reply: int
+    n_cached: int
+    started: float
+    created: float
+    finished: bool
+
+    @property
+    def n(self) -> int:
+        """Tokens of prompt and reply."""
+        return self.n_prompt + self.n_reply
+
+    @property
+    def facts(self) -> tuple[Any, ...]:
+        """The facts, besides the tokens, that two copies of one turn share."""
+        return (
+            self.parent,
+            self.n_prompt,
+            self.n_reply,
+            self.n_cached,
+            self.started,
+            self.created,
+            self.finished,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class NamedBase:
+    """A precached prompt that begins the current branch."""
+
+    name: str
+    level: int
+    n_tokens: int
+    digest: bytes
+    """BLAKE2b-256 of its ids."""
+
+
+@dataclass(frozen=True)
+class History:
+    """A whole session. `stream`: int32[n], the tokens that each turn adds, in order."""
+
+    id: str
+    named: bool
+    title: str
+    created: float
+    updated: float
+    leaf: int
+    """The turn at which the current branch ends."""
+    turns: tuple[PastTurn, ...]
+    bases: tuple[NamedBase, ...]
+    stream: Ids
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """Where in the stream each turn's own tokens begin."""
+        sizes = [turn.n - turn.n_shared for turn in self.turns]
+        return [0, *np.cumsum(sizes, dtype=np.int64).tolist()]
+
+    def ids(self, place: int) -> Ids:
+        """int32[n] tokens of a turn, prompt and reply."""
+        parts = []
+        n = self.turns[place].n
+        while n:
+            turn, start = self.turns[place], self.starts[place]
+            if n > turn.n_shared:
+                parts.append(self.stream[start : start + n - turn.n_shared])
+            n, place = min(n, turn.n_shared), turn.origin
+        return np.concatenate(parts[::-1]) if parts else self.stream[:0]
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """The data copied under the store's lock; `history` arranges it without the lock."""
+
+    info: SessionInfo
+    turns: list[tuple[Any, ...]]
+    nodes: dict[int, tuple[int, bytes]]
+    """Node id -> (id of its parent, 0 for the root; ids) of every node on the turns' paths."""
+    bases: list[Base]
+
+    def history(self) -> History:
+        """The session as it was."""
+        places = {row[0]: place for place, row in enumerate(self.turns)}
+        visited: dict[int, int] = {}
+        turns, stream = [], []
+        for place, (_, parent, leaf, *counts, started, created, finished, tail) in enumerate(
+            self.turns
+        ):
+            path = list(self._path(leaf))
+            data = self._ids(leaf, tail)
+            origin = next((visited[node] for node in path if node in visited), place)
+            n = 0
+            if origin < place:
+                before_ids = ids_array(self._ids(*self._ends(origin)))
+                n = common_prefix(ids_array(data), before_ids)
+            stream.append(data[n * ID_BYTES :])
+            visited |= dict.fromkeys(path, place)
+            before = None if parent is None else places[parent]
+            n_prompt, n_reply, n_cached = counts
+            turns.append(
+                PastTurn(
+                    before, origin, n, n_prompt, n_reply, n_cached, started, created, bool(finished)
+                )
+            )
+        info = self.info
+        leaf = places[info.leaf] if info.leaf is not None else len(turns) - 1
+        return History(
+            info.id,
+            info.named,
+            info.title,
+            info.created,
+            info.updated,
+            leaf,
+            tuple(turns),
+            beginning(self._ids(*self._ends(leaf)), self.bases),
+            ids_array(b"".join(stream)),
+        )
+
+    def _path(self, node: int) -> Iterator[int]:
+        """The nodes from this one up."""
+        while node:
+            yield node
+            node = self.nodes[node][0]
+
+    def _ids(self, leaf: int, tail: bytes) -> bytes:
+        return b"".join([self.nodes[node][1] for node in self._path(leaf)][::-1]) + tail
+
+    def _ends(self, place: int) -> tuple[int, bytes]:
+        return self.turns[place][2], self.turns[place][-1]
+
+
+def take_history(
+    state: StoreState, table: SessionTable, bases: BaseTable, session: Located
+) -> Taken:
+    """Copy the data of a session's history, under the lock. Raises SessionFrozen, and
+    StoreError if damage destroyed the tokens of a turn."""
+    table.check_thawed(session)
+    info = table.info(session)
+    rows = turn_rows(state, session)
+    nodes: dict[int, tuple[int, bytes]] = {}
+    for row in rows:
+        node = state.trie.nodes[row[2]] if row[2] else state.trie.root
+        if node.p1 != row[5]:
+            raise tokens_lost(session)
+        while node.parent is not None and node.id not in nodes:
+            nodes[node.id] = (node.parent.id, node.ids)
+            node = node.parent
+    return Taken(info, rows, nodes, visible_bases(bases, info.scope))
+
+
+def turn_rows(state: StoreState, session: Located) -> list[tuple[Any, ...]]:
+    """What the catalog has of each turn, the oldest first; the node of a turn without one is 0."""
+    turns = state.catalog.sealed("turns", "session = ? ORDER BY id", (session.pk,))
+    return [
+        tuple((turn | {"reply_node": turn["reply_node"] or 0})[name] for name in _TURN)
+        for turn in turns
+    ]
+
+
+def visible_bases(bases: BaseTable, scope: str) -> list[Base]:
+    """The bases that a tenant's sessions may begin with, modules left out."""
+    listed = [base for base in bases.listing() if base.scope in (scope, public_of(scope))]
+    return [base for base in listed if base.module is None]
+
+
+def add_history(
+    state: StoreState, table: SessionTable, growth: Growth, history: History, scope: str
+) -> int:
+    """Enter a history, or what it has more than the session of its id here; returns how many
+    turns that was. Under the lock, in a transaction that can grow the trie.
+
+    Raises InvalidRequest if the session here has turns that the history lacks where it has
+    others, SessionFrozen if its tokens are not here."""
+    check_name(history.id)
+    known = table.lookup(history.id, scope)
+    if known is None:
+        session, turn_ids = table.create(history.id, scope, history.named, history.created), []
+        table.catalog.run("UPDATE sessions SET title = ? WHERE pk = ?", (history.title, session.pk))
+    else:
+        session = known
+        table.check_thawed(session)
+        turn_ids = _same_turns(state, session, history)
+        if len(turn_ids) >= len(history.turns):
+            return 0
+    n_before = len(turn_ids)
+    for place in range(n_before, len(history.turns)):
+        turn, data = history.turns[place], history.ids(place).tobytes()
+        ends = growth.grow_turn(data, scope, turn.n_prompt, turn.n_cached)
+        parent = None if turn.parent is None else turn_ids[turn.parent]
+        facts = (turn.n_prompt, turn.n_reply, turn.n_cached, turn.started, turn.created)
+        tail = data[turn.n_cached * ID_BYTES :]
+        turn_ids.append(table.enter_turn(session, parent, ends, facts, turn.finished, tail))
+    n_tokens = history.turns[history.leaf].n
+    updated = max(history.updated, table.info(session).updated)
+    table.set_leaf(session, turn_ids[history.leaf], n_tokens, updated)
+    return len(turn_ids) - n_before
+
+
+def _same_turns(state: StoreState, session: Located, history: History) -> list[int]:
+    """The ids of the session's turns. Raises InvalidRequest unless they and the history's are
+    the same as far as both go."""
+    rows = turn_rows(state, session)
+    places = {row[0]: place for place, row in enumerate(rows)}
+    for place, (row, turn) in enumerate(zip(rows, history.turns, strict=False)):
+        _, parent, leaf, *facts, finished, tail = row
+        before = None if parent is None else places[parent]
+        prefix = state.trie.nodes[leaf].prefix_bytes() if leaf else b""
+        same = (before, *facts, bool(finished)) == turn.facts
+        if not same or prefix + tail != history.ids(place).tobytes():
+            raise InvalidRequest(
+                f"There is another session {session.id!r} here, which differs from turn "
+                f"{place + 1} on: forget it with towerctl sessions rm before you import this one."
+            )
+    return list(places)
+
+
+def beginning(ids: bytes, bases: Sequence[Base]) -> tuple[NamedBase, ...]:
+    """The bases that `ids` begin with, the shortest first."""
+    found = []
+    digest, at = hashlib.blake2b(digest_size=32), 0
+    for base in sorted(bases, key=lambda base: (base.n_tokens, base.level, base.name)):
+        if base.n_tokens * ID_BYTES > len(ids):
+            break
+        digest.update(ids[at : base.n_tokens * ID_BYTES])
+        at = base.n_tokens * ID_BYTES
+        if digest.digest() == base.digest:
+            found.append(NamedBase(base.name, base.level, base.n_tokens, base.digest))
+    return tuple(found)

@@ -1,0 +1,283 @@
+"""Sessions and turns in the catalog: recognition, recording, listing."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from towerd.errors import InvalidRequest, NotFound, SessionFrozen, StoreError, TokensLost
+from towerd.store.catalog.catalog import Catalog
+from towerd.store.prefix.node import Node
+from towerd.store.prefix.scope import MARK, is_of, tenant_of
+from towerd.store.sessions.turn import SessionInfo, Turn, TurnInfo
+
+NAME_CHARS_MAX = 200
+TITLE_CHARS_MAX = 500
+RECOGNISED_TOKENS_MIN = 2
+"""The BOS token alone, which an empty prompt consists of, begins every conversation."""
+
+_SESSION = (
+    "SELECT id, scope, title, named, leaf, n_tokens,"
+    " (SELECT count(*) FROM turns WHERE turns.session = sessions.pk), created, updated,"
+    " cold_bytes FROM sessions WHERE fingerprint = ?"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """A session that exists: its row and public id."""
+
+    pk: int
+    id: str
+
+
+@dataclass(slots=True)
+class SessionTable:
+    """The sessions of one fingerprint. The store's lock is held around every call."""
+
+    catalog: Catalog
+    fingerprint: int
+
+    def recognise(self, known: Iterable[Node], scope: str) -> Located | None:
+        """The session of `scope` that has a prompt end or a reply end at the deepest possible
+        node of `known` (longest prefix first); of several, the one used last."""
+        for node in known:
+            if node.p1 < RECOGNISED_TOKENS_MIN:
+                break
+            rows = self.catalog.rows(
+                "SELECT s.pk, s.id FROM turns t JOIN sessions s ON s.pk = t.session"
+                " WHERE (t.prompt_node = ?1 OR t.reply_node = ?1) AND s.scope = ?2"
+                " ORDER BY s.updated DESC, s.pk DESC LIMIT 1",
+                (node.id, scope),
+            )
+            if rows:
+                return Located(*rows[0])
+        return None
+
+    def find(self, id: str, scope: str | None) -> Located:
+        """The session with this id; of several of one tenant, which differ in their adapters, the
+        one used last. Raises NotFound; StoreError if scope is None and several tenants have one."""
+        rows = self.catalog.rows(
+            "SELECT pk, id, scope FROM sessions WHERE fingerprint = ? AND id = ?"
+            " ORDER BY updated DESC, pk DESC",
+            (self.fingerprint, id),
+        )
+        rows = [row for row in rows if scope is None or is_of(row[2], scope)]
+        if not rows:
+            raise NotFound(f"there is no session {id!r}")
+        tenants = {tenant_of(row[2]) for row in rows}
+        if len(tenants) > 1:
+            scopes = ", ".join(sorted(tenants))
+            message = f"several tenants have a session {id!r}: name one of {scopes}"
+            raise StoreError(message, public=message)
+        return Located(rows[0][0], rows[0][1])
+
+    def enter(self, turn: Turn, known: Iterable[Node], now: float) -> tuple[Located, bool]:
+        """The session this turn belongs to, created if need be, and whether it is new."""
+        found = None
+        if turn.session is None:
+            found = self.recognise(known, turn.scope)
+        else:
+            check_name(turn.session)
+            found = self.lookup(turn.session, turn.scope)
+        if found is not None:
+            return found, False
+        id = secrets.token_hex(8) if turn.session is None else turn.session
+        return self.create(id, turn.scope, turn.session is not None, now), True
+
+    def lookup(self, id: str, scope: str) -> Located | None:
+        """The session of `scope` with this id, if there is one."""
+        rows = self.catalog.rows(
+            "SELECT pk, id FROM sessions WHERE fingerprint = ? AND scope = ? AND id = ?",
+            (self.fingerprint, scope, id),
+        )
+        return Located(*rows[0]) if rows else None
+
+    def create(self, id: str, scope: str, named: bool, now: float) -> Located:
+        """Enter a session without turns, inside a transaction."""
+        pk = self.catalog.run(
+            "INSERT INTO sessions(fingerprint, scope, id, named, created, updated)"
+            " VALUES (?, ?, ?, ?, ?, ?)",
+            (self.fingerprint, scope, id, named, now, now),
+        )
+        return Located(pk, id)
+
+    def record(
+        self,
+        session: Located,
+        turn: Turn,
+        known: Iterable[Node],
+        ends: tuple[Node, Node],
+        tail: bytes,
+        now: float,
+    ) -> int:
+        """Enter the turn and make it the session's leaf. `known`: the nodes that its prompt
+        matched in full before it was inserted, longest prefix first; `ends`: its prompt end and reply end."""
+        parent = self._parent_turn(session, known, len(turn.prompt))
+        facts = (len(turn.prompt), len(turn.reply), turn.n_cached, turn.started_s, now)
+        turn_id = self.enter_turn(session, parent, ends, facts, turn.finished, tail)
+        self.set_leaf(session, turn_id, len(turn.prompt) + len(turn.reply), now)
+        return turn_id
+
+    def enter_turn(
+        self,
+        session: Located,
+        parent: int | None,
+        ends: tuple[Node, Node],
+        facts: tuple[int, int, int, float, float],
+        finished: bool,
+        tail: bytes,
+    ) -> int:
+        """Insert one row of the turns table, inside a transaction; `facts`: n_prompt,
+        n_reply, n_cached, started, created."""
+        prompt_node, reply_node = ends
+        return self.catalog.run(
+            "INSERT INTO turns(session, parent, prompt_node, reply_node, n_prompt, n_reply,"
+            " n_cached, started, created, finished, tail)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                session.pk,
+                parent,
+                prompt_node.id or None,
+                reply_node.id or None,
+                *facts,
+                finished,
+                tail,
+            ),
+        )
+
+    def set_leaf(self, session: Located, turn_id: int, n_tokens: int, now: float) -> None:
+        """Where the current branch ends, inside a transaction."""
+        self.catalog.run(
+            "UPDATE sessions SET leaf = ?, n_tokens = ?, updated = ? WHERE pk = ?",
+            (turn_id, n_tokens, now, session.pk),
+        )
+
+    def listing(self, scope: str | None, limit: int) -> list[SessionInfo]:
+        """Sessions, most recently used first: all, those of a tenant with any adapters, or
+        those of a scope."""
+        if scope is None:
+            return self._latest("", (), limit)
+        scopes = [scope, *self._with_adapters(scope)]
+        found = [info for each in scopes for info in self._latest(" AND scope = ?", (each,), limit)]
+        if len(scopes) > 1:
+            found.sort(key=lambda info: info.updated, reverse=True)
+        return found[:limit]
+
+    def _latest(self, whose: str, params: tuple[str, ...], limit: int) -> list[SessionInfo]:
+        rows = self.catalog.rows(
+            f"{_SESSION}{whose} ORDER BY updated DESC, pk DESC LIMIT ?",
+            (self.fingerprint, *params, limit),
+        )
+        return [_info(row) for row in rows]
+
+    def _with_adapters(self, tenant: str) -> list[str]:
+        """The scopes of a tenant's sessions that have adapters."""
+        rows = self.catalog.rows(
+            "SELECT DISTINCT scope FROM sessions WHERE fingerprint = ? AND scope > ? AND scope < ?",
+            (self.fingerprint, tenant + MARK, tenant + chr(ord(MARK) + 1)),
+        )
+        return [row[0] for row in rows]
+
+    def info(self, session: Located) -> SessionInfo:
+        """What `listing` says about one session."""
+        return _info(self.catalog.rows(f"{_SESSION} AND pk = ?", (self.fingerprint, session.pk))[0])
+
+    def turns(self, session: Located) -> list[TurnInfo]:
+        """Every turn, oldest first."""
+        rows = self.catalog.rows(
+            "SELECT id, parent, coalesce(prompt_node, 0), coalesce(reply_node, 0), n_prompt,"
+            " n_reply, n_cached, started, created, finished FROM turns WHERE session = ?"
+            " ORDER BY id",
+            (session.pk,),
+        )
+        parents = {row[0]: row[1] for row in rows}
+        branch: set[int] = set()
+        at = self._leaf(session)
+        while at is not None and at not in branch:
+            branch.add(at)
+            at = parents.get(at)
+        return [TurnInfo(*(*row[:9], bool(row[9]), row[0] in branch)) for row in rows]
+
+    def leaf_ids(self, session: Located) -> tuple[int, bytes]:
+        """(reply node, 0 for the root; tail ids) of the current leaf turn. Raises
+        SessionFrozen if they are coded, StoreError if damage took them."""
+        (row,) = self.catalog.sealed("sessions", "pk = ?", (session.pk,))
+        if not row["n_tokens"]:
+            return 0, b""
+        for turn in self.catalog.sealed("turns", "id = ?", (row["leaf"],)):
+            has_tokens = turn["reply_node"] is not None or turn["tail"]
+            if row["cold_bytes"] and not has_tokens:
+                self.check_thawed(session)
+            if turn["reply_node"] is not None or turn["n_cached"] == 0:
+                return turn["reply_node"] or 0, turn["tail"]
+        raise tokens_lost(session)
+
+    def rename(self, session: Located, title: str) -> None:
+        """Set the title. Raises InvalidRequest if it is too long."""
+        if len(title) > TITLE_CHARS_MAX:
+            raise InvalidRequest(f"a title may have {TITLE_CHARS_MAX} characters")
+        with self.catalog.transaction():
+            self.catalog.run("UPDATE sessions SET title = ? WHERE pk = ?", (title, session.pk))
+
+    def delete(self, session: Located) -> int:
+        """Delete the session and its turns; the next gc removes its segments. Returns its row
+        id."""
+        with self.catalog.transaction():
+            pk = (session.pk,)
+            self.catalog.run("UPDATE sessions SET leaf = NULL WHERE pk = ?", pk)
+            self.catalog.run("UPDATE turns SET parent = NULL WHERE session = ?", pk)
+            self.catalog.run("DELETE FROM turns WHERE session = ?", pk)
+            self.catalog.run("DELETE FROM blobs WHERE session = ?", pk)
+            self.catalog.run("DELETE FROM cold WHERE session = ?", pk)
+            self.catalog.run("DELETE FROM sessions WHERE pk = ?", pk)
+        return session.pk
+
+    def check_thawed(self, session: Located) -> None:
+        """Raises SessionFrozen unless all tokens of the session are in the store."""
+        if self.catalog.rows(
+            "SELECT 1 FROM sessions WHERE pk = ? AND cold_bytes > 0", (session.pk,)
+        ):
+            raise SessionFrozen(
+                f"Session {session.id!r} is frozen: thaw it with towerctl thaw first."
+            )
+
+    def _leaf(self, session: Located) -> int | None:
+        leaf: int | None = self.catalog.rows(
+            "SELECT leaf FROM sessions WHERE pk = ?", (session.pk,)
+        )[0][0]
+        return leaf
+
+    def _parent_turn(self, session: Located, known: Iterable[Node], n_prompt: int) -> int | None:
+        """The turn this one continues: a shorter prompt whose reply, or at least whose prompt
+        (the client may have rendered the reply anew), lies on the path. A regeneration has the
+        same prompt length and so finds the turn before."""
+        for node in known:
+            rows = self.catalog.rows(
+                "SELECT id FROM turns WHERE session = ?1 AND n_prompt < ?3"
+                " AND (prompt_node = ?2 OR reply_node = ?2) ORDER BY id DESC LIMIT 1",
+                (session.pk, node.id, n_prompt),
+            )
+            if rows:
+                return int(rows[0][0])
+        return None
+
+
+def tokens_lost(session: Located) -> TokensLost:
+    """The error for a turn whose tokens neither the catalog nor its journal has."""
+    return TokensLost(
+        f"Session {session.id!r} lost tokens when the catalog and its journal were both damaged: "
+        "import a copy of it, or remove it with towerctl sessions rm."
+    )
+
+
+def check_name(name: str) -> None:
+    """InvalidRequest unless this can be a session's or a base's name."""
+    if not 0 < len(name) <= NAME_CHARS_MAX or not name.isprintable():
+        raise InvalidRequest(f"a name must be 1 to {NAME_CHARS_MAX} printable characters")
+
+
+def _info(row: tuple[Any, ...]) -> SessionInfo:
+    return SessionInfo(row[0], row[1], row[2], bool(row[3]), *row[4:])

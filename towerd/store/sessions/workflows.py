@@ -1,0 +1,122 @@
+"""Workflows and their invocations in the catalog: what predictors are trained from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from towerd.store.state import StoreState
+
+WORKFLOWS_MAX = 20_000
+"""Of all tenants; beyond that the oldest are forgotten with their invocations."""
+INVOCATIONS_MAX = 500_000
+_PRUNE_EVERY = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Invocation:
+    """One step of a workflow. Times in Unix seconds, lengths in tokens."""
+
+    scope: str
+    workflow: str
+    named: bool
+    """The client chose the name of the workflow."""
+    started_s: float
+    """When its workflow began; tells apart workflows that had the same name."""
+    agent: str
+    session: str
+    tip: int
+    """The segment that its tower ended with."""
+    n_prompt: int
+    n_reply: int
+    arrived_s: float
+    answered_s: float
+    stop: str
+
+
+class WorkflowTable:
+    """Those of the open fingerprint. Every method is one durable transaction."""
+
+    def __init__(self, state: StoreState) -> None:
+        self._state = state
+        self._n_batches = 0
+
+    def add(self, steps: Sequence[Invocation]) -> None:
+        """Enter steps, and their workflows where they are new."""
+        with self._state.lock, self._state.catalog.transaction():
+            run_many = self._state.catalog.run_many
+            for step in steps:
+                workflow = self._enter(step)
+                run_many(
+                    "INSERT INTO invocations(workflow, agent, session, tip, n_prompt, n_reply,"
+                    " arrived, answered, stop) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                    [
+                        (
+                            workflow,
+                            step.agent,
+                            step.session,
+                            step.tip,
+                            step.n_prompt,
+                            step.n_reply,
+                            step.arrived_s,
+                            step.answered_s,
+                            step.stop,
+                        )
+                    ],
+                )
+            if self._n_batches % _PRUNE_EVERY == 0:
+                self._prune()
+            self._n_batches += 1
+
+    def end(self, scope: str, id: str, now: float) -> None:
+        """Note that a workflow is over."""
+        with self._state.lock, self._state.catalog.transaction():
+            self._state.catalog.run(
+                "UPDATE workflows SET ended = ? WHERE fingerprint = ? AND scope = ? AND id = ?"
+                " AND ended IS NULL",
+                (now, self._state.fingerprint_pk, scope, id),
+            )
+
+    def history(self, scope: str | None = None) -> list[list[Invocation]]:
+        """The steps of every workflow, of one tenant or of all, oldest first."""
+        with self._state.lock:
+            rows = self._state.catalog.rows(
+                "SELECT w.pk, w.scope, w.id, w.named, w.started, i.agent, i.session, i.tip,"
+                " i.n_prompt, i.n_reply, i.arrived, i.answered, i.stop"
+                " FROM invocations i JOIN workflows w ON w.pk = i.workflow"
+                " WHERE w.fingerprint = ?1 AND (?2 IS NULL OR w.scope = ?2) ORDER BY w.pk, i.id",
+                (self._state.fingerprint_pk, scope),
+            )
+        found: dict[int, list[Invocation]] = {}
+        for pk, of, id, named, *rest in rows:
+            found.setdefault(pk, []).append(Invocation(of, id, bool(named), *rest))
+        return list(found.values())
+
+    def _enter(self, step: Invocation) -> int:
+        key = (self._state.fingerprint_pk, step.scope, step.workflow, step.started_s)
+        rows = self._state.catalog.rows(
+            "SELECT pk FROM workflows WHERE fingerprint = ? AND scope = ? AND id = ?"
+            " AND started = ?",
+            key,
+        )
+        if rows:
+            return int(rows[0][0])
+        return self._state.catalog.run(
+            "INSERT INTO workflows(fingerprint, scope, id, started, named) VALUES (?, ?, ?, ?, ?)",
+            (*key, step.named),
+        )
+
+    def _prune(self) -> None:
+        """Forget the oldest workflows beyond both bounds."""
+        run = self._state.catalog.run
+        pk = self._state.fingerprint_pk
+        run(
+            "DELETE FROM workflows WHERE pk IN (SELECT pk FROM workflows WHERE fingerprint = ?"
+            " ORDER BY pk DESC LIMIT -1 OFFSET ?)",
+            (pk, WORKFLOWS_MAX),
+        )
+        run(
+            "DELETE FROM invocations WHERE id <= (SELECT id FROM invocations ORDER BY id DESC"
+            " LIMIT 1 OFFSET ?)",
+            (INVOCATIONS_MAX,),
+        )

@@ -1,0 +1,231 @@
+"""Calibration: what stored formats cost a model over its noise floor, as a value with a JSON form.
+
+Quantized weights amplify rounding, so that evaluating the same text in other batches moves the
+next-token distributions, by 0.003 nats on a model of 135M parameters in 4 bits. Any disturbance
+of the rows costs that much, however small. What a format costs is therefore its excess over this
+floor. `towerd.tiers.formats.format_search` decides by it; what runs the model is
+`towerd.engine.embedded.calibration.calibrate`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+
+from towerd.drift import Drift
+from towerd.kernels.formats import FORMATS
+from towerd.slots.errors import StateError
+from towerd.slots.layout import NATIVE, KVLayout, stored_format
+from towerd.tiers.formats.interval import interval
+
+LEVELS = 3
+"""Platform, community and bot base; whatever is deeper takes the last entry."""
+BOUNDS: Mapping[str, float] = {"near": 0.002, "small": 0.02}
+"""Fidelity -> the highest mean KL divergence of the next-token distribution over the floor, in
+nats; see `bound_of`."""
+CANDIDATES = ("q4h", "q4", "q4ah", "q5h", "q6h", "q6", "q8h", "q8")
+"""In order of preference among equally large ones."""
+SHARES = (0.4, 0.3, 0.3)
+"""The parts of a measured prefix, from its start, that stand for the levels. Platform prompts are
+usually the longest of the shared ones, so level 0 gets the largest part; the last part stands for
+bots and for the conversation itself, the level whose rows are nearest to the query."""
+VERSION = 2
+
+Table: TypeAlias = tuple[str, ...]
+"""A format name, or "native", for each level."""
+ALL_NATIVE: Table = (NATIVE,) * LEVELS
+
+
+def bound_of(fidelity: str, floor_kl: float) -> float:
+    """The highest excess that `near` or `small` allows a model with this floor.
+
+    `near` also allows a tenth of the floor: less cannot be told from noise."""
+    bound = BOUNDS[fidelity]
+    return max(bound, floor_kl / 10) if fidelity == "near" else bound
+
+
+def allows(fidelity: str, drift: Drift) -> bool:
+    """Whether a measured drift stays within what the fidelity promises; never under `exact`."""
+    return fidelity in BOUNDS and drift.excess <= bound_of(fidelity, drift.floor_kl)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One continuation over disturbed rows or in another shape: means over its tokens."""
+
+    kl: float
+    """KL divergence of the next-token distribution from that over native rows, in nats."""
+    top1: float
+    """Share of positions at which the most likely token is the same."""
+    nll: float
+    """Negative log-probability of the token that really follows, in nats."""
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """The model's noise: the same tokens over the same native rows, evaluated in another shape."""
+
+    kl: float
+    """Mean KL divergence, in nats."""
+    ci: float
+    """Half-width of its 95 % interval."""
+    top1: float
+    """Share of positions at which the most likely token is the same."""
+    shape: str
+    """The shape that was compared: the one that disturbs most."""
+    shapes: Mapping[str, float]
+    """Shape -> mean KL divergence on the few continuations that it was chosen by."""
+    n_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What rows in some table's formats cost against native rows, evaluated in the same shape."""
+
+    kl: float
+    """Mean KL(native || stored) of the next-token distribution, in nats."""
+    excess: float
+    """`kl` less the floor on the same tokens; below 0 by chance only. 0 for native rows."""
+    ci: float
+    """Half-width of the excess's 95 % interval; each continuation is one cluster."""
+    top1: float
+    """Share of positions at which the most likely token is the same."""
+    ppl: float
+    """Perplexity of the measured continuation with these rows."""
+    n_tokens: int
+    """Next-token distributions that were compared."""
+
+    @property
+    def floor_kl(self) -> float:
+        """The floor on the same tokens."""
+        return self.kl - self.excess
+
+    @property
+    def excess_max(self) -> float:
+        """The upper end of the excess's interval."""
+        return self.excess + self.ci
+
+
+def cost_of(samples: Sequence[Sample], floor: Sequence[Sample], n_each: int) -> Cost:
+    """The cost of a table from its samples and the floor's on the same continuations of
+    `n_each` tokens; without a floor that of undisturbed rows.
+
+    Differences are paired, which takes out how hard each text is."""
+    excess, ci = 0.0, 0.0
+    if floor:
+        excess, ci = interval([a.kl - b.kl for a, b in zip(samples, floor, strict=True)])
+    return Cost(
+        kl=float(np.mean([sample.kl for sample in samples])),
+        excess=excess,
+        ci=ci,
+        top1=float(np.mean([sample.top1 for sample in samples])),
+        ppl=float(np.exp(np.mean([sample.nll for sample in samples]))),
+        n_tokens=n_each * len(samples),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The table of one fidelity, its cost measured as a whole, and its size."""
+
+    levels: Table
+    cost: Cost
+    bits: float
+    """Mean bits of a stored value, scales included, sinks and last rows not."""
+    bound: float
+    """What the excess had to stay within."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The measurements that the search starts from."""
+
+    native: Cost
+    uniform: Mapping[str, Cost]
+    """Format -> cost when all levels take it."""
+    weights: tuple[float, ...]
+    """Each level's share of the excess of a format that all levels take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """A finished calibration of one fingerprint."""
+
+    fingerprint: str
+    """Digest of the fingerprint, hex."""
+    formats: str
+    """`formats_digest()` of the table of formats that was measured."""
+    ids: str
+    """BLAKE2b of the measured token ids, hex: the same text and tokenizer give the same."""
+    made_unix: float
+    bits: Mapping[str, float]
+    """Format -> bits of a value of this model's rows; `native` included."""
+    floor: Floor
+    grid: Grid
+    choices: Mapping[str, Choice]
+    """Fidelity (`near`, `small`) -> what it may take."""
+
+    @property
+    def n_tokens(self) -> int:
+        """Next-token distributions that the floor, the most precise figure, is the mean of."""
+        return self.floor.n_tokens
+
+    def to_json(self) -> dict[str, Any]:
+        """A dict of JSON values; `from_json` takes it back."""
+        return {"version": VERSION, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, value: object) -> Calibration:
+        """ValueError if `value` is not what `to_json` gives, or from another version."""
+        if not isinstance(value, Mapping) or value.get("version") != VERSION:
+            raise ValueError("not a calibration of this version")
+        body = {key: item for key, item in value.items() if key != "version"}
+        try:
+            found = msgspec.convert(body, cls)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"not a calibration: {error}") from error
+        for choice in found.choices.values():
+            check_table(choice.levels)
+        return found
+
+
+def check_table(table: Sequence[str]) -> None:
+    """ValueError unless `table` has one stored format or "native" for each level."""
+    if len(table) != LEVELS:
+        raise ValueError(f"levels: expected {LEVELS} formats, found {len(table)}")
+    for name in table:
+        if name != NATIVE:
+            try:
+                stored_format(name)
+            except StateError as error:
+                raise ValueError(f"levels: {error}") from error
+
+
+def formats_digest() -> str:
+    """Changes when a stored format is added, removed or laid out differently."""
+    rows = [f"{f.name}:{f.type_id}:{f.block_elements}:{f.block_bytes}" for f in FORMATS]
+    return hashlib.blake2b("\n".join(sorted(rows)).encode(), digest_size=16).hexdigest()
+
+
+def sizes(layout: KVLayout) -> dict[str, float]:
+    """Bits of a value in each candidate that is smaller than the native rows, smallest first and
+    then by preference; last of all `native`."""
+    n_values = sum(plane.n_elements for plane in layout.planes)
+
+    def bits(name: str) -> float:
+        planes = layout.stored_as(name).planes
+        return 8 * sum(plane.row_bytes for plane in planes) / n_values
+
+    native = bits(NATIVE)
+    smaller = [name for name in CANDIDATES if bits(name) < native]
+    return {name: bits(name) for name in (*sorted(smaller, key=bits), NATIVE)}
+
+
+def bits_of(table: Table, bits: Mapping[str, float]) -> float:
+    """Mean bits of a value over the levels' shares. `bits` as `sizes` gives them."""
+    return sum(share * bits[name] for share, name in zip(SHARES, table, strict=True))

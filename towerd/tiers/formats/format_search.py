@@ -1,0 +1,143 @@
+"""The search for the smallest stored formats whose measured excess stays within a bound.
+
+Pure: it asks a `Meter`. Formats are first measured coarsely; what is chosen is then measured as a
+whole, on more and more text until its excess is known to a third of the bound.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from towerd.slots.layout import NATIVE
+from towerd.tiers.formats.calibration import (
+    ALL_NATIVE,
+    BOUNDS,
+    LEVELS,
+    SHARES,
+    Choice,
+    Cost,
+    Floor,
+    Grid,
+    Table,
+    bits_of,
+    bound_of,
+)
+
+COARSE = 16
+"""Continuations that every format is measured on."""
+_TELLING = 10
+"""An expected excess of less than one part in this many of the bound tells nothing."""
+
+
+class Meter(Protocol):
+    """Measures on the first continuations of a text; what was measured once is remembered."""
+
+    @property
+    def n_max(self) -> int:
+        """Continuations that there are."""
+        ...
+
+    def floor(self, n: int) -> Floor:
+        """The model's noise on the first `n` continuations."""
+        ...
+
+    def costs(self, tables: Sequence[Table], n: int) -> Sequence[Cost]:
+        """Costs of some tables on the first `n` continuations, in their order."""
+        ...
+
+
+def calibrate(meter: Meter, bits: Mapping[str, float]) -> tuple[Floor, Grid, dict[str, Choice]]:
+    """The floor, the grid and the choice of every fidelity. `bits` as `sizes` gives them."""
+    grid = measure_grid(meter, [name for name in bits if name != NATIVE])
+    floor_kl = meter.floor(_coarse(meter)).kl
+    choices = {name: choose(meter, grid, bits, bound_of(name, floor_kl)) for name in BOUNDS}
+    n_each = grid.native.n_tokens // _coarse(meter)
+    n = max(choice.cost.n_tokens for choice in choices.values()) // n_each
+    return meter.floor(n), grid, choices
+
+
+def coarse_tables(formats: Sequence[str]) -> list[Table]:
+    """What the search wants measured first: native, and each format everywhere."""
+    return [ALL_NATIVE, *((name,) * LEVELS for name in formats)]
+
+
+def measure_grid(meter: Meter, formats: Sequence[str]) -> Grid:
+    """Measure `coarse_tables`, and one format in each level alone for the levels' weights."""
+    n = _coarse(meter)
+    native, *costs = meter.costs(coarse_tables(formats), n)
+    uniform = dict(zip(formats, costs, strict=True))
+    return Grid(native, uniform, _weights(meter, uniform, n))
+
+
+def _weights(meter: Meter, uniform: Mapping[str, Cost], n: int) -> tuple[float, ...]:
+    """Errors of different levels are independent and KL divergence is of second order in them,
+    so the excesses of the levels add up to that of a table, and each level has the same share of
+    it whatever the format. The format whose excess is nearest the widest bound shows the shares
+    best: there is enough of it, and it is still of second order."""
+    widest = max(BOUNDS.values())
+    telling = {name: cost.excess for name, cost in uniform.items() if cost.excess > 0}
+    if not telling:
+        return SHARES
+    name = min(telling, key=lambda each: abs(math.log(telling[each] / widest)))
+    singles = [ALL_NATIVE[:level] + (name,) + ALL_NATIVE[level + 1 :] for level in range(LEVELS)]
+    excess = [max(0.0, cost.excess) for cost in meter.costs(singles, n)]
+    total = sum(excess)
+    return tuple(each / total for each in excess) if total else SHARES
+
+
+def choose(meter: Meter, grid: Grid, bits: Mapping[str, float], bound: float) -> Choice:
+    """The smallest table whose excess is at most `bound` up to the end of its 95 % interval.
+
+    A deeper level never gets fewer bits than the one above it: its rows are nearer to the
+    queries, so they weigh more (Theorem 19), and a conversation without bases lies in the
+    deepest level as a whole and must not cost more than the table.
+
+    Tables are tried in order of size as far as the sum of their levels' expected excesses lets
+    them pass. When one is found to cost more than expected, the following ones are expected to
+    cost more by as much. All native passes any bound, so there always is a result."""
+    factor = 1.0
+    for table, expected in _by_size(grid, bits):
+        if expected * factor > bound:
+            continue
+        cost = grid.native if table == ALL_NATIVE else settled(meter, table, bound)
+        if table == ALL_NATIVE or cost.excess_max <= bound:
+            return Choice(table, cost, bits_of(table, bits), bound)
+        factor = max(factor, cost.excess_max / max(expected, bound / _TELLING))
+    raise AssertionError("all native is among the tables")
+
+
+def settled(meter: Meter, table: Table, bound: float) -> Cost:
+    """The cost of a table on as much text as tells: until its excess is known to a third of the
+    bound, or surely beyond the bound, or the text ends."""
+    n = _coarse(meter)
+    while True:
+        cost = meter.costs([table], n)[0]
+        if n >= meter.n_max or cost.ci <= bound / 3 or cost.excess - cost.ci > bound:
+            return cost
+        n = min(2 * n, meter.n_max)
+
+
+def _coarse(meter: Meter) -> int:
+    return min(COARSE, meter.n_max)
+
+
+def _by_size(grid: Grid, bits: Mapping[str, float]) -> list[tuple[Table, float]]:
+    """Every table whose bits do not fall with depth, with its expected excess: smallest first,
+    among equals the preferred (by cost would be by chance: they cost nearly the same)."""
+    order = {name: i for i, name in enumerate(bits)}
+    found = []
+    for table in itertools.product(order, repeat=LEVELS):
+        if any(bits[a] > bits[b] for a, b in itertools.pairwise(table)):
+            continue
+        expected = sum(
+            weight * max(0.0, grid.uniform[name].excess)
+            for weight, name in zip(grid.weights, table, strict=True)
+            if name != NATIVE
+        )
+        rank = (round(bits_of(table, bits), 9), [order[name] for name in table])
+        found.append((rank, table, expected))
+    found.sort(key=lambda item: item[0])
+    return [(table, expected) for _, table, expected in found]

@@ -1,0 +1,107 @@
+"""Token ids, common prefixes of prompts, and the provenance of rows."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Ids: TypeAlias = npt.NDArray[np.int32]
+"""int32[n]: the token ids of a text, in order."""
+ID_BYTES = 4
+_BLOCK = 256
+"""Ids that are compared at first; each further block is twice as long as the one before."""
+
+
+def ids_bytes(ids: Ids) -> bytes:
+    """Token ids as little-endian int32. ValueError unless they are integers in one dimension."""
+    array = np.asarray(ids)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ValueError("token ids must be integers in one dimension")
+    return array.astype("<i4", copy=False).tobytes()
+
+
+def ids_array(data: bytes) -> Ids:
+    """The inverse of `ids_bytes`; a read-only view of `data`."""
+    return np.frombuffer(data, np.int32)
+
+
+def path_bytes(ids: Ids, ends: Sequence[int]) -> bytes:
+    """The ids up to the last end, as bytes. ValueError unless the ends ascend within them."""
+    bounds = [0, *ends, len(ids) + 1]
+    if not ends or any(a >= b for a, b in zip(bounds, bounds[1:], strict=False)):
+        raise ValueError(f"ends {list(ends)} must ascend strictly from 1 to {len(ids)}")
+    return ids_bytes(ids)[: ends[-1] * ID_BYTES]
+
+
+def common_prefix(a: npt.NDArray[np.integer], b: npt.NDArray[np.integer]) -> int:
+    """The number of leading elements that two arrays share; fast if they differ early."""
+    n = min(len(a), len(b))
+    start, end = 0, min(n, _BLOCK)
+    while start < n:
+        differs = a[start:end] != b[start:end]
+        first = int(differs.argmax())
+        if differs[first]:
+            return start + first
+        start, end = end, min(n, 3 * end)
+    return n
+
+
+class Provenance(enum.IntEnum):
+    """How a row came to be. The values are written to disk: DERIVED and APPROXIMATE rows are stored
+    under their provenance, the later ones are never stored."""
+
+    EXACT = 0
+    """Equal to what monolithic prefill computes."""
+    DERIVED = 1
+    """Computed from earlier rows of which some were approximate."""
+    APPROXIMATE = 2
+    """Decoded from a quantized stored format."""
+    SPLICED = 3
+    """Taken from a module that was computed after other text or at another position."""
+    AFTER_SPLICE = 4
+    """Computed from earlier rows of which some were spliced."""
+    THINNED = 5
+    """Computed while some of the tokens before it were not live."""
+
+
+Provenances: TypeAlias = npt.NDArray[np.uint8]
+"""uint8[n]: the `Provenance` of each of n rows."""
+
+
+def are_exact(rows: Provenances) -> bool:
+    """Whether all rows equal what monolithic prefill computes."""
+    return not rows.any()
+
+
+def are_computed(rows: Provenances) -> bool:
+    """Whether all rows were computed here, from exact or approximate ones; none was loaded from a
+    quantized format or affected by a splice or by dropped tokens."""
+    return bool((rows < Provenance.APPROXIMATE).all())
+
+
+def are_storable(rows: Provenances) -> bool:
+    """Whether no row is affected by a splice or by dropped tokens."""
+    return bool((rows < Provenance.SPLICED).all())
+
+
+def has_derived(rows: Provenances) -> bool:
+    """Whether any row was computed from approximate ones."""
+    return bool((rows == Provenance.DERIVED).any())
+
+
+def count_approximate(rows: Provenances) -> int:
+    """The number of rows that were loaded as an approximation: quantized or spliced."""
+    loaded = (rows == Provenance.APPROXIMATE) | (rows == Provenance.SPLICED)
+    return int(np.count_nonzero(loaded))
+
+
+def computed_after(before: Provenances) -> Provenance:
+    """The provenance of rows that are computed from the rows `before`."""
+    worst = Provenance(int(before.max(initial=Provenance.EXACT)))
+    if worst in (Provenance.EXACT, Provenance.THINNED):
+        return worst
+    return Provenance.DERIVED if worst < Provenance.SPLICED else Provenance.AFTER_SPLICE
