@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import tempfile
 import threading
 from concurrent.futures import Future
@@ -15,6 +16,9 @@ from aiohttp import web
 
 from towerd.cli.backend import Backend
 
+SOCKET_BYTES_MAX = 100
+"""A longer path is no address of a Unix socket: macOS takes 103 bytes, Linux 107."""
+
 
 class PrivateDaemon:
     """Serves an application from a thread of its own, on a socket in a folder that only this user
@@ -25,7 +29,7 @@ class PrivateDaemon:
     ) -> None:
         """`where`: the directory of its store, for people."""
         self._app = app
-        self._folder = tempfile.TemporaryDirectory(prefix="towerctl-")
+        self._folder = _folder()
         self._socket = Path(self._folder.name) / "s"
         self._ready: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
         self._thread = threading.Thread(target=self._run, name="towerctl-service", daemon=True)
@@ -84,3 +88,12 @@ class PrivateDaemon:
                 await stop.wait()
             finally:
                 await runner.cleanup()
+
+
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """Where temporary files go, or in /tmp if a socket's path would be too long there."""
+    folder = tempfile.TemporaryDirectory(prefix="towerctl-")
+    if len(os.fsencode(folder.name)) < SOCKET_BYTES_MAX:
+        return folder
+    folder.cleanup()
+    return tempfile.TemporaryDirectory(prefix="towerctl-", dir="/tmp")

@@ -39,7 +39,7 @@ async def open_service(config: Config) -> AsyncIterator[Service[Any]]:
 
     On the way out running requests are cancelled and recorded, new rows are written, and the
     catalog is closed. Raises ModelError, StoreError, ConfigError."""
-    async with _open_engine(config) as opened:
+    async with await asyncio.to_thread(_opening, config) as opened:
         engine, store, tiers = opened.engine, opened.store, opened.tiers
         traffic = await asyncio.to_thread(open_traffic, config, store, tiers)
         cold = Keeper(
@@ -65,7 +65,8 @@ async def open_service(config: Config) -> AsyncIterator[Service[Any]]:
             await asyncio.to_thread(traffic.close)
 
 
-def _open_engine(config: Config) -> AbstractAsyncContextManager[Opened[Any]]:
+def _opening(config: Config) -> AbstractAsyncContextManager[Opened[Any]]:
+    """Opens the engine when it is entered. Call it in a thread: the import takes long."""
     # Imported late: the embedded engine loads llama.cpp, which the other one does without.
     if config.engine == "llama-server":
         from towerd.engine.llama_server.opening import open_llama_server

@@ -16,6 +16,7 @@ import pytest
 from aiohttp import web
 from waiting import until_async
 
+from towerd.api.http.keys import GATE
 from towerd.api.http.limits import Limits
 from towerd.app import build_app
 from towerd.config import Config
@@ -42,7 +43,8 @@ class Daemon:
     runner: web.AppRunner
 
     async def leave(self) -> None:
-        """As on a signal: requests go on for the grace, and end."""
+        """As on a signal: no new requests, those that run have the grace to end."""
+        self.runner.app[GATE].closing = True
         await self.service.engine.drain(GRACE_S)
         await self.runner.cleanup()
 

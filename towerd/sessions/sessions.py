@@ -110,7 +110,7 @@ class Sessions:
             self._end(run)
 
     async def run_quietly(self, request: GenerateRequest) -> Finish | None:
-        """RequestRun a request that nobody listens to; None if it ended without a Finish."""
+        """Run a request without a client. Returns its Finish, or None if it ended without one."""
         finish: Finish | None = None
         async for event in self.run(request):
             if isinstance(event, Finish):

@@ -55,6 +55,8 @@ class Exchange:
         self._splitter = EventSplitter()
         self._reply: ClientResponse | None = None
         self._settling: Settling | None = None
+        # Taken now: while the daemon stops it is not to be had, but turns that end are recorded.
+        self._recorder = service_of(request).sessions.recorder
         self._session = ""
         self._started = False
         self._recording: asyncio.Task[None] | None = None
@@ -222,8 +224,7 @@ class Exchange:
             prompt_ms=prompt_ms,
         )
         if leased is not None:
-            recorder = service_of(self._request).sessions.recorder
-            self._session = await recorder.record(leased.turn, answered=leased.answered)
+            self._session = await self._recorder.record(leased.turn, answered=leased.answered)
         if watch.stop is not None:
             self._count()
 

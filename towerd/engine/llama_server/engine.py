@@ -74,7 +74,6 @@ class LlamaServerEngine:
         self.n_slots = found.n_slots
         self.notes: list[str] = [*found.notes, *described.notes]
         """What does not work on this llama-server, in sentences."""
-        """Hears of every recorded request."""
         self._vocab = described.vocab
         self._store = store
         self._workers = ThreadPoolExecutor(4, "towerd-slots")

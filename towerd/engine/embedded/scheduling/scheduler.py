@@ -332,6 +332,8 @@ class Scheduler:
         try:
             while not self._make_room(sum(j.n_in_batch for j in jobs), jobs):
                 jobs = self._batching.fill(self.active)
+                if not jobs:  # the only one gave way to a turn that is not recorded yet
+                    return True
             self.speculator.prepare(jobs)
             self.restorer.protect(jobs)
             started = time.monotonic()

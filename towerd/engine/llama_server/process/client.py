@@ -67,6 +67,7 @@ class Client:
 
         url: of the server, with what stands before every path
         path: quoted, with its query
+        headers: sent as UTF-8, without the bytes of a value that are not UTF-8
         body: one that is iterated goes out in chunks unless `headers` have a `Content-Length`
         Raises Unreachable, Lost, NotHttp, and the TowerdError that iterating the body raises."""
         if self._is_closed:

@@ -16,7 +16,7 @@ from towerd.engine.llama_server.process.backend import Backend
 from towerd.engine.llama_server.process.upstream import UpstreamGone
 from towerd.engine.llama_server.slots.capture import Captured, Capturer
 from towerd.engine.llama_server.slots.placement import Choice, Costs, Policy, Slot, Want
-from towerd.engine.llama_server.slots.restore import Materialiser, Restored
+from towerd.engine.llama_server.slots.restore import Restored, SlotRestorer
 from towerd.engine.llama_server.slots.slot_table import SlotTable
 from towerd.errors import TowerdError
 from towerd.tiers.manager import Tiers
@@ -64,11 +64,11 @@ class Placer:
         self._workers = workers
         self._found: WeakKeyDictionary[Want, tuple[int, Plan]] = WeakKeyDictionary()
         """What was looked up for each request, and how many slots had been saved by then."""
-        self._materialiser: Materialiser | None = None
+        self._restorer: SlotRestorer | None = None
         self._capturer: Capturer | None = None
         if spec is not None:
             parts = backend.upstream, backend.slotdir, tiers, spec, workers
-            self._materialiser, self._capturer = Materialiser(*parts), Capturer(*parts)
+            self._restorer, self._capturer = SlotRestorer(*parts), Capturer(*parts)
 
     def stop_composing(self) -> None:
         """Nothing is saved or restored from now on."""
@@ -169,13 +169,13 @@ class Placer:
         """Restore what the store has; None when that does not come about. The slot's record says
         what it holds then."""
         assert want.ids is not None
-        assert self._materialiser is not None
+        assert self._restorer is not None
         plan = await self._found_of(want)
         if plan.n == 0:
             return None
         room = asyncio.create_task(self._make_room(slot, plan.n))
         try:
-            restored = await self._materialiser.restore(slot.id, want.ids, plan, room)
+            restored = await self._restorer.restore(slot.id, want.ids, plan, room)
         except UpstreamGone:
             raise
         except TowerdError as error:
@@ -280,6 +280,6 @@ class Placer:
             return
         self.policy.window = n_window
         assert self._capturer is not None
-        assert self._materialiser is not None
+        assert self._restorer is not None
         spec = replace(self._capturer.spec, window=n_window)
-        self._capturer.spec = self._materialiser.spec = spec
+        self._capturer.spec = self._restorer.spec = spec

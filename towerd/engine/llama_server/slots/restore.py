@@ -59,7 +59,7 @@ class _Written:
     ms: float
 
 
-class Materialiser:
+class SlotRestorer:
     """Writes slot files of one store for one upstream."""
 
     def __init__(
