@@ -64,3 +64,19 @@ async def test_a_request_waits_for_one_that_is_being_recorded(
         await until_async(lambda: asking.done() or service.engine.stats()["waiting"] == 1)
         ended.release()
         assert len((await asking).ids) == 40
+
+
+async def test_a_reply_that_fills_the_context_waits_for_a_turn_that_is_being_recorded(
+    service_on: OpenService, tiny_model: Path
+) -> None:
+    """It gives way to the turn and runs again; neither it nor a later request fails."""
+    first, second = np.random.default_rng(3).integers(300, 448, (2, 200)).astype(np.int32)
+    async with service_on(tiny_model, live_tokens=512, ctx_size=448) as service:
+        ended = service.engine.generate(GenerateRequest(ids=first, n_predict=1))
+        async for _ in ended:
+            pass
+        asking = asyncio.create_task(ask(service, second, 200))
+        await until_async(lambda: asking.done() or service.engine.stats()["preemptions"] == 1)
+        ended.release()
+        assert len((await asking).ids) == 200
+        assert len((await ask(service, first, 3)).ids) == 3
