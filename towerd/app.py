@@ -72,6 +72,7 @@ def build_app(
     app.cleanup_ctx.append(_watch_loop)
     app.on_cleanup.append(_close_streams)
     app.on_cleanup.append(_close_transfer)
+    app.on_cleanup.append(_release_service)
     app.on_response_prepare.append(add_headers)
     if config.engine == "llama-server":
         add_proxy_routes(app)
@@ -103,6 +104,12 @@ async def _watch_loop(app: web.Application) -> AsyncIterator[None]:
     task.cancel()
     with suppress(asyncio.CancelledError):
         await task
+
+
+async def _release_service(app: web.Application) -> None:
+    """aiohttp caches handlers with their application for the life of the process; a model must not
+    stay in memory with them."""
+    app[GATE].service = None
 
 
 @asynccontextmanager
