@@ -29,8 +29,8 @@ lint: setup
 	$(BIN)/ruff check towerd codec kernels slots cli lab tests
 	$(BIN)/mypy
 
-test: lint ## Format check, lint, type check, tests
-	$(BIN)/pytest $(ARGS)
+test: lint ## Format check, lint, type check, tests on all cores; ARGS="-n 0 -k config" for one process
+	$(BIN)/pytest -n auto --dist loadfile $(ARGS)
 
 bench: setup ## Run one benchmark: NAME=resume|switch|store|concurrency ARGS=--quick
 	@$(BIN)/towerctl bench $(NAME) $(ARGS)

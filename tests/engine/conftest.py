@@ -45,6 +45,7 @@ def service_on(tmp_path: Path) -> OpenService:
             "live_tokens": 2048,
             "live_sequences": 8,
             "parallel": 4,
+            "threads": 1,
             "hot_bytes": 1 << 30,
             "warm_bytes": 1 << 30,
         }

@@ -20,7 +20,7 @@ from waiting import until
 from towerd.cli.main import towerctl
 
 Messages = list[dict[str, str]]
-FLAGS = ("-c", "2048", "-t", "2", "-fa", "on", "--fidelity", "exact")
+FLAGS = ("-c", "2048", "-t", "1", "-fa", "on", "--fidelity", "exact")
 THINKS = 'root ::= "<think>" [a-z ]{80} "</think>\\n\\n" [A-Z] [a-z ]{80} "."'
 TEMPLATE_TOKENS_MAX = 12
 """What the template puts around a question and before its answer."""

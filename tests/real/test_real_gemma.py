@@ -107,7 +107,7 @@ def test_behind_a_llama_server(
     """Two chats in turn in one slot, with a cache of the window's size and one of full size: each
     is restored, beyond its window too and after a restart, and replies diverge from a prefill by
     little more than other batches make it diverge from itself."""
-    settings = ("--engine", "llama-server", "-np", "1", "-c", "1536", "-t", "2")
+    settings = ("--engine", "llama-server", "-np", "1", "-c", "1536", "-t", "1")
     daemon = Daemon(tmp_path / "d", "-m", str(gemma), *settings, "--", "--no-warmup", *flags)
     found, floors = [], []
     with daemon:

@@ -185,12 +185,14 @@ TOWERD = (sys.executable, "-m", "towerd")
 
 
 def clean_env(root: Path) -> dict[str, str]:
-    """This process's environment without settings of towerd, and with the user's directories
-    moved below `root`."""
+    """This process's environment without settings of towerd, with the user's directories moved
+    below `root`. One thread evaluates: llama.cpp's threads wait for each other without sleeping,
+    which takes seconds a step where other tests have the second core."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("TOWERD_")}
     env |= {name: str(root / name.lower()) for name in
             ("XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME")}  # fmt: skip
     env["HOME"] = str(root)
+    env["TOWERD_THREADS"] = "1"
     return env
 
 

@@ -139,7 +139,8 @@ class Oracle:
     """Monolithic prefill in one fresh context, with the attention that a daemon gets."""
 
     def __init__(self, path: Path, **settings: Any) -> None:
-        config = Config(model=path, batch_size=2048, ubatch_size=2048, **settings)
+        values: dict[str, Any] = {"threads": 1, "batch_size": 2048, "ubatch_size": 2048}
+        config = Config(model=path, **(values | settings))
         self.model = LlamaModel(path, config)
         attention = flash_attention(
             config, n_head=self.model.n_head, n_cells=4096, ram_bytes=1 << 40
