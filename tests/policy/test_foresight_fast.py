@@ -19,7 +19,7 @@ from lab.replay.simulate import replay
 from lab.replay.trace import Trace
 from towerd.kernels.hazard import chances
 from towerd.policy.base import Key
-from towerd.policy.foresight import Forecast, Foresight
+from towerd.policy.foresight import Foresight, ReturnRanking
 from towerd.policy.lru import LRU
 from towerd.policy.predict.hazard import HazardNet
 from towerd.policy.predict.returns import EDGES_S, N_BINS, bin_of
@@ -28,7 +28,7 @@ from towerd.policy.visits import STOPS_MAX, Visit, Visits
 TRACES = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "traces"
 
 
-def rank_leaves_one_by_one(policy: Forecast) -> None:
+def rank_leaves_one_by_one(policy: ReturnRanking) -> None:
     """Every rank from `_rank`, which judges a visit when it asks for its index."""
     if policy._is_unranked:
         policy._heap.clear()
@@ -41,7 +41,7 @@ def rank_leaves_one_by_one(policy: Forecast) -> None:
     policy._unranked.clear()
 
 
-class PlainForecast(Forecast):
+class PlainRanking(ReturnRanking):
     _rank_leaves = rank_leaves_one_by_one
 
 
@@ -50,8 +50,8 @@ class PlainForesight(Foresight):
 
     _rank_leaves = rank_leaves_one_by_one
 
-    def _rival(self) -> Forecast:
-        return PlainForecast(self.visits, self.predictor)
+    def _forecast_shadow(self) -> ReturnRanking:
+        return PlainRanking(self.visits, self.predictor)
 
 
 def live(policy: Foresight, seed: int, room: int, n: int) -> list[list[Key]]:
@@ -128,7 +128,9 @@ def test_what_is_served_is_what_the_network_says(seed: int, n: int) -> None:
         weights += rng.normal(0.0, 3.0, weights.shape)
     curves = rng.uniform(0.0, 1.0, (4, N_BINS)) * rng.integers(0, 2, (4, N_BINS))
     x, of = rng.normal(size=(n, 3)), rng.integers(0, 4, n).tolist()
-    assert np.allclose(chances(net.served(curves), x, of), net.chances(x, curves[of]), rtol=1e-9)
+    assert np.allclose(
+        chances(net.inference_weights(curves), x, of), net.chances(x, curves[of]), rtol=1e-9
+    )
 
 
 def test_a_rank_holds_no_longer_than_its_bin() -> None:

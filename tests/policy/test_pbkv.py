@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from towerd.policy.pbkv import PBKV
 from towerd.policy.predict.base import END, N_STEPS, Forecast, NoPrediction, survival
-from towerd.policy.prefetch import ACTIVE_SHARE, Candidate, Room, budget, plan
+from towerd.policy.prefetch import ACTIVE_SHARE, Candidate, TierSpace, budget, plan
 from towerd.policy.workflow_tree import RUN_IDLE_S, RUNS_MAX, WorkflowTree
 
 AGENTS = ["planner", "coder", "tester"]
@@ -183,16 +183,16 @@ def test_a_lie_about_an_end_costs_only_the_liar() -> None:
     assert not policy.is_retired(1)
 
 
-ROOM = Room(100, 50, 200, 120, only_decodes=True)
+ROOM = TierSpace(100, 50, 200, 120, only_decodes=True)
 
 
 def test_prefetch_budget() -> None:
     """Free and retired space, the bandwidth, and only while nothing is prefilled."""
     assert budget(ROOM) == 120
-    assert budget(Room(10, 50, 200, 120, only_decodes=True)) == 60
-    assert budget(Room(10, 50, 200, 120, only_decodes=True), active_share=ACTIVE_SHARE) == 100
-    assert budget(Room(100, 50, 200, 120, only_decodes=False)) == 0
-    assert budget(Room(-5, 0, 200, 120, only_decodes=True)) == 0
+    assert budget(TierSpace(10, 50, 200, 120, only_decodes=True)) == 60
+    assert budget(TierSpace(10, 50, 200, 120, only_decodes=True), active_share=ACTIVE_SHARE) == 100
+    assert budget(TierSpace(100, 50, 200, 120, only_decodes=False)) == 0
+    assert budget(TierSpace(-5, 0, 200, 120, only_decodes=True)) == 0
     with pytest.raises(ValueError, match="active_share"):
         budget(ROOM, active_share=2.0)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from towerd.policy.base import Foretelling
+from towerd.policy.base import ReuseForecaster
 from towerd.policy.foresight import Foresight
 from towerd.policy.lru import LRU
 from towerd.policy.pbkv import PBKV
@@ -55,9 +55,9 @@ def test_nothing_while_forecasts_are_not_trusted() -> None:
 
 
 def test_who_foretells() -> None:
-    assert isinstance(Foresight(), Foretelling)
-    assert not isinstance(LRU(), Foretelling)
-    assert isinstance(PBKV(), Foretelling)
+    assert isinstance(Foresight(), ReuseForecaster)
+    assert not isinstance(LRU(), ReuseForecaster)
+    assert isinstance(PBKV(), ReuseForecaster)
 
 
 def test_pbkv_wants_the_prompts_of_the_next_agents() -> None:
