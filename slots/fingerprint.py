@@ -104,7 +104,7 @@ def _checked_rope(rope: object) -> dict[str, RopeValue]:
 
 
 def tokenizer_hash(pieces: Iterable[bytes]) -> str:
-    """The fingerprint's `tokenizer`: of every token's bytes, special ones as text."""
+    """The fingerprint's `tokenizer`: a hash of every token's bytes, special tokens as text."""
     digest = hashlib.blake2b(digest_size=16)
     for piece in pieces:
         digest.update(len(piece).to_bytes(4, "little") + piece)
