@@ -73,7 +73,7 @@ private:
     std::int32_t                 line_ = -1;
 };
 
-// Decode, un-rotate by Hadamard, rotate the pairs, and all the way back.
+// Decode, undo the Hadamard rotation, rotate the pairs, redo the Hadamard rotation, encode.
 void shift_blocks(const RopeShift & shift, const std::vector<Run> & runs, std::int32_t line, const Isa & isa,
                   Scratch & scratch, const std::uint8_t * from, std::uint8_t * to) {
     const Codec & codec = isa.codecs[shift.format->codec];
