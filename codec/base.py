@@ -1,4 +1,4 @@
-"""What the codec works on: token ids and their vocabulary."""
+"""The input of the codec: token ids and their vocabulary."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TokenVocabulary(Protocol):
 
 
 def as_ids(ids: Sequence[int] | Ids) -> Ids:
-    """`ids` as int32[n]; those of media (`media.py`) are negative. ValueError if one is not an id."""
+    """`ids` as int32[n]; those of media (`media.py`) are negative. ValueError for other values."""
     wide = np.asarray(ids, dtype=np.int64).reshape(-1)
     if len(wide) and (int(wide.min()) < -(1 << 31) or int(wide.max()) >= 1 << 31 or -1 in wide):
         raise ValueError("Ids are integers from 0 to 2^31 - 1, or negative and not -1 for media.")

@@ -27,7 +27,7 @@ from towerd.codec.prior import file
 from towerd.tokens import Ids
 
 AUTO = ("packed", "ranked", "text", "mix")
-"""What `auto` chooses from, besides `network` if there is a mini model."""
+"""The forms that `auto` chooses from, besides `network` if there is a mini model."""
 log = logging.getLogger(__name__)
 
 

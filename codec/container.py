@@ -9,10 +9,10 @@
     of version 2, varint: bytes of the media | the media among the ids (`media.py`)
     padding | BLAKE2b-64 of everything before
 
-The checksum covers every byte, so a flipped byte is an error before anything is decoded. The hash of
-the ids catches what a wrong model would decode. A blob without media has version 1, so that earlier
-releases can read it. A reader allocates no more memory than the length of the blob justifies: a blob
-has at least a byte for every IDS_PER_BYTE_MAX ids or symbols.
+The checksum covers every byte, so a flipped byte is an error before anything is decoded. The hash
+of the ids catches what a wrong model would decode. A blob without media has version 1, so that
+earlier releases can read it. A reader allocates no more memory than the length of the blob
+justifies: a blob has at least a byte for every IDS_PER_BYTE_MAX ids or symbols.
 """
 
 from __future__ import annotations

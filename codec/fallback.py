@@ -1,9 +1,9 @@
 """Forms that need no model: every machine with the same vocabulary can read them.
 
 `packed` needs nothing but the ids. `ranked` replaces each id by its rank in the bundled sample, so
-that most take one byte, and compresses the result with zstd and the sample as its dictionary; `text`
-does the same with the text. Ranks follow from the pieces alone (longest match, not the tokenizer), so
-they stay the same if a tokenizer changes its merges.
+that most take one byte, and compresses the result with zstd and the sample as its dictionary;
+`text` does the same with the text. Ranks follow from the pieces alone (longest match, not the
+tokenizer), so they stay the same if a tokenizer changes its merges.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class ZstdText:
 
 
 class _Zstd:
-    """zstd with a dictionary, without the magic number, checksum and size: the container has them."""
+    """zstd with a dictionary; the container has the magic number, checksum and size."""
 
     def __init__(self, dictionary: bytes) -> None:
         self.dictionary = zstandard.ZstdCompressionDict(
@@ -153,7 +153,7 @@ class _Zstd:
 
 
 def _longest_matches(text: bytes, pieces: Sequence[bytes]) -> npt.NDArray[np.int64]:
-    """Ids that spell `text`, each the longest piece that fits; bytes without a piece are skipped."""
+    """Ids that spell `text`, each the longest piece that fits; other bytes are skipped."""
     table = {}
     for token in range(len(pieces) - 1, -1, -1):
         if 0 < len(pieces[token]) <= _PIECE_BYTES_MAX:

@@ -1,5 +1,5 @@
-"""Copies of the tables and models that blobs were written with, in a folder beside the blobs, so that
-a release with other tables or models can still read them.
+"""Copies of the tables and models that blobs were written with, in a folder beside the blobs, so
+that a release with other tables or models can still read them.
 
     mix-NAME.gguf    a table, by the name that `mix` blobs give it
     mini-NAME.gguf   a mini model, by the name that `network` blobs give it and its table
@@ -25,7 +25,8 @@ from towerd.codec.prior.file import Prior
 
 def keep(folder: Path, coder: FormCoder) -> None:
     """Copy the files that a form of the package needs into `folder`, unless they are there. Each
-    copy is durable, and whole or absent. For one thread of one process at a time. Raises OSError."""
+    copy is durable, and whole or absent. For one thread of one process at a time. Raises
+    OSError."""
     if isinstance(coder, Mix | Network):
         _copy(file.PATH, _table_path(folder, coder.prior.name))
     if isinstance(coder, Network):

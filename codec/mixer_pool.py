@@ -26,7 +26,7 @@ class MixerPool:
 
     @contextmanager
     def borrow(self, n_symbols: int, context: Symbols, lanes: int = 1) -> Iterator[Mixer]:
-        """A mixer that has read nothing but `context`, with room for `n_symbols` in `lanes` texts."""
+        """A mixer that has only read `context`, with room for `n_symbols` in `lanes` texts."""
         try:
             mixer = self._free.pop()
         except IndexError:

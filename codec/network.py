@@ -30,7 +30,7 @@ from towerd.kernels.mixing import Mixer
 from towerd.tokens import Ids
 
 TEXT_SYMBOLS = 8192
-"""Symbols of a chunk: so many because the kernel is fast enough on a single text."""
+"""Symbols of a chunk. Large, because the kernel is fast enough on a single text."""
 _FORMAT = b"2"
 
 

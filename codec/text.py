@@ -4,8 +4,8 @@ Ids become runs of valid UTF-8 between *marks*: control tokens, and tokens whose
 valid UTF-8 where they stand (a lone byte of a character). A mark is one of the bytes 0xF8 to 0xFF,
 which valid UTF-8 never has: 0xF8 + k is the k-th kind of mark of this text, 0xFF one that the side
 information names each time. The runs are tokenized again on the way back; where the result is not
-what the ids were (models do not always write what their tokenizer would), an exception lists the ids
-that stand there. No id can be lost: a run that does not align is an exception as a whole.
+what the ids were (models do not always write what their tokenizer would), an exception lists the
+ids that stand there. No id can be lost: a run that does not align is an exception as a whole.
 """
 
 from __future__ import annotations

@@ -46,7 +46,8 @@ class Cells:
 
 
 def parse_cells(reader: ByteReader, count: int, cell_ext: bool) -> Cells:
-    """Read `count` entries. StateError for negative or duplicate positions and for cells that do not all belong to one sequence and to no other."""
+    """Read `count` entries. StateError for negative or duplicate positions and for cells that do not
+    all belong to the same sequence and to no other."""
     dtype = _EXTENDED if cell_ext else _PLAIN
     table = reader.take(count * dtype.itemsize, f"table of {count} cells").view(dtype)
     if (table["n_seq"] != 1).any():

@@ -18,7 +18,7 @@ RANGE = 1e300
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What a cache row depends on besides its tokens; equal fingerprints may share rows.
+    """Everything that a row depends on besides its tokens; equal fingerprints may share rows.
 
     Raises StateError for values of the wrong type (integers in `rope` become floats)."""
 

@@ -1,4 +1,4 @@
-"""What one token's rows look like: the format and byte size of each layer's K and V row."""
+"""The layout of one token's rows: the format and byte size of each layer's K and V row."""
 
 from __future__ import annotations
 

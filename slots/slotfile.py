@@ -51,7 +51,8 @@ def parse_slot_file(
     """Parse a slot file; rows are views into `data` where its order allows.
 
     StateError for another version, for tokens that stand for media, and for whatever
-    `parse_blob` refuses. The token count is not compared with the cells: llama.cpp does not promise it."""
+    `parse_blob` refuses. The token count is not compared with the cells: llama.cpp does not promise
+    it."""
     reader = ByteReader(data)
     magic = reader.u32("magic")
     if magic != FILE_MAGIC:

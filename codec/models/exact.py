@@ -1,9 +1,9 @@
 """A small llama-architecture GGUF whose numbers are the same on every machine.
 
 The kernel `lm` evaluates it (`kernels/reference/lm.py` says why it is exact), so a text that is
-coded with it here can be decoded on any machine with any number of threads. Before first use, the kernel
-evaluates a tiny model whose counts are known: a build or a CPU that gets other numbers is refused,
-and never writes a blob.
+coded with it here can be decoded on any machine with any number of threads. Before first use, the
+kernel evaluates a tiny model whose counts are known: a build or a CPU that gets other numbers is
+refused, and never writes a blob.
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@
     mix.state    int32               maps and weights (`state.py`)
     mix.network  int32               the same for use with the mini model, if it was trained
 
-Unsigned numbers are stored in signed tensors of the same size, as GGUF has no unsigned ones. The rank of a token
-is its place among all pieces in order of their bytes; control tokens come last.
+Unsigned numbers are stored in signed tensors of the same size, as GGUF has no
+unsigned ones. The rank of a token is its place among all pieces in order of their bytes; control
+tokens come last.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def test_damaged_bits_under_a_good_checksum(
 
 @pytest.mark.parametrize("form", ["mix", "network"])
 def test_nothing_is_left_of_an_earlier_use(small: GgufVocabulary, form: str) -> None:
-    """A codec that coded other text, in several threads and with failures, writes what a new one does."""
+    """A codec that coded other text before, in threads and with failures, writes the same bytes."""
     ids, base = small.tokenize(TEXT), small.tokenize(b"A cache keeps what was used lately.")
     expected = Codec(small).encode(ids, base=base, form=form)
     used = _small_codec(small)
