@@ -42,7 +42,7 @@ class DciConfig:
     page_rows: int = 16
     """Maximum number of keys on a page."""
     ratio: float = 1 / 16
-    """Share of a level's keys that are promoted to the next level; nodes have about 1 / ratio keys."""
+    """Share of a level's keys that move up to the next level; nodes have about 1 / ratio keys."""
     n_directions: int = 4
     """Random directions that order the points of a node."""
     visits_max: int = 64

@@ -82,7 +82,7 @@ class _Kernels(_RowKernels, Protocol):
 
 
 def available() -> tuple[str, ...]:
-    """The valid values of TOWERD_KERNELS on this machine, best first; `reference` is always last."""
+    """The valid values of TOWERD_KERNELS on this machine, best first; `reference` is last."""
     built = native()
     names = tuple(built.available()) if built else ()
     return (*(("metal",) if built and _metal() else ()), *names, "reference")

@@ -35,7 +35,8 @@ def share(memory: npt.NDArray[Any]) -> mx.array:
     With Metal, memory that starts on a page of the system (16 KiB on Apple Silicon) is adopted
     without a copy: it stays alive with the array and must not change before results that need it
     are evaluated. Everything else is copied, and on other backends all memory is. The reverse never
-    copies: `numpy.asarray(array)` is a view of MLX's memory (except bfloat16, which numpy lacks)."""
+    copies: `numpy.asarray(array)` is a view of MLX's memory (except bfloat16, which numpy
+    lacks)."""
     return mx.asarray(memory)
 
 

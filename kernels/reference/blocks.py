@@ -41,7 +41,7 @@ IQ4_NL = np.array(
 )
 IQ4_NL_LEAST = F32(1e-15)
 CANDIDATES = 8
-"""Scales that the search tries; the first is the plain one, which represents the extremes exactly."""
+"""Scales that the search tries; the first is the plain one, which is exact for the extremes."""
 WIDER = np.array([0, *(i * 0.375 for i in range(-3, 4))], np.float32)
 """Symmetric: by how many codes more than `half` the largest number is stretched, then clipped."""
 BELOW = np.array([0, -0.25, 0, 0.25, 0.25, 0, 0.5, -0.25], np.float32)

@@ -402,8 +402,8 @@ class ReferenceDciTree:
             node.pages.append(self._split(page))
 
     def _split(self, page: _Page) -> int:
-        """Split a page between two keys far apart: each takes the keys nearer to it. Returns the new
-        page. Keys that no distance tells apart are halved in order."""
+        """Split a page between two keys far apart: each takes the keys nearer to it. Returns the
+        new page. Keys that no distance tells apart are halved in order."""
         members = page.members
         b = max(self._scores(self._as_point(page.pivot), members))[1]
         of_b = self._scores(self._as_point(b), members)

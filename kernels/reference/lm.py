@@ -9,8 +9,8 @@ All numbers are float32. Every machine gets the same bits, because
   the elements of a score and the positions that a head attends to;
 - other sums (mean square, sum of weights) are 16 partial sums of the numbers whose index is the
   same modulo 16, in order, and then those at distance 8, 4, 2, 1;
-- the only other operations are + - * / and the square root, which IEEE 754 rounds correctly, subnormal
-  numbers included; `exponential` is made of these.
+- the only other operations are + - * / and the square root, which IEEE 754 rounds correctly,
+  for subnormal numbers, too; `exponential` is made of these.
 
 The caller passes the angles of RoPE as tables, and must compute them as exactly.
 """

@@ -10,7 +10,7 @@ a probability, and small online-trained networks mix them in the logistic domain
   Study of Smoothing Techniques for Language Modeling", 1998): counts are discounted, and the
   probability of tokens that a context does not list goes to the next shorter context;
 - how often it went either way since the reset, after the last 0 to 3 tokens and at this kind of
-  place in the chat (`DYNAMIC`), as two small counts; those after tokens also join the interpolation;
+  place in the chat (`DYNAMIC`), as two small counts; the former are interpolated, too;
 - what followed where the last tokens were seen before (`MATCHES`);
 - the network's distribution over the tokens, if one is given.
 
@@ -263,7 +263,7 @@ class ReferenceMixer:
         return self._evaluate()
 
     def step(self, bit: int) -> int:
-        """Learn a decision. Returns P(1) of the next one times 65536, or -1 - rank after the last."""
+        """Learn a decision; P(1) of the next one times 65536, or -1 - rank after the last."""
         self._learn(bit)
         _, middle, _, left, right = self.tree[self.node]
         child = right if bit else left

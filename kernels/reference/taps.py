@@ -1,4 +1,4 @@
-"""Copying tensors out of a compute graph through ctypes, with the interpreter's lock for every node."""
+"""Copying tensors out of a compute graph through ctypes, taking the interpreter's lock per node."""
 
 from __future__ import annotations
 

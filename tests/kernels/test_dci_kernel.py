@@ -276,8 +276,9 @@ def spread(keys: F32, pages: npt.NDArray[np.int64]) -> float:
 
 
 def test_keys_lie_on_the_nearest_page_not_that_of_their_parent(forced: str) -> None:
-    """Leaves are centred on keys drawn at random: in a tree built at once, most keys are on the page
-    with the nearest mean among those near them with room, and promoted keys stay in their leaves."""
+    """Leaves are centred on keys drawn at random: in a tree built at once, most keys are on the
+    page with the nearest mean among those near them with room, and promoted keys stay in their
+    leaves."""
     keys = clustered(400, 8, 4)
     keys /= np.linalg.norm(keys, axis=1, keepdims=True)  # then points are keys
     tree = make_dci_tree(8, DciConfig(page_rows=16, ratio=1 / 16, visits_max=0, beam=4))
