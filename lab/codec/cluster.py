@@ -1,10 +1,10 @@
 """Finds similar prompts and codes them on top of each other (section 11 of the towers paper).
 
-The distance of one prompt to another is the number of bits that the codec's model needs for it after
-it has read the other: bits of A given B, an upper bound of the conditional information (Li and others,
-"The Similarity Metric", 2004). The medoids are chosen so that all bits together are fewest:
-each medoid is written by itself and each other prompt on top of its medoid, which is the storage
-that theorem 32 counts. The number of medoids follows from that, too. The search is the
+The distance of one prompt to another is the number of bits that the codec's model needs for it
+after it has read the other: bits of A given B, an upper bound of the conditional information (Li
+and others, "The Similarity Metric", 2004). The medoids are chosen so that all bits together are
+fewest: each medoid is written by itself and each other prompt on top of its medoid, which is the
+storage that theorem 32 counts. The number of medoids follows from that, too. The search is the
 partitioning around medoids of Kaufman and Rousseeuw (1990) with steps that add and drop a medoid.
 """
 
