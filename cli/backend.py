@@ -1,4 +1,4 @@
-"""What towerctl asks, over HTTP: a daemon, or this process's own application over a store."""
+"""towerctl's HTTP client, for a daemon or for this process's own application over a store."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ OnBytes: TypeAlias = Callable[[int, int], None]
 """Called with (bytes done, bytes in total)."""
 
 PAGE_MAX = 1000
-"""Entries that one listing gives at most."""
+"""The most entries that one listing returns."""
 TIMEOUT_S = 60.0
 OWN = "/towerd/v1"
 
 
 class RemoteError(TowerdError):
-    """What the daemon answered instead of a result; `status` is its HTTP status."""
+    """An error reply of the daemon; `status` is its HTTP status."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
 
 
-class Backend:
-    """Asks for /towerd/v1 and what else a daemon has. Every method raises TowerdError."""
+class ApiClient:
+    """Client of /towerd/v1 and a daemon's other endpoints. Every method raises TowerdError."""
 
     def __init__(
         self,
@@ -43,21 +43,23 @@ class Backend:
         has_model: bool = True,
     ) -> None:
         self.where = where
-        """For people: the address or directory that answers."""
+        """The address or directory that answers, for messages."""
         self.has_model = has_model
-        """Whether it can say the text of tokens."""
+        """Whether it can detokenize."""
         self._connection = connection
         self._headers = {"Content-Type": "application/json"}
         if key is not None:
             self._headers["Authorization"] = f"Bearer {key}"
 
     @classmethod
-    def at_socket(cls, path: Path, where: str | None = None, *, has_model: bool = True) -> Backend:
-        """What listens on a Unix socket; its owner needs no key. `where`: other words for it."""
+    def at_socket(
+        cls, path: Path, where: str | None = None, *, has_model: bool = True
+    ) -> ApiClient:
+        """The daemon on a Unix socket, whose owner needs no key. where: its name in messages."""
         return cls(_UnixConnection(path), where or str(path), has_model=has_model)
 
     @classmethod
-    def at_url(cls, url: str, key: str | None) -> Backend:
+    def at_url(cls, url: str, key: str | None) -> ApiClient:
         """The daemon at http(s)://host[:port]. Raises ConfigError."""
         kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
         try:
@@ -71,7 +73,7 @@ class Backend:
             raise ConfigError("--api-key must be printable ASCII text.")
         return cls(kinds[parts.scheme](host, port, timeout=TIMEOUT_S), url, key)
 
-    def __enter__(self) -> Backend:
+    def __enter__(self) -> ApiClient:
         return self
 
     def __exit__(
@@ -83,20 +85,20 @@ class Backend:
         self.close()
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._connection.close()
 
     # --- sessions and segments ------------------------------------------------------------
 
     def sessions(self, limit: int, scope: str | None = None) -> list[Json]:
-        """The sessions used last first."""
+        """The sessions, most recently used first."""
         found: list[Json] = self._get(f"{OWN}/sessions", limit=limit, scope=scope)["sessions"]
         return found
 
     def session(self, id: str, scope: str | None = None, *, text: bool = False) -> Json:
         """`session`, `turns`, `text` (that of the current branch, or None) and `kept`: what is
         live of a chat with a budget, or None."""
-        # Who looks does not go on.
+        # Looking at a frozen session is not continuing it: do not thaw it.
         query = {"scope": scope, "text": int(text), "kept": int(self.has_model), "thaw": 0}
         found = self._get(f"{OWN}/sessions/{_name(id)}", **query)
         return {"text": None, "kept": None, **found}
@@ -105,17 +107,17 @@ class Backend:
         self._ask("DELETE", f"{OWN}/sessions/{_name(id)}", query={"scope": scope})
 
     def freeze_session(self, id: str, scope: str | None = None) -> Json:
-        """Keep a session as coded text: `session`, and `changed`: it was not frozen yet."""
+        """Freeze a session: `session`, and `changed`: it was not frozen yet."""
         path = f"{OWN}/sessions/{_name(id)}/freeze"
         return self._ask("POST", path, {}, {"scope": scope}, timeout_s=None)
 
     def thaw_session(self, id: str, scope: str | None = None) -> Json:
-        """Get a frozen session's tokens back: `session`, and `changed`: it was frozen."""
+        """Thaw a frozen session: `session`, and `changed`: it was frozen."""
         path = f"{OWN}/sessions/{_name(id)}/thaw"
         return self._ask("POST", path, {}, {"scope": scope}, timeout_s=None)
 
     def idle_sessions(self, idle_s: int, limit: int, scope: str | None = None) -> list[Json]:
-        """Sessions that can be frozen and were not used for `idle_s`, the longest unused first."""
+        """Sessions that can be frozen and were unused for `idle_s`, least recently used first."""
         query = {"limit": limit, "scope": scope, "idle_s": idle_s}
         found: list[Json] = self._get(f"{OWN}/sessions", **query)["sessions"]
         return found
@@ -135,7 +137,7 @@ class Backend:
         raise self._broken("it sent no file")
 
     def import_session(self, data: bytes, scope: str | None = None) -> Json:
-        """Enter the session of a `.tower` file: `session`, `added` (turns) and `bases`."""
+        """Import the session of a `.tower` file: `session`, `added` (turns) and `bases`."""
         return self._ask("POST", f"{OWN}/sessions/import", data, {"scope": scope}, timeout_s=None)
 
     def segments(self, sort: str, limit: int, offset: int = 0, scope: str | None = None) -> Json:
@@ -143,13 +145,13 @@ class Backend:
         return self._get(f"{OWN}/segments", sort=sort, limit=limit, offset=offset, scope=scope)
 
     def segment(self, id: int, *, text: bool = False, ids: bool = False) -> Json:
-        """One segment with `path` and `children` ids; with `text` and `ids` if asked for."""
+        """One segment with `path` and `children` ids; with `text` and `ids` if requested."""
         query = {"text": int(text), "ids": int(ids)}
         found: Json = self._get(f"{OWN}/segments/{id}", **query)["segment"]
         return found
 
     def why(self, id: int) -> Json:
-        """`segment`, and `why`: what the policies of the running daemon go by."""
+        """`segment`, and `why`: how the policies of the running daemon rank it."""
         return self._get(f"{OWN}/segments/{id}/why")
 
     def trie(self, root: int, depth: int, limit: int, scope: str | None = None) -> Json:
@@ -176,7 +178,7 @@ class Backend:
     def remove_base(self, name: str, scope: str) -> None:
         self._ask("DELETE", f"{OWN}/bases/{_name(name)}", query={"scope": scope})
 
-    # --- upkeep ---------------------------------------------------------------------------
+    # --- maintenance ----------------------------------------------------------------------
 
     def model_path(self) -> Path:
         """The file of the served model, if the daemon runs on this machine. Raises NotFound."""
@@ -186,7 +188,7 @@ class Backend:
         return path
 
     def stats(self) -> Json:
-        """Everything that is counted; what only a daemon knows is None without one."""
+        """All statistics; those that only a daemon has are None without one."""
         return self._get(f"{OWN}/stats")
 
     def verify(self, repair: bool, progress: OnBytes) -> Json:
@@ -205,27 +207,27 @@ class Backend:
         return report
 
     def calibration(self) -> Json:
-        """How far the calibration is, and its result (`calibration`, maybe None)."""
+        """The progress of the calibration, and its result (`calibration`, may be None)."""
         found: Json = self._get(f"{OWN}/calibration")["calibration"]
         return found
 
     # --- what needs the model -------------------------------------------------------------
 
     def tokenize(self, text: str, *, whole: bool = True) -> list[int]:
-        """The ids of a text, special tokens in it read as such; `whole`: of a prompt, BOS
-        included."""
+        """The ids of a text, in which special tokens are parsed. whole: a whole prompt, with
+        BOS."""
         body = {"content": text, "add_special": whole, "parse_special": True}
         ids: list[int] = self._ask("POST", "/tokenize", body)["tokens"]
         return ids
 
     def calibrate(self, *, again: bool) -> Json:
-        """Begin a calibration unless there is one (`again`: in any case); see `calibration`."""
+        """Start a calibration unless there is a result (again: in any case); see `calibration`."""
         asked = self._ask("POST", f"{OWN}/calibration", {"again": again})
         found: Json = asked["calibration"]
         return found
 
     def apply_template(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The prompt text of `messages`, without the opening of an answer."""
+        """The prompt text of `messages`, without the generation prompt."""
         body = {"messages": list(messages), "add_generation_prompt": False}
         text: str = self._ask("POST", "/apply-template", body)["prompt"]
         return text
@@ -241,8 +243,9 @@ class Backend:
         recompute: float | None = None,
         progress: Callable[[int, int], None],
     ) -> Json:
-        """Evaluate, store and pin a base; `base`, `reuse`, `timings`. `progress(done, total)` in
-        tokens. `recompute`: a module of which so many per cent are evaluated again."""
+        """Evaluate, store and pin a base: `base`, `reuse`, `timings`. progress: called with
+        (done, total) tokens. recompute: the percentage of a module to recompute; None: an
+        ordinary base."""
         from towerd.tiers.module_text import ANYWHERE
 
         body: Json = {
@@ -301,7 +304,7 @@ class Backend:
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise self._broken(error) from error
         finally:
-            if not reply.isclosed():  # the rest of it would be taken for the next reply
+            if not reply.isclosed():  # the rest of it would be read as the next reply
                 self._connection.close()
 
     def _send(
@@ -362,5 +365,5 @@ def _raise_if_error(value: Json, status: int) -> None:
 
 
 def _name(text: str) -> str:
-    """A name as one part of a path."""
+    """A name as one component of a URL path."""
     return quote(text, safe="")

@@ -1,4 +1,4 @@
-"""`towerctl calibrate`: which stored formats the model tolerates, measured or as measured."""
+"""`towerctl calibrate`: measure which stored formats the model tolerates, or show the result."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from towerd.cli.client import Target, connect, json_option, setting_option, targ
 from towerd.errors import TowerdError
 
 if TYPE_CHECKING:
-    from towerd.cli.backend import Backend
+    from towerd.cli.backend import ApiClient
 
 POLL_S = 0.3
 LEGEND = (
@@ -36,8 +36,8 @@ def calibrate(
 ) -> None:
     """Measure what stored formats cost the model, or show what was measured.
 
-    The daemon does it by itself in idle time; this asks it to do it now, in small steps between
-    requests. Without a running daemon the model is loaded for this command.
+    The daemon calibrates by itself in idle time; this command makes it start now, in small steps
+    between requests. Without a running daemon the model is loaded for this command.
     """
     from towerd.cli.output import echo_json
 
@@ -55,8 +55,8 @@ def calibrate(
 
 
 def _known(target: Target, model: str | None) -> Json | None:
-    """What the daemon or the store knows; None if it has to be measured, and for a model that
-    is named: only loading it tells whether the store's calibration is its."""
+    """The calibration of the daemon or the store; None if it has to be measured, and for a model
+    that is named: only loading it tells whether the store's calibration is for it."""
     if model is not None:
         return None
     try:
@@ -69,15 +69,15 @@ def _known(target: Target, model: str | None) -> Json | None:
     return found if found["calibration"] is not None else None
 
 
-def _daemon(target: Target, model: str | None, *, quiet: bool) -> AbstractContextManager[Backend]:
-    """The running daemon, or one for this command."""
+def _daemon(target: Target, model: str | None, *, quiet: bool) -> AbstractContextManager[ApiClient]:
+    """The running daemon, or a private one for this command."""
     from towerd.cli.precache import daemon_for
 
     return daemon_for(target, {"model": model}, quiet=quiet)
 
 
-def _measure(daemon: Backend, *, again: bool, quiet: bool) -> Json:
-    """Have it measured. Raises TowerdError if that is not possible."""
+def _measure(daemon: ApiClient, *, again: bool, quiet: bool) -> Json:
+    """Make the daemon measure, and wait. Raises TowerdError if it fails."""
     from towerd.cli.output import progress_bar
 
     found = daemon.calibrate(again=again)
@@ -87,11 +87,9 @@ def _measure(daemon: Backend, *, again: bool, quiet: bool) -> Json:
             time.sleep(POLL_S)
             found = daemon.calibration()
             done, total = found["progress"]["done"], found["progress"]["total"]
-            # How many places it takes to be sure of a choice is not known before.
-            end = (
-                {"description": "measuring the choices", "total": None} if 0 < total <= done else {}
-            )
-            bar.update(task, **{"completed": done, "total": total or None, **end})
+            bar.update(task, completed=done, total=total or None)
+            if 0 < total <= done:  # how many checkpoints a choice takes is not known in advance
+                bar.update(task, description="measuring the choices", total=None)
     if found["state"] == "failed" or found["calibration"] is None:
         raise TowerdError(f"The calibration failed: {found['why']}")
     return found
@@ -146,14 +144,14 @@ def _print(found: Json) -> None:
 
 
 def _cells(cost: Json, bound: float | None) -> tuple[str, ...]:
-    """What a table of formats costs."""
+    """The cells of a table of formats: its cost and its bound."""
     excess = f"{cost['excess']:+.5f} ± {cost['ci']:.5f}"
     most = "" if bound is None else f"{bound:g}"
     return _nats(cost["kl"]), excess, most, f"{cost['top1']:.1%}", f"{cost['n_tokens']:,}"
 
 
 def _nats(value: float) -> str:
-    """Five decimals, or the order of magnitude of what would be 0 with them."""
+    """A number with five decimals, or its order of magnitude if that would be 0."""
     return f"{value:.5f}" if value == 0 or value >= 5e-6 else f"{value:.0e}"
 
 

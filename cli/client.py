@@ -1,4 +1,4 @@
-"""Where towerctl gets its answers: the running daemon, or the store itself when none runs."""
+"""Finds what towerctl talks to: the running daemon, or the store itself if none is running."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from towerd.config import Config, load, settings
 from towerd.errors import ConfigError
 
 if TYPE_CHECKING:
-    from towerd.cli.backend import Backend
+    from towerd.cli.backend import ApiClient
 
 Command: TypeAlias = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where the command line says to look."""
+    """The daemon or store that the command line names."""
 
     socket: str | None = None
     url: str | None = None
@@ -40,7 +40,7 @@ class Target:
 
 
 def target_options(command: Command) -> Command:
-    """Options that say where to look; `command` gets them as `target`."""
+    """The options that name a daemon or store; `command` gets them as `target`."""
 
     @functools.wraps(command)
     def run(
@@ -82,12 +82,12 @@ def setting_option(name: str) -> Callable[[Command], Command]:
     return click.option(*spec.flags, name, type=kind, metavar=metavar, help=spec.help)
 
 
-def connect(target: Target) -> AbstractContextManager[Backend]:
+def connect(target: Target) -> AbstractContextManager[ApiClient]:
     """The daemon of --url or --socket; the store of --store-dir; else the daemon of the
     configured socket if one listens there, else the configured store.
 
-    Raises ConfigError (nobody listens where the command line says, or too much is said); the
-    context manager raises StoreError."""
+    Raises ConfigError (no daemon listens at the named place, or conflicting options); the context
+    manager raises StoreError."""
     given = [target.url, target.socket, target.store_dir]
     if sum(each is not None for each in given) > 1:
         raise ConfigError("Give one of --url, --socket and --store-dir, not several.")
@@ -98,25 +98,25 @@ def connect(target: Target) -> AbstractContextManager[Backend]:
     return _open_store(target.config())
 
 
-def find_daemon(target: Target) -> Backend | None:
+def find_daemon(target: Target) -> ApiClient | None:
     """The daemon of --url or --socket, else that of the configured socket if one listens there."""
-    from towerd.cli.backend import Backend
+    from towerd.cli.backend import ApiClient
 
     if target.api_key is not None and target.url is None:
         raise ConfigError("--api-key goes with --url; the Unix socket needs no key.")
     if target.url is not None:
-        return Backend.at_url(target.url, target.api_key)
+        return ApiClient.at_url(target.url, target.api_key)
     path = target.config().socket
     assert path is not None
     if listens(path):
-        return Backend.at_socket(path)
+        return ApiClient.at_socket(path)
     if target.socket is not None:
         raise ConfigError(f"No daemon listens on {path}: start one with towerd serve.")
     return None
 
 
 def listens(path: Path) -> bool:
-    """Whether somebody accepts connections on a Unix socket."""
+    """Whether a process accepts connections on a Unix socket."""
     with sockets.socket(sockets.AF_UNIX) as probe:
         probe.settimeout(5)
         try:
@@ -126,7 +126,7 @@ def listens(path: Path) -> bool:
     return True
 
 
-def _open_store(config: Config) -> AbstractContextManager[Backend]:
+def _open_store(config: Config) -> AbstractContextManager[ApiClient]:
     from towerd.cli.private_daemon import PrivateDaemon
     from towerd.store_app import open_store_app
 

@@ -24,6 +24,6 @@ def completion(shell: str) -> None:
         raise click.UsageError(f"click knows no completion for {shell}")
     for command in (towerd, towerctl):
         name = str(command.name)
-        # Not source(): that one runs the shell to look at its version, which a pipe cannot show.
+        # Not source(): that one runs the shell to check its version, which fails in a pipe.
         script = maker(command, {}, name, f"_{name.upper()}_COMPLETE")
         click.echo(script.source_template % script.source_vars())

@@ -1,4 +1,4 @@
-"""`towerctl doctor`: is everything as it should be, and what to do if not."""
+"""`towerctl doctor`: check the installation, and say what to do about problems."""
 
 from __future__ import annotations
 

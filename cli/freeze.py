@@ -1,4 +1,4 @@
-"""`towerctl freeze`, `towerctl thaw`: sessions to coded text and back."""
+"""`towerctl freeze`, `towerctl thaw`: convert sessions to coded text and back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import click
 
-from towerd.cli.backend import PAGE_MAX, Backend, Json
+from towerd.cli.backend import PAGE_MAX, ApiClient, Json
 from towerd.cli.client import Target, connect, json_option, setting_option, target_options
 from towerd.errors import TowerdError
 
@@ -39,7 +39,7 @@ class Age(click.ParamType[int]):
     "--idle",
     type=Age(),
     metavar="AGE",
-    help="All that were not used for so long, such as 30m, 12h or 7d.",
+    help="All sessions that were unused for this long, such as 30m, 12h or 7d.",
 )
 @click.option("--scope", metavar="TENANT", help="Only this tenant's.")
 @setting_option("model")
@@ -54,7 +54,7 @@ def freeze(
     target: Target,
 ) -> None:
     """Keep each SESSION as coded text: some kilobytes, without rows. It stays listed, and thaws by
-    itself when it goes on."""
+    itself when it is continued."""
     if bool(names) == (idle is not None):
         raise click.UsageError("Name sessions, or give --idle.")
     with connect(replace(target, model=model)) as backend:
@@ -67,7 +67,7 @@ def freeze(
 
         echo_json({"frozen": found})
     elif not found:
-        click.echo("No session was unused for so long.")
+        click.echo("No session was unused for that long.")
 
 
 @click.command()
@@ -79,7 +79,7 @@ def freeze(
 def thaw(
     names: tuple[str, ...], scope: str | None, model: str | None, as_json: bool, target: Target
 ) -> None:
-    """Get the tokens of each frozen SESSION back. A daemon evaluates its rows in idle time."""
+    """Restore the tokens of each frozen SESSION. A daemon evaluates its rows in idle time."""
     from towerd.cli.output import echo_json
 
     thawed: list[Json] = []
@@ -95,7 +95,7 @@ def thaw(
         echo_json({"thawed": thawed})
 
 
-def _freeze(backend: Backend, name: str, scope: str | None, quiet: bool) -> Json:
+def _freeze(backend: ApiClient, name: str, scope: str | None, quiet: bool) -> Json:
     from towerd.cli.output import size
 
     found = backend.freeze_session(name, scope)
@@ -110,9 +110,9 @@ def _freeze(backend: Backend, name: str, scope: str | None, quiet: bool) -> Json
     return found
 
 
-def _freeze_idle(backend: Backend, idle_s: int, scope: str | None, quiet: bool) -> list[Json]:
-    """Freeze all that are due. One that cannot be frozen is told, and the others go on; what is
-    said of two alike is not about a session, and ends it."""
+def _freeze_idle(backend: ApiClient, idle_s: int, scope: str | None, quiet: bool) -> list[Json]:
+    """Freeze all idle sessions. A failure is reported, and the others continue; the same failure
+    twice in a row is not about a single session, and is raised."""
     done: list[Json] = []
     before = ""
     for session in _idle(backend, idle_s, scope):
@@ -126,8 +126,8 @@ def _freeze_idle(backend: Backend, idle_s: int, scope: str | None, quiet: bool) 
     return done
 
 
-def _idle(backend: Backend, idle_s: int, scope: str | None) -> Iterator[Json]:
-    """Every session that is due, once, a page at a time: what was frozen is not listed again."""
+def _idle(backend: ApiClient, idle_s: int, scope: str | None) -> Iterator[Json]:
+    """Every idle session once, page by page: frozen ones are not listed again."""
     seen: set[tuple[str, str]] = set()
     while True:
         page = backend.idle_sessions(idle_s, PAGE_MAX, scope)

@@ -8,13 +8,13 @@ from towerd.cli.client import Target, connect, json_option, target_options
 
 
 @click.command()
-@click.option("--dry-run", is_flag=True, help="Only say what would go.")
+@click.option("--dry-run", is_flag=True, help="Only show what would be removed.")
 @click.option(
     "--quarantine-days",
     type=click.FloatRange(min=0),
     default=30.0,
     show_default=True,
-    help="Keep damaged files in quarantine for so long.",
+    help="Keep damaged files in quarantine for this many days.",
 )
 @json_option
 @target_options

@@ -12,7 +12,7 @@ import click
 from towerd.cli.lazy import LazyGroup
 
 CHECKOUT = Path(__file__).resolve().parent.parent
-"""Where `lab` stands beside `cli`; in an installed package this is the package's own folder."""
+"""The folder with `lab` and `cli`; in an installed package this is the package's own folder."""
 LAB_COMMANDS = {
     "replay": "lab.commands.replay:replay",
     "cluster": "lab.commands.cluster:cluster",
@@ -42,7 +42,7 @@ class Laboratory(LazyGroup):
         self.checkout = checkout
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Fail in one sentence where there is no laboratory."""
+        """Fail with one sentence if there is no laboratory."""
         if not self._found() and not ctx.resilient_parsing:
             raise click.ClickException(
                 f"The laboratory is not installed: `{ctx.command_path}` works in a checkout of "
@@ -54,7 +54,7 @@ class Laboratory(LazyGroup):
         return self._found() and super()._present(name)
 
     def _found(self) -> bool:
-        """Whether the laboratory is there; if so, it can be imported from now on."""
+        """Whether the laboratory is there; if so, make it importable."""
         if not (self.checkout / "lab" / "__init__.py").is_file():
             return False
         if str(self.checkout) not in sys.path:
@@ -64,7 +64,8 @@ class Laboratory(LazyGroup):
 
 @click.group(cls=Laboratory, table=LAB_COMMANDS)
 def lab() -> None:
-    """Run what the daemon does without: replays, rival policies, training, studies (in a checkout)."""
+    """Run what the daemon does not need: replays, rival policies, training, studies (in a
+    checkout)."""
 
 
 @click.group(cls=Laboratory, table=TRAIN_COMMANDS)

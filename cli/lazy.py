@@ -13,7 +13,7 @@ from towerd.errors import TowerdError
 
 
 class Group(click.Group):
-    """A group that says where a command went: `moved` has its name -> the command line of today."""
+    """A group that points to moved commands. moved: old name -> new command line."""
 
     def __init__(self, *args: Any, moved: Mapping[str, str] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -56,7 +56,7 @@ class LazyGroup(Group):
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command that was asked for."""
+        """Run the requested command."""
         try:
             return super().invoke(ctx)
         except TowerdError as error:

@@ -47,4 +47,4 @@ def towerd() -> None:
 
 @click.group(cls=LazyGroup, table=CONTROL_COMMANDS, moved=MOVED, context_settings=CONTEXT)
 def towerctl() -> None:
-    """Look into and look after a towerd store: the running daemon's, or the files themselves."""
+    """Inspect and maintain a towerd store: the running daemon's, or the files themselves."""

@@ -9,9 +9,10 @@ import click
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 OUT = click.Path(dir_okay=False, path_type=Path)
-ARCHS = ["llama", "qwen3", "phi3", "stablelm", "gptneox", "smollm3", "qwen2vl", "qwen3vl",
-         "deepseek2", "gemma3", "gpt-oss", "cohere2", "mamba", "rwkv7", "lfm2", "granitehybrid",
-         "jamba", "falcon-h1", "qwen35"]  # fmt: skip
+ARCHS = (
+    "llama qwen3 phi3 stablelm gptneox smollm3 qwen2vl qwen3vl deepseek2 gemma3 gpt-oss cohere2 "
+    "mamba rwkv7 lfm2 granitehybrid jamba falcon-h1 qwen35"
+).split()
 SCALINGS = ["none", "linear", "yarn", "llama3", "longrope"]
 
 

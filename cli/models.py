@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from towerd.models.known import KnownModel
 
 LINE_SHARE = 0.25
-"""Without a terminal, progress is a line each time this share has arrived."""
+"""Without a terminal, progress is one line for each such share."""
 
 
 @click.group()
@@ -85,7 +85,7 @@ def _ask_for_acceptance(model: KnownModel) -> None:
 
 
 def fetch(model: KnownModel, *, timeout_s: float | None = None) -> Path:
-    """Fetch `model` and say on stderr how far it is. Raises ModelError."""
+    """Fetch `model` and show the progress on stderr. Raises ModelError."""
     from rich.progress import DownloadColumn
 
     from towerd.cli.output import progress_bar
@@ -100,7 +100,7 @@ def fetch(model: KnownModel, *, timeout_s: float | None = None) -> Path:
 
 
 class _Display:
-    """What a person sees of a fetch: a bar, or on no terminal a line for each quarter."""
+    """The progress of a fetch: a bar, or without a terminal a line for each quarter."""
 
     def __init__(self, model: KnownModel, bar: Progress) -> None:
         self._model = model
@@ -109,7 +109,7 @@ class _Display:
         self._line_at = 0.0
 
     def show(self, n_bytes: int) -> None:
-        """So many bytes are here."""
+        """Show that `n_bytes` have arrived."""
         from towerd.cli.output import size
 
         if not self._line_at:
@@ -123,7 +123,7 @@ class _Display:
             self._line_at = share - share % LINE_SHARE + LINE_SHARE
 
     def show_waiting(self) -> None:
-        """Another process fetches."""
+        """Show that another process is fetching."""
         self._say("Another process is fetching a model: waiting for it.")
 
     def _say(self, line: str) -> None:

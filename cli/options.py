@@ -14,10 +14,20 @@ from towerd.settings import Setting
 Command: TypeAlias = Callable[..., Any]
 
 COMMON = (
-    "model", "host", "port", "api_keys", "store_dir", "ctx_size", "parallel", "threads",
-    "hot_bytes", "warm_bytes", "fidelity", "engine",
-)  # fmt: skip
-"""The settings that most people meet, in the order of --help and docs/settings.md."""
+    "model",
+    "host",
+    "port",
+    "api_keys",
+    "store_dir",
+    "ctx_size",
+    "parallel",
+    "threads",
+    "hot_bytes",
+    "warm_bytes",
+    "fidelity",
+    "engine",
+)
+"""The settings that most people need, in the order of --help and docs/settings.md."""
 _GIVEN = "towerd.llama_flags"
 _ALL = "towerd.help_all"
 METAVARS = {"int": "N", "float": "X", "size": "SIZE", "path": "PATH", "keys": "KEY"}
@@ -27,7 +37,7 @@ class ConfigCommand(click.Command):
     """A command with `config_options`: --help shows the common settings, --help-all every one."""
 
     def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options, in a section of their own those that only --help-all shows."""
+        """Write the options; those that only --help-all shows are in a section of their own."""
         parameters = {
             str(each.name): each
             for each in self.get_params(context)
@@ -49,9 +59,13 @@ def config_options(command: Command) -> Command:
     for name, spec in reversed(settings().items()):
         command = _option(name, spec)(command)
     return click.option(
-        "--help-all", is_flag=True, is_eager=True, expose_value=False, callback=_help_all,
+        "--help-all",
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=_help_all,
         help="Show every setting and exit.",
-    )(command)  # fmt: skip
+    )(command)
 
 
 def by_use() -> tuple[dict[str, Setting], dict[str, Setting]]:
@@ -86,7 +100,7 @@ def _option(name: str, spec: Setting) -> Callable[[Command], Command]:
 
 
 def llama_options(command: Command) -> Command:
-    """Give `command` llama-server's own flags, which `given_llama_flags` finds."""
+    """Give `command` llama-server's own flags, which `given_llama_flags` returns."""
     for flag in FLAGS:
         command = click.option(
             *flag.names,
@@ -108,7 +122,7 @@ def _note(context: click.Context, option: click.Parameter, value: Any) -> None:
 
 
 def given_llama_flags() -> list[str]:
-    """The words of the flags that `llama_options` noted, in order."""
+    """The words of the llama-server flags that were given, in order."""
     return list(click.get_current_context().meta.get(_GIVEN, []))
 
 

@@ -1,4 +1,4 @@
-"""What people and programs see: tables, sizes, times, and text that cannot move the cursor."""
+"""Output for people and programs: tables, sizes, times, and text without control characters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def echo_json(value: Any) -> None:
-    """The one JSON value of a command with --json; ASCII, so that any pipe can take it."""
+    """Print the JSON value of a command with --json; ASCII, so that any pipe can take it."""
     click.echo(json.dumps(value))
 
 
@@ -35,7 +35,7 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def progress_bar(columns: Sequence[Any], *, quiet: bool) -> Progress:
-    """A progress bar on stderr, if that is a terminal; gone when it is done."""
+    """A progress bar on stderr, if that is a terminal; it disappears when it is done."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     return Progress(
@@ -50,8 +50,8 @@ def progress_bar(columns: Sequence[Any], *, quiet: bool) -> Progress:
 
 
 def show_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """A table; columns whose heading starts with '>' are right-aligned. All cells are made
-    harmless."""
+    """Print a table; columns whose heading starts with '>' are right-aligned. All cells are
+    cleaned (see `clean`)."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
@@ -68,7 +68,7 @@ def show_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None
 
 
 def show_facts(facts: Iterable[tuple[str, object]]) -> None:
-    """Lines of a name and its value."""
+    """Print lines of a name and its value."""
     pairs = [(name, clean(str(value))) for name, value in facts]
     width = max((len(name) for name, _ in pairs), default=0)
     for name, value in pairs:
@@ -76,7 +76,7 @@ def show_facts(facts: Iterable[tuple[str, object]]) -> None:
 
 
 def clean(text: str, *, lines: bool = False) -> str:
-    """Stored text without what a terminal would obey; line breaks only stay with `lines`."""
+    """Text without control characters, for a terminal; `lines` keeps line breaks."""
     kept = ("\n",) if lines else ()
     return "".join(
         c if c in kept or unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Zl", "Zp") else " "
@@ -103,7 +103,7 @@ def size(n_bytes: float) -> str:
 
 
 def ago(unix_s: float) -> str:
-    """How long ago a moment was."""
+    """The time since a moment, such as "5 min ago"."""
     seconds = max(0.0, time.time() - unix_s)
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:
@@ -117,6 +117,6 @@ def moment(unix_s: float) -> str:
 
 
 def tiers(segment: dict[str, Any]) -> str:
-    """Where a segment's rows are: in RAM, on disk, or nowhere but in its tokens."""
+    """The tiers of a segment's rows: RAM (hot), disk (warm), or neither ("tokens only")."""
     names = [name for name in ("hot", "warm") if segment[name]]
     return "+".join(names) or "tokens only"

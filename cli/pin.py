@@ -1,10 +1,10 @@
-"""`towerctl pin`, `towerctl unpin`: what is kept from eviction and gc."""
+"""`towerctl pin`, `towerctl unpin`: keep segments from eviction and gc."""
 
 from __future__ import annotations
 
 import click
 
-from towerd.cli.backend import Backend, Json
+from towerd.cli.backend import ApiClient, Json
 from towerd.cli.client import Target, connect, json_option, target_options
 from towerd.cli.sessions import leaf_segment
 from towerd.errors import ConfigError, NotFound, SessionFrozen
@@ -19,7 +19,7 @@ SESSION_HELP = "The segment at which this session's current branch ends."
 @json_option
 @target_options
 def pin(segment: int | None, session: str | None, as_json: bool, target: Target) -> None:
-    """Keep SEGMENT and all above it from eviction and gc. Without an argument, list the pinned
+    """Keep SEGMENT and its ancestors from eviction and gc. Without an argument, list the pinned
     segments and the precached bases."""
     from towerd.cli.output import echo_json
 
@@ -72,7 +72,7 @@ def unpin(
         click.echo(said)
 
 
-def _segment(backend: Backend, segment: int | None, session: str | None) -> int:
+def _segment(backend: ApiClient, segment: int | None, session: str | None) -> int:
     if (segment is None) == (session is None):
         raise ConfigError("Give a segment or --session, one of them.")
     if segment is not None:
@@ -87,7 +87,7 @@ def _segment(backend: Backend, segment: int | None, session: str | None) -> int:
     return leaf
 
 
-def _base(backend: Backend, name: str, scope: str | None) -> Json:
+def _base(backend: ApiClient, name: str, scope: str | None) -> Json:
     found = [
         base for base in backend.bases() if base["name"] == name and scope in (None, base["scope"])
     ]
@@ -99,7 +99,7 @@ def _base(backend: Backend, name: str, scope: str | None) -> Json:
     return found[0]
 
 
-def _list(backend: Backend, as_json: bool) -> None:
+def _list(backend: ApiClient, as_json: bool) -> None:
     from towerd.cli.output import echo_json, show_table, size, tiers
 
     pins, bases = backend.pins(), backend.bases()

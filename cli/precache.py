@@ -18,13 +18,13 @@ from towerd.errors import ConfigError, TowerdError
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from towerd.cli.backend import Backend
+    from towerd.cli.backend import ApiClient
     from towerd.cli.spec import Prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A base as it stands in the file, tokenized, and what the store knows of it."""
+    """A base of the file, tokenized, and its state in the store."""
 
     prompt: Prompt
     ids: list[int]
@@ -32,7 +32,7 @@ class Planned:
     """new, changed or unchanged."""
     segment: int | None
     module: Json | None = None
-    """What was measured of a module that is there already."""
+    """The measurements of a module that is stored already."""
 
     @property
     def digest(self) -> str:
@@ -41,7 +41,7 @@ class Planned:
 
 @click.command()
 @click.argument("spec", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--dry-run", is_flag=True, help="Only say what would be evaluated.")
+@click.option("--dry-run", is_flag=True, help="Only show what would be evaluated.")
 @setting_option("model")
 @setting_option("ctx_size")
 @setting_option("cache_type_k")
@@ -57,8 +57,8 @@ def precache(
 ) -> None:
     """Evaluate the prompts of the YAML file SPEC, store them and pin them.
 
-    What is unchanged since the last time is skipped. Without a running daemon the model is
-    loaded for this command, with the settings of towerd.toml and the options here.
+    Prompts that have not changed since the last time are skipped. Without a running daemon the
+    model is loaded for this command, with the settings of towerd.toml and the options here.
     """
     from towerd.cli.output import echo_json
     from towerd.cli.spec import load_spec
@@ -77,8 +77,8 @@ def precache(
 
 def daemon_for(
     target: Target, model: dict[str, Any], *, quiet: bool
-) -> AbstractContextManager[Backend]:
-    """The running daemon, or one for this command."""
+) -> AbstractContextManager[ApiClient]:
+    """The running daemon, or a private one for this command."""
     if target.store_dir is None:
         found = find_daemon(target)
         if found is not None:
@@ -97,7 +97,7 @@ def daemon_for(
     return _private(config)
 
 
-def _private(config: Any) -> AbstractContextManager[Backend]:
+def _private(config: Any) -> AbstractContextManager[ApiClient]:
     from towerd import log
     from towerd.app import open_app
     from towerd.cli.private_daemon import PrivateDaemon
@@ -106,8 +106,8 @@ def _private(config: Any) -> AbstractContextManager[Backend]:
     return PrivateDaemon(open_app(config), config.store_dir, has_model=True)
 
 
-def _check_model(daemon: Backend, model: dict[str, Any]) -> None:
-    """Raises ConfigError if the command line asks for what the daemon does not serve."""
+def _check_model(daemon: ApiClient, model: dict[str, Any]) -> None:
+    """Raises ConfigError if the command line asks for another model or for settings."""
     from towerd.models.bundled import find_model
 
     others = [name for name, value in model.items() if value is not None and name != "model"]
@@ -122,7 +122,7 @@ def _check_model(daemon: Backend, model: dict[str, Any]) -> None:
         raise ConfigError(f"The daemon at {daemon.where} serves {served}, not {wanted}.")
 
 
-def make_plan(daemon: Backend, root: Prompt, spec: Path) -> list[Planned]:
+def make_plan(daemon: ApiClient, root: Prompt, spec: Path) -> list[Planned]:
     """Every base with its ids, parents first. Raises SpecError."""
     ids = _tokenize(daemon, root, spec)
     known = {(base["name"], base["public"]): base for base in daemon.bases()}
@@ -145,8 +145,8 @@ def make_plan(daemon: Backend, root: Prompt, spec: Path) -> list[Planned]:
 
 
 def _is_same(old: Json, prompt: Prompt, digest: str, fidelity: str) -> bool:
-    """Whether the base `old` is what the file asks for; a module also has to be measured for the
-    daemon's fidelity."""
+    """Whether the stored base `old` matches the file; a module must also have been measured for
+    the daemon's fidelity."""
     module = old["module"]
     if (module is None) != (prompt.recompute is None):
         return False
@@ -158,15 +158,15 @@ def _is_same(old: Json, prompt: Prompt, digest: str, fidelity: str) -> bool:
 
 
 def digest_of(ids: Sequence[int]) -> str:
-    """The digest that the store keeps of a base's ids."""
+    """The digest of a base's ids, as in the store."""
     import numpy as np
 
     return hashlib.blake2b(np.asarray(ids, "<i4").tobytes(), digest_size=32).hexdigest()
 
 
-def _tokenize(daemon: Backend, root: Prompt, spec: Path) -> dict[str, list[int]]:
-    """Name -> ids. Each prompt is tokenized whole, as a request's will be; then what it does not
-    share with its children is cut off its end, so that its ids begin every child's."""
+def _tokenize(daemon: ApiClient, root: Prompt, spec: Path) -> dict[str, list[int]]:
+    """Name -> ids. Each prompt is tokenized as a whole, as a request's will be; then the end that
+    it does not share with its children is cut off, so that every child's ids begin with its ids."""
     texts: dict[str, str] = {}
     ids: dict[str, list[int]] = {}
 
@@ -190,8 +190,8 @@ def _tokenize(daemon: Backend, root: Prompt, spec: Path) -> dict[str, list[int]]
     return ids
 
 
-def _module_ids(daemon: Backend, prompt: Prompt, spec: Path) -> list[int]:
-    """The ids of a module wherever it stands."""
+def _module_ids(daemon: ApiClient, prompt: Prompt, spec: Path) -> list[int]:
+    """The ids of a module, which must be the same wherever it stands."""
     from towerd.tiers.module_text import inner_ids, surrounded
 
     found = [daemon.tokenize(text, whole=False) for text in surrounded(prompt.text)]
@@ -203,7 +203,7 @@ def _module_ids(daemon: Backend, prompt: Prompt, spec: Path) -> list[int]:
 
 
 def _text(
-    daemon: Backend, prompt: Prompt, above: str, said: list[dict[str, str]], spec: Path
+    daemon: ApiClient, prompt: Prompt, above: str, said: list[dict[str, str]], spec: Path
 ) -> str:
     if not prompt.messages:
         return above + prompt.text
@@ -222,7 +222,7 @@ def _text(
 
 
 def _shared(a: list[int], b: list[int]) -> int:
-    """How many leading ids two prompts have in common."""
+    """The length of the common prefix of two prompts."""
     pairs = zip(a, b, strict=False)
     return next((n for n, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))
 
@@ -234,7 +234,7 @@ def _problem(spec: Path, prompt: Prompt, text: str) -> TowerdError:
 
 
 def _report(base: Planned) -> Json:
-    """What --json says about one base."""
+    """The JSON report of one base."""
     prompt = base.prompt
     return {
         "name": prompt.name,
@@ -251,7 +251,7 @@ def _report(base: Planned) -> Json:
 
 
 def _unmeasured(base: Planned) -> Json | None:
-    """A module as the daemon shows one, before it is measured; None for an ordinary base."""
+    """The daemon's JSON of a module that is not measured yet; None for an ordinary base."""
     if base.prompt.recompute is None:
         return None
     found: Json = {"tokens": len(base.ids), "recompute": base.prompt.recompute}
@@ -259,7 +259,7 @@ def _unmeasured(base: Planned) -> Json | None:
     return found | dict.fromkeys(unknown) | {"digest": base.digest}
 
 
-def _evaluate(daemon: Backend, plan: list[Planned], reports: list[Json], *, quiet: bool) -> None:
+def _evaluate(daemon: ApiClient, plan: list[Planned], reports: list[Json], *, quiet: bool) -> None:
     from rich.progress import MofNCompleteColumn
 
     from towerd.cli.output import progress_bar
@@ -275,7 +275,7 @@ def _evaluate(daemon: Backend, plan: list[Planned], reports: list[Json], *, quie
             bar.advance(overall, len(base.ids))
 
 
-def _evaluate_one(daemon: Backend, base: Planned, bar: Progress) -> Json:
+def _evaluate_one(daemon: ApiClient, base: Planned, bar: Progress) -> Json:
     prompt = base.prompt
     task = bar.add_task(prompt.name, total=len(base.ids))
     try:
@@ -325,7 +325,7 @@ def _print(reports: list[Json], dry_run: bool) -> None:
 
 
 def _drift(report: Json) -> tuple[str, ...]:
-    """What is known of a module: tokens evaluated again, and what it costs beside noise."""
+    """The cells of a module: recomputed tokens, and its drift compared with the noise."""
     module = report["module"]
     if module is None or module["kl"] is None:
         return ("-",) * 5
@@ -339,7 +339,7 @@ def _excess(module: Json) -> float:
 
 
 def _allowed(module: Json) -> float:
-    """What the fidelity that the module was measured for allows."""
+    """The drift allowed by the fidelity that the module was measured for."""
     from towerd.tiers.formats.calibration import bound_of
 
     return bound_of(module["fidelity"], module["floor_kl"])

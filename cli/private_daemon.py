@@ -1,4 +1,4 @@
-"""An application of this process, for towerctl while no daemon runs."""
+"""An application in this process, for towerctl while no daemon is running."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from types import TracebackType
 
 from aiohttp import web
 
-from towerd.cli.backend import Backend
+from towerd.cli.backend import ApiClient
 
 SOCKET_BYTES_MAX = 100
-"""A longer path is no address of a Unix socket: macOS takes 103 bytes, Linux 107."""
+"""The longest path of a Unix socket: macOS allows 103 bytes, Linux 107."""
 
 
 class PrivateDaemon:
     """Serves an application from a thread of its own, on a socket in a folder that only this user
-    can enter. A context manager that gives the backend to ask it."""
+    can enter. A context manager that returns a client of it."""
 
     def __init__(
         self, app: AbstractAsyncContextManager[web.Application], where: Path, *, has_model: bool
@@ -34,10 +34,10 @@ class PrivateDaemon:
         self._ready: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
         self._thread = threading.Thread(target=self._run, name="towerctl-service", daemon=True)
         self._failure: BaseException | None = None
-        self._backend = Backend.at_socket(self._socket, str(where), has_model=has_model)
+        self._backend = ApiClient.at_socket(self._socket, str(where), has_model=has_model)
 
-    def __enter__(self) -> Backend:
-        """Raises what opening the application raises."""
+    def __enter__(self) -> ApiClient:
+        """Start serving. Raises the errors of opening the application."""
         self._thread.start()
         try:
             self._ready.result()
@@ -52,7 +52,7 @@ class PrivateDaemon:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Wait until everything is stored. Raises what went wrong at that."""
+        """Wait until everything is stored. Raises the errors of closing the application."""
         self._backend.close()
         loop, stop = self._ready.result()
         loop.call_soon_threadsafe(stop.set)
@@ -62,7 +62,7 @@ class PrivateDaemon:
             raise self._failure
 
     def _run(self) -> None:
-        # The command says what went wrong: it is not logged as well.
+        # The command prints the error, so it is not logged as well.
         log = logging.getLogger("towerd.api")
         level = log.level
         log.setLevel(logging.ERROR)
@@ -91,7 +91,7 @@ class PrivateDaemon:
 
 
 def _folder() -> tempfile.TemporaryDirectory[str]:
-    """Where temporary files go, or in /tmp if a socket's path would be too long there."""
+    """A temporary folder; in /tmp if a socket's path would be too long in the default place."""
     folder = tempfile.TemporaryDirectory(prefix="towerctl-")
     if len(os.fsencode(folder.name)) < SOCKET_BYTES_MAX:
         return folder

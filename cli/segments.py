@@ -12,7 +12,7 @@ _CUTS = {
     "boundary": "only where a segment ends with a boundary state",
     "whole": "only where a segment ends with a boundary state, which is the whole state",
 }
-"""What can be done with a segment of a model of each kind."""
+"""How a segment can be reused, by kind of model."""
 
 
 @click.group()
@@ -24,7 +24,7 @@ def segments() -> None:
 @click.option(
     "--limit", type=click.IntRange(1, PAGE_MAX), default=50, show_default=True, help="At most."
 )
-@click.option("--offset", type=click.IntRange(0, 2**31), default=0, help="Skip so many.")
+@click.option("--offset", type=click.IntRange(0, 2**31), default=0, help="Skip this many.")
 @click.option(
     "--sort",
     type=click.Choice(["used", "tokens", "hits", "id"]),

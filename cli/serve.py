@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 def serve(config_path: Path | None, server_args: tuple[str, ...], **flags: Any) -> None:
     """Serve a model, with llama-server's HTTP API, and remember every conversation.
 
-    llama-server's own flags are taken under their names; the embedded engine takes those of
-    sampling and chat, and says which others it does not. What stands after -- are flags for the
-    llama-server too.
+    llama-server's own flags are accepted under their names; the embedded engine accepts those of
+    sampling and chat, and names others that it does not. Flags after -- are for the llama-server,
+    too.
 
     Below are the settings that most people need; --help-all shows every one. Each can also be set
     by the variable in brackets, or in towerd.toml under that name in lower case, without TOWERD_.
@@ -48,7 +48,7 @@ def serve(config_path: Path | None, server_args: tuple[str, ...], **flags: Any) 
         config = with_server_args(config, server_args)
     log.configure(config.log_level, config.log_format)
     if _serves_default(config):
-        _settle_default()
+        _offer_default()
     _run(config)
 
 
@@ -60,8 +60,8 @@ def _serves_default(config: Config) -> bool:
     return not named and not names_model(config.llama_server_args)
 
 
-def _settle_default() -> None:
-    """Without the default model: offer on a terminal to fetch it, else say how to."""
+def _offer_default() -> None:
+    """If the default model is missing, offer to fetch it on a terminal, else log how to."""
     from towerd.models.bundled import has_default
     from towerd.models.known import SMOLLM2
 
@@ -75,7 +75,7 @@ def _settle_default() -> None:
 
 
 def _offer(model: KnownModel) -> bool:
-    """Ask whether to fetch it, and do; whether it is here then."""
+    """Ask whether to fetch the model, and fetch it; returns whether it is here then."""
     from towerd.cli.models import fetch
     from towerd.cli.output import size
 
@@ -91,9 +91,9 @@ def _offer(model: KnownModel) -> bool:
 
 
 def _run(config: Config) -> None:
-    """Apart from serve, so that wrong settings are told before llama.cpp is loaded."""
-    gc.disable()  # until all is loaded: hardly any of it is garbage, and it would be walked often
-    # aiohttp reads the system's certificates, for which no other import has to wait.
+    """Run the daemon. Apart from serve, so that wrong settings fail before llama.cpp is loaded."""
+    gc.disable()  # until all is loaded: there is hardly any garbage, and collections take time
+    # aiohttp reads the system's certificates, which no other import has to wait for.
     threading.Thread(target=import_module, args=("aiohttp",), name="towerd-import").start()
     if config.engine == "embedded":
         import_module("towerd.service")

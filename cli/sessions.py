@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from towerd.cli.backend import PAGE_MAX, Backend, Json
+from towerd.cli.backend import PAGE_MAX, ApiClient, Json
 from towerd.cli.client import Target, connect, json_option, target_options
 
 SCOPE_HELP = "Only this tenant's."
@@ -29,7 +29,7 @@ def sessions() -> None:
 @json_option
 @target_options
 def ls(limit: int, scope: str | None, as_json: bool, target: Target) -> None:
-    """List sessions, the last used first."""
+    """List sessions, most recently used first."""
     from towerd.cli.output import ago, echo_json, show_table, size
 
     with connect(target) as backend:
@@ -55,8 +55,8 @@ def ls(limit: int, scope: str | None, as_json: bool, target: Target) -> None:
     show_table(_COLUMNS, rows)
 
 
-def _ending(backend: Backend, session: Json) -> str:
-    """The last words of a conversation, if somebody can say them."""
+def _ending(backend: ApiClient, session: Json) -> str:
+    """The last words of a conversation, if they can be decoded."""
     from towerd.cli.output import preview
 
     if not backend.has_model or session["cold_bytes"]:  # a frozen one would be decoded
@@ -86,7 +86,7 @@ def show(session: str, scope: str | None, text: bool, as_json: bool, target: Tar
 
 
 def kept_facts(kept: Json | None) -> list[tuple[str, str]]:
-    """How much of a chat with a budget is live, and a drawing of where in the chat it stands."""
+    """How much of a chat with a budget is live, and a drawing of which parts are."""
     if kept is None:
         return []
     n_kept = sum(p1 - p0 for p0, p1 in kept["runs"])
@@ -97,7 +97,8 @@ def kept_facts(kept: Json | None) -> list[tuple[str, str]]:
 
 
 def drawn(runs: list[list[int]], n: int, width: int = DRAWING_CHARS) -> str:
-    """Tokens [0, n) as one line: a character is full, half or empty as its tokens are kept."""
+    """Tokens [0, n) as one line: a character is full, half or empty if all, some or none of its
+    tokens are kept."""
     width = min(width, n)
     line = ""
     for i in range(width):
@@ -107,7 +108,7 @@ def drawn(runs: list[list[int]], n: int, width: int = DRAWING_CHARS) -> str:
     return line
 
 
-def _path(backend: Backend, turns: list[Json]) -> list[Json]:
+def _path(backend: ApiClient, turns: list[Json]) -> list[Json]:
     """The segments of the current branch, first to last."""
     leaf = leaf_segment(turns)
     if leaf == 0:
@@ -206,7 +207,7 @@ def _print(found: Json, path: list[Json], *, whole_text: bool) -> None:
 @json_option
 @target_options
 def rm(names: tuple[str, ...], scope: str | None, yes: bool, as_json: bool, target: Target) -> None:
-    """Forget each SESSION. Its segments go with the next gc, unless others need them."""
+    """Forget each SESSION. The next gc removes its segments, unless others need them."""
     from towerd.cli.output import echo_json
 
     unique = tuple(dict.fromkeys(names))

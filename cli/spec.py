@@ -1,4 +1,4 @@
-"""The file that `towerctl precache` reads: a tree of prompts, checked with line numbers."""
+"""Reads the file of `towerctl precache`: a tree of prompts, checked with line numbers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _BOOL = "tag:yaml.org,2002:bool"
 
 
 class SpecError(ConfigError):
-    """The file cannot be used; the message has one `FILE:LINE: problem` a line."""
+    """The file is invalid; the message has one `FILE:LINE: problem` per line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Prompt:
     """One base. Its prompt is its parent's, continued by `text` or by `messages`."""
 
     name: str
-    """With the names above it: platform/community/bot."""
+    """The name, preceded by those of its ancestors: platform/community/bot."""
     level: int
     public: bool
     line: int
@@ -42,20 +42,20 @@ class Prompt:
     messages: tuple[Message, ...]
     children: tuple[Prompt, ...]
     format: str | None = None
-    """The format to store its rows in whatever its level says; `native`: exact."""
+    """The format to store its rows in, overriding that of its level; `native`: exact."""
     recompute: float | None = None
     """For a module (`reuse: anywhere`), whose prompt is its text alone: the percentage of its
     tokens to evaluate again where it is spliced in. None: an ordinary base."""
 
     def walk(self) -> Iterator[Prompt]:
-        """This one and all below it, parents first."""
+        """This prompt and its descendants, parents first."""
         yield self
         for child in self.children:
             yield from child.walk()
 
 
 def load_spec(path: Path) -> Prompt:
-    """The root of the tree. Raises SpecError that names every problem with its line."""
+    """The root of the tree. Raises SpecError, which names every problem with its line."""
     reader = _Reader(path)
     root = reader.root(_compose(path))
     if reader.problems or root is None:
@@ -89,7 +89,7 @@ def _compose(path: Path) -> yaml.Node:
 
 
 class _Reader:
-    """Nodes to prompts; keeps going after a problem, so that all are told at once."""
+    """Converts nodes to prompts; continues after a problem, so that all are reported at once."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -169,7 +169,7 @@ class _Reader:
         return public
 
     def _format(self, keys: dict[str, yaml.Node]) -> str | None:
-        """What `format` or `fidelity: exact` ask for; None: the level's."""
+        """The format set by `format` or `fidelity: exact`; None: the level's."""
         if "format" in keys and "fidelity" in keys:
             self._problem(keys["fidelity"], "'fidelity' beside 'format': give one of them")
             return None
@@ -191,7 +191,7 @@ class _Reader:
         return name
 
     def _recompute(self, keys: dict[str, yaml.Node], below: tuple[str, ...]) -> float | None:
-        """What `reuse: anywhere` and `recompute` ask for; None: an ordinary base."""
+        """The percentage set by `reuse: anywhere` and `recompute`; None: an ordinary base."""
         reuse = self._text(keys["reuse"], "reuse") if "reuse" in keys else PREFIX
         if reuse != ANYWHERE:
             if reuse not in (None, PREFIX):
@@ -278,7 +278,7 @@ class _Reader:
     def _mapping(
         self, node: yaml.Node, known: tuple[str, ...], what: str
     ) -> dict[str, yaml.Node] | None:
-        """The node's keys, unknown and repeated ones left out and told."""
+        """The node's keys, without unknown and repeated ones, which are reported."""
         if not isinstance(node, yaml.MappingNode):
             self._problem(node, f"{what} must be a mapping with the keys {_listed(known)}")
             return None

@@ -1,4 +1,4 @@
-"""`towerctl stats`: what the daemon and its store hold."""
+"""`towerctl stats`: statistics of the daemon and its store."""
 
 from __future__ import annotations
 

@@ -58,13 +58,13 @@ def export(
 
 
 def file_name(session: str) -> str:
-    """The default name of a session's file: its id, without what file systems or shells mind."""
+    """The default name of a session's file: its id, without characters that need quoting."""
     name = _UNUSUAL.sub("_", session)[:NAME_CHARS_MAX]
     return (name if not name.startswith((".", "-")) else f"_{name[1:]}") + SUFFIX
 
 
 def _check_place(path: Path, force: bool) -> None:
-    """ConfigError if the file may not be written, before anything is asked for."""
+    """Raises ConfigError if the file must not be written, before anything is requested."""
     if path.is_dir():
         raise ConfigError(f"{path} is a directory: name a file with -o.")
     if not path.parent.is_dir():
@@ -74,7 +74,7 @@ def _check_place(path: Path, force: bool) -> None:
 
 
 def _write(path: Path, data: bytes, force: bool) -> None:
-    """Put the file there whole or not at all, for its owner's eyes."""
+    """Write the file atomically, readable by its owner only. Raises TowerdError."""
     try:
         fd, name = tempfile.mkstemp(SUFFIX, f".{path.name[:NAME_CHARS_MAX]}.", path.parent)
         try:
@@ -82,7 +82,7 @@ def _write(path: Path, data: bytes, force: bool) -> None:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            _check_place(path, force)  # it may have come meanwhile
+            _check_place(path, force)  # it may have appeared since
             os.replace(name, path)
         except BaseException:
             with suppress(OSError):
@@ -103,7 +103,7 @@ def _write(path: Path, data: bytes, force: bool) -> None:
 def import_(
     files: tuple[Path, ...], scope: str | None, model: str | None, as_json: bool, target: Target
 ) -> None:
-    """Take in the session of each FILE that towerctl export wrote."""
+    """Import the session of each FILE that towerctl export wrote."""
     from towerd.cli.output import echo_json
 
     contents = [_read(path) for path in files]
@@ -129,7 +129,7 @@ def _read(path: Path) -> bytes:
 
 
 def _said(found: Json) -> str:
-    """One line for people about one imported file."""
+    """A line that describes the result of one import."""
     from towerd.cli.output import clean
 
     session, added = found["session"], found["added"]

@@ -1,4 +1,4 @@
-"""`towerctl trie`: the cache trie as a tree."""
+"""`towerctl trie`: draw the prefix tree of stored segments."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from towerd.cli.backend import PAGE_MAX, Backend, Json
+from towerd.cli.backend import PAGE_MAX, ApiClient, Json
 from towerd.cli.client import Target, connect, json_option, target_options
 
 if TYPE_CHECKING:
@@ -45,8 +45,8 @@ def trie(
     as_json: bool,
     target: Target,
 ) -> None:
-    """Draw the tree of stored segments: shared prefixes stand once, however many sessions
-    begin with them."""
+    """Draw the tree of stored segments: a shared prefix is stored once, however many sessions begin
+    with it."""
     from towerd.cli.output import echo_json
 
     with connect(target) as backend:
@@ -70,12 +70,12 @@ def _entries(found: Json) -> list[Json]:
     return entries
 
 
-def _add_text(backend: Backend, found: Json) -> None:
+def _add_text(backend: ApiClient, found: Json) -> None:
     for entry in _entries(found):
         entry["text"] = backend.segment(entry["id"], text=True)["text"]
 
 
-def _draw(backend: Backend, found: Json) -> None:
+def _draw(backend: ApiClient, found: Json) -> None:
     from rich.tree import Tree
 
     from towerd.cli.output import console

@@ -1,4 +1,4 @@
-"""`towerctl verify`: every stored byte against its checksum."""
+"""`towerctl verify`: check every stored byte against its checksum."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from towerd.cli.client import Target, connect, json_option, target_options
 @click.option(
     "--repair",
     is_flag=True,
-    help="Set damaged files aside now; make a damaged catalog or journal anew from the other.",
+    help="Quarantine damaged files now; rebuild a damaged catalog or journal from the other.",
 )
 @json_option
 @target_options
 def verify(repair: bool, as_json: bool, target: Target) -> None:
-    """Read every file with rows or a boundary state and every frozen session against its
-    checksums, the catalog's pages, indexes and rows against theirs, and catalog, journal and trie
-    against each other. Exit code 1 if anything is damaged."""
+    """Check every file with rows or a boundary state, every frozen session, and the catalog's
+    pages, indexes and rows against their checksums, and catalog, journal and trie against each
+    other. Exit code 1 if anything is damaged."""
     from rich.progress import DownloadColumn
 
     from towerd.cli.output import echo_json, progress_bar

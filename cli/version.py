@@ -1,4 +1,4 @@
-"""`towerd version`, `towerctl version`: what is installed."""
+"""`towerd version`, `towerctl version`: print the installed versions."""
 
 from __future__ import annotations
 

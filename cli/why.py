@@ -1,4 +1,4 @@
-"""`towerctl why`: what keeps a segment where it is."""
+"""`towerctl why`: why a segment is where it is."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WORDS = {
 @json_option
 @target_options
 def why(segment: int, as_json: bool, target: Target) -> None:
-    """Say what the eviction policy knows of SEGMENT: score, prediction, pin and rank, per tier."""
+    """Show how the eviction policy ranks SEGMENT: score, prediction, pin and place, per tier."""
     from towerd.cli.output import echo_json, show_facts
 
     with connect(target) as backend:

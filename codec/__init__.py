@@ -13,7 +13,7 @@ __all__ = ["Codec", "CodecError"]
 
 
 def __getattr__(name: str) -> Any:
-    """`Codec`, imported when it is asked for: a daemon that starts needs no coder yet."""
+    """`Codec`, imported on first use: a daemon needs no coder while it starts."""
     if name != "Codec":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from towerd.codec.codec import Codec

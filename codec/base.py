@@ -1,4 +1,4 @@
-"""What the codec works on: token ids, and the vocabulary they are ids of."""
+"""The input of the codec: token ids and their vocabulary."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import numpy as np
 from towerd.tokens import Ids
 
 IDS_MAX = 1 << 24
-"""Token ids in one blob; a session longer than that is not a chat."""
+"""Maximum number of token ids in one blob; no chat is longer."""
 
 
-class Vocabulary(Protocol):
-    """A model's tokenizer as the codec needs it: tables, and one call."""
+class TokenVocabulary(Protocol):
+    """A model's tokenizer, as far as the codec needs it."""
 
     @property
     def pieces(self) -> Sequence[bytes]:
-        """The bytes each id stands for in text; b"" for control tokens, which are no text."""
+        """The bytes that each id stands for in text; b"" for control tokens."""
         ...
 
     @property
@@ -28,12 +28,12 @@ class Vocabulary(Protocol):
         ...
 
     def tokenize(self, text: bytes) -> Sequence[int] | Ids:
-        """Ids of valid UTF-8: nothing added, no control token read out of the text."""
+        """Ids of valid UTF-8 text; nothing is added and control tokens are not parsed."""
         ...
 
 
 def as_ids(ids: Sequence[int] | Ids) -> Ids:
-    """`ids` as int32[n], those of media (`media.py`) are negative; ValueError if one is none."""
+    """`ids` as int32[n]; those of media (`media.py`) are negative. ValueError for other values."""
     wide = np.asarray(ids, dtype=np.int64).reshape(-1)
     if len(wide) and (int(wide.min()) < -(1 << 31) or int(wide.max()) >= 1 << 31 or -1 in wide):
         raise ValueError("Ids are integers from 0 to 2^31 - 1, or negative and not -1 for media.")
@@ -45,7 +45,7 @@ def ids_hash(ids: Ids) -> bytes:
     return hashlib.blake2b(ids.astype("<i4").tobytes(), digest_size=16).digest()
 
 
-def vocabulary_hash(vocabulary: Vocabulary) -> bytes:
+def vocabulary_hash(vocabulary: TokenVocabulary) -> bytes:
     """8 bytes that name a vocabulary: its pieces and control tokens, in order of their ids."""
     digest = hashlib.blake2b(digest_size=8)
     for table in (vocabulary.pieces, vocabulary.names):

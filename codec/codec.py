@@ -1,4 +1,4 @@
-"""Ids to a blob and back: chooses the form, checks what it wrote, says what is missing.
+"""Ids to a blob and back: chooses the form, verifies each blob, reports what is missing.
 
 codec = Codec(vocabulary)
 blob = codec.encode(ids, base=prefix_ids)
@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from towerd.codec import container, kept, media
-from towerd.codec.base import IDS_MAX, Vocabulary, as_ids, ids_hash, vocabulary_hash
+from towerd.codec.base import IDS_MAX, TokenVocabulary, as_ids, ids_hash, vocabulary_hash
 from towerd.codec.container import BY_NAME, Blob
 from towerd.codec.errors import CodecError, Damaged, UnknownModel, WrongBase, WrongVocabulary
 from towerd.codec.fallback import Packed, Ranked, ZstdText
@@ -27,7 +27,7 @@ from towerd.codec.prior import file
 from towerd.tokens import Ids
 
 AUTO = ("packed", "ranked", "text", "mix")
-"""What `auto` chooses from, and `network` where there is a mini model."""
+"""The forms that `auto` chooses from, besides `network` if there is a mini model."""
 log = logging.getLogger(__name__)
 
 
@@ -35,11 +35,14 @@ class Codec:
     """Codes the ids of one vocabulary. Thread-safe; the first use of a form builds its tables."""
 
     def __init__(
-        self, vocabulary: Vocabulary, networks: Sequence[FormCoder] = (), tables: Path | None = None
+        self,
+        vocabulary: TokenVocabulary,
+        networks: Sequence[FormCoder] = (),
+        tables: Path | None = None,
     ) -> None:
         """`networks`: forms that need a model (`models/`), instead of those of the package.
-        `tables`: the folder where tables that blobs need are kept, in case a release brings another
-        one."""
+        `tables`: a folder for copies of the tables that blobs need, because a later release may
+        have other tables."""
         self.vocabulary = vocabulary
         self._tables = tables
         self.vocabulary_hash = vocabulary_hash(vocabulary)
@@ -58,11 +61,11 @@ class Codec:
     def encode(
         self, ids: Sequence[int] | Ids, base: Sequence[int] | Ids = (), form: str = "auto"
     ) -> bytes:
-        """The blob of `ids`, which follow `base` (context: it must be given again to decode).
+        """The blob of `ids`, which follow `base` (context that `decode` needs, too).
 
-        `form` is "auto" (the smallest) or a name in `container.FORMS`. The blob was decoded again
-        and compared before it is returned. Raises ValueError for ids that are not in the vocabulary
-        or too many, RuntimeError if a form does not give back what it was given.
+        `form` is "auto" (the smallest) or a name in `container.FORMS`. The blob is decoded and
+        compared before it is returned. Raises ValueError if there are too many ids or one is not in
+        the vocabulary, RuntimeError if a form does not give back the ids it was given.
         """
         wanted, before = as_ids(ids), as_ids(base)
         self._check_ids(wanted)
@@ -73,22 +76,22 @@ class Codec:
         return min((self._encode(wanted, before, self._coder(name)) for name in names), key=len)
 
     def decode(self, blob: bytes, base: Sequence[int] | Ids = ()) -> Ids:
-        """int32[n] ids of a blob, whose hash is checked. Raises a CodecError that says what is
-        wrong or missing."""
+        """int32[n] ids of a blob, checked against their hash. Raises a CodecError that says what
+        is wrong or missing."""
         parsed = container.read(blob)
         before = as_ids(base)
         self._check_needs(parsed, before)
         return self._decode(parsed, before)
 
     def keep(self, blob: bytes) -> None:
-        """See to it that what a blob needs of this package is in `tables`, before the blob is
+        """Copy the tables and models that a blob needs into `tables`; call it before the blob is
         relied on. Raises OSError."""
         form = container.read(blob).form.name
         if self._tables is not None and form not in self._networks:
             kept.keep(self._tables, self._coder(form))
 
     def can_decode(self, blob: bytes) -> bool:
-        """Whether all that the blob needs besides its base is here."""
+        """Whether everything that the blob needs besides its base is available."""
         parsed = container.read(blob)
         try:
             self._check_model(parsed, self._coder_of(parsed))
@@ -97,7 +100,7 @@ class Codec:
         return parsed.vocabulary == self.vocabulary_hash
 
     def text_coder(self) -> Mix | Network:
-        """The form that takes the fewest bits for a text: `network`, or `mix` where there is no mini
+        """The form that takes the fewest bits for a text: `network`, or `mix` if there is no mini
         model. UnknownModel if the package has no table."""
         coder = self._coder(self._auto()[-1])
         assert isinstance(coder, Mix | Network)
@@ -127,7 +130,7 @@ class Codec:
             return self._made[name]
 
     def _coder_of(self, blob: Blob) -> FormCoder:
-        """The coder that reads a blob, with what was kept of an earlier release if it needs that.
+        """The coder that reads a blob, with the kept table of an earlier release if it needs one.
         Raises UnknownModel."""
         here = blob.form.name in self._makers or blob.form.name in self._networks
         coder = self._coder(blob.form.name) if here else None

@@ -1,8 +1,8 @@
 """Binary decisions to bits and back: constriction's range coder.
 
-Probabilities are integers out of 65536 and reach the coder as float64 (exact), which it cuts to
-24 bits without the search for a best fit (`perfect=False`): the same bits on every machine. The
-output is bytes without the zeros at its end, which reading puts back.
+Probabilities are integers out of 65536. The coder gets them as float64 (exact) and truncates them
+to 24 bits without searching for the best fit (`perfect=False`), so every machine writes the same
+bits. The output has no trailing zero bytes; the decoder adds them again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from towerd.codec.errors import Damaged
 
 _SCALE = 65536
 _MODELS: dict[int, Any] = {}
-"""One model object per probability that ever occurred, at most 65,535."""
+"""One model object per probability that has occurred, at most 65,535."""
 
 
 class Encoder:
@@ -32,21 +32,21 @@ class Encoder:
             self._coder.encode(bits, stream.model.Bernoulli(perfect=False), chances)
 
     def finish(self) -> bytes:
-        """Everything that was put."""
+        """The bytes of all decisions."""
         words = self._coder.get_compressed()
         return bytes(words.astype("<u4").tobytes().rstrip(b"\0"))
 
 
 class Decoder:
-    """Gives decisions back. Most bytes decode to something: the caller checks what it got."""
+    """Decodes decisions. Most bytes decode to something, so the caller must check the result."""
 
     def __init__(self, data: bytes) -> None:
         words = np.frombuffer(data + bytes(-len(data) % 4), "<u4").astype(np.uint32)
         self._coder = stream.queue.RangeDecoder(words)
 
     def take(self, probability: int) -> int:
-        """The next decision, which is 1 with `probability` of 65536. Damaged for bytes that no
-        encoder writes."""
+        """The next decision, which is 1 with `probability` out of 65536. Raises Damaged for bytes
+        that no encoder writes."""
         model = _MODELS.get(probability)
         if model is None:
             model = _MODELS[probability] = stream.model.Bernoulli(

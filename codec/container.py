@@ -9,10 +9,10 @@
     of version 2, varint: bytes of the media | the media among the ids (`media.py`)
     padding | BLAKE2b-64 of everything before
 
-The checksum covers every byte, so a flipped one is an error before anything is decoded; the hash
-of the ids catches what a wrong model would decode to. A blob without media has version 1,
-so that earlier releases read it. A reader takes no memory that
-the length of the blob does not justify: a blob has a byte for every IDS_PER_BYTE_MAX ids or symbols.
+The checksum covers every byte, so a flipped byte is an error before anything is decoded. The hash
+of the ids catches what a wrong model would decode. A blob without media has version 1, so that
+earlier releases can read it. A reader allocates no more memory than the length of the blob
+justifies: a blob has at least a byte for every IDS_PER_BYTE_MAX ids or symbols.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CHECKSUM_BYTES = 8
 _MODEL_BYTES = 8
 _BASE_BYTES = 16
 BASE_HEAD_BYTES = _BASE_BYTES + 2
-"""What naming a base takes in a blob, about."""
+"""About how many bytes naming a base takes in a blob."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,8 @@ BY_NAME = {form.name: form for form in FORMS}
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """Symbols (whatever the form codes one by one) that have a coder of their own, and what it
-    wrote for them."""
+class CodedChunk:
+    """Symbols (whatever the form codes one by one) with a coder of their own, and its output."""
 
     n_symbols: int
     bits: bytes
@@ -80,13 +79,13 @@ class Blob:
     vocabulary: bytes
     hash: bytes
     n_ids: int
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[CodedChunk, ...]
     side: bytes = b""
     base_ids: int = 0
     base_hash: bytes = b""
     model: bytes = b""
     media: bytes = b""
-    """What is not coded; empty: all ids are tokens."""
+    """The media, which are not coded; empty if all ids are tokens."""
 
 
 def write(blob: Blob) -> bytes:
@@ -109,11 +108,11 @@ def write(blob: Blob) -> bytes:
 
 
 def read(data: bytes) -> Blob:
-    """Parse and check a blob that may be anything.
+    """Parse and check a blob from an untrusted source.
 
     Raises Truncated, NewerVersion or Damaged; decodes nothing."""
     form, version, vocabulary, hash_ = _read_fixed(data)
-    reader = varint.Reader(data[_FIXED.size : -_CHECKSUM_BYTES])
+    reader = varint.VarintReader(data[_FIXED.size : -_CHECKSUM_BYTES])
     n_ids = reader.number(IDS_MAX + 1)
     if n_ids > len(data) * IDS_PER_BYTE_MAX:
         raise Damaged(f"The blob is damaged: {len(data)} bytes cannot hold {n_ids} ids.")
@@ -131,13 +130,13 @@ def read(data: bytes) -> Blob:
         raise Damaged("The blob is damaged: its padding is not empty.")
     if sum(sizes[::2]) > len(data) * IDS_PER_BYTE_MAX:
         raise Damaged(f"The blob is damaged: {len(data)} bytes cannot hold that many symbols.")
-    chunks = tuple(map(Chunk, sizes[::2], bits))
+    chunks = tuple(map(CodedChunk, sizes[::2], bits))
     return Blob(form, vocabulary, hash_, n_ids, chunks, side, base_ids, base_hash, model, media)
 
 
 def claimed_hash(data: bytes) -> bytes:
-    """The hash of the ids that a blob says it has, of a damaged one as well; b"" if it is too
-    short. Ids that have this hash are those of the blob."""
+    """The hash of its ids that a blob states, even if it is damaged; b"" if it is too short.
+    Ids with this hash are the ids of the blob."""
     if len(data) < _FIXED.size:
         return b""
     found: bytes = _FIXED.unpack_from(data)[-1]

@@ -8,7 +8,7 @@ class CodecError(Exception):
 
 
 class Truncated(CodecError):
-    """The blob ends before its header says so."""
+    """The blob is shorter than its header says."""
 
 
 class Damaged(CodecError):
@@ -28,4 +28,4 @@ class WrongVocabulary(CodecError):
 
 
 class WrongBase(CodecError):
-    """The blob is conditioned on a prefix that was not given, or not this one."""
+    """The blob is conditioned on a prefix that was not given, or on another one."""

@@ -1,9 +1,9 @@
-"""Forms that need no model: what every machine with the same vocabulary can read.
+"""Forms that need no model: every machine with the same vocabulary can read them.
 
-`packed` needs nothing but the ids. `ranked` replaces an id by its rank in the bundled sample, so
-that most take one byte, and compresses that with zstd and the sample as dictionary; `text` does
-the same with the text. Ranks come from the pieces alone (longest match, not the tokenizer), so a
-tokenizer that changes its merges does not change them.
+`packed` needs nothing but the ids. `ranked` replaces each id by its rank in the bundled sample, so
+that most take one byte, and compresses the result with zstd and the sample as its dictionary;
+`text` does the same with the text. Ranks follow from the pieces alone (longest match, not the
+tokenizer), so they stay the same if a tokenizer changes its merges.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import numpy.typing as npt
 import zstandard
 
 from towerd.codec import sample, varint
-from towerd.codec.base import Vocabulary
-from towerd.codec.container import Chunk
+from towerd.codec.base import TokenVocabulary
+from towerd.codec.container import CodedChunk
 from towerd.codec.errors import Damaged
 from towerd.codec.forms import Coded
 from towerd.codec.text import from_ids, parse, to_ids
@@ -33,18 +33,20 @@ Ranks = npt.NDArray[np.uint32]
 
 
 class Packed:
-    """Ids of as many bits as the vocabulary needs."""
+    """Ids, each in as many bits as the vocabulary needs."""
 
     name, model, uses_base = "packed", b"", False
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: TokenVocabulary) -> None:
         self.n_tokens = len(vocabulary.pieces)
         self.width = max(1, (self.n_tokens - 1).bit_length())
 
     def encode(self, ids: Ids, base: Ids) -> Coded:
         """The bits, most significant first."""
         shifts = np.arange(self.width - 1, -1, -1)
-        return Coded(b"", (Chunk(len(ids), np.packbits(ids[:, None] >> shifts & 1).tobytes()),))
+        return Coded(
+            b"", (CodedChunk(len(ids), np.packbits(ids[:, None] >> shifts & 1).tobytes()),)
+        )
 
     def decode(self, coded: Coded, n_ids: int, base: Ids) -> Ids:
         """The ids again."""
@@ -61,8 +63,8 @@ class Ranked:
 
     name, uses_base = "ranked", False
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        """Takes about a second: the ranks are counted once per vocabulary."""
+    def __init__(self, vocabulary: TokenVocabulary) -> None:
+        """Count the ranks, once per vocabulary; it takes about a second."""
         segments = _longest_matches(sample.load(), vocabulary.pieces)
         self.order = _by_count(segments, len(vocabulary.pieces))
         self.ranks = np.empty(len(self.order), np.uint32)
@@ -74,7 +76,7 @@ class Ranked:
 
     def encode(self, ids: Ids, base: Ids) -> Coded:
         """The compressed varints."""
-        return Coded(b"", (Chunk(len(ids), self.zstd.compress(varint.pack(self.ranks[ids]))),))
+        return Coded(b"", (CodedChunk(len(ids), self.zstd.compress(varint.pack(self.ranks[ids]))),))
 
     def decode(self, coded: Coded, n_ids: int, base: Ids) -> Ids:
         """The ids again."""
@@ -92,7 +94,7 @@ class ZstdText:
 
     name, uses_base = "text", False
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: TokenVocabulary) -> None:
         self.vocabulary = vocabulary
         self.zstd, self.model = _Zstd(sample.load()), sample.name()
         self.piece_bytes_max = max(map(len, vocabulary.pieces), default=1) + 1
@@ -100,7 +102,7 @@ class ZstdText:
     def encode(self, ids: Ids, base: Ids) -> Coded:
         """Exceptions, and the compressed text."""
         text = from_ids(ids, self.vocabulary)
-        return Coded(text.side(), (Chunk(len(ids), self.zstd.compress(text.text)),))
+        return Coded(text.side(), (CodedChunk(len(ids), self.zstd.compress(text.text)),))
 
     def decode(self, coded: Coded, n_ids: int, base: Ids) -> Ids:
         """The ids again."""
@@ -109,7 +111,7 @@ class ZstdText:
 
 
 class _Zstd:
-    """zstd with a dictionary: no magic number, checksum or size, which the container has."""
+    """zstd with a dictionary; the container has the magic number, checksum and size."""
 
     def __init__(self, dictionary: bytes) -> None:
         self.dictionary = zstandard.ZstdCompressionDict(
@@ -134,7 +136,7 @@ class _Zstd:
         return self._compressor.compress(data)
 
     def decompress(self, frame: bytes, bytes_max: int) -> bytes:
-        """Back again, reading no further than `bytes_max` bytes; Damaged for anything else."""
+        """The data of a frame, at most `bytes_max` bytes; Damaged for anything else."""
         decompressor = zstandard.ZstdDecompressor(
             dict_data=self.dictionary,
             max_window_size=_WINDOW_BYTES_MAX,
@@ -151,7 +153,7 @@ class _Zstd:
 
 
 def _longest_matches(text: bytes, pieces: Sequence[bytes]) -> npt.NDArray[np.int64]:
-    """Ids that spell `text`, each the longest piece that fits; bytes no piece has are skipped."""
+    """Ids that spell `text`, each the longest piece that fits; other bytes are skipped."""
     table = {}
     for token in range(len(pieces) - 1, -1, -1):
         if 0 < len(pieces[token]) <= _PIECE_BYTES_MAX:
@@ -171,6 +173,6 @@ def _longest_matches(text: bytes, pieces: Sequence[bytes]) -> npt.NDArray[np.int
 
 
 def _by_count(segments: npt.NDArray[np.int64], n_tokens: int) -> Ids:
-    """All ids, the most frequent first; equals and those that never occur by id."""
+    """All ids, the most frequent first; ids that occur equally often are in order."""
     counts = Counter(segments.tolist())
     return np.array(sorted(range(n_tokens), key=lambda i: (-counts[i], i)), np.int32)

@@ -1,21 +1,21 @@
-"""What a form of a blob is to the codec."""
+"""The interface between the codec and the forms of a blob."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Protocol
 
-from towerd.codec.container import Chunk
+from towerd.codec.container import CodedChunk
 from towerd.codec.errors import Damaged
 from towerd.tokens import Ids
 
 
 @dataclass(frozen=True)
 class Coded:
-    """What a form makes of ids: side information, and the coder's output by chunk."""
+    """The encoded ids: side information, and the coder's output by chunk."""
 
     side: bytes
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[CodedChunk, ...]
 
     def only_chunk(self) -> bytes:
         """The bits of a form that has one chunk; Damaged if there are more or none."""
@@ -34,7 +34,7 @@ class FormCoder(Protocol):
 
     @property
     def model(self) -> bytes:
-        """8 bytes that name what it needs besides the vocabulary; b"" for nothing."""
+        """8 bytes that name the model or table it needs; b"" if it needs none."""
         ...
 
     @property
@@ -43,9 +43,9 @@ class FormCoder(Protocol):
         ...
 
     def encode(self, ids: Ids, base: Ids) -> Coded:
-        """Ids that are all in the vocabulary, at least one, after `base`."""
+        """Encode at least one id, all of them in the vocabulary, that follow `base`."""
         ...
 
     def decode(self, coded: Coded, n_ids: int, base: Ids) -> Ids:
-        """The ids again; Damaged if this is nothing that `encode` gives."""
+        """The ids again; Damaged if `encode` cannot have written this."""
         ...

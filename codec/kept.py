@@ -1,8 +1,8 @@
-"""Copies of the tables and models that blobs were written with, in a folder beside the blobs: a
-release that brings others reads them as before.
+"""Copies of the tables and models that blobs were written with, in a folder beside the blobs, so
+that a release with other tables or models can still read them.
 
-    mix-NAME.gguf    a table, by the name that blobs in `mix` have of it
-    mini-NAME.gguf   a mini model, by the name that blobs in `network` have of it and its table
+    mix-NAME.gguf    a table, by the name that `mix` blobs give it
+    mini-NAME.gguf   a mini model, by the name that `network` blobs give it and its table
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from towerd.codec.base import Vocabulary
+from towerd.codec.base import TokenVocabulary
 from towerd.codec.container import Blob
 from towerd.codec.errors import UnknownModel
 from towerd.codec.forms import FormCoder
@@ -24,17 +24,18 @@ from towerd.codec.prior.file import Prior
 
 
 def keep(folder: Path, coder: FormCoder) -> None:
-    """Put what a form of the package needs into `folder`, unless it is there: whole or not at all,
-    and durable. One thread of one process at a time. Raises OSError."""
+    """Copy the files that a form of the package needs into `folder`, unless they are there. Each
+    copy is durable, and whole or absent. For one thread of one process at a time. Raises
+    OSError."""
     if isinstance(coder, Mix | Network):
         _copy(file.PATH, _table_path(folder, coder.prior.name))
     if isinstance(coder, Network):
         _copy(mini.PATH, _mini_path(folder, coder.model))
 
 
-def find(folder: Path, vocabulary: Vocabulary, blob: Blob) -> FormCoder | None:
-    """The form that reads a blob, with what was kept for it; None if nothing was. UnknownModel if
-    that is damaged."""
+def find(folder: Path, vocabulary: TokenVocabulary, blob: Blob) -> FormCoder | None:
+    """The form that reads a blob, with the files kept for it; None if none were kept. UnknownModel
+    if they are damaged."""
     if blob.form.name == Mix.name:
         prior = _table(_table_path(folder, blob.model))
         return None if prior is None else Mix(vocabulary, prior)
@@ -45,7 +46,7 @@ def find(folder: Path, vocabulary: Vocabulary, blob: Blob) -> FormCoder | None:
         try:
             network = mini.mini_network(vocabulary, path, prior)
         except UnknownModel:
-            continue  # of another table
+            continue  # the mini model belongs to another table
         if network.model == blob.model:
             return network
     raise UnknownModel(f"The model {path} or its table is damaged: put a copy of it there.")

@@ -1,7 +1,7 @@
-"""Media among the ids of a blob: pictures and sounds have negative ids, which are nobody's tokens.
+"""Media among the ids of a blob: pictures and sounds have negative ids, which no token has.
 
-They are hashes, so that nothing makes them shorter: they stand in the blob as they are, beside the
-tokens, which are coded as if there were no media between them.
+These ids are hashes and cannot be compressed, so a blob stores them as they are, beside the tokens.
+The tokens are coded as if there were no media between them.
 
     varint: runs, then per run varints: tokens before it since the last one, and its ids
     the ids of all runs, int32
@@ -17,7 +17,7 @@ from towerd.tokens import Ids
 
 
 def tokens_of(ids: Ids) -> Ids:
-    """What is left without the media."""
+    """The ids without the media."""
     return ids[ids >= 0]
 
 
@@ -49,12 +49,12 @@ def put_back(tokens: Ids, media: bytes) -> Ids:
 
 
 def count(media: bytes) -> int:
-    """How many ids they have. Raises Damaged."""
+    """The number of media ids. Raises Damaged."""
     return len(_parsed(media)[1]) if media else 0
 
 
 def _parsed(media: bytes) -> tuple[list[tuple[int, int]], Ids]:
-    reader = varint.Reader(media)
+    reader = varint.VarintReader(media)
     numbers = reader.numbers(2 * reader.number(len(media)))
     rest = reader.rest()
     pairs = list(zip(numbers[::2], numbers[1::2], strict=True))

@@ -1,7 +1,8 @@
 """The form `mix`: text in the tokens of the mini model, coded with context mixing.
 
-Portable: the table is in the package and all arithmetic is on integers. The base is read, not
-coded, so that names and phrases of a shared prompt cost next to nothing in the session.
+It is portable: the table is in the package and all arithmetic is on integers. The mixer reads the
+base without coding it, so that names and phrases of a shared prompt cost next to nothing in the
+session.
 """
 
 from __future__ import annotations
@@ -11,33 +12,33 @@ from typing import Protocol
 
 import numpy as np
 
-from towerd.codec.base import Vocabulary
+from towerd.codec.base import TokenVocabulary
 from towerd.codec.coder import Decoder, Encoder
-from towerd.codec.container import Chunk
+from towerd.codec.container import CodedChunk
 from towerd.codec.forms import Coded
-from towerd.codec.mixers import Mixers, Symbols
+from towerd.codec.mixer_pool import MixerPool, Symbols
 from towerd.codec.prior.file import Prior
 from towerd.codec.prior.state import bits_of
 from towerd.codec.text import MARK_FIRST, as_context, from_ids, parse, split, to_ids
 from towerd.tokens import Ids
 
 BASE_IDS_MAX = 16384
-"""Of a longer base, the last ids are read."""
+"""Only the last ids of a longer base are read."""
 _KINDS = (1, 2, 3, 0, 4, 5, 6, 7)
-"""Which control token of the mini vocabulary each kind of mark is: its chat form has the tokens
+"""The control token of the mini vocabulary for each kind of mark. Its chat form has the tokens
 begin (of the text), start (of a message), end, and thirteen without a meaning."""
 
 
 class TextCoder(Protocol):
-    """A form that says what a text costs, without writing it."""
+    """A form that can tell what a text costs without writing it."""
 
     def symbols(self, ids: Ids) -> Symbols:
         """The symbols of ids of the vocabulary."""
         ...
 
     def costs(self, symbols: Symbols, contexts: Sequence[Symbols]) -> list[float]:
-        """Bits of symbols that follow each of `contexts`, of which the last BASE_IDS_MAX are
-        read."""
+        """The bits that the symbols take after each of `contexts`; only the last BASE_IDS_MAX
+        symbols of a context are read."""
         ...
 
 
@@ -69,7 +70,7 @@ class MiniText:
         return self.prior.ranks[np.array(ids, np.int64)]
 
     def _tokenize(self, run: bytes) -> list[int]:
-        """llama.cpp takes some names of control tokens in a text for the token: spell those."""
+        """llama.cpp takes some names of control tokens in a text for the token: spell them out."""
         ids: list[int] = self.prior.vocabulary.tokenize(run).tolist()
         if self.spelled.keys().isdisjoint(ids):
             return ids
@@ -81,24 +82,24 @@ class MiniText:
 
 
 class Mix:
-    """A `FormCoder`."""
+    """The `FormCoder` of `mix`."""
 
     name, uses_base = "mix", True
 
-    def __init__(self, vocabulary: Vocabulary, prior: Prior) -> None:
+    def __init__(self, vocabulary: TokenVocabulary, prior: Prior) -> None:
         self.vocabulary, self.prior = vocabulary, prior
         self.mini = MiniText(prior)
         self.model = prior.name
-        self._mixers = Mixers(prior.mixer)
+        self._mixers = MixerPool(prior.mixer)
 
     def encode(self, ids: Ids, base: Ids) -> Coded:
         """One chunk."""
         text = from_ids(ids, self.vocabulary)
         symbols = self.mini.symbols(text.text)
         encoder = Encoder()
-        with self._mixers.lent(len(symbols), self._context(base, text.kinds)) as mixer:
+        with self._mixers.borrow(len(symbols), self._context(base, text.kinds)) as mixer:
             encoder.put(*mixer.encode(0, symbols))
-        return Coded(text.side(), (Chunk(len(symbols), encoder.finish()),))
+        return Coded(text.side(), (CodedChunk(len(symbols), encoder.finish()),))
 
     def decode(self, coded: Coded, n_ids: int, base: Ids) -> Ids:
         """The ids again."""
@@ -106,7 +107,7 @@ class Mix:
         n_symbols = coded.chunks[0].n_symbols
         kinds = parse(b"", coded.side).kinds
         take, ranks = Decoder(bits).take, []
-        with self._mixers.lent(n_symbols, self._context(base, kinds)) as mixer:
+        with self._mixers.borrow(n_symbols, self._context(base, kinds)) as mixer:
             step = mixer.step
             for _ in range(n_symbols):
                 answer = mixer.begin(0)
@@ -117,14 +118,14 @@ class Mix:
         return np.array(to_ids(text, self.vocabulary), np.int32)
 
     def symbols(self, ids: Ids) -> Symbols:
-        """As `TextCoder`."""
+        """See `TextCoder.symbols`."""
         return self.mini.symbols(from_ids(ids, self.vocabulary).text)
 
     def costs(self, symbols: Symbols, contexts: Sequence[Symbols]) -> list[float]:
-        """As `TextCoder`."""
+        """See `TextCoder.costs`."""
         found = []
         for context in contexts:
-            with self._mixers.lent(len(symbols), context[-BASE_IDS_MAX:]) as mixer:
+            with self._mixers.borrow(len(symbols), context[-BASE_IDS_MAX:]) as mixer:
                 found.append(bits_of(*mixer.encode(0, symbols)))
         return found
 

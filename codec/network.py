@@ -2,8 +2,8 @@
 
 Text is coded in the tokens of the mini model, whose numbers are the same on every machine. It is cut
 into chunks, which are read side by side: one step of the model is one batch with the next token of
-each. The chunks share one mixer, so what one of them taught it helps the others from the next step
-on.
+each chunk. The chunks share one mixer, so what it learns from one helps the others from the next
+step on.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from contextlib import AbstractContextManager, ExitStack
 
 import numpy as np
 
-from towerd.codec.base import Vocabulary
+from towerd.codec.base import TokenVocabulary
 from towerd.codec.coder import Decoder, Encoder
-from towerd.codec.container import Chunk
+from towerd.codec.container import CodedChunk
 from towerd.codec.errors import Damaged, UnknownModel
 from towerd.codec.forms import Coded
 from towerd.codec.mix import BASE_IDS_MAX, MiniText
-from towerd.codec.mixers import Mixers, Symbols
-from towerd.codec.models.base import Predictor
-from towerd.codec.models.lending import Predictors
+from towerd.codec.mixer_pool import MixerPool, Symbols
+from towerd.codec.models.base import TokenPredictor
+from towerd.codec.models.predictor_pool import PredictorPool
 from towerd.codec.prior.file import Prior
 from towerd.codec.prior.state import bits_of
 from towerd.codec.text import as_context, from_ids, parse, to_ids
@@ -30,7 +30,7 @@ from towerd.kernels.mixing import Mixer
 from towerd.tokens import Ids
 
 TEXT_SYMBOLS = 8192
-"""Symbols of a chunk: the kernel is fast enough for one text by itself."""
+"""Symbols of a chunk. Large, because the kernel is fast enough on a single text."""
 _FORMAT = b"2"
 
 
@@ -38,21 +38,21 @@ class Lanes:
     """Codes lists of ranks, one per chunk, with a mixer and a model in step."""
 
     def __init__(
-        self, predictor: Predictor, ids: Symbols, make: Callable[[], Mixer], first: int
+        self, predictor: TokenPredictor, ids: Symbols, make: Callable[[], Mixer], first: int
     ) -> None:
         """`ids` [n]: the model's id of each rank; `first`: the id that every text starts with."""
         self.lanes_max, self.window, self.first = predictor.lanes_max, predictor.window, first
         self.ids = ids.tolist()
         self.order = ids.astype(np.int64)
-        self._mixers, self._predictors = Mixers(make), Predictors(predictor)
+        self._mixers, self._predictors = MixerPool(make), PredictorPool(predictor)
 
     def encode(self, chunks: Sequence[Symbols], context: Symbols) -> list[bytes]:
         """The bits of each chunk."""
         sizes = [len(chunk) for chunk in chunks]
         encoders = [Encoder() for _ in chunks]
-        # What comes before each symbol is known: some steps of a lane go through the model at once.
+        # All symbols are known, so the model evaluates several steps of a lane at once.
         before = [[self.first, *self.order[chunk[:-1]].tolist()][: len(chunk)] for chunk in chunks]
-        with self._predictors.lent() as predictor, self._mixer(sizes, context) as mixer:
+        with self._predictors.borrow() as predictor, self._mixer(sizes, context) as mixer:
             for start in range(0, max(sizes, default=0), self.window):
                 some = [tokens[start : start + self.window] for tokens in before]
                 pairs = [(lane, token) for lane, tokens in enumerate(some) for token in tokens]
@@ -69,9 +69,9 @@ class Lanes:
         """Bits of one chunk after each of `contexts`: the model reads it once for all of them."""
         before = [self.first, *self.order[symbols[:-1]].tolist()]
         found = np.zeros(len(contexts))
-        with self._predictors.lent() as predictor, ExitStack() as stack:
-            lent = [self._mixer([len(symbols)], context) for context in contexts]
-            mixers = [stack.enter_context(each) for each in lent]
+        with self._predictors.borrow() as predictor, ExitStack() as stack:
+            borrow = [self._mixer([len(symbols)], context) for context in contexts]
+            mixers = [stack.enter_context(each) for each in borrow]
             for start in range(0, len(symbols), self.window):
                 pairs = [(0, token) for token in before[start : start + self.window]]
                 for at, counts in enumerate(predictor.feed(pairs), start):
@@ -85,7 +85,7 @@ class Lanes:
         """The ranks of each chunk."""
         decoders = [Decoder(each) for each in bits]
         out: list[list[int]] = [[] for _ in sizes]
-        with self._predictors.lent() as predictor, self._mixer(sizes, context) as mixer:
+        with self._predictors.borrow() as predictor, self._mixer(sizes, context) as mixer:
             last = [self.first] * len(sizes)
             for step in range(max(sizes, default=0)):
                 lanes = [lane for lane, size in enumerate(sizes) if step < size]
@@ -101,7 +101,7 @@ class Lanes:
     def _mixer(self, sizes: Sequence[int], context: Symbols) -> AbstractContextManager[Mixer]:
         if len(sizes) > self.lanes_max:
             raise Damaged(f"The blob is damaged: it has {len(sizes)} chunks side by side.")
-        return self._mixers.lent(sum(sizes), context, max(1, len(sizes)))
+        return self._mixers.borrow(sum(sizes), context, max(1, len(sizes)))
 
 
 def cut(symbols: Symbols, chunk_symbols: int, lanes_max: int) -> list[Symbols]:
@@ -110,8 +110,8 @@ def cut(symbols: Symbols, chunk_symbols: int, lanes_max: int) -> list[Symbols]:
     return [np.ascontiguousarray(part) for part in np.array_split(symbols, n_chunks)]
 
 
-def _chunked(parts: Sequence[Symbols], bits: Sequence[bytes]) -> tuple[Chunk, ...]:
-    return tuple(Chunk(len(part), each) for part, each in zip(parts, bits, strict=True))
+def _chunked(parts: Sequence[Symbols], bits: Sequence[bytes]) -> tuple[CodedChunk, ...]:
+    return tuple(CodedChunk(len(part), each) for part, each in zip(parts, bits, strict=True))
 
 
 class Network:
@@ -121,12 +121,12 @@ class Network:
 
     def __init__(
         self,
-        vocabulary: Vocabulary,
+        vocabulary: TokenVocabulary,
         prior: Prior,
-        predictor: Predictor,
+        predictor: TokenPredictor,
         chunk_symbols: int = TEXT_SYMBOLS,
     ) -> None:
-        """UnknownModel if the model is not of the prior's vocabulary."""
+        """UnknownModel if the model has another vocabulary than the prior."""
         if predictor.n_tokens != len(prior.ids):
             raise UnknownModel(
                 f"The mini model has {predictor.n_tokens} tokens and its table "
@@ -154,11 +154,11 @@ class Network:
         return np.array(to_ids(parse(text, coded.side), self.vocabulary), np.int32)
 
     def symbols(self, ids: Ids) -> Symbols:
-        """As `TextCoder`."""
+        """See `TextCoder.symbols`."""
         return self.mini.symbols(from_ids(ids, self.vocabulary).text)
 
     def costs(self, symbols: Symbols, contexts: Sequence[Symbols]) -> list[float]:
-        """As `TextCoder`; a long text is not cut into chunks."""
+        """See `TextCoder.costs`; a long text is not cut into chunks."""
         return self.lanes.costs(symbols, [context[-BASE_IDS_MAX:] for context in contexts])
 
     def _context(self, base: Ids, kinds: tuple[int, ...]) -> Symbols:
@@ -166,7 +166,7 @@ class Network:
 
 
 def network_hash(prior: bytes, predictor: bytes, n_ctx: int) -> bytes:
-    """8 bytes that name a table and a mini model, as the form `network` uses them."""
+    """8 bytes that name a table and a mini model together, for the form `network`."""
     return _hash(_FORMAT, prior, predictor, n_ctx.to_bytes(4, "little"))
 
 

@@ -1,4 +1,4 @@
-"""The bundled sample of chat: what dictionaries and ranks are derived from.
+"""The bundled sample of chat, from which dictionaries and ranks are derived.
 
 `python -m towerd.codec.sample DATA OUT` builds it from a folder of chat data (`train.jsonl.zst` and
 `assistant_wildbench.jsonl.zst`; the licences are in NOTICE). A blob names the sample that it was
@@ -35,7 +35,7 @@ _RECORD_BYTES_MAX = 6_000
 
 @functools.cache
 def load() -> bytes:
-    """The sample: UTF-8 text, records apart by a form feed."""
+    """The sample: UTF-8 text, with a form feed between records."""
     return zstandard.ZstdDecompressor().decompress(PATH.read_bytes(), TEXT_BYTES_MAX)
 
 
@@ -48,7 +48,7 @@ def name() -> bytes:
 def build(data: Path) -> bytes:
     """The sample of the chat data in `data`: whole short records, chosen by their hash.
 
-    Sets that matter most come last, where a zstd dictionary finds them cheapest."""
+    The sets that matter most come last, where references into a zstd dictionary are cheapest."""
     chosen: dict[str, list[tuple[bytes, str]]] = {name: [] for name in SHARES}
     for file in ("train.jsonl.zst", "assistant_wildbench.jsonl.zst"):
         for line in _lines(data / file):

@@ -4,8 +4,8 @@ Ids become runs of valid UTF-8 between *marks*: control tokens, and tokens whose
 valid UTF-8 where they stand (a lone byte of a character). A mark is one of the bytes 0xF8 to 0xFF,
 which valid UTF-8 never has: 0xF8 + k is the k-th kind of mark of this text, 0xFF one that the side
 information names each time. The runs are tokenized again on the way back; where the result is not
-what the ids were (models do write other tokenizations than their tokenizer), an exception says
-which ids stand there. Nothing here can lose an id: what does not align is an exception as a whole.
+what the ids were (models do not always write what their tokenizer would), an exception lists the
+ids that stand there. No id can be lost: a run that does not align is an exception as a whole.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from towerd.codec import varint
-from towerd.codec.base import Vocabulary
+from towerd.codec.base import TokenVocabulary
 from towerd.codec.errors import Damaged
 from towerd.tokens import Ids
 
@@ -34,8 +34,8 @@ KIND_NAMES: tuple[tuple[bytes, ...], ...] = (
     (b"<|end_header_id|>", b"[/INST]", b"<|message|>"),
     (b"<s>", b"<bos>", b"<|begin_of_text|>", b"<|endoftext|>", b"<|startoftext|>"),
 )  # fmt: skip
-"""Marks with a meaning that templates share have a fixed kind, so that a model of text can know
-them: start of a message, its end, end of a message's header, start of the text."""
+"""Marks whose meaning templates share have a fixed kind, so that a text model can learn them:
+start of a message, its end, end of a message's header, start of the text."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Text:
     strip: bool = False
 
     def side(self) -> bytes:
-        """Everything but the text, as bytes."""
+        """The side information: everything but the text, as bytes."""
         numbers = [int(self.strip), len(self.kinds), *(i + 1 for i in self.kinds)]
         numbers += [len(self.others), *self.others, len(self.exceptions)]
         at = 0
@@ -71,7 +71,7 @@ class Text:
 
 def parse(text: bytes, side: bytes) -> Text:
     """The Text of a text and its `side()`. Damaged if they do not fit together."""
-    reader = varint.Reader(side)
+    reader = varint.VarintReader(side)
     strip = bool(reader.number(2))
     kinds = tuple(i - 1 for i in reader.numbers(reader.number(KINDS_MAX + 1)))
     others = tuple(reader.numbers(reader.number()))
@@ -86,7 +86,7 @@ def parse(text: bytes, side: bytes) -> Text:
     return Text(text, kinds, others, tuple(exceptions), strip)
 
 
-def from_ids(ids: Ids, vocabulary: Vocabulary) -> Text:
+def from_ids(ids: Ids, vocabulary: TokenVocabulary) -> Text:
     """The text of ids that are all in the vocabulary."""
     pieces = vocabulary.pieces
     listed: list[int] = ids.tolist()
@@ -107,7 +107,7 @@ def from_ids(ids: Ids, vocabulary: Vocabulary) -> Text:
     return Text(bytes(out), tuple(kinds), tuple(others), exceptions, strip)
 
 
-def to_ids(text: Text, vocabulary: Vocabulary) -> list[int]:
+def to_ids(text: Text, vocabulary: TokenVocabulary) -> list[int]:
     """The ids again. Damaged if the parts contradict each other or the vocabulary."""
     out: list[int] = []
     patches, others = _Patches(text.exceptions), iter(text.others)
@@ -124,8 +124,8 @@ def to_ids(text: Text, vocabulary: Vocabulary) -> list[int]:
     return out
 
 
-def as_context(ids: Ids, kinds: Sequence[int], vocabulary: Vocabulary) -> bytes:
-    """Text that a model may look back at: marks for `kinds`, nothing else exact."""
+def as_context(ids: Ids, kinds: Sequence[int], vocabulary: TokenVocabulary) -> bytes:
+    """Text for a model to attend to: only the marks for `kinds` are exact."""
     marks = {token: bytes((MARK_FIRST + kind,)) for kind, token in enumerate(kinds) if token >= 0}
     pieces = vocabulary.pieces
     parts = _MARKS.split(b"".join([marks.get(i) or pieces[i] for i in ids.tolist()]))
@@ -136,15 +136,15 @@ def as_context(ids: Ids, kinds: Sequence[int], vocabulary: Vocabulary) -> bytes:
 
 
 def split(text: bytes) -> list[bytes]:
-    """Runs of text and single marks, in turn; runs may be empty."""
+    """Runs of text and single marks, alternating; runs may be empty."""
     return _MARKS.split(text)
 
 
 class _Patches:
     """Replaces ids of the tokenized runs, which come one after the other.
 
-    A run of n ids takes n + 1 positions, so that an exception at its end is not one at the start
-    of the next."""
+    A run of n ids takes n + 1 positions, which tells an exception at its end from one at the
+    start of the next run."""
 
     def __init__(self, exceptions: Sequence[Patch]) -> None:
         self.left, self.start = list(reversed(exceptions)), 0
@@ -168,7 +168,7 @@ class _Patches:
             raise Damaged("The blob is damaged: an exception lies after the text.")
 
 
-def _tokenize(run: bytes, vocabulary: Vocabulary, strip: bool) -> Ids:
+def _tokenize(run: bytes, vocabulary: TokenVocabulary, strip: bool) -> Ids:
     stripped = run[1:] if strip and run[:1] == b" " else run
     return np.asarray(vocabulary.tokenize(stripped), np.int32)
 
@@ -226,9 +226,9 @@ def _invalid(data: bytes) -> npt.NDArray[np.int64]:
 
 
 def _best_exceptions(
-    runs: list[list[int]], vocabulary: Vocabulary
+    runs: list[list[int]], vocabulary: TokenVocabulary
 ) -> tuple[tuple[Patch, ...], bool]:
-    """The exceptions, with or without `strip`: whichever takes fewer bytes."""
+    """The exceptions, and whether to `strip`: whichever choice takes fewer bytes."""
     plain = _exceptions(runs, vocabulary, strip=False)
     if not plain or not any(vocabulary.pieces[run[0]][:1] == b" " for run in runs):
         return plain, False
@@ -237,7 +237,9 @@ def _best_exceptions(
     return (plain, False) if sizes[0] <= sizes[1] else (stripped, True)
 
 
-def _exceptions(runs: list[list[int]], vocabulary: Vocabulary, strip: bool) -> tuple[Patch, ...]:
+def _exceptions(
+    runs: list[list[int]], vocabulary: TokenVocabulary, strip: bool
+) -> tuple[Patch, ...]:
     found: list[Patch] = []
     start = 0
     for run in runs:
@@ -253,8 +255,8 @@ def _exceptions(runs: list[list[int]], vocabulary: Vocabulary, strip: bool) -> t
 def _differences(
     run: list[int], canonical: list[int], pieces: Sequence[bytes], start: int
 ) -> list[Patch]:
-    """Where two tokenizations of one text differ, between the byte positions where both end a
-    token; the whole run if they are not of one text."""
+    """Where two tokenizations of one text differ, between byte positions at which both end a token;
+    the whole run if the texts differ."""
     extra = sum(len(pieces[i]) for i in canonical) - sum(len(pieces[i]) for i in run)
     if extra not in (0, 1):  # 1: the tokenizer put a space in front
         return [Patch(start, len(canonical), tuple(run))]
@@ -277,7 +279,7 @@ def _differences(
 
 
 def _append(found: list[Patch], patch: Patch) -> None:
-    """Adds to the last patch where they touch."""
+    """Append a patch, merged with the last one if they touch."""
     if found and found[-1].start + found[-1].n == patch.start:
         last = found.pop()
         patch = Patch(last.start, last.n + patch.n, last.ids + patch.ids)

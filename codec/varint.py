@@ -30,7 +30,7 @@ def put_all(values: Iterable[int]) -> bytes:
     return b"".join(map(put, values))
 
 
-class Reader:
+class VarintReader:
     """Reads numbers and byte runs from the front of `data`; Damaged when it ends too early."""
 
     def __init__(self, data: bytes) -> None:
@@ -56,13 +56,13 @@ class Reader:
         raise Damaged("The blob is damaged: a number does not end.")
 
     def numbers(self, n: int, below: int = 1 << VALUE_BITS) -> list[int]:
-        """The next `n` numbers; takes no memory for more than the bytes that are left."""
+        """The next `n` numbers; allocates no more than the remaining bytes can hold."""
         if n > len(self.data) - self.at:
             raise Damaged("The blob is damaged: a list is longer than the blob.")
         return [self.number(below) for _ in range(n)]
 
     def rest(self) -> bytes:
-        """All that is left."""
+        """All remaining bytes."""
         return self.take(len(self.data) - self.at)
 
     def end(self) -> None:
@@ -84,7 +84,7 @@ def pack(values: npt.NDArray[np.uint32]) -> bytes:
 
 
 def unpack(data: bytes, n: int) -> npt.NDArray[np.uint64]:
-    """uint64[n] back from `pack`; Damaged unless `data` is exactly n numbers."""
+    """uint64[n]: the inverse of `pack`. Damaged unless `data` is exactly n numbers."""
     raw = np.frombuffer(data, np.uint8)
     last = np.flatnonzero(raw < 0x80)
     if len(last) != n or (len(raw) and raw[-1] >= 0x80):

@@ -18,7 +18,7 @@ _INT32_P = ctypes.POINTER(ctypes.c_int32)
 
 
 class GgufVocabulary:
-    """A `Vocabulary` out of a GGUF file. Close it, or use it as a context manager."""
+    """The `TokenVocabulary` of a GGUF file. Close it, or use it as a context manager."""
 
     def __init__(self, path: Path) -> None:
         """UnknownModel if the file cannot be read or has no tokenizer."""
@@ -81,7 +81,7 @@ class GgufVocabulary:
         return pieces, names
 
     def _piece(self, token: int) -> bytes:
-        # A piece longer than the buffer gives minus its length: a second call has room for it.
+        # For a piece longer than the buffer, llama.cpp returns minus its length; call it again.
         room = _PIECE_BYTES
         for _ in range(2):
             buffer = ctypes.create_string_buffer(room)

@@ -1,4 +1,4 @@
-"""Numeric primitives of towerd: a reference in numpy, the same in C++, one chooser.
+"""Numeric primitives of towerd: a numpy reference, the same in C++, and a dispatcher.
 
 Imports nothing on purpose; use `towerd.kernels.dispatch`.
 """

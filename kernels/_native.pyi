@@ -5,8 +5,8 @@ import numpy as np
 import numpy.typing as npt
 
 STREAM_BYTES: int
-"""What one call writes goes past the caches from this size on, into memory that is not new and
-where instructions for that exist."""
+"""From this size on, the output of one call bypasses the caches, if the memory is not new and the
+CPU has instructions for that."""
 
 def available() -> list[str]:
     """Names of the instruction sets that this machine has, best first."""
@@ -27,7 +27,7 @@ def hazard_chances(
     x: npt.NDArray[np.float64],
     of: Sequence[int],
 ) -> npt.NDArray[np.float64]:
-    """Chances of return by bin; the contract is in towerd.kernels.reference.hazard."""
+    """Probabilities of return by bin; the contract is in towerd.kernels.reference.hazard."""
 
 # Arguments are checked in C++: any buffer of the right shape and format is taken.
 class Kernels:
@@ -128,13 +128,13 @@ class Mixer:
         kinds: npt.NDArray[np.uint8],
     ) -> None: ...
     def reset(self, lanes: int = 1, table_bits: int = 16) -> None:
-        """Forget what was seen."""
+        """Go back to the initial state."""
 
     def begin(self, lane: int, counts: npt.NDArray[np.uint32] | None = None) -> int:
         """Start the next token of a lane; P(1) of its first decision, times 65536."""
 
     def step(self, bit: int) -> int:
-        """Take a decision: P(1) of the next one, or -1 - rank."""
+        """Learn a decision; P(1) of the next one times 65536, or -1 - rank."""
 
     def encode(
         self,
@@ -142,10 +142,10 @@ class Mixer:
         ranks: npt.NDArray[np.int32],
         counts: npt.NDArray[np.uint32] | None = None,
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float64]]:
-        """(decisions, their P(1)) of tokens, which are learned."""
+        """(decisions, their P(1)) of tokens; learns from them."""
 
     def learn(self, lane: int, ranks: npt.NDArray[np.int32]) -> None:
-        """Take tokens as context."""
+        """Learn from tokens without coding them."""
 
     def state(self) -> npt.NDArray[np.uint32]:
         """A copy of everything that was learned."""
@@ -169,7 +169,7 @@ class Lm:
     def step(
         self, lanes: npt.NDArray[np.int32], tokens: npt.NDArray[np.int32], n_threads: int = 1
     ) -> npt.NDArray[np.float32]:
-        """Append tokens to lanes; the logits of what comes next."""
+        """Append tokens to lanes; the logits of the next tokens."""
 
     def counts(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.uint32]:
         """The distribution of each row, as integers."""
@@ -194,7 +194,7 @@ class DciTree:
     @property
     def n_pages(self) -> int: ...
     def add(self, keys: npt.NDArray[np.float32]) -> None:
-        """Insert keys; they get the next numbers."""
+        """Insert keys, numbered consecutively after the existing ones."""
 
     def search(
         self, queries: npt.NDArray[np.float32], k: int, visits_max: int, beam: int

@@ -1,4 +1,4 @@
-"""An index of attention keys: the C++ tree where it is built, else the numpy reference (slow)."""
+"""An index of attention keys: the C++ tree if it is built, else the numpy reference (slow)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["DciConfig", "DciTree", "make_dci_tree"]
 
 
 class DciTree(Protocol):
-    """What both implementations do; `reference.dci.DciTree` says how."""
+    """The interface of both implementations; see `reference.dci.ReferenceDciTree`."""
 
     @property
     def n_levels(self) -> int: ...
@@ -37,12 +37,12 @@ class DciTree(Protocol):
 
 @dataclass(frozen=True)
 class DciConfig:
-    """How a tree is built. Raises ValueError when the tree is made."""
+    """How a tree is built. Values are checked when a tree is made."""
 
     page_rows: int = 16
-    """Keys of a page."""
+    """Maximum number of keys on a page."""
     ratio: float = 1 / 16
-    """Of the keys of a level that are promoted to the next one; nodes have 1 / ratio keys."""
+    """Share of a level's keys that move up to the next level; nodes have about 1 / ratio keys."""
     n_directions: int = 4
     """Random directions that order the points of a node."""
     visits_max: int = 64
@@ -55,8 +55,8 @@ class DciConfig:
 def make_dci_tree(n_dims: int, config: DciConfig | None = None) -> DciTree:
     """An empty tree over keys of `n_dims` numbers. Raises ValueError.
 
-    TOWERD_KERNELS=reference forces the one in numpy; both give the same tree. Raises ValueError
-    where it names instructions that this machine has not."""
+    TOWERD_KERNELS=reference forces the numpy tree; both give the same tree. Also raises
+    ValueError if it names instructions that this machine lacks."""
     config = config or DciConfig()
     chance = np.random.default_rng(config.seed)
     directions = chance.standard_normal((config.n_directions, n_dims + 1))
@@ -69,4 +69,4 @@ def make_dci_tree(n_dims: int, config: DciConfig | None = None) -> DciTree:
 
         isa = None if name == "metal" else name
         return _native.DciTree(n_dims, rows, *options, isa)
-    return reference_dci.DciTree(n_dims, rows, *options)
+    return reference_dci.ReferenceDciTree(n_dims, rows, *options)

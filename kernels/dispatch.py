@@ -1,8 +1,8 @@
-"""The kernels that the rest of towerd calls: C++ for this machine's instructions, else numpy.
+"""The kernels that the rest of towerd calls: C++ for this machine's instruction set, else numpy.
 
 `TOWERD_KERNELS` forces one: `reference` (numpy), `generic`, `avx2`, `avx512` or `neon` (C++), or
 `metal` (an Apple GPU for `rope_shift` and `hadamard`, C++ for the rest). It is read at every call,
-so tests can flip it; what this machine cannot run is a ValueError, never another one instead.
+so tests can change it; a choice that this machine cannot run is a ValueError, never a fallback.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class _Kernels(_RowKernels, Protocol):
 
 
 def available() -> tuple[str, ...]:
-    """What TOWERD_KERNELS may be on this machine, best first; `reference` is always the last."""
+    """The valid values of TOWERD_KERNELS on this machine, best first; `reference` is last."""
     built = native()
     names = tuple(built.available()) if built else ()
     return (*(("metal",) if built and _metal() else ()), *names, "reference")
@@ -116,7 +116,7 @@ def _metal() -> ModuleType | None:
 
 @functools.cache
 def _load(choice: str) -> tuple[str, _Kernels, _RowKernels]:
-    """(name, kernels, those that run on the GPU if one is chosen)."""
+    """(name, kernels, row kernels: those of the GPU if `metal` is chosen)."""
     if choice and choice not in CHOICES:
         raise ValueError(f"{ENV}={choice}: expected one of {', '.join(CHOICES)}")
     built = native()
@@ -162,7 +162,7 @@ def transpose(src: Bytes, out: Bytes, element_bytes: int, n_threads: int = THREA
 def transcode(
     dst: Any, jobs: Sequence[TranscodeJob], n_threads: int = THREADS, is_new: bool = False
 ) -> None:
-    """Many rows into one buffer, decoded; see `reference.transcode.transcode`."""
+    """Decode many rows into one buffer; see `reference.transcode.transcode`."""
     _kernels().transcode(dst, jobs, n_threads, is_new)
 
 

@@ -1,7 +1,7 @@
 """The formats that rows of K and V are kept in, one line each.
 
-Cache types are ggml's own: what a llama.cpp context holds, and all that blobs and slot files may
-hold. Stored formats are towerd's: what shared bases are kept in between uses.
+Cache types are ggml's own: the formats of llama.cpp contexts, and the only ones in blobs and slot
+files. Stored formats are towerd's: shared bases are kept in them between uses.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import math
 from dataclasses import dataclass
 
 STORED_ID_MIN = 256
-"""Ids from here on are stored formats; ggml's type ids are far below."""
+"""The first id of a stored format; ggml's type ids are far below."""
 HADAMARD_MAX = 64
-"""Longest run of elements that a stored row is Hadamard-rotated by."""
+"""Longest run of elements in the Hadamard rotation of a stored row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +20,9 @@ class Format:
     """How one format lays out a row: blocks of `block_elements` in `block_bytes` bytes."""
 
     name: str
-    """Of a cache type: llama-server's word for it (`--cache-type-k NAME`)."""
+    """For a cache type, llama-server's name (`--cache-type-k NAME`)."""
     type_id: int
-    """ggml's type, or an id from STORED_ID_MIN on: part of segment files, never reassigned."""
+    """ggml's type, or an id from STORED_ID_MIN on. Segment files contain it: never reassign one."""
     block_elements: int
     block_bytes: int
 

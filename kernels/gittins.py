@@ -1,6 +1,6 @@
-"""Gittins indices: the C++ kernel where it is built, else the Python reference.
+"""Gittins indices: the C++ kernel if it is built, else the Python reference.
 
-TOWERD_KERNELS=reference forces the one in Python; both give the same numbers."""
+TOWERD_KERNELS=reference forces the Python one; both give the same numbers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Chances of return: the C++ kernel where it is built, else the numpy reference.
+"""Probabilities of return: the C++ kernel if it is built, else the numpy reference.
 
-TOWERD_KERNELS=reference forces the one in numpy; both give the same numbers up to rounding."""
+TOWERD_KERNELS=reference forces the numpy one; both give the same numbers up to rounding."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import TypeAlias
 
 from towerd.kernels.dispatch import ENV, native
 from towerd.kernels.reference import hazard as reference_hazard
-from towerd.kernels.reference.hazard import Table, Weights
+from towerd.kernels.reference.hazard import HazardWeights, Table
 
-__all__ = ["Table", "Weights", "chances"]
-_Kernel: TypeAlias = Callable[[Weights, Table, Sequence[int]], Table]
+__all__ = ["HazardWeights", "Table", "chances"]
+_Kernel: TypeAlias = Callable[[HazardWeights, Table, Sequence[int]], Table]
 
 
-def chances(weights: Weights, x: Table, of: Sequence[int]) -> Table:
+def chances(weights: HazardWeights, x: Table, of: Sequence[int]) -> Table:
     """See `reference.hazard.chances`."""
     return _kernel(os.environ.get(ENV, ""))(weights, x, of)
 

@@ -1,5 +1,5 @@
-"""A small language model whose numbers are the same on every machine: C++ where it is built, else
-the numpy reference (slow)."""
+"""A small language model whose numbers are the same on every machine: the C++ kernel if it is
+built, else the numpy reference (slow)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _ALIGN = 64
 
 
 class Lm(Protocol):
-    """What both implementations do; `reference.lm.Lm` says how."""
+    """The interface of both implementations; see `reference.lm.ReferenceLm`."""
 
     def reset(self) -> None: ...
     def step(self, lanes: Ints, tokens: Ints, n_threads: int = 1) -> Floats: ...
@@ -51,14 +51,14 @@ class Lm(Protocol):
 def make_lm(
     shape: LmShape, matrices: Sequence[Weights], norms: Sequence[Floats], cos: Floats, sin: Floats
 ) -> Lm:
-    """A model with the arguments of `reference.lm.Lm`. ValueError if they do not fit.
+    """A model with the arguments of `reference.lm.ReferenceLm`. ValueError if they do not fit.
 
     TOWERD_KERNELS chooses as for the other kernels; all give the same bits."""
     name = dispatch.name()
     if name == "metal":
         name = dispatch.available()[1]
     if name == "reference":
-        return reference_lm.Lm(shape, matrices, norms, cos, sin)
+        return reference_lm.ReferenceLm(shape, matrices, norms, cos, sin)
     from towerd.kernels import _native
 
     return _native.Lm(
@@ -67,7 +67,7 @@ def make_lm(
 
 
 def pack(rows: npt.NDArray[np.float32] | npt.NDArray[np.float16]) -> Weights:
-    """A matrix [rows, columns] in panels: 16 rows, column by column."""
+    """A matrix [rows, columns] as panels of 16 rows, each stored column by column."""
     padded = np.zeros((-(-len(rows) // ROWS) * ROWS, rows.shape[1]), rows.dtype)
     padded[: len(rows)] = rows
     panels = padded.reshape(-1, ROWS, rows.shape[1]).transpose(0, 2, 1)
@@ -89,12 +89,12 @@ def pack_q8(blocks: npt.NDArray[np.uint8]) -> Weights:
 
 
 def pack_norm(weights: Floats) -> Floats:
-    """With zeros up to a multiple of 16."""
+    """The weights of a norm, padded with zeros to a multiple of 16."""
     return np.append(weights, np.zeros(-len(weights) % ROWS, np.float32))
 
 
 def _aligned(values: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-    """The bytes of an array, in order, on a multiple of 64."""
+    """The bytes of an array, in order, at an address that is a multiple of 64."""
     memory = np.empty(values.nbytes + _ALIGN, np.uint8)
     at = -memory.ctypes.data % _ALIGN
     out = memory[at : at + values.nbytes]

@@ -1,4 +1,4 @@
-"""Context mixing: the C++ mixer where it is built, else the Python reference (slow)."""
+"""Context mixing: the C++ mixer if it is built, else the Python reference (slow)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ I32 = npt.NDArray[np.int32]
 
 
 class Mixer(Protocol):
-    """What both implementations do; `reference.mix.Mixer` says how."""
+    """The interface of both implementations; see `reference.mix.ReferenceMixer`."""
 
     def reset(self, lanes: int = 1, table_bits: int = 16) -> None: ...
     def begin(self, lane: int, counts: U32 | None = None) -> int: ...
@@ -65,9 +65,9 @@ class Mixer(Protocol):
 
 
 def make_mixer(weights: U32, tables: Sequence[tuple[U32, U16]], state: U32, kinds: U8) -> Mixer:
-    """A mixer over len(weights) tokens. ValueError if the tables are not sound.
+    """A mixer over len(weights) tokens. ValueError if the tables are inconsistent.
 
-    TOWERD_KERNELS=reference forces the one in Python; both give the same numbers."""
+    TOWERD_KERNELS=reference forces the Python one; both give the same numbers."""
     if os.environ.get(ENV) != "reference":
         try:
             from towerd.kernels import _native
@@ -75,4 +75,4 @@ def make_mixer(weights: U32, tables: Sequence[tuple[U32, U16]], state: U32, kind
             pass
         else:
             return _native.Mixer(weights, list(tables), state, kinds)
-    return reference_mix.Mixer(weights, tables, state, kinds)
+    return reference_mix.ReferenceMixer(weights, tables, state, kinds)

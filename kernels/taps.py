@@ -1,5 +1,5 @@
-"""What copies tensors out of a compute graph: the one in C++ where it is built, else through ctypes,
-which costs a microsecond for each node and waits for the interpreter's lock."""
+"""Copying tensors out of a compute graph: in C++ if it is built, else through ctypes, which costs a
+microsecond for each node and waits for the interpreter's lock."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["NodeTap", "make_node_tap"]
 
 
 class NodeTap(Protocol):
-    """What both implementations do; `reference.taps.NodeTap` says how."""
+    """The interface of both implementations; see `reference.taps.ReferenceNodeTap`."""
 
     @property
     def callback(self) -> int: ...
@@ -31,11 +31,11 @@ class NodeTap(Protocol):
 
 
 def make_node_tap(name: int, n_bytes: int, n_elements: int, get: int) -> NodeTap:
-    """One that watches nothing yet, with ggml's functions at these addresses. Raises ValueError.
+    """A tap that watches nothing yet, with ggml's functions at these addresses. Raises ValueError.
 
-    TOWERD_KERNELS=reference forces the one through ctypes."""
+    TOWERD_KERNELS=reference forces the tap through ctypes."""
     if dispatch.name() != "reference":
         from towerd.kernels import _native
 
         return _native.NodeTap(name, n_bytes, n_elements, get)
-    return reference_taps.NodeTap(name, n_bytes, n_elements, get)
+    return reference_taps.ReferenceNodeTap(name, n_bytes, n_elements, get)

@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from towerd.kernels import dispatch
-from towerd.slots.compose import Frame, check_parts, state_size, write_state
+from towerd.slots.compose import StateFrame, check_parts, state_size, write_state
 from towerd.slots.errors import StateError
 from towerd.slots.layout import KVLayout
-from towerd.slots.reader import Data, Reader, as_bytes
+from towerd.slots.reader import ByteReader, Data, as_bytes
 from towerd.slots.rows import KVRows
 from towerd.slots.state import (
     BLOB_MAGIC,
@@ -36,7 +36,7 @@ def parse_blob(
     layout: what the blob must hold; without it a blob cut exactly between K and V passes as
     one without V
     StateError for anything but one complete plain KV cache sequence, trailing bytes included."""
-    reader = Reader(data)
+    reader = ByteReader(data)
     seq_id = _read_prefix(reader)
     state = parse_state(reader, cell_ext=cell_ext)
     if state.seq_id != seq_id:
@@ -48,14 +48,14 @@ def parse_blob(
 def parse_rows(
     data: Data, *, cell_ext: bool = False, has_window: bool = False, layout: KVLayout | None = None
 ) -> KVRows:
-    """The rows of a blob of one cache, or of two if it `has_window`: that of the full layers
-    and that of the sliding window, which must hold the same positions. A V that is transposed
-    stays so where the cells are sorted, and the rows know their blob (`KVRows.blob`) where
-    writing them would give it again.
+    """The rows of a blob that holds one cache or, if `has_window`, two: that of the full layers
+    and that of the sliding window, which must hold the same positions. A transposed V stays
+    transposed if the cells are sorted. `KVRows.blob` is set if emitting the rows would give
+    the same bytes.
 
-    cell_ext, layout: as for `parse_blob`. A state of another kind that may follow the rows must
-    have been cut off. StateError for anything else."""
-    reader = Reader(data)
+    cell_ext, layout: as for `parse_blob`. The caller must have cut off a state of another kind
+    that follows the rows. StateError for anything else."""
+    reader = ByteReader(data)
     seq_id = _read_prefix(reader)
     if not has_window:
         states = [parse_state(reader, cell_ext=cell_ext, as_is=True)]
@@ -72,8 +72,8 @@ def parse_rows(
     return rows if layout is None else replace(rows, layout=layout)
 
 
-def _read_prefix(reader: Reader) -> int:
-    """The sequence id."""
+def _read_prefix(reader: ByteReader) -> int:
+    """Check the magic word and return the sequence id."""
     magic = reader.u32("magic")
     if magic != BLOB_MAGIC:
         raise StateError(f"not a sequence blob: magic is {magic:#010x}, not {BLOB_MAGIC:#010x}")
@@ -81,7 +81,7 @@ def _read_prefix(reader: Reader) -> int:
 
 
 def _joined(full: KVRows, window: KVRows) -> KVRows:
-    """Rows of both caches as one. StateError if they are not of the same positions."""
+    """Rows of both caches as one value. StateError if their positions differ."""
     if not np.array_equal(full.positions, window.positions):
         raise StateError(
             f"the window holds positions {window.p0} to {window.p1 - 1}, the full layers "
@@ -114,14 +114,14 @@ def emit_blob(
 ) -> memoryview:
     """Compose consecutive parts into one blob that `llama_state_seq_set_data` takes.
 
-    layout: the context's, to which parts in stored formats are decoded on the way; None: all
-    parts have the same layout, and that is written
-    tail: what follows the rows, where the model has a state of another kind beside them
+    layout: the context's; parts in stored formats are decoded to it. None: all parts have the
+    same layout, which is the one to write
+    tail: bytes to append, for models that have a state of another kind besides the rows
     out: a writable contiguous buffer to fill from its start (no part may view it); a new one
     if None. Returns exactly the blob's bytes. The copy runs on up to `n_threads` threads with
-    the GIL released. StateError if the parts do not follow one another, do not hold what the
-    layout says, cannot be framed so, or `out` is too small."""
-    frame = Frame(n_stream, stream, v_trans, seq_id)
+    the GIL released. StateError if the parts are not consecutive, do not convert to
+    `layout` or cannot be framed as asked, or if `out` is too small."""
+    frame = StateFrame(n_stream, stream, v_trans, seq_id)
     layout = check_parts(parts, frame, layout)
     n = sum(len(part) for part in parts)
     size = blob_size(layout, n, n_stream=n_stream) + len(tail)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from towerd.slots.errors import StateError
-from towerd.slots.reader import Reader
+from towerd.slots.reader import ByteReader
 from towerd.slots.rows import KVRows
 
 _PLAIN = np.dtype([("pos", "<i4"), ("n_seq", "<u4"), ("seq", "<i4")])
@@ -45,9 +45,9 @@ class Cells:
         return order
 
 
-def parse_cells(reader: Reader, count: int, cell_ext: bool) -> Cells:
-    """Read `count` entries. StateError for negative or duplicate positions and for cells that
-    are not owned by exactly one and the same sequence."""
+def parse_cells(reader: ByteReader, count: int, cell_ext: bool) -> Cells:
+    """Read `count` entries. StateError for negative or duplicate positions and for cells that do not
+    all belong to the same sequence and to no other."""
     dtype = _EXTENDED if cell_ext else _PLAIN
     table = reader.take(count * dtype.itemsize, f"table of {count} cells").view(dtype)
     if (table["n_seq"] != 1).any():

@@ -1,5 +1,5 @@
-"""Write the state of a plain KV cache from parts, in one pass over their bytes: what has the
-destination's format is copied, what is kept in a stored format is decoded straight into it.
+"""Write the state of a plain KV cache from parts, in one pass over their bytes. Rows in the
+destination's format are copied; rows in a stored format are decoded straight into place.
 
     u32 n_stream | per stream: u32 n_cells and, for the one that holds cells:
     cell table | u32 v_trans | u32 n_layer | K sections | V sections
@@ -31,7 +31,7 @@ CELLS_MAX = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class StateFrame:
     """How the destination context wants its state: as many streams as its KV cache has (1 if
     unified), the stream that the cells go to, V transposed or not, and the sequence id to
     record (llama.cpp ignores it). StateError if a value is out of range."""
@@ -58,11 +58,13 @@ def state_size(layout: KVLayout, n: int, n_stream: int) -> int:
     return 4 + 4 * n_stream + n * cell_bytes(layout.cell_ext) + 8 + sections
 
 
-def check_parts(parts: Sequence[KVRows], frame: Frame, layout: KVLayout | None = None) -> KVLayout:
+def check_parts(
+    parts: Sequence[KVRows], frame: StateFrame, layout: KVLayout | None = None
+) -> KVLayout:
     """The layout to write: `layout`, or the one that all parts share.
 
     StateError if the parts are not consecutive, hold other values than `layout`, or cannot be
-    written as `frame` says (llama.cpp has no transposed quantized V and no stored formats)."""
+    framed as `frame` says (llama.cpp has no transposed quantized V and no stored formats)."""
     if layout is None:
         layout = check_consecutive(parts)
     else:
@@ -86,7 +88,7 @@ def check_transposable(plane: Plane) -> None:
 def write_state(
     out: npt.NDArray[np.uint8],
     parts: Sequence[KVRows],
-    frame: Frame,
+    frame: StateFrame,
     order: npt.NDArray[np.int64] | None = None,
     n_threads: int = dispatch.THREADS,
     layout: KVLayout | None = None,
@@ -96,7 +98,7 @@ def write_state(
 
     order: int64[n], the row that each cell holds, for a single part; None: position order.
     layout: what to write; None: the parts' own
-    is_new: as in `reference_transcode.transcode`"""
+    is_new: as in `towerd.kernels.reference.transcode.transcode`"""
     layout = parts[0].layout if layout is None else layout
     n = sum(len(part) for part in parts)
     table = cell_table(parts, frame.seq_id, order)
@@ -123,15 +125,15 @@ def write_state(
 
 
 _Source: TypeAlias = tuple[Plane, npt.NDArray[np.uint8]]
-"""The rows of one plane of one part: what they are, uint8[n, row_bytes]."""
+"""One plane of one part: its description, and its rows uint8[n, row_bytes]."""
 _Conversion: TypeAlias = tuple[int, npt.NDArray[np.uint8], npt.NDArray[np.int64] | None, str, str]
 """(offset, rows, order, source format, destination format)."""
 
 
 @dataclass(slots=True)
 class _Moves:
-    """The jobs that fill one buffer: copies, and conversions from other formats. Into a quantized
-    one they take a detour through memory of their own, a plane at a time."""
+    """The jobs that fill one buffer: copies, and conversions from other formats. Conversions to a
+    quantized format go through temporary memory, one plane at a time."""
 
     copies: list[dispatch.Job] = field(default_factory=list)
     conversions: list[_Conversion] = field(default_factory=list)
@@ -196,7 +198,7 @@ def _transpose(
     order: npt.NDArray[np.int64] | None,
     n_threads: int,
 ) -> None:
-    """What is not in the destination's format and order yet goes through a scratch of one plane."""
+    """Rows in another format or order first go through a temporary copy of the plane."""
     stored, rows = source
     if order is not None or stored.ggml_type != plane.ggml_type:
         moves = _Moves()

@@ -18,7 +18,7 @@ RANGE = 1e300
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What a cache row depends on besides its tokens; equal fingerprints may share rows.
+    """Everything that a row depends on besides its tokens; equal fingerprints may share rows.
 
     Raises StateError for values of the wrong type (integers in `rope` become floats)."""
 
@@ -104,7 +104,7 @@ def _checked_rope(rope: object) -> dict[str, RopeValue]:
 
 
 def tokenizer_hash(pieces: Iterable[bytes]) -> str:
-    """The fingerprint's `tokenizer`: of every token's bytes, special ones as text."""
+    """The fingerprint's `tokenizer`: a hash of every token's bytes, special tokens as text."""
     digest = hashlib.blake2b(digest_size=16)
     for piece in pieces:
         digest.update(len(piece).to_bytes(4, "little") + piece)

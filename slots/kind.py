@@ -1,4 +1,4 @@
-"""What a model keeps of a sequence, and so where its state can be cut."""
+"""The kinds of memory that a model keeps of a sequence, and where each can be cut."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Cut: TypeAlias = Literal["anywhere", "boundary", "whole"]
 class StateKind:
     """One kind of llama.cpp memory.
 
-    cut: where a stored sequence can be resumed: after any token, where a boundary state was
+    cut: where a stored sequence can be resumed: after any token, where a state checkpoint was
     taken, or only as one piece
     has_rows: attention rows of single positions can be stored
-    has_state: a state must be there that is valid at one position only"""
+    has_state: it needs a state that is valid at one position only"""
 
     name: str
     cut: Cut
@@ -24,7 +24,7 @@ class StateKind:
 
     @property
     def can_slice(self) -> bool:
-        """Whether every prefix of what is stored is of use."""
+        """Whether every prefix of a stored sequence can be resumed."""
         return self.cut == "anywhere"
 
 
@@ -33,4 +33,4 @@ WINDOW = StateKind("window", "anywhere", has_rows=True, has_state=False)
 HYBRID = StateKind("hybrid", "boundary", has_rows=True, has_state=True)
 RECURRENT = StateKind("recurrent", "boundary", has_rows=False, has_state=True)
 WHOLE = StateKind("whole", "whole", has_rows=False, has_state=True)
-"""Memories whose bytes are not known well enough to be cut: kept as llama.cpp wrote them."""
+"""Memories whose format is not known well enough to cut: kept as llama.cpp wrote them."""

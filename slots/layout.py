@@ -1,4 +1,4 @@
-"""What one token's rows look like: the format and byte size of each layer's K and V row."""
+"""The layout of one token's rows: the format and byte size of each layer's K and V row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CELL_EXT_BYTES = 12
 """Per-cell extension (x, y, token id) that M-RoPE models store."""
 LAYERS_MAX = 4096
 NATIVE = "native"
-"""The name of a layout's own formats, beside those of the stored ones."""
+"""The name that `KVLayout.format_name` gives to a layout without stored formats."""
 ROW_BYTES_MAX = 1 << 24
 
 
@@ -69,9 +69,9 @@ class KVLayout:
     """The planes of every cached layer in llama.cpp's order (ascending layer index).
 
     `v` is as long as `k`, or empty for caches that keep no V (MLA). `cell_ext`: every cell
-    carries 12 more bytes. `n_window`: so many of the layers, the last ones, are in a second
-    cache, that of the sliding window. No layers at all: a model that keeps no rows. Raises
-    StateError when the counts do not fit."""
+    carries 12 more bytes. `n_window`: how many of the layers, the last ones, are in a second
+    cache, that of the sliding window. A layout without layers is that of a model that keeps no
+    rows. Raises StateError when the counts do not fit."""
 
     k: tuple[Plane, ...]
     v: tuple[Plane, ...]
@@ -109,7 +109,7 @@ class KVLayout:
 
     @functools.cached_property
     def token_bytes(self) -> int:
-        """Bytes that one token's rows take, extension included, headers not."""
+        """Bytes of one token's rows, with the extension and without headers."""
         ext = CELL_EXT_BYTES if self.cell_ext else 0
         return sum(plane.row_bytes for plane in self.planes) + ext
 
@@ -125,7 +125,7 @@ class KVLayout:
         return next(stored, NATIVE)
 
     def stored_as(self, name: str) -> KVLayout:
-        """The same values with every plane in the stored format `name` that gains by it (see
+        """The same values with every plane in the stored format `name` if it gets smaller (see
         `Plane.stored_as`); `native` is this layout itself. StateError for other names."""
         return self if name == NATIVE else _stored_as(self, name)
 
@@ -174,8 +174,8 @@ def _planes(value: object, name: str) -> tuple[Plane, ...]:
 
 
 def cache_plane(ggml_type: int, row_bytes: int) -> Plane:
-    """A plane as bytes from outside describe it. Raises StateError unless it has a cache type:
-    stored formats are never in what llama.cpp reads and writes."""
+    """A plane as external bytes describe it. Raises StateError unless it has a cache type:
+    llama.cpp neither reads nor writes stored formats."""
     if ggml_type not in CACHE_TYPES:
         raise StateError(f"ggml type {ggml_type} is not a KV cache type")
     return Plane(ggml_type, row_bytes)

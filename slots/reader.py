@@ -22,7 +22,7 @@ def as_bytes(data: Data) -> npt.NDArray[np.uint8]:
         raise StateError(f"not a contiguous buffer of bytes: {error}") from error
 
 
-class Reader:
+class ByteReader:
     """Reads little-endian values and byte runs in order; every read names what it reads, so
     that the StateError for missing bytes says what is missing."""
 

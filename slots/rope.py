@@ -1,6 +1,6 @@
-"""Rope: how a model turns the keys it caches by their positions, layer by layer.
+"""RoPE: how a model rotates the keys it caches, by position, layer by layer.
 
-llama.cpp caches K after the rotation, so rows move to other positions by one more rotation
+llama.cpp caches K after the rotation, so one more rotation moves rows to other positions
 (towers paper, Definition 6). Formulas: llama.cpp `ggml/src/ggml-cpu/ops.cpp` (rope_yarn,
 ggml_rope_cache_init, ggml_mrope_cache_init).
 """
@@ -27,8 +27,8 @@ HEAD_DIM_MAX = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class LayerRope:
-    """One cached layer's rotation: in each head of `head_dim` elements, the `n_rot` from
-    `first` on. Raises StateError if the numbers do not fit together."""
+    """One cached layer's rotation: in each head of `head_dim` elements, `n_rot` elements from
+    `first` on rotate. Raises StateError if the numbers do not fit together."""
 
     kind: Kind
     """Pair j is (2j, 2j + 1) for norm, (j, j + n_rot / 2) for neox; none: keys do not rotate."""
@@ -88,8 +88,8 @@ class LayerRope:
         return self._scaled(self._theta_scale ** np.arange(self.n_rot // 2))
 
     def chain(self, positions: npt.ArrayLike) -> Table:
-        """float32[n, n_rot / 2]: the angles that llama.cpp's CPU code arrives at by multiplying
-        its way from pair to pair in float32, rounding errors and all."""
+        """float32[n, n_rot / 2]: the angles of llama.cpp's CPU code, which multiplies its way from
+        pair to pair in float32, with the same rounding errors."""
         theta = np.empty((np.size(positions), self.n_rot // 2), np.float32)
         theta[:] = np.reshape(positions, (-1, 1))
         theta[:, 1:] = self._theta_scale
@@ -114,7 +114,7 @@ class LayerRope:
         return theta
 
     def _ramp(self, j: npt.NDArray[np.int64]) -> Angles:
-        """YaRN: 1 where a pair turns so often in the original context that it extrapolates."""
+        """YaRN: 1 where a pair turns often enough in the original context to extrapolate."""
 
         def pair_of(turns: float) -> float:  # float32 as in llama.cpp: it is rounded next
             ratio = np.float32(self.n_ctx_orig) / np.float32(turns * 2 * math.pi)
@@ -162,21 +162,21 @@ class Rope:
     def tables(self, layer: int, deltas: npt.ArrayLike) -> tuple[Table, Table]:
         """cos and sin, float32[k, n_rot / 2], that move a layer's keys by k position deltas.
 
-        Of magnitude 1 whatever the scaling: YaRN's and longrope's factor is in the keys already.
+        The magnitude is always 1: the factors of YaRN and longrope are in the keys already.
         The angles are products in float64."""
         return _turn(np.multiply.outer(np.asarray(deltas, np.float64), self.angles(layer)))
 
-    def landing_tables(
+    def rounded_tables(
         self, layer: int, positions: npt.NDArray[np.int32], delta: int
     ) -> tuple[Table, Table]:
-        """cos and sin, float32[n, n_rot / 2], one line per row: from the angles that llama.cpp
-        gave the keys at `positions` to those it would give them `delta` further on.
+        """cos and sin, float32[n, n_rot / 2], one line per row, that move keys from the angles that
+        llama.cpp gave them at `positions` to those it would give them `delta` further on.
 
         A decode's own angles are off by up to ~2^-24 of their size. Measured against a decode
         at the target position on a CPU (16-bit keys, heads of 64, base 10,000; mean and largest
-        error, relative to the keys' RMS and maximum): this lands at 1.5e-4 and 6e-4, which is
-        f16's rounding, wherever it goes; `tables` lands there up to a few thousand positions,
-        then at 1.9e-4 and 1.1e-3 for 0 to 32,000, 4.1e-4 and 3.1e-3 for 0 to 131,000,
+        error, relative to the keys' RMS and maximum): the errors are 1.5e-4 and 6e-4, which is
+        f16's rounding, at every position. Those of `tables` are the same up to a few thousand
+        positions, then 1.9e-4 and 1.1e-3 for 0 to 32,000, 4.1e-4 and 3.1e-3 for 0 to 131,000,
         4.9e-4 and 5.4e-3 for 100,000 to 131,000. GPU backends round in other places."""
         chain = self.layers[layer].chain
         return _turn(chain(positions + np.int32(delta)).astype(np.float64) - chain(positions))

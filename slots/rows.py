@@ -14,21 +14,21 @@ from towerd.slots.errors import StateError
 from towerd.slots.layout import KVLayout, Plane
 
 Bytes2D: TypeAlias = npt.NDArray[np.uint8]
-"""uint8[n, row_bytes]; rows contiguous, the distance between rows free."""
+"""uint8[n, row_bytes]; each row is contiguous, the stride between rows is free."""
 Blob: TypeAlias = npt.NDArray[np.uint8]
 """uint8[size]: a sequence blob."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVRows:
-    """The rows of ascending positions. Arrays are views wherever possible; treat them as
-    read-only, and they keep the buffer under them alive.
+    """The rows of ascending positions. Arrays are views wherever possible, so treat them as
+    read-only; they keep the underlying buffer alive.
 
     layout: one entry per cached layer
     positions: int32[n], strictly ascending, n >= 1, first >= 0
     k, v: per layer uint8[n, row_bytes], each row contiguous
     ext: int32[n, 3] (x, y, token id) if layout.cell_ext, else None
-    v_trans: v is as contexts without flash attention have it, channel by channel: per layer
+    v_trans: v is stored as in contexts without flash attention, channel by channel: per layer
         uint8[n_elements, n * element_bytes]
     blob: the sequence blob of a unified cache that holds exactly these rows, if they are views
         of one
@@ -85,7 +85,7 @@ class KVRows:
         return len(self.positions) * self.layout.token_bytes
 
     def buffers(self) -> dict[int, int]:
-        """What the rows keep alive: the bytes of each buffer under them, by its identity."""
+        """Bytes of each buffer that the rows keep alive, by the buffer's id."""
         arrays = (*self.k, *self.v) if self.blob is None else (self.blob,)
         return {id(owner): owner.nbytes for owner in map(_owner, arrays)}
 
@@ -105,7 +105,7 @@ class KVRows:
         return rows
 
     def token_major(self) -> KVRows:
-        """The same rows without `v_trans`: these, or a copy of V."""
+        """The same rows without `v_trans`: this value itself, or one with a copy of V."""
         if not self.v_trans:
             return self
         return KVRows(
@@ -171,7 +171,7 @@ class KVRows:
 
 
 def delta(rows: KVRows, parent_n: int) -> KVRows:
-    """What `rows` adds to a parent that holds positions [0, parent_n): the rest, as views.
+    """The rows of `rows` after a parent that holds positions [0, parent_n), as views.
 
     StateError if nothing is left or rows just after the parent are missing."""
     rest = rows.slice(parent_n, max(rows.p1, parent_n))
@@ -198,7 +198,7 @@ def check_consecutive(parts: Sequence[KVRows]) -> KVLayout:
 
 
 def _owner(array: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8] | memoryview:
-    """What has the memory that an array is a view of."""
+    """The object that owns the memory of an array."""
     owner: npt.NDArray[np.uint8] | memoryview = array
     while True:
         below = owner.obj if isinstance(owner, memoryview) else owner.base
@@ -279,5 +279,5 @@ def _owned(plane: Bytes2D) -> Bytes2D:
 
 
 def _within(new: Blob, old: Blob, view: Bytes2D) -> Bytes2D:
-    """The view of `new` that `view` is of `old`."""
+    """The view of `new` at the place where `view` lies in `old`."""
     return np.ndarray(view.shape, np.uint8, new, view.ctypes.data - old.ctypes.data, view.strides)

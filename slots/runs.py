@@ -29,7 +29,7 @@ class Runs:
 
     @classmethod
     def of(cls, rows: KVRows | Runs | Iterable[KVRows]) -> Runs:
-        """What was given, as one value."""
+        """The rows, runs or parts as one value."""
         if isinstance(rows, Runs):
             return rows
         return cls((rows,) if isinstance(rows, KVRows) else tuple(rows))
@@ -56,7 +56,7 @@ class Runs:
         return sum(part.nbytes for part in self.parts)
 
     def buffers(self) -> dict[int, int]:
-        """What the rows keep alive: the bytes of each buffer under them, by its identity."""
+        """Bytes of each buffer that the rows keep alive, by the buffer's id."""
         return {owner: n for part in self.parts for owner, n in part.buffers().items()}
 
     @property

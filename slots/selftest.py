@@ -8,7 +8,7 @@ import numpy.typing as npt
 from towerd.slots.blob import emit_blob, parse_blob
 from towerd.slots.errors import StateError
 from towerd.slots.layout import STATE_VERSION, KVLayout
-from towerd.slots.reader import Data, Reader, as_bytes
+from towerd.slots.reader import ByteReader, Data, as_bytes
 from towerd.slots.slotfile import FILE_MAGIC, parse_slot_file
 from towerd.slots.state import PREFIX_BYTES, SequenceState
 
@@ -20,11 +20,11 @@ def self_test(
     *,
     slot_file: Data | None = None,
 ) -> None:
-    """Parse a blob that llama.cpp just wrote, check it against what is known, emit it again.
+    """Parse a blob that llama.cpp just wrote, check it against what is known, and emit it again.
 
-    positions: those that the sequence holds, ascending; layout: what the model must have
+    positions: those that the sequence holds, ascending; layout: that of the model's cache
     slot_file: the same sequence from `llama_state_seq_save_file`; it alone carries a version
-    StateError says what differs: this build must not touch states then."""
+    Raises StateError that says what differs; this llama.cpp's states must not be used then."""
     try:
         state = parse_blob(blob, cell_ext=layout.cell_ext, layout=layout)
         _check(state, positions, blob, state.to_bytes())
@@ -42,7 +42,7 @@ def self_test(
 def check_slot_file(data: Data, blob: Data) -> None:
     """StateError unless `data`, a slot file that llama.cpp just wrote, is of the version that
     this package reads and holds the same state as the `blob` of its sequence."""
-    reader = Reader(data)
+    reader = ByteReader(data)
     if reader.u32("magic") != FILE_MAGIC:
         raise StateError("llama.cpp's slot file has another magic")
     version = reader.u32("version")

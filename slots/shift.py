@@ -20,9 +20,9 @@ from towerd.slots.rope import LayerRope, Rope, Table
 from towerd.slots.rows import Bytes2D, KVRows
 
 POSITION_MAX = (1 << 31) - 1
-LANDING_MIN = 8192
-"""Positions from which on rows are moved along llama.cpp's rounded angles: see
-`Rope.landing_tables`. Below, the difference is less than a quarter of f16's rounding."""
+ROUNDED_POSITION_MIN = 8192
+"""From this position on, rows are moved along llama.cpp's rounded angles (see
+`Rope.rounded_tables`). Below it, the difference is less than a quarter of f16's rounding."""
 HADAMARD_MIN = 64
 """llama.cpp's smallest rotation of quantized keys, and what a head must be a multiple of."""
 
@@ -37,7 +37,7 @@ def shift(
 ) -> KVRows:
     """The rows with the first at position `to` and the distances between them kept.
 
-    rot_k: the cache stores quantized keys Hadamard-rotated (the fingerprint's word). Native
+    rot_k: the cache stores quantized keys Hadamard-rotated (`Fingerprint.rot_k`). Native
     formats only; quantized keys are rounded once more. V, and keys of layers without RoPE, are
     the same arrays; rows that stay where they are, the same value. StateError if `rope` does not
     fit the layout, a plane is in a stored format, or a position would be out of range."""
@@ -73,8 +73,8 @@ def compose_at(
     """A tower: each part moved to where the one before it ends, the first to `start`.
 
     Equal to prefilling the tokens in this order if each part was computed after the same tokens
-    at the same distances (Theorem 9); anything else is an approximation that its caller answers
-    for. StateError as `shift`, or if a part has holes or the layouts differ."""
+    at the same distances (Theorem 9); anything else is an approximation, which is the
+    caller's responsibility. StateError as `shift`, or if a part has holes or the layouts differ."""
     if not parts:
         raise StateError("no rows to compose")
     if any(part.layout != parts[0].layout for part in parts):
@@ -105,7 +105,7 @@ def check_rope(layout: KVLayout, rope: Rope) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Tables:
-    """float32[k, n_rot / 2] each, and which line each row takes; None: all rows the only one."""
+    """float32[k, n_rot / 2] each, and the line of each row; None: there is one line for all."""
 
     cos: Table
     sin: Table
@@ -113,11 +113,11 @@ class _Tables:
 
 
 def _tables(rows: KVRows, rope: Rope, layer: int, delta: int) -> _Tables:
-    """One line for all rows; one for each where llama.cpp's own rounding shows."""
-    if max(rows.p1, rows.p1 + delta) <= LANDING_MIN:
+    """One line for all rows, or one for each row where llama.cpp's own rounding matters."""
+    if max(rows.p1, rows.p1 + delta) <= ROUNDED_POSITION_MIN:
         return _Tables(*rope.tables(layer, [delta]), None)
     lines = np.arange(len(rows), dtype=np.int32)
-    return _Tables(*rope.landing_tables(layer, rows.positions, delta), lines)
+    return _Tables(*rope.rounded_tables(layer, rows.positions, delta), lines)
 
 
 def _rotated(

@@ -16,10 +16,10 @@ import numpy.typing as npt
 
 from towerd.kernels import dispatch
 from towerd.slots.blob import writable
-from towerd.slots.compose import Frame, check_parts, state_size, write_state
+from towerd.slots.compose import StateFrame, check_parts, state_size, write_state
 from towerd.slots.errors import StateError
 from towerd.slots.layout import STATE_VERSION, KVLayout
-from towerd.slots.reader import Data, Reader
+from towerd.slots.reader import ByteReader, Data
 from towerd.slots.rows import KVRows
 from towerd.slots.state import SequenceState, check_layout, parse_state
 
@@ -50,9 +50,10 @@ def parse_slot_file(
 ) -> SlotFile:
     """Parse a slot file; rows are views into `data` where its order allows.
 
-    StateError for another version, tokens that stand for media, and whatever `parse_blob`
-    refuses. The token count is not compared with the cells: llama.cpp does not promise it."""
-    reader = Reader(data)
+    StateError for another version, for tokens that stand for media, and for whatever
+    `parse_blob` refuses. The token count is not compared with the cells: llama.cpp does not promise
+    it."""
+    reader = ByteReader(data)
     magic = reader.u32("magic")
     if magic != FILE_MAGIC:
         raise StateError(f"not a slot file: magic is {magic:#010x}, not {FILE_MAGIC:#010x}")
@@ -82,8 +83,8 @@ def emit_slot_file(
 ) -> memoryview:
     """Compose consecutive parts into one slot file; the other arguments as for `emit_blob`.
 
-    StateError too if there is not exactly one token per row: llama-server would fail later."""
-    frame = Frame(n_stream, stream, v_trans, seq_id)
+    Also raises StateError unless there is one token per row: llama-server would fail later."""
+    frame = StateFrame(n_stream, stream, v_trans, seq_id)
     layout = check_parts(parts, frame, layout)
     if layout.n_window:
         raise StateError("slot files of sliding-window models are composed elsewhere")

@@ -15,14 +15,14 @@ from towerd.slots.cells import Cells, parse_cells
 from towerd.slots.compose import (
     SECTION_BYTES,
     STREAMS_MAX,
-    Frame,
+    StateFrame,
     check_transposable,
     state_size,
     write_state,
 )
 from towerd.slots.errors import StateError
 from towerd.slots.layout import LAYERS_MAX, KVLayout, Plane, cache_plane
-from towerd.slots.reader import Reader
+from towerd.slots.reader import ByteReader
 from towerd.slots.rows import Bytes2D, KVRows
 
 BLOB_MAGIC = 0xAF143CD8
@@ -37,7 +37,7 @@ class SequenceState:
     order: int64[n], the row that each cell of the source holds; None if cells were sorted"""
 
     rows: KVRows
-    frame: Frame
+    frame: StateFrame
     order: npt.NDArray[np.int64] | None = None
 
     @property
@@ -103,20 +103,20 @@ class _Section:
 
 
 def parse_state(
-    reader: Reader,
+    reader: ByteReader,
     *,
     cell_ext: bool,
     has_v: bool | None = None,
     is_last: bool = True,
     as_is: bool = False,
 ) -> SequenceState:
-    """Read a whole state, if it `is_last` up to the end of the bytes.
+    """Read a whole state; if it `is_last`, it must end where the bytes end.
 
-    has_v: whether V sections follow the K sections; None: told by what is left, which only
-    the last state allows
-    as_is: leave a transposed V so (`KVRows.v_trans`) if the cells are sorted
+    has_v: whether V sections follow the K sections; None: decided by whether bytes are left,
+    which works for the last state only
+    as_is: leave a transposed V transposed (`KVRows.v_trans`) if the cells are sorted
     Everything is checked before any row is moved; rows are views into the source when its
-    cells are sorted and V is not transposed or left so, otherwise copies of the same size.
+    cells are sorted and V need not be transposed, otherwise copies of the same size.
     StateError if the bytes are anything but one plain KV cache with cells in exactly one stream."""
     n_stream = reader.u32("n_stream")
     if not 1 <= n_stream <= STREAMS_MAX:
@@ -147,11 +147,11 @@ def parse_state(
         cells.ext,
         stays,
     )
-    return SequenceState(rows, Frame(n_stream, stream, v_trans, cells.seq_id), cells.order)
+    return SequenceState(rows, StateFrame(n_stream, stream, v_trans, cells.seq_id), cells.order)
 
 
 def _parse_sections(
-    reader: Reader, n_cells: int, tail_bytes: int, has_v: bool | None
+    reader: ByteReader, n_cells: int, tail_bytes: int, has_v: bool | None
 ) -> tuple[bool, list[_Section], list[_Section]]:
     """v_trans, K and V sections. Caches without V (MLA) end after K; only what is left, less
     the `tail_bytes` of the streams that follow, tells them apart."""
@@ -168,13 +168,13 @@ def _parse_sections(
     return bool(v_trans), k, [parse(reader, n_cells, f"V of layer {i}") for i in range(n_layer)]
 
 
-def _parse_section(reader: Reader, n_cells: int, what: str) -> _Section:
+def _parse_section(reader: ByteReader, n_cells: int, what: str) -> _Section:
     plane = cache_plane(reader.i32(what), reader.u64(what))
     data = reader.take(n_cells * plane.row_bytes, what)
     return _Section(plane, data.reshape(n_cells, plane.row_bytes), False)
 
 
-def _parse_transposed(reader: Reader, n_cells: int, what: str) -> _Section:
+def _parse_transposed(reader: ByteReader, n_cells: int, what: str) -> _Section:
     ggml_type, element_bytes, n_elements = (reader.i32(what), reader.u32(what), reader.u32(what))
     plane = cache_plane(ggml_type, element_bytes * n_elements)
     check_transposable(plane)
@@ -185,7 +185,7 @@ def _parse_transposed(reader: Reader, n_cells: int, what: str) -> _Section:
 
 
 def check_layout(states_layout: KVLayout, expected: KVLayout | None) -> None:
-    """StateError if a layout is expected and another one was found."""
+    """StateError if a layout is expected and the state has another one."""
     if expected is not None and states_layout != expected:
         raise StateError(
             f"the state has {_describe(states_layout)}; expected {_describe(expected)}"

@@ -1,4 +1,4 @@
-"""Who can reach an address."""
+"""Checks of addresses and URLs."""
 
 from __future__ import annotations
 

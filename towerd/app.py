@@ -1,4 +1,4 @@
-"""The web application, and the daemon's life: listen, load, serve, leave."""
+"""The web application and the daemon's life cycle: listen, load, serve, shut down."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pathlib import Path
 import uvloop
 from aiohttp import web
 
-from towerd.api.http.connection import Runner
+from towerd.api.http.connection import ConnectionRunner
 from towerd.api.http.kept_stream import KeptStreams
 from towerd.api.http.keys import (
     CONFIG,
@@ -28,8 +28,8 @@ from towerd.api.http.keys import (
     STREAMS,
     TENANTS,
     TRANSFER,
-    Gate,
-    Service,
+    ApiService,
+    ServiceGate,
 )
 from towerd.api.http.limits import Limits
 from towerd.api.http.middleware import MIDDLEWARES, add_headers
@@ -54,15 +54,15 @@ GC_THRESHOLDS = (5000, 10, 1000)
 def build_app(
     config: Config,
     *,
-    service: Service | None = None,
+    service: ApiService | None = None,
     metrics: Metrics | None = None,
     limits: Limits | None = None,
 ) -> web.Application:
-    """The application. Without a `service` every request but the page's gets 503 "Loading
+    """The application. Without a `service`, every request except for the page gets 503 "Loading
     model" until `app[GATE].service` is set."""
     app = web.Application(middlewares=MIDDLEWARES)
     app[CONFIG] = config
-    app[GATE] = Gate(service)
+    app[GATE] = ServiceGate(service)
     app[LIMITS] = limits or Limits()
     app[METRICS] = metrics or Metrics()
     app[TENANTS] = Tenants(config.api_keys)
@@ -90,7 +90,7 @@ async def _close_transfer(app: web.Application) -> None:
 
 
 async def _watch_loop(app: web.Application) -> AsyncIterator[None]:
-    """Observe how late the loop runs a timer."""
+    """Measure how late the loop runs a timer."""
 
     async def probe() -> None:
         loop = asyncio.get_running_loop()
@@ -114,25 +114,25 @@ async def _release_service(app: web.Application) -> None:
 
 @asynccontextmanager
 async def open_app(config: Config) -> AsyncIterator[web.Application]:
-    """The application with its service, not listening anywhere. Raises as `open_service`."""
+    """The application with its service, without listening. Raises as `open_service`."""
     async with await asyncio.to_thread(_open_service, config) as service:
         yield build_app(config, service=service)
 
 
 def run(config: Config) -> None:
-    """Serve until SIGINT or SIGTERM. Raises ConfigError (the address is taken), ModelError,
+    """Serve until SIGINT or SIGTERM. Raises ConfigError (the address is in use), ModelError,
     StoreError; nothing is left running then."""
-    # A worker thread that runs Python gives way to the event loop after this long.
+    # A worker thread that runs Python yields to the event loop after this long.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     shorten_slice()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(config))
 
 
-def tame_collector() -> None:
-    """Keep Python's cycle collector from stopping the event loop: what is loaded (the trie of a
-    big store is a million objects) is never walked again, and full collections become rare. It is
-    not walked now either, for the little garbage that imports leave."""
+def tune_gc() -> None:
+    """Keep Python's garbage collector from blocking the event loop: what is loaded (the prefix tree
+    of a big store is a million objects) is never traversed again, and full collections become rare.
+    There is no collection now either: imports leave little garbage."""
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
     gc.enable()
@@ -141,7 +141,7 @@ def tame_collector() -> None:
 async def _serve(config: Config) -> None:
     app = build_app(config)
     limits = app[LIMITS]
-    runner = Runner(
+    runner = ConnectionRunner(
         app,
         access_log=None,
         handler_cancellation=True,
@@ -169,8 +169,8 @@ async def _serve_until(
     stopping: asyncio.Event,
     url: str,
 ) -> None:
-    """Load the model, serve, and leave in order: no new requests, finish or cancel the running
-    ones, then close engine and store."""
+    """Load the model, serve, and shut down in order: accept no new requests, finish or cancel the
+    running ones, then close engine and store."""
     service = await asyncio.to_thread(_open_service, config)
     loading = asyncio.ensure_future(service.__aenter__())
     asked = asyncio.create_task(stopping.wait())
@@ -183,7 +183,7 @@ async def _serve_until(
         asked.cancel()
         raise
     try:
-        await asyncio.to_thread(tame_collector)
+        await asyncio.to_thread(tune_gc)
         app[GATE].service = loaded
         if not asked.done():
             print(f"towerd is ready: {url} (model {loaded.engine.info.alias})", flush=True)
@@ -196,15 +196,15 @@ async def _serve_until(
         await service.__aexit__(None, None, None)
 
 
-def _open_service(config: Config) -> AbstractAsyncContextManager[Service]:
-    # Imported late: /health answers before that.
+def _open_service(config: Config) -> AbstractAsyncContextManager[ApiService]:
+    # Imported late, so that /health answers before the import.
     from towerd.service import open_service
 
     return open_service(config)
 
 
 def _stop_event() -> asyncio.Event:
-    """Set by SIGINT or SIGTERM; the second one ends the process at once."""
+    """An event set by SIGINT or SIGTERM; a second signal ends the process immediately."""
     event = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -245,7 +245,7 @@ def _why_not(error: OSError, host: str, port: int) -> str:
 
 
 async def _listen_unix(runner: web.AppRunner, path: Path | None) -> Path | None:
-    """Listen on the Unix socket, which only this user may open; returns what was bound.
+    """Listen on the Unix socket, which only this user may open; returns the bound path.
 
     Raises ConfigError."""
     if path is None:
@@ -262,8 +262,8 @@ async def _listen_unix(runner: web.AppRunner, path: Path | None) -> Path | None:
 
 
 def _bind_unix(path: Path) -> socket.socket:
-    """A socket bound under a private name and renamed into place: it never exists with more
-    rights than 0600, and a live daemon's socket is never taken over."""
+    """A socket bound under a private name and renamed into place: its mode is never wider than
+    0600, and a running daemon's socket is never taken over."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if path.exists():
         if not stat.S_ISSOCK(path.lstat().st_mode):

@@ -1,7 +1,7 @@
-"""Every choice a person has about a running daemon, in one frozen value.
+"""All settings of a daemon, in one frozen value.
 
-Flags beat TOWERD_* variables, those beat towerd.toml, that beats the defaults seen here. What the
-bytes of a stored segment depend on is not here: that is `towerd.slots.fingerprint`.
+Flags take precedence over TOWERD_* variables, those over towerd.toml, and that over the defaults
+here. What the bytes of a stored segment depend on is in `towerd.slots.fingerprint` instead.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from towerd.tiers.formats.fidelity import FIDELITIES, LevelFormats
 ENGINES = ("embedded", "llama-server")
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
 RETENTIONS = ("none", "shift", "streaming", "h2o", "snapkv", "buzz", "latem", "icecache")
-"""Those of towerd.retention whose signals the embedded engine has, and what needs none."""
+"""The policies of towerd.retention whose signals the embedded engine provides, and `shift`."""
 UNBOUNDED = ("none", "shift")
-"""Those that know no budget."""
+"""Those without a budget."""
 WATCHING = ("h2o", "snapkv", "buzz", "latem", "icecache")
-"""Those that go by what the attention says."""
+"""Those that observe attention."""
 POOLINGS = ("none", "mean", "cls", "last", "rank")
 UNQUANTIZED = ("f32", "f16", "bf16")
 ENV_PREFIX = "TOWERD_"
 ENV_OTHER = ("TOWERD_CONFIG", "TOWERD_KERNELS")
-"""Variables that are ours but not settings: the path of towerd.toml, the kernels to force."""
+"""Variables that are not settings: the path of towerd.toml, the kernels to force."""
 ENV_TEST_PREFIX = "TOWERD_TEST_"
 SOCKET_PATH_BYTES_MAX = 103
-"""What sun_path holds on macOS; Linux allows four more."""
+"""The capacity of sun_path on macOS; Linux allows four more."""
 WARM_BYTES_MAX = 32 * 2**30
 KEY_FILE_BYTES_MAX = 2**20
 
@@ -57,8 +57,8 @@ def _set(
     auto: str = "",
     secret: bool = False,
 ) -> Any:
-    """A Config field; `flags` and `off` are space-separated spellings. A secret one is left out
-    of repr, as keys are."""
+    """A Config field. `flags` and `off` are space-separated spellings. Secrets and keys are left
+    out of repr."""
     spec = Setting(kind, help, tuple(flags.split()), tuple(off.split()), low, high, choices, auto)
     shown = kind != "keys" and not secret
     return field(default=default, repr=shown, metadata={"setting": spec})
@@ -66,8 +66,8 @@ def _set(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """Settings of one daemon. Where a default is worked out at start (`auto`), construction does
-    it, so that readers only see the figure in force. Raises ConfigError.
+    """Settings of one daemon. Construction resolves defaults that depend on the machine (`auto`),
+    so that readers only see the values in force. Raises ConfigError.
     """
 
     # fmt: off
@@ -84,7 +84,7 @@ class Config:
     alias: str | None = _set(None, "text", "--alias -a",
         "Name of the model for clients; several are separated by commas.", auto="its file name")
     tags: tuple[str, ...] = _set((), "list", "--tags",
-        "What GET /v1/models says of the model besides its names.")
+        "Tags of the model in GET /v1/models.")
     store_dir: Path = _set(None, "path", "--store-dir",
         "Directory of the store; one daemon at a time.", auto="store in the user's data directory")
     api_keys: tuple[tuple[str, str], ...] = _set((), "keys", "--api-key",
@@ -121,7 +121,7 @@ class Config:
     mmap: bool = _set(True, "bool", "--mmap",
         "Map the model file instead of reading it.", off="--no-mmap")
     mlock: bool = _set(False, "bool", "--mlock",
-        "Keep the model in memory, never swapped.", off="--no-mlock")
+        "Keep the model in RAM, never swapped.", off="--no-mlock")
     rope_freq_base: float = _set(0.0, "float", "--rope-freq-base",
         "RoPE base frequency.", low=0, auto="from the model")
     rope_freq_scale: float = _set(0.0, "float", "--rope-freq-scale",
@@ -132,12 +132,12 @@ class Config:
         "Disk for the attention state of conversations.", low=-1,
         auto="32 GiB, but at most half of what is free")
     boundary_bytes: int = _set(-1, "size", "--boundary-bytes",
-        "Disk for boundary states, from which models with recurrent layers go on.", low=-1,
+        "Disk for boundary states, from which models with recurrent layers resume.", low=-1,
         auto="a quarter of warm-bytes")
     boundary_tokens: int = _set(512, "int", "--boundary-tokens",
         "Tokens between boundary states near the end of a long prompt.", low=16, high=2**20)
     fidelity: str = _set("near", "text", "--fidelity",
-        "How true unused attention state stays on disk: as computed, or within a measured bound.",
+        "How faithfully unused attention state is stored on disk: as computed, or within a measured bound.",
         choices=FIDELITIES)
     level_formats: str | None = _set(None, "text", "--level-formats",
         "Stored formats to use, by level, such as 0=q4h,1=q6h,2=q8.", auto="what calibration finds")
@@ -146,50 +146,50 @@ class Config:
         low=0)
     freeze_after_s: float = _set(2592000.0, "float", "--freeze-after",
         "Seconds without use after which a conversation is kept as coded text only, a thousandth "
-        "of its size, and evaluated again when it goes on; -1: never.", low=-1)
+        "of its size, and evaluated again when it continues; -1: never.", low=-1)
     policy: str = _set("foresight", "text", "--policy",
-        "What leaves a full tier first.", choices=POLICIES)
+        "Policy that chooses what leaves a full tier first.", choices=POLICIES)
     predictor: Path | None = _set(None, "path", "--predictor",
         "What towerctl train predictor wrote, for foresight and pbkv.",
-        auto="what is counted while it runs")
+        auto="what is learned while it runs")
     anticipate: bool = _set(True, "bool", "--anticipate",
-        "Evaluate in idle time what a chat's next prompt will begin with, where its template "
-        "renders the last answer otherwise than it was generated.", off="--no-anticipate")
+        "Evaluate in idle time what a chat's next prompt will begin with, if its template "
+        "renders the last answer differently from how it was generated.", off="--no-anticipate")
     anticipate_tokens_max: int = _set(2048, "int", "--anticipate-tokens-max",
         "Tokens evaluated ahead for one answer, at most.", low=1, high=2**20)
     prefetch_bytes: int = _set(64 * 2**20, "size", "--prefetch-bytes",
         "Bytes a second that may be copied from disk into RAM before they are asked for, by a "
-        "policy that foretells; 0: none.", low=0)
+        "policy that predicts reuse; 0: none.", low=0)
     record: Path | None = _set(None, "path", "--record",
         "File to append a trace of all requests to, for towerctl lab replay; texts stay secret.")
     retention: str = _set("none", "text", "--retention",
-        "What becomes of a chat that grows: an error at the end of its context, its oldest turns "
-        "dropped there, or a policy that keeps it within --live-budget.", choices=RETENTIONS)
+        "What happens when a chat outgrows its context: an error, dropping its oldest turns, "
+        "or a policy that keeps it within --live-budget.", choices=RETENTIONS)
     live_budget: int = _set(0, "int", "--live-budget",
         "Tokens of one chat that stay in the live context under a --retention policy.", low=0,
         high=2**31 - 1, auto="half of ctx-size")
     prompt_tokens_max: int = _set(2**20, "int", "--prompt-tokens-max",
-        "Tokens that the prompts of one request may have together where --retention lets them be "
+        "Tokens that the prompts of one request may have in total where --retention lets them be "
         "longer than the context.", low=1, high=2**31 - 1)
     recall_every: int = _set(64, "int", "--recall-every",
-        "Generated tokens after which --retention icecache chooses anew what is live; 0: only at each prompt.",
+        "Generated tokens after which --retention icecache chooses the live tokens again; 0: only at each prompt.",
         low=0, high=2**31 - 1)
     recall_layer_step: int = _set(3, "int", "--recall-layer-step",
-        "Every so manieth layer's keys are indexed for --retention icecache; 1: all but the first two.", low=1, high=1024)
+        "Index the keys of every N-th layer for --retention icecache; 1: of all but the first two.", low=1, high=1024)
     recall_bytes: int = _set(-1, "size", "--recall-bytes",
-        "RAM for what --retention icecache can bring back of one chat, rows and index; older rows go to disk beyond.",
+        "RAM for the rows and index that --retention icecache can recall for one chat; older rows go to disk.",
         low=-1, auto="an eighth of hot-bytes")
     recall_disk_bytes: int = _set(-1, "size", "--recall-disk-bytes",
-        "Disk for rows of one chat that --recall-bytes has no room for; the oldest are forgotten beyond. 0: none.",
+        "Disk for rows of one chat beyond --recall-bytes; when it is full, the oldest are dropped. 0: none.",
         low=-1, auto="four times recall-bytes, at most a quarter of warm-bytes")
     embeddings: bool = _set(False, "bool", "--embeddings --embedding",
         "Serve POST /embeddings, from a second context beside the one that chats.", off="--no-embeddings")
     reranking: bool = _set(False, "bool", "--reranking --rerank",
         "Serve POST /rerank; the model must be made for it.", off="--no-reranking")
     pooling: str | None = _set(None, "text", "--pooling",
-        "What an embedding makes of the rows of a text's tokens.", choices=POOLINGS, auto="the model's own")
+        "How the rows of a text's tokens are pooled into an embedding.", choices=POOLINGS, auto="the model's own")
     n_predict: int = _set(-1, "int", "--n-predict -n",
-        "Tokens generated when a request does not say; -1: until the model ends, or its context is full once.", low=-1,
+        "Tokens generated if a request sets no limit; -1: until the model stops or its context is full.", low=-1,
         high=2**31 - 1)
     chat_template: str | None = _set(None, "text", "--chat-template",
         "Jinja chat template to use.", auto="the model's own")
@@ -211,11 +211,11 @@ class Config:
     llama_server_bin: Path | None = _set(None, "path", "--llama-server-bin",
         "The llama-server to start.", auto="the one in PATH, else the one of llama-cpp-python")
     llama_server_args: tuple[str, ...] = _set((), "args", "--llama-server-args",
-        "More of llama-server's own flags, as on its command line; or beside towerd's, or after --.")
+        "More of llama-server's own flags, as on its command line; they may also stand among towerd's, or after --.")
     upstream: str | None = _set(None, "text", "--upstream",
         "URL of a running llama-server to use instead of starting one.")
     upstream_key: str | None = _set(None, "text", "--upstream-key",
-        "The key that this llama-server wants.", secret=True)
+        "The key that this llama-server requires.", secret=True)
     slot_dir: Path | None = _set(None, "path", "--slot-dir",
         "Directory for slot files; of an --upstream its --slot-save-path.",
         auto="one in memory, made at start and removed at the end")
@@ -240,12 +240,12 @@ class Config:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The addresses to listen on, the first one first."""
+        """The addresses to listen on, in the given order."""
         return tuple(host.strip() for host in self.host.split(","))
 
     @property
     def aliases(self) -> tuple[str, ...]:
-        """The names that were set, in llama-server's order."""
+        """The model's names that were set, in llama-server's order (sorted)."""
         names = (self.alias or "").split(",")
         return tuple(sorted({name.strip() for name in names} - {""}))
 
@@ -262,7 +262,7 @@ class Config:
             ) from error
 
     def _resolve(self) -> None:
-        """Replace what stands for "auto" by the figure in force."""
+        """Replace the values that stand for "auto" by those in force."""
         auto: dict[str, Any] = {}
         if self.store_dir is None:
             auto["store_dir"] = paths.store_dir()
@@ -292,7 +292,7 @@ class Config:
             object.__setattr__(self, name, value)
 
     def _check_together(self) -> None:
-        """What no field can say alone."""
+        """Check combinations of fields."""
         if not self.api_keys and not all(is_loopback(host) for host in self.hosts):
             raise ConfigError(
                 f"Listening on {self.host} lets other machines in: set a key with --api-key or "
@@ -335,7 +335,7 @@ class Config:
             )
 
     def _check_engine(self) -> None:
-        """A llama-server is started or attached to, not both."""
+        """Check the engine's settings: a llama-server is either started or attached to."""
         self._check_retention()
         if self.engine == "embedded":
             for name in ("upstream", "llama_server_bin", "slot_dir"):
@@ -367,12 +367,12 @@ class Config:
 
 
 def settings() -> dict[str, Setting]:
-    """Field name -> what people can set about it, in the order of the class."""
+    """Field name -> its Setting, in the order of the class."""
     return {item.name: item.metadata["setting"] for item in fields(Config)}
 
 
 def defaults() -> dict[str, Any]:
-    """Field name -> the default as written in the class, before "auto" is worked out."""
+    """Field name -> the default as written in the class, before "auto" is resolved."""
     return {item.name: item.default for item in fields(Config)}
 
 
@@ -384,8 +384,8 @@ def load(
     """The Config of flags (field name -> text or value, None: not given), variables and file.
 
     `env` None is the process's own environment. `toml_path` None is $TOWERD_CONFIG, else the
-    user's towerd.toml if there is one; a path that was asked for must exist. Raises ConfigError
-    that names the key, the place and the nearest known key.
+    user's towerd.toml if there is one; a path that was given must exist. Raises ConfigError, which
+    names the key, the place and the nearest known key.
     """
     env = os.environ if env is None else env
     if toml_path is None and env.get("TOWERD_CONFIG"):
@@ -470,7 +470,7 @@ def _read_keys(path: Path) -> tuple[tuple[str, str], ...]:
 
 
 def _physical_cores() -> int:
-    """Physical cores, or fewer if this process is kept to some (containers, taskset)."""
+    """Physical cores, or fewer if this process is restricted to some (containers, taskset)."""
     cores = physical_cores()
     if hasattr(os, "sched_getaffinity"):
         cores = min(cores, len(os.sched_getaffinity(0)))
@@ -478,7 +478,7 @@ def _physical_cores() -> int:
 
 
 def _free_bytes(path: Path) -> int:
-    """Free bytes on the disk that holds `path` or will."""
+    """Free bytes on the disk that contains `path`, or will."""
     for folder in (path, *path.absolute().parents):
         if folder.exists():
             return shutil.disk_usage(folder).free

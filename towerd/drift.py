@@ -1,7 +1,7 @@
 """Drift: how much approximate rows change a model's answers, compared with the noise floor.
 
-Quantized weights make a model amplify rounding: the same text in batches of another size gives
-other distributions. That divergence is the model's noise floor. A drift is read against it.
+Quantized weights amplify rounding: the same text in batches of another size gives other
+distributions. That divergence is the model's noise floor, which a drift is compared with.
 """
 
 from __future__ import annotations
@@ -26,6 +26,6 @@ class Drift:
 
 
 def combined(drifts: Sequence[Drift]) -> Drift:
-    """Several approximations in one prompt: the floor once, and each one's excess over it."""
+    """The drift of several approximations in one prompt: the floor, plus the excess of each."""
     floor_kl = max(drift.floor_kl for drift in drifts)
     return Drift(floor_kl + sum(max(0.0, drift.excess) for drift in drifts), floor_kl)

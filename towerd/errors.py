@@ -1,4 +1,4 @@
-"""Errors that reach people: one class per HTTP status, with llama-server's `type` word.
+"""Errors that reach users: one class per HTTP status, with llama-server's `type` word.
 
 Raise these anywhere below the API; `towerd.api` turns them into llama-server's error shape
 (`{"error": {"code", "message", "type"}}`) and the CLI into one sentence.
@@ -12,13 +12,13 @@ from typing import Any
 class TowerdError(Exception):
     """Base of every expected failure; `message` is one sentence that says what to do.
 
-    The message is for the operator: the log and the command line have it. Clients are told
-    `public`, which never names files of the operator."""
+    The message is for the operator: the log and the command line show it. Clients get `public`,
+    which never names files of the operator."""
 
     status = 500
     kind = "server_error"
     stands_for = ""
-    """What clients are told instead of the message; empty: the message, which names no files."""
+    """What clients get instead of the message; empty: the message, which names no files."""
 
     def __init__(
         self, message: str, *, public: str | None = None, status: int | None = None, **extra: Any
@@ -32,7 +32,7 @@ class TowerdError(Exception):
         self.extra = extra
 
     def body(self, *, in_full: bool = False) -> dict[str, Any]:
-        """The JSON body llama-server would send for this error; `in_full`: to the operator."""
+        """The JSON body llama-server would send for this error. in_full: for the operator."""
         message = self.message if in_full else self.public
         error = {"code": self.status, "message": message, "type": self.kind}
         return {"error": error | self.extra}
@@ -83,28 +83,28 @@ class NotFound(TowerdError):
 
 
 class NotSupported(TowerdError):
-    """This engine or model cannot do it (400, which clients do not ask again); the message says
-    which can."""
+    """This engine or model cannot do it (400, which clients do not retry); the message says which
+    can."""
 
     status = 400
     kind = "not_supported_error"
 
 
 class SwitchedOff(NotSupported):
-    """An endpoint of llama-server's that is off (501, as there)."""
+    """An endpoint of llama-server that is disabled (501, as there)."""
 
     status = 501
 
 
 class Unavailable(TowerdError):
-    """Loading, shutting down or over a queue bound (503)."""
+    """The daemon is loading, shutting down, or its queue is full (503)."""
 
     status = 503
     kind = "unavailable_error"
 
 
 class ModelError(TowerdError):
-    """The GGUF cannot be served: truncated, foreign, or an architecture this build lacks."""
+    """The GGUF cannot be served: truncated, not a GGUF, or of an unsupported architecture."""
 
 
 class StoreError(TowerdError):
@@ -122,7 +122,7 @@ class StoreVersion(StoreError):
 
 
 class DiskFull(StoreError):
-    """A write failed for lack of space (507); what was acknowledged is still there."""
+    """A write failed for lack of space (507); acknowledged data is intact."""
 
     status = 507
     kind = "insufficient_storage_error"
@@ -130,15 +130,15 @@ class DiskFull(StoreError):
 
 
 class RowsDamaged(StoreError):
-    """Stored rows failed their check; they are quarantined and their tokens get prefilled."""
+    """Stored rows failed their check; they are quarantined and their tokens are prefilled."""
 
 
 class SegmentsGone(StoreError):
-    """Segments were removed before their rows could be written; nothing is lost by it."""
+    """Segments were removed before their rows could be written; no data is lost."""
 
 
 class SessionFrozen(StoreError):
-    """The tokens of a session are coded; thaw it first (409)."""
+    """A session is frozen; thaw it first (409)."""
 
     status = 409
     kind = "invalid_request_error"
@@ -146,7 +146,7 @@ class SessionFrozen(StoreError):
 
 
 class TokensLost(StoreError):
-    """The tokens of a session were in no copy that could be read."""
+    """No readable copy of a session's tokens is left."""
 
     stands_for = ""
 

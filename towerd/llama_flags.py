@@ -1,8 +1,8 @@
-"""llama-server's own flags and how the embedded engine treats each.
+"""llama-server's own flags, and how the embedded engine handles each.
 
-llama.cpp's code parses those of sampling and chat itself (`towerd.wire`); what the daemon has a setting
-for stands in `towerd.config`; what decides nothing here is taken and ignored, so that a llama-server
-command line runs as it is. The llama-server engine takes all of them.
+llama.cpp's code parses those of sampling and chat itself (`towerd.wire`); flags that are settings
+of the daemon are in `towerd.config`; flags without an effect here are accepted and ignored, so that
+a llama-server command line works unchanged. The llama-server engine accepts all of them.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Literal, TypeAlias
 
 from towerd.errors import ConfigError
 
-Use: TypeAlias = Literal["wire", "media", "lora", "ignored", "elsewhere"]
+Use: TypeAlias = Literal["wire", "media", "lora", "ignored", "unsupported"]
 
 
 @dataclass(frozen=True, slots=True)
 class LlamaFlag:
-    """One flag: its spellings, how many values follow it, and who takes it."""
+    """One flag: its spellings, how many values follow it, and what it is used for."""
 
     names: tuple[str, ...]
     n_values: int
@@ -189,10 +189,10 @@ FLAGS = (
 --image-min-tokens
 --image-max-tokens
 """),
-    *_rows("elsewhere", 0, """
+    *_rows("unsupported", 0, """
 --embd-gemma-default
 """),
-    *_rows("elsewhere", 1, """
+    *_rows("unsupported", 1, """
 --mmproj-url -mmu
 --mmproj-device -mmdev
 --model-url -mu
@@ -233,7 +233,7 @@ BY_NAME = {name: flag for flag in FLAGS for name in flag.names}
 
 @dataclass(frozen=True, slots=True)
 class AdapterFile:
-    """A LoRA adapter to load, and the scale that it is given."""
+    """A LoRA adapter to load, and its scale."""
 
     path: str
     scale: float
@@ -266,12 +266,12 @@ def _adapter_file(name: str, text: str) -> AdapterFile:
 
 
 def wire_words(args: Sequence[str]) -> list[str]:
-    """The words of a llama-server command line that the embedded engine has `towerd.wire` parse.
+    """The words of a llama-server command line that `towerd.wire` parses for the embedded engine.
 
-    Raises ConfigError that names the first flag which this engine does not take."""
+    Raises ConfigError that names the first flag that this engine does not accept."""
     out: list[str] = []
     for flag, words in _split(args):
-        if flag.use == "elsewhere":
+        if flag.use == "unsupported":
             raise refusal(words[0])
         if flag.use == "wire":
             out += words
@@ -280,10 +280,10 @@ def wire_words(args: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class MediaFlags:
-    """What a command line says of media."""
+    """The media options of a command line."""
 
     path: str = ""
-    """Of the projector; empty: there is none."""
+    """Path of the projector; empty: there is none."""
     offload: bool = True
     image_min_tokens: int = -1
     image_max_tokens: int = -1
@@ -291,26 +291,29 @@ class MediaFlags:
 
 
 def media_flags(args: Sequence[str]) -> MediaFlags:
-    """What the words of a llama-server command line say of media. Raises ConfigError."""
-    said: dict[str, str] = {}
+    """The media options of a llama-server command line. Raises ConfigError."""
+    values: dict[str, str] = {}
     off: set[str] = set()
     for flag, words in _split(args):
         if flag.use == "media" and flag.n_values:
-            said[flag.names[0]] = words[1]
+            values[flag.names[0]] = words[1]
         elif flag.use == "media":
             name = flag.names[0].replace("--no-", "--").removesuffix("-auto")
-            (off.add if flag.names[0].startswith("--no-") else off.discard)(name)
+            if flag.names[0].startswith("--no-"):
+                off.add(name)
+            else:
+                off.discard(name)
     return MediaFlags(
-        path="" if "--mmproj" in off else said.get("--mmproj", ""),
+        path="" if "--mmproj" in off else values.get("--mmproj", ""),
         offload="--mmproj-offload" not in off,
-        image_min_tokens=_whole("--image-min-tokens", said),
-        image_max_tokens=_whole("--image-max-tokens", said),
+        image_min_tokens=_integer("--image-min-tokens", values),
+        image_max_tokens=_integer("--image-max-tokens", values),
         warmup="--warmup" not in off,
     )
 
 
-def _whole(name: str, said: Mapping[str, str]) -> int:
-    value = said.get(name, "-1")
+def _integer(name: str, values: Mapping[str, str]) -> int:
+    value = values.get(name, "-1")
     try:
         return int(value)
     except ValueError:
@@ -318,7 +321,7 @@ def _whole(name: str, said: Mapping[str, str]) -> int:
 
 
 def refusal(name: str) -> ConfigError:
-    """Of a flag that only a llama-server takes."""
+    """The error for a flag that only a llama-server accepts."""
     return ConfigError(
         f"{name} is not taken by the embedded engine: leave it out, or use --engine llama-server "
         f"and put {name} after --."

@@ -1,8 +1,8 @@
-"""`lib`: llama.cpp's functions, as the module `llama_cpp.llama_cpp` of llama-cpp-python declares them.
+"""`lib`: llama.cpp's functions, as declared by llama-cpp-python's module `llama_cpp.llama_cpp`.
 
 The package around that module has classes of its own, whose imports (jinja2, chat formats, caches)
-take twice as long as everything that towerd needs of it. So the module is loaded without them;
-who imports the package later gets it whole, on the same library.
+take twice as long as everything that towerd needs of it. So the module is loaded without them; a
+later import of the package gets all of it, on the same library.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PACKAGE, MODULE = "llama_cpp", "llama_cpp.llama_cpp"
 
 
 def _load() -> ModuleType:
-    """The module; its package as one that was not run yet stands in for it meanwhile."""
+    """Load the module while an uninitialized module stands in for its package."""
     spec = find_spec(PACKAGE)
     if PACKAGE in sys.modules or spec is None:
         return importlib.import_module(MODULE)

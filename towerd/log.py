@@ -1,8 +1,8 @@
-"""Logging: one short line for people, or one JSON object a line for programs.
+"""Logging: one short line for people, or one JSON object per line for programs.
 
-Modules log through `logging.getLogger(__name__)`; fields travel beside the message
-(`log.info("resumed", extra={"tokens": 512})`). What users say and what opens doors is never
-logged: fields with such names are masked here, so that a slip elsewhere does not reach a disk.
+Modules log through `logging.getLogger(__name__)`; fields are passed beside the message
+(`log.info("resumed", extra={"tokens": 512})`). Users' text and secrets are never logged: fields
+with such names are masked here, so that a mistake elsewhere does not reach a disk.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What the machine has. psutil knows it everywhere, but to import it takes longer than a start has
-for the question: it is asked only where the system's own answer is missing."""
+"""The machine's RAM and cores. psutil knows them on every system, but importing it would slow down
+every start, so it is used only if the system's own interface fails."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def ram_bytes() -> int:
 
 
 def physical_cores() -> int:
-    """Cores of all sockets, however many threads each runs side by side."""
+    """Physical cores of all sockets, not hardware threads."""
     try:
         if siblings := {path.read_text() for path in CPUS.glob(SIBLINGS)}:
             return len(siblings)

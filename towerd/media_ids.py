@@ -1,8 +1,8 @@
 """The ids of images and sounds among a prompt's tokens.
 
 `towerd.wire` derives them from the bytes of a medium and of the projector. They are negative, so
-that they are nobody's tokens, and bit 30 is clear in the first id of a medium alone: where media
-begin and end can be told from the ids.
+that no token has them, and bit 30 is clear only in the first id of a medium: the ids alone tell
+where media begin and end.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FIRST_BELOW = -(1 << 30)
 
 
 def spans_of(ids: Ids) -> tuple[Span, ...]:
-    """(first position, position after the last) of each medium, or of what is there of it."""
+    """(first position, position after the last) of each medium, or of the part that `ids` has."""
     inside = np.asarray(ids) < 0
     if not inside.any():
         return ()
@@ -32,7 +32,7 @@ def spans_of(ids: Ids) -> tuple[Span, ...]:
 
 
 def whole(spans: tuple[Span, ...], n: int) -> int:
-    """`n`, or where the medium begins that it would cut."""
+    """`n`, or the start of the medium that a cut at `n` would split."""
     return next((start for start, end in spans if start < n < end), n)
 
 

@@ -1,7 +1,7 @@
-"""Prometheus metrics: llama-server's own names and towerd's, on a registry passed in.
+"""Prometheus metrics: those of llama-server, under its names, and towerd's own.
 
-Counters move as requests finish. Gauges of the engine, the tiers and the store are read from
-their `stats()` when /metrics is scraped.
+Counters are incremented as requests finish. Gauges of the engine, the tiers and the store are read
+from their `stats()` when /metrics is scraped.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector
 
 from towerd.engine.base import Finish
 
-# Otherwise every counter comes with a second series, which llama-server's scrapers do not know.
+# Otherwise every counter gets a second series, which llama-server does not have.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 Stats = Mapping[str, Any]
@@ -34,12 +34,12 @@ LAG_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.25, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """One metric that is read from stats: where its value comes from."""
+class StatsMetric:
+    """One metric whose value is read from `stats()`."""
 
     name: str
     source: str
-    """`engine`, `tiers`, `store`, `cold` or `traffic`: whose `stats()`."""
+    """Whose `stats()`: `engine`, `tiers`, `store`, `cold` or `traffic`."""
     key: str
     help: str
     counter: bool = False
@@ -47,81 +47,81 @@ class Sample:
 
 # fmt: off
 SAMPLES = (
-    Sample("llamacpp:n_decode_total", "engine", "decode_steps",
+    StatsMetric("llamacpp:n_decode_total", "engine", "decode_steps",
            "Total number of llama_decode() calls", counter=True),
-    Sample("llamacpp:spec_decode_num_draft_tokens_total", "engine", "draft_tokens",
+    StatsMetric("llamacpp:spec_decode_num_draft_tokens_total", "engine", "draft_tokens",
            "Speculative: Total draft tokens generated", counter=True),
-    Sample("llamacpp:spec_decode_num_accepted_tokens_total", "engine", "draft_tokens_accepted",
+    StatsMetric("llamacpp:spec_decode_num_accepted_tokens_total", "engine", "draft_tokens_accepted",
            "Speculative: Total draft tokens accepted by the target model", counter=True),
-    Sample("llamacpp:spec_decode_num_drafts_total", "engine", "drafts",
+    StatsMetric("llamacpp:spec_decode_num_drafts_total", "engine", "drafts",
            "Speculative: Total speculative decoding verification steps", counter=True),
-    Sample("llamacpp:requests_processing", "engine", "running", "Number of requests processing"),
-    Sample("llamacpp:requests_deferred", "engine", "waiting", "Number of requests deferred"),
-    Sample("llamacpp:n_busy_slots_per_decode", "engine", "busy_slots_per_decode",
+    StatsMetric("llamacpp:requests_processing", "engine", "running", "Number of requests processing"),
+    StatsMetric("llamacpp:requests_deferred", "engine", "waiting", "Number of requests deferred"),
+    StatsMetric("llamacpp:n_busy_slots_per_decode", "engine", "busy_slots_per_decode",
            "Average number of busy slots per llama_decode() call"),
-    Sample("towerd_live_cells_used", "engine", "live_cells_used",
+    StatsMetric("towerd_live_cells_used", "engine", "live_cells_used",
            "Cells of the live context that hold a token's rows"),
-    Sample("towerd_live_cells", "engine", "live_cells", "Cells of the live context"),
-    Sample("towerd_media_encoded_total", "engine", "media_encoded",
+    StatsMetric("towerd_live_cells", "engine", "live_cells", "Cells of the live context"),
+    StatsMetric("towerd_media_encoded_total", "engine", "media_encoded",
            "Pictures and sounds that were encoded", counter=True),
-    Sample("towerd_hot_bytes", "tiers", "hot_bytes", "Native rows held in RAM"),
-    Sample("towerd_warm_bytes", "tiers", "warm_bytes", "Rows held in segment files"),
-    Sample("towerd_warm_quantized_bytes", "tiers", "warm_quantized_bytes",
+    StatsMetric("towerd_hot_bytes", "tiers", "hot_bytes", "Native rows held in RAM"),
+    StatsMetric("towerd_warm_bytes", "tiers", "warm_bytes", "Rows held in segment files"),
+    StatsMetric("towerd_warm_quantized_bytes", "tiers", "warm_quantized_bytes",
            "Rows held in segment files in a stored format"),
-    Sample("towerd_boundary_states", "engine", "boundary_states",
+    StatsMetric("towerd_boundary_states", "engine", "boundary_states",
            "Boundary states that can be resumed from"),
-    Sample("towerd_boundary_bytes", "engine", "boundary_bytes", "Boundary states on disk"),
-    Sample("towerd_boundary_resumes_total", "engine", "boundary_resumes",
+    StatsMetric("towerd_boundary_bytes", "engine", "boundary_bytes", "Boundary states on disk"),
+    StatsMetric("towerd_boundary_resumes_total", "engine", "boundary_resumes",
            "Boundary states that a prompt was resumed from", counter=True),
-    Sample("towerd_boundary_evictions_total", "engine", "boundary_evictions",
+    StatsMetric("towerd_boundary_evictions_total", "engine", "boundary_evictions",
            "Boundary states deleted to keep their budget", counter=True),
-    Sample("towerd_segments_shrunk_total", "tiers", "segments_shrunk",
+    StatsMetric("towerd_segments_shrunk_total", "tiers", "segments_shrunk",
            "Segments put into the stored format of their level", counter=True),
-    Sample("towerd_damaged_segments_total", "tiers", "damaged_segments",
+    StatsMetric("towerd_damaged_segments_total", "tiers", "damaged_segments",
            "Segments quarantined because their check failed", counter=True),
-    Sample("towerd_write_errors_total", "tiers", "write_errors",
+    StatsMetric("towerd_write_errors_total", "tiers", "write_errors",
            "Segment files that could not be written", counter=True),
-    Sample("towerd_restores_total", "engine", "restores",
+    StatsMetric("towerd_restores_total", "engine", "restores",
            "Towers restored into a slot of llama-server", counter=True),
-    Sample("towerd_restores_missed_total", "engine", "restores_missed",
+    StatsMetric("towerd_restores_missed_total", "engine", "restores_missed",
            "Restored slots that llama-server did not use", counter=True),
-    Sample("towerd_restored_bytes_total", "engine", "restore_bytes",
+    StatsMetric("towerd_restored_bytes_total", "engine", "restore_bytes",
            "Slot files restored", counter=True),
-    Sample("towerd_slot_saves_total", "engine", "saves",
+    StatsMetric("towerd_slot_saves_total", "engine", "saves",
            "Slots of llama-server that were saved", counter=True),
-    Sample("towerd_upstream_restarts_total", "engine", "restarts",
+    StatsMetric("towerd_upstream_restarts_total", "engine", "restarts",
            "Times llama-server was started again", counter=True),
-    Sample("towerd_anticipated_tokens_total", "traffic", "anticipated_tokens",
+    StatsMetric("towerd_anticipated_tokens_total", "traffic", "anticipated_tokens",
            "Tokens evaluated in idle time for prompts that were expected", counter=True),
-    Sample("towerd_anticipated_tokens_used_total", "traffic", "anticipated_tokens_used",
+    StatsMetric("towerd_anticipated_tokens_used_total", "traffic", "anticipated_tokens_used",
            "Those that a prompt then began with", counter=True),
-    Sample("towerd_anticipated_tokens_wasted_total", "traffic", "anticipated_tokens_wasted",
+    StatsMetric("towerd_anticipated_tokens_wasted_total", "traffic", "anticipated_tokens_wasted",
            "Those that no prompt began with", counter=True),
-    Sample("towerd_workflows", "traffic", "workflow_workflows", "Workflows that run"),
-    Sample("towerd_workflow_steps_total", "traffic", "workflow_steps",
+    StatsMetric("towerd_workflows", "traffic", "workflow_workflows", "Workflows that run"),
+    StatsMetric("towerd_workflow_steps_total", "traffic", "workflow_steps",
            "Requests that were steps of workflows", counter=True),
-    Sample("towerd_prefetched_segments_total", "tiers", "segments_prefetched",
+    StatsMetric("towerd_prefetched_segments_total", "tiers", "segments_prefetched",
            "Segments copied from disk into RAM before they were asked for", counter=True),
-    Sample("towerd_frozen_sessions", "cold", "frozen_sessions", "Sessions kept as coded text"),
-    Sample("towerd_cold_bytes", "cold", "cold_bytes", "What their coded tokens take"),
-    Sample("towerd_freezes_total", "cold", "freezes", "Sessions that were frozen", counter=True),
-    Sample("towerd_freeze_seconds_total", "cold", "freeze_seconds",
+    StatsMetric("towerd_frozen_sessions", "cold", "frozen_sessions", "Sessions kept as coded text"),
+    StatsMetric("towerd_cold_bytes", "cold", "cold_bytes", "What their coded tokens take"),
+    StatsMetric("towerd_freezes_total", "cold", "freezes", "Sessions that were frozen", counter=True),
+    StatsMetric("towerd_freeze_seconds_total", "cold", "freeze_seconds",
            "Time spent freezing, coding and checking included", counter=True),
-    Sample("towerd_thaws_total", "cold", "thaws", "Sessions that were thawed", counter=True),
-    Sample("towerd_thaw_seconds_total", "cold", "thaw_seconds",
+    StatsMetric("towerd_thaws_total", "cold", "thaws", "Sessions that were thawed", counter=True),
+    StatsMetric("towerd_thaw_seconds_total", "cold", "thaw_seconds",
            "Time spent getting their tokens back", counter=True),
-    Sample("towerd_thaws_ahead_total", "cold", "thaws_ahead",
+    StatsMetric("towerd_thaws_ahead_total", "cold", "thaws_ahead",
            "Conversations evaluated before they were asked for", counter=True),
-    Sample("towerd_cold_failures_total", "cold", "cold_failures",
+    StatsMetric("towerd_cold_failures_total", "cold", "cold_failures",
            "Sessions that could not be frozen or thawed", counter=True),
-    Sample("towerd_sessions", "store", "sessions", "Sessions in the catalog"),
-    Sample("towerd_segments", "store", "segments", "Segments in the trie"),
+    StatsMetric("towerd_sessions", "store", "sessions", "Sessions in the catalog"),
+    StatsMetric("towerd_segments", "store", "segments", "Segments in the trie"),
 )
 # fmt: on
 
 
 def _by_position(accepted: Iterable[int]) -> Metric:
-    """As llama-server: no such series before there was a draft."""
+    """Accepted draft tokens by position. As in llama-server, absent before the first draft."""
     name = "llamacpp:spec_decode_num_accepted_tokens_per_pos_total"
     family = CounterMetricFamily(name, "Accepted tokens per draft position", labels=("position",))
     for position, n in enumerate(accepted):
@@ -130,7 +130,7 @@ def _by_position(accepted: Iterable[int]) -> Metric:
 
 
 class _StatsCollector(Collector):
-    """Turns the last stats read into samples."""
+    """Exposes the stats that were read last."""
 
     def __init__(self) -> None:
         self.stats: dict[str, Stats] = {}
@@ -205,7 +205,7 @@ class Metrics:
         self.ttft.observe(time.monotonic() - began)
 
     def embedded(self, n_tokens: int) -> None:
-        """Account for texts that became embeddings."""
+        """Account for embedded texts of `n_tokens` in total."""
         self.prompt_tokens.inc(n_tokens)
 
     def finished(self, finish: Finish) -> None:
@@ -227,12 +227,12 @@ class Metrics:
         self._rates.add(finish)
 
     def reuse_totals(self) -> dict[str, int]:
-        """Prompt tokens of all finished requests, by where they came from."""
+        """Prompt tokens of all finished requests, by tier."""
         return dict(self._totals)
 
     def render(self, stats: Mapping[str, Stats]) -> bytes:
-        """The exposition text. `stats`: source -> its `stats()`. Not for the event loop: it
-        formats every series."""
+        """The exposition text. stats: source -> its `stats()`. Slow, as it formats every series:
+        call it off the event loop."""
         self._stats.stats = dict(stats)
         return generate_latest(self.registry)
 

@@ -21,20 +21,20 @@ def store_dir() -> Path:
 
 
 def models_dir() -> Path:
-    """Where a bare model name is looked for (~/.local/share/towerd/models)."""
+    """The directory in which a bare model name is looked up (~/.local/share/towerd/models)."""
     return _DIRS.user_data_path / "models"
 
 
 def config_file() -> Path:
-    """The settings file that is read when it exists (~/.config/towerd/towerd.toml)."""
+    """The settings file that is read if it exists (~/.config/towerd/towerd.toml)."""
     return _DIRS.user_config_path / "towerd.toml"
 
 
 def runtime_socket() -> Path:
     """The Unix socket of the running daemon ($XDG_RUNTIME_DIR/towerd/towerd.sock).
 
-    A Linux without a runtime directory gets it in ~/.local/state/towerd: a name in /tmp could be
-    taken by another user first.
+    On a Linux without a runtime directory it is in ~/.local/state/towerd: in /tmp another user
+    could take the name first.
     """
     folder = _DIRS.user_runtime_path if _has_runtime_dir() else _DIRS.user_state_path
     return folder / "towerd.sock"

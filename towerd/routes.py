@@ -7,7 +7,7 @@ from aiohttp import web
 from towerd.api.admin import calibration as own_calibration
 from towerd.api.admin import page, pins, precache
 from towerd.api.admin import workflows as own_workflows
-from towerd.api.llama import completion, control, elsewhere, embeddings, info, lora, streams, text
+from towerd.api.llama import completion, control, embeddings, info, lora, streams, text, unsupported
 from towerd.store_routes import STORE_ROUTES, Route, add_routes
 
 LLAMA_ROUTES: tuple[Route, ...] = (
@@ -68,16 +68,16 @@ PAGE_ROUTES: tuple[Route, ...] = (
     Route("GET", "/towerd/page/{name}", page.get_asset),
 )
 
-ELSEWHERE_ROUTES: tuple[Route, ...] = tuple(
-    Route(method, path, elsewhere.not_here) for method, path in elsewhere.ELSEWHERE
+UNSUPPORTED_ROUTES: tuple[Route, ...] = tuple(
+    Route(method, path, unsupported.refuse_unsupported) for method, path in unsupported.UNSUPPORTED
 )
 
-ROUTES = LLAMA_ROUTES + OWN_ROUTES + PAGE_ROUTES + ELSEWHERE_ROUTES
+ROUTES = LLAMA_ROUTES + OWN_ROUTES + PAGE_ROUTES + UNSUPPORTED_ROUTES
 
 
 def add_proxy_routes(app: web.Application) -> None:
-    """Register the table in front of a llama-server: towerd's own endpoints, and everything else
-    through to it."""
+    """Register the routes in front of a llama-server: towerd's own endpoints; everything else is
+    forwarded."""
     from towerd.api.proxy import routes as proxy_routes
 
     proxy_routes.connect(app)

@@ -31,36 +31,36 @@ UNITS = {
     "T": 2**40,
 }
 LOCAL_TENANT = "local"
-"""The tenant of a key that names none, and of everybody while no key is set."""
+"""The tenant of a key that names none, and of every caller while no key is set."""
 PUBLIC_TENANT = "public"
-"""Reserved: the scope of what the operator shares among tenants."""
+"""Reserved: the scope of what the operator shares with all tenants."""
 YES = ("1", "true", "yes", "on")
 NO = ("0", "false", "no", "off")
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One field of Config as people meet it. `low` and `high` are inclusive."""
+    """The user-facing description of one field of Config. `low` and `high` are inclusive."""
 
     kind: Kind
     help: str
     flags: tuple[str, ...]
-    """Spellings on the command line, the long one first; for a bool the ones that switch it on."""
+    """Spellings on the command line, the long one first; for a bool those that switch it on."""
     off_flags: tuple[str, ...] = ()
     low: float | None = None
     high: float | None = None
     choices: tuple[str, ...] = ()
     auto: str = ""
-    """What -1 or 0 or nothing stands for, when that is worked out at start."""
+    """A description of the default that is computed at start from -1, 0 or None."""
 
     def parse(self, raw: object, place: str) -> Any:
-        """The value of `raw`, text or TOML. `place` names it in the ConfigError."""
+        """The value of `raw`, text or TOML. Raises ConfigError, in which `place` names it."""
         value = _PARSERS[self.kind](raw, place)
         self.check(value, place)
         return value
 
     def check(self, value: Any, place: str) -> None:
-        """Raise ConfigError unless `value` is allowed."""
+        """Raises ConfigError unless `value` is allowed."""
         if self.choices and value not in self.choices:
             allowed = ", ".join(self.choices)
             raise ConfigError(f"{place} must be one of {allowed}, not {value!r}.")
@@ -75,7 +75,7 @@ class Setting:
 
 
 def parse_size(raw: object, place: str) -> int:
-    """Bytes from 1048576, "8GiB", "500 MB" or "1.5G" (K, M, G, T alone are powers of 1024)."""
+    """Parse a size in bytes: 1048576, "8GiB", "500 MB", "1.5G" (K, M, G, T are powers of 1024)."""
     if isinstance(raw, int) and not isinstance(raw, bool):
         return raw
     text = raw.strip() if isinstance(raw, str) else ""

@@ -1,7 +1,7 @@
-"""The admin API over a store alone, which towerctl uses while no daemon runs.
+"""The admin API over a store alone, which towerctl uses while no daemon is running.
 
-It knows which model was served from the store last, and no text: that takes the model's tokenizer,
-so a daemon has to run for it.
+It knows which model was last served from the store, but has no text: that takes the model's
+tokenizer, and so a daemon.
 """
 
 from __future__ import annotations
@@ -17,7 +17,16 @@ from aiohttp import web
 
 from towerd import __version__
 from towerd.api.admin.pins import base_json
-from towerd.api.http.keys import CONFIG, GATE, LIMITS, METRICS, TENANTS, TRANSFER, Gate, service_of
+from towerd.api.http.keys import (
+    CONFIG,
+    GATE,
+    LIMITS,
+    METRICS,
+    TENANTS,
+    TRANSFER,
+    ServiceGate,
+    service_of,
+)
 from towerd.api.http.limits import Limits
 from towerd.api.http.middleware import MIDDLEWARES
 from towerd.api.http.reply import json_reply
@@ -34,7 +43,7 @@ from towerd.tiers.formats.calibration_store import load_calibration
 from towerd.transfer import Transfer
 
 if TYPE_CHECKING:
-    from towerd.api.http.keys import Runner, Tiers
+    from towerd.api.http.keys import SessionRunner, TiersView
     from towerd.engine.base import Engine
     from towerd.sessions.traffic import Traffic
 
@@ -58,7 +67,7 @@ DAEMON_ONLY = (
 
 @dataclass(frozen=True, slots=True)
 class StoreService:
-    """`towerd.api.http.keys.Service` without a model: what needs one is refused."""
+    """An `ApiService` without a model: what needs one is refused."""
 
     store: Store
     cold: Keeper
@@ -71,12 +80,12 @@ class StoreService:
         )
 
     @property
-    def sessions(self) -> Runner:
+    def sessions(self) -> SessionRunner:
         """Raises TowerdError."""
         _needs_daemon()
 
     @property
-    def tiers(self) -> Tiers:
+    def tiers(self) -> TiersView:
         """Raises TowerdError."""
         _needs_daemon()
 
@@ -100,7 +109,7 @@ async def open_store_app(config: Config) -> AsyncIterator[web.Application]:
     cold = Keeper(store, coding, freeze_after_s=-1)
     app = web.Application(middlewares=MIDDLEWARES)
     app[CONFIG] = config
-    app[GATE] = Gate(StoreService(store, cold))
+    app[GATE] = ServiceGate(StoreService(store, cold))
     app[LIMITS] = Limits()
     app[METRICS] = Metrics()
     app[TENANTS] = Tenants(())
@@ -128,8 +137,8 @@ def _open_store(root: Path) -> Store:
 
 
 def _source(model: Path | None, store: Store) -> Source:
-    """The model to code with: `model` (None: the default), if it is the one that was served from
-    the store last. Raises ModelError, or StoreError if it is another one."""
+    """The model whose vocabulary codes text: `model` (None: the default), if it was the last one
+    served from the store. Raises ModelError, or StoreError if it is another one."""
     path, served = find_model(model), store.state.fingerprint.model_hash
     if file_hash(path, store.state.catalog) != served:
         raise StoreError(
@@ -140,7 +149,7 @@ def _source(model: Path | None, store: Store) -> Source:
 
 
 async def get_stats(request: web.Request) -> web.Response:
-    """The daemon's keys; what only a daemon knows is null."""
+    """The keys of the daemon's stats; those that only a daemon knows are null."""
     store = service_of(request).store
     return json_reply(
         {
@@ -159,7 +168,7 @@ async def list_bases(request: web.Request) -> web.Response:
 
 
 async def get_calibration(request: web.Request) -> web.Response:
-    """The result that is stored, if there is one."""
+    """The stored calibration, if there is one."""
     store = service_of(request).store
     found = await asyncio.to_thread(load_calibration, store, store.state.digest.hex())
     view = {
@@ -178,4 +187,4 @@ _IN_PLACE = (
     Route("GET", "/towerd/v1/bases", list_bases),
     Route("GET", "/towerd/v1/calibration", get_calibration),
 )
-"""Instead of the daemon's."""
+"""Routes that replace the daemon's."""

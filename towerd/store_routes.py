@@ -1,4 +1,4 @@
-"""Routes that need a store but no model. Both a daemon and towerctl without one serve them."""
+"""Routes that need a store but no model. A daemon serves them, and so does towerctl without one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from towerd.api.admin import why as own_why
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One method of one path."""
+    """One method of one path, and its handler."""
 
     method: str
     path: str
@@ -46,7 +46,7 @@ STORE_ROUTES: tuple[Route, ...] = (
 
 
 def add_routes(app: web.Application, routes: tuple[Route, ...]) -> None:
-    """Register a table."""
+    """Register a table of routes."""
     for route in routes:
         if route.method == "GET":
             app.router.add_get(route.path, route.handler)  # HEAD as well

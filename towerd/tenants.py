@@ -17,7 +17,7 @@ class Tenant:
     scope: str
     """Namespace of everything the caller stores; part of every segment key."""
     admin: bool
-    """May see every tenant's state and change what all share."""
+    """May see every tenant's state and change what all tenants share."""
     sees_all: bool
     """May see how much all tenants ask, and when."""
 
@@ -43,8 +43,8 @@ class Tenants:
 
     def identify(self, authorization: str, x_api_key: str) -> Tenant:
         """The tenant of the offered key, as llama-server reads it: `Authorization`, with or
-        without `Bearer `, else `X-Api-Key`. Every key is compared in constant time, and all of
-        them always are. Raises Unauthorized."""
+        without `Bearer `, else `X-Api-Key`. Always compares all keys, each in constant time.
+        Raises Unauthorized."""
         if not self._keys:
             return OWNER
         offered = (authorization or x_api_key).removeprefix("Bearer ").encode()

@@ -104,7 +104,7 @@ def read(data: bytes, model: Model) -> History:
 
     Raises TowerFileError."""
     with _damage():
-        reader = varint.Reader(_checked(data))
+        reader = varint.VarintReader(_checked(data))
         _check_model(reader, model)
         id, named = _read_text(reader, NAME_CHARS_MAX), _read_flag(reader)
         title = _read_text(reader, TITLE_CHARS_MAX)
@@ -143,7 +143,7 @@ def _checked(data: bytes) -> bytes:
     return data[_FIXED.size : -_CHECKSUM_BYTES]
 
 
-def _check_model(reader: varint.Reader, model: Model) -> None:
+def _check_model(reader: varint.VarintReader, model: Model) -> None:
     """Refuse ids of another vocabulary, and sessions of another model."""
     name, hash_ = _read_text(reader, NAME_CHARS_MAX), _read_text(reader, NAME_CHARS_MAX)
     vocabulary, n_tokens = reader.take(_VOCABULARY_BYTES), reader.number()
@@ -163,7 +163,7 @@ def _check_model(reader: varint.Reader, model: Model) -> None:
         )
 
 
-def _read_bases(reader: varint.Reader) -> tuple[NamedBase, ...]:
+def _read_bases(reader: varint.VarintReader) -> tuple[NamedBase, ...]:
     found = []
     for _ in range(reader.number()):
         name, (level, n_tokens) = _read_text(reader, NAME_CHARS_MAX), reader.numbers(2)
@@ -186,7 +186,7 @@ def _turn(place: int, turn: PastTurn) -> bytes:
     return varint.put_all(numbers) + times + bytes((turn.finished,))
 
 
-def _read_turns(reader: varint.Reader) -> tuple[PastTurn, ...]:
+def _read_turns(reader: varint.VarintReader) -> tuple[PastTurn, ...]:
     """The turns; each refers to earlier ones only and to tokens that they have."""
     turns: list[PastTurn] = []
     for place in range(reader.number(TURNS_MAX + 1)):
@@ -253,7 +253,7 @@ def _text(text: str) -> bytes:
     return varint.put(len(data)) + data
 
 
-def _read_text(reader: varint.Reader, chars_max: int) -> str:
+def _read_text(reader: varint.VarintReader, chars_max: int) -> str:
     try:
         text = reader.take(reader.number(chars_max * _UTF8_BYTES + 1)).decode()
     except UnicodeDecodeError:
@@ -263,14 +263,14 @@ def _read_text(reader: varint.Reader, chars_max: int) -> str:
     return text
 
 
-def _read_time(reader: varint.Reader) -> float:
+def _read_time(reader: varint.VarintReader) -> float:
     (value,) = _TIME.unpack(reader.take(_TIME.size))
     if not math.isfinite(value) or not 0 <= value <= SECONDS_MAX:
         raise _unfit()
     return float(value)
 
 
-def _read_flag(reader: varint.Reader) -> bool:
+def _read_flag(reader: varint.VarintReader) -> bool:
     byte = reader.take(1)[0]
     if byte > 1:
         raise _unfit()

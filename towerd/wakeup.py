@@ -1,8 +1,8 @@
-"""Which thread gets a core first: the event loop's at once, those whose work can wait last.
+"""Thread scheduling: the event loop's thread gets a core first, background threads last.
 
-A thread that wakes waits until the one that runs has used up its slice: up to milliseconds, at
-every token, in each process on its way. Since Linux 6.12 a thread may ask for a shorter slice than
-others have, and then takes its turn before them; its share of the cores stays the same.
+A thread that wakes waits until the running one has used up its time slice: up to milliseconds, for
+every token, in each process on the way. Since Linux 6.12 a thread may ask for a shorter slice than
+others have, and then runs before them; its share of the cores stays the same.
 (kernel/sched/syscalls.c, `__setparam_fair`; sched_setattr(2))
 """
 
@@ -15,16 +15,16 @@ import sys
 import threading
 
 SLICE_NS = 100_000
-"""The shortest there is. A step of the event loop takes less."""
+"""The shortest slice that the kernel allows. A step of the event loop takes less."""
 NICE = 10
-"""Of a thread whose work can wait."""
+"""Niceness of a background thread."""
 _SETATTR = {"x86_64": 314, "aarch64": 274, "riscv64": 274}
 """The system call's number; the C library has no name for it yet."""
 _RESET_ON_FORK = 1
 
 
 class _Attributes(ctypes.Structure):
-    """`struct sched_attr`, its first version."""
+    """The first version of `struct sched_attr`."""
 
     _fields_ = (
         ("size", ctypes.c_uint32),
@@ -38,19 +38,19 @@ class _Attributes(ctypes.Structure):
     )
 
 
-def be_nice() -> None:
-    """Lower the priority of the calling thread, on Linux, where a thread has one of its own."""
+def lower_priority() -> None:
+    """Lower the priority of the calling thread, on Linux, where each thread has its own."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
 def shorten_slice() -> bool:
-    """Ask for the shortest slice for the calling thread; threads and processes that it starts get
-    the usual one, for they do the work that it must not wait for. Whether the kernel took the
-    request: older ones do, and nothing changes.
+    """Request the shortest slice for the calling thread. Threads and processes that it starts get
+    the usual one, as they do the work that it must not wait for. Returns whether the kernel
+    accepted the request; older kernels accept and ignore it.
 
-    Not asked where the daemon was given a scheduling class or a priority above the usual: what it
-    starts would lose that."""
+    Does nothing if the daemon was given a scheduling class or a raised priority: its children would
+    lose them."""
     number = _SETATTR.get(platform.machine())
     if sys.platform != "linux" or number is None or os.sched_getscheduler(0) != os.SCHED_OTHER:
         return False

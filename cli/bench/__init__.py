@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from towerd.cli.bench.report import Report
 
 MOVED = ("agents", "anticipation", "codec", "footprint", "kernels", "latem", "policy", "splice")
-"""They are the laboratory's now."""
+"""Benchmarks that are now under `towerctl lab bench`."""
 
 
 @click.group(cls=Group, moved={name: f"towerctl lab bench {name}" for name in MOVED})
@@ -38,7 +38,7 @@ def bench() -> None:
 @click.option(
     "--level-formats",
     default=None,
-    help="Store it in these formats first, such as 0=q8h; default: native.",
+    help="Store it in these formats before resuming, such as 0=q8h; default: native.",
 )
 @click.option(
     "--arch", default=None, help="Measure random weights of this architecture, or of all of them."
@@ -46,7 +46,7 @@ def bench() -> None:
 def resume(
     model: Path | None, quick: bool, tokens: int, level_formats: str | None, arch: str | None
 ) -> None:
-    """A stored session back to its first token, against prefilling it."""
+    """Time to resume a stored session to its first token, against prefilling it."""
     if arch is not None:
         if model is not None or level_formats is not None:
             raise click.UsageError("--arch goes with --quick and --tokens only.")
@@ -85,7 +85,7 @@ def resume(
     type=click.Choice(("llama-server", "slot-proxy", "both")),
     default="llama-server",
     show_default=True,
-    help="Whom to compare with; slot-proxy: one that saves whole slots.",
+    help="What to compare with; slot-proxy: a proxy that saves whole slots.",
 )
 def switch(
     model: Path | None, quick: bool, rounds: int | None, chats: int | None, engine: str, rival: str
@@ -98,7 +98,7 @@ def switch(
 @MODEL
 @QUICK
 def concurrency(model: Path | None, quick: bool) -> None:
-    """Tokens a second at 1, 2, 4 and 8 streams, against llama-server with the same flags."""
+    """Tokens per second at 1, 2, 4 and 8 streams, against llama-server with the same flags."""
     _run("concurrency", model, quick)
 
 
@@ -114,7 +114,7 @@ def tools(model: Path | None, quick: bool) -> None:
 @MODEL
 @QUICK
 def proxy(model: Path | None, quick: bool) -> None:
-    """What towerd before a llama-server adds to its times, at 1 and 32 streams."""
+    """The latency that towerd adds in front of a llama-server, at 1 and 32 streams."""
     _run("proxy", model, quick)
 
 
@@ -127,7 +127,7 @@ def proxy(model: Path | None, quick: bool) -> None:
 )
 @QUICK
 def soak(model: Path | None, quick: bool) -> None:
-    """10,000 short requests under budgets that are far too small: what the daemon takes."""
+    """10,000 short requests under budgets that are far too small: the daemon's resource use."""
     report = _run("soak", model, quick)
     if report.figures["failed"] or "stopped" in report.figures:
         raise click.exceptions.Exit(1)
@@ -145,7 +145,7 @@ def store(quick: bool) -> None:
     "--model",
     "-m",
     type=FILE,
-    help="GGUF to measure, a trained one; default: the bundled model.",
+    help="Trained GGUF to measure; default: the bundled model.",
 )
 @click.option(
     "--text",
@@ -174,14 +174,14 @@ def quality(model: Path | None, text: Path | None, plot_path: Path | None, quick
 @click.option(
     "--data",
     type=FILE,
-    help="Chat records, of which those of sources are taken that the codec does not know.",
+    help="Chat records; those from sources that the codec was not trained on are used.",
 )
 @click.option(
     "--text",
     "texts",
     multiple=True,
     type=FILE,
-    help="UTF-8 text to take sessions from, may be .zst; may be given again.",
+    help="UTF-8 text to take sessions from, may be .zst; repeatable.",
 )
 @click.option(
     "--meetings",
@@ -191,7 +191,7 @@ def quality(model: Path | None, text: Path | None, plot_path: Path | None, quick
 @click.option(
     "--vocab",
     type=FILE,
-    help="GGUF whose tokenizer the sessions are in; then nothing is evaluated.",
+    help="GGUF whose tokenizer encodes the sessions; then nothing is evaluated.",
 )
 @QUICK
 def cold(
@@ -202,7 +202,7 @@ def cold(
     vocab: Path | None,
     quick: bool,
 ) -> None:
-    """Frozen sessions: bytes each of 100,000, finding one, and thawing it."""
+    """Frozen sessions: bytes per session of 100,000, and the time to find and thaw one."""
     _run("cold", model, quick, data=data, texts=texts, meetings=meetings, vocab=vocab)
 
 

@@ -1,4 +1,4 @@
-"""Conversations as they lie on disk: *.jsonl.zst, one JSON object a line."""
+"""Conversations on disk: *.jsonl.zst, one JSON object per line."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ SUFFIX = ".jsonl.zst"
 
 
 class Message(msgspec.Struct, frozen=True):
-    """What one party says."""
+    """One message of a conversation."""
 
     role: str
     content: str
 
 
-class Record(msgspec.Struct, frozen=True):
+class ChatRecord(msgspec.Struct, frozen=True):
     """One conversation or document. `src` is "<source>/<id>"."""
 
     src: str
@@ -28,13 +28,13 @@ class Record(msgspec.Struct, frozen=True):
 
     @property
     def source(self) -> str:
-        """The row of the manifest it belongs to."""
+        """The row of the manifest that it belongs to."""
         return self.src.partition("/")[0]
 
 
-def read_records(path: Path) -> Iterator[Record]:
+def read_records(path: Path) -> Iterator[ChatRecord]:
     """The records of one file in order. Raises ConfigError with the number of a bad line."""
-    decoder = msgspec.json.Decoder(Record)
+    decoder = msgspec.json.Decoder(ChatRecord)
     number = 0
     try:
         for number, line in enumerate(_lines(path), start=1):
@@ -53,7 +53,7 @@ def read_records(path: Path) -> Iterator[Record]:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """Split at line feeds only: the text may hold every other separator."""
+    """The lines, split at line feeds only: the text may contain any other separator."""
     with path.open("rb") as file, zstandard.ZstdDecompressor().stream_reader(file) as stream:
         rest = b""
         while block := stream.read(1 << 20):

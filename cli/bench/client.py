@@ -21,7 +21,7 @@ class Completion:
 
     ttft_s: float = 0.0
     last_token_s: float = 0.0
-    """When the last event with a token came."""
+    """When the last event with a token arrived."""
     total_s: float = 0.0
     tokens: list[int] = field(default_factory=list)
     text: str = ""
@@ -33,7 +33,7 @@ class Completion:
 
 
 Ask: TypeAlias = Callable[[Sequence[int], int], Awaitable[Completion]]
-"""`complete` of one server: from a prompt's ids and how many tokens to generate."""
+"""`complete` of one server, called with a prompt's ids and the number of tokens to generate."""
 
 
 async def complete(
@@ -44,8 +44,8 @@ async def complete(
     headers: Mapping[str, str] | None = None,
     **fields: Any,
 ) -> Completion:
-    """POST /completion with token ids, greedy, ignoring EOS; TTFT is from request in to the
-    first data line with a token. Raises TowerdError when the server answers with an error."""
+    """POST /completion with token ids, greedy, ignoring EOS; TTFT is from the request to the first
+    data line with a token. Raises TowerdError if the server answers with an error."""
     body = {
         "prompt": list(prompt),
         "n_predict": n_predict,
@@ -87,7 +87,7 @@ async def chat(
     **fields: Any,
 ) -> Completion:
     """POST /v1/chat/completions, greedy, ignoring EOS; the reply's text is in `text`, and TTFT is
-    from request in to the first event, which comes with the first token. Raises TowerdError when
+    from the request to the first event, which comes with the first token. Raises TowerdError if
     the server answers with an error."""
     body = {
         "messages": list(messages),
@@ -120,7 +120,7 @@ async def chat(
 
 
 def new_session() -> aiohttp.ClientSession:
-    """A client session without time-outs: a cold prompt takes as long as it takes.
+    """A client session without timeouts: a cold prompt may take any time.
 
     Every request has its own connection: llama-server closes one after a stream."""
     return aiohttp.ClientSession(
@@ -132,6 +132,6 @@ def new_session() -> aiohttp.ClientSession:
 
 @asynccontextmanager
 async def connect(url: str) -> AsyncIterator[Ask]:
-    """Ask a server as it is, in a session of its own."""
+    """Query a server directly, in a session of its own."""
     async with new_session() as session:
         yield partial(complete, session, url)

@@ -1,9 +1,9 @@
-"""`towerctl bench cold`: frozen sessions: what they take, how they are found, how they thaw.
+"""`towerctl bench cold`: the size of frozen sessions, and the time to find and thaw them.
 
-A few hundred sessions are recorded turn by turn and frozen as the daemon does it. To come to a
-hundred thousand, the rest of the store are copies of them with names, turns and marks of their own:
-every row has the size that a session of its own would have. Thawing is measured on the coded ones,
-and its prefill on the model's own engine. Texts are of sources that the codec was not trained on.
+A few hundred sessions are recorded turn by turn and frozen as the daemon does it. The rest of a
+hundred thousand are copies of them with names, turns and marks of their own, so that every row has
+the size of a distinct session's. Thawing is measured on the coded sessions, and its prefill on the
+model's own engine. Texts are from sources that the codec was not trained on.
 """
 
 from __future__ import annotations
@@ -49,26 +49,26 @@ _LOOKUPS = 500
 _PROMPT_TOKENS = 8000
 _THAWS = 3
 _LONG_TOKENS = 8000
-"""Of a long chat that is thawed; with its new tokens it fits a context of 8,192."""
+"""Length of the long chat to thaw; with its new tokens it fits a context of 8,192."""
 _NEW_TOKENS = 8
 _BYTES_PER_TOKEN_MAX = 8
-"""More than the texts have on the mean: no more of them is tokenized than is needed."""
+"""More than the mean of the texts; bounds how much of them is tokenized."""
 
 
 @dataclass(slots=True)
 class Population:
-    """The store, and the sessions of it that were coded."""
+    """The store, and its sessions that were coded."""
 
     store: Store
     codec: Codec
     ids: list[Ids]
     """int32[_BASE_TOKENS + _TOKENS] of each coded session."""
     sources: list[str]
-    """Where each is from."""
+    """The source of each."""
     freeze_s: list[float]
 
     def bits_per_token(self) -> dict[str, float]:
-        """Of whole blobs, by source and altogether."""
+        """Bits per token of whole blobs, by source and in total."""
         bits: dict[str, list[int]] = {}
         for number, source in enumerate(self.sources):
             frozen = self.store.cold.read(f"s{number}", "local")
@@ -79,7 +79,7 @@ class Population:
         return {**found, "bits_per_token": sum(every) / len(every) / _TOKENS}
 
     def forms(self) -> str:
-        """How many of the coded ones are in which form."""
+        """How many of the coded sessions use each form."""
         found = Counter(
             container.read(frozen.blob).form.name
             for number in range(len(self.ids))
@@ -131,7 +131,7 @@ async def run(
 def _sources(
     data: Path | None, texts: Sequence[Path], meetings: Path | None
 ) -> dict[str, Iterator[bytes]]:
-    """Name -> parts of its text; the calibration text where none is named."""
+    """Name -> parts of its text; the calibration text if none is named."""
     found: dict[str, Iterator[bytes]] = {}
     if data is not None:
         found[data.name] = iter((held_out(data),))
@@ -149,7 +149,7 @@ def _fingerprint() -> Fingerprint:
 
 
 def _stream(parts: Iterator[bytes], vocabulary: GgufVocabulary, n: int) -> Ids:
-    """int32[n] of a text, which is begun again where it is too short."""
+    """int32[n] of a text, which is repeated if it is too short."""
     ids: list[int] = []
     for part in parts:
         ids += tokenized(part[: n * _BYTES_PER_TOKEN_MAX], vocabulary)
@@ -159,7 +159,7 @@ def _stream(parts: Iterator[bytes], vocabulary: GgufVocabulary, n: int) -> Ids:
 
 
 def _shuffled() -> Iterator[bytes]:
-    """The sentences of the calibration text, which the codec does not know, in ever new orders."""
+    """The sentences of the calibration text, which the codec does not know, endlessly shuffled."""
     rng = np.random.default_rng(0)
     sentences = re.split(r"(?<=[.!?])\s+", calibration_text())
     while True:
@@ -167,7 +167,8 @@ def _shuffled() -> Iterator[bytes]:
 
 
 def _fill(store: Store, codec: Codec, streams: Mapping[str, Ids], n: int) -> Population:
-    """Bases, and sessions of four turns each that are frozen at once, of each text in turn."""
+    """Add bases, then sessions of four turns each, which are frozen at once, from each text in
+    turn."""
     names = list(streams)
     n_bases = _BASES * _BASE_TOKENS
     bases = np.split(streams[names[0]][-n_bases:], _BASES)
@@ -197,7 +198,7 @@ def _copy(made: Population, n: int) -> None:
     rng, n_coded = np.random.default_rng(0), len(made.ids)
     catalog = made.store.state.catalog
     ((next_turn,),) = catalog.rows("SELECT max(id) + 1 FROM turns")
-    sources = [_Source(made, number) for number in range(n_coded)]
+    sources = [_CodedSession(made, number) for number in range(n_coded)]
     for first in range(n_coded, n, _BATCH):
         with catalog.transaction():
             for number in range(first, min(n, first + _BATCH)):
@@ -205,8 +206,8 @@ def _copy(made: Population, n: int) -> None:
                 next_turn = source.copy(number, next_turn, rng)
 
 
-class _Source:
-    """A coded session, to be copied."""
+class _CodedSession:
+    """A coded session to copy."""
 
     def __init__(self, made: Population, number: int) -> None:
         self.catalog = made.store.state.catalog
@@ -231,8 +232,9 @@ class _Source:
         )
 
     def copy(self, number: int, first_turn: int, rng: np.random.Generator) -> int:
-        """Enter a copy whose turns begin with this id; the id after its last. Its blob is of the
-        same length and as little like another as a coded text: the journal is compressed."""
+        """Add a copy whose turns begin with this id; returns the id after its last. Its blob has
+        the same length but random bytes, as incompressible as coded text: the journal is
+        compressed."""
         assert self.frozen is not None
         run, blob = self.catalog.run, rng.bytes(len(self.frozen.blob))
         ids = list(range(first_turn, first_turn + len(self.turns)))
@@ -288,26 +290,28 @@ def _measure(report: Report, root: Path, made: Population, n: int) -> None:
 
 
 def _lookups(store: Store, made: Population) -> list[float]:
-    """Milliseconds to find the session that a prompt of 8,000 tokens goes on: half do."""
+    """Milliseconds to find the session that a prompt of 8,000 tokens continues; half of the
+    prompts continue one."""
     rng, found = np.random.default_rng(1), []
     for number in range(_LOOKUPS):
         more = rng.integers(0, 500, _PROMPT_TOKENS).astype(np.int32)
         coded = number // 2 % len(made.ids)
-        goes_on = number % 2 == 0
-        prompt = np.concatenate([made.ids[coded] if goes_on else more[:0], more])[:_PROMPT_TOKENS]
+        continues = number % 2 == 0
+        start = made.ids[coded] if continues else more[:0]
+        prompt = np.concatenate([start, more])[:_PROMPT_TOKENS]
         data = ids_bytes(prompt)
         began = time.monotonic()
         session = store.cold.continued_by(data, "local")
         found.append((time.monotonic() - began) * 1e3)
-        assert (session == f"s{coded}") == goes_on
+        assert (session == f"s{coded}") == continues
     return found
 
 
 async def _measure_thaw(
     report: Report, model: Path, store: Path, text: Ids, name: str, n_thaws: int
 ) -> None:
-    """Thaw a session of this text by a request that continues it: reading, decoding, evaluating
-    the prompt, and all of it up to the first token. Figures begin with `name`."""
+    """Thaw a session of this text by a request that continues it; measure reading, decoding,
+    evaluating the prompt, and the total up to the first token. Figures begin with `name`."""
     config = Config(
         model=model,
         store_dir=store,
@@ -345,10 +349,10 @@ async def _measure_thaw(
             await service.engine.settle()
             for seq in list(service.engine.pool):
                 service.engine.pool.drop(seq)
-    for what, each in times.items():  # what all sessions have told already stays
+    for what, each in times.items():  # figures over all sessions take precedence
         report.figures.setdefault(f"{name}{what}", statistics.median(each))
 
 
 def _disk_bytes(root: Path) -> int:
-    """What the file system has given to the store."""
+    """The store's allocated size in the file system."""
     return sum(path.lstat().st_blocks * 512 for path in (root, *root.rglob("*")))

@@ -1,7 +1,7 @@
 """Chat records as text in a chat template, and as tokens.
 
-The template is ChatML, as bytes for compressors of text; for ours its two special tokens are those of
-the vocabulary that play their part (or plain text where it has none), as a served model has them."""
+The template is ChatML, as bytes for text compressors. For our codec its two special tokens are the
+corresponding ones of the vocabulary (or plain text if it has none), as for a served model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 import numpy as np
 
-from towerd.cli.bench.chat_records import SUFFIX, Record, read_records
+from towerd.cli.bench.chat_records import SUFFIX, ChatRecord, read_records
 from towerd.codec.text import KIND_NAMES
 from towerd.codec.vocabulary import GgufVocabulary
 from towerd.errors import ConfigError
@@ -24,7 +24,7 @@ MARKS = (START.encode(), END.encode())
 
 def held_out(data: Path) -> bytes:
     """UTF-8 text of the records whose source the codec's tables and models were not trained on, in
-    random order. ClickException where there are none."""
+    random order. Raises ClickException if there are none."""
     manifest = files("towerd.codec") / "data" / "manifest.toml"
     known = tomllib.loads(manifest.read_text())
     texts = [in_template(each) for each in records(data) if each.source not in known]
@@ -36,8 +36,8 @@ def held_out(data: Path) -> bytes:
     return "".join(texts[i] for i in turn).encode()
 
 
-def records(path: Path) -> list[Record]:
-    """Those of a file. ClickException for anything else."""
+def records(path: Path) -> list[ChatRecord]:
+    """The records of a file. Raises ClickException for any other file."""
     if not path.name.endswith(SUFFIX) or not path.exists():
         raise click.ClickException(f"{path} is needed: a *{SUFFIX} file of chat records.")
     try:
@@ -46,14 +46,14 @@ def records(path: Path) -> list[Record]:
         raise click.ClickException(error.message) from error
 
 
-def in_template(record: Record, *, users: bool = True) -> str:
-    """What was said; users: what they said, too."""
+def in_template(record: ChatRecord, *, users: bool = True) -> str:
+    """The messages of a record in the template. users: including those of users."""
     said = [m for m in record.messages if users or m.role != "user"]
     return "".join(f"{START}{m.role}\n{m.content}{END}\n" for m in said)
 
 
 def tokenized(text: bytes, vocabulary: GgufVocabulary) -> list[int]:
-    """The ids of a session."""
+    """The token ids of a session's text."""
     marks = {}
     for mark, names in zip(MARKS, KIND_NAMES, strict=False):
         token = next((i for i, name in enumerate(vocabulary.names) if name in names), None)

@@ -1,4 +1,4 @@
-"""`towerctl bench concurrency`: generated tokens a second at 1 to 8 streams, against
+"""`towerctl bench concurrency`: generated tokens per second at 1 to 8 streams, against
 llama-server with the same flags."""
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ async def run(model: Path | None, quick: bool) -> Report:
     """Both servers, one after the other, on the same requests."""
     path = bench_model(model, "small" if quick else "1b")
     n_vocab, n_predict = vocab_size(path), 32 if quick else 48
-    # Left to itself towerd does without flash attention on a CPU, which suits one long
-    # conversation; for many short ones it is the faster, and both get it here.
+    # By default towerd uses no flash attention on a CPU, which suits one long conversation. For
+    # many short ones flash attention is faster, so both servers get it here.
     flags = ("-c", "4096", "-np", "8", "-fa", "on")
     report = Report("concurrency", path.name)
     with tempfile.TemporaryDirectory(prefix="towerd-bench-") as folder:
@@ -53,7 +53,7 @@ async def _speculate(
     report: Report, path: Path, flags: tuple[str, ...], n_predict: int, n_vocab: int
 ) -> None:
     """The same with drafts from n-grams, for replies that repeat one token: every draft is right,
-    so that what is compared is drafting, verifying and sending."""
+    so that the comparison is of drafting, verifying and sending."""
     shape = n_predict, n_vocab, _SPECULATED_STREAMS
     repeats: dict[str, Any] = {"logit_bias": [[n_vocab - 1, 100.0]]}
     with tempfile.TemporaryDirectory(prefix="towerd-bench-") as folder:
@@ -75,7 +75,7 @@ async def _rates(
     streams: tuple[int, ...] = _STREAMS,
     **fields: Any,
 ) -> dict[int, float]:
-    """Best of some repeats: tokens per second of generation, prompts excluded."""
+    """Best of some repeats: generated tokens per second, excluding prompts."""
     rng = np.random.default_rng(3)
     rates: dict[int, float] = {}
     async with new_session() as session:

@@ -1,12 +1,12 @@
-"""Attention drift: Theorem 19's bound, and what quantized keys really do to attention outputs.
+"""Attention drift: Theorem 19's bound, and the measured effect of quantized keys.
 
 The theorem: with keys of a segment perturbed by at most eps, the output of one head moves, to
 first order, by at most eps * |q| / sqrt(d) * sqrt(alpha) * sqrt(M), where alpha is the attention
 on the segment and M = sum of w_j |v_j - a|^2 over it.
 
-What first order leaves out can be bounded too. No score moves by more than X = eps |q| / sqrt(d),
+Higher orders can be bounded, too. No score moves by more than X = eps |q| / sqrt(d),
 so a' - a = sum of w_j (exp(x_j) - 1) (v_j - a) / Z' with |x_j| <= X and Z' >= exp(-X): the bound
-times exp(X) (exp(X) - 1) / X holds for errors of any size, and is 5 % more at X = 0.03.
+times exp(X) (exp(X) - 1) / X holds for errors of any size, and is 5 % larger at X = 0.03.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ LAYERS_MAX = 8
 POINTS_MAX = 4000
 _SOFTMAX_ERROR_MAX = 1e-3
 _SCALE_MAX = 300.0
-"""exp() of it squared is still finite, and such a bound says nothing anyway."""
+"""exp() of it squared is still finite, and a bound of this size is meaningless anyway."""
 _NOISE = 2.0**-18
-"""Of an output's norm: sums over hundreds of cells in 32-bit floats differ by so much."""
+"""Share of an output's norm by which sums over hundreds of cells in 32-bit floats differ."""
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
+class LayerAttention:
     """One layer's attention of some queries over native rows.
 
     q: [heads, queries, d]; weights: [heads, queries, cells]; out: [heads, queries, d_v];
@@ -63,7 +63,7 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What the bound is made of, each [heads, queries]."""
+    """The terms of the bound, each [heads, queries]."""
 
     eps: Floats
     q_norm: Floats
@@ -85,13 +85,13 @@ class Terms:
 
     @property
     def whole_bound(self) -> Floats:
-        """The bound with what is beyond first order."""
+        """The bound including higher orders."""
         x = np.minimum(self.scale, _SCALE_MAX)
         out: Floats = np.exp(x) * np.expm1(x) * np.sqrt(self.alpha) * np.sqrt(self.moment)
         return out
 
 
-def terms(attention: Attention, eps: Floats, segment: slice) -> Terms:
+def terms(attention: LayerAttention, eps: Floats, segment: slice) -> Terms:
     """The bound's terms for keys of the cells `segment` that moved by at most `eps` [kv heads]."""
     group = attention.group
     weights = attention.weights[:, :, segment]
@@ -107,17 +107,17 @@ def terms(attention: Attention, eps: Floats, segment: slice) -> Terms:
     return Terms(eps_all, q_norm, alpha, moment, attention.q.shape[-1])
 
 
-def attend(q: Floats, keys: Floats, values: Floats) -> Attention:
-    """Scaled dot-product attention of `q` over all keys; shapes as in Attention."""
+def attend(q: Floats, keys: Floats, values: Floats) -> LayerAttention:
+    """Scaled dot-product attention of `q` over all keys; shapes as in LayerAttention."""
     group = len(q) // len(keys)
     scores = q @ np.repeat(keys, group, axis=0).transpose(0, 2, 1) / np.sqrt(q.shape[-1])
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
-    return Attention(q, weights, weights @ np.repeat(values, group, axis=0), keys, values)
+    return LayerAttention(q, weights, weights @ np.repeat(values, group, axis=0), keys, values)
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class DriftSample:
     """One quantized segment of one layer: measured drift and the bound's terms, [heads, queries]
     each."""
 
@@ -126,7 +126,7 @@ class Sample:
     layer: int
     drift: Floats
     noise: Floats
-    """What rounding alone moves 32-bit outputs by."""
+    """The drift of 32-bit outputs by rounding alone."""
     terms: Terms
     key_norm: float
     """Largest norm of a key of the segment."""
@@ -136,18 +136,18 @@ class Sample:
 class AttentionDrift:
     """Everything that was measured."""
 
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[DriftSample] = field(default_factory=list)
     by_layer: dict[str, list[float]] = field(default_factory=dict)
-    """Table's name -> per layer, mean |a' - a| over mean |a| with all rows stored so."""
+    """Table's name -> per layer, mean |a' - a| over mean |a| with all rows stored by the table."""
     layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class _Native:
-    """Over native rows: the output of every layer, the whole attention of the watched ones."""
+class _NativeAttention:
+    """Over native rows: the output of every layer, and the attention of the watched layers."""
 
     outs: list[Floats]
-    attention: dict[int, Attention]
+    attention: dict[int, LayerAttention]
 
 
 class DriftMeter:
@@ -161,9 +161,9 @@ class DriftMeter:
     def measure(
         self, checkpoints: Sequence[Checkpoint], formats: Sequence[str], tables: dict[str, Table]
     ) -> AttentionDrift:
-        """Keys of each level's range in each format, one layer at a time, so that queries and
-        values stay what they were; then whole tables. Raises TowerdError for an architecture
-        whose attention is not plain scaled dot-product attention."""
+        """Measure the keys of each level's range in each format, one layer at a time, so that
+        queries and values stay unchanged; then whole tables. Raises TowerdError for an
+        architecture whose attention is not plain scaled dot-product attention."""
         n_layer = self.measurer.layout.n_layer
         drift = AttentionDrift(layers=tuple(_spread(n_layer)))
         sums: dict[str, list[Floats]] = {name: [] for name in tables}
@@ -183,10 +183,10 @@ class DriftMeter:
         self,
         checkpoint: Checkpoint,
         rows: KVRows,
-        native: Attention,
+        native: LayerAttention,
         layer: int,
         formats: Sequence[str],
-    ) -> list[Sample]:
+    ) -> list[DriftSample]:
         samples = []
         for name in formats:
             layout = only_keys(rows.layout, layer, name)
@@ -201,7 +201,7 @@ class DriftMeter:
                 parts = [rows.slice(0, start), stored, rows.slice(stop, len(rows))]
                 out = self._outs(checkpoint, parts)[layer]
                 samples.append(
-                    Sample(
+                    DriftSample(
                         name,
                         level,
                         layer,
@@ -213,7 +213,9 @@ class DriftMeter:
                 )
         return samples
 
-    def _native(self, checkpoint: Checkpoint, rows: KVRows, layers: Sequence[int]) -> _Native:
+    def _native(
+        self, checkpoint: Checkpoint, rows: KVRows, layers: Sequence[int]
+    ) -> _NativeAttention:
         """The attention over native rows, checked against the formula."""
         found = self._evaluate(checkpoint, [rows], "Qcur", "kq_soft_max", "kqv")
         if len(self.taps.layers) != rows.layout.n_layer:
@@ -230,17 +232,17 @@ class DriftMeter:
             values = _both(rows, found, plane, "v")
             n_kv = keys.shape[1] // q.shape[-1]
             keys, values = (each.reshape(n, n_kv, -1).transpose(1, 0, 2) for each in (keys, values))
-            attention[plane] = Attention(q, weights, out, keys, values)
+            attention[plane] = LayerAttention(q, weights, out, keys, values)
             _check_plain(attention[plane], checkpoint.p)
-        return _Native(outs, attention)
+        return _NativeAttention(outs, attention)
 
     def _outs(self, checkpoint: Checkpoint, parts: Sequence[KVRows]) -> list[Floats]:
-        """Per layer the attention output [heads, queries, d_v] over these rows."""
+        """The attention output [heads, queries, d_v] of each layer over these rows."""
         self._evaluate(checkpoint, parts, "kqv")
         return [np.asarray(self.taps.take("kqv", i), np.float64) for i in self.taps.layers]
 
     def _evaluate(self, checkpoint: Checkpoint, parts: Sequence[KVRows], *names: str) -> KVRows:
-        """Evaluate the continuation in one batch, watching these tensors; its own rows."""
+        """Evaluate the continuation in one batch, watching these tensors; returns its rows."""
         scratch, p = self.measurer.scratch, checkpoint.p
         v_trans = scratch.context.v_trans
         blob: Buffer = np.asarray(emit_blob(parts, layout=self.measurer.layout, v_trans=v_trans))
@@ -252,7 +254,7 @@ class DriftMeter:
 
 
 def only_keys(layout: KVLayout, layer: int, name: str) -> KVLayout:
-    """`layout` with the keys of one layer in the format `name`, a stored or a cache one."""
+    """`layout` with the keys of one layer in `name`, a stored format or a cache type."""
     keys, plane = list(layout.k), layout.k[layer]
     found = BY_NAME[name]
     if found.is_cache_type:
@@ -282,8 +284,9 @@ def _heads(values: Floats, like: Floats) -> Floats:
     return values.reshape(len(values), len(like), -1).transpose(1, 0, 2)
 
 
-def _check_plain(attention: Attention, p: int) -> None:
-    """The tapped weights are the softmax of q k / sqrt(d) over the cells up to each query."""
+def _check_plain(attention: LayerAttention, p: int) -> None:
+    """Raises TowerdError unless the tapped weights are the softmax of q k / sqrt(d) over the cells
+    up to each query."""
     group, d = attention.group, attention.q.shape[-1]
     scores = attention.q @ np.repeat(attention.keys, group, axis=0).transpose(0, 2, 1)
     scores /= np.sqrt(d)
@@ -310,7 +313,7 @@ def _relative(native: Floats, moved: Floats) -> float:
     return float(np.linalg.norm(moved - native, axis=-1).mean()) / norm
 
 
-# ---- what the samples say --------------------------------------------------------------------
+# ---- statistics of the samples ---------------------------------------------------------------
 
 
 def code_bits(name: str) -> int:
@@ -319,10 +322,10 @@ def code_bits(name: str) -> int:
 
 
 def summary(drift: AttentionDrift) -> dict[str, Any]:
-    """The figures for the report: share under the bound, tightness (drift over bound, of drift
-    that is more than rounding), fitted slopes.
+    """The figures for the report: share under the bound, tightness (drift over bound, for drift
+    beyond rounding), fitted slopes.
 
-    slope_bits: of log2(drift over its terms but eps, with the largest key in eps' place) against
+    slope_bits: of log2(drift over its terms, with the largest key norm in place of eps) against
     bits, over the Hadamard formats; predicted -1. slope_alpha: of log(drift / (eps |q| / sqrt(d)
     sqrt(M))) against log(alpha); predicted 1/2. slope_alpha_raw: the same without dividing by
     sqrt(M), which itself grows with alpha: the bound is proportional to sqrt(alpha M)."""
@@ -388,18 +391,18 @@ def points(drift: AttentionDrift) -> tuple[Floats, Floats, Floats]:
     return alpha[good], raw / np.sqrt(moment[good]), raw
 
 
-def _ratio(sample: Sample) -> Floats:
-    """Drift beyond rounding over bound; 0 where nobody attends to the segment."""
+def _ratio(sample: DriftSample) -> Floats:
+    """Drift beyond rounding over the bound; 0 if there is no such drift."""
     bound, moved = sample.terms.bound, np.maximum(sample.drift - sample.noise, 0)
     return np.divide(moved, bound, out=np.zeros_like(bound), where=moved > 0)
 
 
-def _exceeds(sample: Sample) -> npt.NDArray[np.bool_]:
-    """Where the drift is beyond the bound that includes what first order leaves out."""
+def _exceeds(sample: DriftSample) -> npt.NDArray[np.bool_]:
+    """Where the drift exceeds the bound that includes higher orders."""
     return sample.drift > sample.terms.whole_bound + sample.noise
 
 
-def _unit(sample: Sample) -> Floats:
+def _unit(sample: DriftSample) -> Floats:
     eps = np.full_like(sample.terms.alpha, sample.key_norm)
     return replace(sample.terms, eps=eps).bound
 

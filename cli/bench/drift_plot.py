@@ -16,7 +16,8 @@ _BINS = 24
 
 
 def require(path: Path) -> None:
-    """ConfigError unless a plot can be written to `path`: its suffix, its folder, matplotlib."""
+    """Raises ConfigError unless a plot can be written to `path`: checks its suffix, its folder and
+    matplotlib."""
     if path.suffix.lower() not in SUFFIXES:
         raise ConfigError(f"--plot {path}: the name must end in {' or '.join(SUFFIXES)}.")
     if not path.absolute().parent.is_dir():
@@ -31,7 +32,7 @@ def require(path: Path) -> None:
 
 def plot(drift: AttentionDrift, path: Path, title: str) -> None:
     """Write the plot."""
-    # No pyplot: no window and no state, whatever the user's backend is.
+    # Without pyplot there is no window and no global state, whatever the user's backend.
     figure: Any = importlib.import_module("matplotlib.figure").Figure(
         figsize=(11, 4.6), layout="constrained"
     )

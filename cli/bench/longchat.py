@@ -1,4 +1,4 @@
-"""`towerctl bench longchat`: what a bounded live cache costs, per policy, in the engine that serves."""
+"""`towerctl bench longchat`: the cost of a bounded live cache, by policy, in the real engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from towerd.cli.bench import longchat_perplexity, longchat_retrieval
 from towerd.cli.bench.longchat_recall import index_overhead, recalls
-from towerd.cli.bench.longchat_texts import Speaker, read_meetings, read_pairs, read_text
+from towerd.cli.bench.longchat_texts import TextTokenizer, read_meetings, read_pairs, read_text
 from towerd.cli.bench.models import bench_model
 from towerd.cli.bench.reading import last_attention
 from towerd.cli.bench.report import Report
@@ -29,27 +29,27 @@ from towerd.service import Service, open_service
 from towerd.tokens import Ids
 
 SAMPLE = "sample.txt"
-"""The text of the package."""
+"""Name of the package's own text."""
 POLICIES = tuple(name for name in RETENTIONS if LiveBudget(name).is_bounded)
 TEXT_TOKENS_MAX = 8191
-"""Of a text that is read at once, one less than the longest context that is asked for."""
+"""The longest text that is read at once: one token less than the longest context."""
 QUICK_TEXT_TOKENS = 2047
 BUDGETS = (256, 512)
 QUICK_BUDGETS = (256,)
 LENGTHS = (1024, 2048, 4096, 8192)
-"""Of prompts that facts are told in; what is asked fits beside them."""
+"""Lengths of prompts with facts, including the question."""
 QUESTION_TOKENS = 64
 N_PAIRS = 8
 RECALL_TOKENS = 2048
 RECALL_BUDGET = 64
 RECALL_LAYER_STEP = 3
-"""As `--recall-layer-step` has it by default."""
+"""The default of `--recall-layer-step`."""
 N_QUERIES = 8
 
 
 @dataclass(slots=True)
 class LongchatReport(Report):
-    """`perplexity`, `retrieval`: a line each; the first keys of each are its place."""
+    """`perplexity`, `retrieval`: rows of a table; the first keys of a row identify it."""
 
     perplexity: list[dict[str, Any]] = field(default_factory=list)
     retrieval: list[dict[str, Any]] = field(default_factory=list)
@@ -88,15 +88,16 @@ async def run(
         report.details["meetings"] = "not measured: name QMSum's file with --meetings"
     else:
         texts[meetings.name] = read_meetings(meetings)
-    with Speaker(path) as speaker:
+    with TextTokenizer(path) as tokenizer:
         async with _served(path) as service:
             n = min(service.engine.n_ctx - 1, QUICK_TEXT_TOKENS if quick else TEXT_TOKENS_MAX)
             windows = {
-                key: speaker.windows(read, 1, n)[0].astype(np.int32) for key, read in texts.items()
+                key: tokenizer.windows(read, 1, n)[0].astype(np.int32)
+                for key, read in texts.items()
             }
             await _perplexity(report, service, windows, budgets)
             await _recall(report, service, next(iter(windows.values()))[:RECALL_TOKENS])
-            tasks = list(_tasks(report, speaker, filler, pairs, service.engine.n_ctx, quick))
+            tasks = list(_tasks(report, tokenizer, filler, pairs, service.engine.n_ctx, quick))
             await _retrieval(report, service, tasks, budgets)
     _overhead(report, quick)
     return report
@@ -104,7 +105,7 @@ async def run(
 
 @asynccontextmanager
 async def _served(path: Path) -> AsyncIterator[Service[EmbeddedEngine]]:
-    """The service on a store of its own that keeps no rows: each budget has to do with its own."""
+    """The service on a store of its own that keeps no rows, so that no budget reuses another's."""
     with tempfile.TemporaryDirectory(prefix="towerd-bench-") as folder:
         config = Config(
             model=path,
@@ -143,7 +144,8 @@ async def _perplexity(
 
 
 async def _recall(report: LongchatReport, service: Service[EmbeddedEngine], ids: Ids) -> None:
-    """On the keys and the last queries of a text, in the layers that the engine indexes."""
+    """Measure recall on the keys and the last queries of a text, in the layers that the engine
+    indexes."""
     keys, queries = await last_attention(service.engine, ids, N_QUERIES)
     layers = list(IceCacheConfig(layer_step=RECALL_LAYER_STEP).anchors(len(keys)))
     found = recalls(keys[layers], queries[layers], RECALL_BUDGET)
@@ -154,22 +156,27 @@ async def _recall(report: LongchatReport, service: Service[EmbeddedEngine], ids:
 
 
 def _tasks(
-    report: LongchatReport, speaker: Speaker, text: str, pairs: Path | None, n_ctx: int, quick: bool
-) -> list[longchat_retrieval.Task]:
+    report: LongchatReport,
+    tokenizer: TextTokenizer,
+    text: str,
+    pairs: Path | None,
+    n_ctx: int,
+    quick: bool,
+) -> list[longchat_retrieval.RetrievalTask]:
     lengths = [n for n in LENGTHS if n <= n_ctx] or [n_ctx]
     lengths = [n - QUESTION_TOKENS for n in (lengths[:1] if quick else lengths)]
-    tasks = [longchat_retrieval.facts(speaker, text, n) for n in lengths]
+    tasks = [longchat_retrieval.facts(tokenizer, text, n) for n in lengths]
     if pairs is None:
         report.details["pairs"] = "not measured: name the key-value examples with --pairs"
         return tasks
     told = read_pairs(pairs)
-    return tasks + [longchat_retrieval.pairs(speaker, told, n, N_PAIRS) for n in lengths]
+    return tasks + [longchat_retrieval.pairs(tokenizer, told, n, N_PAIRS) for n in lengths]
 
 
 async def _retrieval(
     report: LongchatReport,
     service: Service[EmbeddedEngine],
-    tasks: Sequence[longchat_retrieval.Task],
+    tasks: Sequence[longchat_retrieval.RetrievalTask],
     budgets: Sequence[int],
 ) -> None:
     budgets = [n for n in budgets if n < service.engine.n_ctx]

@@ -1,7 +1,7 @@
-"""`towerctl bench longchat --live`: what a token costs in a long chat with a live budget.
+"""`towerctl bench longchat --live`: the time per token in a long chat with a live budget.
 
-Prefilling 32k tokens takes a CPU ten minutes or more, and the time of a token does not depend on
-what the rows hold: random ones are written into the cache, and the chat goes on from there.
+Prefilling 32k tokens takes a CPU ten minutes or more, and the time per token does not depend on the
+contents of the rows: random rows are written into the cache, and the chat continues from there.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ BUDGET = 2048
 QUICK_LENGTHS = (512, 1024)
 QUICK_BUDGET = 128
 MESSAGE_TOKENS = 32
-"""What the user says after the text."""
+"""Length of the user's message after the text."""
 REPLY_TOKENS = 128
 PREFILL_TOKENS = 512
 _FILL_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """One reply: milliseconds of an output token, of the prompt, and what was live at its end."""
+class TimedReply:
+    """Measurements of one reply: milliseconds per output token and for the prompt, and what was
+    live at its end."""
 
     token_ms: float
     prompt_ms: float
@@ -54,13 +55,13 @@ class Turn:
 
 async def run(model: Path | None, quick: bool) -> Report:
     """Time per output token at each length, with the full cache and with IceCache. Raises
-    TowerdError where the model's memory cannot be thinned."""
+    TowerdError if single positions of the model's memory cannot be dropped."""
     path = bench_model(model, "small" if quick else "1b")
     lengths, budget = (QUICK_LENGTHS, QUICK_BUDGET) if quick else (LENGTHS, BUDGET)
     report = Report("longchat --live", path.name)
     report.figures |= {"live_budget": budget, "reply_tokens": REPLY_TOKENS}
     ids = random_prompt(np.random.default_rng(0), lengths[-1] + 1024, vocab_size(path))
-    full: dict[int, Turn] = {}
+    full: dict[int, TimedReply] = {}
     async with _engine(path, "none", budget, lengths[-1]) as engine:
         alone = await _turn(engine, ids[-PREFILL_TOKENS:], LiveBudget())
         token_prefill_ms = alone.prompt_ms / PREFILL_TOKENS
@@ -83,7 +84,9 @@ async def run(model: Path | None, quick: bool) -> Report:
     return report
 
 
-def _add(report: Report, n: int, full: Turn, found: Turn, token_prefill_ms: float) -> None:
+def _add(
+    report: Report, n: int, full: TimedReply, found: TimedReply, token_prefill_ms: float
+) -> None:
     if n < 1024:
         return
     name = f"{n // 1024}k"
@@ -125,7 +128,7 @@ async def _engine(
 
 
 async def _fill(engine: EmbeddedEngine, ids: Ids) -> None:
-    """Make a chat of these tokens live whose rows are random numbers."""
+    """Make a chat of these tokens live, with random rows."""
     layout = engine.core.layout
     if not engine.core.memory.kind.can_slice or not layout.k:
         raise TowerdError("bench longchat --live needs a model of dense attention.")
@@ -150,8 +153,8 @@ async def _fill(engine: EmbeddedEngine, ids: Ids) -> None:
 
 
 def random_rows(layout: KVLayout, p0: int, n: int) -> KVRows:
-    """Rows of positions [p0, p0 + n) of an f16 cache, standard normal numbers. Raises TowerdError
-    for a cache of another type."""
+    """Standard normal rows of positions [p0, p0 + n) of an f16 cache. Raises TowerdError for a
+    cache of another type."""
     chance = np.random.default_rng(p0)
     planes = []
     for plane in layout.planes:
@@ -164,8 +167,8 @@ def random_rows(layout: KVLayout, p0: int, n: int) -> KVRows:
     return KVRows(layout, positions, tuple(planes[:cut]), tuple(planes[cut:]))
 
 
-async def _turn(engine: EmbeddedEngine, ids: Ids, live: LiveBudget) -> Turn:
-    """Generate a reply to the prompt `ids`; the sequence is gone afterwards."""
+async def _turn(engine: EmbeddedEngine, ids: Ids, live: LiveBudget) -> TimedReply:
+    """Generate a reply to the prompt `ids`; the sequence is released afterwards."""
     before = engine.stats()
     fields = {"temperature": 0, "ignore_eos": True}
     request = GenerateRequest(ids=ids, fields=fields, n_predict=REPLY_TOKENS, live=live)
@@ -176,14 +179,14 @@ async def _turn(engine: EmbeddedEngine, ids: Ids, live: LiveBudget) -> Turn:
     assert finish is not None
     after = engine.stats()
 
-    def let_go() -> tuple[int, int]:
+    def live_sizes() -> tuple[int, int]:
         (seq,) = engine.pool
         aside = seq.live_set.n_bytes_aside if isinstance(seq.live_set, BoundedSet) else 0
         return seq.n_cells * engine.core.layout.token_bytes, aside
 
-    live_bytes, aside_bytes = await asyncio.wrap_future(engine.scheduler.call(let_go))
+    live_bytes, aside_bytes = await asyncio.wrap_future(engine.scheduler.call(live_sizes))
     generation.release()
-    return Turn(
+    return TimedReply(
         finish.timings.predicted_ms / max(1, finish.timings.predicted_n - 1),
         finish.timings.prompt_ms,
         live_bytes,

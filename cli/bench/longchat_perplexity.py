@@ -1,4 +1,4 @@
-"""Perplexity of texts that a served model reads under live budgets, beside that of the full cache."""
+"""Perplexity of texts under live budgets, compared with that of the full cache."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from towerd.engine.embedded.longchat.live_set import BoundedSet
 from towerd.tokens import Ids
 
 EQUAL_MEAN = "buzz_mean"
-"""BUZZ with the budget under which its mean of live tokens is that of the others."""
+"""BUZZ with the budget under which its mean number of live tokens equals that of the others."""
 
 
 class Ratio(NamedTuple):
-    """Of two perplexities of the same tokens."""
+    """The ratio of two perplexities of the same tokens."""
 
     value: float
     error: float
@@ -28,14 +28,14 @@ class Ratio(NamedTuple):
 
 def ratio(found: Reading, full: Reading) -> Ratio:
     """The perplexity of `found` over that of `full`."""
-    apart = found.surprises - full.surprises
-    value = float(np.exp(apart.mean()))
-    return Ratio(value, value * float(apart.std() / np.sqrt(len(apart))))
+    difference = found.surprises - full.surprises
+    value = float(np.exp(difference.mean()))
+    return Ratio(value, value * float(difference.std() / np.sqrt(len(difference))))
 
 
 def live_by_token(live: LiveBudget, n: int) -> Ids:
-    """int64[n]: how many tokens each of n sees under a budget, where attention does not matter
-    for how many stay."""
+    """int64[n]: how many tokens each of n sees under a budget, for policies whose number of kept
+    tokens does not depend on attention."""
     retained = BoundedSet.whole(live, 0, n + 1)
     seen = [np.empty(0, np.int64)]
     while retained.n < n:
@@ -48,8 +48,8 @@ def live_by_token(live: LiveBudget, n: int) -> Ids:
 
 
 def budget_of_same_mean(budget: int, n: int) -> int:
-    """The budget, at most n, under which BUZZ has as many tokens live on the mean as the policies
-    that are thinned by an eighth. The cache sizes of its paper are means (section 4.2.1)."""
+    """The budget, at most n, under which BUZZ has as many live tokens on average as the policies
+    that drop an eighth at a time. The cache sizes of its paper are means (section 4.2.1)."""
     wanted = live_by_token(LiveBudget("streaming", budget), n).mean()
     larger = range(budget, n)
     return budget + bisect.bisect_left(
@@ -60,7 +60,7 @@ def budget_of_same_mean(budget: int, n: int) -> int:
 def plan(
     policies: Sequence[str], budgets: Sequence[int], n: int
 ) -> dict[int, dict[str, LiveBudget]]:
-    """Budget -> name of a column -> what a text of n tokens is read under."""
+    """Budget -> name of a column -> the live budget for a text of n tokens."""
     found: dict[int, dict[str, LiveBudget]] = {}
     for budget in budgets:
         if budget >= n:
@@ -97,7 +97,7 @@ async def measure(
 
 
 def n_tokens(texts: Mapping[str, Ids], policies: Sequence[str], budgets: Sequence[int]) -> int:
-    """How many tokens `measure` evaluates."""
+    """The number of tokens that `measure` evaluates."""
     return sum(
         len(ids) * (1 + sum(map(len, plan(policies, budgets, len(ids)).values())))
         for ids in texts.values()
@@ -105,7 +105,7 @@ def n_tokens(texts: Mapping[str, Ids], policies: Sequence[str], budgets: Sequenc
 
 
 def worst_ratios(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """`buzz_vs_h2o_ppl` and its like: BUZZ over a rival, the worst of all texts and budgets, with
+    """`buzz_vs_h2o_ppl` and the like: BUZZ over a rival, the worst of all texts and budgets, with
     the same maximum of live tokens and with the same mean."""
     found: dict[str, float] = {}
     for way in ("buzz", EQUAL_MEAN):

@@ -1,4 +1,4 @@
-"""How many of the exact top keys the loaded pages hold, and what indexing costs beside prefill."""
+"""The share of the exact top keys in the loaded pages, and the cost of indexing against prefill."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def recalls(keys: Rows, queries: Rows, budget: int, page_rows: int = 16) -> dict
     """Share of the exact TOP keys in `budget` loaded rows: keys [layers, KV heads, n, d], queries
     [layers, heads, m, d]; mean over heads and queries.
 
-    Ours are chosen by what the tree finds. Sequential pages are chosen in two ways: by Quest's
-    bound (the largest product that any key within the page's smallest and largest values could
-    have), and "ranked", by the same rule as ours from the exact order of all keys, which nobody
-    has who does not read them all: then the layout alone differs."""
+    Ours are chosen by the result of the tree search. Sequential pages are chosen in two ways: by
+    Quest's bound (the largest product that any key within the page's smallest and largest values
+    could have), and "ranked", by the same rule as ours from the exact order of all keys, which
+    takes reading all of them: then only the layout differs."""
     found: dict[str, list[float]] = {"icecache": [], "quest": [], "ranked": []}
     group = queries.shape[1] // keys.shape[1]
     for layer in range(len(keys)):
@@ -63,8 +63,8 @@ def _loaded(pages: Positions, order: Positions, budget: int) -> Positions:
 
 
 def _page_order(pages: Positions, nearest: Positions) -> Positions:
-    """The pages of the TOP nearest keys, by falling share of their rows that are among these; then
-    the pages of the further keys, as they come."""
+    """The pages of the TOP nearest keys, by descending share of their rows among these; then the
+    pages of the further keys, in order."""
     hits = np.bincount(pages[nearest[:TOP]])
     hit = np.flatnonzero(hits)
     shares = hits[hit] / np.bincount(pages)[hit]
@@ -72,15 +72,16 @@ def _page_order(pages: Positions, nearest: Positions) -> Positions:
 
 
 def _quest_order(rows: Rows, query: Rows, page_rows: int) -> Positions:
-    """Pages by falling bound of their keys' products with the query (Tang et al. 2024, "Quest")."""
+    """Pages by descending bound of their keys' products with the query (Tang et al. 2024,
+    "Quest")."""
     edges = np.arange(0, len(rows), page_rows)
     low, high = np.minimum.reduceat(rows, edges), np.maximum.reduceat(rows, edges)
     return np.argsort(-np.maximum(low * query, high * query).sum(1), kind="stable")
 
 
 def index_overhead(model: Path, n: int, head_size: int, n_threads: int) -> dict[str, float]:
-    """Seconds to prefill `n` random tokens with llama.cpp, and to index their keys: the index of
-    every layer but the first two. The keys are those of the prefill."""
+    """Seconds to prefill `n` random tokens with llama.cpp, and to index their keys in every layer
+    but the first two."""
     config = load(
         {"model": str(model), "batch_size": n, "ubatch_size": min(n, 512), "threads": n_threads}
     )

@@ -1,7 +1,7 @@
-"""What was told in a long prompt and is asked for at its end: found under which live budget.
+"""Retrieval of facts from a long prompt, under different live budgets.
 
-A text tells several facts, each at a depth of its own. It is evaluated once under each budget, and
-each question is a branch of it, like a message that is edited.
+A text states several facts at different depths. It is evaluated once under each budget, and each
+question at its end is a branch of it, like an edited message.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from towerd.cli.bench.longchat_texts import Speaker
+from towerd.cli.bench.longchat_texts import TextTokenizer
 from towerd.cli.bench.tasks import Fact
 from towerd.engine.base import GenerateRequest, LiveBudget, Piece
 from towerd.engine.embedded.engine import EmbeddedEngine
@@ -23,8 +23,8 @@ from towerd.tokens import Ids
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A fact that `question` asks for. The reply begins with `begin`, which a small model would
-    not always say by itself, and has to continue with `answer`."""
+    """A fact that `question` asks for. The reply is started with `begin`, which a small model
+    would not always generate, and has to continue with `answer`."""
 
     question: str
     begin: str
@@ -41,14 +41,14 @@ FACTS = (
     Asked("What is the hotel called?", "The hotel is called the", "Meridian"),
     Asked("What does Maria work as?", "Maria works as a", "dentist"),
 )
-"""Each of another kind: a small model mixes up several pass keys, even those that it sees."""
+"""All of different kinds: a small model confuses several pass keys, even if it sees them."""
 _ANSWER_TOKENS = 12
-"""More than any answer has."""
+"""Longer than any answer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
-    """A text of about `n` tokens, and the facts in it that are asked for, by depth."""
+class RetrievalTask:
+    """A text of about `n` tokens, and the facts in it to ask for, by depth."""
 
     name: str
     n: int
@@ -56,24 +56,24 @@ class Task:
     asked: tuple[Asked, ...]
 
 
-def facts(speaker: Speaker, text: str, n: int) -> Task:
-    """FACTS, spread over a text of n tokens, told and asked for in the same words, as pass keys are
-    in "Landmark Attention" (Mohtashami and Jaggi, 2023). Raises ConfigError where the text is too
+def facts(tokenizer: TextTokenizer, text: str, n: int) -> RetrievalTask:
+    """FACTS, spread over a text of n tokens, stated and asked for in the same words, as pass keys
+    are in "Landmark Attention" (Mohtashami and Jaggi, 2023). Raises ConfigError if the text is too
     short."""
     told = [f"\nRemember this: {fact.begin} {fact.answer}.\n" for fact in FACTS]
-    (filler,) = speaker.windows(text, 1, n - sum(len(speaker.ids(each)) for each in told))
-    cuts = np.linspace(len(speaker.bos), len(filler), len(FACTS) + 2).astype(int)
-    runs = [speaker.text(filler[a:b]) for a, b in pairwise(cuts)]
+    (filler,) = tokenizer.windows(text, 1, n - sum(len(tokenizer.ids(each)) for each in told))
+    cuts = np.linspace(len(tokenizer.bos), len(filler), len(FACTS) + 2).astype(int)
+    runs = [tokenizer.text(filler[a:b]) for a, b in pairwise(cuts)]
     whole = runs[0] + "".join(f"{fact}{run}" for fact, run in zip(told, runs[1:], strict=True))
-    return Task("facts", n, whole, FACTS)
+    return RetrievalTask("facts", n, whole, FACTS)
 
 
-def pairs(speaker: Speaker, given: Sequence[Fact], n: int, n_asked: int) -> Task:
+def pairs(tokenizer: TextTokenizer, given: Sequence[Fact], n: int, n_asked: int) -> RetrievalTask:
     """The key-value pairs that fit n tokens, of which `n_asked` are asked for."""
     told: list[Fact] = []
     n_left = n
     for fact in given:
-        n_left -= len(speaker.ids(fact.text))
+        n_left -= len(tokenizer.ids(fact.text))
         if n_left < 0:
             break
         told.append(fact)
@@ -82,12 +82,12 @@ def pairs(speaker: Speaker, given: Sequence[Fact], n: int, n_asked: int) -> Task
         Asked("What follows this key?", fact.question, fact.answer)
         for fact in (told[i] for i in at)
     )
-    return Task("pairs", n, "".join(fact.text for fact in told), asked)
+    return RetrievalTask("pairs", n, "".join(fact.text for fact in told), asked)
 
 
-async def prompt(engine: EmbeddedEngine, task: Task, asked: Asked) -> Ids:
+async def prompt(engine: EmbeddedEngine, task: RetrievalTask, asked: Asked) -> Ids:
     """The tokens of a chat whose only message has the text and the question, up to the beginning
-    of the reply; of a model without a template, of the text and the reply."""
+    of the reply; without a template, those of the text and the beginning of the reply."""
     if engine.info.chat_template:
         content = f"{task.text}\n\n{asked.question}"
         messages = [{"role": "user", "content": content}]
@@ -98,7 +98,7 @@ async def prompt(engine: EmbeddedEngine, task: Task, asked: Asked) -> Ids:
 
 
 async def found(
-    service: Service[EmbeddedEngine], task: Task, live: LiveBudget, facts: Sequence[Asked]
+    service: Service[EmbeddedEngine], task: RetrievalTask, live: LiveBudget, facts: Sequence[Asked]
 ) -> list[bool]:
     """Which of `facts` are found at temperature 0."""
     right = []
@@ -110,22 +110,22 @@ async def found(
             live=live,
             scope=f"{task.name} {task.n} {live.policy} {live.tokens}",
         )  # another scope, so that no budget has rows of another one
-        said = ""
+        reply = ""
         async for event in service.sessions.run(request):
-            said += event.text if isinstance(event, Piece) else ""
-        right.append(said.strip().startswith(asked.answer))
+            reply += event.text if isinstance(event, Piece) else ""
+        right.append(reply.strip().startswith(asked.answer))
     return right
 
 
 async def measure(
     service: Service[EmbeddedEngine],
-    tasks: Sequence[Task],
+    tasks: Sequence[RetrievalTask],
     policies: Sequence[str],
     budgets: Sequence[int],
     advance: Callable[[], object],
 ) -> list[dict[str, Any]]:
-    """A row for each task and budget: what the full cache finds of all that is asked for, and what
-    each policy finds of that; `depths` says it of each fact."""
+    """A row for each task and budget: how many facts the full cache finds, and how many of these
+    each policy finds; `depths` has the result for each fact."""
     rows = []
     for task in tasks:
         full = await found(service, task, LiveBudget(), task.asked)
@@ -144,7 +144,7 @@ async def measure(
 
 
 def share_found(rows: Sequence[Mapping[str, Any]], policy: str, budget: int) -> float | None:
-    """Of all facts that the full cache finds, those that a policy finds; None: there are none."""
+    """The share of facts found with the full cache that a policy finds; None: there are none."""
     own = [row for row in rows if row["live"] == budget]
     n_full = sum(row["full"] for row in own)
     return sum(row[policy] for row in own) / n_full if n_full else None

@@ -1,4 +1,4 @@
-"""Texts for `towerctl bench longchat`, as tokens of the model that reads them."""
+"""Texts for `towerctl bench longchat`, and the tokenizer of the model that reads them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ZST = ".zst"
 TEXT_BYTES_MAX = 16 << 20
 
 
-class Speaker:
+class TextTokenizer:
     """A model's tokenizer. Close it, or use it as a context manager. Raises ModelError."""
 
     def __init__(self, model: Path) -> None:
@@ -33,17 +33,17 @@ class Speaker:
         self.bos: Ids = np.array([] if field is None else [field.contents()], np.int64)
 
     def ids(self, text: str) -> Ids:
-        """int64[n]; nothing is added."""
+        """int64[n], without any added tokens."""
         return self._vocabulary.tokenize(text.encode()).astype(np.int64)
 
     def text(self, ids: Ids) -> str:
-        """What these tokens spell; half characters at the ends are left out."""
+        """The text of these tokens; incomplete characters at the ends are dropped."""
         pieces = self._vocabulary.pieces
         return b"".join(pieces[i] for i in ids).decode(errors="ignore")
 
     def windows(self, text: str, n_windows: int, n: int) -> Ids:
-        """[n_windows, n]: runs of a text spread over it, each after the start symbol. Raises
-        ConfigError where the text is too short."""
+        """[n_windows, n]: windows spread evenly over a text, each after the BOS token. Raises
+        ConfigError if the text is too short."""
         ids, n_own = self.ids(text), n - len(self.bos)
         if len(ids) < n_windows * n_own:
             raise ConfigError(f"{n_windows} windows of {n} tokens need a longer text.")
@@ -53,7 +53,7 @@ class Speaker:
     def close(self) -> None:
         self._vocabulary.close()
 
-    def __enter__(self) -> Speaker:
+    def __enter__(self) -> TextTokenizer:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -84,7 +84,7 @@ class _Example(msgspec.Struct):
 
 
 def read_meetings(path: Path) -> str:
-    """The transcripts of QMSum's test meetings, a line a turn. Raises ConfigError."""
+    """The transcripts of QMSum's test meetings, one line per turn. Raises ConfigError."""
     meetings = [each for each in _records(path, _Meeting) if each.split == "test"]
     if not meetings:
         raise ConfigError(f"{path} holds no test meetings of QMSum.")
@@ -93,8 +93,8 @@ def read_meetings(path: Path) -> str:
 
 
 def read_pairs(path: Path) -> list[Fact]:
-    """The key-value pairs of "Lost in the Middle"'s examples, one after another. Keys and values
-    are cut to their first letters, and a key that has been told is left out. Raises ConfigError."""
+    """The key-value pairs of "Lost in the Middle"'s examples, in order. Keys and values are cut to
+    their first letters, and repeated keys are left out. Raises ConfigError."""
     found: dict[str, str] = {}
     for example in _records(path, _Example):
         for key, value in example.ordered_kv_records:

@@ -33,7 +33,7 @@ def random_prompt(rng: np.random.Generator, n: int, n_vocab: int) -> Ids:
 
 
 def vocab_size(model: Path) -> int:
-    """Number of tokens of a GGUF."""
+    """The vocabulary size of a GGUF. Raises ClickException."""
     from gguf import GGUFReader
 
     field = GGUFReader(model).get_field("tokenizer.ggml.tokens")

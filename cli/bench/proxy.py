@@ -1,10 +1,10 @@
-"""`towerctl bench proxy`: what towerd adds to llama-server's own times when it stands before it.
+"""`towerctl bench proxy`: the latency that towerd adds in front of a llama-server.
 
-Both run at once with the same flags and take turns, request by request, now the one first, now the
-other, so that whatever else the machine does falls on both; a pause before each lets the other come
+Both run at once with the same flags and take turns, request by request, in alternating order, so
+that other load on the machine affects both; a pause before each request lets the other server come
 to rest. Every request is a cached turn: the next one of a conversation that is in its slot, with a
-few new tokens. What is added is the median of the differences between two such requests: what both
-take varies by more from turn to turn than towerd adds.
+few new tokens. The added latency is the median difference between two such requests, as both vary
+more from turn to turn than towerd adds.
 """
 
 from __future__ import annotations
@@ -27,37 +27,37 @@ from towerd.cli.bench.servers import ServerProcess, llama_server, towerd_server
 SAID_TOKENS = 4
 REPLY_TOKENS = 16
 PAUSE_S = 0.05
-"""After a reply llama-server's threads spin for a while, and towerd tidies up."""
+"""After a reply, llama-server's threads spin for a while, and towerd finishes background work."""
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """How much is asked by so many streams at once."""
+class ProxyLoad:
+    """The conversations of `streams` concurrent clients."""
 
     streams: int
     prompt_tokens: int
     turns: int
-    """Of one conversation; then the next one begins."""
+    """Turns of one conversation; then the next one begins."""
     conversations: int
-    """Of every stream, one after the other."""
+    """Conversations of every stream, one after the other."""
 
     @property
     def cells(self) -> int:
-        """Tokens of context that all its conversations take: nobody has to leave."""
+        """Tokens of context that all its conversations take, so that none is evicted."""
         turn_tokens = SAID_TOKENS + REPLY_TOKENS
         n = self.prompt_tokens + (self.turns + 1) * turn_tokens + 64
         return self.streams * self.conversations * n
 
 
 N_SLOTS = 32
-FULL = (Load(1, 512, 16, 9), Load(32, 64, 8, 1))
-QUICK = (Load(1, 256, 8, 8), Load(32, 64, 4, 1))
-"""32 streams share one context, and each step of each looks at all of it: they stay short."""
+FULL = (ProxyLoad(1, 512, 16, 9), ProxyLoad(32, 64, 8, 1))
+QUICK = (ProxyLoad(1, 256, 8, 8), ProxyLoad(32, 64, 4, 1))
+"""32 streams share one context, and each step attends to all of it, so they are short."""
 CHATS_FULL = (2, 16)
 CHATS_QUICK = (1, 4)
-"""How many chats are held, of how many turns each, one after the other."""
+"""The number of chats, one after the other, and the turns of each."""
 CHAT_CELLS = 4096
-"""More than a chat comes to take."""
+"""More than a chat ever takes."""
 SYSTEM_WORDS = 60
 SAID_WORDS = 3
 WORDS = (
@@ -76,7 +76,7 @@ WORDS = (
 
 @dataclass(slots=True)
 class Times:
-    """What one server's clients measured, in milliseconds, and its own CPU time."""
+    """The measurements of one server's clients, in milliseconds, and the server's CPU time."""
 
     first: list[float] = field(default_factory=list)
     per_token: list[float] = field(default_factory=list)
@@ -113,7 +113,7 @@ async def run(model: Path | None, quick: bool) -> Report:
     return report
 
 
-async def _measure(servers: Sequence[ServerProcess], load: Load, n_vocab: int) -> list[Times]:
+async def _measure(servers: Sequence[ServerProcess], load: ProxyLoad, n_vocab: int) -> list[Times]:
     """The times of each server under the load."""
     rng = np.random.default_rng(load.streams)
 
@@ -141,14 +141,14 @@ async def _measure(servers: Sequence[ServerProcess], load: Load, n_vocab: int) -
 
 
 def _order(turn: int) -> tuple[int, int]:
-    """Which server is asked first; who follows the other is not always the same."""
+    """The order in which the servers are asked, which alternates."""
     return (0, 1) if turn % 2 == 0 else (1, 0)
 
 
 async def _turn(
     session: aiohttp.ClientSession, server: ServerProcess, prompts: list[list[int]]
 ) -> list[Completion]:
-    """A turn of every conversation, all at the same time; the replies are added to them."""
+    """A turn of every conversation, concurrently; the replies are appended to `prompts`."""
     done = await asyncio.gather(
         *(complete(session, server.url, prompt, REPLY_TOKENS) for prompt in prompts)
     )
@@ -160,7 +160,7 @@ async def _turn(
 async def _enter_chats(
     report: Report, servers: Sequence[ServerProcess], n_chats: int, n_turns: int
 ) -> None:
-    """The figures of chats that go on in their slots, from the third turn on."""
+    """Add the figures of chats that continue in their slots, from the third turn on."""
     rng = np.random.default_rng(7)
 
     def said(role: str, n_words: int) -> dict[str, str]:
@@ -179,7 +179,7 @@ async def _enter_chats(
                     messages.append(asked)
                     done = await chat(session, server.url, messages, REPLY_TOKENS)
                     messages.append({"role": "assistant", "content": done.text})
-                    if turn >= 2:  # until then the chat is not known to go on
+                    if turn >= 2:  # until then a continued chat is not recognised
                         found.append(done.ttft_s * 1e3)
     direct, sidecar = first
     report.figures |= {
@@ -189,8 +189,8 @@ async def _enter_chats(
     }
 
 
-def _enter(report: Report, load: Load, direct: Times, sidecar: Times) -> None:
-    """The figures under one load: those of one stream have the plain names."""
+def _enter(report: Report, load: ProxyLoad, direct: Times, sidecar: Times) -> None:
+    """Add the figures under one load; those of one stream have names without a suffix."""
     tail = "" if load.streams == 1 else f"_{load.streams}"
     p50, p99 = statistics.median, _p99
     report.figures |= {
@@ -207,13 +207,13 @@ def _enter(report: Report, load: Load, direct: Times, sidecar: Times) -> None:
 
 
 def _added(direct: Sequence[float], sidecar: Sequence[float]) -> float:
-    """The median of what each of towerd's requests took over the same one of llama-server's."""
+    """The median of the differences between towerd's and llama-server's time for each request."""
     return statistics.median(ours - its for its, ours in zip(direct, sidecar, strict=True))
 
 
 def _added_error(direct: Sequence[float], sidecar: Sequence[float]) -> float:
-    """Half of that median's confidence interval, at about 95 % (McGill, Tukey and Larsen 1978,
-    notches of box plots)."""
+    """Half the width of that median's confidence interval, at about 95 % (McGill, Tukey and Larsen
+    1978, notches of box plots)."""
     low, high = np.percentile(np.subtract(sidecar, direct), (25, 75))
     return float(1.57 * (high - low) / len(direct) ** 0.5)
 

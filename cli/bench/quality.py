@@ -1,4 +1,4 @@
-"""`towerctl bench quality`: what stored formats cost on real continuations, through the engine."""
+"""`towerctl bench quality`: the cost of stored formats on real continuations, in the engine."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ PAPER: Table = ("q4h", "q6h", "q8h")
 DRIFT_FORMATS = ("q4h", "q5h", "q6h", "q8h", "q4", "q5", "q6", "q8")
 TEXT_BYTES_MAX = 16 << 20
 BITS_MAX = {"near": 6.6, "small": 4.6}
-"""Bits of a stored value that we owe at each fidelity."""
+"""The target for the bits of a stored value at each fidelity."""
 
 
 @dataclass(slots=True)
 class QualityReport(Report):
-    """`tables`: a line each, the model's noise first; `drift`: what
-    `towerd.cli.bench.drift.summary` found."""
+    """`tables`: one line per table, the model's noise first; `drift`: the result of
+    `towerd.cli.bench.drift.summary`."""
 
     tables: list[dict[str, Any]] = field(default_factory=list)
     drift: dict[str, Any] = field(default_factory=dict)
@@ -116,8 +116,8 @@ def measurer_on(
     path: Path, text: str, n_checkpoints: int, taps: Taps | None = None, **settings: str
 ) -> Iterator[Measurer]:
     """A prepared Measurer on a model of its own, with the settings in force, `settings`, and the
-    attention kernels that the daemon takes. Raises NotSupported for a model without calibration.
-    """
+    attention kernels that the daemon would use. Raises NotSupported for a model without
+    calibration."""
     config = load({"model": str(path), **settings})
     model = LlamaModel(path, config)
     try:
@@ -147,14 +147,14 @@ def check_spliceable(context: LlamaContext, model: LlamaModel) -> None:
 
 
 def probe_layout(scratch: Scratch) -> KVLayout:
-    """What the context's rows look like."""
+    """The layout of the context's rows."""
     found = scratch.evaluate(None, 0, np.zeros(1, np.int32), logits=False, rows=True)
     assert found.rows is not None
     return found.rows.layout
 
 
 def _formats(report: QualityReport, path: Path, text: str, n_checkpoints: int) -> None:
-    """The calibration's own measurement and search, and every stored format besides."""
+    """Run the calibration's own measurement and search, and measure every other stored format."""
     began = time.monotonic()
     with measurer_on(path, text, n_checkpoints) as measurer, progress_bar((), quiet=False) as bar:
         layout = measurer.layout
@@ -201,7 +201,7 @@ def _formats(report: QualityReport, path: Path, text: str, n_checkpoints: int) -
 
 
 def _figures(report: QualityReport, name: str, levels: str, choice: Choice) -> None:
-    """The figures of one fidelity and what they owe."""
+    """Add the figures of one fidelity and their targets."""
     cost = choice.cost
     report.figures |= {
         f"{name}_levels": levels,
@@ -225,7 +225,7 @@ def _bits(layout: KVLayout, name: str) -> float:
 def _line(
     name: str, table: Table, cost: Cost, native: Cost, bits: dict[str, float]
 ) -> dict[str, Any]:
-    """A line of the table; `native`: the cost of native rows on the same tokens."""
+    """A line of the table. native: the cost of native rows on the same tokens."""
     return {
         "name": name,
         "levels": list(table),
@@ -248,7 +248,8 @@ def _drift(
     formats: tuple[str, ...],
     plot_path: Path | None,
 ) -> None:
-    """Attention drift: 32-bit rows and no flash attention, so that only the keys' error shows."""
+    """Measure attention drift with 32-bit rows and no flash attention, so that only the error of
+    the keys counts."""
     taps = Taps()
     settings = {"cache_type_k": "f32", "cache_type_v": "f32", "flash_attn": "off"}
     with measurer_on(path, text, n_checkpoints, taps, **settings) as measurer:

@@ -1,8 +1,8 @@
-"""How well a served model foresees a text that it reads under a live budget.
+"""How well a served model predicts a text that it reads under a live budget.
 
-The text is a prompt. The engine's own parts evaluate it and thin it where the scheduler would, in
-the chunks that a chat's prompt is evaluated in; only the logits of every token are asked for, not
-those of the last one alone. A token of a reply sees what a prompt's token sees in its place.
+The text is a prompt. The engine's own parts evaluate it and drop positions where the scheduler
+would, in the chunks of a chat's prompt; the only difference is that the logits of every token are
+computed. A token of a reply sees what a prompt's token in its place sees.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Advance = Callable[[int], object]
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Of a text of n tokens."""
+    """The result for a text of n tokens."""
 
     surprises: npt.NDArray[np.float64]
     """float64[n - 1]: minus the log-probability of each token but the first."""
@@ -48,9 +48,9 @@ class Reading:
 async def read(
     engine: EmbeddedEngine, ids: Ids, live: LiveBudget, advance: Advance = lambda _: None
 ) -> Reading:
-    """Read `ids` under a budget. The engine must have nothing else to do.
+    """Read `ids` under a budget. The engine must be idle.
 
-    advance: told how many tokens were evaluated. Raises TowerdError."""
+    advance: called with the number of tokens evaluated. Raises TowerdError."""
     engine.budgets.check(live)
     work = partial(_read, engine, ids, live, advance)
     return await asyncio.wrap_future(engine.scheduler.call(work))
@@ -60,7 +60,7 @@ async def last_attention(engine: EmbeddedEngine, ids: Ids, n_queries: int) -> tu
     """(keys float32[layers, KV heads, n - n_queries, head size], queries float32[layers, heads,
     n_queries, head size]) of the text `ids`: its last queries, and the keys of the tokens before
     them. The engine must watch attention. Raises TowerdError."""
-    live = LiveBudget("icecache", len(ids) + 1)  # all stay, and the last queries are observed
+    live = LiveBudget("icecache", len(ids) + 1)  # all tokens stay; the last queries are observed
     engine.budgets.check(live)
     work = partial(_last_attention, engine, ids, live, n_queries)
     return await asyncio.wrap_future(engine.scheduler.call(work))
@@ -98,7 +98,7 @@ def _last_attention(
 
 def _evaluate(engine: EmbeddedEngine, job: Job, note: Callable[[Job], None] | None) -> None:
     """Evaluate the prompt of `job` as the scheduler does. note: called after each chunk, while its
-    logits can be had; None: nobody asks for them."""
+    logits are available; None: no logits are computed."""
     batching, batch = Batching(engine.core.context), engine.core.context.batch
     while job.n_live < job.n:
         engine.parts.hooks.of_job(job).before_step(job, nothing_to_evict)
@@ -121,7 +121,7 @@ def surprise(logits: npt.NDArray[np.float32], token: int) -> float:
 
 
 def keys_of(rows: KVRows, head_size: int) -> Rows:
-    """float32[layers, KV heads, n, head size]"""
+    """The keys of `rows`: float32[layers, KV heads, n, head size]."""
     layers = []
     for plane, values in zip(rows.layout.k, rows.k, strict=True):
         wide = dispatch.transcoded(values, plane.format.name, "f32").view(np.float32)
@@ -131,7 +131,7 @@ def keys_of(rows: KVRows, head_size: int) -> Rows:
 
 @contextmanager
 def _job(engine: EmbeddedEngine, ids: Ids, live: LiveBudget) -> Iterator[Job]:
-    """A request for `ids` that has a sequence of its own; it is gone afterwards."""
+    """A request for `ids` with a sequence of its own, which is released afterwards."""
     request = GenerateRequest(ids=ids, n_predict=0, cache_prompt=False, live=live)
     job = Job(request, np.ascontiguousarray(ids, np.int32), len(ids))
 

@@ -1,4 +1,4 @@
-"""What a benchmark prints: a table for people, then one JSON object on the last line."""
+"""The output of a benchmark: a table for people, then one JSON object on the last line."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Report:
     """For the JSON line only; replaces figures of the same key."""
 
     def target(self, key: str, least: float | None = None, most: float | None = None) -> None:
-        """Compare a figure with what we owe."""
+        """Compare a figure with its target."""
         value = float(self.figures[key])
         if least is not None:
             self.targets[key] = (f">= {least:g}", value >= least)
@@ -62,7 +62,7 @@ class Report:
 
 
 def machine() -> str:
-    """CPU and core count, as a reader would name this machine."""
+    """The CPU model and core count of this machine."""
     name = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():

@@ -1,7 +1,8 @@
-"""`towerctl bench resume`: how fast a stored conversation comes back, against its prefill.
+"""`towerctl bench resume`: how fast a stored conversation resumes, against its prefill.
 
 The session is warm (in the store's files) and not live: the daemon is restarted before every
-trial. The floor is what nobody can beat: one memcpy of the rows and one decode step.
+trial. The floor is a lower bound for any implementation: one memcpy of the rows and one decode
+step.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ _RATIO_MIN = {2048: 350.0, 8192: 1000.0}
 
 
 async def run(model: Path | None, quick: bool, tokens: int, level_formats: str | None) -> Report:
-    """Measure; `tokens` is the session's length. With `level_formats` the session is measured
-    as computed first, then in these formats."""
+    """Measure a session of `tokens` tokens. With `level_formats` it is measured as computed first,
+    then in these formats."""
     path = bench_model(model, "small" if quick else "1b")
     n_vocab = vocab_size(path)
     rng = np.random.default_rng(1)
@@ -51,7 +52,7 @@ async def run(model: Path | None, quick: bool, tokens: int, level_formats: str |
 async def _measure_stored(
     report: Report, server: ServerProcess, prompt: list[int], level_formats: str
 ) -> None:
-    """The same session once its rows are in stored formats."""
+    """Measure the same session after its rows were converted to stored formats."""
     started = time.monotonic()
     async with new_session() as session:
         while not (await _stats(session, server))["tiers"]["segments_shrunk"]:
@@ -70,7 +71,7 @@ async def _measure_stored(
 
 @dataclass(slots=True)
 class _Trials:
-    """Restart, then resume: what each trial took."""
+    """The times of each trial, which is a restart and a resume."""
 
     resumes: list[float] = field(default_factory=list)
     decodes: list[float] = field(default_factory=list)
@@ -133,7 +134,7 @@ async def _measure(report: Report, server: ServerProcess, prompt: list[int], tok
 
 
 def _memcpy_s(n_bytes: int) -> float:
-    """Seconds that one warmed-up copy of `n_bytes` takes on one core (median of 9)."""
+    """Seconds for one warmed-up copy of `n_bytes` on one core (median of 9)."""
     source = np.ones(n_bytes, np.uint8)
     target = np.ones(n_bytes, np.uint8)
     times = []

@@ -1,7 +1,7 @@
-"""`towerctl bench resume --arch`: a stored session of every architecture back to its first token.
+"""`towerctl bench resume --arch`: time to resume a stored session, for every architecture.
 
-Random weights of one small shape for each. llama-server's own slot save and restore runs beside,
-on the same prompt: what it reused of the restored slot is in `llama_server_cache_n`.
+Models have random weights of one small shape. llama-server's own slot save and restore is measured
+on the same prompt: `llama_server_cache_n` is how much of the restored slot it reused.
 """
 
 from __future__ import annotations
@@ -26,17 +26,29 @@ from towerd.errors import TowerdError
 from towerd.models.random_gguf import Shape, make_random_gguf
 
 ARCHS = (
-    "llama", "gemma3", "gpt-oss", "cohere2", "mamba", "rwkv7", "lfm2", "granitehybrid", "jamba",
-    "falcon-h1", "qwen35", "deepseek2", "qwen2vl", "qwen3vl",
-)  # fmt: skip
+    "llama",
+    "gemma3",
+    "gpt-oss",
+    "cohere2",
+    "mamba",
+    "rwkv7",
+    "lfm2",
+    "granitehybrid",
+    "jamba",
+    "falcon-h1",
+    "qwen35",
+    "deepseek2",
+    "qwen2vl",
+    "qwen3vl",
+)
 _SHAPE = Shape(12, 768, 12, 4, 2304, 8192, n_ctx_train=32768, window=512)
 _QUICK = Shape(4, 256, 4, 2, 768, 2048, n_ctx_train=32768, window=128)
 _TRIALS = 3
 _RATIO_MIN = 100.0
 _RATIO_TOKENS = 2048
-"""What is owed, from this length on; tiny models are evaluated too fast for it."""
+"""The ratio is a target from this length on; --quick models are evaluated too fast for it."""
 _OVERHEAD_MAX = 0.1
-"""Bytes of boundary states for each byte of rows, of models that have no recurrent layers."""
+"""Bytes of state checkpoints for each byte of rows, for models without recurrent layers."""
 _SLOT = "bench.bin"
 
 
@@ -75,7 +87,7 @@ def _short(value: Any) -> str:
 
 
 def _model(arch: str, quick: bool) -> Path:
-    """Its GGUF, written to the user's cache on first use. Raises TowerdError."""
+    """The GGUF of an architecture, written to the user's cache on first use. Raises TowerdError."""
     if arch not in ARCHS:
         raise TowerdError(f"--arch must be all or one of {', '.join(ARCHS)}.")
     size = "quick" if quick else "small"
@@ -123,8 +135,8 @@ async def _towerd(server: ServerProcess, prompt: list[int], n_trials: int) -> di
 
 
 def _stored(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """What the session takes on disk: bytes of rows, bytes of boundary states, their ratio
-    (0 of a model that keeps no rows)."""
+    """The session's size on disk: bytes of rows, bytes of state checkpoints, and their ratio (0 for
+    a model that keeps no rows)."""
     row_bytes = int(after["tiers"]["warm_bytes"]) - int(before["tiers"]["warm_bytes"])
     states = [int(each["engine"].get("boundary_bytes", 0)) for each in (before, after)]
     boundary_bytes = states[1] - states[0]
@@ -133,7 +145,7 @@ def _stored(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _wake(server: ServerProcess, prompt: list[int], **fields: Any) -> None:
-    """A short prompt that shares nothing with the measured one."""
+    """Warm up with a short prompt that shares nothing with the measured one."""
     async with new_session() as session:
         await complete(session, server.url, prompt[-1:] + prompt[:31], 4, **fields)
 
@@ -150,7 +162,7 @@ async def _stats(server: ServerProcess) -> dict[str, Any]:
 
 
 async def _llama_server(server: ServerProcess, prompt: list[int]) -> dict[str, Any]:
-    """Its own way: save the slot, restart, restore it, ask on."""
+    """llama-server's own mechanism: save the slot, restart, restore it, continue."""
     async with new_session() as session:
         await complete(session, server.url, prompt[:-1], 1, id_slot=0)
         await _slot(session, server, "save")
@@ -168,7 +180,7 @@ async def _llama_server(server: ServerProcess, prompt: list[int]) -> dict[str, A
 
 
 async def _slot(session: aiohttp.ClientSession, server: ServerProcess, action: str) -> float:
-    """Save or restore the slot; the seconds it took."""
+    """Save or restore the slot; returns the seconds it took."""
     url = f"{server.url}/slots/0?action={action}"
     started = time.perf_counter()
     async with session.post(url, json={"filename": _SLOT}) as reply:

@@ -25,7 +25,7 @@ _STOP_S_MAX = 60.0
 
 
 class Vitals(NamedTuple):
-    """What a process takes at one moment."""
+    """The resource use of a process at one moment."""
 
     rss_bytes: int
     fds: int
@@ -33,7 +33,7 @@ class Vitals(NamedTuple):
 
 
 class ServerProcess:
-    """A server on a free loopback port; a context manager. `kill` and `start` again to restart."""
+    """A server on a free loopback port; a context manager. `stop` and `start` to restart it."""
 
     def __init__(self, command: Sequence[str], *, port: int, env: dict[str, str]) -> None:
         self.command = list(command)
@@ -65,12 +65,12 @@ class ServerProcess:
         while not self._is_healthy():
             if self._process.poll() is not None or time.monotonic() - started > _START_S_MAX:
                 self.stop()
-                raise TowerdError(f"{self.command[0]} did not start: {self.said()}")
+                raise TowerdError(f"{self.command[0]} did not start: {self.log_tail()}")
             time.sleep(0.02)
         return time.monotonic() - started
 
     def stop(self, with_signal: int = signal.SIGTERM) -> None:
-        """Ask it to stop and wait; kill it if it does not."""
+        """Send the signal and wait; kill the process if it does not stop."""
         if self._process is None:
             return
         if self._process.poll() is None:
@@ -83,23 +83,23 @@ class ServerProcess:
         self._process = None
 
     def rss_bytes(self) -> int:
-        """Resident memory of the running process and of what it started."""
+        """Resident memory of the running process and its children."""
         import psutil
 
         assert self._process is not None
         process = psutil.Process(self._process.pid)
         return sum(int(each.memory_info().rss) for each in (process, *process.children()))
 
-    def said(self) -> str:
-        """The end of what it wrote to its log."""
+    def log_tail(self) -> str:
+        """The last lines of its log."""
         return Path(self._log.name).read_text(errors="replace")[-500:].strip()
 
     def exit_code(self) -> int | None:
-        """Of the process, or minus the signal that ended it; None while it runs."""
+        """The exit code of the process, or minus the signal that ended it; None while it runs."""
         return None if self._process is None else self._process.poll()
 
     def vitals(self) -> Vitals | None:
-        """What the running process itself takes now; None if it has ended."""
+        """The resource use of the running process, without children; None if it has ended."""
         import psutil
 
         if self._process is None or self._process.poll() is not None:
@@ -110,7 +110,7 @@ class ServerProcess:
             return Vitals(rss_bytes, int(process.num_fds()), int(process.num_threads()))
 
     def cpu_s(self) -> float:
-        """CPU time of the running process so far, without what it started."""
+        """CPU time of the running process so far, without children."""
         import psutil
 
         assert self._process is not None
@@ -126,8 +126,8 @@ class ServerProcess:
 
 
 def can_count_written() -> bool:
-    """Whether this system counts what processes write, and temporary files are on a disk: what
-    is written into RAM is not counted."""
+    """Whether this system counts the bytes that processes write, and temporary files are on a disk:
+    writes into RAM are not counted."""
     import psutil
 
     return (
@@ -136,8 +136,8 @@ def can_count_written() -> bool:
 
 
 def written_bytes() -> int:
-    """What this process wrote to disks so far, and what the children wrote that have ended, with
-    everything that these had started. Pages that went to the cache count as written."""
+    """The bytes that this process has written to disks, including those of ended children and their
+    descendants. Pages in the page cache count as written."""
     import psutil
 
     return int(psutil.Process().io_counters().write_bytes)
@@ -190,7 +190,7 @@ def find_llama_server() -> Path:
 
 
 def llama_server(model: Path, *flags: str) -> ServerProcess:
-    """llama-server with its defaults, but for the flags given."""
+    """llama-server with its defaults, except for the given flags."""
     binary, port = find_llama_server(), free_port()
     library = binary.parent.parent / "lib"
     env = os.environ | {"LD_LIBRARY_PATH": str(library)}

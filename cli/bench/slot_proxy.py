@@ -1,12 +1,12 @@
-"""A rival: a proxy that has llama-server save and restore whole slots at every turn.
+"""A baseline: a proxy that has llama-server save and restore whole slots at every turn.
 
-Before a request the saved file that shares the longest prefix with it is restored into the slot
-that was used least recently, unless a slot holds as much of it already. After the reply the whole
-slot is saved: over the file that the chat goes on from, or into a new one. The client has its
-reply by then, and waits for the save only if its next request comes while that still runs.
+Before a request, the saved file that shares the longest prefix with it is restored into the least
+recently used slot, unless a slot already holds as much of it. After the reply the whole slot is
+saved: over the file that the chat continues, or into a new one. The client has its reply by then,
+and waits for the save only if its next request arrives while the save is running.
 
-It is the best that such a proxy can do: it compares token ids one by one, hands requests over
-without taking time of its own, and llama-server keeps no second copy of prompts in RAM beside it.
+This is the best that such a proxy can do: it compares token ids one by one, forwards requests
+without overhead, and llama-server keeps no second copy of prompts in RAM.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from towerd.engine.llama_server.process.upstream import Upstream
 from towerd.tokens import Ids, common_prefix
 
 _FLAGS = ("--swa-full", "--cache-ram", "0", "--no-cache-idle-slots")
-"""Of layers with a sliding window only all rows are of use after a restore."""
+"""Layers with a sliding window can only be restored with all their rows."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,32 +39,32 @@ class _Slot:
 
 
 class SlotProxy:
-    """For one client. What it saved is still there when llama-server was restarted."""
+    """The proxy for one client. Saved slots survive a restart of llama-server."""
 
     def __init__(self, slot_dir: Path) -> None:
         """slot_dir: an empty directory."""
         self.bytes_written = 0
-        """Sizes of the files, added up at every save."""
+        """The sum of the file sizes of all saves."""
         self.save_s: list[float] = []
         self.restore_s: list[float] = []
-        """From asking llama-server to its answer."""
+        """From the request to llama-server to its answer."""
         self.restores_missed = 0
-        """Restores of which llama-server used less than the prompt shares with them."""
+        """Restores of which llama-server used less than the shared prefix."""
         self._slot_dir = slot_dir
         self._files: dict[str, Ids] = {}
-        """File name -> the tokens that the slot had."""
+        """File name -> the tokens of the saved slot."""
         self._slots: list[_Slot] = []
         self._n_cells = 0
-        """All slots share them."""
+        """Cells of the context, shared by all slots."""
         self._saving: asyncio.Task[None] | None = None
 
     def server(self, model: Path, *flags: str) -> ServerProcess:
-        """The llama-server that it stands before."""
+        """The llama-server behind the proxy."""
         return llama_server(model, *flags, *_FLAGS, "--slot-save-path", str(self._slot_dir))
 
     @asynccontextmanager
     async def connect(self, url: str) -> AsyncIterator[Ask]:
-        """Ask through the proxy; at the end the last save is waited for."""
+        """Query through the proxy; waits for the last save at the end."""
         async with aclosing(Upstream(url)) as upstream, new_session() as session:
             props = await upstream.get("/props")
             self._slots = [_Slot(i) for i in range(props["total_slots"])]
@@ -81,7 +81,7 @@ class SlotProxy:
         prompt: Sequence[int],
         n_predict: int,
     ) -> Completion:
-        """As `client.complete`; the times of what it returns begin when the client asks."""
+        """See `client.complete`. The times in the result begin with the client's request."""
         began = time.perf_counter()
         await self._saved()
         ids = np.asarray(prompt, np.int32)
@@ -113,16 +113,16 @@ class SlotProxy:
         return name, shared.get(name, 0)
 
     def _slot_for(self, ids: Ids, n_saved: int) -> _Slot:
-        """The slot that holds the most of `ids`, if that is as much as is saved; else the one
-        that was used least recently."""
+        """The slot that holds the most of `ids`, if that is at least `n_saved`; else the least
+        recently used one."""
         slot = max(self._slots, key=lambda slot: common_prefix(slot.tokens, ids))
         if 0 < common_prefix(slot.tokens, ids) >= n_saved:
             return slot
         return min(self._slots, key=lambda slot: slot.last_used_s)
 
     async def _make_room(self, upstream: Upstream, slot: _Slot, n: int) -> None:
-        """Empty other slots, the oldest first, until `slot` can hold `n` tokens: a restore that
-        finds no free cells fails. What they hold is saved."""
+        """Erase other slots, least recently used first, until `slot` can hold `n` tokens: a restore
+        without free cells fails. Their contents are saved."""
         others = sorted(self._slots, key=lambda other: other.last_used_s)
         others = [other for other in others if other is not slot and len(other.tokens)]
         n_held = sum(len(other.tokens) for other in others)
@@ -152,7 +152,7 @@ class SlotProxy:
         self._files[name] = slot.tokens
 
     async def _saved(self) -> None:
-        """Wait for the save that runs: llama-server answers nobody before it is done."""
+        """Wait for the running save: llama-server answers no request before it is done."""
         if self._saving is not None:
             saving, self._saving = self._saving, None
             await saving

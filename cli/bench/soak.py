@@ -1,9 +1,9 @@
 """`towerctl bench soak`: thousands of short requests at a daemon whose budgets are far too small.
 
-Eight clients send prompts that are distinct, share a beginning with an earlier one, or go on from
-it, so that segments are made, cut, evicted from RAM and from disk, and read back all the time. Some
-replies are streamed, some are not, and some clients leave early. What the daemon takes is sampled
-while it runs: it must not grow with the number of requests.
+Eight clients send prompts that are distinct, share a beginning with an earlier one, or continue it,
+so that segments are constantly made, split, evicted from RAM and from disk, and read back. Some
+replies are streamed, some are not, and some clients leave early. The daemon's resource use is
+sampled while it runs: it must not grow with the number of requests.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ CLIENTS = 8
 FLAGS = ("--ctx-size", "512", "--hot-bytes", "32M", "--warm-bytes", "64M")
 REPLY_TOKENS = 8
 WORDS = (12, 120)
-"""Of a prompt: of the bundled model's tokens two to three times as many, so that the rows of some
-hundreds of requests fill each budget, and the context holds the longest."""
+"""Words of a prompt. The bundled model has two to three times as many tokens, so that the rows of
+some hundreds of requests fill each budget, and the longest prompt fits the context."""
 ANSWER_S_MAX = 60.0
 FAILURES_MAX = 5
-"""After so many the daemon counts as broken."""
+"""After this many failures the daemon counts as broken."""
 RSS_MB_MAX = 4096
-"""A daemon that takes more is stopped before it takes all that the machine has."""
+"""A daemon that takes more is stopped before it takes all memory of the machine."""
 SAMPLE_S = 1.0
 SAMPLES_SHOWN = 12
 _WORDS = (
@@ -52,8 +52,8 @@ _WORDS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """What the daemon took at one moment."""
+class SoakSample:
+    """The daemon's resource use at one moment."""
 
     at_s: float
     done: int
@@ -66,7 +66,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class SoakRequest:
     """One request. leaves: the client leaves after the first event."""
 
     prompt: str
@@ -75,52 +75,50 @@ class Wish:
 
 
 @dataclass(slots=True)
-class Load:
-    """All requests of one run, and what became of them."""
+class SoakRun:
+    """All requests of one run, and their outcomes."""
 
-    wishes: Iterator[Wish]
+    requests: Iterator[SoakRequest]
     recent: deque[str]
-    """Prompts with their replies, to go on from."""
+    """Recent prompts with their replies, to continue from."""
     done: int = 0
     left: int = 0
-    """Of those done, the ones whose clients left early."""
+    """Those of the done requests whose clients left early."""
     errors: list[str] = field(default_factory=list)
     stopped: str = ""
     """Why the run ended early."""
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[SoakSample] = field(default_factory=list)
 
     def failed(self, error: str) -> None:
         """Count a failure; too many end the run."""
         self.errors.append(error)
         if len(self.errors) >= FAILURES_MAX:
-            self.stopped = f"{len(self.errors)} requests failed, the last one so: {error}"
+            self.stopped = f"{len(self.errors)} requests failed, the last one: {error}"
 
 
-def new_load(n: int, seed: int = 0) -> Load:
-    """`n` requests, the same ones every time but for the replies that some go on from."""
+def new_load(n: int, seed: int = 0) -> SoakRun:
+    """`n` requests, the same in every run except for the replies that some of them continue."""
     recent: deque[str] = deque(maxlen=64)
-    return Load(_wishes(n, np.random.default_rng(seed), recent), recent)
+    return SoakRun(_requests(n, np.random.default_rng(seed), recent), recent)
 
 
-def _wishes(n: int, rng: np.random.Generator, recent: deque[str]) -> Iterator[Wish]:
+def _requests(n: int, rng: np.random.Generator, recent: deque[str]) -> Iterator[SoakRequest]:
     for number in range(n):
         words = [str(word) for word in rng.choice(_WORDS, int(rng.integers(*WORDS)))]
-        kind, before = (
-            rng.random(),
-            recent[int(rng.integers(len(recent)))].split() if recent else [],
-        )
-        if before and kind < 0.3:  # cut somewhere within what is stored
+        kind = rng.random()
+        before = recent[int(rng.integers(len(recent)))].split() if recent else []
+        if before and kind < 0.3:  # diverges within a stored segment
             words = before[: int(rng.integers(len(before)))] + words
         elif before and kind < 0.4:  # the next turn
             words = before + words
         else:
             words = [f"{number:x}", *words]
         prompt = " ".join(words[: WORDS[1]])
-        yield Wish(prompt, bool(rng.random() < 0.6), bool(rng.random() < 0.1))
+        yield SoakRequest(prompt, bool(rng.random() < 0.6), bool(rng.random() < 0.1))
 
 
 async def run(model: Path | None, quick: bool) -> Report:
-    """All requests at one daemon on a store of its own."""
+    """Send all requests to one daemon on a store of its own."""
     path = model or bundled_model()
     n = REQUESTS_QUICK if quick else REQUESTS
     load = new_load(n)
@@ -137,7 +135,7 @@ async def run(model: Path | None, quick: bool) -> Report:
     return report_of(path.name, load, stats, seconds)
 
 
-def report_of(model: str, load: Load, stats: dict[str, Any], seconds: float) -> Report:
+def report_of(model: str, load: SoakRun, stats: dict[str, Any], seconds: float) -> Report:
     """The figures of one run."""
     report, samples = Report("soak", model), load.samples
     later = samples[len(samples) // 2 :]
@@ -167,7 +165,7 @@ def report_of(model: str, load: Load, stats: dict[str, Any], seconds: float) -> 
     return report
 
 
-def slope(samples: Sequence[Sample]) -> float:
+def slope(samples: Sequence[SoakSample]) -> float:
     """Megabytes of RSS for each further request, by least squares."""
     if len({sample.done for sample in samples}) < 2:
         return 0.0
@@ -175,16 +173,16 @@ def slope(samples: Sequence[Sample]) -> float:
     return float(np.polyfit(done, rss_mb, 1)[0])
 
 
-def thinned(samples: Sequence[Sample]) -> list[Sample]:
-    """About SAMPLES_SHOWN of them, the first and the last among them."""
+def thinned(samples: Sequence[SoakSample]) -> list[SoakSample]:
+    """About SAMPLES_SHOWN of the samples, including the first and the last."""
     places = np.linspace(0, len(samples) - 1, min(SAMPLES_SHOWN, len(samples)))
     return [samples[round(place)] for place in places]
 
 
-def show(samples: Sequence[Sample]) -> None:
-    """Print what the daemon took over time."""
-    table = Table(title="what the daemon took")
-    names = list(Sample.__slots__)
+def show(samples: Sequence[SoakSample]) -> None:
+    """Print the daemon's resource use over time."""
+    table = Table(title="resource use of the daemon")
+    names = list(SoakSample.__slots__)
     for name in names:
         table.add_column(name, justify="right")
     for sample in thinned(samples):
@@ -192,8 +190,8 @@ def show(samples: Sequence[Sample]) -> None:
     Console().print(table)
 
 
-async def _press(server: ServerProcess, load: Load) -> dict[str, Any]:
-    """Make all requests; the daemon's counters at the end."""
+async def _press(server: ServerProcess, load: SoakRun) -> dict[str, Any]:
+    """Send all requests; returns the daemon's counters at the end."""
     timeout = aiohttp.ClientTimeout(total=ANSWER_S_MAX)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         began = time.monotonic()
@@ -209,29 +207,29 @@ async def _press(server: ServerProcess, load: Load) -> dict[str, Any]:
     return {}
 
 
-async def _client(session: aiohttp.ClientSession, url: str, load: Load) -> None:
-    """One after the other, until none are left or the run is over."""
-    for wish in load.wishes:
+async def _client(session: aiohttp.ClientSession, url: str, load: SoakRun) -> None:
+    """Send requests one after the other, until none are left or the run is stopped."""
+    for request in load.requests:
         if load.stopped:
             return
         try:
-            text = await _ask(session, url, wish)
+            text = await _ask(session, url, request)
         except TimeoutError:
             load.failed(f"no answer within {ANSWER_S_MAX:.0f} s")
         except (aiohttp.ClientError, ValueError, LookupError) as error:
             load.failed(str(error) or type(error).__name__)
         else:
             load.done += 1
-            load.left += wish.leaves
-            load.recent.append(wish.prompt + text)
+            load.left += request.leaves
+            load.recent.append(request.prompt + text)
 
 
-async def _ask(session: aiohttp.ClientSession, url: str, wish: Wish) -> str:
-    """The reply's text, as far as the client stayed for it."""
+async def _ask(session: aiohttp.ClientSession, url: str, request: SoakRequest) -> str:
+    """Send one request; returns the reply's text up to where the client left."""
     body = {
-        "prompt": wish.prompt,
+        "prompt": request.prompt,
         "n_predict": REPLY_TOKENS,
-        "stream": wish.streams or wish.leaves,
+        "stream": request.streams or request.leaves,
         "ignore_eos": True,
     }
     text = ""
@@ -245,13 +243,13 @@ async def _ask(session: aiohttp.ClientSession, url: str, wish: Wish) -> str:
                 continue
             event = json.loads(line[6:])
             text += str(event["content"])
-            if event["stop"] or wish.leaves:
+            if event["stop"] or request.leaves:
                 return text
     raise ValueError("the stream ended before the reply did")
 
 
 async def _keep_looking(
-    session: aiohttp.ClientSession, server: ServerProcess, load: Load, began: float
+    session: aiohttp.ClientSession, server: ServerProcess, load: SoakRun, began: float
 ) -> None:
     while not load.stopped:
         await asyncio.sleep(SAMPLE_S)
@@ -259,23 +257,25 @@ async def _keep_looking(
 
 
 async def _look(
-    session: aiohttp.ClientSession, server: ServerProcess, load: Load, began: float
+    session: aiohttp.ClientSession, server: ServerProcess, load: SoakRun, began: float
 ) -> None:
-    """Sample what the daemon takes; end the run if that is too much, or there is none."""
+    """Sample the daemon's resource use; stop the run if it is too high or the daemon has ended."""
     stats: dict[str, Any] = {}
     with suppress(aiohttp.ClientError, TimeoutError):
         stats = await _stats(session, server.url)
     vitals = server.vitals()
     if vitals is None:
         if server.exit_code() is not None:
-            load.stopped = f"the daemon ended by itself with {server.exit_code()}: {server.said()}"
+            load.stopped = (
+                f"the daemon ended by itself with {server.exit_code()}: {server.log_tail()}"
+            )
         return
     rss_mb = vitals.rss_bytes / 1e6
     hot_mb, warm_mb = (stats.get(key, 0) / 1e6 for key in ("hot_bytes", "warm_bytes"))
     n_segments = stats.get("segments", 0)
     at_s = time.monotonic() - began
     load.samples.append(
-        Sample(at_s, load.done, rss_mb, vitals.fds, vitals.threads, hot_mb, warm_mb, n_segments)
+        SoakSample(at_s, load.done, rss_mb, vitals.fds, vitals.threads, hot_mb, warm_mb, n_segments)
     )
     if rss_mb > RSS_MB_MAX:
         load.stopped = f"the daemon took {rss_mb:,.0f} MB"

@@ -1,7 +1,7 @@
-"""`towerctl bench store`: 100,000 synthetic segments: load time, look-up time, size.
+"""`towerctl bench store`: load time, lookup time and size of 100,000 synthetic segments.
 
-`load_checked_s`: as after a kill, when all of the catalog is checked; `rebuild_s`: without a catalog,
-when it is made from the journal."""
+`load_checked_s`: as after a kill, when the whole catalog is checked; `rebuild_s`: without a
+catalog, when it is rebuilt from the journal."""
 
 from __future__ import annotations
 

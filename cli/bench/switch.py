@@ -1,11 +1,11 @@
 """`towerctl bench switch`: forty chats over one base, round robin, against llama-server.
 
 Both servers get the same model, the same context size and the same requests one after another;
-everything else is their default. Time to first token is what a person waits at each switch.
-With `--engine llama-server` towerd is measured in front of a llama-server of its own, with
-`--engine both` each way against one run of its rival, which takes most of the time. With `--rival
+everything else is their default. Time to first token is what a user waits at each switch. With
+`--engine llama-server` towerd is measured in front of a llama-server of its own, with `--engine
+both` both engines against one run of the rival, which takes most of the time. With `--rival
 slot-proxy` the rival is a llama-server whose slots are saved and restored whole at every turn, and
-what both write to disk is counted, too, restart and last stop included.
+the bytes that both write to disk are counted, too, including the restart and the last stop.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ BOTH = "both"
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class SwitchLoad:
     """The conversation mix."""
 
     chats: int = 40
@@ -54,12 +54,10 @@ class Load:
 
     @property
     def bytes_ratio_max(self) -> float:
-        """The rows of whole slots, saved at every turn, over the different rows of all chats. The
-        last token of a chat has none."""
-        n_turn, n_restarted = (
-            self.user_tokens + self.reply_tokens,
-            min(self.restart_chats, self.chats),
-        )
+        """The rows of whole slots, saved at every turn, over the distinct rows of all chats. The
+        last token of a chat has no rows."""
+        n_turn = self.user_tokens + self.reply_tokens
+        n_restarted = min(self.restart_chats, self.chats)
         n_first = self.base_tokens + self.own_tokens + self.reply_tokens - 1
         n_after = [n_first + turn * n_turn for turn in range(self.rounds + 2)]
         n_saved = self.chats * sum(n_after[:-1]) + n_restarted * n_after[-1]
@@ -67,7 +65,9 @@ class Load:
         return n_saved / (self.base_tokens + n_own)
 
 
-QUICK = Load(chats=10, base_tokens=400, own_tokens=200, rounds=2, ctx_size=2048, restart_chats=3)
+QUICK = SwitchLoad(
+    chats=10, base_tokens=400, own_tokens=200, rounds=2, ctx_size=2048, restart_chats=3
+)
 
 
 @dataclass(slots=True)
@@ -78,20 +78,19 @@ class Outcome:
     switches: list[float] = field(default_factory=list)
     restarted: list[float] = field(default_factory=list)
     evaluated: list[int] = field(default_factory=list)
-    """Tokens of the prompt, at every switch."""
+    """Tokens of the prompt that were evaluated, at every switch."""
     evaluating: list[float] = field(default_factory=list)
-    """What the server says that took, in seconds."""
+    """The time to evaluate them as the server reports it, in seconds."""
     rss_bytes: int = 0
     store_bytes: int = 0
-    """Of towerd: its store after the restart."""
+    """towerd: the size of its store after the restart."""
     stats: dict[str, Any] = field(default_factory=dict)
-    """Of towerd: its engine's counters after the last switch; of the proxy: its saves and
-    restores."""
+    """towerd: its engine's counters after the last switch; the proxy: its saves and restores."""
     bytes_written: int = 0
-    """Of towerd: to disks, from its first start to its last stop; of the proxy: its slot files,
-    after every save."""
+    """towerd: to disks, from its first start to its last stop; the proxy: its slot files, at every
+    save."""
     slot_file_bytes: int = 0
-    """Of towerd: through slot files in RAM, but for what is saved at a stop."""
+    """towerd: through slot files in RAM, except for what is saved at a stop."""
 
 
 async def run(
@@ -102,15 +101,17 @@ async def run(
     engine: str = "embedded",
     rival: str = "llama-server",
 ) -> Report:
-    """Run the same load on towerd and its rivals. `rounds`, `chats`: other than usual."""
+    """Run the same load on towerd and its rivals. rounds, chats: override the load's."""
     path = bench_model(model, "small" if quick else "1b")
-    load = QUICK if quick else Load()
+    load = QUICK if quick else SwitchLoad()
     load = replace(load, rounds=rounds or load.rounds, chats=chats or load.chats)
     engines = ENGINES if engine == BOTH else (engine,)
     return await measure(path, load, engines, tuple(_RIVALS) if rival == BOTH else (rival,))
 
 
-async def measure(path: Path, load: Load, engines: Sequence[str], rivals: Sequence[str]) -> Report:
+async def measure(
+    path: Path, load: SwitchLoad, engines: Sequence[str], rivals: Sequence[str]
+) -> Report:
     """`load` on each of towerd's engines, then on each rival. Raises TowerdError."""
     if "slot-proxy" in rivals and not can_count_written():
         raise TowerdError(
@@ -137,8 +138,8 @@ async def measure(path: Path, load: Load, engines: Sequence[str], rivals: Sequen
     return report
 
 
-async def _drive_towerd(path: Path, load: Load, n_vocab: int, engine: str) -> Outcome:
-    """The load on a daemon of its own, with an empty store."""
+async def _drive_towerd(path: Path, load: SwitchLoad, n_vocab: int, engine: str) -> Outcome:
+    """Run the load on a daemon of its own, with an empty store."""
     with tempfile.TemporaryDirectory(prefix="towerd-bench-") as folder:
         store = Path(folder) / "store"
         flags = ("-c", str(load.ctx_size), "--engine", engine)
@@ -149,14 +150,14 @@ async def _drive_towerd(path: Path, load: Load, n_vocab: int, engine: str) -> Ou
     return outcome
 
 
-async def _drive_llama_server(path: Path, load: Load, n_vocab: int) -> Outcome:
-    """The load on llama-server as it comes."""
+async def _drive_llama_server(path: Path, load: SwitchLoad, n_vocab: int) -> Outcome:
+    """Run the load on llama-server with its defaults."""
     ctx = str(load.ctx_size)
     return await _drive(lambda: llama_server(path, "-c", ctx), connect, load, n_vocab)
 
 
-async def _drive_slot_proxy(path: Path, load: Load, n_vocab: int) -> Outcome:
-    """The load on a llama-server whose slots are saved and restored at every turn."""
+async def _drive_slot_proxy(path: Path, load: SwitchLoad, n_vocab: int) -> Outcome:
+    """Run the load on a llama-server whose slots are saved and restored at every turn."""
     with tempfile.TemporaryDirectory(prefix="towerd-bench-") as folder:
         rival, ctx = SlotProxy(Path(folder)), str(load.ctx_size)
         outcome = await _drive(lambda: rival.server(path, "-c", ctx), rival.connect, load, n_vocab)
@@ -170,8 +171,8 @@ async def _drive_slot_proxy(path: Path, load: Load, n_vocab: int) -> Outcome:
     return outcome
 
 
-def _restores(load: Load, ours: Outcome) -> dict[str, Any]:
-    """What went through slot files."""
+def _restores(load: SwitchLoad, ours: Outcome) -> dict[str, Any]:
+    """The figures of restores through slot files."""
     stats = ours.stats
     return {
         "restores": stats["restores"],
@@ -182,8 +183,8 @@ def _restores(load: Load, ours: Outcome) -> dict[str, Any]:
     }
 
 
-def _figures(load: Load, ours: Outcome) -> dict[str, Any]:
-    """Of towerd alone."""
+def _figures(load: SwitchLoad, ours: Outcome) -> dict[str, Any]:
+    """The figures of towerd alone."""
     return {
         "chats": load.chats,
         "switches": len(ours.switches),
@@ -198,7 +199,7 @@ def _figures(load: Load, ours: Outcome) -> dict[str, Any]:
     }
 
 
-def _beside_llama_server(_: Load, ours: Outcome, theirs: Outcome) -> dict[str, Any]:
+def _beside_llama_server(_: SwitchLoad, ours: Outcome, theirs: Outcome) -> dict[str, Any]:
     median = statistics.median
     return {
         "llama_server_ttft_p50_s": median(theirs.switches),
@@ -211,7 +212,7 @@ def _beside_llama_server(_: Load, ours: Outcome, theirs: Outcome) -> dict[str, A
     }
 
 
-def _beside_slot_proxy(load: Load, ours: Outcome, theirs: Outcome) -> dict[str, Any]:
+def _beside_slot_proxy(load: SwitchLoad, ours: Outcome, theirs: Outcome) -> dict[str, Any]:
     median, stats = statistics.median, theirs.stats
     return {
         "slot_proxy_ttft_p50_s": median(theirs.switches),
@@ -233,9 +234,9 @@ def _beside_slot_proxy(load: Load, ours: Outcome, theirs: Outcome) -> dict[str, 
 
 @dataclass(frozen=True, slots=True)
 class _Rival:
-    drive: Callable[[Path, Load, int], Awaitable[Outcome]]
-    compare: Callable[[Load, Outcome, Outcome], dict[str, Any]]
-    """Its figures beside towerd's, which come first."""
+    drive: Callable[[Path, SwitchLoad, int], Awaitable[Outcome]]
+    compare: Callable[[SwitchLoad, Outcome, Outcome], dict[str, Any]]
+    """The figures of the comparison; towerd's outcome is the first argument."""
 
 
 _RIVALS = {
@@ -247,7 +248,7 @@ _RIVALS = {
 async def _drive(
     make: Callable[[], ServerProcess],
     connect_to: Callable[[str], AbstractAsyncContextManager[Ask]],
-    load: Load,
+    load: SwitchLoad,
     n_vocab: int,
 ) -> Outcome:
     rng = np.random.default_rng(7)
@@ -283,12 +284,12 @@ async def _drive(
 
 
 async def _engine_stats(url: str) -> dict[str, Any]:
-    """What towerd's engine counted since its start; llama-server has no such thing."""
+    """The counters of towerd's engine since its start; empty for llama-server."""
     async with new_session() as session, session.get(f"{url}/towerd/v1/stats") as reply:
         stats: dict[str, Any] = (await reply.json())["engine"] if reply.status == 200 else {}
     return stats
 
 
 def _slot_file_bytes(stats: dict[str, Any]) -> int:
-    """What went through slot files; the embedded engine has none."""
+    """Bytes that went through slot files; 0 for the embedded engine."""
     return int(stats.get("restore_bytes", 0) + stats.get("save_bytes", 0))

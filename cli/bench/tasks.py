@@ -1,7 +1,7 @@
-"""Tasks that only a model which looks back can do: pass keys, key-value pairs, and copies.
+"""Retrieval tasks, which need a model that looks back: pass keys, key-value pairs, and copies.
 
-Each is stated and asked in the same words, so that finding the place where those words stood
-before is all it takes. Nothing here needs torch: the evaluation asks the same of any model.
+Each is stated and asked in the same words, so that it is enough to find the place where those words
+stood before. Nothing here needs torch: the evaluation asks the same of any model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ N_HEX = 4
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """`text` is told somewhere in a context; after `question`, `answer` has to follow."""
+    """`text` is stated somewhere in a context; after `question`, `answer` has to follow."""
 
     text: str
     question: str

@@ -1,9 +1,9 @@
 """`towerctl bench tools`: three sessions of one agent program take turns, against llama-server.
 
-Every request brings the same thirty tools, 10,000 tokens of definitions, then the session's own
-project notes and its history, as agent programs send them. What a person waits for is the first
-token of a turn. Both servers get the same model and chat template; everything else is their default.
-`parse_ms` is the time from the bytes of a chat of 17,000 messages to its tokens.
+Every request contains the same thirty tools, 10,000 tokens of definitions, then the session's own
+project notes and its history, as agent programs send them. The figure is the time to the first
+token of a turn. Both servers get the same model and chat template; everything else is their
+default. `parse_ms` is the time from the bytes of a chat of 17,000 messages to its tokens.
 """
 
 from __future__ import annotations
@@ -27,15 +27,17 @@ from towerd.cli.bench.report import Report
 from towerd.cli.bench.servers import ServerProcess, llama_server, towerd_server
 
 Json = dict[str, Any]
-WORDS = ("file", "path", "query", "branch", "commit", "user", "limit", "offset", "pattern", "value",
-         "timeout", "mode", "format", "name", "target", "source", "page", "order", "filter", "key")  # fmt: skip
+WORDS = (
+    "file path query branch commit user limit offset pattern value "
+    "timeout mode format name target source page order filter key"
+).split()
 PARSED_MESSAGES = 17_000
 PARSE_RUNS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """What the agents send, in tokens of the model's vocabulary, about."""
+class ToolsLoad:
+    """What the agents send; sizes are approximate, in tokens of the model's vocabulary."""
 
     agents: int = 3
     tools: int = 30
@@ -46,11 +48,11 @@ class Load:
     turns: int = 4
 
 
-QUICK = Load(tool_tokens=3000, tools=10, project_tokens=500, turns=3)
+QUICK = ToolsLoad(tool_tokens=3000, tools=10, project_tokens=500, turns=3)
 
 
 def tool(name: str, n_parameters: int) -> Json:
-    """One function with so many described parameters."""
+    """One function with `n_parameters` described parameters."""
     rng = np.random.default_rng(len(name))
     properties: Json = {}
     for i in range(n_parameters):
@@ -70,9 +72,9 @@ def _words(rng: np.random.Generator, n: int) -> str:
 
 
 async def run(model: Path | None, quick: bool) -> Report:
-    """The same turns on towerd and on llama-server; then a long chat to its tokens, on towerd."""
+    """Run the same turns on towerd and llama-server; then time the parsing of a long chat."""
     path = bench_model(model, "small" if quick else "1b")
-    load = QUICK if quick else Load()
+    load = QUICK if quick else ToolsLoad()
     template = files("towerd") / "data" / "templates" / "Qwen3.jinja"
     flags = ("--chat-template-file", str(template))
     report = Report("tools", path.name)
@@ -99,9 +101,9 @@ async def run(model: Path | None, quick: bool) -> Report:
     return report
 
 
-async def _drive(server: ServerProcess, load: Load) -> tuple[int, list[float], list[int]]:
-    """Tokens of the first prompt; then of each turn but the agents' first the time to its first
-    token, and how many tokens of its prompt were evaluated."""
+async def _drive(server: ServerProcess, load: ToolsLoad) -> tuple[int, list[float], list[int]]:
+    """The tokens of the first prompt; then, for each turn except the agents' first, the time to its
+    first token, and how many tokens of its prompt were evaluated."""
     ttft_s: list[float] = []
     evaluated: list[int] = []
     async with new_session() as session:
@@ -136,8 +138,8 @@ async def _drive(server: ServerProcess, load: Load) -> tuple[int, list[float], l
     return n_prompt, ttft_s, evaluated
 
 
-async def _tools(session: aiohttp.ClientSession, url: str, load: Load) -> list[Json]:
-    """So many tools, with as many parameters each as make `load.tool_tokens` of them all."""
+async def _tools(session: aiohttp.ClientSession, url: str, load: ToolsLoad) -> list[Json]:
+    """`load.tools` tools, with enough parameters each for `load.tool_tokens` in total."""
     hello = [{"role": "user", "content": "Hello."}]
 
     def made(n_parameters: int) -> list[Json]:
@@ -160,9 +162,9 @@ async def _count(session: aiohttp.ClientSession, url: str, text: str) -> int:
 
 
 async def _parse_s(server: ServerProcess) -> float:
-    """Seconds from the bytes of a long chat to its number of tokens, the best of a few."""
+    """Seconds from the bytes of a long chat to its number of tokens, best of a few runs."""
     messages = [
-        {"role": ("user", "assistant")[i % 2], "content": f"Message {i} of a chat."}
+        {"role": "assistant" if i % 2 else "user", "content": f"Message {i} of a chat."}
         for i in range(PARSED_MESSAGES)
     ]
     data = json.dumps({"messages": messages}).encode()

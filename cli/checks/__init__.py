@@ -1,3 +1,3 @@
-"""What `towerctl doctor` looks at, one file per part of the installation."""
+"""The checks of `towerctl doctor`, one file per part of the installation."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One finding of the doctor, and how a check becomes one whatever happens."""
+"""A check of the doctor and its finding. A check that fails in any way becomes a finding."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One named look at the machine. `look` may raise anything; that is a FAIL."""
+    """One named check. `look` may raise anything; that is a FAIL."""
 
     group: str
     name: str
@@ -41,15 +41,15 @@ class Check:
 
 
 def ok(found: str) -> Finding:
-    """Nothing to do."""
+    """A finding that needs no action."""
     return Finding("OK", found)
 
 
 def warn(found: str, advice: str) -> Finding:
-    """towerd works, but less well than it could."""
+    """A finding that makes towerd work less well than it could."""
     return Finding("WARN", found, advice)
 
 
 def fail(found: str, advice: str) -> Finding:
-    """towerd cannot work like this."""
+    """A finding that keeps towerd from working."""
     return Finding("FAIL", found, advice)

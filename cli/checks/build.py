@@ -1,4 +1,4 @@
-"""What was installed: llama.cpp, its server, our kernels, and whether they fit together."""
+"""The installed parts: llama.cpp, its server, our kernels, and whether they fit together."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SERVER_TIMEOUT_S = 30
 
 
 def versions(config: Config) -> Finding:
-    """towerd and the Python it runs on."""
+    """The versions of towerd and Python."""
     return ok(f"towerd {__version__} on Python {platform.python_version()}")
 
 
@@ -39,7 +39,7 @@ def llama_cpp(config: Config) -> Finding:
 
 
 def pinned_llama() -> str | None:
-    """The version that this towerd asks for; None if its metadata does not say."""
+    """The version that this towerd requires; None if its metadata does not say."""
     try:
         needs = requires("towerd") or []
     except PackageNotFoundError:
@@ -100,7 +100,7 @@ def state_format(config: Config) -> Finding:
 
 
 def load_model(config: Config) -> str:
-    """Load `config.model` and prove the state format on it; a line about it.
+    """Load `config.model` and test the state format on it; returns a line about the model.
 
     Raises ModelError, ConfigError."""
     from towerd.engine.embedded.model.core import load_core

@@ -26,7 +26,7 @@ SHM = Path("/dev/shm")
 
 
 def memory(config: Config) -> Finding:
-    """RAM that is there and free."""
+    """Total and free RAM."""
     ram = psutil.virtual_memory()
     found = f"{size(ram.total)}, {size(ram.available)} free"
     if ram.available < RAM_FREE_MIN:
@@ -55,7 +55,7 @@ def cpu(config: Config) -> Finding:
 
 
 def disk(config: Config) -> Finding:
-    """Space where the store is, or will be."""
+    """Free space where the store is, or will be."""
     folder = existing(config.store_dir)
     free = shutil.disk_usage(folder).free
     found = f"{size(free)} free at {folder}"
@@ -67,7 +67,7 @@ def disk(config: Config) -> Finding:
 
 
 def open_files(config: Config) -> Finding:
-    """How many files and connections one process may have open."""
+    """The limit on open files and connections of a process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < FILES_MIN:
         return warn(f"{soft} open files", f"Run `ulimit -n {FILES_MIN}` before towerd serve.")

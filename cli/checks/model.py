@@ -1,4 +1,4 @@
-"""The model that would be served, from its file alone."""
+"""Checks of the model that would be served, from its file alone."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from towerd.models.bundled import find_model, has_default
 from towerd.models.known import SMOLLM2
 
 STATE_KEYS = ("ssm.", "wkv.", "shortconv.", "kda.")
-"""Metadata of layers whose state is a function of the whole prefix."""
+"""Prefixes of metadata keys of recurrent layers."""
 
 
 def file(config: Config) -> Finding:
-    """Whether it is a whole GGUF."""
+    """Whether the file is a complete GGUF."""
     path = find_model(config.model)
     reader = _read(path)
     n_bytes, ram = path.stat().st_size, psutil.virtual_memory().total
@@ -36,7 +36,7 @@ def file(config: Config) -> Finding:
 
 
 def architecture(config: Config) -> Finding:
-    """Where its stored state can be taken up again."""
+    """Where the model's stored state can be resumed."""
     reader = _read(find_model(config.model))
     arch = str(_value(reader, "general.architecture", ""))
     if not arch:
@@ -47,14 +47,14 @@ def architecture(config: Config) -> Finding:
 
 
 def has_state(reader: GGUFReader, arch: str) -> bool:
-    """Whether it has recurrent layers, whose state is a function of the whole prefix: as far as
-    the metadata tells; the engine decides when it loads."""
+    """Whether the metadata indicates recurrent layers, whose state depends on the whole prefix. The
+    engine decides when it loads the model."""
     keys = [key.removeprefix(f"{arch}.") for key in reader.fields]
     return arch.startswith("rwkv") or any(key.startswith(STATE_KEYS) for key in keys)
 
 
 def chat_template(config: Config) -> Finding:
-    """What turns messages into a prompt."""
+    """The template that turns messages into a prompt."""
     if config.chat_template_source() is not None:
         return ok("set with --chat-template or --chat-template-file")
     if _value(_read(find_model(config.model)), "tokenizer.chat_template", ""):
@@ -65,7 +65,7 @@ def chat_template(config: Config) -> Finding:
 
 
 def loads(config: Config) -> Finding:
-    """The real thing: load it and prove the state format on it."""
+    """Load the model and test the state format on it."""
     from towerd.cli.checks.build import load_model
 
     return ok(load_model(config))
@@ -77,14 +77,14 @@ def _read(path: Path) -> GGUFReader:
         return GGUFReader(path)
     except OSError as error:
         raise ModelError(f"Cannot read {path}: {error.strerror or error}.") from error
-    except Exception as error:  # the reader raises what its parsing runs into
+    except Exception as error:  # the reader raises whatever its parsing runs into
         raise ModelError(
             f"{path} is not a whole GGUF file ({error}); download or convert it again."
         ) from error
 
 
 def _value(reader: GGUFReader, key: str, default: Any) -> Any:
-    """A metadata value; of a list (one per layer) the largest."""
+    """A metadata value; for a list (one value per layer) the largest."""
     field = reader.get_field(key)
     value = default if field is None else field.contents()
     return max(value, default=default) if isinstance(value, list) else value

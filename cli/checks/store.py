@@ -1,4 +1,4 @@
-"""The store and the daemon, looked at without disturbing either."""
+"""Checks of the store and the daemon, which disturb neither."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ REBUILD = "The next start, or towerctl verify without a daemon, rebuilds it from
 
 
 def daemon(config: Config) -> Finding:
-    """Whether one runs."""
-    from towerd.cli.backend import Backend
+    """Whether a daemon is running."""
+    from towerd.cli.backend import ApiClient
 
     assert config.socket is not None
     if not listens(config.socket):
         return ok(f"none listens on {config.socket}")
-    with Backend.at_socket(config.socket) as backend:
+    with ApiClient.at_socket(config.socket) as backend:
         stats = backend.stats()
     engine = stats["engine"]
     found = f"serves {stats['model']} at {config.socket}"
@@ -38,7 +38,7 @@ def daemon(config: Config) -> Finding:
 
 
 def directory(config: Config) -> Finding:
-    """Who may read and write it."""
+    """The access rights of the store directory."""
     root = config.store_dir
     if not root.exists():
         above = existing(root)
@@ -62,7 +62,7 @@ def directory(config: Config) -> Finding:
 
 
 def lock(config: Config) -> Finding:
-    """Who has it open."""
+    """Which process has the store open."""
     path = config.store_dir / "lock"
     if not path.exists():
         return ok("free")
@@ -83,12 +83,12 @@ def lock(config: Config) -> Finding:
 
 
 def catalog(config: Config) -> Finding:
-    """Its version, and what SQLite says about its pages."""
+    """The catalog's schema version, and SQLite's quick check of it."""
     path = config.store_dir / "catalog.sqlite"
     if not path.exists():
         return _missing_catalog(config.store_dir)
     advice = REBUILD if _bytes_in(config.store_dir / "journal") else RESTORE
-    # Without a WAL nobody writes; a plain read-only connection would leave side files behind.
+    # Without a WAL there is no writer; a plain read-only connection would leave side files behind.
     how = "mode=ro" if path.with_name(path.name + "-wal").exists() else "immutable=1"
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?{how}", uri=True)) as db:
@@ -130,7 +130,7 @@ def space(config: Config) -> Finding:
 
 
 def quarantine(config: Config) -> Finding:
-    """Damaged files that were set aside."""
+    """Damaged files that were quarantined."""
     folder = config.store_dir / "quarantine"
     n = len(list(folder.iterdir())) if folder.is_dir() else 0
     if n:

@@ -1,4 +1,4 @@
-"""What a coder asks of a language model."""
+"""The interface of a language model to a coder."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy.typing as npt
 Counts = npt.NDArray[np.uint32]
 
 COUNT_ONE = 1 << 24
-"""The sum of a distribution's counts where they are normalised, but for one that every token gets."""
+"""The sum of a normalised distribution's counts, without the 1 that every token gets."""
 
 
-class Predictor(Protocol):
-    """A model that reads several texts side by side, one token of each per step."""
+class TokenPredictor(Protocol):
+    """A language model that reads several texts (lanes) side by side."""
 
     @property
     def n_tokens(self) -> int:
@@ -24,17 +24,17 @@ class Predictor(Protocol):
 
     @property
     def n_ctx(self) -> int:
-        """Tokens of one text that it can look back at."""
+        """Tokens of one text that it can attend to."""
         ...
 
     @property
     def lanes_max(self) -> int:
-        """Texts side by side."""
+        """Texts that it can read side by side."""
         ...
 
     @property
     def window(self) -> int:
-        """Tokens of one lane that may be fed at once with the same numbers as one by one."""
+        """Tokens of one lane that may be fed at once without changing the counts."""
         ...
 
     @property
@@ -47,18 +47,18 @@ class Predictor(Protocol):
         ...
 
     def feed(self, tokens: Sequence[tuple[int, int]]) -> list[Counts]:
-        """Append tokens to some lanes, (lane, id) in order of lane, up to `window` for each; for
-        each token the chances of what follows it: uint32[n_tokens], each at least 1 and at most
-        COUNT_ONE + 1, in proportion.
+        """Append tokens to some lanes, as (lane, id) in order of lane, up to `window` for each.
+        Returns for each token the distribution of the next one: uint32[n_tokens] counts that are
+        proportional to the probabilities, each from 1 to COUNT_ONE + 1.
 
         The same calls in the same order since a reset give the same counts."""
         ...
 
 
 @runtime_checkable
-class CopyablePredictor(Predictor, Protocol):
-    """One that is quickly made again."""
+class CopyablePredictor(TokenPredictor, Protocol):
+    """A predictor that can be copied quickly."""
 
-    def copy(self) -> Predictor:
-        """Another one of the same model, with texts of its own."""
+    def copy(self) -> TokenPredictor:
+        """A new predictor of the same model, with lanes of its own."""
         ...

@@ -1,9 +1,9 @@
 """A small llama-architecture GGUF whose numbers are the same on every machine.
 
-The kernel `lm` evaluates it (`kernels/reference/lm.py` says why it is exact), so what is coded
-with it here is decoded anywhere, with any number of threads, and chunks of a text are coded side
-by side only for speed. Before it is relied on, the kernel evaluates a tiny model whose counts are
-known: a build or a CPU that gets other numbers is refused, and never writes a blob.
+The kernel `lm` evaluates it (`kernels/reference/lm.py` says why it is exact), so a text that is
+coded with it here can be decoded on any machine with any number of threads. Before first use, the
+kernel evaluates a tiny model whose counts are known: a build or a CPU that gets other numbers is
+refused, and never writes a blob.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TINY = LmShape(40, 32, 2, 4, 2, 8, 64, 4, 1, 1e-5)
 
 
 class ExactPredictor:
-    """A `Predictor`. Not thread-safe."""
+    """A `TokenPredictor`. Not thread-safe."""
 
     window = WINDOW
 
@@ -40,19 +40,20 @@ class ExactPredictor:
     ) -> None:
         """`n_ctx`: tokens per lane; 0: what the model was trained on, at most N_CTX_MAX.
 
-        UnknownModel if the file is none, or the kernel of this machine gives other numbers."""
+        UnknownModel if the file is not such a model, or if this machine's kernel gives other
+        numbers."""
         check_kernel(dispatch.name())
         weights = load_weights(path, n_ctx)
         self.n_tokens, self.n_ctx = weights.shape.n_vocab, weights.shape.n_ctx
         self.lanes_max, self.name = lanes_max, weights.name
         self.n_threads = n_threads
         self._weights = weights
-        self._lm = made(weights)
+        self._lm = build_lm(weights)
 
     def copy(self) -> ExactPredictor:
-        """Another one on the same weights, with texts of its own."""
+        """A new predictor on the same weights, with lanes of its own."""
         other = copy.copy(self)
-        other._lm = made(self._weights)
+        other._lm = build_lm(self._weights)
         return other
 
     def reset(self) -> None:
@@ -60,9 +61,8 @@ class ExactPredictor:
         self._lm.reset()
 
     def feed(self, tokens: Sequence[tuple[int, int]]) -> list[Counts]:
-        """One token for each (lane, id), in order of lane; a lane that is full goes on with its last
-        quarter. A lane may be given more than once. UnknownModel if the model's numbers leave
-        float32."""
+        """See `TokenPredictor.feed`. A full lane is cut to its last quarter first. UnknownModel if
+        the model's numbers leave the range of float32."""
         pairs = np.array(tokens, np.int32).reshape(-1, 2).T.copy()
         try:
             return list(self._lm.counts(self._lm.step(pairs[0], pairs[1], self.n_threads)))
@@ -70,15 +70,15 @@ class ExactPredictor:
             raise UnknownModel(f"The mini model cannot be evaluated: {error}.") from error
 
 
-def made(weights: LmWeights) -> Lm:
-    """The kernel's model."""
+def build_lm(weights: LmWeights) -> Lm:
+    """The kernel's model with these weights."""
     cos, sin = rotation(weights.shape.n_ctx, weights.n_rot, weights.freq_base)
     return make_lm(weights.shape, weights.matrices, weights.norms, cos, sin)
 
 
 @functools.cache
 def check_kernel(name: str) -> None:
-    """UnknownModel unless the kernels in force, called `name`, give the tiny model's counts."""
+    """UnknownModel unless the kernels in use, called `name`, give the tiny model's counts."""
     if tiny_hash() != KNOWN:
         raise UnknownModel(
             f"The kernels {name} of this machine do not give the numbers of every other one: build "
@@ -87,7 +87,8 @@ def check_kernel(name: str) -> None:
 
 
 def tiny_hash() -> str:
-    """Of the counts of a model in all formats, made of a sequence of integers, over some tokens."""
+    """Hash of the counts that a model with weights in all formats, made from a sequence of
+    integers, gives for some tokens."""
     rng = _sequence()
     matrices = []
     for i, (n_rows, n_columns) in enumerate(_TINY.matrices()):
@@ -114,7 +115,7 @@ def tiny_hash() -> str:
 
 
 def _sequence() -> Iterator[int]:
-    """From -2^15 to 2^15."""
+    """Integers from -2^15 to 2^15."""
     state = 1
     while True:
         state = state * 1103515245 + 12345 & 0x7FFFFFFF

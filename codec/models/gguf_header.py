@@ -1,7 +1,8 @@
-"""The header of a GGUF that may be anything: its keys, and where its tensors lie.
+"""The header of an untrusted GGUF: its keys, and where its tensors lie.
 
-The gguf package believes what a file says about its lengths, ggml ends the process over some of
-it. Here nothing is read or taken that the bytes of the file do not hold (docs/gguf.md of ggml).
+The gguf package trusts the lengths that a file states, and ggml aborts the process on some wrong
+ones. Here nothing is read or allocated beyond what the bytes of the file hold (docs/gguf.md of
+ggml).
 """
 
 from __future__ import annotations
@@ -16,16 +17,27 @@ VERSIONS = (2, 3)
 ALIGNMENT = 32
 SHAPE_MAX = 4
 _STRING, _ARRAY = 8, 9
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q",
-            12: "d"}  # fmt: skip
+_SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 _ITEMS_MAX = 1 << 24
 
 Value = int | float | bool | bytes | None
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One tensor: ggml's type, its shape with the fastest index first, and its offset in the file."""
+class TensorEntry:
+    """One tensor: ggml's type, its shape (fastest index first) and its offset in the file."""
 
     type: int
     shape: tuple[int, ...]
@@ -33,22 +45,22 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Header:
-    """`keys`: numbers and texts; None for arrays, whose items are skipped."""
+class GgufHeader:
+    """The header. `keys`: numbers and strings; None for arrays, whose items are skipped."""
 
     keys: dict[str, Value]
-    tensors: dict[str, Entry]
+    tensors: dict[str, TensorEntry]
 
 
-def read_header(data: memoryview) -> Header:
-    """Of a whole file. UnknownModel if it is no GGUF, or cut short."""
+def read_header(data: memoryview) -> GgufHeader:
+    """The header of a whole file. UnknownModel if it is not a GGUF, or cut short."""
     try:
         return _read(_Cursor(data))
     except (struct.error, ValueError) as error:
         raise UnknownModel(f"The model is damaged: {error}.") from error
 
 
-def _read(cursor: _Cursor) -> Header:
+def _read(cursor: _Cursor) -> GgufHeader:
     if bytes(cursor.take(4)) != MAGIC:
         raise ValueError("it does not start like a GGUF")
     version = cursor.number("I")
@@ -64,8 +76,10 @@ def _read(cursor: _Cursor) -> Header:
     if not isinstance(alignment, int) or alignment < 1:
         raise ValueError("its alignment is no number")
     first = cursor.at + -cursor.at % alignment
-    tensors = {name: Entry(type, shape, first + offset) for name, type, shape, offset in entries}
-    return Header(keys, tensors)
+    tensors = {
+        name: TensorEntry(type, shape, first + offset) for name, type, shape, offset in entries
+    }
+    return GgufHeader(keys, tensors)
 
 
 def _entry(cursor: _Cursor) -> tuple[str, int, tuple[int, ...], int]:

@@ -1,10 +1,10 @@
-"""The mini model of the package, ready to code with."""
+"""The form `network` with the mini model of the package."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from towerd.codec.base import Vocabulary
+from towerd.codec.base import TokenVocabulary
 from towerd.codec.errors import UnknownModel
 from towerd.codec.models.exact import ExactPredictor
 from towerd.codec.network import Network
@@ -13,16 +13,16 @@ from towerd.codec.prior.file import Prior
 from towerd.codec.vocabulary import GgufVocabulary
 
 PATH = Path(__file__).resolve().parent.parent / "data" / "mini.gguf"
-"""The model in the package, if one is there."""
+"""The model in the package, which may be absent."""
 
 
 def mini_network(
-    vocabulary: Vocabulary, path: Path, prior: Prior | None = None, n_threads: int = 1
+    vocabulary: TokenVocabulary, path: Path, prior: Prior | None = None, n_threads: int = 1
 ) -> Network:
-    """The form `network` of M's vocabulary with the mini model in `path` and a table, by default
-    that of the package.
+    """The form `network` for M's vocabulary, with the mini model in `path` and a table (default:
+    the one in the package).
 
-    UnknownModel if the file is no such model, or was trained with another tokenizer than the
+    UnknownModel if the file is not such a model, or was trained with another tokenizer than the
     table."""
     prior = file.bundled() if prior is None else prior
     with GgufVocabulary(path) as mini:

@@ -1,8 +1,8 @@
 """Tables of RoPE's angles that are the same on every machine.
 
-sin and cos of C libraries and of numpy differ in the last bit from one to the next, so these come
-of integers: fixed-point numbers, a decimal power that is correctly rounded by definition, Taylor
-series, and from one position to the next the addition theorem.
+sin and cos of different C libraries and of numpy differ in the last bit, so these are computed with
+integers: fixed-point numbers, a decimal power that is correctly rounded by definition, Taylor
+series, and the addition theorem from one position to the next.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def rotation(n_positions: int, n_rot: int, freq_base: float) -> tuple[Floats, Fl
 
 
 def _angle(pair: int, n_rot: int, freq_base: float) -> int:
-    """Of one position, in units of 1 / _ONE; at most 1."""
+    """The angle of a pair per position, in units of 1 / _ONE; at most 1 radian."""
     context = decimal.Context(prec=_DIGITS)
     exponent = context.divide(decimal.Decimal(-2 * pair), decimal.Decimal(n_rot))
     power = context.exp(context.multiply(exponent, context.ln(decimal.Decimal(freq_base))))

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from towerd.codec.errors import UnknownModel
-from towerd.codec.models.gguf_header import Entry, Header, Value, read_header
+from towerd.codec.models.gguf_header import GgufHeader, TensorEntry, Value, read_header
 from towerd.kernels.lm import LmShape, Weights, pack, pack_norm, pack_q8
 
 ARCHITECTURE = "llama"
@@ -20,9 +20,9 @@ Numbers = TypeVar("Numbers", npt.NDArray[np.float32], npt.NDArray[np.float16])
 
 FILE_BYTES_MAX = 1 << 26
 N_CTX_MAX = 1024
-"""Tokens of one text that are looked back at, if the model was trained on more."""
+"""Most tokens of one text that the model attends to, even if it was trained on more."""
 KEPT = 4
-"""A text that has become too long goes on with this part of its last tokens."""
+"""A text that has become too long is cut to this share of its tokens, the last ones."""
 _SIZE_MAX = 1 << 17
 _GROUP_MAX, _HEAD_MAX = 64, 1024
 _F32, _F16, _Q8_0, _BF16 = 0, 1, 8, 30
@@ -34,7 +34,7 @@ _NORMS = ("attn_norm", "ffn_norm")
 
 @dataclass(frozen=True)
 class LmWeights:
-    """What `make_lm` takes besides the angles; `name`: 8 bytes of the file's hash."""
+    """The arguments of `make_lm` except for the angles; `name`: 8 bytes of the file's hash."""
 
     name: bytes
     shape: LmShape
@@ -45,8 +45,8 @@ class LmWeights:
 
 
 def load_weights(path: Path, n_ctx: int = 0) -> LmWeights:
-    """Read a model; `n_ctx` as in `shape_of`. UnknownModel, in a sentence, for anything that is not
-    a whole llama-architecture model with finite weights that the kernel evaluates as it is meant."""
+    """Read a model; `n_ctx` as in `shape_of`. Raises UnknownModel for anything but a whole
+    llama-architecture model with finite weights that the kernel supports."""
     try:
         n_bytes = path.stat().st_size
         if n_bytes > FILE_BYTES_MAX:
@@ -57,14 +57,14 @@ def load_weights(path: Path, n_ctx: int = 0) -> LmWeights:
     except OSError as error:
         raise UnknownModel(f"{path} cannot be read: {error.strerror}.") from error
     try:
-        return _Reader(data).weights(n_ctx)
+        return _WeightsReader(data).weights(n_ctx)
     except UnknownModel as error:
         raise UnknownModel(f"{path} is no mini model. {error}") from error
 
 
-def shape_of(header: Header, n_ctx: int) -> LmShape:
-    """The sizes that the keys tell; `n_ctx`: fewer tokens to look back at than the model was
-    trained on and N_CTX_MAX, 0 for these. UnknownModel if one is missing or out of range."""
+def shape_of(header: GgufHeader, n_ctx: int) -> LmShape:
+    """The sizes that the keys state. `n_ctx`: tokens to attend to, at most what the model was
+    trained on and N_CTX_MAX; 0: that maximum. UnknownModel if a size is missing or out of range."""
     keys = header.keys
     if keys.get("general.architecture") != ARCHITECTURE.encode():
         raise UnknownModel(f"Its architecture is not {ARCHITECTURE}.")
@@ -117,13 +117,13 @@ def _size(keys: dict[str, Value], name: str, default: int | None = None) -> int:
     return value
 
 
-class _Reader:
+class _WeightsReader:
     def __init__(self, data: bytes) -> None:
         self._data = data
         self._header = read_header(memoryview(data))
 
     def weights(self, n_ctx: int) -> LmWeights:
-        """Everything, checked."""
+        """All weights, checked."""
         shape = shape_of(self._header, n_ctx)
         self._check_names(shape.n_layer)
         sizes = shape.matrices()
@@ -147,7 +147,7 @@ class _Reader:
         return LmWeights(name, shape, matrices, norms, n_rot, float(np.float32(base)))
 
     def _check_names(self, n_layer: int) -> None:
-        """A tensor that is not read here would be left out silently."""
+        """Refuse tensors that are not read here: the result would silently be wrong."""
         if n_layer > len(self._header.tensors):
             raise UnknownModel(f"It has fewer tensors than its {n_layer} layers need.")
         known = {"token_embd.weight", "output.weight", "output_norm.weight"}
@@ -176,7 +176,7 @@ class _Reader:
             values = np.frombuffer(data, "<f4").astype(np.float32)
         return pack(_finite(values.reshape(n_rows, -1), name))
 
-    def _tensor(self, name: str, shape: tuple[int, ...]) -> tuple[Entry, bytes]:
+    def _tensor(self, name: str, shape: tuple[int, ...]) -> tuple[TensorEntry, bytes]:
         entry = self._header.tensors.get(f"{name}.weight")
         if entry is None:
             raise UnknownModel(f"It has no tensor {name}.weight.")

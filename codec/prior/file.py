@@ -5,8 +5,9 @@
     mix.state    int32               maps and weights (`state.py`)
     mix.network  int32               the same for use with the mini model, if it was trained
 
-Unsigned numbers are stored in signed tensors of the same size, which GGUF has. The rank of a token
-is its place among all pieces in order of their bytes; control tokens come last.
+Unsigned numbers are stored in signed tensors of the same size, as GGUF has no
+unsigned ones. The rank of a token is its place among all pieces in order of their bytes; control
+tokens come last.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from towerd.kernels.mixing import BREAK, OPENING, Mixer, make_mixer
 
 PATH = Path(__file__).resolve().parent.parent / "data" / "mix.gguf"
 START = 1
-"""Which control token starts a message (`lab/train/bpe.py`)."""
+"""The control token that starts a message (`lab/train/bpe.py`)."""
 U8 = npt.NDArray[np.uint8]
 U16 = npt.NDArray[np.uint16]
 U32 = npt.NDArray[np.uint32]
@@ -43,8 +44,8 @@ def ranks_of(pieces: Sequence[bytes]) -> I32:
 
 
 def kinds_of(pieces: Sequence[bytes], opening: int | None = None) -> U8:
-    """uint8[n]: the mixer's kind of each rank, of tokens with these bytes; `opening`: the id of the
-    mark that opens a message."""
+    """uint8[n]: the mixer's kind of each token with these bytes; `opening`: the id of the mark that
+    opens a message."""
     kinds = np.array([BREAK if b"\n" in piece else 0 for piece in pieces], np.uint8)
     if opening is not None:
         kinds[opening] = OPENING
@@ -70,7 +71,7 @@ class Prior:
     states: Mapping[str, U32]
 
     def mixer(self, state: str = "state") -> Mixer:
-        """A fresh mixer; `state` "network": trained for use with the mini model."""
+        """A new mixer; `state` "network": the one trained for use with the mini model."""
         return make_mixer(self.weights, self.tables, self.states[state], self.kinds)
 
 
@@ -83,7 +84,7 @@ def bundled() -> Prior:
 
 
 def load(path: Path) -> Prior:
-    """Read a prior; the tables stay in the file, mapped. UnknownModel if it is none."""
+    """Read a prior; the tables stay memory-mapped. UnknownModel if the file is not one."""
     try:
         reader = GGUFReader(path)
         types = reader.fields["tokenizer.ggml.token_type"].contents()
@@ -93,12 +94,15 @@ def load(path: Path) -> Prior:
             (tensors[f"mix.index.{k}"].view(np.uint32), tensors[f"mix.data.{k}"].view(np.uint16))
             for k in range(1, 1 + sum(name.startswith("mix.index.") for name in tensors))
         )
-        states = {name: tensors[f"mix.{name}"].view(np.uint32)
-                  for name in ("state", "network") if f"mix.{name}" in tensors}  # fmt: skip
+        states = {
+            name: tensors[f"mix.{name}"].view(np.uint32)
+            for name in ("state", "network")
+            if f"mix.{name}" in tensors
+        }
     except (OSError, KeyError, ValueError) as error:
         raise UnknownModel(f"{path} is not a table of this codec: {error}.") from error
     vocabulary = GgufVocabulary(path)
-    # By the file, not by llama.cpp, which takes some names of control tokens for text.
+    # The file says which tokens are control tokens: llama.cpp takes some of their names for text.
     controls = tuple(i for i, kind in enumerate(types) if kind == TokenType.CONTROL)
     pieces = [b"" if i in controls else piece for i, piece in enumerate(vocabulary.pieces)]
     ranks = ranks_of(pieces)

@@ -21,7 +21,7 @@ U32 = npt.NDArray[np.uint32]
 
 
 def untrained(n_tokens: int) -> U32:
-    """uint32[mixer_state_size]: maps that believe the counts, weights that trust all alike."""
+    """uint32[state_size(n_tokens)]: maps that take counts at face value, and equal weights."""
     level = np.array([n if n < 5 else 2 + ((n - 5) & 1) << (n - 5) // 2 + 1 for n in range(LEVELS)])
     zeros, ones = level[:, None].astype(float), level[None, :].astype(float)
     static = ((ones + 0.4) / (zeros + ones + 0.8)).reshape(-1)
@@ -38,5 +38,5 @@ def untrained(n_tokens: int) -> U32:
 
 
 def bits_of(decisions: I32, chances: npt.NDArray[np.float64]) -> float:
-    """What decisions cost whose probabilities of 1 were `chances`."""
+    """Bits that decisions cost if their probabilities of being 1 were `chances`."""
     return float(-np.log2(np.where(decisions == 1, chances, 1 - chances)).sum())

@@ -1,4 +1,4 @@
-// Memory that vectors are loaded from whole.
+// Memory aligned for whole vector loads.
 #pragma once
 
 #include <cstddef>
@@ -7,7 +7,7 @@
 
 namespace towerd {
 
-// Floats on 64 bytes.
+// Floats aligned to 64 bytes.
 class Floats {
 public:
     explicit Floats(std::size_t n) : memory_(n + kAlign) {}

@@ -8,7 +8,7 @@ namespace towerd::TOWERD_ISA_NAMESPACE {
 namespace {
 
 constexpr std::size_t kRowsAtOnce = 4;
-constexpr std::size_t kVectorsAtOnce = kLanes == 16 ? 4 : 2;  // with the rows: as many sums as there are registers for
+constexpr std::size_t kVectorsAtOnce = kLanes == 16 ? 4 : 2;  // times the rows: as many sums as fit into the registers
 
 template <std::size_t kRows>
 TOWERD_INLINE void score_rows(const float * queries, const float * panel, std::size_t head_dim, float scale, float * to,

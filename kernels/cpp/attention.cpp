@@ -10,8 +10,8 @@ namespace towerd {
 
 namespace {
 
-constexpr std::size_t kTile = 16;      // query rows whose scores are in hand at a time: 1 MiB at 16k keys stays in L2
-constexpr std::size_t kTasksMax = 16;  // of one KV head; each has masses of its own
+constexpr std::size_t kTile = 16;      // query rows scored at a time: 1 MiB at 16k keys stays in L2
+constexpr std::size_t kTasksMax = 16;  // of one KV head; each has its own masses
 
 const float * query_row(const AttentionMass & job, std::size_t i) {
     return reinterpret_cast<const float *>(job.queries.data + i * job.queries.stride);
@@ -93,7 +93,7 @@ private:
         return peak < __builtin_inff();
     }
 
-    // The tiles of task t, into masses of its own. False if a score is not finite.
+    // The tiles of task t, into its own masses. False if a score is not finite.
     bool run(std::size_t kv, std::size_t t, std::size_t worker) {
         float * masses = masses_.data() + t * n_padded();
         std::fill(masses, masses + n_padded(), 0.0f);

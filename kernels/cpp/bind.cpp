@@ -1,4 +1,4 @@
-// The Python face: one class with all kernels for one instruction set.
+// The Python interface: one class with all kernels for one instruction set.
 
 #include "bind.h"
 #include "bind_dci.h"

@@ -79,7 +79,7 @@ LmMatrix checked_matrix(const Weights & weights, std::size_t rows, std::size_t c
     refuse(name, "unknown format " + format_name);
 }
 
-// nanobind tells types apart by their names: no other file may have one of this.
+// nanobind tells types apart by name: no other file may use this name.
 class BoundLm {
 public:
     BoundLm(const std::string & name, const std::vector<std::size_t> & sizes, float norm_eps, std::vector<Weights> matrices,

@@ -33,7 +33,7 @@ constexpr std::size_t kTokensMax = 1u << 19;
     throw std::invalid_argument(why);
 }
 
-// A bucket of order 2 and up is lists, each behind its head; all ranks are tokens, in order.
+// Checks a bucket of order 2 and up: lists, each after its head, whose ranks are tokens in order.
 void check_bucket(const std::uint16_t * data, std::uint32_t at, std::uint32_t stop, bool heads, std::size_t n_tokens) {
     while (at < stop) {
         std::uint32_t n = stop - at;

@@ -17,7 +17,7 @@ void decode_blocks(const std::uint8_t * from, float * to, std::size_t n) {
     }
 }
 
-// The largest magnitudes so far, lane by lane, as integers: for numbers without sign the order of the bits is theirs.
+// The largest magnitudes so far, lane by lane, as integers: the bits of non-negative floats sort like the floats.
 TOWERD_INLINE void raise(I & magnitudes, const float * from) {
     const Numbers x = load_block(from);
     for (std::size_t v = 0; v < kVectors; ++v) {

@@ -1,4 +1,4 @@
-// ggml's block codes as its x86 CPU backend writes and reads its cache (the reference says from where).
+// ggml's block codes as its x86 CPU backend writes and reads its cache (the reference names its sources).
 //
 // Where 1 / step overflows (a step below 2^-128) ggml converts infinite floats to integers and keeps what x86
 // gives: the smallest integer, of which the low bits or the saturated value end up as code.
@@ -13,7 +13,7 @@ constexpr float kHuge = 3.40282346638528859812e+38f;
 
 // The first of the numbers with the largest magnitude; +0 if all are zero.
 TOWERD_INLINE float leading(const Range & range, const float * from) {
-    if (range.high != -range.low) {  // which of them is a coin flip, so no branch for that
+    if (range.high != -range.low) {  // which of them is unpredictable, so there is no branch
         return range.high > -range.low ? range.high : range.low;
     }
     std::size_t i = 0;
@@ -97,7 +97,7 @@ struct GgmlQ8 : Symmetric<8> {
 // 4-bit codes into a table of numbers that lie closer around 0.
 struct GgmlIq4Nl {
     static constexpr std::size_t kBytes = 18;
-    static constexpr float       kLeast = 1e-15f;  // below it ggml sets no codes: these are 1 * 0
+    static constexpr float       kLeast = 1e-15f;  // below it ggml sets no codes; these are 1 * 0
     alignas(64) static constexpr float kTable[16] = {-127.0f, -104.0f, -83.0f, -65.0f, -49.0f, -35.0f, -22.0f, -10.0f,
                                                      1.0f,    13.0f,   25.0f,  38.0f,  53.0f,  69.0f,  89.0f,  113.0f};
 

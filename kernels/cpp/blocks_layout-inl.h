@@ -1,4 +1,4 @@
-// Blocks of 32 numbers: their codes in bytes, and what a block has in common.
+// Blocks of 32 numbers: the layout of their codes in bytes, and of their scale and minimum.
 //
 // A block is an f16 scale, perhaps an f16 minimum, then its codes: the high bits first (5-bit codes: bit i of a
 // word is element i's; 6-bit codes: byte j holds those of elements j, j + 8, j + 16, j + 24), then 16 bytes with
@@ -14,7 +14,7 @@ constexpr std::size_t kBlock = 32;
 constexpr std::size_t kVectors = kBlock / kLanes;
 constexpr std::size_t kHalfVectors = kVectors / 2;
 
-// Beside 1.5 * 2^23 the last bit of a float is worth 1, and adding rounds to nearest, ties to even.
+// Near 1.5 * 2^23 the last bit of a float is worth 1, so adding it rounds to nearest, ties to even.
 constexpr float        kRounding = 0x1.8p23f;
 constexpr std::int32_t kRoundingBits = 0x4b400000;
 
@@ -45,7 +45,7 @@ TOWERD_INLINE float clamp(float value, float low, float high) {
     return above < high ? above : high;
 }
 
-// All lanes folded into one number; `fold` must not mind the order.
+// All lanes folded into one number; `fold` must not depend on the order.
 template <F (*fold)(F, F)>
 TOWERD_INLINE float across(F value) {
 #if TOWERD_LANES >= 16
@@ -136,19 +136,19 @@ TOWERD_INLINE void store_sixth_bits(const Codes & codes, std::uint8_t * high) {
 #if TOWERD_LANES == 16
 // 32 codes of 4 bits to what each stands for, of 16 numbers in a vector: fewer instructions than arithmetic.
 TOWERD_INLINE void look_up_nibbles(F numbers, const std::uint8_t * from, float * to) {
-    const __m512i pairs = (__m512i)widen_u8(from);  // a look-up takes the low 4 bits only
+    const __m512i pairs = (__m512i)widen_u8(from);  // a look-up uses only the low 4 bits
     store(to, (F)_mm512_permutexvar_ps(pairs, (__m512)numbers));
     store(to + kLanes, (F)_mm512_permutexvar_ps(_mm512_srli_epi32(pairs, 4), (__m512)numbers));
 }
 
-// 0 to 15, or other sixteen numbers in a row.
+// 0 to 15, or sixteen other consecutive numbers.
 TOWERD_INLINE F row_of_codes(int first) {
     constexpr I number = {TOWERD_XORED(0)};
     return to_float(number + first);
 }
 #endif
 
-// Codes of kBits bits without sign; kBytes of them in a block.
+// Unsigned codes of kBits bits; they take kBytes in a block.
 template <int kBits>
 struct Layout {
     static constexpr std::size_t kHigh = kBits == 5 ? 4 : kBits == 6 ? 8 : 0;

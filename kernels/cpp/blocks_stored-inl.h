@@ -41,7 +41,7 @@ struct StoredSymmetric : Symmetric<kBits> {
         const float   plain = lead * (1.0f / kZero);
         const float   tight = lead * static_cast<float>(1.0 / (kZero + 0.5));
         std::uint16_t scale = f16_above(plain > bound ? plain : bound, tight > bound ? tight : bound);
-        const bool flip = (range.high >= depth) & (range.high > 0.0f) & (scale != 0);  // a coin flip, so no branch
+        const bool flip = (range.high >= depth) & (range.high > 0.0f) & (scale != 0);  // unpredictable, so no branch
         scale |= static_cast<std::uint16_t>(flip << 15);
         const Codes codes = nearest_codes(x, 0.0f, reciprocal(f16_to_f32(scale)), -kZero, kZero - 1);
         Symmetric<kBits>::write(scale, codes, to);
@@ -145,7 +145,7 @@ TOWERD_INLINE unsigned lanes_set(I mask) {
 #endif
 }
 
-// `value` with another one for the first candidate.
+// `value` with another value for the first candidate.
 TOWERD_INLINE F with_first(F value, float first, std::size_t s) {
     constexpr I lane = {TOWERD_XORED(0)};
     return s == 0 ? choose(lane % 8 == 0, splat(first), value) : value;

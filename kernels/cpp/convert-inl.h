@@ -59,7 +59,7 @@ float encode_elements(const float * from, std::uint8_t * to, std::size_t n) {
     return 0.0f;
 }
 
-// As integers: for numbers without sign the order of the bits is theirs, and those of a NaN are the largest.
+// As integers: the bits of non-negative floats sort like the floats, and a NaN's are the largest.
 float peak(const float * from, std::size_t n) {
     std::int32_t found = 0;
     for (std::size_t i = 0; i < n; ++i) {

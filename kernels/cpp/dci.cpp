@@ -12,7 +12,7 @@ namespace {
 
 constexpr std::size_t kLanes    = 8;
 constexpr double      kScaleMin = 1e-15;
-constexpr double      kHeadroom = 1.25;  // of the scale, when a longer key than all before comes
+constexpr double      kHeadroom = 1.25;  // of the scale, when a key longer than all before is added
 constexpr int         kLevelMax = 32;
 constexpr std::size_t kScoredAtOnce = 64;
 constexpr std::size_t kNear = 4;  // leaves whose pages a new key may join
@@ -167,7 +167,7 @@ void DciTree::add(const float * keys, std::size_t n) {
         store(keys + i * options_.n_dims);
         level_.push_back(drawn_level(before + i));
     }
-    if (before == 0) {  // levels that nobody drew are left out
+    if (before == 0) {  // skip levels that no key drew
         std::vector<int> taken(kLevelMax + 1, 0);
         for (const int level : level_) {
             taken[static_cast<std::size_t>(level)] = 1;
@@ -205,7 +205,7 @@ void DciTree::add(const float * keys, std::size_t n) {
     }
 }
 
-// Of a key at the bottom: the nearest points above, which it may share a page with.
+// For a key at the bottom, returns the nearest points above, whose leaves it may move to.
 std::vector<std::int64_t> DciTree::insert(std::int64_t id) {
     const auto level = static_cast<std::size_t>(level_[static_cast<std::size_t>(id)]);
     if (level > n_levels_) {
@@ -218,7 +218,7 @@ std::vector<std::int64_t> DciTree::insert(std::int64_t id) {
     }
     const std::size_t k = building_.beam == 0 ? kNear : std::min(kNear, building_.beam);
     auto found = nearest(as_point(id), level + 1, false, k, building_);
-    if (found.empty()) {  // within the limits it met only points that nothing hangs below
+    if (found.empty()) {  // within the limits there were only points without children
         found = nearest(as_point(id), level + 1, false, k, DciLimits{});
     }
     join(node_of(found.front().id), id);
@@ -229,8 +229,8 @@ std::vector<std::int64_t> DciTree::insert(std::int64_t id) {
     return level == 1 ? leaves : std::vector<std::int64_t>{};
 }
 
-// Moves each of these keys to the page with the nearest mean, of those in these leaves; the means are those from
-// before any was moved away or came.
+// Moves each key to the page with the nearest mean, among the pages of its leaves; the means are from before any
+// key moved.
 void DciTree::settle(const std::vector<std::pair<std::int64_t, std::vector<std::int64_t>>> & near) {
     std::unordered_map<std::int64_t, Mean> means;
     for (const auto & [id, leaves] : near) {
@@ -277,7 +277,7 @@ void DciTree::settle(const std::vector<std::pair<std::int64_t, std::vector<std::
     }
 }
 
-// The pages of a point of the second level: its own, if nothing hangs below it.
+// The pages of a point of the second level; if it has no children, its own page.
 std::vector<std::int64_t> DciTree::pages_of(std::int64_t leaf) const {
     const std::int64_t node = own_node_[static_cast<std::size_t>(leaf)];
     if (node < 0) {
@@ -307,7 +307,7 @@ DciTree::Mean DciTree::mean_of(const Page & page) const {
     return mean;
 }
 
-// A point above all others: everything that was at the top becomes its own.
+// Makes a point the new top: everything that was at the top becomes its children.
 void DciTree::raise(std::int64_t id) {
     const std::size_t below = root_;
     nodes_[below].owner     = id;
@@ -360,7 +360,7 @@ std::int64_t DciTree::open_page(std::int64_t id) {
     return static_cast<std::int64_t>(pages_.size()) - 1;
 }
 
-// Puts a key on a page of this leaf; one that holds too many then becomes two.
+// Puts a key on a page of this leaf, and splits the page if it is too large.
 void DciTree::lay(std::size_t at, std::int64_t id) {
     Node &         node = nodes_[at];
     std::int64_t & page = page_[static_cast<std::size_t>(id)];
@@ -387,8 +387,8 @@ void DciTree::lay(std::size_t at, std::int64_t id) {
     }
 }
 
-// Of two keys far apart, each goes on with those that are nearer to it; returns the new page. Keys
-// that no distance tells apart are halved in their order.
+// Splits a page between two keys far apart: each takes the keys nearer to it. Returns the new page. Keys
+// that no distance tells apart are halved in order.
 std::int64_t DciTree::split_page(std::int64_t page) {
     const auto at      = static_cast<std::size_t>(page);
     const auto members = pages_[at].members;
@@ -427,8 +427,8 @@ void DciTree::visit(const Node & node, const Query & query, std::size_t wanted, 
     }
 }
 
-// Prioritized DCI: along every direction points are met by their distance from the query; who was
-// met along all of them is a candidate. No point can be nearer than along any direction.
+// Prioritized DCI: every direction yields points in order of distance from the query, and a point that all
+// directions have yielded is a candidate. A point is never nearer than its distance along a direction.
 std::vector<DciTree::Scored> DciTree::visit_nearest(const Node & node, const Query & query, std::size_t wanted,
                                                     std::size_t visits) const {
     using Step = std::tuple<float, std::size_t, int>;  // distance, direction, side

@@ -1,5 +1,5 @@
 // Multi-level prioritized DCI over attention keys. The contract, and why each part is there, is in
-// reference_dci.py; both must agree point by point.
+// kernels/reference/dci.py; both must agree point by point.
 #pragma once
 
 #include <cstddef>
@@ -25,15 +25,15 @@ struct DciLimits {
     std::size_t beam   = 0;  // nodes of a level that are entered; 0: all
 };
 
-// What some queries attend to.
+// The keys that some queries attend to.
 struct DciVotes {
     std::vector<std::int64_t> ids;     // ascending
-    std::vector<float>        shares;  // of each, the largest one that any query gives it
+    std::vector<float>        shares;  // for each id, the largest share that any query gives it
 };
 
 class DciTree {
   public:
-    // directions: [n_directions, n_dims + 1], of length 1 each; isa lives on.
+    // directions: [n_directions, n_dims + 1], each of length 1; isa must outlive the tree.
     DciTree(const DciOptions & options, std::vector<float> directions, const DciLimits & building, const Isa & isa);
 
     void add(const float * keys, std::size_t n);  // [n, n_dims], finite and at most kDciKeyMax long
@@ -54,7 +54,7 @@ class DciTree {
     const std::vector<std::int32_t> & levels() const { return level_; }
     const std::vector<std::int64_t> & parents() const { return parent_; }
     const std::vector<std::int64_t> & pages() const { return page_; }
-    std::string broken() const;  // what is wrong with the tree, or nothing
+    std::string broken() const;  // what is wrong with the tree; empty if nothing is
 
   private:
     struct Query {
@@ -81,7 +81,7 @@ class DciTree {
         float half = 0;  // the square of its length
     };
     struct Page {
-        std::int64_t              pivot = -1;  // of a leaf's pages a key joins the one with the nearest
+        std::int64_t              pivot = -1;  // a key joins the page of its leaf with the nearest pivot
         std::vector<std::int64_t> members;
     };
 

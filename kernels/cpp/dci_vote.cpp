@@ -1,4 +1,4 @@
-// What queries attend to among the keys that a tree finds for them.
+// Which of the keys that a tree finds for queries they attend to.
 
 #include <algorithm>
 #include <cmath>
@@ -10,7 +10,7 @@ namespace towerd {
 
 namespace {
 
-constexpr std::size_t kQueriesAtOnce = 64;  // scores of so many are in memory: 6 MiB for 24k keys
+constexpr std::size_t kQueriesAtOnce = 64;  // queries scored at a time: 6 MiB for 24k keys
 
 }  // namespace
 
@@ -32,7 +32,7 @@ std::vector<std::int64_t> DciTree::hits(const float * queries, std::size_t n_que
     return ids;
 }
 
-// The keys [first, first + kPanel) of `ids` and then `others`, element by element; 0 where there are no more.
+// The keys [first, first + kPanel) of `ids` and then `others`, element by element; 0 after the last.
 void DciTree::pack(const std::int64_t * ids, std::size_t n_ids, const float * others, std::size_t n_others,
                    std::size_t first, float * panel) const {
     for (std::size_t j = 0; j < kPanel; ++j) {

@@ -36,7 +36,7 @@ enum Instructions : std::uint32_t {
 
 #if defined(__x86_64__)
 
-// The registers that the operating system saves: XCR0, or 0 where it does not say.
+// The registers that the operating system saves: XCR0, or 0 if it does not tell.
 std::uint64_t saved_registers(std::uint32_t leaf1_ecx) {
     constexpr std::uint32_t osxsave = 1u << 27;
     if ((leaf1_ecx & osxsave) == 0) {

@@ -10,7 +10,7 @@ namespace towerd {
 // Best first; the last one runs anywhere. Asks the CPU once.
 const std::vector<const Isa *> & available();
 
-// nullptr if there is no such instruction set, or not here.
+// nullptr if this build or this machine lacks that instruction set.
 const Isa * isa_named(const char * name);
 
 }  // namespace towerd

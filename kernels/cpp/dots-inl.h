@@ -1,4 +1,4 @@
-// Inner products with rows that lie anywhere. Eight running sums in a fixed order and no fused operations: every
+// Inner products with rows at arbitrary places. Eight running sums in a fixed order and no fused operations: every
 // instruction set gives the same bits.
 #pragma once
 
@@ -15,7 +15,7 @@ typedef F E;
 constexpr std::size_t kSums = 8;
 constexpr std::size_t kPartLanes = sizeof(E) / sizeof(float);
 constexpr std::size_t kSumParts = kSums / kPartLanes;
-constexpr std::size_t kAhead = 4;            // rows that are asked for before their turn
+constexpr std::size_t kAhead = 4;            // rows that are prefetched ahead
 constexpr std::size_t kLineFloats = 64 / 4;  // of a cache line
 
 TOWERD_INLINE void ask_for(const float * row, std::size_t width) {

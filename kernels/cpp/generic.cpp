@@ -8,7 +8,7 @@
 namespace towerd::generic {
 namespace {
 
-// Everywhere the two formats differ by 112 in the exponent. Subnormal halves are multiples of
+// The exponents of the two formats differ by 112. Subnormal halves are multiples of
 // 2^-24; infinity and NaN have the largest exponent of both; a NaN is made quiet.
 TOWERD_INLINE F f16_to_f32(U value) {
     const U sign = (value & 0x8000u) << 16;
@@ -20,7 +20,7 @@ TOWERD_INLINE F f16_to_f32(U value) {
     return bits<F>(sign | pick(rest < 0x0400u, subnormal, large));
 }
 
-// Subnormal halves: beside 0.5 the last bit of a float is worth 2^-24, as theirs is. 65520 and more is nearer to
+// Subnormal halves: near 0.5 the last bit of a float is worth 2^-24, as theirs is. 65520 and more is nearer to
 // infinity than to 65504.
 TOWERD_INLINE U f32_to_f16(F value) {
     const U raw = bits<U>(value);

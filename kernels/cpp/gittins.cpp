@@ -1,5 +1,5 @@
 // Gittins indices by pooling adjacent bins. Same operations in the same order as
-// kernels/reference/gittins.py, so that decisions do not depend on which of them ran.
+// kernels/reference/gittins.py, so that decisions do not depend on which one runs.
 
 #include "gittins.h"
 
@@ -35,8 +35,8 @@ void check(const double * chances, const double * widths, std::size_t n, std::si
 
 void gittins(const double * chances, const double * widths, std::size_t n, std::size_t bins, double * out) {
     check(chances, widths, n, bins);
-    // The first pool stands for the time after the last bin, when nobody returns: no chance is
-    // below 0, so that nothing is ever pooled with it.
+    // The first pool stands for the time after the last bin, without returns: no probability is
+    // below 0, so nothing is ever pooled with it.
     std::vector<Pool> pools(bins + 1);
     pools[0] = {0.0, 1.0, 1.0};
     for (std::size_t row = 0; row < n; ++row, chances += bins, out += bins) {

@@ -1,5 +1,5 @@
-// Chances of return: the contract is in kernels/reference/hazard.py. Most features and half of the
-// hidden units are 0, so those are passed over.
+// Probabilities of return: the contract is in kernels/reference/hazard.py. Most features and half of the
+// hidden units are 0, so they are skipped.
 
 #include "hazard.h"
 

@@ -14,7 +14,7 @@ struct Hazard {
     std::size_t    features, hidden, bins;
 };
 
-// x: [n, features]; of: [n], each a curve that there is; out: [n, bins].
+// x: [n, features]; of: [n], each the index of a curve; out: [n, bins].
 void hazard_chances(const Hazard & hazard, const double * x, const std::int64_t * of, std::size_t n, double * out);
 
 }  // namespace towerd

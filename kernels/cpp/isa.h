@@ -19,7 +19,7 @@
 
 namespace towerd {
 
-// One per way to store numbers. A format with a Hadamard rotation uses the codec of its plain one.
+// One for each way to store numbers. A format with a Hadamard rotation uses the codec of its plain one.
 enum CodecId : int {
     kF32,
     kF16,
@@ -42,9 +42,9 @@ enum CodecId : int {
 };
 
 // `n` elements, a whole number of blocks. Bytes have no alignment, floats that of a float; the two
-// never overlap. `encode` of a block codec returns the largest magnitude of the run, infinity if a number
-// is not finite, because it has the numbers in hand (others return 0). It gets finite numbers, and for block codecs none beyond +-65504 (what f16
-// holds); other input may give any bytes but must stay defined.
+// never overlap. `encode` of a block codec returns the largest magnitude of the run, infinity if a number is
+// not finite, because it reads the numbers anyway (others return 0). Its input is finite, and for block codecs within
+// +-65504 (the range of f16); other input may give any bytes but must stay defined.
 struct Codec {
     void (*decode)(const std::uint8_t * from, float * to, std::size_t n);
     float (*encode)(const float * from, std::uint8_t * to, std::size_t n);
@@ -65,7 +65,7 @@ struct Format {
     std::size_t bytes(std::size_t elements) const { return elements / block_elements * block_bytes; }
 };
 
-// What a core reads and writes memory by.
+// The unit in which a core reads and writes memory.
 constexpr std::size_t kLineBytes = 64;
 
 // Keys that are scored at once.
@@ -100,15 +100,15 @@ struct LmProduct {
     std::size_t          out_stride;
 };
 
-// What a language model is evaluated with: the same bits with all instruction sets. Sums are 16 partial sums, of the
-// numbers whose index is the same modulo 16, and then those at distance 8, 4, 2, 1.
+// The operations of a language model, which give the same bits with all instruction sets. Sums are 16 partial sums of
+// the numbers whose index is the same modulo 16, and then those at distance 8, 4, 2, 1.
 struct LmIsa {
     void (*products[kLmFormats])(const LmProduct & job);
 
     // out = x / sqrt(mean(x^2) + eps) * weights. All have room for a multiple of 16 numbers, zeros behind the `n`.
     void (*norm)(const float * x, const float * weights, std::size_t n, float eps, float * out);
 
-    // Finite x[n] to e^(x - max), and zeros up to a multiple of 16; their sum.
+    // Turns finite x[n] into e^(x - max), with zeros up to a multiple of 16; returns their sum.
     float (*exponentials)(float * x, std::size_t n);
 
     // gate = gate / (1 + e^-gate) * up, a multiple of 16 finite numbers.
@@ -139,7 +139,7 @@ struct Isa {
                    float * to, std::size_t stride);
 
     // Adds the softmax of `n` finite scores, at least one, to `mass`. Both have room for a multiple of 16 numbers;
-    // what is in the scores afterwards means nothing.
+    // the contents of the scores are undefined afterwards.
     void (*add_softmax)(float * scores, std::size_t n, float * mass);
 
     // to[i] = query . row ids[i] of `rows`, both of `width` numbers, a multiple of 8. The same bits everywhere.
@@ -149,7 +149,7 @@ struct Isa {
     // The largest magnitude of a run; infinity if a number is not finite.
     float (*peak)(const float * from, std::size_t n);
 
-    // Copies bytes, the whole lines among them past the caches. Others see them in order with what this thread writes
+    // Copies bytes; whole lines bypass the caches. Other threads see them before anything that this thread writes
     // after `finish_stream`. Both nullptr if the instructions have no such stores.
     void (*stream)(const std::uint8_t * from, std::uint8_t * to, std::size_t n);
     void (*finish_stream)();

@@ -1,6 +1,6 @@
 // The arithmetic of a small language model, to the same bits with all instruction sets: every product that is added is
 // a fused multiply-add, sums have a fixed order, and the rest is + - * / and sqrt, which IEEE 754 rounds. Vectors hold
-// rows of a matrix (or positions, or elements of a head), so their length does not touch the order of a sum.
+// rows of a matrix (or positions, or elements of a head), so their length does not affect the order of a sum.
 #pragma once
 
 #include <math.h>
@@ -94,7 +94,7 @@ TOWERD_INLINE void lm_tile(const LmProduct & job, std::size_t panel, std::size_t
     }
 }
 
-// The panels are read from memory once, for all x.
+// Reads the panels from memory once for all x.
 template <typename Weights, std::size_t kPanels>
 void lm_strip(const LmProduct & job, std::size_t panel) {
     std::size_t x = 0;

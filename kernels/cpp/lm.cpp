@@ -21,10 +21,11 @@ constexpr std::size_t kAlign = 64 / sizeof(float);
 
 std::size_t padded(std::size_t n) { return (n + kLmRows - 1) / kLmRows * kLmRows; }
 
-// Zeroed floats on 64 bytes; pages that nobody wrote take no memory.
-class Floats {
+// Zeroed floats aligned to 64 bytes; pages that are never written take no memory.
+class ZeroedFloats {
 public:
-    explicit Floats(std::size_t n) : memory_(static_cast<float *>(std::calloc(n + kAlign, sizeof(float))), &std::free) {
+    explicit ZeroedFloats(std::size_t n)
+        : memory_(static_cast<float *>(std::calloc(n + kAlign, sizeof(float))), &std::free) {
         if (memory_ == nullptr) {
             throw std::bad_alloc();
         }
@@ -39,7 +40,7 @@ private:
     float *                                  data_;
 };
 
-// Rounds to nearest and keeps subnormal numbers, however this thread was set, as long as it lives.
+// Sets this thread to round to nearest and keep subnormal numbers while the object lives.
 class PlainFloats {
 public:
 #if defined(__x86_64__)
@@ -82,18 +83,18 @@ struct Lm::Lane {
           keys(s.n_layer * s.n_head_kv * key_floats),
           values(s.n_layer * s.n_head_kv * value_floats) {}
 
-    std::vector<std::size_t> tokens;                    // that are looked back at
+    std::vector<std::size_t> tokens;                    // that later tokens attend to
     std::size_t              key_floats, value_floats;  // of one head of one layer
-    Floats                   keys, values;
+    ZeroedFloats             keys, values;
 };
 
 struct Lm::Item {
     Lane *      lane;
     std::size_t token, position;
-    float *     logits;  // nullptr: nobody asks for them
+    float *     logits;  // nullptr: not wanted
 };
 
-// Evaluates tokens; one for each thread. Of each buffer token i of a group has a row, a multiple of 16 long.
+// Evaluates tokens; one for each thread. Token i of a group has a row in each buffer, whose length is a multiple of 16.
 class Lm::Work {
 public:
     Work(const Isa & isa, const LmModel & model)
@@ -132,7 +133,7 @@ public:
 
 private:
     // How many of the next tokens go in one group: not beyond where a lane is cut, because the tokens before
-    // still look back at what is written over there.
+    // still attend to what would be overwritten.
     static std::size_t together(const Item * items, std::size_t n) {
         std::size_t some = 1;
         while (some < std::min(n, kGroup) && (items[some].position != 0 || items[some].lane != items[some - 1].lane)) {
@@ -173,7 +174,8 @@ private:
         return true;
     }
 
-    // Asked before everything but + - * / and sqrt, which treat what is not finite alike everywhere.
+    // Checked before every operation other than + - * / and sqrt: only these treat numbers that are not finite alike
+    // on all machines.
     bool finite(const float * x, std::size_t n) const { return isa_.peak(x, n) < __builtin_inff(); }
 
     void embed(std::size_t token, float * to) const {
@@ -211,7 +213,7 @@ private:
             {matrix.panels, matrix.panel_bytes(), matrix.n_panels(), matrix.columns, x, x_stride, n, out, out_stride});
     }
 
-    // What a part of a layer says is added to what there is.
+    // The output of a part of a layer is added to the residual stream.
     void add(const LmMatrix & matrix, const float * from, std::size_t stride, std::size_t n) {
         product(matrix, from, stride, n, y_.at(0), embd_);
         float *       x = x_.at(0);
@@ -317,7 +319,7 @@ private:
     const LmModel &   model_;
     const LmShape &   s_;
     const std::size_t embd_, heads_, kv_, ff_, vocab_, ctx_, dim_;
-    Floats            x_, y_, q_, k_, v_, seen_, gate_, up_, scores_, mixed_, logits_;
+    ZeroedFloats      x_, y_, q_, k_, v_, seen_, gate_, up_, scores_, mixed_, logits_;
 };
 
 Lm::Lm(const Isa & isa, LmModel model) : isa_(isa), model_(std::move(model)), lanes_(kLmLanesMax) {}

@@ -1,5 +1,5 @@
 // A small language model of the llama architecture: what comes next in several texts, to the same bits on every
-// machine and with any number of threads. The contract is in reference_lm.py; both must agree to the bit.
+// machine and with any number of threads. The contract is in kernels/reference/lm.py; both must agree to the bit.
 #pragma once
 
 #include <cstddef>
@@ -48,7 +48,7 @@ struct LmModel {
 
 class Lm {
 public:
-    // What the model points to must outlive this.
+    // Everything that the arguments point to must outlive the model.
     Lm(const Isa & isa, LmModel model);
     ~Lm();
     Lm(const Lm &) = delete;
@@ -60,8 +60,8 @@ public:
     void reset();
 
     // Appends a token to a lane for each of the `n` pairs, which are in order of lane; a lane that is full is cut to its
-    // last n_keep tokens, which are evaluated anew. logits: [n][n_vocab]. False if a number is beyond what a float
-    // holds; only `reset` helps then.
+    // last n_keep tokens, which are evaluated again. logits: [n][n_vocab]. False if a number exceeds the range
+    // of a float, after which only `reset` may be called.
     bool step(const std::int32_t * lanes, const std::int32_t * tokens, std::size_t n, float * logits,
               std::size_t n_threads);
 

@@ -10,7 +10,7 @@ namespace {
 constexpr int kUnit       = 170;  // steps of the logistic domain for one nat
 constexpr int kStretchMax = 2047;
 constexpr int kRate = 22, kFinalRate = 2;
-constexpr int kRounds = 16;  // ranks before a history, so that no context reaches in front of it
+constexpr int kRounds = 16;  // ranks before a history, so that no context starts before it
 constexpr std::uint32_t kCountRows[16] = {1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256, 1024, 4096, 16384};
 constexpr int           kMatchOrders[kMixMatches] = {5};
 constexpr int           kMatchLeast               = 2;
@@ -145,7 +145,7 @@ Mixer::Mixer(std::size_t n_tokens, const std::uint32_t * weights, const std::arr
     reset(1, 12);
 }
 
-// Splits where the weights on both sides are closest; the first such place wins.
+// Splits where the weights on both sides are most nearly equal; the first such place wins.
 std::uint32_t Mixer::build(std::size_t low, std::size_t high, const std::vector<std::uint64_t> & sums) {
     if (high - low < 2) {
         return 0;
@@ -330,7 +330,7 @@ void Mixer::dynamic_inputs() {
 }
 
 // The interpolated probability of 1 by order, and the last of these with the counts of the session.
-// All unlisted tokens under this node weigh `unlisted` times the chance to come here.
+// All unlisted tokens under this node weigh `unlisted` times the probability of the node.
 void Mixer::blend_inputs() {
     std::uint64_t chance = chances_[0] = within(state_[node_] >> 16, 16);
     for (int i = 0; i < kMixStatic; ++i) {
@@ -353,7 +353,7 @@ void Mixer::blend_inputs() {
     surprise_       = std::min(15, __builtin_clzll(reached_[kMixStatic]) - 35);
 }
 
-// The slot of a hash: its own, its neighbour, or the one of the two that has seen less, emptied.
+// The slot of a hash: its own, or its neighbour; else the one of the two with the lower counts, cleared.
 std::uint32_t Mixer::slot(std::uint64_t hash) {
     const auto size  = [this](std::uint32_t i) { return (counts_[i] >> 4) + (counts_[i] & 15); };
     const auto check = static_cast<std::uint8_t>(hash >> 56 | 1);
@@ -498,7 +498,7 @@ void Mixer::finish(std::size_t rank) {
     }
 }
 
-// Where the last tokens were seen before, if at least kMatchLeast of them really are the same.
+// Finds where the last tokens were seen before, if at least kMatchLeast of them really are equal.
 void Mixer::find_match(Lane & lane, int which) {
     const std::size_t   end  = lane.history.size();
     const std::uint64_t hash = context_hash(lane.history.data() + end, kMatchOrders[which]) >> 48;

@@ -1,6 +1,6 @@
 // Context mixing over a vocabulary: the probability of each binary decision on the way to a token.
 // All arithmetic is on integers, so every machine gets the same bits. The contract, and why each
-// part is there, is in reference_mix.py; both must agree decision by decision.
+// part is there, is in kernels/reference/mix.py; both must agree decision by decision.
 #pragma once
 
 #include <array>
@@ -11,8 +11,8 @@
 namespace towerd {
 
 constexpr int kMixStatic   = 5;  // orders of the corpus table
-constexpr int kMixDynamic  = 7;  // contexts of what was seen since the reset
-constexpr int kMixOrders   = 3;  // of these, the first are the last 1, 2, 3 tokens
+constexpr int kMixDynamic  = 7;  // contexts whose counts start at the reset
+constexpr int kMixOrders   = 3;  // the first of these are the last 1, 2, 3 tokens
 constexpr int kMixMatches  = 1;
 constexpr int kMixBlends   = 2;
 constexpr int kMixInputs   = 1 + kMixStatic + kMixDynamic + kMixMatches + kMixBlends + 2;
@@ -107,7 +107,7 @@ class Mixer {
     std::array<std::uint32_t, kMixDynamic> slots_{};
     std::array<std::uint8_t, kMixDynamic>  seen_{};
     std::array<long, kMixMatches>          match_at_{};
-    std::array<std::uint64_t, kMixStatic + 1> reached_{};  // chance to come to this node, times 2^28
+    std::array<std::uint64_t, kMixStatic + 1> reached_{};  // probability of this node, times 2^28
     std::array<std::uint64_t, kMixStatic + 1> chances_{};  // of a 1, times 65536
     int                                    best_static_ = 0, best_static_level_ = 0, best_dynamic_ = 0;
     int                                    match_class_ = 0, match_bit_ = 0, surprise_ = 0;

@@ -11,7 +11,7 @@
 namespace towerd {
 
 constexpr std::size_t kTaskBytes = std::size_t{256} << 10;   // one task: well inside a core's L2
-constexpr std::size_t kThreadBytes = std::size_t{1} << 20;   // below this a thread costs more than it wins
+constexpr std::size_t kThreadBytes = std::size_t{1} << 20;   // below this a thread costs more than it gains
 
 inline std::size_t useful_threads(std::size_t n_threads, std::size_t bytes) {
     return std::max<std::size_t>(1, std::min(n_threads, bytes / kThreadBytes + 1));
@@ -35,7 +35,7 @@ void parallel_for(std::size_t n_tasks, std::size_t n_threads, const Task & task)
             helpers.emplace_back(work, helpers.size() + 1);
         }
     } catch (const std::system_error &) {
-        // The process may not have another thread; those that started and this one do the work.
+        // The process may start no more threads; those that started and this one do the work.
     }
     work(0);
     for (auto & helper : helpers) {

@@ -35,9 +35,9 @@ std::vector<Run> touched_runs(const RopeShift & shift) {
 }
 
 // A thread's memory: one line of the table as Isa::rotate wants it, and one row of f32 on 64 bytes.
-class Scratch {
+class RowScratch {
 public:
-    explicit Scratch(const RopeShift & shift)
+    explicit RowScratch(const RopeShift & shift)
         : cos_(shift.heads.n_rot), sin_(shift.heads.n_rot), row_(shift.n_elements + kAlign) {}
 
     float * row() {
@@ -73,9 +73,9 @@ private:
     std::int32_t                 line_ = -1;
 };
 
-// Decode, un-rotate by Hadamard, rotate the pairs, and all the way back.
+// Decode, undo the Hadamard rotation, rotate the pairs, redo the Hadamard rotation, encode.
 void shift_blocks(const RopeShift & shift, const std::vector<Run> & runs, std::int32_t line, const Isa & isa,
-                  Scratch & scratch, const std::uint8_t * from, std::uint8_t * to) {
+                  RowScratch & scratch, const std::uint8_t * from, std::uint8_t * to) {
     const Codec & codec = isa.codecs[shift.format->codec];
     float *       row = scratch.row();
     for (const Run & run : runs) {
@@ -152,7 +152,7 @@ void rope_shift(const RopeShift & shift, const Isa & isa, std::size_t n_threads)
     const bool           direct = !shift.format->quantized() && shift.hadamard_block == 0;
     const auto           runs = direct ? std::vector<Run>{} : touched_runs(shift);
     const bool           streams = should_stream(isa, n * shift.target.bytes);
-    std::vector<Scratch> scratch(std::max<std::size_t>(1, threads), Scratch(shift));
+    std::vector<RowScratch> scratch(std::max<std::size_t>(1, threads), RowScratch(shift));
     parallel_for(n_tasks(n, step), threads, [&](std::size_t t, std::size_t worker) {
         Stage stage(isa, streams);
         for (std::size_t row = t * step; row < std::min(n, (t + 1) * step); ++row) {

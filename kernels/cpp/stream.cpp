@@ -30,7 +30,7 @@ std::uint8_t * Stage::place(std::uint8_t * to, std::size_t n) {
     return at;
 }
 
-// The first `n` bytes; the others, of a line that goes on, move to the front.
+// Writes the first `n` bytes; the others, the start of an unfinished line, move to the front.
 void Stage::write(std::size_t n) {
     if (n != 0) {
         isa_.stream(bytes_, to_, n);

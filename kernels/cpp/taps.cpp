@@ -46,7 +46,7 @@ bool NodeTap::on_node(void * tensor, bool ask, void * tap) noexcept {
     return static_cast<NodeTap *>(tap)->see(tensor, ask);
 }
 
-// Before a node is computed: whether its data is wanted. After it was: true, or no more is computed.
+// Before a node is computed, returns whether its data is wanted; after it, true: otherwise the computation stops.
 bool NodeTap::see(const void * tensor, bool ask) {
     if (names_.empty()) {
         return !ask;
@@ -70,7 +70,7 @@ bool NodeTap::see(const void * tensor, bool ask) {
 void NodeTap::read(const void * tensor, const Place & place) {
     TensorHead head;
     std::memcpy(&head, tensor, sizeof head);
-    std::uint64_t n_elements = 1;  // of another layout it may be any number
+    std::uint64_t n_elements = 1;  // with another layout it may be any number
     for (const std::int64_t n : head.ne) {
         n_elements *= static_cast<std::uint64_t>(n);
     }

@@ -1,5 +1,5 @@
 // Copies tensors out of llama.cpp's compute graph while it is evaluated. The contract is in
-// reference_taps.py.
+// kernels/reference/taps.py.
 #pragma once
 
 #include <array>
@@ -12,7 +12,7 @@
 
 namespace towerd {
 
-// ggml's functions, which this module is not linked with.
+// ggml's functions; this module is not linked with ggml.
 struct TensorFunctions {
     const char * (*name)(const void * tensor);
     std::size_t (*n_bytes)(const void * tensor);
@@ -32,13 +32,13 @@ public:
     };
 
     explicit NodeTap(const TensorFunctions & functions) : functions_(functions) { error_.reserve(kErrorMax); }
-    NodeTap(const NodeTap &) = delete;  // llama.cpp has its address
+    NodeTap(const NodeTap &) = delete;  // llama.cpp keeps its address
     NodeTap & operator=(const NodeTap &) = delete;
 
     void watch(std::vector<std::string> names);
 
     const std::map<Place, Values> & values() const { return values_; }
-    const std::string &             error() const { return error_; }  // why a tensor was not read, or nothing
+    const std::string &             error() const { return error_; }  // why a tensor was not read; empty if none failed
 
     // ggml_backend_sched_eval_callback; `tap` is a NodeTap.
     static bool on_node(void * tensor, bool ask, void * tap) noexcept;
@@ -46,7 +46,7 @@ public:
 private:
     static constexpr std::size_t kErrorMax = 100;
 
-    // Takes no memory, for there may be none; `why` is at most kErrorMax long.
+    // Allocates nothing, because memory may have run out; `why` is at most kErrorMax long.
     void fail(const char * why) { error_.assign(why); }
     bool see(const void * tensor, bool ask);
     void read(const void * tensor, const Place & place);

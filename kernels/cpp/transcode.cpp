@@ -12,7 +12,7 @@ namespace towerd {
 
 namespace {
 
-constexpr std::size_t kRun = 1024;  // elements in hand: 4 KiB of f32 stay in L1; whole Hadamard blocks
+constexpr std::size_t kRun = 1024;  // elements at a time: 4 KiB of f32 stay in L1; whole Hadamard blocks
 constexpr float       kF16Max = 65504.0f;
 
 struct Task {
@@ -64,7 +64,7 @@ void copy_rows(const Task & task, Stage & stage) {
 // Both sides rotated: the rotations cancel, so neither is done.
 bool rotates(const Format & format, const Format & other) { return format.hadamard && !other.hadamard; }
 
-// How one job gets from numbers to numbers between decode and encode.
+// The steps of one job between decode and encode.
 struct Steps {
     std::size_t before;  // Hadamard block to rotate back by, 0: none
     std::size_t after;   // and to rotate by
@@ -79,7 +79,7 @@ Steps steps_of(const TranscodeJob & job) {
     return steps;
 }
 
-// f32 that may be encoded from where it lies.
+// f32 that can be encoded in place.
 const float * floats_at(const TranscodeJob & job, const std::uint8_t * read) {
     const bool ready = job.from->codec == kF32 && !job.to->hadamard;
     return ready && reinterpret_cast<std::uintptr_t>(read) % alignof(float) == 0
@@ -113,7 +113,7 @@ float convert_row(const TranscodeJob & job, const Steps & steps, const Isa & isa
     return peak;
 }
 
-// Stops at the first row that is beyond the limit, which no row of an element format is.
+// Stops at the first row beyond the limit; rows of element formats have no limit.
 std::optional<BadRow> convert_rows(const Task & task, const Isa & isa, Stage & stage) {
     const TranscodeJob & job = *task.job;
     const Steps          steps = steps_of(job);

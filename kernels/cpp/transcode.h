@@ -34,14 +34,14 @@ struct BadRow {
     float       limit;
 };
 
-// What has to be checked before it is encoded: a quantized format holds no number beyond a limit.
+// Whether rows must be checked before they are encoded: a quantized format holds no number beyond a limit.
 bool can_fail(const Format & from, const Format & to);
 
-// Writes the rows of all jobs, none of which can fail. `is_new`: nobody has touched the target's memory.
+// Writes the rows of all jobs, none of which can fail. `is_new`: the target's memory has never been touched.
 void transcode(const std::vector<TranscodeJob> & jobs, const Isa & isa, std::size_t n_threads, bool is_new = false);
 
-// Writes the rows of a job to new memory and checks them on the way. Returns the first that is bad; what was written then is
-// not to be read.
+// Writes the rows of a job to new memory and checks them on the way. Returns the first bad row; the contents of the
+// memory are undefined then.
 std::optional<BadRow> transcode_checked(const TranscodeJob & job, const Isa & isa, std::size_t n_threads);
 
 }  // namespace towerd

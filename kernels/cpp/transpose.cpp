@@ -40,7 +40,7 @@ void transpose_tile(const Rows & source, const Rows & target, std::size_t row0, 
 
 constexpr std::size_t kBlock = 8;  // 8 x 8 elements of 2 bytes: eight registers
 
-// The instructions below are part of every x86-64 and every arm64, so nothing is chosen at run time.
+// Every x86-64 and every arm64 has the instructions below, so nothing is chosen at run time.
 #if defined(__SSE2__)
 #define TOWERD_BLOCK_TRANSPOSE 1
 void transpose_block(const std::uint8_t * from, std::size_t from_stride, std::uint8_t * to, std::size_t to_stride) {
@@ -100,7 +100,7 @@ void transpose_block(const std::uint8_t * from, std::size_t from_stride, std::ui
 #endif
 
 #if defined(TOWERD_BLOCK_TRANSPOSE)
-// Whole blocks by registers, what is left at the right and at the bottom element by element.
+// Whole blocks by registers, the rest at the right and at the bottom element by element.
 template <>
 void transpose_tile<std::uint16_t>(const Rows & source, const Rows & target, std::size_t row0, std::size_t row1,
                                    std::size_t column0, std::size_t column1) {
@@ -117,8 +117,9 @@ void transpose_tile<std::uint16_t>(const Rows & source, const Rows & target, std
 }
 #endif
 
-// Both sides are walked in strides, which no core foresees: without this, most of the time is waiting. Asks for the
-// next `kTile` rows of source columns [column0, column1), and for the lines of the target that they will be written to.
+// Both sides are walked in strides that no hardware prefetcher predicts: without this, most of the time is spent
+// waiting. Prefetches the next `kTile` rows of source columns [column0, column1), and the lines of the target that they
+// will be written to.
 // Inline by force: GCC takes a function that only prefetches for one without effect, and drops its calls.
 inline __attribute__((always_inline)) void prefetch_tile(const Rows & source, const Rows & target, std::size_t row,
                                                          std::size_t column0, std::size_t column1,

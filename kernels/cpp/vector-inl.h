@@ -52,10 +52,10 @@ TOWERD_INLINE To bits(From value) {
     return to;
 }
 
-// Asks for a line before its turn: past the end of a page the hardware does not look ahead by itself. It need not be
-// memory that anybody has.
+// Prefetches a line: the hardware does not prefetch across the end of a page. The address need not be
+// mapped.
 TOWERD_INLINE void read_ahead(const std::uint8_t * from) {
-    constexpr std::uintptr_t kAheadBytes = 4096;  // more than memory sends while one line is on its way; measured
+    constexpr std::uintptr_t kAheadBytes = 4096;  // more than memory delivers during the latency of one line; measured
     __builtin_prefetch(reinterpret_cast<const void *>(reinterpret_cast<std::uintptr_t>(from) + kAheadBytes));
 }
 

@@ -5,7 +5,7 @@ evaluated. Rows are uint8 as everywhere in towerd, one row per position; `format
 `formats.py`. Every function raises ValueError with the argument's name first.
 
 MLX rounds as the numpy reference does on its CPU backend; an Apple GPU flushes denormal floats to
-zero and is otherwise asked (safe math, no contraction) to round alike.
+zero, and is compiled with safe math and without contraction so that it otherwise rounds alike.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ def share(memory: npt.NDArray[Any]) -> mx.array:
 
     With Metal, memory that starts on a page of the system (16 KiB on Apple Silicon) is adopted
     without a copy: it stays alive with the array and must not change before results that need it
-    are evaluated. Everything else is copied, on other backends always. The way back never copies:
-    `numpy.asarray(array)` is a view of what MLX holds (bfloat16 apart, which numpy lacks)."""
+    are evaluated. Everything else is copied, and on other backends all memory is. The reverse never
+    copies: `numpy.asarray(array)` is a view of MLX's memory (except bfloat16, which numpy
+    lacks)."""
     return mx.asarray(memory)
 
 
@@ -43,7 +44,7 @@ def hadamard(x: mx.array, block: int) -> mx.array:
     """Each run of `block` numbers times the Walsh-Hadamard matrix / sqrt(block): its own inverse.
 
     x: float32[n, d]; block: a power of two, 32 to 512, that divides d. Returns float32[n, d].
-    llama.cpp rotates quantized caches so (llama-kv-cache.cpp, ggml_gen_hadamard)."""
+    llama.cpp rotates quantized caches this way (llama-kv-cache.cpp, ggml_gen_hadamard)."""
     _check_array(x, "x", mx.float32)
     checks.check_block(block, "block")
     if x.shape[1] % block:
@@ -56,8 +57,8 @@ def hadamard(x: mx.array, block: int) -> mx.array:
 def dequantize(src: mx.array, format: str, dtype: mx.Dtype) -> mx.array:
     """Rows of any format as numbers; the rotation of Hadamard formats ("q4h") is undone.
 
-    src: uint8[n, row_bytes]; dtype: float16 or float32. Returns dtype[n, d]. The rotation that
-    llama.cpp gives a quantized cache is no part of its format: `hadamard` undoes it."""
+    src: uint8[n, row_bytes]; dtype: float16 or float32. Returns dtype[n, d]. The rotation
+    that llama.cpp gives a quantized cache is not part of the format: `hadamard` undoes it."""
     _check_array(src, "src", mx.uint8)
     row = checks.check_format(format, "format")
     n_elements = checks.elements_of(row, src.shape[1], "src")
@@ -86,7 +87,7 @@ def rope_shift(
 
     src: uint8[n, row_bytes], whose scales are finite; returns the same shape
     cos, sin: float32[k, n_rot / 2], finite; row_table: int32[n] in numpy, because it is checked
-    All other arguments and what they mean: `reference.rope_shift`."""
+    All other arguments: see `reference.rope_shift`."""
     _check_array(src, "src", mx.uint8)
     row = checks.check_format(format, "format")
     if not row.is_cache_type:

@@ -62,7 +62,7 @@ def _unpack(body: mx.array, bits: int) -> mx.array:
 
 
 def _block(header: list[mx.array], codes: mx.array, bits: int) -> mx.array:
-    """uint8[n, block_bytes] of f16 numbers and codes of 4, 5 or 8 bits: what caches have."""
+    """uint8[n, block_bytes] of f16 numbers and codes of 4, 5 or 8 bits, as in caches."""
     numbers = [number.astype(mx.float16).view(mx.uint8) for number in header]
     if bits == 8:
         return mx.concatenate([*numbers, codes.astype(mx.int8).view(mx.uint8)], axis=1)

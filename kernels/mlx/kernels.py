@@ -1,8 +1,8 @@
 """The kernels that TOWERD_KERNELS=metal runs on an Apple GPU: numpy memory in, numpy memory out.
 
-Same signatures and the same refusals as `reference.py`. Input that starts on a page is read where
-it lies, other input is copied once (`mlx.arrays.share`); the result is copied once into `out`,
-because MLX allocates what its kernels write. `n_threads` is only checked.
+Same signatures and checks as the `reference` package. Input that starts on a page is read in place,
+other input is copied once (`mlx.arrays.share`); the result is copied once into `out`, because MLX
+allocates the memory that its kernels write. `n_threads` is only checked.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def rope_shift(
 
 
 def _check_scales(shift: RopeShift) -> None:
-    """ValueError if a block that is to be quantized again has a scale that is not finite."""
+    """ValueError if the scale of a block that is to be quantized again is not finite."""
     row = shift.format
     if not row.is_quantized:
         return

@@ -1,7 +1,7 @@
 """Rows of K and V in Metal kernels, for Apple GPUs.
 
-The kernels' text lies in `metal/`: one body per operation, which MLX compiles for the template
-arguments given here, and what they share. Shapes and meaning: `mlx.arrays.py`.
+The source of the kernels is in `shaders/`: one body per operation, which MLX compiles for the
+template arguments given here, and shared headers. Shapes and meaning: `mlx.arrays`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KIND = {"f32": 0, "f16": 1, "bf16": 2}
 
 @functools.cache
 def kernel(name: str, inputs: tuple[str, ...], output: str, headers: tuple[str, ...]) -> Any:
-    """MLX's handle of `metal/NAME.metal`; each set of template arguments is compiled once."""
+    """MLX's handle of `shaders/NAME.metal`; each set of template arguments is compiled once."""
     return mx.fast.metal_kernel(
         name=f"towerd_{name}",
         input_names=list(inputs),
@@ -111,7 +111,7 @@ def _unit(format: Format, head_dim: int, hadamard_block: int) -> int:
 
 
 def _tile(row: int, unit: int) -> int:
-    """A divisor of the row, whole units, near TILE: enough work for the threads of a group."""
+    """A divisor of the row in whole units, near TILE: enough work for a group's threads."""
     parts = range(1, row // unit + 1)
     fits = (row // n for n in parts if row % (n * unit) == 0 and row // n <= 2 * TILE)
     return next(fits, unit)

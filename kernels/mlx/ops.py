@@ -1,7 +1,7 @@
-"""Rows of K and V in plain MLX operations: what runs where MLX has no Metal.
+"""Rows of K and V in plain MLX operations, for machines where MLX has no Metal.
 
-Shapes and meaning: `mlx.arrays.py`, which checks all arguments and chooses between these and
-`mlx_metal.py`.
+Shapes and meaning: `mlx.arrays`, which checks all arguments and chooses between this module and
+`mlx.metal`.
 """
 
 from __future__ import annotations

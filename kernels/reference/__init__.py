@@ -1,8 +1,8 @@
-"""The kernels in numpy: what each one means, and what the tests compare the C++ against.
+"""The kernels in numpy: the specification of each, which the tests compare the C++ with.
 
 Every function checks its arguments before it touches memory that the caller can see and raises
-ValueError with the argument's name first. What can turn out bad in the middle of the work comes
-back as new memory, and there is no `out`. The C++ versions have the same signatures and refuse the
+ValueError with the argument's name first. Functions that may find bad rows in the middle of the
+work return new memory and have no `out`. The C++ versions have the same signatures and refuse the
 same input; `n_threads` (1 to 1024) is an upper bound there and only checked here.
 """
 

@@ -42,8 +42,8 @@ def attention_mass(
     queries: float32[m, heads * head_dim], rows any distance apart
     keys: uint8[n, row_bytes], KV heads * head_dim elements in `format` (f32, f16 or bf16), rows
         any distance apart; both rotated by RoPE. Head h reads KV head h // (heads / KV heads)
-    n_seen: int64[m], 1 to n: the query sees the first so many keys, which is a causal mask where
-        keys are in the order of their positions
+    n_seen: int64[m], 1 to n: how many keys the query sees, from the first on; this is a causal
+        mask if keys are in order of position
     head_dim: 1 to 1024
 
     Sums are in float32 or wider. Source: llama.cpp `src/llama-graph.cpp`, build_attn_mha.

@@ -35,19 +35,19 @@ F32 = np.float32
 BLOCK = 32
 F16_MAX = F32(65504)
 LEAST = F32(2**-25)
-"""Half of the smallest f16: numbers below it are nearest to zero at any scale."""
+"""Half of the smallest f16: numbers below it round to zero at any scale."""
 IQ4_NL = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32
 )
 IQ4_NL_LEAST = F32(1e-15)
 CANDIDATES = 8
-"""Scales that the search tries; the first is the plain one that takes the extremes exactly."""
+"""Scales that the search tries; the first is the plain one, which is exact for the extremes."""
 WIDER = np.array([0, *(i * 0.375 for i in range(-3, 4))], np.float32)
 """Symmetric: by how many codes more than `half` the largest number is stretched, then clipped."""
 BELOW = np.array([0, -0.25, 0, 0.25, 0.25, 0, 0.5, -0.25], np.float32)
 ABOVE = np.array([0, 0.25, -0.25, 0.25, -0.5, 0.5, 0, 0], np.float32)
 """Asymmetric: by how many codes the numbers are stretched below 0 and above the top code. Chosen
-greedily for the least error on normal and Laplace numbers, 4 and 5 bits."""
+greedily for the least error on normal and Laplace numbers, at 4 and 5 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,14 +148,14 @@ def _reciprocal(step: Floats) -> Floats:
 
 
 def _leading(values: Floats) -> Floats:
-    """Per block the first of the numbers with the largest magnitude; +0 where all are zero."""
+    """Per block, the first number with the largest magnitude; +0 if all are zero."""
     at = np.abs(values).argmax(1)
     found: Floats = values[np.arange(len(values)), at]
     return np.where(found == 0, F32(0), found)
 
 
 def _first_minimum(values: Floats) -> Floats:
-    """Per block the smallest number, the first one where it is +0 and -0."""
+    """Per block, the smallest number; of +0 and -0, the first one."""
     at = (values == values.min(1)[:, None]).argmax(1)
     found: Floats = values[np.arange(len(values)), at]
     return found
@@ -206,7 +206,7 @@ def _ggml_iq4_nl(values: Floats, bits: int) -> Encoded:
     product = _sum(weight * looked_up * values)
     square = _sum(weight * looked_up * looked_up)
     step = np.where(usable & (square > 0), product / square, F32(0))
-    # where ggml sets no codes, these are those of the number nearest to zero
+    # where ggml sets no codes, these are the codes of the number nearest to zero
     return step, step, np.where(usable[:, None], codes, 8)
 
 
@@ -268,7 +268,7 @@ def _symmetric(values: Floats, bits: int) -> Encoded:
 
 
 def _asymmetric(values: Floats, bits: int) -> Encoded:
-    """The minimum rounded down, and a step that no number is more than half a step off with."""
+    """The minimum rounded down, and a step with which no number is more than half a step off."""
     top = (1 << bits) - 1
     minimum = _below(values.min(1)) + F32(0)
     extent = values.max(1) - minimum + F32(0)
@@ -288,7 +288,7 @@ def _where(mask: npt.NDArray[np.bool_], yes: Encoded, no: Encoded) -> Encoded:
 def _search_symmetric(values: Floats, bits: int) -> Encoded:
     """The best of 8 scales: ggml's, and the least-squares ones for the codes that 7 steps around
     it give; each is judged as it will be stored, in f16. The codes are then the nearest ones.
-    Numbers too small or too large for a search go the way of `_symmetric`."""
+    Numbers too small or too large for a search are encoded by `_symmetric`."""
     half = 1 << (bits - 1)
     lead = _leading(values)
     inverse = F32(1) / lead

@@ -23,9 +23,9 @@ COUNT_MAX = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Of a search in a tree: points of a node that it looks at, and nodes of a level that it enters;
-    0: all."""
+class SearchLimits:
+    """Limits of a search in a tree: points that it looks at in a node, and nodes that it enters on
+    a level; 0: all."""
 
     visits: int
     beam: int
@@ -117,7 +117,7 @@ def check_target(value: Any) -> Bytes:
 def rows_of(
     value: Any, name: str, dtype: npt.DTypeLike = np.uint8, *, writable: bool = False
 ) -> npt.NDArray[Any]:
-    """Two dimensions; each row is contiguous, rows lie in ascending order any distance apart."""
+    """Two dimensions; each row is contiguous, and rows lie in ascending order at any distance."""
     array = array_of(value, name, dtype, 2)
     if writable and not array.flags.writeable:
         raise ValueError(f"{name}: not a writable buffer")
@@ -191,7 +191,7 @@ def check_spans(spans: Sequence[tuple[int, int]]) -> None:
 
 
 def check_ratio(ratio: object) -> float:
-    """Of the keys of a level that are promoted."""
+    """The share of a level's keys that are promoted, in (0, 0.5]."""
     if not isinstance(ratio, float) or not 0 < ratio <= 0.5:
         raise ValueError("ratio: expected a float above 0, at most 0.5")
     return ratio
@@ -209,8 +209,8 @@ def check_rows(rows: object, n_dims: int, name: str) -> None:
         raise ValueError(f"{name}: a number is not finite or larger than 1e15")
 
 
-def check_limits(visits_max: object, beam: object) -> Limits:
-    """Both as they were given. Raises ValueError."""
-    return Limits(
+def check_limits(visits_max: object, beam: object) -> SearchLimits:
+    """Both limits. Raises ValueError if one is out of range."""
+    return SearchLimits(
         check_int(visits_max, "visits_max", 0, COUNT_MAX), check_int(beam, "beam", 0, COUNT_MAX)
     )

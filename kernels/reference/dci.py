@@ -1,30 +1,28 @@
 """Multi-level prioritized DCI in numpy: the specification of kernels/cpp/dci.cpp.
 
-An index of attention keys that finds the keys with the largest inner product with a query, takes
-new keys at any time, and groups similar keys into pages (papers/icecache: "IceCache", sections
-3.3, 4.1 and B.1; P-DCI: Li and Malik, "Fast k-Nearest Neighbour Search via Prioritized DCI",
-2017).
+An index of attention keys that finds the keys with the largest inner products with a query, accepts
+new keys at any time, and groups similar keys into pages ("IceCache", sections 3.3, 4.1, B.1;
+P-DCI: Li and Malik, "Fast k-Nearest Neighbour Search via Prioritized DCI", 2017).
 
 - Keys become points of length 1 by one more coordinate, [k / c, sqrt(1 - |k|^2 / c^2)] with
-  c >= |k| for all of them, and queries [q / |q|, 0]: then the nearest point is the key with the
-  largest inner product. When a key longer than c comes, c grows and all points move.
-- Every key draws a level: 1, and one more as often as a number below `ratio` is drawn. Points of
-  the highest level hang below the root, every other one below the nearest point of the next level.
-  What hangs below one point is a node.
-- Leaf nodes are pages (figure 2). A key of the second level lies in its own leaf, whose centre it
-  is; those above share a leaf with what hangs below the same point. A key joins the page of its
-  leaf whose pivot is nearest. A page with more than `page_rows` keys becomes two: each of two keys
-  far apart becomes a pivot and goes on with those that are nearer to it. When all keys of one `add`
-  are in, each of them at the bottom goes over to the page whose mean is nearest to it, of those in
-  the leaves of the nearest points above, if there is room: leaves are cut by keys that were drawn.
-- A search goes down level by level. In each node that it enters it looks at `visits_max` points,
-  those first that are near the query along fixed random directions; it enters the nodes of the
-  `beam` nearest points of a level. With both 0 (no limit) the result is that of brute force.
-  Where a search for a parent meets none within the limits it is done again without.
+  c >= |k| for all keys, and queries become [q / |q|, 0], so the nearest point is the key with the
+  largest inner product. When a key longer than c is added, c grows and all points move.
+- Every key draws a level: 1, plus 1 for each random number below `ratio` in a row. Points of the
+  highest level are children of the root, others of the nearest point above. Siblings are a node.
+- Leaf nodes are pages (figure 2). A key of the second level is the centre of its own leaf and lies
+  in it; keys above lie in a leaf with the children of their parent. A key joins the page of its
+  leaf whose pivot is nearest. A page with more than `page_rows` keys is split: two keys far apart
+  become pivots, and each takes the keys nearer to it. After one `add`, each of its keys at the
+  bottom moves to the page with the nearest mean, if there is room, among those in the leaves of
+  the nearest points above: the leaves are centred on keys that were drawn at random.
+- A search descends level by level. In each node that it enters it looks at `visits_max` points,
+  first those near the query along fixed random directions; it enters the nodes of the `beam`
+  nearest points of a level. With both 0 (no limit) the result is that of brute force. If a search
+  for a parent finds none within the limits, it is repeated without limits.
 
-Keys of one `add` enter from the highest level down, so that parents are there before children; a
-key that comes later may be nearer to a point of another node than its parent and leaves that point
-where it is: pages are split, and never merged, and keys of an earlier `add` stay together. Sums are in a fixed order and the same as in C++.
+Keys of one `add` enter from the highest level down, so parents exist before their children. A later
+key may be nearer to a point than the point's parent is, but the point stays where it is: pages are
+split but never merged, and keys of an earlier `add` stay together. The order of sums is as in C++.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ import numpy as np
 import numpy.typing as npt
 
 from towerd.kernels.reference.checks import (
-    Limits,
+    SearchLimits,
     array_of,
     check_index,
     check_int,
@@ -54,7 +52,7 @@ I32: TypeAlias = npt.NDArray[np.int32]
 I64: TypeAlias = npt.NDArray[np.int64]
 U8: TypeAlias = npt.NDArray[np.uint8]
 Scored: TypeAlias = tuple[float, int]
-"""(minus the score, number of the point): sorts the better one first."""
+"""(minus the score, number of the point): the better one sorts first."""
 
 LEVEL_MAX = 32
 DIMS_MAX, DIRECTIONS_MAX, PAGE_MAX = 4096, 64, 1 << 20
@@ -96,7 +94,7 @@ class _Mean:
     half: np.float32
 
 
-class DciTree:
+class ReferenceDciTree:
     """A tree over keys of `n_dims` numbers.
 
     directions: float32[n, n_dims + 1], each of length 1; ratio: above 0, at most 0.5; visits_max
@@ -148,7 +146,7 @@ class DciTree:
         return len(self._pages)
 
     def add(self, keys: F32) -> None:
-        """Insert keys [n, n_dims]; they are numbered on from those that are there."""
+        """Insert keys [n, n_dims], numbered consecutively after the existing ones."""
         check_rows(keys, self._n_dims, "keys")
         if not len(keys):
             return
@@ -172,7 +170,7 @@ class DciTree:
 
     def search(self, queries: F32, k: int, visits_max: int, beam: int) -> I64:
         """int64[n queries, min(k, keys)]: the numbers of the keys with the largest inner products,
-        largest first; -1 where a limited search met fewer."""
+        largest first; -1 where a limited search found fewer."""
         check_rows(queries, self._n_dims, "queries")
         n_columns = min(check_int(k, "k", 1, PAGE_MAX), max(1, len(self)))
         limits = check_limits(visits_max, beam)
@@ -189,7 +187,7 @@ class DciTree:
         keys of any query lie in (IceCache section 4.2), and float32[m]: the largest share that any
         query gives each of them of its softmax(q . k / sqrt(n_dims)) over these keys and `others`.
 
-        others: float32[any, n_dims]; there: uint8[n], 0 for a key that is to be left out"""
+        others: float32[any, n_dims]; there: uint8[n], 0 for a key to leave out"""
         found = self.search(queries, k, visits_max, beam)
         check_rows(others, self._n_dims, "others")
         there = array_of(there, "there", np.uint8, 1)
@@ -219,15 +217,15 @@ class DciTree:
         return np.array(self._level, np.int32)
 
     def parents(self) -> I64:
-        """int64[n]: the key that each one hangs below, or -1."""
+        """int64[n]: the parent of each key, or -1."""
         return np.array(self._parent, np.int64)
 
     def pages(self) -> I64:
         """int64[n]: the page of each key."""
         return np.array(self._page, np.int64)
 
-    def copy(self) -> DciTree:
-        """The same tree; what is added to one is not in the other."""
+    def copy(self) -> ReferenceDciTree:
+        """An independent copy of the tree."""
         import copy
 
         return copy.deepcopy(self)
@@ -295,7 +293,8 @@ class DciTree:
         return level
 
     def _insert(self, i: int) -> list[int]:
-        """Of a key at the bottom: the nearest points above, which it may share a page with."""
+        """Insert key i. For a key at the bottom, returns the nearest points above, whose leaves it
+        may move to."""
         level = self._level[i]
         if level > self.n_levels:
             self._raise(i)
@@ -305,14 +304,14 @@ class DciTree:
             return []
         k = min(_NEAR, self._building.beam) or _NEAR
         found = self._nearest(self._as_point(i), level + 1, False, k, self._building)
-        if not found:  # within the limits it met only points that nothing hangs below
-            found = self._nearest(self._as_point(i), level + 1, False, k, Limits(0, 0))
+        if not found:  # within the limits there were only points without children
+            found = self._nearest(self._as_point(i), level + 1, False, k, SearchLimits(0, 0))
         self._join(self._node_of(found[0][1]), i)
         return [j for _, j in found] if level == 1 else []
 
     def _settle(self, near: list[tuple[int, list[int]]]) -> None:
-        """Move each of these keys to the page with the nearest mean, of those in these leaves; the
-        means are those from before any was moved away or came."""
+        """Move each key to the page with the nearest mean, among the pages of its leaves; the means
+        are from before any key moved."""
         pages = {at for _, leaves in near for leaf in leaves for at in self._pages_of(leaf)}
         means = {at: self._mean(self._pages[at]) for at in pages}
 
@@ -337,7 +336,7 @@ class DciTree:
                 self._page[i] = best
 
     def _pages_of(self, leaf: int) -> list[int]:
-        """The pages of a point of the second level: its own, if nothing hangs below it."""
+        """The pages of a point of the second level; if it has no children, its own page."""
         own = self._own_node.get(leaf)
         return [self._page[leaf]] if own is None else self._nodes[own].pages
 
@@ -389,7 +388,7 @@ class DciTree:
         return len(self._pages) - 1
 
     def _lay(self, node: _Node, i: int) -> None:
-        """Put a key on a page of this leaf; one that holds too many then becomes two."""
+        """Put a key on a page of this leaf, and split the page if it is too large."""
         if not node.pages:
             self._page[i] = self._open_page(i)
             node.pages.append(self._page[i])
@@ -403,8 +402,8 @@ class DciTree:
             node.pages.append(self._split(page))
 
     def _split(self, page: _Page) -> int:
-        """Of two keys far apart, each goes on with those that are nearer to it; returns the new
-        page. Keys that no distance tells apart are halved in their order."""
+        """Split a page between two keys far apart: each takes the keys nearer to it. Returns the
+        new page. Keys that no distance tells apart are halved in order."""
         members = page.members
         b = max(self._scores(self._as_point(page.pivot), members))[1]
         of_b = self._scores(self._as_point(b), members)
@@ -445,8 +444,10 @@ class DciTree:
         if visits == 0 or visits >= len(node.members):
             return self._scores(query, node.members) if node.members else []
         steps: list[tuple[float, int, int]] = []
-        above = [bisect.bisect_left(line, (float(query.projections[j]), -1))
-                 for j, line in enumerate(node.lines)]  # fmt: skip
+        above = [
+            bisect.bisect_left(line, (float(query.projections[j]), -1))
+            for j, line in enumerate(node.lines)
+        ]
         below = list(above)
 
         def push(j: int, side: int) -> None:
@@ -475,7 +476,7 @@ class DciTree:
         return found
 
     def _nearest(
-        self, query: _Query, level: int, all_levels: bool, k: int, limits: Limits
+        self, query: _Query, level: int, all_levels: bool, k: int, limits: SearchLimits
     ) -> list[Scored]:
         wanted = len(self) + 1 if limits.beam == 0 else max(k, limits.beam)
         best: list[Scored] = []

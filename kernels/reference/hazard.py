@@ -1,8 +1,8 @@
-"""Chances of return in numpy: the specification of kernels/cpp/hazard.cpp, up to rounding.
+"""Probabilities of return in numpy: the specification of kernels/cpp/hazard.cpp, up to rounding.
 
-A network with one hidden layer moves the scores of a curve of chances, bin by bin (Gensheimer and
-Narasimhan 2019: a discrete-time hazard model). What there is to learn of it is in
-`towerd.policy.predict.hazard`.
+A network with one hidden layer corrects the scores of a curve of probabilities, bin by bin
+(Gensheimer and Narasimhan 2019: a discrete-time hazard model). `towerd.policy.predict.hazard`
+trains it.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ import numpy.typing as npt
 
 Table = npt.NDArray[np.float64]
 SCORE_MAX = 30.0
-"""The most that a score counts as, and the least below 0."""
+"""Scores are clipped to plus and minus this."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Weights:
-    """All float64 and contiguous."""
+class HazardWeights:
+    """The weights of the network, all float64 and contiguous."""
 
     w1: Table
     """[features, hidden]"""
     b1: Table
     """[hidden]"""
     correction: Table
-    """[hidden, bins]: what a hidden unit adds to the score of a bin."""
+    """[hidden, bins]: the amount that a hidden unit adds to the score of a bin."""
     logits: Table
-    """[curves, bins]: the scores of the curves that it is added to."""
+    """[curves, bins]: the scores of the curves before the correction."""
 
 
-def chances(weights: Weights, x: Table, of: Sequence[int]) -> Table:
+def chances(weights: HazardWeights, x: Table, of: Sequence[int]) -> Table:
     """[n, bins]: sigmoid(logits[of] + relu(x w1 + b1) correction).
 
-    x: float64 [n, features], contiguous; of: [n], which curve each starts from. ValueError for
-    shapes that do not fit and for curves that there are not."""
+    x: float64 [n, features], contiguous; of: [n], the curve that each row starts from. ValueError
+    for shapes that do not fit and for curves that do not exist."""
     check(weights, x, of)
     hidden = np.maximum(x @ weights.w1 + weights.b1, 0.0)
     scores = hidden @ weights.correction + weights.logits[np.asarray(of, np.int64)]
@@ -44,8 +44,8 @@ def chances(weights: Weights, x: Table, of: Sequence[int]) -> Table:
     return found
 
 
-def check(weights: Weights, x: Table, of: Sequence[int]) -> None:
-    """ValueError for what `chances` has no answer to."""
+def check(weights: HazardWeights, x: Table, of: Sequence[int]) -> None:
+    """ValueError for arguments that `chances` does not take."""
     n_features, n_hidden = weights.w1.shape
     n_curves, n_bins = weights.logits.shape
     if weights.b1.shape != (n_hidden,) or weights.correction.shape != (n_hidden, n_bins):

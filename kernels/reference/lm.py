@@ -1,4 +1,4 @@
-"""A small language model in numpy, to the bit what the C++ gives: its specification.
+"""A small language model in numpy: the specification of the C++, which gives the same bits.
 
 The llama architecture (src/models/llama.cpp of llama.cpp): RMS norm before each part, RoPE on
 adjacent pairs, attention over the text so far with KV heads that several heads may share, SwiGLU.
@@ -6,13 +6,13 @@ All numbers are float32. Every machine gets the same bits, because
 
 - every product that is added is a fused multiply-add: one rounding;
 - a row of a matrix times a vector is summed in the order of the columns, starting from 0; so are
-  the elements of a score and the positions that a head looks back at;
+  the elements of a score and the positions that a head attends to;
 - other sums (mean square, sum of weights) are 16 partial sums of the numbers whose index is the
   same modulo 16, in order, and then those at distance 8, 4, 2, 1;
-- nothing else is used but + - * / and the square root, which IEEE 754 rounds correctly, subnormal
-  numbers included; `exponential` is made of these.
+- the only other operations are + - * / and the square root, which IEEE 754 rounds correctly,
+  for subnormal numbers, too; `exponential` is made of these.
 
-The angles of RoPE come in tables, which the caller has to compute as exactly.
+The caller passes the angles of RoPE as tables, and must compute them as exactly.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ _FACTORS = [np.float32(1) / np.float32(math.factorial(n)) for n in range(7, -1, 
 
 @dataclass(frozen=True)
 class LmShape:
-    """Sizes of a model; `n_ctx`: tokens of one text that it looks back at, itself included;
-    `n_keep`, fewer: how many of the last it goes on with when there would be more."""
+    """Sizes of a model. `n_ctx`: tokens of one text that a token attends to, itself included;
+    `n_keep`, fewer: how many of the last tokens remain when a text would exceed n_ctx."""
 
     n_vocab: int
     n_embd: int
@@ -95,8 +95,8 @@ class LmShape:
 
 
 def fused(a: Floats, b: Floats | np.float32, c: Floats | np.float32) -> Floats:
-    """float32 a * b + c with one rounding. The product of two floats is exact as a double; the sum
-    gets an odd last bit where it is not, after which rounding to a float cannot err (Boldo and
+    """float32 a * b + c with one rounding. The product of two floats is exact as a double. If the
+    sum is not, its last bit is made odd, after which rounding to a float cannot err (Boldo and
     Melquiond, "Emulation of FMA and correctly rounded sums", 2008)."""
     product = np.asarray(a, np.float64) * np.asarray(b, np.float64)
     addend = np.asarray(c, np.float64)
@@ -157,8 +157,8 @@ def gated(gate: Floats, up: Floats) -> Floats:
     return result
 
 
-class Lm:
-    """Several texts, "lanes", that are read side by side. Not thread-safe."""
+class ReferenceLm:
+    """A model that reads several texts (lanes) side by side. Not thread-safe."""
 
     def __init__(
         self,
@@ -187,15 +187,15 @@ class Lm:
 
     def step(self, lanes: Ints, tokens: Ints, n_threads: int = 1) -> Floats:
         """Append tokens[i] to the text of lanes[i] for each i, lanes in order (one may occur more
-        than once). A text of n_ctx tokens is cut to its last n_keep, which are evaluated anew,
-        before the next. float32[n, n_vocab]: the logits of what follows each.
+        than once). A text of n_ctx tokens is first cut to its last n_keep, which are evaluated
+        again. Returns float32[n, n_vocab]: the logits of the token that follows each.
 
         What a lane gets does not depend on the other lanes, nor on how its tokens are spread over
-        calls. ValueError for arguments that do not fit, and if a number is beyond what float32
-        holds; only `reset` helps then."""
+        calls. ValueError for arguments that do not fit, and if a number exceeds float32, after
+        which only `reset` may be called."""
         self._check(lanes, tokens)
         rows = np.empty((len(tokens), self.shape.n_vocab), np.float32)
-        # The same values come of the overflow and the NaN that `_finite` looks for.
+        # Ignore the warnings: `_finite` checks for the overflow and the NaN that cause them.
         with np.errstate(over="ignore", invalid="ignore", under="ignore"):
             for i, (lane, token) in enumerate(zip(lanes.tolist(), tokens.tolist(), strict=True)):
                 rows[i] = self._evaluate(lane, token)
@@ -229,7 +229,7 @@ class Lm:
         return _finite(product(self._matrices[1], x))
 
     def _append(self, past: list[Past], token: int) -> Floats:
-        """What the layers make of a token."""
+        """The output of the layers for a token."""
         shape, eps = self.shape, np.float32(self.shape.norm_eps)
         past.append([])
         x: Floats = self._matrices[0][token]
@@ -292,7 +292,7 @@ def unpacked(weights: Weights, n_rows: int, n_columns: int) -> Floats:
 
 
 def _sixteens(x: Floats) -> Floats:
-    """float32[m, 16]: x and zeros."""
+    """float32[m, 16]: x, padded with zeros."""
     return np.append(x, np.zeros(-len(x) % ROWS, np.float32)).reshape(-1, ROWS)
 
 

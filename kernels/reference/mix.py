@@ -7,17 +7,16 @@ a probability, and small online-trained networks mix them in the logistic domain
 
 - how often the node went either way in the corpus, after the last 0 to 5 tokens (`STATIC` tables);
 - these orders interpolated over the tokens, as n-gram models do (Chen and Goodman, "An Empirical
-  Study of Smoothing Techniques for Language Modeling", 1998): counts are discounted, and what a
-  context is likely to be followed by besides what is listed goes to the next shorter context;
-- how it went since the reset, after the last 0 to 3 tokens and at such a place of the chat
-  (`DYNAMIC`), as two small counts in a hash table, and the former over the interpolation;
+  Study of Smoothing Techniques for Language Modeling", 1998): counts are discounted, and the
+  probability of tokens that a context does not list goes to the next shorter context;
+- how often it went either way since the reset, after the last 0 to 3 tokens and at this kind of
+  place in the chat (`DYNAMIC`), as two small counts; the former are interpolated, too;
 - what followed where the last tokens were seen before (`MATCHES`);
 - the network's distribution over the tokens, if one is given.
 
-Counts become probabilities through maps that learn what such counts meant so far. The weights of
-the inputs come from several sets, each chosen by something else, and their results are mixed again.
-How unlikely the way down the tree was until here is one of these things. Everything is
-integer arithmetic (and + - * / of doubles for two tables), so all machines agree on every bit.
+Maps learn which probabilities counts stand for. Several sets of weights mix the inputs, each chosen
+by another context, such as how unlikely the path was so far, and the results are mixed again. All
+arithmetic is on integers (+ - * / of doubles for two tables): all machines agree on every bit.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256, 1024, 4096, 16384)
 MATCH_ORDERS, MATCH_LEAST = (5,), 2
 SALTS = (3, 5, 7)
 ENTRY, LEAST = (80, 120, 120, 120, 120), 30
-"""What a context's unlisted tokens weigh in the interpolation: so much for each listed one, by
-order, and so much at least, in 64ths of an occurrence."""
+"""The weight of a context's unlisted tokens in the interpolation: this much for each listed token,
+by order, but at least `LEAST`, in 64ths of an occurrence."""
 DISCOUNT = 32
-"""What a listed token gives up for it, in the same unit."""
+"""The discount of each listed token, in the same unit."""
 SESSION = (200, 100, 60)
-"""What everything else weighs after the last 1 to 3 tokens of this session, in 16ths."""
+"""The weight of everything else after the last 1 to 3 tokens of this session, in 16ths."""
 UNIT, STRETCH_MAX = 170, 2047
 RATE, FINAL_RATE = 22, 2
 PAD = 16
@@ -66,7 +65,7 @@ def state_size(n_tokens: int) -> int:
 
 
 def n_maps(n_tokens: int) -> int:
-    """Numbers in the state that are maps."""
+    """Numbers of the state that belong to maps."""
     return n_tokens + STATIC * LEVELS**2 + DYNAMIC * 256 + MATCHES * 2 * MATCH_MAX
 
 
@@ -116,7 +115,7 @@ def context_hash(history: Sequence[int], order: int) -> int:
 
 
 def level(n: int) -> int:
-    """A count, in LEVELS steps of about half an octave."""
+    """A count as one of LEVELS steps of about half an octave."""
     if n < 5:
         return n
     bits = n.bit_length() - 1
@@ -137,17 +136,17 @@ class _Lane:
     name: int = 0
     """Hash of the name of this message's author."""
     previous: int = 0
-    """That of the message before."""
+    """The same for the message before."""
     letters: int = 0
-    """Hash of the part of a name that is there so far."""
+    """Hash of the part of the name that has been read."""
     in_name: bool = False
     line: int = 0
     """The first token of this line, plus 1."""
     place: int = 0
-    """Tokens of the message so far."""
+    """Number of tokens of the message so far."""
 
     def append(self, rank: int, kinds: U8) -> None:
-        """Follow the form of the chat."""
+        """Append a token and track the form of the chat."""
         kind, after_break = kinds[rank], kinds[self.history[-1]] == BREAK
         self.history.append(rank)
         if kind == OPENING:
@@ -172,7 +171,7 @@ class _Lane:
 
 @dataclass
 class _List:
-    """What followed a context: ranks and running sums, narrowed to the node's tokens."""
+    """The tokens that followed a context: ranks and running sums, narrowed to the node's tokens."""
 
     ranks: list[int]
     sums: list[int]
@@ -180,12 +179,12 @@ class _List:
     last: int = 0
     split: int = 0
     unlisted: int = 0
-    """Weight of all tokens that are not in the list, in 4096ths of an occurrence."""
+    """The weight of all tokens that are not in the list, in 4096ths of an occurrence."""
 
 
-class Mixer:
+class ReferenceMixer:
     """`weights` uint32[n]: how often each rank occurs; `tables`: (index, data) of orders 1 and up;
-    `state` uint32[state_size(n)]; `kinds` uint8[n]: PLAIN, BREAK or OPENING. Ranks are 0 to n - 1,
+    `state` uint32[state_size(n)]; `kinds` uint8[n]: PLAIN, BREAK or OPENING. Ranks are 0 to n - 1;
     a lane is one of several texts."""
 
     def __init__(
@@ -205,8 +204,8 @@ class Mixer:
             sums.append(sums[-1] + weight + 1)
         self.tree: list[list[int]] = []
         self._build(0, self.n_tokens, sums)
-        sizes = [self.n_tokens, STATIC * LEVELS**2, DYNAMIC * 256, MATCHES * 2 * MATCH_MAX,
-                 *((n or self.n_tokens) * INPUTS for n in SET_ROWS)]  # fmt: skip
+        sizes = [self.n_tokens, STATIC * LEVELS**2, DYNAMIC * 256, MATCHES * 2 * MATCH_MAX]
+        sizes += [(n or self.n_tokens) * INPUTS for n in SET_ROWS]
         starts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
         _, self.statics, self.dynamics, self.matches, *self.mixers, self.last = starts
         self.reset()
@@ -223,7 +222,7 @@ class Mixer:
         return node
 
     def reset(self, lanes: int = 1, table_bits: int = 16) -> None:
-        """Forget what was seen; `lanes` texts are to come."""
+        """Go back to the initial state, with `lanes` empty texts."""
         self.values = list(self.initial)
         self.lanes = [_Lane() for _ in range(lanes)]
         self.counts, self.checks = [0] * (1 << table_bits), [0] * (1 << table_bits)
@@ -236,7 +235,7 @@ class Mixer:
     def encode(
         self, lane: int, ranks: I32, counts: U32 | None = None
     ) -> tuple[I32, npt.NDArray[np.float64]]:
-        """(decisions, probability of 1 for each) of tokens, which are learned."""
+        """(decisions, probability of 1 for each) of tokens; learns from them."""
         bits, chances = [], []
         for rank in ranks.tolist():
             p = self.begin(lane, counts)
@@ -247,7 +246,7 @@ class Mixer:
         return np.array(bits, np.int32), np.array(chances, np.float64)
 
     def learn(self, lane: int, ranks: I32) -> None:
-        """Take tokens as context."""
+        """Learn from tokens without coding them."""
         self.encode(lane, ranks)
 
     def begin(self, lane: int, counts: U32 | None = None) -> int:
@@ -264,7 +263,7 @@ class Mixer:
         return self._evaluate()
 
     def step(self, bit: int) -> int:
-        """Take a decision: P(1) of the next one, or -1 - rank."""
+        """Learn a decision; P(1) of the next one times 65536, or -1 - rank after the last."""
         self._learn(bit)
         _, middle, _, left, right = self.tree[self.node]
         child = right if bit else left
@@ -333,15 +332,17 @@ class Mixer:
                 self.best_dynamic = i + 1 if i < 3 else self.best_dynamic
 
     def _blend_inputs(self) -> None:
-        """The interpolated probability of 1 by order, `chances`, whose last is an input; then the
-        same with the counts of the session.
+        """Compute `chances`, the interpolated probability of 1 by order; the last one is an input,
+        and so is the same with the counts of the session.
 
-        An unlisted token weighs `unlisted` times its chance in the shorter context, so all that
-        are under this node weigh `unlisted` times `reached`: the chance to come to it."""
+        An unlisted token weighs `unlisted` times its probability in the shorter context, so all
+        those under this node weigh `unlisted` times `reached`, the probability of the node."""
         self.chances = [_within(self.values[self.node] >> 16, 16)]
         for each, reached in zip(self.lists, self.reached, strict=False):
-            zeros, ones = ((each.sums[to] - each.sums[at] << 12) - (to - at) * DISCOUNT * 64
-                           for at, to in ((each.first, each.split), (each.split, each.last)))  # fmt: skip
+            zeros, ones = (
+                (each.sums[to] - each.sums[at] << 12) - (to - at) * DISCOUNT * 64
+                for at, to in ((each.first, each.split), (each.split, each.last))
+            )
             rest = (each.unlisted * reached >> 28) + 1
             chance = ((ones << 16) + rest * self.chances[-1]) // (zeros + ones + rest)
             self.chances.append(_within(chance, 8))
@@ -424,8 +425,8 @@ class Mixer:
         for at, mixed in zip(self.sets, self.mixed, strict=True):
             self._adjust(at, self.inputs, SQUASH[2048 + mixed], bit, RATE)
         self._adjust(self.final_set, self.mixed, self.probability, bit, FINAL_RATE)
-        self.reached = [max(1, reached * (chance if bit else 65536 - chance) >> 16)
-                        for reached, chance in zip(self.reached, self.chances, strict=True)]  # fmt: skip
+        taken = [chance if bit else 65536 - chance for chance in self.chances]
+        self.reached = [max(1, r * p >> 16) for r, p in zip(self.reached, taken, strict=True)]
         self._update(self.node, bit)
         for at, each in zip(self.static_at, self.lists, strict=True):
             if at >= 0:
@@ -477,7 +478,7 @@ class Mixer:
 
 
 def _listed(bucket: list[int], check: int) -> list[int]:
-    """The list in a bucket whose head has this check."""
+    """The list in a bucket whose head has this check value."""
     at = 0
     while at < len(bucket):
         head, n = bucket[at], bucket[at] & 63
@@ -491,7 +492,7 @@ def _listed(bucket: list[int], check: int) -> list[int]:
 
 
 def _within(chance: int, least: int) -> int:
-    """A probability out of 65536, kept away from 0 and 1."""
+    """A probability out of 65536, kept `least` away from 0 and 1."""
     return min(65535 - least, max(least, chance))
 
 

@@ -77,12 +77,12 @@ def rope_shift(
     row_table: int32[n], the line of each row; -1: the row does not move. None: all line 0
     head_dim, n_rot, first: in each head of head_dim elements, the n_rot from `first` on rotate
     neox: pair j is (j, j + n_rot / 2); otherwise (2j, 2j + 1)
-    hadamard_block: rows hold keys rotated by Hadamard runs of so many elements (a power of two,
-        32 to 512, that divides head_dim), which is undone before and done again after; 0: none
+    hadamard_block: rows hold keys rotated by Hadamard runs of this many elements (a power of two,
+        32 to 512, that divides head_dim), which is undone before and redone after; 0: none
 
     Computed in f32, stored as the CPU backend of ggml stores it. Rows that do not move and
-    blocks without a rotated element are copied as bytes, so partial rotary does not quantize
-    again what it leaves alone. Source: llama.cpp's build_rope_shift (llama-kv-cache.cpp) and
+    blocks without a rotated element are copied as bytes, so partial rotary does not requantize
+    elements that it does not rotate. Source: llama.cpp's build_rope_shift (llama-kv-cache.cpp) and
     Theorem 9 of the towers paper, without the cases that llama.cpp gets wrong.
 
     ValueError for mismatched shapes, a stored format, a table that is not finite, and a quantized
@@ -128,7 +128,7 @@ def checked_rope_shift(
 ) -> RopeShift:
     """The arguments as arrays; ValueError if `rope_shift` must not be called with these.
 
-    Whether the rows of a quantized format are finite is not looked at."""
+    It does not check that the rows of a quantized format are finite."""
     checks.check_threads(n_threads)
     source = checks.rows_of(src, "src")
     target = checks.rows_of(out, "out", writable=True)

@@ -1,4 +1,4 @@
-"""Sums in the order in which the C++ kernels of the DCI tree add, and its random numbers."""
+"""Sums in the same order as the C++ kernels of the DCI tree, and the tree's random numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copying tensors out of a compute graph, through ctypes: every node takes the interpreter's lock."""
+"""Copying tensors out of a compute graph through ctypes, taking the interpreter's lock per node."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class _TensorHead(ctypes.Structure):
     ]
 
 
-class NodeTap:
-    """What llama.cpp calls for each node of a graph: before, whether its data is wanted, and after
-    with the data (ggml's `ggml_backend_sched_eval_callback`). Lives as long as the context that
-    calls it; not to be used while that one evaluates.
+class ReferenceNodeTap:
+    """A callback that llama.cpp calls for each node of a graph: before it, to ask whether the data
+    is wanted, and after it, with the data (ggml's `ggml_backend_sched_eval_callback`). It must
+    outlive the context that calls it, and must not be used while the context evaluates.
 
     name, n_bytes, n_elements, get: addresses of `ggml_get_name`, `ggml_nbytes`, `ggml_nelements`
     and `ggml_backend_tensor_get`. Raises ValueError for one that is 0."""
@@ -52,27 +52,27 @@ class NodeTap:
             self._on_node
         )
         self.error = ""
-        """Why a tensor was not read, or nothing."""
+        """Why a tensor was not read; empty if none failed."""
 
     @property
     def callback(self) -> int:
-        """The address of what llama.cpp calls."""
+        """The address of the callback."""
         return ctypes.cast(self._function, _POINTER).value or 0
 
     @property
     def user_data(self) -> int:
-        """The address that it wants to be given."""
+        """The address to pass as the callback's user data."""
         return 0
 
     def watch(self, names: Sequence[str]) -> None:
-        """Forget what was collected; collect tensors called `<name>-<layer>`, float32, from the
-        next batch on. To want one splits the graph there; without names nothing is split."""
+        """Forget all collected tensors; collect float32 tensors called `<name>-<layer>` from the
+        next batch on. Each wanted tensor splits the graph; without names nothing is split."""
         self._values.clear()
         self._names = frozenset(names)
         self.error = ""
 
     def places(self) -> list[tuple[str, int]]:
-        """(name, layer) of what was collected, ascending."""
+        """(name, layer) of the collected tensors, ascending."""
         return sorted(self._values)
 
     def read(self, name: str, layer: int) -> tuple[Shape, Shape, npt.NDArray[np.uint8]]:

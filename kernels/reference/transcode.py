@@ -32,7 +32,7 @@ class _Conversion:
 
     @property
     def can_fail(self) -> bool:
-        """Whether there are rows that the target cannot hold."""
+        """Whether the target cannot hold some rows."""
         return self.target.is_quantized and self.source is not self.target
 
     @property
@@ -74,16 +74,16 @@ def transcode(
 
     dst: a writable contiguous buffer of bytes, one dimension
     jobs: a list or tuple of `TranscodeJob`; rows may lie any distance apart
-    is_new: dst has not been touched since it was mapped; only the time that it takes depends on it
+    is_new: dst has not been touched since it was mapped; this affects only the speed
 
     Rows of a format with a Hadamard rotation are rotated back after decoding (by runs of
     `Format.hadamard_block`). The same format on both sides copies bytes. f32 becomes f16 and bf16
-    by rounding to nearest, ties to even; beyond f16's range that is infinity, and a NaN stays one.
+    by rounding to nearest, ties to even; numbers beyond f16's range become infinity, NaN stays NaN.
 
     ValueError if a job does not fit into dst, two jobs write the same bytes, a source lies in
     dst, an index is out of range, a format is unknown, rows are not whole blocks, or rows would
-    have to be quantized, which may fail in the middle: `transcoded` does that. Nothing has been
-    written then."""
+    have to be quantized (use `transcoded`, because it may fail in the middle). In that case
+    nothing has been written."""
     checks.check_threads(n_threads)
     checks.check_flag(is_new, "is_new")
     target = checks.check_target(dst)
@@ -124,10 +124,10 @@ def transcoded(rows: Bytes, src_format: str, dst_format: str, n_threads: int = 1
 
     rows: uint8[n, row_bytes], any distance apart
 
-    As `transcode`, and to quantized formats too: the rows are rotated before they are encoded
-    where the target has a Hadamard rotation; from one such format into another no rotation is done
-    or undone. Rows are read once, so that a bad one is found while others have been written
-    already: into memory that nobody has seen, which is why there is no `out`.
+    As `transcode`, but to quantized formats, too. If the target has a Hadamard rotation, rows are
+    rotated before they are encoded; between two such formats no rotation is done or undone. Rows
+    are read once, so a bad row may be found after others have been written; that is why the result
+    is new memory and there is no `out`.
 
     ValueError if a format is unknown, rows are not whole blocks, or a row that is to be quantized
     holds a NaN, an infinity or a number beyond +-65504 (before a Hadamard rotation of n elements:
@@ -149,7 +149,7 @@ def decode(row: Format, rows: Bytes) -> Floats:
         return (tight.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     halves = tight.view(np.uint16)
     values = halves.view(np.float16).astype(np.float32)
-    # A NaN keeps its bits and is made quiet, as the processors do; numpy's rule varies.
+    # A NaN keeps its bits and is made quiet, as processors do it; numpy's rule varies.
     nan = (halves & 0x7FFF) > 0x7C00
     wide = halves.astype(np.uint32)
     quiet = (wide & 0x8000) << 16 | 0x7FC00000 | (wide & 0x3FF) << 13

@@ -35,7 +35,7 @@ def bench() -> None:
 )
 @QUICK
 def splice(model: Path | None, text: Path | None, quick: bool) -> None:
-    """What a module costs in quality, and saves in time, wherever it is spliced in."""
+    """Quality lost and time saved by splicing a module in."""
     _run("splice", model, quick, text=text)
 
 
@@ -100,7 +100,7 @@ def policy(
     jobs: int,
     quick: bool,
 ) -> None:
-    """What each eviction policy finds of recorded traces, beside LRU and the best possible."""
+    """Hit rates of eviction policies on recorded traces, beside LRU and the best possible."""
     _run(
         "policy",
         None,
@@ -122,7 +122,7 @@ def policy(
 )
 @QUICK
 def latem(quick: bool, plot_path: Path | None) -> None:
-    """What LATEM pays over the optimum as predictions get worse, beside its paper's bounds."""
+    """LATEM's cost over the optimum as predictions get worse, beside its paper's bounds."""
     _run("latem", None, quick, plot_path=plot_path)
 
 
@@ -135,7 +135,7 @@ def latem(quick: bool, plot_path: Path | None) -> None:
 )
 @QUICK
 def anticipation(model: Path | None, quick: bool) -> None:
-    """What the next turn of a reasoning chat has to evaluate, with and without anticipation."""
+    """Tokens that the next turn of a reasoning chat evaluates, with and without anticipation."""
     _run("anticipation", model, quick)
 
 
@@ -146,13 +146,13 @@ def anticipation(model: Path | None, quick: bool) -> None:
     "--policy",
     type=click.Choice(POLICIES),
     default=None,
-    help="The policy to hold against LRU; default: the daemon's.",
+    help="The policy to compare with LRU; default: the daemon's.",
 )
 @click.option(
     "--share",
     type=click.FloatRange(0, 1, min_open=True),
     default=None,
-    help="Of all distinct tokens, what fits; default 0.23, with --quick 0.17.",
+    help="Share of all distinct tokens that fits; default 0.23, with --quick 0.17.",
 )
 def agents(model: Path | None, quick: bool, policy: str | None, share: float | None) -> None:
     """72 agents in a daemon with room for a few: time to first token, against LRU."""
@@ -184,7 +184,7 @@ def agents(model: Path | None, quick: bool, policy: str | None, share: float | N
     multiple=True,
     metavar="P",
     type=click.FloatRange(0, 1, max_open=True),
-    help="Measure what leaving out what is less likely than P would gain.",
+    help="Measure the gain of leaving out symbols less likely than P.",
 )
 @QUICK
 def codec(

@@ -1,18 +1,19 @@
-"""`towerctl lab bench agents`: coding agents that come and go, with room for few of them.
+"""`towerctl lab bench agents`: coding agents that come and go, in a cache with room for a few.
 
 Many users, each with one agent after the other in a closed loop, pause as recorded agents do (see
 `agents_load`): seconds after a call of a tool, minutes after the end of a turn. Pauses are scaled
 to the speed of the model, measured first, so that under LRU the server is busy about half of the
-time on any machine; one that is always busy serves everybody in turn, and there is nothing to
-foretell. The same requests run under the default policy and under LRU, one at a time with nothing
-live beside them. The first ones fill the tiers and teach; of the others the time to first token
-is compared.
+time on any machine; a server that is always busy serves all users in turn, and there is nothing to
+predict. The same requests run under the default policy and under LRU, one at a time with nothing
+else live. The first requests fill the tiers and train the policy; the time to first token is
+compared for the others.
 
-Room: RAM and disk each hold `share` of all distinct tokens. 2 % of all that 72 recorded users say
-in seven hours is room for 23 of their inputs of mean length, a third of what is at work; LRU then
-finds half or more, most often nearly all, of 36 % of the inputs, and a third of all tokens. Minutes
-hold little more than one session of a user, so that the same need is another share here: the one
-at which LRU finds as many (`lru_found`). With other seeds a replay gives ratios from 1.1 to 1.8.
+Capacity: RAM and disk each hold `share` of all distinct tokens. 2 % of the tokens of 72 recorded
+users in seven hours is room for 23 of their inputs of mean length, a third of the active ones; LRU
+then finds at least half, and mostly nearly all, of 36 % of the inputs, and a third of all tokens.
+A few minutes hold little more than one session per user, so the equivalent share is another one
+here: that at which LRU finds as many (`lru_found`). With other seeds a replay gives ratios from 1.1
+to 1.8.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import numpy as np
 
 from lab.bench.agents_load import (
     REFERENCE_TOKENS_PER_S,
-    Load,
+    AgentLoad,
     User,
     distinct_tokens,
     users,
@@ -42,20 +43,20 @@ from towerd.cli.bench.servers import towerd_server
 from towerd.config import defaults
 
 BASELINE = "lru"
-LOAD = Load(users=72, requests=340, warm_requests=160, first_tokens=24)
-QUICK = Load(users=24, requests=220, warm_requests=150, first_tokens=40)
+LOAD = AgentLoad(users=72, requests=340, warm_requests=160, first_tokens=24)
+QUICK = AgentLoad(users=24, requests=220, warm_requests=150, first_tokens=40)
 SHARE, SHARE_QUICK = 0.23, 0.17
 _SEED = 0
 _ENDS: dict[str, Any] = {"ignore_eos": False, "grammar": 'root ::= "."'}
-"""Makes an answer end by itself, as one that hands on to a person does; the others are cut off,
-which stands for a call of a tool. The daemon only sees why an answer ended."""
+"""Makes an answer end by itself, like the last one of a turn. The others are cut off, which stands
+for a tool call. The daemon only sees why an answer ended."""
 _PROBE_TOKENS = 48
 _PROBES = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
-    """A GGUF, and what the daemon makes of it here."""
+class ProbedModel:
+    """A GGUF, and its sizes and speed in the daemon on this machine."""
 
     path: Path
     n_vocab: int
@@ -64,20 +65,20 @@ class Model:
 
 
 @dataclass(slots=True)
-class Outcome:
-    """What the clients saw; counts are of the requests that are measured."""
+class AgentOutcome:
+    """What the clients measured; counts cover the measured requests only."""
 
     ttft_s: list[float] = field(default_factory=list)
     n_prompt: int = 0
     n_evaluated: int = 0
     n_found: int = 0
-    """Requests of which at least half was in the cache: nearly all or little else is."""
+    """Requests of which at least half was in the cache: mostly nearly all is, or little."""
     spans_s: list[tuple[float, float]] = field(default_factory=list)
-    """From when to when each of all requests was waiting or served."""
+    """For each request, measured or not, when it started to wait and when it was finished."""
 
     @property
     def busy(self) -> float:
-        """Share of the time in which somebody waited or was served."""
+        """Share of the time in which any request was waiting or served."""
         spans_s = sorted(self.spans_s)
         first_s = until_s = spans_s[0][0]
         busy_s = 0.0
@@ -90,23 +91,23 @@ class Outcome:
 async def run(
     model: Path | None, quick: bool, policy: str | None = None, share: float | None = None
 ) -> Report:
-    """Both policies on the same requests."""
+    """Run both policies on the same requests."""
     path = bench_model(model, "small" if quick else "1b")
     load = QUICK if quick else LOAD
     share = share or (SHARE_QUICK if quick else SHARE)
     name = policy or str(defaults()["policy"])
-    everybody = users(load, _SEED)
+    all_users = users(load, _SEED)
     known = await _probe(path)
-    room_tokens = round(share * distinct_tokens(load, everybody))
+    room_tokens = round(share * distinct_tokens(load, all_users))
     found = {
-        each: await _drive(known, load, everybody, each, room_tokens)
+        each: await _drive(known, load, all_users, each, room_tokens)
         for each in dict.fromkeys((name, BASELINE))
     }
     report = Report("agents", path.name)
     report.figures |= {
         "policy": name,
         "requests": len(found[name].ttft_s),
-        "distinct_tokens": distinct_tokens(load, everybody),
+        "distinct_tokens": distinct_tokens(load, all_users),
         "share": share,
         "tokens_per_s": known.tokens_per_s,
         **_figures("policy", found[name]),
@@ -122,7 +123,7 @@ async def run(
     return report
 
 
-def _figures(key: str, outcome: Outcome) -> dict[str, float]:
+def _figures(key: str, outcome: AgentOutcome) -> dict[str, float]:
     return {
         f"{key}_ttft_p50_s": median(outcome.ttft_s),
         f"{key}_ttft_p90_s": float(np.quantile(outcome.ttft_s, 0.9)),
@@ -133,8 +134,8 @@ def _figures(key: str, outcome: Outcome) -> dict[str, float]:
     }
 
 
-async def _probe(model: Path) -> Model:
-    """What a token's rows take in the store, and how fast prompts are evaluated."""
+async def _probe(model: Path) -> ProbedModel:
+    """Measure the bytes of a token's rows in the store, and the speed of prompt evaluation."""
     n_vocab, rng = vocab_size(model), np.random.default_rng(0)
     speeds: list[float] = []
     with tempfile.TemporaryDirectory(prefix="towerd-bench-") as folder:
@@ -146,15 +147,17 @@ async def _probe(model: Path) -> Model:
                     speeds.append(1e3 * timings["prompt_n"] / timings["prompt_ms"])
                 async with session.get(f"{server.url}/towerd/v1/segments") as reply:
                     segments: list[dict[str, Any]] = (await reply.json())["segments"]
-    return Model(model, n_vocab, segments[0]["bytes"] / segments[0]["tokens"], median(speeds[1:]))
+    return ProbedModel(
+        model, n_vocab, segments[0]["bytes"] / segments[0]["tokens"], median(speeds[1:])
+    )
 
 
 async def _drive(
-    model: Model, load: Load, everybody: list[User], policy: str, room_tokens: int
-) -> Outcome:
-    outcome = Outcome()
+    model: ProbedModel, load: AgentLoad, all_users: list[User], policy: str, room_tokens: int
+) -> AgentOutcome:
+    outcome = AgentOutcome()
     budget, ctx_size = str(round(room_tokens * model.token_bytes)), "1024"
-    # One request at a time and nothing live beside it: what is kept is the policy's choice.
+    # One request at a time and nothing else live, so that only the policy decides what is kept.
     flags = (
         "-c",
         ctx_size,
@@ -178,7 +181,7 @@ async def _drive(
             async with new_session() as session:
                 clients = (
                     _Client(session, server.url, model, load, i, outcome).live(user)
-                    for i, user in enumerate(everybody)
+                    for i, user in enumerate(all_users)
                 )
                 await asyncio.gather(*clients)
     return outcome
@@ -191,10 +194,10 @@ class _Client:
         self,
         session: aiohttp.ClientSession,
         url: str,
-        model: Model,
-        load: Load,
+        model: ProbedModel,
+        load: AgentLoad,
         number: int,
-        outcome: Outcome,
+        outcome: AgentOutcome,
     ) -> None:
         self._session, self._url, self._model = session, url, model
         self._number, self._outcome = number, outcome
@@ -206,7 +209,7 @@ class _Client:
         ]
 
     async def live(self, user: User) -> None:
-        """All steps, with their pauses."""
+        """Send all steps, with their pauses."""
         pace = REFERENCE_TOKENS_PER_S / self._model.tokens_per_s
         history: list[int] = []
         at = -1

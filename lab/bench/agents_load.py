@@ -1,10 +1,10 @@
-"""Agents as they were recorded: when they come back, and how much they have to say.
+"""Agents as recorded: when they come back, and how long their requests are.
 
 The table below was counted in 444 sessions (30,000 requests) of coding agents, of
-callanjfox/kv-cache-tester (Apache-2.0, see NOTICE). After a call of a tool an agent is back in
-seconds, after the end of its turn a person comes back in minutes; that is what there is to
-foretell, and nothing else of a session is in here. Lengths and steps are scaled down together, so
-that minutes of a CPU hold hundreds of requests.
+callanjfox/kv-cache-tester (Apache-2.0, see NOTICE). After a tool call an agent is back in
+seconds, after the end of its turn a person comes back in minutes. That is all there is to predict;
+nothing else of a session is modelled. Lengths and steps are scaled down together, so that hundreds
+of requests fit into minutes on a CPU.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Rng = np.random.Generator
 _TOOL_PAUSES_S = (
     0, 3, 4, 4, 5, 5, 6, 6, 7, 8, 8, 9, 11, 13, 15, 19, 26, 40, 73, 158, 37400,
 )  # fmt: skip
-"""Between an answer that called a tool and the next request: quantiles, every 5 %."""
+"""Pauses between an answer that called a tool and the next request: quantiles, every 5 %."""
 _PERSON_PAUSES_S = (
     0, 3, 5, 11, 33, 60, 91, 118, 149, 184, 230, 306, 377, 486, 690, 980, 1400, 2390, 3540, 11200,
     77400,
 )  # fmt: skip
-"""After an answer that ended the turn."""
+"""Pauses after an answer that ended the turn."""
 _P_PERSON_AFTER_TOOL = 0.051
-"""That the answer to a tool's result ends the turn."""
+"""Probability that the answer to a tool's result ends the turn."""
 _P_PERSON_AFTER_PERSON = 0.215
 _STEPS = (
     3, 5, 7, 9, 14, 19, 23, 26, 31, 35, 42, 52, 61, 68, 79, 92, 113, 134, 152, 234, 514,
@@ -38,20 +38,20 @@ _LENGTHS = (
     0.30, 0.41, 0.49, 0.57, 0.64, 0.72, 0.79, 0.86, 0.93, 1.0, 1.07, 1.14, 1.2, 1.27, 1.34, 1.42,
     1.7, 2.31,
 )  # fmt: skip
-"""Of an input, over the median: quantiles of 5 to 90 %."""
+"""Lengths of an input over the median: quantiles of 5 to 90 %."""
 
 
 REFERENCE_TOKENS_PER_S = 50.0
-"""Prompt tokens: for a server of this speed pauses are as `pause_scale` says."""
+"""Prompt tokens per second: for a server of this speed, pauses are scaled by `pause_scale`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """Lengths in tokens. first_tokens: what a session begins with, at the median, besides the
-    system prompt of its kind (recorded sessions share 7 % of their first input with earlier ones,
-    most of them nothing); step_tokens: what each request adds to the answer before it;
-    requests: in all, of which the first `warm_requests` only teach and fill the tiers.
-    steps_scale, pause_scale: over those of the table."""
+class AgentLoad:
+    """The size of the load; lengths in tokens. first_tokens: the median length of a session's first
+    input besides the system prompt of its kind (recorded sessions share 7 % of their first input
+    with earlier ones, most of them nothing); step_tokens: what each request adds to the answer
+    before it; requests: their total number, of which the first `warm_requests` only train the
+    policy and fill the tiers; steps_scale, pause_scale: factors on those of the table."""
 
     users: int
     requests: int
@@ -67,10 +67,10 @@ class Load:
 
 
 @dataclass(slots=True)
-class Step:
-    """One request. session: the sessions that this user had before; n_new: tokens that it adds
-    to the input and the answer before it; n_reply: of its answer; pause_s: until the request
-    after it, at the speed of reference."""
+class AgentStep:
+    """One request. session: number of this user's earlier sessions; n_new: tokens that it adds to
+    the input and answer before it; n_reply: tokens of its answer; pause_s: the pause before the
+    next request, at the reference speed."""
 
     session: int
     kind: int
@@ -83,15 +83,15 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """first_s: when the first step begins."""
+    """A user's requests. first_s: when the first one is sent."""
 
     first_s: float
-    steps: list[Step]
+    steps: list[AgentStep]
 
 
-def users(load: Load, seed: int) -> list[User]:
-    """Everybody's steps: the first `load.requests` that there would be if nobody had to wait
-    for an answer, so that they are the same however long that takes."""
+def users(load: AgentLoad, seed: int) -> list[User]:
+    """The steps of all users: the first `load.requests` if every answer came at once, so that they
+    do not depend on how long answers take."""
     rng = np.random.default_rng(seed)
     spread_s = load.pause_scale * float(np.mean(np.minimum(_TOOL_PAUSES_S, IDLE_S_MAX)))
     found = [User(float(rng.uniform(0.0, spread_s)), []) for _ in range(load.users)]
@@ -107,15 +107,15 @@ def users(load: Load, seed: int) -> list[User]:
     return found
 
 
-def distinct_tokens(load: Load, everybody: Sequence[User]) -> int:
-    """What an unlimited store would hold in the end."""
-    own = sum(step.n_new + step.n_reply for user in everybody for step in user.steps)
+def distinct_tokens(load: AgentLoad, all_users: Sequence[User]) -> int:
+    """Tokens that an unlimited store would hold in the end."""
+    own = sum(step.n_new + step.n_reply for user in all_users for step in user.steps)
     return load.kinds * load.system_tokens + own
 
 
-def _steps(load: Load, user: int, seed: int) -> Iterator[Step]:
-    """What one user does, session after session, for ever. Lengths are spread evenly over the
-    users: drawn at random their sum would differ too much from seed to seed."""
+def _steps(load: AgentLoad, user: int, seed: int) -> Iterator[AgentStep]:
+    """The steps of one user, session after session, without end. Lengths are spread evenly over the
+    users: if they were drawn at random, their sum would vary too much with the seed."""
     rng = np.random.default_rng([seed, user])
     session, calls_tool = 0, True
     while True:
@@ -129,7 +129,7 @@ def _steps(load: Load, user: int, seed: int) -> Iterator[Step]:
             pauses_s = _TOOL_PAUSES_S if calls_tool else _PERSON_PAUSES_S
             pause_s = load.pause_scale * min(IDLE_S_MAX, _draw(rng, pauses_s))
             n_reply = load.tool_reply_tokens if calls_tool else load.turn_reply_tokens
-            yield Step(session, kind, n_new, n_reply, calls_tool, pause_s)
+            yield AgentStep(session, kind, n_new, n_reply, calls_tool, pause_s)
             n_new = load.step_tokens
         session += 1
 
@@ -139,5 +139,5 @@ def _draw(rng: Rng, quantiles: Sequence[float]) -> float:
 
 
 def _quantile(quantiles: Sequence[float], share: float) -> float:
-    """Straight lines between the quantiles."""
+    """The quantile at `share`, interpolated linearly."""
     return float(np.interp(share * (len(quantiles) - 1), range(len(quantiles)), quantiles))

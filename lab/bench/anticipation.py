@@ -2,10 +2,10 @@
 
 The same chats twice, without and with anticipation, on the model's own template and on those of
 Qwen3 and DeepSeek-R1-Distill. Under these two each answer is a block of thinking and a visible
-part. A grammar makes the model write so many words: what it says does not matter, how the template
-renders it does. A person thinks between turns until nothing is under way, and one question in five
-is put in other words before the chat continues, so that what was evaluated ahead after its first
-answer is wasted.
+part. A grammar makes the model write that many words: its words do not matter, but how the template
+renders them does. The user waits between turns until no evaluation is in progress, and one question
+in five is asked again in other words before the chat continues, so that the tokens evaluated ahead
+after its first answer are wasted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OWN = "own"
 """The model's own template, which renders answers without thinking."""
 TEMPLATES = ("Qwen3", "DeepSeek-R1-Distill")
 OPENS_THINKING = ("DeepSeek-R1-Distill",)
-"""Templates whose generation prompt has begun to think already."""
+"""Templates whose generation prompt already opens a thinking block."""
 _EDIT_EVERY = 5
 _POLL_S = 0.02
 WORDS = "the cat saw a big red ball and ran to get it".split()
@@ -40,8 +40,8 @@ Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """Chats, and lengths in tokens."""
+class AnticipationLoad:
+    """The size of the load; lengths in tokens."""
 
     chats: int = 2
     turns: int = 5
@@ -50,7 +50,7 @@ class Load:
     user_tokens: int = 10
 
 
-QUICK = Load(chats=1, turns=4)
+QUICK = AnticipationLoad(chats=1, turns=4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Words:
     user: int
 
     @classmethod
-    def of(cls, load: Load, model: Path) -> Words:
+    def of(cls, load: AnticipationLoad, model: Path) -> Words:
         with GgufVocabulary(model) as vocabulary:
             n_tokens = len(vocabulary.tokenize(" ".join(WORDS).encode()))
         each = (load.thinking_tokens, load.answer_tokens, load.user_tokens)
@@ -70,8 +70,8 @@ class Words:
 
 
 @dataclass(slots=True)
-class Outcome:
-    """Prompt tokens evaluated on turns that went on, and the daemon's own account."""
+class AnticipationOutcome:
+    """Prompt tokens evaluated on turns that continued their chat, and the daemon's own counters."""
 
     evaluated: list[int] = field(default_factory=list)
     answers: list[int] = field(default_factory=list)
@@ -79,9 +79,9 @@ class Outcome:
 
 
 async def run(model: Path | None, quick: bool) -> Report:
-    """Every template without and with anticipation."""
+    """Measure every template without and with anticipation."""
     path = model or default_model()
-    load = QUICK if quick else Load()
+    load = QUICK if quick else AnticipationLoad()
     words = Words.of(load, path)
     report = Report("anticipation", path.name)
     ratios: list[float] = []
@@ -108,8 +108,10 @@ async def run(model: Path | None, quick: bool) -> Report:
     return report
 
 
-async def _drive(model: Path, template: str, load: Load, words: Words, flag: str) -> Outcome:
-    outcome = Outcome()
+async def _drive(
+    model: Path, template: str, load: AnticipationLoad, words: Words, flag: str
+) -> AnticipationOutcome:
+    outcome = AnticipationOutcome()
     rng = np.random.default_rng(11)
     with tempfile.TemporaryDirectory(prefix="towerd-bench-") as folder:
         flags = ["-c", "8192", "--live-tokens", "32768", flag]
@@ -144,7 +146,7 @@ async def _chat(
     turns: int,
     words: Words,
     rng: np.random.Generator,
-    outcome: Outcome,
+    outcome: AnticipationOutcome,
 ) -> None:
     messages: list[Json] = [{"role": "user", "content": _text(rng, words.user)}]
     grammar = _grammar(words, template)
@@ -177,7 +179,7 @@ async def _ask(
 
 
 async def _settled(session: aiohttp.ClientSession, url: str) -> Json:
-    """The daemon's account once nothing is evaluated ahead any more."""
+    """The daemon's counters, once nothing is being evaluated ahead."""
     while True:
         async with session.get(f"{url}/towerd/v1/stats") as reply:
             traffic: Json = (await reply.json())["traffic"]
@@ -187,7 +189,7 @@ async def _settled(session: aiohttp.ClientSession, url: str) -> Json:
 
 
 def _grammar(words: Words, template: str) -> str:
-    """Words of thinking where the template has it, then words to be seen."""
+    """A grammar for words of thinking, if the template has it, and then visible words."""
     some = " | ".join(f'"{word} "' for word in dict.fromkeys(WORDS))
     thinking = f'word{{{words.thinking}}} "\\n</think>\\n\\n" '
     if template == OWN:

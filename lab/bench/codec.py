@@ -1,7 +1,8 @@
 """`towerctl lab bench codec`: bits per byte of chat by kind, ours beside general-purpose compressors.
 
-Our sizes are whole blobs, header and checksums included. All are measured on the same sessions of
-16 KB from the development split of the data, whose training split built our table and primes theirs.
+Our sizes are whole blobs, header and checksums included. All compressors run on the same sessions
+of 16 KB from the development split of the data; the training split built our table and primes
+theirs.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 import click
 from rich.progress import track
 
-from lab.bench.codec_rivals import PRIME_BYTES, rivals
+from lab.bench.codec_baselines import PRIME_BYTES, baselines
 from lab.bench.codec_texts import KINDS, sessions, training
 from lab.codec.lossy import reduce
 from towerd.cli.bench.cold_texts import MARKS, tokenized
@@ -26,7 +27,7 @@ SESSIONS, SESSIONS_QUICK = 24, 3
 CHUNK_SYMBOLS = (256, 512, 1024, 2048, 4096, 8192)
 CHUNK_SYMBOLS_QUICK = (256, 1024, 8192)
 OURS = ("ranked", "text", "mix", *(["network"] if PATH.exists() else []))
-"""The last one is the best, which is what the daemon keeps."""
+"""The forms to measure. The last one is the best; the daemon stores it."""
 BEST = OURS[-1]
 CLASSICAL = ("zstd", "zstd_dict", "xz", "brotli", "ppmd", "ppmd_primed", "ranked")
 _BUNDLED = Path(file.PATH).parents[2] / "towerd" / "data" / "stories260K.gguf"
@@ -40,9 +41,9 @@ async def run(
     mini: Path | None,
     p_mins: tuple[float, ...],
 ) -> Report:
-    """Measure with the first vocabulary; the others are only counted in."""
+    """Measure with the first vocabulary; sessions are also counted in tokens of the others."""
     texts = sessions(data, SESSIONS_QUICK if quick else SESSIONS)
-    classical = rivals(training(data, 2 * PRIME_BYTES))
+    classical = baselines(training(data, 2 * PRIME_BYTES))
     paths = vocabs or (_BUNDLED,)
     report = Report("codec", ", ".join(path.stem for path in paths))
     vocabularies = {path.stem.removeprefix("ggml-vocab-"): GgufVocabulary(path) for path in paths}
@@ -72,7 +73,7 @@ async def run(
 def _coded(
     codec: Codec, vocabulary: GgufVocabulary, text: bytes, form: str, totals: dict[str, float]
 ) -> int:
-    """Bytes of the blob; adds the times of the best form."""
+    """Returns the bytes of the blob; adds the times of the best form to `totals`."""
     ids = tokenized(text, vocabulary)
     started = time.perf_counter()
     blob = codec.encode(ids, form=form)
@@ -125,7 +126,7 @@ def _summary(report: Report, vocabulary: str, totals: dict[str, float]) -> None:
 def _chunked(
     report: Report, codec: Codec, vocabulary: GgufVocabulary, texts: list[bytes], n_symbols: int
 ) -> None:
-    """One session of each kind in chunks of `n_symbols`: bits, and speed against their number."""
+    """Code one session of each kind in chunks of `n_symbols`: bits per byte, and decoding speed."""
     n_bytes = n_tokens = n_chunks = 0
     decode_s = 0.0
     for text in track(texts, f"chunks of {n_symbols}"):
@@ -146,7 +147,7 @@ def _chunked(
 def _lossy(
     report: Report, codec: Codec, vocabulary: GgufVocabulary, texts: list[bytes], p_min: float
 ) -> None:
-    """One session of each kind without what is less likely than `p_min`."""
+    """Code one session of each kind without the symbols less likely than `p_min`."""
     n_bytes = n_lost = n_symbols = 0
     for text in track(texts, f"p_min {p_min:g}"):
         loss = reduce(text.decode(), p_min, MARKS)

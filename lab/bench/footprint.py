@@ -40,8 +40,8 @@ _PAPER_ROWS_MB = 4096
 
 
 @dataclass(slots=True)
-class Population:
-    """A store that grows by sessions."""
+class GrowingStore:
+    """A store to which sessions are added."""
 
     store: Store
     tiers: Tiers
@@ -64,13 +64,13 @@ class Population:
         self.n += 1
 
     def fill(self, ids: Ids) -> None:
-        """Give what lacks rows on the path of `ids` some, and have them written."""
+        """Give random rows to the nodes on the path of `ids` that have none, and write them."""
         for gap in self.tiers.gaps(ids, "local"):
             self.tiers.accept(gap, _rows(self.layout, self.rng, gap.p0, gap.p1))
         self.tiers.flush()
 
     def settle(self) -> None:
-        """Wait until the shrinker finds nothing more to do."""
+        """Wait until the shrinker has nothing left to do."""
         since, last = time.monotonic(), -1
         while time.monotonic() - since < _SETTLED_S:
             now = self.tiers.stats()["warm_bytes"]
@@ -111,8 +111,8 @@ def _layout() -> KVLayout:
     return KVLayout((plane,), (plane,))
 
 
-def _open(root: Path, formats: LevelFormats) -> Population:
-    """The store with its bases; sessions that it has are counted."""
+def _open(root: Path, formats: LevelFormats) -> GrowingStore:
+    """The store with its bases; sessions that it already has are counted."""
     layout = _layout()
     fingerprint = Fingerprint("footprint", "llama", "bench", {}, (), layout, False, False, False)
     store = Store.open(root, fingerprint)
@@ -127,13 +127,13 @@ def _open(root: Path, formats: LevelFormats) -> Population:
         shrink_after_s=0.0,
     )
     n = int(store.stats()["sessions"])
-    population = Population(store, tiers, layout, np.random.default_rng(n), [], n)
+    population = GrowingStore(store, tiers, layout, np.random.default_rng(n), [], n)
     population.bots = _add_bases(population)
     return population
 
 
-def _add_bases(population: Population) -> list[Ids]:
-    """Platform, communities and bots, the same at every opening; returns the bots' prompts."""
+def _add_bases(population: GrowingStore) -> list[Ids]:
+    """Add platform, communities and bots, the same each time; returns the bots' prompts."""
     rng = np.random.default_rng(17)
 
     def base(name: str, above: Ids, level: int) -> Ids:
@@ -160,7 +160,7 @@ def _rows(layout: KVLayout, rng: np.random.Generator, p0: int, p1: int) -> KVRow
 
 
 def _disk_bytes(root: Path) -> int:
-    """What the file system has given to the store: files, catalog, directories."""
+    """Disk space allocated to the store: files, catalog, directories."""
     return sum(path.lstat().st_blocks * 512 for path in (root, *root.rglob("*")))
 
 

@@ -1,4 +1,4 @@
-"""ggml's own row routines, called through ctypes: what the kernels are measured against."""
+"""ggml's own row routines, called through ctypes, to compare the kernels with."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _CpuTraits._fields_ = [("from_float", _TO_FLOAT)]
 
 
 class Ggml:
-    """The libraries that llama-cpp-python brought. Raises TowerdError when they are missing."""
+    """The libraries of llama-cpp-python. Raises TowerdError if they are missing."""
 
     def __init__(self) -> None:
         spec = importlib.util.find_spec("llama_cpp")

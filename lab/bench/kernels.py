@@ -1,10 +1,10 @@
-"""`towerctl lab bench kernels`: GB/s of output of every kernel, beside memcpy and beside ggml;
-milliseconds of the one that computes attention.
+"""`towerctl lab bench kernels`: GB/s of output of every kernel, beside memcpy and ggml, and
+milliseconds of the attention kernel.
 
 Single-core figures are what one worker thread gets; the last ones use every core. All jobs work on
-rows of 1,024 elements (8 KV heads of 128), more of them than any cache holds. Kernels that write
-where the caller says find memory that was touched before; quantizers write into new memory every
-time, and so does ggml's here.
+rows of 1,024 elements (8 KV heads of 128), more of them than any cache holds. Kernels with an
+`out` argument write to memory that was touched before; quantizers write to new memory every time,
+and so does ggml here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ROWS, _ROWS_QUICK = 32768, 4096
 _ROWS_REFERENCE = 256
 _REPEATS = 7
 _HEADS, _KV_HEADS, _QUERIES, _HEAD_DIM_1B = 32, 8, 64, 64
-"""Of the attention kernel: one layer of the 1B shape, the queries that one eviction goes by."""
+"""Shape for the attention kernel: one layer of the 1B model, with the queries of one eviction."""
 _DECODED = ("q8_0", "q4_0", "q8", "q8h", "q6h", "q5h", "q4", "q4h", "q4ah")
 _ENCODED = ("q8_0", "q5_0", "q4_0", "iq4_nl", "q8h", "q6h", "q5h", "q4", "q4h")
 
@@ -39,7 +39,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 async def run(model: Path | None, quick: bool) -> Report:
-    """Measure; the model plays no part."""
+    """Measure the kernels; `model` is ignored."""
     n_rows = _ROWS_QUICK if quick else _ROWS
     report = Report("kernels", f"{n_rows:,} rows of {_ELEMENTS}")
     values = np.random.default_rng(0).standard_normal((n_rows, _ELEMENTS)).astype(np.float32)
@@ -147,7 +147,7 @@ def _encode(rows: Bytes, source: str, target: str, n_threads: int) -> Callable[[
 
 
 def _attention(n_keys: int, n_threads: int) -> Callable[[], Any]:
-    """What the last queries of a layer look at."""
+    """Attention of the last queries of a layer."""
     rng = np.random.default_rng(0)
     queries = rng.standard_normal((_QUERIES, _HEADS * _HEAD_DIM_1B), np.float32)
     keys = rng.standard_normal((n_keys, _KV_HEADS * _HEAD_DIM_1B), np.float32).astype(np.float16)
@@ -165,13 +165,13 @@ def _rope(half: Bytes, n_threads: int) -> Callable[[Bytes], None]:
 
 
 def _gbps(work: Callable[[Bytes], Any], shape: tuple[int, ...]) -> float:
-    """GB/s of output, best of some runs after one that touches every page."""
+    """GB/s of output, the best of some runs after one that touches every page."""
     out = np.zeros(shape, np.uint8)
     return out.nbytes / _fastest_s(lambda: work(out)) / 1e9
 
 
 def _gbps_new(work: Callable[[], Bytes]) -> float:
-    """GB/s of output into memory that is new in every run, best of some runs."""
+    """GB/s of output into memory that is new in every run, the best of some runs."""
     return work().nbytes / _fastest_s(work) / 1e9
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from lab.bench import latem_plot
-from lab.latem.algorithm import Latem
-from lab.latem.cases import CASES, TOKEN_COST, Advice, Case
-from lab.latem.curves import Point, curve, pay, robustness
+from lab.latem.algorithm import LatemCache
+from lab.latem.cases import CASES, TOKEN_COST, Advice, LatemCase
+from lab.latem.curves import Point, curve, robustness, total_cost
 from lab.latem.optimum import Request, optimum_cost
 from towerd.cli.bench.drift_plot import require
 from towerd.cli.bench.report import Report
@@ -23,7 +23,7 @@ Curves = dict[str, list[Point]]
 
 
 async def run(model: Path | None, quick: bool, *, plot_path: Path | None = None) -> Report:
-    """Every case of `lab.latem.cases`."""
+    """Run every case of `lab.latem.cases`."""
     if plot_path is not None:
         require(plot_path)
     n = 3 if quick else 20
@@ -42,7 +42,7 @@ async def run(model: Path | None, quick: bool, *, plot_path: Path | None = None)
 
 
 def _findings(curves: Curves) -> dict[str, Any]:
-    """What the paper claims, as figures that say whether it is so."""
+    """The paper's claims, as figures that say whether they hold."""
     perfect = {name: points[0] for name, points in curves.items()}
     damage = curves["in turn"][-1]
     figures: dict[str, Any] = {
@@ -71,11 +71,11 @@ def _against_shared_pool() -> float:
     an optimum that lets messages share all k_t."""
     requests: list[Request] = [(0, i % 8) for i in range(400)]
     advice = Advice(requests, 0.0, random.Random(0))
-    paid = pay(Latem(4, 8, advice, token_cost=TOKEN_COST), requests, advice)
+    paid = total_cost(LatemCache(4, 8, advice, token_cost=TOKEN_COST), requests, advice)
     return paid / optimum_cost(requests, 1, 8, TOKEN_COST)
 
 
-def _show(name: str, case: Case, points: Sequence[Point]) -> None:
+def _show(name: str, case: LatemCase, points: Sequence[Point]) -> None:
     rows = [
         (
             name,

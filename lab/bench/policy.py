@@ -9,7 +9,7 @@ from statistics import mean
 from typing import Any
 
 from lab.bench import policy_costs, policy_plot, policy_workflows
-from lab.replay.cells import Source, Task, Workers, workers
+from lab.replay.cells import ReplayTask, TraceSource, Workers, workers
 from lab.replay.compare import BASELINE, BOUND, Cell
 from towerd.cli.bench.drift_plot import require
 from towerd.cli.bench.report import Report
@@ -17,11 +17,11 @@ from towerd.cli.output import show_table
 from towerd.errors import ConfigError
 
 POLICY = "foresight"
-"""The policy that the targets are about."""
+"""The policy that the targets apply to."""
 CAPACITIES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 SEGMENT_TOKENS = 16384
-"""What is given up as a whole. With 2048 all rates are the same within 0.1 points, but it takes
-five times as long."""
+"""Tokens that are evicted as a whole. 2048 gives the same rates within 0.1 points, but takes five
+times as long."""
 _LEAST = {
     "worst_vs_lru_points": -0.5,
     "coding72_gap_2pct": 0.4,
@@ -45,7 +45,7 @@ _CHAT = "mooncake_conversation"
 _CODING = "coding-72"
 _TEAMS = "workflows with hints"
 _Cells = dict[str, list[Cell]]
-_Shown = dict[str, tuple[Source, Sequence[Cell]]]
+_Shown = dict[str, tuple[TraceSource, Sequence[Cell]]]
 
 
 async def run(
@@ -59,8 +59,8 @@ async def run(
     jobs: int = 1,
 ) -> Report:
     """Replay everything in `data`, a folder with the traces, and in `workflows`, in `jobs`
-    processes; see README.md of towerd/replay. Without one of them, what it is needed for is not
-    measured."""
+    processes; see lab/replay/README.md. Figures whose folder is missing are not measured. Raises
+    ConfigError if both are missing."""
     if data is None and workflows is None:
         raise ConfigError("Nothing to measure: name a folder with --data or --workflows.")
     if plot_path is not None:
@@ -93,17 +93,21 @@ def _of_traces(
 ) -> dict[str, Any]:
     """Hit rates on the traces in `data`."""
     plain = _replay(work, _sources(data, quick), names, quick, shown)
-    ended = list(work([Task(_chat(data), 0.05, names, end_hints=True)]))
+    ended = list(work([ReplayTask(_chat(data), 0.05, names, end_hints=True)]))
     _show(f"{_CHAT} with end signals", ended)
     return _figures(plain, ended)
 
 
 def _replay(
-    work: Workers, sources: Sequence[Source], names: tuple[str, ...], quick: bool, shown: _Shown
+    work: Workers,
+    sources: Sequence[TraceSource],
+    names: tuple[str, ...],
+    quick: bool,
+    shown: _Shown,
 ) -> _Cells:
     """The cells of every trace; those of the first seed are also entered in `shown`."""
     capacities = (0.02, 0.05) if quick else CAPACITIES
-    cells = work([Task(source, c, names) for source in sources for c in capacities])
+    cells = work([ReplayTask(source, c, names) for source in sources for c in capacities])
     plain: _Cells = {}
     for source in sources:
         found = list(islice(cells, len(capacities)))
@@ -125,7 +129,7 @@ def _of_workflows(
         return {}
     policies = tuple(dict.fromkeys((*names, *policy_workflows.POLICIES)))
     capacities = (0.05, 0.1) if quick else CAPACITIES
-    cells = list(work([Task(source, c, policies, end_hints=True) for c in capacities]))
+    cells = list(work([ReplayTask(source, c, policies, end_hints=True) for c in capacities]))
     shown[_TEAMS] = (source, cells)
     _show(_TEAMS, cells)
     figures: dict[str, Any] = {"workflow_gap_10pct": _gap(cells, 0.1)}
@@ -134,21 +138,21 @@ def _of_workflows(
     return figures
 
 
-def _sources(data: Path, quick: bool) -> list[Source]:
+def _sources(data: Path, quick: bool) -> list[TraceSource]:
     coding = data / "agentic_coding"
     found = [
-        Source(coding, SEGMENT_TOKENS, users, seed)
+        TraceSource(coding, SEGMENT_TOKENS, users, seed)
         for users in ((72,) if quick else _USERS)
         for seed in ((0,) if quick else _SEEDS)
     ]
     found.append(_chat(data))
     if not quick:
-        found.append(Source(_file(data, "mooncake_synthetic"), SEGMENT_TOKENS))
+        found.append(TraceSource(_file(data, "mooncake_synthetic"), SEGMENT_TOKENS))
     return found
 
 
-def _chat(data: Path) -> Source:
-    return Source(_file(data, _CHAT), SEGMENT_TOKENS)
+def _chat(data: Path) -> TraceSource:
+    return TraceSource(_file(data, _CHAT), SEGMENT_TOKENS)
 
 
 def _file(data: Path, name: str) -> Path:
@@ -196,13 +200,13 @@ def _figures(plain: _Cells, ended: Sequence[Cell]) -> dict[str, Any]:
 
 
 def _gap(cells: Sequence[Cell], capacity: float, policy: str = POLICY) -> float:
-    """Mean over the seeds; where there is no gap, nothing was left open."""
+    """Mean share of the gap that is closed, over the seeds; 1 where there is no gap."""
     gaps = [cell.gap_closed(policy) for cell in cells if cell.capacity == capacity]
     return mean(1.0 if gap is None else gap for gap in gaps)
 
 
 def _set_targets(report: Report) -> None:
-    """Of what was measured."""
+    """Set the targets of the figures that were measured."""
     for key, least in _LEAST.items():
         if key in report.figures:
             report.target(key, least=least)

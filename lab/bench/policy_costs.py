@@ -1,16 +1,15 @@
-"""What decisions cost, in CPU time: they wait for nothing.
+"""The cost of decisions, in CPU time.
 
-An eviction is one call that frees what one request needs; that may take several victims, and
-ranking what has changed since the last one, or everything. A score update is one key brought up
-to date in such a pass, be it by seeing that its rank holds: visits that nobody has judged yet are
-judged together there, so the time of the pass is shared by its keys. `score_anew_us` is the same
-time shared by those alone whose rank did not hold. A forecast is one of a workflow's next steps.
-`visit_ms` is what every request costs besides: the shadow cache, and the lessons of the
-return-time model. `answer_ms` is what the end of an answer costs, whose text is out: every now and
-then all leaves are ranked there.
+An eviction is one call that frees what one request needs. It may take several victims, and may rank
+the keys that changed since the last call, or all of them. A score update is one key brought up to
+date in such a pass, even if its rank turns out to be unchanged: the pass scores all pending visits
+together, so its time is shared by its keys. `score_anew_us` is the same time shared only by the
+keys whose rank changed. A forecast is one of a workflow's next steps. `visit_ms` is what every
+request costs besides: the shadow cache, and training the return-time model. `answer_ms` is the cost
+of the end of an answer, after its text has been sent: now and then all leaves are ranked there.
 
-Decisions of a replay are always the same, so each counts with the least time of several replays:
-what else the machine does then is none of it. Python's cycle collector works as in the daemon.
+A replay always makes the same decisions, so each counts with its shortest time of several replays,
+which excludes other load on the machine. Python's cycle collector runs as in the daemon.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import numpy as np
 
 from lab.replay.simulate import replay
 from lab.replay.trace import Trace
-from towerd.app import tame_collector
+from towerd.app import tune_gc
 from towerd.policy import make_policy
 from towerd.policy.foresight import Foresight
 from towerd.policy.predict.markov import Markov
@@ -35,7 +34,7 @@ _REPLAYS = 3
 
 
 class _Timed:
-    """A function, how long each call took, and how many things it was about."""
+    """A function, the time of each call, and how many items each call handled."""
 
     def __init__(self, call: Callable[..., Any], about: Callable[[], int] = lambda: 1) -> None:
         self._call, self._about = call, about
@@ -50,12 +49,12 @@ class _Timed:
         return found
 
     def take_least(self, others: Sequence[_Timed]) -> None:
-        """The least time of each call, of this one and others that did the same."""
+        """Take the shortest time of each call over this one and others that made the same calls."""
         times = (self.times_s, *(other.times_s for other in others))
         self.times_s = [min(each) for each in zip(*times, strict=True)]
 
     def figures(self, name: str, per_s: float) -> dict[str, float]:
-        """Mean and 99th percentile for one thing, in units of which a second has `per_s`."""
+        """Mean and 99th percentile per item, in units of 1 / `per_s` seconds."""
         each = [t / n for t, n in zip(self.times_s, self.n, strict=True) if n for _ in range(n)]
         return {
             f"{name}_mean": per_s * mean(each),
@@ -65,7 +64,7 @@ class _Timed:
 
 @dataclass(slots=True)
 class _Times:
-    """Of one replay; n_anew: ranks that did not hold."""
+    """The times of one replay; n_anew: number of ranks that changed."""
 
     evict: _Timed
     visit: _Timed
@@ -75,7 +74,7 @@ class _Times:
 
 
 def of_decisions(chat: Trace) -> dict[str, float]:
-    """Of foresight, in replays of its own."""
+    """Costs of the decisions of foresight, in replays of its own."""
     first, *others = (_replayed(chat) for _ in range(_REPLAYS))
     first.evict.take_least([each.evict for each in others])
     first.visit.take_least([each.visit for each in others])
@@ -106,19 +105,19 @@ def _replayed(chat: Trace) -> _Times:
     evict, visit = _Timed(policy.victims), _Timed(policy._begin_visit)
     answer = _Timed(policy.answered)
     score = _Timed(policy._rank_leaves, lambda: ranked[-1])
-    # In its place on this one object: policies carry no stopwatch for the sake of one benchmark.
+    # Patched on this one object, so that policies carry no timers for the sake of a benchmark.
     policy.victims = evict  # type: ignore[method-assign]
     policy._begin_visit = visit  # type: ignore[method-assign]
     policy.answered = answer  # type: ignore[method-assign]
     policy._rank_leaves = score  # type: ignore[method-assign]
     policy._rank_each = count  # type: ignore[method-assign]
-    tame_collector()
+    tune_gc()
     replay(chat, policy, int(_CAPACITY * chat.n_distinct_blocks))
     return _Times(evict, visit, answer, score, sum(anew))
 
 
 def of_forecasts(paths: list[tuple[str, ...]]) -> dict[str, float]:
-    """Of Markov-3, over `paths` of steps."""
+    """Costs of forecasts by Markov-3, over `paths` of steps."""
     markov = Markov()
     predict = _Timed(markov.forecast)
     for path in paths:

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lab.commands.train_predictor import HEADS, as_text
-from lab.predict.accuracy import Judged, together
-from lab.predict.rivals import MIXTURE, Row, judge_all, table
-from lab.predict.runs import Run, folds
-from lab.replay.cells import Source
+from lab.predict.accuracy import ForecastScores, concatenate
+from lab.predict.baselines import MIXTURE, Row, score_all, table
+from lab.predict.runs import FinishedRun, folds
+from lab.replay.cells import TraceSource
 from lab.replay.runs import read_runs
 from towerd.cli.output import show_table
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 POLICIES = ("pbkv", "kvflow", "latem")
 MAIN = "who_and_when"
-"""The data set with several agents; the others have one model and its tools."""
+"""The data set with several agents; the others have one model with its tools."""
 _USERS = 24
 _EPOCHS = 25
 _PARTS = 5
@@ -38,32 +38,32 @@ def files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if ".jsonl" in path.suffixes)
 
 
-def main_source(folder: Path, segment_tokens: int) -> Source | None:
+def main_source(folder: Path, segment_tokens: int) -> TraceSource | None:
     """The multi-agent workflows expanded to prompts, as 24 users; None: they are not there."""
     for path in files(folder):
         if path.name.startswith(MAIN):
-            return Source(path, segment_tokens, _USERS)
+            return TraceSource(path, segment_tokens, _USERS)
     return None
 
 
 def predictors(folder: Path, *, quick: bool, jobs: int = 1) -> Iterator[tuple[str, dict[str, Row]]]:
     """(data set, accuracy of each predictor), every task held out once, in `jobs` processes.
-    The mixture is trained only where torch is, and not when it must be quick; then also only one
-    part of the tasks is held out."""
+    The mixture is trained only if torch is installed and not `quick`. `quick` also holds out only
+    one part of the tasks."""
     trains = not quick and importlib.util.find_spec("torch") is not None
     paths = files(folder)
     held_out = range(1 if quick else _PARTS)
     tasks = [(path, part, trains) for path in paths for part in held_out]
     with _pool(jobs) as work:
-        found = work(_judge_part, tasks)
+        found = work(_score_part, tasks)
         for path in paths:
             parts = [next(found) for _ in held_out]
-            judged = {name: together([part[name] for part in parts]) for name in parts[0]}
-            yield path.name.split(".")[0], table(judged)
+            scored = {name: concatenate([part[name] for part in parts]) for name in parts[0]}
+            yield path.name.split(".")[0], table(scored)
 
 
-def _judge_part(task: tuple[Path, int, bool]) -> dict[str, Judged]:
-    """Everything trained on all parts but one, which it is judged on."""
+def _score_part(task: tuple[Path, int, bool]) -> dict[str, ForecastScores]:
+    """Train all predictors on all parts but one, and score them on that part."""
     path, part, trains = task
     runs = _read(path)
     of = folds(runs, _PARTS, 0)
@@ -78,17 +78,17 @@ def _judge_part(task: tuple[Path, int, bool]) -> dict[str, Judged]:
 
         torch.set_num_threads(1)
         weights = train_mixture(learned, lambda runs, seed: train(runs, epochs=_EPOCHS, seed=seed))
-    return judge_all(learned, held, weights)
+    return score_all(learned, held, weights)
 
 
 @lru_cache(maxsize=1)
-def _read(path: Path) -> list[Run]:
+def _read(path: Path) -> list[FinishedRun]:
     return read_runs(path)
 
 
 @contextmanager
-def _pool(n: int) -> Iterator[Callable[..., Iterator[dict[str, Judged]]]]:
-    """`map` over `n` processes; 1: over this one."""
+def _pool(n: int) -> Iterator[Callable[..., Iterator[dict[str, ForecastScores]]]]:
+    """`map` over `n` processes; 1: in this process."""
     if n == 1:
         yield map
         return
@@ -105,9 +105,9 @@ def show(found: Mapping[str, Mapping[str, Row]]) -> None:
 
 
 def figures(found: Mapping[str, Mapping[str, Row]]) -> dict[str, Any]:
-    """s1, s2, s3: per data set what each predictor reaches; where a mixture was trained, also
-    `predictor_ahead_points`: the least lead over the best Markov model of any data set and
-    number of steps, where Markov-3 is below _SURE at one step."""
+    """s1, s2, s3: the accuracy of each predictor per data set. If a mixture was trained, also
+    `predictor_ahead_points`: its smallest lead over the best Markov model, over all numbers of
+    steps and those data sets where Markov-3 is below _SURE at one step."""
     out: dict[str, Any] = {
         key: {
             data: {name: round(row[key], 4) for name, row in table.items()}
@@ -125,6 +125,8 @@ def figures(found: Mapping[str, Mapping[str, Row]]) -> dict[str, Any]:
 
 
 def paths_of(folder: Path) -> list[tuple[str, ...]]:
-    """Steps of all runs of the smallest file."""
-    smallest: list[Run] = read_runs(min(files(folder), key=lambda path: path.stat().st_size))
+    """The steps of each run in the smallest file."""
+    smallest: list[FinishedRun] = read_runs(
+        min(files(folder), key=lambda path: path.stat().st_size)
+    )
     return [run.steps for run in smallest]

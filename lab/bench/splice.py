@@ -44,10 +44,10 @@ from towerd.tiers.formats.interval import interval
 from towerd.tokens import Ids
 
 PERCENTS = (0, 5, 10, 15, 25, 50, 75, 100)
-"""Of a module's tokens, evaluated again."""
+"""Shares of a module's tokens that are evaluated again."""
 KL_ROUNDING_MAX = 1e-4
-"""Nats that full prefill may always differ from itself by; a model with more noise may by its
-floor: the batches have other sizes."""
+"""Nats by which full prefill may always differ from itself, because its batches have other sizes; a
+model with more noise may differ by its noise floor."""
 MODULE_TOKENS_MAX = 1024
 CONTEXT_TOKENS_MAX = 2048
 MODULES, MODULES_QUICK = 6, 2
@@ -56,7 +56,7 @@ _SEQ, _SCRATCH = 0, 1
 
 
 class LiveLine:
-    """A sequence that stays in the context, as a request's does: what the clock is held to."""
+    """A sequence that stays in the context, like that of a request; operations on it are timed."""
 
     def __init__(self, context: LlamaContext) -> None:
         self._context = context
@@ -85,7 +85,7 @@ class LiveLine:
 
 @dataclass(slots=True)
 class SpliceReport(Report):
-    """`lines`: one for each share of tokens that is evaluated again."""
+    """A report with `lines`, one for each share of tokens that is evaluated again."""
 
     lines: list[dict[str, Any]] = field(default_factory=list)
 
@@ -150,7 +150,7 @@ async def run(model: Path | None, quick: bool, *, text: Path | None = None) -> R
 
 @dataclass(slots=True)
 class _Sums:
-    """Of one share, over all modules."""
+    """The sums of one share over all modules."""
 
     kl: list[float] = field(default_factory=list)
     excess: list[float] = field(default_factory=list)
@@ -196,7 +196,7 @@ class Bench:
 
     @property
     def floor_top1(self) -> float:
-        """The share of equal most likely tokens that noise alone leaves."""
+        """The top-1 agreement that noise alone leaves."""
         return float(np.mean([noise.top1 for noise in self._noise]))
 
     def measure(self, n_modules: int) -> list[dict[str, Any]]:
@@ -244,7 +244,7 @@ class Bench:
         total.spliced_s += self._best_s(case, lambda line: meter.splice(line, spans))
 
     def _best_s(self, case: Case, work: Callable[[LiveLine], Any]) -> float:
-        """The shortest time that `work` takes after what stands before the module."""
+        """The shortest time of `work` after the text that precedes the module."""
         line, best = LiveLine(self._context), math.inf
         line.decode(case.before)
         for _ in range(_ROUNDS):

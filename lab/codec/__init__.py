@@ -1,1 +1,1 @@
-"""Studies of the codec: what prompts cost given each other, and what leaving out text saves."""
+"""Studies of the codec: coding prompts given each other, and leaving out text."""

@@ -1,11 +1,11 @@
-"""Prompts that are alike, found and coded on top of each other (section 11 of the towers paper).
+"""Finds similar prompts and codes them on top of each other (section 11 of the towers paper).
 
-The distance of one prompt to another is what the codec's model needs to write it when it has just
-read the other: bits of A given B, an upper bound of the conditional information (Li and others,
-"The Similarity Metric", 2004). The medoids are chosen so that all bits together are fewest:
-each medoid is written by itself and each other prompt on top of its medoid, which is the storage
-that theorem 32 counts. How many medoids there are follows from that, too. The search is the
-partitioning of Kaufman and Rousseeuw (1990) with steps that add and drop a medoid.
+The distance of one prompt to another is the number of bits that the codec's model needs for it
+after it has read the other: bits of A given B, an upper bound of the conditional information (Li
+and others, "The Similarity Metric", 2004). The medoids are chosen so that all bits together are
+fewest: each medoid is written by itself and each other prompt on top of its medoid, which is the
+storage that theorem 32 counts. The number of medoids follows from that, too. The search is the
+partitioning around medoids of Kaufman and Rousseeuw (1990) with steps that add and drop a medoid.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ import numpy as np
 import numpy.typing as npt
 
 from towerd.codec.mix import TextCoder
-from towerd.codec.mixers import Symbols
+from towerd.codec.mixer_pool import Symbols
 from towerd.tokens import Ids
 
 NEIGHBOURS_MAX = 16
-"""Of the other prompts, so many are read before each: those that share most with it."""
+"""How many other prompts are read before each prompt: those that share most with it."""
 RUN = 4
-"""Symbols that two prompts must have in a row for it to count as shared."""
+"""Length in symbols of a run that counts as shared by two prompts."""
 
 Bits = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Distances:
-    """`alone` float64[n]: bits of each prompt; `given` float64[n, n]: bits of prompt i when
-    prompt j was read before; not more than `alone`, for a coder may leave out what does not help."""
+    """`alone` float64[n]: bits of each prompt; `given` float64[n, n]: bits of prompt i after
+    prompt j, at most `alone`, because a coder need not use a base that does not help."""
 
     alone: Bits
     given: Bits
 
     def between(self, i: int, j: int) -> float:
-        """The distance that is the same both ways, bits: the larger one."""
+        """The symmetric distance in bits: the larger one of both."""
         return float(max(self.given[i, j], self.given[j, i]))
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Indexes of prompts; the members without the medoid, in order."""
+    """A cluster, as indexes of prompts; `members` are without the medoid, in order."""
 
     medoid: int
     members: tuple[int, ...]
@@ -56,7 +56,7 @@ class Cluster:
 
 def measure(prompts: Sequence[Ids], coder: TextCoder) -> Distances:
     """Distances of prompts, int32[n] ids of the coder's vocabulary each (`Codec.text_coder`). Pairs
-    that share less than others are not measured but count as strangers (NEIGHBOURS_MAX)."""
+    beyond the NEIGHBOURS_MAX that share most are not measured and count as unrelated."""
     texts = [coder.symbols(ids) for ids in prompts]
     alone = np.zeros(len(texts))
     given = np.zeros((len(texts), len(texts)))
@@ -69,7 +69,7 @@ def measure(prompts: Sequence[Ids], coder: TextCoder) -> Distances:
 
 
 def neighbours(texts: Sequence[Symbols]) -> list[list[int]]:
-    """Of each text, itself and the NEIGHBOURS_MAX others that share most runs with it."""
+    """For each text, itself and the NEIGHBOURS_MAX others that share most runs with it."""
     runs = [
         {tuple(text[at : at + RUN]) for at in range(len(text) - RUN + 1)}
         for text in (each.tolist() for each in texts)
@@ -89,9 +89,9 @@ def neighbours(texts: Sequence[Symbols]) -> list[list[int]]:
 def cluster(
     distances: Distances, n_clusters: int | None = None, base_bits: float = 0.0
 ) -> list[Cluster]:
-    """The clusters with the fewest bits that the search finds, where being a member takes
-    `base_bits` besides; `n_clusters`: so many instead of as many as pay. ValueError unless
-    1 <= n_clusters <= the number of prompts."""
+    """The clusters with the fewest bits that the search finds. Each member costs `base_bits` more.
+    n_clusters: their number; None: as many as pay. ValueError unless 1 <= n_clusters <= the number
+    of prompts."""
     n = len(distances.alone)
     if n_clusters is not None and not 1 <= n_clusters <= n:
         raise ValueError(f"{n} prompts cannot make {n_clusters} clusters.")
@@ -102,7 +102,7 @@ def cluster(
     medoids = _searched(costs, distances.alone, n_clusters)
     nearest = np.array(medoids)[np.argmin(costs[:, medoids], axis=1)]
     nearest[medoids] = medoids
-    if n_clusters is None:  # nothing is gained by being a stranger's member
+    if n_clusters is None:  # no prompt gains by joining an unrelated medoid
         strangers = costs[np.arange(n), nearest] >= distances.alone
         nearest = np.where(strangers, np.arange(n), nearest)
         medoids = np.unique(nearest).tolist()
@@ -112,7 +112,7 @@ def cluster(
 
 
 def total_bits(distances: Distances, clusters: Sequence[Cluster]) -> float:
-    """What all prompts take: medoids alone, members given theirs."""
+    """The bits of all prompts: medoids alone, members given their medoid."""
     return sum(
         float(distances.alone[c.medoid])
         + sum(float(distances.given[i, c.medoid]) for i in c.members)
@@ -121,8 +121,8 @@ def total_bits(distances: Distances, clusters: Sequence[Cluster]) -> float:
 
 
 def _searched(costs: Bits, alone: Bits, n_clusters: int | None) -> list[int]:
-    """Medoids, ascending: from the best single one, the best step (add, drop or swap one) until
-    none helps. Under a fixed number, medoids are added up to it first and then only swapped."""
+    """Medoids, ascending: starting from the best single one, the best step (add, drop or swap one)
+    until none helps. For a fixed number, medoids are first added up to it and then only swapped."""
     medoids = _best([[i] for i in range(len(alone))], costs, alone)
     while n_clusters is not None and len(medoids) < n_clusters:
         medoids = _best(_added(medoids, len(alone)), costs, alone)

@@ -1,11 +1,11 @@
-"""Below the entropy, on demand: what a model finds nearly impossible is left out.
+"""Lossy coding on demand: symbols that a model finds nearly impossible are left out.
 
 Section 10.3 of the towers paper codes tokens under a threshold p_min as one "out of vocabulary"
 word. Measured on sessions of 16 KB, a word that stands for the lost ones costs more than it saves: it
-is itself unexpected, and so is what follows it. So symbols that the mixer gives less than p_min are
-left out of the text, and what is left is the text from then on: it is sent, evaluated and coded
-exactly, and differs from the original in as many symbols as `Loss` says. Nothing in towerd does this
-by itself.
+is itself unexpected, and so is the text after it. So symbols that the mixer gives less than p_min
+are left out, and the remaining text replaces the original: it is sent, evaluated and coded exactly,
+and differs from the original in as many symbols as `Loss` says. Nothing in towerd does this by
+itself.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from towerd.codec.mix import BASE_IDS_MAX, MiniText
-from towerd.codec.mixers import table_bits
+from towerd.codec.mixer_pool import table_bits
 from towerd.codec.prior import file
 from towerd.codec.text import KINDS_MAX, MARK_FIRST, kinds_of, split
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A text that stands for another: `n_lost` of `n_symbols` symbols (tokens of the mini
-    vocabulary) were left out. Of a character that was lost in part nothing is left."""
+    """A shortened text: `n_lost` of `n_symbols` symbols (tokens of the mini vocabulary) were left
+    out. A character that lost some of its bytes is removed."""
 
     text: str
     n_lost: int
@@ -33,9 +33,9 @@ class Loss:
 
 
 def reduce(text: str, p_min: float, names: Sequence[bytes] = (), base: str = "") -> Loss:
-    """`text`, which follows `base`, without what is less likely than `p_min`.
+    """`text`, which follows `base`, without the symbols less likely than `p_min`.
 
-    `names`: how control tokens are written (`Vocabulary.names`); they always stay. ValueError
+    `names`: how control tokens are written (`TokenVocabulary.names`); they always stay. ValueError
     unless 0 <= p_min < 1, UnknownModel if the package has no table."""
     if not 0 <= p_min < 1:
         raise ValueError(f"p_min is a probability from 0 to under 1, not {p_min}.")
@@ -60,7 +60,7 @@ def reduce(text: str, p_min: float, names: Sequence[bytes] = (), base: str = "")
 
 
 class _Marks:
-    """Marks for the names of control tokens, and these again."""
+    """Replaces the names of control tokens by marks, and back."""
 
     def __init__(self, names: Sequence[bytes], text: bytes) -> None:
         longest = sorted({name for name in names if name}, key=lambda name: (-len(name), name))
@@ -72,7 +72,7 @@ class _Marks:
         return self._pattern.sub(lambda found: self._mark(found[0]), text)
 
     def take(self, marked: bytes, text: bytes) -> str:
-        """The text of `marked`, in which the marks are those of `text`."""
+        """The text of `marked`, whose marks come from `text`."""
         names = iter(self._pattern.findall(text))
         parts = [next(names) if _is_mark(part) else part for part in split(marked)]
         return "".join([part.decode(errors="ignore") for part in parts])

@@ -15,18 +15,18 @@ from towerd.errors import ConfigError
 
 if TYPE_CHECKING:
     from lab.codec.cluster import Cluster, Distances
-    from towerd.cli.backend import Backend
+    from towerd.cli.backend import ApiClient
     from towerd.codec import Codec
     from towerd.codec.vocabulary import GgufVocabulary
     from towerd.tokens import Ids
 
 PLATFORM_LEVEL = 0
-"""The level that has one prompt, so nothing to be like."""
+"""The level that has a single prompt, which cannot be similar to another."""
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A prompt without those above it."""
+    """A prompt's own text, without the prompts above it."""
 
     name: str
     ids: Ids
@@ -36,7 +36,10 @@ class Member:
 @click.argument("spec", required=False, type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--store", "from_store", is_flag=True, help="The bases of the store, without a SPEC.")
 @click.option(
-    "--clusters", metavar="N", type=click.IntRange(min=1), help="So many; default: as many as pay."
+    "--clusters",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Number of clusters; default: as many as pay.",
 )
 @setting_option("model")
 @json_option
@@ -87,8 +90,8 @@ def _of_store(target: Target) -> tuple[Path, list[tuple[str, bytes | Ids]]]:
         return model, own_ids(backend)
 
 
-def own_ids(backend: Backend) -> list[tuple[str, bytes | Ids]]:
-    """Name and ids of each base, without those of the base above it; each tenant's are its own."""
+def own_ids(backend: ApiClient) -> list[tuple[str, bytes | Ids]]:
+    """Name and ids of each base, without those of the base above it. Tenants do not share bases."""
     from towerd.store.prefix.node import PUBLIC
 
     bases = [base for base in backend.bases() if base["module"] is None]
@@ -103,13 +106,13 @@ def own_ids(backend: Backend) -> list[tuple[str, bytes | Ids]]:
     return own
 
 
-def _path(backend: Backend, base: Json) -> list[int]:
+def _path(backend: ApiClient, base: Json) -> list[int]:
     """The segments from the root to a base."""
     path: list[int] = backend.segment(base["segment"])["path"]
     return path
 
 
-def _ids(backend: Backend, path: list[int], parent: list[int]) -> Ids:
+def _ids(backend: ApiClient, path: list[int], parent: list[int]) -> Ids:
     """The ids of a base that are not its parent's."""
     from towerd.codec.base import as_ids
 

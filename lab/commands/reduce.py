@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """What became of a base's own text, without those above it; `bytes` of its coded form."""
+    """The result for a base's own text, without the bases above it; `bytes`: of its coded form."""
 
     p_min: float
     symbols: int
@@ -53,13 +53,13 @@ class Reduction:
     multiple=True,
     required=True,
     metavar="NAME=P",
-    help="Leave out of the base NAME what is less likely than P.",
+    help="Leave symbols less likely than P out of the base NAME.",
 )
 @click.option(
     "--out",
     required=True,
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Write the prompts with what is left of them to this file.",
+    help="Write the prompts with their remaining text to this file.",
 )
 @click.option(
     "--model",
@@ -71,7 +71,8 @@ class Reduction:
 def reduce(
     spec: Path, given: tuple[str, ...], out: Path, model: Path | None, as_json: bool
 ) -> None:
-    """Leave out of base prompts in the YAML file SPEC what a small model finds nearly impossible.
+    """Leave out text that a small model finds nearly impossible from base prompts in the YAML file
+    SPEC.
 
     This changes what the model reads. Precache OUT, and send prompts that begin with its texts.
     """
@@ -119,7 +120,7 @@ def p_mins(given: Sequence[str], root: Prompt, spec: Path) -> dict[str, float]:
 def reduce_tree(
     model: Path, root: Prompt, asked: Mapping[str, float], spec: Path
 ) -> tuple[Prompt, dict[str, Reduction]]:
-    """The tree with what is left of the bases in `asked`, and what became of each of them.
+    """The tree with the remaining text of the bases in `asked`, and the reduction of each of them.
 
     Raises TowerdError; SpecError if nothing is left."""
     from towerd.codec import Codec, CodecError
@@ -136,7 +137,7 @@ def reduce_tree(
 
 
 class _Reducer:
-    """Walks a tree; each base is read after what is left of those above it."""
+    """Walks a tree; the model reads each base after the remaining text of those above it."""
 
     def __init__(self, codec: Codec, asked: Mapping[str, float], spec: Path) -> None:
         self._codec, self._asked, self._spec = codec, asked, spec

@@ -1,4 +1,4 @@
-"""`towerctl lab replay`: what a policy would have found of a recorded trace."""
+"""`towerctl lab replay`: the hit rates of policies on a recorded trace."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ _TOKEN_BYTES = 32768
     type=click.IntRange(1, 1 << 20),
     default=2048,
     show_default=True,
-    help="The most that is kept or given up as a whole.",
+    help="Maximum tokens that are kept or evicted as a whole.",
 )
 @click.option(
     "--token-bytes",
     type=click.IntRange(1),
     default=_TOKEN_BYTES,
     show_default=True,
-    help="Bytes of a token's rows, to tell bytes moved.",
+    help="Bytes of a token's rows, to compute the bytes moved.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
 def replay(

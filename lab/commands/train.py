@@ -14,7 +14,7 @@ import click
 from towerd.errors import TowerdError
 
 if TYPE_CHECKING:
-    from lab.train.course import Course
+    from lab.train.job import TrainingJob
     from lab.train.progress import Status
 
 Command: TypeAlias = Callable[..., Any]
@@ -23,8 +23,16 @@ FOLDER = click.Path(file_okay=False, path_type=Path)
 LINE_S = 60.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 NEEDED = ("torch", "tokenizers", "matplotlib")
-RETRIEVAL_DEFAULTS = {"n_embd": 128, "n_layer": 4, "n_head": 4, "n_ff": 256, "n_ctx": 4096,
-                      "batch": 1, "micro_batch": 1, "eval_tokens": 4096}  # fmt: skip
+RETRIEVAL_DEFAULTS = {
+    "n_embd": 128,
+    "n_layer": 4,
+    "n_head": 4,
+    "n_ff": 256,
+    "n_ctx": 4096,
+    "batch": 1,
+    "micro_batch": 1,
+    "eval_tokens": 4096,
+}
 """A file under 2 MB that llama.cpp reads at thousands of tokens a second."""
 
 OPTIONS = (
@@ -121,7 +129,7 @@ OPTIONS = (
 
 
 def course_options(command: Command) -> Command:
-    """Give `command` what both kinds of training are told."""
+    """Add the options to `command` that both kinds of training have."""
     for option in reversed(OPTIONS):
         command = option(command)
     return command
@@ -148,7 +156,7 @@ def course_options(command: Command) -> Command:
     "start",
     type=FILE,
     metavar="FILE",
-    help="GGUF of an earlier run to go on from: its weights, sizes and tokenizer.",
+    help="GGUF of an earlier run to continue from: its weights, sizes and tokenizer.",
 )
 @click.option(
     "--rope-base",
@@ -163,13 +171,13 @@ def mini(
 ) -> None:
     """Train the mini model and its tokenizer, and write OUT/mini.gguf.
 
-    Stopped by Ctrl-C it saves where it is; the same command with --resume goes on.
+    Ctrl-C saves and stops; the same command with --resume continues.
     """
-    course = _course(given)
-    from lab.train.course import train_mini
+    job = _job(given)
+    from lab.train.job import train_mini
 
     with _Bar(quiet=as_json) as bar:
-        report = train_mini(course, n_vocab, tokenizer, bar, start=start)
+        report = train_mini(job, n_vocab, tokenizer, bar, start=start)
     _show(report, as_json)
 
 
@@ -188,14 +196,14 @@ def mini(
     "n_windows",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Learn from so many windows of text, again and again; default: all text.",
+    help="Learn from the first N windows of text, again and again; default: all text.",
 )
 @click.option(
     "--keep",
     "kept",
     type=FOLDER,
     metavar="DIR",
-    help="Keep what the teacher says in DIR, for this and other students.",
+    help="Keep the teacher's distributions in DIR, for this and other students.",
 )
 @click.option(
     "--hard",
@@ -215,16 +223,16 @@ def distill(
     """Train a student with the teacher's tokenizer on the teacher's own distributions, and write
     OUT/student.gguf.
 
-    Stopped by Ctrl-C it saves where it is; the same command with --resume goes on.
+    Ctrl-C saves and stops; the same command with --resume continues.
     """
-    course = _course(given)
-    from lab.train.course import Teaching
-    from lab.train.course import distill as run
+    job = _job(given)
+    from lab.train.job import Distillation
+    from lab.train.job import distill as run
     from lab.train.teacher import silence_llama_cpp
 
     silence_llama_cpp()
     with _Bar(quiet=as_json) as bar:
-        report = run(course, Teaching(teacher, top_k, n_windows, kept, is_hard), bar)
+        report = run(job, Distillation(teacher, top_k, n_windows, kept, is_hard), bar)
     _show(report, as_json)
 
 
@@ -249,25 +257,25 @@ def retrieval(n_vocab: int, grow_steps: int, as_json: bool, **given: Any) -> Non
     """Train a small model to find again what it was told (pass keys, key-value pairs, copies),
     and write OUT/retrieval.gguf.
 
-    Stopped by Ctrl-C it saves where it is; the same command with --resume goes on.
+    Ctrl-C saves and stops; the same command with --resume continues.
     """
-    course = _course(given)
+    job = _job(given)
     from lab.train.retrieval import train_retrieval
 
     with _Bar(quiet=as_json) as bar:
-        report = train_retrieval(course, n_vocab, grow_steps, bar)
+        report = train_retrieval(job, n_vocab, grow_steps, bar)
     _show(report, as_json)
 
 
-def _course(given: dict[str, Any]) -> Course:
-    """The options as the pipeline takes them. Raises TowerdError without what training needs."""
+def _job(given: dict[str, Any]) -> TrainingJob:
+    """The options as a TrainingJob. Raises TowerdError if a package for training is missing."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise TowerdError(
             f"Training needs {' and '.join(missing)}: install towerd with its extra, "
             "pip install -e '.[train]'."
         )
-    from lab.train.course import Course
+    from lab.train.job import TrainingJob
     from lab.train.network import NetworkShape
     from lab.train.schedule import Budget
     from lab.train.trainer import TrainConfig
@@ -277,12 +285,12 @@ def _course(given: dict[str, Any]) -> Course:
     budget = Budget(given.pop("steps"), given.pop("minutes"))
     names = ("seed", "batch", "micro_batch", "pause_file", "device", "precision")
     config = TrainConfig(budget, **{name: given.pop(name) for name in names})
-    return Course(shape=NetworkShape(n_vocab=1, **sizes), config=config, **given)
+    return TrainingJob(shape=NetworkShape(n_vocab=1, **sizes), config=config, **given)
 
 
 class _Bar:
-    """A progress bar on a terminal; elsewhere a line a minute. Inside it, an interrupt ends
-    training after the step that is under way, and a second one at once."""
+    """A progress bar on a terminal; elsewhere one line per minute. While it is open, an interrupt
+    ends training after the current step, and a second interrupt ends it at once."""
 
     def __init__(self, *, quiet: bool) -> None:
         from rich.progress import TextColumn
@@ -317,14 +325,14 @@ class _Bar:
             raise KeyboardInterrupt
 
     def encoded(self, done: int, total: int) -> None:
-        """Shown as such."""
+        """Show the share of the records that are encoded."""
         self._bar.update(
             self._task, description="tokenizing", completed=done, total=total, facts=""
         )
         self._end_if_stopping()
 
     def learned(self, status: Status) -> None:
-        """Share of the budget, tokens, loss and speed."""
+        """Show the share of the budget, tokens, loss and speed."""
         facts = (
             f"step {status.step}, {status.n_tokens / 1e6:.2f} M tokens, "
             f"loss {status.loss:.3f}, {status.tokens_per_s:.0f} tokens/s"

@@ -13,7 +13,7 @@ from towerd.cli.output import echo_json, show_table
 from towerd.errors import TowerdError
 
 if TYPE_CHECKING:
-    from lab.predict.runs import Run
+    from lab.predict.runs import FinishedRun
     from towerd.policy.predict.graph import GraphWeights
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
@@ -40,16 +40,16 @@ HEADS = ("predictor", ">1 step", ">2 steps", ">3 steps", ">calibration error")
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object.")
 def predictor(traces: tuple[Path, ...], out: Path, epochs: int, seed: int, as_json: bool) -> None:
-    """Learn which agent acts next from workflows that ended, and write OUT.
+    """Learn which agent acts next from finished workflows, and write OUT.
 
-    Prints how often the likeliest step 1, 2 and 3 ahead came true on workflows held out, beside
-    Markov models. What is written is needed to predict; torch is not.
+    Prints how often the likeliest step 1, 2 and 3 ahead came true on held-out workflows, beside
+    Markov models. Predicting needs OUT, but not torch.
     """
     if importlib.util.find_spec("torch") is None:
         raise TowerdError(
             "Training needs torch: install towerd with its extra, pip install -e '.[train]'."
         )
-    from lab.predict.rivals import judge_all, table
+    from lab.predict.baselines import score_all, table
     from lab.predict.runs import split
     from lab.predict.train import train
     from lab.predict.train_mixture import train_mixture
@@ -65,12 +65,12 @@ def predictor(traces: tuple[Path, ...], out: Path, epochs: int, seed: int, as_js
         if not as_json:
             click.echo(f"epoch {epoch + 1}: loss {loss:.4f}, held out {check:.4f}", err=True)
 
-    def train_graph(seen: Sequence[Run], seed: int) -> GraphWeights:
+    def train_graph(seen: Sequence[FinishedRun], seed: int) -> GraphWeights:
         return train(seen, epochs=epochs, seed=seed, progress=progress)
 
     weights = train_mixture(learned, train_graph, seed=seed)
     save(weights, out)
-    rows = table(judge_all(learned, held, weights))
+    rows = table(score_all(learned, held, weights))
     if as_json:
         echo_json({"workflows": len(runs), "parameters": weights.n_parameters, "scores": rows})
         return

@@ -1,1 +1,1 @@
-"""LATEM's algorithm beside the optimum, on small instances that can be solved."""
+"""LATEM's algorithm beside the optimum, on small instances that can be solved exactly."""

@@ -2,15 +2,15 @@
 
 A message cache of k_m messages and a token cache of k_t tokens; a token may only be cached with
 its message, and each cached message has k_t' = floor(k_t / k_m) slots of its own. Both levels
-mark what is used and evict unmarked items; in each phase (until all are marked) the first
-ceil(eps * k) evictions go by predicted next use, the others are arbitrary, here: random.
+mark items on use and evict unmarked ones. In each phase (until all are marked) the first
+ceil(eps * k) evictions follow the predicted next use; the others are arbitrary, here random.
 
-As printed, a use of a token marks only the token, so that a message that is used through its
-tokens alone looks idle and is evicted (line 28), and a token whose message is missing is not
-cached when its message is fetched (line 25). The repaired form marks the message with every use
-of its tokens, and caches the token that was asked for. `shared_pool` lets all messages share
-the k_t tokens: without it a message whose tokens are asked for in turn misses for ever with
-k_t' slots, however empty the other messages are, so the bound of Theorem 1 only holds against an
+In the printed form, a use of a token marks only the token, so a message that is used through its
+tokens alone looks idle and is evicted (line 28), and a token whose message is missing is not cached
+when its message is fetched (line 25). The repaired form marks the message with every use
+of its tokens, and caches the requested token. `shared_pool` lets all messages share
+the k_t tokens: without it, a message whose tokens are requested in turn always misses with
+k_t' slots, even if the other messages use none, so the bound of Theorem 1 only holds against an
 optimum under the same equal allocation.
 """
 
@@ -31,7 +31,7 @@ NextUse: TypeAlias = Callable[[Item], float]
 
 
 class Marking:
-    """One marked cache: phases, the quota, and the choice of a victim. O(slots) per eviction."""
+    """One level with marks: phases, quota, and the choice of a victim. O(slots) per eviction."""
 
     def __init__(self, n_slots: int, trust: Trust, next_use: NextUse, rng: random.Random) -> None:
         self.n_slots = n_slots
@@ -41,7 +41,7 @@ class Marking:
         self._is_marked: dict[Item, bool] = {}
         self._n_predicted = 0
         self._gone: set[Item] = set()
-        """Victims of predictions in this phase."""
+        """Number of victims in this phase that predictions chose."""
         self._was_wrong = False
 
     def __contains__(self, item: Item) -> bool:
@@ -51,7 +51,7 @@ class Marking:
         return len(self._is_marked)
 
     def items(self) -> list[Item]:
-        """What is cached."""
+        """The cached items."""
         return list(self._is_marked)
 
     @property
@@ -59,11 +59,11 @@ class Marking:
         return len(self._is_marked) >= self.n_slots
 
     def mark(self, item: Item) -> None:
-        """`item`, which is cached, is used."""
+        """Mark a cached item as used."""
         self._is_marked[item] = True
 
     def add(self, item: Item) -> Item | None:
-        """Cache `item`, marked; returns what had to go."""
+        """Cache and mark `item`. Returns the evicted item, if any."""
         if item in self._gone:
             self._gone.discard(item)
             self._was_wrong = True
@@ -75,7 +75,7 @@ class Marking:
         return victim
 
     def discard(self, item: Item) -> None:
-        """`item` is gone for a reason that is not this cache's."""
+        """Remove `item` for a reason outside this cache."""
         self._is_marked.pop(item, None)
 
     def _victim(self) -> Item:
@@ -98,9 +98,9 @@ class Marking:
         self._gone.clear()
 
 
-class Latem:
+class LatemCache:
     """The two-level cache. `message` and `token` serve a request and return its cost: 1 for a
-    message that is missing, `token_cost` (beta) for a token of one that is there, else 0."""
+    message that is missing, `token_cost` (beta) for a missing token of a cached message, else 0."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class Latem:
         self._tokens: dict[Message, Marking] = {}
 
     def message(self, m: Message) -> float:
-        """A request for a message."""
+        """Serve a request for a message."""
         if m in self.messages:
             self.messages.mark(m)
             return 0.0
@@ -139,7 +139,7 @@ class Latem:
         return 1.0
 
     def token(self, m: Message, t: int) -> float:
-        """A request for a token of a message."""
+        """Serve a request for a token of a message."""
         cost = 0.0
         if m not in self.messages:
             cost = self.message(m)
@@ -160,7 +160,7 @@ class Latem:
         return {item for cache in caches for item in cache.items() if isinstance(item, tuple)}
 
     def check_integrity(self) -> None:
-        """Coherence (C_t within the cached messages), capacities, equal allocation."""
+        """Assert coherence (C_t within the cached messages), capacities, and equal allocation."""
         tokens = self.tokens()
         assert len(self.messages) <= self.messages.n_slots
         assert all(m in self.messages for m, _ in tokens), "a token outlived its message"
@@ -178,7 +178,7 @@ class Latem:
         return Marking(n_slots, Trust(*self._eps), self._next_use, self._rng)
 
     def _forget(self, m: Message) -> None:
-        """A message takes its tokens with it (line 20)."""
+        """Drop the tokens of an evicted message (line 20)."""
         if self._shared is None:
             self._tokens.pop(m, None)
             return

@@ -1,4 +1,4 @@
-"""Small instances on which LATEM is held against an exact optimum, and advice of any quality."""
+"""Small instances on which LATEM is compared with an exact optimum, and advice of any quality."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Requests: TypeAlias = Sequence[Request]
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """requests(rng): one instance; k_m messages and k_t tokens fit; is_paging: no tokens are
-    asked for."""
+class LatemCase:
+    """A kind of instance. requests(rng): one instance; k_m, k_t: capacity in messages and tokens;
+    is_paging: no tokens are requested."""
 
     requests: Callable[[random.Random], list[Request]]
     k_m: int
@@ -33,18 +33,18 @@ class Case:
 
 
 def _mixed(rng: random.Random) -> list[Request]:
-    """A few messages asked for much and others little, as a whole or by a token."""
+    """A few messages are requested often and others rarely, as a whole or by a token."""
     messages = rng.choices(range(5), (8, 4, 3, 2, 2), k=60)
     return [(m, rng.choice((None, 0, 1, 2))) for m in messages]
 
 
 def _in_turn(rng: random.Random) -> list[Request]:
-    """One message more than there is room for, in turn: the adversary of Theorem 2."""
+    """One message more than fits, requested in turn: the adversary of Theorem 2."""
     return [(i % 17, None) for i in range(680)]
 
 
 def _clean(rng: random.Random) -> list[Request]:
-    """Every phase asks for four new messages, then for most of those of the phase before."""
+    """Every phase requests four new messages, then most of those of the phase before."""
     held, n_seen, requests = list(range(64)), 64, [(m, None) for m in range(64)]
     for _ in range(40):
         new = list(range(n_seen, n_seen + 4))
@@ -56,7 +56,7 @@ def _clean(rng: random.Random) -> list[Request]:
 
 
 def _by_tokens(rng: random.Random) -> list[Request]:
-    """One message is only ever asked for by its tokens, others as a whole."""
+    """One message is only requested by its tokens, others as a whole."""
     requests: list[Request] = []
     for i in range(60):
         requests += [(0, 0), (0, 1), (1 + i % 3, None)]
@@ -64,22 +64,22 @@ def _by_tokens(rng: random.Random) -> list[Request]:
 
 
 CASES = {
-    "mixed": Case(_mixed, 3, 6),
-    "in turn": Case(_in_turn, 16, 16, is_paging=True),
-    "clean messages": Case(_clean, 64, 64, is_paging=True),
-    "by tokens": Case(_by_tokens, 3, 6),
+    "mixed": LatemCase(_mixed, 3, 6),
+    "in turn": LatemCase(_in_turn, 16, 16, is_paging=True),
+    "clean messages": LatemCase(_clean, 64, 64, is_paging=True),
+    "by tokens": LatemCase(_by_tokens, 3, 6),
 }
 
 
 class Advice:
-    """For every use of an item its next one, foretold when it is used: truly, or with the chance
-    `error` as an adversary does, who says late for soon and soon for late. What is never used
-    again is used at the end. `at` is the number of the request that is served."""
+    """Predicts the next use of an item at each use: correctly, or with probability `error` as an
+    adversary does, who says late for soon and soon for late. An item that is never used again
+    counts as used at the end. `at` is the number of the request that is being served."""
 
     def __init__(self, requests: Requests, error: float, rng: random.Random) -> None:
         self.at = 0
         self.total_error = 0.0
-        """The distance of foretold from true times, summed: eta; of tokens times TOKEN_COST."""
+        """eta: the summed error of predicted times; that of tokens times TOKEN_COST."""
         self._uses: dict[Item, list[int]] = {}
         self._said: dict[Item, list[int]] = {}
         for i, (message, token) in enumerate(requests):
@@ -94,7 +94,7 @@ class Advice:
                 self.total_error += weight * abs(said[-1] - then)
 
     def __call__(self, item: Item) -> float:
-        """What was said at the item's last use."""
+        """The prediction that was made at the item's last use."""
         uses = self._uses.get(item, [])
         n = bisect_right(uses, self.at)
         return float(self._said[item][n - 1]) if n else float("inf")

@@ -1,4 +1,4 @@
-"""What LATEM pays, over the least that can be paid, as advice goes from perfect to adversarial."""
+"""LATEM's cost over the optimal cost, as advice goes from perfect to adversarial."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean
 
-from lab.latem.algorithm import Latem
-from lab.latem.cases import TOKEN_COST, Advice, Case, Requests
+from lab.latem.algorithm import LatemCache
+from lab.latem.cases import TOKEN_COST, Advice, LatemCase, Requests
 
 ADAPTIVE = (0.05, 0.9)
-"""Least and most trust of the adaptive form."""
+"""Minimum and maximum trust of the adaptive form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Point:
 
 
 class TwoLevelLRU:
-    """The same caches, the least recently used goes at both levels."""
+    """The same caches with LRU eviction at both levels."""
 
     def __init__(self, k_m: int, slots: int) -> None:
         self._k_m, self._slots = k_m, slots
@@ -58,14 +58,14 @@ class TwoLevelLRU:
         return cost
 
 
-def curve(case: Case, trusts: Sequence[float], errors: Sequence[float], n: int) -> list[Point]:
+def curve(case: LatemCase, trusts: Sequence[float], errors: Sequence[float], n: int) -> list[Point]:
     """A Point for each share of wrong advice, over `n` instances."""
     instances = [case.requests(random.Random(seed)) for seed in range(n)]
     optima = [case.optimum(requests) for requests in instances]
     return [_point(case, trusts, error, instances, optima) for error in errors]
 
 
-def robustness(case: Case, trust: float) -> float:
+def robustness(case: LatemCase, trust: float) -> float:
     """Theorem 1's second bound: (4 H(k_m) + 4 beta H(k_t')) / eps."""
     slots = case.k_t // case.k_m
     return 4 * (harmonic(case.k_m) + TOKEN_COST * harmonic(slots)) / trust
@@ -76,7 +76,9 @@ def harmonic(n: int) -> float:
     return sum(1 / i for i in range(1, n + 1))
 
 
-def pay(cache: Latem | TwoLevelLRU, requests: Requests, advice: Advice | None = None) -> float:
+def total_cost(
+    cache: LatemCache | TwoLevelLRU, requests: Requests, advice: Advice | None = None
+) -> float:
     """The cost of all requests."""
     total = 0.0
     for i, (message, token) in enumerate(requests):
@@ -87,7 +89,7 @@ def pay(cache: Latem | TwoLevelLRU, requests: Requests, advice: Advice | None = 
 
 
 def _point(
-    case: Case,
+    case: LatemCase,
     trusts: Sequence[float],
     error: float,
     instances: Sequence[Requests],
@@ -98,7 +100,7 @@ def _point(
         paid = []
         for seed, (requests, least) in enumerate(zip(instances, optima, strict=True)):
             advice = Advice(requests, error, random.Random(seed))
-            cache = Latem(
+            cache = LatemCache(
                 case.k_m,
                 case.k_t,
                 advice,
@@ -107,7 +109,7 @@ def _point(
                 is_repaired=is_repaired,
                 seed=seed,
             )
-            paid.append(pay(cache, requests, advice) / least)
+            paid.append(total_cost(cache, requests, advice) / least)
         return mean(paid)
 
     pairs = list(zip(instances, optima, strict=True))
@@ -123,17 +125,19 @@ def _point(
         marking=mean(
             _marking(case, requests, i) / least for i, (requests, least) in enumerate(pairs)
         ),
-        lru=mean(pay(TwoLevelLRU(case.k_m, case.k_t // case.k_m), r) / least for r, least in pairs),
+        lru=mean(
+            total_cost(TwoLevelLRU(case.k_m, case.k_t // case.k_m), r) / least for r, least in pairs
+        ),
         consistency=mean(
             2 + math.sqrt(10 * eta / least) for eta, least in zip(etas, optima, strict=True)
         ),
     )
 
 
-def _marking(case: Case, requests: Requests, seed: int) -> float:
+def _marking(case: LatemCase, requests: Requests, seed: int) -> float:
     """Plain marking: every victim is a random one of those without a mark."""
     rng = random.Random(seed)
-    cache = Latem(
+    cache = LatemCache(
         case.k_m, case.k_t, lambda _: rng.random(), eps=(0.5, 0.5), token_cost=TOKEN_COST, seed=seed
     )
-    return pay(cache, requests)
+    return total_cost(cache, requests)

@@ -1,7 +1,7 @@
-"""The least that any two-level cache can pay that keeps LATEM's rules, knowing the future.
+"""The least cost of any two-level cache that follows LATEM's rules and knows the future.
 
-The same rules as Algorithm 1: whatever is asked for must be cached, a token only with its
-message, `slots` tokens per message. An exact search over all states: for small instances.
+The rules are those of Algorithm 1: every requested item must be cached, a token only with its
+message, `slots` tokens per message. The search over all states is exact, for small instances.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ STATES_MAX = 200_000
 
 
 def optimum_cost(requests: Sequence[Request], k_m: int, slots: int, token_cost: float) -> float:
-    """The least cost of serving all requests from an empty cache. When a token is asked for and
-    its message is missing, the optimum may or may not cache the token as well. Raises ValueError
+    """The least cost of serving all requests from an empty cache. If a token is requested while its
+    message is missing, the optimum may or may not cache the token as well. Raises ValueError
     when there are more states than STATES_MAX."""
     costs: dict[State, float] = {frozenset(): 0.0}
     for message, token in requests:
@@ -35,7 +35,7 @@ def optimum_cost(requests: Sequence[Request], k_m: int, slots: int, token_cost: 
 
 
 def paging_cost(messages: Sequence[int], k_m: int) -> int:
-    """The same where no token is asked for, by Belady's rule: exact, and fast."""
+    """The same for requests without tokens, by Belady's rule, which is exact and fast."""
     next_use: list[float] = []
     last: dict[int, int] = {}
     for i in range(len(messages) - 1, -1, -1):
@@ -78,7 +78,7 @@ def _moves(
 
 
 def _with(mine: frozenset[int], token: int, slots: int) -> Iterable[frozenset[int]]:
-    """The tokens of a message once `token` has come and another, if need be, has gone."""
+    """Possible sets of a message's tokens once `token` is added and another one evicted."""
     if len(mine) < slots:
         yield mine | {token}
         return

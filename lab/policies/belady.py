@@ -1,9 +1,9 @@
-"""The bound: what nobody can beat who must serve the same requests in the same order.
+"""Belady's bound: no policy that serves the same requests in the same order can beat it.
 
-Belady's rule gives up what is used again last. In a tree a parent is used whenever its child is,
-so its next use is never later and the rule respects the tree by itself. Blocks of one segment
+Belady's rule evicts the item whose next use is last. In a tree a parent is used whenever its child
+is, so its next use is never later and the rule respects the tree by itself. Blocks of one segment
 are always used together; the bound may keep a part of a segment, so it is optimal in blocks and
-holds for every policy that keeps or gives up whole segments.
+holds for every policy that keeps or evicts whole segments.
 """
 
 from __future__ import annotations

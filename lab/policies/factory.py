@@ -1,4 +1,4 @@
-"""Policies by name: the daemon's own, and their rivals."""
+"""Policies by name: those of the daemon, and the baselines of the laboratory."""
 
 from __future__ import annotations
 

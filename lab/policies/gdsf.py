@@ -1,7 +1,7 @@
 """GDSF: Greedy-Dual-Size-Frequency (Cherkasova 1998) over a tree.
 
-A key is worth its uses per byte plus the worth of what was last given up (the "age" of the
-cache): what is used often and is small stays longer, and old fame fades.
+The value of a key is its uses per byte plus the value of the last evicted key (the "age" of the
+cache): small and often used keys stay longer, and old popularity fades.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ _MEAN_WEIGHT = 0.01
 
 
 class GDSF(TreePolicy):
-    """Rank = age + uses * (mean size / size). Sizes count in units of the mean one, so that the
-    ranks do not depend on how many bytes a token has."""
+    """Rank = age + uses * (mean size / size). Sizes are in units of the mean size, so that ranks do
+    not depend on the bytes per token."""
 
     walks_path = True
 

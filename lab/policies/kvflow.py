@@ -1,8 +1,8 @@
-"""KVFlow: evict what is used the most steps from now on a static graph of agents.
+"""KVFlow: evict the key whose next use is the most steps away on a static graph of agents.
 
-A key's distance is the least number of steps, over the workflows that used it, from the agent
-that runs now to one that used the key. The graph is given, or the union of the transitions seen
-so far. A key that no workflow that goes on can reach goes first.
+A key's distance is the least number of steps, over the workflows that used it, from the running
+agent to one that used the key. The graph is given, or the union of the transitions seen
+so far. A key that no running workflow can reach is evicted first.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from towerd.policy.base import Key
 from towerd.policy.predict.base import NoPrediction
 from towerd.policy.tree import Entry, Rank
-from towerd.policy.workflow_tree import AGENTS_MAX, Run, WorkflowTree
+from towerd.policy.workflow_tree import AGENTS_MAX, WorkflowRun, WorkflowTree
 
 FAR = 1 << 20
-"""Steps to what cannot be reached."""
+"""Distance of keys that cannot be reached."""
 
 
 class KVFlow(WorkflowTree):
@@ -30,7 +30,7 @@ class KVFlow(WorkflowTree):
         self._from: dict[str, dict[str, int]] = {}
 
     def steps_to_execution(self, key: Key) -> int:
-        """The distance of a key; FAR when no workflow that goes on may use it again."""
+        """The distance of a key; FAR if no running workflow can use it again."""
         least = FAR
         for workflow, agents in self.users.get(key, {}).items():
             steps = self._steps(self.runs[workflow].path[-1])
@@ -40,7 +40,7 @@ class KVFlow(WorkflowTree):
     def _rank(self, entry: Entry) -> Rank:
         return -self.steps_to_execution(entry.key), entry.used
 
-    def _on_step(self, run: Run) -> None:
+    def _on_step(self, run: WorkflowRun) -> None:
         if self._is_given or len(run.path) < 2:
             return
         before, agent = run.path[-2:]

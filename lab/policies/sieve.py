@@ -1,8 +1,8 @@
 """SIEVE (Zhang et al., NSDI 2024) over a tree.
 
-One queue in order of insertion and a hand that moves from the oldest to the newest: what was
-used since the hand last passed loses its mark and stays, what was not goes. Inner keys are
-passed over as if they were not in the queue.
+There is one queue in order of insertion, and a hand that moves from the oldest key to the newest. A
+key that was used since the hand last passed loses its mark and stays; others are evicted. Inner
+keys are skipped.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Sieve(TreePolicy):
             entry.weight = 1.0
 
     def _push(self, key: Key) -> None:
-        """Ranks at once: the hand must unmark every leaf that it passes."""
+        """Rank a key immediately, because the hand must unmark every leaf that it passes."""
         super()._push(key)
         self._rank_leaves()
 
@@ -57,11 +57,11 @@ class Sieve(TreePolicy):
             return
         newest = next(reversed(self._entries), None)
         if newest is None or self._entries[newest].seq < entry.seq:
-            reached = (reached[0] + 1, 0.0)  # nothing newer is left: the hand starts again
+            reached = (reached[0] + 1, 0.0)  # nothing newer is left: the hand starts over
         self._pass_by(reached)
 
     def _pass_by(self, reached: Rank) -> None:
-        """The hand has come to `reached`: unmark what it met on the way."""
+        """Move the hand to `reached` and unmark the leaves on the way."""
         self._hand = max(self._hand, reached)
         while self._heap and self._heap[0][0] < self._hand:
             rank, key = heapq.heappop(self._heap)
@@ -72,7 +72,7 @@ class Sieve(TreePolicy):
                 heapq.heappush(self._heap, (entry.ranked, key))
 
     def victims(self, bytes_needed: int, is_evictable: Callable[[Key], bool]) -> list[Key]:
-        """See Policy.victims. Plays the hand's way; only `remove` makes it true."""
+        """See Policy.victims. Simulates the hand's moves; only `remove` makes them."""
         offers = self._offers(bytes_needed, is_evictable)
         self._offered = {entry.key: rank for rank, entry in offers}
         return list(self._offered)

@@ -1,1 +1,1 @@
-"""Training and judging predictors of agent workflows; `towerd/policy/predict` runs them."""
+"""Training and evaluation of predictors of agent workflows; `towerd/policy/predict` runs them."""

@@ -1,4 +1,4 @@
-"""Whole workflows, as predictors learn from them and are judged by them."""
+"""Whole workflows, on which predictors are trained and evaluated."""
 
 from __future__ import annotations
 
@@ -10,22 +10,24 @@ import numpy as np
 
 from towerd.policy.predict.base import N_STEPS
 from towerd.policy.predict.features import N_TEXT, Vector
-from towerd.policy.predict.steps import N_ORDERS, NONE, Step, Steps, step
+from towerd.policy.predict.steps import N_ORDERS, NONE, StepFeatures, Steps, step
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """A workflow that ended. steps: names; meanings: float32 [N_TEXT] each, what was known when
-    the step was taken and what it said, or none at all; group: runs of one task."""
+class FinishedRun:
+    """A finished workflow. steps: names; meanings: for each step float32 [N_TEXT], the text known
+    before it and its own, or an empty list; group: equal for runs of one task."""
 
     steps: tuple[str, ...]
     meanings: tuple[Vector, ...] = ()
     group: str = ""
 
 
-def split(runs: Sequence[Run], share: float, seed: int) -> tuple[list[Run], list[Run]]:
-    """(the rest, about `share` of the groups), whole groups, never none on either side of two
-    runs or more."""
+def split(
+    runs: Sequence[FinishedRun], share: float, seed: int
+) -> tuple[list[FinishedRun], list[FinishedRun]]:
+    """(the rest, about `share` of the groups) in whole groups; neither part is empty if there are
+    two runs or more."""
     groups = sorted({_group(run, i) for i, run in enumerate(runs)})
     random.Random(seed).shuffle(groups)
     held = set(groups[: max(1, round(share * len(groups)))])
@@ -36,9 +38,9 @@ def split(runs: Sequence[Run], share: float, seed: int) -> tuple[list[Run], list
     return rest, [run for run, is_held in zip(runs, mask, strict=True) if is_held]
 
 
-def folds(runs: Sequence[Run], n: int, seed: int) -> list[int]:
-    """Of each run the one of `n` parts in which it is held out; whole groups, as equal as they
-    come. With less than `n` groups, every run stands for itself."""
+def folds(runs: Sequence[FinishedRun], n: int, seed: int) -> list[int]:
+    """For each run, which of `n` parts holds it out; groups stay whole, and parts are as equal as
+    possible. With fewer than `n` groups, every run is a group of its own."""
     groups = groups_of(runs, n)
     names = sorted(set(groups))
     random.Random(seed).shuffle(names)
@@ -46,26 +48,26 @@ def folds(runs: Sequence[Run], n: int, seed: int) -> list[int]:
     return [part[name] for name in groups]
 
 
-def groups_of(runs: Sequence[Run], least: int) -> list[str]:
-    """The group of each run; each its own when there are fewer than `least`."""
+def groups_of(runs: Sequence[FinishedRun], least: int) -> list[str]:
+    """The group of each run; each run is its own group if there are fewer than `least` groups."""
     found = [_group(run, i) for i, run in enumerate(runs)]
     return found if len(set(found)) >= least else [f"run {i}" for i in range(len(runs))]
 
 
-def _group(run: Run, number: int) -> str:
+def _group(run: FinishedRun, number: int) -> str:
     return run.group or f"run {number}"
 
 
-def remember(runs: Sequence[Run], numbers: Mapping[str, int], end: int) -> Steps:
-    """All steps of `runs`; numbers: of the names that occur in them; end: that of END."""
-    found: list[Step] = []
+def remember(runs: Sequence[FinishedRun], numbers: Mapping[str, int], end: int) -> Steps:
+    """All steps of `runs`. numbers: the number of each name in them; end: the number of END."""
+    found: list[StepFeatures] = []
     outcomes: list[list[int]] = []
     for run in runs:
         codes = [*(numbers[name] for name in run.steps), end] + [NONE] * N_STEPS
         for i in range(len(run.steps)):
             found.append(step(run.steps[: i + 1], run.meanings[: i + 1]))
             outcomes.append(codes[i + 1 : i + 1 + N_STEPS])
-    said = np.array([each.said for each in found], np.float16)  # as a file keeps them
+    said = np.array([each.said for each in found], np.float16)  # as in a file
     talk = np.array([each.talk for each in found], np.float16)
     return Steps(
         np.array([each.keys for each in found], np.uint64).reshape(-1, N_ORDERS),

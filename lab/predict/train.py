@@ -1,8 +1,9 @@
 """Training the graph predictor in torch, on workflows as the daemon records or traces hold them.
 
-Every step is an example: the path so far and the last step's meaning, the next N_STEPS steps as
-targets, END being one and what follows it masked (appendix B). A share of the workflows is held
-out, runs of one task together, to stop in time and to calibrate each head's temperature.
+Every step is an example: its inputs are the path so far and the last step's meaning, its targets
+the next N_STEPS steps; END is a target, and everything after it is masked (appendix B). A share of
+the workflows is held out, with runs of one task together, for early stopping and to calibrate each
+head's temperature.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from lab.predict.runs import Run, split
+from lab.predict.runs import FinishedRun, split
 from towerd.policy.predict.base import N_STEPS
 from towerd.policy.predict.features import N_TEXT
 from towerd.policy.predict.graph import HIDDEN, PATH_MAX, UNKNOWN, WIDTH, GraphWeights, shapes
 
 _BATCH = 256
 _EPOCH_MAX = 4096
-"""Examples of an epoch; of more, others are drawn each time."""
+"""Maximum number of examples in an epoch; if there are more, each epoch draws a sample."""
 _PATIENCE = 4
 _DROPOUT = 0.3
 _DROP_TEXT = 0.1
@@ -45,7 +46,11 @@ class _Examples:
 
 
 def train(
-    runs: Sequence[Run], *, epochs: int = 40, seed: int = 0, progress: Progress | None = None
+    runs: Sequence[FinishedRun],
+    *,
+    epochs: int = 40,
+    seed: int = 0,
+    progress: Progress | None = None,
 ) -> GraphWeights:
     """Weights learned from `runs`, the best epoch by held-out loss. Raises ValueError when there
     are fewer than two runs with steps."""
@@ -78,7 +83,7 @@ def train(
     return GraphWeights(agents, {name: tensor.numpy() for name, tensor in best.items()})
 
 
-def _initial(runs: Sequence[Run], numbers: dict[str, int]) -> dict[str, torch.Tensor]:
+def _initial(runs: Sequence[FinishedRun], numbers: dict[str, int]) -> dict[str, torch.Tensor]:
     weights: dict[str, torch.Tensor] = {}
     for name, shape in shapes(1 + len(numbers)).items():
         scale = 1.0 if name == "embedding" else (2.0 / shape[-1]) ** 0.5
@@ -93,7 +98,7 @@ def _initial(runs: Sequence[Run], numbers: dict[str, int]) -> dict[str, torch.Te
     return weights
 
 
-def _examples(runs: Sequence[Run], numbers: dict[str, int]) -> _Examples:
+def _examples(runs: Sequence[FinishedRun], numbers: dict[str, int]) -> _Examples:
     n = sum(len(run.steps) for run in runs)
     paths = np.full((n, PATH_MAX + 1), -1, np.int64)
     texts = np.zeros((n, N_TEXT), np.float32)
@@ -154,7 +159,7 @@ def _logits(
 
 
 def _calibrate(weights: dict[str, torch.Tensor], checks: _Examples) -> None:
-    """Temperature of each head: the best of a grid by held-out loss (Guo et al. 2017)."""
+    """Set each head's temperature: the best of a grid by held-out loss (Guo et al. 2017)."""
     with torch.no_grad():
         logits = _logits(weights, checks.paths, checks.texts)
         for k in range(N_STEPS):

@@ -1,8 +1,8 @@
-"""Training the mixture: its parts, and what each is worth on workflows that it had not seen.
+"""Training the mixture: its parts, and the weight of each on workflows that it has not seen.
 
-No part may speak of a workflow that it learned from, or it would be trusted too much. Counts and
-ridge regression leave out the whole group of a step, the latter in closed form; the graph models
-are trained on all parts but one of the workflows, and each speaks of the one it did not see.
+No part may predict a workflow that it learned from, or it would get too much weight. Counts and
+ridge regression leave out the whole group of a step, the latter in closed form; each graph model is
+trained on all folds of the workflows but one, and predicts that one.
 """
 
 from __future__ import annotations
@@ -16,42 +16,43 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from lab.predict.runs import Run, folds, groups_of, remember
+from lab.predict.runs import FinishedRun, folds, groups_of, remember
 from towerd.policy.predict.base import N_STEPS
 from towerd.policy.predict.graph import GraphWeights
-from towerd.policy.predict.memory import PARTS, Memory, copied, counted, tally
+from towerd.policy.predict.memory import PARTS, StepMemory, copied, counted, tally
 from towerd.policy.predict.mixture import Array, GraphMean, MixtureWeights, curved
-from towerd.policy.predict.steps import Step, Steps, likeness
+from towerd.policy.predict.steps import StepFeatures, Steps, likeness
 
 VOTERS_MAX = 3000
-"""Steps that vote, and on which the weights are learned: training costs its cube."""
+"""Maximum number of voters: steps that ridge regression keeps, and on which the weights are
+learned. Training time is cubic in it."""
 STEPS_MAX = 1 << 16
-"""Steps that are counted."""
+"""Maximum number of steps that are counted."""
 N_GRAPHS = 3
 _RIDGES = (15.0, 50.0, 150.0, 500.0)
 _PRIOR = 10.0
-"""Steps' worth of belief that all parts are worth the same, whether the last name is known or
-not."""
+"""Strength, in steps, of the prior that all parts have equal weights, whether or not the last name
+is known."""
 _PRIOR_AHEAD = 300.0
-"""Steps' worth of belief that they are worth the same however far ahead: far from a step little
-tells the parts apart, and what does is mostly chance."""
+"""Strength, in steps, of the prior that weights are equal for all numbers of steps ahead: far ahead
+the parts differ little, and mostly by chance."""
 _SWEEPS = 200
 _POWERS = (0.7, 0.85, 1.0, 1.15, 1.3, 1.5, 1.8)
 _FLOORS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
-GraphTrainer: TypeAlias = Callable[[Sequence[Run], int], GraphWeights]
+GraphTrainer: TypeAlias = Callable[[Sequence[FinishedRun], int], GraphWeights]
 """Called with runs and a seed."""
 
 
 @dataclass(frozen=True)
-class _Course:
-    """What is learned from: runs, groups together, in random order. places: of every step its
-    run and how many steps came before; groups: int [n], its group; part: int [n], in which part
-    of the runs it is; the first n_voters steps vote."""
+class _TrainingSet:
+    """The training data: runs in random order, groups together. places: for every step, its run and
+    its index in it; groups: int [n], its group; part: int [n], the fold that its run is in. The
+    first n_voters steps are the voters."""
 
-    runs: list[Run]
+    runs: list[FinishedRun]
     agents: tuple[str, ...]
     steps: Steps
-    places: list[tuple[Run, int]]
+    places: list[tuple[FinishedRun, int]]
     groups: NDArray[np.int64]
     part: NDArray[np.int64]
 
@@ -65,38 +66,38 @@ class _Course:
 
 
 def train_mixture(
-    runs: Sequence[Run], train_graph: GraphTrainer | None, *, seed: int = 0
+    runs: Sequence[FinishedRun], train_graph: GraphTrainer | None, *, seed: int = 0
 ) -> MixtureWeights:
     """Learn from `runs`; train_graph: None for a mixture without graph models. Raises ValueError
     when there are fewer than two runs with steps."""
     runs = [run for run in runs if run.steps]
     if len(runs) < 2:
         raise ValueError(f"{len(runs)} workflows are too few to learn from")
-    course = _course(runs, seed)
-    n, agents, steps = course.n_voters, course.agents, course.steps
-    graphs = [] if train_graph is None else _graphs(course, train_graph, seed)
-    parts, is_known = _by_names(course)
+    training = _training_set(runs, seed)
+    n, agents, steps = training.n_voters, training.agents, training.steps
+    graphs = [] if train_graph is None else _graphs(training, train_graph, seed)
+    parts, is_known = _by_names(training)
     votes, weights, curves = [], [], []
     for words in (False, True)[: 2 if steps.said.any() else 1]:
-        voted, held_out = _ridge(steps[:n], course.groups[:n], course.n_outcomes, words=words)
+        voted, held_out = _ridge(steps[:n], training.groups[:n], training.n_outcomes, words=words)
         parts[:, PARTS.index("words" if words else "names")] = held_out
         if graphs:
-            parts[:, PARTS.index("graph")] = _by_graph(course, graphs, words=words)
+            parts[:, PARTS.index("graph")] = _by_graph(training, graphs, words=words)
         found, curve = _weigh(parts, is_known, steps.outcomes[:n])
         votes.append(voted)
         weights.append(found)
         curves.append(curve)
-    memory = Memory(steps.keys, steps.outcomes, steps[:n], np.stack(votes))
+    memory = StepMemory(steps.keys, steps.outcomes, steps[:n], np.stack(votes))
     return MixtureWeights(agents, memory, tuple(graphs), np.stack(weights), np.stack(curves))
 
 
-def _course(runs: Sequence[Run], seed: int) -> _Course:
+def _training_set(runs: Sequence[FinishedRun], seed: int) -> _TrainingSet:
     names = groups_of(runs, N_GRAPHS)
     order = list(dict.fromkeys(names))
     random.Random(seed).shuffle(order)
     rank = {name: i for i, name in enumerate(order)}
     rows = sorted(range(len(runs)), key=lambda i: rank[names[i]])
-    chosen: list[Run] = []
+    chosen: list[FinishedRun] = []
     groups: list[int] = []
     for i in rows:
         if len(groups) + len(runs[i].steps) <= STEPS_MAX or not chosen:
@@ -109,55 +110,55 @@ def _course(runs: Sequence[Run], seed: int) -> _Course:
     ]
     places = [(run, i) for run in chosen for i in range(len(run.steps))]
     steps = remember(chosen, numbers, len(agents))
-    return _Course(chosen, agents, steps, places, np.array(groups), np.array(part))
+    return _TrainingSet(chosen, agents, steps, places, np.array(groups), np.array(part))
 
 
-def _graphs(course: _Course, train_graph: GraphTrainer, seed: int) -> list[GraphWeights]:
-    """One for each part of the runs, which it does not see."""
-    part = folds(course.runs, N_GRAPHS, seed)
+def _graphs(training: _TrainingSet, train_graph: GraphTrainer, seed: int) -> list[GraphWeights]:
+    """One graph model for each fold of the runs, trained on the others."""
+    part = folds(training.runs, N_GRAPHS, seed)
     found = []
     for out in range(N_GRAPHS):
-        seen = [run for run, p in zip(course.runs, part, strict=True) if p != out]
-        found.append(train_graph(seen if len(seen) > 1 else course.runs, seed + out))
+        seen = [run for run, p in zip(training.runs, part, strict=True) if p != out]
+        found.append(train_graph(seen if len(seen) > 1 else training.runs, seed + out))
     return found
 
 
-def _by_names(course: _Course) -> tuple[Array, NDArray[np.bool_]]:
-    """float32 [voters, PARTS, N_STEPS, outcomes], the parts that follow from counts filled in,
-    each as if the group of the step had never been; and whether the last name is known then."""
-    n, steps = course.n_voters, course.steps
-    out = np.zeros((n, len(PARTS), N_STEPS, course.n_outcomes), np.float32)
+def _by_names(training: _TrainingSet) -> tuple[Array, NDArray[np.bool_]]:
+    """float32 [voters, PARTS, N_STEPS, outcomes] with the parts that follow from counts, each
+    without the counts of the step's group; and whether the last name is known without them."""
+    n, steps = training.n_voters, training.steps
+    out = np.zeros((n, len(PARTS), N_STEPS, training.n_outcomes), np.float32)
     is_known = np.zeros(n, np.bool_)
-    columns = {name: i for i, name in enumerate(course.agents)}
-    for group, rows in groupby(range(n), key=lambda row: course.groups[row]):
-        others = course.groups != group
+    columns = {name: i for i, name in enumerate(training.agents)}
+    for group, rows in groupby(range(n), key=lambda row: training.groups[row]):
+        others = training.groups != group
         keys, outcomes = steps.keys[others], steps.outcomes[others]
-        every = tally(outcomes, course.n_outcomes)
+        every = tally(outcomes, training.n_outcomes)
         for row in rows:
-            run, i = course.places[row]
-            now = Step(steps.keys[row], steps.said[row], steps.talk[row])
+            run, i = training.places[row]
+            now = StepFeatures(steps.keys[row], steps.said[row], steps.talk[row])
             markov, is_known[row] = counted(now, keys, outcomes, every)
-            local = copied(run.steps[: i + 1], columns, course.n_outcomes)
+            local = copied(run.steps[: i + 1], columns, training.n_outcomes)
             out[row, : len(markov) + len(local)] = [*markov, *local]
     return out, is_known
 
 
-def _by_graph(course: _Course, graphs: Sequence[GraphWeights], *, words: bool) -> Array:
-    """float32 [voters, N_STEPS, outcomes]: each step's by the model that has not seen it."""
-    means = [GraphMean([graph], course.agents) for graph in graphs]
-    out = np.zeros((course.n_voters, N_STEPS, course.n_outcomes), np.float32)
-    for row, (run, i) in enumerate(course.places[: course.n_voters]):
+def _by_graph(training: _TrainingSet, graphs: Sequence[GraphWeights], *, words: bool) -> Array:
+    """float32 [voters, N_STEPS, outcomes]: each step's forecast by a model that did not see it."""
+    means = [GraphMean([graph], training.agents) for graph in graphs]
+    out = np.zeros((training.n_voters, N_STEPS, training.n_outcomes), np.float32)
+    for row, (run, i) in enumerate(training.places[: training.n_voters]):
         x = run.meanings[i] if words and run.meanings else None
-        out[row] = means[course.part[row]].chances(run.steps[: i + 1], x)
+        out[row] = means[training.part[row]].chances(run.steps[: i + 1], x)
     return out
 
 
 def _ridge(
     voters: Steps, groups: NDArray[np.int64], n_outcomes: int, *, words: bool
 ) -> tuple[Array, Array]:
-    """(votes: float32 [n, N_STEPS * outcomes], scores of the voters themselves when their group
-    has no vote: [n, N_STEPS, outcomes]). Each number of steps ahead gets the ridge of _RIDGES
-    with the least squared error of the latter."""
+    """(votes: float32 [n, N_STEPS * outcomes]; scores of the voters without the votes of their own
+    group: [n, N_STEPS, outcomes]). Each number of steps ahead gets the ridge of _RIDGES with the
+    least squared error of these scores."""
     n = len(voters)
     alike = likeness(voters, voters, words=words)
     target = np.zeros((n, N_STEPS, n_outcomes), np.float32)
@@ -179,7 +180,7 @@ def _ridge(
 
 
 def left_out(inverse: Array, votes: Array, target: Array, groups: NDArray[np.int64]) -> Array:
-    """[n, m]: what ridge regression says of every row when the rows of its group are missing.
+    """[n, m]: the prediction of ridge regression for every row without the rows of its group.
     inverse: of the kernel with the ridge, [n, n]; votes: inverse @ target."""
     out = np.empty_like(target)
     for group in np.unique(groups):
@@ -191,7 +192,7 @@ def left_out(inverse: Array, votes: Array, target: Array, groups: NDArray[np.int
 def _weigh(
     parts: Array, is_known: NDArray[np.bool_], outcomes: NDArray[np.int32]
 ) -> tuple[Array, Array]:
-    """(weights, curve) as in MixtureWeights, of one way."""
+    """(weights, curve) as in MixtureWeights, for one of the two ways."""
     weights = np.zeros((2, N_STEPS, len(PARTS)), np.float32)
     curve = np.zeros((N_STEPS, 2), np.float32)
     rows, ahead = np.nonzero(outcomes >= 0)
@@ -213,8 +214,8 @@ def _weigh(
 def stacked(
     parts: Array, outcomes: NDArray[np.int32], prior: NDArray[np.float64], strength: float
 ) -> NDArray[np.float64]:
-    """Weights of at least 0 with the least squared error, drawn to `prior` as by `strength` more
-    rows, by coordinate descent; parts: [n, PARTS, outcomes]; outcomes: [n]."""
+    """Weights of at least 0 with the least squared error, pulled towards `prior` with the weight of
+    `strength` rows, by coordinate descent; parts: [n, PARTS, outcomes]; outcomes: [n]."""
     flat = parts.transpose(1, 0, 2).reshape(parts.shape[1], -1)
     square = (flat @ flat.T).astype(np.float64) + strength * np.eye(len(flat))
     hits = parts[np.arange(len(parts)), :, outcomes].sum(0) + strength * prior
@@ -227,7 +228,7 @@ def stacked(
 
 
 def _best_curve(scores: Array, outcomes: NDArray[np.int32]) -> tuple[float, float]:
-    """(power, floor) that make what came likeliest; scores: [n, outcomes]."""
+    """(power, floor) that maximize the likelihood of the outcomes; scores: [n, outcomes]."""
 
     def loss(power: float, floor: float) -> float:
         curve = np.array([[power, floor]], np.float32)

@@ -1,8 +1,8 @@
 """`python -m lab.prior.build DATA RUN OUT`: the prior of a folder of chat records.
 
-RUN is the folder of a training run of the mini model: its tokenizer is taken, and its encoded
-corpus, which is made if it is not there yet. The last part of each source is not counted but
-used to train the maps and weights, so that they learn what counts mean for unseen text.
+RUN is the folder of a training run of the mini model. Its tokenizer and its encoded corpus are
+used, and the corpus is built if it is missing. The last part of each source is not counted but used
+to train the maps and weights, so that they learn what counts mean for unseen text.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ I32 = npt.NDArray[np.int32]
 U32 = npt.NDArray[np.uint32]
 HELD_SHARE, HELD_TOKENS_MAX = 0.05, 150_000
 WORTH = {"human": 2.0, "assistant": 1.3, "code": 1.2, "task": 0.5}
-"""What a bit saved counts when tables are pruned, by the kind of its source: prompts made from
-templates are plenty and take the room of what people write."""
+"""The value of a saved bit when tables are pruned, by kind of source: there are many prompts made
+from templates, which would crowd out text that people write."""
 
 
 @click.command()
@@ -65,7 +65,7 @@ def n_held(n_ids: int) -> int:
 def build(
     bpe: Bpe, corpus: Mapping[str, U32], worth: Mapping[str, float], out: Path, mib: float
 ) -> None:
-    """The prior of ids by source; `worth`: see `tables.count`, by source."""
+    """Write the prior of a corpus of ids by source; `worth`: see `tables.count`, by source."""
     ranks = file.ranks_of(_pieces(bpe))
     counted, worths, held = [], [], []
     for name, ids in corpus.items():
@@ -104,7 +104,7 @@ def mixed(held: list[I32]) -> list[I32]:
 
 
 def _pieces(bpe: Bpe) -> list[bytes]:
-    """Bytes of each token; b"" for the controls."""
+    """Bytes of each token; b"" for control tokens."""
     from lab.train.bpe import CONTROLS
 
     plain = {chr(b): b for b in [*range(33, 127), *range(161, 173), *range(174, 256)]}
@@ -115,7 +115,7 @@ def _pieces(bpe: Bpe) -> list[bytes]:
 
 
 def sessions(ranks: I32) -> list[I32]:
-    """In pieces that are learned as one session each."""
+    """The ranks in pieces, each of which is learned as one session."""
     size = training.SESSION_TOKENS
     return [np.ascontiguousarray(ranks[i : i + size]) for i in range(0, len(ranks), size)]
 

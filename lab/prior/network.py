@@ -1,8 +1,8 @@
-"""`python -m lab.prior.network DATA RUN MINI OUT`: the table, ready for a mini model.
+"""`python -m lab.prior.network DATA RUN MINI OUT`: prepare the table for a mini model.
 
 The mixer's state is trained once more on the held-out sessions, with the distribution of the model
-MINI beside the counts, so that it knows from the first token how far to trust which. The rest of the
-table stays as it is; its name changes, as with every new table.
+MINI beside the counts, so that it knows from the first token how much to trust each. The rest of
+the table stays as it is; its name changes, as with every new table.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lab.prior import training
 from lab.prior.build import mixed, n_held, read_corpus, sessions
 from lab.prior.save import save
 from towerd.codec.errors import UnknownModel
-from towerd.codec.models.base import Predictor
+from towerd.codec.models.base import TokenPredictor
 from towerd.codec.models.exact import ExactPredictor
 from towerd.codec.prior import file
 from towerd.codec.prior.file import Prior
@@ -59,7 +59,7 @@ def main(data: Path, run: Path, mini: Path, out: Path, path: Path, share: float)
 
 
 def held_out(prior: Prior, corpus: Mapping[str, U32]) -> list[I32]:
-    """The sessions, as ranks, that the table's counts do not come from."""
+    """The sessions, as ranks, that were held out from the table's counts."""
     return [
         part
         for ids in corpus.values()
@@ -67,14 +67,16 @@ def held_out(prior: Prior, corpus: Mapping[str, U32]) -> list[I32]:
     ]
 
 
-def steps(prior: Prior, predictor: Predictor, held: Sequence[I32]) -> Iterator[tuple[U32, float]]:
+def steps(
+    prior: Prior, predictor: TokenPredictor, held: Sequence[I32]
+) -> Iterator[tuple[U32, float]]:
     """(state, bits per token) after each session. UnknownModel for a model of another tokenizer."""
     if predictor.n_tokens != len(prior.ids):
         raise UnknownModel(
             f"The model has {predictor.n_tokens} tokens, the table {len(prior.ids)}."
         )
 
-    def foretold(ranks: I32) -> Iterator[U32]:
+    def network_counts(ranks: I32) -> Iterator[U32]:
         ids = [prior.controls[0], *prior.ids[ranks[:-1]].tolist()]
         predictor.reset()
         for at in range(0, len(ids), predictor.window):
@@ -84,7 +86,7 @@ def steps(prior: Prior, predictor: Predictor, held: Sequence[I32]) -> Iterator[t
     def make(now: U32) -> Mixer:
         return make_mixer(prior.weights, prior.tables, now, prior.kinds)
 
-    return training.trained(make, prior.states["state"], held, foretold)
+    return training.trained(make, prior.states["state"], held, network_counts)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from towerd.models.gguf_file import writing
 from towerd.models.vocabulary import Vocabulary
 
 ARCHITECTURE = "llama"
-"""llama.cpp reads the tokenizer of a known architecture only; there is no such model in the file."""
+"""llama.cpp only reads the tokenizer of a known architecture; the file contains no model."""
 
 
 def save(

@@ -1,4 +1,4 @@
-"""N-gram tables: what followed the last k tokens in a corpus, pruned to a size.
+"""N-gram tables: the tokens that followed the last k tokens in a corpus, pruned to a size.
 
 A context is named by a chained hash of its tokens, latest first (`hashes`, the same function as
 `context_hash` in kernels/cpp/mix.cpp). A table is buckets of lists: head (10 bits of the hash and
@@ -16,14 +16,14 @@ import numpy.typing as npt
 
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256, 1024, 4096, 16384)
 CONTEXTS_PER_BUCKET = 4
-"""At most; a bucket takes 4 bytes of index, and there are 2^k of them."""
+"""Maximum mean number of contexts per bucket. There are 2^k buckets, each with 4 bytes of index."""
 ORDERS = 5
 TOKENS_MAX = 4096
 LENGTH_MAX = 62
-"""Longest list whose length is in its head."""
+"""Lists up to this length have their length in the head."""
 _TOKEN = np.uint64(TOKENS_MAX - 1)
 _LOSS = 0.8
-"""Occurrences of an entry that do not count as gain: it was chosen because it occurred."""
+"""Occurrences of an entry that do not count as gain, because the entry was chosen by them."""
 
 U16 = npt.NDArray[np.uint16]
 U32 = npt.NDArray[np.uint32]
@@ -40,7 +40,7 @@ class Counts:
     keys: U64
     n: U32
     worth: F32
-    """Per key: the worth of its occurrences, together."""
+    """Per key: the total worth of its occurrences."""
     contexts: U64
     starts: npt.NDArray[np.int64]
     shorter: U64
@@ -67,7 +67,7 @@ def extended(hashes: U64, tokens: U32) -> U64:
 def count(ranks: U32, order: int, worth: F32 | None = None) -> Counts:
     """Counts of every context of `order` tokens that occurs twice (order 1: at all).
 
-    `worth` float32[n]: what it is worth to know each token; 1 if not given."""
+    `worth` float32[n]: the value of predicting each token; 1 if None."""
     n = len(ranks)
     context = np.zeros(n - order, np.uint64)
     shorter = context
@@ -88,12 +88,12 @@ def count(ranks: U32, order: int, worth: F32 | None = None) -> Counts:
 
 
 def _frequent(counts: Counts, least: int) -> Counts:
-    """Only the contexts that occur `least` times."""
+    """The contexts that occur at least `least` times."""
     return _selected(counts, counts.totals >= least, np.ones(len(counts.keys), np.bool_))
 
 
 def _selected(counts: Counts, contexts: Bools, entries: Bools) -> Counts:
-    """Some contexts, and of those some entries; contexts left without entries go, too."""
+    """The selected contexts and entries, without contexts that have no entries left."""
     owner = np.repeat(np.arange(len(counts.starts)), counts.lengths)
     entries = entries & contexts[owner]
     left, starts = np.unique(owner[entries], return_index=True)

@@ -11,9 +11,9 @@ from towerd.codec.prior.state import I32, U32, bits_of
 from towerd.kernels.mixing import Mixer, n_maps
 
 SESSION_TOKENS = 4400
-"""Training text is learned in pieces of about 16 KB, as if each were a session."""
+"""Training text is learned in pieces of about 16 KB, each as a session of its own."""
 COUNT_MAX = 255
-"""A map that has seen more forgets faster from here on: sessions differ from the corpus."""
+"""Counts of maps are capped at this, so that they adapt faster: sessions differ from the corpus."""
 _TABLE_BITS = 18
 
 
@@ -25,7 +25,7 @@ def capped(state: U32, n_tokens: int) -> U32:
     return np.concatenate([maps & ~np.uint32(1023) | few, state[n:]])
 
 
-Foretold: TypeAlias = Callable[[I32], Iterable[U32]]
+NetworkCounts: TypeAlias = Callable[[I32], Iterable[U32]]
 """A network's distribution by rank before each of a session's tokens: uint32[n_tokens]."""
 
 
@@ -33,16 +33,16 @@ def trained(
     make: Callable[[U32], Mixer],
     state: U32,
     sessions: Sequence[I32],
-    foretold: Foretold | None = None,
+    network_counts: NetworkCounts | None = None,
 ) -> Iterator[tuple[U32, float]]:
-    """Learn one session after the other; yields (state, bits per token of that session)."""
+    """Learn the sessions one after the other; yields (state, bits per token of the session)."""
     for ranks in sessions:
         mixer = make(state)
         mixer.reset(1, _TABLE_BITS)
-        if foretold is None:
+        if network_counts is None:
             cost = bits_of(*mixer.encode(0, ranks))
         else:
-            each = zip(np.split(ranks, len(ranks)), foretold(ranks), strict=True)
+            each = zip(np.split(ranks, len(ranks)), network_counts(ranks), strict=True)
             cost = sum(bits_of(*mixer.encode(0, rank, counts)) for rank, counts in each)
         state = mixer.state()
         yield state, cost / max(1, len(ranks))

@@ -1,6 +1,6 @@
 """Coding-agent sessions: files of `{"format": "agentic-coding-trace/1", "sessions": [...]}`.
 
-Block ids mean something inside one session only. The tool definitions and the system prompt at
+Block ids are only valid within one session. The tool definitions and the system prompt at
 the start of a session (`tool_tokens` + `system_tokens`) are taken to be the same text in every
 session with the same two lengths.
 """
@@ -10,18 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from lab.replay.records import Record, document
+from lab.replay.records import TraceRecord, document
 from lab.replay.trace import Call, Trace, TraceError
-from lab.replay.tree import Prompt, TreeBuilder
+from lab.replay.tree import BlockPrompt, TreeBuilder
 
 FORMAT = "agentic-coding-trace/1"
 _SERVICE_S = 5.0
-"""Where the source did not time the answer: about the median of those that it did."""
+"""Used where the source has no time for the answer: about the median of those that have one."""
 _DEPTH_MAX = 8
-_Row = tuple[float, Prompt, Record, int]
+_Row = tuple[float, BlockPrompt, TraceRecord, int]
 
 
-class _Reader:
+class _AgenticReader:
     """Numbers the blocks of all sessions and collects their requests."""
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class _Reader:
         self._n_streams = 0
         self._shared: dict[tuple[int, int, int], int] = {}
 
-    def add(self, session: Record) -> None:
+    def add(self, session: TraceRecord) -> None:
         """One session with its sub-agents."""
         block_tokens = session.integer("block_size", least=1)
         if self.block_tokens not in (0, block_tokens):
@@ -43,12 +43,17 @@ class _Reader:
         self.rows.append(sorted(rows, key=lambda row: row[0]))
 
     def _walk(
-        self, owner: Record, session: Record, local: dict[int, int], start_s: float, depth: int
+        self,
+        owner: TraceRecord,
+        session: TraceRecord,
+        local: dict[int, int],
+        start_s: float,
+        depth: int,
     ) -> Iterator[_Row]:
         if depth > _DEPTH_MAX:
             raise TraceError(f"{owner.where}: sub-agents are nested too deep")
         stream, self._n_streams = self._n_streams, self._n_streams + 1
-        before: Prompt | None = None
+        before: BlockPrompt | None = None
         last_s = 0.0
         for request in owner.records("requests"):
             at_s = request.number("t")
@@ -64,9 +69,13 @@ class _Reader:
                 yield start_s + at_s, prompt, request, stream
 
     def _prompt(
-        self, owner: Record, request: Record, before: Prompt | None, local: dict[int, int]
-    ) -> Prompt | None:
-        """The blocks of a request; None for one that fills no block."""
+        self,
+        owner: TraceRecord,
+        request: TraceRecord,
+        before: BlockPrompt | None,
+        local: dict[int, int],
+    ) -> BlockPrompt | None:
+        """The blocks of a request; None if it does not fill a block."""
         n_max = -(-request.integer("in", least=1) // self.block_tokens)
         code = request.integers("h")
         if len(code) % 2 == 0:
@@ -91,8 +100,9 @@ class _Reader:
         except TraceError as error:
             raise TraceError(f"{request.where}: {error.message}") from error
 
-    def _share(self, owner: Record, ids: list[int], local: dict[int, int]) -> None:
-        """Give the leading blocks of a session the numbers they have in sessions like it."""
+    def _share(self, owner: TraceRecord, ids: list[int], local: dict[int, int]) -> None:
+        """Give the leading blocks of a session the same numbers as in other sessions with the same
+        lengths."""
         lengths = (owner.integer("tool_tokens", 0), owner.integer("system_tokens", 0))
         for i, x in enumerate(ids[: sum(lengths) // self.block_tokens]):
             key = (*lengths, i)
@@ -104,7 +114,7 @@ class _Reader:
 
 def read(paths: list[Path], segment_tokens: int, sessions_max: int | None = None) -> Trace:
     """All sessions of the files, each from time 0; see `interleave`. Raises TraceError."""
-    reader = _Reader()
+    reader = _AgenticReader()
     for path in paths:
         content = document(path)
         if content.text("format") != FORMAT:

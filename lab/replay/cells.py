@@ -1,4 +1,4 @@
-"""Many cells of a comparison, in several processes: no cell knows of another one."""
+"""Many cells of a comparison in several processes; cells are independent."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from lab.replay.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """Where a trace comes from: a path, and for sessions how many users take one after the
-    other, in which order. users 0: the trace as it is."""
+class TraceSource:
+    """Where a trace comes from: a path and, for traces of single sessions, the number of users who
+    take them one after the other, and the seed of the order. users 0: the trace as it is."""
 
     path: Path
     segment_tokens: int
@@ -28,42 +28,42 @@ class Source:
     seed: int = 0
 
     def trace(self) -> Trace:
-        """Read it, unless this process has it already. Raises TraceError."""
-        return _woven(self)
+        """Read the trace, cached per process. Raises TraceError."""
+        return _interleaved(self)
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class ReplayTask:
     """One cell: a trace at one capacity, a share of its distinct blocks."""
 
-    source: Source
+    source: TraceSource
     capacity: float
     policies: tuple[str, ...]
     end_hints: bool = False
 
     def cell(self) -> Cell:
-        """Replay it. Raises TraceError, ConfigError."""
+        """Replay the trace. Raises TraceError, ConfigError."""
         trace = self.source.trace()
         return next(compare(trace, self.policies, (self.capacity,), end_hints=self.end_hints))
 
 
 class Workers(Protocol):
-    """Something that works tasks off."""
+    """Runs tasks."""
 
-    def __call__(self, tasks: Sequence[Task]) -> Iterator[Cell]:
-        """Their cells, in their order."""
+    def __call__(self, tasks: Sequence[ReplayTask]) -> Iterator[Cell]:
+        """The cells of the tasks, in the same order."""
         ...
 
 
 @contextmanager
 def workers(n: int) -> Iterator[Workers]:
-    """`n` processes that work tasks off side by side; 1: this one does."""
+    """`n` processes that run tasks in parallel; 1: this process runs them."""
     if n == 1:
-        yield lambda tasks: map(Task.cell, tasks)
+        yield lambda tasks: map(ReplayTask.cell, tasks)
         return
     with ProcessPoolExecutor(n, get_context("spawn")) as pool:
         try:
-            yield lambda tasks: pool.map(Task.cell, tasks)
+            yield lambda tasks: pool.map(ReplayTask.cell, tasks)
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
@@ -75,6 +75,6 @@ def _read(path: Path, segment_tokens: int) -> Trace:
 
 
 @lru_cache(maxsize=3)
-def _woven(source: Source) -> Trace:
+def _interleaved(source: TraceSource) -> Trace:
     trace = _read(source.path, source.segment_tokens)
     return interleave(trace, source.users, source.seed) if source.users else trace

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lab.policies.belady import belady_hits
 from lab.policies.factory import make_policy
-from lab.replay.simulate import Outcome, outcome_of, replay
+from lab.replay.simulate import ReplayOutcome, outcome_of, replay
 from lab.replay.trace import Trace
 from towerd.errors import ConfigError
 
@@ -21,7 +21,7 @@ class Cell:
 
     capacity: float
     n_blocks: int
-    outcomes: dict[str, Outcome]
+    outcomes: dict[str, ReplayOutcome]
 
     def gap_closed(self, policy: str) -> float | None:
         """(policy - LRU) / (bound - LRU); None where LRU is within 0.1 points of the bound."""
@@ -37,8 +37,8 @@ class Cell:
 def compare(
     trace: Trace, policies: Sequence[str], capacities: Sequence[float], *, end_hints: bool = False
 ) -> Iterator[Cell]:
-    """A cell per capacity, a share of the distinct blocks. Raises ConfigError for a policy that
-    there is not."""
+    """A cell per capacity, given as a share of the distinct blocks. Raises ConfigError for an
+    unknown policy."""
     for policy in policies:
         make_policy(policy)
     for capacity in capacities:

@@ -1,4 +1,4 @@
-"""Many users at once: sessions that were recorded one by one, woven into one trace."""
+"""Many concurrent users: sessions that were recorded one by one, interleaved into one trace."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from dataclasses import replace
 from lab.replay.trace import Call, Trace, TraceError
 
 IDLE_S_MAX = 120.0
-"""A longer pause inside a session is cut to this: nobody waits a night in a closed loop."""
+"""Longer pauses inside a session are cut to this, because a closed loop would wait for them."""
 _START_S = 600.0
 
 
 def interleave(trace: Trace, n_users: int, seed: int, idle_s_max: float = IDLE_S_MAX) -> Trace:
-    """`n_users` people who each take the next session, in random order, when theirs has ended;
-    they begin within the first ten minutes. Times inside a session stay, but for long pauses."""
+    """A trace of `n_users` users who each take the next session, in random order, when theirs has
+    ended; they begin within the first ten minutes. Times inside a session stay, except for long
+    pauses."""
     if n_users < 1:
         raise TraceError(f"there cannot be {n_users} users")
     rng = random.Random(seed)

@@ -14,7 +14,7 @@ _HEAD_CHARS = 4096
 
 def load(path: Path, segment_tokens: int) -> Trace:
     """The trace of a file, or of all files of a folder of coding-agent sessions. Raises
-    TraceError when the format is none of those in README.md of this package."""
+    TraceError if the format is none of those in this package's README.md."""
     if path.is_dir():
         files = sorted(p for p in path.iterdir() if ".json" in p.suffixes)
         if not files:

@@ -1,17 +1,17 @@
-"""Mooncake's traces: one request a line, hash ids of blocks of 512 tokens, global to the file.
+"""Mooncake's traces: one request per line, with hash ids of 512-token blocks, global to the file.
 
 {"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [...]}
 
 The last block of an input is rarely full. Its id is not that of the block which the next turn
 has in its place, so it is left out, as in an engine that caches full blocks: it counts as input
-and is never found. An input of less than a block keeps its one.
+and is never found. An input of less than a block keeps its only block.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from lab.replay.records import Record, lines
+from lab.replay.records import TraceRecord, lines
 from lab.replay.trace import Call, Trace, TraceError
 from lab.replay.tree import TreeBuilder
 
@@ -20,8 +20,8 @@ _NOBODY = -1
 
 
 def read(path: Path, segment_tokens: int, calls_max: int | None = None) -> Trace:
-    """The requests of a file in order. A request that goes on where the input of an earlier one
-    ends belongs to its session. Raises TraceError for bad records and a clock that goes back."""
+    """The requests of a file in order. A request that continues the input of an earlier one belongs
+    to the same session. Raises TraceError for bad records and a clock that goes back."""
     tree = TreeBuilder()
     numbers: dict[int, int] = {}
     rows: list[tuple[float, int]] = []
@@ -45,7 +45,7 @@ def read(path: Path, segment_tokens: int, calls_max: int | None = None) -> Trace
     return trace
 
 
-def _ids(record: Record, n_tokens: int) -> list[int]:
+def _ids(record: TraceRecord, n_tokens: int) -> list[int]:
     ids = record.integers("hash_ids")
     if len(ids) != -(-n_tokens // BLOCK_TOKENS):
         raise TraceError(

@@ -1,21 +1,22 @@
-"""Traces that the daemon recorded itself (towerd/sessions/trace_recorder.py): a head line, then a line a request.
+"""Traces that the daemon recorded itself (towerd/sessions/trace_recorder.py): a head line, then one
+line per request.
 
-Lines are in the order in which answers ended; calls come in the order of their requests.
+Lines are in the order in which answers ended; calls are in the order of the requests.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from lab.replay.records import Record, lines
+from lab.replay.records import TraceRecord, lines
 from lab.replay.trace import Call, Trace, TraceError
-from lab.replay.tree import Prompt, TreeBuilder
+from lab.replay.tree import BlockPrompt, TreeBuilder
 from towerd.sessions.trace_recorder import FORMAT
 
-_Row = tuple[Record, Prompt, int]
+_Row = tuple[TraceRecord, BlockPrompt, int]
 
 
-class _Reader:
+class _RecordedReader:
     """Numbers blocks and sessions in order of first appearance."""
 
     def __init__(self, block_tokens: int) -> None:
@@ -26,7 +27,7 @@ class _Reader:
         self._before: dict[str, list[int]] = {}
         self._sessions: dict[str, int] = {}
 
-    def add(self, record: Record) -> None:
+    def add(self, record: TraceRecord) -> None:
         name = record.text("s")
         before = self._before.get(name, [])
         n_kept = record.integer("kept")
@@ -46,13 +47,13 @@ class _Reader:
 
 
 def read(path: Path, segment_tokens: int) -> Trace:
-    """The requests of a file, woven as they came. Raises TraceError."""
-    reader: _Reader | None = None
+    """The requests of a file, interleaved as recorded. Raises TraceError."""
+    reader: _RecordedReader | None = None
     for record in lines(path):
         if reader is None:
             if record.text("format") != FORMAT:
                 raise TraceError(f"{path.name}: the format is not {FORMAT}")
-            reader = _Reader(record.integer("block_size", least=1))
+            reader = _RecordedReader(record.integer("block_size", least=1))
         else:
             reader.add(record)
     if reader is None or not reader.rows:

@@ -17,7 +17,7 @@ _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _LINE_BYTES_MAX = 64 << 20
 
 
-class Record:
+class TraceRecord:
     """One JSON object of a trace, with typed access to its fields. `where` names it in errors."""
 
     def __init__(self, value: Any, where: str) -> None:
@@ -62,32 +62,32 @@ class Record:
             raise TraceError(f"{self.where}: field {name!r} must hold whole numbers")
         return found
 
-    def records(self, name: str) -> list[Record]:
+    def records(self, name: str) -> list[TraceRecord]:
         """A list of objects."""
         found = self.value.get(name)
         if not isinstance(found, list):
             raise TraceError(f"{self.where}: field {name!r} must be a list")
-        return [Record(x, f"{self.where}, {name}[{i}]") for i, x in enumerate(found)]
+        return [TraceRecord(x, f"{self.where}, {name}[{i}]") for i, x in enumerate(found)]
 
 
-def lines(path: Path) -> Iterator[Record]:
-    """The records of a .jsonl file, empty lines skipped. Raises TraceError for what is no JSON."""
+def lines(path: Path) -> Iterator[TraceRecord]:
+    """The records of a .jsonl file, without empty lines. Raises TraceError for invalid JSON."""
     with open_text(path) as stream:
         number = 0
         while line := _line(stream, path, number):
             number += 1
             if line.strip():
-                yield Record(_parse(line, f"{path.name}:{number}"), f"{path.name}:{number}")
+                yield TraceRecord(_parse(line, f"{path.name}:{number}"), f"{path.name}:{number}")
 
 
-def document(path: Path) -> Record:
+def document(path: Path) -> TraceRecord:
     """A file that is one JSON object."""
     with open_text(path) as stream:
         try:
             text = stream.read()
         except (OSError, zstandard.ZstdError, UnicodeDecodeError) as error:
             raise TraceError(f"{path.name} cannot be read: {error}") from error
-    return Record(_parse(text, path.name), path.name)
+    return TraceRecord(_parse(text, path.name), path.name)
 
 
 def open_text(path: Path) -> io.TextIOWrapper:

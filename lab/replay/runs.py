@@ -1,16 +1,16 @@
-"""Workflows from trace files, for predictors: names of steps and what was said.
+"""Workflows from trace files, for predictors: the names of steps and their texts.
 
-A step is one of a model. Its name is its agent where several agents work, else its action; its
-meaning is that of all texts since the model's last step, its own last.
+Only the steps of a model count. A step's name is its agent if there are several agents, else its
+action; its meaning covers all texts since the model's last step, its own last.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from lab.predict.runs import Run
+from lab.predict.runs import FinishedRun
 from lab.predict.words import hash_text
-from lab.replay.records import Record, lines
+from lab.replay.records import TraceRecord, lines
 from lab.replay.trace import TraceError
 from lab.replay.workflows import group_of, is_model
 from towerd.sessions.trace_recorder import FORMAT as RECORDED
@@ -18,9 +18,9 @@ from towerd.sessions.trace_recorder import FORMAT as RECORDED
 _STEPS_MAX = 10_000
 
 
-def read_runs(path: Path) -> list[Run]:
-    """The workflows of a file, of the common form or recorded by the daemon. Raises TraceError
-    for anything else and for a file without workflows."""
+def read_runs(path: Path) -> list[FinishedRun]:
+    """The workflows of a file in the common format or recorded by the daemon. Raises TraceError for
+    anything else and for a file without workflows."""
     records = list(lines(path))
     if records and records[0].value.get("format") == RECORDED:
         runs = _recorded(records[1:])
@@ -31,17 +31,17 @@ def read_runs(path: Path) -> list[Run]:
     return runs
 
 
-def _recorded(records: list[Record]) -> list[Run]:
-    """Requests that name a workflow and an agent, in order of time."""
+def _recorded(records: list[TraceRecord]) -> list[FinishedRun]:
+    """The workflows of requests that name a workflow and an agent, in order of time."""
     paths: dict[str, list[str]] = {}
     for record in sorted(records, key=lambda each: each.number("t")):
         workflow, agent = record.text("workflow", ""), record.text("agent", "")
         if workflow and agent:
             paths.setdefault(workflow, []).append(agent)
-    return [Run(tuple(path[:_STEPS_MAX]), group=name) for name, path in paths.items()]
+    return [FinishedRun(tuple(path[:_STEPS_MAX]), group=name) for name, path in paths.items()]
 
 
-def _common(records: list[Record]) -> list[Run]:
+def _common(records: list[TraceRecord]) -> list[FinishedRun]:
     agents: dict[str, set[str]] = {}
     for record in records:
         for step in record.records("steps"):
@@ -51,11 +51,11 @@ def _common(records: list[Record]) -> list[Run]:
     return [run for run in runs if run.steps]
 
 
-def _app(record: Record) -> str:
+def _app(record: TraceRecord) -> str:
     return record.text("app").split("_")[0]
 
 
-def _run(record: Record, by_agent: bool) -> Run:
+def _run(record: TraceRecord, by_agent: bool) -> FinishedRun:
     steps = record.records("steps")
     if not 0 < len(steps) <= _STEPS_MAX:
         raise TraceError(f"{record.where}: {len(steps)} steps")
@@ -67,4 +67,4 @@ def _run(record: Record, by_agent: bool) -> Run:
             meanings.append("\n".join(said))
             said = []
     group = group_of(record, record.text("app"), steps)
-    return Run(tuple(names), tuple(hash_text(text) for text in meanings), group)
+    return FinishedRun(tuple(names), tuple(hash_text(text) for text in meanings), group)

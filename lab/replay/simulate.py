@@ -1,8 +1,8 @@
-"""A trace through a cache that a policy manages: what the daemon's hot tier would have done.
+"""Replays a trace through a cache that a policy manages, like the daemon's hot tier.
 
 A request finds the longest run of segments from the root that is in the cache, evaluates the
-rest, and leaves its whole input in the cache, which then shrinks to its capacity. What is given
-up is gone. Answers are not cached, because traces do not say what they were.
+rest, and leaves its whole input in the cache, which then shrinks to its capacity. Evicted
+segments are lost. Answers are not cached, because traces do not contain them.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from lab.replay.trace import Call, Trace
 from towerd.policy.base import Policy
 
 _STEP_S = 1e-6
-"""Between requests that a trace has at the same moment."""
+"""Time between requests that have the same time in a trace."""
 
 
 @dataclass(slots=True)
-class Outcome:
-    """What happened, in blocks per request and in sums of tokens."""
+class ReplayOutcome:
+    """The result of a replay, in blocks per request and in total tokens."""
 
     block_tokens: int
     n_input_tokens: int = 0
     n_hit_tokens: int = 0
     n_moved_blocks: int = 0
-    """Written into the cache."""
+    """Tokens written into the cache."""
     hits: list[int] = field(default_factory=list)
 
     @property
@@ -50,9 +50,9 @@ class Outcome:
         self.n_hit_tokens += min(call.n_tokens, n_hit * self.block_tokens)
 
 
-def outcome_of(trace: Trace, hits: list[int]) -> Outcome:
-    """The outcome of a replay that is known by its hits, as Belady's."""
-    outcome = Outcome(trace.block_tokens)
+def outcome_of(trace: Trace, hits: list[int]) -> ReplayOutcome:
+    """The outcome of a replay of which only the hits are known, such as Belady's."""
+    outcome = ReplayOutcome(trace.block_tokens)
     for call, n_hit in zip(trace.calls, hits, strict=True):
         outcome.count(call, n_hit)
         outcome.n_moved_blocks += sum(trace.n_blocks[s] for s in call.path) - n_hit
@@ -61,11 +61,11 @@ def outcome_of(trace: Trace, hits: list[int]) -> Outcome:
 
 def replay(
     trace: Trace, policy: Policy, capacity_blocks: int, *, end_hints: bool = False
-) -> Outcome:
+) -> ReplayOutcome:
     """Serve the trace from a cache of `capacity_blocks` that starts empty. Sizes given to the
-    policy are in blocks. `end_hints`: tell the policy when nobody will go on from an input, and
-    of workflows their steps and ends."""
-    outcome = Outcome(trace.block_tokens)
+    policy are in blocks. `end_hints`: tell the policy when no request will continue an input, and
+    the steps and ends of workflows."""
+    outcome = ReplayOutcome(trace.block_tokens)
     depths = trace.depths()
     for now, call, is_answer in _events(trace):
         if is_answer:
@@ -97,8 +97,8 @@ def _end(policy: Policy, call: Call, now: float) -> None:
 
 
 def _serve(trace: Trace, depths: list[int], policy: Policy, call: Call, now: float) -> int:
-    """Use what is there, insert what is not; returns the blocks found. A parent outlives its
-    children, so what is there is the upper part of the path."""
+    """Use the cached segments and insert the others; returns the blocks found. A parent outlives
+    its children, so the cached segments are the upper part of the path."""
     path = call.path
     n_there = bisect_left(path, True, key=lambda segment: segment not in policy)
     if n_there:
@@ -109,7 +109,7 @@ def _serve(trace: Trace, depths: list[int], policy: Policy, call: Call, now: flo
 
 
 def _events(trace: Trace) -> Iterator[tuple[float, Call, bool]]:
-    """(time, call, is the end of its answer) in strictly rising time."""
+    """(time, call, whether it is the end of the answer) in strictly ascending order of time."""
     answers: list[tuple[float, int]] = []
     last_s = float("-inf")
     for i, call in enumerate(trace.calls):

@@ -1,4 +1,4 @@
-"""A trace as the replayer sees it: a tree of segments and the requests that walk it."""
+"""A trace as the replayer sees it: a tree of segments, and requests along its paths."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Call:
 
     path: the segments of its input from the root on; session: calls with equal numbers follow
     each other; stop: why the answer ended ("" unknown); service_s: how long the answer took;
-    agent: who asked ("" unknown); ends: segments that nobody will go on from once this is
-    answered, nor from what stands on them."""
+    agent: the name of the agent ("" unknown); ends: segments that no request continues after
+    this one is answered, nor their descendants."""
 
     time_s: float
     path: tuple[int, ...]
@@ -38,7 +38,7 @@ class Trace:
     """Requests in order of time over a tree of segments.
 
     A segment is a run of blocks that every request uses as a whole; parents[s] is the segment
-    before s (-1: none) and n_blocks[s] its length in blocks of `block_tokens` tokens."""
+    before s (-1: none), and n_blocks[s] the length of s in blocks of `block_tokens` tokens."""
 
     name: str
     block_tokens: int
@@ -50,7 +50,7 @@ class Trace:
 
     @property
     def n_distinct_blocks(self) -> int:
-        """Blocks an unlimited cache would hold in the end."""
+        """Blocks that an unlimited cache would hold in the end."""
         return sum(self.n_blocks)
 
     def depths(self) -> list[int]:

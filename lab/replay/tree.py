@@ -1,8 +1,8 @@
-"""From lists of block ids to a tree of segments.
+"""Builds a tree of segments from lists of block ids.
 
 A block id names a block together with everything before it, so it has one parent. Blocks that
 are always used together (no request ends between them, none branches off) become one segment,
-cut at a maximum length: what a cache may keep or give up as a whole.
+cut at a maximum length: the unit that a cache keeps or evicts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _NONE = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class BlockPrompt:
     """The input of one request inside a builder: all its blocks in order."""
 
     index: int
@@ -24,18 +24,19 @@ class Prompt:
 
 
 class TreeBuilder:
-    """Takes prompts, each as a change of an earlier one; then gives the tree and the paths.
+    """Collects prompts, each given as a change of an earlier one, and builds the tree and the
+    paths.
 
-    Blocks are numbered 0, 1, 2, ... in order of first appearance by the caller."""
+    The caller numbers blocks 0, 1, 2, ... in order of first appearance."""
 
     def __init__(self) -> None:
         self._parent: list[int] = []
         self._is_end: list[bool] = []
         self._prompts: list[tuple[int, int, list[int]]] = []
 
-    def add(self, before: Prompt | None, n_kept: int, new: Sequence[int]) -> Prompt:
+    def add(self, before: BlockPrompt | None, n_kept: int, new: Sequence[int]) -> BlockPrompt:
         """The prompt that begins with the first `n_kept` blocks of `before`, then has `new`.
-        Raises TraceError for a block that has two different predecessors (so: for cycles), for
+        Raises TraceError for a block with two different predecessors (which includes cycles), for
         n_kept beyond `before`, and for a prompt without blocks."""
         old = before.blocks if before is not None else []
         if not 0 <= n_kept <= len(old):
@@ -57,7 +58,7 @@ class TreeBuilder:
         self._is_end[at] = True
         index = len(self._prompts)
         self._prompts.append((before.index if before is not None else _NONE, n_kept, list(new)))
-        return Prompt(index, blocks)
+        return BlockPrompt(index, blocks)
 
     @property
     def n_blocks(self) -> int:

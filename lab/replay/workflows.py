@@ -1,11 +1,11 @@
-"""Agent runs in the common form, expanded to the prompts that their agents got.
+"""Agent runs in the common format, expanded to the prompts of their agents.
 
     {"workflow_id", "app", "steps": [{"agent", "action", "text"?, "cut"?, "t"?}, ...]}
 
 Every step of an agent that is not a person or a tool is a request: the system prompt of its
 (app, agent), then everything said in the workflow so far. So prompts share a prefix per agent
 across workflows, and per (workflow, agent) over time. Texts are not tokenized: four characters
-count as a token, and a system prompt has as many tokens as its name says (see `_system_tokens`).
+count as a token, and the length of a system prompt follows from its name (see `_system_tokens`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from lab.replay.records import Record, lines
+from lab.replay.records import TraceRecord, lines
 from lab.replay.trace import Call, Trace, TraceError
-from lab.replay.tree import Prompt, TreeBuilder
+from lab.replay.tree import BlockPrompt, TreeBuilder
 
 BLOCK_TOKENS = 16
 CHARS_PER_TOKEN = 4
@@ -31,8 +31,8 @@ _NO_MODEL = ("user", "human", "system", "env", "Computer_terminal")
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One step of a workflow; n_tokens: what was said, called or returned."""
+class RecordedStep:
+    """One step of a workflow; n_tokens: length of the text said, called or returned."""
 
     agent: str
     action: str
@@ -41,18 +41,18 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Workflow:
-    """One run. group: runs of equal groups are about the same task."""
+class RecordedWorkflow:
+    """One run. group: equal for runs of the same task."""
 
     workflow_id: str
     app: str
     group: str
-    steps: tuple[Step, ...]
+    steps: tuple[RecordedStep, ...]
 
 
-def workflows(path: Path) -> Iterator[Workflow]:
-    """The runs of a file. Raises TraceError for bad records, times that go back, and runs that
-    have no steps or more than any real one."""
+def workflows(path: Path) -> Iterator[RecordedWorkflow]:
+    """The runs of a file. Raises TraceError for bad records, times that go back, and runs without
+    steps or with more than any real run has."""
     seen: set[str] = set()
     for record in lines(path):
         name = record.text("workflow_id")
@@ -63,7 +63,7 @@ def workflows(path: Path) -> Iterator[Workflow]:
         if not 0 < len(steps) <= _STEPS_MAX:
             raise TraceError(f"{record.where}: {len(steps)} steps")
         app = record.text("app")
-        yield Workflow(name, app, group_of(record, app, steps), tuple(_steps(steps)))
+        yield RecordedWorkflow(name, app, group_of(record, app, steps), tuple(_steps(steps)))
 
 
 def read(path: Path, segment_tokens: int, workflows_max: int | None = None) -> Trace:
@@ -97,10 +97,10 @@ class _Expander:
         self.tree = TreeBuilder()
         self._numbers: dict[Hashable, int] = {}
 
-    def expand(self, number: int, workflow: Workflow) -> list[_Row]:
+    def expand(self, number: int, workflow: RecordedWorkflow) -> list[_Row]:
         """The requests of a run; its last one ends the prompts of all its agents."""
         calls: list[_Row] = []
-        last: dict[str, Prompt] = {}
+        last: dict[str, BlockPrompt] = {}
         n_history = 0
         for step in workflow.steps:
             if is_model(step.agent):
@@ -114,8 +114,8 @@ class _Expander:
         return calls
 
     def _prompt(
-        self, number: int, app: str, agent: str, n_tokens: int, last: dict[str, Prompt]
-    ) -> Prompt:
+        self, number: int, app: str, agent: str, n_tokens: int, last: dict[str, BlockPrompt]
+    ) -> BlockPrompt:
         """The full blocks of a prompt: those of the system prompt, then the run's own."""
         before = last.get(agent)
         n_kept = len(before.blocks) if before is not None else 0
@@ -128,14 +128,14 @@ class _Expander:
 
 
 def _system_tokens(app: str, agent: str) -> int:
-    """Length of an agent's system prompt: the same for the same name, spread evenly over what
-    frameworks ship."""
+    """Length of an agent's system prompt: a function of the name, spread evenly over the lengths
+    that frameworks ship."""
     least, most = _SYSTEM_TOKENS
     return least + zlib.crc32(f"{app}/{agent}".encode()) % (most - least)
 
 
-def _steps(records: list[Record]) -> Iterator[Step]:
-    """Steps with times: those of the file, or else as long as generating the text would take."""
+def _steps(records: list[TraceRecord]) -> Iterator[RecordedStep]:
+    """Steps with times: those of the file, or else the time that generating the text would take."""
     at_s = 0.0
     for record in records:
         n_chars = record.integer("cut", len(record.text("text", "")))
@@ -143,13 +143,13 @@ def _steps(records: list[Record]) -> Iterator[Step]:
         time_s = record.number("t", at_s)
         if time_s < at_s and "t" in record.value:
             raise TraceError(f"{record.where}: the clock goes back")
-        yield Step(record.text("agent"), record.text("action"), n_tokens, time_s)
+        yield RecordedStep(record.text("agent"), record.text("action"), n_tokens, time_s)
         timed = record.value.get("t") is not None
         at_s = time_s if timed else at_s + _PAUSE_S + n_tokens / _TOKENS_PER_S
 
 
-def group_of(record: Record, app: str, steps: list[Record]) -> str:
-    """What tells runs of one task: never split those between training and test."""
+def group_of(record: TraceRecord, app: str, steps: list[TraceRecord]) -> str:
+    """The group of runs of one task, which must not be split between training and test."""
     meta = record.value.get("meta")
     found = meta if isinstance(meta, dict) else {}
     for name in ("question_id", "task_id", "scenario"):

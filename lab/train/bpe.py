@@ -1,7 +1,7 @@
 """The mini model's tokenizer: byte-level BPE of a few thousand pieces.
 
 Its pieces are byte strings whose concatenation is the text, so any bytes can be spelled, and the
-256 single bytes are pieces: nothing is ever unknown. Words are cut as llama.cpp's pre-tokenizer
+256 single bytes are pieces: no text is unknown. Words are cut as llama.cpp's pre-tokenizer
 `qwen2` does (llama.cpp, src/llama-vocab.cpp), which keeps digits apart, and merges follow their
 rank, so llama.cpp gives the same ids for the exported vocabulary.
 """
@@ -29,8 +29,8 @@ from towerd.models.vocabulary import Field, Vocabulary, from_gguf
 
 CONTROLS = ("<|begin|>", "<|im_start|>", "<|im_end|>", *(f"<|special_{i}|>" for i in range(13)))
 """Ids 0 to 15: before a session, before a role's name, after a message, and 13 for special tokens
-of other vocabularies. ChatML's names: <|start|> would not do, because llama.cpp finds that one in
-any text, whether control tokens are to be parsed or not (src/llama-vocab.cpp)."""
+of other vocabularies. They have ChatML's names, because llama.cpp finds the name <|start|> in any
+text, even if control tokens are not to be parsed (src/llama-vocab.cpp)."""
 BEGIN, START, END, SPECIAL = range(4)
 N_VOCAB_MIN = len(CONTROLS) + 256
 PRE_TOKENIZER = "qwen2"
@@ -52,7 +52,7 @@ CHAT_TEMPLATE = """\
 
 
 class Bpe:
-    """A trained tokenizer. Text that spells a control token is ordinary text to it."""
+    """A trained tokenizer. It treats text that spells a control token as ordinary text."""
 
     def __init__(self, pieces: Sequence[str], merges: Sequence[tuple[str, str]]) -> None:
         self.pieces = list(pieces)
@@ -93,8 +93,8 @@ class Bpe:
 
     @classmethod
     def from_gguf(cls, path: Path) -> Bpe:
-        """The tokenizer of a GGUF that this program made; its controls get today's names. Raises
-        TrainError."""
+        """The tokenizer of a GGUF that this program made; its control tokens get their current
+        names. Raises TrainError."""
         try:
             fields = {field.key: field.value for field in from_gguf(path).fields}
         except ModelError as error:
@@ -111,7 +111,7 @@ class Bpe:
         return cls([*CONTROLS, *pieces[n_controls:]], [(left, right) for left, right in pairs])
 
     def vocabulary(self) -> Vocabulary:
-        """What a GGUF says about this tokenizer."""
+        """The description of this tokenizer in a GGUF."""
         n_controls = len(CONTROLS)
         types = [TokenType.CONTROL] * n_controls
         types += [TokenType.NORMAL] * (len(self.pieces) - n_controls)
@@ -135,7 +135,7 @@ class Bpe:
 
 
 def train_bpe(texts: Iterable[str], n_vocab: int) -> Bpe:
-    """Learn `n_vocab` pieces (controls and bytes among them). Raises TrainError if too few."""
+    """Learn `n_vocab` pieces (controls and bytes included). Raises TrainError if too few."""
     if n_vocab < N_VOCAB_MIN:
         raise TrainError(f"A vocabulary needs at least {N_VOCAB_MIN} tokens, not {n_vocab}.")
     learner = Tokenizer(BPE())

@@ -1,4 +1,4 @@
-"""Where training stands, in one file that appears whole or not at all."""
+"""The state of training, in one file that is written atomically."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VERSION = 1
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class TrainingCheckpoint:
     """Weights, optimizer state and how far training has come."""
 
     shape: NetworkShape
@@ -28,12 +28,12 @@ class Checkpoint:
     """The next window to learn from; it only grows, whatever the batch size."""
     elapsed_s: float
     progress: float
-    """Share of the budget it was made under."""
+    """Share of the budget that was used."""
     form: str
-    """Fingerprint of the form; other ids would mean nothing to these weights."""
+    """Fingerprint of the form; these weights are meaningless for the ids of another form."""
 
     def save(self, path: Path) -> None:
-        """Write it; `path` holds either the old or the new one at any time."""
+        """Write it atomically: `path` always holds either the old or the new checkpoint."""
         part = path.with_name(f".{path.name}.part")
         value = {
             f: getattr(self, f)
@@ -48,7 +48,7 @@ class Checkpoint:
         os.replace(part, path)
 
     @classmethod
-    def load(cls, path: Path) -> Checkpoint:
+    def load(cls, path: Path) -> TrainingCheckpoint:
         """Read what `save` wrote. Raises TrainError."""
         try:
             value = torch.load(path, map_location="cpu", weights_only=True)

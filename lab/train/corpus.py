@@ -1,4 +1,4 @@
-"""The training text as ids on disk, a file per source and split, and batches drawn from it."""
+"""The training text as ids on disk, one file per source and split, and batches drawn from it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from lab.train.errors import TrainError
-from lab.train.form import ROLES, Form, Ids, Marks, mark_of
-from lab.train.manifest import Source
+from lab.train.form import ROLES, Ids, Marks, TextForm, mark_of
+from lab.train.manifest import TextSource
 from lab.train.records import Dataset
-from towerd.cli.bench.chat_records import Record
+from towerd.cli.bench.chat_records import ChatRecord
 
 ENCODE_AT_ONCE = 512
 CYCLE = 1000
@@ -23,7 +23,7 @@ CYCLE = 1000
 
 @dataclass(frozen=True, slots=True)
 class DevText:
-    """What evaluation needs of one source: its records in shuffled order, back to back."""
+    """The evaluation text of one source: its records in shuffled order, back to back."""
 
     ids: Ids
     marks: Marks
@@ -33,7 +33,7 @@ class DevText:
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Ids [n] of every source's records in shuffled order, back to back."""
+    """Ids [n] of each source's records in shuffled order, back to back."""
 
     train: dict[str, Ids]
     dev: dict[str, DevText]
@@ -47,13 +47,13 @@ class Corpus:
 
 def build_corpus(
     data: Dataset,
-    manifest: Mapping[str, Source],
-    form: Form,
+    manifest: Mapping[str, TextSource],
+    form: TextForm,
     folder: Path,
     *,
     progress: Callable[[int, int], None] | None = None,
 ) -> Corpus:
-    """Encode `data` in `form`, or take what an earlier run left in `folder` if both are the same.
+    """Encode `data` in `form`, or reuse what an earlier run left in `folder` for the same two.
 
     `progress` is called with (records done, records in all).
     """
@@ -78,16 +78,16 @@ def build_corpus(
     return Corpus(train, dev, {name: manifest[name].weight for name in train})
 
 
-def shuffled(records: Sequence[Record]) -> list[Record]:
-    """The same order everywhere and at all times: that of the hash of `src`."""
+def shuffled(records: Sequence[ChatRecord]) -> list[ChatRecord]:
+    """The records in order of the hash of `src`, which is the same on every machine."""
 
-    def key(record: Record) -> bytes:
+    def key(record: ChatRecord) -> bytes:
         return hashlib.blake2b(record.src.encode(), digest_size=8).digest()
 
     return sorted(records, key=key)
 
 
-def bytes_of_role(records: Sequence[Record]) -> tuple[int, ...]:
+def bytes_of_role(records: Sequence[ChatRecord]) -> tuple[int, ...]:
     """UTF-8 bytes of all contents, per row of ROLES."""
     totals = [0] * len(ROLES)
     for record in records:
@@ -96,8 +96,8 @@ def bytes_of_role(records: Sequence[Record]) -> tuple[int, ...]:
     return tuple(totals)
 
 
-def _stored(stem: Path, records: Sequence[Record], form: Form) -> tuple[Ids, Marks]:
-    """Read `stem`.ids.npy and `stem`.marks.npy, writing them first if need be."""
+def _stored(stem: Path, records: Sequence[ChatRecord], form: TextForm) -> tuple[Ids, Marks]:
+    """Read `stem`.ids.npy and `stem`.marks.npy; write them first if they are missing."""
     paths = [stem.with_name(f"{stem.name}.{kind}.npy") for kind in ("ids", "marks")]
     if not all(path.exists() for path in paths):
         parts = list(_encoded(records, form))
@@ -111,19 +111,19 @@ def _stored(stem: Path, records: Sequence[Record], form: Form) -> tuple[Ids, Mar
     return ids, marks
 
 
-def _encoded(records: Sequence[Record], form: Form) -> Iterator[tuple[Ids, Marks]]:
+def _encoded(records: Sequence[ChatRecord], form: TextForm) -> Iterator[tuple[Ids, Marks]]:
     for first in range(0, len(records), ENCODE_AT_ONCE):
         for encoded in form.encode(records[first : first + ENCODE_AT_ONCE]):
             yield encoded.ids, encoded.marks
 
 
 class Windows:
-    """Window number k of training, for every k >= 0: a function of (corpus, seed, k) alone, so a
-    run that was stopped goes on with exactly the text it would have seen.
+    """Window number k of training, for every k >= 0. It depends only on (corpus, seed, k), so a
+    resumed run continues with exactly the text it would have seen.
 
     Sources take turns by weight; within a source every window is seen once before any is seen
-    again, in an order and from an offset of their own each time. With `n_windows` the first so many
-    come again and again instead.
+    again, in another order and from another offset each time. With `n_windows`, only the first
+    `n_windows` windows are used, again and again.
     """
 
     def __init__(self, corpus: Corpus, n_ctx: int, seed: int, n_windows: int | None = None) -> None:

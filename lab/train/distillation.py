@@ -1,4 +1,4 @@
-"""What a student learns from a teacher: its distribution of the next token, not just the token.
+"""The distillation objective: a student learns a teacher's distribution of the next token.
 
 The teacher gives its k likeliest tokens and, as one more outcome, all others together (knowledge
 distillation, Hinton and others 2015, on the truncated distribution).
@@ -22,9 +22,9 @@ from lab.train.teacher import Targets, Teacher
 TINY = 1e-9
 
 
-class TeacherLesson:
-    """Kullback-Leibler divergence of the student's distribution from the teacher's. In the folder
-    `kept` it leaves what the teacher said of each window, and takes it from there the next time."""
+class DistillationObjective:
+    """The Kullback-Leibler divergence of the student's distribution from the teacher's. The folder
+    `kept` caches the teacher's distributions of each window."""
 
     def __init__(
         self, windows: Windows, teacher: Teacher, top_k: int, kept: Path | None = None
@@ -42,7 +42,7 @@ class TeacherLesson:
         return divergence(scores.float(), ids, p)
 
     def _targets(self, k: int, row: Ids) -> Targets:
-        """Of window k, whose ids are `row`."""
+        """The teacher's distributions for window k, whose ids are `row`."""
         if self._kept is None:
             return self._teacher.targets(row, self._top_k)
         source, start = self._windows.window(k)
@@ -72,13 +72,13 @@ def divergence(scores: Tensor, ids: Tensor, p: Tensor) -> Tensor:
 
 
 class _TopAndRest(torch.autograd.Function):  # type: ignore[misc]
-    """The divergence at each position, with a gradient of its own: of a large vocabulary every
-    pass over all tokens counts, and this takes half as many."""
+    """The divergence at each position, with a custom gradient: passes over a large vocabulary are
+    expensive, and this takes half as many."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, ids: Tensor, p: Tensor) -> Tensor:
         top = scores.gather(-1, ids)
-        # In log space: 1 - sum(q) would lose everything where the student is as sure as the teacher.
+        # In log space: 1 - sum(q) loses all precision where the student is as sure as the teacher.
         rest = scores.scatter(-1, ids, -torch.inf)
         highest = rest.amax(-1, keepdim=True)
         rest = rest.sub_(highest).exp_()

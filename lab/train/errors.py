@@ -6,4 +6,4 @@ from towerd.errors import TowerdError
 
 
 class TrainError(TowerdError):
-    """Training cannot start or go on: no torch, no data, a foreign checkpoint or teacher."""
+    """Training cannot start or continue: no torch, no data, a foreign checkpoint or teacher."""

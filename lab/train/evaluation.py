@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from lab.train.corpus import DevText
 from lab.train.form import ROLES
-from lab.train.manifest import Source
+from lab.train.manifest import TextSource
 from lab.train.network import NetworkShape, Weights, device_of, logits
 
 F64 = npt.NDArray[np.float64]
@@ -22,46 +22,46 @@ WINDOWS_AT_ONCE = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
-    """Bits spent on text, and its UTF-8 bytes; controls and role names cost bits, but are no
-    bytes."""
+class TextCost:
+    """Bits spent on text, and its UTF-8 bytes; controls and role names cost bits but do not count
+    as bytes."""
 
     bits: float
     n_bytes: float
 
     @property
     def per_byte(self) -> float:
-        """Bits per byte; not a number where there is no text."""
+        """Bits per byte; NaN if there is no text."""
         return self.bits / self.n_bytes if self.n_bytes else math.nan
 
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(self.bits + other.bits, self.n_bytes + other.n_bytes)
+    def __add__(self, other: TextCost) -> TextCost:
+        return TextCost(self.bits + other.bits, self.n_bytes + other.n_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
     """Costs by source and role."""
 
-    costs: Mapping[str, Mapping[str, Cost]]
+    costs: Mapping[str, Mapping[str, TextCost]]
 
-    def total(self) -> Cost:
-        """Everything."""
+    def total(self) -> TextCost:
+        """The cost of all sources and roles."""
         return sum_costs(cost for roles in self.costs.values() for cost in roles.values())
 
-    def of_source(self, name: str) -> Cost:
-        """All roles of one source."""
+    def of_source(self, name: str) -> TextCost:
+        """The cost of all roles in one source."""
         return sum_costs(self.costs[name].values())
 
-    def of_kind(self, kind: str, manifest: Mapping[str, Source]) -> Cost:
-        """All sources of a kind."""
+    def of_kind(self, kind: str, manifest: Mapping[str, TextSource]) -> TextCost:
+        """The cost of all sources of a kind."""
         return sum_costs(self.of_source(n) for n in self.costs if manifest[n].kind == kind)
 
-    def of_role(self, role: str) -> Cost:
-        """One role in all sources."""
+    def of_role(self, role: str) -> TextCost:
+        """The cost of one role in all sources."""
         return sum_costs(roles[role] for roles in self.costs.values() if role in roles)
 
-    def table(self, manifest: Mapping[str, Source]) -> dict[str, Any]:
-        """Bits per byte, rounded, as it is reported."""
+    def table(self, manifest: Mapping[str, TextSource]) -> dict[str, Any]:
+        """Rounded bits per byte for the report."""
         kinds = sorted({manifest[name].kind for name in self.costs})
         roles = [role for role in ROLES if self.of_role(role).n_bytes]
         return {
@@ -76,16 +76,16 @@ class Evaluation:
         }
 
 
-def sum_costs(costs: Iterator[Cost] | Any) -> Cost:
+def sum_costs(costs: Iterator[TextCost] | Any) -> TextCost:
     """Their sum."""
-    return sum(costs, Cost(0.0, 0.0))
+    return sum(costs, TextCost(0.0, 0.0))
 
 
 def evaluate(
     weights: Weights, shape: NetworkShape, dev: Mapping[str, DevText], *, n_tokens_max: int
 ) -> Evaluation:
-    """The cost of at most `n_tokens_max` tokens of each source; of a longer one the bytes are
-    taken in proportion to the tokens of each role."""
+    """The cost of at most `n_tokens_max` tokens of each source; for a longer source, bytes count in
+    proportion to the tokens of each role."""
     costs = {}
     for name, text in dev.items():
         n = min(len(text.ids), n_tokens_max)
@@ -94,7 +94,7 @@ def evaluate(
     return Evaluation(costs)
 
 
-def _by_role(nats: F64, text: DevText, n: int) -> dict[str, Cost]:
+def _by_role(nats: F64, text: DevText, n: int) -> dict[str, TextCost]:
     found = {}
     marks, all_marks = text.marks[1:n], text.marks[1:]
     for mark, role in enumerate(ROLES):
@@ -102,15 +102,15 @@ def _by_role(nats: F64, text: DevText, n: int) -> dict[str, Cost]:
         if n_all:
             share = int((marks == mark).sum()) / n_all
             bits = float(nats[marks == mark].sum()) / math.log(2)
-            found[role] = Cost(bits, text.bytes_of_role[mark] * share)
+            found[role] = TextCost(bits, text.bytes_of_role[mark] * share)
     return found
 
 
 def token_costs(
     weights: Weights, shape: NetworkShape, ids: npt.NDArray[np.uint32], stride: int | None = None
 ) -> F64:
-    """Nats of ids[1:], each given at least `n_ctx - stride` tokens before it where there are so
-    many (`stride`: tokens by which the window moves on; half a window by default)."""
+    """Nats of ids[1:], each given at least `n_ctx - stride` tokens before it if there are that many
+    (`stride`: tokens by which the window advances; half a window by default)."""
     tokens = torch.from_numpy(np.asarray(ids, dtype=np.int64)).to(device_of(weights))
     stride = stride or max(1, shape.n_ctx // 2)
     costs = np.zeros(max(0, len(tokens) - 1))

@@ -24,13 +24,13 @@ FILE_TYPES: Mapping[str, tuple[LlamaFileType, npt.DTypeLike]] = {
 
 @dataclass(frozen=True)
 class Card:
-    """What a GGUF says about where it comes from."""
+    """The metadata of a GGUF about its origin."""
 
     name: str
     description: str
     licence: str
     numbers: Mapping[str, int | float]
-    """Kept under towerd.train.<name>."""
+    """Stored as towerd.train.<name>."""
 
 
 def export(

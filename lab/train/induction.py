@@ -1,18 +1,18 @@
-"""Weights that begin as induction heads, so that training refines what it would search for long.
+"""Initial weights with induction heads, so that training refines what it would take long to find.
 
 Attention that finds where the last tokens stood before ("In-context Learning and Induction Heads",
-Olsson and others, 2022) appears by itself only after tens of millions of tokens. Here it is there
-at the first step, roughly: the lower half of the residual stream holds a token, the upper half a slot for
-each of the tokens before it, as many as there are heads.
+Olsson and others, 2022) emerges only after tens of millions of tokens. Here a rough form of it
+exists from the first step: the lower half of the residual stream holds a token, the upper half has
+a slot for each of the tokens before it, as many as there are heads.
 
 layer 0      head h looks h + 1 tokens back and writes what it finds into slot h
 layer 1      the same heads, which write nothing yet
-the others   each head looks for the place whose slots hold the last tokens, and says what is there
+the others   each head looks for the place whose slots hold the last tokens, and outputs its token
 
-Looking back is a matter of positions: queries and keys read a part of the embedding that is the same
-for every token, and the keys' is turned by so many steps of RoPE. Matching is one of contents: it uses
-the slower half of a head's pairs, which the distance hardly turns. Retrieval starts in the third
-layer where there are as many, since policies that choose by attention do not ask the first two.
+Looking back depends on positions: queries and keys read a part of the embedding that is the same
+for every token, and the keys' part is rotated by h + 1 steps of RoPE. Matching depends on contents:
+it uses the slower half of a head's pairs, which the distance hardly rotates. Retrieval starts in
+the third layer if there is one, because policies that choose by attention skip the first two.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from lab.train.network import (
 )
 
 EMBEDDING_STD = 0.08
-"""A token that is copied to the output has to win there: more than a language model starts with."""
+"""Larger than language models start with, because a copied token has to win at the output."""
 N_LOCAL_LAYERS = 2
 CONSTANT_SHARE = 0.25
-"""The energy of the part that all tokens share, beside that of the part that tells them apart."""
+"""Energy of the part that all tokens share, relative to the part that distinguishes them."""
 LOOK_BACK = 1.4
 MATCH = 1.2
 NOISE = 0.2
-"""Of the usual random queries and keys: what tells equal heads apart, and lets them change."""
+"""Share of the usual random queries and keys: it distinguishes equal heads and lets them change."""
 N_TOKENS_MATCHED = (2, 3, 4)
-"""The last tokens that heads compare, one after the other."""
+"""Numbers of last tokens that heads compare; heads take these values in turn."""
 
 
 def induction_weights(shape: NetworkShape, seed: int) -> Weights:
@@ -60,31 +60,31 @@ def induction_weights(shape: NetworkShape, seed: int) -> Weights:
 
 
 class _Circuit:
-    """Writes the parts of the circuit into the weights."""
+    """Writes the parts of the circuit into weights."""
 
     def __init__(self, weights: Weights, shape: NetworkShape, seed: int) -> None:
         self._weights, self._shape = weights, shape
         self._half, self._slot = shape.n_embd // 2, shape.head_size // 2
         self._chance = torch.Generator().manual_seed(seed + 1)
         self._digest = self._random(self._slot, self._half - 1) / max(1, self._half - 1) ** 0.5
-        """What of a token goes into a slot."""
+        """Projects a token to the contents of a slot."""
 
     def embed(self) -> None:
-        """Tokens in the lower half, after the constant; the slots are empty."""
+        """Put tokens into the lower half, after the constant part; the slots are empty."""
         table = self._weights[EMBEDDING]
         table.copy_(self._random(*table.shape) * EMBEDDING_STD)
         table[:, self._half :] = 0
         table[:, 0] = EMBEDDING_STD * (CONSTANT_SHARE * self._half) ** 0.5
 
     def look_back(self, layer: int, head: int) -> None:
-        """Head h attends to the token h + 1 places before."""
+        """Make head h attend to the token h + 1 places before."""
         q, k = self._rows(layer, head, "q"), self._rows(layer, head, "k")
         angles = (head + 1) * rotation_frequencies(self._shape)
         q[0::2, 0], q[1::2, 0] = LOOK_BACK, 0.0
         k[0::2, 0], k[1::2, 0] = LOOK_BACK * angles.cos(), LOOK_BACK * angles.sin()
 
     def remember(self, head: int) -> None:
-        """Head h of layer 0 writes a digest of what it attends to into slot h."""
+        """Make head h of layer 0 write a digest of the token that it attends to into slot h."""
         v = self._rows(0, head, "v")
         v.zero_()
         v[: self._slot, 1 : self._half] = self._digest
@@ -92,7 +92,8 @@ class _Circuit:
         out[self._in_slot(head), : self._slot] = EMBEDDING_STD * torch.eye(self._slot)
 
     def seek(self, layer: int, head: int) -> None:
-        """Attend to the place before which the last tokens stood, and write what stands there."""
+        """Make a head attend to the place after an earlier occurrence of the last tokens, and
+        output its token."""
         q, k = self._rows(layer, head, "q"), self._rows(layer, head, "k")
         first = self._shape.head_size - self._slot
         q[first:], k[first:] = 0.0, 0.0

@@ -1,4 +1,4 @@
-"""Sources of training text: where each comes from, under which licence, and how much it weighs."""
+"""Sources of training text: the origin, licence and weight of each."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import msgspec
 from lab.train.errors import TrainError
 
 
-class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TextSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One row of the manifest."""
 
     origin: str
     licence: str
     kind: str
-    """Group of the evaluation: human, assistant, code, task."""
+    """Group in the evaluation: human, assistant, code, task."""
     weight: float
     """Share of the tokens seen, relative to the other sources."""
 
 
-def read_manifest(path: Path | None = None) -> dict[str, Source]:
+def read_manifest(path: Path | None = None) -> dict[str, TextSource]:
     """Name -> source; without `path` the manifest of the bundled model. Raises TrainError."""
     try:
         if path is None:
             text = (files("towerd.codec") / "data" / "manifest.toml").read_text()
         else:
             text = path.read_text()
-        table = msgspec.convert(tomllib.loads(text), dict[str, Source])
+        table = msgspec.convert(tomllib.loads(text), dict[str, TextSource])
     except (OSError, UnicodeDecodeError) as error:
         raise TrainError(f"The manifest cannot be read: {error}.") from error
     except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:

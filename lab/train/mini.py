@@ -7,29 +7,29 @@ from pathlib import Path
 
 from lab.train.bpe import Bpe, train_bpe
 from lab.train.corpus import shuffled
-from lab.train.manifest import Source
+from lab.train.manifest import TextSource
 from lab.train.records import Dataset
 
 TOKENIZER_BYTES = 20_000_000
-"""Text that the tokenizer learns from."""
+"""Amount of text that the tokenizer learns from."""
 
 
 def tokenizer_of(
     path: Path,
     data: Dataset,
-    manifest: Mapping[str, Source],
+    manifest: Mapping[str, TextSource],
     n_vocab: int,
     given: Path | None = None,
 ) -> Bpe:
-    """The run's tokenizer. If `path` does not have it yet, it is taken from the GGUF `given`, or
-    learned from the text, and written there."""
+    """The run's tokenizer in `path`. If it is missing, it is taken from the GGUF `given` or learned
+    from the text, and written there."""
     if not path.exists():
         bpe = Bpe.from_gguf(given) if given else train_bpe(_sample(data, manifest), n_vocab)
         bpe.save(path)
     return Bpe.load(path)
 
 
-def _sample(data: Dataset, manifest: Mapping[str, Source]) -> Iterator[str]:
+def _sample(data: Dataset, manifest: Mapping[str, TextSource]) -> Iterator[str]:
     """Texts of the sources in proportion to their weights."""
     total = sum(manifest[name].weight for name in data.train)
     for name, records in sorted(data.train.items()):

@@ -68,8 +68,8 @@ class NetworkShape:
 
 
 def init_weights(shape: NetworkShape, seed: int) -> Weights:
-    """Fresh weights: a small embedding, orthogonal-scale matrices, and silent outputs of each part,
-    so that the network starts as its embedding."""
+    """Initial weights: a small embedding, matrices of orthogonal scale, and zero outputs of each
+    part, so that the network starts as its embedding."""
     chance = torch.Generator().manual_seed(seed)
     weights: Weights = {}
     for name, size in shape.tensors().items():
@@ -90,12 +90,12 @@ def placed(weights: Weights, device: torch.device) -> Weights:
 
 
 def device_of(weights: Weights) -> torch.device:
-    """Where they are."""
+    """The device that the weights are on."""
     return weights[EMBEDDING].device
 
 
 def hidden(weights: Weights, shape: NetworkShape, ids: Tensor) -> Tensor:
-    """What the output head sees: float32 [batch, n, n_embd] for ids [batch, n], int64."""
+    """The input of the output head: float32 [batch, n, n_embd] for ids [batch, n], int64."""
     x = F.embedding(ids, weights[EMBEDDING])
     cos, sin = _rotations(shape, ids.shape[1], x.device)
     for i in range(shape.n_layer):

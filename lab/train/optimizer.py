@@ -54,7 +54,7 @@ class Optimizer:
         return {"momenta": list(self._momenta.values()), "adam": self._adam.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict`'s value."""
+        """Continue from a value of `state_dict`."""
         for mine, saved in zip(self._momenta.values(), state["momenta"], strict=True):
             mine.copy_(saved)
         self._adam.load_state_dict(state["adam"])
@@ -71,7 +71,7 @@ class Optimizer:
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
-    """[n, rows, columns] -> the same with every singular value near 1, by the quintic
+    """[n, rows, columns] -> the same shape with every singular value near 1, by the quintic
     Newton-Schulz iteration of Muon (Keller Jordan and others, 2024)."""
     is_tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if is_tall else matrices

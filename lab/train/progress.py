@@ -1,4 +1,4 @@
-"""What a course of training tells about itself while it runs."""
+"""Progress reports of a training job."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Where training stands after a step."""
+    """The state of training after a step."""
 
     step: int
     n_tokens: int
@@ -17,16 +17,16 @@ class Status:
     progress: float
     """Share of the budget that is used, 0 to 1."""
     tokens_per_s: float
-    """Of the last step."""
+    """Speed of the last step."""
 
 
-class Progress(Protocol):
-    """Someone who is told."""
+class TrainingProgress(Protocol):
+    """Receives the progress of a training job."""
 
     def encoded(self, done: int, total: int) -> None:
-        """Records turned into ids."""
+        """Called when `done` of `total` records have been encoded."""
         ...
 
     def learned(self, status: Status) -> None:
-        """One more step."""
+        """Called after each step."""
         ...

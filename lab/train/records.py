@@ -1,4 +1,4 @@
-"""Folders of chat records: what is trained on, and what is kept for evaluation."""
+"""Folders of chat records, split into training and evaluation data."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 
 from lab.train.errors import TrainError
-from lab.train.manifest import Source
-from towerd.cli.bench.chat_records import SUFFIX, Record, read_records
+from lab.train.manifest import TextSource
+from towerd.cli.bench.chat_records import SUFFIX, ChatRecord, read_records
 
 TRAIN, DEV = f"train{SUFFIX}", f"dev{SUFFIX}"
 DEV_SHARE = 0.02
@@ -22,8 +22,8 @@ FIRST_SENTENCE = re.compile(r".+?(?:[.!?](?=\s)|\n|\Z)", re.DOTALL)
 class Dataset:
     """Records of both splits, by source."""
 
-    train: dict[str, list[Record]] = field(default_factory=dict)
-    dev: dict[str, list[Record]] = field(default_factory=dict)
+    train: dict[str, list[ChatRecord]] = field(default_factory=dict)
+    dev: dict[str, list[ChatRecord]] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
     """File name -> SHA-256 of the file."""
 
@@ -34,10 +34,11 @@ class Dataset:
         return hashlib.blake2b(text, digest_size=16).hexdigest()
 
 
-def read_dataset(folder: Path, manifest: dict[str, Source]) -> Dataset:
-    """Every *.jsonl.zst of `folder`: train and dev as they are named, the others split here.
+def read_dataset(folder: Path, manifest: dict[str, TextSource]) -> Dataset:
+    """Read every *.jsonl.zst of `folder`: files named train and dev as such, the others are split.
 
-    Raises TrainError: nothing there, a source without a licence; ConfigError: a damaged file, other fields.
+    Raises TrainError for an empty folder or a source without a licence, ConfigError for a damaged
+    file or unknown fields.
     """
     paths = sorted(folder.glob(f"*{SUFFIX}")) if folder.is_dir() else []
     if not paths:
@@ -61,9 +62,9 @@ def read_dataset(folder: Path, manifest: dict[str, Source]) -> Dataset:
     return found
 
 
-def in_dev(record: Record) -> bool:
-    """Whether a record of a file without splits is kept for evaluation: by its first sentence, so
-    that answers which begin alike stay on one side."""
+def in_dev(record: ChatRecord) -> bool:
+    """Whether a record of a file without splits is kept for evaluation. Its first sentence decides,
+    so that answers which begin alike stay on one side."""
     first = FIRST_SENTENCE.match(record.messages[0].content)
     text = first[0].strip() if first else ""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()

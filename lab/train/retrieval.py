@@ -1,9 +1,9 @@
-"""A model that finds again what it was told: the lesson, the curriculum and the examination.
+"""A model that retrieves what it was told: objective, curriculum and evaluation.
 
-Rows grow from 32 tokens to the whole context while training goes on: attention that matches
-contents is found quickly on short rows, and then only has to reach further. The shortest rows are
-nothing but noise that repeats itself, longer ones are tasks in ordinary text. A step always sees the same
-number of tokens, as many short rows or a few long ones.
+Rows grow from 32 tokens to the whole context during training: attention that matches contents is
+found quickly on short rows, and then only has to reach further. The shortest rows are pure noise
+that repeats itself, longer ones are tasks in ordinary text. Every step has the same number of
+tokens, as many short rows or a few long ones.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ from torch import Tensor
 
 from lab.train.bpe import BEGIN, CONTROLS, Bpe
 from lab.train.corpus import Windows
-from lab.train.course import (
-    Course,
+from lab.train.export import Card
+from lab.train.form import Ids, MiniForm
+from lab.train.induction import induction_weights
+from lab.train.job import (
+    TrainingJob,
     begin,
     finish,
     licence_of,
@@ -29,12 +32,9 @@ from lab.train.course import (
     make_trainer,
     note_steps,
 )
-from lab.train.export import Card
-from lab.train.form import Ids, MiniForm
-from lab.train.induction import induction_weights
 from lab.train.mini import tokenizer_of
 from lab.train.network import EMBEDDING, NetworkShape, Weights, device_of, hidden, logits
-from lab.train.progress import Progress
+from lab.train.progress import TrainingProgress
 from towerd.cli.bench.tasks import Fact, passkey, random_pair
 
 Row: TypeAlias = tuple[Ids, npt.NDArray[np.bool_]]
@@ -42,27 +42,27 @@ Row: TypeAlias = tuple[Ids, npt.NDArray[np.bool_]]
 
 ROW_TOKENS_MIN = 32
 TASK_TOKENS_MIN = 128
-"""Shorter rows have no room for a task."""
+"""Minimum length of a row with a task."""
 TEXT_WEIGHT = 0.1
-"""Of the loss on everything that is not an answer, against that on answers."""
+"""Weight of the loss on all other tokens, relative to that on answers."""
 EXAM_ROWS = 20
 LETTERS_MIN = 16
-"""Noise of few different tokens is told apart only by several of them in a row."""
+"""If noise has few different tokens, only several in a row distinguish its places."""
 ROPE_FREQ_BASE = 1e7
-"""Slow enough that the slower half of a head's pairs hardly turns over the longest context: what
-is matched by content is found at any distance."""
+"""So large that the slower half of a head's pairs hardly rotates over the longest context: content
+is matched at any distance."""
 
 
 @dataclass(frozen=True)
 class Curriculum:
-    """The length of the rows at a step: at most ROW_TOKENS_MIN doubled every `grow_windows`."""
+    """The length of the rows at a step: at most ROW_TOKENS_MIN, doubled every `grow_windows`."""
 
     n_ctx: int
     grow_windows: int
     seed: int
 
     def row_tokens(self, window: int) -> int:
-        """Every second step has the longest rows so far, the others any shorter length."""
+        """Every second step has the longest rows so far, the others a random shorter length."""
         n_doubled = min(window // self.grow_windows, (self.n_ctx // ROW_TOKENS_MIN).bit_length())
         longest = min(self.n_ctx, ROW_TOKENS_MIN << n_doubled)
         chance = np.random.default_rng([self.seed, 2, window])
@@ -73,7 +73,7 @@ class Curriculum:
 
 
 class TaskRows:
-    """Rows of one length made of tasks with ordinary text between them."""
+    """Makes rows of tasks with ordinary text between them."""
 
     def __init__(self, bpe: Bpe) -> None:
         self._bpe = bpe
@@ -86,7 +86,7 @@ class TaskRows:
         self._shares = (0.15, 0.35, 0.25, 0.25)
 
     def draw(self, chance: np.random.Generator, filler: Ids) -> Row:
-        """A row as long as `filler`, which is the text it may take."""
+        """A row as long as `filler`, the text to fill it with."""
         if len(filler) < TASK_TOKENS_MIN:
             return self._again(chance, filler)
         kind = chance.choice(list(self._kinds), p=self._shares)
@@ -99,7 +99,7 @@ class TaskRows:
         return np.array(self._bpe.encode([text])[0], np.uint32)
 
     def passkey_at(self, chance: np.random.Generator, filler: Ids, depth: float) -> Row:
-        """The key told at `depth` (0 to 1) of the text and asked for at the end."""
+        """A row with a key at `depth` (0 to 1) of the text, and a question for it at the end."""
         fact = passkey(chance)
         told, asked = self.encode(fact.text), self.encode(fact.question)
         answer = self.encode(fact.answer)
@@ -109,7 +109,7 @@ class TaskRows:
         return _marked(ids, len(ids) - len(answer))
 
     def pairs(self, chance: np.random.Generator, filler: Ids) -> Row:
-        """Pairs in two thirds of the row, then questions about them."""
+        """A row with key-value pairs in its first two thirds, then questions about them."""
         facts: list[Fact] = []
         parts: list[Ids] = [np.array([BEGIN], np.uint32)]
         n = 1
@@ -127,13 +127,13 @@ class TaskRows:
         return np.concatenate(parts)[: len(filler)], np.concatenate(marks)[: len(filler)]
 
     def _again(self, chance: np.random.Generator, filler: Ids) -> Row:
-        """Noise that comes again and again, after another number of tokens in each row: what is
-        found by its distance alone is wrong in the next one."""
+        """Noise that repeats with another period in each row, so that attention by distance alone
+        fails in the next row."""
         n = int(chance.integers(4, len(filler) // 2 + 1))
         return np.resize(self._noise(chance, n), len(filler)), np.arange(len(filler)) >= n + 3
 
     def _noise(self, chance: np.random.Generator, n: int) -> Ids:
-        """Of a random part of the vocabulary, small parts as often as large ones."""
+        """Noise from a random part of the vocabulary; small parts are as likely as large ones."""
         letters = np.arange(len(CONTROLS), len(self._bpe), dtype=np.uint32)
         n_letters = np.exp(chance.uniform(np.log(LETTERS_MIN), np.log(len(letters))))
         return chance.choice(chance.choice(letters, int(n_letters), replace=False), n)
@@ -145,7 +145,7 @@ class TaskRows:
         return self.passkey_at(chance, filler, float(chance.random()))
 
     def _copy(self, chance: np.random.Generator, filler: Ids) -> Row:
-        """A piece of text or noise, and the same again further on."""
+        """A piece of text or noise, and its copy further on."""
         n = int(chance.integers(8, len(filler) // 3))
         start = int(chance.integers(1, len(filler) - 2 * n))
         again = int(chance.integers(start + n, len(filler) - n + 1))
@@ -159,21 +159,21 @@ class TaskRows:
 
 
 class RowSource(Protocol):
-    """Someone who makes rows."""
+    """Makes rows."""
 
     def draw(self, chance: np.random.Generator, filler: Ids) -> Row:
-        """A row as long as `filler`, which is text it may take."""
+        """A row as long as `filler`, the text to fill it with."""
         ...
 
 
-class RetrievalLesson:
+class RetrievalObjective:
     """Window number k of n_ctx tokens, cut into rows of the curriculum's length."""
 
     def __init__(self, windows: Windows, rows: RowSource, curriculum: Curriculum) -> None:
         self._windows, self._rows, self._curriculum = windows, rows, curriculum
 
     def loss(self, weights: Weights, shape: NetworkShape, first: int, n: int) -> Tensor:
-        """Cross entropy of answers, and a little of the text between them."""
+        """Cross entropy of answers and, with a small weight, of the text between them."""
         ids, answers = self.rows(shape.n_ctx, first, n)
         tokens = torch.from_numpy(ids.astype(np.int64)).to(device_of(weights))
         x = hidden(weights, shape, tokens[:, :-1]).flatten(0, 1)
@@ -194,31 +194,31 @@ class RetrievalLesson:
 
 
 def train_retrieval(
-    course: Course, n_vocab: int, grow_steps: int, progress: Progress | None = None
+    job: TrainingJob, n_vocab: int, grow_steps: int, progress: TrainingProgress | None = None
 ) -> dict[str, Any]:
     """Train the model and write retrieval.gguf; returns the report. Raises TrainError."""
-    run, data, manifest = begin(course)
+    run, data, manifest = begin(job)
     bpe = tokenizer_of(run.folder / "tokenizer.json", data, manifest, n_vocab)
-    corpus = make_corpus(course, data, manifest, MiniForm(bpe), progress)
-    shape = replace(course.shape, n_vocab=len(bpe), rope_freq_base=ROPE_FREQ_BASE)
-    rows, config = TaskRows(bpe), course.config
+    corpus = make_corpus(job, data, manifest, MiniForm(bpe), progress)
+    shape = replace(job.shape, n_vocab=len(bpe), rope_freq_base=ROPE_FREQ_BASE)
+    rows, config = TaskRows(bpe), job.config
     curriculum = Curriculum(shape.n_ctx, grow_steps * config.batch, config.seed)
     windows = Windows(corpus, shape.n_ctx, config.seed)
-    lesson = RetrievalLesson(windows, rows, curriculum)
-    trainer = make_trainer(course, run, shape, MiniForm(bpe), lesson, corpus, induction_weights)
+    objective = RetrievalObjective(windows, rows, curriculum)
+    trainer = make_trainer(job, run, shape, MiniForm(bpe), objective, corpus, induction_weights)
     trainer.train(note_steps(trainer, progress))
     text = np.concatenate([part.ids for part in corpus.dev.values()])
-    more = {"accuracy": exam(trainer.weights, shape, rows, text, config.seed)}
+    more = {"accuracy": score_tasks(trainer.weights, shape, rows, text, config.seed)}
     card = Card(
         "towerd-retrieval",
         "Finds again what it was told; made by towerctl train retrieval",
         licence_of(manifest, corpus),
         {},
     )
-    return finish(course, run, trainer, bpe.vocabulary(), card, manifest, data, more)
+    return finish(job, run, trainer, bpe.vocabulary(), card, manifest, data, more)
 
 
-def exam(
+def score_tasks(
     weights: Weights, shape: NetworkShape, rows: TaskRows, text: Ids, seed: int
 ) -> dict[str, dict[str, float]]:
     """Share of answer tokens found, by task and length of the row, on text not trained on."""
@@ -251,7 +251,7 @@ def _share_found(
 
 
 def _begun(filler: Ids) -> Ids:
-    """The same length of text after the symbol that every session begins with."""
+    """`filler` after the symbol that begins every session, cut to the same length."""
     return np.concatenate([np.array([BEGIN], np.uint32), filler[:-1].astype(np.uint32)])
 
 

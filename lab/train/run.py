@@ -1,11 +1,11 @@
-"""A training run: a folder that a later command can go on with.
+"""A training run: a folder that a later command can resume.
 
-tokenizer.json   the mini model's tokenizer (not there for a distilled student)
-corpus/          the text as ids; made again if it is missing
+tokenizer.json   the mini model's tokenizer (a distilled student has none)
+corpus/          the text as ids; rebuilt if it is missing
 last.pt          the newest checkpoint
-stable.pt        the last one before the learning rate began to fall: what a run with a longer
-                 budget goes on from
-history.jsonl    a line per report
+stable.pt        the last one before the learning rate began to fall; a run with a longer budget
+                 continues from it
+history.jsonl    one line per report
 """
 
 from __future__ import annotations
@@ -15,25 +15,26 @@ from pathlib import Path
 from typing import Any
 
 from lab.train import schedule
-from lab.train.checkpoint import Checkpoint
+from lab.train.checkpoint import TrainingCheckpoint
 from lab.train.errors import TrainError
 
 History = list[dict[str, Any]]
 
 
-class Run:
-    """The files of one run. Raises TrainError if `folder` holds a run that is not to be resumed."""
+class TrainingRun:
+    """The files of one run. Raises TrainError if `folder` holds a run and `resume` is false, or
+    none and it is true."""
 
     def __init__(self, folder: Path, *, resume: bool) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         if self.last.exists() and not resume:
             raise TrainError(
-                f"{folder} already holds a training run: go on with it by --resume, or name "
+                f"{folder} already holds a training run: continue it with --resume, or name "
                 "another folder."
             )
         if resume and not self.last.exists():
-            raise TrainError(f"{folder} holds no training run to go on with.")
+            raise TrainError(f"{folder} holds no training run to continue.")
 
     @property
     def last(self) -> Path:
@@ -47,16 +48,16 @@ class Run:
     def history(self) -> Path:
         return self.folder / "history.jsonl"
 
-    def checkpoint(self, budget: schedule.Budget) -> Checkpoint | None:
-        """What to go on from under `budget`; None for a new run. A checkpoint whose learning rate
-        had begun to fall serves only the budget it fell for."""
+    def checkpoint(self, budget: schedule.Budget) -> TrainingCheckpoint | None:
+        """The checkpoint to resume from under `budget`; None for a new run. A checkpoint whose
+        learning rate had begun to fall is only valid for the budget it fell for."""
         if not self.last.exists():
             return None
-        last = Checkpoint.load(self.last)
+        last = TrainingCheckpoint.load(self.last)
         goes_on = budget.progress(last.step, last.elapsed_s) >= last.progress - 1e-6
         if goes_on or not schedule.in_decay(last.progress) or not self.stable.exists():
             return last
-        return Checkpoint.load(self.stable)
+        return TrainingCheckpoint.load(self.stable)
 
     def note(self, row: dict[str, Any]) -> None:
         """Add a line to the history."""
@@ -64,7 +65,7 @@ class Run:
             file.write(json.dumps(row) + "\n")
 
     def rows(self, step_max: int | None = None) -> History:
-        """The history, without what a run that went on from an earlier checkpoint has undone."""
+        """The history, without the rows that resuming from an earlier checkpoint has undone."""
         if not self.history.exists():
             return []
         found: History = []

@@ -1,4 +1,4 @@
-"""How long training lasts, and the learning rate on the way: warm up, stay, decay to zero."""
+"""The budget of training, and its learning rate: warm-up, constant, decay to zero."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from lab.train.errors import TrainError
 
 WARMUP_STEPS, WARMUP_SHARE = 100, 0.1
-"""The shorter of them is the warm-up: so many steps, or this part of the budget."""
+"""The warm-up is the shorter of this many steps and this share of the budget."""
 DECAY_SHARE = 0.4
-"""The last part of the budget, in which the learning rate falls to zero in a straight line."""
+"""The last part of the budget, in which the learning rate falls linearly to zero."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Budget:
             raise TrainError("Give either a number of minutes or a number of steps, above 0.")
 
     def progress(self, step: int, elapsed_s: float) -> float:
-        """How much of it is used, 0 to 1."""
+        """The share of the budget that is used, 0 to 1."""
         if self.steps is not None:
             return min(1.0, step / self.steps)
         assert self.minutes is not None

@@ -1,4 +1,4 @@
-"""`python -m lab.train.talking DEV MODEL...`: which of some small models talks better.
+"""`python -m lab.train.talking DEV MODEL...`: compare small models as chat models.
 
 For each GGUF: bits per byte of assistants' answers to the first message of a chat, in the model's own
 chat template, and its greedy answers to twenty ordinary questions, to be read.
@@ -15,13 +15,13 @@ import numpy as np
 from lab.train.errors import TrainError
 from lab.train.manifest import read_manifest
 from lab.train.teacher import Teacher, TeacherForm, silence_llama_cpp
-from towerd.cli.bench.chat_records import Record, read_records
+from towerd.cli.bench.chat_records import ChatRecord, read_records
 from towerd.errors import ConfigError
 
 N_CTX = 512
 N_CHATS = 200
 SAID_BYTES_MAX = 300
-"""Of a question and of an answer, so that both fit into the context of any tokenizer."""
+"""Maximum bytes of a question and of an answer, so that both fit into any model's context."""
 ANSWER_TOKENS_MAX = 48
 KIND = "assistant"
 QUESTIONS = (
@@ -68,9 +68,9 @@ def main(dev: Path, models: tuple[Path, ...]) -> None:
         raise click.ClickException(str(error)) from error
 
 
-def exchanges(records: Iterable[Record]) -> list[tuple[str, str]]:
-    """(question, answer) that chats with assistants begin with, short ones and beginnings of
-    answers, each source in turn. TrainError if there are none."""
+def exchanges(records: Iterable[ChatRecord]) -> list[tuple[str, str]]:
+    """The (question, answer) pairs that begin chats with assistants: short questions and beginnings
+    of answers, alternating between sources. TrainError if there are none."""
     kinds = {name: source.kind for name, source in read_manifest().items()}
     found: dict[str, list[tuple[str, str]]] = {}
     for record in records:
@@ -88,8 +88,8 @@ def exchanges(records: Iterable[Record]) -> list[tuple[str, str]]:
 
 
 def bits_per_byte(model: Teacher, asked: Sequence[tuple[str, str]]) -> float:
-    """What the answers cost after their questions, without their ends. An answer that does not
-    fit into the context is taken as far as it does."""
+    """Bits per byte of the answers after their questions, without their end tokens. An answer that
+    does not fit into the context is cut."""
     form = TeacherForm(model)
     bits = n_bytes = 0.0
     for question, said in asked:
@@ -105,7 +105,7 @@ def bits_per_byte(model: Teacher, asked: Sequence[tuple[str, str]]) -> float:
 
 
 def answer(model: Teacher, question: str) -> str:
-    """What the model says, greedily."""
+    """The model's greedy answer."""
     said = model.greedy(TeacherForm(model).question(question), ANSWER_TOKENS_MAX)
     return "".join(model.name(token) for token in said)
 

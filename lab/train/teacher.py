@@ -18,32 +18,32 @@ import numpy.typing as npt
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from lab.train.errors import TrainError
-from lab.train.form import Encoded, Ids, mark_of
-from towerd.cli.bench.chat_records import Message, Record
+from lab.train.form import EncodedRecord, Ids, mark_of
+from towerd.cli.bench.chat_records import ChatRecord, Message
 from towerd.llama_library import lib
 
 F32 = npt.NDArray[np.float32]
 BATCH = 64
-"""Tokens evaluated at once: BATCH rows of logits are all that is held."""
+"""Tokens evaluated at once: at most BATCH rows of logits are in memory."""
 _INT32_P = ctypes.POINTER(ctypes.c_int32)
 _PIECE_BYTES = 512
 
 
 def _drop(_level: int, _text: bytes, _data: Any) -> None:
-    """Takes a message of llama.cpp and keeps it to itself."""
+    """Discard a log message of llama.cpp."""
 
 
-_drop_callback = lib.llama_log_callback(_drop)  # kept: llama.cpp holds the pointer for ever
+_drop_callback = lib.llama_log_callback(_drop)  # kept alive: llama.cpp keeps the pointer
 
 
 def silence_llama_cpp() -> None:
-    """From now on llama.cpp prints nothing in this process; what goes wrong is raised anyway."""
+    """Stop llama.cpp from printing in this process; failures are raised anyway."""
     lib.llama_log_set(_drop_callback, None)
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """The k likeliest next tokens after each of n tokens; 1 - the sum of `p` is everything else."""
+    """The k likeliest next tokens after each of n tokens; all others have 1 - the sum of `p`."""
 
     ids: npt.NDArray[np.int64]
     """[n, k]"""
@@ -68,7 +68,7 @@ class Teacher:
             raise TrainError(f"llama.cpp cannot load the teacher {path}.")
         params = lib.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, BATCH, BATCH
-        # Rows as they were computed: the distribution is what is learned, so nothing is rounded.
+        # An unquantized cache: the student learns the distribution, so nothing is rounded.
         params.type_k = params.type_v = lib.GGML_TYPE_F32
         params.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_DISABLED
         if n_threads is not None:
@@ -83,7 +83,7 @@ class Teacher:
         self.template: str | None = template.decode() if template else None
 
     def tokenize(self, text: str, *, special: bool) -> list[int]:
-        """Ids of `text`; with `special` the names of control tokens in it mean those tokens."""
+        """Ids of `text`; with `special`, names of control tokens in it are parsed as tokens."""
         data = text.encode()
         room = len(data) + 8
         out = np.empty(room, np.int32)
@@ -99,12 +99,12 @@ class Teacher:
 
     @property
     def begin(self) -> list[int]:
-        """What the tokenizer puts before a text: one id or none."""
+        """The ids that the tokenizer puts before a text: one or none."""
         adds = lib.llama_vocab_get_add_bos(self._vocab)
         return [int(lib.llama_vocab_bos(self._vocab))] if adds else []
 
     def name(self, token: int) -> str:
-        """How a token is written; "" for none."""
+        """The text of a token; "" for none."""
         if token < 0:
             return ""
         buffer = ctypes.create_string_buffer(_PIECE_BYTES)
@@ -120,7 +120,7 @@ class Teacher:
         return self.name(int(lib.llama_vocab_eos(self._vocab)))
 
     def targets(self, ids: Ids, k: int) -> Targets:
-        """What the teacher expects after each of ids [n], n at most its context."""
+        """The teacher's distribution after each of ids [n], n at most its context."""
         lib.llama_memory_clear(lib.llama_get_memory(self._context), True)
         parts = []
         for first in range(0, len(ids), BATCH):
@@ -160,7 +160,7 @@ class Teacher:
         self.close()
 
     def _logits(self, ids: Ids, first: int) -> F32:
-        """[n, n_vocab] after ids [n], which stand at positions first and following."""
+        """[n, n_vocab] logits after ids [n], whose positions start at `first`."""
         n = len(ids)
         batch = lib.llama_batch_init(n, 0, 1)
         try:
@@ -190,8 +190,8 @@ def _top(logits: F32, k: int) -> Targets:
 
 
 class TeacherForm:
-    """Conversations in the teacher's own chat template and tokens; text without roles where it has
-    no template, or one that refuses these roles."""
+    """Conversations in the teacher's own chat template and tokens; plain text without roles if it
+    has no template, or the template refuses these roles."""
 
     def __init__(self, teacher: Teacher) -> None:
         self._teacher = teacher
@@ -213,7 +213,7 @@ class TeacherForm:
         with self._teacher.path.open("rb") as file:
             return f"teacher-1-{hashlib.file_digest(file, 'sha256').hexdigest()}"
 
-    def encode(self, records: Sequence[Record]) -> list[Encoded]:
+    def encode(self, records: Sequence[ChatRecord]) -> list[EncodedRecord]:
         return [self._encode(record) for record in records]
 
     def question(self, content: str) -> Ids:
@@ -227,9 +227,9 @@ class TeacherForm:
         ids = [*self._teacher.begin, *self._teacher.tokenize(prompt, special=True)]
         return np.array(ids, dtype=np.uint32)
 
-    def _encode(self, record: Record) -> Encoded:
-        """Marks are those of the role that the token's message has; the template's words around a
-        message belong to it."""
+    def _encode(self, record: ChatRecord) -> EncodedRecord:
+        """The mark of a token is that of its message's role; the template's text around a message
+        belongs to the message."""
         ids = list(self._teacher.begin)
         marks = [mark_of(record.messages[0].role)] * len(ids)
         parts = self._rendered(record.messages)
@@ -240,10 +240,10 @@ class TeacherForm:
                 tokens = self._teacher.tokenize(message.content + "\n", special=False)
             ids += tokens
             marks += [mark_of(message.role)] * len(tokens)
-        return Encoded(np.array(ids, dtype=np.uint32), np.array(marks, dtype=np.uint8))
+        return EncodedRecord(np.array(ids, dtype=np.uint32), np.array(marks, dtype=np.uint8))
 
     def _rendered(self, messages: Sequence[Message]) -> list[str] | None:
-        """What each message adds to the prompt; None if the template does not take them."""
+        """The text that each message adds to the prompt; None if the template refuses them."""
         parts: list[str] = []
         shown = ""
         for i in range(len(messages)):

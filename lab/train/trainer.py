@@ -10,27 +10,27 @@ from typing import Any
 
 import torch
 
-from lab.train.checkpoint import Checkpoint
+from lab.train.checkpoint import TrainingCheckpoint
 from lab.train.corpus import DevText
 from lab.train.errors import TrainError
 from lab.train.evaluation import Evaluation, evaluate
-from lab.train.lesson import Lesson
 from lab.train.network import NetworkShape, Weights, init_weights, placed
+from lab.train.objective import Objective
 from lab.train.optimizer import Optimizer
 from lab.train.progress import Status
-from lab.train.run import Run
+from lab.train.run import TrainingRun
 from lab.train.schedule import Budget, Clock, in_decay, scale
 
-N_MARKS = 20
-"""Checkpoints and evaluations in one budget."""
-DEV_TOKENS_ON_THE_WAY = 4096
+N_CHECKPOINTS = 20
+"""Number of checkpoints and evaluations in a budget."""
+DEV_SAMPLE_TOKENS = 4096
 EVALUATION_SHARE_MAX = 0.1
-"""Of the time so far: a short run is evaluated less often."""
+"""Share of the time so far that evaluation may take: a short run is evaluated less often."""
 PRECISIONS = ("f32", "bf16")
 LOSS_MEMORY = 0.98
 PAUSE_POLL_S = 1.0
 LOSS_LIMIT = 20.0
-"""Nats per token that no network in order ever costs."""
+"""Nats per token that no working network ever costs."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class TrainConfig:
     batch: int = 8
     """Windows per step."""
     micro_batch: int = 2
-    """Windows at once: less memory, same result up to rounding."""
+    """Windows evaluated at once; fewer take less memory, with the same result up to rounding."""
     pause_file: Path | None = None
     """While this file exists, training sleeps."""
     device: str = "cpu"
     """A torch device."""
     precision: str = "f32"
-    """f32, or bf16 for the matrix products (for devices that are faster at it)."""
+    """f32, or bf16 for the matrix products (on devices where it is faster)."""
 
     def __post_init__(self) -> None:
         if self.micro_batch < 1 or self.batch % self.micro_batch:
@@ -61,25 +61,25 @@ class TrainConfig:
 
 
 Report = Callable[[Status], None]
-Fresh = Callable[[NetworkShape, int], Weights]
-"""Makes the weights that a new run starts with, of a shape and a seed."""
+InitWeights = Callable[[NetworkShape, int], Weights]
+"""Makes the initial weights of a new run from a shape and a seed."""
 
 
 class Trainer:
-    """Weights on their way. `train` returns when the budget is used up, or saves and ends with
-    whatever its `report` raises."""
+    """The training loop. `train` returns when the budget is used up. If its `report` raises, it
+    saves a checkpoint and lets the exception pass."""
 
     def __init__(
         self,
-        run: Run,
+        run: TrainingRun,
         shape: NetworkShape,
         form: str,
-        lesson: Lesson,
+        objective: Objective,
         dev: Mapping[str, DevText],
         config: TrainConfig,
-        fresh: Fresh = init_weights,
+        fresh: InitWeights = init_weights,
     ) -> None:
-        self._run, self._form, self._lesson, self._dev = run, form, lesson, dev
+        self._run, self._form, self._objective, self._dev = run, form, objective, dev
         self._config = config
         self.step, self._window, before_s, progress = 0, 0, 0.0, 0.0
         found = run.checkpoint(config.budget)
@@ -95,7 +95,7 @@ class Trainer:
         self._optimizer = Optimizer(self.weights)
         if found is not None:
             self._optimizer.load_state_dict(found.optimizer)
-        self._mark = int(progress * N_MARKS)
+        self._n_checkpoints = int(progress * N_CHECKPOINTS)
         self._clock = Clock(before_s)
         self._loss = 0.0
         self._n_losses = 0
@@ -112,19 +112,19 @@ class Trainer:
         return self._clock.elapsed_s()
 
     def train(self, report: Report | None = None) -> None:
-        """Go on until the budget is used up. Raises TrainError if the loss leaves all bounds."""
+        """Train until the budget is used up. Raises TrainError if the loss diverges."""
         while (progress := self._progress()) < 1:
-            self._pass_mark(progress)
+            self._checkpoint_if_due(progress)
             n_before, started = self.n_tokens, time.monotonic()
             self._learn(progress)
             tokens_per_s = (self.n_tokens - n_before) / (time.monotonic() - started)
             status = Status(self.step, self.n_tokens, self.smooth_loss, progress, tokens_per_s)
             if report is not None:
-                self._tell(report, status)
+                self._report_step(report, status)
         self._save(self._run.last, self._progress())
 
     def evaluate(self, n_tokens_max: int) -> Evaluation:
-        """The cost of the evaluation text with the weights as they are."""
+        """The cost of the evaluation text with the current weights."""
         return evaluate(self.weights, self.shape, self._dev, n_tokens_max=n_tokens_max)
 
     @property
@@ -132,8 +132,8 @@ class Trainer:
         """Nats per token over about the last fifty steps."""
         return self._loss / (1 - LOSS_MEMORY**self._n_losses) if self._n_losses else 0.0
 
-    def _tell(self, report: Report, status: Status) -> None:
-        """Between two steps the weights are whole: whoever stops training does it from here."""
+    def _report_step(self, report: Report, status: Status) -> None:
+        """Report a step. Weights are consistent between two steps, so training stops here."""
         try:
             report(status)
         except BaseException:
@@ -141,7 +141,7 @@ class Trainer:
             raise
 
     def _learn(self, progress: float) -> None:
-        """One step."""
+        """Do one step."""
         config = self._config
         n_micro = config.batch // config.micro_batch
         total = 0.0
@@ -151,7 +151,7 @@ class Trainer:
             with torch.autocast(
                 self._device.type, torch.bfloat16, enabled=config.precision == "bf16"
             ):
-                loss = self._lesson.loss(self.weights, self.shape, first, config.micro_batch)
+                loss = self._objective.loss(self.weights, self.shape, first, config.micro_batch)
             torch.autograd.backward(loss / n_micro)
             total += loss.item() / n_micro
         if not total < LOSS_LIMIT:
@@ -165,29 +165,29 @@ class Trainer:
     def _progress(self) -> float:
         return self._config.budget.progress(self.step, self.elapsed_s)
 
-    def _pass_mark(self, progress: float) -> None:
-        """At every twentieth of the budget: save, and see how the evaluation text fares."""
-        mark = int(progress * N_MARKS)
-        if mark <= self._mark:
+    def _checkpoint_if_due(self, progress: float) -> None:
+        """At every twentieth of the budget, save a checkpoint and sample the evaluation text."""
+        n_due = int(progress * N_CHECKPOINTS)
+        if n_due <= self._n_checkpoints:
             return
-        self._mark = mark
+        self._n_checkpoints = n_due
         if not in_decay(progress):
             self._save(self._run.stable, progress)
         self._save(self._run.last, progress)
         if self._evaluation_s > EVALUATION_SHARE_MAX * self.elapsed_s:
             return
         began = time.monotonic()
-        self.note({"dev": round(self.evaluate(DEV_TOKENS_ON_THE_WAY).total().per_byte, 4)})
+        self.note({"dev": round(self.evaluate(DEV_SAMPLE_TOKENS).total().per_byte, 4)})
         self._evaluation_s += time.monotonic() - began
 
     def note(self, more: dict[str, Any]) -> None:
-        """A line of history about now."""
+        """Add a line about the current state to the history."""
         facts = {"step": self.step, "tokens": self.n_tokens, "loss": round(self.smooth_loss, 4)}
         facts |= {"elapsed_s": round(self.elapsed_s, 1), "unix_s": round(time.time())}
         self._run.note(facts | more)
 
     def _save(self, path: Path, progress: float) -> None:
-        checkpoint = Checkpoint(
+        checkpoint = TrainingCheckpoint(
             shape=self.shape,
             weights=self.weights,
             optimizer=self._optimizer.state_dict(),
@@ -214,7 +214,7 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _check_same(found: Checkpoint, shape: NetworkShape, form: str) -> None:
+def _check_same(found: TrainingCheckpoint, shape: NetworkShape, form: str) -> None:
     if found.form != form:
         raise TrainError("This run was trained with another tokenizer or form: start a new one.")
     if found.shape != shape:

@@ -21,14 +21,14 @@ from services import EmbeddedService
 
 from towerd.api.http.keys import GATE
 from towerd.api.http.limits import Limits
-from towerd.app import build_app, tame_collector
+from towerd.app import build_app, tune_gc
 from towerd.config import Config
 from towerd.models.bundled import bundled_model
 from towerd.service import Service, open_service
 
 LOOP_MS_MAX = 5.0
 CONTROL_MS = 0.3
-"""What `control_ms` takes of a core that has nothing else to do (AMD EPYC)."""
+"""The time of `control_ms` on an idle core (AMD EPYC)."""
 _BLOCK = bytes(2 << 20)
 
 Client = TestClient[web.Request, web.Application]
@@ -80,7 +80,7 @@ def loop_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopTime]:
     """Watch every step of every event loop from here on, with the daemon's own settings of the
     cycle collector."""
     thresholds = gc.get_threshold()
-    tame_collector()
+    tune_gc()
     record = LoopTime()
     run = asyncio.events.Handle._run
 
@@ -146,7 +146,7 @@ async def client(make_client: MakeClient) -> Client:
 
 @pytest.fixture
 def service(client: Client) -> EmbeddedService:
-    """What is behind `client`."""
+    """The service behind `client`."""
     return behind(client)
 
 
@@ -159,7 +159,7 @@ def behind(client: Client) -> EmbeddedService:
 
 @pytest.fixture
 def held() -> Callable[[Client], AbstractContextManager[EmbeddedService]]:
-    """`with held(client) as service`: the inference thread does nothing meanwhile."""
+    """`with held(client) as service`: the inference thread is blocked inside."""
 
     @contextmanager
     def hold(client: Client) -> Iterator[EmbeddedService]:
@@ -179,7 +179,7 @@ SCRIPT = ("Hel", "lo", "!", "\nY", "ou")
 
 @pytest.fixture(scope="session")
 def scripted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that says SCRIPT, and can fill in."""
+    """A model that generates SCRIPT, and supports infill."""
     path = tmp_path_factory.mktemp("models") / "scripted.gguf"
     make_scripted_model(path, SCRIPT, fill_in=True)
     return path

@@ -12,7 +12,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient
 
 from towerd.api.http.limits import Limits
-from towerd.api.llama.elsewhere import ELSEWHERE
+from towerd.api.llama.unsupported import UNSUPPORTED
 
 Client = TestClient[web.Request, web.Application]
 MakeClient = Callable[..., Awaitable[Client]]
@@ -29,7 +29,8 @@ NO_OBJECT = (
     b'{"a": 1e999}',
 )
 WRONG: tuple[tuple[str, Any], ...] = (
-    ("/completion", {}), ("/completion", {"prompt": [99_999]}),
+    ("/completion", {}),
+    ("/completion", {"prompt": [99_999]}),
     ("/completion", {"prompt": "a", "temperature": "hot"}),
     ("/completion", {"prompt": "a", "stream": "yes"}),
     ("/completion", {"prompt": "a", "grammar": "root ::= x"}),
@@ -38,19 +39,25 @@ WRONG: tuple[tuple[str, Any], ...] = (
     ("/completion", {"prompt": "a", "retention": "some"}),
     ("/completion", {"prompt": "a", "live_budget": 100}),
     ("/v1/completions", {"prompt": "a", "n_probs": 10**6}),
-    ("/v1/chat/completions", {}), ("/v1/chat/completions", {"messages": [3]}),
+    ("/v1/chat/completions", {}),
+    ("/v1/chat/completions", {"messages": [3]}),
     ("/v1/chat/completions", {"messages": USER, "top_logprobs": 2}),
     ("/v1/chat/completions", {"messages": USER, "tools": [{"type": "x"}]}),
     ("/v1/chat/completions/input_tokens", {"messages": 3}),
-    ("/v1/responses", {}), ("/v1/responses", {"input": 3, "stream": True}),
+    ("/v1/responses", {}),
+    ("/v1/responses", {"input": 3, "stream": True}),
     ("/v1/responses/input_tokens", {}),
-    ("/v1/messages", {}), ("/v1/messages", {"messages": [{"role": "user"}]}),
+    ("/v1/messages", {}),
+    ("/v1/messages", {"messages": [{"role": "user"}]}),
     ("/v1/messages/count_tokens", {}),
     ("/apply-template", {"messages": 3}),
-    ("/tokenize", {"content": ["a"] * 20_000}), ("/tokenize", {"content": 3}), ("/tokenize", {"content": [1.5]}),
-    ("/detokenize", {"tokens": "x"}), ("/detokenize", {"tokens": [1.5]}),
+    ("/tokenize", {"content": ["a"] * 20_000}),
+    ("/tokenize", {"content": 3}),
+    ("/tokenize", {"content": [1.5]}),
+    ("/detokenize", {"tokens": "x"}),
+    ("/detokenize", {"tokens": [1.5]}),
     ("/detokenize", {"tokens": [999]}),
-)  # fmt: skip
+)
 
 
 async def error(client: Client, path: str, body: Any, status: int = 400) -> dict[str, Any]:
@@ -67,7 +74,7 @@ async def error(client: Client, path: str, body: Any, status: int = 400) -> dict
 
 async def test_nothing_is_lost(client: Client, service: Any) -> None:
     """However many requests are refused: nothing runs for them, nothing is stored, and the chat
-    before them goes on where it was."""
+    before them continues where it was."""
     talk = {"prompt": "Once upon a time", "n_predict": 8, "return_tokens": True, "temperature": 0}
     reply = await (await client.post("/completion", json=talk)).json()
     before = service.store.sessions(), len(service.store.nodes()), service.engine.stats()["tasks"]
@@ -115,7 +122,7 @@ async def test_body_over_the_limit(make_client: MakeClient) -> None:
 
 
 async def test_body_that_stops(make_client: MakeClient) -> None:
-    """A client that stops in the middle of its body is told, and lets go of nothing else."""
+    """A client that stops in the middle of its body gets an error, and affects nothing else."""
     client = await make_client(limits=Limits(read_stall_s=0.1))
     never = asyncio.Event()
 
@@ -139,7 +146,7 @@ async def test_hint_that_is_no_name(client: Client) -> None:
 
 async def test_what_another_engine_can(client: Client) -> None:
     """What this engine cannot do names the one that can, with a status that clients do not retry."""
-    for method, path in ELSEWHERE:
+    for method, path in UNSUPPORTED:
         async with client.request(method, path.replace("{id_slot}", "0")) as reply:
             assert reply.status == 400, path
             error = (await reply.json())["error"]

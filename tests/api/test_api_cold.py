@@ -1,4 +1,4 @@
-"""Freezing and thawing over HTTP: whose sessions, what is said of them, what is refused."""
+"""Freezing and thawing over HTTP: access, listings and refusals."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ async def test_a_file_is_imported_over_a_frozen_session(client: Client) -> None:
 
 
 async def test_what_needs_its_tokens(client: Client, service: Any) -> None:
-    """A frozen session has no segment to pin; one that went on without its tokens is not exported
-    in part. Both are said to be thawed first."""
+    """A frozen session has no segment to pin; one continued without its tokens is not exported
+    in part. Both errors say to thaw it first."""
     id = await talk(client)
     await value(await client.post(f"{OWN}/{id}/freeze"))
     refused = await value(await client.post("/towerd/v1/pins", json={"session": id}), 409)
@@ -114,7 +114,7 @@ async def test_stats_and_metrics(client: Client) -> None:
 async def test_a_named_session_is_thawed_while_its_prompt_is_made(
     client: Client, service: Any
 ) -> None:
-    """Whoever counts or renders the tokens of a session is about to send them."""
+    """A client that counts or renders the tokens of a session is about to send them."""
     id = await talk(client)
     for path, body in (
         ("/tokenize", {"content": "abc"}),

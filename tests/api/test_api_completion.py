@@ -90,7 +90,7 @@ async def test_every_dialect(
 
 
 async def test_defaults_of_the_model_and_of_the_daemon(client: Client) -> None:
-    """What is said at the start is the default; what the request says wins."""
+    """The daemon's settings are the default; the request overrides them."""
     async with client.get("/props") as reply:
         said = (await reply.json())["default_generation_settings"]["params"]
     asked = await post(client, "/completion", {"prompt": "a", "n_predict": 1, "top_k": 9})

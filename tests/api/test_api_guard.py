@@ -1,4 +1,4 @@
-"""Who may ask: keys, tenants, origins, hosts, readiness."""
+"""Access: keys, tenants, origins, hosts, readiness."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ async def test_preflight(make_client: MakeClient) -> None:
 
 
 async def test_rebound_host(client: Client) -> None:
-    """On loopback a name of elsewhere in Host is DNS rebinding."""
+    """On loopback a foreign name in Host is DNS rebinding."""
     for host, status in (("evil.example", 403), ("localhost:1", 200), ("[::1]", 200), ("[", 403)):
         async with client.get("/health", headers={"Host": host}) as reply:
             assert reply.status == status, host

@@ -1,4 +1,4 @@
-"""The daemon's life: it listens before the model is there, takes no one's place, leaves in order."""
+"""The daemon's life cycle: listening before the model is loaded, sockets, an orderly shutdown."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_second_daemon_on_one_socket(
 
 
 def test_stale_socket_is_replaced(tmp_path: Path) -> None:
-    """A socket that a killed daemon left behind is in nobody's way; a file is."""
+    """A socket that a killed daemon left is replaced; a regular file is not."""
     path = tmp_path / "s"
     _bind_unix(path).close()
     sock = _bind_unix(path)

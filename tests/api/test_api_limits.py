@@ -47,7 +47,7 @@ def sent(body: Any) -> io.BytesIO:
 
 
 async def test_too_many(client: Client, service: EmbeddedService) -> None:
-    """The error says what there is too much of, and how much may be."""
+    """The error names the field that exceeds its limit, and the limit."""
     for path, body, words in TOO_MANY:
         async with client.post(path, data=sent(body)) as reply:
             error = (await reply.json())["error"]
@@ -57,12 +57,16 @@ async def test_too_many(client: Client, service: EmbeddedService) -> None:
 
 
 async def test_as_many_as_allowed(client: Client, service: EmbeddedService) -> None:
-    """What is at its limit is looked at further."""
+    """Fields at their limit are accepted."""
     body = {
-        "prompt": "a", "n_predict": 1, "stop": ["x"] * 1024, "samplers": "k" * 64,
-        "response_fields": ["stop"] * 64, "logit_bias": [[7, 1.5]] * 131_072,
+        "prompt": "a",
+        "n_predict": 1,
+        "stop": ["x"] * 1024,
+        "samplers": "k" * 64,
+        "response_fields": ["stop"] * 64,
+        "logit_bias": [[7, 1.5]] * 131_072,
         "dry_sequence_breakers": ["x"] * 64,
-    }  # fmt: skip
+    }
     async with client.post("/completion", data=sent(body)) as reply:
         assert await reply.json() == {"stop": True}
     assert service.engine.stats()["tasks"] == 1

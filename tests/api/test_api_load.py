@@ -119,7 +119,7 @@ async def test_many_streams(client: Client, loop_time: Any) -> None:
 
 
 async def test_client_that_stops_reading(make_client: MakeClient) -> None:
-    """It holds a bounded part of its stream, slows nobody, and is cut off in the end."""
+    """It holds a bounded part of its stream, slows no other client, and is cut off in the end."""
     client = await make_client(
         limits=Limits(write_stall_s=0.5), ctx_size=8192, live_tokens=16384, parallel=2
     )

@@ -90,10 +90,17 @@ async def test_segments_and_trie(client: Client) -> None:
 async def test_wrong_questions(client: Client) -> None:
     """Unknown ids are 404, unusable parameters 400."""
     for path, status in (
-        ("segments/999", 404), ("segments/x", 404), ("segments/-1", 404), ("sessions/nope", 404),
-        ("segments?limit=0", 400), ("segments?limit=x", 400), ("segments?sort=x", 400),
-        ("sessions?limit=99999", 400), ("trie?root=999", 404), ("segments/" + "9" * 40, 404),
-    ):  # fmt: skip
+        ("segments/999", 404),
+        ("segments/x", 404),
+        ("segments/-1", 404),
+        ("sessions/nope", 404),
+        ("segments?limit=0", 400),
+        ("segments?limit=x", 400),
+        ("segments?sort=x", 400),
+        ("sessions?limit=99999", 400),
+        ("trie?root=999", 404),
+        ("segments/" + "9" * 40, 404),
+    ):
         async with client.get(f"/towerd/v1/{path}") as reply:
             assert reply.status == status, path
 
@@ -148,12 +155,19 @@ async def test_precache_streams_progress(client: Client, sse: Any) -> None:
 async def test_wrong_base(client: Client) -> None:
     """A base without a name, a prompt, or one that does not fit is refused."""
     for body in (
-        {}, {"name": "x"}, {"name": "", "prompt": "a"}, {"name": "x", "prompt": "a " * 600},
-        {"name": "x", "prompt": "a", "messages": []}, {"name": "x", "prompt": "a", "level": -1},
-        {"name": "x", "prompt": "a", "public": "yes"}, {"name": 3, "prompt": "a"},
-        {"name": "a\nb", "prompt": "a"}, {"name": "x", "prompt": ["a", "b"]},
-        {"name": "x", "messages": 3}, {"name": "x", "messages": [{"role": "user"}]},
-    ):  # fmt: skip
+        {},
+        {"name": "x"},
+        {"name": "", "prompt": "a"},
+        {"name": "x", "prompt": "a " * 600},
+        {"name": "x", "prompt": "a", "messages": []},
+        {"name": "x", "prompt": "a", "level": -1},
+        {"name": "x", "prompt": "a", "public": "yes"},
+        {"name": 3, "prompt": "a"},
+        {"name": "a\nb", "prompt": "a"},
+        {"name": "x", "prompt": ["a", "b"]},
+        {"name": "x", "messages": 3},
+        {"name": "x", "messages": [{"role": "user"}]},
+    ):
         await post(client, "/towerd/v1/precache", body, 400)
     assert (await get(client, "/towerd/v1/bases"))["bases"] == []
 

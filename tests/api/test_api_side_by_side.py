@@ -166,8 +166,14 @@ def test_same_shape(ours: str, theirs: str, path: str, body: Any) -> None:
         ("/detokenize", {}),
         ("/apply-template", {"messages": CHAT}),
         ("/apply-template", {"messages": [{"role": "system", "content": "Be kind."}, *CHAT]}),
-        ("/apply-template",
-         {"messages": [{"role": "user", "content": [{"type": "text", "text": t} for t in "ab"]}]}),
+        (
+            "/apply-template",
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "text", "text": t} for t in "ab"]}
+                ]
+            },
+        ),
         ("/v1/chat/completions/input_tokens", {"messages": CHAT}),
         ("/v1/responses/input_tokens", {"input": "Once upon a time"}),
         ("/v1/messages/count_tokens", {"messages": CHAT, "system": "Be kind."}),
@@ -192,7 +198,10 @@ def test_same_shape(ours: str, theirs: str, path: str, body: Any) -> None:
         ("/v1/responses", {"input": "hello " * 800}),
         ("/v1/responses/input_tokens", {}),
         ("/v1/messages", {"messages": [{"role": "user"}]}),
-        ("/v1/messages", {"messages": [{"role": "user", "content": "hello " * 800}], "stream": True}),
+        (
+            "/v1/messages",
+            {"messages": [{"role": "user", "content": "hello " * 800}], "stream": True},
+        ),
         ("/v1/messages/count_tokens", {"messages": 3}),
         ("/infill", {}),
         ("/infill", {"input_prefix": "a", "input_suffix": "b"}),
@@ -204,7 +213,7 @@ def test_same_shape(ours: str, theirs: str, path: str, body: Any) -> None:
         ("/completion", []),
         ("/nope", {}),
     ],
-)  # fmt: skip
+)
 def test_same_values(ours: str, theirs: str, path: str, body: Any) -> None:
     """Where nothing is random or timed the replies are equal, errors included."""
     got, expected = both(ours, theirs, path, body)

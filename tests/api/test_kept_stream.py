@@ -1,4 +1,4 @@
-"""What is kept of a stream, and for how many."""
+"""How much is kept of a stream, and of how many streams."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ async def all_of(stream: KeptStream, start: int) -> bytes:
 
 
 async def test_only_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long stream loses its beginning; readers in the rest are not harmed."""
+    """A long stream loses its beginning; readers of the rest are not affected."""
     monkeypatch.setattr(kept_stream, "BYTES_MAX", 10)
     stream = KeptStream()
     await stream.write(b"abcdefgh")

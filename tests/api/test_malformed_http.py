@@ -1,4 +1,4 @@
-"""What is no HTTP: an error of llama-server's shape, one line in the log, and nobody else notices."""
+"""Malformed HTTP: an error in llama-server's shape, one line in the log, no effect on others."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ async def test_a_body_that_is_malformed(
     assert all(is_one_line(each) for each in caplog.records)
 
 
-async def test_an_expectation_that_nobody_knows(url: str, begun: list[web.Request]) -> None:
+async def test_an_unknown_expectation(url: str, begun: list[web.Request]) -> None:
     head = POST + b"Expect: the unexpected\r\nContent-Length: 2\r\n\r\n{}"
     status, _, body = await send(url, head, begun)
     assert (status, body["error"]["type"]) == (400, "invalid_request_error")

@@ -1,4 +1,4 @@
-"""towerctl as a person calls it, and a real daemon to call."""
+"""Runs towerctl as a user does, against a real daemon."""
 
 from towerctl_runs import ctl, ctl_json, no_settings, server
 

@@ -81,20 +81,20 @@ def test_worst_ratios() -> None:
 
 def test_what_is_told_and_asked() -> None:
     """All facts stand in the text, in the words that ask for them; pairs as many as fit."""
-    with longchat_texts.Speaker(bundled_model()) as speaker:
-        task = longchat_retrieval.facts(speaker, "Once there was a tower. " * 200, 600)
+    with longchat_texts.TextTokenizer(bundled_model()) as tokenizer:
+        task = longchat_retrieval.facts(tokenizer, "Once there was a tower. " * 200, 600)
         places = [task.text.index(f"{fact.begin} {fact.answer}.") for fact in task.asked]
-        assert len(speaker.ids(task.text)) == pytest.approx(600, abs=40)
+        assert len(tokenizer.ids(task.text)) == pytest.approx(600, abs=40)
         assert places == sorted(places)
         assert places[0] > 20
         told = [pair(f"{i:04x}", f"{i * 7:04x}") for i in range(400)]
-        task = longchat_retrieval.pairs(speaker, told, 600, 4)
+        task = longchat_retrieval.pairs(tokenizer, told, 600, 4)
         assert len(task.asked) == 4
         for asked in task.asked:
             assert f"{asked.begin}{asked.answer}" in task.text
         n_told = task.text.count("\n")
-        assert sum(len(speaker.ids(fact.text)) for fact in told[:n_told]) <= 600
-        assert sum(len(speaker.ids(fact.text)) for fact in told[: n_told + 1]) > 600
+        assert sum(len(tokenizer.ids(fact.text)) for fact in told[:n_told]) <= 600
+        assert sum(len(tokenizer.ids(fact.text)) for fact in told[: n_told + 1]) > 600
 
 
 def test_shares_are_of_what_the_full_cache_finds() -> None:
@@ -145,22 +145,22 @@ def test_data_sets_are_read(meetings: Path, pairs: Path, tmp_path: Path) -> None
 
 
 def test_windows_are_runs_of_the_text() -> None:
-    with longchat_texts.Speaker(bundled_model()) as speaker:
+    with longchat_texts.TextTokenizer(bundled_model()) as tokenizer:
         text = "Once upon a time there was a tower. " * 20
-        ids = speaker.ids(text)
-        windows = speaker.windows(text, 3, 50)
+        ids = tokenizer.ids(text)
+        windows = tokenizer.windows(text, 3, 50)
         assert windows.shape == (3, 50)
         assert (windows[:, 0] == 1).all()
         assert windows[0, 1:].tolist() == ids[:49].tolist()
         assert windows[2, 1:].tolist() == ids[-49:].tolist()
         with pytest.raises(ConfigError, match="longer text"):
-            speaker.windows("Once", 3, 50)
+            tokenizer.windows("Once", 3, 50)
 
 
 def test_a_quick_run(
     meetings: Path, pairs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Small sizes, everything measured; the last line is one JSON object with the keys we owe."""
+    """Small sizes, everything measured; the last line is one JSON object with the expected keys."""
     import asyncio
 
     monkeypatch.setattr(longchat, "QUICK_BUDGETS", (40,))
@@ -175,8 +175,14 @@ def test_a_quick_run(
     report = asyncio.run(longchat.run(None, True, text=None, meetings=meetings, pairs=pairs))
     report.show()
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
-    for key in ("buzz_vs_h2o_ppl", "buzz_vs_streaming_ppl", "buzz_mean_vs_h2o_ppl",
-                "icecache_recall_vs_sequential", "icecache_recall_vs_ranked", "index_overhead"):  # fmt: skip
+    for key in (
+        "buzz_vs_h2o_ppl",
+        "buzz_vs_streaming_ppl",
+        "buzz_mean_vs_h2o_ppl",
+        "icecache_recall_vs_sequential",
+        "icecache_recall_vs_ranked",
+        "index_overhead",
+    ):
         assert line[key] > 0
     assert {row["text"] for row in line["perplexity"]} == {"sample.txt", "meetings.jsonl.zst"}
     for row in line["perplexity"]:

@@ -1,4 +1,4 @@
-"""What `bench proxy` makes of the times that it measured."""
+"""The figures that `bench proxy` derives from measured times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`bench soak`: what it asks for, what it tells, and how it ends when the daemon does not answer."""
+"""`bench soak`: its requests, its figures, and how it ends if the daemon does not answer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from click.testing import Result
 
 from towerd.cli.bench.servers import ServerProcess, free_port
-from towerd.cli.bench.soak import FAILURES_MAX, Sample, new_load, slope, thinned
+from towerd.cli.bench.soak import FAILURES_MAX, SoakSample, new_load, slope, thinned
 
 soak = importlib.import_module("towerd.cli.bench.soak")
 HANGING = """
@@ -33,7 +33,7 @@ class Handler(BaseHTTPRequestHandler):
 
 ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
-"""Healthy, but for all that it is asked."""
+"""Answers /health, but no other request."""
 
 
 def hanging() -> ServerProcess:
@@ -41,12 +41,12 @@ def hanging() -> ServerProcess:
     return ServerProcess([sys.executable, "-c", HANGING, str(port)], port=port, env={})
 
 
-def sample(done: int, rss_mb: float) -> Sample:
-    return Sample(float(done), done, rss_mb, 9, 3, 0.0, 0.0, done)
+def sample(done: int, rss_mb: float) -> SoakSample:
+    return SoakSample(float(done), done, rss_mb, 9, 3, 0.0, 0.0, done)
 
 
 def test_the_command(ctl: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A short run: the figures that it owes, and whether they can be true."""
+    """A short run has the expected figures, and they are plausible."""
     monkeypatch.setattr(soak, "REQUESTS_QUICK", 40)
     found = json.loads(ctl("bench", "soak", "--quick").stdout.splitlines()[-1])
     assert (found["done"], found["failed"]) == (40, 0)
@@ -65,9 +65,9 @@ def test_the_load() -> None:
     """Most prompts are like no other; some share a beginning with one that was answered."""
     load = new_load(400)
     prompts = []
-    for wish in load.wishes:
-        prompts.append(wish.prompt)
-        load.recent.append(wish.prompt + " and that was all")
+    for request in load.requests:
+        prompts.append(request.prompt)
+        load.recent.append(request.prompt + " and that was all")
     assert len(set(prompts)) > 390
     firsts = {prompt.split()[0] for prompt in prompts}
     assert 200 < len(firsts) < 300
@@ -98,7 +98,7 @@ async def test_a_daemon_that_takes_too_much(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_growth() -> None:
-    """It is told by request, and the samples that are shown are spread over the run."""
+    """The slope is per request, and the samples that are shown are spread over the run."""
     samples = [sample(done, 100 + done / 50) for done in range(0, 1000, 7)]
     assert slope(samples) == pytest.approx(0.02)
     assert slope([sample(5, 1.0)] * 3) == 0.0

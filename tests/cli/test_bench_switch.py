@@ -1,4 +1,4 @@
-"""`bench switch` beside a proxy that saves whole slots: that it is a fair one, and what it writes."""
+"""`bench switch` against a proxy that saves whole slots: a fair baseline, counted writes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from towerd.cli.bench.client import complete, new_session
 from towerd.cli.bench.models import random_prompt, vocab_size
 from towerd.cli.bench.servers import can_count_written, find_llama_server, written_bytes
 from towerd.cli.bench.slot_proxy import SlotProxy
-from towerd.cli.bench.switch import Load
+from towerd.cli.bench.switch import SwitchLoad
 from towerd.engine.llama_server.slots.slotdir import SlotDir
 from towerd.errors import TowerdError
 from towerd.models.random_gguf import PRESETS, make_random_gguf
@@ -86,7 +86,7 @@ async def test_slot_proxy_goes_on_from_files(model: Path, tmp_path: Path) -> Non
     per_token = proxy.bytes_written / n_slot_tokens
     assert ROW_BYTES <= per_token <= ROW_BYTES + SLOT_TOKEN_BYTES
     found = sizes(tmp_path)
-    assert len(found) == 3, "a chat goes on in the file that it had"
+    assert len(found) == 3, "a chat continues in its own file"
     n_last = sum(len(chat) - 1 for chat in chats)
     assert sum(found) == pytest.approx(n_last * per_token, rel=0.01)
     with proxy.server(model, *FLAGS) as server:
@@ -131,12 +131,18 @@ def test_what_ended_children_wrote_is_counted(tmp_path: Path) -> None:
 def test_every_engine_beside_every_rival(
     model: Path, ctl: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The command on a small load: the figures that it owes, and whether they can be true."""
-    load = Load(
-        chats=3, base_tokens=BASE, own_tokens=OWN, rounds=1, user_tokens=SAID,
-        reply_tokens=REPLY, ctx_size=512, restart_chats=2,
-    )  # fmt: skip
-    monkeypatch.setattr(sys.modules[Load.__module__], "QUICK", load)
+    """The command on a small load has the expected figures, and they are plausible."""
+    load = SwitchLoad(
+        chats=3,
+        base_tokens=BASE,
+        own_tokens=OWN,
+        rounds=1,
+        user_tokens=SAID,
+        reply_tokens=REPLY,
+        ctx_size=512,
+        restart_chats=2,
+    )
+    monkeypatch.setattr(sys.modules[SwitchLoad.__module__], "QUICK", load)
     args = "bench", "switch", "--quick", "-m", model, "--engine", "both", "--rival", "both"
     found = json.loads(ctl(*args).stdout.splitlines()[-1])
     n_turn, n_turns = SAID + REPLY, load.chats + load.restart_chats
@@ -167,7 +173,7 @@ def test_every_engine_beside_every_rival(
 def test_nothing_is_compared_that_cannot_be_counted(
     model: Path, ctl: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where what is written cannot be counted, that is said before anything runs."""
+    """If writes cannot be counted, the command fails before anything runs."""
     if not (SHM.is_dir() and SlotDir(SHM).in_ram):
         pytest.skip("no folder in RAM")
     monkeypatch.setattr(tempfile, "tempdir", str(SHM))

@@ -1,4 +1,4 @@
-"""towerctl calibrate and bench quality, as a person calls them."""
+"""towerctl calibrate and bench quality, as a user runs them."""
 
 from __future__ import annotations
 

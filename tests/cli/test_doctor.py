@@ -1,4 +1,4 @@
-"""towerctl doctor: all is well here, and every illness is told with what to do."""
+"""towerctl doctor: no failure here, and every problem comes with advice."""
 
 from __future__ import annotations
 

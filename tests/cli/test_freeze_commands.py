@@ -17,7 +17,7 @@ CtlJson = Callable[..., Any]
 
 
 def test_with_a_daemon_and_without(server: Daemon, ctl: Ctl, ctl_json: CtlJson) -> None:
-    """By name and by age; listings, stats and verify say so; wrong usage is told."""
+    """By name and by age; listings, stats and verify show it; wrong usage is an error."""
     at = ("--socket", server.socket)
     for name in ("one", "two"):
         server.post(

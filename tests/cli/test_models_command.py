@@ -1,4 +1,4 @@
-"""towerd models: what there is, and what fetching says when it may not or cannot."""
+"""towerd models: listing, and the errors of fetching."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run(*args: str, code: int = 0) -> Result:
 
 
 def test_list(folder: Path) -> None:
-    """Known ones with size and licence, the bundled one, and what else lies there."""
+    """Known ones with size and licence, the bundled one, and other files there."""
     SMOLLM2.path.touch()
     (folder / "mine.gguf").write_bytes(b"GGUF")
     found = json.loads(run("list", "--json").stdout)

@@ -1,4 +1,4 @@
-"""What is shown to people cannot harm their terminal and says how large and how old."""
+"""Output is free of terminal control characters, and shows sizes and ages."""
 
 from __future__ import annotations
 

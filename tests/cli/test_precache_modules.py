@@ -1,4 +1,4 @@
-"""Modules (`reuse: anywhere`) as a person makes and meets them."""
+"""Modules (`reuse: anywhere`) from precaching to use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a daemon that starts does not import: each of these costs it tens of milliseconds."""
+"""Modules that a starting daemon does not import: each costs tens of milliseconds."""
 
 from __future__ import annotations
 
@@ -6,10 +6,22 @@ import subprocess
 import sys
 
 NOT_NEEDED = {
-    "torch", "mlx", "gguf", "yaml", "constriction", "rich", "scipy", "requests", "jinja2", "llama_cpp",
+    "torch",
+    "mlx",
+    "gguf",
+    "yaml",
+    "constriction",
+    "rich",
+    "scipy",
+    "requests",
+    "jinja2",
+    "llama_cpp",
     "psutil",
-    "towerd.codec.codec", "towerd.codec.mix", "towerd.cli.bench", "towerd.retention.icecache",
-}  # fmt: skip
+    "towerd.codec.codec",
+    "towerd.codec.mix",
+    "towerd.cli.bench",
+    "towerd.retention.icecache",
+}
 SERVE = """
 import sys
 import towerd.cli.serve, towerd.app, towerd.service, towerd.engine.embedded.opening

@@ -14,7 +14,7 @@ import pytest
 from click.testing import Result
 from daemon import Daemon
 
-from towerd.cli.backend import Backend
+from towerd.cli.backend import ApiClient
 from towerd.cli.client import Target, connect
 
 Ctl = Callable[..., Result]
@@ -48,12 +48,12 @@ def at(server: Daemon) -> tuple[str, Path]:
     return "--socket", server.socket
 
 
-def without_daemon(server: Daemon) -> AbstractContextManager[Backend]:
+def without_daemon(server: Daemon) -> AbstractContextManager[ApiClient]:
     return connect(Target(store_dir=str(server.store_dir)))
 
 
-def answers(backend: Backend) -> dict[str, Any]:
-    """Everything a backend can be asked that changes nothing."""
+def answers(backend: ApiClient) -> dict[str, Any]:
+    """Every read-only request of a client."""
     sessions = backend.sessions(100)
     segments = backend.segments("id", 100)
     return {
@@ -90,14 +90,14 @@ def without_hot(value: Any) -> Any:
 @contextmanager
 def both(server: Daemon) -> Iterator[dict[str, Any]]:
     """The daemon's answers; it is stopped then."""
-    with Backend.at_socket(server.socket) as daemon:
+    with ApiClient.at_socket(server.socket) as daemon:
         said = answers(daemon)
     assert server.stop() == 0
     yield said
 
 
 def test_daemon_and_store_give_the_same_answers(server: Daemon, chats: list[str]) -> None:
-    with Backend.at_socket(server.socket) as daemon:
+    with ApiClient.at_socket(server.socket) as daemon:
         leaf = daemon.session(chats[0])["turns"][-1]["reply_node"]
         assert daemon.pin(leaf)["pinned"]
         daemon.delete_session(chats[1])
@@ -107,9 +107,9 @@ def test_daemon_and_store_give_the_same_answers(server: Daemon, chats: list[str]
 
 
 def test_both_change_the_same_things(server: Daemon, chats: list[str]) -> None:
-    """gc frees what the dry run said; pins come and go."""
+    """gc frees what the dry run reported; pins are set and removed."""
 
-    def change(backend: Backend, session: str) -> None:
+    def change(backend: ApiClient, session: str) -> None:
         turn = backend.session(session)["turns"][-1]
         backend.pin(turn["reply_node"])
         backend.delete_session(session)
@@ -120,7 +120,7 @@ def test_both_change_the_same_things(server: Daemon, chats: list[str]) -> None:
         assert expected["segments"] > 0
         assert expected["bytes_freed"] > 0
 
-    with Backend.at_socket(server.socket) as daemon:
+    with ApiClient.at_socket(server.socket) as daemon:
         change(daemon, chats[0])
     assert server.stop() == 0
     with without_daemon(server) as store:
@@ -149,7 +149,7 @@ def test_sessions(server: Daemon, chats: list[str], ctl: Ctl, ctl_json: CtlJson)
 def test_sessions_rm_asks(server: Daemon, chats: list[str], ctl: Ctl, ctl_json: CtlJson) -> None:
     result = ctl("sessions", "rm", *chats, *at(server), input="n\n", code=1)
     assert re.match(r"Forget 2 sessions with \d+ tokens\? ", result.output)
-    ctl("sessions", "rm", chats[0], *at(server), code=1)  # nobody there to answer
+    ctl("sessions", "rm", chats[0], *at(server), code=1)  # without confirmation
     ctl("sessions", "rm", chats[0], "no-such", "--yes", *at(server), code=1)
     assert len(ctl_json("sessions", "ls", *at(server))["sessions"]) == 2
     ctl("sessions", "rm", chats[0], *at(server), input="y\n")
@@ -266,7 +266,7 @@ def test_over_tcp(server: Daemon, chats: list[str], ctl: Ctl, ctl_json: CtlJson)
         (("--config", "/nonexistent"), "The settings file /nonexistent does not exist."),
     ],
 )
-def test_nobody_to_ask(ctl: Ctl, args: tuple[str, ...], said: str) -> None:
+def test_no_daemon_to_ask(ctl: Ctl, args: tuple[str, ...], said: str) -> None:
     """One sentence, and nothing is made."""
     result = ctl("stats", *args, code=1)
     assert result.stdout == ""
@@ -316,7 +316,7 @@ def test_text_needs_the_daemon(server: Daemon, chats: list[str], ctl: Ctl) -> No
 
 def test_a_daemon_that_dies_is_one_sentence(server: Daemon, ctl: Ctl) -> None:
     """A process that stops answering in the middle."""
-    with Backend.at_socket(server.socket) as daemon:
+    with ApiClient.at_socket(server.socket) as daemon:
         daemon.stats()
         server.signal(signal.SIGKILL)
         server.wait()

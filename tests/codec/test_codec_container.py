@@ -1,4 +1,4 @@
-"""The container against hostile bytes: what is not exactly a blob is one clear error."""
+"""The container against hostile bytes: anything but a valid blob is one clear error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from towerd.codec import container, varint
-from towerd.codec.container import BY_NAME, FORMS, Blob, Chunk
+from towerd.codec.container import BY_NAME, FORMS, Blob, CodedChunk
 from towerd.codec.errors import CodecError, Damaged, NewerVersion, Truncated, UnknownModel
 
 small_bytes = st.binary(max_size=40)
@@ -20,7 +20,7 @@ small_bytes = st.binary(max_size=40)
 @st.composite
 def blobs(draw: st.DrawFn) -> Blob:
     form = draw(st.sampled_from(FORMS))
-    chunks = draw(st.lists(st.builds(Chunk, st.integers(0, 3000), small_bytes), max_size=5))
+    chunks = draw(st.lists(st.builds(CodedChunk, st.integers(0, 3000), small_bytes), max_size=5))
     base_ids = draw(st.integers(0, 1 << 20))
     return Blob(
         form,
@@ -42,7 +42,7 @@ def sealed(data: bytes) -> bytes:
 
 
 def example() -> Blob:
-    chunks = (Chunk(3, b"abc"), Chunk(2, b"de"))
+    chunks = (CodedChunk(3, b"abc"), CodedChunk(2, b"de"))
     form = BY_NAME["network"]
     return Blob(form, b"v" * 8, b"h" * 16, 5, chunks, b"side", 7, b"b" * 16, b"m" * 8)
 
@@ -110,8 +110,8 @@ def test_hostile_bytes_under_a_good_checksum(blob: Blob, data: st.DataObject) ->
 
 
 def test_a_blob_is_as_long_as_its_ids_need() -> None:
-    """So that a reader may trust the count of ids as far as the length of the blob."""
-    blob = dataclasses.replace(example(), n_ids=1 << 20, chunks=(Chunk(1 << 20, b""),))
+    """A reader can trust the count of ids within the length of the blob."""
+    blob = dataclasses.replace(example(), n_ids=1 << 20, chunks=(CodedChunk(1 << 20, b""),))
     data = container.write(blob)
     assert len(data) * container.IDS_PER_BYTE_MAX >= blob.n_ids
     assert container.read(data) == blob
@@ -123,12 +123,12 @@ def test_varints(values: list[int]) -> None:
     data = varint.put_all(values)
     assert varint.pack(np.array(values, np.uint32)) == data
     assert varint.unpack(data, len(values)).tolist() == values
-    assert varint.Reader(data).numbers(len(values)) == values
+    assert varint.VarintReader(data).numbers(len(values)) == values
 
 
 @given(st.binary(max_size=30), st.integers(0, 10))
 def test_hostile_varints(data: bytes, n: int) -> None:
-    for read in (lambda: varint.Reader(data).numbers(n), lambda: varint.unpack(data, n)):
+    for read in (lambda: varint.VarintReader(data).numbers(n), lambda: varint.unpack(data, n)):
         try:
             assert len(read()) == n
         except Damaged:

@@ -94,7 +94,7 @@ def compare(path: Path, tokens: list[int], most: float) -> None:
 
 
 def test_a_text_longer_than_the_context(path: Path) -> None:
-    """It goes on with its last quarter."""
+    """It is cut to its last quarter."""
     predictor = ExactPredictor(path)
     tokens = np.random.default_rng(0).integers(0, N_TOKENS, 50).tolist()
     once = predictor.feed([(0, token) for token in tokens])
@@ -143,7 +143,7 @@ def test_any_ids(small: GgufVocabulary, network: Network, ids: list[int], text: 
 def test_other_kernels_and_threads_read_it(
     small: GgufVocabulary, network: Network, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither changes the numbers."""
+    """Neither kernels nor threads change the numbers."""
     ids = ids_of(small)
     blob = Codec(small, [network]).encode(ids, form="network")
     names = [name for name in dispatch.available() if name not in ("metal", "reference")]
@@ -172,7 +172,7 @@ def test_another_model_is_refused(
 
 
 class Knowing:
-    """A `Predictor` that has read the text."""
+    """A `TokenPredictor` that has read the text."""
 
     n_tokens, n_ctx, lanes_max, window, name = N_TOKENS, 1 << 20, 1, 1, b"knowing."
 
@@ -214,7 +214,7 @@ def test_the_model_of_the_package(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It is taken if it is there; one that cannot be read is left out, and the log says why."""
+    """It is used if it is there; one that cannot be read is ignored, and the log says why."""
     ids = ids_of(small)
     monkeypatch.setattr(mini, "PATH", tmp_path / "mini.gguf")
     without = Codec(small).encode(ids)
@@ -327,7 +327,7 @@ def test_models_with_parts_missing(path: Path, tmp_path: Path) -> None:
 
 
 def test_bf16(path: Path, tmp_path: Path) -> None:
-    """Read exactly: as the same numbers in float32."""
+    """It is read exactly, like the same numbers in float32."""
     values = np.random.default_rng(0).standard_normal((32, 64)).astype(np.float32)
     raw = (values.view(np.uint32) >> 16).astype(np.uint16)
     cut = (raw.astype(np.uint32) << 16).view(np.float32)
@@ -347,7 +347,7 @@ def test_bf16(path: Path, tmp_path: Path) -> None:
 
 
 def test_damaged_files(path: Path, tmp_path: Path) -> None:
-    """Cut anywhere, or with a count that is not true: a sentence, and soon."""
+    """Cut anywhere, or with a wrong count: one sentence, and quickly."""
     data, bad = path.read_bytes(), tmp_path / "bad.gguf"
     for n in (0, 3, 7, 20, 100, 5000, len(data) // 2, len(data) - 1):
         bad.write_bytes(data[:n])
@@ -385,16 +385,16 @@ def test_flipped_bytes(path: Path, tmp_path: Path, data: st.DataObject) -> None:
         return
 
 
-def test_nobody_waits_for_another_session(small: GgufVocabulary, network: Network) -> None:
-    """While one is being coded another one is; the numbers are those of a model alone."""
+def test_sessions_do_not_wait_for_each_other(small: GgufVocabulary, network: Network) -> None:
+    """Two can be coded at the same time, with the numbers of a model that is used alone."""
     codec = Codec(small, [network])
     ids = ids_of(small)
     blob = codec.encode(ids, form="network")
-    with network.lanes._predictors.lent() as busy, ThreadPoolExecutor(2) as pool:
+    with network.lanes._predictors.borrow() as busy, ThreadPoolExecutor(2) as pool:
         before = [busy.feed([(0, token)])[0] for token in (1, 2, 3)]
         blobs = pool.map(lambda _: codec.encode(ids, form="network"), range(4), timeout=60)
         assert list(blobs) == [blob] * 4
         after = busy.feed([(0, 4)])[0]
-    with network.lanes._predictors.lent() as alone:
+    with network.lanes._predictors.borrow() as alone:
         again = [alone.feed([(0, token)])[0] for token in (1, 2, 3, 4)]
     assert all(np.array_equal(a, b) for a, b in zip([*before, after], again, strict=True))

@@ -43,7 +43,7 @@ def test_a_picture_costs_its_ids(codec: Codec, vocabulary: GgufVocabulary) -> No
     [b"\x01\x05\x01\x00\x00\x00\x80", b"\x01\x00\x02\x00\x00\x00\x80", b"\x02\x00\x01", b"\xff"],
 )
 def test_damage(codec: Codec, media: bytes) -> None:
-    """A medium behind the end, one with too few ids, a list that is cut off."""
+    """A medium after the end, one with too few ids, a truncated list."""
     blob = container.read(codec.encode([1, 2, -5, 3], form="packed"))
     data = container.write(dataclasses.replace(blob, media=media))
     with pytest.raises(Damaged):

@@ -38,7 +38,7 @@ def test_chat_is_small(codec: Codec, vocabulary: GgufVocabulary) -> None:
 
 
 def test_the_base_is_context(codec: Codec, vocabulary: GgufVocabulary) -> None:
-    """What the base says costs next to nothing, and the blob asks for that base."""
+    """Text that the base contains costs next to nothing, and the blob names that base."""
     control = next(i for i, piece in enumerate(vocabulary.pieces) if not piece)
     base = [control, *vocabulary.tokenize(CHAT).tolist()]
     ids = [*vocabulary.tokenize(CHAT).tolist(), control]
@@ -72,11 +72,13 @@ def test_damaged_chunks(small: GgufVocabulary) -> None:
     for _ in range(40):
         bits = bytearray(chunk.bits)
         bits[rng.integers(len(bits))] ^= 1 << int(rng.integers(8))
-        changed = dataclasses.replace(blob, chunks=(container.Chunk(chunk.n_symbols, bytes(bits)),))
+        changed = dataclasses.replace(
+            blob, chunks=(container.CodedChunk(chunk.n_symbols, bytes(bits)),)
+        )
         with pytest.raises(CodecError):
             codec.decode(container.write(changed))
     for n_symbols in (0, 1, chunk.n_symbols - 1, chunk.n_symbols + 1):
-        changed = dataclasses.replace(blob, chunks=(container.Chunk(n_symbols, chunk.bits),))
+        changed = dataclasses.replace(blob, chunks=(container.CodedChunk(n_symbols, chunk.bits),))
         with pytest.raises(CodecError):
             codec.decode(container.write(changed))
 

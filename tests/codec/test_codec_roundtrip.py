@@ -66,14 +66,14 @@ def test_every_flipped_byte_is_an_error(codec: Codec, vocabulary: GgufVocabulary
 def test_damaged_bits_under_a_good_checksum(
     small: GgufVocabulary, form: str, data: st.DataObject
 ) -> None:
-    """Other bits are an error, or the same ids by another road; never other ids."""
+    """Other bits are an error or decode to the same ids, never to other ids."""
     codec = _small_codec(small)
     ids = small.tokenize(TEXT).tolist()
     blob = container.read(codec.encode(ids, form=form))
     bits = bytearray(blob.chunks[0].bits)
     for _ in range(data.draw(st.integers(1, 3))):
         bits[data.draw(st.integers(0, len(bits) - 1))] = data.draw(st.integers(0, 255))
-    chunk = container.Chunk(len(ids), bytes(bits[: data.draw(st.integers(0, len(bits)))]))
+    chunk = container.CodedChunk(len(ids), bytes(bits[: data.draw(st.integers(0, len(bits)))]))
     try:
         assert (
             codec.decode(container.write(dataclasses.replace(blob, chunks=(chunk,)))).tolist()
@@ -85,12 +85,12 @@ def test_damaged_bits_under_a_good_checksum(
 
 @pytest.mark.parametrize("form", ["mix", "network"])
 def test_nothing_is_left_of_an_earlier_use(small: GgufVocabulary, form: str) -> None:
-    """A codec that coded other text, from several threads and in vain, writes what a new one does."""
+    """A codec that coded other text before, in threads and with failures, writes the same bytes."""
     ids, base = small.tokenize(TEXT), small.tokenize(b"A cache keeps what was used lately.")
     expected = Codec(small).encode(ids, base=base, form=form)
     used = _small_codec(small)
     blob = container.read(used.encode(ids[5:], form=form))
-    cut = container.Chunk(blob.chunks[0].n_symbols, blob.chunks[0].bits[:9])
+    cut = container.CodedChunk(blob.chunks[0].n_symbols, blob.chunks[0].bits[:9])
     with ThreadPoolExecutor(3) as pool:
         texts = [ids[n:] for n in range(6)]
         blobs = list(pool.map(lambda some: used.encode(some, form=form), texts))

@@ -56,7 +56,7 @@ def lose(store: Store) -> None:
 def misplace(store: Store) -> None:
     """Where the second turn takes its beginning from."""
     ((turns,),) = store.state.catalog.rows("SELECT turns FROM cold")
-    reader = varint.Reader(turns)
+    reader = varint.VarintReader(turns)
     count, *numbers = reader.numbers(7)
     assert (count, numbers[4]) == (2, 1)
     numbers[4] = 100

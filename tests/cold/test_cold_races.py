@@ -300,7 +300,7 @@ def test_a_damaged_blob_is_passed_over(store: Store, codec: Codec) -> None:
     parsed = container.read(frozen.blob)
     flipped = bytes([parsed.side[0] ^ 1]) + parsed.side[1:] if parsed.side else b""
     chunks = tuple(
-        container.Chunk(c.n_symbols, bytes([c.bits[0] ^ 1]) + c.bits[1:]) for c in parsed.chunks
+        container.CodedChunk(c.n_symbols, bytes([c.bits[0] ^ 1]) + c.bits[1:]) for c in parsed.chunks
     )
     bad = container.write(
         container.Blob(

@@ -9,7 +9,7 @@ import pytest
 from oracle import OpenService, ask, settle
 from services import EmbeddedService
 
-from towerd.cli.bench.longchat_texts import Speaker
+from towerd.cli.bench.longchat_texts import TextTokenizer
 from towerd.cli.bench.tasks import passkey
 from towerd.codec import sample
 from towerd.engine.base import LiveBudget
@@ -26,19 +26,19 @@ SETTINGS = {"ctx_size": 4096, "live_tokens": 8192, "threads": 1, "retention": "i
 
 
 @pytest.fixture(scope="module")
-def speaker() -> Iterator[Speaker]:
-    with Speaker(retrieval_model()) as made:
+def tokenizer() -> Iterator[TextTokenizer]:
+    with TextTokenizer(retrieval_model()) as made:
         yield made
 
 
 async def said(
-    service: EmbeddedService, speaker: Speaker, live: LiveBudget, depth: float
+    service: EmbeddedService, tokenizer: TextTokenizer, live: LiveBudget, depth: float
 ) -> tuple[str, str]:
     """(the key that was told at `depth` of a chat, what is answered when its next turn asks)."""
     seed = int(100 * depth)
     fact = passkey(np.random.default_rng(seed))
-    told, asked = speaker.ids(fact.text), speaker.ids(fact.question)
-    text = speaker.windows(sample.load().decode(), 8, N_CHAT - len(told))[seed % 8]
+    told, asked = tokenizer.ids(fact.text), tokenizer.ids(fact.question)
+    text = tokenizer.windows(sample.load().decode(), 8, N_CHAT - len(told))[seed % 8]
     at = max(1, int(depth * len(text)))
     chat: Ids = np.concatenate([text[:at], told, text[at:]]).astype(np.int32)
     scope = f"{live.policy} {depth}"
@@ -53,22 +53,22 @@ async def said(
 
 @pytest.mark.parametrize("layer_step", [1, 3])
 async def test_what_left_the_context_is_found_again(
-    service_on: OpenService, speaker: Speaker, layer_step: int
+    service_on: OpenService, tokenizer: TextTokenizer, layer_step: int
 ) -> None:
     """With 256 of 2,000 tokens live, IceCache brings the key back from wherever it was told."""
     settings = {**SETTINGS, "recall_layer_step": layer_step}
     async with service_on(retrieval_model(), **settings) as service:
         for depth in DEPTHS:
-            key, answer = await said(service, speaker, ICECACHE, depth)
+            key, answer = await said(service, tokenizer, ICECACHE, depth)
             assert answer == key, depth
         await settle(service)
 
 
-async def test_what_a_window_has_lost(service_on: OpenService, speaker: Speaker) -> None:
+async def test_what_a_window_has_lost(service_on: OpenService, tokenizer: TextTokenizer) -> None:
     """The full cache has the key; the first and the last 256 tokens do not."""
     async with service_on(retrieval_model(), **SETTINGS) as service:
         for depth in DEPTHS:
-            key, answer = await said(service, speaker, FULL, depth)
+            key, answer = await said(service, tokenizer, FULL, depth)
             assert answer == key, depth
-            key, answer = await said(service, speaker, STREAMING, depth)
+            key, answer = await said(service, tokenizer, STREAMING, depth)
             assert answer != key, depth

@@ -32,13 +32,13 @@ def draw(m: int, n: int, heads: int, kv: int, dim: int, name: str, seed: int = 0
 
 
 def masses(arguments: Any, n_threads: int) -> Floats:
-    """By the kernels in force."""
+    """The masses by the kernels in use."""
     queries, keys, name, n_seen, dim, scale = arguments
     return dispatch.attention_mass(queries, keys, name, n_seen, dim, scale, n_threads)
 
 
 def check(arguments: Any, n_threads: int = 2) -> Floats:
-    """The masses by the kernels in force, after checking them against the reference."""
+    """The masses by the kernels in use, checked against the reference."""
     got = masses(arguments, n_threads)
     expected = reference.attention_mass(*arguments)
     m, heads = len(arguments[0]), arguments[0].shape[1] // arguments[4]
@@ -102,7 +102,7 @@ def test_threads_do_not_change_the_result(kernels: str) -> None:
 
 
 def test_what_is_not_seen_does_not_matter(kernels: str) -> None:
-    """Keys behind the last that a query sees get nothing and change nothing."""
+    """Keys after the last that a query sees get nothing and change nothing."""
     queries, keys, name, _, dim, scale = draw(3, 200, 4, 2, 64, "f32")
     seen = np.array([1, 77, 120], np.int64)
     whole = dispatch.attention_mass(queries, keys, name, seen, dim, scale)
@@ -202,7 +202,7 @@ def test_bad_input(kernels: str, name: str) -> None:
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_rows_that_are_not_finite(kernels: str, value: float) -> None:
-    """The first such row is named, of queries and of keys that nobody sees too."""
+    """The first such row is named, of queries and of keys, even of keys that no query sees."""
     for row, column in ((0, 0), (1, 127), (2, 64)):
         queries = Q.copy()
         queries[row:, column] = value

@@ -107,7 +107,7 @@ def test_parents_are_the_nearest_promoted_points(forced: str) -> None:
 
 @pytest.mark.parametrize("one_by_one", [True, False])
 def test_a_search_for_a_parent_that_meets_none(both: Any, one_by_one: bool) -> None:
-    """So narrow that it meets only points which nothing hangs below: every key finds its place."""
+    """Limits so narrow that it finds only points without children: every key finds its place."""
     config = DciConfig(ratio=0.5, visits_max=1, beam=1, n_directions=2)
     keys = clustered(200, 5, 8)
     trees = both(5, config)
@@ -276,8 +276,9 @@ def spread(keys: F32, pages: npt.NDArray[np.int64]) -> float:
 
 
 def test_keys_lie_on_the_nearest_page_not_that_of_their_parent(forced: str) -> None:
-    """Leaves are cut by keys that were drawn: in a tree built at once most keys are on the page,
-    of those with room near them, whose mean is nearest, and promoted keys stay in their leaves."""
+    """Leaves are centred on keys drawn at random: in a tree built at once, most keys are on the
+    page with the nearest mean among those near them with room, and promoted keys stay in their
+    leaves."""
     keys = clustered(400, 8, 4)
     keys /= np.linalg.norm(keys, axis=1, keepdims=True)  # then points are keys
     tree = make_dci_tree(8, DciConfig(page_rows=16, ratio=1 / 16, visits_max=0, beam=4))
@@ -405,8 +406,10 @@ def test_bad_arguments_are_value_errors(forced: str) -> None:
     ],
 )
 def test_bad_options_are_value_errors(forced: str, name: str, value: Any) -> None:
-    module = "reference.dci" if forced else "_native"
-    maker = importlib.import_module(f"towerd.kernels.{module}").DciTree
+    module, name_of_class = (
+        ("reference.dci", "ReferenceDciTree") if forced else ("_native", "DciTree")
+    )
+    maker = getattr(importlib.import_module(f"towerd.kernels.{module}"), name_of_class)
     options = asdict(DciConfig()) | {"n_dims": 3, "directions": np.eye(2, 4, dtype=np.float32)}
     del options["n_directions"]
     maker(**options)

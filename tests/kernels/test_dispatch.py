@@ -36,7 +36,7 @@ def test_unknown_choice_is_an_error(monkeypatch: pytest.MonkeyPatch, value: str)
 
 @pytest.mark.parametrize("value", dispatch.CHOICES)
 def test_choice_of_another_machine_is_an_error(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    """What the machine has is used, anything else is refused: never another one instead."""
+    """An available choice is used, any other is refused; there is no fallback."""
     monkeypatch.setenv("TOWERD_KERNELS", value)
     if value in dispatch.available():
         assert dispatch.name() == value

@@ -18,7 +18,7 @@ SHAPES = st.tuples(st.integers(0, 4), st.integers(1, 40))
 
 
 def tables(shape: tuple[int, int], seed: int) -> tuple[Table, Table]:
-    """Chances of every size, ties, nothing and certainty among them; and widths."""
+    """Probabilities of every size, with ties, 0 and 1 among them; and widths."""
     rng = np.random.default_rng(seed)
     chances = rng.random(shape) ** rng.integers(1, 12)
     chances[rng.random(shape) < 0.2] = rng.choice([0.0, 0.5, 1.0])

@@ -1,4 +1,4 @@
-"""Chances of return: what the specification says in words, and in C++ what it says in numpy."""
+"""Probabilities of return: numpy against the formula, and C++ against numpy."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from towerd.kernels import dispatch, hazard
-from towerd.kernels.hazard import Table, Weights
+from towerd.kernels.hazard import HazardWeights, Table
 from towerd.kernels.reference import hazard as reference_hazard
 
 SHAPES = st.tuples(st.integers(0, 5), *[st.integers(1, 6)] * 4)
 
 
-def some(shape: tuple[int, ...], seed: int) -> tuple[Weights, Table, list[int]]:
+def some(shape: tuple[int, ...], seed: int) -> tuple[HazardWeights, Table, list[int]]:
     """Weights, features, many of which are 0, and curves; shape: rows, features, hidden, bins, curves."""
     n, n_features, n_hidden, n_bins, n_curves = shape
     rng = np.random.default_rng(seed)
     scale = 10.0 ** rng.integers(-2, 2)
-    weights = Weights(
+    weights = HazardWeights(
         rng.normal(0.0, scale, (n_features, n_hidden)),
         rng.normal(0.0, scale, n_hidden),
         rng.normal(0.0, scale, (n_hidden, n_bins)),
@@ -32,7 +32,7 @@ def some(shape: tuple[int, ...], seed: int) -> tuple[Weights, Table, list[int]]:
     return weights, x, rng.integers(0, n_curves, n).tolist()
 
 
-def by_hand(weights: Weights, x: list[float], curve: int, b: int) -> float:
+def by_hand(weights: HazardWeights, x: list[float], curve: int, b: int) -> float:
     """One number, without any array."""
     score = float(weights.logits[curve, b])
     for unit, bias in enumerate(weights.b1.tolist()):

@@ -124,7 +124,7 @@ def expected_rows(name: str, format: str) -> tuple[Any, dict[int, list[int]], di
     arguments = draw(shape, format, seed=2, peak=3.0)
     texts = {lane: rng.integers(0, shape.n_vocab, shape.n_ctx + 3).tolist() for lane in (0, 2)}
     rows = {
-        lane: fed(reference_lm.Lm(shape, *arguments), [0] * len(text), text)
+        lane: fed(reference_lm.ReferenceLm(shape, *arguments), [0] * len(text), text)
         for lane, text in texts.items()
     }
     return arguments, texts, rows
@@ -184,7 +184,7 @@ def test_wide_matrices(kernels: str) -> None:
         shape = LmShape(16 * 9 + 5, n_embd, 1, 2, 1, 32, 16 * 11, 33, 8, 1e-5)
         arguments = draw(shape, "f16", n_embd)
         tokens = [5, 9, 2]
-        expected = fed(reference_lm.Lm(shape, *arguments), [0] * 3, tokens)
+        expected = fed(reference_lm.ReferenceLm(shape, *arguments), [0] * 3, tokens)
         assert np.array_equal(fed(make_lm(shape, *arguments), [0] * 3, tokens), expected)
 
 
@@ -195,7 +195,9 @@ def test_subnormal_numbers(kernels: str) -> None:
     tiny = pack(unpacked(matrices[0], *shape.matrices()[0]) * np.float32(1e-20))
     matrices = [tiny, *matrices[1:]]
     norms = [norm * np.float32(1e-22) for norm in norms]
-    expected = fed(reference_lm.Lm(shape, matrices, norms, cos, sin), [0] * 4, [1, 2, 3, 4])
+    expected = fed(
+        reference_lm.ReferenceLm(shape, matrices, norms, cos, sin), [0] * 4, [1, 2, 3, 4]
+    )
     assert 0 < np.abs(expected).max() < np.finfo(np.float32).tiny
     torch = pytest.importorskip("torch")
     model = make_lm(shape, matrices, norms, cos, sin)
@@ -272,7 +274,7 @@ def test_rotation() -> None:
 
 
 def test_a_text_that_became_too_long(kernels: str) -> None:
-    """It goes on as one of its last tokens would."""
+    """It continues like a text of only its last tokens."""
     shape = SHAPES["plain"]
     arguments = draw(shape)
     tokens = np.random.default_rng(0).integers(0, shape.n_vocab, shape.n_ctx + 5).tolist()
@@ -304,8 +306,8 @@ def test_packing(format: str) -> None:
 
 
 def test_numbers_beyond_float32(kernels: str) -> None:
-    """Weights that are finite and products that are not: an error with every kernel, never other
-    counts; the model goes on after a reset."""
+    """Finite weights with products that are not: an error with every kernel, never other counts;
+    the model works again after a reset."""
     shape = SHAPES["plain"]
     for which in range(1, 9):
         matrices, norms, cos, sin = draw(shape)
@@ -358,8 +360,12 @@ def test_bad_logits_and_models(kernels: str) -> None:
 
 
 def test_the_choice_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TOWERD_KERNELS is heard."""
+    """TOWERD_KERNELS is respected."""
     monkeypatch.setenv("TOWERD_KERNELS", "reference")
-    assert isinstance(make_lm(SHAPES["smallest"], *draw(SHAPES["smallest"])), reference_lm.Lm)
+    assert isinstance(
+        make_lm(SHAPES["smallest"], *draw(SHAPES["smallest"])), reference_lm.ReferenceLm
+    )
     monkeypatch.setenv("TOWERD_KERNELS", dispatch.available()[0])
-    assert not isinstance(make_lm(SHAPES["smallest"], *draw(SHAPES["smallest"])), reference_lm.Lm)
+    assert not isinstance(
+        make_lm(SHAPES["smallest"], *draw(SHAPES["smallest"])), reference_lm.ReferenceLm
+    )

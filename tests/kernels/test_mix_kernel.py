@@ -34,8 +34,10 @@ def parts() -> tuple[Any, ...]:
     """Weights, tables, a start state and kinds of a made-up corpus with phrases in it."""
     rng = np.random.default_rng(3)
     phrases = [rng.integers(0, N_TOKENS, rng.integers(2, 12)) for _ in range(12)]
-    words = [phrases[rng.zipf(1.5) % 12] if rng.random() < 0.6 else rng.integers(0, N_TOKENS, 3)
-             for _ in range(900)]  # fmt: skip
+    words = [
+        phrases[rng.zipf(1.5) % 12] if rng.random() < 0.6 else rng.integers(0, N_TOKENS, 3)
+        for _ in range(900)
+    ]
     corpus = np.concatenate(words).astype(np.uint32)
     weights = np.bincount(corpus, minlength=N_TOKENS).astype(np.uint32)
     kinds = np.zeros(N_TOKENS, np.uint8)
@@ -56,7 +58,7 @@ def test_same_numbers_as_the_reference(native: Any, parts: Any, table_bits: int)
     """Several lanes, some steps with a network's counts, a hash table that overflows."""
     weights, tables_, start, kinds, corpus = parts
     ours = native.Mixer(weights, tables_, start, kinds)
-    theirs = reference_mix.Mixer(weights, tables_, start, kinds)
+    theirs = reference_mix.ReferenceMixer(weights, tables_, start, kinds)
     rng = np.random.default_rng(5)
     for mixer in (ours, theirs):
         mixer.reset(3, table_bits)
@@ -100,7 +102,7 @@ def test_interpolation_is_over_tokens(parts: Any) -> None:
     """The decisions on the way to a token multiply to its probability in the interpolated n-gram
     model, computed from the lists token by token."""
     weights, tables_, start, kinds, corpus = parts
-    mixer = reference_mix.Mixer(weights, tables_, start, kinds)
+    mixer = reference_mix.ReferenceMixer(weights, tables_, start, kinds)
     mixer.learn(0, corpus[100:160].astype(np.int32))
     mixer.begin(0)
     assert sum(len(each.ranks) > 0 for each in mixer.lists) >= 2
@@ -225,7 +227,7 @@ def test_tables_hold_the_counts(tokens: list[int], order: int) -> None:
     least = 2 if order > 1 else 1
     kept = {k: v for k, v in wanted.items() if sum(v.values()) >= least}
     index, data = tables.pack(found, 16, order)
-    mixer = reference_mix.Mixer(
+    mixer = reference_mix.ReferenceMixer(
         np.ones(16, np.uint32), [(index, data)] * order, state.untrained(16), np.zeros(16, np.uint8)
     )
     assert len(found.contexts) == len(kept)

@@ -114,7 +114,7 @@ def test_what_is_watched_is_copied(tap: NodeTap) -> None:
 
 
 def test_what_cannot_be_read_is_told(tap: NodeTap) -> None:
-    """The evaluation goes on, and the first reason stays until something else is watched."""
+    """The evaluation continues, and the first reason stays until other names are watched."""
     see = caller(tap)
     rows = np.zeros((2, 3), np.float32)
     for attribute, value, words in (

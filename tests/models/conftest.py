@@ -1,4 +1,4 @@
-"""What a GGUF of this project says when llama.cpp itself runs it."""
+"""Runs the GGUFs of this project with llama.cpp itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random weights of every architecture: llama.cpp loads them, and they behave as the llama does."""
+"""Random weights of every architecture: llama.cpp loads them, and they behave alike."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_other_types_load(tmp_path: Path, greedy: Any, arch: Arch, ftype: Any) -
 
 
 def test_positions_matter(tmp_path: Path, greedy: Any) -> None:
-    """Another RoPE is another model: the scalings do something."""
+    """Every RoPE scaling changes the output."""
     seen = []
     for scaling in get_args(Scaling):
         path = tmp_path / f"{scaling}.gguf"
@@ -59,7 +59,7 @@ def test_positions_matter(tmp_path: Path, greedy: Any) -> None:
 
 
 def test_weights_do_not_depend_on_the_architecture(tmp_path: Path) -> None:
-    """The layers that two architectures share are the same numbers."""
+    """Layers that two architectures share have the same weights."""
     tensors = []
     for arch in ("llama", "qwen3"):
         path = tmp_path / arch

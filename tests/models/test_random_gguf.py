@@ -32,7 +32,7 @@ def test_same_arguments_same_bytes(tmp_path: Path) -> None:
 
 
 def test_a_tensor_does_not_depend_on_the_others(tmp_path: Path) -> None:
-    """A deeper model starts with the weights of the shallower one, but for the residual scale."""
+    """A deeper model starts with the shallower one's weights, except for the residual scale."""
     make_random_gguf(tmp_path / "a", replace(SMALL, ftype="F32"))
     make_random_gguf(tmp_path / "b", replace(SMALL, n_layer=5, ftype="F32"))
     first, second = (
@@ -89,10 +89,10 @@ def test_synthetic_vocabularies_have_the_asked_size(n_vocab: int) -> None:
     fields = {field.key: field.value for field in vocabulary.fields}
     tokens = fields["tokenizer.ggml.tokens"]
     assert len(vocabulary) == len(tokens) == len(set(tokens)) == n_vocab
-    spoken = [token for token, quiet in zip(tokens, vocabulary.silent, strict=True) if not quiet]
+    generated = [token for token, quiet in zip(tokens, vocabulary.silent, strict=True) if not quiet]
     known = set(tokens)
-    assert spoken
-    assert all(word[:-1] in known for word in spoken)
+    assert generated
+    assert all(word[:-1] in known for word in generated)
 
 
 def test_a_vocabulary_can_be_copied(tmp_path: Path) -> None:

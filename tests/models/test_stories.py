@@ -1,4 +1,4 @@
-"""The bundled model: what it says, where it comes from, and what a foreign file is told."""
+"""The bundled model: its output, its origin, and the errors for other files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SENTENCE = (
 
 
 def test_it_tells_its_story(greedy: Any, tokenize: Any) -> None:
-    """Greedy from BOS it writes what the checkpoint is known to write."""
+    """Greedy generation from BOS gives the known text of the checkpoint."""
     wanted, spelled = tokenize(bundled_model(), SENTENCE)
     assert spelled.decode() == " " + SENTENCE
     ids, _ = greedy(bundled_model(), [1], len(wanted))
@@ -120,7 +120,7 @@ def test_models_are_found_by_path_and_by_name(models: Path, tmp_path: Path) -> N
 
 
 def test_the_default_is_smollm2_where_it_is(models: Path) -> None:
-    """A file of its name and size; of another size it is a broken copy."""
+    """A file with its name and size; with another size it is a broken copy."""
     smollm2 = Path("smollm2")
     assert find_model(None) == bundled_model()
     with pytest.raises(ModelError, match="run towerd models get smollm2"):

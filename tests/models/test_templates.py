@@ -35,7 +35,7 @@ def render(source: str, messages: list[dict[str, Any]], generate: bool = True) -
 @EACH
 @pytest.mark.parametrize("turn", [2, 4])
 def test_prompt_extends_prompt_and_reply(source: str, turn: int) -> None:
-    """Reuse of a conversation rests on this: nothing is trimmed, nothing is put in between."""
+    """Reuse of a conversation depends on this: nothing is trimmed, nothing is inserted."""
     end = "<s>" if source == templates.STORY else "<|im_end|>"
     earlier = render(source, CHAT[:turn]) + str(CHAT[turn]["content"]) + end
     assert render(source, CHAT[: turn + 2]).startswith(earlier)
@@ -66,7 +66,7 @@ def test_chatml_text() -> None:
 
 
 def test_lines_text() -> None:
-    """Without a system message none is made up."""
+    """Without a system message none is added."""
     assert render(templates.CHATML_LINES, CHAT[1:2]) == (
         "<|im_start|>user\nOnce there was\na cat.<|im_end|>\n<|im_start|>assistant\n"
     )

@@ -30,7 +30,7 @@ def always(key: int) -> bool:
 
 
 def test_bins() -> None:
-    """Any idle time has its bin, clocks that went back too."""
+    """Any idle time has a bin, even after a clock went back."""
     assert bin_of(-5.0) == 0
     assert [bin_of(edge) for edge in EDGES_S] == list(range(len(EDGES_S)))
     assert bin_of(1e12) == len(EDGES_S) - 1
@@ -54,13 +54,11 @@ def lived(model: ReturnModel, kinds: list[tuple[VisitClass, float, float]], n: i
 
 
 def test_classes_lean_on_coarser_ones() -> None:
-    """Down to that of all visits; one without a curve goes by the finest that has one."""
+    """Down to that of all visits; a class without a curve uses the finest one above it."""
     lineage = [at := VisitClass("x", 2, 3)]
     while (up := at.coarser()) is not None:
         lineage.append(at := up)
-    assert [tuple(of) for of in lineage] == [
-        ("x", 2, 3), ("x", 2, 0), ("x", 0, 0), ("*", 0, 0)
-    ]  # fmt: skip
+    assert [tuple(of) for of in lineage] == [("x", 2, 3), ("x", 2, 0), ("x", 0, 0), ("*", 0, 0)]
     classes = Classes(4)
     of = np.array([classes.number(lineage[1])] * 5)
     classes.learn(of, np.array([0, 0, 1, 2, 3]), np.array([True, True, True, False, False]))
@@ -72,7 +70,7 @@ def test_classes_lean_on_coarser_ones() -> None:
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 3), st.booleans()), max_size=40))
 def test_curves_by_hand(visits: list[tuple[str, int, bool]]) -> None:
-    """Returns / visits still away, leaning on the coarser class as on ten visits."""
+    """Returns / visits still away, with the coarser class as a prior of ten visits."""
     classes = Classes(4)
     of = np.array([classes.number(VisitClass(name)) for name, _, _ in visits], np.int64)
     last = np.array([bin_ for _, bin_, _ in visits], np.int64)
@@ -88,7 +86,7 @@ def test_curves_by_hand(visits: list[tuple[str, int, bool]]) -> None:
 
 
 def test_network_corrects_its_class() -> None:
-    """Within one class: fast and slow visits are told apart; nothing told, nothing foretold."""
+    """Within one class fast and slow visits are told apart by their features alone."""
     model = ReturnModel(3)
     of, x = [KIND, KIND], np.array([features(1.0), features(-1.0)])
     assert not np.any(model.tables(of, x))
@@ -100,7 +98,7 @@ def test_network_corrects_its_class() -> None:
     assert late[bin_of(900.0)] > late[bin_of(1.0)], "its time has come"
 
 
-def test_what_nobody_has_lived_is_not_believed() -> None:
+def test_idle_times_without_visits_stay_near_the_curve() -> None:
     """The correction of idle times that no visit has had stays small."""
     model = ReturnModel(3)
     lived(model, [(KIND, 1.0, 4.0), (KIND, -1.0, 100.0)], 500)
@@ -159,7 +157,7 @@ def test_a_step_goes_down_the_likelihood(seed: int, last: int, returned: bool) -
 
 
 def test_visits_follow_a_conversation() -> None:
-    """Turn, gap, stop reason and what is new go from a visit to the one that goes on from it."""
+    """Turn, gap, stop reason and what is new go from a visit to the one that continues it."""
     visits = Visits()
     for turn in range(3):
         visit = visits.begin(10.0 * turn)
@@ -183,7 +181,7 @@ def test_visits_follow_a_conversation() -> None:
 
 
 def test_a_turn_that_leaves_the_last_input_early_is_a_return() -> None:
-    """The tip was split: its upper part is what the conversation goes on from."""
+    """The tip was split: the conversation continues from its upper part."""
     policy = Foresight()
     policy.insert(1, 100, 0.0, None)
     policy.insert(2, 100, 10.0, None)
@@ -210,7 +208,7 @@ def test_floods_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_a_visit_takes() -> None:
-    """Tens of thousands are remembered: each takes about a kilobyte, its indices included."""
+    """Tens of thousands are remembered: each takes about a kilobyte, including its indices."""
     visits, n = Visits(), 2000
     for i in range(3 * n):
         if i == 2 * n:
@@ -236,7 +234,7 @@ def test_ended_conversations_go_first() -> None:
 
 
 def test_what_is_above_an_inner_end_goes_on() -> None:
-    """An end from an inner key on leaves what is above it as good as before."""
+    """An end from an inner key on does not change the ranks of its ancestors."""
     policy = Foresight()
     policy.insert(9, 10, 0.0, None)
     for key, parent in ((1, None), (2, 1), (3, 2)):
@@ -294,7 +292,7 @@ def test_foresight_knows_who_returns() -> None:
 
 
 def test_the_guard_changes_sides() -> None:
-    """The real cache follows the side that found more, and the shadow plays the other one from
+    """The real cache uses the strategy that hit more, and the shadow runs the other one from
     the same start, within the room that the real one has."""
     policy = Foresight()
     for i in range(50):
@@ -309,7 +307,7 @@ def test_the_guard_changes_sides() -> None:
     policy._lead = -1e9
     serve(policy, [2], 52.0, 6)
     assert not policy.trusts
-    assert not isinstance(policy._shadow, LRU), "forecasts go on being judged"
+    assert not isinstance(policy._shadow, LRU), "forecasts are still being compared"
     for i in range(9):
         serve(policy, [i], 53.0 + i, 6)
         assert policy._shadow.nbytes <= 7

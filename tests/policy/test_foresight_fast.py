@@ -1,4 +1,4 @@
-"""What makes decisions quick does not change them: the same victims without any of it."""
+"""The optimizations do not change decisions: the victims are the same without them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lab.replay.simulate import replay
 from lab.replay.trace import Trace
 from towerd.kernels.hazard import chances
 from towerd.policy.base import Key
-from towerd.policy.foresight import Forecast, Foresight
+from towerd.policy.foresight import Foresight, ReturnRanking
 from towerd.policy.lru import LRU
 from towerd.policy.predict.hazard import HazardNet
 from towerd.policy.predict.returns import EDGES_S, N_BINS, bin_of
@@ -28,8 +28,8 @@ from towerd.policy.visits import STOPS_MAX, Visit, Visits
 TRACES = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "traces"
 
 
-def rank_leaves_one_by_one(policy: Forecast) -> None:
-    """Every rank from `_rank`, which judges a visit when it asks for its index."""
+def rank_leaves_one_by_one(policy: ReturnRanking) -> None:
+    """Every rank from `_rank`, which scores a visit when it needs its index."""
     if policy._is_unranked:
         policy._heap.clear()
     for key in sorted(policy._entries if policy._is_unranked else policy._unranked):
@@ -41,21 +41,21 @@ def rank_leaves_one_by_one(policy: Forecast) -> None:
     policy._unranked.clear()
 
 
-class PlainForecast(Forecast):
+class PlainRanking(ReturnRanking):
     _rank_leaves = rank_leaves_one_by_one
 
 
 class PlainForesight(Foresight):
-    """Foresight as it reads: no judging ahead, no rank that holds, one push for each leaf."""
+    """Foresight without optimizations: no batches, no cached ranks, one push for each leaf."""
 
     _rank_leaves = rank_leaves_one_by_one
 
-    def _rival(self) -> Forecast:
-        return PlainForecast(self.visits, self.predictor)
+    def _forecast_shadow(self) -> ReturnRanking:
+        return PlainRanking(self.visits, self.predictor)
 
 
 def live(policy: Foresight, seed: int, room: int, n: int) -> list[list[Key]]:
-    """Conversations over two bases that go on, end and begin at random; the victims of each
+    """Conversations over two bases that continue, end and begin at random; the victims of each
     request, forecasts leading from the 200th on. Sizes and times have no ties."""
     rng = np.random.default_rng(seed)
     victims: list[list[Key]] = []
@@ -96,7 +96,7 @@ def test_the_same_victims(seed: int) -> None:
 
 
 def of_trace(policy: Foresight, trace: Trace) -> list[list[Key]]:
-    """The victims of a replay, forecasts leading from the beginning."""
+    """The victims of a replay that uses forecasts from the beginning."""
     found: list[list[Key]] = []
     choose = policy.victims
 
@@ -128,7 +128,9 @@ def test_what_is_served_is_what_the_network_says(seed: int, n: int) -> None:
         weights += rng.normal(0.0, 3.0, weights.shape)
     curves = rng.uniform(0.0, 1.0, (4, N_BINS)) * rng.integers(0, 2, (4, N_BINS))
     x, of = rng.normal(size=(n, 3)), rng.integers(0, 4, n).tolist()
-    assert np.allclose(chances(net.served(curves), x, of), net.chances(x, curves[of]), rtol=1e-9)
+    assert np.allclose(
+        chances(net.inference_weights(curves), x, of), net.chances(x, curves[of]), rtol=1e-9
+    )
 
 
 def test_a_rank_holds_no_longer_than_its_bin() -> None:
@@ -156,12 +158,24 @@ STOPS = ["tool_use", "end_turn", ""]
 
 
 @settings(deadline=None, max_examples=50)
-@given(SOME_S, SOME_S, SOME_S, st.lists(st.integers(0, 10**7), min_size=3, max_size=3),
-       st.integers(0, 12), st.sampled_from(STOPS), st.sampled_from([None, *STOPS]))  # fmt: skip
+@given(
+    SOME_S,
+    SOME_S,
+    SOME_S,
+    st.lists(st.integers(0, 10**7), min_size=3, max_size=3),
+    st.integers(0, 12),
+    st.sampled_from(STOPS),
+    st.sampled_from([None, *STOPS]),
+)
 def test_features_as_they_read(
-    service_s: float | None, gap_s: float | None, gap_before_s: float | None, sizes: list[int],
-    turn: int, stop: str, before: str | None,
-) -> None:  # fmt: skip
+    service_s: float | None,
+    gap_s: float | None,
+    gap_before_s: float | None,
+    sizes: list[int],
+    turn: int,
+    stop: str,
+    before: str | None,
+) -> None:
     """One after the other, to the last bit."""
     visits, visit = Visits(), Visit(0.0)
     visits.stops, visits.mean_nbytes = STOPS[:2], 3000.0
@@ -178,9 +192,16 @@ def test_features_as_they_read(
             )
         lengths = (visit.nbytes, visit.nbytes - visit.base_nbytes, visit.new_before)
         assert visits._features(visit, asked=asked).tolist() == [
-            *ended, 1.0, is_answered, log1p(service_s or 0.0) / 2 if is_answered else 0.0,
-            gap_s is not None, log1p(gap_s or 0.0) / 2,
-            gap_before_s is not None, log1p(gap_before_s or 0.0) / 2,
+            *ended,
+            1.0,
+            is_answered,
+            log1p(service_s or 0.0) / 2 if is_answered else 0.0,
+            gap_s is not None,
+            log1p(gap_s or 0.0) / 2,
+            gap_before_s is not None,
+            log1p(gap_before_s or 0.0) / 2,
             *(0.5 * log(max(1e-3, min(1e3, nbytes / 3000.0))) for nbytes in lengths),
-            turn == 0, turn == 1, min(turn, 8) / 8,
-        ]  # fmt: skip
+            turn == 0,
+            turn == 1,
+            min(turn, 8) / 8,
+        ]

@@ -1,4 +1,4 @@
-"""What Lindy prefers."""
+"""Lindy's preferences."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_lindy_age_earns_credit() -> None:
 
 
 def test_lindy_bases_go_last() -> None:
-    """What many continuations stand on stays, also after those have left."""
+    """A key with many continuations stays, even after those have left."""
     lindy = Lindy()
     lindy.insert(1, 10, 0.0, None)
     for i in range(BASE_BRANCHES):

@@ -37,7 +37,7 @@ def test_a_parent_outlives_its_children() -> None:
 
 
 def test_what_must_stay_keeps_its_parents() -> None:
-    """A pinned or live node is skipped, and so is everything it stands on."""
+    """A pinned or live node is skipped, and so are its ancestors."""
     lru = LRU()
     lru.insert(1, 10, 0.0, None)
     lru.insert(2, 10, 1.0, 1)
@@ -47,7 +47,7 @@ def test_what_must_stay_keeps_its_parents() -> None:
 
 
 def test_insert_again_changes_size_and_place() -> None:
-    """The sum of bytes follows."""
+    """The total bytes are updated."""
     lru = LRU()
     lru.insert(1, 10, 0.0, None)
     lru.insert(2, 5, 1.0, None)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from towerd.policy.pbkv import PBKV
 from towerd.policy.predict.base import END, N_STEPS, Forecast, NoPrediction, survival
-from towerd.policy.prefetch import ACTIVE_SHARE, Candidate, Room, budget, plan
+from towerd.policy.prefetch import ACTIVE_SHARE, Candidate, TierSpace, budget, plan
 from towerd.policy.workflow_tree import RUN_IDLE_S, RUNS_MAX, WorkflowTree
 
 AGENTS = ["planner", "coder", "tester"]
@@ -23,7 +23,7 @@ def always(key: int) -> bool:
 
 
 class Fixed:
-    """A forecast per path, drawn once; noise moves it towards another distribution."""
+    """A random forecast for each path; noise moves it towards another distribution."""
 
     def __init__(self, seed: int, noise: float = 0.0) -> None:
         self.seed, self.noise = seed, noise
@@ -58,8 +58,9 @@ def equation_2(
 
 STEPS = st.lists(
     st.tuples(st.integers(0, 3), st.sampled_from(AGENTS), st.integers(0, 9), st.booleans()),
-    min_size=1, max_size=30,
-)  # fmt: skip
+    min_size=1,
+    max_size=30,
+)
 
 
 @settings(deadline=None)
@@ -67,7 +68,7 @@ STEPS = st.lists(
 def test_score_is_equation_2(
     steps: list[tuple[int, str, int, bool]], gamma: float, seed: int
 ) -> None:
-    """After any steps and ends, with removals; and victims go by it, retired ones before all."""
+    """After any steps, ends and removals; victims are in its order, retired ones first."""
     predictor = Fixed(seed)
     policy = PBKV(predictor, gamma=gamma)
     users: dict[int, dict[str, set[str]]] = {}
@@ -102,7 +103,7 @@ def test_score_is_equation_2(
 
 @pytest.mark.parametrize("noise", [0.0, 0.25, 0.5, 0.75, 1.0])
 def test_regret_stays_under_its_bound(noise: float) -> None:
-    """Theorem G.4, over unit sizes: the true score of what goes, less that of the best set."""
+    """Theorem G.4, over unit sizes: the true score of the victims, less that of the best set."""
     gamma = 0.7
     for seed in range(40):
         rng = random.Random(seed)
@@ -136,7 +137,7 @@ def _error(noisy: PBKV, truth: PBKV, key: int, gamma: float) -> float:
 
 
 def test_a_path_belongs_to_the_step() -> None:
-    """All keys of the path are used by the agent; parents go after their children."""
+    """All keys of the path are used by the agent; parents are evicted after their children."""
     policy = PBKV()
     for key in range(1, 5):
         policy.insert(key, 10, 0.0, key - 1 if key > 1 else None)
@@ -151,7 +152,7 @@ def test_a_path_belongs_to_the_step() -> None:
 
 
 def test_endless_workflows_age_out_and_floods_are_bounded() -> None:
-    """Without an end signal, and with ids that never come twice."""
+    """Without an end signal, and with ids that never repeat."""
     policy = WorkflowTree(NoPrediction())
     policy.insert(1, 10, 0.0, None)
     policy._rank = lambda entry: (0.0, entry.used)  # type: ignore[method-assign]
@@ -169,7 +170,7 @@ def test_endless_workflows_age_out_and_floods_are_bounded() -> None:
 
 
 def test_a_lie_about_an_end_costs_only_the_liar() -> None:
-    """A workflow that goes on after its end is active again; others never lost their place."""
+    """A workflow that continues after its end is active again; others are not affected."""
     policy = PBKV()
     policy.insert(1, 10, 0.0, None)
     policy.insert(2, 10, 0.0, None)
@@ -183,16 +184,16 @@ def test_a_lie_about_an_end_costs_only_the_liar() -> None:
     assert not policy.is_retired(1)
 
 
-ROOM = Room(100, 50, 200, 120, only_decodes=True)
+ROOM = TierSpace(100, 50, 200, 120, only_decodes=True)
 
 
 def test_prefetch_budget() -> None:
     """Free and retired space, the bandwidth, and only while nothing is prefilled."""
     assert budget(ROOM) == 120
-    assert budget(Room(10, 50, 200, 120, only_decodes=True)) == 60
-    assert budget(Room(10, 50, 200, 120, only_decodes=True), active_share=ACTIVE_SHARE) == 100
-    assert budget(Room(100, 50, 200, 120, only_decodes=False)) == 0
-    assert budget(Room(-5, 0, 200, 120, only_decodes=True)) == 0
+    assert budget(TierSpace(10, 50, 200, 120, only_decodes=True)) == 60
+    assert budget(TierSpace(10, 50, 200, 120, only_decodes=True), active_share=ACTIVE_SHARE) == 100
+    assert budget(TierSpace(100, 50, 200, 120, only_decodes=False)) == 0
+    assert budget(TierSpace(-5, 0, 200, 120, only_decodes=True)) == 0
     with pytest.raises(ValueError, match="active_share"):
         budget(ROOM, active_share=2.0)
 
@@ -200,10 +201,11 @@ def test_prefetch_budget() -> None:
 @settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 50), st.floats(0, 3)), max_size=12),
-    st.lists(st.integers(0, 20), min_size=12, max_size=12), st.integers(0, 200),
-)  # fmt: skip
+    st.lists(st.integers(0, 20), min_size=12, max_size=12),
+    st.integers(0, 200),
+)
 def test_prefetch_plan(nodes: list[tuple[int, float]], links: list[int], room: int) -> None:
-    """Never more than the room, parents first, and nothing that fits is left out for less."""
+    """Never more than the space, parents first, and no fitting key is left out for a worse one."""
     candidates = [
         Candidate(i, nbytes, value, links[i] if links[i] < i else None)
         for i, (nbytes, value) in enumerate(nodes)

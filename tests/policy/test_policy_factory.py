@@ -10,7 +10,7 @@ from towerd.policy import NAMES, Policy, make_policy
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_name_makes_a_policy(name: str) -> None:
-    """Each is fresh and speaks the protocol."""
+    """Each is fresh and implements the protocol."""
     policy: Policy = make_policy(name)
     assert policy is not make_policy(name)
     policy.insert(1, 10, 0.0, None)
@@ -19,7 +19,7 @@ def test_every_name_makes_a_policy(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["fifo", "sieve"])
 def test_unknown_name(name: str) -> None:
-    """The message lists what there is, without the laboratory's."""
+    """The message lists the policies, without those of the laboratory."""
     wanted = f"'{name}'; choose one of: foresight, latem, lindy, lru, pbkv$"
     with pytest.raises(ConfigError, match=wanted):
         make_policy(name)

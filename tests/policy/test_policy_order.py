@@ -1,4 +1,4 @@
-"""Events in an order that no tree has: no key ever stands on itself, and no call goes on for ever."""
+"""Events in impossible orders: there is never a cycle, and every call returns."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def told(policy: Policy, events: Sequence[str]) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_late_split_makes_no_circle(name: str) -> None:
-    """Whatever comes before the split that should have come first, and after it."""
+    """With any event before the late split, and any after it."""
     for lower, call in product(("2", "2 whole"), CALLS.values()):
         for order in permutations(("1", lower, "3", "split")):
             policy = make_policy(name)
@@ -52,7 +52,7 @@ def test_a_late_split_makes_no_circle(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_key_that_came_before_its_split(name: str) -> None:
-    """It has its new parent already: that alone may not make the upper part its own."""
+    """The lower part already has its new parent: the upper part must not become its own parent."""
     policy = make_policy(name)
     told(policy, ("1", "2", "split"))
     policy.check_integrity({1: (None, 100), 2: (3, 50), 3: (None, 50)})
@@ -76,7 +76,7 @@ def test_a_split_in_its_place(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @given(data=st.data())
 def test_any_structure(name: str, data: st.DataObject) -> None:
-    """Parents and splits at random, keys above themselves among them."""
+    """Random parents and splits, including cycles."""
     policy, keys = make_policy(name), st.integers(0, 5)
     for now in range(data.draw(st.integers(1, 30))):
         kind = data.draw(st.sampled_from(["insert", "split", "access", "remove", "answered"]))
@@ -96,7 +96,7 @@ def test_any_structure(name: str, data: st.DataObject) -> None:
 
 
 def test_what_is_given_up_is_split_all_the_same() -> None:
-    """The shadow has it still: its sizes and its tree follow, and a return is one."""
+    """The shadow still has the key: its sizes and its tree are updated, and a return is a hit."""
     policy = Foresight()
     policy.insert(1, 100, 0.0, None)
     policy.insert(2, 100, 10.0, 1)
@@ -114,7 +114,7 @@ def test_what_is_given_up_is_split_all_the_same() -> None:
 
 @pytest.mark.parametrize("split_s", [20.0, float("-inf")])
 def test_a_tip_that_is_split_at_once(split_s: float) -> None:
-    """The last request of all is gone on from by the next one."""
+    """The next request continues the very last one."""
     policy = Foresight()
     policy.insert(1, 100, 0.0, None)
     policy.split(1, 3, 90, split_s)

@@ -1,4 +1,4 @@
-"""What every policy owes, whatever it prefers: sums, the tree, enough victims, no side effects."""
+"""Requirements of every policy: sums, the tree, enough victims, no side effects."""
 
 from __future__ import annotations
 
@@ -10,9 +10,18 @@ from lab.policies.factory import NAMES, make_policy
 from towerd.policy import Policy
 
 KINDS = [
-    "insert", "access", "remove", "split", "evict", "answered", "ended", "back", "resize",
-    "stepped", "workflow_ended",
-]  # fmt: skip
+    "insert",
+    "access",
+    "remove",
+    "split",
+    "evict",
+    "answered",
+    "ended",
+    "back",
+    "resize",
+    "stepped",
+    "workflow_ended",
+]
 
 
 @st.composite
@@ -22,7 +31,7 @@ def histories(draw: st.DrawFn) -> list[tuple[str, int, int]]:
 
 
 class Model:
-    """The truth about one policy's keys."""
+    """A model of one policy's keys."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -102,7 +111,7 @@ def test_any_history(
 def _removable(
     sizes: dict[int, int], parents: dict[int, int | None], blocked: set[int]
 ) -> set[int]:
-    """Everything but what is blocked and what that stands on."""
+    """Everything except what is blocked and its ancestors."""
     stays: set[int] = set()
     for key in sizes:
         at: int | None = key
@@ -138,7 +147,7 @@ def test_unknown_keys_are_ignored(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_explains_the_order(name: str) -> None:
-    """`place` is the order in which single leaves go; others stand on an inner key."""
+    """`place` is the order in which single leaves are evicted; None for an inner key."""
     policy = make_policy(name)
     for key in range(1, 6):
         policy.insert(key, 10, float(key), 1 if key > 1 else None)
@@ -146,6 +155,6 @@ def test_explains_the_order(name: str) -> None:
     places = {key: policy.explain(key, 10.0)["place"] for key in range(1, 6)}
     assert places.pop(1) is None
     assert sorted(places.values()) == [0, 1, 2, 3]
-    if name != "sieve":  # whose hand spares what was used and goes on
+    if name != "sieve":  # whose hand spares used keys and moves on
         assert policy.victims(1, lambda key: True) == [min(places, key=lambda key: places[key])]
     assert policy.explain(77, 10.0) == {}

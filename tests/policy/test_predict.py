@@ -1,4 +1,4 @@
-"""Predictors: Markov against counting, the graph model against torch, fall-back, judging, next use."""
+"""Predictors: Markov against counting, the graph model against torch, fallback, next use."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_markov_1_counts(runs: list[list[str]], path: list[str]) -> None:
 
 
 def test_longer_contexts_count() -> None:
-    """What only two steps of context tell, Markov 2 knows."""
+    """Markov 2 predicts what depends on two steps of context."""
     runs = ["abac", "bbbd"] * 20
     one, two = Markov(1), Markov(2)
     for run in runs:
@@ -65,7 +65,7 @@ def test_markov_memory_is_bounded() -> None:
 
 
 class Says:
-    """Always the same."""
+    """A predictor with a constant forecast."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -98,12 +98,12 @@ def test_fallback_follows_who_is_right() -> None:
 
 
 def test_graph_weights_are_about_350k() -> None:
-    """At the paper's handful of agents, and not many times that at many."""
+    """Few parameters for the paper's handful of agents, and not many times that for many agents."""
     assert 250_000 < random_weights(("a",) * 30).n_parameters < 400_000
 
 
 def test_inter_arrival() -> None:
-    """Last use and usual gap; overdue ones wait longer; unknown ones are never back."""
+    """Last use and usual gap; overdue ones wait longer; unknown ones never return."""
     when = InterArrival()
     for now in (0.0, 10.0, 20.0):
         when.observe("a", now)

@@ -1,10 +1,10 @@
-"""What foresight expects back: the soonest first, nothing that is over, nothing it cannot tell."""
+"""The keys that policies expect to be used again: soonest first, none that are over."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 
-from towerd.policy.base import Foretelling
+from towerd.policy.base import ReuseForecaster
 from towerd.policy.foresight import Foresight
 from towerd.policy.lru import LRU
 from towerd.policy.pbkv import PBKV
@@ -54,14 +54,14 @@ def test_nothing_while_forecasts_are_not_trusted() -> None:
     assert Foresight().wanted(0.0, 10) == []
 
 
-def test_who_foretells() -> None:
-    assert isinstance(Foresight(), Foretelling)
-    assert not isinstance(LRU(), Foretelling)
-    assert isinstance(PBKV(), Foretelling)
+def test_which_policies_forecast_reuse() -> None:
+    assert isinstance(Foresight(), ReuseForecaster)
+    assert not isinstance(LRU(), ReuseForecaster)
+    assert isinstance(PBKV(), ReuseForecaster)
 
 
 def test_pbkv_wants_the_prompts_of_the_next_agents() -> None:
-    """Equation 1: the chance that the agent is next, of all workflows."""
+    """Equation 1: the probability that the agent is next, over all workflows."""
     policy = PBKV()
     for now in range(20):
         policy.insert(1, 10, 3.0 * now, None)

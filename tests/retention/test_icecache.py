@@ -1,4 +1,4 @@
-"""IceCache's choice of positions, against attention computed in full, and the layout of its pages."""
+"""IceCache's choice of positions, against full attention, and the layout of its pages."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_with_single_keys_and_no_limits_it_is_full_attention(
 
 
 def told(n: int, needles: dict[tuple[int, int], int], n_heads: int = 4) -> View:
-    """Small keys, but for one position for each (layer, head), whose key is that head's query."""
+    """Small keys, except for one position per (layer, head), whose key is that head's query."""
     rng = np.random.default_rng(4)
     keys = 0.1 * rng.standard_normal((4, 2, n, 16), dtype=np.float32)
     queries = 0.01 * rng.standard_normal((4, n_heads, 1, 16), dtype=np.float32)
@@ -94,7 +94,7 @@ def test_layers_without_trees_have_no_vote() -> None:
 
 
 def test_the_index_grows_with_the_chat() -> None:
-    """What was indexed piece by piece is found like what was indexed at once."""
+    """Indexing piece by piece gives the same result as indexing at once."""
     view = told(400, {(2, 0): 50, (3, 2): 222})
     policy = IceCache(IceCacheConfig(window=20, keys_max=16))
     for n in (60, 61, 200, 333):
@@ -138,7 +138,7 @@ def test_threads_change_nothing() -> None:
 
 
 class Elsewhere:
-    """Keys that are no array: what a policy reads is copied out of one."""
+    """Keys that are not an array: rows are copied out of one on demand."""
 
     def __init__(self, keys: np.ndarray) -> None:
         self.shape: tuple[int, ...] = keys.shape
@@ -203,7 +203,7 @@ def test_similar_keys_are_read_together() -> None:
 
 @given(st.data())
 def test_votes_are_passed_on_to_what_follows(data: st.DataObject) -> None:
-    """As counted by hand; nothing goes over a gap between positions that is as wide."""
+    """As counted by hand; votes do not cross gaps between positions."""
     gaps = data.draw(st.lists(st.integers(1, 3), max_size=12))
     positions = np.cumsum(np.array(gaps, np.int64))
     draw = st.lists(st.integers(0, 9), min_size=len(gaps), max_size=len(gaps))

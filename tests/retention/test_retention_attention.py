@@ -21,9 +21,13 @@ def rows_of(keys: Rows) -> list[npt.NDArray[np.uint8]]:
 
 
 @given(
-    st.integers(0, 2**32 - 1), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3),
-    st.integers(1, 5), st.integers(1, 9),
-)  # fmt: skip
+    st.integers(0, 2**32 - 1),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 5),
+    st.integers(1, 9),
+)
 def test_mass_is_the_sum_of_softmaxes(
     seed: int, layers: int, n_kv: int, group: int, m: int, n: int
 ) -> None:

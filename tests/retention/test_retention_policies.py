@@ -1,4 +1,4 @@
-"""Each policy against its paper's algorithm in plain Python, and what holds for all of them."""
+"""Each policy against its paper's algorithm in plain Python, and invariants of all policies."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_snapkv_is_the_papers(
 def test_buzz_is_algorithm_1_over_many_evictions(
     seed: int, stride: int, end: tuple[int, int], room: int, more: list[int]
 ) -> None:
-    """Prompts longer than the container included: sampling goes on until it fits."""
+    """Prompts longer than the container included: sampling continues until it fits."""
     config = BuzzConfig(end[0], end[1], stride=stride)
     policy, paper = Buzz(config), retained.Buzz(config)
     view, n_max = retained.random_view(seed, 30), config.n_min + room
@@ -70,9 +70,13 @@ def test_buzz_is_algorithm_1_over_many_evictions(
 
 
 @given(
-    seeds, ends, st.integers(0, 40), st.integers(1, 4), st.sampled_from((0.1, 0.3, 0.9)),
+    seeds,
+    ends,
+    st.integers(0, 40),
+    st.integers(1, 4),
+    st.sampled_from((0.1, 0.3, 0.9)),
     st.lists(st.integers(1, 60), min_size=1),
-)  # fmt: skip
+)
 def test_latem_is_algorithm_1_over_many_evictions(
     seed: int, end: tuple[int, int], room: int, k_m: int, trust: float, more: list[int]
 ) -> None:
@@ -140,8 +144,7 @@ def edited(view: View, kept: np.ndarray, n: int, n_new: int, seed: int) -> View:
     stays = kept[kept < n]
     assert view.messages is not None
     before = view.messages[view.positions < n]
-    shorter = replace(view, n_seen=n, messages=before,
-                      positions=view.positions[view.positions < n])  # fmt: skip
+    shorter = replace(view, n_seen=n, messages=before, positions=view.positions[view.positions < n])
     return retained.grown(shorter, stays, n_new, seed)
 
 
@@ -149,7 +152,7 @@ def edited(view: View, kept: np.ndarray, n: int, n_new: int, seed: int) -> View:
 def test_buzz_after_an_edit(
     seed: int, stride: int, end: tuple[int, int], room: int, n: int
 ) -> None:
-    """Tokens that come in the place of old ones are new."""
+    """Tokens that replace old ones are new."""
     config = BuzzConfig(end[0], end[1], stride=stride)
     policy, paper = Buzz(config), retained.Buzz(config)
     view, n_max = retained.random_view(seed, 50), config.n_min + room
@@ -164,7 +167,7 @@ def test_buzz_after_an_edit(
 
 @given(seeds, ends, st.integers(1, 40), st.integers(1, 4), st.integers(6, 110))
 def test_latem_after_an_edit(seed: int, end: tuple[int, int], room: int, k_m: int, n: int) -> None:
-    """What was marked from there on is not what stands there now; its numbers come again."""
+    """Marks from there on are forgotten: other tokens take their positions."""
     config = LatemConfig(end[0], end[1], k_m, 0.3)
     policy, paper = Latem(config), retained.Latem(config)
     view, n_max = retained.random_view(seed, 50), config.n_min + room

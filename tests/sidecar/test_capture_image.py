@@ -23,7 +23,7 @@ from towerd.engine.llama_server.slots.image import (
 from towerd.errors import InvalidRequest
 from towerd.models.bundled import bundled_model
 from towerd.slots.errors import StateError
-from towerd.slots.reader import Reader
+from towerd.slots.reader import ByteReader
 from towerd.slots.rows import KVRows
 from towerd.slots.state import parse_state
 from towerd.tokens import Ids
@@ -96,7 +96,7 @@ def parse_state_of(data: bytes) -> list[int]:
     """Positions of the sliding-window rows of a composed file; not consecutive, so that
     `parse_image` refuses them."""
     rest = array(data)[12 + 4 * (N + 4) :]
-    window = parse_state(Reader(rest[first_state_bytes(rest) :]), cell_ext=False)
+    window = parse_state(ByteReader(rest[first_state_bytes(rest) :]), cell_ext=False)
     return [int(position) for position in window.rows.positions]
 
 

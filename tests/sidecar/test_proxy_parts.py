@@ -17,7 +17,7 @@ from towerd.api.proxy.chat import NotText, from_messages, from_responses, has_me
 from towerd.api.proxy.headers import to_client, to_upstream
 from towerd.api.proxy.metrics import merged
 from towerd.api.proxy.splice import with_fields, without_token_ids
-from towerd.api.proxy.watch import Dialect, EventSplitter, Watch, event_data
+from towerd.api.proxy.watch import Dialect, EventSplitter, ReplyWatch, event_data
 from towerd.engine.llama_server.tally import counters, difference, without
 
 # --- headers ------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ def test_watch(
     dialect: Dialect, events: list[str], text: str, stop: str, counts: tuple[int, int, int]
 ) -> None:
     """Text, end and figures of a reply in each dialect."""
-    watch = Watch(dialect)
+    watch = ReplyWatch(dialect)
     for event in events:
         watch.see(event.encode())
     assert watch.text == text
@@ -265,7 +265,7 @@ def test_watch(
 
 @pytest.mark.parametrize("dialect", list(Dialect))
 def test_watch_sees_failures(dialect: Dialect) -> None:
-    watch = Watch(dialect)
+    watch = ReplyWatch(dialect)
     watch.see(b'{"no": "such", "event": [1]}')
     watch.see(b"not JSON")
     watch.see(b'{"type": 7, "choices": "?", "content": 1}')

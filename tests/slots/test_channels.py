@@ -56,7 +56,7 @@ def test_any_mixture_composes(name: str, cuts: set[int], mix: int, v_trans: bool
 @pytest.mark.parametrize("v_trans", [False, True])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_rows_know_their_blob(name: str, v_trans: bool) -> None:
-    """As long as they are all of it; a copy has a copy of it."""
+    """Only while they are all of its rows; a copy has a copy of it."""
     layout = LAYOUTS[name]
     blob = np.frombuffer(
         bytes(emit_blob([make(3, 20, layout)], layout=layout, v_trans=v_trans)), np.uint8
@@ -121,7 +121,7 @@ def test_bad_channels_are_refused(name: str) -> None:
 
 
 def test_quantized_channels_are_refused() -> None:
-    """llama.cpp has no such thing."""
+    """llama.cpp does not have them."""
     layout = KVLayout((Plane(1, 128),), (Plane(8, 68),))
     rows = make(0, 20, layout)
     with pytest.raises(StateError, match="cannot be transposed"):

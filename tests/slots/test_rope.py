@@ -95,10 +95,10 @@ def test_tables_are_rotations(name: str, deltas: list[int]) -> None:
     assert not still[1].any()
 
 
-def test_landing_tables_have_a_line_for_each_row() -> None:
+def test_rounded_tables_have_a_line_for_each_row() -> None:
     rope = Rope((PLAIN, LAYERS["latent"]))
     positions = np.array([5, 6, 90_000], np.int32)
-    cos, sin = rope.landing_tables(1, positions, 1000)
+    cos, sin = rope.rounded_tables(1, positions, 1000)
     assert cos.shape == sin.shape == (3, 32)
     exact = rope.tables(1, [1000])[0]
     assert cos == pytest.approx(np.repeat(exact, 3, axis=0), abs=0.02)

@@ -68,7 +68,7 @@ def make_rows(
     st.lists(st.integers(0, 3000), min_size=1, max_size=4),
 )
 def test_moves_add_up(layer: LayerRope, k: str, at: int, stops: list[int]) -> None:
-    """Any way of moves ends where the direct move does, but for one rounding at each stop."""
+    """Any sequence of moves ends where the direct move does, but for one rounding at each stop."""
     rope = Rope((layer,))
     rows = make_rows(rope, at=at, k=k, has_v=layer is not LATENT)
     moved = rows
@@ -169,7 +169,7 @@ def test_views_need_no_copy() -> None:
 
 @pytest.mark.parametrize("start", [0, 40])
 def test_compose_at(start: int) -> None:
-    """Parts from anywhere follow one another; what is in place already is not touched."""
+    """Parts from any position are put after one another; parts already in place are not touched."""
     rope = Rope((NORM, NEOX))
     parts = [make_rows(rope, n=n, at=at, seed=n) for n, at in ((4, start), (7, 900), (1, 3))]
     tower = compose_at(parts, rope, start=start)

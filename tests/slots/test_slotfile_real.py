@@ -48,7 +48,7 @@ class Server:
         self.process = subprocess.Popen(list(map(str, command)), env=env, **quiet)
 
     def wait(self) -> None:
-        """Until it answers; fails the test when it dies or takes a minute."""
+        """Wait until it answers; fails the test if it dies or takes a minute."""
         for _ in range(600):
             assert self.process.poll() is None, "llama-server died"
             try:

@@ -46,7 +46,7 @@ def same(a: KVRows, b: KVRows) -> bool:
 # ---- layouts ------------------------------------------------------------------------------
 
 
-def test_planes_take_what_they_gain_by() -> None:
+def test_planes_are_stored_if_they_get_smaller() -> None:
     """Whole blocks and fewer bytes, or the plane stays as it is."""
     kept = MIXED.stored_as("q4h")
     assert [plane.format.name for plane in kept.planes] == ["f16", "q4h", "q4_0", "q4h"]
@@ -60,7 +60,7 @@ def test_planes_take_what_they_gain_by() -> None:
 
 @pytest.mark.parametrize("name", STORED)
 def test_a_stored_layout_converts_to_its_native_one(name: str) -> None:
-    """The values are the same ones, whichever way one looks."""
+    """The values are the same in both directions."""
     kept = F16.stored_as(name)
     assert kept.converts_to(F16)
     assert F16.converts_to(kept)
@@ -93,7 +93,7 @@ def test_descriptions_from_outside_are_native() -> None:
 @pytest.mark.parametrize("native", NATIVES)
 @pytest.mark.parametrize("name", STORED)
 def test_blob_holds_the_decoded_values(native: str, name: str) -> None:
-    """A part in a stored format is in the blob as the context would have it."""
+    """A part in a stored format is decoded to the context's format in the blob."""
     layout = layout_of(native)
     rows = stored(random_rows(layout, 3, 40), name)
     blob = emit_blob([rows], layout=layout)
@@ -116,7 +116,7 @@ def test_blob_holds_the_decoded_values(native: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["q8", "q8h", "q6h", "q5", "q4h", "q4a"])
 def test_stored_rows_are_near_the_native_ones(name: str) -> None:
-    """There and back: the error is that of the bits, not of a mistake."""
+    """There and back: the error is that of the format's bits."""
     rows = random_rows(F16, 0, 64)
     found = parse_blob(emit_blob([stored(rows, name)], layout=F16)).rows
     step = 6.5 / 2 ** int(name[1])  # the widest of 32 normal numbers spans about so much
@@ -193,10 +193,10 @@ def test_real_blobs(real_blobs: dict[str, tuple[bytes, bool]], blob: str, name: 
 
 
 @pytest.mark.parametrize("v_trans", [False, True])
-def test_llama_goes_on_from_decoded_rows(
+def test_llama_continues_from_decoded_rows(
     open_context: Callable[..., Any], ids: npt.NDArray[np.int32], v_trans: bool
 ) -> None:
-    """A context takes the blob, and what it says next is near what it would have said."""
+    """A context accepts the blob, and its next logits are close to those of the original rows."""
     source = open_context(v_trans=v_trans)
     source.decode(ids[:40], 0)
     rows = parse_blob(source.blob()).rows

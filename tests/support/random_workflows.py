@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 
-from lab.predict.runs import Run
+from lab.predict.runs import FinishedRun
 from lab.predict.words import hash_text
 from towerd.policy.predict.graph import GraphWeights, shapes
 
@@ -22,7 +22,7 @@ def random_weights(agents: tuple[str, ...], seed: int = 0) -> GraphWeights:
     return GraphWeights(agents, arrays)
 
 
-def workflows(n: int) -> list[Run]:
+def workflows(n: int) -> list[FinishedRun]:
     """Where it goes on depends on the first step and on what was said."""
     rng, runs = random.Random(0), []
     for i in range(n):
@@ -31,5 +31,5 @@ def workflows(n: int) -> list[Run]:
         steps = (first, "think", "pay" if word == "refund" else "stop", "done" * (first == "ask"))
         names = tuple(name for name in steps if name)
         said = [hash_text(f"please {word} it"), *[hash_text(word)] * (len(names) - 1)]
-        runs.append(Run(names, tuple(said), f"task {i // 2}"))
+        runs.append(FinishedRun(names, tuple(said), f"task {i // 2}"))
     return runs

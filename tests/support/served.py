@@ -9,14 +9,14 @@ from contextlib import asynccontextmanager, contextmanager
 
 from aiohttp import web
 
-from towerd.api.http.connection import Runner
-from towerd.app import SWITCH_INTERVAL_S, tame_collector
+from towerd.api.http.connection import ConnectionRunner
+from towerd.app import SWITCH_INTERVAL_S, tune_gc
 
 
 @asynccontextmanager
 async def served(app: web.Application) -> AsyncIterator[str]:
     """Its URL."""
-    runner = Runner(app, access_log=None, handler_cancellation=True)
+    runner = ConnectionRunner(app, access_log=None, handler_cancellation=True)
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -31,7 +31,7 @@ def tuned() -> Iterator[None]:
     """The process as `towerd serve` sets it up when everything is loaded, which is by now."""
     interval, thresholds = sys.getswitchinterval(), gc.get_threshold()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    tame_collector()
+    tune_gc()
     try:
         yield
     finally:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lab.predict.runs import Run
+from lab.predict.runs import FinishedRun
 from lab.predict.train_mixture import train_mixture
 from towerd.errors import ConfigError
 from towerd.policy import make_policy
@@ -166,7 +166,7 @@ def test_markov_damaged(harm: Callable[[dict[str, Any]], Any]) -> None:
 def test_a_trained_predictor_leads_while_it_is_right(tmp_path: Path) -> None:
     """Names belong to the tenant that is asked about; when what it says stops coming true, counts
     take over."""
-    weights = train_mixture([Run(("code",)), *[Run(("plan",) * 20)] * 9], None)
+    weights = train_mixture([FinishedRun(("code",)), *[FinishedRun(("plan",) * 20)] * 9], None)
     alone = np.zeros_like(weights.weights)
     alone[..., PARTS.index("markov1")] = 1.0  # which does not copy what it sees
     path = tmp_path / "p.npz"

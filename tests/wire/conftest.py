@@ -34,7 +34,7 @@ def server() -> Iterator[LlamaServer]:
 
 @pytest.fixture
 def scripted(tmp_path: Path) -> Iterator[Callable[[Sequence[str]], Talker]]:
-    """A model that says what it is given."""
+    """A model that generates given tokens."""
     talkers: list[Talker] = []
 
     def make(script: Sequence[str]) -> Talker:

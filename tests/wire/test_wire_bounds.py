@@ -1,4 +1,4 @@
-"""Requests made to break llama.cpp's code: a refusal in a moment, and the process lives."""
+"""Requests made to break llama.cpp's code are refused quickly, and the process survives."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ GRAMMARS: dict[str, str] = {
 
 
 def refused(model: Model, endpoint: Any, fields: Any) -> WireError:
-    """What comes of a request that must not come to be."""
+    """The refusal of a request that must not be accepted."""
     body = fields if isinstance(fields, bytes) else json.dumps(fields).encode()
     with pytest.raises(WireError) as raised:
         Reply(Request(model, endpoint, body), 0)
@@ -129,7 +129,7 @@ def test_grammar(model: Model, name: str) -> None:
     ],
 )
 def test_grammar_that_is_harmless(story: Talker, model: Model, text: str) -> None:
-    """What looks like it, but llama.cpp takes it: a token can be sampled."""
+    """Grammars that look similar, but are valid: a token can be sampled."""
     body = json.dumps({"prompt": "a", "grammar": text, "n_predict": 1}).encode()
     request = Request(model, "completion", body)
     assert len(list(story.chunks(request, Reply(request, 0)))) == 1
@@ -212,7 +212,7 @@ def test_fields_that_are_made_to_fit(story: Talker, model: Model) -> None:
 def test_a_dynamic_temperature_near_zero(
     story: Talker, model: Model, fields: dict[str, float]
 ) -> None:
-    """It is greedy, as no temperature at all."""
+    """It samples greedily, as with temperature 0."""
 
     def said(**more: float) -> list[int]:
         body = {"prompt": "Once upon a time", "n_predict": 8, "seed": 1, **more}
@@ -223,7 +223,7 @@ def test_a_dynamic_temperature_near_zero(
 
 
 def test_fields_that_are_kept(story: Talker) -> None:
-    """What towerd reads itself is short."""
+    """Fields that towerd parses itself are short."""
     model = story.model(kept_fields=("lora",))
     request = Request(model, "completion", b'{"prompt": "a", "lora": [{"id": 0}]}')
     assert request.field("lora") == b'[{"id":0}]'
@@ -231,7 +231,7 @@ def test_fields_that_are_kept(story: Talker) -> None:
 
 
 def test_no_token_left(story: Talker, model: Model) -> None:
-    """Every token forbidden, by bias or by a grammar that the vocabulary cannot go on with."""
+    """Every token forbidden, by bias or by a grammar that no token of the vocabulary continues."""
     every = [[token, False] for token in range(story.n_vocab)]
     for fields in ({"logit_bias": every}, {"logit_bias": every, "grammar": 'root ::= "a"'}):
         request = Request(model, "completion", json.dumps({"prompt": "a", **fields}).encode())

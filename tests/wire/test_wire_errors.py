@@ -185,7 +185,7 @@ def coder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LlamaServe
 
 
 def test_template_that_raises(story: Talker) -> None:
-    """What the template says is what the client reads."""
+    """The client gets the template's message."""
     path = TEMPLATES / "google-gemma-2-2b-it.jinja"
     model = story.model(chat_template=path.read_text())
     body = json.dumps({"messages": [*USER, *USER]}).encode()
@@ -198,7 +198,7 @@ def test_template_that_raises(story: Talker) -> None:
 
 
 def test_template_that_does_not_parse(story: Talker) -> None:
-    """Said at the start, with the reason."""
+    """Refused at the start, with the reason."""
     with pytest.raises(RuntimeError, match="Unexpected token"):
         story.model(chat_template="{% for x in %}")
 

@@ -1,4 +1,4 @@
-"""What stands for media in a prompt, and which prompts with media are refused."""
+"""The ids of media in a prompt, and which prompts with media are refused."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def flac_of(n_samples: int) -> bytes:
 
 
 def test_pictures_that_promise_too_much(seeing: Model) -> None:
-    """A few bytes that stand for gigabytes are refused before anybody makes room for them."""
+    """A few bytes that stand for gigabytes are refused before memory is allocated for them."""
     small, large = (base64.b64encode(png_of(n, n)).decode() for n in (9, 18_000))
     parts = [{"type": "image_url", "image_url": {"url": PNG + data}} for data in (small, large)]
     with pytest.raises(WireError, match="decoded") as refused:
@@ -160,7 +160,7 @@ def test_pictures_that_promise_too_much(seeing: Model) -> None:
 
 
 def test_sounds_that_promise_too_much(story: Talker, paths: dict[str, Path]) -> None:
-    """The same for sounds."""
+    """The same holds for sounds."""
     hearing = opened(story, paths["hearing"], "d")
     data = base64.b64encode(flac_of(1 << 35)).decode()
     with pytest.raises(WireError, match="decoded") as refused:

@@ -1,4 +1,4 @@
-"""What the extension does to its process: one libllama, a free interpreter, a quiet stderr."""
+"""The extension in its process: one libllama, the GIL released, a quiet stderr."""
 
 from __future__ import annotations
 

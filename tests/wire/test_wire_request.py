@@ -1,4 +1,4 @@
-"""What towerd itself reads of a request and of a reply under way."""
+"""What towerd itself reads from a request and from a running reply."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_spans(scripted: Scripted) -> None:
 
 
 def test_tokenizer_is_asked(story: Talker) -> None:
-    """A tokenizer that remembers stands in for llama.cpp's where a prompt is one text."""
+    """A caching tokenizer replaces llama.cpp's if a prompt is one text."""
     asked: list[str] = []
 
     def tokenizer(text: str) -> Any:

@@ -43,7 +43,7 @@ class Verifier:
         return self.reply.steps(self._talker.context, -1, ids_of([]), n_room)
 
     def after(self, token: int, draft: list[int], n_room: int = 1 << 20) -> list[Chunk]:
-        """Evaluate `token` and behind it the draft; what is wrong of it leaves the context."""
+        """Evaluate `token` and then the draft; its wrong tokens are removed from the context."""
         self._talker.evaluate_all([token, *draft], self._n)
         chunks = self.reply.steps(self._talker.context, 0, ids_of(draft), n_room)
         self._n += len(chunks)
@@ -65,7 +65,7 @@ def plain(talker: Talker, model: Model, **fields: Any) -> list[int]:
 
 
 def test_a_right_draft(story: Talker, model: Model) -> None:
-    """All of it is the reply's, and one more."""
+    """All tokens are accepted, and one more is sampled."""
     right = plain(story, model)
     verifier = Verifier(story, model)
     assert tokens_of(verifier.first()) == right[:1]
@@ -75,7 +75,7 @@ def test_a_right_draft(story: Talker, model: Model) -> None:
 
 
 def test_a_wrong_draft(story: Talker, model: Model) -> None:
-    """It counts up to the first wrong token, in whose place the right one is."""
+    """It is accepted up to the first wrong token, which is replaced by the right one."""
     right = plain(story, model)
     verifier = Verifier(story, model)
     verifier.first()

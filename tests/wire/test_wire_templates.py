@@ -117,7 +117,7 @@ def test_thinking_budget(both: Both, story: Talker) -> None:
 
 
 def message(body: bytes) -> str:
-    """What an error says."""
+    """The message of an error."""
     return str(json.loads(body)["error"]["message"])
 
 

@@ -100,7 +100,7 @@ def test_tool_call(both: Both, endpoint: Any, choice: str, stream: bool) -> None
 
 
 def test_next_prompt(both: Both) -> None:
-    """What is made ready for the next request is what it begins with, whatever the tool answers."""
+    """The anticipated tokens are a prefix of the next request, whatever the tool answers."""
     body = REQUESTS["chat"] | {"max_tokens": 100, "temperature": 0}
     request = Request(both.model, "chat", json.dumps(body).encode())
     reply, writer = Reply(request, 0), Writer(request)

@@ -1,1 +1,1 @@
-"""The HTTP surface: llama-server's endpoints and towerd's own, over one `Service`."""
+"""The HTTP API: llama-server's endpoints and towerd's own, over one `ApiService`."""

@@ -34,7 +34,7 @@ from towerd.store import Node, Store
 from towerd.store.sessions.cold import SessionBusy
 from towerd.store.sessions.turn import SessionInfo
 from towerd.tokens import Ids, ids_bytes
-from towerd.wakeup import be_nice
+from towerd.wakeup import lower_priority
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class Keeper:
         """For what failed, or was thawed without a turn."""
         self._damaged: set[tuple[str, str]] = set()
         """(scope, id) of those that could not be thawed: requests do not try it again."""
-        self._freezer = ThreadPoolExecutor(1, "towerd-freeze", initializer=be_nice)
+        self._freezer = ThreadPoolExecutor(1, "towerd-freeze", initializer=lower_priority)
         self._thawer = ThreadPoolExecutor(2, "towerd-thaw")
         self._counting = threading.Lock()
         self._task: asyncio.Task[None] | None = None

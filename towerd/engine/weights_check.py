@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from towerd.engine.model_file import Memo, ModelFile
 from towerd.errors import TowerdError
-from towerd.wakeup import be_nice
+from towerd.wakeup import lower_priority
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class WeightsCheck:
                 continue  # it is being replaced
 
     def _run(self) -> None:
-        be_nice()
+        lower_priority()
         while not self._stop.wait(self._look_s) and not self._has_changed:
             if self._is_busy():
                 self._busy_at = time.monotonic()

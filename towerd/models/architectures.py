@@ -22,15 +22,15 @@ Layer = Callable[[Shape, int], Iterator[Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """How layers are made, and what else there is.
+    """How an architecture's layers are made, and what else it has.
 
     layer: every tensor of one layer, in file order
-    metadata: adds the keys beyond the ones that all architectures have
+    metadata: adds the keys that not all architectures have
     extra: tensors that belong to no layer"""
 
     layer: Layer
     is_layer_norm: bool = False
-    """LayerNorm, mostly with biases; otherwise RMS norm."""
+    """Uses LayerNorm, mostly with biases; otherwise RMS norm."""
     has_norm_bias: bool = False
     """Whether the last norm has a bias."""
     metadata: Callable[[GGUFWriter, Shape], None] | None = None
@@ -40,9 +40,9 @@ class Architecture:
     is_tied: bool = False
     """The embedding is the output matrix."""
     heads_kv: Callable[[Shape], list[int]] | None = None
-    """KV heads of each layer, where layers differ."""
+    """KV heads of each layer, if layers differ."""
     has_heads: bool = True
-    """Without attention there are none."""
+    """False for architectures without attention."""
 
 
 def layer_tensors(shape: Shape, layer: int) -> Iterator[Tensor]:
@@ -51,7 +51,7 @@ def layer_tensors(shape: Shape, layer: int) -> Iterator[Tensor]:
 
 
 def _attention(attention: Parts, feed_forward: Parts, *, is_layer_norm: bool = False) -> Layer:
-    """The layer of a plain transformer."""
+    """Make the layer function of a plain transformer."""
 
     def layer(shape: Shape, il: int) -> Iterator[Tensor]:
         block = f"blk.{il}"
@@ -75,7 +75,7 @@ def _sections(writer: GGUFWriter, shape: Shape) -> None:
 
 
 def _latent_metadata(writer: GGUFWriter, shape: Shape) -> None:
-    """All layers dense: the expert counts only have to be there."""
+    """All layers are dense; the expert counts only have to be present."""
     writer.add_leading_dense_block_count(shape.n_layer)
     writer.add_expert_count(2)
     writer.add_expert_used_count(1)

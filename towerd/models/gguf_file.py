@@ -12,10 +12,10 @@ from gguf import GGUFWriter
 
 @contextmanager
 def writing(out: Path, arch: str) -> Iterator[GGUFWriter]:
-    """A writer whose header and tensors reach `out` when the block ends.
+    """A writer whose header and tensors are written to `out` when the block ends.
 
-    The body adds keys and tensors, or tensor infos; in the second case it opens the file with
-    `begin_data` and writes the tensors itself. `out` is replaced only on success.
+    The body adds keys and tensors, or tensor infos; in the second case it calls `begin_data` and
+    writes the tensors itself. `out` is replaced only on success.
     """
     part = out.with_name(f".{out.name}.part")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -35,7 +35,7 @@ def writing(out: Path, arch: str) -> Iterator[GGUFWriter]:
 
 
 def begin_data(writer: GGUFWriter) -> None:
-    """Write everything that stands before the tensor data."""
+    """Write everything that precedes the tensor data."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()

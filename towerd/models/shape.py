@@ -11,16 +11,32 @@ from towerd.errors import ModelError
 
 FType: TypeAlias = Literal["F32", "F16", "Q8_0"]
 Arch: TypeAlias = Literal[
-    "llama", "qwen3", "phi3", "stablelm", "gptneox", "smollm3", "qwen2vl", "qwen3vl", "deepseek2",
-    "gemma3", "gpt-oss", "cohere2", "mamba", "rwkv7", "lfm2", "granitehybrid", "jamba",
-    "falcon-h1", "qwen35",
-]  # fmt: skip
+    "llama",
+    "qwen3",
+    "phi3",
+    "stablelm",
+    "gptneox",
+    "smollm3",
+    "qwen2vl",
+    "qwen3vl",
+    "deepseek2",
+    "gemma3",
+    "gpt-oss",
+    "cohere2",
+    "mamba",
+    "rwkv7",
+    "lfm2",
+    "granitehybrid",
+    "jamba",
+    "falcon-h1",
+    "qwen35",
+]
 Scaling: TypeAlias = Literal["none", "linear", "yarn", "llama3", "longrope"]
 
 PARTIAL = {"stablelm": 4, "gptneox": 4, "deepseek2": 2, "qwen35": 4}
-"""Architectures that rotate only one in so many elements of a head."""
+"""Architectures that rotate only one N-th of a head's elements."""
 FACTOR_ARCHS = {"llama3": ("llama",), "longrope": ("llama", "phi3")}
-"""Who reads the tensor of frequency factors that a scaling needs."""
+"""The architectures that read the tensor of frequency factors that a scaling needs."""
 UNROTATED = ("mamba", "rwkv7", "jamba")
 """Architectures without RoPE."""
 
@@ -32,7 +48,7 @@ def _check_word(what: str, value: str, known: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model's shape. `head_dim` None is n_embd / n_head. Raises ModelError if impossible."""
+    """A model's shape. `head_dim` None is n_embd / n_head. Raises ModelError if invalid."""
 
     n_layer: int
     n_embd: int
@@ -73,7 +89,7 @@ class Shape:
     def _check_rows(self) -> None:
         if self.head_size % (2 * PARTIAL.get(self.arch, 1)):
             raise ModelError(f"{self.arch} rotates pairs of a part of the head: it is too small.")
-        fixed = (
+        fixed = (  # llama.cpp assumes it for these
             "phi3",
             "stablelm",
             "gptneox",
@@ -82,7 +98,7 @@ class Shape:
             "jamba",
             "lfm2",
             "rwkv7",
-        )  # llama.cpp assumes it there
+        )
         if self.arch in fixed and self.n_head * self.head_size != self.n_embd:
             raise ModelError(f"The heads of {self.arch} must fill the embedding.")
         if self.arch == "rwkv7" and self.n_embd % 64:

@@ -1,8 +1,8 @@
 """Convert a llama2.c checkpoint and its tokenizer (the TinyStories models) to GGUF.
 
-llama2.c's "legacy" layout: 7 int32, then float32 tensors back to back. Its RoPE rotates adjacent
-pairs of a head's values, which is what llama.cpp does for the `llama` architecture, so every
-matrix is copied as it stands and the arithmetic stays that of the checkpoint.
+llama2.c's "legacy" layout is 7 int32, then float32 tensors back to back. Its RoPE rotates adjacent
+pairs of a head's values, as llama.cpp does for the `llama` architecture, so every matrix is copied
+unchanged and the arithmetic stays that of the checkpoint.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROPE_BASE = 10000.0
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class CheckpointHeader:
     """The header of a checkpoint, in file order."""
 
     dim: int
@@ -47,7 +47,7 @@ class Shape:
 
 
 def convert(checkpoint: Path, tokenizer: Path, out: Path) -> None:
-    """Write `out`, a float32 GGUF of the checkpoint. Raises ModelError on a foreign file."""
+    """Write `out`, a float32 GGUF of the checkpoint. Raises ModelError for any other file."""
     shape, weights = _read_checkpoint(checkpoint)
     vocabulary = read_tokenizer(tokenizer, shape.n_vocab)
     with writing(out, "llama") as writer:
@@ -86,12 +86,12 @@ def read_tokenizer(path: Path, n_vocab: int) -> Vocabulary:
     return sentencepiece(pieces, scores, types, special=special)
 
 
-def _read_checkpoint(path: Path) -> tuple[Shape, F32]:
+def _read_checkpoint(path: Path) -> tuple[CheckpointHeader, F32]:
     data = path.read_bytes()
     n_header = struct.calcsize("<7i")
     if len(data) < n_header:
         raise ModelError(f"{path} is too short for a llama2.c checkpoint.")
-    shape = Shape(*struct.unpack_from("<7i", data))
+    shape = CheckpointHeader(*struct.unpack_from("<7i", data))
     if min(shape.dim, shape.hidden, shape.n_layers, shape.n_heads, shape.n_kv_heads) < 1:
         raise ModelError(f"{path} is not a llama2.c checkpoint.")
     if shape.n_vocab < 1:
@@ -104,8 +104,8 @@ def _read_checkpoint(path: Path) -> tuple[Shape, F32]:
     return shape, weights
 
 
-def _plan(shape: Shape) -> Iterator[tuple[str, tuple[int, ...], int]]:
-    """(name with {} for the layer, shape of one tensor, values in all) in file order."""
+def _plan(shape: CheckpointHeader) -> Iterator[tuple[str, tuple[int, ...], int]]:
+    """(name with {} for the layer, shape of one tensor, total values) in file order."""
     dim, kv_dim, layers = shape.dim, shape.n_kv_heads * shape.head_dim, shape.n_layers
     rows: list[tuple[str, tuple[int, ...]]] = [
         ("token_embd.weight", (shape.n_vocab, dim)),
@@ -124,7 +124,7 @@ def _plan(shape: Shape) -> Iterator[tuple[str, tuple[int, ...], int]]:
         yield name, size, int(np.prod(size)) * (layers if "{}" in name else 1)
 
 
-def _tensors(shape: Shape, weights: F32) -> Iterator[tuple[str, F32]]:
+def _tensors(shape: CheckpointHeader, weights: F32) -> Iterator[tuple[str, F32]]:
     offset = 0
     for name, size, count in _plan(shape):
         block = weights[offset : offset + count]
@@ -136,7 +136,7 @@ def _tensors(shape: Shape, weights: F32) -> Iterator[tuple[str, F32]]:
             yield name.format(layer), tensor
 
 
-def _add_metadata(writer: GGUFWriter, shape: Shape) -> None:
+def _add_metadata(writer: GGUFWriter, shape: CheckpointHeader) -> None:
     writer.add_name("stories260K" if shape.dim == 64 else "TinyStories")
     writer.add_description("Llama trained on TinyStories, converted from a llama2.c checkpoint")
     writer.add_license("MIT")

@@ -1,8 +1,8 @@
-"""Chat templates: of the GGUFs of this package, and of models whose own is replaced.
+"""Chat templates of the GGUFs of this package, and of models whose own template is replaced.
 
 Reuse of a conversation needs every template here to be *prefix-stable*: the prompt of turn k+1
-starts with the prompt of turn k, the reply as it was generated, and (where the reply ended
-itself) the token that ended it. `tests/models/test_templates.py` checks it.
+starts with the prompt of turn k, the reply as it was generated, and, if the reply ended by itself,
+the token that ended it. `tests/models/test_templates.py` checks this.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _TEXT = """\
 {%- endif -%}
 {%- endmacro -%}
 """
-"""The text of a message, also of one in parts."""
+"""A macro for the text of a message, which may be in parts."""
 
 CHATML = (
     _TEXT
@@ -25,8 +25,8 @@ CHATML = (
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
 """
 )
-"""ChatML without the line break after `<|im_end|>`: a reply that ended itself ends in exactly that
-token, so nothing has to be guessed about what follows it."""
+"""ChatML without the line break after `<|im_end|>`: a reply that ended by itself ends in exactly
+that token, so nothing has to be guessed about what follows it."""
 
 CHATML_LINES = (
     _TEXT
@@ -53,8 +53,8 @@ STORY = (
 {%- endfor -%}
 """
 )
-"""For a model that only continues stories. What the user says opens a story, the reply continues it
-on the next line, and `<s>` stands between stories, exactly as in its training text. The model ends
+"""For a model that only continues stories. The user's message opens a story, the reply continues it
+on the next line, and `<s>` separates stories, exactly as in its training text. The model ends
 a story with that same `<s>`, which is therefore both the end of a reply and the start of the next
 turn. The first `<s>` is left to the tokenizer (`add_bos_token`). The line break keeps the tokens
 of a prompt and of its reply apart: no piece of this vocabulary contains one."""

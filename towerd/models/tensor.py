@@ -1,4 +1,4 @@
-"""Tensor: one tensor of a random-weight model, to be drawn when it is written."""
+"""Tensor: one tensor of a random-weight model, drawn when it is written."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Tensor:
         return math.prod(self.shape) // block * block_bytes
 
     def draw(self, seed: int) -> F32:
-        """The values: a stream of its own per name, whatever else the model holds."""
+        """The values. Each name has its own random stream, independent of the other tensors."""
         if self.values is not None:
             return np.array(self.values, dtype=np.float32).reshape(self.shape)
         if self.std == 0.0:
@@ -46,7 +46,7 @@ class Tensor:
 
 
 def norm(name: str, n: int, *, spread: float = 0.0, with_bias: bool = False) -> list[Tensor]:
-    """A norm's gain around 1 and, if asked, its small bias."""
+    """A norm's gain around 1 and, if requested, its small bias."""
     gain = Tensor(f"{name}.weight", (n,), spread, 1.0)
     return [gain, bias(name, n)] if with_bias else [gain]
 

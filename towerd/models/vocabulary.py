@@ -1,4 +1,4 @@
-"""A tokenizer as it is written into a GGUF: its metadata keys and which tokens stay silent."""
+"""A tokenizer as written into a GGUF: its metadata keys, and the tokens not to generate."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Vocabulary:
 
     fields: tuple[Field, ...]
     silent: npt.NDArray[np.bool_]
-    """[n_vocab]: tokens that random weights should not utter (control, unknown, bytes, and
-    pieces that would not survive being tokenized again)."""
+    """[n_vocab]: tokens that random weights should not generate (control, unknown, bytes, and
+    pieces that would not be tokenized to themselves)."""
     template: str | None
     """The chat template that came with it."""
 
@@ -86,12 +86,12 @@ def sentencepiece(
 
 
 def synthetic(n_vocab: int) -> Vocabulary:
-    """A vocabulary of `n_vocab` tokens made of nothing.
+    """A synthetic vocabulary of `n_vocab` tokens.
 
     Any text can be tokenized (characters, then bytes). The pieces beyond characters are words
-    that start with a blank, every prefix of a word being a word too, and only they are spoken:
-    whatever a random model says is tokenized back to the very tokens it generated, so its chats
-    can be continued over HTTP like those of a real model. Raises ModelError if too small.
+    that start with a blank, every prefix of a word being a word too, and only they are generated:
+    the output of a random model is tokenized back to exactly the tokens that it generated, so its
+    chats can be continued over HTTP like those of a real model. Raises ModelError if too small.
     """
     if n_vocab < N_SYNTHETIC_MIN:
         raise ModelError(f"A synthetic vocabulary needs at least {N_SYNTHETIC_MIN} tokens.")
@@ -140,8 +140,8 @@ def from_gguf(path: Path) -> Vocabulary:
 
 
 def _silent(types: Sequence[int]) -> npt.NDArray[np.bool_]:
-    spoken = (TokenType.NORMAL, TokenType.USER_DEFINED)
-    return ~np.isin(np.asarray(types, dtype=np.int32), [int(t) for t in spoken])
+    text_types = (TokenType.NORMAL, TokenType.USER_DEFINED)
+    return ~np.isin(np.asarray(types, dtype=np.int32), [int(t) for t in text_types])
 
 
 def _words() -> Iterator[str]:

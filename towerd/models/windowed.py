@@ -1,6 +1,7 @@
-"""Layers of the architectures whose attention slides: Gemma 3, gpt-oss and Command R7B.
+"""Layers of architectures with sliding-window attention: Gemma 3, gpt-oss and Command R7B.
 
-Tensor names and shapes as llama.cpp's `src/models/{gemma3,openai-moe,cohere2}.cpp` loads them.
+Tensor names and shapes are those that llama.cpp's `src/models/{gemma3,openai-moe,cohere2}.cpp`
+loads.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from towerd.models.tensor import Tensor, bias, norm
 
 N_EXPERT, N_EXPERT_USED = 4, 2
 TIED_STD = 0.05
-"""Command R7B's output matrix is its embedding: were that of unit variance, every token would
-predict itself."""
+"""Command R7B's output matrix is its embedding: with unit variance, every token would predict
+itself."""
 SWA_FREQ_BASE = 10000.0
-"""Gemma 3's windows rotate with another base than its full layers."""
+"""Gemma 3's windowed layers use another RoPE base than its full layers."""
 
 
 def gemma3_layer(shape: Shape, layer: int) -> Iterator[Tensor]:
@@ -74,7 +75,7 @@ def gpt_oss_metadata(writer: GGUFWriter, shape: Shape) -> None:
 
 
 def cohere2_layer(shape: Shape, layer: int) -> Iterator[Tensor]:
-    """One norm for attention and feed-forward, which stand side by side."""
+    """One norm for attention and feed-forward, which run in parallel."""
     block = f"blk.{layer}"
     yield Tensor(f"{block}.attn_norm.weight", (shape.n_embd,), NORM_SPREAD, 1.0)
     yield from qkv(shape, block)

@@ -22,9 +22,9 @@ _PREDICTING = ("foresight", "pbkv")
 
 
 def make_policy(name: str, predictor: Path | None = None) -> Policy:
-    """A fresh policy. predictor: a file of `towerctl train predictor`, which leads while it is
-    right often enough; then Markov does, then nobody. Raises ConfigError for a name that is not
-    in NAMES, a policy that asks no predictor, and a file that is none."""
+    """A fresh policy. predictor: a file of `towerctl train predictor`, which is used while it is
+    right often enough; then the Markov model is, then none. Raises ConfigError for a name that is
+    not in NAMES, a policy that uses no predictor, and a file that is not a predictor."""
     where = _POLICIES.get(name)
     if where is None:
         raise ConfigError(f"there is no policy {name!r}; choose one of: {', '.join(NAMES)}")

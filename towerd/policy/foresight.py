@@ -2,12 +2,13 @@
 
 Every leaf is ranked by the Gittins index of its last visit (see `predict.returns`). Forecasts
 can be wrong for a workload, so a shadow cache of the same capacity, which holds nothing but
-sizes, plays the other side on the same events: LRU while the real cache goes by forecasts, and
-forecasts while it goes by LRU. When the shadow has found more bytes lately, they change sides. It begins with LRU.
+sizes, runs the other strategy on the same events: LRU while the real cache uses forecasts, and
+forecasts while it uses LRU. When the shadow has hit more bytes lately, they swap strategies. The
+real cache begins with LRU.
 
 What did not help: more turns, finer lengths and a prior of 40 visits instead of 10 (all within
-0.02 of the gap). Chats without end signals stay below 0.1 of the gap at 5 %: who returns is
-predictable there, but when is not, and above 5 % LRU's order is as good.
+0.02 of the gap). Chats without end signals stay below 0.1 of the gap at 5 %: which chats return
+is predictable there, but when is not, and above 5 % LRU's order is as good.
 """
 
 from __future__ import annotations
@@ -19,8 +20,7 @@ from typing import Any
 
 from towerd.policy.base import Key, Learning
 from towerd.policy.lru import LRU
-from towerd.policy.predict.base import Forecast as Steps
-from towerd.policy.predict.base import Predictor, survival
+from towerd.policy.predict.base import Forecast, Predictor, survival
 from towerd.policy.predict.fallback import Fallback
 from towerd.policy.predict.markov import Markov
 from towerd.policy.predict.returns import EDGES_S, bin_of
@@ -29,21 +29,21 @@ from towerd.policy.visits import Visit, Visits
 from towerd.policy.workflow_tree import WorkflowTree
 
 _RERANK_EVERY = 16
-"""Visits after which all leaves are ranked anew: indices change as time goes by. That is done when
-the text of the next answer is out; where nobody tells of answers, at the next visit."""
+"""Visits after which all leaves are ranked again: indices change as time passes. This is done
+after the text of the next answer has been sent, or at the next visit if no answers are reported."""
 _WANTED_AMONG = 1024
 _MEMORY = 0.998
-"""Weight of the past at each request in the comparison of the two sides."""
+"""Decay of the past at each request in the comparison of the two strategies."""
 _HEIRS_MAX = 16
-"""Visits remembered whose tips are gone but not what they stand on."""
+"""Visits remembered for a key after their tips, its descendants, were evicted."""
 _ABOVE_END = 1.0
-_LASTS_S = tuple(edge - 1e-3 for edge in (*EDGES_S[1:], float("inf")))
-"""Until when an idle time that is in a bin is in that one for sure, whatever rounding does."""
+_BIN_ENDS_S = tuple(edge - 1e-3 for edge in (*EDGES_S[1:], float("inf")))
+"""The idle time up to which a bin is certain to hold, whatever rounding does."""
 _MARGIN = 0.002
-"""Share of the bytes by which the shadow must lead before the real cache changes sides."""
+"""Share of the bytes by which the shadow must lead before the real cache swaps strategies."""
 
 
-class Forecast(WorkflowTree):
+class ReturnRanking(WorkflowTree):
     """Ranks by expected return alone. Several caches can share one record of visits."""
 
     def __init__(self, visits: Visits, predictor: Predictor) -> None:
@@ -51,68 +51,73 @@ class Forecast(WorkflowTree):
         self.visits = visits
 
     def _rank(self, entry: Entry) -> Rank:
-        """The sum of what those who may come back for it are worth, and newcomers."""
+        """The sum of the values of the visits that may return to it, and of newcomers."""
         if self._is_over(entry):
             return -1.0, entry.used
-        worth = self._worth_of_steps(entry.key)
+        worth = self._step_value(entry.key)
         if worth is None:
             index, now = self.visits.index, self._now
             worth = index(entry.visit, now)
-            for visit in _others(entry) if entry.heirs else ():
+            for visit in _other_visits(entry) if entry.inherited_visits else ():
                 worth += index(visit, now)
         if entry.seq > 1:
             worth += (entry.seq - 1) / max(1.0, self._now - entry.born)
         return worth, entry.used
 
     def _is_over(self, entry: Entry) -> bool:
-        """Whether its last visit was the last of a conversation, or all workflows that used it
-        are over, and no other began here."""
+        """Whether no reuse is expected: its last visit ended a conversation, or all workflows
+        that used it are over, and no other conversation began here."""
         if entry.seq > 1:
             return False
         is_end = entry.visit.ended and entry.weight != _ABOVE_END
         return is_end or self.is_retired(entry.key)
 
     def _rank_each(self, entries: list[Entry]) -> list[Entry]:
-        """See TreePolicy._rank_each. Most leaves have nothing but the visit that used them
-        last: what `_rank` says of those is said here, at a fraction of its cost, and it holds
-        as long as their idle time is in the same bin. Visits that no index is known of are
-        judged together: one by one costs much more."""
+        """See TreePolicy._rank_each. Most leaves depend on their last visit alone: their ranks
+        are computed here, at a fraction of the cost of `_rank`, and hold while their idle time
+        stays in the same bin. Visits without an index are scored in one batch: one by one costs
+        much more."""
         now, users, over = self._now, self.users, self._n_over
         stale = [
-            e for e in entries
-            if e.until_s <= now or e.visit.table is not e.table or e.visit.ended
-        ]  # fmt: skip
+            e for e in entries if e.until_s <= now or e.visit.table is not e.table or e.visit.ended
+        ]
         plain, others, new = list[Entry](), list[Entry](), list[Visit]()
         for entry in stale:
             visit, key = entry.visit, entry.key
-            if visit.ended or entry.heirs or entry.seq > 1 or key in users or key in over:
+            if (
+                visit.ended
+                or entry.inherited_visits
+                or entry.seq > 1
+                or key in users
+                or key in over
+            ):
                 others.append(entry)
-                new += self._unjudged(entry)
+                new += self._unscored(entry)
                 continue
             plain.append(entry)
             if visit.table is None:
                 new.append(visit)
         if new:
-            self.visits.judge(list(dict.fromkeys(new)))
+            self.visits.score(list(dict.fromkeys(new)))
         for entry in plain:
             visit, table = entry.visit, entry.visit.table
             at = bin_of(now - visit.since_s)
             entry.ranked, entry.table = (table[at], entry.used), table
-            entry.until_s = visit.since_s + _LASTS_S[at]
+            entry.until_s = visit.since_s + _BIN_ENDS_S[at]
         for entry in others:
             entry.ranked, entry.until_s = self._rank(entry), float("-inf")
         return stale
 
-    def _unjudged(self, entry: Entry) -> list[Visit]:
-        """Its visits that `_rank` will ask for and no index is known of."""
-        if entry.visit.table is not None and not entry.heirs or self._is_over(entry):
+    def _unscored(self, entry: Entry) -> list[Visit]:
+        """Those of its visits that `_rank` will need and that have no index yet."""
+        if entry.visit.table is not None and not entry.inherited_visits or self._is_over(entry):
             return []
-        if self._worth_of_steps(entry.key) is not None:
+        if self._step_value(entry.key) is not None:
             return []
-        return [v for v in (entry.visit, *_others(entry)) if v.table is None]
+        return [v for v in (entry.visit, *_other_visits(entry)) if v.table is None]
 
-    def _worth_of_steps(self, key: Key) -> float | None:
-        """Uses per second that the next steps of its workflows promise; None: no forecast."""
+    def _step_value(self, key: Key) -> float | None:
+        """Uses per second expected from the next steps of its workflows; None: no forecast."""
         users = self.users.get(key)
         if not users:
             return None
@@ -129,24 +134,24 @@ class Forecast(WorkflowTree):
         return worth
 
     def _inherit(self, parent: Entry, child: Entry) -> None:
-        """What was to come for the child will come for its parent."""
-        heirs: list[Visit] = [*child.heirs] if child.heirs else []
+        """Visits that would return to the child will return to its parent."""
+        new: list[Visit] = [*child.inherited_visits] if child.inherited_visits else []
         if child.visit is not parent.visit:
-            heirs.append(child.visit)
+            new.append(child.visit)
         if child.used >= parent.used:
             is_end = child.visit.ended_from == child.key
             parent.weight = _ABOVE_END if is_end else child.weight
         super()._inherit(parent, child)
-        if not heirs:
+        if not new:
             return
-        mine = parent.heirs or []
-        mine += [v for v in heirs if not v.is_back and not v.ended and v not in mine]
+        mine = parent.inherited_visits or []
+        mine += [v for v in new if not v.is_back and not v.ended and v not in mine]
         if len(mine) > _HEIRS_MAX:
             mine = [v for v in mine if not v.is_back and not v.ended][-_HEIRS_MAX:]
-        parent.heirs = mine or None
+        parent.inherited_visits = mine or None
 
-    def greet(self, keys: list[Key]) -> None:
-        """A new conversation began on these."""
+    def count_newcomer(self, keys: list[Key]) -> None:
+        """A new conversation began on these keys."""
         for key in keys:
             entry = self._entries.get(key)
             if entry is not None:
@@ -161,42 +166,41 @@ class Forecast(WorkflowTree):
         self._push_leaves()
 
     def refresh(self, key: Key, now: float) -> None:
-        """Rank one key anew after news about its visit."""
+        """Rank one key again after its visit has changed."""
         self._tick(now)
         if key in self._entries:
             self._push(key)
 
 
-class _Echo:
-    """Says what another predictor says, which learns for both."""
+class _ForecastOnly:
+    """Forecasts with another predictor, but leaves the learning to its owner."""
 
     def __init__(self, predictor: Predictor) -> None:
         self._predictor = predictor
 
-    def forecast(self, path: Sequence[str]) -> Steps:
+    def forecast(self, path: Sequence[str]) -> Forecast:
         return self._predictor.forecast(path)
 
     def observe(self, path: Sequence[str]) -> None:
         pass
 
 
-class Foresight(Forecast):
-    """The policy. `trusts` tells which side it is on."""
+class Foresight(ReturnRanking):
+    """The policy. `trusts`: whether it uses forecasts now, or LRU."""
 
     def __init__(self, predictor: Predictor | None = None) -> None:
         super().__init__(Visits(), predictor or Fallback([Markov()]))
         self.trusts = False
-        """Forecasts must earn it: the model knows nothing at first."""
-        self._shadow: TreePolicy = self._rival()
+        """False at first: the model knows nothing yet, and forecasts must prove themselves."""
+        self._shadow: TreePolicy = self._forecast_shadow()
         self._lead = 0.0
-        """Bytes that the real cache found and the shadow did not, less the reverse; old ones
-        fade."""
+        """Bytes that the real cache hit and the shadow missed, less the reverse; decayed."""
         self._seen = 0.0
         self._n_visits = 0
         self._is_rerank_due = False
         self._found: list[Key] = []
         self._room: int | None = None
-        """Bytes that were to stay at the last eviction; None: there was none."""
+        """Bytes left in the tier after the last eviction; None: there was none."""
 
     def _rank(self, entry: Entry) -> Rank:
         if self.trusts:
@@ -209,7 +213,7 @@ class Foresight(Forecast):
         return TreePolicy._rank_each(self, entries)
 
     def _use(self, key: Key) -> None:
-        """Walks the path: a conversation may continue from any key of it."""
+        """Walk the whole path: a conversation may continue from any key on it."""
         entries, now = self._entries, self._now
         if now > self.visits.current.start_s:
             self._begin_visit()
@@ -235,8 +239,8 @@ class Foresight(Forecast):
             self._push(key)
 
     def _compare(self, path: list[Entry]) -> None:
-        """Count what the real cache finds of this (from the lowest key up) and what the shadow
-        does, and let the shadow have it too."""
+        """Count what the real cache and the shadow hit of this path (from the lowest key up), then
+        insert it into the shadow."""
         shadow = self._shadow
         missing: list[Entry] = []
         for entry in path:
@@ -260,7 +264,7 @@ class Foresight(Forecast):
             self._shadow.remove(entry.key)
 
     def split(self, lower: Key, upper: Key, upper_nbytes: int, now: float) -> None:
-        """See Policy.split. What was given up may be in the shadow still, and come back."""
+        """See Policy.split. An evicted key may still be in the shadow, and may come back."""
         nbytes = self.size_of(lower)
         if nbytes is None:
             nbytes = self._shadow.size_of(lower)
@@ -302,7 +306,7 @@ class Foresight(Forecast):
         self._shadow.resize(key, nbytes)
 
     def explain(self, key: Key, now: float) -> dict[str, Any]:
-        """See Policy.explain. `trusts`: whether forecasts lead, or the last use does."""
+        """See Policy.explain. `trusts`: whether forecasts are used, or LRU."""
         found = super().explain(key, now)
         if found:
             visit = self._entries[key].visit
@@ -317,14 +321,15 @@ class Foresight(Forecast):
         return found
 
     def check_integrity(self, known: Mapping[Key, tuple[Key | None, int]] | None = None) -> None:
-        """See Policy.check_integrity; the shadow's, too."""
+        """See Policy.check_integrity. Checks the shadow, too."""
         super().check_integrity(known)
         self._shadow.check_integrity()
         for key, visit in self.visits.tips.items():
             assert visit.tip == key, f"a visit waits for {key}, its tip is {visit.tip}"
 
     def learned(self) -> Mapping[str, Any]:
-        """See Learning.learned. Whether forecasts lead must be earned again."""
+        """See Learning.learned. `trusts` is not part of it: forecasts must prove themselves
+        again after a restart."""
         steps = self.predictor.learned() if isinstance(self.predictor, Learning) else {}
         return {"visits": self.visits.learned(), "steps": steps}
 
@@ -335,7 +340,7 @@ class Foresight(Forecast):
         self.visits.recall(learned["visits"])
 
     def wanted(self, now: float, most: int) -> list[tuple[Key, float]]:
-        """See Foretelling.wanted. Looks at the conversations that were there last."""
+        """See ReuseForecaster.wanted. Considers the most recent conversations only."""
         if not self.trusts:
             return []
         last = islice(reversed(self.visits.tips.values()), _WANTED_AMONG)
@@ -344,19 +349,19 @@ class Foresight(Forecast):
         return [(tip, value) for value, tip in best if value > 0.0]
 
     def victims(self, bytes_needed: int, is_evictable: Callable[[Key], bool]) -> list[Key]:
-        """See Policy.victims. Tells the shadow how much room there is."""
+        """See Policy.victims. Sets the capacity of the shadow."""
         self._room = max(0, self.nbytes - max(0, bytes_needed))
         return super().victims(bytes_needed, is_evictable)
 
     def _begin_visit(self) -> None:
-        """Before a new visit uses anything: the shadow makes room, and the better side leads."""
+        """Before a new visit uses anything: shrink the shadow, and use the better strategy."""
         if self._room is not None:
             for key in self._shadow.victims(self._shadow.nbytes - self._room, _always):
                 self._shadow.remove(key)
         if not self.visits.current.turn:
-            self.greet(self._found)
-            if isinstance(self._shadow, Forecast):
-                self._shadow.greet(self._found)
+            self.count_newcomer(self._found)
+            if isinstance(self._shadow, ReturnRanking):
+                self._shadow.count_newcomer(self._found)
         self._found = []
         self.visits.begin(self._now)
         self._lead *= _MEMORY
@@ -365,14 +370,14 @@ class Foresight(Forecast):
         if self._is_rerank_due:
             self._rerank_both(self._now)
         if self._lead < -_MARGIN * self._seen:
-            self._change_sides()
+            self._swap_strategies()
         elif self._n_visits % _RERANK_EVERY == 0:
             self._is_rerank_due = True
 
-    def _change_sides(self) -> None:
-        """The shadow goes on from what the real cache holds, so that both start equal; what
-        speaks for either side still does."""
-        self._shadow = self._rival() if self.trusts else LRU()
+    def _swap_strategies(self) -> None:
+        """Swap strategies. The shadow starts from what the real cache holds, so that both start
+        equal; the counts in favour of each strategy are kept."""
+        self._shadow = self._forecast_shadow() if self.trusts else LRU()
         self._shadow.copy_from(self)
         self.trusts = not self.trusts
         self._lead = -self._lead
@@ -381,22 +386,24 @@ class Foresight(Forecast):
     def _rerank_both(self, now: float) -> None:
         self._is_rerank_due = False
         self.rerank(now)
-        if isinstance(self._shadow, Forecast):
+        if isinstance(self._shadow, ReturnRanking):
             self._shadow.rerank(now)
 
-    def _rival(self) -> Forecast:
-        return Forecast(self.visits, _Echo(self.predictor))
+    def _forecast_shadow(self) -> ReturnRanking:
+        return ReturnRanking(self.visits, _ForecastOnly(self.predictor))
 
     def _refresh_both(self, key: Key, now: float) -> None:
         self.refresh(key, now)
-        if isinstance(self._shadow, Forecast):
+        if isinstance(self._shadow, ReturnRanking):
             self._shadow.refresh(key, now)
 
 
-def _others(entry: Entry) -> list[Visit]:
-    """Visits other than the last one that may come back for it."""
+def _other_visits(entry: Entry) -> list[Visit]:
+    """Visits other than the last one that may return to it."""
     last = entry.visit
-    return [v for v in entry.heirs or () if v is not last and not v.is_back and not v.ended]
+    return [
+        v for v in entry.inherited_visits or () if v is not last and not v.is_back and not v.ended
+    ]
 
 
 def _always(_: Key) -> bool:

@@ -1,13 +1,13 @@
 """LATEM (Stephan, Algorithm 1) for a tier: learning-augmented marking over a tree of sized keys.
 
-What is used is marked; a phase ends when all is marked. In each phase a share of the evictions goes
-by predicted next use, the others are arbitrary. A use of a leaf marks what it stands on, which as
-printed it does not (`lab/latem` has both forms, and what they cost beside the optimum).
+A used key is marked; a phase ends when all keys are marked. In each phase a share of the evictions
+follows the predicted next use, the others are arbitrary. A use of a leaf marks its ancestors, which
+the printed algorithm does not do (`lab/latem` has both forms, and their cost beside the optimum).
 
-Conversations are the messages and their keys the tokens: only a leaf can go, so a key never
-outlives what it stands on, and every use marks the whole path. Sizes differ and the tier counts
-bytes, so there is no equal allocation, and the quota counts the keys held when the phase began.
-It is looked at once per call of `victims`. The arbitrary choice is the least recently used.
+Conversations are the messages and their keys the tokens: only a leaf can be evicted, so a key never
+outlives its ancestors, and every use marks the whole path. Sizes differ and the tier counts bytes,
+so there is no equal allocation, and the quota counts the keys held when the phase began. It is
+checked once per call of `victims`. The arbitrary choice is the least recently used key.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ EPS = (0.05, 0.6)
 
 
 class Trust:
-    """The share eps of a phase's evictions that go by predictions; fixed when least == most.
+    """The share eps of a phase's evictions that follow predictions; fixed when least == most.
 
-    Section 6.3 leaves the rule open. Here a predicted victim that is asked for again within its
-    phase was a wrong one and halves the share; a phase in which predictions chose and none was
+    Section 6.3 leaves the rule open. Here a predicted victim that is requested again within its
+    phase was a wrong choice and halves the share; a phase with predicted victims of which none was
     wrong raises it by half. It never leaves [least, most], so the bounds for `most` hold."""
 
     def __init__(self, least: float, most: float) -> None:
@@ -41,7 +41,7 @@ class Trust:
         self.eps = max(self.least, self.eps / 2)
 
     def was_right(self) -> None:
-        """A phase went by without that."""
+        """A phase ended without a wrong prediction."""
         self.eps = min(self.most, self.eps * 1.5)
 
     def quota(self, n_slots: int) -> int:
@@ -50,7 +50,7 @@ class Trust:
 
 
 class LatemTree(TreePolicy):
-    """Rank = (marked, predicted next use, the last first), or by last use after the quota."""
+    """Rank = (marked, predicted next use, latest first); by last use once the quota is used up."""
 
     walks_path = True
 
@@ -68,7 +68,7 @@ class LatemTree(TreePolicy):
 
     @property
     def predicts(self) -> bool:
-        """Whether the quota of this phase is not used up."""
+        """Whether this phase still has quota for predicted evictions."""
         return self._n_predicted < self.trust.quota(self._n_slots)
 
     def _rank(self, entry: Entry) -> Rank:

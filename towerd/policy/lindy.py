@@ -1,7 +1,7 @@
 """Lindy (Towers of Segments, section 8.3): recency, position in the tree, accumulated age.
 
-Bases, the keys on which many conversations stand, go last. The others go by recency, and what
-has been in use for long keeps some credit: in a heavy-tailed world what has lived long lives on.
+Bases, the keys that many conversations share, are evicted last. The others are ranked by recency,
+with some credit for age: lifetimes are heavy-tailed, so a key that has lived long lives longer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from towerd.policy.base import Key
 from towerd.policy.tree import Entry, Rank, TreePolicy
 
 BASE_BRANCHES = 3
-"""Continuations seen, from which on a key counts as a base."""
+"""A key with at least this many continuations counts as a base."""
 AGE_CREDIT = 0.1
 """Seconds of recency that a second of age is worth."""
 _REMEMBERED_MAX = 1 << 17
@@ -41,7 +41,7 @@ class Lindy(TreePolicy):
             self._count_branch(entry)
 
     def _count_branch(self, entry: Entry) -> None:
-        """A continuation that was never seen before makes its parent more of a base."""
+        """Count a continuation that was never seen before for its parent."""
         parent = self._entries.get(entry.parent) if entry.parent is not None else None
         if parent is not None:
             parent.seq += 1

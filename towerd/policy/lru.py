@@ -6,7 +6,7 @@ from towerd.policy.tree import Entry, Rank, TreePolicy
 
 
 class LRU(TreePolicy):
-    """The leaf that was used longest ago."""
+    """Evicts the leaf that was used longest ago."""
 
     def _rank(self, entry: Entry) -> Rank:
         return entry.used, 0.0

@@ -1,8 +1,9 @@
 """PBKV: prediction-based eviction for agent workflows (Zheng et al., section 4.2).
 
-Retired keys, whose workflows are all over, go first, those that fewer workflows used before
-others; then active ones by equation 2: what is likely to be used in the next K steps of the
-workflows that used it. A key that no workflow used has score 0 and goes by its last use.
+Retired keys, whose workflows are all over, are evicted first, starting with those that the fewest
+workflows used; then active ones by equation 2: how likely they are to be used in the next K steps
+of the workflows that used them. A key that no workflow used has score 0 and is ranked by its last
+use.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from towerd.policy.base import Key, Learning
 from towerd.policy.predict.base import END, Predictor, survival
 from towerd.policy.predict.markov import Markov
 from towerd.policy.tree import Entry, Rank
-from towerd.policy.workflow_tree import Run, WorkflowTree
+from towerd.policy.workflow_tree import WorkflowRun, WorkflowTree
 
 GAMMA = 0.7
 """Confidence decay per step (section 6.2 uses the same)."""
 
 
 class PBKV(WorkflowTree):
-    """One step of a workflow renews its forecast and the ranks of the leaves it used: O(log n)
-    each, as ranks are put on the heap when victims are asked for."""
+    """A step of a workflow updates its forecast and the ranks of the leaves it used: O(log n)
+    each, as ranks are put on the heap when victims are requested."""
 
     def __init__(self, predictor: Predictor | None = None, *, gamma: float = GAMMA) -> None:
         super().__init__(Markov() if predictor is None else predictor)
@@ -40,7 +41,7 @@ class PBKV(WorkflowTree):
         return total
 
     def value(self, key: Key) -> float:
-        """Equation 1, what prefetch goes by: the same for the next step alone."""
+        """Equation 1, used for prefetching: the same for the next step alone."""
         total = 0.0
         for workflow, agents in self.users.get(key, {}).items():
             forecast = self.runs[workflow].forecast
@@ -67,8 +68,8 @@ class PBKV(WorkflowTree):
             self.predictor.recall(learned)
 
     def wanted(self, now: float, most: int) -> list[tuple[Key, float]]:
-        """See Foretelling.wanted: what the next step of a workflow may use again, the ends of
-        its agents' last prompts, by equation 1."""
+        """See ReuseForecaster.wanted. These are the ends of agents' last prompts, which the next
+        step of a workflow may use again, by equation 1."""
         chances: dict[Key, float] = {}
         for run in self.runs.values():
             step = run.forecast[0] if run.forecast else {}
@@ -82,7 +83,7 @@ class PBKV(WorkflowTree):
             return -1.0 / (1 + self._n_over[entry.key]), entry.used
         return self.score(entry.key), entry.used
 
-    def _on_step(self, run: Run) -> None:
+    def _on_step(self, run: WorkflowRun) -> None:
         run.gains = {}
         weight = 1.0
         for alive, step in zip(survival(run.forecast), run.forecast, strict=True):

@@ -1,5 +1,5 @@
-"""What to bring into a tier before it is asked for (PBKV, section 4.3, and the variant of
-appendix E). Decides only; the caller moves the bytes."""
+"""Decides what to bring into a tier before it is requested (PBKV, section 4.3, and the variant of
+appendix E). The caller moves the bytes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from towerd.policy.base import Key
 
 ACTIVE_SHARE = 0.2
-"""Of the active bytes that the aggressive variant may displace: the paper's best."""
+"""Share of the active bytes that the aggressive variant may displace: the paper's best."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A key of the slower tier. value: what a byte of it is worth (see Foretelling). Its
-    parent is in the faster tier, or a candidate too, or None."""
+    """A key of the slower tier. value: its value per byte (see ReuseForecaster). Its parent is in
+    the faster tier, or a candidate too, or None."""
 
     key: Key
     nbytes: int
@@ -24,20 +24,20 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """The faster tier now. bandwidth_bytes: what can be copied during one decode step."""
+class TierSpace:
+    """Space in the faster tier. bandwidth_bytes: what can be copied during one decode step."""
 
     free_bytes: int
     retired_bytes: int
     active_bytes: int
     bandwidth_bytes: int
     only_decodes: bool
-    """No prompt is being evaluated, so the copy is in nobody's way."""
+    """No prompt is being evaluated, so a copy delays no request."""
 
 
-def budget(room: Room, *, active_share: float = 0.0) -> int:
+def budget(room: TierSpace, *, active_share: float = 0.0) -> int:
     """Bytes that may be prefetched now. active_share 0 is the conservative rule: free space and
-    what retired keys take, never what is active. Raises ValueError for a share outside [0, 1]."""
+    the bytes of retired keys, never of active ones. Raises ValueError for a share not in [0, 1]."""
     if not 0.0 <= active_share <= 1.0:
         raise ValueError(f"active_share is {active_share}, not between 0 and 1")
     if not room.only_decodes:
@@ -47,9 +47,9 @@ def budget(room: Room, *, active_share: float = 0.0) -> int:
 
 
 def plan(candidates: Iterable[Candidate], bytes_max: int) -> list[Key]:
-    """Keys to bring, in order: greedily by value per byte, which is `value` itself, as a node of
-    n bytes saves n bytes of work; never a key before its parent, never one of no value, and never
-    more than `bytes_max`. What does not fit is passed over."""
+    """Keys to prefetch, in order: greedily by `value`, which is per byte, as a node of n bytes
+    saves n bytes of work. Never a key before its parent, never one without value, and never more
+    than `bytes_max`. A key that does not fit is skipped."""
     pool = {each.key: each for each in candidates}
     chosen: dict[Key, None] = {}
     left = bytes_max

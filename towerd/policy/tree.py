@@ -19,14 +19,14 @@ from towerd.policy.base import Key
 Rank = tuple[float, float]
 _COMPACT_MIN = 1024
 _REBUILD_SHARE = 3
-"""Pushing a leaf onto the heap costs about so many times what it does in ordering it anew."""
+"""Pushing a leaf onto the heap costs about this many times its share of a full heapify."""
 _NEVER = float("-inf")
 
 
 @dataclass(slots=True)
 class Entry:
-    """One key. `used` and `born` are times; `weight`, `seq`, `visit`, `heirs` and `table` are
-    the subclass's, `visit` being about the last use."""
+    """One key. `used` and `born` are times; `weight`, `seq`, `visit` (of the last use),
+    `inherited_visits` and `table` belong to the subclass."""
 
     key: Key
     nbytes: int
@@ -36,15 +36,15 @@ class Entry:
     weight: float = 0.0
     seq: int = 0
     visit: Any = None
-    heirs: Any = None
+    inherited_visits: Any = None
     ranked: Rank = (0.0, 0.0)
     until_s: float = _NEVER
-    """Ranked by `table`, of its visit, it need not be ranked anew before."""
+    """The rank by `table`, the table of its visit, holds until then."""
     table: Any = None
 
 
 class TreePolicy:
-    """A Policy but for the ranking: the leaf of the least rank goes first."""
+    """A Policy except for the ranking: the leaf of the lowest rank is evicted first."""
 
     walks_path: ClassVar[bool] = False
     """Whether `_on_use` must be called for every key of a path."""
@@ -52,15 +52,15 @@ class TreePolicy:
     def __init__(self) -> None:
         self._entries: dict[Key, Entry] = {}
         self._n_children: dict[Key, int] = {}
-        """Children in the tier of any key, in the tier or not."""
+        """Children in the tier, by parent; the parent may be outside the tier."""
         self._leaves: dict[Key, Entry] = {}
-        """Those without any."""
+        """The keys without children."""
         self._heap: list[tuple[Rank, Key]] = []
         """Holds every ranked leaf, and stale pairs."""
         self._unranked: set[Key] = set()
-        """Leaves to rank before the next eviction; some may be none any more."""
+        """Leaves to rank before the next eviction; some may no longer be leaves."""
         self._is_unranked = False
-        """Whether all leaves are to be ranked then."""
+        """Whether all leaves must be ranked then."""
         self._nbytes = 0
         self._now = _NEVER
 
@@ -80,32 +80,32 @@ class TreePolicy:
         entry = self._entries.get(key)
         return None if entry is None else entry.nbytes
 
-    # ---- what a subclass says ---------------------------------------------------------------
+    # ---- overridden by subclasses -----------------------------------------------------------
 
     def _rank(self, entry: Entry) -> Rank:
-        """Its place among the leaves; must only change in `_on_use` or with a new `_push`."""
+        """The rank of a leaf; may only change in `_on_use` or with a new `_push`."""
         raise NotImplementedError
 
     def _rank_after(self, parent: Entry, rank: Rank) -> Rank:
-        """The rank of a key whose last child would go at `rank`."""
+        """The rank of a key whose last child would be evicted at `rank`."""
         return self._rank(parent)
 
     def _rank_each(self, entries: list[Entry]) -> list[Entry]:
-        """Set `ranked` of these to what `_rank` says; returns those for which it was. A subclass
-        may leave out what says by `until_s` that it has its rank, and do the rest at once."""
+        """Set `ranked` of these to `_rank`; returns those that were set. A subclass may skip
+        entries whose `until_s` says that their rank still holds, and rank the rest as a batch."""
         for entry in entries:
             entry.ranked, entry.until_s = self._rank(entry), _NEVER
         return entries
 
     def _spare(self, entry: Entry, rank: Rank) -> Rank | None:
-        """The later rank at which a leaf met at `rank` would go after all, or None: now."""
+        """The later rank at which to evict a leaf that is due at `rank`; None: evict it now."""
         return None
 
     def _on_use(self, entry: Entry, *, is_new: bool) -> None:
-        """`entry` is used at `self._now`; entry.used is still the time before."""
+        """`entry` is used at `self._now`; `entry.used` is still the time of the use before."""
 
     def _on_remove(self, entry: Entry) -> None:
-        """`entry` has left."""
+        """`entry` has left the tier."""
 
     def _on_split(self, lower: Entry, upper: Entry) -> None:
         """`upper` is new and has copies of weight, seq, visit and times of `lower`."""
@@ -117,7 +117,7 @@ class TreePolicy:
         self._tick(now)
         entry = self._entries.get(key)
         if entry is None:
-            above = None if self._stands_on(parent, key) else parent
+            above = None if self._would_cycle(parent, key) else parent
             self._add(Entry(key, nbytes, above, self._now))
         else:
             self._resize(entry, nbytes)
@@ -141,8 +141,8 @@ class TreePolicy:
         self._on_remove(entry)
 
     def split(self, lower: Key, upper: Key, upper_nbytes: int, now: float) -> None:
-        """See Policy.split. The lower part keeps its place. A split that comes late, when `upper`
-        is in already, only moves bytes and the lower part."""
+        """See Policy.split. The lower part keeps its rank. A late split, when `upper` is in the
+        tier already, only moves the bytes and the lower part."""
         entry = self._entries.get(lower)
         if entry is None or lower == upper:
             return
@@ -152,7 +152,7 @@ class TreePolicy:
         if upper in self._entries:
             self._move(entry, upper)
         else:
-            parent = None if self._stands_on(entry.parent, upper) else entry.parent
+            parent = None if self._would_cycle(entry.parent, upper) else entry.parent
             above = Entry(upper, upper_nbytes, parent, entry.born)
             above.weight, above.seq, above.used = entry.weight, entry.seq, entry.used
             above.visit = entry.visit
@@ -181,7 +181,7 @@ class TreePolicy:
             self._resize(entry, nbytes)
 
     def explain(self, key: Key, now: float) -> dict[str, Any]:
-        """See Policy.explain. Looks at every key."""
+        """See Policy.explain. O(number of keys)."""
         entry = self._entries.get(key)
         if entry is None:
             return {}
@@ -193,7 +193,7 @@ class TreePolicy:
         return {"score": entry.ranked[0], "place": place, "used": entry.used}
 
     def _last_use(self, key: Key) -> float:
-        """Of an inner key: that of the last one in its subtree."""
+        """The latest use in the subtree of an inner key."""
         below = {key}
         for other in self._entries:
             path: list[Key] = []
@@ -212,7 +212,7 @@ class TreePolicy:
     def _offers(
         self, bytes_needed: int, is_evictable: Callable[[Key], bool]
     ) -> list[tuple[Rank, Entry]]:
-        """The victims with the ranks at which they go."""
+        """The victims with the ranks at which they are evicted."""
         offers: list[tuple[Rank, Entry]] = []
         freed = 0
         order = self._in_order(is_evictable)
@@ -226,7 +226,7 @@ class TreePolicy:
         return offers
 
     def copy_from(self, other: TreePolicy) -> None:
-        """Hold what `other` holds, with its times and visits."""
+        """Become a copy of `other`, with its times and visits."""
         self._entries = {k: replace(entry, until_s=_NEVER) for k, entry in other._entries.items()}
         self._n_children = dict(other._n_children)
         self._leaves = {key: self._entries[key] for key in other._leaves}
@@ -263,8 +263,8 @@ class TreePolicy:
     def _in_order(
         self, is_evictable: Callable[[Key], bool]
     ) -> Generator[tuple[Rank, Entry], None, None]:
-        """Entries to give up one after the other, with the ranks at which they go. What is
-        taken off the heap is to be ranked again when the generator is closed."""
+        """Entries in the order of their eviction, with the ranks at which they are evicted. What
+        is popped off the heap is queued for ranking again when the generator is closed."""
         self._rank_leaves()
         heap, taken = self._heap, list[Key]()
         extra: list[tuple[Rank, Key]] = []
@@ -317,7 +317,7 @@ class TreePolicy:
         self._join(entry.parent)
 
     def _use(self, key: Key) -> None:
-        """Use `key`, and its path up to the first that was used at this time already."""
+        """Use `key`, and its ancestors up to the first one that was already used at this time."""
         at: Key | None = key
         while at is not None:
             entry = self._entries.get(at)
@@ -331,16 +331,16 @@ class TreePolicy:
         self._push(key)
 
     def _push_leaves(self) -> None:
-        """All leaves are to be ranked anew, but for those whose rank holds."""
+        """Queue all leaves for ranking, except those whose rank still holds."""
         self._is_unranked = True
 
     def _push(self, key: Key) -> None:
-        """`key` may be a leaf that is to be ranked anew."""
+        """Queue `key` for ranking, if it is a leaf."""
         self._unranked.add(key)
 
     def _rank_leaves(self) -> None:
-        """Rank the leaves that wait for it, and put them on the heap: one by one, or when they
-        are a great part of it, by ordering all leaves anew."""
+        """Rank the queued leaves and put them on the heap: one by one, or by rebuilding the heap
+        when they are a large part of it."""
         leaves, heap = self._leaves, self._heap
         waiting = [leaves[key] for key in self._unranked if key in leaves]
         self._unranked.clear()
@@ -360,8 +360,8 @@ class TreePolicy:
             self._heap = [pair for pair in set(self._heap) if self._is_current(*pair)]
             heapq.heapify(self._heap)
 
-    def _stands_on(self, key: Key | None, below: Key) -> bool:
-        """Whether `below` is on the path of `key`, so that it cannot stand on `key`."""
+    def _would_cycle(self, key: Key | None, below: Key) -> bool:
+        """Whether `below` is `key` or one of its ancestors, so that `key` cannot be its parent."""
         if key != below and below not in self._n_children:
             return False
         while key is not None and key != below:
@@ -370,8 +370,8 @@ class TreePolicy:
         return key is not None
 
     def _move(self, entry: Entry, parent: Key | None) -> None:
-        """Let a key stand on another one, unless that stands on it."""
-        if entry.parent != parent and not self._stands_on(parent, entry.key):
+        """Change the parent of a key, unless that would close a cycle."""
+        if entry.parent != parent and not self._would_cycle(parent, entry.key):
             self._link(entry, parent)
 
     def _link(self, entry: Entry, parent: Key | None) -> None:
@@ -406,7 +406,7 @@ class TreePolicy:
                 self._push(child.parent)
 
     def _inherit(self, parent: Entry, child: Entry) -> None:
-        """The last use of a child was one of its parent."""
+        """A use of a child counts as a use of its parent."""
         if child.used > parent.used:
             parent.used = child.used
             parent.visit = child.visit

@@ -1,8 +1,8 @@
-"""Visits: who used which keys last, and whether and when they returned.
+"""Visits: which requests used which keys last, and whether and when they returned.
 
-A visit is one request as a policy sees it: the keys used at one moment, of which the last is its
-tip. It returns when a later visit uses its tip; the later one goes on with its turn number. What
-is known of a visit is what the return-time model goes by: why answers ended, how long its
+A visit is one request as a policy sees it: the keys used at one moment, the last of them being its
+tip. It returns when a later visit uses its tip; the later one continues its turn numbers. The
+return-time model predicts from what is known of a visit: why answers ended, how long its
 conversation was away, how long it is and how much of that is new, its turn, and how long the
 answer took.
 """
@@ -23,21 +23,21 @@ from towerd.policy.predict.classes import VisitClass, bucket
 from towerd.policy.predict.returns import ReturnModel, bin_of
 
 TIPS_MAX = 20_000
-"""Visits that are waited for; beyond that the oldest counts as lost."""
+"""Visits that may still return; beyond that the oldest counts as lost."""
 _LEARN_EVERY = 128
 _REFRESH_EVERY = 4
 _REFRESHED = 1024
-"""After every so many lessons, so many visits, the last ones, are judged anew."""
+"""After every _REFRESH_EVERY lessons the last _REFRESHED visits are scored again."""
 STOPS_MAX = 8
-"""Stop reasons told apart; clients may send any text."""
+"""Stop reasons that are told apart; clients may send any text."""
 _MEAN_VISITS = 100
-"""Visits that the mean length is of, about."""
+"""Visits over which the mean length is taken, about."""
 _TURNS_MAX = 8
 _FIRST = "first"
 _GAP_EDGES_S = (1.0, 3.0, 10.0, 30.0, 90.0)
 _SERVICE_EDGES_S = (2.0, 4.0, 8.0, 16.0, 40.0)
 _ALWAYS = 2 * STOPS_MAX
-"""Features: why the answer and the one before ended, one each for every reason; from here on, 1;
+"""Features: why this answer and the one before ended (one-hot); from this index on: a constant 1;
 whether it is answered, and how long that took; whether there were pauses before, and how long;
 three lengths; whether it is the first turn, or the second, and the turn."""
 _ANSWERED, _GAP, _GAP_BEFORE, _SIZES, _TURN = (_ALWAYS + n for n in (1, 3, 5, 7, 10))
@@ -45,44 +45,58 @@ N_FEATURES = _TURN + 3
 _NO_FEATURES = array("d", [0.0] * _ALWAYS + [1.0] + [0.0] * (N_FEATURES - _ALWAYS - 1))
 _SHARE_MIN, _SHARE_MAX = 1e-3, 1e3
 _SIZE_MIN = 0.5 * log(_SHARE_MIN)
-"""Lengths count as at least and at most these shares of the mean."""
+"""Lengths are clipped to these shares of the mean."""
 
 
 class Visit:
-    """One request. before: the visit that it goes on from; gap_s: how long its conversation was
-    away; base_nbytes: what it shares with that visit."""
+    """One request. before: how the visit that it continues ended; gap_s: how long its conversation
+    was away; base_nbytes: what it shares with that visit."""
 
     __slots__ = (
-        "answered_s", "base_nbytes", "before", "ended", "ended_from", "gap_s", "gap_before_s",
-        "is_back", "nbytes", "new_before", "number", "since_s", "start_s", "stop", "table", "tip",
+        "answered_s",
+        "base_nbytes",
+        "before",
+        "ended",
+        "ended_from",
+        "gap_before_s",
+        "gap_s",
+        "is_back",
+        "nbytes",
+        "new_before",
+        "number",
+        "since_s",
+        "start_s",
+        "stop",
+        "table",
+        "tip",
         "turn",
-    )  # fmt: skip
+    )
 
     def __init__(self, start_s: float) -> None:
         self.start_s = start_s
         self.tip: Key | None = None
         self.turn = 0
         self.before: str | None = None
-        """Why the answer before ended; None: there was none."""
+        """Why the previous answer ended; None: there was none."""
         self.gap_s: float | None = None
         self.gap_before_s: float | None = None
-        """gap_s of the visit before."""
+        """`gap_s` of the previous visit."""
         self.nbytes = 0
         self.base_nbytes = 0
         self.new_before = 0
-        """New bytes of the visit before."""
+        """New bytes of the previous visit."""
         self.stop = ""
         self.answered_s: float | None = None
         self.ended = False
         self.ended_from: Key | None = None
-        """An inner key: what is above it goes on."""
+        """The inner key from which on it has ended; the ancestors of that key have not."""
         self.is_back = False
         self.number: int | None = None
-        """In the model, once it is complete."""
+        """Its number in the model, once it is complete."""
         self.since_s = start_s
-        """From when on it is idle: since it was answered, or asked."""
+        """When it became idle: when it was answered, or asked."""
         self.table: Sequence[float] | None = None
-        """Its index by idle time; None: to be made."""
+        """Its index by idle time; None: not computed yet."""
 
 
 class Visits:
@@ -92,21 +106,21 @@ class Visits:
         self.model = ReturnModel(N_FEATURES)
         self.current = Visit(float("-inf"))
         self.tips: OrderedDict[Key, Visit] = OrderedDict()
-        """Those that have not returned yet."""
+        """Visits that have not returned yet, by tip."""
         self.stops: list[str] = []
-        """Told apart, in the order of their numbers."""
+        """The known stop reasons; the index is the number."""
         self.mean_nbytes = 0.0
         self._n_new = self._n_lessons = self._n_before = 0
 
     def begin(self, now: float) -> Visit:
-        """Later uses belong to a new visit, if `now` is a later time."""
+        """Start a new visit for the uses that follow, if `now` is a later time."""
         if now > self.current.start_s:
             self._close()
             self.current = Visit(now)
         return self.current
 
     def returned(self, key: Key, now: float) -> None:
-        """The current visit uses `key`: if that is the tip of an earlier one, it is back."""
+        """The current visit uses `key`: if it is the tip of an earlier visit, that one is back."""
         back, visit = self.tips.get(key), self.current
         if back is None or back is visit:
             return
@@ -125,8 +139,8 @@ class Visits:
         self.current.tip = key
 
     def split(self, lower: Key, upper: Key, *, upper_is_more: bool) -> None:
-        """See Policy.split. The next turn of a conversation often leaves the last input a few
-        tokens before its end; what it goes on from is then the tip."""
+        """See Policy.split. The next turn of a conversation often diverges from the last input a
+        few tokens before its end; the key that it continues from is then the tip."""
         visit = self._find(lower)
         if visit is None or not upper_is_more:
             return
@@ -155,14 +169,14 @@ class Visits:
             visit.ended = True
 
     def index(self, visit: Visit, now: float) -> float:
-        """What a byte of this visit is worth, as if it had not ended: returns per second."""
+        """The value of a byte of this visit, as if it had not ended: returns per second."""
         if visit.table is None:
-            self.judge([visit])
+            self.score([visit])
             assert visit.table is not None
         return visit.table[bin_of(now - visit.since_s)]
 
-    def judge(self, visits: Sequence[Visit]) -> None:
-        """Make the tables of these by what is known now."""
+    def score(self, visits: Sequence[Visit]) -> None:
+        """Compute the tables of these visits from what is known now."""
         tables = self.model.tables(
             [self._class(visit) for visit in visits],
             np.frombuffer(b"".join([self._features(visit) for visit in visits])).reshape(
@@ -181,7 +195,7 @@ class Visits:
         }
 
     def recall(self, learned: Mapping[str, Any]) -> None:
-        """See Learning.recall. Before any visit."""
+        """See Learning.recall. To be called before the first visit."""
         stops, mean_nbytes = list(learned["stops"]), float(learned["mean_nbytes"])
         if len(stops) > STOPS_MAX or not all(isinstance(stop, str) for stop in stops):
             raise ValueError("the stop reasons are damaged")
@@ -195,7 +209,7 @@ class Visits:
         return self.current if self.current.tip == key else self.tips.get(key)
 
     def _close(self) -> None:
-        """The current visit is complete: wait for its return."""
+        """The current visit is complete: start waiting for its return."""
         visit = self.current
         if visit.tip is None:
             return
@@ -217,13 +231,13 @@ class Visits:
             self.model.learn(visit.start_s)
             self._n_lessons += 1
             if self._n_lessons <= _REFRESH_EVERY or self._n_lessons % _REFRESH_EVERY == 0:
-                self.judge(list(islice(reversed(self.tips.values()), _REFRESHED)))
+                self.score(list(islice(reversed(self.tips.values()), _REFRESHED)))
 
     def _tell_answer(self, visit: Visit, number: int, answered_s: float) -> None:
         self.model.answered(number, self._class(visit), self._features(visit), answered_s)
 
     def _class(self, visit: Visit, *, asked: bool = False) -> VisitClass:
-        """asked: as it was before the answer."""
+        """The class of a visit; asked: as it was before the answer."""
         gap = bucket(visit.gap_s, _GAP_EDGES_S)
         if asked or visit.answered_s is None:
             return VisitClass("?" + (_FIRST if visit.before is None else visit.before), gap)
@@ -231,7 +245,7 @@ class Visits:
         return VisitClass(visit.stop, gap, service)
 
     def _features(self, visit: Visit, *, asked: bool = False) -> array[float]:
-        """N_FEATURES numbers of about the size of 1; asked: as they were before the answer."""
+        """N_FEATURES numbers of magnitude about 1; asked: as they were before the answer."""
         x, stops = _NO_FEATURES[:], self.stops
         if visit.answered_s is not None and not asked:
             if visit.stop in stops:
@@ -256,7 +270,7 @@ class Visits:
         return x
 
     def _size(self, nbytes: int) -> float:
-        """On a scale of logarithms, 0 for the mean length of a visit."""
+        """A length on a logarithmic scale, 0 for the mean length of a visit."""
         share = nbytes / self.mean_nbytes if self.mean_nbytes > 0.0 else 1.0
         if share < _SHARE_MIN:
             return _SIZE_MIN

@@ -9,17 +9,17 @@ from towerd.policy.predict.base import END, Forecast, Predictor
 from towerd.policy.tree import Entry, TreePolicy
 
 RUNS_MAX = 4096
-"""Workflows that may go on; beyond that the one without a step for longest counts as over."""
+"""Workflows that may continue; beyond that the one idle for longest counts as over."""
 RUN_IDLE_S = 3600.0
 """A workflow without a step for this long counts as over."""
 PATH_MAX = 64
-"""Last steps of a workflow that predictors see."""
+"""The last steps of a workflow that predictors see."""
 AGENTS_MAX = 256
-"""Agents of a workflow that are told apart."""
+"""Agents told apart within a workflow."""
 _NEW_GAP_WEIGHT = 0.02
 
 
-class Run:
+class WorkflowRun:
     """One workflow that may continue."""
 
     __slots__ = ("agents", "forecast", "gains", "keys", "path", "stepped_s", "tips")
@@ -28,17 +28,17 @@ class Run:
         self.path: list[str] = []
         self.agents: set[str] = set()
         self.keys: set[Key] = set()
-        """What its steps used and is in the tier."""
+        """Keys that its steps used and that are in the tier."""
         self.tips: dict[str, Key] = {}
-        """Per agent: where its last prompt ended, in the tier or not."""
+        """By agent: where its last prompt ended, in the tier or not."""
         self.stepped_s = 0.0
         self.forecast: Forecast = ()
         self.gains: dict[str, float] = {}
-        """Per agent: what a key that it uses gains from this workflow."""
+        """By agent: what this workflow adds to the score of a key that the agent uses."""
 
-    def copy(self) -> Run:
-        """One that changes by itself."""
-        new = Run()
+    def copy(self) -> WorkflowRun:
+        """An independent copy."""
+        new = WorkflowRun()
         new.path, new.agents, new.keys = list(self.path), set(self.agents), set(self.keys)
         new.tips = dict(self.tips)
         new.stepped_s, new.forecast, new.gains = self.stepped_s, self.forecast, self.gains
@@ -52,15 +52,15 @@ class WorkflowTree(TreePolicy):
         super().__init__()
         self.predictor = predictor
         self.step_s = 1.0
-        """How long a step of a workflow takes, of late."""
-        self.runs: OrderedDict[str, Run] = OrderedDict()
+        """Recent mean duration of a step of a workflow."""
+        self.runs: OrderedDict[str, WorkflowRun] = OrderedDict()
         self.users: dict[Key, dict[str, set[str]]] = {}
         self._n_over: dict[Key, int] = {}
-        """Workflows that used a key and are over."""
+        """By key: how many workflows that used it are over."""
 
-    # ---- what a subclass says ---------------------------------------------------------------
+    # ---- overridden by subclasses -----------------------------------------------------------
 
-    def _on_step(self, run: Run) -> None:
+    def _on_step(self, run: WorkflowRun) -> None:
         """`run` has taken a step and has a new forecast."""
 
     # ---- events -----------------------------------------------------------------------------
@@ -68,7 +68,7 @@ class WorkflowTree(TreePolicy):
     def stepped(self, key: Key, now: float, workflow: str, agent: str) -> None:
         """See Policy.stepped."""
         self._tick(now)
-        run = self.runs.pop(workflow, None) or Run()
+        run = self.runs.pop(workflow, None) or WorkflowRun()
         self.runs[workflow] = run
         if run.path:
             self.step_s += _NEW_GAP_WEIGHT * (self._now - run.stepped_s - self.step_s)
@@ -103,7 +103,7 @@ class WorkflowTree(TreePolicy):
         self._push_all(run)
 
     def copy_from(self, other: TreePolicy) -> None:
-        """See TreePolicy.copy_from; what is known of workflows too."""
+        """See TreePolicy.copy_from. Copies what is known of workflows, too."""
         super().copy_from(other)
         if not isinstance(other, WorkflowTree):
             return
@@ -132,13 +132,13 @@ class WorkflowTree(TreePolicy):
         if lower.key in self._n_over:
             self._n_over[upper.key] = self._n_over[lower.key]
 
-    def _push_all(self, run: Run) -> None:
+    def _push_all(self, run: WorkflowRun) -> None:
         for key in run.keys:
             if key not in self._n_children:
                 self._push(key)
 
     def _age(self) -> None:
-        """Workflows that never end are over some day."""
+        """End workflows that have been idle for too long, or that exceed RUNS_MAX."""
         while self.runs:
             name, run = next(iter(self.runs.items()))
             if len(self.runs) <= RUNS_MAX and self._now - run.stepped_s <= RUN_IDLE_S:

@@ -1,4 +1,4 @@
-"""What of a long chat stays in the live cache: pure functions over arrays."""
+"""Chooses which positions of a long chat stay in the live cache: pure functions over arrays."""
 
 from towerd.retention.base import (
     Keys,

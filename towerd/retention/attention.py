@@ -1,8 +1,8 @@
 """Attention mass: how much attention each cached position gets from some queries.
 
-llama.cpp's flash attention never has the weights, so they are computed again from the queries
-that were captured and the keys that are cached; without flash attention they come out the same.
-llama.cpp holds or drops a position for all heads and layers at once: these are averaged.
+llama.cpp's flash attention never materializes the weights, so they are recomputed from the captured
+queries and the cached keys; without flash attention the result is the same. llama.cpp holds or
+drops a position for all heads and layers at once, so these are averaged.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def attention_mass(
     query_places int64[m]; key_places int64[n], ascending: a query sees the keys at its place and
     before
     scale: what scores are multiplied by before the softmax (llama.cpp `src/llama-graph.cpp`,
-    build_attn_mha). Raises ValueError for what does not fit, a query that sees no key, and rows
-    that are not finite."""
+    build_attn_mha). Raises ValueError for shapes that do not match, a query that sees no key, and
+    rows that are not finite."""
     layers, heads, m, size = queries.shape
     if len(keys) != layers or any(len(rows) != len(key_places) for rows in keys):
         raise ValueError("keys: expected a row of every place in every layer")

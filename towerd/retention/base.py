@@ -3,8 +3,8 @@
 llama.cpp holds or drops a position for all heads and layers at once, so a policy answers with
 positions. It knows nothing of llama.cpp: the engine and the evaluation run the same code.
 
-Somebody keeps a chat under a budget of live tokens like this: before the live tokens would exceed
-the budget, make a `View` of what is live, ask `keep(view, n_max)` and drop the rest.
+To keep a chat under a budget of live tokens: before the live tokens would exceed the budget, make a
+`View` of what is live, call `keep(view, n_max)` and drop the rest.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ Rows = npt.NDArray[np.float32]
 
 
 class Keys(Protocol):
-    """Cached keys, rotated by RoPE: float32[layers, KV heads, n, head size]. An array is one;
-    somebody who has them in pieces or in another format reads out what is asked for."""
+    """Cached keys, rotated by RoPE: float32[layers, KV heads, n, head size]. An array satisfies
+    it; so does an object that reads rows on demand from pieces or another format."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
 
     def __getitem__(self, place: tuple[int, int, Positions], /) -> Rows:
-        """float32[m, head size]: of one layer and KV head, those with these m numbers below n."""
+        """float32[m, head size]: the keys of one layer and KV head at m indices below n."""
         ...
 
 
 class Signal(enum.Enum):
-    """A field of `View` that a policy needs beside the positions."""
+    """A field of `View` that a policy needs in addition to the positions."""
 
     MASS = "mass"
     RECENT = "recent"
@@ -45,26 +45,26 @@ class Signal(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a policy sees of one chat when it has to choose. n positions stand to choose from."""
+    """What a policy sees of one chat when it has to choose among n positions."""
 
     positions: Positions
     """int64[n], ascending: where the tokens stand in the chat; never renumbered."""
     n_seen: int
-    """Tokens of the chat so far, dropped ones included; over every position."""
+    """Tokens of the chat so far, including dropped ones; greater than every position."""
     mass: Mass | None = None
     """float32[n]: attention that each position got from all queries observed since its rows were
     computed; a query spreads a mass of 1, and heads and layers are averaged."""
     recent: Mass | None = None
     """float32[n]: the same from the last queries only (the observation window)."""
     messages: Positions | None = None
-    """int64[n], never falling: the number of the message that each position belongs to."""
+    """int64[n], non-decreasing: the number of the message that each position belongs to."""
     keys: Keys | None = None
-    """Of each position, in every layer."""
+    """The keys of each position, in every layer."""
     queries: Rows | None = None
     """float32[layers, heads, m, head size]: the last m queries, rotated by RoPE."""
     live: npt.NDArray[np.bool_] | None = None
-    """bool[n]: which positions are live now; None: all. Only a policy that can recall is shown
-    others, whose rows would have to be fetched."""
+    """bool[n]: which positions are live now; None: all. Only a policy that can recall sees
+    positions that are not live, whose rows would have to be fetched."""
 
     @property
     def n(self) -> int:
@@ -76,7 +76,7 @@ class View:
         return self.n_seen - 1 - self.positions
 
     def signal(self, signal: Signal) -> npt.NDArray[np.generic]:
-        """The array of a signal. Raises ValueError where it is missing or of another length."""
+        """The array of a signal. Raises ValueError if it is missing or of another length."""
         values: npt.NDArray[np.generic] | None = getattr(self, signal.value)
         if values is None:
             raise ValueError(f"this policy needs the signal {signal.value!r}, which is missing")
@@ -88,7 +88,7 @@ class View:
 
 
 class RetentionConfig(Protocol):
-    """Parameters of one policy, a frozen dataclass checked on construction."""
+    """Parameters of one policy: a frozen dataclass, checked on construction."""
 
     @property
     def n_min(self) -> int:
@@ -97,15 +97,15 @@ class RetentionConfig(Protocol):
 
     @classmethod
     def for_budget(cls, budget: int) -> Self:
-        """What the paper recommends for `budget` live tokens. Raises ValueError if too few."""
+        """What the paper recommends for `budget` live tokens. Raises ValueError for too few."""
         ...
 
 
 class Retention(Protocol):
-    """One policy's decisions for one chat. It may remember what it decided before."""
+    """One policy's decisions for one chat. It may remember its earlier decisions."""
 
     signals: frozenset[Signal]
-    """What a view must bring."""
+    """What a view must contain."""
     can_recall: bool
     """Whether it also chooses among positions that are not live (`View.live`)."""
 
@@ -115,31 +115,31 @@ class Retention(Protocol):
     def keep(self, view: View, n_max: int) -> Positions:
         """int64[at most n_max], ascending: the positions that stay (or come back).
 
-        All of them if they fit. Raises ValueError for n_max < config.n_min, a signal that is
-        missing, positions that do not ascend or are not below n_seen."""
+        Returns all of them if they fit. Raises ValueError for n_max < config.n_min, a missing
+        signal, and positions that do not ascend or are not below n_seen."""
         ...
 
     def truncate(self, n: int) -> None:
-        """Only the first `n` tokens of the chat are left: what was decided of later positions is
-        not of those that come in their place."""
+        """Only the first `n` tokens of the chat are left: forget what was decided about later
+        positions, as other tokens will take their place."""
         ...
 
     def fork(self) -> Self:
-        """The same decisions so far, for a branch of the chat; later ones are apart."""
+        """A copy with the same decisions so far, for a branch of the chat."""
         ...
 
 
 @runtime_checkable
 class Recalling(Retention, Protocol):
-    """A policy that may choose what is not live: it has an index of everything it was shown."""
+    """A policy that may choose positions that are not live: it indexes all that it was shown."""
 
     @property
     def n_bytes(self) -> int:
-        """About how much RAM the index takes."""
+        """Approximate size of the index in RAM."""
         ...
 
     def index_bytes(self, layers: int, kv_heads: int, head_size: int) -> int:
-        """About how much RAM one position takes in the index of a model of this shape."""
+        """Approximate RAM of one position in the index of a model of this shape."""
         ...
 
     def indexed(self, n: int) -> slice:
@@ -147,13 +147,13 @@ class Recalling(Retention, Protocol):
         ...
 
     def index(self, positions: Positions, keys: Keys, *, n_threads: int = 1) -> None:
-        """Put positions [n] with their keys [layers, KV heads, n, head size] into the index, but
-        for those that are there. `keep` does it for what it is shown; who has time before, such
-        as while a prompt is evaluated, may do it then."""
+        """Add positions [n] with their keys [layers, KV heads, n, head size] to the index, except
+        those that are there. `keep` indexes what it is shown; a caller with time to spare earlier,
+        such as while a prompt is evaluated, may index then."""
         ...
 
     def forget(self, positions: Positions) -> None:
-        """These will not be shown again, or with other keys."""
+        """Remove positions that will not be shown again, or only with other keys."""
         ...
 
 

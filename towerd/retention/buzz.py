@@ -3,8 +3,8 @@ Cache with Segmented Heavy Hitters", Algorithms 1 and 2, Theorem 3.1, section 3.
 
     [ sink k ][ old: every s^-th stays ][ new: of every s the one with most attention ][ window w ]
 
-A position is new until it has survived an eviction. Tokens gather until sink, middle and window
-fill k + T + w, which is the budget.
+A position is new until it has survived an eviction. Tokens accumulate until sink, middle and window
+reach k + T + w, which is the budget.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from towerd.retention.base import Mass, Positions, Signal, View, check_view
 from towerd.retention.choice import SINK_DEFAULT, EndsConfig, Indices, middle, with_ends
 
 _LOG_BASE = 512
-"""The length for which the log n form is the plain one (section 3.5)."""
+"""The length at which the log n form does not scale keys (section 3.5)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class BuzzConfig(EndsConfig):
     threshold: int = 1
     """T: tokens between sink and window, old ones included, at which an eviction is due."""
     stride: int = 5
-    """s, for new tokens. With 1 or 2 every old token would stay, and the cache would never end."""
+    """s, for new tokens. With 1 or 2 every old token would stay: the cache would never shrink."""
     log_n: bool = False
     """Scale kept keys by `key_scale`."""
 
@@ -59,19 +59,19 @@ class BuzzConfig(EndsConfig):
 
 
 def threshold_per_window(stride: int) -> float:
-    """T / w at which the old tokens level off at w (Theorem 3.1).
+    """T / w at which the number of old tokens converges to w (Theorem 3.1).
 
-    The theorem's two cases are right; its proof names them the wrong way round."""
+    The theorem's two cases are right; its proof labels them the wrong way round."""
     return (stride**2 + 1) / (stride + 1) if stride % 2 else stride - 1.0
 
 
 def key_scale(n: int) -> float:
-    """log_512 n: what the log n form multiplies keys of a chat of n tokens by (equation 8)."""
+    """log_512 n: the factor of the log n form for the keys of a chat of n tokens (equation 8)."""
     return math.log(max(n, 2)) / math.log(_LOG_BASE)
 
 
 class Buzz:
-    """Samples old and new tokens; remembers up to where tokens are old."""
+    """Samples old and new tokens; remembers where new tokens begin."""
 
     signals = frozenset((Signal.MASS,))
     can_recall = False
@@ -106,12 +106,12 @@ class Buzz:
 
 
 def interval_sample(n: int, stride: int) -> Indices:
-    """Every stride-th of n, from the first."""
+    """Indices of every stride-th of n, from the first."""
     return np.arange(0, n, stride, dtype=np.int64)
 
 
 def local_maxima(mass: Mass, stride: int) -> Indices:
-    """The index of the largest of every `stride` (Algorithm 2); of equal ones the first."""
+    """The index of the largest of every `stride` (Algorithm 2); the first on ties."""
     n = len(mass)
     padded = np.full(-(-n // stride) * stride, -np.inf, np.float32)
     padded[:n] = mass

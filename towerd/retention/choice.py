@@ -17,7 +17,7 @@ SINK_DEFAULT = 4
 
 
 def check_ends(sink: int, window: int) -> None:
-    """Raises ValueError for ends that no policy can have."""
+    """Raises ValueError for a negative sink or an empty window."""
     if sink < 0 or window < 1:
         raise ValueError(
             f"a sink of {sink} and a window of {window} tokens: the sink cannot be negative, "
@@ -42,24 +42,24 @@ class EndsConfig:
 
     @classmethod
     def for_budget(cls, budget: int) -> Self:
-        """Half of what the sink leaves goes to the last tokens. ValueError if too few."""
+        """Gives half of what the sink leaves to the window. Raises ValueError for too few."""
         return cls(window=(budget - SINK_DEFAULT) // 2)
 
 
 def middle(n: int, sink: int, window: int) -> slice:
-    """The indices between the first `sink` and the last `window` of n; the window goes first."""
+    """The indices between the first `sink` and the last `window` of n; the window comes first."""
     stop = max(0, n - window)
     return slice(min(sink, stop), stop)
 
 
 def top(scores: Mass, k: int) -> Indices:
-    """Indices of the k largest scores, ascending; of equal ones the later."""
+    """Indices of the k largest scores, ascending; the later on ties."""
     order = np.lexsort((np.arange(len(scores)), scores))
     return np.sort(order[max(0, len(scores) - k) :]).astype(np.int64)
 
 
 def with_ends(positions: Positions, span: slice, chosen: Indices) -> Positions:
-    """What stands before and after `span`, and the chosen indices within it, ascending."""
+    """The positions before and after `span`, and the chosen indices within it, ascending."""
     return np.concatenate(
         [positions[: span.start], positions[span][chosen], positions[span.stop :]]
     )

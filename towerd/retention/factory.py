@@ -1,4 +1,4 @@
-"""Retention policies by name, imported when one is asked for: most daemons need none."""
+"""Retention policies by name, imported on first use: most daemons need none."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from towerd.retention.base import Retention, RetentionConfig, Signal
 
 
-class Kind(NamedTuple):
-    """One row of the table: the parameters and what decides by them."""
+class RetentionKind(NamedTuple):
+    """One row of the table: the class of the parameters and the class of the policy."""
 
     config: type[RetentionConfig]
     policy: type[Retention]
@@ -27,21 +27,21 @@ _CLASSES: Mapping[str, tuple[str, str]] = {
     "latem": ("LatemConfig", "Latem"),
     "icecache": ("IceCacheConfig", "IceCache"),
 }
-"""Parameters and policy, in the module `towerd.retention.NAME`."""
+"""Parameters and policy in the module `towerd.retention.NAME`."""
 NAMES = tuple(_CLASSES)
 
 
 @cache
-def kind_of(name: str) -> Kind:
+def kind_of(name: str) -> RetentionKind:
     """The row of policy `name`. Raises KeyError for an unknown name."""
     config, policy = _CLASSES[name]
     module = import_module(f"towerd.retention.{name}")
-    return Kind(getattr(module, config), getattr(module, policy))
+    return RetentionKind(getattr(module, config), getattr(module, policy))
 
 
 def retention_config(name: str, budget: int) -> RetentionConfig:
     """The parameters of policy `name` for `budget` live tokens. Raises ValueError for an unknown
-    name or a budget that leaves no room beside sink and window."""
+    name or a budget that leaves nothing beside sink and window."""
     if name not in _CLASSES:
         raise ValueError(f"there is no retention policy {name!r}: take one of {', '.join(NAMES)}")
     try:
@@ -51,12 +51,12 @@ def retention_config(name: str, budget: int) -> RetentionConfig:
 
 
 def signals_of(name: str) -> frozenset[Signal]:
-    """What a view for policy `name` must bring. Raises KeyError for an unknown name."""
+    """What a view for policy `name` must contain. Raises KeyError for an unknown name."""
     return kind_of(name).policy.signals
 
 
 def can_recall(name: str) -> bool:
-    """Whether what policy `name` dropped may come back. Raises KeyError for an unknown name."""
+    """Whether policy `name` may recall what it dropped. Raises KeyError for an unknown name."""
     return kind_of(name).policy.can_recall
 
 

@@ -1,8 +1,8 @@
 """H2O: heavy hitters by accumulated attention, and the last tokens (Zhang et al. 2023, "H2O:
 Heavy-Hitter Oracle for Efficient Generative Inference", Algorithm 1).
 
-The paper evicts one token for each new one, per head; here as many as must go at once, and a
-position for all heads. Half of the budget goes to the last tokens, as in the paper.
+The paper evicts one token for each new one, per head; this evicts as many as necessary at once, and
+a position for all heads. Half of the budget goes to the last tokens, as in the paper.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class H2OConfig(EndsConfig):
 
 
 class H2O:
-    """Keeps the sink, the window, and of the rest what got most attention so far."""
+    """Keeps the sink, the window, and of the rest what got the most attention so far."""
 
     signals = frozenset((Signal.MASS,))
     can_recall = False
@@ -37,7 +37,7 @@ class H2O:
         return with_ends(view.positions, span, top(view.mass[span], n_max - self.config.n_min))
 
     def truncate(self, n: int) -> None:
-        """It remembers nothing."""
+        """Does nothing: the policy is stateless."""
 
     def fork(self) -> Self:
         return self

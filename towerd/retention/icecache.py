@@ -1,4 +1,4 @@
-"""IceCache: what the queries at hand look for, of everything the chat ever held (Mao et al. 2026,
+"""IceCache: of everything the chat ever held, what the present queries look for (Mao et al. 2026,
 "IceCache: Memory-efficient KV-cache Management for Long-Sequence LLMs", sections 4.1, 4.2, A, B).
 
     [ sink ][ indexed: the pages that the queries' nearest keys lie in ][ window ]
@@ -6,10 +6,10 @@
 Each KV head of each layer has a DCI tree over its keys; tokens enter it when they leave the window.
 The queries of a group search the tree of their KV head, and the pages they hit are shared.
 
-The paper loads pages per head. Here a position is live for all heads at once, so each head votes:
-for every key of its pages with the attention that it would give it, were these pages, the sink and
-the window everything; of its queries the one that gives most. A head that looks for one token
-outvotes many that look everywhere a little.
+The paper loads pages per head. Here a position is live for all heads at once, so each head votes
+for every key of its pages. The vote is the attention that the key would get if there were only
+these pages, the sink and the window, from the query that gives it the most. A head that looks for
+one token outvotes many that spread their attention.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 _KEYS_MIN = 8
 _FORGOTTEN_SHARE_MAX = 0.5
-"""Forgotten positions for each indexed one; beyond, the trees are built anew."""
+"""Forgotten positions for each indexed one; beyond this, the trees are rebuilt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +42,14 @@ class IceCacheConfig(EndsConfig):
     keys_max: int = 64
     """Nearest keys that each query looks for; the pages they lie in are voted on."""
     layer_first: int = 2
-    """Layers before it have no tree: their attention is not sparse (section 5.1)."""
+    """Layers before this one have no trees: their attention is not sparse (section 5.1)."""
     layer_step: int = 1
     """3: only every third layer has trees and votes (the reuse form, section C)."""
     followers: int = 0
-    """Positions after a voted one that get its votes, too, each fewer than the one before: who
-    chooses for several tokens at once needs what the next of them will look for."""
+    """Positions after a voted one that get a share of its votes, each less than the one before: a
+    choice for several tokens at once must cover what the later ones will look for."""
     n_threads: int = 1
-    """That search; trees do not depend on each other, so the answer is the same with any."""
+    """Threads that search. Trees are independent, so the result is the same with any number."""
     tree: DciConfig = field(default_factory=DciConfig)
 
     def __post_init__(self) -> None:
@@ -68,12 +68,12 @@ class IceCacheConfig(EndsConfig):
         return cls(window=window, keys_max=max(_KEYS_MIN, free // 2))
 
     def anchors(self, n_layer: int) -> range:
-        """The layers that have trees; the last one if the model has no more."""
+        """The layers that have trees: the last layer alone if the model is too small."""
         return range(min(self.layer_first, n_layer - 1), n_layer, self.layer_step)
 
 
 class IceCache:
-    """Keeps the sink, the window, and of what was indexed the positions with most votes."""
+    """Keeps the sink, the window, and the indexed positions with the most votes."""
 
     signals = frozenset((Signal.KEYS, Signal.QUERIES))
     can_recall = True
@@ -83,7 +83,7 @@ class IceCache:
         self._trees: dict[tuple[int, int], DciTree] = {}
         self._head_size = 0
         self._indexed: Positions = np.empty(0, np.int64)
-        """Positions by their number in every tree; -1: forgotten."""
+        """The position of each key number, which is the same in every tree; -1: forgotten."""
 
     @property
     def n_bytes(self) -> int:
@@ -94,7 +94,7 @@ class IceCache:
         return int(of_all * (1 + _FORGOTTEN_SHARE_MAX))
 
     def keep(self, view: View, n_max: int) -> Positions:
-        """As the protocol says; the keys of a position must be the same at every call."""
+        """See Retention.keep. The keys of a position must be the same at every call."""
         check_view(self, view, n_max)
         check_rows(view.keys, view.queries)
         span = self.indexed(view.n)
@@ -130,7 +130,7 @@ class IceCache:
         return branch
 
     def _insert(self, positions: Positions, keys: Keys, numbers: Positions, n_threads: int) -> None:
-        """Index `positions`, whose keys have these `numbers`."""
+        """Index `positions`, whose keys stand at the indices `numbers` of `keys`."""
         is_new = ~np.isin(positions, self._indexed)
         if not is_new.any():
             return
@@ -152,7 +152,7 @@ class IceCache:
         self._indexed = np.concatenate([self._indexed, positions[is_new]])
 
     def _rebuild(self) -> None:
-        """Build the trees anew, without what is forgotten."""
+        """Rebuild the trees without the forgotten positions."""
         stays = np.flatnonzero(self._indexed >= 0)
 
         def without(place: tuple[int, int]) -> DciTree:
@@ -189,14 +189,14 @@ class IceCache:
         return votes
 
     def _of_each(self, work: Callable[[tuple[int, int]], T], n_threads: int) -> list[T]:
-        """What `work` says of each tree, in their order."""
+        """The results of `work` for each tree, in their order."""
         if n_threads == 1:
             return list(map(work, self._trees))
         with ThreadPoolExecutor(n_threads, "towerd-trees") as threads:
             return list(threads.map(work, self._trees))
 
     def _places(self, positions: Positions) -> Positions:
-        """Where each indexed position stands among `positions`, -1 if it does not."""
+        """The index of each indexed position in `positions`; -1 if it is not there."""
         if not len(positions):
             return np.full(len(self._indexed), -1, np.int64)
         at = np.minimum(np.searchsorted(positions, self._indexed), len(positions) - 1)
@@ -204,8 +204,8 @@ class IceCache:
 
 
 def passed_on(votes: Votes, positions: Positions, followers: int) -> Votes:
-    """float32[n]: of its own votes and the shares of those before it, the most. Of the one d
-    positions before it gets 1 - d / (followers + 1), for d up to `followers`."""
+    """float32[n]: for each position the largest of its own votes and the shares from those before
+    it. The one d positions before gives 1 - d / (followers + 1) of its votes, d <= `followers`."""
     most = votes.copy()
     for d in range(1, min(followers, len(votes) - 1) + 1):
         share = votes[:-d] * np.float32(1 - d / (followers + 1))
@@ -215,13 +215,13 @@ def passed_on(votes: Votes, positions: Positions, followers: int) -> Votes:
 
 
 def _tree_bytes(head_size: int) -> int:
-    """About what a key takes in a tree: itself, its place along four directions and on a page,
-    links; arrays that grow are on the mean half empty (kernels/cpp/dci.h)."""
+    """Approximate size of a key in a tree: the key, its place along four directions and on a page,
+    and links; growing arrays are on average half empty (kernels/cpp/dci.h)."""
     return (4 * head_size + 176) * 3 // 2
 
 
 def check_rows(keys: Keys | None, queries: Rows | None) -> None:
-    """Raises ValueError unless keys and queries are of the same layers, heads and head size."""
+    """Raises ValueError unless keys and queries agree in layers, heads and head size."""
     if keys is None or queries is None or len(keys.shape) != 4 or queries.ndim != 4:
         raise ValueError("keys and queries must be [layers, heads, rows, head size]")
     (layers, heads, _, size), (q_layers, q_heads, _, q_size) = keys.shape, queries.shape

@@ -1,14 +1,15 @@
 """LATEM: two-level marking with predictions from attention (Stephan 2025, Algorithm 1, section 6.2).
 
-Messages leave whole while there are more than k_m of them; then each message drops tokens down to
-its share of the token slots. On either level what was used since the last eviction is marked and
-spared until everything is; in each such phase the first ceil(eps * k) victims are those with the
-latest predicted use, the others the oldest unmarked ones.
+Whole messages are evicted while there are more than k_m of them; then each message drops tokens
+down to its share of the token slots. On both levels, what was used since the last eviction is
+marked and spared until everything is marked. In each such phase the first ceil(eps * k) victims are
+those with the latest predicted use, the others the oldest unmarked ones.
 
-Used: got at least the mean of the recent attention. Predicted use: the sooner, the more attention
-came per token since (a running average, section 6.2). The printed equal shares k_t / k_m would
-leave the slots of short messages empty, so what one does not fill is dealt to the others. The
-printed algorithm serves one request at a time; an eviction here serves all that came since.
+A position counts as used if it got at least the mean of the recent attention. Its next use is
+predicted to be the sooner, the more attention it got per token since (a running average, section
+6.2). The printed equal shares k_t / k_m would leave the slots of short messages empty, so slots
+that one message does not fill go to the others. The printed algorithm serves one request at a time;
+an eviction here serves all requests since the last one.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ class LatemConfig(EndsConfig):
 
 
 @dataclass(slots=True)
-class Phase:
+class MarkingPhase:
     """The marks of one cache and how many of its victims predictions have chosen."""
 
     marked: set[int] = field(default_factory=set)
     n_predicted: int = 0
 
     def victims(self, items: Positions, rates: Scores, n: int, quota: int) -> set[int]:
-        """Choose `n` of `items` (ascending: the oldest first) to go; they lose their marks.
+        """Choose `n` of `items` (ascending: oldest first) to evict; they lose their marks.
 
         rates: attention per time, float64[len(items)]; the lowest is used last"""
         gone: set[int] = set()
@@ -76,25 +77,25 @@ class Phase:
         self.marked -= gone
         return gone
 
-    def without(self, n: int) -> Phase:
-        """Without marks from `n` on."""
-        return Phase({i for i in self.marked if i < n}, self.n_predicted)
+    def without(self, n: int) -> MarkingPhase:
+        """A copy without marks from `n` on."""
+        return MarkingPhase({i for i in self.marked if i < n}, self.n_predicted)
 
-    def copy(self) -> Phase:
-        return Phase(set(self.marked), self.n_predicted)
+    def copy(self) -> MarkingPhase:
+        return MarkingPhase(set(self.marked), self.n_predicted)
 
 
 class Latem:
-    """Keeps the sink, the window, the messages in use, and of each the tokens in use."""
+    """Keeps the sink, the window, the messages in use, and in each of them the tokens in use."""
 
     signals = frozenset((Signal.MASS, Signal.RECENT, Signal.MESSAGES))
     can_recall = False
 
     def __init__(self, config: LatemConfig) -> None:
         self.config = config
-        self._messages = Phase()
-        self._tokens: dict[int, Phase] = {}
-        """By message."""
+        self._messages = MarkingPhase()
+        self._tokens: dict[int, MarkingPhase] = {}
+        """The marks of each message's tokens."""
         self._starts: dict[int, int] = {}
         """The first position that was seen of each message."""
 
@@ -143,7 +144,7 @@ class Latem:
             return
         used = scores >= scores.mean()
         for m, p in zip(message[used].tolist(), positions[used].tolist(), strict=True):
-            self._tokens.setdefault(m, Phase()).marked.add(p)
+            self._tokens.setdefault(m, MarkingPhase()).marked.add(p)
 
     def _message_victims(self, message: Positions, rates: Scores) -> list[int]:
         live, index = np.unique(message, return_inverse=True)
@@ -158,18 +159,18 @@ class Latem:
         return sorted(gone)
 
     def _token_victims(self, m: int, positions: Positions, rates: Scores, share: int) -> Indices:
-        """Indices into `positions` of a message's tokens that have to go."""
+        """Indices into `positions` of a message's tokens to evict."""
         n_over = len(positions) - share
         if n_over <= 0:
             return np.zeros(0, np.int64)
-        phase = self._tokens.setdefault(m, Phase())
+        phase = self._tokens.setdefault(m, MarkingPhase())
         gone = phase.victims(positions, rates, n_over, math.ceil(self.config.trust * share))
         return np.flatnonzero(np.isin(positions, sorted(gone))).astype(np.int64)
 
 
 def shares(sizes: npt.NDArray[np.int64], room: int) -> npt.NDArray[np.int64]:
-    """Slots for messages of `sizes` tokens: the same for all, none more than it has tokens, all of
-    `room` dealt if there are tokens enough; what does not divide goes to the last ones."""
+    """Slots for messages of `sizes` tokens: equal shares, but no message gets more than its tokens,
+    and all of `room` is used if there are enough tokens. A remainder goes to the last messages."""
     dealt = np.zeros(len(sizes), np.int64)
     left = min(room, int(sizes.sum()))
     while left:

@@ -1,8 +1,8 @@
-"""In which order the rows of dropped positions are best written, so that a recall reads few runs.
+"""The order in which to write the rows of dropped positions, so that a recall reads few runs.
 
-A recall takes what one query looks for. Positions with similar keys are recalled together, so they
-stand side by side: in the order of a DCI tree over the keys of all heads at once, each point before
-those below it.
+A recall fetches what one query looks for. Positions with similar keys are recalled together, so
+they are stored side by side: in the order of a DCI tree over the keys of all heads at once, each
+point before its descendants.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from towerd.kernels.dci import DciConfig, make_dci_tree
 from towerd.retention.base import Positions, Rows
 
 SKETCH_DIMS = 64
-"""Numbers that stand for the keys of all heads of a position: random projections keep distances."""
+"""Dimensions that stand for the keys of all heads of a position: random projections preserve
+distances."""
 
 
 def cluster_order(keys: Rows, config: DciConfig | None = None) -> Positions:
@@ -38,8 +39,8 @@ def cluster_order(keys: Rows, config: DciConfig | None = None) -> Positions:
 
 
 def n_reads(order: Positions, chosen: Positions, gap_max: int = 0) -> int:
-    """Contiguous reads that fetch the indices `chosen` from a file written in `order`; up to
-    `gap_max` rows that nobody asked for are read over."""
+    """The number of contiguous reads that fetch the indices `chosen` from a file written in
+    `order`; gaps of up to `gap_max` unneeded rows are read through."""
     slot = np.empty(len(order), np.int64)
     slot[order] = np.arange(len(order))
     places = np.sort(slot[np.unique(chosen)])

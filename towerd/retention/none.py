@@ -33,7 +33,7 @@ class KeepAll:
         return view.positions
 
     def truncate(self, n: int) -> None:
-        """It remembers nothing."""
+        """Does nothing: the policy is stateless."""
 
     def fork(self) -> Self:
         return self

@@ -1,7 +1,7 @@
 """SnapKV: what the last queries looked at, with its neighbours (Li et al. 2024, "SnapKV: LLM Knows
 What You are Looking for Before Generation", section 4 and its listing).
 
-The paper votes once, at the end of the prompt and per head; here at each eviction and for all
+The paper votes once, at the end of the prompt and per head; this votes at each eviction and for all
 heads. The window is the observation window: its queries vote, its tokens stay.
 """
 
@@ -57,14 +57,14 @@ class SnapKV:
         return with_ends(view.positions, span, top(votes, n_max - self.config.n_min))
 
     def truncate(self, n: int) -> None:
-        """It remembers nothing."""
+        """Does nothing: the policy is stateless."""
 
     def fork(self) -> Self:
         return self
 
 
 def pooled(scores: Mass, width: int) -> Mass:
-    """float32[n]: the maximum over `width` neighbours around each; beyond the ends is nothing."""
+    """float32[n]: the maximum over a window of `width` around each score, cut off at the ends."""
     if not len(scores):
         return scores
     padded = np.pad(scores, width // 2, constant_values=-np.inf)

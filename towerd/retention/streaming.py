@@ -1,4 +1,4 @@
-"""StreamingLLM: the first tokens and the last (Xiao et al. 2024, "Efficient Streaming Language
+"""StreamingLLM: the first and the last tokens (Xiao et al. 2024, "Efficient Streaming Language
 Models with Attention Sinks").
 
 The first tokens take the attention that a softmax has to put somewhere; a window without them
@@ -18,7 +18,7 @@ from towerd.retention.choice import EndsConfig, middle, with_ends
 
 @dataclass(frozen=True, slots=True)
 class StreamingConfig(EndsConfig):
-    """`window` is the fewest last tokens: what the sink leaves of the budget goes to them."""
+    """`window` is the fewest last tokens: they get what the sink leaves of the budget."""
 
 
 class Streaming:
@@ -38,7 +38,7 @@ class Streaming:
         return with_ends(view.positions, middle(view.n, sink, n_max - sink), np.array([], np.int64))
 
     def truncate(self, n: int) -> None:
-        """It remembers nothing."""
+        """Does nothing: the policy is stateless."""
 
     def fork(self) -> Self:
         return self

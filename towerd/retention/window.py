@@ -1,4 +1,4 @@
-"""The sliding window alone: the last tokens; what StreamingLLM's sink is measured against."""
+"""A plain sliding window of the last tokens: the baseline for StreamingLLM's sink."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Window:
         return view.positions[-n_max:]
 
     def truncate(self, n: int) -> None:
-        """It remembers nothing."""
+        """Does nothing: the policy is stateless."""
 
     def fork(self) -> Self:
         return self

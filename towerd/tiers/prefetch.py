@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from towerd.errors import NotFound, StoreError
-from towerd.policy.prefetch import Candidate, Room, budget, plan
+from towerd.policy.prefetch import Candidate, TierSpace, budget, plan
 from towerd.store import Node, Store
 from towerd.tiers.ranking import Ranking
 
@@ -87,7 +87,7 @@ class Prefetcher:
             return
         nodes: dict[int, Node] = {}
         candidates = self._candidates(nodes)
-        most = budget(Room(max(0, room), 0, 0, int(self._allowance), only_decodes=True))
+        most = budget(TierSpace(max(0, room), 0, 0, int(self._allowance), only_decodes=True))
         for key in plan(candidates, most):
             try:
                 self._fetch(nodes[key])

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from towerd.policy import Key, make_policy
-from towerd.policy.base import Foretelling, Learning
+from towerd.policy.base import Learning, ReuseForecaster
 from towerd.store import Node, SegmentFile, Store
 from towerd.store.listener import Listener
 from towerd.tiers.learned import pack, unpack
@@ -205,13 +205,13 @@ class Ranking(Listener):
     @property
     def foretells(self) -> bool:
         """Whether the policy can say what it expects back."""
-        return isinstance(self._hot, Foretelling)
+        return isinstance(self._hot, ReuseForecaster)
 
     def wanted(self, most: int) -> list[tuple[Key, float]]:
-        """See Foretelling.wanted; nothing of a policy that does not foretell."""
+        """See ReuseForecaster.wanted; nothing of a policy that does not foretell."""
         with self._lock:
             self._play()
-            if not isinstance(self._hot, Foretelling):
+            if not isinstance(self._hot, ReuseForecaster):
                 return []
             return self._hot.wanted(self._clock(), most)
 

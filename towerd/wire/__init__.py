@@ -11,8 +11,8 @@ One `Model` for each loaded model. For each HTTP request:
     writer.partial(chunk)                         bytes for the client, on any other thread
     writer.final(reply, ...); writer.end()
 
-No call holds the GIL for longer than its arguments take to copy. What fails raises `WireError`
-with llama-server's status and words; a failed assertion in llama.cpp does, too.
+No call holds the GIL for longer than it takes to copy its arguments. Failures raise `WireError`
+with llama-server's status and message; so does a failed assertion in llama.cpp.
 """
 
 from towerd.llama_library import lib as _lib  # first: the extension uses the libllama that it loads

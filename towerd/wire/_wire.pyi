@@ -13,17 +13,17 @@ class Medium:
 
     @property
     def ids(self) -> Ids:
-        """What stands for it in the prompt; see `towerd.media_ids`."""
+        """The ids that stand for it in the prompt; see `towerd.media_ids`."""
 
 class Encoded:
-    """What a projector made of a medium."""
+    """A medium encoded by a projector."""
 
 class Projector:
     """libmtmd: encodes media for a text model. Any thread may use it."""
 
     def __init__(self, model: int, options: bytes) -> None:
         """model: the address of a `llama_model`, which must outlive this object; options:
-        `ProjectorOptions.encode()`. Raises RuntimeError: the file is no projector of this model."""
+        `ProjectorOptions.encode()`. Raises RuntimeError: not a projector of this model."""
 
     @property
     def has_vision(self) -> bool: ...
@@ -34,14 +34,15 @@ class Projector:
         """Whether positions of media have more than one component."""
 
     def is_whole(self, medium: Medium) -> bool:
-        """Whether all of it must be in one micro-batch, for its tokens see each other."""
+        """Whether all of it must be in one micro-batch, as its tokens attend to each other."""
 
     def encode(self, medium: Medium) -> Encoded:
-        """One call at a time computes. Raises WireError (500)."""
+        """Encode a medium; concurrent calls wait for each other. Raises WireError (500)."""
 
     def decode(self, ctx: int, medium: Medium, encoded: Encoded, pos: int, seq: int) -> None:
-        """Evaluate it from position `pos` of a sequence of the `llama_context` at `ctx` on, on that
-        context's thread. Raises WireError (500): part of it may be evaluated then."""
+        """Evaluate a medium from position `pos` on, in sequence `seq` of the `llama_context` at
+        `ctx`; call it on that context's thread. Raises WireError (500), possibly after a part was
+        evaluated."""
 
 class Model:
     """A model as llama-server serves it: its vocabulary, chat templates and defaults. Never
@@ -55,15 +56,15 @@ class Model:
         projector: Projector | None = None,
     ) -> None:
         """model: the address of a `llama_model`, which must outlive this object and everything made
-        from it; settings: `Settings.encode()`; tokenizer: gives the very ids that llama.cpp does for
-        a text, with what the vocabulary adds and with special tokens in it, but may remember some;
-        projector: what media are encoded with, if the model shall take any.
+        from it; settings: `Settings.encode()`; tokenizer: returns the same ids as llama.cpp for a
+        text, with the tokens that the vocabulary adds and with special tokens parsed, and may cache
+        them; projector: encodes media, if the model accepts any.
 
         Raises RuntimeError: a chat template that does not parse or cannot render an example, a
         setting that llama.cpp does not know."""
 
     def props(self) -> bytes:
-        """What GET /props says of templates, defaults and special tokens: a JSON object."""
+        """Templates, defaults and special tokens, as in GET /props: a JSON object."""
 
     def apply_template(self, body: bytes) -> bytes:
         """The reply to POST /apply-template. Raises WireError."""
@@ -78,7 +79,7 @@ class Request:
     """One completion request. Never changes; any thread may use it."""
 
     def __init__(self, model: Model, endpoint: Endpoint, body: bytes) -> None:
-        """Parse and tokenize. Raises WireError, never with a status of 500 or more but for what
+        """Parse and tokenize. Raises WireError with a status below 500, except for features that
         this model does not support (501)."""
 
     @property
@@ -87,15 +88,15 @@ class Request:
 
     @property
     def prompts(self) -> list[Ids]:
-        """The prompts' tokens, copied; most requests have one. None may be empty of tokens that are
-        not the vocabulary's but those of its media, and one may have no tokens at all."""
+        """Copies of the prompts' ids, including those of media; most requests have one prompt. A
+        prompt may be empty."""
 
     def media(self, prompt: int) -> list[Medium]:
-        """Of a prompt, in their order."""
+        """The media of a prompt, in order."""
 
     @property
     def n_choices(self) -> int:
-        """Replies that are asked for: `n_per_prompt` for each prompt, in their order."""
+        """The number of replies requested: `n_per_prompt` for each prompt, in their order."""
 
     @property
     def n_per_prompt(self) -> int: ...
@@ -103,7 +104,7 @@ class Request:
     def stream(self) -> bool: ...
     @property
     def n_predict(self) -> int:
-        """Tokens to generate at most; -1: no limit."""
+        """The most tokens to generate; -1: no limit."""
 
     @property
     def n_keep(self) -> int: ...
@@ -122,8 +123,8 @@ class Request:
         """JSON of a chat's leading system messages and its tools; empty if it has neither."""
 
     def spans(self, prompt: int) -> npt.NDArray[np.int32]:
-        """int32[n, 3]: role, first token and length of each message of a prompt, as the template's
-        delimiters have them; `ROLES` names the roles. Empty for a template without delimiters."""
+        """int32[n, 3]: role, first token and length of each message of a prompt, found by the
+        template's delimiters; `ROLES` names the roles. Empty for a template without delimiters."""
 
     def field(self, name: str) -> bytes | None:
         """JSON of a top-level field of the body, if it is one of `Settings.kept_fields`."""
@@ -133,61 +134,61 @@ class Request:
 
     def next_prompt(self, message: bytes) -> Ids:
         """The tokens that every next request of this chat begins with, if its client sends the
-        reply back as `Writer.message` has it. Empty if this is no chat, a very long one, or one whose
-        client began the reply. Raises WireError."""
+        reply back as `Writer.message` returns it. Empty if this is not a chat, a very long one, or
+        one whose client began the reply. Raises WireError."""
 
 class Chunk:
-    """What one token made of a reply."""
+    """The effect of one token on a reply."""
 
     @property
     def token(self) -> int: ...
     @property
     def text(self) -> bytes:
-        """Text that is certain now: nothing while a stop string may be at its end."""
+        """Text that is final now; empty while it may end in a stop string."""
 
     @property
     def is_sent(self) -> bool:
-        """False: the token's character is not complete, and no event is made of it."""
+        """False: the token's character is incomplete, and it makes no event."""
 
     @property
     def stop(self) -> Literal["", "eos", "word", "limit"]:
-        """Why the reply ends here; empty: it does not."""
+        """Why the reply ends here; empty: it continues."""
 
 class Reply:
-    """One choice while it is generated: its sampler and its text. Any thread may use it, one at a
-    time gets to."""
+    """One choice while it is generated: its sampler and its text. Any thread may use it; calls are
+    serialized."""
 
     def __init__(self, request: Request, choice: int) -> None:
-        """Raises WireError: samplers that cannot be made, a grammar that does not parse."""
+        """Raises WireError for invalid samplers or a grammar that does not parse."""
 
     def accept_prompt(self, ids: Ids) -> None:
         """Let the penalties see the tokens that are evaluated before the reply."""
 
     def started(self, n_cached: int, n_processed: int, prompt_ms: float) -> None:
-        """The prompt is evaluated: how many of its tokens were reused and how many evaluated. Only
+        """The prompt was evaluated: `n_cached` tokens were reused, `n_processed` evaluated. Only
         the first call counts."""
 
     def step(self, ctx: int, index: int, is_full: bool) -> Chunk:
         """Sample a token and account for it. ctx: the address of the `llama_context`; index: the
         batch position of the logits; is_full: there is no room for another token.
 
-        Raises WireError (500): no token continues the grammar, logits that are no numbers. The
-        reply cannot go on then."""
+        Raises WireError (500): no token continues the grammar, or logits are not finite. The reply
+        cannot be continued then."""
 
     def steps(self, ctx: int, index: int, draft: Ids, n_room: int) -> list[Chunk]:
-        """The same after a batch in which `draft` followed the newest token, which was at `index`:
-        as many tokens as the draft has right, and the one after them, which are those that steps
-        without a draft give; fewer where the reply ends. n_room: how many tokens there is room
-        for; the one after them ends the reply."""
+        """`step` after a batch in which `draft` followed the newest token, which was at `index`.
+        Returns the accepted tokens of the draft and the token after them, the same as steps without
+        a draft would give; fewer if the reply ends. n_room: how many tokens there is room for; the
+        one after them ends the reply."""
 
     def limit(self, truncated: bool) -> None:
-        """End it at a limit that the request does not have; truncated: for want of context."""
+        """End the reply at a limit other than the request's. truncated: the context is full."""
 
     def truncate(self) -> None:
-        """Say in the reply that tokens before it were dropped for want of context."""
+        """Mark the reply: earlier tokens were dropped because the context was full."""
 
     def end_reasoning(self) -> bool:
-        """End its reasoning with the next tokens; False: there is none to end."""
+        """End its reasoning with the next tokens; False: it is not reasoning."""
 
     @property
     def request(self) -> Request: ...
@@ -209,8 +210,8 @@ class Reply:
     def has_new_line(self) -> bool: ...
     @property
     def n_kept(self) -> int:
-        """How many of its tokens have their text in the reply: all but those that a stop string
-        cut off, in whole or in part."""
+        """How many of its tokens have their text in the reply: all except those cut off by a stop
+        string, wholly or partly."""
 
     @property
     def timings(self) -> tuple[int, int, float, int, float]:
@@ -221,62 +222,62 @@ class Reply:
         """(draft_n, draft_n_accepted): drafted tokens that were evaluated, and that were right."""
 
 class Interruption:
-    """Ends what a context evaluates before its time. Any thread may ask; the others are calls of the
+    """Aborts an evaluation of a context. Any thread may call `ask`; the other calls are for the
     thread that evaluates."""
 
     def __init__(self, ctx: int) -> None:
-        """ctx: the address of a `llama_context`, which evaluates only as long as this object
-        lives."""
+        """ctx: the address of a `llama_context`, which must not evaluate after this object is
+        gone."""
 
     def arm(self) -> None:
-        """From here to `disarm` an evaluation may be ended."""
+        """From here to `disarm` an evaluation may be aborted."""
 
     def disarm(self) -> None: ...
     def ask(self) -> None:
-        """End the evaluation that runs or comes next, if it may be ended: llama.cpp stops after the
-        node of the graph that it computes, and `llama_decode` returns 2."""
+        """Abort the running or next evaluation, if it may be aborted: llama.cpp stops after the
+        current node of the graph, and `llama_decode` returns 2."""
 
 class Speculation:
-    """Guesses at the next tokens of running replies, by the flags that a model was made with: from a
-    draft model, from n-grams, or both. One thread uses it."""
+    """Drafts the next tokens of running replies, by the model's flags: from a draft model, from
+    n-grams, or both. Not thread-safe."""
 
     def __init__(
         self, model: Model, ctx: int, n_slots: int, n_threads: int, n_threads_batch: int
     ) -> None:
-        """ctx: the address of the `llama_context` that evaluates the drafts, which outlives this
-        object; the numbers of threads are a draft model's, unless flags say otherwise.
+        """ctx: the address of the `llama_context` that verifies the drafts, which must outlive this
+        object; the numbers of threads are those of a draft model, unless flags override them.
 
-        Raises RuntimeError: types that nothing here can serve, no draft model where one is needed,
-        one that cannot be loaded, has another vocabulary, or cannot forget a draft."""
+        Raises RuntimeError: unsupported types, or a draft model that is missing, cannot be loaded,
+        has another vocabulary, or cannot forget a draft."""
 
     @staticmethod
     def is_asked_for(model: Model) -> bool:
         """Whether the model's flags ask for speculation."""
 
     def draft(self, asked: Sequence[tuple[int, Ids, int]]) -> list[Ids]:
-        """For each (slot, tokens so far, how many more at most) tokens that may follow, maybe none.
-        A slot is less than `n_slots` and stands for one text that grows; with another text it
-        begins anew. A draft model that has to read much first does so over several calls, and has
-        nothing to say meanwhile. Raises WireError (500)."""
+        """A draft, possibly empty, for each (slot, tokens so far, the most tokens to draft). A slot
+        is less than `n_slots` and stands for one growing text; with another text it starts over. A
+        draft model that has to read much first does so over several calls, and drafts nothing until
+        then. Raises WireError (500)."""
 
     def accept(self, slot: int, n_accepted: int) -> None:
         """How many tokens of the slot's last draft were right."""
 
 class Writer:
-    """The bytes of one response. Any thread may use it, one at a time gets to. Every call may raise
-    WireError (500) when what was generated is no reply of the model's format."""
+    """The bytes of one response. Any thread may use it; calls are serialized. Every call may raise
+    WireError (500) if the generated text is not a reply in the model's format."""
 
     def __init__(self, request: Request) -> None: ...
     def partial(self, chunk: Chunk) -> bytes:
-        """The events of one token; empty where there are none, or nothing is streamed."""
+        """The events of one token; empty if there are none, or if the reply is not streamed."""
 
     def progress(self, choice: int, total: int, cached: int, processed: int, time_ms: int) -> bytes:
         """The events of `prompt_progress`."""
 
     def final(self, reply: Reply, id_slot: int, n_cached: int, extra: bytes) -> bytes:
-        """The events that close one choice of a stream. Else all of the response, at the call for
-        the last of its choices, and nothing before. n_cached: `tokens_cached`; extra: empty, or a
-        JSON object whose fields join the reply, or the last of the events."""
+        """The events that close one choice of a stream. Without streaming, the whole response at
+        the call for its last choice, and nothing before. n_cached: `tokens_cached`; extra: empty,
+        or a JSON object whose fields are added to the reply or its last event."""
 
     def end(self) -> bytes:
         """What follows the last choice of a stream; may be empty."""
@@ -286,7 +287,7 @@ class Writer:
         object."""
 
     def message(self, choice: int) -> bytes:
-        """JSON of the message that a choice has become, in OpenAI's form."""
+        """JSON of the message of a finished choice, in OpenAI's form."""
 
 class EmbeddingRequest:
     """POST /embeddings, or /v1/embeddings."""
@@ -298,11 +299,11 @@ class EmbeddingRequest:
     def prompts(self) -> list[Ids]: ...
     @property
     def normalize(self) -> int:
-        """`embd_normalize`: how the engine shall normalize."""
+        """`embd_normalize`: the normalization for the engine to apply."""
 
     def reply(self, rows: Sequence[npt.NDArray[np.float32]]) -> bytes:
-        """The JSON reply. rows: of each prompt float32[n, n_embd], one with pooling, else one a
-        token."""
+        """The JSON reply. rows: float32[n, n_embd] for each prompt, with n = 1 with pooling, else
+        one row per token."""
 
 class RerankRequest:
     """POST /rerank."""
@@ -312,7 +313,7 @@ class RerankRequest:
 
     @property
     def prompts(self) -> list[Ids]:
-        """One for each document."""
+        """One prompt for each document."""
 
     def reply(self, scores: Sequence[float]) -> bytes:
-        """The JSON reply; scores: of each document."""
+        """The JSON reply. scores: one for each document."""

@@ -1,4 +1,4 @@
-"""The endpoints whose requests `towerd.wire` reads."""
+"""The endpoints whose requests `towerd.wire` parses."""
 
 from typing import Literal, TypeAlias
 

@@ -1,4 +1,4 @@
-"""What llama.cpp's code refused."""
+"""The error of a request that llama.cpp's code refuses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from towerd.errors import TowerdError
 
 
 class WireError(TowerdError):
-    """llama-server's answer to what it cannot do: its status, words and further fields."""
+    """llama-server's error reply: its status, message and further fields."""
 
     def __init__(self, error: bytes) -> None:
         """error: the JSON of llama-server's error object."""

@@ -1,4 +1,4 @@
-"""How a model's requests are parsed: what llama-server takes from its command line."""
+"""The settings by which a model's requests are parsed, as on llama-server's command line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FROM_MODEL: dict[str, tuple[str, Callable[[str], Any]]] = {
     "mirostat_tau": ("mirostat_tau", float),
     "mirostat_eta": ("mirostat_eta", float),
 }
-"""What a GGUF recommends, by the end of its key: the field of a request, and how it is read."""
+"""A GGUF's recommendations, by the end of the key: the request's field, and how to parse it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,32 +43,32 @@ class Settings:
     n_parallel: int
     """Choices that one prompt may have."""
     n_batch: int = 2048
-    """How much of an infill's text is taken."""
+    """Limits how much of an infill's text is used."""
     chat_template: str = ""
     """Jinja source or `chatml`; empty: the model's own."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     use_jinja: bool = True
     prefill_assistant: bool = True
-    """A last message of the assistant's is continued."""
+    """Whether a last message of the assistant is continued."""
     enable_reasoning: bool = True
-    """Templates that can think do."""
+    """Whether templates that support thinking enable it."""
     reasoning_format: str = "deepseek"
     reasoning_budget: int = -1
     reasoning_budget_message: str = ""
     special: bool = False
-    """Special tokens appear in the text."""
+    """Whether special tokens appear in the text."""
     spm_infill: bool = False
     sse_ping_interval: int = 30
     embd_normalize: int = 2
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Fields that a request has unless it says otherwise: `n_predict`, `temperature`..."""
+    """Default values of a request's fields: `n_predict`, `temperature`..."""
     flags: tuple[str, ...] = ()
-    """Words of a llama-server command line, which go over what stands above."""
+    """Words of a llama-server command line, which override the fields above."""
     kept_fields: tuple[str, ...] = ()
-    """Top-level fields of a body that `Request.field` gives back."""
+    """Top-level fields of a body that `Request.field` returns."""
 
     def encode(self) -> bytes:
-        """As the C++ side reads it."""
+        """The JSON that the C++ side reads."""
         return msgspec.json.encode(asdict(self))
 
 
@@ -78,7 +78,7 @@ class ProjectorOptions:
 
     path: str
     digest: str
-    """Names the file and whatever else decides what it makes of a medium."""
+    """Identifies the file and everything else that determines its encoding of a medium."""
     n_threads: int
     use_gpu: bool = True
     image_min_tokens: int = -1
@@ -86,13 +86,13 @@ class ProjectorOptions:
     warmup: bool = True
 
     def encode(self) -> bytes:
-        """As the C++ side reads it."""
+        """The JSON that the C++ side reads."""
         return msgspec.json.encode(asdict(self))
 
 
 def recommended(metadata: Mapping[str, str]) -> dict[str, Any]:
-    """What a GGUF's metadata recommends for sampling, as `Settings.defaults`. What cannot be read
-    is left out, as in llama.cpp."""
+    """The sampling parameters that a GGUF's metadata recommends, for `Settings.defaults`. Values
+    that cannot be parsed are left out, as in llama.cpp."""
     out: dict[str, Any] = {}
     for name, (field_name, read) in _FROM_MODEL.items():
         value = metadata.get(_PREFIX + name, "")

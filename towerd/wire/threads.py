@@ -1,4 +1,4 @@
-"""The threads that read requests and write replies beside the event loop."""
+"""The threads that parse requests and write replies off the event loop."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 BYTES_QUICK_MAX = 64 * 1024
-"""A longer body is read apart from the others, which do not wait behind it."""
+"""Longer bodies are parsed by threads of their own, so that others do not wait behind them."""
 _THREADS = 2
 
 
 class WireThreads:
-    """A model, and the threads that work with it. They are ended before its weights are freed."""
+    """A model, and the threads that work with it. Close it before the weights are freed."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
@@ -29,7 +29,7 @@ class WireThreads:
     async def call(
         self, n_bytes: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """`work(...)`, which handles so many bytes. Raises Unavailable after `close()`."""
+        """Run `work(...)`, which handles `n_bytes`. Raises Unavailable after `close()`."""
         pool = self._quick if n_bytes <= BYTES_QUICK_MAX else self._long
         try:
             running = pool.submit(work, *args, **kwargs)
@@ -38,6 +38,6 @@ class WireThreads:
         return await asyncio.wrap_future(running)
 
     def close(self) -> None:
-        """Wait until nothing runs any more."""
+        """Wait until no work is running, and end the threads."""
         self._quick.shutdown()
         self._long.shutdown()

@@ -1,15 +1,15 @@
-// What the kernels of this folder share. C++14, as Metal before version 4 has it; a test compiles
-// the same text for the CPU. Pointers are template parameters, because MLX hands small arrays over
+// Code that the kernels of this folder share. C++14, as in Metal before version 4; a test compiles
+// the same text for the CPU. Pointers are template parameters, because MLX passes small arrays
 // as `constant` and larger ones as `device`.
 #pragma METAL fp math_mode(safe)
 #pragma METAL fp contract(off)
 
-// How many threads a threadgroup has (mlx_metal.py), and elements that it works on in the kernels
+// Threads of a threadgroup (mlx/metal.py), and the elements that it works on in the kernels
 // without heads.
 constexpr constant int kThreads = 256;
 constexpr constant int kTile = 1024;
 
-// What iq4_nl's codes stand for.
+// The values of iq4_nl's codes.
 constant int8_t kTable[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
 inline float half_bits(uint16_t raw) { return float(as_type<half>(raw)); }

@@ -1,6 +1,6 @@
-// One block of 32 numbers as llama.cpp's cache writes it (ggml-cpu's from_float).
+// Encodes one block of 32 numbers as llama.cpp's cache does (ggml-cpu's from_float).
 
-// The number of largest magnitude, the first of equals.
+// The number with the largest magnitude, the first of equals.
 template <typename From>
 inline float leading(From x) {
     float peak = 0.0f;
@@ -10,7 +10,7 @@ inline float leading(From x) {
     return peak;
 }
 
-// Of two values of the table that are as near, the higher.
+// Of two equally near values of the table, the higher one.
 inline int nearest_code(float x) {
     int code = 0;
     for (int i = 1; i < 16; ++i) {

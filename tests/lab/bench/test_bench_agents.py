@@ -1,4 +1,4 @@
-"""The load of `lab bench agents`: as the traces have it, the same every time, and worth foretelling."""
+"""The load of `lab bench agents`: like the traces, deterministic, and worth predicting."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import pytest
 import zstandard
 
 from lab.bench import agents_load as table
-from lab.bench.agents import LOAD, QUICK, SHARE, SHARE_QUICK, Outcome
-from lab.bench.agents_load import Load, User, distinct_tokens, users
+from lab.bench.agents import LOAD, QUICK, SHARE, SHARE_QUICK, AgentOutcome
+from lab.bench.agents_load import AgentLoad, User, distinct_tokens, users
 from towerd.policy import make_policy
 
 TRACES = Path(__file__).parents[4] / "shared/data/traces/agentic_coding"
@@ -64,7 +64,7 @@ def test_the_table_is_what_the_traces_say() -> None:
 
 
 @pytest.mark.parametrize("load", [LOAD, QUICK])
-def test_everybodys_steps(load: Load) -> None:
+def test_steps_of_all_users(load: AgentLoad) -> None:
     """As many as asked for, the same every time; what comes later in a longer run is no other."""
     found = users(load, 3)
     assert found == users(load, 3) != users(load, 4)
@@ -92,15 +92,15 @@ def test_pauses_follow_the_reason() -> None:
         assert max(pauses_s) <= 120.0
 
 
-def test_time_in_which_somebody_is_served() -> None:
-    outcome = Outcome(spans_s=[(10.0, 12.0), (1.0, 3.0), (2.0, 4.0), (2.5, 3.5)])
+def test_share_of_busy_time() -> None:
+    outcome = AgentOutcome(spans_s=[(10.0, 12.0), (1.0, 3.0), (2.0, 4.0), (2.5, 3.5)])
     assert outcome.busy == pytest.approx(5.0 / 11.0)
 
 
 class Server:
     """Serves one request at a time, 50 tokens a second; what a policy keeps is found again."""
 
-    def __init__(self, policy: str, load: Load, room: int) -> None:
+    def __init__(self, policy: str, load: AgentLoad, room: int) -> None:
         self.policy, self.load, self.room = make_policy(policy), load, room
         self.n_tokens: dict[int, int] = dict.fromkeys(range(load.kinds), load.system_tokens)
         self.n_evaluated = 0
@@ -124,16 +124,16 @@ class Server:
             self.policy.remove(key)
         return end_s
 
-    def run(self, everybody: list[User]) -> float:
+    def run(self, all_users: list[User]) -> float:
         """The median time to the end of a measured answer."""
-        due = [(user.first_s, i, 0) for i, user in enumerate(everybody) if user.steps]
+        due = [(user.first_s, i, 0) for i, user in enumerate(all_users) if user.steps]
         heapq.heapify(due)
         paths: dict[int, list[int]] = {}
         sessions: dict[int, int] = {}
         free_s = last_s = 0.0
         while due:
             at_s, i, n = heapq.heappop(due)
-            step = everybody[i].steps[n]
+            step = all_users[i].steps[n]
             if sessions.get(i) != step.session:
                 sessions[i], paths[i] = step.session, [step.kind]
             key = len(self.n_tokens)
@@ -148,19 +148,19 @@ class Server:
                 self.waits_s.append(free_s - at_s)
                 n_input = sum(self.n_tokens[each] for each in paths[i])
                 self.is_found.append(2 * n_evaluated <= n_input)
-            if n + 1 < len(everybody[i].steps):
+            if n + 1 < len(all_users[i].steps):
                 heapq.heappush(due, (free_s + step.pause_s, i, n + 1))
         return float(np.median(self.waits_s))
 
 
 @pytest.mark.parametrize(("load", "share"), [(LOAD, SHARE), (QUICK, SHARE_QUICK)])
-def test_room_is_as_short_as_in_the_traces(load: Load, share: float) -> None:
+def test_room_is_as_short_as_in_the_traces(load: AgentLoad, share: float) -> None:
     """LRU finds half or more of 36 % of the inputs there, with 72 users and 2 %."""
     is_found = []
     for seed in range(6):
-        everybody = users(load, seed)
-        lru = Server("lru", load, round(share * distinct_tokens(load, everybody)))
-        lru.run(everybody)
+        all_users = users(load, seed)
+        lru = Server("lru", load, round(share * distinct_tokens(load, all_users)))
+        lru.run(all_users)
         is_found += lru.is_found
     assert np.mean(is_found) == pytest.approx(0.36, abs=0.05)
 
@@ -169,9 +169,9 @@ def test_foresight_finds_more_of_it_than_lru() -> None:
     """With every seed, and not by luck: over three of them people wait less at the median."""
     ratios = []
     for seed in range(3):
-        everybody = users(LOAD, seed)
-        room = round(SHARE * distinct_tokens(LOAD, everybody))
+        all_users = users(LOAD, seed)
+        room = round(SHARE * distinct_tokens(LOAD, all_users))
         lru, ours = (Server(name, LOAD, room) for name in ("lru", "foresight"))
-        ratios.append(lru.run(everybody) / ours.run(everybody))
+        ratios.append(lru.run(all_users) / ours.run(all_users))
         assert ours.n_evaluated < lru.n_evaluated
     assert np.mean(ratios) > 1.15

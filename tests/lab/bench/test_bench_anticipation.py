@@ -15,7 +15,7 @@ anticipation = importlib.import_module("lab.bench.anticipation")
 
 @pytest.mark.parametrize("model", [bundled_model(), retrieval_model()], ids=lambda path: path.name)
 def test_lengths_are_in_tokens_of_the_model(model: Path) -> None:
-    words = anticipation.Words.of(anticipation.Load(answer_tokens=200), model)
+    words = anticipation.Words.of(anticipation.AnticipationLoad(answer_tokens=200), model)
     text = " ".join((anticipation.WORDS * 40)[: words.answer])
     with GgufVocabulary(model) as vocabulary:
         assert len(vocabulary.tokenize(text.encode())) == pytest.approx(200, rel=0.1)

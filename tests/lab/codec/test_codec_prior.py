@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from towerd.codec import sample
-from towerd.codec.container import Chunk
+from towerd.codec.container import CodedChunk
 from towerd.codec.forms import Coded
 from towerd.codec.mix import MiniText, Mix
 from towerd.codec.models.base import COUNT_ONE, Counts
@@ -98,7 +98,7 @@ def test_a_state_for_a_network(small: GgufVocabulary) -> None:
 
 
 def size(coded: Coded) -> int:
-    chunks: tuple[Chunk, ...] = coded.chunks
+    chunks: tuple[CodedChunk, ...] = coded.chunks
     return sum(len(chunk.bits) for chunk in chunks)
 
 

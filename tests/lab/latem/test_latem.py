@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lab.latem.algorithm import Item, Latem
+from lab.latem.algorithm import Item, LatemCache
 from lab.latem.optimum import Request, optimum_cost
 from towerd.policy.latem import Trust
 
@@ -41,7 +41,7 @@ def cost_of(
 ) -> float:
     """What LATEM pays, its invariants checked at every step."""
     oracle = Oracle(requests, kind)
-    cache = Latem(k_m, k_t, oracle, **options)  # type: ignore[arg-type]
+    cache = LatemCache(k_m, k_t, oracle, **options)  # type: ignore[arg-type]
     total = 0.0
     for i, (m, t) in enumerate(requests):
         oracle.now = i + 1
@@ -191,8 +191,8 @@ def test_trust_stays_in_its_bounds() -> None:
     [
         lambda: Trust(0.0, 0.5),
         lambda: Trust(0.6, 0.5),
-        lambda: Latem(0, 4, lambda _: 0.0),
-        lambda: Latem(2, 4, lambda _: 0.0, token_cost=1.0),
+        lambda: LatemCache(0, 4, lambda _: 0.0),
+        lambda: LatemCache(2, 4, lambda _: 0.0, token_cost=1.0),
     ],
 )
 def test_bad_parameters(make: object) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lab.latem.algorithm import Item
 from lab.latem.cases import CASES, TOKEN_COST, Advice
-from lab.latem.curves import TwoLevelLRU, curve, harmonic, pay, robustness
+from lab.latem.curves import TwoLevelLRU, curve, harmonic, robustness, total_cost
 from lab.latem.optimum import Request, optimum_cost, paging_cost
 from towerd.cli.main import towerctl
 
@@ -50,7 +50,7 @@ def test_lru_at_both_levels(requests: list[Request], k_m: int, slots: int) -> No
             since = min(since, j)
         mine = [y for x, y in reversed(requests[since:i]) if x == m and y is not None]
         total += 0.0 if t in list(dict.fromkeys(mine))[:slots] else TOKEN_COST
-    assert pay(TwoLevelLRU(k_m, slots), requests) == pytest.approx(total)
+    assert total_cost(TwoLevelLRU(k_m, slots), requests) == pytest.approx(total)
     assert total >= optimum_cost(requests, k_m, slots, TOKEN_COST) - 1e-9
 
 
@@ -73,8 +73,8 @@ def test_advice(requests: list[Request]) -> None:
 
 
 def test_points() -> None:
-    """Perfect advice is the best that a trust can have here; nobody beats the optimum; what the
-    robustness bound promises holds."""
+    """Perfect advice is the best for each trust here; no cost is below the optimum; the robustness
+    bound holds."""
     for name in ("in turn", "by tokens"):
         case = CASES[name]
         perfect, adverse = curve(case, (0.1, 0.9), (0.0, 1.0), 2)

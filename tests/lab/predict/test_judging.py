@@ -1,4 +1,4 @@
-"""Training the graph model, words as vectors, and how predictors are judged."""
+"""Training the graph model, words as vectors, and how predictors are scored."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from random_workflows import workflows
 
-from lab.predict.accuracy import judge, together
-from lab.predict.runs import Run, folds, split
+from lab.predict.accuracy import concatenate, score_forecasts
+from lab.predict.runs import FinishedRun, folds, split
 from lab.predict.words import hash_text
 from towerd.policy.predict.base import END, N_STEPS, Forecast
 from towerd.policy.predict.features import N_TEXT
@@ -45,14 +45,14 @@ def test_numpy_equals_torch_and_it_learns() -> None:
     for run in learned:
         learn(markov, run.steps)
     names = (*weights.agents, END)
-    by_graph = judge(
+    by_graph = score_forecasts(
         held,
         lambda r, i: [
             dict(zip(names, row[1:].tolist(), strict=True))
             for row in graph.chances(r.steps[: i + 1], r.meanings[i])
         ],
     )
-    by_name = judge(held, lambda r, i: markov.forecast(r.steps[: i + 1]))
+    by_name = score_forecasts(held, lambda r, i: markov.forecast(r.steps[: i + 1]))
     assert by_graph.accuracy[0] > by_name.accuracy[0] + 0.05
     assert by_graph.calibration_error < 0.2
 
@@ -63,7 +63,7 @@ def test_groups_stay_together() -> None:
     rest, held = split(runs, 0.3, 5)
     assert len(rest) + len(held) == 30
     assert not {run.group for run in rest} & {run.group for run in held}
-    one = [Run(("a",), group="same") for _ in range(4)]
+    one = [FinishedRun(("a",), group="same") for _ in range(4)]
     assert all(split(one, 0.3, 0))
     parts = folds(runs, 5, 0)
     assert sorted(Counter(parts).values()) == [6] * 5
@@ -73,31 +73,31 @@ def test_groups_stay_together() -> None:
 
 def test_accuracy_by_hand() -> None:
     """Counted at every place where something came, END too; no forecast is a wrong one."""
-    runs = [Run(("a", "b"))]
-    found = judge(runs, lambda run, i: [{"b": 0.8, END: 0.2}, {END: 1.0}, {END: 1.0}])
+    runs = [FinishedRun(("a", "b"))]
+    found = score_forecasts(runs, lambda run, i: [{"b": 0.8, END: 0.2}, {END: 1.0}, {END: 1.0}])
     assert found.accuracy == (0.5, 1.0, 0.0)
     assert len(found.sure) == 2
     assert found.calibration_error == pytest.approx(0.3)
-    assert judge(runs, lambda run, i: ()).accuracy[0] == 0.0
+    assert score_forecasts(runs, lambda run, i: ()).accuracy[0] == 0.0
 
 
 def test_the_error_of_a_lead_counts_tasks() -> None:
     """Runs of one task that agree are one draw: as often as it is repeated, the error stays; it
     is that of a mean over independent tasks."""
     rng = random.Random(1)
-    runs = [Run(("a",), group=f"task {i}") for i in range(200) for _ in range(4)]
+    runs = [FinishedRun(("a",), group=f"task {i}") for i in range(200) for _ in range(4)]
     luck = {f"task {i}": rng.random() < 0.3 for i in range(200)}
 
-    def says(run: Run, i: int) -> Forecast:
+    def says(run: FinishedRun, i: int) -> Forecast:
         return [{END: 1.0} if luck[run.group] else {"a": 1.0}] * N_STEPS
 
-    never = judge(runs, lambda run, i: [{"a": 1.0}] * N_STEPS)
-    (lead, error), *_ = judge(runs, says).ahead_of(never)
+    never = score_forecasts(runs, lambda run, i: [{"a": 1.0}] * N_STEPS)
+    (lead, error), *_ = score_forecasts(runs, says).ahead_of(never)
     share = sum(luck.values()) / 200
     assert lead == pytest.approx(share)
     assert error == pytest.approx(math.sqrt(share * (1 - share) / 200))
-    halves = [judge(runs[:400], says), judge(runs[400:], says)]
-    assert together(halves).ahead_of(never)[0] == pytest.approx((lead, error))
+    halves = [score_forecasts(runs[:400], says), score_forecasts(runs[400:], says)]
+    assert concatenate(halves).ahead_of(never)[0] == pytest.approx((lead, error))
 
 
 def test_hashed_text() -> None:

@@ -1,5 +1,5 @@
-"""The mixture of predictors: every part against an oracle, nothing learned from what it is judged
-on, and its file."""
+"""The mixture of predictors: every part against an oracle, held-out data that stays held out, and
+its file."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_workflows import random_weights, workflows
 
-from lab.predict.accuracy import judge
-from lab.predict.rivals import judge_all, table
-from lab.predict.runs import Run, remember, split
-from lab.predict.train_mixture import _by_names, _course, left_out, stacked, train_mixture
+from lab.predict.accuracy import score_forecasts
+from lab.predict.baselines import score_all, table
+from lab.predict.runs import FinishedRun, remember, split
+from lab.predict.train_mixture import _by_names, _training_set, left_out, stacked, train_mixture
 from lab.predict.words import hash_text
 from towerd.errors import ConfigError
 from towerd.policy.predict.base import END, N_STEPS, best
@@ -46,7 +46,7 @@ def small_mixture() -> MixtureWeights:
 def test_counts_are_those_of_markov(runs: list[list[str]], path: list[str]) -> None:
     names = sorted({name for run in runs for name in run})
     numbers = {name: i for i, name in enumerate(names)}
-    steps = remember([Run(tuple(run)) for run in runs], numbers, len(names))
+    steps = remember([FinishedRun(tuple(run)) for run in runs], numbers, len(names))
     every = tally(steps.outcomes, len(names) + 1)
     found, is_known = counted(step(path, ()), steps.keys, steps.outcomes, every)
     assert is_known == any(path[-1] in run for run in runs)
@@ -62,7 +62,7 @@ def test_counts_are_those_of_markov(runs: list[list[str]], path: list[str]) -> N
 def test_likeness_by_definition() -> None:
     """One, one for each equal context, and the cosines of words, twice where names are equal; a
     step alone is like the others as it is in a row with them; and it is a kernel."""
-    runs = [*workflows(6), Run(("ask", "think"))]
+    runs = [*workflows(6), FinishedRun(("ask", "think"))]
     numbers = {name: i for i, name in enumerate(sorted({n for r in runs for n in r.steps}))}
     steps = remember(runs, numbers, len(numbers))
     for words in (False, True):
@@ -98,17 +98,17 @@ def test_votes_that_leave_a_group_out() -> None:
 def test_no_part_has_seen_what_it_is_weighed_on() -> None:
     """The counts for a step are those of a mixture that was trained without its task."""
     runs = workflows(20)
-    course = _course(runs, 0)
-    parts, is_known = _by_names(course)
-    columns = {name: i for i, name in enumerate(course.agents)}
-    for row in random.Random(0).sample(range(course.n_voters), 12):
-        run, i = course.places[row]
+    training = _training_set(runs, 0)
+    parts, is_known = _by_names(training)
+    columns = {name: i for i, name in enumerate(training.agents)}
+    for row in random.Random(0).sample(range(training.n_voters), 12):
+        run, i = training.places[row]
         others = [each for each in runs if each.group != run.group]
         without = Mixture(train_mixture(others, None))
-        n = len(course.agents) + 1
+        n = len(training.agents) + 1
         found, known = without.parts(run.steps[: i + 1], (), columns, n)
         assert known == is_known[row]
-        assert course.agents == without._agents
+        assert training.agents == without._agents
         for name in ("markov1", "markov2", "markov3", "copy", "recent"):
             at = PARTS.index(name)
             assert np.allclose(parts[row, at], found[at], atol=1e-6)
@@ -169,7 +169,7 @@ def test_forecasts_are_distributions(tmp_path: Path) -> None:
 
 def test_names_that_training_has_not_seen() -> None:
     """Where every workflow has agents of its own who take turns, so will new ones."""
-    runs = [Run((f"a{i}", f"b{i}") * 6, group=f"{i}") for i in range(12)]
+    runs = [FinishedRun((f"a{i}", f"b{i}") * 6, group=f"{i}") for i in range(12)]
     mixture = Mixture(train_mixture(runs, None))
     for n in (3, 8, 40):
         forecast = mixture.forecast(["nobody", "somebody"] * n)
@@ -182,7 +182,7 @@ def test_it_beats_its_parts_on_what_it_has_not_seen() -> None:
     sure as it is right."""
     learned, held = split(workflows(160), 0.4, 1)
     weights = train_mixture(learned, None)
-    rows = table(judge_all(learned, held, weights))
+    rows = table(score_all(learned, held, weights))
     assert rows["mixture"]["s1"] > rows["markov3"]["s1"] + 0.05
     assert rows["mixture, names only"]["s1"] > rows["markov3"]["s1"] - 0.02
     assert rows["mixture"]["calibration_error"] < 0.1
@@ -214,7 +214,7 @@ def test_graph_models_speak_of_what_they_have_not_seen() -> None:
 @pytest.mark.parametrize("n", [2, 3, 5])
 def test_few_workflows(n: int) -> None:
     """Nothing to learn weights on is no reason to fail; one workflow is."""
-    runs = [Run(("a", "b"), group="one task")] * n
+    runs = [FinishedRun(("a", "b"), group="one task")] * n
     weights = train_mixture(runs, lambda runs, seed: random_weights(("a", "b"), seed))
     forecast = Mixture(weights).forecast(["a"])
     assert len(forecast) == N_STEPS
@@ -265,7 +265,7 @@ def test_bad_files(tmp_path: Path, damage: str) -> None:
 
 
 def damage_bytes(path: Path, damage: str, raw: bytes) -> None:
-    """Make it a file that nobody saved."""
+    """Make it a file that `save` cannot have written."""
     if damage == "text":
         path.write_text("no weights")
     elif damage == "empty":
@@ -286,7 +286,7 @@ def damage_bytes(path: Path, damage: str, raw: bytes) -> None:
 
 
 class Unpickled:
-    """Whoever unpickles it runs its code."""
+    """Unpickling it runs its code."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return pytest.fail, ("a file was unpickled",)
@@ -305,9 +305,12 @@ def test_words_have_their_size() -> None:
 
 def test_judging_needs_no_words() -> None:
     """Recorded workflows have none: then there is one mixture."""
-    runs = [Run(("a", "b", "c")[: 1 + i % 3], group=f"{i}") for i in range(30)]
+    runs = [FinishedRun(("a", "b", "c")[: 1 + i % 3], group=f"{i}") for i in range(30)]
     learned, held = split(runs, 0.3, 0)
     weights = train_mixture(learned, None)
     assert weights.memory.n_ways == 1
-    assert "mixture, names only" not in judge_all(learned, held, weights)
-    assert judge(held, lambda r, i: Mixture(weights).forecast(r.steps[: i + 1])).accuracy[0] > 0
+    assert "mixture, names only" not in score_all(learned, held, weights)
+    assert (
+        score_forecasts(held, lambda r, i: Mixture(weights).forecast(r.steps[: i + 1])).accuracy[0]
+        > 0
+    )

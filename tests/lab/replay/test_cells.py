@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.replay.cells import Source, Task, workers
+from lab.replay.cells import ReplayTask, TraceSource, workers
 from towerd.errors import ConfigError
 
 
@@ -28,8 +28,8 @@ def chats(path: Path) -> Path:
 
 
 def test_the_same_in_two_processes(tmp_path: Path) -> None:
-    source = Source(chats(tmp_path / "chat.jsonl"), 2048)
-    tasks = [Task(source, share, ("sieve", "foresight")) for share in (0.3, 0.1, 0.5)]
+    source = TraceSource(chats(tmp_path / "chat.jsonl"), 2048)
+    tasks = [ReplayTask(source, share, ("sieve", "foresight")) for share in (0.3, 0.1, 0.5)]
     with workers(1) as alone, workers(2) as both:
         cells = list(alone(tasks))
         assert cells == list(both(tasks))
@@ -38,6 +38,6 @@ def test_the_same_in_two_processes(tmp_path: Path) -> None:
 
 
 def test_errors_come_back(tmp_path: Path) -> None:
-    task = Task(Source(chats(tmp_path / "chat.jsonl"), 2048), 0.3, ("best",))
+    task = ReplayTask(TraceSource(chats(tmp_path / "chat.jsonl"), 2048), 0.3, ("best",))
     with workers(2) as both, pytest.raises(ConfigError, match="no policy 'best'"):
         list(both([task]))

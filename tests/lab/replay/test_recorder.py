@@ -1,4 +1,4 @@
-"""Recording: what is replayed is what was asked; nothing that was said can be read from it."""
+"""Recording: a replay has the same requests, and their texts cannot be read from the file."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_tenants_do_not_meet(tmp_path: Path, meta: dict[str, str]) -> None:
     assert trace.calls[0].session != trace.calls[1].session
 
 
-def test_recording_goes_on_after_a_restart(tmp_path: Path, meta: dict[str, str]) -> None:
+def test_recording_continues_after_a_restart(tmp_path: Path, meta: dict[str, str]) -> None:
     """Same secret, same ids; a line that was cut off by a crash is dropped."""
     path = record(tmp_path / "t", meta, [turn("a", list(range(8)), 1.0)])
     with path.open("ab") as file:

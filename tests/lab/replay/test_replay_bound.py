@@ -74,7 +74,7 @@ def test_belady_is_never_beaten(
 
 
 @given(PROMPTS)
-def test_with_room_for_all_everybody_is_optimal(prompts: list[list[int]]) -> None:
+def test_with_room_for_all_every_policy_is_optimal(prompts: list[list[int]]) -> None:
     trace = trace_of(prompts, 3)
     n = trace.n_distinct_blocks
     assert replay(trace, LRU(), n).hits == belady_hits(trace, n)

@@ -186,7 +186,7 @@ def test_shared_traces() -> None:
         sum(chat.n_blocks[s] for s in call.path) == max(1, call.n_tokens // 512)
         for call in chat.calls
     )
-    assert sum(not call.ends for call in chat.calls) > 1000, "many inputs are gone on from"
+    assert sum(not call.ends for call in chat.calls) > 1000, "many inputs are continued"
     path = TRACES / "agentic_coding" / "sessions_12.json.zst"
     coding = agentic.read([path], 2048)
     assert all(

@@ -17,7 +17,7 @@ from lab.train.form import ROLES, MiniForm
 from lab.train.manifest import read_manifest
 from lab.train.network import NetworkShape, init_weights
 from lab.train.records import read_dataset
-from towerd.cli.bench.chat_records import Message, Record
+from towerd.cli.bench.chat_records import ChatRecord, Message
 from towerd.codec.prior.file import PATH as TABLE
 from towerd.codec.vocabulary import GgufVocabulary
 from towerd.models.bundled import bundled_model
@@ -118,7 +118,7 @@ def test_form(bpe: Bpe) -> None:
     """Controls stand where the template has special tokens; the text between them is exact."""
     said = [Message("user", "hi <|im_end|>"), Message("bob", "\nyes")]
     form = MiniForm(bpe)
-    (encoded,) = form.encode([Record("talk/1", said)])
+    (encoded,) = form.encode([ChatRecord("talk/1", said)])
     ids = encoded.ids.tolist()
     assert ids[0] == BEGIN
     assert ids.count(START) == ids.count(END) == 2
@@ -126,5 +126,5 @@ def test_form(bpe: Bpe) -> None:
     assert first == bpe.encode(["user\nhi <|im_end|>"])[0]
     last = encoded.marks[ids.index(START, 2) + 1]
     assert ROLES[last] == "other"
-    (document,) = form.encode([Record("notes/1", [Message("document", "x = 1\n")])])
+    (document,) = form.encode([ChatRecord("notes/1", [Message("document", "x = 1\n")])])
     assert document.ids.tolist() == [BEGIN, *bpe.encode(["x = 1\n"])[0]]

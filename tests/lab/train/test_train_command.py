@@ -15,16 +15,34 @@ from click.testing import CliRunner
 from train_world import write_records
 
 from lab.commands import train as module
-from lab.train.checkpoint import Checkpoint
-from lab.train.start import Start
+from lab.train.checkpoint import TrainingCheckpoint
+from lab.train.pretrained import PretrainedModel
 from lab.train.teacher import Teacher
 from towerd.cli.main import towerctl
 from towerd.codec.prior.file import PATH as prior_file
 from towerd.codec.vocabulary import GgufVocabulary
 from towerd.models.bundled import bundled_model
 
-SMALL = ("--embd", "16", "--layers", "1", "--heads", "1", "--ff", "16", "--ctx", "32",
-         "--batch", "2", "--micro-batch", "2", "--threads", "1", "--eval-tokens", "64")  # fmt: skip
+SMALL = (
+    "--embd",
+    "16",
+    "--layers",
+    "1",
+    "--heads",
+    "1",
+    "--ff",
+    "16",
+    "--ctx",
+    "32",
+    "--batch",
+    "2",
+    "--micro-batch",
+    "2",
+    "--threads",
+    "1",
+    "--eval-tokens",
+    "64",
+)
 
 
 def command(*args: str | Path) -> list[str]:
@@ -33,7 +51,7 @@ def command(*args: str | Path) -> list[str]:
 
 
 def test_mini(tmp_path: Path, data_folder: Path, manifest_file: Path) -> None:
-    """Ctrl-C in the middle saves; the run goes on from there to a model that llama.cpp loads, a
+    """Ctrl-C in the middle saves; the run continues from there to a model that llama.cpp loads, a
     plot and a report."""
     out = tmp_path / "out"
     args = (
@@ -59,7 +77,7 @@ def test_mini(tmp_path: Path, data_folder: Path, manifest_file: Path) -> None:
     _, errors = process.communicate()
     assert process.returncode == 1
     assert b"Traceback" not in errors
-    step = Checkpoint.load(out / "last.pt").step
+    step = TrainingCheckpoint.load(out / "last.pt").step
     assert step > 0
     again = subprocess.run(
         command(*args, "--steps", str(step + 3), "--resume"), capture_output=True, text=True
@@ -68,9 +86,9 @@ def test_mini(tmp_path: Path, data_folder: Path, manifest_file: Path) -> None:
     _check_result(out, json.loads(again.stdout), step + 3)
 
 
-def test_mini_goes_on_from_a_file(tmp_path: Path, data_folder: Path, manifest_file: Path) -> None:
-    """Weights, sizes and tokenizer are the file's, context and RoPE base what is asked for; after
-    one step of warm-up it is still nearly the model it began as."""
+def test_mini_continues_from_a_file(tmp_path: Path, data_folder: Path, manifest_file: Path) -> None:
+    """Weights, sizes and tokenizer are the file's, context and RoPE base are the options'; after
+    one step of warm-up it is still nearly the initial model."""
     args = [
         "--data",
         str(data_folder),
@@ -94,7 +112,7 @@ def test_mini_goes_on_from_a_file(tmp_path: Path, data_folder: Path, manifest_fi
     assert gone_on["parameters"] == begun["parameters"]
     assert gone_on["tokens"] == 2 * 64
     assert gone_on["bits_per_byte"]["all"] == pytest.approx(begun["bits_per_byte"]["all"], rel=0.02)
-    shape = Start(second / "mini.gguf").shape
+    shape = PretrainedModel(second / "mini.gguf").shape
     assert (shape.n_ctx, shape.rope_freq_base, shape.n_embd) == (64, 50000, 16)
 
 
@@ -106,7 +124,7 @@ def run_mini(args: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["table", "text", "missing", "stories"])
-def test_what_no_run_can_go_on_from(
+def test_files_that_no_run_can_continue_from(
     tmp_path: Path, data_folder: Path, manifest_file: Path, kind: str
 ) -> None:
     """Another GGUF, another model, no GGUF, no file: one sentence, and no run begun."""

@@ -12,14 +12,14 @@ from gguf import GGUFReader
 
 import towerd
 from lab.train.corpus import Corpus, Windows
-from lab.train.course import Course, Teaching, distill
-from lab.train.distillation import TeacherLesson, divergence
+from lab.train.distillation import DistillationObjective, divergence
 from lab.train.errors import TrainError
+from lab.train.job import Distillation, TrainingJob, distill
 from lab.train.network import NetworkShape, init_weights
 from lab.train.schedule import Budget
 from lab.train.teacher import BATCH, Teacher, TeacherForm
 from lab.train.trainer import TrainConfig
-from towerd.cli.bench.chat_records import Message, Record
+from towerd.cli.bench.chat_records import ChatRecord, Message
 from towerd.codec.vocabulary import GgufVocabulary
 from towerd.models.random_gguf import Shape, make_random_gguf
 
@@ -98,7 +98,7 @@ def test_form_is_the_teachers_own_template(tmp_path: Path) -> None:
     with Teacher(path, N_CTX) as teacher, GgufVocabulary(path) as vocabulary:
         form = TeacherForm(teacher)
         chat, log = form.encode(
-            [Record("talk/1", said), Record("talk/2", [Message("bob", "<|im_end|>")])]
+            [ChatRecord("talk/1", said), ChatRecord("talk/2", [Message("bob", "<|im_end|>")])]
         )
         names = [name.decode() for name in vocabulary.names]
         text = b"".join(
@@ -121,10 +121,10 @@ def test_student_follows_its_teacher(
         shape = NetworkShape(1, n_embd=32, n_layer=2, n_head=2, n_ff=48, n_ctx=N_CTX)
         config = TrainConfig(Budget(steps=steps), batch=4, micro_batch=4)
         out = tmp_path / str(steps)
-        course = Course(
+        job = TrainingJob(
             data_folder, out, config, shape, manifest=manifest_file, eval_tokens=256, n_threads=1
         )
-        return distill(course, Teaching(BUNDLED, top_k=16))
+        return distill(job, Distillation(BUNDLED, top_k=16))
 
     few, many = run(2), run(60)
     assert many["divergence_nats"] < few["divergence_nats"] * 0.8  # type: ignore[operator]
@@ -140,18 +140,18 @@ def test_student_follows_its_teacher(
 
 
 def test_what_the_teacher_said_is_kept(tmp_path: Path) -> None:
-    """A second lesson has the same loss without any teacher, and of a window that was not read,
-    nothing."""
+    """A second objective has the same loss without a teacher, and only the windows
+    that were read are cached."""
     chance = np.random.default_rng(1)
     corpus = Corpus({"talk": chance.integers(3, 500, 1000).astype(np.uint32)}, {}, {"talk": 1.0})
     windows = Windows(corpus, N_CTX, seed=1, n_windows=2)
     shape = NetworkShape(512, n_embd=16, n_layer=1, n_head=1, n_ff=16, n_ctx=N_CTX)
     weights = init_weights(shape, 1)
     with Teacher(BUNDLED, N_CTX, n_threads=1) as teacher:
-        plain = TeacherLesson(windows, teacher, 8).loss(weights, shape, 0, 2)
-        first = TeacherLesson(windows, teacher, 8, tmp_path).loss(weights, shape, 0, 2)
+        plain = DistillationObjective(windows, teacher, 8).loss(weights, shape, 0, 2)
+        first = DistillationObjective(windows, teacher, 8, tmp_path).loss(weights, shape, 0, 2)
     # The teacher is closed: evaluating anything with it now would fail.
-    again = TeacherLesson(windows, teacher, 8, tmp_path).loss(weights, shape, 2, 2)
+    again = DistillationObjective(windows, teacher, 8, tmp_path).loss(weights, shape, 2, 2)
     assert plain.item() == first.item() == again.item()
     assert len(list(tmp_path.iterdir())) == 2
 
@@ -162,10 +162,10 @@ def test_control_learns_the_text_itself(
     """Without the teacher's distributions the loss is the cross entropy of the text."""
     shape = NetworkShape(1, n_embd=16, n_layer=1, n_head=1, n_ff=16, n_ctx=N_CTX)
     config = TrainConfig(Budget(steps=1), batch=2, micro_batch=2)
-    course = Course(
+    job = TrainingJob(
         data_folder, tmp_path, config, shape, manifest=manifest_file, eval_tokens=64, n_threads=1
     )
-    found = distill(course, Teaching(BUNDLED, top_k=16, n_windows=2, is_hard=True))
+    found = distill(job, Distillation(BUNDLED, top_k=16, n_windows=2, is_hard=True))
     # Fresh weights expect every token almost equally.
     assert found["loss"] == pytest.approx(np.log(found["n_vocab"]), rel=0.05)
 

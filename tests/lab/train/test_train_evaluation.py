@@ -9,7 +9,7 @@ import torch
 from lab.train.corpus import DevText
 from lab.train.evaluation import evaluate, token_costs
 from lab.train.form import ROLES
-from lab.train.manifest import Source
+from lab.train.manifest import TextSource
 from lab.train.network import NetworkShape, Weights, init_weights, logits
 
 SHAPE = NetworkShape(50, n_embd=16, n_layer=2, n_head=2, n_ff=16, n_ctx=12)
@@ -68,7 +68,7 @@ def test_part_of_a_text_is_charged_in_proportion(weights: Weights) -> None:
 
 
 def test_table(weights: Weights) -> None:
-    manifest = {name: Source("o", "MIT", kind, 1.0) for name, kind in (("a", "x"), ("b", "y"))}
+    manifest = {name: TextSource("o", "MIT", kind, 1.0) for name, kind in (("a", "x"), ("b", "y"))}
     found = evaluate(weights, SHAPE, {"a": dev_text(80), "b": dev_text(50)}, n_tokens_max=1000)
     table = found.table(manifest)
     assert set(table["kinds"]) == {"x", "y"}

@@ -16,7 +16,7 @@ from lab.train.form import Ids
 from lab.train.induction import induction_weights
 from lab.train.network import EMBEDDING, NetworkShape, init_weights, logits
 from lab.train.optimizer import Optimizer
-from lab.train.retrieval import Curriculum, RetrievalLesson, Row, TaskRows
+from lab.train.retrieval import Curriculum, RetrievalObjective, Row, TaskRows
 from towerd.cli.bench.tasks import passkey, random_pair
 from towerd.cli.main import towerctl
 from towerd.codec.vocabulary import GgufVocabulary
@@ -86,11 +86,11 @@ def test_a_few_steps_give_the_same_bits_again(bpe: Bpe) -> None:
     shape = NetworkShape(len(bpe), n_embd=16, n_layer=1, n_head=1, n_ff=16, n_ctx=256)
 
     def losses() -> list[float]:
-        lesson = RetrievalLesson(windows(len(bpe), 256), TaskRows(bpe), Curriculum(256, 1, 5))
+        objective = RetrievalObjective(windows(len(bpe), 256), TaskRows(bpe), Curriculum(256, 1, 5))
         weights = init_weights(shape, 1)
         optimizer, found = Optimizer(weights), []
         for window in range(3):
-            loss = lesson.loss(weights, shape, window, 1)
+            loss = objective.loss(weights, shape, window, 1)
             torch.autograd.backward(loss)
             optimizer.step(0.1)
             found.append(float(loss.detach()))
@@ -135,7 +135,7 @@ def test_two_layers_learn_induction() -> None:
     torch.manual_seed(0)
     shape = NetworkShape(48, n_embd=32, n_layer=2, n_head=2, n_ff=32, n_ctx=2048)
     curriculum = Curriculum(32, 1, 5)
-    lesson = RetrievalLesson(windows(48, 2048), Copies(), curriculum)
+    objective = RetrievalObjective(windows(48, 2048), Copies(), curriculum)
     weights = init_weights(shape, 1)
     optimizer, shares = Optimizer(weights), [0.0]
     for step in range(1200):
@@ -147,13 +147,13 @@ def test_two_layers_learn_induction() -> None:
             shares.append(float((likeliest == ids[1:])[row[1][1:]].float().mean()))
             if min(shares[-2:]) > 0.9:
                 return
-        torch.autograd.backward(lesson.loss(weights, shape, step, 1))
+        torch.autograd.backward(objective.loss(weights, shape, step, 1))
         optimizer.step(min(1.0, step / 50))
     raise AssertionError(shares)
 
 
 def test_command(tmp_path: Path, data_folder: Path, manifest_file: Path) -> None:
-    """A model that llama.cpp loads, and a report with the examination."""
+    """A model that llama.cpp loads, and a report with its accuracy."""
     out = tmp_path / "out"
     result = CliRunner().invoke(
         towerctl,

@@ -1,4 +1,4 @@
-"""Runs that stop and go on: the same weights, bit for bit, as one that never stopped."""
+"""Runs that stop and resume: the same weights, bit for bit, as one that never stopped."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from lab.train.checkpoint import Checkpoint
+from lab.train.checkpoint import TrainingCheckpoint
 from lab.train.corpus import Corpus, Windows
 from lab.train.errors import TrainError
-from lab.train.lesson import TextLesson
 from lab.train.network import NetworkShape
+from lab.train.objective import TextObjective
 from lab.train.progress import Status
-from lab.train.run import Run
+from lab.train.run import TrainingRun
 from lab.train.schedule import Budget
 from lab.train.trainer import TrainConfig, Trainer
 
@@ -34,8 +34,8 @@ def make(
     form: str = "f",
 ) -> Trainer:
     """A trainer on TEXT."""
-    lesson = TextLesson(Windows(TEXT, shape.n_ctx, config.seed))
-    return Trainer(Run(folder, resume=resume), shape, form, lesson, {}, config)
+    objective = TextObjective(Windows(TEXT, shape.n_ctx, config.seed))
+    return Trainer(TrainingRun(folder, resume=resume), shape, form, objective, {}, config)
 
 
 def train(trainer: Trainer, stop_at: int | None = None) -> Trainer:
@@ -58,9 +58,9 @@ def test_it_learns(tmp_path: Path) -> None:
     trainer = train(make(tmp_path, replace(CONFIG, budget=Budget(steps=150))))
     assert trainer.step == 150
     assert trainer.n_tokens == 150 * 4 * 16
-    lesson = TextLesson(Windows(TEXT, SHAPE.n_ctx, seed=2))
+    objective = TextObjective(Windows(TEXT, SHAPE.n_ctx, seed=2))
     with torch.no_grad():
-        assert float(lesson.loss(trainer.weights, SHAPE, 0, 16)) < 1.5 < np.log(40)
+        assert float(objective.loss(trainer.weights, SHAPE, 0, 16)) < 1.5 < np.log(40)
 
 
 @pytest.mark.parametrize("stop_at", [1, 7, 13, 19])
@@ -83,7 +83,7 @@ def test_micro_batches_change_nothing_but_rounding(tmp_path: Path) -> None:
         torch.testing.assert_close(weight, runs[1].weights[name], rtol=0, atol=2e-3)
 
 
-def test_a_longer_budget_goes_on_from_before_the_decay(tmp_path: Path) -> None:
+def test_a_longer_budget_continues_from_before_the_decay(tmp_path: Path) -> None:
     """The weights of a finished run are annealed; more time starts where they were not yet."""
     train(make(tmp_path))
     longer = make(tmp_path, replace(CONFIG, budget=Budget(steps=40)), resume=True)
@@ -94,7 +94,7 @@ def test_a_longer_budget_goes_on_from_before_the_decay(tmp_path: Path) -> None:
 
 
 def test_history_forgets_what_was_undone(tmp_path: Path) -> None:
-    run = Run(tmp_path, resume=False)
+    run = TrainingRun(tmp_path, resume=False)
     for step in (1, 2, 3, 2, 3, 4):
         run.note({"step": step, "tokens": step})
     assert [row["step"] for row in run.rows()] == [1, 2, 2, 3, 4]
@@ -146,7 +146,7 @@ def test_damaged_checkpoints(tmp_path: Path) -> None:
     for data in (b"", b"no checkpoint", whole[: len(whole) // 2], whole[:-100]):
         path.write_bytes(data)
         with pytest.raises(TrainError, match="not a whole checkpoint"):
-            Checkpoint.load(path)
+            TrainingCheckpoint.load(path)
 
 
 def test_checkpoints_appear_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +162,7 @@ def test_checkpoints_appear_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(OSError, match="no space"):
         train(trainer)
     assert (tmp_path / "last.pt").read_bytes() == before
-    assert Checkpoint.load(tmp_path / "last.pt").step == 3
+    assert TrainingCheckpoint.load(tmp_path / "last.pt").step == 3
 
 
 def test_divergence_is_an_error(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from lab.train.talking import (
     main,
 )
 from lab.train.teacher import Teacher, TeacherForm
-from towerd.cli.bench.chat_records import Message, Record
+from towerd.cli.bench.chat_records import ChatRecord, Message
 from towerd.codec.models.exact import ExactPredictor
 from towerd.codec.models.mini import PATH
 
@@ -32,9 +32,9 @@ ASKED = [
 ]
 
 
-def record(source: str, *said: str) -> Record:
+def record(source: str, *said: str) -> ChatRecord:
     roles = ("user", "assistant") * len(said)
-    return Record(f"{source}/1", [Message(*each) for each in zip(roles, said, strict=False)])
+    return ChatRecord(f"{source}/1", [Message(*each) for each in zip(roles, said, strict=False)])
 
 
 def test_exchanges_are_short_and_of_every_source() -> None:

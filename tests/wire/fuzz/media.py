@@ -1,4 +1,4 @@
-"""Writes what the fuzzer gives libmtmd into a folder: two projectors, pictures and sounds."""
+"""Writes the fuzzer's inputs for libmtmd into a folder: two projectors, pictures and sounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""/towerd/v1/calibration: what stored formats cost this model, measured."""
+"""/towerd/v1/calibration: the measured cost of stored formats for this model."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Calibrating(Protocol):
 
 
 async def get_calibration(request: web.Request) -> web.Response:
-    """How far the calibration is, and its result."""
+    """The progress of the calibration, and its result."""
     return json_reply({"calibration": _calibrator(request).view()})
 
 
 async def post_calibration(request: web.Request) -> web.Response:
-    """Start it now; `again` if there is one already."""
+    """Start calibration now; `again`: even if there is a result already."""
     require_admin(request)
     calibrator = _calibrator(request)
     body = await read_object(request)
@@ -41,7 +41,7 @@ async def post_calibration(request: web.Request) -> web.Response:
 
 
 def _calibrator(request: web.Request) -> Calibrating:
-    """Raises NotSupported for a service without one: only the embedded engine can measure."""
+    """The calibrator. Raises NotSupported without one: only the embedded engine can measure."""
     found: Calibrating | None = getattr(service_of(request).engine, "calibrator", None)
     if found is None:
         raise NotSupported("Calibration needs the model in the daemon: use --engine embedded.")

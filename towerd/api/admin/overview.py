@@ -1,4 +1,4 @@
-"""Who sees what all tenants do together: how much they ask, and when."""
+"""Access to what all tenants do together: how much they ask, and when."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from towerd.store.prefix.scope import tenant_of
 
 
 def require_overview(request: web.Request) -> None:
-    """Raises Forbidden for one of several tenants."""
+    """Raises Forbidden if the caller is one of several tenants."""
     if not request[TENANT].sees_all:
         raise Forbidden(
             "This shows what all tenants do: ask over the daemon's Unix socket, or with a key of "
@@ -21,6 +21,6 @@ def require_overview(request: web.Request) -> None:
 
 
 def may_see_slot(request: web.Request, slot: SlotView) -> bool:
-    """Whether the caller may know what a slot does, or did last."""
+    """Whether the caller may see what a slot is doing, or did last."""
     tenant = request[TENANT]
     return tenant.sees_all or tenant_of(slot.scope) == tenant.scope

@@ -27,7 +27,7 @@ _ASSETS = {name: (_FOLDER / name).read_bytes() for name in _TYPES}
 
 
 async def get_root(request: web.Request) -> web.Response:
-    """A person who opens the bare address lands on the page."""
+    """Redirect the bare address to the page."""
     raise web.HTTPFound("/towerd/")
 
 
@@ -37,7 +37,7 @@ async def get_page(request: web.Request) -> web.Response:
 
 
 async def get_asset(request: web.Request) -> web.Response:
-    """Its style and script."""
+    """The page's style sheet and script."""
     return _asset(request.match_info["name"])
 
 

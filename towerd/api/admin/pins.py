@@ -1,4 +1,4 @@
-"""/towerd/v1/pins and /towerd/v1/bases: what is kept from eviction. For the owner only."""
+"""/towerd/v1/pins and /towerd/v1/bases: segments kept from eviction. For the owner only."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 
 def require_admin(request: web.Request) -> None:
-    """Raises Forbidden unless the owner asks: over the Unix socket, or no keys are set."""
+    """Raises Forbidden unless the caller is the owner: over the Unix socket, or if no keys are
+    set."""
     if not request[TENANT].admin:
         raise Forbidden("Only the daemon's owner may do this, over its Unix socket")
 
@@ -79,7 +80,7 @@ async def delete_pin(request: web.Request) -> web.Response:
 
 
 def module_json(module: Module, n_tokens: int, fidelity: str) -> dict[str, Any]:
-    """What is known of a base of `n_tokens` that is spliced in anywhere, and whether `fidelity`
+    """Describe a base of `n_tokens` that may be spliced in anywhere, and whether `fidelity`
     allows that."""
     return {
         "tokens": n_tokens - module.first,
@@ -95,7 +96,7 @@ def module_json(module: Module, n_tokens: int, fidelity: str) -> dict[str, Any]:
 
 
 def base_json(base: Base, fidelity: str | None = None) -> dict[str, Any]:
-    """A precached prompt; `fidelity`: in force, None where no daemon runs."""
+    """Describe a precached prompt. fidelity: the one in force; None: no daemon is running."""
     module = None
     if base.module is not None:
         module = module_json(base.module, base.n_tokens, fidelity or base.module.fidelity)
@@ -122,7 +123,7 @@ async def list_bases(request: web.Request) -> web.Response:
 
 
 async def delete_base(request: web.Request) -> web.Response:
-    """Forget a base's name and pin; `?scope=` (default: public) says whose it is."""
+    """Remove a base's name and pin; `?scope=` (default: public) selects the owner."""
     require_admin(request)
     store, name = service_of(request).store, request.match_info["name"]
     scope = request.query.get("scope") or public_of(own_scope(request))

@@ -12,7 +12,7 @@ from towerd.api.admin.pins import base_json, require_admin
 from towerd.api.http import fields
 from towerd.api.http.body import read_object
 from towerd.api.http.fields import Body
-from towerd.api.http.keys import LIMITS, Service, service_of
+from towerd.api.http.keys import LIMITS, ApiService, service_of
 from towerd.api.http.middleware import is_owner_socket
 from towerd.api.http.reply import error_event, json_reply
 from towerd.api.http.scope import own_scope
@@ -45,8 +45,8 @@ LEVEL_MAX = 64
 
 
 @dataclass(frozen=True, slots=True)
-class WantedModule:
-    """A text to be spliced in anywhere: its own ids, and how much of it to evaluate again."""
+class ModuleSpec:
+    """A text to splice in anywhere: its own ids, and the percentage of it to recompute."""
 
     maker: ModuleMaker
     ids: Ids
@@ -63,12 +63,12 @@ class BaseSpec:
     level: int
     public: bool
     format: str | None = None
-    """The format to store it in, whatever its level says."""
-    module: WantedModule | None = None
-    """Set for `reuse: anywhere`; then `ids` end with the module's."""
+    """The format to store it in, overriding that of its level."""
+    module: ModuleSpec | None = None
+    """Set for `reuse: anywhere`; then `ids` end with the module's ids."""
 
     async def request(self) -> GenerateRequest:
-        """The request that evaluates it and generates nothing."""
+        """The request that evaluates the base and generates nothing."""
         return GenerateRequest(
             ids=self.ids,
             n_predict=0,
@@ -79,9 +79,9 @@ class BaseSpec:
 
 
 async def post_precache(request: web.Request) -> web.StreamResponse:
-    """`name`, and `prompt` (as in /completion) or `messages`; `level`, `public`, `format`,
-    `reuse`, `recompute`, `stream`.
-    Doing it again with the same prompt costs nothing."""
+    """Takes `name`, and `prompt` (as in /completion) or `messages`; optional are `level`,
+    `public`, `format`, `reuse`, `recompute` and `stream`.
+    Repeating it with the same prompt costs nothing."""
     require_admin(request)
     service = service_of(request)
     body = await read_object(request)
@@ -135,8 +135,8 @@ async def _ids(body: Body, engine: Engine) -> Ids:
     return prompts[0]
 
 
-async def _module(body: Body, engine: Engine) -> WantedModule | None:
-    """What `reuse: anywhere` asks for. Raises InvalidRequest, NotSupported."""
+async def _module(body: Body, engine: Engine) -> ModuleSpec | None:
+    """The module that `reuse: anywhere` asks for. Raises InvalidRequest, NotSupported."""
     reuse = fields.string(body, "reuse", PREFIX)
     if reuse not in (PREFIX, ANYWHERE):
         raise InvalidRequest(f"Field 'reuse' must be '{PREFIX}' or '{ANYWHERE}', not {reuse!r}")
@@ -162,11 +162,11 @@ async def _module(body: Body, engine: Engine) -> WantedModule | None:
     else:
         ids = await tokenize_mixed(prompt, engine, add_special=False, parse_special=True)
     engine.modules.check(len(ids))
-    return WantedModule(engine.modules, ids, percent)
+    return ModuleSpec(engine.modules, ids, percent)
 
 
 def _format(body: Body) -> str | None:
-    """The stored format that is asked for. Raises InvalidRequest."""
+    """The requested stored format. Raises InvalidRequest."""
     name = fields.string(body, "format", "")
     if not name:
         return None
@@ -177,7 +177,7 @@ def _format(body: Body) -> str | None:
     return name
 
 
-async def _enter(service: Service, spec: BaseSpec, finish: Finish | None) -> dict[str, Any]:
+async def _enter(service: ApiService, spec: BaseSpec, finish: Finish | None) -> dict[str, Any]:
     """Pin the evaluated path under its name."""
     if finish is None or finish.stop == "cancelled":
         raise Unavailable("The base was not evaluated to its end")
@@ -202,9 +202,9 @@ async def _enter(service: Service, spec: BaseSpec, finish: Finish | None) -> dic
 
 
 async def _stream(
-    request: web.Request, spec: BaseSpec, events: Events, service: Service
+    request: web.Request, spec: BaseSpec, events: Events, service: ApiService
 ) -> web.StreamResponse:
-    """Progress as it comes, the entered base last."""
+    """Stream progress events, and the entered base at the end."""
     item = await events.next()
     stream = EventStream(request)
     await stream.open({})

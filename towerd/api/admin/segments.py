@@ -1,4 +1,4 @@
-"""/towerd/v1/segments and /towerd/v1/trie: the cache trie, as far as the caller may see it."""
+"""/towerd/v1/segments and /towerd/v1/trie: the part of the prefix tree that the caller may see."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from towerd.store.segments.boundaries import boundary_bytes, cut_of
 if TYPE_CHECKING:
     from towerd.store import Node, Store
 DEPTH_MAX = 200
-"""Levels in one answer; each nests the JSON by two, and its encoder has a limit."""
+"""Levels in one answer; each nests the JSON two deeper, and the encoder has a limit."""
 _ORDERS = {"used": "last_used", "tokens": "n", "id": "id", "hits": "hits"}
 
 
 def may_see(node: Node, scope: str | None) -> bool:
-    """Whether a caller of `scope` (None: the owner) sees this segment."""
+    """Whether a caller of `scope` (None: the owner) may see this segment."""
     return scope is None or is_public(node.scope) or is_of(node.scope, scope)
 
 
@@ -53,7 +53,7 @@ def segment_json(node: Node, store: Store) -> dict[str, Any]:
 
 
 async def list_segments(request: web.Request) -> web.Response:
-    """A page of segments; `?sort=` used, tokens, hits (falling) or id."""
+    """A page of segments; `?sort=` used, tokens, hits (descending) or id."""
     store, scope = service_of(request).store, visible_scope(request)
     page_max = request.app[LIMITS].page_max
     limit = integer_query(request, "limit", 100, 1, page_max)
@@ -64,7 +64,7 @@ async def list_segments(request: web.Request) -> web.Response:
 
     def page() -> dict[str, Any]:
         nodes = [node for node in store.nodes() if may_see(node, scope)]
-        # Not sorted as a whole: that would hold the interpreter for a big store.
+        # A full sort of a big store would hold the GIL for too long.
         pick = heapq.nsmallest if order == "id" else heapq.nlargest
         shown = pick(offset + limit, nodes, key=attrgetter(_ORDERS[order]))[offset:]
         return {"segments": [segment_json(node, store) for node in shown], "total": len(nodes)}
@@ -116,7 +116,7 @@ async def get_trie(request: web.Request) -> web.Response:
 
 
 def _tree(store: Store, top: Node, scope: str | None, depth: int, limit: int) -> dict[str, Any]:
-    """Breadth first, so that a cut-off tree shows its upper levels."""
+    """The tree in breadth-first order, so that a truncated tree shows its upper levels."""
     root: list[dict[str, Any]] = []
     level: list[tuple[Node, list[dict[str, Any]]]] = [(top, root)]
     n, truncated = 0, False

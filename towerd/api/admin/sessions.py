@@ -20,14 +20,14 @@ IDLE_S_MAX = 10**10
 
 
 def visible_scope(request: web.Request) -> str | None:
-    """The scope a caller sees: its own; the owner sees all, or the one of `?scope=`."""
+    """The scope that the caller sees: its own; the owner sees all (None), or that of `?scope=`."""
     tenant = request[TENANT]
     return (request.query.get("scope") or None) if tenant.admin else tenant.scope
 
 
 async def list_sessions(request: web.Request) -> web.Response:
-    """The sessions used last first; with `?idle_s=` those that can be frozen and were not used for
-    so long, the longest unused first."""
+    """The sessions, most recently used first; with `?idle_s=` those that can be frozen and were
+    unused for that long, least recently used first."""
     store = service_of(request).store
     limit = integer_query(request, "limit", 100, 1, request.app[LIMITS].page_max)
     scope = visible_scope(request)
@@ -41,8 +41,8 @@ async def list_sessions(request: web.Request) -> web.Response:
 
 async def get_session(request: web.Request) -> web.Response:
     """One session with its turns; `?text=1` adds the text of its current branch, `?kept=1` what
-    is live of it. Whoever opens a frozen one is about to go on with it: it is thawed, unless
-    `?thaw=0` says otherwise."""
+    is live of it. A client that opens a frozen session is about to continue it, so it is thawed,
+    unless `?thaw=0` is given."""
     service = service_of(request)
     store, name, scope = service.store, request.match_info["id"], visible_scope(request)
     info = await asyncio.to_thread(store.session, name, scope)
@@ -63,7 +63,7 @@ async def get_session(request: web.Request) -> web.Response:
 
 
 async def _kept(request: web.Request, name: str, scope: str) -> dict[str, Any] | None:
-    """What is live of a session whose tokens are at hand, if its chat has a budget."""
+    """What is live of a session that is not frozen, if its chat has a budget."""
     service = service_of(request)
     ids = await asyncio.to_thread(service.store.session_ids, name, scope)
     kept = await service.engine.kept(ids, scope)
@@ -83,7 +83,7 @@ async def patch_session(request: web.Request) -> web.Response:
 
 
 async def post_freeze(request: web.Request) -> web.Response:
-    """Code a session's tokens, and let go of them and of what nobody else needs of its rows."""
+    """Encode a session's tokens, and release them and the rows that no other session needs."""
     service, name, scope = service_of(request), request.match_info["id"], visible_scope(request)
     froze = await service.cold.freeze(name, scope)
     info = await asyncio.to_thread(service.store.session, name, froze.scope if froze else scope)
@@ -91,8 +91,8 @@ async def post_freeze(request: web.Request) -> web.Response:
 
 
 async def post_thaw(request: web.Request) -> web.Response:
-    """Decode a session's tokens, and have its rows evaluated while nothing else runs; `{"ahead":
-    false}`: when they are asked for."""
+    """Decode a session's tokens, and evaluate its rows while the engine is idle; with `{"ahead":
+    false}` when they are requested."""
     service, name, scope = service_of(request), request.match_info["id"], visible_scope(request)
     ahead = fields.boolean(await read_object(request), "ahead", True)
     found = await asyncio.to_thread(service.store.session, name, scope)
@@ -104,7 +104,7 @@ async def post_thaw(request: web.Request) -> web.Response:
 
 
 async def delete_session(request: web.Request) -> web.Response:
-    """Forget a session. Its segments go with the next gc unless another session needs them."""
+    """Delete a session. The next gc removes its segments unless another session needs them."""
     store, name = service_of(request).store, request.match_info["id"]
     await asyncio.to_thread(store.delete_session, name, visible_scope(request))
     return json_reply({"deleted": name})

@@ -24,8 +24,8 @@ async def get_export(request: web.Request) -> web.Response:
 
 
 async def post_import(request: web.Request) -> web.Response:
-    """Enter the session of the `.tower` file that the body is, for the caller's tenant; the owner
-    may name another with `?scope=`."""
+    """Import the session of the `.tower` file in the body, for the caller's tenant; the owner may
+    name another with `?scope=`."""
     service, transfer = service_of(request), request.app[TRANSFER]
     scope = visible_scope(request) or request[TENANT].scope
     data = await read_bytes(request)

@@ -1,4 +1,4 @@
-"""/towerd/v1/verify and gc: looking after the store."""
+"""/towerd/v1/verify and gc: maintenance of the store."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ QUARANTINE_DAYS = 30.0
 
 
 async def post_verify(request: web.Request) -> web.StreamResponse:
-    """Read every stored byte against its checksum; `repair` sets damaged files aside,
-    `stream` reports progress in bytes."""
+    """Check every stored byte against its checksum; `repair` quarantines damaged files, `stream`
+    reports progress in bytes."""
     require_admin(request)
     store = service_of(request).store
     body = await read_object(request)
@@ -42,8 +42,8 @@ async def post_verify(request: web.Request) -> web.StreamResponse:
 async def _stream_verify(
     request: web.Request, work: Callable[[Callable[[int, int], None]], dict[str, Any]]
 ) -> web.StreamResponse:
-    """Progress from the worker thread, the newest only: a slow client misses some. Without the
-    client it ends."""
+    """Stream the latest progress of the worker thread: a slow client misses some. The work ends
+    when the client leaves."""
     stream = EventStream(request)
     await stream.open({})
     newest: list[tuple[int, int]] = [(0, 0)]
@@ -73,7 +73,7 @@ async def _stream_verify(
 
 async def post_gc(request: web.Request) -> web.Response:
     """Remove what no session, base or pin needs, and quarantined files older than
-    `quarantine_days`; with `dry_run` only say what would go."""
+    `quarantine_days`; with `dry_run` only report what would be removed."""
     require_admin(request)
     store = service_of(request).store
     body = await read_object(request)

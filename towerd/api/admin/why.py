@@ -1,4 +1,4 @@
-"""/towerd/v1/segments/{id}/why: why a segment is where it is, and when it would leave."""
+"""/towerd/v1/segments/{id}/why: why a segment is where it is, and when it would be evicted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 async def get_why(request: web.Request) -> web.Response:
-    """What the policies go by for one segment: score, prediction, pin and place."""
+    """How the policies rank one segment: score, prediction, pin and place."""
     service = service_of(request)
     ranking: Ranking = service.tiers.ranking
     number, scope = segment_id(request), visible_scope(request)

@@ -1,4 +1,4 @@
-"""/towerd/v1/workflows: what several agents do together."""
+"""/towerd/v1/workflows: workflows of several agents."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from towerd.sessions.workflows import Workflow
 
 
 async def list_workflows(request: web.Request) -> web.Response:
-    """Those that run, the last used first."""
+    """The running workflows, most recently used first."""
     traffic = service_of(request).traffic
     limit = integer_query(request, "limit", 100, 1, request.app[LIMITS].page_max)
     found = await asyncio.to_thread(traffic.running, visible_scope(request))
@@ -24,7 +24,7 @@ async def list_workflows(request: web.Request) -> web.Response:
 
 
 async def post_end(request: web.Request) -> web.Response:
-    """The caller's workflow is over: what only it used may go first."""
+    """End the caller's workflow: what only it used may be evicted first."""
     traffic = service_of(request).traffic
     id = checked_name(request.match_info["id"], "the workflow's id")
     ended = await asyncio.to_thread(traffic.end, request[TENANT].scope, id)

@@ -1,4 +1,4 @@
-"""Reading a request's JSON body: bounded in size, in patience and in time on the loop."""
+"""Reading a request's JSON body, with bounds on its size, on stalls and on time on the loop."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ async def read_object(request: web.Request) -> dict[str, Any]:
 
 
 async def decode(request: web.Request, data: bytes) -> Any:
-    """The JSON value of a body, off the loop if it is big. Raises InvalidRequest, also for one that
-    has too many of anything (`Limits`)."""
+    """The JSON value of a body, decoded off the loop if it is big. Raises InvalidRequest if it is
+    not valid or exceeds one of the `Limits`."""
     limits = request.app[LIMITS]
     if len(data) <= limits.inline_bytes_max:
         return _decode(data, limits)
@@ -56,12 +56,12 @@ async def read_bytes(request: web.Request) -> bytes:
     data = BytesIO()
     async for chunk in iter_bytes(request):
         data.write(chunk)
-    return data.getvalue()  # its own buffer: copying 64 MiB would stop the loop for 50 ms
+    return data.getvalue()  # not a copy: copying 64 MiB would block the loop for 50 ms
 
 
 def iter_bytes(request: web.Request) -> AsyncIterator[bytes]:
-    """The body as it arrives. Raises as `read_bytes`; one that says itself that it is too large is
-    refused here and now, before anything is done with it."""
+    """The body as it arrives. Raises as `read_bytes`. A body whose Content-Length is too large is
+    refused immediately."""
     bytes_max = request.app[CONFIG].request_bytes_max
     too_large = PayloadTooLarge(f"The request body exceeds the limit of {bytes_max} bytes")
     if (request.content_length or 0) > bytes_max:

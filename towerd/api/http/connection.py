@@ -1,11 +1,11 @@
-"""One client's connection: what aiohttp does below the application, where towerd does it otherwise.
+"""One client's connection: where towerd differs from aiohttp below the application.
 
-What is no HTTP gets an error of llama-server's shape, and the log one line.
+A request that is not valid HTTP gets an error in llama-server's shape and one line in the log.
 
-A client may close its side of the connection behind its request and still read the reply. Nothing
-tells it from one that has closed all of it, but what becomes of bytes that are sent: the latter
-answers them with a reset. So the first bytes of the reply, which all replies have in common, are
-sent before there is one, and a client that is gone is noticed as soon as one that says so.
+A client may shut down its sending side after its request and still read the reply. It differs from
+a client that closed the whole connection only in how it reacts to data: the latter answers with a
+reset. So the first bytes, which all replies have in common, are sent before the reply exists, and a
+client that is gone is detected early.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ log = logging.getLogger(__name__)
 
 
 COMMON = b"HTTP/1."
-"""What every reply begins with."""
+"""The bytes that every reply begins with."""
 LOOK_S_MIN = 0.05
 LOOK_S_MAX = 1.0
-"""How long after the last look at a half-closed connection the next one is."""
+"""The pause between two checks of a half-closed connection grows from the first to the second."""
 
 
-class Begun:
-    """A transport on which the first bytes of the next reply are out already."""
+class StartedTransport:
+    """A transport on which the first bytes of the next reply have already been sent."""
 
     def __init__(self, connection: Connection, transport: asyncio.Transport) -> None:
         self._connection = connection
@@ -46,23 +46,24 @@ class Begun:
         return getattr(self._transport, name)
 
     def send_more(self) -> None:
-        """Send another byte, if there is one that is certain."""
+        """Send one more of the bytes that every reply begins with, if any is left."""
         if self._n_out < len(COMMON):
             self._n_out += 1
             self._transport.write(COMMON[self._n_out - 1 : self._n_out])
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Send the rest of a reply's beginning; the connection goes on without this object."""
+        """Send `data`, the start of a reply, without the bytes already sent. The connection then
+        uses the plain transport again."""
         self._connection.transport = self._transport
         self._transport.write(data[self._n_out :])
 
     def writelines(self, parts: Iterable[bytes | bytearray | memoryview]) -> None:
-        """As `write`."""
+        """See `write`."""
         self.write(b"".join(parts))
 
 
 class Connection(RequestHandler):
-    """Made by `Runner` for each client."""
+    """The connection of one client, made by `ConnectionRunner`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -71,7 +72,7 @@ class Connection(RequestHandler):
 
     @property
     def _is_serving(self) -> bool:
-        """Whether the client has asked for something that it has not got all of."""
+        """Whether a request of the client has not been answered completely."""
         return self._n_answered < self._request_count
 
     def data_received(self, data: bytes) -> None:
@@ -81,11 +82,11 @@ class Connection(RequestHandler):
             self._end_bodies("its chunks are malformed")
 
     def _is_refused(self) -> bool:
-        """Whether what arrived last is no HTTP."""
+        """Whether the last message is not valid HTTP."""
         return not isinstance(self._messages[-1][0], RawRequestMessage)
 
     def _end_bodies(self, reason: str) -> None:
-        """No more of any body will arrive; one that is not complete cannot be read."""
+        """No more body data will arrive: reading an incomplete body fails from now on."""
         bodies = [body for _, body in self._messages]
         if self._current_request is not None:
             bodies.append(self._current_request.content)
@@ -96,8 +97,8 @@ class Connection(RequestHandler):
     # ---- half-closed connections ------------------------------------------------------------
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client will send nothing more; whether to stay open for what it has asked. The loop
-        says so again whenever reading is resumed."""
+        """The client will send nothing more. Returns whether to stay open for unanswered requests.
+        The loop calls this again whenever reading is resumed."""
         if not self._is_serving:
             return False
         if self._is_half_closed:
@@ -105,12 +106,12 @@ class Connection(RequestHandler):
         self._is_half_closed = True
         has_begun = self._current_request is not None and self._current_request.writer.output_size
         if self.transport is not None and not has_begun:
-            self.transport = cast(asyncio.Transport, Begun(self, self.transport))
+            self.transport = cast(asyncio.Transport, StartedTransport(self, self.transport))
         self._look(LOOK_S_MIN)
         return True
 
     def _look(self, pause_s: float) -> None:
-        """See whether the client is still there; again after a pause."""
+        """Check whether the client is still there, and check again after a pause."""
         transport = self.transport
         if transport is None:
             return
@@ -118,7 +119,7 @@ class Connection(RequestHandler):
         if transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             transport.abort()
             return
-        if isinstance(transport, Begun):
+        if isinstance(transport, StartedTransport):
             transport.send_more()
         self._loop.call_later(pause_s, self._look, min(2 * pause_s, LOOK_S_MAX))
 
@@ -131,7 +132,7 @@ class Connection(RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """The reply to what no handler has answered. Raises ConnectionError where one was begun."""
+        """The reply if no handler has answered. Raises ConnectionError if a reply has begun."""
         error: TowerdError
         if isinstance(exc, HttpProcessingError):
             error = InvalidRequest(f"Malformed HTTP request: {reason_of(exc)}")
@@ -146,15 +147,15 @@ class Connection(RequestHandler):
         return reply
 
     def log_exception(self, *args: Any, **kwargs: Any) -> None:
-        """Log what went wrong outside of handlers; a body that could not be read is no news."""
+        """Log failures outside of handlers, except bodies that could not be read."""
         if not isinstance(kwargs.get("exc_info"), web.RequestPayloadError | HttpProcessingError):
             super().log_exception(*args, **kwargs)
 
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """Send a reply. A refusal of aiohttp's own gets llama-server's shape; after the last reply
-        of a half-closed connection it is closed."""
+        """Send a reply. aiohttp's own errors get llama-server's shape. A half-closed connection is
+        closed after its last reply."""
         if isinstance(resp, web.HTTPException) and resp.status >= 400:
             resp = error_reply(from_http(resp))
         finished = await super().finish_response(request, resp, start_time)
@@ -169,8 +170,8 @@ class _Server(web.Server):
         return Connection(self, loop=self._loop, **self._kwargs)
 
 
-class Runner(web.AppRunner):
-    """An application behind `Connection`s."""
+class ConnectionRunner(web.AppRunner):
+    """Runs an application that is served through `Connection`s."""
 
     async def _make_server(self) -> web.Server:
         made = await super()._make_server()

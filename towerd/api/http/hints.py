@@ -1,5 +1,5 @@
-"""What a request says of where it belongs: session, workflow and agent. Hints change what is kept
-ready, never what is answered, and only for the caller's own tenant.
+"""Hints in a request about where it belongs: session, workflow and agent. Hints affect what is kept
+ready, never the answer, and only for the caller's own tenant.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SYSTEM_ROLES = ("system", "developer")
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """The client's names; None where it gave none."""
+    """The names that the client gave; None: not given."""
 
     session: str | None = None
     workflow: str | None = None
@@ -39,15 +39,15 @@ def hints_of(request: web.Request) -> Hints:
 
 
 def checked_name(name: str, what: str) -> str:
-    """`name`, if it can be one. Raises InvalidRequest."""
+    """`name`, if it is valid. Raises InvalidRequest."""
     if not 0 < len(name) <= NAME_CHARS_MAX or not name.isprintable():
         raise InvalidRequest(f"{what} must be at most {NAME_CHARS_MAX} printable characters")
     return name
 
 
 def agent_of(body: Any) -> str | None:
-    """A name for whoever has the system prompt and the tools of this chat request; None: it has
-    neither. Never fails: the request is checked elsewhere."""
+    """A name for the agent with the system prompt and the tools of this chat request; None: it has
+    neither. Never fails: the request is validated elsewhere."""
     messages = body.get("messages") if isinstance(body, dict) else None
     said: list[Any] = []
     for message in messages if isinstance(messages, list) else ():

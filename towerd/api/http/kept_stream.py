@@ -1,7 +1,7 @@
-"""Streams that outlive their client, as llama-server's: a request with `X-Conversation-Id` goes on
-when its client leaves, and what it wrote is kept for a while, by the byte.
+"""Streams that outlive their client, as in llama-server: a request with `X-Conversation-Id`
+continues when its client leaves, and its output can be read for a while, from any byte.
 
-One conversation id has one stream, each tenant its own ids; a new request ends the old one.
+A conversation id has one stream, and each tenant has its own ids; a new request ends the old one.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
 from typing import Any, TypeAlias
 
 KEEP_S = 300.0
-"""How long a stream that has ended can be read; llama-server's figure."""
+"""How long a finished stream can be read, as in llama-server."""
 BYTES_MAX = 4 << 20
-"""What is kept of a stream, its end; llama-server's figure."""
+"""How many of the last bytes of a stream are kept, as in llama-server."""
 STREAMS_MAX = 256
-"""Streams that have ended; those that ended longest ago are forgotten beyond."""
+"""Finished streams that are kept; beyond that the one that ended first is dropped."""
 Key: TypeAlias = tuple[str, str]
 """A tenant's name and a conversation id."""
 
 
 class KeptStream:
-    """The bytes of one event stream while they come and after. Lives on the event loop."""
+    """The bytes of one event stream, during generation and after. Event loop only."""
 
     def __init__(self) -> None:
         self.n_dropped = 0
-        """Bytes from the beginning that are not kept any more."""
+        """Bytes from the beginning that are no longer kept."""
         self.is_done = False
         self.started_s = int(time.time())
         self.completed_s = 0
@@ -37,7 +37,7 @@ class KeptStream:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes that were ever written."""
+        """Bytes written so far, including dropped ones."""
         return self.n_dropped + len(self._data)
 
     async def open(self, headers: Mapping[str, str]) -> None:
@@ -45,11 +45,11 @@ class KeptStream:
         self._begun.set_result(headers)
 
     async def headers(self) -> Mapping[str, str]:
-        """Wait until there is something to stream. Raises what failed before."""
+        """Wait until there is something to stream. Raises the error that prevented it."""
         return await asyncio.shield(self._begun)
 
     async def write(self, data: bytes) -> None:
-        """Events as they are."""
+        """Append encoded events."""
         self._data += data
         n_over = max(0, len(self._data) - BYTES_MAX)
         del self._data[:n_over]
@@ -57,17 +57,17 @@ class KeptStream:
         self._wake()
 
     def end(self, error: BaseException | None = None) -> None:
-        """Nothing more comes. error: why there never was anything."""
+        """End the stream. error: why it never began."""
         if not self._begun.done():
             self._begun.set_result({}) if error is None else self._begun.set_exception(error)
-            self._begun.exception()  # nobody may be there to hear it
+            self._begun.exception()  # mark as retrieved: no client may be waiting for it
         if not self.is_done:
             self.is_done, self.completed_s = True, int(time.time())
             self._wake()
 
     async def read(self, at: int) -> AsyncIterator[bytes]:
-        """The bytes from `at` on, as they come. It ends with the stream, or where bytes that were
-        not read yet are not kept any more."""
+        """The bytes from `at` on, as they arrive. Ends with the stream, or early if unread bytes
+        have been dropped."""
         while at >= self.n_dropped:
             if at < self.n_bytes:
                 data = bytes(self._data[at - self.n_dropped :])
@@ -84,15 +84,16 @@ class KeptStream:
 
 
 class KeptStreams:
-    """The streams of all tenants. Lives on the event loop."""
+    """The streams of all tenants. Event loop only."""
 
     def __init__(self) -> None:
         self._streams: dict[Key, KeptStream] = {}
-        """Those that ended in the order of their ends, among those that did not."""
+        """Finished streams are in the order in which they ended."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, key: Key, stream: KeptStream, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work`, which writes `stream`, whoever listens; a stream of this key ends."""
+        """Run `work`, which writes `stream`, independently of clients. An earlier stream of this
+        key is stopped."""
         self.stop(key)
         self._streams[key] = stream
         stream.work = asyncio.create_task(work)
@@ -103,8 +104,8 @@ class KeptStreams:
         return self._streams.get(key)
 
     def find(self, tenant: str, names: Iterable[str]) -> list[tuple[str, KeptStream]]:
-        """Those of these names, and of these names with a model's behind them (`name::model`), in
-        the order of the names."""
+        """The streams with these names, alone or followed by a model's (`name::model`), in the
+        order of the names."""
         named: dict[str, list[tuple[str, KeptStream]]] = {}
         for (whose, id), stream in self._streams.items():
             if whose == tenant:
@@ -113,14 +114,14 @@ class KeptStreams:
         return [each for name in names for each in named.get(name, ())]
 
     def stop(self, key: Key) -> None:
-        """Cancel a stream that still comes, and forget it."""
+        """Cancel a stream if it is running, and remove it."""
         stream = self._streams.pop(key, None)
         if stream is not None and stream.work is not None:
             stream.work.cancel()
             stream.end()
 
     async def close(self) -> None:
-        """Cancel all of them."""
+        """Cancel all streams."""
         for key in list(self._streams):
             self.stop(key)
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -133,12 +134,12 @@ class KeptStreams:
             return
         if stream.n_bytes:
             self._keep(key, stream)
-        else:  # it failed before there was anything to keep
+        else:  # it failed before it wrote anything
             del self._streams[key]
 
     def _keep(self, key: Key, stream: KeptStream) -> None:
         del self._streams[key]
-        self._streams[key] = stream  # behind those that ended before
+        self._streams[key] = stream  # after those that ended earlier
         ended = [each for each, one in self._streams.items() if one.is_done]
         for each in ended[: max(0, len(ended) - STREAMS_MAX)]:
             del self._streams[each]

@@ -1,4 +1,4 @@
-"""What handlers find on the application and on the request."""
+"""Keys of the application and of requests, and the protocols of what handlers use."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 
 
 class HasStats(Protocol):
-    """Something with counters and gauges."""
+    """An object with counters and gauges."""
 
     def stats(self) -> dict[str, Any]: ...
 
 
-class Runner(HasStats, Protocol):
+class SessionRunner(HasStats, Protocol):
     """`towerd.sessions.sessions.Sessions` as the API sees it."""
 
     @property
     def recorder(self) -> TurnRecorder:
-        """Where turns are recorded that did not go through `run`."""
+        """Records turns that did not go through `run`."""
         ...
 
     def run(self, request: GenerateRequest) -> AsyncIterator[Event]:
@@ -45,26 +45,26 @@ class Runner(HasStats, Protocol):
         ...
 
 
-class Tiers(HasStats, Protocol):
+class TiersView(HasStats, Protocol):
     """`towerd.tiers.manager.Tiers` as the API sees it."""
 
     ranking: Ranking
-    """What it goes by when something has to leave."""
+    """Ranks segments for eviction."""
     fidelity: Fidelity
-    """The one in force."""
+    """The fidelity in force."""
 
 
-class Service(Protocol):
+class ApiService(Protocol):
     """Everything behind the API, from `towerd.service.open_service`."""
 
     @property
     def engine(self) -> Engine: ...
     @property
-    def sessions(self) -> Runner: ...
+    def sessions(self) -> SessionRunner: ...
     @property
     def store(self) -> Store: ...
     @property
-    def tiers(self) -> Tiers: ...
+    def tiers(self) -> TiersView: ...
     @property
     def traffic(self) -> Traffic: ...
     @property
@@ -72,13 +72,13 @@ class Service(Protocol):
 
 
 @dataclass(slots=True)
-class Gate:
-    """The one mutable thing on the application: what is loaded and whether we are leaving."""
+class ServiceGate:
+    """The application's only mutable state: the loaded service, and whether it is shutting down."""
 
-    service: Service | None = None
+    service: ApiService | None = None
     closing: bool = False
 
-    def open(self) -> Service:
+    def open(self) -> ApiService:
         """The service. Raises Unavailable while the model loads and during shutdown."""
         if self.closing:
             raise Unavailable("The server is shutting down")
@@ -88,7 +88,7 @@ class Gate:
 
 
 CONFIG = web.AppKey("config", Config)
-GATE = web.AppKey("gate", Gate)
+GATE = web.AppKey("gate", ServiceGate)
 LIMITS = web.AppKey("limits", Limits)
 METRICS = web.AppKey("metrics", Metrics)
 TENANTS = web.AppKey("tenants", Tenants)
@@ -97,6 +97,6 @@ TRANSFER: web.AppKey[Transfer] = web.AppKey("transfer")
 TENANT = web.RequestKey("tenant", Tenant)
 
 
-def service_of(request: web.Request) -> Service:
-    """The loaded service; see `Gate.open`."""
+def service_of(request: web.Request) -> ApiService:
+    """The loaded service; see `ServiceGate.open`."""
     return request.app[GATE].open()

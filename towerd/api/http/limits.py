@@ -1,4 +1,4 @@
-"""Bounds that keep one client from holding the others up."""
+"""Limits that keep one client from delaying the others."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from towerd.errors import InvalidRequest
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Every bound of the HTTP surface that is not a setting of the daemon."""
+    """Every limit of the HTTP API that is not a setting of the daemon."""
 
     write_stall_s: float = 60.0
-    """A streaming client that takes nothing for this long loses its request."""
+    """The request of a streaming client that reads nothing for this long is cancelled."""
     read_stall_s: float = 30.0
     """A body that stops arriving for this long is refused (408)."""
     inline_bytes_max: int = 32 * 1024
     """Bodies up to this size are decoded on the event loop (well under a millisecond)."""
     events_max: int = 64
-    """Events of one response waiting to be written; the producers wait beyond it."""
+    """Events of one response that may wait to be written; beyond that the producers wait."""
     grace_s: float = 10.0
-    """How long running generations may finish at shutdown before they are cancelled."""
+    """How long generations may continue at shutdown before they are cancelled."""
     linger_s: float = 1.0
-    """And then all other requests: a tool that llama-server runs may take minutes."""
+    """How long all other requests may continue after that; a tool that llama-server runs may take
+    minutes."""
     values_max: int = 2_000_000
-    """Commas of a body that Python decodes, which holds up every thread meanwhile."""
+    """Commas in a body that Python decodes, which blocks every other thread."""
     messages_max: int = 65_536
-    """Messages of a chat; a chat of so many one-letter messages is read in a second."""
+    """Messages of a chat; this many one-letter messages take a second to parse."""
     parts_max: int = 65_536
     """Content parts and tool calls of all messages of a chat together."""
     tools_max: int = 4096
@@ -44,12 +45,12 @@ class Limits:
     breakers_max: int = 64
     """Sequence breakers, each of which is matched against every token of the vocabulary."""
     response_fields_max: int = 1024
-    """Fields that a reply is cut down to, each of which is looked up for every choice."""
+    """Fields of `response_fields`, each of which is looked up for every choice."""
     page_max: int = 1000
     """Entries of one page of a towerd listing."""
 
     def check(self, body: Any) -> None:
-        """Raises InvalidRequest naming the field if a decoded body has too many of anything."""
+        """Raises InvalidRequest, naming the field, if a decoded body exceeds a limit."""
         if not isinstance(body, Mapping):
             return
         for name, most in self._lengths():
@@ -67,7 +68,7 @@ class Limits:
             )
 
     def _lengths(self) -> tuple[tuple[str, int], ...]:
-        """Fields that are lists, objects or names of samplers, and how long they may be."""
+        """Fields that are lists, objects or names of samplers, with their limits."""
         return (
             ("messages", self.messages_max),
             ("tools", self.tools_max),

@@ -1,4 +1,4 @@
-"""What every request passes: accounting, errors, the guard, readiness and the API key."""
+"""Middleware of every request: accounting, errors, the guard, readiness and the API key."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 @web.middleware
 async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Refuse web pages of other sites and names that were rebound to this machine; answer
-    preflights. Nothing is ever allowed with credentials."""
+    """Refuse web pages of other sites and DNS rebinding; answer preflights. Credentials are never
+    allowed."""
     if not is_owner_socket(request):
         if not _host_allowed(request):
             raise Forbidden(f"Host '{request.host[:100]}' is not served here")
@@ -91,7 +91,7 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 @web.middleware
 async def ready(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """503 until the model is loaded and while the daemon leaves."""
+    """Answer 503 until the model is loaded and while the daemon shuts down."""
     if not is_page(request.path):
         request.app[GATE].open()
     return await handler(request)
@@ -99,7 +99,7 @@ async def ready(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 @web.middleware
 async def authenticate(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Find the tenant of the key. Raises Unauthorized."""
+    """Set the tenant of the key on the request. Raises Unauthorized."""
     if is_owner_socket(request):
         request[TENANT] = OWNER
     elif is_ui_file(request):
@@ -118,8 +118,8 @@ def _identify(request: web.Request) -> Tenant:
 
 
 def is_ui_file(request: web.Request) -> bool:
-    """Whether this asks for a file of llama-server's web UI, which needs no key: a browser loads
-    it before anybody could enter one. Its data comes from the API, which does."""
+    """Whether this requests a file of llama-server's web UI, which needs no key: a browser loads it
+    before the user can enter one. Its data comes from the API, which needs one."""
     if request.app[CONFIG].engine != "llama-server" or request.method not in ("GET", "HEAD"):
         return False
     path = request.path
@@ -129,12 +129,12 @@ def is_ui_file(request: web.Request) -> bool:
 
 
 def is_page(path: str) -> bool:
-    """Whether this is the status page or one of its files, which need no model."""
+    """Whether this path is the status page or one of its files, which need no model."""
     return path in ("/", "/towerd", "/towerd/") or path.startswith(PAGE_PREFIX)
 
 
 def is_public(path: str) -> bool:
-    """Whether this needs no key: health, the status page and its files."""
+    """Whether this path needs no key: health, the status page and its files."""
     return path in PUBLIC or path.startswith(PAGE_PREFIX)
 
 
@@ -146,7 +146,8 @@ def is_owner_socket(request: web.Request) -> bool:
 
 
 def _host_allowed(request: web.Request) -> bool:
-    """On loopback a foreign Host means DNS rebinding; elsewhere the key protects."""
+    """Whether the Host is ours. On loopback a foreign Host means DNS rebinding; on other addresses
+    the key protects."""
     config = request.app[CONFIG]
     if not all(is_loopback(host) for host in config.hosts):
         return True
@@ -155,8 +156,8 @@ def _host_allowed(request: web.Request) -> bool:
 
 
 def origin_allowed(request: web.Request) -> bool:
-    """Whether the page that sent the request, if one did, may: this machine's own pages, the
-    server's own, and those of --cors-origins."""
+    """Whether the request's Origin, if it has one, is allowed: pages of this machine, the server's
+    own, and those of --cors-origins."""
     origin = request.headers.get("Origin")
     if origin is None:
         return True
@@ -194,7 +195,7 @@ def _preflight(request: web.Request) -> web.Response:
 
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """On every response, streamed ones included: the server's name and the CORS answer."""
+    """Add the server's name and the CORS headers to every response, including streamed ones."""
     response.headers["Server"] = "towerd"
     origin = request.headers.get("Origin")
     if origin is not None:

@@ -1,4 +1,4 @@
-"""Pure work whose size a client chooses: on the loop while it is small, else in a thread."""
+"""Runs pure work whose size a client chooses: small work on the loop, big work in a thread."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 ITEMS_INLINE_MAX = 1000
-"""Python takes about a microsecond per item, and the loop never stops for 5 ms."""
+"""Python takes about a microsecond per item, and the loop must never block for 5 ms."""
 
 
 async def by_size(items: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -21,13 +21,12 @@ async def by_size(items: int, work: Callable[P, T], *args: P.args, **kwargs: P.k
 
 
 def size_of(value: object) -> int:
-    """How many items a decoded JSON value has at its top, as far as work is concerned."""
+    """The number of items at the top level of a decoded JSON value, as a measure of work."""
     return len(value) if isinstance(value, list | dict) else 1
 
 
 def count(value: object) -> int:
-    """How many values a decoded JSON value is made of, counted until it is too many for the
-    loop."""
+    """The number of values in a decoded JSON value; counting stops above ITEMS_INLINE_MAX."""
     n, todo = 0, [value]
     while todo and n <= ITEMS_INLINE_MAX:
         each = todo.pop()
@@ -41,8 +40,8 @@ def count(value: object) -> int:
 
 
 async def release(body: dict[str, Any]) -> None:
-    """Empty a body that is not needed any more. Freeing what a client sent is work as well: a
-    hundred thousand objects take the interpreter milliseconds."""
+    """Empty a body that is no longer needed. Freeing it is work as well: a hundred thousand
+    objects take milliseconds."""
     big = [value for value in body.values() if count(value) > ITEMS_INLINE_MAX]
     if big:
         await asyncio.to_thread(_empty, big)

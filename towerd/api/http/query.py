@@ -22,12 +22,12 @@ def integer_query(request: web.Request, name: str, default: int, low: int, high:
 
 
 def flag(request: web.Request, name: str) -> bool:
-    """Whether `?name` is there and not 0 or false."""
+    """Whether `?name` is set and not 0 or false."""
     return request.query.get(name, "0").lower() not in ("0", "false")
 
 
 def segment_id(request: web.Request) -> int:
-    """The segment id of the path. Raises NotFound."""
+    """The segment id in the request's path. Raises NotFound."""
     raw = request.match_info["id"]
     if not raw.isdecimal() or len(raw) > 18:
         raise NotFound(f"there is no segment {raw[:50]!r}")

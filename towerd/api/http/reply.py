@@ -72,7 +72,7 @@ def json_reply(
 
 
 def raw_reply(body: bytes) -> web.Response:
-    """A reply that is JSON already."""
+    """A reply whose body is encoded JSON."""
     reply = web.Response(body=body)
     reply.headers["Content-Type"] = JSON_TYPE
     return reply
@@ -86,14 +86,14 @@ def error_reply(
 
 
 def error_event(error: TowerdError, *, in_full: bool = False) -> dict[str, Any]:
-    """The same body for a stream that has begun. What clients are not told goes to the log."""
+    """The same body for a stream that has begun. Details that clients must not see are logged."""
     if error.public != error.message:
         log.warning("request failed: %s", error.message)
     return error.body(in_full=in_full)
 
 
 def from_http(error: web.HTTPException) -> TowerdError:
-    """aiohttp's own refusals (unknown route, wrong method, bad request line) as ours."""
+    """Convert aiohttp's own errors (unknown route, wrong method, bad request line)."""
     if error.status == 404:
         return NotFound("File Not Found")
     kind = _BY_STATUS.get(error.status)
@@ -103,7 +103,7 @@ def from_http(error: web.HTTPException) -> TowerdError:
 
 
 def reason_of(error: HttpProcessingError) -> str:
-    """What aiohttp's parser has to say, without the bytes that it says it of."""
+    """The message of aiohttp's parser, without the offending bytes."""
     if isinstance(error, LineTooLong):
         return f"a line of its head has more than {error.args[1]} bytes"
     if isinstance(error, InvalidURLError):

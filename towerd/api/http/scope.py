@@ -1,4 +1,4 @@
-"""The scope that a caller's request has: its tenant, and the LoRA adapters that it asks for."""
+"""The scope of a request: its tenant, and the LoRA adapters that it asks for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from towerd.engine.base import Engine
 
 
 def scope_of(engine: Engine, tenant: str, asked: object = None) -> str:
-    """The scope of a tenant's request; asked: its field `lora`. Raises InvalidRequest."""
+    """The scope of a tenant's request. asked: its field `lora`. Raises InvalidRequest."""
     return tenant if engine.adapters is None else engine.adapters.scope(tenant, asked)
 
 

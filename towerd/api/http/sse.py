@@ -12,9 +12,9 @@ from towerd.api.http.keys import LIMITS
 from towerd.api.http.reply import encode
 
 INLINE_BYTES_MAX = 16 * 1024
-"""Less than any transport buffers before it makes the writer wait."""
+"""Less than any transport buffers before the writer has to wait."""
 PING = b":\n\n"
-"""A comment that keeps impatient clients and proxies waiting."""
+"""A comment that keeps clients and proxies from timing out."""
 _HEADERS = {
     "Content-Type": "text/event-stream",
     "Cache-Control": "no-cache",
@@ -23,7 +23,7 @@ _HEADERS = {
 
 
 class ClientStalled(ConnectionError):
-    """The client took nothing for `write_stall_s`; its connection is gone."""
+    """The client read nothing for `write_stall_s`; its connection was closed."""
 
 
 async def write_or_stall(request: web.Request, response: web.StreamResponse, data: bytes) -> None:
@@ -45,41 +45,41 @@ async def write_or_stall(request: web.Request, response: web.StreamResponse, dat
 
 
 def is_keeping_up(transport: asyncio.WriteTransport, data: bytes) -> bool:
-    """Whether writing cannot wait: a timer for every token of a stream would be a tenth of what
-    passing it on costs."""
+    """Whether a write cannot block, so that it needs no timer: a timer for every token would add a
+    tenth to the cost of passing it on."""
     return transport.get_write_buffer_size() + len(data) <= INLINE_BYTES_MAX
 
 
 class Sink(Protocol):
-    """What events are written to: a client, or something that keeps them."""
+    """Where events are written: a client, or a `KeptStream`."""
 
     async def open(self, headers: Mapping[str, str]) -> None:
-        """There is something to write, under these headers; at most once, before any `write`."""
+        """Begin with these headers; called at most once, before any `write`."""
         ...
 
     async def write(self, data: bytes) -> None:
-        """Events as they are. Raises ClientStalled, ConnectionResetError."""
+        """Write encoded events. Raises ClientStalled, ConnectionResetError."""
         ...
 
 
 class EventStream:
-    """A `text/event-stream` response. Writing waits for the client, but not for ever."""
+    """A `text/event-stream` response. A write waits for the client up to `write_stall_s`."""
 
     def __init__(self, request: web.Request) -> None:
         self._request = request
         self.response = web.StreamResponse(headers=_HEADERS)
 
     async def open(self, headers: Mapping[str, str]) -> None:
-        """Send these headers and what every stream has. What is written before is an error."""
+        """Send these headers and those of every stream. Must be called before any write."""
         self.response.headers.update(headers)
         await self.response.prepare(self._request)
 
     async def send(self, values: Iterable[Any]) -> None:
-        """One `data:` event per value. Raises ClientStalled, ConnectionResetError."""
+        """Send one `data:` event per value. Raises ClientStalled, ConnectionResetError."""
         await self.write(b"".join(b"data: %s\n\n" % encode(value) for value in values))
 
     async def write(self, data: bytes) -> None:
-        """Events as they are. Raises ClientStalled, ConnectionResetError."""
+        """Write encoded events. Raises ClientStalled, ConnectionResetError."""
         await write_or_stall(self._request, self.response, data)
 
     async def close(self) -> None:

@@ -9,15 +9,15 @@ from towerd.engine.base import Event, Finish, Reuse, Started
 
 
 @dataclass(slots=True)
-class Choice:
-    """What is known of one GenerateRequest so far."""
+class ChoiceState:
+    """The state of one GenerateRequest so far."""
 
     started: Started | None = None
     finish: Finish | None = None
     began: float = field(default_factory=time.monotonic)
 
     def absorb(self, event: Event) -> None:
-        """Account for one event of this choice."""
+        """Update the state with one event of this choice."""
         if isinstance(event, Started):
             self.started = event
         elif isinstance(event, Finish):
@@ -25,7 +25,7 @@ class Choice:
 
     @property
     def reuse(self) -> Reuse:
-        """Where the prompt came from; nothing is known before it is evaluated."""
+        """Where the prompt came from; empty before the prompt is evaluated."""
         if self.finish is not None:
             return self.finish.reuse
         return self.started.reuse if self.started else Reuse()

@@ -1,7 +1,7 @@
 """Every endpoint that generates: llama-server's own, OpenAI's, Anthropic's and infill.
 
-`towerd.wire` reads the body and writes the reply; what is added here is what towerd knows of its
-memory: the reuse header, and the `towerd` object of a reply's last event.
+`towerd.wire` reads the body and writes the reply; this module adds what towerd knows about reuse:
+the reuse header, and the `towerd` object of a reply's last event.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from towerd.api.http.kept_stream import KeptStream
 from towerd.api.http.keys import CONFIG, LIMITS, METRICS, STREAMS, TENANT, service_of
 from towerd.api.http.reply import error_event, raw_reply
 from towerd.api.http.sse import PING, ClientStalled, EventStream, Sink
-from towerd.api.llama.choice import Choice
+from towerd.api.llama.choice import ChoiceState
 from towerd.api.llama.fanout import Events, fan_out
 from towerd.api.llama.reuse import total
 from towerd.api.llama.streams import CONVERSATION, follow, key_of
@@ -102,7 +102,7 @@ async def _running(request: web.Request, task: Task) -> AsyncIterator[Events]:
 
 
 async def _whole(request: web.Request, task: Task) -> web.StreamResponse:
-    choices = [Choice() for _ in range(task.n_choices)]
+    choices = [ChoiceState() for _ in range(task.n_choices)]
     async with _running(request, task) as events:
         body = await _body(request, task, choices, events)
     reply = raw_reply(body)
@@ -110,7 +110,9 @@ async def _whole(request: web.Request, task: Task) -> web.StreamResponse:
     return reply
 
 
-async def _body(request: web.Request, task: Task, choices: list[Choice], events: Events) -> bytes:
+async def _body(
+    request: web.Request, task: Task, choices: list[ChoiceState], events: Events
+) -> bytes:
     body = b""
     while (item := await events.next()) is not None:
         index, event = item
@@ -120,7 +122,7 @@ async def _body(request: web.Request, task: Task, choices: list[Choice], events:
     return body
 
 
-def _absorb(request: web.Request, choice: Choice, event: Event) -> None:
+def _absorb(request: web.Request, choice: ChoiceState, event: Event) -> None:
     choice.absorb(event)
     metrics = request.app[METRICS]
     if isinstance(event, Started):
@@ -129,7 +131,7 @@ def _absorb(request: web.Request, choice: Choice, event: Event) -> None:
         metrics.finished(event)
 
 
-def _headers(choices: Sequence[Choice]) -> dict[str, str]:
+def _headers(choices: Sequence[ChoiceState]) -> dict[str, str]:
     headers = {REUSE_HEADER: total([choice.reuse for choice in choices]).header()}
     finish = choices[0].finish
     if finish is not None and finish.session:
@@ -138,13 +140,13 @@ def _headers(choices: Sequence[Choice]) -> dict[str, str]:
 
 
 async def _stream(request: web.Request, task: Task, stream: Sink) -> None:
-    """Stream the events. Whatever fails before the first one is an ordinary error reply."""
+    """Stream the events. A failure before the first one is an ordinary error reply."""
     async with _running(request, task) as events:
         await _pass_on(request, task, events, stream)
 
 
 async def _pass_on(request: web.Request, task: Task, events: Events, stream: Sink) -> None:
-    choices = [Choice() for _ in range(task.n_choices)]
+    choices = [ChoiceState() for _ in range(task.n_choices)]
     ping_s = task.ping_s
     try:
         item = await events.next(ping_s)
@@ -179,7 +181,7 @@ async def _pass_on(request: web.Request, task: Task, events: Events, stream: Sin
 
 
 async def _next(ping_s: float | None, stream: Sink, events: Events) -> tuple[int, Event] | None:
-    """The next event, with pings while there is none."""
+    """The next event; writes pings while there is none."""
     while True:
         try:
             return await events.next(ping_s)

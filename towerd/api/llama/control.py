@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions/control: to end the reasoning of a reply while it is generated."""
+"""POST /v1/chat/completions/control: end the reasoning of a reply while it is generated."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from towerd.store.prefix.scope import tenant_of
 
 
 async def post_control(request: web.Request) -> web.Response:
-    """`id` of a running completion, and `action`: reasoning_end."""
+    """Takes the `id` of a running completion, and `action`: reasoning_end."""
     body = await read_object(request)
     name, action = fields.string(body, "id", ""), fields.string(body, "action", "")
     if not name:

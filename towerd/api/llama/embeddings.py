@@ -63,7 +63,7 @@ async def _embed(request: web.Request, *, openai: bool) -> web.Response:
 
 
 async def _all(running: Sequence[Future[T]]) -> list[T]:
-    """Every result, in order. Once one failed, or the client has left, no other is begun."""
+    """Every result, in order. After a failure, or once the client has left, no other is started."""
     try:
         return [await asyncio.wrap_future(one) for one in running]
     finally:

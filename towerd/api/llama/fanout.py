@@ -1,4 +1,4 @@
-"""Running the choices of one response side by side, in order of what happens."""
+"""Runs the choices of one response concurrently and merges their events as they occur."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 
-from towerd.api.http.keys import Runner
+from towerd.api.http.keys import SessionRunner
 from towerd.engine.base import Event, GenerateRequest
 
 Item = tuple[int, Event] | Exception | None
@@ -14,7 +14,7 @@ MakeRequest = Callable[[], Awaitable[GenerateRequest]]
 
 
 class Events:
-    """What the running choices produce, from one bounded queue."""
+    """The events of the running choices, from one bounded queue."""
 
     def __init__(self, events_max: int) -> None:
         self.queue: asyncio.Queue[Item] = asyncio.Queue(events_max)
@@ -22,7 +22,7 @@ class Events:
     async def next(self, timeout_s: float | None = None) -> tuple[int, Event] | None:
         """The next (choice index, event); None when all have finished.
 
-        Raises TimeoutError after `timeout_s` of silence, and whatever a choice raised."""
+        Raises TimeoutError after `timeout_s` without an event, and any error of a choice."""
         if self.queue.empty():
             async with asyncio.timeout(timeout_s):
                 item = await self.queue.get()
@@ -35,10 +35,10 @@ class Events:
 
 @asynccontextmanager
 async def fan_out(
-    runner: Runner, requests: Sequence[MakeRequest], *, parallel: int, events_max: int
+    runner: SessionRunner, requests: Sequence[MakeRequest], *, parallel: int, events_max: int
 ) -> AsyncIterator[Events]:
-    """Make and run `requests`, at most `parallel` at once. Leaving the context cancels what still runs
-    and waits until every iterator is closed."""
+    """Make and run `requests`, at most `parallel` at once. Leaving the context cancels those that
+    still run and waits until every iterator is closed."""
     events = Events(events_max)
     waiting = iter(enumerate(requests))
     n_tasks = min(max(parallel, 1), len(requests))
@@ -63,8 +63,10 @@ async def fan_out(
         await asyncio.gather(driver, return_exceptions=True)
 
 
-async def _run(runner: Runner, waiting: Iterator[tuple[int, MakeRequest]], events: Events) -> None:
-    """Run what waits, one after the other."""
+async def _run(
+    runner: SessionRunner, waiting: Iterator[tuple[int, MakeRequest]], events: Events
+) -> None:
+    """Run waiting requests, one after the other."""
     for index, make in waiting:
         iterator = runner.run(await make())
         try:

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from towerd import __version__
 from towerd.api.admin.overview import may_see_slot, require_overview
-from towerd.api.http.keys import CONFIG, METRICS, TENANT, Service, service_of
+from towerd.api.http.keys import CONFIG, METRICS, TENANT, ApiService, service_of
 from towerd.api.http.reply import json_reply
 from towerd.api.llama.models import ftype, models_json
 from towerd.api.llama.task import wire_of
@@ -28,7 +28,7 @@ async def get_health(request: web.Request) -> web.Response:
 
 
 async def get_models(request: web.Request) -> web.Response:
-    """The one model there is."""
+    """The model that is served."""
     return json_reply(models_json(service_of(request).engine))
 
 
@@ -60,7 +60,7 @@ def _props_json(engine: Engine, config: Config) -> dict[str, Any]:
 
 
 async def get_slots(request: web.Request) -> web.Response:
-    """The live sequences; never their text. Those of others look idle."""
+    """The live sequences, never their text. Those of other tenants look idle."""
     if not request.app[CONFIG].slots_endpoint:
         raise SwitchedOff("This server does not support slots endpoint. Start it with `--slots`")
     slots = service_of(request).engine.slots()
@@ -69,7 +69,7 @@ async def get_slots(request: web.Request) -> web.Response:
     shown = [_slot_json(slot if may_see_slot(request, slot) else slot.hidden()) for slot in slots]
     if not request[TENANT].sees_all:
         for slot_json in shown:
-            slot_json.pop("id_task", None)  # a count of everybody's requests
+            slot_json.pop("id_task", None)  # counts the requests of all tenants
     return json_reply(shown)
 
 
@@ -117,7 +117,7 @@ async def get_metrics(request: web.Request) -> web.Response:
 
 
 async def get_stats(request: web.Request) -> web.Response:
-    """Everything the page and towerctl show: counters, gauges, slots."""
+    """Everything that the page and towerctl show: counters, gauges, slots."""
     require_overview(request)
     service = service_of(request)
     metrics = request.app[METRICS]
@@ -149,7 +149,7 @@ async def get_stats(request: web.Request) -> web.Response:
     )
 
 
-async def all_stats(service: Service) -> dict[str, dict[str, Any]]:
+async def all_stats(service: ApiService) -> dict[str, dict[str, Any]]:
     """Counters and gauges of the engine, the tiers, the store, the cold tier and the traffic."""
     return {
         "engine": service.engine.stats(),

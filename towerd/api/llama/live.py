@@ -1,4 +1,4 @@
-"""`retention` and `live_budget` of a request body: what stays live of this chat."""
+"""`retention` and `live_budget` of a request body: which tokens of this chat stay live."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _FIELDS = ("retention", "live_budget")
 
 
 def parse_live(body: Body, config: Config, n_ctx: int) -> LiveBudget:
-    """What the request wants, else what the daemon was started with.
+    """The budget of the request, else that of the daemon's settings.
 
-    Raises InvalidRequest for an unknown policy, or a budget that no policy would keep to."""
+    Raises InvalidRequest for an unknown policy, or a budget for a policy that has none."""
     if config.engine != "embedded":
         refuse_live(body)
     policy = fields.string(body, "retention", config.retention)
@@ -38,7 +38,7 @@ def parse_live(body: Body, config: Config, n_ctx: int) -> LiveBudget:
 
 
 def refuse_live(body: Mapping[str, Any]) -> None:
-    """Raises NotSupported for a request that asks a llama-server for a policy."""
+    """Raises NotSupported if the request asks a llama-server for a policy."""
     for name in _FIELDS:
         if body.get(name) is not None:
             raise NotSupported(

@@ -1,4 +1,4 @@
-"""/lora-adapters: the LoRA adapters of the model, and how strong each is."""
+"""/lora-adapters: the LoRA adapters of the model, and their scales."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from towerd.errors import InvalidRequest, NotSupported
 
 
 async def get_adapters(request: web.Request) -> web.Response:
-    """The adapters in the order of their numbers, with the scales that requests have by default."""
+    """The adapters in the order of their numbers, with the default scales of requests."""
     return json_reply(_adapters(request).listing())
 
 
 async def post_adapters(request: web.Request) -> web.Response:
-    """Set the scales: an array of `id` and `scale`; what is not named gets 0."""
+    """Set the scales: an array of `id` and `scale`; adapters not named get 0."""
     require_admin(request)
     body = await decode(request, await read_bytes(request))
     if not isinstance(body, list):

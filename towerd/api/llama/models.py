@@ -9,13 +9,13 @@ from towerd.engine.base import Engine, ModelInfo
 
 
 def ftype(info: ModelInfo) -> str:
-    """The file type in llama.cpp's words: its model description ends with it."""
+    """The file type as llama.cpp names it, at the end of its model description."""
     words = info.description.split(" ", 2)
     return words[2] if len(words) == 3 else info.description
 
 
 def models_json(engine: Engine) -> dict[str, Any]:
-    """llama-server's answer, which is Ollama's and OpenAI's in one."""
+    """llama-server's answer, which combines Ollama's and OpenAI's."""
     info = engine.info
     return {
         "models": [

@@ -18,7 +18,7 @@ Parts: TypeAlias = list["str | Ids"]
 """One prompt: texts to tokenize and ids as given, in order."""
 
 TEXTS_MAX = 16_384
-"""Texts of one prompt, each of which is tokenized by itself."""
+"""Texts in one prompt, each of which is tokenized separately."""
 _FORMS = (
     '"prompt" elements must be a string, a list of tokens, a JSON object containing a prompt '
     "string, or a list of mixed strings & tokens."
@@ -27,11 +27,11 @@ _FORMS = (
 
 @dataclass(frozen=True, slots=True)
 class PromptLimit:
-    """How long the prompts of one request may be, in tokens."""
+    """The limit on the prompts of one request, in tokens."""
 
     n_ctx: int
     outgrown_max: int = 0
-    """What those beyond the context may have together; 0: there may be none."""
+    """Total tokens of the prompts that exceed the context; 0: none may exceed it."""
 
     def check(self, lengths: Sequence[int]) -> None:
         """Raises ContextExceeded unless prompts of these lengths may be evaluated."""
@@ -51,7 +51,7 @@ class PromptLimit:
 async def tokenize_prompts(
     prompt: Any, engine: Engine, limit: PromptLimit, prompts_max: int
 ) -> list[Ids]:
-    """Every prompt of a request, at least one, each at least one token and all within `limit`.
+    """The token ids of every prompt of a request: at least one prompt, none empty, within `limit`.
 
     Raises InvalidRequest, ContextExceeded."""
     n_vocab = engine.info.n_vocab
@@ -66,7 +66,7 @@ async def tokenize_prompts(
 async def tokenize_mixed(
     content: Any, engine: Engine, *, add_special: bool, parse_special: bool
 ) -> Ids:
-    """Text, ids or a list of both to ids; only text at the very front gets the BOS token.
+    """Convert text, ids or a list of both to ids; only text at the very front gets the BOS token.
 
     Raises InvalidRequest."""
     if not isinstance(content, str | list):
@@ -87,8 +87,8 @@ def checked_ids(values: Any, n_vocab: int) -> Ids:
 
 
 def _plan(prompt: Any, n_vocab: int, limit: PromptLimit, prompts_max: int) -> list[Parts]:
-    """The parts of every prompt. Token ids that are too many are refused by their number, before
-    anything is done with them."""
+    """The parts of every prompt. Too many token ids are refused by their number, before they are
+    processed."""
     if not isinstance(prompt, list) or any(type(item) is int for item in prompt):
         prompt = [prompt]
     elif len(prompt) > prompts_max:
@@ -98,7 +98,7 @@ def _plan(prompt: Any, n_vocab: int, limit: PromptLimit, prompts_max: int) -> li
 
 
 def _n_ids(prompt: Any) -> int:
-    """How many token ids a prompt of nothing else has; 0 for any other."""
+    """The number of token ids if the prompt is a list of them, else 0."""
     is_ids = isinstance(prompt, list) and all(type(item) is int for item in prompt)
     return len(prompt) if is_ids else 0
 

@@ -1,4 +1,4 @@
-"""The JSON of what towerd knows of its memory: reuse, drift, timings, progress. Pure functions."""
+"""JSON of reuse, drift, timings and progress. Pure functions."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ def total(parts: Sequence[Reuse]) -> Reuse:
 
 
 def reuse_json(reuse: Reuse) -> Json:
-    """Tokens by where they came from."""
+    """Prompt tokens by the tier that they came from."""
     tiers = {"live": reuse.live, "hot": reuse.hot, "warm": reuse.warm, "prefill": reuse.prefill}
     more = {"approximate": reuse.approximate, "cold": reuse.cold}
     return tiers | {name: n for name, n in more.items() if n}
 
 
 def drift_json(drift: Drift | None) -> Json:
-    """A drift beside the noise floor that it is read against; nulls if it was not measured."""
+    """The drift and the noise floor to compare it with; nulls if it was not measured."""
     if drift is None:
         return {"kl": None, "floor_kl": None}
     return {"kl": drift.kl, "floor_kl": drift.floor_kl}
 
 
 def towerd_json(finish: Finish) -> Json:
-    """What the last event of a stream says about its memory."""
+    """The `towerd` object in the last event of a stream."""
     out: Json = {"reuse": reuse_json(finish.reuse), "session": finish.session}
     if finish.truncated:
         out["truncated"] = True

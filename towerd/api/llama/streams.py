@@ -1,4 +1,4 @@
-"""/v1/stream: streams that a client comes back to, or stops, by its `X-Conversation-Id`."""
+"""/v1/stream: streams that a client resumes or stops by their `X-Conversation-Id`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAMES_MAX = 4096
 
 
 def key_of(request: web.Request, name: str) -> Key:
-    """A conversation id of the caller's. Raises InvalidRequest."""
+    """The key of the caller's conversation id. Raises InvalidRequest."""
     if len(name) > NAME_CHARS_MAX or not name.isprintable():
         raise InvalidRequest(
             f"A conversation id must be at most {NAME_CHARS_MAX} printable characters"
@@ -41,7 +41,7 @@ async def get_stream(request: web.Request) -> web.StreamResponse:
 
 
 async def delete_stream(request: web.Request) -> web.StreamResponse:
-    """End a stream and forget it; 204, also where there is none."""
+    """End and remove a stream. Answers 204 even if there is none."""
     request.app[STREAMS].stop(key_of(request, _name(request)))
     return web.Response(status=204)
 
@@ -62,7 +62,7 @@ async def post_lookup(request: web.Request) -> web.StreamResponse:
 
 
 async def follow(request: web.Request, stream: KeptStream, start: int) -> web.StreamResponse:
-    """Write a stream to a client, which may leave."""
+    """Write a stream to a client. The stream continues if the client leaves."""
     events = EventStream(request)
     await events.open(await stream.headers())
     async for data in stream.read(start):

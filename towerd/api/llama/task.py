@@ -27,19 +27,19 @@ if TYPE_CHECKING:  # llama.cpp is loaded with the model, after the address is li
     from towerd.wire import Endpoint, Reply, Request, WireThreads, Writer
 
 WRITE_S_MAX = 1e-3
-"""Events that took longer to write are written apart from the event loop from then on."""
+"""Once an event took longer than this to write, later ones are written off the event loop."""
 _NO_HINTS = Hints()
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """What the request's headers and key say, as opposed to its body."""
+    """What a request's headers and key determine, as opposed to its body."""
 
     scope: str
     hints: Hints = _NO_HINTS
 
 
-class SpokenChat:
+class ChoiceChat:
     """The chat of one choice. See `towerd.engine.base.Chat`."""
 
     def __init__(self, threads: WireThreads, request: Request, writer: Writer, choice: int) -> None:
@@ -50,13 +50,13 @@ class SpokenChat:
         self._is_over = asyncio.Event()
         self._is_whole = False
 
-    def said(self) -> None:
-        """The writer has all of the reply."""
+    def complete(self) -> None:
+        """The writer has the whole reply."""
         self._is_whole = True
         self._is_over.set()
 
-    def given_up(self) -> None:
-        """It will not get all of it, if it has not."""
+    def abandon(self) -> None:
+        """No more of the reply will come. No effect after `complete`."""
         self._is_over.set()
 
     async def next_prompt(self) -> Ids | None:
@@ -80,9 +80,9 @@ class Task:
         self.prompts = prompts
         self.n_choices = wire.n_choices
         self.template = GenerateRequest(ids=prompts[0])
-        """What all of its requests have in common."""
+        """The common part of all its requests."""
         self._replies: dict[int, Reply] = {0: first}
-        self._chats: dict[int, SpokenChat] = {}
+        self._chats: dict[int, ChoiceChat] = {}
         self._is_slow = False
 
     @property
@@ -91,12 +91,13 @@ class Task:
         return float(self.wire.ping_s) if self.wire.ping_s > 0 else None
 
     def request_of(self, choice: int) -> Callable[[], Awaitable[GenerateRequest]]:
-        """Makes the request of a choice when its turn has come: samplers take memory."""
+        """A factory for the request of a choice, called when it is its turn: samplers take
+        memory."""
 
         async def make() -> GenerateRequest:
             if choice not in self._replies:
                 self._replies[choice] = await self._threads.call(0, _new_reply, self.wire, choice)
-            chat = self._chats[choice] = SpokenChat(self._threads, self.wire, self.writer, choice)
+            chat = self._chats[choice] = ChoiceChat(self._threads, self.wire, self.writer, choice)
             return replace(
                 self.template,
                 ids=self.prompts[choice // self.wire.n_per_prompt],
@@ -108,7 +109,7 @@ class Task:
         return make
 
     async def events(self, choice: int, event: Event) -> bytes:
-        """The bytes of an event of a stream. Raises TowerdError."""
+        """The bytes of an event in a stream. Raises TowerdError."""
         if isinstance(event, Piece) and event.chunk is not None:
             return await self._timed(self.writer.partial, event.chunk)
         if isinstance(event, Progress):
@@ -119,25 +120,25 @@ class Task:
         return b""
 
     async def final(self, choice: int, finish: Finish) -> bytes:
-        """What closes a choice: its last events; or all of the reply, with its last choice.
+        """The last events of a choice; if not streaming, the whole reply with the last choice.
 
         Raises TowerdError."""
         extra = b""
         if self.wire.stream:
             extra = encode({"towerd": towerd_json(finish)})
-        elif finish.truncated:  # for which OpenAI's shapes have no word
+        elif finish.truncated:  # OpenAI's shapes have no field for it
             extra = encode({"towerd": {"truncated": True}})
         reply = self._replies.pop(choice)
         data = await self._threads.call(
             0, self.writer.final, reply, finish.slot, finish.n_cached, extra
         )
-        self._chats[choice].said()
+        self._chats[choice].complete()
         return data
 
     async def end_reasoning(self) -> bool:
-        """End the reasoning of its choices with the next tokens; False: there is none to end."""
+        """End the reasoning of its choices with the next tokens; False: none is reasoning."""
         replies = list(self._replies.values())
-        # A reply that is being sampled lets others wait.
+        # Off the loop: a reply that is being sampled makes others wait.
         return await self._threads.call(0, _end_reasoning, replies)
 
     def error(self, body: dict[str, Any]) -> bytes:
@@ -145,9 +146,9 @@ class Task:
         return self.writer.error(encode(body["error"]))
 
     def close(self) -> None:
-        """It is answered, or given up."""
+        """The task was answered or abandoned."""
         for chat in self._chats.values():
-            chat.given_up()
+            chat.abandon()
 
     async def _timed(self, write: Callable[..., bytes], *args: Any) -> bytes:
         if self._is_slow:
@@ -159,7 +160,7 @@ class Task:
 
 
 def wire_of(engine: Engine) -> WireThreads:
-    """Raises NotSupported if another process parses the requests to this model."""
+    """The engine's wire. Raises NotSupported if another process parses the requests."""
     if engine.wire is None:
         raise NotSupported("This engine takes requests in llama-server's own process")
     return engine.wire
@@ -200,7 +201,7 @@ def _new_reply(request: Request, choice: int) -> Reply:
 
 
 def _end_reasoning(replies: list[Reply]) -> bool:
-    """Of all of them; whether there was any to end."""
+    """End the reasoning of all replies; whether any was reasoning."""
     return sum(reply.end_reasoning() for reply in replies) > 0
 
 
@@ -226,10 +227,10 @@ def _template(
     )
 
 
-def _agent(said: bytes) -> str | None:
-    """A name for whoever has this system prompt and these tools; None: it has neither."""
-    return "~" + hashlib.blake2b(said, digest_size=8).hexdigest() if said else None
+def _agent(text: bytes) -> str | None:
+    """A name for the agent with this system prompt and these tools; None: it has neither."""
+    return "~" + hashlib.blake2b(text, digest_size=8).hexdigest() if text else None
 
 
 RUNNING: web.AppKey[dict[str, Task]] = web.AppKey("running")
-"""The completions under way, by their id."""
+"""The running completions, by id."""

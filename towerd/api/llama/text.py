@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 async def post_tokenize(request: web.Request) -> web.Response:
-    """Text, or a mix of texts and ids, to ids."""
+    """Convert text, or a mix of texts and ids, to ids."""
     _announce(request)
     engine = service_of(request).engine
     body = await read_object(request)
@@ -41,8 +41,8 @@ async def post_tokenize(request: web.Request) -> web.Response:
 
 
 def _tokens_reply(ids: Ids, engine: Engine | None) -> web.Response:
-    """The reply for `ids`, with their pieces if there is an engine to ask. Encoded in slices, so
-    that no single step holds the interpreter for long."""
+    """The reply for `ids`, with their pieces if `engine` is given. Encoded in slices, so that no
+    single step holds the GIL for long."""
     slices: list[bytes] = []
     for start in range(0, len(ids), _SLICE):
         tokens: list[Any] = ids[start : start + _SLICE].tolist()
@@ -57,7 +57,7 @@ _SLICE = 4096
 
 
 def _piece(piece: bytes) -> str | list[int]:
-    """Text where the bytes are text, else the bytes."""
+    """A token's text if its bytes are valid UTF-8, else the bytes."""
     try:
         return piece.decode()
     except UnicodeDecodeError:
@@ -65,14 +65,14 @@ def _piece(piece: bytes) -> str | list[int]:
 
 
 async def post_detokenize(request: web.Request) -> web.Response:
-    """Ids to text."""
+    """Convert ids to text."""
     wire = wire_of(service_of(request).engine)
     body = bytes(await read_bytes(request)) or b"{}"
     return raw_reply(await wire.call(len(body), wire.model.detokenize, body))
 
 
 async def post_apply_template(request: web.Request) -> web.Response:
-    """A chat request to the prompt text that it would be evaluated as."""
+    """Convert a chat request to the prompt text that it would be evaluated as."""
     _announce(request)
     wire = wire_of(service_of(request).engine)
     body = await read_bytes(request)
@@ -80,17 +80,17 @@ async def post_apply_template(request: web.Request) -> web.Response:
 
 
 async def post_chat_tokens(request: web.Request) -> web.Response:
-    """How many tokens the prompt of a chat completion has."""
+    """Count the prompt tokens of a chat completion."""
     return await _count(request, "chat")
 
 
 async def post_responses_tokens(request: web.Request) -> web.Response:
-    """How many tokens the prompt of a Responses request has."""
+    """Count the prompt tokens of a Responses request."""
     return await _count(request, "responses")
 
 
 async def post_messages_tokens(request: web.Request) -> web.Response:
-    """How many tokens the prompt of a Messages request has."""
+    """Count the prompt tokens of a Messages request."""
     return await _count(request, "messages")
 
 
@@ -102,5 +102,5 @@ async def _count(request: web.Request, endpoint: Endpoint) -> web.Response:
 
 
 def _announce(request: web.Request) -> None:
-    """Whoever prepares the prompt of a session is about to send it."""
+    """Announce the session to the cold tier: a client that prepares a prompt will send it soon."""
     service_of(request).cold.named(hints_of(request).session, own_scope(request))

@@ -1,7 +1,7 @@
-"""Anthropic's and OpenAI's newer requests as chat requests, as llama-server reads them.
+"""Converts Anthropic's and OpenAI's newer requests to chat requests, as llama-server does.
 
-Only to find out which tokens such a request will be evaluated as: what goes on is the request
-itself. Should llama-server read one differently, reuse is lost and nothing else.
+This only serves to find the tokens that such a request will be evaluated as: the request itself is
+forwarded. If llama-server reads one differently, only reuse is lost.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _STAMP_CHARS = 5
 
 
 class NotText(Exception):
-    """The request holds more than text, or is in no form that is known here."""
+    """The request contains more than text, or has an unknown form."""
 
 
 def has_media(messages: Any) -> bool:
-    """Whether a chat request's messages hold images, audio or the like."""
+    """Whether a chat request's messages contain images, audio or the like."""
     if not isinstance(messages, list):
         return False
     for message in messages:
@@ -34,7 +34,7 @@ def has_media(messages: Any) -> bool:
 
 
 def from_messages(body: Mapping[str, Any]) -> Json:
-    """The chat request that POST /v1/messages stands for. Raises NotText."""
+    """The chat request equivalent to a POST /v1/messages. Raises NotText."""
     messages: list[Json] = []
     if body.get("system") is not None:
         messages.append({"role": "system", "content": _system(body["system"])})
@@ -59,7 +59,8 @@ def _system(value: Any) -> str:
 
 
 def _without_stamp(text: str) -> str:
-    """Claude Code stamps its first line anew for every request; llama-server evens that out."""
+    """Normalize the stamp that Claude Code puts into its first line, as llama-server does: it
+    differs in every request."""
     at = text.find(_STAMP, len(_BILLING)) + len(_STAMP)
     end = at + _STAMP_CHARS
     if not text.startswith(_BILLING) or at < len(_STAMP) or text[end : end + 1] != ";":
@@ -129,7 +130,7 @@ def _anthropic_tool(tool: Json) -> Json:
 
 
 def from_responses(body: Mapping[str, Any]) -> Json:
-    """The chat request that POST /v1/responses stands for. Raises NotText."""
+    """The chat request equivalent to a POST /v1/responses. Raises NotText."""
     out = {k: v for k, v in body.items() if k not in ("input", "instructions", "tools")}
     messages: list[Json] = []
     if "instructions" in body:
@@ -158,7 +159,7 @@ def _responses_tool(tool: Json) -> Json:
 
 
 def _add_item(messages: list[Json], item: Json) -> None:
-    """Append an input item, or add it to the assistant's message that it continues."""
+    """Append an input item, or merge it into the assistant's message that it continues."""
     kind, role = _type(item), item.get("role")
     last = messages[-1] if messages and messages[-1].get("role") == "assistant" else None
     if role in ("user", "system", "developer"):
@@ -197,7 +198,7 @@ def _function_call(item: Json) -> Json:
 
 
 def _texts(content: Any) -> list[Json]:
-    """Content parts as a chat request has them."""
+    """Convert content parts to those of a chat request."""
     if isinstance(content, str):
         return [{"text": content, "type": "text"}]
     out: list[Json] = []

@@ -1,8 +1,8 @@
-"""Resumable streams: what llama-server keeps under a conversation's id, apart for each tenant.
+"""Resumable streams, which llama-server keeps by conversation id, separated by tenant.
 
-A client that sends `X-Conversation-Id` may leave and come back: llama-server goes on generating
-and replays what it said. Its ids are one namespace; where there are several tenants, towerd puts
-the tenant's name before each.
+A client that sends `X-Conversation-Id` may leave and come back: llama-server continues generating
+and replays the output. Its ids share one namespace; if there are several tenants, towerd prefixes
+each id with the tenant's name.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _QUERY = "conv_id"
 
 
 def prefix_of(request: web.Request) -> str:
-    """What stands before the caller's conversation ids at llama-server."""
+    """The prefix of the caller's conversation ids at llama-server."""
     return f"{request[TENANT].scope}/" if request.app[TENANTS].required else ""
 
 
 def with_conversation(request: web.Request, headers: CIMultiDict[str]) -> bool:
-    """Make the conversation id in `headers` the caller's own; whether there is one."""
+    """Prefix the conversation id in `headers`; returns whether there is one."""
     name = headers.get(CONVERSATION)
     if not name:
         return False
@@ -62,7 +62,7 @@ async def _stream(request: web.Request) -> web.StreamResponse:
 
 
 async def post_lookup(request: web.Request) -> web.StreamResponse:
-    """Which of the ids that the caller names have a stream."""
+    """Which of the caller's `conversation_ids` have a stream."""
     prefix = prefix_of(request)
     if not prefix:
         return await forward(request)

@@ -1,4 +1,4 @@
-"""One generation behind the proxy: from the request's last byte to the reply's."""
+"""One generation through the proxy, from the request's last byte to the reply's last byte."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from towerd.api.http.sse import write_or_stall
 from towerd.api.llama.completion import REUSE_HEADER
 from towerd.api.proxy.forward import EVENT_STREAM, body_of, copy, head_of, read
 from towerd.api.proxy.headers import to_client, to_upstream
-from towerd.api.proxy.link import LINK, LOST, Lease, Sidecar, Unpinned
-from towerd.api.proxy.plan import Plan
-from towerd.api.proxy.settle import Settling
+from towerd.api.proxy.link import LINK, LOST, Sidecar, SlotLease, UnpinnedRequest
+from towerd.api.proxy.plan import ProxyPlan
+from towerd.api.proxy.slot_prefill import SlotPrefill
 from towerd.api.proxy.splice import without_token_ids
-from towerd.api.proxy.watch import Dialect, EventSplitter, Watch, event_data
+from towerd.api.proxy.watch import Dialect, EventSplitter, ReplyWatch, event_data
 from towerd.cold.keeper import Use
 from towerd.engine.base import Finish, Reuse
 from towerd.errors import TowerdError, Unavailable
@@ -31,30 +31,30 @@ log = logging.getLogger(__name__)
 CONVERSATION = "X-Conversation-Id"
 READ_INLINE_BYTES_MAX = 256 * 1024
 EVENT_BYTES_MAX = 16 * 1024
-"""Of a stream in one step of the event loop: a hundred events, each taken apart."""
+"""Bytes of a stream processed in one step of the event loop: about a hundred events."""
 
 
 class Exchange:
-    """A generation request and its reply. `run` it once; it gives the lease back."""
+    """A generation request and its reply. Call `run` once; it releases the lease."""
 
-    def __init__(self, request: web.Request, engine: Sidecar, plan: Plan) -> None:
+    def __init__(self, request: web.Request, engine: Sidecar, plan: ProxyPlan) -> None:
         self.headers = to_upstream(request.headers, engine.upstream.auth())
-        self.lease: Lease | None = None
-        """Its slot; None when llama-server chooses."""
+        self.lease: SlotLease | None = None
+        """The leased slot; None: llama-server chooses."""
         self.use: Use | None = None
-        """Its announcement to the cold tier."""
+        """The announcement to the cold tier."""
         self.learning: asyncio.Task[None] | None = None
-        """Finds out the prompt's tokens, where the slot was known before they were."""
-        self.unpinned: Unpinned | None = None
+        """Determines the prompt's tokens if the slot was known before them."""
+        self.unpinned: UnpinnedRequest | None = None
         self.is_resumable = False
-        """Whether llama-server goes on when the connection ends."""
+        """Whether llama-server continues when the connection ends."""
         self._request = request
         self._engine = engine
         self._plan = plan
-        self._watch = Watch(plan.dialect)
+        self._watch = ReplyWatch(plan.dialect)
         self._splitter = EventSplitter()
         self._reply: ClientResponse | None = None
-        self._settling: Settling | None = None
+        self._prefill: SlotPrefill | None = None
         # Taken now: while the daemon stops it is not to be had, but turns that end are recorded.
         self._recorder = service_of(request).sessions.recorder
         self._session = ""
@@ -63,15 +63,15 @@ class Exchange:
         self._began = time.monotonic()
 
     async def run(self) -> web.StreamResponse:
-        """Send the request on and pass the reply on.
+        """Forward the request and the reply.
 
-        Raises Unavailable and what recording the turn raises, before anything was sent."""
+        Raises Unavailable and the errors of recording the turn, before anything was sent."""
         link = self._request.app[LINK]
         try:
             response = await self._pass()
         except (asyncio.CancelledError, ConnectionError):
-            # The client left. Cleaning up here would be a part of a task that is being ended.
-            link.later(self._drain() if self._goes_on() else self._abandon())
+            # The client left. This task is being cancelled, so clean up in another one.
+            link.later(self._drain() if self._continues() else self._abandon())
             raise
         except BaseException:
             await self._abandon()
@@ -79,15 +79,15 @@ class Exchange:
         await self._leave()
         return response
 
-    # --- there ----------------------------------------------------------------------------
+    # --- the request ----------------------------------------------------------------------
 
     async def _pass(self) -> web.StreamResponse:
         slot = self.lease.slot if self.lease is not None else None
         link = self._request.app[LINK]
         body = await self._plan.bytes_for(slot)
         if self.lease is not None and not self._plan.can_pin:
-            self._settling = Settling(link, self._engine, self.lease, self._plan)
-            await self._settling.settle()
+            self._prefill = SlotPrefill(link, self._engine, self.lease, self._plan)
+            await self._prefill.run()
         path = self._request.rel_url.raw_path_qs
         self._reply = await link.request(self._engine, "POST", path, self.headers, body)
         if self.unpinned is not None:
@@ -113,7 +113,7 @@ class Exchange:
         if error is not None and self._reply is not None and self._reply.status == 200:
             log.warning("a chat's tokens are not known", exc_info=error)
 
-    # --- and back -------------------------------------------------------------------------
+    # --- the reply ------------------------------------------------------------------------
 
     async def _whole(self, reply: ClientResponse) -> web.StreamResponse:
         try:
@@ -137,14 +137,14 @@ class Exchange:
 
     def _look(self, body: bytes) -> bytes:
         self._watch.see(body)
-        self._watch.stop = self._watch.stop or "eos"  # the reply is whole, whatever it says
+        self._watch.stop = self._watch.stop or "eos"  # the reply is complete in any case
         return without_token_ids(body) if self._plan.hides_ids else body
 
     async def _stream(self, reply: ClientResponse) -> web.StreamResponse:
         request = self._request
         response = head_of(reply, {REUSE_HEADER: self._reuse.header()})
         response.headers.popall("Content-Length", None)
-        await response.prepare(request)  # the head leaves: its client reads it while it waits
+        await response.prepare(request)  # send the head now: the client reads it while it waits
         last: list[bytes] = []
         try:
             while chunk := await read(reply, EVENT_BYTES_MAX):
@@ -157,14 +157,14 @@ class Exchange:
             self._engine.notice(error)
             await self._keep()
             last = [self._error_event(error)]
-        await self._leave()  # who has seen the end may ask again at once, and get this slot
+        await self._leave()  # before the end is sent: the client's next request may need this slot
         await write_or_stall(request, response, b"".join(last))
         await response.write_eof()
         return response
 
     def _take(self, chunk: bytes, last: list[bytes]) -> bytes:
-        """The events that may go out now. From the reply's last part on they are put into
-        `last`: they go out when the turn is recorded."""
+        """The events that may be sent now. Events from the reply's last part on are appended to
+        `last`, to be sent after the turn is recorded."""
         watch = self._watch
         ready: list[bytes] = []
         self._note_start()
@@ -175,7 +175,7 @@ class Exchange:
         return b"".join(ready)
 
     def _note_start(self) -> None:
-        """The first part is on its way."""
+        """The first part of the reply has arrived."""
         if not self._started:
             self._started = True
             if self.lease is not None:
@@ -197,21 +197,21 @@ class Exchange:
         return reuse if self.use is None else self.use.reuse(reuse)
 
     async def _record(self) -> None:
-        """Make the turn durable, once, even if the client leaves meanwhile. Raises StoreError."""
+        """Make the turn durable, once, even if the client leaves in between. Raises StoreError."""
         if self.lease is None or self._watch.failed:
             return
         if self._recording is None:
             self._recording = asyncio.create_task(self._finish(self.lease))
         await asyncio.shield(self._recording)
 
-    async def _finish(self, lease: Lease) -> None:
+    async def _finish(self, lease: SlotLease) -> None:
         watch = self._watch
         cache_n = watch.cache_n
         prompt_ms = watch.timings.prompt_ms if watch.timings is not None else None
-        if self._settling is not None:
-            cache_n, prompt_ms = self._settling.cache_n, self._settling.prompt_ms
-            if await self._settling.has_strayed():
-                lease.strayed()
+        if self._prefill is not None:
+            cache_n, prompt_ms = self._prefill.cache_n, self._prefill.prompt_ms
+            if await self._prefill.was_misplaced():
+                lease.misplaced()
         lease.calls_tools = watch.calls_tools
         if self._plan.spoken is not None and watch.stop is not None:
             lease.answered = self._plan.spoken.answered(watch.text)
@@ -236,12 +236,12 @@ class Exchange:
         finish = Finish(stop, "", tuple(watch.ids), n_tokens, timings, self._reuse)
         self._request.app[METRICS].finished(finish)
 
-    def _goes_on(self) -> bool:
+    def _continues(self) -> bool:
         reply = self._reply
         return self.is_resumable and reply is not None and not reply.closed
 
     async def _drain(self) -> None:
-        """Nobody listens any more, but llama-server goes on: follow it to its end."""
+        """The client has left, but llama-server continues: read the reply to its end."""
         assert self._reply is not None
         last: list[bytes] = []
         with self._request.app[LINK].unattended() as leaving:
@@ -257,7 +257,7 @@ class Exchange:
         await self._abandon()
 
     async def _end_when(self, leaving: asyncio.Event) -> None:
-        """Closing the connection would not end it: that takes the same word as from its client."""
+        """Delete the stream at shutdown: closing the connection would not end it."""
         await leaving.wait()
         path = "/v1/stream?conv_id=" + quote(self.headers[CONVERSATION], safe="")
         link = self._request.app[LINK]
@@ -275,7 +275,7 @@ class Exchange:
             await self._leave()
 
     async def _keep(self) -> None:
-        """Record what was said, if anything was."""
+        """Record the partial reply, if there is any."""
         try:
             if self._watch.parts:
                 await self._record()
@@ -288,7 +288,7 @@ class Exchange:
         if self.learning is None or self.learning.done():
             await self._learn()
             await self._give_back()
-        else:  # what the slot holds can be told then; the client does not wait for that
+        else:  # the slot's contents are known only then; the client does not wait for that
             self._request.app[LINK].later(self._give_back_learned(self.learning))
 
     async def _give_back_learned(self, learning: asyncio.Task[None]) -> None:

@@ -1,4 +1,4 @@
-"""Requests that go to llama-server as they are, and come back as they are."""
+"""Forwards requests to llama-server, and replies to clients, unchanged."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from towerd.errors import TowerdError, Unavailable
 
 EVENT_STREAM = "text/event-stream"
 COPY_BYTES_MAX = 256 * 1024
-"""Of a reply that only passes through, in one step of the event loop."""
+"""Bytes of a forwarded reply that are copied in one step of the event loop."""
 
 
 async def forward(request: web.Request) -> web.StreamResponse:
-    """Pass one request through that takes no slot."""
+    """Forward a request that needs no slot."""
     engine = sidecar_of(request)
     reply = await send(request, engine, auth=engine.upstream.auth())
     try:
@@ -34,8 +34,8 @@ async def forward(request: web.Request) -> web.StreamResponse:
 
 
 async def forward_unpinned(request: web.Request) -> web.StreamResponse:
-    """Pass one request through that may take any slot: embeddings, reranking, transcriptions,
-    and whatever a newer llama-server has that is not known here."""
+    """Forward a request that may take any slot: embeddings, reranking, transcriptions, and unknown
+    endpoints of a newer llama-server."""
     if request.method in ("GET", "HEAD"):
         return await forward(request)
     engine = sidecar_of(request)
@@ -51,9 +51,9 @@ async def forward_unpinned(request: web.Request) -> web.StreamResponse:
 async def send(
     request: web.Request, engine: Sidecar, *, auth: Mapping[str, str], path: str | None = None
 ) -> ClientResponse:
-    """Send the request on, its body as it arrives; returns when the reply's head is there.
+    """Forward the request, with its body as it arrives; returns when the reply's head is there.
 
-    Raises what reading the body raises, and Unavailable."""
+    Raises the errors of reading the body, and Unavailable."""
     headers = to_upstream(request.headers, auth)
     link = request.app[LINK]
     target = path or request.rel_url.raw_path_qs
@@ -65,7 +65,7 @@ async def send(
 
 
 def head_of(reply: ClientResponse, extra: Mapping[str, str] | None = None) -> web.StreamResponse:
-    """A response with the reply's status and headers, and `extra` ones."""
+    """A response with the reply's status and headers, plus `extra` headers."""
     headers: CIMultiDict[str] = to_client(reply.headers)
     headers.update(extra or {})
     return web.StreamResponse(status=reply.status, reason=reply.reason, headers=headers)
@@ -74,7 +74,7 @@ def head_of(reply: ClientResponse, extra: Mapping[str, str] | None = None) -> we
 async def copy(
     request: web.Request, reply: ClientResponse, extra: Mapping[str, str] | None = None
 ) -> web.StreamResponse:
-    """Pass a reply on as it arrives."""
+    """Forward a reply as it arrives."""
     response = head_of(reply, extra)
     await response.prepare(request)
     try:
@@ -88,10 +88,10 @@ async def copy(
 
 
 async def read(reply: ClientResponse, bytes_max: int = COPY_BYTES_MAX) -> bytes:
-    """What has arrived of a reply's body, at least one byte; none at its end. When more than
-    `bytes_max` has, others get their turn before the rest is read.
+    """The part of a reply's body that has arrived, at least one byte; empty at its end. Reads at
+    most `bytes_max`, and yields to other tasks if it reads that many.
 
-    Raises Unavailable when llama-server ended before the reply did."""
+    Raises Unavailable if llama-server ended before the reply did."""
     try:
         chunk = await client.read(reply, bytes_max)
     except Lost as error:
@@ -102,7 +102,7 @@ async def read(reply: ClientResponse, bytes_max: int = COPY_BYTES_MAX) -> bytes:
 
 
 async def cut_off(request: web.Request, response: web.StreamResponse, error: TowerdError) -> None:
-    """Tell a client that what it got is not all: as an event if it reads events, else by cutting
+    """Tell a client that its reply is incomplete: by an event if it reads events, else by aborting
     its connection. Raises ConnectionResetError."""
     if response.content_type != EVENT_STREAM:
         if request.transport is not None:

@@ -1,5 +1,5 @@
-"""Generation through llama-server: a slot is prepared, the request goes on pinned to it, and the
-turn is recorded before the reply's last part goes out."""
+"""Generation through llama-server: a slot is prepared, the request is forwarded pinned to it, and
+the turn is recorded before the reply's last part is sent."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from towerd.api.proxy.conversations import with_conversation
 from towerd.api.proxy.exchange import Exchange
 from towerd.api.proxy.forward import copy
 from towerd.api.proxy.headers import to_upstream
-from towerd.api.proxy.link import LINK, Lease, Sidecar, sidecar_of
-from towerd.api.proxy.plan import Placement, Plan, check_fits, learn, make_plan
+from towerd.api.proxy.link import LINK, Sidecar, SlotLease, sidecar_of
+from towerd.api.proxy.plan import Placement, ProxyPlan, check_fits, learn, make_plan
 from towerd.api.proxy.watch import Dialect
 from towerd.cold.keeper import Use
 from towerd.engine.base import GenerateRequest
@@ -41,20 +41,20 @@ async def post_chat(request: web.Request) -> web.StreamResponse:
 
 
 async def post_responses(request: web.Request) -> web.StreamResponse:
-    """OpenAI's responses."""
+    """OpenAI's Responses."""
     return await _generate(request, Dialect.RESPONSES)
 
 
 async def post_messages(request: web.Request) -> web.StreamResponse:
-    """Anthropic's messages, which llama-server does not let name a slot."""
+    """Anthropic's Messages. llama-server does not let them name a slot."""
     return await _generate(request, Dialect.MESSAGES, can_pin=False)
 
 
 async def post_infill(request: web.Request) -> web.StreamResponse:
-    """Fill in the middle: llama-server alone knows how it puts the prompt together."""
+    """Fill in the middle. Only llama-server knows how it assembles the prompt."""
     engine = sidecar_of(request)
     data = await read_bytes(request)
-    plan = Plan(Dialect.NATIVE, data, Placement.OPAQUE, label=INFILL)
+    plan = ProxyPlan(Dialect.NATIVE, data, Placement.OPAQUE, label=INFILL)
     try:
         body = await decode(request, data)
     except InvalidRequest:
@@ -72,11 +72,11 @@ async def _generate(
     request: web.Request, dialect: Dialect, *, can_pin: bool = True
 ) -> web.StreamResponse:
     engine = sidecar_of(request)
-    hints_of(request)  # refused before anything else happens
+    hints_of(request)  # refuse invalid hints before anything else
     data = await read_bytes(request)
     body = await decode(request, data)
     if not isinstance(body, dict) or not _has_prompt(dialect, body):
-        return await _as_it_is(request, engine, Plan(dialect, data, Placement.FREE))
+        return await _as_it_is(request, engine, ProxyPlan(dialect, data, Placement.FREE))
     try:
         plan = await make_plan(dialect, data, body, engine, can_pin=can_pin)
     finally:
@@ -87,40 +87,40 @@ async def _generate(
         session = hints_of(request).session
         lease = engine.lease_chat(plan.spoken, request[TENANT].scope, session)
         if lease is not None:
-            return await _going_on(request, engine, plan, lease)
+            return await _continue_chat(request, engine, plan, lease)
         await learn(plan, engine)
         check_fits(plan, engine.n_ctx)
     return await _pinned(request, engine, plan)
 
 
-async def _going_on(
-    request: web.Request, engine: Sidecar, plan: Plan, lease: Lease
+async def _continue_chat(
+    request: web.Request, engine: Sidecar, plan: ProxyPlan, lease: SlotLease
 ) -> web.StreamResponse:
-    """A chat that goes on in its slot: nothing hangs on its tokens, so they are learned while it
-    runs. What llama-server says of a request that it does not take, its reply says as well."""
+    """Continue a chat in its slot: its placement does not depend on its tokens, so they are
+    determined while it runs. If llama-server refuses the request, its reply says so."""
     exchange = Exchange(request, engine, plan)
     exchange.lease = _named(request, plan, lease)
     exchange.is_resumable = with_conversation(request, exchange.headers) and plan.stream
 
-    async def find_out() -> None:
+    async def learn_tokens() -> None:
         await learn(plan, engine)
         if plan.ids is not None:
             lease.learn(plan.ids)
             exchange.use = use = await _thawed(request, plan)
             lease.session = use.session if use is not None else lease.session
 
-    exchange.learning = asyncio.create_task(find_out())
+    exchange.learning = asyncio.create_task(learn_tokens())
     return await exchange.run()
 
 
 def _has_prompt(dialect: Dialect, body: dict[str, object]) -> bool:
-    """Whether there is anything to evaluate; llama-server says what is wrong when not."""
+    """Whether there is anything to evaluate; if not, llama-server's error says what is wrong."""
     name = {Dialect.NATIVE: "prompt", Dialect.COMPLETION: "prompt", Dialect.RESPONSES: "input"}
     return body.get(name.get(dialect, "messages")) is not None
 
 
-async def _as_it_is(request: web.Request, engine: Sidecar, plan: Plan) -> web.StreamResponse:
-    """A request that llama-server refuses, for all that is known here."""
+async def _as_it_is(request: web.Request, engine: Sidecar, plan: ProxyPlan) -> web.StreamResponse:
+    """Forward a request that llama-server will presumably refuse."""
     headers = to_upstream(request.headers, engine.upstream.auth())
     path, data = request.rel_url.raw_path_qs, plan.body
     async with engine.unpinned(request[TENANT].scope):
@@ -131,9 +131,9 @@ async def _as_it_is(request: web.Request, engine: Sidecar, plan: Plan) -> web.St
             reply.close()
 
 
-async def _free(request: web.Request, engine: Sidecar, plan: Plan) -> web.StreamResponse:
-    """A request that llama-server places itself. What it reuses from slots would tell one tenant
-    about another, so with several it may not."""
+async def _free(request: web.Request, engine: Sidecar, plan: ProxyPlan) -> web.StreamResponse:
+    """Forward a request that llama-server places itself. Reuse from slots would leak information
+    between tenants, so with several tenants it is disabled."""
     if request.app[TENANTS].required:
         plan.fields["cache_prompt"] = False
     exchange = Exchange(request, engine, plan)
@@ -143,7 +143,7 @@ async def _free(request: web.Request, engine: Sidecar, plan: Plan) -> web.Stream
         return await exchange.run()
 
 
-async def _pinned(request: web.Request, engine: Sidecar, plan: Plan) -> web.StreamResponse:
+async def _pinned(request: web.Request, engine: Sidecar, plan: ProxyPlan) -> web.StreamResponse:
     exchange = Exchange(request, engine, plan)
     exchange.use = await _thawed(request, plan)
     try:
@@ -156,8 +156,8 @@ async def _pinned(request: web.Request, engine: Sidecar, plan: Plan) -> web.Stre
     return await exchange.run()
 
 
-async def _thawed(request: web.Request, plan: Plan) -> Use | None:
-    """The request announced to the cold tier, and what it goes on thawed."""
+async def _thawed(request: web.Request, plan: ProxyPlan) -> Use | None:
+    """Announce the request to the cold tier, and thaw the session that it continues."""
     if plan.ids is None:
         return None
     asked = GenerateRequest(
@@ -166,14 +166,16 @@ async def _thawed(request: web.Request, plan: Plan) -> Use | None:
     use = service_of(request).cold.enter(asked)
     try:
         async for _ in use.thawing():
-            pass  # llama-server says how far it is, when it is asked
+            pass  # no progress is sent: llama-server reports its own on request
     except BaseException:
         use.leave()
         raise
     return use
 
 
-async def _lease(request: web.Request, engine: Sidecar, plan: Plan, use: Use | None) -> Lease:
+async def _lease(
+    request: web.Request, engine: Sidecar, plan: ProxyPlan, use: Use | None
+) -> SlotLease:
     scope = request[TENANT].scope
     if plan.ids is None:
         return await engine.lease_opaque(scope, label=plan.label)
@@ -182,7 +184,7 @@ async def _lease(request: web.Request, engine: Sidecar, plan: Plan, use: Use | N
     return _named(request, plan, lease)
 
 
-def _named(request: web.Request, plan: Plan, lease: Lease) -> Lease:
+def _named(request: web.Request, plan: ProxyPlan, lease: SlotLease) -> SlotLease:
     hints = hints_of(request)
     lease.workflow, lease.agent = hints.workflow, hints.agent or plan.agent
     return lease

@@ -1,7 +1,7 @@
-"""Which headers cross the proxy, and which are each side's own.
+"""Selects the headers that cross the proxy.
 
-Towards llama-server: what is about this connection, and who the caller is, stays here. Towards the
-client: what is about that connection, and llama-server's own answers about keys and origins.
+Not sent to llama-server: headers about the client's connection and its identity. Not sent to the
+client: headers about llama-server's connection, and its own answers about keys and origins.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HOP_BY_HOP = frozenset(
         "upgrade",
     )
 )
-"""RFC 9110 section 7.6.1: for one connection only."""
+"""Headers for one connection only (RFC 9110 section 7.6.1)."""
 OWN_TO_US = frozenset(
     (
         "host",
@@ -36,15 +36,15 @@ OWN_TO_US = frozenset(
         "content-encoding",
     )
 )
-"""The client's business with towerd: its key, its page, the name it called us by, and how the
-body was packed, which is unpacked here."""
+"""Headers between the client and towerd: its key, its origin, the host that it addressed, and the
+encoding of the body, which is decoded here."""
 OWN_TO_UPSTREAM = frozenset(("server", "set-cookie", "www-authenticate"))
 _OURS = "x-towerd-"
 _CORS = "access-control-"
 
 
 def to_upstream(headers: Mapping[str, str], auth: Mapping[str, str]) -> CIMultiDict[str]:
-    """The client's headers as llama-server gets them, with towerd's own key."""
+    """The client's headers for llama-server, with towerd's own key."""
     dropped = HOP_BY_HOP | OWN_TO_US | _named(headers)
     kept = CIMultiDict[str]()
     for name, value in headers.items():
@@ -56,7 +56,7 @@ def to_upstream(headers: Mapping[str, str], auth: Mapping[str, str]) -> CIMultiD
 
 
 def to_client(headers: Mapping[str, str]) -> CIMultiDict[str]:
-    """llama-server's headers as the client gets them."""
+    """llama-server's headers for the client."""
     dropped = HOP_BY_HOP | OWN_TO_UPSTREAM | _named(headers)
     kept = CIMultiDict[str]()
     for name, value in headers.items():

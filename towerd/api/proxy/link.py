@@ -1,4 +1,4 @@
-"""The way to llama-server: raw requests, and what an engine offers the pass-through."""
+"""The connection to llama-server: raw requests, and the protocols of its engine."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _BAD_HTTP = "llama-server's reply is not valid HTTP"
 _DOWN = "llama-server is not running at the moment; try again"
 
 
-class Upstream(Protocol):
-    """Where llama-server listens."""
+class UpstreamClient(Protocol):
+    """A client of the llama-server process."""
 
     def auth(self) -> Mapping[str, str]:
         """The headers that carry its private key."""
@@ -41,19 +41,19 @@ class Upstream(Protocol):
         ...
 
 
-class Lease(Protocol):
-    """One request's hold on one slot, given back on exit."""
+class SlotLease(Protocol):
+    """One request's lease of one slot, released on exit."""
 
     workflow: str | None
-    """The workflow that the client names."""
+    """The workflow that the client named."""
     agent: str | None
-    """Who asks, named or told apart by system prompt and tools."""
+    """The agent, as named by the client, or identified by system prompt and tools."""
     session: str | None
-    """The session that its turn is recorded under; None: it is recognised then."""
+    """The session that its turn is recorded under; None: recognised when it is recorded."""
     calls_tools: bool
     """Whether the reply ended with a call of a tool."""
     answered: Answered | None
-    """The chat request that it was, when it got its reply."""
+    """The chat request with its reply, once answered."""
 
     @property
     def slot(self) -> int: ...
@@ -61,19 +61,19 @@ class Lease(Protocol):
     def reuse(self) -> Reuse: ...
 
     def learn(self, ids: Ids) -> None:
-        """The prompt's tokens, of a lease that was had before they were known."""
+        """Set the prompt's tokens of a lease that was taken before they were known."""
         ...
 
     async def launched(self) -> None:
-        """The request runs in its slot."""
+        """The request is running in its slot."""
         ...
 
     def answering(self) -> None:
         """The reply has begun."""
         ...
 
-    def strayed(self) -> None:
-        """The request ran in another slot; to be told before `finished`."""
+    def misplaced(self) -> None:
+        """The request ran in another slot; must be called before `finished`."""
         ...
 
     async def finished(
@@ -85,10 +85,10 @@ class Lease(Protocol):
         stop: str,
         prompt_ms: float | None = None,
     ) -> LeasedTurn | None:
-        """Say what the slot holds now; the turn that is to be recorded, if any."""
+        """Report what the slot holds now; returns the turn to record, if any."""
         ...
 
-    async def __aenter__(self) -> Lease: ...
+    async def __aenter__(self) -> SlotLease: ...
 
     async def __aexit__(
         self,
@@ -98,19 +98,19 @@ class Lease(Protocol):
     ) -> None: ...
 
 
-class Unpinned(Protocol):
+class UnpinnedRequest(Protocol):
     """A request that llama-server places itself."""
 
     def launched(self) -> None:
-        """Its reply has begun."""
+        """The reply has begun."""
         ...
 
 
 class Sidecar(Engine, Protocol):
-    """`towerd.engine.llama_server.engine.LlamaServerEngine` as the pass-through sees it."""
+    """`towerd.engine.llama_server.engine.LlamaServerEngine` as the proxy sees it."""
 
     @property
-    def upstream(self) -> Upstream: ...
+    def upstream(self) -> UpstreamClient: ...
     @property
     def is_running(self) -> bool: ...
 
@@ -122,29 +122,30 @@ class Sidecar(Engine, Protocol):
         *,
         compose: bool = True,
         pinned: bool = True,
-    ) -> Lease:
-        """A slot with as much of `ids` in it as the store has; for a request that cannot name it
-        (not `pinned`) one that llama-server would choose. Raises Unavailable."""
+    ) -> SlotLease:
+        """Lease a slot and restore as much of `ids` into it as is stored; for a request that cannot
+        name a slot (not `pinned`) one that llama-server would choose. Raises Unavailable."""
         ...
 
-    def lease_chat(self, spoken: Spoken, scope: str, session: str | None) -> Lease | None:
-        """The slot of a chat that goes on where it sits, before its tokens are known."""
+    def lease_chat(self, spoken: Spoken, scope: str, session: str | None) -> SlotLease | None:
+        """Lease the slot of a chat that continues in it, before its tokens are known; None: no
+        slot holds it."""
         ...
 
     async def text_of_chat(self, data: bytes) -> str:
-        """A chat request, as its client wrote it, to the prompt text. Raises TowerdError."""
+        """The prompt text of a chat request as the client wrote it. Raises TowerdError."""
         ...
 
-    async def lease_opaque(self, scope: str, *, label: str) -> Lease:
-        """A slot for a prompt whose ids nobody knows. Raises Unavailable."""
+    async def lease_opaque(self, scope: str, *, label: str) -> SlotLease:
+        """Lease a slot for a prompt with unknown ids. Raises Unavailable."""
         ...
 
-    def unpinned(self, scope: str) -> AbstractAsyncContextManager[Unpinned]:
-        """Around a request that llama-server places itself. Raises Unavailable."""
+    def unpinned(self, scope: str) -> AbstractAsyncContextManager[UnpinnedRequest]:
+        """A context for a request that llama-server places itself. Raises Unavailable."""
         ...
 
     def notice(self, error: TowerdError) -> None:
-        """A request to llama-server failed like this."""
+        """Take note that a request to llama-server failed with `error`."""
         ...
 
     def without_own(self, metrics: bytes) -> bytes:
@@ -157,12 +158,12 @@ class Sidecar(Engine, Protocol):
 
 
 def sidecar_of(request: web.Request) -> Sidecar:
-    """The engine behind the pass-through; see `service_of`."""
+    """The engine behind the proxy; see `service_of`."""
     return cast(Sidecar, service_of(request).engine)
 
 
 class Link:
-    """The way to llama-server, and what goes on after its client left."""
+    """The connection to llama-server, and the tasks that continue after their client has left."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
@@ -180,7 +181,7 @@ class Link:
 
     @contextmanager
     def unattended(self) -> Iterator[asyncio.Event]:
-        """While a reply is followed for nobody; the event is set when the daemon leaves."""
+        """A context for reading a reply without a client; the event is set at shutdown."""
         leaving = asyncio.Event()
         if self._is_closing:
             leaving.set()
@@ -191,7 +192,7 @@ class Link:
             self._unattended.discard(leaving)
 
     def later(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work` apart from the request that it belongs to."""
+        """Run `work` in a task of its own, independent of its request."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -204,9 +205,9 @@ class Link:
         headers: Mapping[str, str],
         body: Body = None,
     ) -> ClientResponse:
-        """Send one request as it stands (`path` is quoted, with its query) and return when the
-        reply's head is there. Raises Unavailable when llama-server is not, TowerdError when its
-        reply cannot be read, and what iterating the body raises."""
+        """Send one request unchanged (`path` is quoted, with its query) and return when the reply's
+        head is there. Raises Unavailable if llama-server is unavailable, TowerdError if its reply
+        cannot be read, and the errors of iterating the body."""
         if not engine.is_running:
             raise Unavailable(_DOWN)
         try:
@@ -215,7 +216,7 @@ class Link:
             raise TowerdError(_BAD_HTTP) from error
         except (Lost, Unreachable) as error:
             failure = Unavailable(LOST if isinstance(error, Lost) else _DOWN)
-            # llama-server closes on a body that it does not want; that says nothing about it.
+            # llama-server closes the connection on a body that it refuses; it may still be well.
             if not isinstance(body, AsyncIterator):
                 engine.notice(failure)
             raise failure from error

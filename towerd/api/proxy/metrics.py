@@ -1,4 +1,4 @@
-"""GET /metrics in front of a llama-server: its own figures as it gives them, then towerd's."""
+"""GET /metrics in front of a llama-server: its own metrics unchanged, then towerd's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PREFIXES = (_THEIRS, b"# HELP " + _THEIRS, b"# TYPE " + _THEIRS)
 
 
 async def get_metrics(request: web.Request) -> web.Response:
-    """Prometheus text. A llama-server without --metrics leaves towerd's own count of its names.
+    """Prometheus text. Without --metrics at llama-server, towerd's own values of its metrics stay.
 
     Raises SwitchedOff."""
     reply = await info.get_metrics(request)
@@ -28,13 +28,13 @@ async def get_metrics(request: web.Request) -> web.Response:
 
 
 def merged(theirs: bytes, own: bytes) -> bytes:
-    """`theirs`, then of `own` what does not have llama-server's names."""
+    """`theirs`, followed by those metrics of `own` that do not have llama-server's names."""
     lines = [line for line in own.splitlines(keepends=True) if not line.startswith(_PREFIXES)]
     return theirs.rstrip(b"\n") + b"\n" + b"".join(lines)
 
 
 async def _ask(request: web.Request) -> bytes:
-    """llama-server's own text; empty if there is none."""
+    """llama-server's metrics; empty if there are none."""
     engine = sidecar_of(request)
     try:
         reply = await request.app[LINK].request(engine, "GET", "/metrics", engine.upstream.auth())

@@ -1,4 +1,4 @@
-"""What a generation request will evaluate, worked out before it goes on to llama-server."""
+"""Determines what a generation request will evaluate, before it is forwarded to llama-server."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from towerd.tokens import Ids
 SPLICE_INLINE_BYTES_MAX = 256 * 1024
 IDS_INLINE_MAX = 4096
 SPOKEN_BYTES_MAX = 256 * 1024
-"""Longer chats are not recognised by what was said in them: that would hold the loop up."""
+"""Longer chats are not recognised by their messages: that would block the event loop."""
 
 
 class Placement(enum.Enum):
-    """How a request comes by its slot."""
+    """How a request gets its slot."""
 
     KNOWN = "known"
-    """Its token ids are known: stored rows are put into a slot for it."""
+    """Its token ids are known: stored rows are restored into a slot for it."""
     OPAQUE = "opaque"
-    """Its token ids are not (media, fill-in-the-middle): a slot without anybody else's rows."""
+    """Its token ids are unknown (media, fill-in-the-middle): a slot without rows of others."""
     FREE = "free"
-    """It takes several slots, or cannot be told which: llama-server chooses."""
+    """It takes several slots, or cannot name one: llama-server chooses."""
 
 
 @dataclass(slots=True)
-class Plan:
-    """A generation request on its way."""
+class ProxyPlan:
+    """A generation request and how to forward it."""
 
     dialect: Dialect
     body: bytes
@@ -47,28 +47,29 @@ class Plan:
     ids: Ids | None = None
     stream: bool = False
     compose: bool = True
-    """Whether the client lets its prompt be taken from the cache."""
+    """Whether the client allows reuse of its prompt from the cache (`cache_prompt`)."""
     can_pin: bool = True
     """Whether the endpoint obeys `id_slot`."""
     sends_ids: bool = False
-    """Whether the prompt is sent as token ids, in place of what the client wrote."""
+    """Whether the prompt is sent as token ids, instead of what the client wrote."""
     hides_ids: bool = False
-    """Whether the reply gets `tokens` that its client did not ask for."""
+    """Whether to remove `tokens` from the reply, which the client did not ask for."""
     hides_end: bool = False
-    """Whether the client wants only some fields of the last part (`response_fields`), so that
-    it cannot be told, and the reply's ids may be missing."""
+    """Whether the client wants only some fields of the last part (`response_fields`), so that the
+    end cannot be recognised, and the reply's ids may be missing."""
     label: str = ""
     agent: str | None = None
-    """Told apart by system prompt and tools, where the request has any."""
+    """The agent, identified by system prompt and tools, if the request has any."""
     fields: dict[str, Any] = field(default_factory=dict)
     spoken: Spoken | None = None
-    """What an ordinary chat request says, by which its slot may be known before its tokens are."""
+    """The messages of an ordinary chat request, which may identify its slot before its tokens are
+    known."""
 
     async def bytes_for(self, slot: int | None) -> bytes:
         """The request's body for this slot."""
         fields = dict(self.fields)
         if slot is not None and self.can_pin:
-            # Rows that --cache-reuse moves to other positions are not what a prefill gives.
+            # Rows that --cache-reuse moves to other positions differ from those of a prefill.
             fields |= {"id_slot": slot, "n_cache_reuse": 0}
         n_ids = len(self.ids) if self.ids is not None and self.sends_ids else 0
         if len(self.body) <= SPLICE_INLINE_BYTES_MAX and n_ids <= IDS_INLINE_MAX:
@@ -83,13 +84,13 @@ class Plan:
 
 async def make_plan(
     dialect: Dialect, data: bytes, body: Mapping[str, Any], engine: Sidecar, *, can_pin: bool
-) -> Plan:
-    """Plan the request whose body is `data`, decoded as `body`. Of a chat request with `spoken`
-    the tokens are still to be learned.
+) -> ProxyPlan:
+    """Plan the request whose body is `data`, decoded as `body`. The tokens of a chat request with
+    `spoken` are still to be determined by `learn`.
 
     Raises InvalidRequest and ContextExceeded, as llama-server would answer."""
     refuse_live(body)
-    plan = Plan(
+    plan = ProxyPlan(
         dialect,
         data,
         Placement.KNOWN,
@@ -112,9 +113,9 @@ async def make_plan(
     return plan
 
 
-async def learn(plan: Plan, engine: Sidecar) -> None:
-    """Find out which tokens a chat request will be evaluated as, from the request itself. Raises
-    what llama-server says of one that it does not take."""
+async def learn(plan: ProxyPlan, engine: Sidecar) -> None:
+    """Determine the tokens that a chat request will be evaluated as. Raises llama-server's error if
+    it refuses the request."""
     try:
         text = await engine.text_of_chat(plan.body)
     except NotSupported:
@@ -123,7 +124,7 @@ async def learn(plan: Plan, engine: Sidecar) -> None:
         plan.ids = await engine.tokenize(text, add_special=True, parse_special=True)
 
 
-async def _plan_completion(plan: Plan, body: Mapping[str, Any], engine: Sidecar) -> None:
+async def _plan_completion(plan: ProxyPlan, body: Mapping[str, Any], engine: Sidecar) -> None:
     prompt = body.get("prompt")
     if _n_prompts(prompt) > 1:
         plan.placement = Placement.FREE
@@ -145,18 +146,18 @@ def _n_choices(body: Mapping[str, Any]) -> int:
 
 
 def _is_ids(prompt: Any) -> bool:
-    """Whether it is token ids as they are sent on: nothing is gained by sending them twice."""
+    """Whether the prompt is a list of token ids, which need not be sent twice."""
     return isinstance(prompt, list) and all(type(item) is int for item in prompt)
 
 
 def _n_prompts(prompt: Any) -> int:
-    """How many prompts there are: one, unless it is a list without a token id in it."""
+    """The number of prompts: one, unless it is a list without a token id in it."""
     if not isinstance(prompt, list) or any(type(item) is int for item in prompt):
         return 1
     return len(prompt)
 
 
-async def _plan_chat(plan: Plan, body: Mapping[str, Any], engine: Sidecar) -> None:
+async def _plan_chat(plan: ProxyPlan, body: Mapping[str, Any], engine: Sidecar) -> None:
     try:
         if plan.dialect is Dialect.MESSAGES:
             body = from_messages(body)
@@ -179,7 +180,7 @@ async def _plan_chat(plan: Plan, body: Mapping[str, Any], engine: Sidecar) -> No
         await learn(plan, engine)
 
 
-def check_fits(plan: Plan, n_ctx: int) -> None:
+def check_fits(plan: ProxyPlan, n_ctx: int) -> None:
     """Raises ContextExceeded if the prompt's tokens are known and too many."""
     if plan.ids is not None and len(plan.ids) >= n_ctx:
         raise ContextExceeded.of_request(len(plan.ids), n_ctx)

@@ -1,6 +1,6 @@
-"""How each of llama-server's endpoints is treated in front of a llama-server.
+"""How each of llama-server's endpoints is handled in front of a llama-server.
 
-What is not in this table passes through as well; see `unknown`.
+Requests to other endpoints are forwarded as well; see `unknown`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from towerd.engine.base import SlotView
 from towerd.errors import NotFound, NotSupported, SwitchedOff, TowerdError
 
 PRIVATE_FIELDS = ("prompt", "generated")
-"""Of GET /slots: other people's text."""
+"""Fields of GET /slots that contain users' text."""
 IDLE_FIELDS = ("id", "n_ctx", "speculative")
-"""Of a slot that another tenant uses."""
+"""Fields shown of a slot that another tenant uses."""
 
 
 def connect(app: web.Application) -> None:
@@ -56,7 +56,7 @@ async def get_props(request: web.Request) -> web.StreamResponse:
 
 
 async def get_slots(request: web.Request) -> web.StreamResponse:
-    """llama-server's slots, without anybody's text. Those of others look idle."""
+    """llama-server's slots, without any text. Those of other tenants look idle."""
     if not request.app[CONFIG].slots_endpoint:
         raise SwitchedOff("This server does not support slots endpoint. Start it with `--slots`")
     engine = sidecar_of(request)
@@ -77,14 +77,14 @@ async def get_slots(request: web.Request) -> web.StreamResponse:
 
 
 def _as_seen(slot: dict[str, Any], view: SlotView | None) -> dict[str, Any]:
-    """What a tenant sees of a slot; `view`: what towerd knows of it, if that is the tenant's."""
+    """What a tenant sees of a slot. view: towerd's view of it, if the tenant uses it."""
     if view is None or view.is_processing != slot["is_processing"]:
         return {k: slot[k] for k in IDLE_FIELDS if k in slot} | {"is_processing": False}
-    return {k: v for k, v in slot.items() if k != "id_task"}  # a count of everybody's requests
+    return {k: v for k, v in slot.items() if k != "id_task"}  # counts requests of all tenants
 
 
 async def post_slot(request: web.Request) -> web.StreamResponse:
-    """Saving, restoring and erasing slots is towerd's own business. Raises NotSupported."""
+    """Refuse to save, restore or erase slots: towerd does it itself. Raises NotSupported."""
     raise NotSupported(
         "towerd owns the slots: it saves and restores conversations by itself, and clients name "
         "neither slots nor files"
@@ -92,13 +92,13 @@ async def post_slot(request: web.Request) -> web.StreamResponse:
 
 
 async def forward_admin(request: web.Request) -> web.StreamResponse:
-    """Pass through what changes llama-server for everybody; for the owner only."""
+    """Forward a request that changes llama-server for all tenants; for the owner only."""
     require_admin(request)
     return await forward(request)
 
 
 async def post_lora(request: web.Request) -> web.StreamResponse:
-    """Set the scales of LoRA adapters; rows made under other scales are not used any more."""
+    """Set the scales of LoRA adapters; rows made under other scales are no longer used."""
     require_admin(request)
     try:
         async with sidecar_of(request).unpinned(request[TENANT].scope):
@@ -121,9 +121,9 @@ async def get_root(request: web.Request) -> web.StreamResponse:
 
 
 async def unknown(request: web.Request) -> web.StreamResponse:
-    """Whatever has no route of its own: files of the web UI, and endpoints of a llama-server
-    newer than this. Raises NotFound for paths of towerd's own that do not exist, and for another
-    spelling of a path that has a route: it must not get past its rules."""
+    """Forward a request without a route of its own: files of the web UI, and endpoints of a newer
+    llama-server. Raises NotFound for unknown paths below /towerd, and for another spelling of a
+    path that has a route, as that would bypass its rules."""
     path = unquote(request.rel_url.raw_path)
     if path == "/towerd" or path.startswith("/towerd/"):
         raise NotFound("File Not Found")
@@ -139,7 +139,7 @@ async def unknown(request: web.Request) -> web.StreamResponse:
 
 
 def is_ruled(path: str) -> bool:
-    """Whether a path, decoded, is one whose requests towerd does not let through as they are."""
+    """Whether requests to a path, decoded, must not be forwarded unchanged."""
     return path in _RULED or path.startswith("/slots")
 
 

@@ -1,8 +1,8 @@
-"""Setting fields of a JSON object without touching the rest of its bytes.
+"""Sets fields of a JSON object without changing the rest of its bytes.
 
-A request goes on as the client wrote it: numbers keep their digits, unknown fields their order.
-llama-server, like every common JSON reader, takes the last of two equal keys, so what towerd
-decides is appended.
+A request is forwarded as the client wrote it: numbers keep their digits, unknown fields their
+order. llama-server, like every common JSON parser, takes the last of two equal keys, so towerd
+appends its own fields.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _encoder = msgspec.json.Encoder()
 
 
 def with_fields(document: bytes, fields: Mapping[str, Any]) -> bytes:
-    """`document`, the text of a JSON object, with `fields` set, whatever it had under these
-    names. Raises ValueError if it does not end as an object does."""
+    """`document`, the text of a JSON object, with `fields` set, overriding existing values. Raises
+    ValueError if it does not end as an object does."""
     body = document.strip(_SPACE)
     if not body.endswith(b"}"):
         raise ValueError("not a JSON object")
@@ -32,7 +32,7 @@ def with_fields(document: bytes, fields: Mapping[str, Any]) -> bytes:
 
 
 def without_token_ids(document: bytes) -> bytes:
-    """A /completion reply with an empty `tokens`, as the client has it that did not ask for ids.
+    """A /completion reply with an empty `tokens`, as for a client that did not ask for ids.
 
-    An unescaped quote cannot stand inside a JSON text, so the first match is the key itself."""
+    A JSON string cannot contain an unescaped quote, so the first match is the key itself."""
     return _TOKENS.sub(b'"tokens":[]', document, count=1)

@@ -1,7 +1,7 @@
-"""What towerd must know of a reply that passes through: its text, its figures, its end.
+"""Extracts what towerd must know of a forwarded reply: its text, its timings, its end.
 
-llama-server speaks five dialects. Each has a decoder here that reads only the few fields needed;
-whatever else a reply holds goes by unseen.
+llama-server has five reply dialects. Each has a decoder here that reads only the few fields needed
+and ignores the rest.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Usage(Struct):
     input_tokens_details: _Cached | None = None
 
 
-class _Native(Struct):
+class _NativeReply(Struct):
     content: str = ""
     tokens: list[int] = []
     stop: bool = False
@@ -127,7 +127,7 @@ class _Messages(Struct):
 
 
 _DECODERS: dict[Dialect, msgspec.json.Decoder[Struct]] = {
-    Dialect.NATIVE: msgspec.json.Decoder(_Native),
+    Dialect.NATIVE: msgspec.json.Decoder(_NativeReply),
     Dialect.COMPLETION: msgspec.json.Decoder(_OpenAI),
     Dialect.CHAT: msgspec.json.Decoder(_OpenAI),
     Dialect.RESPONSES: msgspec.json.Decoder(_Responses),
@@ -141,20 +141,20 @@ _STOPS: dict[str, StopType] = {
     "max_tokens": "limit",
 }
 _CALLS = frozenset({"tool_calls", "function_call", "tool_use"})
-"""What OpenAI's and Anthropic's clients are told when the reply calls a tool."""
+"""Finish reasons of OpenAI's and Anthropic's dialects for a tool call."""
 
 
 @dataclass(slots=True)
-class Watch:
-    """What was seen so far of one reply."""
+class ReplyWatch:
+    """What is known so far of one reply."""
 
     dialect: Dialect
     parts: list[str] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     stop: StopType | None = None
-    """Why generation ended; None while it goes on."""
+    """Why generation ended; None while it continues."""
     calls_tools: bool = False
-    """Whether it ended with a call of a tool."""
+    """Whether it ended with a tool call."""
     failed: bool = False
     """The reply is an error, or ends with one."""
     cache_n: int | None = None
@@ -173,14 +173,14 @@ class Watch:
         return self.failed or self.stop is not None
 
     def see(self, document: bytes) -> None:
-        """Take in one event's data, or a whole reply. What cannot be read is passed over."""
+        """Process one event's data, or a whole reply. Undecodable data is ignored."""
         try:
             value = _DECODERS[self.dialect].decode(document)
         except (msgspec.DecodeError, UnicodeDecodeError):
             return
         if getattr(value, "error", None) is not None:
             self.failed = True
-        elif isinstance(value, _Native):
+        elif isinstance(value, _NativeReply):
             self._native(value)
         elif isinstance(value, _OpenAI):
             self._openai(value)
@@ -190,13 +190,13 @@ class Watch:
             self._messages(value)
 
     def final_timings(self) -> Timings:
-        """llama-server's figures; of dialects that have none, the counts alone."""
+        """llama-server's timings; for dialects without timings, only the counts."""
         if self.timings is not None:
             return self.timings
         cached = self.cache_n or 0
         return Timings(cached, max(self.n_prompt - cached, 0), 0.0, self.n_predicted, 0.0)
 
-    def _native(self, value: _Native) -> None:
+    def _native(self, value: _NativeReply) -> None:
         self.parts.append(value.content)
         self.ids += value.tokens
         self._time(value.timings)
@@ -262,7 +262,7 @@ class Watch:
         if details is not None and details.cached_tokens is not None:
             self.cache_n = details.cached_tokens
         prompt = usage.prompt_tokens if usage.prompt_tokens is not None else usage.input_tokens
-        if usage.cache_read_input_tokens is not None:  # Anthropic counts them apart
+        if usage.cache_read_input_tokens is not None:  # Anthropic counts these separately
             self.cache_n = usage.cache_read_input_tokens
             prompt = (prompt or 0) + self.cache_n
         if prompt is not None:
@@ -279,13 +279,13 @@ class EventSplitter:
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
-        """What stands after the last complete event, as it came."""
+        """The bytes after the last complete event, as received."""
         self._tail = b""
-        """Its last bytes, with which a blank line may begin."""
+        """The last of these bytes, with which a blank line may begin."""
 
     def feed(self, data: bytes) -> list[bytes]:
         """The events that `data` completes, each with its closing blank line. Every byte is
-        looked at once, however long an event is."""
+        scanned once, however long an event is."""
         if not self._parts and data.endswith(_END) and b"\r" not in data:
             if data.find(_END) == len(data) - len(_END):
                 return [data]  # one whole event, as nearly all arrive
@@ -301,7 +301,7 @@ class EventSplitter:
         return events
 
     def rest(self) -> bytes:
-        """What stands after the last complete event."""
+        """The bytes after the last complete event."""
         return b"".join(self._parts)
 
 
@@ -313,7 +313,7 @@ _DATA = re.compile(rb"^data:[ ]?([^\r\n]*)", re.MULTILINE)
 
 
 def event_data(event: bytes) -> bytes:
-    """The `data` of an event; empty if it has none, as comments have not."""
+    """The `data` of an event; empty if it has none, as in comments."""
     if event.startswith(_ONE_LINE) and event.find(b"\n") == len(event) - 2 and b"\r" not in event:
         return event[len(_ONE_LINE) : -2]
     return b"\n".join(_DATA.findall(event))

@@ -286,7 +286,7 @@ class LlamaServerEngine:
         if not self._open:
             self._all_ended.set()
 
-    def strayed(self) -> None:
+    def misplaced(self) -> None:
         """A request ran in another slot than the one that was prepared."""
         self.upkeep.doubt()
 

@@ -1,1 +1,1 @@
-"""Predictors of reuse, which learn from the policy's own events."""
+"""Predictors of reuse. They learn from the policy's own events."""

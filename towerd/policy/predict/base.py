@@ -11,20 +11,20 @@ N_STEPS = 3
 """How far predictions look ahead (K of PBKV, section 4.2.2)."""
 
 Forecast: TypeAlias = Sequence[Mapping[str, float]]
-"""Per step ahead a distribution over agents and END, given that the workflow lasts until then.
-An empty sequence: no prediction."""
+"""For each step ahead, a distribution over agents and END, given that the workflow lasts until
+then. An empty sequence: no prediction."""
 
 
 class Predictor(Protocol):
-    """Forecasts the next steps of workflows, and may learn from those that it sees."""
+    """Forecasts the next steps of workflows, and may learn from the steps that it observes."""
 
     def forecast(self, path: Sequence[str]) -> Forecast:
-        """The next N_STEPS steps after the steps of `path`, the latest last."""
+        """The N_STEPS steps that follow `path`, whose latest step comes last."""
         ...
 
     def observe(self, path: Sequence[str]) -> None:
-        """A workflow has come to the last step of `path`, which may be END. Called once for
-        every step of every workflow."""
+        """A workflow has taken the last step of `path`, which may be END. Called once for every
+        step of every workflow."""
         ...
 
 
@@ -32,7 +32,7 @@ class NoPrediction:
     """For workloads without a predictor."""
 
     def forecast(self, path: Sequence[str]) -> Forecast:
-        """Nothing."""
+        """Returns no prediction."""
         return ()
 
     def observe(self, path: Sequence[str]) -> None:
@@ -40,12 +40,12 @@ class NoPrediction:
 
 
 def best(step: Mapping[str, float]) -> str:
-    """The likeliest outcome; of equals the first by name."""
+    """The likeliest outcome; ties go to the first by name."""
     return min(step, key=lambda name: (-step[name], name))
 
 
 def survival(forecast: Forecast) -> list[float]:
-    """PBKV's s_w^(k): the chance that the workflow is still there at each step."""
+    """PBKV's s_w^(k): the probability that the workflow is still running at each step."""
     out, alive = [], 1.0
     for step in forecast:
         out.append(alive)

@@ -1,8 +1,8 @@
 """Visits sorted into classes, and survival curves by class (the Kaplan-Meier estimator).
 
-Per class and per bin of idle time: how many visits were still away when the bin began, and how
-many returned within it; those that never returned count too. Classes with few visits lean on
-coarser ones.
+For each class and each bin of idle time, count the visits that were still away when the bin began
+and those that returned within it. Visits that never returned count too. Classes with few visits are
+shrunk towards coarser ones.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from numpy.typing import NDArray
 
 Table: TypeAlias = NDArray[np.float64]
 CHANCE = 0.01
-"""Of a return within any bin, before any data."""
+"""The probability of a return within any bin, before any data."""
 _PRIOR_VISITS = 10.0
 
 
 class VisitClass(NamedTuple):
-    """stop: why the answer ended, or before it has, "?" and why the one before did; gap: how
+    """stop: why the answer ended, or, before it has, "?" and why the previous one did; gap: how
     long its conversation was away; service: how long the answer took. Both are buckets from 1
-    on; 0 stands for all of them."""
+    on; 0 stands for all buckets."""
 
     stop: str
     gap: int = 0
     service: int = 0
 
     def coarser(self) -> VisitClass | None:
-        """The class whose visits stand in for missing ones; None: there is none."""
+        """The class that this one is shrunk towards; None: there is none."""
         if self == ALL:
             return None
         if self.service:
@@ -42,25 +42,25 @@ ALL = VisitClass("*")
 
 
 def bucket(value: float | None, edges: tuple[float, ...]) -> int:
-    """1: there is no value; then one for each range between the edges."""
+    """1 for None, then one bucket for each range between the edges, from 2 on."""
     return 1 if value is None else 2 + bisect_right(edges, value)
 
 
 class Classes:
-    """The classes that were seen, numbered, and the curve of each."""
+    """All classes seen so far, numbered, and the curve of each."""
 
     def __init__(self, n_bins: int) -> None:
         self._n_bins = n_bins
         self._numbers: dict[VisitClass, int] = {}
         self._up: list[int] = []
-        """Of each class its coarser one; -1: none."""
+        """The coarser class of each class; -1: none."""
         self._prior: dict[VisitClass, Table] = {}
         self.curves = np.zeros((0, n_bins))
-        """[classes at the last `learn`, bins]: the chance of a return within a bin."""
+        """[classes at the last `learn`, bins]: the probability of a return within a bin."""
         self.number(ALL)
 
     def number(self, of: VisitClass) -> int:
-        """The number of a class; those that it leans on have lower ones."""
+        """The number of a class; coarser classes have lower numbers."""
         found = self._numbers.get(of)
         if found is not None:
             return found
@@ -70,7 +70,7 @@ class Classes:
         return self._numbers[of]
 
     def known(self, of: VisitClass) -> int:
-        """The number of the class, or of the finest one above it, that has a curve."""
+        """The number of the class, or of the finest coarser one that has a curve."""
         at = self._numbers.get(of, -1)
         if at < 0:
             at = self.number(of)
@@ -81,8 +81,9 @@ class Classes:
     def learn(
         self, of: NDArray[np.int64], last: NDArray[np.int64], returned: NDArray[np.bool_]
     ) -> None:
-        """Make all curves anew from visits: their class, the bin in which they returned or are
-        away, and whether they returned. Those that are away are not through with their bin."""
+        """Recompute all curves from visits. of: their classes; last: the bin in which each
+        returned, or is away now; returned: whether it did. A visit that is still away has not
+        completed its last bin."""
         n = len(self._up)
         cells = of * self._n_bins + last
         shape = (n, self._n_bins)
@@ -105,7 +106,7 @@ class Classes:
         return list(zip(self._numbers, self.curves, strict=False))
 
     def recall(self, table: Mapping[VisitClass, Table]) -> None:
-        """Lean on these curves until visits say otherwise."""
+        """Use these curves as priors."""
         self._prior = dict(table)
         for of in table:
             self.number(of)

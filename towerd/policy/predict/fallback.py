@@ -1,8 +1,8 @@
 """Selects the best predictor that is currently accurate enough, or none.
 
-Every predictor of a list is asked at every step and judged by what then happens: the share of
-steps that it named, of late. The first one leads while it is as good as those behind it and good
-enough at all; a trained one that has gone stale makes room for Markov, and Markov for none.
+Every predictor of a list is asked at every step and scored by its recent accuracy: the share of
+steps that it predicted. The first one is used while it is about as good as those after it and good
+enough in absolute terms; a stale trained predictor gives way to Markov, and Markov to none.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from towerd.policy.base import Learning
 from towerd.policy.predict.base import Forecast, NoPrediction, Predictor, best
 
 LIVE_MIN = 0.3
-"""Live accuracy one step ahead below which a prediction is worth nothing."""
+"""Live accuracy one step ahead below which a prediction is worthless."""
 MARGIN = 0.02
-"""How much worse than one behind it a predictor may be before it loses the lead."""
+"""How much worse than a later one a predictor may be before it is no longer used."""
 _MEMORY = 0.99
 _TRIAL_STEPS = 30.0
-"""Steps for which a predictor is believed to be as good as `LIVE_MIN` before any evidence."""
+"""Weight, in steps, of the prior that a predictor's accuracy is `LIVE_MIN`."""
 _OPEN_MAX = 1 << 14
 
 
 class Fallback:
-    """A Predictor made of others, the preferred one first."""
+    """A Predictor that chooses among others, the preferred one first."""
 
     def __init__(self, predictors: Sequence[Predictor]) -> None:
         self._predictors = list(predictors)
@@ -33,15 +33,15 @@ class Fallback:
         self._right = [_TRIAL_STEPS * LIVE_MIN for _ in predictors]
         self._n = [_TRIAL_STEPS for _ in predictors]
         self._open: OrderedDict[tuple[str, ...], list[str | None]] = OrderedDict()
-        """What each predictor said, for every path that may continue."""
+        """What each predictor forecast, for every path that may continue."""
 
     @property
     def live_accuracy(self) -> list[float]:
-        """Of each predictor, one step ahead."""
+        """The recent accuracy of each predictor, one step ahead."""
         return [right / n for right, n in zip(self._right, self._n, strict=True)]
 
     def learned(self) -> Mapping[str, Any]:
-        """See Learning.learned: of each kind of predictor; how right they were is judged anew."""
+        """See Learning.learned. By kind of predictor; live accuracy is not kept."""
         return {
             type(each).__name__: each.learned()
             for each in self._predictors
@@ -56,7 +56,7 @@ class Fallback:
 
     @property
     def leader(self) -> Predictor:
-        """Whose forecasts count now."""
+        """The predictor whose forecasts are used now."""
         live = self.live_accuracy
         for i, predictor in enumerate(self._predictors):
             if live[i] >= LIVE_MIN and live[i] >= max(live[i:]) - MARGIN:

@@ -1,7 +1,7 @@
 """The input of trained predictors besides a step's name: an embedding of its meaning.
 
-The laboratory trains them on hashed words. What the daemon's policies hear has names and no words,
-so there a predictor is asked without.
+`lab` trains them on hashed words. The daemon's policies see names but no words, so there a
+predictor is used without embeddings.
 """
 
 from __future__ import annotations

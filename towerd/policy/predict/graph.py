@@ -1,12 +1,12 @@
-"""PBKV's graph predictor (appendix B), the forward pass in numpy; training is in train.py.
+"""PBKV's graph predictor (appendix B): the forward pass in numpy. `lab/predict` trains it.
 
 H1 = relu([H0 | A H0] W1'), H2 = relu([H1 | A H1] W2')      GraphSAGE over the call graph (eq. 3)
 h_cur = H2[now]; h_path = attention of W_q h_cur over H2 of the steps before (eq. 4)
-h_txt = relu(W_t x)                                          x: the last step's meaning
+h_txt = relu(W_t x)                                          x: embedding of the last step
 logits[k] = head k of W_4 relu(W_3 [h_cur | h_path | h_txt] + b_3) + b_4, k = 1..N_STEPS
 
-H2 depends on no workflow and is computed once. Symbol 0 stands for agents that training has not
-seen, and END is the outcome after the last agent.
+H2 depends on no workflow and is computed once. Symbol 0 stands for agents unseen in training, and
+END is the outcome after the last agent.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from towerd.policy.predict.features import N_TEXT, Vector
 Array: TypeAlias = NDArray[np.float32]
 UNKNOWN = 0
 PATH_MAX = 64
-"""Steps of a path that attention sees."""
+"""The last steps of a path that attention sees."""
 WIDTH = 128
 HIDDEN = 384
 
 
 def shapes(n_agents: int) -> dict[str, tuple[int, ...]]:
-    """The arrays of a predictor of `n_agents` symbols, UNKNOWN among them."""
+    """Shapes of the arrays of a predictor with `n_agents` symbols, including UNKNOWN."""
     n_out = N_STEPS * (n_agents + 1)
     return {
         "embedding": (n_agents, WIDTH),
@@ -56,12 +56,12 @@ class GraphWeights:
 
     @property
     def n_parameters(self) -> int:
-        """Learned numbers; the transition matrix is counted, not learned."""
+        """The number of learned parameters; the transition matrix is counted, not learned."""
         return sum(array.size for name, array in self.arrays.items() if name != "transitions")
 
 
 class GraphPredictor:
-    """Weights in use; without `x` it goes by names alone."""
+    """Predicts with given weights; without `x` from names alone."""
 
     def __init__(self, weights: GraphWeights) -> None:
         self._weights = weights.arrays
@@ -69,8 +69,9 @@ class GraphPredictor:
         self._h2 = node_states(weights.arrays)
 
     def chances(self, path: Sequence[str], x: Vector | None = None) -> Array:
-        """float32 [N_STEPS, outcomes]: of an agent that training has not seen, of every agent,
-        and of END; path: at least one step; x: float32 [N_TEXT], the meaning of the last one."""
+        """Probabilities float32 [N_STEPS, outcomes]: of any agent unseen in training, of each
+        agent, and of END. path: at least one step; x: float32 [N_TEXT], the embedding of the last
+        step."""
         numbers = [self._numbers.get(name, UNKNOWN) for name in path[-PATH_MAX:]]
         return softmax(self.logits(numbers, x))
 
@@ -100,7 +101,7 @@ def node_states(w: Mapping[str, Array]) -> Array:
 
 
 def softmax(scores: Array) -> Array:
-    """Over the last axis."""
+    """Softmax over the last axis."""
     powers = np.exp(scores - scores.max(axis=-1, keepdims=True))
     chances: Array = powers / powers.sum(axis=-1, keepdims=True)
     return chances

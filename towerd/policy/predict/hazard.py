@@ -1,11 +1,11 @@
-"""A small network that corrects a curve of chances of return by what is known of a visit.
+"""A small network that corrects a curve of return probabilities from what is known of a visit.
 
-chance[b] = sigmoid(logit(curve[b]) + (S W2 relu(W1 x + b1))[b]): that it returns within bin b of
-idle time, given that it is away as b begins (a discrete-time hazard model, Gensheimer and
-Narasimhan 2019). S draws lines between values at every few bins: what is learned at one serves
-its neighbours; what is sharp is the curve's to tell. Trained by Adam (Kingma and Ba 2015) on
-visits that returned and on visits that are still away: those count for the bins that they are
-through with.
+chance[b] = sigmoid(logit(curve[b]) + (S W2 relu(W1 x + b1))[b]) is the probability that a visit
+returns within bin b of idle time, given that it is away when b begins (a discrete-time hazard
+model, Gensheimer and Narasimhan 2019). S interpolates linearly between knots every few bins, so
+what is learned at one bin also serves its neighbours; sharp peaks are left to the curve. Trained by
+Adam (Kingma and Ba 2015) on visits that returned and on visits that are still away, which count for
+the bins that they have completed.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from towerd.kernels.reference.hazard import SCORE_MAX, Weights
+from towerd.kernels.reference.hazard import SCORE_MAX, HazardWeights
 
 Array: TypeAlias = NDArray[np.float64]
 HIDDEN = 32
 _KNOT_BINS = 6
 _RATE = 5e-3
 _DECAY = 1e-3
-"""Of the weights, not the biases, per unit of learning rate."""
+"""Weight decay per unit of learning rate; biases do not decay."""
 _MEAN, _SQUARE = 0.9, 0.999
 DOUBT = 0.02
-"""How much of a visit in every bin speaks for the curve: where no visit has been, as after an
-idle time that nobody has had yet, a correction must not be bold."""
+"""Weight, in visits per bin, of a regularizer towards the curve: in bins without visits, such as
+idle times that have not occurred yet, the correction must stay small."""
 
 
 class HazardNet:
@@ -37,7 +37,7 @@ class HazardNet:
         rng = np.random.default_rng(0)
         bins, knots = np.arange(n_bins), np.arange(0, n_bins + _KNOT_BINS - 1, _KNOT_BINS)
         self._lines = np.maximum(0.0, 1.0 - np.abs(bins[:, None] - knots) / _KNOT_BINS)
-        """S: [bins, knots]"""
+        """S, float64 [bins, knots]"""
         self.arrays = {
             "w1": rng.normal(0.0, (2.0 / n_features) ** 0.5, (HIDDEN, n_features)),
             "b1": np.zeros(HIDDEN),
@@ -48,13 +48,13 @@ class HazardNet:
         self._n_steps = 0
 
     def chances(self, x: Array, curves: Array) -> Array:
-        """x: [n, features]; curves: [n, bins]. [n, bins]"""
+        """Corrected return probabilities float64 [n, bins]. x: [n, features]; curves: [n, bins]."""
         return self._forward(x, curves)[1]
 
     def step(
         self, x: Array, curves: Array, last: NDArray[np.int64], returned: NDArray[np.bool_]
     ) -> None:
-        """One step of Adam. last: [n], the bin in which a visit returned or is away."""
+        """Take one step of Adam. last: [n], the bin in which a visit returned, or is away now."""
         hidden, chances = self._forward(x, curves)
         bins = np.arange(chances.shape[1])
         is_last = bins == last[:, None]
@@ -66,17 +66,17 @@ class HazardNet:
         self._descend({"w1": below.T @ x, "b1": below.sum(0), "w2": at_knots.T @ hidden})
 
     def recall(self, arrays: Mapping[str, Any]) -> None:
-        """Go on from other weights. Raises ValueError, KeyError for those of another shape."""
+        """Continue from other weights. Raises ValueError or KeyError if they do not fit."""
         found = {name: np.array(arrays[name], dtype=np.float64) for name in self.arrays}
         for name, array in found.items():
             if array.shape != self.arrays[name].shape or not np.isfinite(array).all():
                 raise ValueError(f"{name} is damaged")
         self.arrays = found
 
-    def served(self, curves: Array) -> Weights:
-        """As it is now, upon curves [classes, bins], for `kernels.hazard`: the same chances up to
-        rounding."""
-        return Weights(
+    def inference_weights(self, curves: Array) -> HazardWeights:
+        """The present weights over curves [classes, bins], for `kernels.hazard`, which gives the
+        same probabilities up to rounding."""
+        return HazardWeights(
             np.ascontiguousarray(self.arrays["w1"].T),
             self.arrays["b1"].copy(),
             np.ascontiguousarray(self.arrays["w2"].T @ self._lines.T),

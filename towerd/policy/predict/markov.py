@@ -1,9 +1,9 @@
 """Markov models of order 1 to 3 with back-off, one for each number of steps ahead.
 
 What follows a context of n steps is estimated from what followed it before, mixed with the
-estimate of the context of n - 1 steps, which counts as much as one more observation for every
-outcome that the longer context has had (Witten-Bell). Counts are kept per distance, so that no
-errors pile up from step to step.
+estimate of the context of n - 1 steps. That estimate weighs one observation for each distinct
+outcome of the longer context (Witten-Bell). Counts are kept for each distance, so that errors do
+not accumulate from step to step.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Any, TypeAlias
 from towerd.policy.predict.base import END, N_STEPS, Forecast
 
 CONTEXTS_MAX = 1 << 16
-"""Contexts remembered; beyond that the one unused for longest is forgotten."""
+"""Contexts remembered; beyond that the least recently used is forgotten."""
 CONTEXTS_KEPT = 1 << 12
-"""Of them over a restart, those used last."""
+"""Contexts kept across a restart: the most recently used."""
 NAMES_BYTES_KEPT = 1 << 17
-"""What their names may take then: clients choose them."""
+"""Limit on the bytes of their names, which clients choose."""
 OUTCOMES_MAX = 1 << 10
-"""Outcomes told apart after one context."""
+"""Distinct outcomes counted after one context."""
 _Context: TypeAlias = tuple[int, tuple[str, ...]]
 """(steps ahead, the last steps)."""
 
 
 class Markov:
-    """Learns online. order: the longest context."""
+    """A Predictor that learns online. order: the longest context, in steps."""
 
     def __init__(self, order: int = 3) -> None:
         if order < 1:
@@ -37,7 +37,7 @@ class Markov:
         self._counts: OrderedDict[_Context, dict[str, int]] = OrderedDict()
 
     def forecast(self, path: Sequence[str]) -> Forecast:
-        """See Predictor.forecast; nothing before anything was observed."""
+        """See Predictor.forecast. Empty until something was observed."""
         steps = [self._step(path, ahead) for ahead in range(1, N_STEPS + 1)]
         return steps if steps[0] else ()
 
@@ -51,12 +51,12 @@ class Markov:
                 self._count((ahead, tuple(before[len(before) - n :])), path[-1])
 
     def learned(self) -> Mapping[str, Any]:
-        """See Learning.learned: the contexts that were used last."""
+        """See Learning.learned. Holds the most recently used contexts."""
         rows: list[list[Any]] = []
         left = NAMES_BYTES_KEPT
         for (ahead, names), counts in islice(reversed(self._counts.items()), CONTEXTS_KEPT):
             taken = sum(len(name.encode()) for name in (*names, *counts))
-            if taken <= left:  # what has too many outcomes is left out
+            if taken <= left:  # contexts with too many outcomes are left out
                 left -= taken
                 rows.append([ahead, list(names), counts])
         return {"order": self.order, "contexts": rows[::-1]}
@@ -101,7 +101,7 @@ class Markov:
 
 
 def learn(predictor: Markov, workflow: Sequence[str]) -> None:
-    """Observe a whole workflow that has ended."""
+    """Observe every step of a workflow that has ended."""
     path = [*workflow, END]
     for n in range(1, len(path) + 1):
         predictor.observe(path[:n])

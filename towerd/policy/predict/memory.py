@@ -1,12 +1,12 @@
-"""Several estimates of the next step from remembered steps, each one of PARTS.
+"""Several estimates of the next step from remembered steps, one for each of PARTS.
 
 markov1-3: counts of what followed the same names, with back-off (Witten-Bell), as in markov.py.
-copy, recent: what followed the same name earlier in this very workflow, and who acted of late;
-the only parts that can name an agent that training has not seen.
+copy, recent: what followed the same name earlier in this workflow, and which agents acted recently;
+the only parts that can predict an agent unseen in training.
 names, words: kernel ridge regression on what came next, by names alone, and by names and words
-(Saunders et al. 1998): every voter votes as much as the present step is like it.
+(Saunders et al. 1998): each remembered step votes in proportion to its likeness to the present one.
 graph: PBKV's model, see graph.py.
-Scores of a part need not sum to one; `mixture.py` weighs them.
+The scores of a part need not sum to one; `mixture.py` weights them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from towerd.policy.predict.base import N_STEPS
-from towerd.policy.predict.steps import Step, Steps, likeness
+from towerd.policy.predict.steps import StepFeatures, Steps, likeness
 
 Scores: TypeAlias = NDArray[np.float32]
 """[N_STEPS, outcomes]."""
@@ -27,14 +27,14 @@ PARTS = ("markov1", "markov2", "markov3", "copy", "recent", "names", "words", "g
 N_MARKOV = 3
 _COPY_MEMORY = 0.9
 _COPY_PRIOR = 1.0
-"""How often something has to follow a name before half of the trust is in copying it."""
+"""How often something must follow a name before copying it gets half of the weight."""
 
 
 @dataclass(frozen=True)
-class Memory:
-    """keys: uint64 [n, N_ORDERS] and outcomes: int32 [n, N_STEPS] of all steps; voters: some of
-    them, with their words; votes: float32 [ways, voters, N_STEPS * outcomes], by names, and
-    where there are words, by names and words."""
+class StepMemory:
+    """Remembered steps. keys: uint64 [n, N_ORDERS] and outcomes: int32 [n, N_STEPS] of all steps;
+    voters: some of them, with their words; votes: float32 [ways, voters, N_STEPS * outcomes], by
+    names, and, if there are words, by names and words."""
 
     keys: NDArray[np.uint64]
     outcomes: NDArray[np.int32]
@@ -43,21 +43,21 @@ class Memory:
 
     @property
     def n_ways(self) -> int:
-        """2 where words were learned from."""
+        """2 if it was trained with words, else 1."""
         return len(self.votes)
 
-    def voted(self, step: Step, *, words: bool) -> Scores:
-        """The part `words` or `names`."""
+    def voted(self, step: StepFeatures, *, words: bool) -> Scores:
+        """Scores of the part `words` or `names`."""
         votes = likeness(step, self.voters, words=words) @ self.votes[int(words)]
         out: Scores = votes.reshape(N_STEPS, -1)
         return out
 
 
 def counted(
-    step: Step, keys: NDArray[np.uint64], outcomes: NDArray[np.int32], every: Scores
+    step: StepFeatures, keys: NDArray[np.uint64], outcomes: NDArray[np.int32], every: Scores
 ) -> tuple[list[Scores], bool]:
-    """The parts markov1, 2, ..., and whether the last name was ever seen. keys, outcomes: of the
-    steps to count; every: how often each outcome came among them."""
+    """Scores of the parts markov1, 2, ..., and whether the last name was ever seen. keys, outcomes:
+    of the steps to count; every: how often each outcome occurred among them."""
     mixed = every / np.maximum(every.sum(1, keepdims=True), 1.0)
     out: list[Scores] = []
     rows = np.flatnonzero(keys[:, 0] == step.keys[0])
@@ -74,7 +74,7 @@ def counted(
 
 
 def tally(outcomes: NDArray[np.int32], n_outcomes: int) -> Scores:
-    """How often each outcome came; outcomes: [n, N_STEPS], those below 0 do not count."""
+    """How often each outcome occurred. outcomes: [n, N_STEPS]; negative ones are not counted."""
     out = np.zeros((N_STEPS, n_outcomes), np.float32)
     for k in range(N_STEPS):
         column = outcomes[:, k]
@@ -83,7 +83,8 @@ def tally(outcomes: NDArray[np.int32], n_outcomes: int) -> Scores:
 
 
 def copied(path: Sequence[str], columns: Mapping[str, int], n_columns: int) -> list[Scores]:
-    """The parts `copy` and `recent`; columns: of all names of the path."""
+    """Scores of the parts `copy` and `recent`. columns: the outcome number of every name of the
+    path."""
     codes = np.array([columns[name] for name in path], np.int64)
     weights = _COPY_MEMORY ** np.arange(len(codes) - 1, -1, -1, dtype=np.float32)
     acted = np.bincount(codes, weights, n_columns)

@@ -1,9 +1,9 @@
 """The predictor of agent steps: a weighted mixture of several models.
 
-For each number of steps ahead the scores of all PARTS are added with weights learned on
-workflows that the parts had not seen (stacked regression, Breiman 1996); one set of weights
-where the last name is known, one where it is not, and others where there are no words. A power
-and a floor, learned there too, make probabilities of the sums.
+For each number of steps ahead, the scores of all PARTS are added with weights learned on workflows
+held out from the parts (stacked regression, Breiman 1996). There are separate weights for known and
+unknown last names, and for steps with and without words. A power and a floor, learned on the same
+workflows, turn the sums into probabilities.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from towerd.policy.predict.base import END, N_STEPS, Forecast
 from towerd.policy.predict.features import Vector
 from towerd.policy.predict.graph import PATH_MAX, GraphPredictor, GraphWeights
-from towerd.policy.predict.memory import PARTS, Memory, Scores, copied, counted, tally
+from towerd.policy.predict.memory import PARTS, Scores, StepMemory, copied, counted, tally
 from towerd.policy.predict.steps import step
 
 Array = NDArray[np.float32]
@@ -25,19 +25,20 @@ Array = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class MixtureWeights:
-    """agents: the names that training saw, outcomes 0, 1, ..., then END; graphs: models that saw
+    """agents: the names seen in training, outcomes 0, 1, ..., then END; graphs: models trained on
     different workflows, averaged; weights: float32 [ways, 2, N_STEPS, PARTS], at least 0, for
-    last names not known and known; curve: float32 [ways, N_STEPS, 2], power and floor."""
+    unknown and known last names; curve: float32 [ways, N_STEPS, 2], power and floor."""
 
     agents: tuple[str, ...]
-    memory: Memory
+    memory: StepMemory
     graphs: tuple[GraphWeights, ...]
     weights: Array
     curve: Array
 
     @property
     def n_parameters(self) -> int:
-        """Learned numbers of the graph models and the mixture; counts and votes are data."""
+        """The number of learned parameters of the graph models and the mixture; counts and votes
+        are data."""
         return sum(graph.n_parameters for graph in self.graphs) + self.weights.size
 
 
@@ -53,7 +54,7 @@ class GraphMean:
         ]
 
     def chances(self, path: Sequence[str], x: Vector | None) -> Scores:
-        """Over agents and END."""
+        """Mean probabilities float32 [N_STEPS, outcomes] over agents and END."""
         out = np.zeros((N_STEPS, self.n_outcomes), np.float32)
         for member, columns in zip(self._members, self._columns, strict=True):
             out[:, columns] += member.chances(path, x)[:, 1:]
@@ -61,7 +62,7 @@ class GraphMean:
 
 
 class Mixture:
-    """A Predictor that does not learn any more; without `meanings` it goes by names alone."""
+    """A trained Predictor, which learns nothing online; without `meanings` it uses names alone."""
 
     def __init__(self, weights: MixtureWeights) -> None:
         self._agents = weights.agents
@@ -72,7 +73,8 @@ class Mixture:
         self._columns = {name: i for i, name in enumerate(weights.agents)}
 
     def forecast(self, path: Sequence[str], meanings: Sequence[Vector] = ()) -> Forecast:
-        """See Predictor.forecast; meanings: float32 [N_TEXT] of every step of the path."""
+        """See Predictor.forecast. meanings: embeddings float32 [N_TEXT] of every step of the
+        path."""
         if not path:
             return ()
         meanings = meanings[-PATH_MAX:]
@@ -87,13 +89,13 @@ class Mixture:
         return [dict(zip(names, row, strict=True)) for row in chances.tolist()]
 
     def observe(self, path: Sequence[str]) -> None:
-        """Learns nothing: `towerctl train predictor` does."""
+        """Learns nothing: `towerctl train predictor` trains the weights."""
 
     def parts(
         self, path: Sequence[str], meanings: Sequence[Vector], columns: dict[str, int], n: int
     ) -> tuple[Array, bool]:
-        """float32 [PARTS, N_STEPS, n], and whether the last name is known; columns: of the names
-        of the path among n outcomes."""
+        """Scores float32 [PARTS, N_STEPS, n], and whether the last name is known. columns: the
+        outcome numbers, below n, of the names of the path."""
         now = step(path, meanings)
         memory = self._memory
         markov, is_known = counted(now, memory.keys, memory.outcomes, self._every)

@@ -27,22 +27,31 @@ from towerd.errors import ConfigError
 from towerd.policy.predict.base import N_STEPS
 from towerd.policy.predict.features import N_TEXT
 from towerd.policy.predict.graph import GraphWeights, shapes
-from towerd.policy.predict.memory import PARTS, Memory
+from towerd.policy.predict.memory import PARTS, StepMemory
 from towerd.policy.predict.mixture import MixtureWeights
 from towerd.policy.predict.steps import N_ORDERS, NONE, Steps
 
 Arrays: TypeAlias = Mapping[str, NDArray[Any]]
 FORMAT = "towerd-predictor/2"
 BYTES_MAX = 1 << 30
-"""Of a file's arrays: thousands of agents."""
+"""Limit on the arrays of a file: enough for thousands of agents."""
 _GRAPHS_MAX = 16
-_UNREADABLE = (OSError, ValueError, EOFError, KeyError, TypeError, MemoryError,
-               NotImplementedError, zipfile.BadZipFile, zlib.error)  # fmt: skip
-"""What numpy and zipfile raise for files that are not what they read."""
+_UNREADABLE = (
+    OSError,
+    ValueError,
+    EOFError,
+    KeyError,
+    TypeError,
+    MemoryError,
+    NotImplementedError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+"""What numpy and zipfile raise for files that they cannot read."""
 
 
 def save(weights: MixtureWeights, path: Path) -> None:
-    """Write `path`; atomic."""
+    """Write the weights to `path`, atomically."""
     memory = weights.memory
     named: dict[str, Any] = {
         "format": np.array(FORMAT),
@@ -84,7 +93,7 @@ def load(path: Path) -> MixtureWeights:
     keys, outcomes = arrays["keys"], arrays["outcomes"]
     n = len(arrays["said"])
     said, talk = (arrays[name].astype(np.float32) for name in ("said", "talk"))
-    memory = Memory(keys, outcomes, Steps(keys[:n], said, talk, outcomes[:n]), arrays["votes"])
+    memory = StepMemory(keys, outcomes, Steps(keys[:n], said, talk, outcomes[:n]), arrays["votes"])
     return MixtureWeights(agents, memory, tuple(graphs), arrays["weights"], arrays["curve"])
 
 
@@ -117,7 +126,7 @@ def _graph(path: Path, arrays: Arrays, prefix: str) -> GraphWeights:
 
 
 def _wrong(arrays: Arrays, agents: tuple[str, ...]) -> list[str]:
-    """Names of arrays that are missing or cannot be."""
+    """Names of arrays that are missing or malformed."""
     n, n_voters, n_ways = (_length(arrays, name) for name in ("keys", "said", "votes"))
     n_outcomes = len(agents) + 1
     wanted: dict[str, tuple[tuple[int, ...], type]] = {
@@ -154,7 +163,7 @@ def _length(arrays: Arrays, name: str) -> int:
 
 
 def _is_sound(array: NDArray[Any] | None, shape: tuple[int, ...], kind: type) -> bool:
-    """Whether these are finite numbers of the one type that `save` writes."""
+    """Whether the array holds finite numbers and has the dtype and shape that `save` writes."""
     if array is None or array.dtype != kind or array.shape != shape:
         return False
     return bool(np.isfinite(array).all())

@@ -1,4 +1,4 @@
-"""When an item is asked for next, for LATEM: from its own past. Times are in seconds, or requests."""
+"""Predicts the next use of an item from its past, for LATEM. Times are in seconds or requests."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _NEW_GAP_WEIGHT = 0.3
 
 
 class InterArrival:
-    """Last use plus the usual gap between uses, newer gaps counting more. An item that is
-    overdue is expected after as long again as it has been away; one with a single use after the
-    mean gap of all; an unknown one never."""
+    """Predicts the last use plus the usual gap between uses, newer gaps counting more. An overdue
+    item is expected after as long again as it has been away; an item with a single use after the
+    mean gap of all items; an unknown item never."""
 
     def __init__(self) -> None:
         self._past: OrderedDict[Hashable, tuple[float, float | None]] = OrderedDict()
@@ -21,7 +21,7 @@ class InterArrival:
         self._gap_sum, self._n_gaps = 0.0, 0
 
     def observe(self, item: Hashable, now: float) -> None:
-        """`item` is used."""
+        """Record a use of `item`."""
         self._now = max(self._now, now)
         last, usual = self._past.pop(item, (None, None))
         if last is not None:

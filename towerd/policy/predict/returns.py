@@ -1,12 +1,13 @@
 """Return times of idle conversations: a survival model, learned online, and its value.
 
-A visit is described twice: when it is asked, and again when it is answered. The chance of a
+A visit is described twice: when it is asked, and again when it is answered. The probability of a
 return within each bin of idle time is that of its class (see `classes`), corrected by a network
-(see `hazard`). Both learn from the latest visits, those that are still away included.
+(see `hazard`). Both learn from the latest visits, including those that are still away.
 
-Keeping something until time H costs the room for min(return, H) and saves its length with the
+Keeping an entry until time H occupies its space for min(return, H) and saves its length with the
 probability of a return by then. The best ratio over H is its Gittins index (see
-`kernels.gittins`): returns per second of room. What has the least is given up first.
+`kernels.gittins`): returns per second of occupancy. The entry with the lowest index is evicted
+first.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ _RATIO = 1.4
 _FIRST_S = 0.5
 N_BINS = 40
 EDGES_S = (0.0, *(_FIRST_S * _RATIO**i for i in range(N_BINS - 1)))
-"""Where the bins of idle time begin; the last one, from 2 days on, has no end."""
+"""Where the bins of idle time begin; the last one, from 2 days on, is unbounded."""
 WIDTHS_S = tuple(b - a for a, b in zip(EDGES_S, EDGES_S[1:], strict=False)) + (EDGES_S[-1],)
 VISITS_MAX = 16384
-"""The latest visits, which the model learns from: it follows what people do now."""
+"""The model learns from this many latest visits, so that it follows present behaviour."""
 _CURVES_KEPT = 1024
-"""Over a restart."""
+"""Curves kept across a restart."""
 _BATCH = 256
 _STEPS = 8
 _WIDTHS_S = np.array(WIDTHS_S)
 
 
 class ReturnModel:
-    """Learns from visits; indices are in returns per second of room."""
+    """Learns from visits; indices are in returns per second of occupancy."""
 
     def __init__(self, n_features: int) -> None:
         self._n_features = n_features
@@ -50,14 +51,14 @@ class ReturnModel:
         self._x = np.zeros((2, VISITS_MAX, n_features), np.float32)
         self._of = np.zeros((2, VISITS_MAX), np.int64)
         self._since_s = np.full((2, VISITS_MAX), np.nan)
-        """When a visit was asked and answered; nan: it was not."""
+        """When a visit was asked and answered; nan: not yet."""
         self._back_s = np.full(VISITS_MAX, np.inf)
         self._n = 0
-        self._served: hazard.Weights | None = None
+        self._served: hazard.HazardWeights | None = None
 
     @cached_property
     def net(self) -> HazardNet:
-        """Made when there is something to learn: a start does without numpy's random numbers."""
+        """Made when there is something to learn, so that a start need not import numpy.random."""
         return HazardNet(self._n_features, N_BINS)
 
     @cached_property
@@ -66,7 +67,7 @@ class ReturnModel:
 
     @property
     def is_learned(self) -> bool:
-        """Whether there was any data."""
+        """Whether the model has learned from any data."""
         return self._served is not None
 
     def asked(self, of: VisitClass, x: array[float], now: float) -> int:
@@ -79,18 +80,17 @@ class ReturnModel:
         return self._n - 1
 
     def answered(self, number: int, of: VisitClass, x: array[float], now: float) -> None:
-        """More is known of it now."""
+        """A visit was answered."""
         if number >= self._n - VISITS_MAX:
             self._describe(1, number % VISITS_MAX, of, x, now)
 
     def returned(self, number: int, now: float) -> None:
-        """It came back."""
+        """A visit came back."""
         if number >= self._n - VISITS_MAX:
             self._back_s[number % VISITS_MAX] = now
 
     def learn(self, now: float) -> None:
-        """The curves of all classes anew, then some steps of training on visits chosen at
-        random."""
+        """Recompute the curves of all classes, then train for a few steps on random visits."""
         n = min(self._n, VISITS_MAX)
         if not n:
             return
@@ -107,8 +107,8 @@ class ReturnModel:
         self._serve()
 
     def tables(self, of: Sequence[VisitClass], x: Table) -> list[array[float]]:
-        """x: [n, features]. [n][bins], the index of each visit by how long it has been away; 0
-        before any data. Arrays, as tens of thousands of them are kept."""
+        """Tables [n][bins]: the index of each visit by how long it has been away; 0 before any
+        data. x: [n, features]. Tables are arrays, as tens of thousands of them are kept."""
         if self._served is None:
             return [array("d", bytes(8 * N_BINS)) for _ in of]
         of_curve = [self.classes.known(each) for each in of]
@@ -116,7 +116,7 @@ class ReturnModel:
         return [array("d", row.tobytes()) for row in gittins(chances, _WIDTHS_S)]
 
     def learned(self) -> Mapping[str, Any]:
-        """See Learning.learned: weights and curves to six digits; not the visits."""
+        """See Learning.learned. Holds weights and curves to six digits, but no visits."""
         if self._served is None:
             return {}
         table = [[*of, np.round(curve, 6).tolist()] for of, curve in self.classes.table()]
@@ -138,8 +138,8 @@ class ReturnModel:
         self._serve()
 
     def _serve(self) -> None:
-        """Indices follow what the network and the classes know now."""
-        self._served = self.net.served(self.classes.curves)
+        """Use the present state of the network and the classes for indices from now on."""
+        self._served = self.net.inference_weights(self.classes.curves)
 
     def _describe(self, stage: int, row: int, of: VisitClass, x: array[float], now: float) -> None:
         self._of[stage, row] = self.classes.number(of)
@@ -149,7 +149,7 @@ class ReturnModel:
     def _outcomes(
         self, stage: NDArray[np.int64], rows: NDArray[np.int64], now: float
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Of visits: the bin in which they returned or are away, and whether they returned."""
+        """Per visit: the bin in which it returned, or is away now, and whether it returned."""
         back = self._back_s[rows]
         idle = np.minimum(back, now) - self._since_s[stage, rows]
         last = np.searchsorted(EDGES_S, idle, side="right") - 1
@@ -157,4 +157,4 @@ class ReturnModel:
 
 
 bin_of = partial(bisect_right, EDGES_S[1:])
-"""The bin of an idle time, which may be anything: every one, clocks that went back too, has one."""
+"""The bin of an idle time. Any value has one, even a negative one after a clock went back."""

@@ -1,4 +1,4 @@
-"""A trained predictor as the daemon asks it: by name of an agent, whichever tenant's it is."""
+"""A trained predictor for the daemon, where an agent's name is prefixed by its tenant."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from towerd.policy.predict.mixture import Mixture
 from towerd.policy.predict.mixture_file import load as load_mixture
 
 _MARK = "\n"
-"""Between tenant and agent in the names that policies hear."""
+"""Separates tenant and agent in the names that policies get."""
 
 
 class Trained:
-    """Learned names are plain; what a forecast names belongs to the tenant that is asked about."""
+    """Strips tenants from names before prediction, and adds the tenant of the last step to the
+    names of a forecast."""
 
     def __init__(self, predictor: Predictor) -> None:
         self._predictor = predictor

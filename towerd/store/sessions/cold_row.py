@@ -28,7 +28,7 @@ def encode_turns(ids: Sequence[int], turns: Sequence[PastTurn]) -> bytes:
 
 def decode_turns(data: bytes) -> list[tuple[int, int, int]]:
     """(id, place of its origin, tokens shared) of each turn. Raises CodecError."""
-    reader = varint.Reader(data)
+    reader = varint.VarintReader(data)
     found, id = [], 0
     for place in range(reader.number()):
         step, back, n_shared = reader.numbers(3)

@@ -1,4 +1,4 @@
-// The Python face. Every call that is not a look-up runs without the GIL.
+// The Python bindings. Every call that is not a mere lookup releases the GIL.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -116,7 +116,7 @@ T * at(uintptr_t address) {
     return reinterpret_cast<T *>(address);  // NOLINT
 }
 
-// Asks a Python function, which may be given away and forgotten by any thread.
+// Calls a Python function; may be copied and destroyed by any thread.
 Tokenizer tokenizer_of(const nb::object & function) {
     if (function.is_none()) {
         return {};
@@ -131,7 +131,7 @@ Tokenizer tokenizer_of(const nb::object & function) {
     };
 }
 
-// What encoding a medium made; Python only carries it.
+// An encoded medium, opaque to Python.
 struct Encoded {
     std::vector<float> rows;
 };

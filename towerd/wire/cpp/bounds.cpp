@@ -96,7 +96,7 @@ void check_triggers(const std::vector<common_grammar_trigger> & triggers, bool i
                              trigger.type == COMMON_GRAMMAR_TRIGGER_TYPE_WORD;
         const bool is_pattern = trigger.type == COMMON_GRAMMAR_TRIGGER_TYPE_PATTERN ||
                                 trigger.type == COMMON_GRAMMAR_TRIGGER_TYPE_PATTERN_FULL;
-        // A template's patterns are known; a client's could take for ever to match.
+        // A template's patterns are known; a client's could take forever to match.
         if (!is_word && !(is_pattern && is_chat)) {
             refuse("Field 'grammar_triggers': only words and tokens are allowed");
         }

@@ -1,5 +1,5 @@
-// The bounds on what a request may ask of llama.cpp's code, which trusts its input: beyond them it would recurse,
-// allocate or search without end.
+// Limits on what a request may ask of llama.cpp's code, which trusts its input: beyond them it would recurse, allocate
+// or search without end.
 
 #pragma once
 
@@ -32,8 +32,8 @@ constexpr size_t kFieldsMax       = 64;   // response_fields, each a copy of the
 constexpr size_t kDelimitersMax   = 64;
 constexpr size_t kTriggersMax     = 64;
 constexpr size_t kTriggerBytesMax = 1'024;  // each becomes a regular expression, compiled by recursion
-constexpr float  kNumberMax       = 1e9f;   // of sampling: what is made of greater ones is no number
-constexpr float  kTemperatureMin  = 1e-6f;  // less is greedy
+constexpr float  kNumberMax       = 1e9f;   // of sampling: greater ones lead to results that are not finite
+constexpr float  kTemperatureMin  = 1e-6f;  // lower ones sample greedily
 constexpr float  kDynamicMin      = 1e-5f;  // lowest of a dynamic temperature, and part of its highest
 constexpr size_t kKeptBytesMax    = 65'536;  // of a field that towerd reads itself, on the event loop
 constexpr size_t kMediaBytesMax   = 1u << 30;  // all media of a prompt, decoded
@@ -60,7 +60,7 @@ constexpr size_t kOutputDepthMax = 500;
 
 }  // namespace bounds
 
-// Each raises Refused.
+// Each of these raises Refused.
 void check_json(const std::string & text);
 void check_tool_arguments(const json & messages);
 void check_schema(const json & schema);

@@ -1,5 +1,5 @@
-// A check of GBNF grammars before llama.cpp's sampler gets them: some make it recurse, allocate or search without end.
-// The text is read as src/llama-grammar.cpp reads it, its rules come from the parser there.
+// Checks GBNF grammars before llama.cpp's sampler gets them: some make it recurse, allocate or search without end.
+// The text is read as src/llama-grammar.cpp reads it; the rules come from the parser there.
 
 #include <algorithm>
 #include <cstring>
@@ -14,14 +14,14 @@ namespace towerd::wire {
 
 namespace {
 
-// llama-server's words for whatever is wrong with a grammar.
+// llama-server's message for an invalid grammar.
 constexpr const char * kRefusal = "Failed to initialize samplers: failed to parse grammar";
 
 [[noreturn]] void too_large(const char * what, size_t max) {
     refuse(std::string(kRefusal) + ": more than " + std::to_string(max) + " " + what);
 }
 
-// Bounds what the parser does: how deep it goes and how much it writes out.
+// Limits the parser's work: how deep it recurses and how much it writes out.
 class TextScan {
 public:
     explicit TextScan(const char * text) : at_(text) {}
@@ -148,9 +148,9 @@ bool is_end(const llama_grammar_element & element) {
     return element.type == LLAMA_GRETYPE_END || element.type == LLAMA_GRETYPE_ALT;
 }
 
-// Follows what can stand leftmost in a rule, as the sampler does when it looks for the next character. A circle there
-// is no harm as long as each reference on it ends its alternative, as in the rules that a repetition is written out to:
-// else what comes after it is stacked up without end.
+// Follows what can stand leftmost in a rule, as the sampler does when it looks for the next character. A cycle is
+// harmless if each reference on it ends its alternative, as in the rules that a repetition is written out to;
+// otherwise the elements after it are stacked up without end.
 class LeftWalk {
 public:
     explicit LeftWalk(const llama_grammar_rules & rules) :
@@ -182,7 +182,7 @@ private:
         size_t paths;
     };
 
-    // Which rules may produce nothing: forwards and backwards over all until no more are found.
+    // Which rules may be empty: forwards and backwards over all rules until no more are found.
     void find_empty() {
         size_t n_sweeps = 0;
         for (bool more = true; more; ++n_sweeps) {
@@ -230,7 +230,7 @@ private:
         return out;
     }
 
-    // Tarjan's algorithm: a rule's circle is known when all that it leads to is.
+    // Tarjan's algorithm: a rule's cycle is known once those of all rules that it leads to are.
     void descend(size_t start) {
         std::vector<Frame> frames;
         enter(frames, start);
@@ -262,7 +262,7 @@ private:
         frames.push_back({rule, left_of(rule)});
     }
 
-    // All open rules from `first` on are on one circle.
+    // All open rules from `first` on are on one cycle.
     void close(size_t first) {
         const auto          begin = std::find(open_.begin(), open_.end(), first);
         std::vector<size_t> members(begin, open_.end());
@@ -302,7 +302,7 @@ private:
     size_t                      n_entered_ = 0;
 };
 
-// llama_grammar_parser::parse, which would print the grammar on stderr if there is something wrong with it.
+// llama_grammar_parser::parse, which would print an invalid grammar on stderr.
 void parse(llama_grammar_parser & parser, const std::string & text) {
     // Space and comments are skipped after a rule, so there is one before them.
     const std::string padded = "towerd-first-rule ::= \"a\"\n" + text;

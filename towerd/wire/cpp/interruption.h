@@ -1,4 +1,4 @@
-// Ends what a context evaluates before its time, from another thread.
+// Aborts an evaluation of a context from another thread.
 
 #pragma once
 
@@ -15,10 +15,10 @@ public:
     Interruption(const Interruption &) = delete;
     Interruption & operator=(const Interruption &) = delete;
 
-    // From here to disarm() an evaluation may be ended.
+    // From here to disarm() an evaluation may be aborted.
     void arm() noexcept { state_ = State::Armed; }
     void disarm() noexcept { state_ = State::Idle; }
-    // Ends the evaluation that runs or comes next, if it may be ended.
+    // Aborts the running or next evaluation, if it may be aborted.
     void ask() noexcept {
         State armed = State::Armed;
         state_.compare_exchange_strong(armed, State::Asked);

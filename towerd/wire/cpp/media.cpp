@@ -102,7 +102,7 @@ void Projector::decode(llama_context * ctx, const Medium & medium, const std::ve
             throw std::invalid_argument("what was encoded is another medium");
         }
         llama_pos next = 0;
-        // Which only reads them.
+        // libmtmd only reads them.
         auto * embd = const_cast<float *>(encoded.data());  // NOLINT
         if (mtmd_helper_decode_image_chunk(context(), ctx, medium.chunk.get(), embd, pos, seq,
                                            static_cast<int32_t>(llama_n_batch(ctx)), &next, nullptr, nullptr) != 0) {

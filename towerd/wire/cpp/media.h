@@ -16,18 +16,18 @@ namespace towerd::wire {
 
 class Model;
 
-// One picture, a tile of one, or a stretch of sound, as a prompt has it.
+// One picture, a tile of one, or a stretch of sound in a prompt.
 struct Medium {
     std::shared_ptr<const mtmd_input_chunk> chunk;
-    // What stands in the prompt at its positions. All are negative, so they are nobody's tokens, and they follow from the
-    // bytes of the medium and of the projector. Bit 30 is clear in the first alone: a run of ids says where media begin.
+    // The ids at its positions in the prompt. All are negative, so no token has them, and they are derived from the bytes
+    // of the medium and of the projector. Bit 30 is clear only in the first, so the ids alone tell where media begin.
     llama_tokens ids;
 };
 
 class Projector {
 public:
     // `options` is the JSON of towerd.wire.ProjectorOptions. `model` outlives this object.
-    // Throws std::runtime_error for a file that is no projector of this model.
+    // Throws std::runtime_error for a file that is not a projector of this model.
     Projector(const llama_model * model, const std::string & options);
 
     mtmd_context * context() const { return context_.get(); }
@@ -43,9 +43,9 @@ public:
     // Whether all of a medium must be in one micro-batch.
     bool is_whole(const Medium & medium) const { return mtmd_decode_use_non_causal(context(), medium.chunk.get()); }
 
-    // What the text model takes in the place of the medium's tokens. One thread at a time gets to. Raises Refused.
+    // The embeddings that the text model gets in place of the medium's tokens. Calls are serialized. Raises Refused.
     std::vector<float> encode(const Medium & medium) const;
-    // Evaluates an encoded medium from position `pos` of a sequence on. Raises Refused; part of it may be evaluated then.
+    // Evaluates an encoded medium from position `pos` of a sequence on. Raises Refused, possibly after evaluating a part.
     void decode(llama_context * ctx, const Medium & medium, const std::vector<float> & encoded, llama_pos pos,
                 llama_seq_id seq) const;
 
@@ -73,7 +73,7 @@ llama_tokens text_of(const llama_tokens & ids);
 // Raises Refused for media that would take too much memory once they are decoded.
 void check_media(const Model & model, const std::vector<raw_buffer> & files);
 
-// llama-server fetches what a chat links to; a daemon that anybody's browser may reach does not. Raises Refused.
+// llama-server fetches what a chat links to; a daemon that any browser may reach does not. Raises Refused.
 void refuse_remote_media(const json & body);
 
 }  // namespace towerd::wire

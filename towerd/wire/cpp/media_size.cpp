@@ -1,5 +1,5 @@
-// How large media are once they are decoded. A few bytes may promise gigabytes, which libmtmd allocates at once: the
-// decoders that it is built with are asked before.
+// The size of media once they are decoded. A few bytes may declare gigabytes, which libmtmd allocates at once, so its
+// decoders are asked for the size first.
 
 #include <algorithm>
 #include <cstdint>

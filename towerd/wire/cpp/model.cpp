@@ -71,7 +71,7 @@ void Model::take_defaults(const json & defaults) {
     params_.antiprompt        = parsed.antiprompt;
 }
 
-// As parse_cli_args of common_params_parse, which prints what is wrong and may end the process.
+// As parse_cli_args of common_params_parse, which prints errors and may end the process.
 void Model::take_flags(const std::vector<std::string> & words) {
     const int n_parallel = params_.n_parallel;
     auto      parser     = common_params_parser_init(params_, LLAMA_EXAMPLE_SERVER, nullptr);
@@ -131,8 +131,8 @@ task_params Model::parse_params(const json & data) const {
     return server_schema::eval_llama_cmpl_schema(vocab, params_, eog(), data);
 }
 
-// libmtmd gives what is no picture to an ffmpeg in PATH, which opens whatever files and links the bytes name: only one that
-// was asked for may do that.
+// libmtmd passes media other than pictures to an ffmpeg in PATH, which opens any files and links that the bytes name. So
+// an ffmpeg is only used if it was asked for.
 mtmd_helper_init_opt Model::helper_options() const {
     static const char * const kNowhere = "/dev/null";
     mtmd_helper_init_opt      options  = mtmd_helper_init_opt_default();

@@ -29,7 +29,7 @@ bool is_several(const json & prompt) {
     return prompt.is_array() && !json_is_array_and_contains_numbers(prompt);
 }
 
-// What the reply to a request repeats of it.
+// The parts of a request that its reply repeats.
 json only(const json & body, const char * name) {
     json out = json::object();
     if (body.contains(name)) {
@@ -43,7 +43,7 @@ bool is_id(const json & value) {
     return !value.is_number() || (value.get<double>() >= 0.0 && value.get<double>() <= kMax);
 }
 
-// Ids that llama.cpp would cut down to 32 bits. Among texts it takes any number for one.
+// Ids that llama.cpp would truncate to 32 bits. Among texts it takes any number for an id.
 void check_ids(const json & prompt) {
     if (prompt.is_array()) {
         const bool is_mixed = json_is_array_of_mixed_numbers_strings(prompt);
@@ -58,7 +58,7 @@ void check_ids(const json & prompt) {
     }
 }
 
-// Texts alone: an embedding model gets no media.
+// Texts only: an embedding model gets no media.
 const server_chat_params & text_only() {
     static const server_chat_params params = [] {
         server_chat_params made{};
@@ -68,7 +68,7 @@ const server_chat_params & text_only() {
     return params;
 }
 
-// The media of a prompt that is no chat, as llama.cpp decodes them: up to the first character that is no base64.
+// The media of a prompt that is not a chat, as llama.cpp decodes them: up to the first character that is not base64.
 std::vector<raw_buffer> media_in(const json & prompt) {
     static const std::string kAlphabet = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
     std::vector<raw_buffer>  files;

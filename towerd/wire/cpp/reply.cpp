@@ -75,7 +75,7 @@ Chunk Reply::step(llama_context * ctx, int index, bool is_full) {
     });
 }
 
-// common_sampler_sample_and_accept_n, but that nothing is sampled behind the reply's end.
+// common_sampler_sample_and_accept_n, except that nothing is sampled after the reply's end.
 std::vector<Chunk> Reply::steps(llama_context * ctx, int index, const llama_tokens & draft, int32_t n_room) {
     return answering(ERROR_TYPE_SERVER, [&] {
         const std::lock_guard<std::mutex> lock(mutex_);
@@ -141,7 +141,7 @@ void Reply::add_probs(completion_token_output & out, llama_context * ctx, int in
         out.prob = chosen->p;
     }
     for (size_t i = 0; i < std::min(size, n_asked); ++i) {
-        if (after && data[i].p == 0.0f) {  // some samplers leave such, others do not
+        if (after && data[i].p == 0.0f) {  // some samplers leave these, others do not
             break;
         }
         out.probs.push_back({data[i].id, common_token_to_piece(request_->model().vocab, data[i].id, special), data[i].p});
@@ -195,7 +195,7 @@ Chunk Reply::process(completion_token_output out, bool is_full) {
     return chunk;
 }
 
-// Cuts a stop string off and holds back what may become one. A token that is held back is sent without text.
+// Cuts off a stop string and holds back text that may become one. A token that is held back is sent without text.
 void Reply::hold_back_stops(completion_token_output & out) {
     const size_t      token_bytes = out.text_to_send.size();
     size_t            pos         = std::min(n_sent_text_, generated_text_.size());

@@ -14,7 +14,7 @@
 
 namespace towerd::wire {
 
-// What one token made of the reply.
+// The effect of one token on the reply.
 struct Chunk {
     completion_token_output token;
     server_slot_stats       stats;  // not set unless the request shows them
@@ -40,17 +40,17 @@ public:
     // The prompt is evaluated. Of a reply that was preempted only the first call counts.
     void started(uint64_t n_cached, uint64_t n_processed, double prompt_ms);
     // Samples from the logits at this index of the last batch. `is_full`: there is no room for another token.
-    // Raises Refused: no token is allowed, logits that are no numbers.
+    // Raises Refused: no token is allowed, or logits are not finite.
     Chunk step(llama_context * ctx, int index, bool is_full);
     // The same for a batch in which `draft` followed the last token, from that token's index on: as many tokens as were
     // drafted right, and the one after them; fewer if the reply ends before. `n_room`: how many tokens there is room for;
     // the one after them ends the reply.
     std::vector<Chunk> steps(llama_context * ctx, int index, const llama_tokens & draft, int32_t n_room);
-    // Ends it at a limit that is not the request's.
+    // Ends it at a limit other than the request's.
     void limit(bool truncated);
-    // Tokens before it were dropped for want of context.
+    // Tokens before it were dropped because the context was full.
     void truncate();
-    // Ends its reasoning as soon as it can be; whether there is any.
+    // Ends its reasoning as soon as possible; returns whether it is reasoning.
     bool end_reasoning();
 
     uint32_t          seed() const;
@@ -59,7 +59,7 @@ public:
     std::string       stopping_word() const;
     bool              has_new_line() const;
     server_slot_stats stats() const;
-    // Leading tokens whose text is in the reply: all, but for those that a stop string cut off.
+    // Leading tokens whose text is in the reply: all except those cut off by a stop string.
     size_t n_kept() const;
 
     // What the reply's end says, but for what was told to the writer.

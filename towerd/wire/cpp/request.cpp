@@ -23,7 +23,7 @@ constexpr Endpoint kEndpoints[] = {
 
 // A chat of more messages is not kept for `next_prompt`.
 constexpr size_t kChatMessagesMax = 1'000;
-// The tokens before two beginnings of what may be said next are those before any.
+// The tokens common to two possible beginnings of the next message are common to all.
 constexpr const char * kGuesses[] = {"Hello there", "2 + 2"};
 
 bool is_chat(task_response_type type) {
@@ -55,8 +55,8 @@ std::string agent_of(const json & body) {
     return said.empty() && tools.empty() ? "" : json::array({said, tools}).dump_safe();
 }
 
-// Whether the client sends thinking back: by its earlier messages, or before the first reply by what clients of the
-// endpoint do.
+// Whether the client sends thinking back: judged by its earlier messages, or before the first reply by what clients of
+// the endpoint usually do.
 bool speaks_reasoning(task_response_type type, const json & messages) {
     const auto any = [&](auto && is) { return std::any_of(messages.begin(), messages.end(), is); };
     if (any([](const json & message) { return message.is_object() && message.contains("reasoning_content"); })) {
@@ -73,7 +73,7 @@ bool ends_in_reply(const json & messages) {
     return messages.empty() || (messages.back().is_object() && json_value(messages.back(), "role", std::string()) == "assistant");
 }
 
-// A client whose earlier answers have no thinking in them takes it out, where the template's format does not.
+// Removes thinking for a client whose earlier answers have none, if the template's format does not remove it.
 void take_thinking_out(json & reply, const json & messages) {
     static const std::string kEnd = "</think>";
     const auto said = [](const json & message) {
@@ -99,8 +99,8 @@ void take_thinking_out(json & reply, const json & messages) {
     }
 }
 
-// JSON with one blank behind each comma and colon and no other, as models write it; its values, and a text that is no
-// JSON, are left alone.
+// JSON with one blank after each comma and colon and no others, as models write it; values, and a text that is not JSON,
+// are left unchanged.
 std::string respaced(const std::string & text) {
     try {
         (void) json::parse(text);
@@ -125,8 +125,8 @@ std::string respaced(const std::string & text) {
     return out;
 }
 
-// Clients send calls back in a spelling of their own. A template that takes arguments as text gets one spelling of
-// them, so that a chat's history stays the same from turn to turn.
+// Clients send calls back with spacing of their own. A template that takes arguments as text gets them normalized, so
+// that a chat's history stays the same from turn to turn.
 void respace_tool_arguments(json & messages) {
     if (!messages.is_array()) {
         return;
@@ -147,7 +147,7 @@ void respace_tool_arguments(json & messages) {
     }
 }
 
-// What may follow a reply: the user's words, or a tool's answer if it called one.
+// What may follow a reply: a user's message, or a tool's result if it called one.
 json next_message(const json & reply, const char * content) {
     if (reply.contains("tool_calls") && reply.at("tool_calls").is_array() && !reply.at("tool_calls").empty()) {
         const json & call = reply.at("tool_calls").at(size_t(0));

@@ -1,4 +1,4 @@
-// One completion request: what its bytes say.
+// One parsed completion request.
 
 #pragma once
 
@@ -19,7 +19,7 @@ struct Endpoint {
     bool               is_infill;
 };
 
-// Throws std::invalid_argument for a name that is none.
+// Throws std::invalid_argument for an unknown name.
 const Endpoint & endpoint_named(const std::string & name);
 
 class Request {
@@ -30,7 +30,7 @@ public:
     const Model &                             model() const { return *model_; }
     task_response_type                        type() const { return type_; }
     const task_params &                       params() const { return params_; }
-    // Tokens to generate at most; -1: no limit.
+    // The most tokens to generate; -1: no limit.
     int32_t                                   n_predict() const;
     int                                       id_slot() const { return id_slot_; }
     const std::vector<llama_tokens> &         prompts() const { return prompts_; }
@@ -50,8 +50,8 @@ public:
     // Sampling parameters of one choice. The grammar is checked once. Raises Refused.
     common_params_sampling sampling_of(size_t choice) const;
 
-    // What every next request of this chat begins with, if `message` (JSON) is sent back as the reply.
-    // Raises Refused; empty for a request that is no chat.
+    // The tokens that every next request of this chat begins with, if `message` (JSON) is sent back as the reply.
+    // Raises Refused; empty for a request that is not a chat.
     llama_tokens next_prompt(const std::string & message) const;
 
 private:

@@ -1,5 +1,5 @@
-// A check of JSON schemas before llama.cpp makes grammars of them. It goes the ways that common/json-schema.cpp and
-// common/json-schema-to-grammar.cpp go, and counts its steps.
+// Checks JSON schemas before llama.cpp makes grammars of them. It follows the paths of common/json-schema.cpp and
+// common/json-schema-to-grammar.cpp, and counts its steps.
 
 #include <algorithm>
 #include <set>
@@ -44,7 +44,7 @@ private:
             walk_ref(schema.at("$ref"));
             return;
         }
-        // Several types are written out as so many copies of the schema.
+        // Several types are written out as one copy of the schema for each.
         const bool   many = schema.contains("type") && schema.at("type").is_array();
         const size_t n    = many ? std::max<size_t>(1, schema.at("type").size()) : 1;
         for (size_t i = 0; i < n; ++i) {
@@ -149,7 +149,7 @@ private:
         return n;
     }
 
-    // What a chain of references that lead to references ends at; llama.cpp follows a circle for ever.
+    // The end of a chain of references; llama.cpp follows a cycle forever.
     const json * end_of_chain(const json * schema) {
         for (size_t i = 0; i <= bounds::kSchemaRefsMax; ++i) {
             if (schema == nullptr || !schema->is_object() || !schema->contains("$ref")) {
@@ -180,7 +180,7 @@ private:
         return target;
     }
 
-    // llama.cpp asks which types a value may have by every way through its alternatives.
+    // llama.cpp asks for the types of a value on every path through its alternatives.
     void count_alternatives(const json & schema, std::vector<const json *> & path) {
         if (++steps_ > bounds::kSchemaStepsMax) {
             too_large("ways through its alternatives", bounds::kSchemaStepsMax);

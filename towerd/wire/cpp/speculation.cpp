@@ -11,7 +11,7 @@ namespace towerd::wire {
 namespace {
 
 constexpr size_t kCapacity = 1024;  // tokens of each text that the draft model has before it, at most
-constexpr size_t kFirst    = 4;     // of them the text's first, which attention leans on
+constexpr size_t kFirst    = 4;     // of these the text's first tokens, as attention sinks
 constexpr size_t kChunk    = 64;    // tokens that a draft model reads in one call, so that others need not wait
 
 std::vector<common_speculative_type> types_of(const common_params_speculative & params) {
@@ -81,7 +81,7 @@ Speculation::Speculation(const Model & model, llama_context * ctx, int n_slots, 
     speculative_.reset(common_speculative_init(speculative, n_slots));
 }
 
-// As common_speculative_init_from_params, but for a context that holds the end of each text only.
+// As common_speculative_init_from_params, but for a context that holds only the end of each text.
 void Speculation::load_draft_model(const common_params & params, int n_slots) {
     common_params      dft  = params;
     const std::string & path = dft.model.path;
@@ -100,7 +100,7 @@ void Speculation::load_draft_model(const common_params & params, int n_slots) {
     auto cparams       = common_context_params_to_llama(dft);
     cparams.n_ctx      = static_cast<uint32_t>(n_slots * capacity_);
     cparams.kv_unified = true;
-    cparams.swa_full   = true;  // else what a rejected draft overwrote would be gone
+    cparams.swa_full   = true;  // else rows overwritten by a rejected draft would be lost
     cparams.n_rs_seq   = 0;
     draft_context_.reset(llama_init_from_model(draft_model_.get(), cparams));
     if (!draft_context_) {
@@ -167,7 +167,7 @@ void Speculation::take_text(int slot, llama_tokens ids) {
     }
 }
 
-// Puts what the draft model lacks of a slot's text into the batch; whether that is all.
+// Adds the tokens of a slot's text that the draft model lacks to the batch; returns whether all of them fit.
 bool Speculation::read(int slot, llama_token last, int n_max) {
     Slot & state = slots_[slot];
     keep_window(state, std::min(n_max, params_.speculative.draft.n_max));
@@ -188,8 +188,8 @@ bool Speculation::read(int slot, llama_token last, int n_max) {
     return stop == n && last >= 0 && last < n_draft_vocab_;
 }
 
-// Cuts `held` to what is still so of the text, and where the text is too long, leaves out its middle: what is read at
-// once is never more than half of the room.
+// Cuts `held` to its common prefix with the text, and leaves out the middle of a text that is too long: at most half of
+// the capacity is read at once.
 void Speculation::keep_window(Slot & slot, int n_max) const {
     const llama_tokens & text   = slot.prompt;
     const size_t         window = capacity_ / 2;
@@ -217,7 +217,7 @@ void Speculation::forget(int slot) {
     slots_[slot].gap = 0;
 }
 
-// What the draft model evaluated while it drafted is still so if the draft turns out right.
+// What the draft model evaluated while drafting stays valid if the draft is accepted.
 void Speculation::keep_evaluated(int slot, llama_token last) {
     Slot &         state  = slots_[slot];
     llama_memory_t memory = llama_get_memory(draft_context_.get());

@@ -1,4 +1,4 @@
-// Guesses at the next tokens of running replies: llama.cpp's common_speculative, with a draft model, n-grams, or both.
+// Drafts the next tokens of running replies: llama.cpp's common_speculative, with a draft model, n-grams, or both.
 
 #pragma once
 
@@ -22,11 +22,11 @@ public:
     static bool is_asked_for(const Model & model);
 
     // `model` and `ctx`, the context that will verify the drafts, outlive this object.
-    // Throws std::exception: flags that go together with nothing here, a draft model that cannot be used.
+    // Throws std::exception: unsupported flags, or a draft model that cannot be used.
     Speculation(const Model & model, llama_context * ctx, int n_slots, int n_threads, int n_threads_batch);
 
-    // Tokens that may follow each, or none. A draft model that has to read much of a text first does so over several
-    // calls, and drafts nothing meanwhile.
+    // A draft for each, possibly empty. A draft model that has to read much of a text first does so over several calls,
+    // and drafts nothing until then.
     std::vector<llama_tokens> draft(std::vector<Asked> asked);
     // Says how many tokens of the slot's last draft were right.
     void accept(int slot, int n_accepted);

@@ -139,7 +139,7 @@ std::string Writer::final(const Reply & reply, int id_slot, int32_t n_cached, co
     });
 }
 
-// As handle_completions_impl puts the results together; empty while one is not there.
+// Combines the results as handle_completions_impl does; empty while one is missing.
 std::string Writer::whole() {
     if (std::any_of(finals_.begin(), finals_.end(), [](const json & one) { return one.is_null(); })) {
         return "";

@@ -1,4 +1,4 @@
-// The bytes of a response: of a stream's events, or of the one reply.
+// The bytes of a response: the events of a stream, or a single reply.
 
 #pragma once
 
@@ -15,15 +15,15 @@ class Writer {
 public:
     explicit Writer(std::shared_ptr<const Request> request);
 
-    // The events of one token; empty for one whose character is not complete, and where nothing is streamed.
-    // This and what follows raises Refused: generated text that is no reply of the model's format.
+    // The events of one token; empty if its character is incomplete, or if the reply is not streamed.
+    // This and the following raise Refused if the generated text is not a reply in the model's format.
     std::string partial(const Chunk & chunk);
     // The events of `prompt_progress`.
     std::string progress(size_t choice, int32_t total, int32_t cached, int32_t processed, int64_t time_ms);
-    // The events that close one choice of a stream; of a reply that is none all of it, once every choice has ended.
-    // `extra`: a JSON object whose fields are added, to the last event if it is a stream.
+    // The events that close one choice of a stream; without streaming the whole reply, once every choice has ended.
+    // `extra`: a JSON object whose fields are added to the reply, or to the last event of a stream.
     std::string final(const Reply & reply, int id_slot, int32_t n_cached, const std::string & extra);
-    // What follows the last choice of a stream.
+    // The bytes after the last choice of a stream.
     std::string end() const;
     // An error in the middle of a stream. `error`: the JSON of llama-server's error object.
     std::string error(const std::string & error) const;

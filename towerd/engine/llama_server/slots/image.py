@@ -16,10 +16,10 @@ import numpy.typing as npt
 
 from towerd.kernels import dispatch
 from towerd.slots.cells import cell_bytes
-from towerd.slots.compose import Frame, check_parts, state_size, write_state
+from towerd.slots.compose import StateFrame, check_parts, state_size, write_state
 from towerd.slots.errors import StateError
 from towerd.slots.layout import STATE_VERSION, KVLayout
-from towerd.slots.reader import Reader
+from towerd.slots.reader import ByteReader
 from towerd.slots.rows import KVRows
 from towerd.slots.slotfile import FILE_MAGIC, HEADER_BYTES, parse_tokens, token_section
 from towerd.slots.state import SequenceState, parse_state
@@ -45,10 +45,10 @@ class ImageSpec:
         """Whether there are sliding-window layers."""
         return self.n_full < self.layout.n_layer
 
-    def frame(self, slot: int) -> Frame:
+    def frame(self, slot: int) -> StateFrame:
         """For the state of `slot`."""
         stream = slot if self.n_stream > 1 else 0
-        return Frame(self.n_stream, stream, self.v_trans, slot)
+        return StateFrame(self.n_stream, stream, self.v_trans, slot)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,7 +99,7 @@ class SlotImage:
 def parse_image(data: Bytes, *, cell_ext: bool = False) -> SlotImage:
     """Parse a slot file of one or two KV caches. Raises StateError for anything else: another
     version, media, recurrent state, holes, or rows that do not belong to the tokens."""
-    reader = Reader(data)
+    reader = ByteReader(data)
     if reader.u32("magic") != FILE_MAGIC:
         raise StateError("not a slot file")
     version = reader.u32("version")
@@ -110,8 +110,8 @@ def parse_image(data: Bytes, *, cell_ext: bool = False) -> SlotImage:
     tokens, packed = parse_tokens(words)
     rest = reader.take(reader.remaining, "state")
     end = first_state_bytes(rest, cell_ext=cell_ext)
-    full = parse_state(Reader(rest[:end]), cell_ext=cell_ext)
-    window = parse_state(Reader(rest[end:]), cell_ext=cell_ext) if end < len(rest) else None
+    full = parse_state(ByteReader(rest[:end]), cell_ext=cell_ext)
+    window = parse_state(ByteReader(rest[end:]), cell_ext=cell_ext) if end < len(rest) else None
     _check(tokens, full, window)
     return SlotImage(tokens, full, window, packed)
 
@@ -132,7 +132,7 @@ def _check(tokens: Ids, full: SequenceState, window: SequenceState | None) -> No
 
 def first_state_bytes(data: Bytes, *, cell_ext: bool = False) -> int:
     """Bytes of the first of the states in `data`. Raises StateError when it is cut off."""
-    reader = Reader(data)
+    reader = ByteReader(data)
     n_stream = reader.u32("n_stream")
     for stream in range(min(n_stream, len(data))):
         n_cells = reader.u32(f"cell count of stream {stream}")

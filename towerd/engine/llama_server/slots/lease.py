@@ -42,7 +42,7 @@ class Lender(Protocol):
         """The request was launched, or will not be."""
         ...
 
-    def strayed(self) -> None:
+    def misplaced(self) -> None:
         """The request ran in another slot than the one that was prepared."""
         ...
 
@@ -108,7 +108,7 @@ class Lease:
         self._is_awaited = True
         self._is_open = True
         self._is_released = False
-        self._has_strayed = False
+        self._is_misplaced = False
 
     @property
     def slot(self) -> int:
@@ -142,11 +142,11 @@ class Lease:
             self._is_awaited = False
             self._engine.upkeep.n_awaited -= 1
 
-    def strayed(self) -> None:
+    def misplaced(self) -> None:
         """The request ran in another slot: this one holds all of the prompt but its last token,
         and what free slots hold has to be asked for. Call it before `finished`."""
-        self._has_strayed = True
-        self._engine.strayed()
+        self._is_misplaced = True
+        self._engine.misplaced()
 
     async def finished(
         self,
@@ -172,8 +172,8 @@ class Lease:
             reply = await self._engine.guess(reply_text)
         is_certain = reply_ids is not None
         self.hold(reply, is_certain=is_certain, hidden=not is_certain or stop in _CUT_SHORT)
-        n_cached = len(self.ids) - self._has_strayed
-        n_cached += max(0, len(reply) - 1) if is_certain and not self._has_strayed else 0
+        n_cached = len(self.ids) - self._is_misplaced
+        n_cached += max(0, len(reply) - 1) if is_certain and not self._is_misplaced else 0
         turn = Turn(
             scope=self.scope,
             session=self.session,
@@ -198,7 +198,7 @@ class Lease:
         self._is_open = False
         tokens = np.concatenate([self.ids, reply[:-1]])
         room = self._engine.n_ctx - (0 if is_certain else _GUESS_TOKENS)
-        if self._has_strayed:
+        if self._is_misplaced:
             self._slot.hold(self.ids[:-1], self.scope)
         elif not self.is_exact or len(tokens) >= room:
             # Moved rows, or a context shift: not what a store may ever hold.

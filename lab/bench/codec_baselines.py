@@ -14,8 +14,9 @@ PRIME_BYTES = 1_000_000
 Size = Callable[[bytes], int]
 
 
-def rivals(training: list[bytes]) -> dict[str, Size]:
-    """Name -> bytes that a text takes. `training`: texts like it, for dictionaries and priming.
+def baselines(training: list[bytes]) -> dict[str, Size]:
+    """Name -> function that gives the compressed bytes of a text. `training`: similar texts, for
+    dictionaries and priming.
 
     ClickException if a compressor is not installed."""
     try:
@@ -23,7 +24,7 @@ def rivals(training: list[bytes]) -> dict[str, Size]:
         import pyppmd
     except ImportError as error:
         raise click.ClickException(
-            f"{error.name} is not installed: pip install -e '.[bench]' brings the rivals."
+            f"{error.name} is not installed: pip install -e '.[bench]' installs the baselines."
         ) from error
     plain = zstandard.ZstdCompressor(level=19)
     parts: list[bytes | bytearray | memoryview[int]] = [

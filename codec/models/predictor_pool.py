@@ -1,5 +1,5 @@
-"""Predictors for several users at a time, so that nobody who waits for a session to thaw waits for
-another one that is being frozen in idle time."""
+"""A pool of predictors for several users at a time, so that thawing a session does not wait for
+another session that is being frozen in idle time."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from towerd.codec.models.base import CopyablePredictor, Predictor
+from towerd.codec.models.base import CopyablePredictor, TokenPredictor
 
 
-class Predictors:
-    """A model for each user at a time, where it can be copied; else they take turns. Thread-safe."""
+class PredictorPool:
+    """Gives each user a predictor. If the model cannot be copied, users take turns. Thread-safe."""
 
-    def __init__(self, first: Predictor) -> None:
+    def __init__(self, first: TokenPredictor) -> None:
         self.first = first
-        self._free: list[Predictor] = [first]
+        self._free: list[TokenPredictor] = [first]
         self._turn = threading.Lock()
 
     @contextmanager
-    def lent(self) -> Iterator[Predictor]:
-        """One that has read nothing."""
+    def borrow(self) -> Iterator[TokenPredictor]:
+        """A predictor that has read nothing."""
         if isinstance(self.first, CopyablePredictor):
             try:
                 predictor = self._free.pop()

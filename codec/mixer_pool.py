@@ -1,5 +1,5 @@
-"""Mixers that are used again: to make one checks its tables and builds its tree, some 20 ms, which is
-more than a short session takes to code."""
+"""A pool of mixers. A new mixer checks its tables and builds its tree in some 20 ms, longer than it
+takes to code a short session."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ from towerd.kernels.mixing import Mixer
 
 Symbols = npt.NDArray[np.int32]
 KEPT_MAX = 20
-"""As many as are in use at one time, if they are fewer. About a megabyte each, up to ten after a long
-session."""
+"""Mixers that the pool keeps. Each takes about a megabyte, and up to ten after a long session."""
 _SLOTS_PER_SYMBOL = 40
 
 
-class Mixers:
-    """All of one table and state. Thread-safe."""
+class MixerPool:
+    """Mixers of one table and state. Thread-safe."""
 
     def __init__(self, make: Callable[[], Mixer]) -> None:
         self._make = make
         self._free: list[Mixer] = []
 
     @contextmanager
-    def lent(self, n_symbols: int, context: Symbols, lanes: int = 1) -> Iterator[Mixer]:
-        """One that has read nothing but `context`, with room for `n_symbols` in `lanes` texts."""
+    def borrow(self, n_symbols: int, context: Symbols, lanes: int = 1) -> Iterator[Mixer]:
+        """A mixer that has only read `context`, with room for `n_symbols` in `lanes` texts."""
         try:
             mixer = self._free.pop()
         except IndexError:

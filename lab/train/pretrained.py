@@ -1,4 +1,4 @@
-"""Weights to go on from: those of a GGUF that this program wrote."""
+"""Weights to continue from: those of a GGUF that this program wrote."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from lab.train.export import ARCHITECTURE
 from lab.train.network import EMBEDDING, NetworkShape, Weights
 
 
-class Start:
-    """A network as `export` wrote it, for a run that begins where another ended. Raises TrainError
-    for a file that is none, or of a model of another kind."""
+class PretrainedModel:
+    """A network that `export` wrote, for a run that starts from its weights. Raises TrainError for
+    any other file."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -29,7 +29,7 @@ class Start:
             values = {t.name: dequantize(t.data, t.tensor_type) for t in reader.tensors}
             self.shape = _shape(keys, values)
         except (OSError, ValueError, KeyError, NotImplementedError) as error:
-            raise TrainError(f"{path} is not a model to go on from: {error}.") from error
+            raise TrainError(f"{path} is not a model to continue from: {error}.") from error
         sizes = {name: tuple(value.shape) for name, value in values.items()}
         if sizes != self.shape.tensors():
             raise TrainError(f"{path} is not a model of this program: it has other tensors.")
@@ -37,7 +37,7 @@ class Start:
 
     def weights(self, shape: NetworkShape, _seed: int) -> Weights:
         """Its weights as float32, in the order of `shape.tensors()`. The context and the RoPE base
-        may be others: no tensor depends on them."""
+        may differ: no tensor depends on them."""
         same = replace(shape, n_ctx=self.shape.n_ctx, rope_freq_base=self.shape.rope_freq_base)
         assert same == self.shape
         return {

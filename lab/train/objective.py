@@ -1,4 +1,4 @@
-"""What a network learns from: a lesson gives the loss of some windows of text."""
+"""Training objectives: an objective gives the loss of some windows of text."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from lab.train.corpus import Windows
 from lab.train.network import EMBEDDING, NetworkShape, Weights, device_of, hidden
 
 
-class Lesson(Protocol):
-    """Numbered windows, each with something to learn."""
+class Objective(Protocol):
+    """The loss of numbered windows."""
 
     def loss(self, weights: Weights, shape: NetworkShape, first: int, n: int) -> Tensor:
         """Mean loss, nats per token, of windows first to first + n."""
         ...
 
 
-class TextLesson:
-    """The next token of the text itself."""
+class TextObjective:
+    """Prediction of the next token of the text."""
 
     def __init__(self, windows: Windows) -> None:
         self._windows = windows

@@ -1,4 +1,4 @@
-"""llama-server's endpoints that this engine cannot serve: 400, and who can."""
+"""llama-server's endpoints that the embedded engine does not support, answered with 400."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from aiohttp import web
 
 from towerd.errors import NotSupported
 
-ELSEWHERE: tuple[tuple[str, str], ...] = (
+UNSUPPORTED: tuple[tuple[str, str], ...] = (
     ("POST", "/props"),
     ("POST", "/slots/{id_slot}"),
     ("POST", "/v1/audio/transcriptions"),
@@ -21,10 +21,10 @@ ELSEWHERE: tuple[tuple[str, str], ...] = (
     ("GET", "/cors-proxy"),
     ("POST", "/cors-proxy"),
 )
-"""(method, path) of every route that llama-server has and the embedded engine has not."""
+"""(method, path) of every route that llama-server has and the embedded engine lacks."""
 
 
-async def not_here(request: web.Request) -> web.StreamResponse:
+async def refuse_unsupported(request: web.Request) -> web.StreamResponse:
     """Always raises NotSupported."""
     raise NotSupported(
         f"{request.method} {request.path} is not supported by the embedded engine; "

@@ -1,8 +1,8 @@
-"""Getting a request into its slot that has no way to name one.
+"""Steers a request that cannot name a slot into its slot.
 
-llama-server puts it where the longest part of its prompt is already. So the prompt is evaluated in
-the chosen slot first, but for its last token: no other slot is then as close to it. Whether it
-went there is looked up when it is over.
+llama-server chooses the slot that holds the longest prefix of the prompt. So the prompt is
+evaluated in the leased slot first, except for its last token: then no other slot holds a longer
+prefix. Whether the request ran there is checked when it is over.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from typing import Any
 from towerd.api.http.reply import encode
 from towerd.api.proxy.forward import body_of
 from towerd.api.proxy.headers import to_upstream
-from towerd.api.proxy.link import Lease, Link, Sidecar
-from towerd.api.proxy.plan import Plan
-from towerd.api.proxy.watch import Dialect, Watch
+from towerd.api.proxy.link import Link, Sidecar, SlotLease
+from towerd.api.proxy.plan import ProxyPlan
+from towerd.api.proxy.watch import Dialect, ReplyWatch
 from towerd.errors import TowerdError
 
 
-class Settling:
-    """One request's way into its slot."""
+class SlotPrefill:
+    """Prefills the slot of one request."""
 
-    def __init__(self, link: Link, engine: Sidecar, lease: Lease, plan: Plan) -> None:
+    def __init__(self, link: Link, engine: Sidecar, lease: SlotLease, plan: ProxyPlan) -> None:
         self.cache_n: int | None = None
-        """How much of the prompt was there before; None: llama-server did not say."""
+        """Tokens of the prompt that were in the slot before; None: llama-server did not say."""
         self.prompt_ms: float | None = None
-        """What evaluating the rest took."""
+        """The time to evaluate the rest."""
         self._link = link
         self._engine = engine
         self._lease = lease
         self._plan = plan
         self._task: int | None = None
 
-    async def settle(self) -> None:
-        """Evaluate the prompt but for its last token in the slot. Raises Unavailable."""
+    async def run(self) -> None:
+        """Evaluate the prompt except for its last token in the slot. Raises Unavailable."""
         ids = self._plan.ids
         if ids is None or len(ids) < 2:
             return
@@ -49,7 +49,7 @@ class Settling:
         data = await asyncio.to_thread(encode, asked)
         reply = await self._link.request(self._engine, "POST", "/completion", headers, data)
         try:
-            watch = Watch(Dialect.NATIVE)
+            watch = ReplyWatch(Dialect.NATIVE)
             watch.see(await body_of(reply))
         finally:
             reply.close()
@@ -59,15 +59,15 @@ class Settling:
         self.prompt_ms = watch.timings.prompt_ms if watch.timings is not None else None
         self._task = await self._last_task()
 
-    async def has_strayed(self) -> bool:
-        """Whether the request, now over, ran in another slot, or cannot be found any more."""
+    async def was_misplaced(self) -> bool:
+        """Whether the request, now over, ran in another slot, or cannot be found."""
         try:
             return self._task is not None and await self._last_task() == self._task
         except TowerdError:
             return True
 
     async def _last_task(self) -> int | None:
-        """What ran last in the slot."""
+        """The id of the task that ran last in the slot."""
         for slot in await self._engine.upstream.slots():
             if slot.get("id") == self._lease.slot:
                 task = slot.get("id_task")

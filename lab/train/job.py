@@ -1,4 +1,4 @@
-"""A whole course of training: `train_mini` and `distill`, from a folder of records to a GGUF."""
+"""Training jobs, from a folder of records to a GGUF: `train_mini` and `distill`."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ import torch
 
 from lab.train.bpe import Bpe
 from lab.train.corpus import Corpus, Windows, build_corpus
-from lab.train.distillation import TeacherLesson
+from lab.train.distillation import DistillationObjective
 from lab.train.errors import TrainError
 from lab.train.export import Card, export
-from lab.train.form import Form, MiniForm
-from lab.train.lesson import Lesson, TextLesson
+from lab.train.form import MiniForm, TextForm
 from lab.train.loss_plot import plot
-from lab.train.manifest import Source, read_manifest
+from lab.train.manifest import TextSource, read_manifest
 from lab.train.mini import tokenizer_of
 from lab.train.network import NetworkShape, init_weights
-from lab.train.progress import Progress, Status
+from lab.train.objective import Objective, TextObjective
+from lab.train.pretrained import PretrainedModel
+from lab.train.progress import Status, TrainingProgress
 from lab.train.records import Dataset, read_dataset
-from lab.train.run import Run
-from lab.train.start import Start
+from lab.train.run import TrainingRun
 from lab.train.teacher import Teacher, TeacherForm
-from lab.train.trainer import Fresh, TrainConfig, Trainer
+from lab.train.trainer import InitWeights, TrainConfig, Trainer
 from towerd.models.vocabulary import Vocabulary, from_gguf
 
 DEV_TOKENS = 4096
-"""On which a student is compared with its teacher."""
+"""Number of tokens on which a student is compared with its teacher."""
 
 
 @dataclass(frozen=True)
-class Course:
-    """What both commands are told. `shape.n_vocab` is replaced by the tokenizer's size."""
+class TrainingJob:
+    """The options that all commands share. `shape.n_vocab` is replaced by the tokenizer's size."""
 
     data: Path
     out: Path
@@ -50,29 +50,29 @@ class Course:
 
 
 def train_mini(
-    course: Course,
+    job: TrainingJob,
     n_vocab: int,
     tokenizer: Path | None = None,
-    progress: Progress | None = None,
+    progress: TrainingProgress | None = None,
     *,
     start: Path | None = None,
 ) -> dict[str, Any]:
     """Train the mini model and write mini.gguf; returns the report. Its tokenizer is that of the
     GGUF `tokenizer`, or a new one of `n_vocab` tokens. With `start` it begins with that GGUF's
-    weights, sizes and tokenizer; context and RoPE base are the course's. Raises TrainError."""
-    given = None if start is None else Start(start)
-    run, data, manifest = begin(course)
+    weights, sizes and tokenizer; context and RoPE base are those of the job. Raises TrainError."""
+    given = None if start is None else PretrainedModel(start)
+    run, data, manifest = begin(job)
     path = run.folder / "tokenizer.json"
     bpe: Bpe = tokenizer_of(path, data, manifest, n_vocab, start or tokenizer)
-    corpus = make_corpus(course, data, manifest, MiniForm(bpe), progress)
-    shape = replace(course.shape, n_vocab=len(bpe))
-    fresh: Fresh = init_weights
+    corpus = make_corpus(job, data, manifest, MiniForm(bpe), progress)
+    shape = replace(job.shape, n_vocab=len(bpe))
+    fresh: InitWeights = init_weights
     if given is not None:
-        rope = course.shape.rope_freq_base
-        shape = replace(given.shape, n_ctx=course.shape.n_ctx, rope_freq_base=rope)
+        rope = job.shape.rope_freq_base
+        shape = replace(given.shape, n_ctx=job.shape.n_ctx, rope_freq_base=rope)
         fresh = given.weights
-    lesson = TextLesson(Windows(corpus, shape.n_ctx, course.config.seed))
-    trainer = make_trainer(course, run, shape, MiniForm(bpe), lesson, corpus, fresh)
+    objective = TextObjective(Windows(corpus, shape.n_ctx, job.config.seed))
+    trainer = make_trainer(job, run, shape, MiniForm(bpe), objective, corpus, fresh)
     trainer.train(note_steps(trainer, progress))
     card = Card(
         "towerd-mini",
@@ -80,12 +80,12 @@ def train_mini(
         licence_of(manifest, corpus),
         {},
     )
-    return finish(course, run, trainer, bpe.vocabulary(), card, manifest, data, {})
+    return finish(job, run, trainer, bpe.vocabulary(), card, manifest, data, {})
 
 
 @dataclass(frozen=True)
-class Teaching:
-    """What a teacher's student is told besides. Raises TrainError."""
+class Distillation:
+    """The options of distillation. Raises TrainError."""
 
     teacher: Path
     top_k: int = 32
@@ -93,9 +93,9 @@ class Teaching:
     n_windows: int | None = None
     """Windows to learn from, again and again; None for all the text there is."""
     kept: Path | None = None
-    """Folder for what the teacher said, for this and for other students."""
+    """Folder for the teacher's distributions, for this and for other students."""
     is_hard: bool = False
-    """Learn the text itself, as a control of what the teacher is worth."""
+    """Learn the text itself, as a control experiment for the value of the teacher."""
 
     def __post_init__(self) -> None:
         if self.top_k < 1:
@@ -103,8 +103,8 @@ class Teaching:
                 f"The teacher must name at least 1 token at each place, not {self.top_k}."
             )
 
-    def folder(self, form: Form, data: Dataset, n_ctx: int) -> Path | None:
-        """Where this teacher's words on this text, in windows of this size, are kept."""
+    def folder(self, form: TextForm, data: Dataset, n_ctx: int) -> Path | None:
+        """The folder for this teacher's distributions on this text in windows of this size."""
         if self.kept is None:
             return None
         key = f"{form.fingerprint} {data.fingerprint} {n_ctx} {self.top_k}"
@@ -113,71 +113,73 @@ class Teaching:
         return folder
 
 
-def distill(course: Course, teaching: Teaching, progress: Progress | None = None) -> dict[str, Any]:
+def distill(
+    job: TrainingJob, distillation: Distillation, progress: TrainingProgress | None = None
+) -> dict[str, Any]:
     """Train a student of a GGUF and write student.gguf; returns the report. Raises TrainError."""
-    run, data, manifest = begin(course)
-    teacher_path, top_k = teaching.teacher, teaching.top_k
+    run, data, manifest = begin(job)
+    teacher_path, top_k = distillation.teacher, distillation.top_k
     vocabulary = from_gguf(teacher_path)
-    with Teacher(teacher_path, course.shape.n_ctx, n_threads=course.n_threads) as teacher:
+    with Teacher(teacher_path, job.shape.n_ctx, n_threads=job.n_threads) as teacher:
         form = TeacherForm(teacher)
-        corpus = make_corpus(course, data, manifest, form, progress)
-        shape = replace(course.shape, n_vocab=teacher.n_vocab)
-        seed = course.config.seed
-        kept = teaching.folder(form, data, shape.n_ctx)
-        windows = Windows(corpus, shape.n_ctx, seed, teaching.n_windows)
-        lesson: Lesson = TextLesson(windows)
-        if not teaching.is_hard:
-            lesson = TeacherLesson(windows, teacher, top_k, kept)
-        trainer = make_trainer(course, run, shape, form, lesson, corpus)
+        corpus = make_corpus(job, data, manifest, form, progress)
+        shape = replace(job.shape, n_vocab=teacher.n_vocab)
+        seed = job.config.seed
+        kept = distillation.folder(form, data, shape.n_ctx)
+        windows = Windows(corpus, shape.n_ctx, seed, distillation.n_windows)
+        objective: Objective = TextObjective(windows)
+        if not distillation.is_hard:
+            objective = DistillationObjective(windows, teacher, top_k, kept)
+        trainer = make_trainer(job, run, shape, form, objective, corpus)
         trainer.train(note_steps(trainer, progress))
         windows = Windows(_dev_as_train(corpus), shape.n_ctx, seed)
-        exam = TeacherLesson(windows, teacher, top_k, _subfolder(kept, "dev"))
-        more = {"divergence_nats": round(_divergence(trainer, exam), 4)}
+        held_out = DistillationObjective(windows, teacher, top_k, _subfolder(kept, "dev"))
+        more = {"divergence_nats": round(_divergence(trainer, held_out), 4)}
     card = Card(
         f"towerd-student-{teacher_path.stem}",
         f"Student of {teacher_path.name}, made by towerctl train distill",
         "the licence of the teacher",
         {},
     )
-    return finish(course, run, trainer, vocabulary, card, manifest, data, more)
+    return finish(job, run, trainer, vocabulary, card, manifest, data, more)
 
 
-def begin(course: Course) -> tuple[Run, Dataset, dict[str, Source]]:
+def begin(job: TrainingJob) -> tuple[TrainingRun, Dataset, dict[str, TextSource]]:
     """The run's folder, its text and its manifest. Raises TrainError."""
-    if course.n_threads is not None:
-        torch.set_num_threads(course.n_threads)
-    manifest = read_manifest(course.manifest)
-    data = read_dataset(course.data, manifest)
-    return Run(course.out, resume=course.resume), data, manifest
+    if job.n_threads is not None:
+        torch.set_num_threads(job.n_threads)
+    manifest = read_manifest(job.manifest)
+    data = read_dataset(job.data, manifest)
+    return TrainingRun(job.out, resume=job.resume), data, manifest
 
 
 def make_corpus(
-    course: Course,
+    job: TrainingJob,
     data: Dataset,
-    manifest: Mapping[str, Source],
-    form: Form,
-    progress: Progress | None,
+    manifest: Mapping[str, TextSource],
+    form: TextForm,
+    progress: TrainingProgress | None,
 ) -> Corpus:
     """The text as ids, kept in the run's folder."""
     report = None if progress is None else progress.encoded
-    return build_corpus(data, manifest, form, course.out / "corpus", progress=report)
+    return build_corpus(data, manifest, form, job.out / "corpus", progress=report)
 
 
 def make_trainer(
-    course: Course,
-    run: Run,
+    job: TrainingJob,
+    run: TrainingRun,
     shape: NetworkShape,
-    form: Form,
-    lesson: Lesson,
+    form: TextForm,
+    objective: Objective,
     corpus: Corpus,
-    fresh: Fresh = init_weights,
+    fresh: InitWeights = init_weights,
 ) -> Trainer:
-    """A trainer that goes on with the run, or starts it from `fresh` weights."""
-    return Trainer(run, shape, form.fingerprint, lesson, corpus.dev, course.config, fresh)
+    """A trainer that resumes the run, or starts it from `fresh` weights."""
+    return Trainer(run, shape, form.fingerprint, objective, corpus.dev, job.config, fresh)
 
 
-def note_steps(trainer: Trainer, progress: Progress | None) -> Callable[[Status], None]:
-    """Every tenth step becomes a line of history."""
+def note_steps(trainer: Trainer, progress: TrainingProgress | None) -> Callable[[Status], None]:
+    """A callback that adds every tenth step to the history and reports each step to `progress`."""
 
     def report(status: Status) -> None:
         if status.step % 10 == 0:
@@ -200,33 +202,33 @@ def _dev_as_train(corpus: Corpus) -> Corpus:
     return Corpus(ids, {}, {name: corpus.weights.get(name, 1.0) for name in ids})
 
 
-def _divergence(trainer: Trainer, exam: Lesson) -> float:
+def _divergence(trainer: Trainer, held_out: Objective) -> float:
     n_windows = max(1, DEV_TOKENS // trainer.shape.n_ctx)
     with torch.no_grad():
         losses: list[float] = [
-            exam.loss(trainer.weights, trainer.shape, k, 1).item() for k in range(n_windows)
+            held_out.loss(trainer.weights, trainer.shape, k, 1).item() for k in range(n_windows)
         ]
     return sum(losses) / len(losses)
 
 
-def licence_of(manifest: Mapping[str, Source], corpus: Corpus) -> str:
-    """Of weights that were trained on this text."""
+def licence_of(manifest: Mapping[str, TextSource], corpus: Corpus) -> str:
+    """The licence of weights that were trained on this text."""
     licences = {part.strip() for n in corpus.train for part in manifest[n].licence.split(",")}
     return "Apache-2.0; trained on text under " + ", ".join(sorted(licences))
 
 
 def finish(
-    course: Course,
-    run: Run,
+    job: TrainingJob,
+    run: TrainingRun,
     trainer: Trainer,
     vocabulary: Vocabulary,
     card: Card,
-    manifest: Mapping[str, Source],
+    manifest: Mapping[str, TextSource],
     data: Dataset,
     more: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Evaluate, export, plot, report."""
-    bits = trainer.evaluate(course.eval_tokens).table(manifest)
+    """Evaluate, export and plot; write and return the report."""
+    bits = trainer.evaluate(job.eval_tokens).table(manifest)
     trainer.note({"dev": bits["all"]})
     shape = trainer.shape
     numbers = {"tokens": trainer.n_tokens, "steps": trainer.step, "bits_per_byte": bits["all"]}
