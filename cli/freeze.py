@@ -67,7 +67,7 @@ def freeze(
 
         echo_json({"frozen": found})
     elif not found:
-        click.echo("No session was unused for that long.")
+        click.echo("No session was unused for so long.")
 
 
 @click.command()
