@@ -166,4 +166,4 @@ def test_sigterm_lets_short_replies_finish(make_daemon: MakeDaemon) -> None:
     assert replies[0]["tokens_predicted"] == 100
     assert replies[0]["stop_type"] == "limit"
     with daemon.stored() as store:
-        assert store.sessions()[0].n_tokens == 400 + replies[0]["tokens_evaluated"]
+        assert store.sessions()[0].n_tokens == 100 + replies[0]["tokens_evaluated"]
