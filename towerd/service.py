@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Generic
 
-from towerd.cold import Coding, Keeper, source_of
+from towerd.cold import Coding, ColdTier, vocabulary_source
 from towerd.config import Config
 from towerd.engine.base import LiveBudget
 from towerd.engine.opened import EngineT, Opened
@@ -29,7 +29,7 @@ class Service(Generic[EngineT]):
     store: Store
     tiers: Tiers
     traffic: Traffic
-    cold: Keeper
+    cold: ColdTier
 
 
 @asynccontextmanager
@@ -42,9 +42,9 @@ async def open_service(config: Config) -> AsyncIterator[Service[Any]]:
     async with await asyncio.to_thread(_opening, config) as opened:
         engine, store, tiers = opened.engine, opened.store, opened.tiers
         traffic = await asyncio.to_thread(open_traffic, config, store, tiers)
-        cold = Keeper(
+        cold = ColdTier(
             store,
-            Coding(lambda: source_of(engine.info), tables=store.tables),
+            Coding(lambda: vocabulary_source(engine.info), tables=store.tables),
             freeze_after_s=config.freeze_after_s,
             on_frozen=opened.forget,
         )
@@ -77,7 +77,7 @@ def _opening(config: Config) -> AbstractAsyncContextManager[Opened[Any]]:
     return open_embedded(config)
 
 
-def _start(config: Config, opened: Opened[Any], sessions: Sessions, cold: Keeper) -> None:
+def _start(config: Config, opened: Opened[Any], sessions: Sessions, cold: ColdTier) -> None:
     """Begin what goes on beside requests."""
     if opened.is_calm is None:
         cold.start()
@@ -85,4 +85,4 @@ def _start(config: Config, opened: Opened[Any], sessions: Sessions, cold: Keeper
     n_ctx = opened.engine.n_ctx
     live = LiveBudget(config.retention, config.live_budget or n_ctx // 2)
     ahead = cold.start(sessions.run_quietly, n_ctx, live)
-    opened.tiers.prefetcher.start(opened.is_calm, ahead.foretold)
+    opened.tiers.prefetcher.start(opened.is_calm, ahead.expected_back)

@@ -21,7 +21,7 @@ from towerd.api.http.keys import CONFIG, GATE, LIMITS, METRICS, TENANTS, TRANSFE
 from towerd.api.http.limits import Limits
 from towerd.api.http.middleware import MIDDLEWARES
 from towerd.api.http.reply import json_reply
-from towerd.cold import Coding, Keeper, Source
+from towerd.cold import Coding, ColdTier, VocabularySource
 from towerd.config import Config
 from towerd.engine.model_file import file_hash
 from towerd.errors import StoreError, StoreLocked, TowerdError
@@ -61,7 +61,7 @@ class StoreService:
     """`towerd.api.http.keys.Service` without a model: what needs one is refused."""
 
     store: Store
-    cold: Keeper
+    cold: ColdTier
 
     @property
     def engine(self) -> Engine:
@@ -97,7 +97,7 @@ async def open_store_app(config: Config) -> AsyncIterator[web.Application]:
     Raises StoreError, StoreLocked, StoreVersion."""
     store = await asyncio.to_thread(_open_store, config.store_dir)
     coding = Coding(lambda: _source(config.model, store), tables=store.tables)
-    cold = Keeper(store, coding, freeze_after_s=-1)
+    cold = ColdTier(store, coding, freeze_after_s=-1)
     app = web.Application(middlewares=MIDDLEWARES)
     app[CONFIG] = config
     app[GATE] = Gate(StoreService(store, cold))
@@ -127,7 +127,7 @@ def _open_store(root: Path) -> Store:
         ) from error
 
 
-def _source(model: Path | None, store: Store) -> Source:
+def _source(model: Path | None, store: Store) -> VocabularySource:
     """The model to code with: `model` (None: the default), if it is the one that was served from
     the store last. Raises ModelError, or StoreError if it is another one."""
     path, served = find_model(model), store.state.fingerprint.model_hash
@@ -136,7 +136,7 @@ def _source(model: Path | None, store: Store) -> Source:
             "Coding a text takes the vocabulary of the model that was served from this store, "
             f"and {path.name} is another one: name it with --model, or start its daemon."
         )
-    return Source(path, served)
+    return VocabularySource(path, served)
 
 
 async def get_stats(request: web.Request) -> web.Response:

@@ -13,8 +13,8 @@ from oracle import OpenService, ask
 from store_tools import FINGERPRINT, turn_of
 
 from towerd.codec import Codec, container
-from towerd.cold import Coding, Keeper, Source, cold_history, decode, freeze, thaw
-from towerd.cold.waits import Waits
+from towerd.cold import Coding, ColdTier, VocabularySource, cold_history, decode, freeze, thaw
+from towerd.cold.backoff import Backoff
 from towerd.engine.base import GenerateRequest
 from towerd.errors import NotSupported, SessionFrozen, StoreError, ThawError
 from towerd.models.bundled import bundled_model
@@ -125,7 +125,7 @@ def test_a_session_that_went_on_frozen_is_not_exported_in_part(store: Store, cod
     first = say(store, CHAT)
     freeze(store, codec, "x", form="packed")
     more = say(store, [*first, 12])  # as after a thaw that failed
-    coding = Coding(lambda: Source(bundled_model(), "hash"))
+    coding = Coding(lambda: VocabularySource(bundled_model(), "hash"))
     with pytest.raises(SessionFrozen, match="went on"):
         export_session(store, coding.model(), "x", None)
     with pytest.raises(SessionFrozen, match="went on"):
@@ -139,7 +139,7 @@ def test_a_session_that_went_on_frozen_is_not_exported_in_part(store: Store, cod
 def test_another_tokenizer_is_refused() -> None:
     """A file that was replaced while its model was served: what it would write could never be
     read with the model's own."""
-    coding = Coding(lambda: Source(bundled_model(), "hash", 512, "of another model"))
+    coding = Coding(lambda: VocabularySource(bundled_model(), "hash", 512, "of another model"))
     with pytest.raises(NotSupported, match="another tokenizer"):
         coding.model()
     with pytest.raises(NotSupported):
@@ -151,14 +151,16 @@ async def test_in_use_by_tokens_that_others_keep(store: Store) -> None:
     freezing removes no segment."""
     whole = say(store, CHAT)
     store.pin(store.turns("x")[-1].reply_node)
-    keeper = Keeper(store, Coding(lambda: Source(bundled_model(), "hash")), freeze_after_s=-1)
+    cold = ColdTier(
+        store, Coding(lambda: VocabularySource(bundled_model(), "hash")), freeze_after_s=-1
+    )
     request = GenerateRequest(ids=np.array([*whole, 13], np.int32), scope="local")
-    use = keeper.enter(request)
+    use = cold.enter(request)
     with pytest.raises(SessionBusy, match="in use"):
-        await keeper.freeze("x")
+        await cold.freeze("x")
     use.leave()
-    assert await keeper.freeze("x")
-    await keeper.close()
+    assert await cold.freeze("x")
+    await cold.close()
 
 
 async def test_the_watch_goes_on_after_an_error(
@@ -177,17 +179,20 @@ async def test_the_watch_goes_on_after_an_error(
         raise OSError("a file cannot be deleted")
 
     monkeypatch.setattr(store.cold, "idle", fail_once)
-    keeper = Keeper(
-        store, Coding(lambda: Source(bundled_model(), "hash")), freeze_after_s=0, on_frozen=fail
+    cold = ColdTier(
+        store,
+        Coding(lambda: VocabularySource(bundled_model(), "hash")),
+        freeze_after_s=0,
+        on_frozen=fail,
     )
-    keeper.start()
+    cold.start()
     for _ in range(600):
-        if keeper.n_frozen:
+        if cold.n_frozen:
             break
         await asyncio.sleep(0.02)
-    assert (keeper.n_frozen, keeper.n_failed, failures) == (1, 0, [])
+    assert (cold.n_frozen, cold.n_failed, failures) == (1, 0, [])
     assert store.session("x").cold_bytes
-    await keeper.close()
+    await cold.close()
 
 
 async def test_what_no_session_can_do_without_is_asked_for_once(store: Store) -> None:
@@ -196,19 +201,19 @@ async def test_what_no_session_can_do_without_is_asked_for_once(store: Store) ->
         say(store, CHAT, session=f"s{number}")
     asked: list[int] = []
 
-    def source() -> Source:
+    def source() -> VocabularySource:
         asked.append(1)
-        return Source(Path("/nowhere/model.gguf"), "hash")
+        return VocabularySource(Path("/nowhere/model.gguf"), "hash")
 
-    keeper = Keeper(store, Coding(source), freeze_after_s=0)
-    keeper.start()
+    cold = ColdTier(store, Coding(source), freeze_after_s=0)
+    cold.start()
     for _ in range(500):
         if asked:
             break
         await asyncio.sleep(0.02)
     await asyncio.sleep(0.5)
     assert len(asked) == 1
-    await keeper.close()
+    await cold.close()
 
 
 def test_idle_sessions_without_some(store: Store) -> None:
@@ -219,17 +224,17 @@ def test_idle_sessions_without_some(store: Store) -> None:
     assert [info.id for info in found] == ["s1", "s3", "s4"]
 
 
-def test_waits() -> None:
+def test_backoff() -> None:
     now = [0.0]
-    waits = Waits(lambda: now[0])
-    waits.put_off(("a", "x"), 10)
-    waits.put_off(("a", "y"), 5)
-    waits.put_off(("a", "z"), -1)
-    assert waits.now() == {("a", "x"), ("a", "y")}
+    backoff = Backoff(lambda: now[0])
+    backoff.delay(("a", "x"), 10)
+    backoff.delay(("a", "y"), 5)
+    backoff.delay(("a", "z"), -1)
+    assert backoff.active() == {("a", "x"), ("a", "y")}
     now[0] = 5.0
-    assert waits.now() == {("a", "x")}
+    assert backoff.active() == {("a", "x")}
     now[0] = 10.0
-    assert waits.now() == set()
+    assert backoff.active() == set()
 
 
 def test_sessions_that_all_begin_alike(

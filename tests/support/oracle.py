@@ -129,7 +129,7 @@ def check_live(service: EmbeddedService) -> None:
         assert context.pos_max(seq) == live.get(seq, 0) - 1, f"sequence {seq}"
         if live.get(seq):
             assert context.pos_min(seq) == 0
-    for thinned in (seq for seq in pool if seq.is_thinned):
+    for thinned in (seq for seq in pool if seq.is_partial):
         rows = service.engine.core.memory.rows(thinned.id, 0, thinned.place_next)
         assert rows is not None
         assert np.array_equal(rows.positions, bounded(thinned).places), "places"

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from towerd.cold.keeper import Keeper
+from towerd.cold.cold_tier import ColdTier
 from towerd.engine.base import TURN_STOPS, Engine, Event, Finish, GenerateRequest, Generation
 from towerd.errors import TowerdError
 from towerd.sessions.anticipation import Anticipator
@@ -68,7 +68,7 @@ class Sessions:
         self,
         engine: Engine,
         recorder: TurnRecorder,
-        cold: Keeper | None = None,
+        cold: ColdTier | None = None,
         *,
         anticipate_tokens_max: int = 0,
     ) -> None:

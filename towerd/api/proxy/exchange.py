@@ -22,7 +22,7 @@ from towerd.api.proxy.plan import Plan
 from towerd.api.proxy.settle import Settling
 from towerd.api.proxy.splice import without_token_ids
 from towerd.api.proxy.watch import Dialect, EventSplitter, Watch, event_data
-from towerd.cold.keeper import Use
+from towerd.cold.cold_tier import RequestGuard
 from towerd.engine.base import Finish, Reuse
 from towerd.errors import TowerdError, Unavailable
 
@@ -41,7 +41,7 @@ class Exchange:
         self.headers = to_upstream(request.headers, engine.upstream.auth())
         self.lease: Lease | None = None
         """Its slot; None when llama-server chooses."""
-        self.use: Use | None = None
+        self.use: RequestGuard | None = None
         """Its announcement to the cold tier."""
         self.learning: asyncio.Task[None] | None = None
         """Finds out the prompt's tokens, where the slot was known before they were."""

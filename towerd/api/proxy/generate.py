@@ -18,7 +18,7 @@ from towerd.api.proxy.headers import to_upstream
 from towerd.api.proxy.link import LINK, Lease, Sidecar, sidecar_of
 from towerd.api.proxy.plan import Placement, Plan, check_fits, learn, make_plan
 from towerd.api.proxy.watch import Dialect
-from towerd.cold.keeper import Use
+from towerd.cold.cold_tier import RequestGuard
 from towerd.engine.base import GenerateRequest
 from towerd.errors import InvalidRequest
 
@@ -156,7 +156,7 @@ async def _pinned(request: web.Request, engine: Sidecar, plan: Plan) -> web.Stre
     return await exchange.run()
 
 
-async def _thawed(request: web.Request, plan: Plan) -> Use | None:
+async def _thawed(request: web.Request, plan: Plan) -> RequestGuard | None:
     """The request announced to the cold tier, and what it goes on thawed."""
     if plan.ids is None:
         return None
@@ -173,7 +173,9 @@ async def _thawed(request: web.Request, plan: Plan) -> Use | None:
     return use
 
 
-async def _lease(request: web.Request, engine: Sidecar, plan: Plan, use: Use | None) -> Lease:
+async def _lease(
+    request: web.Request, engine: Sidecar, plan: Plan, use: RequestGuard | None
+) -> Lease:
     scope = request[TENANT].scope
     if plan.ids is None:
         return await engine.lease_opaque(scope, label=plan.label)

@@ -97,7 +97,7 @@ class Frozen:
     """Changes whenever the session is frozen or recoded."""
 
     @property
-    def went_on(self) -> bool:
+    def was_continued(self) -> bool:
         """Whether it has turns that the blob lacks: it could not be thawed when they came."""
         return len(self.rows) > len(self.turn_ids())
 

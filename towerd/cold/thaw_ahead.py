@@ -20,16 +20,16 @@ from towerd.tokens import Ids
 
 log = logging.getLogger(__name__)
 
-AGAIN_S = 600.0
-"""The same segment is evaluated ahead at most this often: where there is no room, it would be for
-nothing."""
+REPEAT_S_MIN = 600.0
+"""The same segment is evaluated ahead at most this often. Without room the work is wasted."""
 TIPS_MAX = 1024
-AT_ONCE_MAX = 4
-"""Conversations on their way at one time; more are left to their own requests."""
+CONCURRENT_MAX = 4
+"""Maximum number of conversations thawed ahead at once. The others wait for their requests."""
 
 
-class Ahead:
-    """Runs on the event loop; `foretold` may be called by any thread."""
+class ThawAhead:
+    """Thaws and evaluates sessions ahead of their requests. Runs on the event loop;
+    `expected_back` may be called by any thread."""
 
     def __init__(
         self,
@@ -39,7 +39,8 @@ class Ahead:
         n_ctx: int,
         live: LiveBudget,
     ) -> None:
-        """live: what chats get whose requests do not say"""
+        """thaw: thaws a session and returns whether it was frozen. run: evaluates a background
+        request; None: only tokens are thawed. live: the budget of requests that name none."""
         self.n_ahead = 0
         self._store = store
         self._thaw = thaw
@@ -59,37 +60,37 @@ class Ahead:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def idle(self) -> None:
-        """Wait until nothing is under way."""
+        """Wait until all work in progress has ended."""
         while self._tasks:
             await asyncio.wait(list(self._tasks))
 
     def opened(self, id: str, scope: str) -> None:
-        """A client looks at a session, or names it: thaw it if it is frozen."""
+        """Thaw a session, if it is frozen, because a client viewed or named it."""
         self._spawn(self._open(id, scope))
 
     def evaluate(self, id: str, scope: str) -> None:
-        """A session was thawed: have its rows made."""
+        """Evaluate the rows of a session that was thawed."""
         self._spawn(self._evaluate_session(id, scope))
 
-    def foretold(self, tip: Node) -> None:
-        """The policy expects the tower of `tip` back, and it has no rows."""
-        self._loop.call_soon_threadsafe(self._foretold, tip)
+    def expected_back(self, tip: Node) -> None:
+        """Evaluate the tower of `tip`: the policy expects its reuse, and it has no rows."""
+        self._loop.call_soon_threadsafe(self._expected_back, tip)
 
     def stats(self) -> dict[str, int]:
         """Counters."""
         return {"thaws_ahead": self.n_ahead}
 
-    def _foretold(self, tip: Node) -> None:
+    def _expected_back(self, tip: Node) -> None:
         now = time.monotonic()
-        is_due = now - self._tips.get(tip.id, -AGAIN_S) >= AGAIN_S and not is_public(tip.scope)
-        if is_due and self._spawn(self._evaluate_tip(tip)):
+        is_due = now - self._tips.get(tip.id, -REPEAT_S_MIN) >= REPEAT_S_MIN
+        if is_due and not is_public(tip.scope) and self._spawn(self._evaluate_tip(tip)):
             self._tips[tip.id] = now
             self._tips.move_to_end(tip.id)
             if len(self._tips) > TIPS_MAX:
                 self._tips.popitem(last=False)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> bool:
-        if len(self._tasks) >= AT_ONCE_MAX or not self._is_open:
+        if len(self._tasks) >= CONCURRENT_MAX or not self._is_open:
             work.close()
             return False
         task = asyncio.create_task(work)
@@ -124,7 +125,7 @@ class Ahead:
             return tip.prefix_ids()
 
     async def _evaluate(self, ids: Ids, scope: str, session: str | None) -> None:
-        """Have the rows of `ids` made in the background."""
+        """Evaluate `ids` in the background."""
         if self._run is not None and 0 < len(ids) < self._n_ctx:
             request = GenerateRequest(
                 ids=ids, n_predict=0, scope=scope, session=session, background=True, live=self._live
