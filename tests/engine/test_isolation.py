@@ -44,8 +44,8 @@ async def test_a_caller_that_leaves(service_on: OpenService) -> None:
     and other questions are answered."""
     async with service_on(bundled_model(), threads=1) as service:
         alone = await ask(service, some_ids(30), 12)
-        engine, may_go_on = service.engine, threading.Event()
-        engine.scheduler.call(lambda: may_go_on.wait(30))
+        engine, may_outgrow = service.engine, threading.Event()
+        engine.scheduler.call(lambda: may_outgrow.wait(30))
         running = asyncio.create_task(ask(service, some_ids(30), 12, scope="other"))
         leaving = [
             asyncio.create_task(engine.kept(some_ids(30), "local")),
@@ -57,7 +57,7 @@ async def test_a_caller_that_leaves(service_on: OpenService) -> None:
             task.cancel()
         gone = await asyncio.gather(*leaving, return_exceptions=True)
         assert all(isinstance(each, asyncio.CancelledError | CancelledError) for each in gone)
-        may_go_on.set()
+        may_outgrow.set()
         assert (await running).ids == alone.ids
         await asyncio.wait_for(staying, 30)
         await check_integrity(service)
@@ -175,14 +175,14 @@ async def test_moving_a_chat_together_uses_up_its_queries(
     settings = {"ctx_size": 256, "live_tokens": 256, "threads": 1, "retention": "h2o"}
     async with service_on(bundled_model(), **settings) as service:
         budgets, left = service.engine.budgets, []
-        move = budgets._move_together
+        move = budgets._compact
 
-        def spy(seq: LiveSeq, retained: BoundedSet, evict: Any) -> None:
-            before = len(retained.observed)
-            move(seq, retained, evict)
-            left.append((before, len(retained.observed), float(retained.recent.sum())))
+        def spy(seq: LiveSeq, live_set: BoundedSet, evict: Any) -> None:
+            before = len(live_set.observed)
+            move(seq, live_set, evict)
+            left.append((before, len(live_set.observed), float(live_set.recent.sum())))
 
-        monkeypatch.setattr(budgets, "_move_together", spy)
+        monkeypatch.setattr(budgets, "_compact", spy)
         await ask(service, some_ids(200), 200, live=live)
         assert any(before for before, _, _ in left)
         assert all(after == 0 for _, after, _ in left)
@@ -198,7 +198,7 @@ async def test_a_chat_that_gives_way_while_its_prompt_is_evaluated(service_on: O
 
         def preempt() -> None:
             nonlocal n_times
-            thinned = [j for j in scheduler.active if j.seq is not None and j.seq.is_thinned]
+            thinned = [j for j in scheduler.active if j.seq is not None and j.seq.is_partial]
             if any(j.phase is Phase.PREFILL for j in thinned):
                 scheduler._preempt()
                 n_times += 1
@@ -216,12 +216,12 @@ async def test_a_chat_that_gives_way_while_its_prompt_is_evaluated(service_on: O
 
 def test_parked_chats_are_weighed_with_all_they_hold() -> None:
     """Queries that were observed, and rows that the store has not got, are bytes too."""
-    retained = BoundedSet.whole(LIVE, 50, 512)
+    live_set = BoundedSet.whole(LIVE, 50, 512)
     queries = np.zeros((4, 8, 40, 64), np.float32)
-    retained.observe(Observed(10, queries), 64)
+    live_set.observe(Observed(10, queries), 64)
     ids = np.arange(50, dtype=np.int32)
     blob, provenance = np.zeros(1000, np.uint8), np.zeros(50, np.uint8)
-    parked = Parked("local", None, ids, provenance, retained, blob)
+    parked = Parked("local", None, ids, provenance, live_set, blob)
     assert parked.nbytes >= queries.nbytes + 1000
     towers = ParkedTowers(2 * parked.nbytes)
     for _ in range(5):

@@ -71,7 +71,7 @@ class PoolMachine(RuleBasedStateMachine):
         """Rows are loaded and known, or computed: exactly only if all before them are exact."""
         seq = data.draw(st.sampled_from(sorted(self.pool, key=lambda s: s.id)))
         computed = Provenance.DERIVED if any(self.provenances(seq.id)) else Provenance.EXACT
-        if seq.is_thinned:
+        if seq.is_partial:
             computed = Provenance.THINNED
         for i in range(len(tokens)):
             self.provenance[self.cells.next_cell] = computed if loaded is None else loaded
@@ -173,7 +173,7 @@ class PoolMachine(RuleBasedStateMachine):
         lengths = [
             common_prefix(s.tokens() if s.scope == scope else s.tokens()[: s.n_public], wanted)
             for s in self.pool
-            if not s.is_thinned
+            if not s.is_partial
         ]
         assert n == max(lengths, default=0)
         assert (best is None) == (n == 0)

@@ -19,7 +19,7 @@ from towerd.engine.embedded.longchat import indexing
 from towerd.engine.embedded.longchat.indexing import Indexer
 from towerd.engine.embedded.longchat.live_set import BoundedSet, Observed
 from towerd.engine.embedded.longchat.observer import QUERIES_MAX
-from towerd.engine.embedded.longchat.recall import ASKING_TOKENS_MAX
+from towerd.engine.embedded.longchat.recall import QUERY_TOKENS_MAX
 from towerd.engine.embedded.scheduling.job import Job, Phase
 from towerd.errors import TowerdError
 from towerd.models.bundled import bundled_model
@@ -39,36 +39,36 @@ class Watched:
         """At each decision: the positions that were observed, and the last ones before it."""
         observer = service.engine.budgets._observer
         assert observer is not None
-        watch, measure, asking = observer.watch, observer.measure, observer.asking
+        watch, measure, asking = observer.watch, observer.measure, observer.scaled_queries
 
         def watched(jobs: Any) -> None:
             watch(jobs)
             self.n_batches += 1
             self.n_tapped += bool(observer._wanted)
 
-        def measured(seq: Any, retained: BoundedSet) -> None:
-            self._see(retained, 0, QUERIES_MAX)
-            measure(seq, retained)
+        def measured(seq: Any, live_set: BoundedSet) -> None:
+            self._see(live_set, 0, QUERIES_MAX)
+            measure(seq, live_set)
 
-        def asked(retained: BoundedSet, n_from: int) -> Any:
-            self._see(retained, n_from, ASKING_TOKENS_MAX)
-            return asking(retained, n_from)
+        def asked(live_set: BoundedSet, n_from: int) -> Any:
+            self._see(live_set, n_from, QUERY_TOKENS_MAX)
+            return asking(live_set, n_from)
 
         monkeypatch.setattr(observer, "watch", watched)
         monkeypatch.setattr(observer, "measure", measured)
-        monkeypatch.setattr(observer, "asking", asked)
+        monkeypatch.setattr(observer, "scaled_queries", asked)
 
-    def _see(self, retained: BoundedSet, n_from: int, n_max: int) -> None:
+    def _see(self, live_set: BoundedSet, n_from: int, n_max: int) -> None:
         def span(each: Observed) -> range:
             return range(max(n_from, each.p0), each.p1)
 
-        found = [p for each in retained.observed for p in span(each)][-n_max:]
+        found = [p for each in live_set.observed for p in span(each)][-n_max:]
         n_before = getattr(self, "n_before", 0)
-        self.n_before = retained.n
+        self.n_before = live_set.n
         first = max(
-            n_from, retained.n - n_max, 0 if can_recall(retained.budget.policy) else n_before
+            n_from, live_set.n - n_max, 0 if can_recall(live_set.budget.policy) else n_before
         )
-        self.asked.append((found, list(range(first, retained.n))))
+        self.asked.append((found, list(range(first, live_set.n))))
 
 
 @pytest.mark.parametrize("policy", WATCHING)
@@ -105,21 +105,21 @@ async def test_prompts_are_indexed_beside_their_evaluation(
             bundled_model(), **SETTINGS, ctx_size=2048, warm_bytes=0, hot_bytes=0,
             recall_bytes=1 << 30,
         ) as service:  # fmt: skip
-            recaller = service.engine.budgets._recaller
-            assert recaller is not None
+            recall = service.engine.budgets._recall
+            assert recall is not None
             if not is_beside:
-                monkeypatch.setattr(recaller._indexer, "beside", lambda _: nullcontext())
+                monkeypatch.setattr(recall._indexer, "beside", lambda _: nullcontext())
             answer = await ask(service, some_ids(128 + 48 * 16), 40, live=live)
             stats = service.engine.stats()
             assert (stats["recall_index_beside_s"] > 0) == is_beside
             assert stats["recall_index_s"] >= stats["recall_index_beside_s"]
-            (retained,) = await inside(service, lambda: live_sets(service.engine))
-            assert isinstance(retained.policy, IceCache)
-            assert (np.diff(retained.policy._indexed) > 0).all()
-            for tree in retained.policy._trees.values():
+            (live_set,) = await inside(service, lambda: live_sets(service.engine))
+            assert isinstance(live_set.policy, IceCache)
+            assert (np.diff(live_set.policy._indexed) > 0).all()
+            for tree in live_set.policy._trees.values():
                 tree.check_integrity()
-                assert len(tree) == len(retained.policy._indexed)
-            kept.append((retained.kept.tolist(), answer.ids))
+                assert len(tree) == len(live_set.policy._indexed)
+            kept.append((live_set.kept.tolist(), answer.ids))
             await settle(service)
     assert kept[0] == kept[1]
 
@@ -264,8 +264,8 @@ async def test_stored_rows_do_not_change_what_is_kept(service_on: OpenService, p
         async with service_on(bundled_model(), threads=1, retention=policy) as service:
             answer = await ask(service, ids, 4, live=live)
             assert answer.finish.reuse.hot + answer.finish.reuse.warm == n_loaded
-            (retained,) = await inside(service, lambda: live_sets(service.engine))
-            kept.append((answer.ids, retained.kept.tolist()))
+            (live_set,) = await inside(service, lambda: live_sets(service.engine))
+            kept.append((answer.ids, live_set.kept.tolist()))
             await settle(service)
     assert kept[0] == kept[1]
 
@@ -282,8 +282,8 @@ async def test_live_rows_do_not_change_what_is_kept(service_on: OpenService, pol
                 await ask(service, ids, 1)
             answer = await ask(service, ids, 4, live=live)
             assert answer.finish.reuse.live == (160 - QUERIES_MAX) * is_live
-            (retained,) = await inside(service, lambda: live_sets(service.engine))
-            kept.append((answer.ids, retained.kept.tolist()))
+            (live_set,) = await inside(service, lambda: live_sets(service.engine))
+            kept.append((answer.ids, live_set.kept.tolist()))
             await settle(service)
             observer = service.engine.budgets._observer
             assert observer is not None
@@ -336,8 +336,8 @@ async def test_nobody_goes_on_with_a_broken_index(service_on: OpenService, where
     async with service_on(bundled_model(), **SETTINGS, ctx_size=1024, **settings) as service:
         ids = some_ids(300)
         await ask(service, ids, 4, live=live)
-        (retained,) = await inside(service, lambda: live_sets(service.engine))
-        retained.failure = TowerdError("this index is full")
+        (live_set,) = await inside(service, lambda: live_sets(service.engine))
+        live_set.failure = TowerdError("this index is full")
         if where == "parked":
             await ask(service, some_ids(50, 3), 2, scope="b")  # pushes it out
             assert service.engine.stats()["parked_sequences"] == 0

@@ -19,7 +19,7 @@ from towerd.config import RETENTIONS, UNBOUNDED, WATCHING, Config
 from towerd.engine.base import LiveBudget
 from towerd.engine.embedded.longchat.budgets import bounded
 from towerd.engine.embedded.longchat.live_set import BoundedSet
-from towerd.engine.embedded.longchat.recall import ASKED_AGAIN_TOKENS
+from towerd.engine.embedded.longchat.recall import REEVALUATED_TOKENS
 from towerd.engine.embedded.longchat.taps import Taps
 from towerd.engine.embedded.model.context import LlamaContext
 from towerd.engine.embedded.model.model import LlamaModel
@@ -57,7 +57,7 @@ async def test_a_budget_as_long_as_the_chat_changes_nothing(service_on: OpenServ
             answers.append(mine)
             await settle(service)
             assert len(await live_of(service)) == (policy in BOUNDED)
-            assert not any(seq.is_thinned for seq in await live_of(service))
+            assert not any(seq.is_partial for seq in await live_of(service))
     assert all(mine == answers[0] for mine in answers)
 
 
@@ -83,7 +83,7 @@ class Reference:
             if len(self.places) >= self.budget:
                 self._evict()
             if self.places and self.places[-1] + 1 >= self.n_ctx:
-                self._move_together()
+                self._compact()
             place = self.places[-1] + 1 if self.places else 0
             n = min(len(ids) - at, self.budget - len(self.places), self.n_ctx - place)
             index = self.context.batch.add(ids[at : at + n], place, 0, logits_last=True)
@@ -99,7 +99,7 @@ class Reference:
             self.context.seq_rm(0, place, place + 1)
         del self.places[sink : sink + n_gone]
 
-    def _move_together(self) -> None:
+    def _compact(self) -> None:
         for to, place in enumerate(self.places):
             lib.llama_memory_seq_add(self.context._mem, 0, place, place + 1, to - place)
         self.places = list(range(len(self.places)))
@@ -128,7 +128,7 @@ async def test_streaming_is_what_it_says(
                 assert row[token] >= best - bound, (turn, i)
             ids = np.concatenate([ids, np.array(answer.ids, np.int32), some_ids(25, turn)])
             (seq,) = await live_of(service)
-            assert seq.is_thinned
+            assert seq.is_partial
             assert seq.n_cells <= budget
             assert answer.finish.reuse.kept is not None
             assert answer.finish.reuse.kept <= budget
@@ -170,7 +170,7 @@ async def test_switching_between_chats_changes_nothing(
         found = await grow_chats(service, "abc", 8, live)
         stats = service.engine.stats()
         n_new = sum(len(chat) for chat in found)
-        n_again = 3 * 8 * ASKED_AGAIN_TOKENS if can_recall(policy) else 0
+        n_again = 3 * 8 * REEVALUATED_TOKENS if can_recall(policy) else 0
         assert stats["tokens_decoded"] <= n_new + n_again
         assert stats["parked_sequences"] == 2
         assert 0 < stats["parked_bytes"] <= service.engine.budgets.parked.bytes_max
@@ -297,10 +297,10 @@ async def test_masses_are_the_attention(
     async with service_on(bundled_model(), **settings) as service:
         await ask(service, ids, 2, live=LiveBudget(policy, budget))
         (seq,) = await live_of(service)
-        retained = bounded(seq)
-        assert retained.n_evictions == 1
-        kept = retained.kept[retained.kept < n]
-        mass = retained.mass[: len(kept)]
+        live_set = bounded(seq)
+        assert live_set.n_evictions == 1
+        kept = live_set.kept[live_set.kept < n]
+        mass = live_set.mass[: len(kept)]
         np.testing.assert_allclose(mass, expected[kept], rtol=0.02, atol=2e-3)
         zeros = np.zeros(n, np.int64)
         found = expected.astype(np.float32)

@@ -40,7 +40,7 @@ class Branching(Protocol):
         had now."""
         ...
 
-    def n_at_hand(self, job: Job) -> int:
+    def n_live_prefix(self, job: Job) -> int:
         """How many of the job's tokens are live."""
         ...
 
@@ -81,8 +81,8 @@ class TokenBranching:
             return NOTHING_FOUND
         return Found(source, n)
 
-    def n_at_hand(self, job: Job) -> int:
-        """See Branching.n_at_hand."""
+    def n_live_prefix(self, job: Job) -> int:
+        """See Branching.n_live_prefix."""
         return self.find(job).n
 
     def open(self, job: Job, found: Found, capacity: int, evict: Evict) -> LiveSeq | None:

@@ -81,8 +81,8 @@ class Checkpoints:
                 best, best_n = seq, n
         return Found(best, best_n)
 
-    def n_at_hand(self, job: Job) -> int:
-        """See Branching.n_at_hand. Tokens after the last state count as well: no more of them come
+    def n_live_prefix(self, job: Job) -> int:
+        """See Branching.n_live_prefix. Tokens after the last state count as well: no more of them come
         by waiting for another prompt that has them."""
         return self.pool.best_prefix(job.ids[: job.n - 1], job.request.scope)[1]
 

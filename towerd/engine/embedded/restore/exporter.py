@@ -32,8 +32,8 @@ class Exporter:
             self._checkpoints.export(seq)
         if not self._memory.kind.has_rows:
             return
-        if seq.is_thinned:
-            self._export_beginning(seq)
+        if seq.is_partial:
+            self._export_exact_prefix(seq)
             return
         provenance = seq.provenance[: seq.n]
         for gap in self._tiers.gaps(seq.tokens(), seq.scope, provenance):
@@ -44,10 +44,10 @@ class Exporter:
             derived = has_derived(provenance[gap.p0 : gap.p1])
             self._tiers.accept(gap, rows, derived=derived)
 
-    def _export_beginning(self, seq: LiveSeq) -> None:
+    def _export_exact_prefix(self, seq: LiveSeq) -> None:
         """Of a thinned sequence only the rows from before its first eviction are what prefill
         computes; of the tokens after it the store has the ids alone."""
-        exact = seq.live_set.take_beginning()
+        exact = seq.live_set.take_exact_prefix()
         if exact is None:
             return
         ids, provenance, rows = exact.ids, exact.provenance, exact.rows

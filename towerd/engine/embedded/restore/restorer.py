@@ -125,7 +125,7 @@ class Restorer:
             if hook.can_splice:
                 job.splice = self._splicer.plan(job, seq, plan.n, self._workers)
             job.n_loaded_hot = job.n_loaded_warm = 0
-            if not job.t_first and not (job.gave_way and seq.is_thinned):
+            if not job.t_first and not (job.gave_way and seq.is_partial):
                 self._report(job, seq.n, plan.n_hot, plan.n_warm, plan.n_approximate)
         elif not job.t_first and (job.splice is None or not job.splice.counted):
             self._restate(job, job.saved.provenance)
@@ -244,7 +244,7 @@ class Restorer:
         """A running prompt will soon have a much longer prefix of this one live: wait for it."""
         if not job.request.cache_prompt:
             return False
-        have = self.n_at_hand(job)
+        have = self.n_live_prefix(job)
         for other in active:
             if (
                 other.phase in (Phase.LOADING, Phase.PREFILL)
@@ -300,11 +300,11 @@ class Restorer:
             return NOTHING_FOUND
         return self._hooks.of_job(job).find(job)
 
-    def n_at_hand(self, job: Job) -> int:
+    def n_live_prefix(self, job: Job) -> int:
         """How many of the job's tokens it could go on from now, without what is stored."""
         if job.saved is not None:
             return len(job.saved.provenance)
-        return self._hooks.of_job(job).n_at_hand(job) if job.request.cache_prompt else 0
+        return self._hooks.of_job(job).n_live_prefix(job) if job.request.cache_prompt else 0
 
     # ---- out ------------------------------------------------------------------------------
 

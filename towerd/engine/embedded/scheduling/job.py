@@ -94,7 +94,7 @@ class Job:
     """Loads that ended before all planned rows had come."""
     n_begun: int = -1
     """Where the first token stands that was evaluated for it, if its chat can recall; -1: none."""
-    was_asked: bool = False
+    was_recalled: bool = False
     """Its chat was brought what the prompt looks for."""
     splice: Splice | None = None
     """What is still to be spliced into its sequence."""
@@ -235,15 +235,15 @@ class Job:
             n_cached=n_cached,
             timings=timings,
             reuse=self.reuse,
-            truncated=self.truncated or self.is_full or self._is_thinned,
+            truncated=self.truncated or self.is_full or self._is_partial,
             n_rows=self._n_rows(),
             slot=self.slot,
         )
 
     @property
-    def _is_thinned(self) -> bool:
+    def _is_partial(self) -> bool:
         """Whether a policy took tokens out of the live context."""
-        return self.seq is not None and self.seq.is_thinned
+        return self.seq is not None and self.seq.is_partial
 
     def _n_rows(self) -> int | None:
         """See `Finish.n_rows`."""

@@ -78,9 +78,9 @@ class LiveSeq:
     """Which of its tokens are live."""
 
     @property
-    def is_thinned(self) -> bool:
+    def is_partial(self) -> bool:
         """Whether tokens among the first `n` are not live, or not where they were."""
-        return self.live_set.is_thinned
+        return self.live_set.is_partial
 
     @property
     def n_cells(self) -> int:
@@ -166,13 +166,13 @@ class LivePool:
         best: LiveSeq | None = None
         best_n = 0
         for seq in self._live.values():
-            if seq.is_thinned:
+            if seq.is_partial:
                 continue
             limit = seq.n_visible(scope)
             if unspliced:
                 limit = min(limit, seq.n_unspliced())
             n = common_prefix(seq.ids[:limit], ids)
-            if n > best_n or (best is not None and n == best_n and is_idler(seq, best)):
+            if n > best_n or (best is not None and n == best_n and is_better_source(seq, best)):
                 best, best_n = seq, n
         return best, best_n
 
@@ -217,7 +217,7 @@ class LivePool:
         n = len(ids)
         assert 0 < n <= len(seq.ids) - seq.n, "sequence over its capacity"
         seq.ids[seq.n : seq.n + n] = ids
-        if provenance is None and seq.is_thinned:
+        if provenance is None and seq.is_partial:
             seq.provenance[seq.n : seq.n + n] = Provenance.THINNED
         else:
             computed = computed_after(seq.provenance[: seq.n]) if provenance is None else provenance
@@ -391,7 +391,7 @@ class LivePool:
             runs[at:at] = lower
 
 
-def is_idler(seq: LiveSeq, other: LiveSeq) -> bool:
+def is_better_source(seq: LiveSeq, other: LiveSeq) -> bool:
     """Whether `seq` is the better of two sequences that share as much: idle before busy, then the
     shorter, then the last used."""
     return (not seq.busy, -(seq.n), seq.last_used) > (not other.busy, -(other.n), other.last_used)

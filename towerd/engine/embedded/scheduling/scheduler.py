@@ -380,7 +380,7 @@ class Scheduler:
         self.restorer.advanced(job)
         if job.phase is Phase.PREFILL:
             self._endings.emit_progress(job)
-            if job.logits_index < 0 or self.hooks.of_job(job).is_asking(job):
+            if job.logits_index < 0 or self.hooks.of_job(job).awaits_recall(job):
                 return
             self._prompt_done(job)
         if job.phase is Phase.DECODE and job.logits_index >= 0:
@@ -403,18 +403,18 @@ class Scheduler:
     def _sample(self, job: Job) -> None:
         assert job.output is not None
         hook = self.hooks.of_job(job)
-        may_go_on = hook.may_outgrow
-        for chunk in self.speculator.sample(job, self.context.address, may_go_on=may_go_on):
+        may_outgrow = hook.may_outgrow
+        for chunk in self.speculator.sample(job, self.context.address, may_outgrow=may_outgrow):
             job.push(chunk.token)
             self._endings.emit(
                 job, Piece(chunk.text.decode("utf-8", "replace"), (chunk.token,), chunk)
             )
         if chunk.stop:
-            job.is_full = job.n >= self.n_ctx and not may_go_on and chunk.stop == "limit"
+            job.is_full = job.n >= self.n_ctx and not may_outgrow and chunk.stop == "limit"
             self._endings.finish(job, chunk.stop)
         elif len(job.reply) >= job.n_reply_max(self.n_ctx):
             self._endings.finish(job, "limit")
-        elif job.n >= self.n_ctx and hook.begins_again(job):
+        elif job.n >= self.n_ctx and hook.restarts_shortened(job):
             self._requeue(job)
 
     def _decode_failed(self, jobs: list[Job], error: TowerdError) -> None:
@@ -446,7 +446,7 @@ class Scheduler:
         """Push the youngest running job back to the queue; its rows wait in RAM."""
         job = max((j for j in self.active if j.seq is not None), key=lambda j: j.t_submit)
         assert job.seq is not None
-        if job.n_live and job.seq.is_whole and not job.seq.is_thinned:
+        if job.n_live and job.seq.is_whole and not job.seq.is_partial:
             job.save(self.context.get_state(job.seq.id))
         self.counters["preemptions"] += 1
         job.gave_way = True

@@ -75,11 +75,11 @@ class Speculator:
                 assert job.seq is not None
                 job.undo = (job.seq.n, self._memory.snapshot(job.seq.id))
 
-    def sample(self, job: Job, context: int, *, may_go_on: bool) -> list[Chunk]:
+    def sample(self, job: Job, context: int, *, may_outgrow: bool) -> list[Chunk]:
         """The next tokens of the job's reply, at least one. What of its draft they are not has left
-        the context. may_go_on: past the end of the context. Raises TowerdError."""
+        the context. may_outgrow: past the end of the context. Raises TowerdError."""
         assert job.output is not None
-        n_room = len(job.draft) + 1 if may_go_on else self._n_ctx - 1 - job.n
+        n_room = len(job.draft) + 1 if may_outgrow else self._n_ctx - 1 - job.n
         chunks = job.output.steps(context, job.logits_index, job.draft, n_room)
         draft, job.draft = job.draft, _NOTHING
         if len(draft):

@@ -9,8 +9,8 @@ from random_rows import HEAD_SIZE, random_rows
 
 from towerd.engine.base import LiveBudget
 from towerd.engine.embedded.longchat.live_set import BoundedSet
-from towerd.engine.embedded.longchat.room import Room
-from towerd.engine.embedded.longchat.shelf import ShelfKeys
+from towerd.engine.embedded.longchat.offload_space import OffloadSpace
+from towerd.engine.embedded.longchat.offloaded_rows import OffloadedKeys
 from towerd.retention import Recalling
 from towerd.slots.rows import KVRows
 
@@ -24,31 +24,31 @@ def test_a_long_chat_has_few_files(tmp_path: Path) -> None:
     written, and stays within its bytes."""
     whole = random_rows(np.random.default_rng(0), "f16", 0, N_TURNS * N_NEW)
     token_bytes = whole.layout.token_bytes
-    room = Room(whole.layout, HEAD_SIZE, 0, 600 * token_bytes, tmp_path)
+    room = OffloadSpace(whole.layout, HEAD_SIZE, 0, 600 * token_bytes, tmp_path)
     chats = [BoundedSet.whole(LiveBudget("icecache", BUDGET), 0, 4096)]
     for turn in range(N_TURNS):
         if turn == N_TURNS // 2:
             chats.append(chats[0].fork())
         for chat in chats:
             take_turn(room, chat, whole, turn * N_NEW)
-            assert chat.shelf.disk_bytes <= room.disk_bytes_max
-            assert len(chat.shelf.in_ram) <= BUDGET + N_NEW
+            assert chat.offloaded.disk_bytes <= room.disk_bytes_max
+            assert len(chat.offloaded.in_ram) <= BUDGET + N_NEW
     for chat in chats:
-        assert 1 < len(chat.shelf.files) <= FILES_MAX
-        assert 300 * token_bytes < chat.shelf.disk_bytes
-        rows = chat.shelf.rows(chat.shelf.positions)
+        assert 1 < len(chat.offloaded.files) <= FILES_MAX
+        assert 300 * token_bytes < chat.offloaded.disk_bytes
+        rows = chat.offloaded.rows(chat.offloaded.positions)
         for mine, theirs in zip(rows.planes(), whole.planes(), strict=True):
-            assert np.array_equal(mine, theirs[chat.shelf.positions])
-        chat.shelf.check_integrity()
+            assert np.array_equal(mine, theirs[chat.offloaded.positions])
+        chat.offloaded.check_integrity()
 
 
-def take_turn(room: Room, chat: BoundedSet, whole: KVRows, p0: int) -> None:
+def take_turn(room: OffloadSpace, chat: BoundedSet, whole: KVRows, p0: int) -> None:
     """N_NEW more tokens; of the older ones the first and the last stay live."""
     assert isinstance(chat.policy, Recalling)
     new = np.arange(p0, p0 + N_NEW)
     chat.extend(N_NEW)
     chat.drop(np.union1d(chat.kept[:4], chat.kept[-N_NEW:]))
     chunk = room.lay_out(whole.slice(p0, p0 + N_NEW), new, np.arange(N_NEW))
-    chat.shelf = chat.shelf.add(chunk)
-    chat.policy.index(chat.shelf.positions, ShelfKeys(chat.shelf, HEAD_SIZE))
+    chat.offloaded = chat.offloaded.add(chunk)
+    chat.policy.index(chat.offloaded.positions, OffloadedKeys(chat.offloaded, HEAD_SIZE))
     room.page_out(chat)

@@ -1,4 +1,4 @@
-"""The shelf against a dictionary of rows."""
+"""The offloaded against a dictionary of rows."""
 
 from __future__ import annotations
 
@@ -13,13 +13,18 @@ from hypothesis import strategies as st
 from random_rows import HEAD_SIZE, N_KV, N_LAYER, random_rows
 
 from towerd.engine.embedded.longchat.keys import keys_of
+from towerd.engine.embedded.longchat.offloaded_rows import (
+    OffloadedKeys,
+    OffloadedRows,
+    Pages,
+    RowChunk,
+)
 from towerd.engine.embedded.longchat.pages import PageFile, PagesLost
-from towerd.engine.embedded.longchat.shelf import Chunk, Pages, Shelf, ShelfKeys
 from towerd.slots.rows import KVRows
 
 
-def files_of(shelf: Shelf) -> set[PageFile]:
-    return {chunk.file for chunk in shelf.chunks if isinstance(chunk, Pages)}
+def files_of(offloaded: OffloadedRows) -> set[PageFile]:
+    return {chunk.file for chunk in offloaded.chunks if isinstance(chunk, Pages)}
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -28,58 +33,58 @@ def files_of(shelf: Shelf) -> set[PageFile]:
     st.lists(st.integers(1, 9), min_size=1, max_size=5),
     st.sampled_from(["f16", "bf16", "f32"]),
 )
-def test_what_was_shelved_is_there(tmp_path: Path, seed: int, sizes: list[int], name: str) -> None:
+def test_offloaded_rows_are_kept(tmp_path: Path, seed: int, sizes: list[int], name: str) -> None:
     """Rows, places and keys of any positions, after chunks came, were cut and were thinned; some
     of them on disk."""
     rng = np.random.default_rng(seed)
     whole = random_rows(rng, name, 0, sum(sizes))
     shift = int(rng.integers(0, 50))  # places need not be positions
-    shelf, start = Shelf(), 0
+    offloaded, start = OffloadedRows(), 0
     there: list[int] = []
     for size in sizes:
         part = whole.slice(start, start + size)
         positions = np.arange(start, start + size) + shift
         numbers = rng.permutation(size)[: int(rng.integers(1, size + 1))]
-        chunk = Chunk.of(part, positions, numbers)
-        shelf = shelf.add(Pages.of(chunk, tmp_path) if rng.random() < 0.4 else chunk)
+        chunk = RowChunk.of(part, positions, numbers)
+        offloaded = offloaded.add(Pages.of(chunk, tmp_path) if rng.random() < 0.4 else chunk)
         there += (numbers + start + shift).tolist()
         start += size
-    before = shelf
+    before = offloaded
     end = int(rng.integers(shift, shift + start + 1))
     stay = np.flatnonzero(rng.random(start + shift) < 0.7)
-    shelf = shelf.only(stay).without(end)
+    offloaded = offloaded.only(stay).without(end)
     expected = [p for p in sorted(there) if p < end and p in stay]
-    shelf.check_integrity()
+    offloaded.check_integrity()
     before.check_integrity()
     assert before.positions.tolist() == sorted(there)
-    assert shelf.positions.tolist() == expected
-    in_ram = shelf.in_ram
-    assert shelf.n_bytes == len(in_ram) * whole.layout.token_bytes
-    filed = [shelf.filed(file).tolist() for file in files_of(shelf)]
+    assert offloaded.positions.tolist() == expected
+    in_ram = offloaded.in_ram
+    assert offloaded.n_bytes == len(in_ram) * whole.layout.token_bytes
+    filed = [offloaded.filed(file).tolist() for file in files_of(offloaded)]
     assert sorted([*in_ram.tolist(), *sum(filed, [])]) == expected
-    assert shelf.disk_bytes == sum(file.n_bytes for file in files_of(shelf))
-    oldest = shelf.oldest_file()
+    assert offloaded.disk_bytes == sum(file.n_bytes for file in files_of(offloaded))
+    oldest = offloaded.oldest_file()
     assert (oldest is None) == (not filed)
-    assert oldest is None or shelf.filed(oldest)[0] == min(map(min, filed))
+    assert oldest is None or offloaded.filed(oldest)[0] == min(map(min, filed))
     assert not list(tmp_path.iterdir())  # no file has a name
     if not expected:
         return
     wanted = np.array(expected)[rng.random(len(expected)) < 0.6]
-    assert shelf.n_reads(shelf.positions) <= len(shelf)
+    assert offloaded.n_reads(offloaded.positions) <= len(offloaded)
     if not len(wanted):
         return
-    rows = shelf.rows(wanted)
+    rows = offloaded.rows(wanted)
     assert rows.positions.tolist() == (wanted - shift).tolist()
     for mine, theirs in zip(rows.planes(), whole.planes(), strict=True):
         assert np.array_equal(mine, theirs[wanted - shift])
-    keys, every = ShelfKeys(shelf, HEAD_SIZE), keys_of(whole, HEAD_SIZE)
-    assert keys.shape == (N_LAYER, N_KV, len(shelf), HEAD_SIZE)
-    numbers = np.searchsorted(shelf.positions, wanted)
+    keys, every = OffloadedKeys(offloaded, HEAD_SIZE), keys_of(whole, HEAD_SIZE)
+    assert keys.shape == (N_LAYER, N_KV, len(offloaded), HEAD_SIZE)
+    numbers = np.searchsorted(offloaded.positions, wanted)
     for layer in range(N_LAYER):
         for head in range(N_KV):
             assert np.array_equal(keys[layer, head, numbers], every[layer, head, wanted - shift])
-    span = ShelfKeys(shelf, HEAD_SIZE, slice(1, None))
-    if len(shelf) > 1:
+    span = OffloadedKeys(offloaded, HEAD_SIZE, slice(1, None))
+    if len(offloaded) > 1:
         assert np.array_equal(span[0, 0, np.array([0])], keys[0, 0, np.array([1])])
 
 
@@ -90,7 +95,7 @@ def n_open() -> int:
 
 def paged(folder: Path, n: int) -> tuple[Pages, KVRows]:
     rows = random_rows(np.random.default_rng(n), "f16", 0, n)
-    return Pages.of(Chunk.of(rows, np.arange(n), np.arange(n)), folder), rows
+    return Pages.of(RowChunk.of(rows, np.arange(n), np.arange(n)), folder), rows
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
@@ -141,7 +146,7 @@ def test_reads_may_give_less_than_was_asked_for(
 def test_rows_are_added_to_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was there stays; a disk that is full in between takes nothing for good."""
     first, rows = paged(tmp_path, 9)
-    chunk = Chunk.of(rows, np.arange(9, 18), np.arange(9)[::-1])
+    chunk = RowChunk.of(rows, np.arange(9, 18), np.arange(9)[::-1])
     n_bytes, write = os.fstat(first.file._fd).st_size, os.pwrite
 
     def full(fd: int, data: memoryview, offset: int) -> int:

@@ -1,14 +1,14 @@
-"""Shelf: the rows of a chat that may leave its live context and come back.
+"""OffloadedRows: the rows of a chat that may be evicted from its live context and recalled.
 
-llama.cpp frees what is dropped, and rows that were computed under a thinned cache are nowhere
-else; so they are copied here, once, before a policy that can recall chooses. A row stays as it was
-computed, rotated to the place it had in the context, and comes back to that place.
+llama.cpp frees what is evicted, and rows that were computed over a partial live set exist nowhere
+else. They are therefore copied here, once, before a policy that can recall chooses. A row keeps the
+rotation of its place in the context, and is recalled to that place.
 
-    chunk      rows of the positions that came between two choices, similar keys side by side
-    pages      a chunk of older ones in a file
-    shelf      chunks, which branches of the chat share
+    RowChunk        rows of the positions that came between two choices, similar keys adjacent
+    Pages           a chunk of older rows in a file
+    OffloadedRows   chunks, which branches of the chat share
 
-Nothing is ever changed in place: each operation gives another shelf.
+All of them are immutable: each operation returns another object.
 """
 
 from __future__ import annotations
@@ -37,26 +37,24 @@ def _none() -> Positions:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Chunk:
-    """Rows in the order in which they were laid out."""
+class RowChunk:
+    """Rows in RAM, in the order in which they were laid out."""
 
     layout: KVLayout
     positions: Positions
-    """int64[n]: in the chat."""
+    """int64[n]: positions in the chat."""
     places: Positions
-    """int64[n]: in the context."""
+    """int64[n]: places in the context."""
     k: tuple[Bytes2D, ...]
     v: tuple[Bytes2D, ...]
     ext: Ext | None
 
     @classmethod
-    def of(cls, rows: KVRows, positions: Positions, order: Positions) -> Chunk:
-        """`rows`, copied in this order; `positions` of the chat stand for theirs, which are
-        places."""
+    def of(cls, rows: KVRows, positions: Positions, order: Positions) -> RowChunk:
+        """Copy `rows` in this order. positions: theirs in the chat; their own are places."""
         rows = rows.token_major()
-        chunk = cls(rows.layout, positions, rows.positions.astype(np.int64), rows.k, rows.v,
-                    rows.ext)  # fmt: skip
-        return chunk.take(order)
+        places = rows.positions.astype(np.int64)
+        return cls(rows.layout, positions, places, rows.k, rows.v, rows.ext).take(order)
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -67,24 +65,24 @@ class Chunk:
         return len(self) * self.layout.token_bytes
 
     def read(self, numbers: Positions) -> tuple[tuple[Bytes2D, ...], Ext | None]:
-        """The rows with these numbers, K of all layers, then V; and their extensions."""
+        """The rows with these numbers, K of all layers and then V, and their extensions."""
         planes = tuple(_gathered(plane, numbers) for plane in (*self.k, *self.v))
         return planes, None if self.ext is None else self.ext[numbers]
 
     def keys(self, layer: int, numbers: Positions, span: slice) -> Bytes2D:
-        """Those bytes of one layer's K rows."""
+        """The bytes `span` of one layer's K rows with these numbers."""
         return self.k[layer][:, span][numbers]
 
-    def take(self, numbers: Positions) -> Chunk:
-        """A copy of those rows."""
+    def take(self, numbers: Positions) -> RowChunk:
+        """A copy of the rows with these numbers."""
         (planes, ext), cut = self.read(numbers), len(self.k)
         positions, places = self.positions[numbers], self.places[numbers]
-        return Chunk(self.layout, positions, places, planes[:cut], planes[cut:], ext)
+        return RowChunk(self.layout, positions, places, planes[:cut], planes[cut:], ext)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pages:
-    """A chunk on disk: see `Chunk`. What reads rows raises PagesLost."""
+    """A chunk on disk; see `RowChunk`. Methods that read rows raise PagesLost."""
 
     layout: KVLayout
     positions: Positions
@@ -94,9 +92,8 @@ class Pages:
     """int64[n]: where each row is in the file."""
 
     @classmethod
-    def of(cls, chunk: Chunk, folder: Path, file: PageFile | None = None) -> Pages:
-        """`chunk`, written behind what is in `file`, None: to a new one in `folder`. Raises
-        OSError."""
+    def of(cls, chunk: RowChunk, folder: Path, file: PageFile | None = None) -> Pages:
+        """Append `chunk` to `file`, or to a new file in `folder` if it is None. Raises OSError."""
         parts = (*chunk.k, *chunk.v)
         if chunk.ext is not None:
             parts = (*parts, np.ascontiguousarray(chunk.ext).view(np.uint8))
@@ -121,33 +118,33 @@ class Pages:
         return self.read(numbers)[0][layer][:, span]
 
     def take(self, numbers: Positions) -> Pages:
-        """Those rows of the same file."""
+        """The rows with these numbers, in the same file."""
         positions, places = self.positions[numbers], self.places[numbers]
         return Pages(self.layout, positions, places, self.file, self.records[numbers])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Shelf:
-    """Positions ascend; each is in one chunk."""
+class OffloadedRows:
+    """Rows in chunks. `positions` ascend; each is in exactly one chunk."""
 
-    chunks: tuple[Chunk | Pages, ...] = ()
+    chunks: tuple[RowChunk | Pages, ...] = ()
     positions: Positions = field(default_factory=_none)
     """int64[n]"""
     chunk: Positions = field(default_factory=_none)
     number: Positions = field(default_factory=_none)
-    """Which chunk each position is in, and which of its rows it is."""
+    """int64[n] both: the chunk that each position is in, and the number of its row there."""
 
     def __len__(self) -> int:
         return len(self.positions)
 
     @property
     def n_bytes(self) -> int:
-        """RAM of the rows, those that branches share included."""
+        """RAM of the rows, including those that branches share."""
         return sum(chunk.n_bytes for chunk in self.chunks)
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of the files that any row is in, with what others have there."""
+        """Bytes of the files that any row is in, including rows of others."""
         return sum(file.n_bytes for file in self.files)
 
     @property
@@ -173,17 +170,17 @@ class Shelf:
 
     def filed(self, file: PageFile) -> Positions:
         """int64[n], ascending: the positions whose rows are in a file."""
-        mine = [chunk.positions for chunk in self.chunks
-                if isinstance(chunk, Pages) and chunk.file is file]  # fmt: skip
+        pages = [chunk for chunk in self.chunks if isinstance(chunk, Pages)]
+        mine = [chunk.positions for chunk in pages if chunk.file is file]
         return np.sort(np.concatenate([_none(), *mine]))
 
     @property
     def end(self) -> int:
-        """What comes after the last position; 0 if there is none."""
+        """The position after the last one; 0 if there is none."""
         return int(self.positions[-1]) + 1 if len(self) else 0
 
     @classmethod
-    def _of(cls, chunks: Sequence[Chunk | Pages]) -> Shelf:
+    def _of(cls, chunks: Sequence[RowChunk | Pages]) -> OffloadedRows:
         chunks = tuple(chunk for chunk in chunks if len(chunk))
         if not chunks:
             return cls()
@@ -193,27 +190,27 @@ class Shelf:
         number = np.concatenate([np.arange(len(chunk)) for chunk in chunks])
         return cls(chunks, positions[order], which[order], number[order])
 
-    def add(self, chunk: Chunk | Pages) -> Shelf:
-        """With the rows of more positions, none of which may be here."""
-        assert not np.isin(chunk.positions, self.positions).any(), "a row is shelved twice"
+    def add(self, chunk: RowChunk | Pages) -> OffloadedRows:
+        """Add the rows of more positions, none of which may be here already."""
+        assert not np.isin(chunk.positions, self.positions).any(), "a row is offloaded twice"
         return self._of((*self.chunks, chunk))
 
-    def only(self, stay: Positions) -> Shelf:
-        """With those of `stay` alone; what the others took is free, unless a branch has it."""
+    def only(self, stay: Positions) -> OffloadedRows:
+        """Keep only the positions in `stay`; the others are freed unless a branch has them."""
         kept = []
         for chunk in self.chunks:
             numbers = np.flatnonzero(np.isin(chunk.positions, stay))
             kept.append(chunk if len(numbers) == len(chunk) else chunk.take(numbers))
         return self._of(kept)
 
-    def without(self, n_from: int) -> Shelf:
-        """Without positions from `n_from` on."""
+    def without(self, n_from: int) -> OffloadedRows:
+        """Drop the positions from `n_from` on."""
         if not len(self) or self.positions[-1] < n_from:
             return self
         return self.only(self.positions[: np.searchsorted(self.positions, n_from)])
 
     def rows(self, positions: Positions) -> KVRows:
-        """The rows of some positions, ascending, all of which must be here, at their places. Raises
+        """The rows of `positions`, which ascend and must all be here, at their places. Raises
         PagesLost."""
         at = np.searchsorted(self.positions, positions)
         which, number = self.chunk[at], self.number[at]
@@ -232,7 +229,7 @@ class Shelf:
         return KVRows(layout, places, tuple(planes[:cut]), tuple(planes[cut:]), ext)
 
     def places(self, positions: Positions) -> Positions:
-        """int64[n]: where some positions, all of which must be here, stood in the context."""
+        """int64[n]: the places of `positions`, which must all be here, in the context."""
         at = np.searchsorted(self.positions, positions)
         found = np.empty(len(at), np.int64)
         for i in np.unique(self.chunk[at]).tolist():
@@ -241,25 +238,29 @@ class Shelf:
         return found
 
     def n_reads(self, positions: Positions) -> int:
-        """Contiguous pieces that the rows of these positions lie in."""
+        """In how many contiguous pieces the rows of these positions lie."""
         at = np.searchsorted(self.positions, positions)
         slots = np.sort(self.chunk[at] * (1 << 32) + self.number[at])
         return int(len(slots) > 0) + int((np.diff(slots) > 1).sum())
 
     def check_integrity(self) -> None:
-        """Raises AssertionError naming what does not add up."""
-        assert (np.diff(self.positions) > 0).all(), "shelved positions ascend"
-        assert len(self) == sum(map(len, self.chunks)), "rows on the shelf"
-        assert (np.diff(self.places(self.positions)) > 0).all(), "shelved places ascend"
+        """Raise AssertionError, saying what is wrong, if the parts are inconsistent."""
+        assert (np.diff(self.positions) > 0).all(), "offloaded positions ascend"
+        assert len(self) == sum(map(len, self.chunks)), "offloaded rows"
+        assert (np.diff(self.places(self.positions)) > 0).all(), "offloaded places ascend"
 
 
-class ShelfKeys:
-    """The keys of the positions numbered `span` on a shelf; see `towerd.retention.Keys`."""
+class OffloadedKeys:
+    """The keys of the offloaded positions numbered `span`; see `towerd.retention.Keys`."""
 
-    def __init__(self, shelf: Shelf, head_size: int, span: slice = slice(None)) -> None:
-        layout = shelf.chunks[0].layout
+    def __init__(self, offloaded: OffloadedRows, head_size: int, span: slice = slice(None)) -> None:
+        layout = offloaded.chunks[0].layout
         n_kv = layout.k[0].n_elements // head_size
-        self._shelf, self._chunk, self._number = shelf, shelf.chunk[span], shelf.number[span]
+        self._shelf, self._chunk, self._number = (
+            offloaded,
+            offloaded.chunk[span],
+            offloaded.number[span],
+        )
         self.shape: tuple[int, ...] = (layout.n_layer, n_kv, len(self._chunk), head_size)
 
     def __getitem__(self, place: tuple[int, int, Positions], /) -> Rows:
