@@ -11,7 +11,7 @@ from typing import Any, Generic
 from towerd.cold import Coding, ColdTier, vocabulary_source
 from towerd.config import Config
 from towerd.engine.base import LiveBudget
-from towerd.engine.opened import EngineT, Opened
+from towerd.engine.opened_engine import EngineT, OpenedEngine
 from towerd.sessions.recorder import TurnRecorder
 from towerd.sessions.sessions import Sessions
 from towerd.sessions.traffic import Traffic, open_traffic
@@ -65,7 +65,7 @@ async def open_service(config: Config) -> AsyncIterator[Service[Any]]:
             await asyncio.to_thread(traffic.close)
 
 
-def _opening(config: Config) -> AbstractAsyncContextManager[Opened[Any]]:
+def _opening(config: Config) -> AbstractAsyncContextManager[OpenedEngine[Any]]:
     """Opens the engine when it is entered. Call it in a thread: the import takes long."""
     # Imported late: the embedded engine loads llama.cpp, which the other one does without.
     if config.engine == "llama-server":
@@ -77,12 +77,12 @@ def _opening(config: Config) -> AbstractAsyncContextManager[Opened[Any]]:
     return open_embedded(config)
 
 
-def _start(config: Config, opened: Opened[Any], sessions: Sessions, cold: ColdTier) -> None:
+def _start(config: Config, opened: OpenedEngine[Any], sessions: Sessions, cold: ColdTier) -> None:
     """Begin what goes on beside requests."""
-    if opened.is_calm is None:
+    if opened.is_quiet is None:
         cold.start()
         return
     n_ctx = opened.engine.n_ctx
     live = LiveBudget(config.retention, config.live_budget or n_ctx // 2)
     ahead = cold.start(sessions.run_quietly, n_ctx, live)
-    opened.tiers.prefetcher.start(opened.is_calm, ahead.expected_back)
+    opened.tiers.prefetcher.start(opened.is_quiet, ahead.expected_back)

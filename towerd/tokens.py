@@ -64,7 +64,7 @@ class Provenance(enum.IntEnum):
     """Taken from a module that was computed after other text or at another position."""
     AFTER_SPLICE = 4
     """Computed from earlier rows of which some were spliced."""
-    THINNED = 5
+    PARTIAL = 5
     """Computed while some of the tokens before it were not live."""
 
 
@@ -102,6 +102,6 @@ def count_approximate(rows: Provenances) -> int:
 def computed_after(before: Provenances) -> Provenance:
     """The provenance of rows that are computed from the rows `before`."""
     worst = Provenance(int(before.max(initial=Provenance.EXACT)))
-    if worst in (Provenance.EXACT, Provenance.THINNED):
+    if worst in (Provenance.EXACT, Provenance.PARTIAL):
         return worst
     return Provenance.DERIVED if worst < Provenance.SPLICED else Provenance.AFTER_SPLICE

@@ -37,7 +37,14 @@ from towerd.errors import ConfigError, NotSupported, TowerdError
 from towerd.kernels.formats import STORED_FORMATS
 from towerd.models.bundled import default_model
 from towerd.slots.layout import KVLayout
-from towerd.tiers.formats.calibration import ALL_NATIVE, Choice, Cost, Table, bits_of, sizes
+from towerd.tiers.formats.calibration import (
+    ALL_NATIVE,
+    FormatChoice,
+    FormatCost,
+    Table,
+    bits_of,
+    sizes,
+)
 from towerd.tiers.formats.format_search import COARSE, calibrate
 from towerd.tiers.formats.levels import uniform
 
@@ -200,7 +207,7 @@ def _formats(report: QualityReport, path: Path, text: str, n_checkpoints: int) -
     report.details["floor_shapes"] = dict(floor.shapes)
 
 
-def _figures(report: QualityReport, name: str, levels: str, choice: Choice) -> None:
+def _figures(report: QualityReport, name: str, levels: str, choice: FormatChoice) -> None:
     """The figures of one fidelity and what they owe."""
     cost = choice.cost
     report.figures |= {
@@ -223,7 +230,7 @@ def _bits(layout: KVLayout, name: str) -> float:
 
 
 def _line(
-    name: str, table: Table, cost: Cost, native: Cost, bits: dict[str, float]
+    name: str, table: Table, cost: FormatCost, native: FormatCost, bits: dict[str, float]
 ) -> dict[str, Any]:
     """A line of the table; `native`: the cost of native rows on the same tokens."""
     return {

@@ -39,7 +39,7 @@ from towerd.models.bundled import default_model
 from towerd.slots.blob import emit_blob
 from towerd.slots.rope import Rope
 from towerd.slots.rows import KVRows
-from towerd.tiers.formats.calibration import BOUNDS, Sample, bound_of
+from towerd.tiers.formats.calibration import BOUNDS, DriftSample, bound_of
 from towerd.tiers.formats.interval import interval
 from towerd.tokens import Ids
 
@@ -185,7 +185,7 @@ class Bench:
         self._text = text
         self.n_module = min(MODULE_TOKENS_MAX, context.n_cells // 2, len(text) // 3)
         self.n_compared = 0
-        self._noise: list[Sample] = []
+        self._noise: list[DriftSample] = []
         if self.n_module < 2 * NEXT_TOKENS:
             raise ConfigError("The text is too short, or the model's context is.")
 

@@ -127,7 +127,7 @@ class ColdMachine(RuleBasedStateMachine):
         result = self.store.commit_turn(
             turn_of(prompt, reply, scope=scope, session=name, n_cached=n_cached)
         )
-        with self.store.still():
+        with self.store.locked():
             self.ranking.visited(result.node.path(), self.now, self.store.bytes_of)
         key = f"{scope}/{result.session_id}"
         assert result.new_session == (key not in self.chats)

@@ -253,7 +253,7 @@ def test_sessions_that_all_begin_alike(
     assert found == "s7"
     assert sum("FROM sessions WHERE pk = " in sql for sql in seen) == 3
     store.delete_session("s7")
-    assert len(store.cold._marks) == 7 * 2
+    assert len(store.cold._prefix_hashes) == 7 * 2
 
 
 def test_what_is_asked_of_many_sessions_has_an_index(store: Store) -> None:

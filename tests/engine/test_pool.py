@@ -72,7 +72,7 @@ class PoolMachine(RuleBasedStateMachine):
         seq = data.draw(st.sampled_from(sorted(self.pool, key=lambda s: s.id)))
         computed = Provenance.DERIVED if any(self.provenances(seq.id)) else Provenance.EXACT
         if seq.is_partial:
-            computed = Provenance.THINNED
+            computed = Provenance.PARTIAL
         for i in range(len(tokens)):
             self.provenance[self.cells.next_cell] = computed if loaded is None else loaded
             self.cells.write(seq.id, seq.place_next + i)

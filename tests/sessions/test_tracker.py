@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from towerd.sessions.workflows import Step, Tracker
+from towerd.sessions.workflows import Tracker, WorkflowStep
 from towerd.sessions.workflows import tracker as module
 from towerd.store import Node
 
@@ -18,12 +18,12 @@ def text(n: int = 200) -> Any:
     return _RNG.integers(0, 32000, n).astype(np.int32)
 
 
-def step(session: str, agent: str, prompt: Any, **values: Any) -> Step:
+def step(session: str, agent: str, prompt: Any, **values: Any) -> WorkflowStep:
     fixed: dict[str, Any] = {
         "scope": "local", "tip": TIP, "reply": text(), "arrived_s": 1.0, "answered_s": 2.0,
         "stop": "end_turn",
     }  # fmt: skip
-    return Step(session=session, agent=agent, prompt=prompt, **(fixed | values))
+    return WorkflowStep(session=session, agent=agent, prompt=prompt, **(fixed | values))
 
 
 def test_a_name_decides() -> None:

@@ -127,7 +127,7 @@ class Bench:
                 assert release.wait(60)
 
         db = self.store.state.catalog._db
-        with self.store.still():
+        with self.store.locked():
             db.set_trace_callback(wait)
         thread = threading.Thread(target=work)
         thread.start()
@@ -137,7 +137,7 @@ class Bench:
         finally:
             release.set()
             thread.join()
-            with self.store.still():
+            with self.store.locked():
                 db.set_trace_callback(None)
 
 

@@ -19,7 +19,7 @@ from towerd.slots.layout import NATIVE, KVLayout
 from towerd.store import Node, Store
 from towerd.tiers.formats.fidelity import LevelFormats
 from towerd.tiers.manager import Tiers
-from towerd.tiers.plan import Plan
+from towerd.tiers.plan import RestorePlan
 from towerd.tiers.shrink import SINKS, TAIL
 from towerd.tokens import Provenance
 
@@ -65,7 +65,9 @@ def put(store: Store, tiers: Tiers, ends: tuple[int, ...] = (600,), **flags: Any
     return path
 
 
-def composed(tiers: Tiers, plan: Plan) -> tuple[list[np.ndarray[Any, Any]], np.ndarray[Any, Any]]:
+def composed(
+    tiers: Tiers, plan: RestorePlan
+) -> tuple[list[np.ndarray[Any, Any]], np.ndarray[Any, Any]]:
     """The blobs of a plan and the provenance of all their tokens."""
     blobs, provenance = [], []
     for item in tiers.compose(plan):

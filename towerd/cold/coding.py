@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from towerd.engine.base import SAID_ONLY, ModelInfo
+from towerd.engine.base import REPORTED_HASH_PREFIX, ModelInfo
 from towerd.errors import NotSupported
 from towerd.slots.fingerprint import tokenizer_hash
 from towerd.tower_file import Model
@@ -35,7 +35,7 @@ class VocabularySource:
 def vocabulary_source(info: ModelInfo) -> VocabularySource:
     """The vocabulary source of the model that an engine serves."""
     known = info.fingerprint
-    tokenizer = None if known.model_hash.startswith(SAID_ONLY) else known.tokenizer
+    tokenizer = None if known.model_hash.startswith(REPORTED_HASH_PREFIX) else known.tokenizer
     return VocabularySource(Path(info.path), known.model_hash, info.n_vocab, tokenizer)
 
 

@@ -19,7 +19,7 @@ from towerd.codec.errors import CodecError
 from towerd.errors import NotFound, SessionFrozen, StoreError, ThawError
 from towerd.store import History, Node, Store
 from towerd.store.segments import durable
-from towerd.store.sessions.cold import Frozen
+from towerd.store.sessions.cold import FrozenSession
 from towerd.tokens import Ids
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def keep(codec: Codec, blob: bytes) -> None:
         codec.keep(blob)
 
 
-def decode(codec: Codec, frozen: Frozen) -> Ids:
+def decode(codec: Codec, frozen: FrozenSession) -> Ids:
     """The token ids that the turns of a frozen session add, int32[n]. Raises ThawError."""
     try:
         return _stream(codec, frozen)
@@ -131,5 +131,5 @@ def decode(codec: Codec, frozen: Frozen) -> Ids:
         raise ThawError(f"Session {frozen.info.id!r} cannot be thawed: {error}") from error
 
 
-def _stream(codec: Codec, frozen: Frozen) -> Ids:
+def _stream(codec: Codec, frozen: FrozenSession) -> Ids:
     return np.concatenate([frozen.base, codec.decode(frozen.blob, base=frozen.base)])

@@ -121,7 +121,7 @@ class ThawAhead:
             log.debug("a prompt was not evaluated ahead", extra={"error": str(error)})
 
     def _prefix(self, tip: Node) -> Ids:
-        with self._store.still():  # a split would show half of a path
+        with self._store.locked():  # a split would show half of a path
             return tip.prefix_ids()
 
     async def _evaluate(self, ids: Ids, scope: str, session: str | None) -> None:

@@ -37,11 +37,11 @@ GetMeta = Callable[[str], str | None]
 SetMeta = Callable[[str, str], None]
 
 
-class Recorder:
+class TraceRecorder:
     """One open trace file. Thread-safe."""
 
     def __init__(self, file: BinaryIO, secret: bytes, start_s: float, block_tokens: int) -> None:
-        """Use `Recorder.open`."""
+        """Use `TraceRecorder.open`."""
         self.n_requests = 0
         self._file = file
         self._secret = secret
@@ -53,7 +53,7 @@ class Recorder:
     @classmethod
     def open(
         cls, path: Path, get: GetMeta, put: SetMeta, now: float, block_tokens: int = BLOCK_TOKENS
-    ) -> Recorder:
+    ) -> TraceRecorder:
         """Begin `path`, or go on with one that was begun with the same `get` and `put`, which keep
         its secret. Raises ConfigError when it is something else or cannot be written."""
         try:
@@ -67,13 +67,13 @@ class Recorder:
             head = file.readline(_HEAD_BYTES_MAX)
             if not head:
                 return cls._begin(file, put, now, block_tokens)
-            return cls._go_on(file, path, head, get)
+            return cls._resume(file, path, head, get)
         except BaseException:
             file.close()
             raise
 
     @classmethod
-    def _begin(cls, file: BinaryIO, put: SetMeta, now: float, block_tokens: int) -> Recorder:
+    def _begin(cls, file: BinaryIO, put: SetMeta, now: float, block_tokens: int) -> TraceRecorder:
         id, secret = secrets.token_hex(8), secrets.token_bytes(_SECRET_BYTES)
         put(_meta_key(id), secret.hex())
         head = {"format": FORMAT, "id": id, "block_size": block_tokens, "start": now}
@@ -82,7 +82,7 @@ class Recorder:
         return cls(file, secret, now, block_tokens)
 
     @classmethod
-    def _go_on(cls, file: BinaryIO, path: Path, head: bytes, get: GetMeta) -> Recorder:
+    def _resume(cls, file: BinaryIO, path: Path, head: bytes, get: GetMeta) -> TraceRecorder:
         try:
             values = msgspec.json.decode(head, type=_Head)
         except msgspec.DecodeError:

@@ -15,8 +15,8 @@ import numpy as np
 
 from towerd.config import Config
 from towerd.errors import NotFound, TowerdError
-from towerd.sessions.trace_recorder import Recorder
-from towerd.sessions.workflows import Step, Tracker, Workflow
+from towerd.sessions.trace_recorder import TraceRecorder
+from towerd.sessions.workflows import Tracker, Workflow, WorkflowStep
 from towerd.store import Node, Store
 from towerd.store.prefix.scope import tenant_of
 from towerd.store.sessions.turn import Turn
@@ -30,15 +30,15 @@ _BATCH = 16
 T = TypeVar("T")
 
 
-def open_traffic(config: Config, store: Store, tiers: Tiers) -> Traffic:
+def open_traffic(config: Config, store: Store, tiers: RankedTiers) -> Traffic:
     """For one running service. Raises ConfigError if the trace cannot be written."""
     recorder = None
     if config.record is not None:
-        recorder = Recorder.open(config.record, store.get_meta, store.set_meta, time.time())
+        recorder = TraceRecorder.open(config.record, store.get_meta, store.set_meta, time.time())
     return Traffic(store, tiers, recorder)
 
 
-class Tiers(Protocol):
+class RankedTiers(Protocol):
     """`towerd.tiers.manager.Tiers` as far as it hears of traffic."""
 
     ranking: Ranking
@@ -55,8 +55,8 @@ class Traffic:
     def __init__(
         self,
         store: Store,
-        tiers: Tiers,
-        recorder: Recorder | None = None,
+        tiers: RankedTiers,
+        recorder: TraceRecorder | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.tracker = Tracker()
@@ -129,7 +129,7 @@ class Traffic:
 
     def _step(self, turn: Turn, tip: Node, last: Node, session: str, now: float) -> None:
         """`last`: what the policies know the visit by."""
-        step = Step(
+        step = WorkflowStep(
             scope=tenant_of(turn.scope), session=session, agent=turn.agent or "", tip=tip,
             prompt=np.asarray(turn.prompt), reply=np.asarray(turn.reply),
             arrived_s=turn.started_s, answered_s=now, stop=turn.stop, workflow=turn.workflow,

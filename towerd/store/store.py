@@ -17,7 +17,7 @@ from towerd.slots.fingerprint import Fingerprint
 from towerd.slots.rows import KVRows
 from towerd.slots.runs import Runs
 from towerd.store.catalog.catalog import Catalog
-from towerd.store.catalog.journal.upkeep import Upkeep
+from towerd.store.catalog.journal.upkeep import CatalogUpkeep
 from towerd.store.listener import Listener
 from towerd.store.lock import StoreLock
 from towerd.store.maintenance.collect import GcReport, collect, drop_foreign
@@ -31,12 +31,12 @@ from towerd.store.prefix.scope import public_of
 from towerd.store.prefix.trie import Match
 from towerd.store.segments import durable
 from towerd.store.segments.directory import Directory
-from towerd.store.segments.reencode import Wish, reencode
+from towerd.store.segments.reencode import FormatRequest, reencode
 from towerd.store.segments.rows import RowsPart, RowStore
 from towerd.store.segments.segment_file import SegmentFile
 from towerd.store.sessions.bases import BaseTable
 from towerd.store.sessions.cold import ColdTable
-from towerd.store.sessions.history import History, add_history, take_history
+from towerd.store.sessions.history import History, add_history, copy_history
 from towerd.store.sessions.pins import PinTable
 from towerd.store.sessions.sessions import SessionTable, check_name
 from towerd.store.sessions.turn import Base, SessionInfo, Turn, TurnInfo, TurnResult
@@ -65,7 +65,7 @@ class Store:
         self._pins = PinTable(state)
         self._is_open = True
         self.cold = ColdTable(state, self._sessions, self._bases, self._open_lock, self._growing)
-        self._upkeep = Upkeep(state.catalog, self._open_lock)
+        self._upkeep = CatalogUpkeep(state.catalog, self._open_lock)
 
     @classmethod
     def open(
@@ -236,12 +236,12 @@ class Store:
         self._check_open()
         return self.rows.write(nodes, replace=replace)
 
-    def reencode(self, file: SegmentFile, wishes: Sequence[Wish]) -> SegmentFile | None:
+    def reencode(self, file: SegmentFile, requests: Sequence[FormatRequest]) -> SegmentFile | None:
         """Replace a file by one whose native rows are in the wished formats; durable, and safe
         against everything that goes on meanwhile. None if the file was dropped before it
         could be. Raises RowsDamaged (its checksums do not match), DiskFull or StoreError."""
         self._check_open()
-        return reencode(self.state, self.rows, file, wishes)
+        return reencode(self.state, self.rows, file, requests)
 
     def held(self, node: Node) -> Held:
         """In which format a node's rows are kept and what they take."""
@@ -249,7 +249,7 @@ class Store:
             return self.state.held(node)
 
     @contextmanager
-    def still(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
         """Nothing changes inside the block and other threads wait, so keep it short."""
         with self._open_lock():
             yield
@@ -330,7 +330,7 @@ class Store:
         """A session as it can be carried to another store. Raises as `session`."""
         with self._open_lock():
             found = self._sessions.find(id, scope)
-            taken = take_history(self.state, self._sessions, self._bases, found)
+            taken = copy_history(self.state, self._sessions, self._bases, found)
         return taken.history()
 
     def add_history(self, history: History, scope: str) -> int:

@@ -30,10 +30,10 @@ from towerd.store.listener import Listener
 from towerd.store.prefix.scope import is_public
 from towerd.store.segments.segment_file import quantized_bytes
 from towerd.tiers.composer import Composer, Piece
-from towerd.tiers.counters import Counters
+from towerd.tiers.counters import TierCounters
 from towerd.tiers.formats.fidelity import Fidelity, LevelFormats
 from towerd.tiers.learned import Learned
-from towerd.tiers.plan import Composed, Gap, Plan
+from towerd.tiers.plan import Composed, Gap, RestorePlan
 from towerd.tiers.prefetch import Prefetcher
 from towerd.tiers.promotion import Promoter
 from towerd.tiers.ranking import Ranking
@@ -81,7 +81,7 @@ class Tiers(Listener):
         self.layout = layout
         self.hot_bytes_max = hot_bytes
         self.warm_bytes_max = warm_bytes
-        self.counters = Counters()
+        self.counters = TierCounters()
         self.ranking = Ranking(policy, clock, predictor, layout.token_bytes)
         self._learned = Learned(self.ranking, store.get_meta, store.set_meta)
         self._promoter = Promoter(
@@ -104,7 +104,7 @@ class Tiers(Listener):
         """The drift of the current formats; None if not measured."""
         self._shrinker = Shrinker(store, shrink_after_s, clock)
         self._shrinker.set_formats(None if self.exact else forced, enabled=not self.exact)
-        with store.still():
+        with store.locked():
             store.listen(self)
             self.ranking.found(store.nodes())
         self._thread = threading.Thread(target=self._run, name="towerd-tiers", daemon=True)
@@ -129,10 +129,10 @@ class Tiers(Listener):
 
     # ---- rows in (towards live) -------------------------------------------------------------
 
-    def plan(self, ids: Ids, scope: str, start: int) -> Plan:
+    def plan(self, ids: Ids, scope: str, start: int) -> RestorePlan:
         """What the store can add to the first `start` tokens of `ids`."""
         parts: tuple[RowsPart, ...] = ()
-        with self.store.still():  # a split would leave its upper part out
+        with self.store.locked():  # a split would leave its upper part out
             match = self.store.match(ids, scope)
             if match.n > start:
                 parts = tuple(self.store.plan_rows(match, start, match.n, exact=self.exact))
@@ -143,9 +143,9 @@ class Tiers(Listener):
         if match.nodes:
             self.store.touch(match.nodes[-1])
         n_approximate = sum(count_approximate(p.provenance) for p in parts)
-        return Plan(start, parts, n_hot, n_all - n_hot, n_public, n_approximate, match.n)
+        return RestorePlan(start, parts, n_hot, n_all - n_hot, n_public, n_approximate, match.n)
 
-    def compose(self, plan: Plan) -> Iterator[Composed]:
+    def compose(self, plan: RestorePlan) -> Iterator[Composed]:
         """Read, check and join the planned rows, one blob at a time. Damaged or evicted rows end
         the iteration early, and so do stored ones that the context's format cannot hold."""
         try:
@@ -157,7 +157,7 @@ class Tiers(Listener):
         """Give the blob's buffer back once llama.cpp has copied it."""
         self._composer.recycle(composed)
 
-    def rows(self, plan: Plan) -> Iterator[Piece]:
+    def rows(self, plan: RestorePlan) -> Iterator[Piece]:
         """The planned rows as they are stored, piece by piece, each with the part of the plan
         that it is. Ends early as `compose` does; the views stay readable."""
         with self._shrinker.reading(part.source for part in plan.parts):
@@ -167,7 +167,7 @@ class Tiers(Listener):
         """The parts' rows up to the first that cannot be had; warm ones get promoted later."""
         at = 0
         try:
-            for part in together(parts):
+            for part in merge_adjacent(parts):
                 for rows in self.store.load_each(part):
                     yield replace(part, p0=rows.p0, p1=rows.p1), rows
                     at = rows.p1
@@ -191,7 +191,7 @@ class Tiers(Listener):
         the visit by: the last node with rows, the trie's root if there is none."""
         n_rows = tip.p1 if n_rows is None else n_rows
         last = tip
-        with self.store.still():
+        with self.store.locked():
             while last.p1 > n_rows and last.hot is None and last.file is None:
                 assert last.parent is not None
                 last = last.parent
@@ -222,7 +222,7 @@ class Tiers(Listener):
         splice, are left out: they must never be taken for what prefill computes."""
         gaps: list[Gap] = []
         run: list[Node] = []
-        with self.store.still():  # a split would leave its upper part out
+        with self.store.locked():  # a split would leave its upper part out
             match = self.store.match(ids, scope)
             for node in (*match.nodes, None):
                 lacks = node is not None and node.p1 <= match.n and self._lacks(node, provenance)
@@ -281,7 +281,7 @@ class Tiers(Listener):
 
     def check_integrity(self) -> None:
         """AssertionError unless the store and everything that tracks it are consistent."""
-        with self.store.still():
+        with self.store.locked():
             self.store.check_integrity()
             unused = {node.id for node in self.store.nodes() if self.prefetcher.holds(node)}
             self.ranking.check_integrity(self.store, unused)
@@ -380,7 +380,7 @@ class Tiers(Listener):
     def _write_path(self, leaf: Node) -> None:
         """Write every run of hot, unwritten nodes on the path to `leaf`, one file a run."""
         runs: list[list[Node]] = []
-        with self.store.still():
+        with self.store.locked():
             for node in leaf.path():
                 if not self._is_unwritten(node):
                     continue
@@ -437,13 +437,13 @@ class Tiers(Listener):
 
     def _drop_hot(self, node_id: int) -> int:
         """Release a victim's rows in RAM; returns their bytes."""
-        with self.store.still():
+        with self.store.locked():
             node = self._node(node_id)
             if node is None or not self._can_drop_hot(node_id):
                 return 0  # it was removed, or got other rows, since it was chosen
             left = None if node.hot is None else node.hot.buffers()
             freed = self.store.drop_hot(node)
-            wasteful = [] if left is None else sharing(node, left)
+            wasteful = [] if left is None else sharing_buffers(node, left)
         for each in wasteful:
             self.store.unshare(each)
         self.counters.hot_evicted += freed > 0
@@ -456,7 +456,7 @@ class Tiers(Listener):
             return None
 
 
-def sharing(node: Node, buffers: Mapping[int, int]) -> list[Node]:
+def sharing_buffers(node: Node, buffers: Mapping[int, int]) -> list[Node]:
     """Segments above `node` whose rows are views of buffers that its own were views of, if they
     are few and much of the memory is kept for nothing. Rows of one path are exported together, and
     a segment that is cut leaves both parts in one buffer. Call it while the trie is still."""
@@ -471,7 +471,7 @@ def sharing(node: Node, buffers: Mapping[int, int]) -> list[Node]:
     return found if n_used < _USED_MIN * sum(buffers.values()) else []
 
 
-def together(parts: Iterable[RowsPart]) -> Iterator[RowsPart]:
+def merge_adjacent(parts: Iterable[RowsPart]) -> Iterator[RowsPart]:
     """Neighbours in one file as one part: a blob in it may belong to several nodes."""
     last: RowsPart | None = None
     for part in parts:

@@ -8,12 +8,12 @@ import numpy as np
 import numpy.typing as npt
 
 from towerd.store import Node, RowsPart
-from towerd.store.segments.boundaries import Boundary
+from towerd.store.segments.checkpoints import StateCheckpoint
 from towerd.tokens import Provenances, count_approximate
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RestorePlan:
     """Stored rows that continue a live prefix: `parts` are consecutive from token `start`."""
 
     start: int = 0
@@ -25,7 +25,7 @@ class Plan:
     """Of these tokens, those whose rows are in a stored format."""
     n_match: int = 0
     """How many leading tokens of the prompt are stored at all, with rows or without."""
-    boundary: Boundary | None = None
+    checkpoint: StateCheckpoint | None = None
     """The state to restore after the rows."""
 
     @property
@@ -37,24 +37,24 @@ class Plan:
         """Tokens that come with rows: all, unless the model keeps none."""
         return sum(part.p1 - part.p0 for part in self.parts)
 
-    def up_to(self, boundary: Boundary) -> Plan:
+    def up_to(self, checkpoint: StateCheckpoint) -> RestorePlan:
         """This plan cut off where a state is, to be ended with it."""
-        end = boundary.position
+        end = checkpoint.position
         parts = tuple(replace(p, p1=min(p.p1, end)) for p in self.parts if p.p0 < end)
         n_hot = sum(p.p1 - p.p0 for p in parts if p.tier == "hot")
         n_warm = sum(p.p1 - p.p0 for p in parts if p.tier == "warm")
-        if not parts and boundary.data is not None:
+        if not parts and checkpoint.data is not None:
             n_hot = end - self.start
         elif not parts:
             n_warm = end - self.start
         n_approximate = sum(count_approximate(p.provenance) for p in parts)
         return replace(
             self, parts=parts, n_hot=n_hot, n_warm=n_warm, n_approximate=n_approximate,
-            boundary=boundary,
+            checkpoint=checkpoint,
         )  # fmt: skip
 
     @classmethod
-    def nothing(cls) -> Plan:
+    def nothing(cls) -> RestorePlan:
         return cls()
 
 

@@ -47,7 +47,7 @@ class Prefetcher:
         self._promote = promote
         self._bytes_per_s = bytes_per_s
         self._clock = clock
-        self._is_calm: Callable[[], bool] | None = None
+        self._is_quiet: Callable[[], bool] | None = None
         self._on_cold: Callable[[Node], None] | None = None
         self._allowance = 0.0
         self._last_s: float | None = None
@@ -56,21 +56,21 @@ class Prefetcher:
         """Rows fetched but not used yet, oldest first, and those being fetched."""
 
     def start(
-        self, is_calm: Callable[[], bool], on_cold: Callable[[Node], None] | None = None
+        self, is_quiet: Callable[[], bool], on_cold: Callable[[Node], None] | None = None
     ) -> None:
-        """Fetch from now on. is_calm: whether the engine merely decodes or idles; on_cold: called
+        """Fetch from now on. is_quiet: whether the engine merely decodes or idles; on_cold: called
         with what is expected back and has no rows anywhere, to be thawed ahead"""
         self._on_cold = on_cold
-        self._is_calm = is_calm
+        self._is_quiet = is_quiet
 
     def stop(self) -> None:
         """Stop fetching and make no more callbacks."""
-        self._is_calm = self._on_cold = None
+        self._is_quiet = self._on_cold = None
 
     @property
     def is_on(self) -> bool:
         """Whether prefetch is active: the policy predicts reuse, and there is bandwidth."""
-        return self._bytes_per_s > 0 and self._ranking.foretells
+        return self._bytes_per_s > 0 and self._ranking.predicts_reuse
 
     def wait_s(self) -> float:
         """When to call `step` again."""
@@ -82,8 +82,8 @@ class Prefetcher:
         """Fetch what is wanted, up to `room` bytes and the bandwidth that has accrued."""
         self._accrue()
         self._did_work = False
-        is_calm = self._is_calm
-        if not self.is_on or is_calm is None or not is_calm():
+        is_quiet = self._is_quiet
+        if not self.is_on or is_quiet is None or not is_quiet():
             return
         nodes: dict[int, Node] = {}
         candidates = self._candidates(nodes)
@@ -116,7 +116,7 @@ class Prefetcher:
         """Release rows that were fetched but not used, oldest first; returns the bytes freed."""
         freed = 0
         while freed < bytes_needed:
-            with self._store.still():
+            with self._store.locked():
                 if not self._held:
                     break
                 freed += self._store.drop_hot(self._held.popitem(last=False)[1])
@@ -134,7 +134,7 @@ class Prefetcher:
             on_cold = self._on_cold
             if tip.hot is None and tip.file is None and on_cold is not None:
                 on_cold(tip)
-            with self._store.still():
+            with self._store.locked():
                 for node in tip.path():
                     if node.hot is None and node.file is not None and node.id not in found:
                         parent = node.parent.id if node.parent is not None else None
@@ -146,7 +146,7 @@ class Prefetcher:
     def _fetch(self, node: Node) -> None:
         """Copy one node's rows into RAM; they are nobody's until a request uses them, which may
         be while they are copied."""
-        with self._store.still():
+        with self._store.locked():
             if node.removed or node.hot is not None:
                 return
             nbytes = self._store.held(node).nbytes
@@ -154,7 +154,7 @@ class Prefetcher:
         try:
             self.n_fetched += self._promote(node)
         finally:
-            with self._store.still():
+            with self._store.locked():
                 for each in [each for each in self._held.values() if each.hot is None]:
                     del self._held[each.id]
         self._allowance -= nbytes

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 
 from towerd.store import Node, RowsPart, Store
-from towerd.tiers.counters import Counters
+from towerd.tiers.counters import TierCounters
 from towerd.tokens import has_derived
 
 
@@ -18,7 +18,7 @@ class Promoter:
     whoever holds the store's lock; the rest may be called by any thread."""
 
     def __init__(
-        self, store: Store, counters: Counters, nbytes_max: Callable[[], int], delay_s: float
+        self, store: Store, counters: TierCounters, nbytes_max: Callable[[], int], delay_s: float
     ) -> None:
         """nbytes_max: what a segment may take at most. delay_s: rows are copied when the request
         that read them is recorded, or after this long."""
@@ -78,7 +78,7 @@ class Promoter:
 
     def copy_up(self, node: Node) -> bool:
         """Copy the rows that a node has on disk only; whether that was done."""
-        with self._store.still():
+        with self._store.locked():
             n_bytes = self._store.held(node).nbytes
             if node.hot is not None or node.file is None or n_bytes > self._nbytes_max():
                 return False
@@ -97,7 +97,7 @@ class Promoter:
         with self._lock:
             nodes = heapq.heappop(self._due)[2]
         found: dict[int, Node] = {}
-        with self._store.still():
+        with self._store.locked():
             for node in nodes:
                 at: Node | None = node
                 while at is not None and at.id in self._waiting and at.id not in found:

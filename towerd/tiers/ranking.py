@@ -203,7 +203,7 @@ class Ranking(Listener):
             return [self._files[key] for key in keys]
 
     @property
-    def foretells(self) -> bool:
+    def predicts_reuse(self) -> bool:
         """Whether the policy can say what it expects back."""
         return isinstance(self._hot, Foretelling)
 
@@ -257,7 +257,7 @@ class Ranking(Listener):
     def check_integrity(self, store: Store, unused: Collection[Key] = ()) -> None:
         """AssertionError unless the policies know exactly what `store` has, with the parents and
         the sizes that it has there. `unused`: nodes whose rows no policy was told of."""
-        with store.still(), self._lock:
+        with store.locked(), self._lock:
             self._play()
             nodes = {node.id: node for node in store.nodes()}
             hot = {

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 from towerd.errors import NotFound, RowsDamaged, StoreError
 from towerd.kernels.formats import BY_NAME
-from towerd.store import Base, Node, SegmentFile, Store, Wish
+from towerd.store import Base, FormatRequest, Node, SegmentFile, Store
 from towerd.store.segments.reencode import differs
 from towerd.tiers.formats.fidelity import DYNAMIC, NATIVE, LevelFormats
 
@@ -147,22 +147,22 @@ class Shrinker:
         used = self._last_used(file)
         if self._clock() - used < self._after_s or self._reading[file.id]:
             return False
-        wishes = self._wishes(file)
+        requests = self._format_requests(file)
         native = self._store.state.fingerprint.layout
-        n_changed, _ = differs(file, wishes, native)
+        n_changed, _ = differs(file, requests, native)
         if n_changed == 0:
-            n_kept = sum(differs(file, [wish], native)[1] > 0 for wish in wishes)
+            n_kept = sum(differs(file, [request], native)[1] > 0 for request in requests)
             with self._lock:
                 self._settled[file.id] = used, n_kept
         return n_changed > 0
 
     def _reencode(self, file: SegmentFile) -> SegmentFile | None:
         self._bases = self._store.bases()  # one may have been added since the look began
-        wishes = self._wishes(file)
-        if differs(file, wishes, self._store.state.fingerprint.layout)[0] == 0:
+        requests = self._format_requests(file)
+        if differs(file, requests, self._store.state.fingerprint.layout)[0] == 0:
             return None
         try:
-            new = self._store.reencode(file, wishes)
+            new = self._store.reencode(file, requests)
         except RowsDamaged as error:
             log.warning("stored rows cannot be re-encoded", extra={"error": str(error)})
             self.n_damaged += 1
@@ -180,16 +180,16 @@ class Shrinker:
         nodes = self._store.viewers(file)
         return max((node.last_used for node in nodes), default=math.inf)
 
-    def _wishes(self, file: SegmentFile) -> list[Wish]:
+    def _format_requests(self, file: SegmentFile) -> list[FormatRequest]:
         """What the rows of the file's segments should be in, sinks and tails left out."""
-        wishes = []
-        with self._store.still():
+        requests = []
+        with self._store.locked():
             for node in self._store.viewers(file):
                 p0, p1 = max(node.p0, SINKS), min(node.p1, tail_start(node))
                 name = self._format_for(node)
                 if p0 < p1 and name != NATIVE:
-                    wishes.append(Wish(p0, p1, name))
-        return wishes
+                    requests.append(FormatRequest(p0, p1, name))
+        return requests
 
     def _format_for(self, node: Node) -> str:
         """The format of the level of the shallowest base that covers `node`, or the one that

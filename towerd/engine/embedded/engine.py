@@ -43,7 +43,7 @@ from towerd.errors import (
     Unavailable,
 )
 from towerd.media_ids import is_token, spans_of
-from towerd.tiers.boundary import BoundaryTier
+from towerd.tiers.checkpoint_tier import CheckpointTier
 from towerd.tiers.manager import Tiers
 from towerd.tokens import Ids
 from towerd.wire import Reply, Request, WireThreads
@@ -98,7 +98,7 @@ class EmbeddedEngine:
     name = "embedded"
 
     def __init__(
-        self, core: Core, tiers: Tiers, config: Config, boundaries: BoundaryTier | None = None
+        self, core: Core, tiers: Tiers, config: Config, boundaries: CheckpointTier | None = None
     ) -> None:
         """boundaries: needed for a model whose memory has a state"""
         self.info = core.info

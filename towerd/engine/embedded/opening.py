@@ -7,15 +7,16 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import cast
 
+from towerd.engine.opened import Opened
+
 from towerd.config import Config
 from towerd.engine.embedded.engine import EmbeddedEngine
 from towerd.engine.embedded.model.core import Core, load_core
-from towerd.engine.opened import Opened
 from towerd.engine.weights_check import WeightsCheck
 from towerd.slots.fingerprint import Fingerprint
 from towerd.store import Catalog, Node, Store
-from towerd.store.segments.boundaries import ANYWHERE, CUT_META
-from towerd.tiers.boundary import BoundaryTier
+from towerd.store.segments.checkpoints import ANYWHERE, CUT_META
+from towerd.tiers.checkpoint_tier import CheckpointTier
 from towerd.tiers.formats.fidelity import Fidelity, LevelFormats
 from towerd.tiers.manager import Tiers
 
@@ -56,7 +57,7 @@ async def open_embedded(config: Config) -> AsyncIterator[Opened[EmbeddedEngine]]
         await asyncio.to_thread(core.close)
 
 
-def _forget(boundaries: BoundaryTier | None, nodes: Sequence[Node]) -> None:
+def _forget(boundaries: CheckpointTier | None, nodes: Sequence[Node]) -> None:
     """Boundary states of segments that go are deleted with them."""
     if boundaries is not None:
         for node in nodes:
@@ -103,7 +104,7 @@ def _open_tiers(config: Config, core: Core, store: Store) -> Tiers:
 
 
 def _weights_check(
-    core: Core, engine: EmbeddedEngine, store: Store, boundaries: BoundaryTier | None
+    core: Core, engine: EmbeddedEngine, store: Store, boundaries: CheckpointTier | None
 ) -> WeightsCheck:
     """What follows when the file under the loaded weights changes: rows are void."""
 
@@ -116,10 +117,10 @@ def _weights_check(
     return WeightsCheck([core.model.file], store, is_busy=engine.is_busy, on_change=changed)
 
 
-def _open_boundaries(config: Config, core: Core, store: Store) -> BoundaryTier | None:
+def _open_boundaries(config: Config, core: Core, store: Store) -> CheckpointTier | None:
     if not core.memory.kind.has_state:
         store.set_meta(CUT_META + store.state.digest.hex(), ANYWHERE)
         return None
     store.set_meta(CUT_META + store.state.digest.hex(), core.memory.kind.cut)
     exact = config.fidelity == "exact"
-    return BoundaryTier(store, bytes_max=config.boundary_bytes, exact=exact)
+    return CheckpointTier(store, bytes_max=config.boundary_bytes, exact=exact)

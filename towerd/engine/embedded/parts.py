@@ -22,7 +22,7 @@ from towerd.engine.embedded.scheduling.endings import Events
 from towerd.engine.embedded.scheduling.pool import LivePool
 from towerd.engine.embedded.scheduling.scheduler import Scheduler
 from towerd.engine.embedded.scheduling.speculation import Speculator
-from towerd.tiers.boundary import BoundaryTier
+from towerd.tiers.checkpoint_tier import CheckpointTier
 from towerd.tiers.manager import Tiers
 
 PARKED_SHARE = 4
@@ -55,7 +55,7 @@ def assemble(
     core: Core,
     tiers: Tiers,
     config: Config,
-    boundaries: BoundaryTier | None,
+    boundaries: CheckpointTier | None,
     speculator: Callable[[LivePool], Speculator],
     deliver: Callable[[Events], None],
 ) -> Parts:

@@ -8,11 +8,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import cast
 
+from towerd.engine.opened import Opened
+
 from towerd.config import Config
 from towerd.engine.llama_server.engine import LlamaServerEngine
 from towerd.engine.llama_server.process.backend import Backend, open_backend
 from towerd.engine.llama_server.process.describe import Described, describe, first_model
-from towerd.engine.opened import Opened
 from towerd.slots.fingerprint import Fingerprint
 from towerd.store import Catalog, Node, Store
 from towerd.tiers.formats.fidelity import Fidelity, LevelFormats
@@ -50,7 +51,7 @@ def _forgetter(engine: LlamaServerEngine, store: Store) -> Callable[[Sequence[No
         gone = {node.id for node in nodes}
         # A slot that holds what is below holds these, too.
         tops = [node for node in nodes if node.parent is None or node.parent.id not in gone]
-        with store.still():
+        with store.locked():
             prefixes = {(node.scope, node.prefix_bytes()) for node in tops}
         loop.call_soon_threadsafe(engine.frozen, prefixes)
 

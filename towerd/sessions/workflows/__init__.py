@@ -8,6 +8,6 @@ prompt token, which made a prompt of 128 tokens 2.5 times as slow. The quoted to
 it is exactly, and cost a few milliseconds for 32,000 of them, after the answer.
 """
 
-from towerd.sessions.workflows.tracker import Step, Tracker, Workflow
+from towerd.sessions.workflows.tracker import Tracker, Workflow, WorkflowStep
 
-__all__ = ["Step", "Tracker", "Workflow"]
+__all__ = ["WorkflowStep", "Tracker", "Workflow"]

@@ -32,7 +32,7 @@ V = TypeVar("V")
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class WorkflowStep:
     """One recorded request of an agent. Times in Unix seconds, lengths in tokens."""
 
     scope: str
@@ -87,7 +87,7 @@ class Tracker:
         self._tenants: dict[str, _Tenant] = {}
         self._lock = threading.Lock()
 
-    def step(self, step: Step) -> tuple[Workflow, list[Workflow]]:
+    def step(self, step: WorkflowStep) -> tuple[Workflow, list[Workflow]]:
         """The workflow that `step` belongs to, and those that are over by now: still for too
         long, or pushed out."""
         with self._lock:
@@ -139,7 +139,7 @@ class Tracker:
                 "aged": self.n_aged,
             }
 
-    def _news(self, tenant: _Tenant, step: Step) -> Ids:
+    def _news(self, tenant: _Tenant, step: WorkflowStep) -> Ids:
         """What the prompt has beyond what every prompt of its agent begins with."""
         first = tenant.first.get(step.agent)
         if first is None:
@@ -149,7 +149,7 @@ class Tracker:
         differs = np.flatnonzero(first[:n] != step.prompt[:n])
         return step.prompt[int(differs[0]) if len(differs) else n :]
 
-    def _workflow(self, tenant: _Tenant, step: Step, news: Ids) -> Workflow:
+    def _workflow(self, tenant: _Tenant, step: WorkflowStep, news: Ids) -> Workflow:
         id = step.workflow or tenant.of_session.get(step.session)
         if id is None or (step.workflow is None and id not in tenant.workflows):
             id = tenant.quotes.source(news)

@@ -21,7 +21,7 @@ _OTHERS = (
 
 
 @dataclass(slots=True)
-class Needs:
+class OtherUsers:
     """Finds out who needs a segment besides one session. The store's lock is held around
     every call."""
 
@@ -49,7 +49,7 @@ class Needs:
         return any(child.id not in own and self.holds(child) for child in node.children)
 
 
-def common_base(needs: Needs, leaf: Node, own: Collection[int]) -> Node | None:
+def common_base(needs: OtherUsers, leaf: Node, own: Collection[int]) -> Node | None:
     """The deepest segment on the path of `leaf` that others need too; None if it is too short
     to be worth it."""
     for node in reversed(leaf.path()):
@@ -74,7 +74,7 @@ def own_nodes(state: StoreState, session: int) -> list[Node]:
     return sorted(found.values(), key=lambda node: -node.p1)
 
 
-def unneeded(needs: Needs, own: Sequence[Node], base: Node | None) -> list[Node]:
+def unneeded(needs: OtherUsers, own: Sequence[Node], base: Node | None) -> list[Node]:
     """The session's own segments and their descendants that nothing else needs, children
     before their parents. `base` stays, because the session's blob needs it."""
     kept = set() if base is None else {node.id for node in base.path()}

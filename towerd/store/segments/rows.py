@@ -19,7 +19,7 @@ from towerd.store.catalog.catalog import Catalog
 from towerd.store.prefix.keys import segment_key
 from towerd.store.prefix.node import Node
 from towerd.store.segments import durable
-from towerd.store.segments.run import encode_runs
+from towerd.store.segments.format_run import encode_runs
 from towerd.store.segments.segment_file import Claim, SegmentFile
 from towerd.store.segments.segment_writer import Draft, DraftRun, new_name, write_segment
 from towerd.store.state import StoreState

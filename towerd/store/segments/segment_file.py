@@ -21,12 +21,12 @@ from towerd.slots.fingerprint import Fingerprint
 from towerd.slots.layout import NATIVE, KVLayout
 from towerd.slots.rows import KVRows
 from towerd.store.prefix.keys import segment_key
-from towerd.store.segments.run import Run, native_run, provenance_of
+from towerd.store.segments.format_run import FormatRun, native_run, provenance_of
 from towerd.store.segments.segment_header import (
     BlobEntry,
-    Header,
     PlaneEntry,
     RunEntry,
+    SegmentHeader,
     Span,
     check_layout,
     checksum,
@@ -91,7 +91,7 @@ class SegmentFile:
         n_rows: int,
         nbytes: int,
         mappings: Mappings,
-        runs: tuple[Run, ...] = (),
+        runs: tuple[FormatRun, ...] = (),
     ) -> None:
         self.id = id
         self.path = path
@@ -108,7 +108,7 @@ class SegmentFile:
         """Offsets of the planes and blobs whose checksums matched."""
         self._mappings = mappings
         self._mapped: weakref.ref[mmap.mmap] | None = None
-        self._header: Header | None = None
+        self._header: SegmentHeader | None = None
         self._start = 0
         self._lock = threading.Lock()
 
@@ -157,7 +157,7 @@ class SegmentFile:
             self._header, self._start = header, start
             self._checked = {piece.offset for piece in header.pieces}
 
-    def _read_header(self, data: mmap.mmap, claim: Claim) -> tuple[Header, int]:
+    def _read_header(self, data: mmap.mmap, claim: Claim) -> tuple[SegmentHeader, int]:
         """The header and where the data begin."""
         header, start = decode_head(memoryview(data))
         self._check_identity(header)
@@ -228,7 +228,7 @@ class SegmentFile:
             with self._lock:
                 self._checked.update(piece.offset for piece in missing)
 
-    def _check_identity(self, header: Header) -> None:
+    def _check_identity(self, header: SegmentHeader) -> None:
         if (header.p0, header.n, header.run_table) != (self.p0, self.n_rows, self.runs):
             raise StateError("the catalog describes another file under this name")
 
@@ -267,7 +267,7 @@ def quantized_bytes(files: Iterable[SegmentFile], native: KVLayout) -> int:
     )
 
 
-def check_claim(header: Header, claim: Claim) -> None:
+def check_claim(header: SegmentHeader, claim: Claim) -> None:
     """StateError unless fingerprint, key and ids are those that the catalog has."""
     digest = claim.fingerprint.digest()
     if header.fingerprint != digest:

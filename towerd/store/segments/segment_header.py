@@ -30,7 +30,7 @@ from towerd.slots.blob import blob_size
 from towerd.slots.errors import StateError
 from towerd.slots.layout import CELL_EXT_BYTES, NATIVE, KVLayout
 from towerd.store.prefix.keys import KEY_BYTES
-from towerd.store.segments.run import Run, check_runs
+from towerd.store.segments.format_run import FormatRun, check_runs
 from towerd.tokens import ID_BYTES
 
 MAGIC = b"TWRSEG"
@@ -46,8 +46,8 @@ SPAN_BYTES = 1 << 23
 HEADER_BYTES_MAX = 1 << 28
 POSITION_MAX = (1 << 31) - 1
 
-Kind: TypeAlias = Literal["k", "v", "ext"]
-Shape: TypeAlias = tuple[Kind, int, int, int, str]
+FrameKind: TypeAlias = Literal["k", "v", "ext"]
+Shape: TypeAlias = tuple[FrameKind, int, int, int, str]
 """(kind, layer, native ggml type, bytes of a row as stored, format)."""
 Span: TypeAlias = tuple[int, int, bytes]
 """(offset, bytes, their checksum)."""
@@ -56,7 +56,7 @@ Span: TypeAlias = tuple[int, int, bytes]
 class PlaneEntry(msgspec.Struct, frozen=True, array_like=True):
     """One plane of one run: `nbytes` bytes at `offset`, rows of `row_bytes`, token-major."""
 
-    kind: Kind
+    kind: FrameKind
     layer: int
     ggml_type: int
     """The type that the context has these rows in; -1 for the cell extension (int32 x, y,
@@ -112,12 +112,12 @@ class RunEntry(msgspec.Struct, frozen=True, array_like=True):
     blobs: list[BlobEntry] = []
 
     @property
-    def run(self) -> Run:
+    def run(self) -> FormatRun:
         """Without what holds it."""
-        return Run(self.row0, self.n_rows, self.format, self.derived)
+        return FormatRun(self.row0, self.n_rows, self.format, self.derived)
 
 
-class Header(msgspec.Struct, frozen=True):
+class SegmentHeader(msgspec.Struct, frozen=True):
     """What a segment file says about itself."""
 
     fingerprint: bytes
@@ -144,12 +144,12 @@ class Header(msgspec.Struct, frozen=True):
         return pieces
 
     @property
-    def run_table(self) -> tuple[Run, ...]:
+    def run_table(self) -> tuple[FormatRun, ...]:
         """The runs without their planes."""
         return tuple(entry.run for entry in self.runs)
 
 
-class _NativeHeader(msgspec.Struct, frozen=True):
+class _NativeSegmentHeader(msgspec.Struct, frozen=True):
     """The header of version 1."""
 
     fingerprint: bytes
@@ -160,14 +160,16 @@ class _NativeHeader(msgspec.Struct, frozen=True):
     ids: bytes
     planes: list[PlaneEntry]
 
-    def upgraded(self) -> Header:
+    def upgraded(self) -> SegmentHeader:
         run = RunEntry(0, self.p1 - self.p0, NATIVE, False, self.planes)
-        return Header(self.fingerprint, self.key, self.scope, self.p0, self.p1, self.ids, [run])
+        return SegmentHeader(
+            self.fingerprint, self.key, self.scope, self.p0, self.p1, self.ids, [run]
+        )
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Header).decode
-_decode_native = msgspec.msgpack.Decoder(_NativeHeader).decode
+_decode = msgspec.msgpack.Decoder(SegmentHeader).decode
+_decode_native = msgspec.msgpack.Decoder(_NativeSegmentHeader).decode
 
 
 def page_up(n_bytes: int) -> int:
@@ -192,13 +194,13 @@ def plane_shapes(native: KVLayout, format: str = NATIVE) -> list[Shape]:
     for i, (plane, kept) in enumerate(pairs):
         kind, layer = ("k", i) if i < native.n_layer else ("v", i - native.n_layer)
         name = NATIVE if kept == plane else format
-        shapes.append((cast(Kind, kind), layer, plane.ggml_type, kept.row_bytes, name))
+        shapes.append((cast(FrameKind, kind), layer, plane.ggml_type, kept.row_bytes, name))
     if native.cell_ext:
         shapes.append(("ext", 0, -1, CELL_EXT_BYTES, NATIVE))
     return shapes
 
 
-def encode_head(header: Header) -> bytes:
+def encode_head(header: SegmentHeader) -> bytes:
     """Preamble, header and padding: the file's bytes before the data."""
     body = _encode(header)
     prefix = PREAMBLE.pack(MAGIC, VERSION, len(body), 0, bytes(CHECKSUM_BYTES))[:PREFIX_BYTES]
@@ -206,7 +208,7 @@ def encode_head(header: Header) -> bytes:
     return head.ljust(page_up(len(head)), b"\0")
 
 
-def decode_head(data: memoryview) -> tuple[Header, int]:
+def decode_head(data: memoryview) -> tuple[SegmentHeader, int]:
     """The header of a whole mapped file and the offset of its data.
 
     Raises StateError unless checksum, version and every bound hold; never allocates more than
@@ -233,7 +235,7 @@ def decode_head(data: memoryview) -> tuple[Header, int]:
     return header, page_up(end)
 
 
-def check_layout(header: Header, native: KVLayout) -> None:
+def check_layout(header: SegmentHeader, native: KVLayout) -> None:
     """StateError unless every run's planes or blobs are of this layout in the run's format."""
     for run in header.runs:
         if run.blobs:
@@ -246,7 +248,7 @@ def check_layout(header: Header, native: KVLayout) -> None:
             raise StateError("the layer table is not this model's")
 
 
-def _check(header: Header, n_data: int) -> None:
+def _check(header: SegmentHeader, n_data: int) -> None:
     if not 0 <= header.p0 < header.p1 <= POSITION_MAX:
         raise StateError(f"positions [{header.p0}, {header.p1}) make no segment")
     if len(header.ids) != header.n * ID_BYTES:

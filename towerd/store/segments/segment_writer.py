@@ -20,14 +20,14 @@ from towerd.slots.layout import NATIVE, KVLayout
 from towerd.slots.rows import KVRows, check_positions
 from towerd.slots.runs import Runs
 from towerd.store.segments import durable
-from towerd.store.segments.run import Run
+from towerd.store.segments.format_run import FormatRun
 from towerd.store.segments.segment_header import (
     CHECKSUM_BYTES,
     SPAN_BYTES,
     BlobEntry,
-    Header,
     PlaneEntry,
     RunEntry,
+    SegmentHeader,
     Shape,
     checksum,
     encode_head,
@@ -79,12 +79,12 @@ class Draft:
         return self.runs[-1].parts[-1].p1
 
     @property
-    def run_table(self) -> tuple[Run, ...]:
+    def run_table(self) -> tuple[FormatRun, ...]:
         """What the catalog says of the runs."""
-        table: list[Run] = []
+        table: list[FormatRun] = []
         for run in self.runs:
             at = table[-1].end if table else 0
-            table.append(Run(at, run.n_rows, run.format, run.derived))
+            table.append(FormatRun(at, run.n_rows, run.format, run.derived))
         return tuple(table)
 
 
@@ -191,14 +191,16 @@ def _write_extents(
 
 def _header(
     draft: Draft, table: Sequence[Sequence[_Extent]], digests: Sequence[Sequence[bytes]]
-) -> Header:
+) -> SegmentHeader:
     runs = []
     for run, extents, sums in zip(draft.run_table, table, digests, strict=True):
         entries = [extent.entry(digest) for extent, digest in zip(extents, sums, strict=True)]
         planes = [entry for entry in entries if isinstance(entry, PlaneEntry)]
         blobs = [entry for entry in entries if isinstance(entry, BlobEntry)]
         runs.append(RunEntry(run.row0, run.n_rows, run.format, run.derived, planes, blobs))
-    return Header(draft.fingerprint, draft.key, draft.scope, draft.p0, draft.p1, draft.ids, runs)
+    return SegmentHeader(
+        draft.fingerprint, draft.key, draft.scope, draft.p0, draft.p1, draft.ids, runs
+    )
 
 
 def _place(draft: Draft) -> tuple[list[list[_Extent]], int]:

@@ -22,30 +22,30 @@ from towerd.codec.base import ids_hash
 from towerd.codec.errors import CodecError
 from towerd.errors import InvalidRequest, NotFound, StoreError, ThawError
 from towerd.store.maintenance.collect import delete, forget
-from towerd.store.maintenance.prune import Needs, common_base, own_nodes, unneeded, unviewed
+from towerd.store.maintenance.prune import OtherUsers, common_base, own_nodes, unneeded, unviewed
 from towerd.store.prefix.growth import Growth
 from towerd.store.prefix.node import Node
 from towerd.store.prefix.scope import TENANT_SQL
 from towerd.store.sessions.bases import BaseTable
 from towerd.store.sessions.cold_row import (
     decode_turns,
-    encode_marks,
+    encode_prefix_hashes,
     encode_turns,
-    mark_ends,
-    marks_of,
+    history_prefix_hashes,
     row_digest,
+    turn_ends,
 )
 from towerd.store.sessions.history import (
     History,
+    HistoryCopy,
     PastTurn,
-    Taken,
     beginning,
-    take_history,
+    copy_history,
     turn_rows,
     visible_bases,
 )
-from towerd.store.sessions.marks import MarkIndex, marks_at, prefix_marks
-from towerd.store.sessions.sessions import RECOGNISED_TOKENS_MIN, Located, SessionTable
+from towerd.store.sessions.prefix_hashes import PrefixHashIndex, prefix_hashes, prefix_hashes_at
+from towerd.store.sessions.sessions import RECOGNISED_TOKENS_MIN, SessionRow, SessionTable
 from towerd.store.sessions.turn import Base, SessionInfo
 from towerd.store.state import StoreState
 from towerd.tokens import ID_BYTES, Ids, ids_array
@@ -64,11 +64,11 @@ Growing = Callable[[], AbstractContextManager[Growth]]
 
 
 @dataclass(frozen=True, slots=True)
-class Warm:
+class WarmSession:
     """A session that can be frozen, in the state in which it was read."""
 
-    session: Located
-    taken: Taken
+    session: SessionRow
+    taken: HistoryCopy
     base: Node | None
     n_base: int
 
@@ -79,11 +79,11 @@ class Warm:
 
 
 @dataclass(frozen=True, slots=True)
-class Frozen:
+class FrozenSession:
     """A frozen session as stored. `base` and the decoded `blob` form the `stream` of its
     history."""
 
-    session: Located
+    session: SessionRow
     info: SessionInfo
     base: Ids
     """int32[n_base]: the tokens that the blob follows."""
@@ -163,8 +163,8 @@ class ColdTable:
         self._bases = bases
         self._lock = lock
         self._growing = growing
-        self._marks = MarkIndex()
-        self._marks.load(
+        self._prefix_hashes = PrefixHashIndex()
+        self._prefix_hashes.load(
             state.catalog.rows(
                 "SELECT session, marks FROM cold JOIN sessions ON pk = session"
                 " WHERE frozen = 1 AND fingerprint = ?",
@@ -200,7 +200,7 @@ class ColdTable:
                 " ORDER BY updated, pk LIMIT ?4",
                 (self._state.fingerprint_pk, before, scope, limit + len(without)),
             )
-            due = [Located(pk, id) for pk, id, whose in rows if (whose, id) not in without]
+            due = [SessionRow(pk, id) for pk, id, whose in rows if (whose, id) not in without]
             return [self._sessions.info(each) for each in due[:limit]]
 
     def frozen(self) -> list[tuple[str, str]]:
@@ -221,9 +221,9 @@ class ColdTable:
     def continued_by(self, prompt: bytes, scope: str) -> str | None:
         """The id of the frozen session that a prompt (int32 LE) most likely continues; None
         if a warm session matches further."""
-        marks = prefix_marks(prompt, scope)
+        hashes = prefix_hashes(prompt, scope)
         with self._lock():
-            for n, pks in self._marks.find(marks):
+            for n, pks in self._prefix_hashes.find(hashes):
                 if n < RECOGNISED_TOKENS_MIN:
                     break
                 youngest = heapq.nlargest(CANDIDATES_MAX, pks)
@@ -232,7 +232,7 @@ class ColdTable:
                     return self._unless_warm(prompt, scope, n, max(found, key=itemgetter(0, 1)))
         return None
 
-    def read(self, id: str, scope: str | None = None) -> Frozen | None:
+    def read(self, id: str, scope: str | None = None) -> FrozenSession | None:
         """A frozen session, its bytes checked; None if it is not frozen. Raises NotFound,
         StoreError (the id is ambiguous), ThawError (damaged)."""
         with self._lock():
@@ -244,27 +244,27 @@ class ColdTable:
 
     # --- freezing -------------------------------------------------------------------------
 
-    def take(self, id: str, scope: str | None = None) -> Warm | None:
+    def take(self, id: str, scope: str | None = None) -> WarmSession | None:
         """Read a session's content for coding; None if it is frozen already. Raises NotFound,
         StoreError (ambiguous), InvalidRequest (no turns)."""
         with self._lock():
             session = self._sessions.find(id, scope)
             if self._sessions.info(session).cold_bytes:
                 return None
-            taken = take_history(self._state, self._sessions, self._bases, session)
+            taken = copy_history(self._state, self._sessions, self._bases, session)
             if not taken.turns:
                 raise InvalidRequest(f"Session {id!r} has no turns: there is nothing to freeze.")
             first = self._state.trie.nodes.get(taken.turns[0][2])
-            needs = Needs(self._state, session.pk)
+            needs = OtherUsers(self._state, session.pk)
             base = None if first is None else common_base(needs, first, taken.nodes)
-            return Warm(session, taken, base, 0 if base is None else base.p1)
+            return WarmSession(session, taken, base, 0 if base is None else base.p1)
 
-    def put(self, warm: Warm, history: History, blob: bytes) -> Frozen:
+    def put(self, warm: WarmSession, history: History, blob: bytes) -> FrozenSession:
         """Store the blob of a session beside its tokens; durable. Returns it as it was read back.
 
         Raises SessionBusy if the session went on meanwhile, DiskFull."""
         turns = encode_turns(warm.turn_ids, history.turns)
-        marks = marks_of(history, warm.taken.info.scope)
+        marks = history_prefix_hashes(history, warm.taken.info.scope)
         digest = row_digest(warm.n_base, turns, marks, blob)
         with self._lock():
             self._check_same(warm)
@@ -283,7 +283,7 @@ class ColdTable:
         assert copy is not None
         return copy
 
-    def drop(self, warm: Warm, may_drop: Callable[[Sequence[Node]], bool]) -> list[Node]:
+    def drop(self, warm: WarmSession, may_drop: Callable[[Sequence[Node]], bool]) -> list[Node]:
         """Freeze a session whose blob was stored and found to be right: its turns let go of their
         tokens, and what nobody else needs is removed, in one transaction. Returns the nodes that
         are gone. `may_drop(doomed)` is asked under the lock.
@@ -292,7 +292,7 @@ class ColdTable:
         state, pk = self._state, warm.session.pk
         with self._lock():
             self._check_same(warm)
-            doomed = unneeded(Needs(state, pk), own_nodes(state, pk), warm.base)
+            doomed = unneeded(OtherUsers(state, pk), own_nodes(state, pk), warm.base)
             if not may_drop(doomed):
                 raise SessionBusy(f"Session {warm.session.id!r} is in use: freeze it later.")
             files = unviewed(state.trie, doomed)
@@ -310,11 +310,11 @@ class ColdTable:
                     (pk,),
                 )
                 delete(state, doomed, files)
-            self._marks.add(pk, marks)
+            self._prefix_hashes.add(pk, marks)
             forget(state, doomed, files)
         return doomed
 
-    def recode(self, frozen: Frozen, blob: bytes) -> None:
+    def recode(self, frozen: FrozenSession, blob: bytes) -> None:
         """Replace the blob of a frozen session with another one of the same tokens; durable.
         Does nothing if the session was thawed or recoded meanwhile."""
         state, pk = self._state, frozen.session.pk
@@ -333,7 +333,7 @@ class ColdTable:
 
     # --- thawing --------------------------------------------------------------------------
 
-    def restore(self, frozen: Frozen, history: History) -> bool:
+    def restore(self, frozen: FrozenSession, history: History) -> bool:
         """Give the turns of a frozen session their tokens back and forget its blob, in one
         transaction; False if it is not frozen, or frozen or coded anew, since it was read. Raises
         DiskFull."""
@@ -346,7 +346,7 @@ class ColdTable:
                     turn, data = history.turns[place], history.ids(place).tobytes()
                     self._give_back(growth, turn_id, data, scope, turn.n_prompt, turn.n_cached)
                 self._thawed(pk)
-            self._marks.discard(pk)
+            self._prefix_hashes.discard(pk)
         return True
 
     def recover(self, id: str, scope: str, prompt: bytes) -> bool:
@@ -365,12 +365,12 @@ class ColdTable:
                     data = prompt[: n * ID_BYTES]
                     self._give_back(growth, turn_id, data, scope, n_prompt, n_cached)
                 self._thawed(session.pk)
-            self._marks.discard(session.pk)
+            self._prefix_hashes.discard(session.pk)
         return True
 
     def forget(self, session: int) -> None:
         """Remove a deleted session from recognition. Runs under the lock."""
-        self._marks.discard(session)
+        self._prefix_hashes.discard(session)
 
     # --- checking -------------------------------------------------------------------------
 
@@ -389,7 +389,7 @@ class ColdTable:
 
     # --- inside ---------------------------------------------------------------------------
 
-    def _read(self, session: Located, *, frozen: bool) -> Frozen | None:
+    def _read(self, session: SessionRow, *, frozen: bool) -> FrozenSession | None:
         sealed, pk = self._state.catalog.sealed, (session.pk,)
         rows = sealed("cold", "session = ? AND frozen = ?", (*pk, int(frozen)))
         blobs = sealed("blobs", "session = ?", pk)
@@ -406,9 +406,9 @@ class ColdTable:
                  for turn in sealed("turns", "session = ? ORDER BY id", pk)]  # fmt: skip
         info = self._sessions.info(session)
         bases = visible_bases(self._bases, info.scope)
-        return Frozen(session, info, ids, turns, blob, facts, bases, digest)
+        return FrozenSession(session, info, ids, turns, blob, facts, bases, digest)
 
-    def _check_same(self, warm: Warm) -> None:
+    def _check_same(self, warm: WarmSession) -> None:
         """Raises SessionBusy unless the session is unchanged since it was read."""
         known = self._sessions.lookup(warm.session.id, warm.taken.info.scope)
         is_same = known == warm.session and self._has_turns_of(warm)
@@ -416,12 +416,12 @@ class ColdTable:
         if not is_same or not is_base_there or self._sessions.info(warm.session).cold_bytes:
             raise SessionBusy(f"Session {warm.session.id!r} changed meanwhile: freeze it again.")
 
-    def _has_turns_of(self, warm: Warm) -> bool:
+    def _has_turns_of(self, warm: WarmSession) -> bool:
         """Row ids are reused: another session with this name may have replaced the removed one."""
         return turn_rows(self._state, warm.session) == warm.taken.turns
 
     def _has_said(
-        self, session: Located, scope: str, turns: list[tuple[int, int, int, int]], prompt: bytes
+        self, session: SessionRow, scope: str, turns: list[tuple[int, int, int, int]], prompt: bytes
     ) -> bool:
         """Whether each of `turns` (id, n_prompt, n, n_cached) is the beginning of `prompt`."""
         n_all = max((n for _, _, n, _ in turns), default=0)
@@ -437,8 +437,8 @@ class ColdTable:
         own = ids_array(prompt[n_base * ID_BYTES : n_all * ID_BYTES])
         if container.claimed_hash(blob or b"") == ids_hash(own):
             return True
-        ends = mark_ends((n_prompt, n_cached) for _, n_prompt, _, n_cached in turns)
-        return bool(ends) and encode_marks(marks_at(prompt, scope, ends)) == marks
+        ends = turn_ends((n_prompt, n_cached) for _, n_prompt, _, n_cached in turns)
+        return bool(ends) and encode_prefix_hashes(prefix_hashes_at(prompt, scope, ends)) == marks
 
     def _give_back(
         self, growth: Growth, turn_id: int, data: bytes, scope: str, n_prompt: int, n_cached: int

@@ -9,7 +9,7 @@ import numpy as np
 
 from towerd.codec import varint
 from towerd.store.sessions.history import History, PastTurn
-from towerd.store.sessions.marks import marks_at
+from towerd.store.sessions.prefix_hashes import prefix_hashes_at
 from towerd.store.sessions.sessions import RECOGNISED_TOKENS_MIN
 
 DIGEST_BYTES = 16
@@ -38,25 +38,25 @@ def decode_turns(data: bytes) -> list[tuple[int, int, int]]:
     return found
 
 
-def mark_ends(turns: Iterable[tuple[int, int]]) -> list[int]:
+def turn_ends(turns: Iterable[tuple[int, int]]) -> list[int]:
     """Where the prompts and replies of turns (n_prompt, n_cached) end, as far as they have rows;
     ascending, each place once."""
     ends = {end for n_prompt, n_cached in turns for end in (min(n_prompt, n_cached), n_cached)}
     return sorted(end for end in ends if end >= RECOGNISED_TOKENS_MIN)
 
 
-def marks_of(history: History, scope: str) -> bytes:
-    """The marks of a session, for `MarkIndex`: one where each prompt and each reply ends."""
+def history_prefix_hashes(history: History, scope: str) -> bytes:
+    """The marks of a session, for `PrefixHashIndex`: one where each prompt and each reply ends."""
     found: set[int] = set()
     for place, turn in enumerate(history.turns):
-        ends = mark_ends([(turn.n_prompt, turn.n_cached)])
+        ends = turn_ends([(turn.n_prompt, turn.n_cached)])
         if ends:
-            found.update(marks_at(history.ids(place).tobytes(), scope, ends))
-    return encode_marks(found)
+            found.update(prefix_hashes_at(history.ids(place).tobytes(), scope, ends))
+    return encode_prefix_hashes(found)
 
 
-def encode_marks(marks: Iterable[int]) -> bytes:
-    """Marks as they are stored: uint64 LE, ascending."""
+def encode_prefix_hashes(marks: Iterable[int]) -> bytes:
+    """PrefixHashes as they are stored: uint64 LE, ascending."""
     return np.array(sorted(marks), "<u8").tobytes()
 
 

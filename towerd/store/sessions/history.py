@@ -18,7 +18,7 @@ from towerd.errors import InvalidRequest
 from towerd.store.prefix.growth import Growth
 from towerd.store.prefix.scope import public_of
 from towerd.store.sessions.bases import BaseTable
-from towerd.store.sessions.sessions import Located, SessionTable, check_name, tokens_lost
+from towerd.store.sessions.sessions import SessionRow, SessionTable, check_name, tokens_lost
 from towerd.store.sessions.turn import Base, SessionInfo
 from towerd.store.state import StoreState
 from towerd.tokens import ID_BYTES, Ids, common_prefix, ids_array
@@ -117,7 +117,7 @@ class History:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class HistoryCopy:
     """The data copied under the store's lock; `history` arranges it without the lock."""
 
     info: SessionInfo
@@ -177,9 +177,9 @@ class Taken:
         return self.turns[place][2], self.turns[place][-1]
 
 
-def take_history(
-    state: StoreState, table: SessionTable, bases: BaseTable, session: Located
-) -> Taken:
+def copy_history(
+    state: StoreState, table: SessionTable, bases: BaseTable, session: SessionRow
+) -> HistoryCopy:
     """Copy the data of a session's history, under the lock. Raises SessionFrozen, and
     StoreError if damage destroyed the tokens of a turn."""
     table.check_thawed(session)
@@ -193,10 +193,10 @@ def take_history(
         while node.parent is not None and node.id not in nodes:
             nodes[node.id] = (node.parent.id, node.ids)
             node = node.parent
-    return Taken(info, rows, nodes, visible_bases(bases, info.scope))
+    return HistoryCopy(info, rows, nodes, visible_bases(bases, info.scope))
 
 
-def turn_rows(state: StoreState, session: Located) -> list[tuple[Any, ...]]:
+def turn_rows(state: StoreState, session: SessionRow) -> list[tuple[Any, ...]]:
     """What the catalog has of each turn, the oldest first; the node of a turn without one is 0."""
     turns = state.catalog.sealed("turns", "session = ? ORDER BY id", (session.pk,))
     return [
@@ -244,7 +244,7 @@ def add_history(
     return len(turn_ids) - n_before
 
 
-def _same_turns(state: StoreState, session: Located, history: History) -> list[int]:
+def _same_turns(state: StoreState, session: SessionRow, history: History) -> list[int]:
     """The ids of the session's turns. Raises InvalidRequest unless they and the history's are
     the same as far as both go."""
     rows = turn_rows(state, session)

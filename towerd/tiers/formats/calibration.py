@@ -55,7 +55,7 @@ def allows(fidelity: str, drift: Drift) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class DriftSample:
     """One continuation over disturbed rows or in another shape: means over its tokens."""
 
     kl: float
@@ -84,7 +84,7 @@ class Floor:
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class FormatCost:
     """What rows in some table's formats cost against native rows, evaluated in the same shape."""
 
     kl: float
@@ -111,7 +111,9 @@ class Cost:
         return self.excess + self.ci
 
 
-def cost_of(samples: Sequence[Sample], floor: Sequence[Sample], n_each: int) -> Cost:
+def format_cost(
+    samples: Sequence[DriftSample], floor: Sequence[DriftSample], n_each: int
+) -> FormatCost:
     """The cost of a table from its samples and the floor's on the same continuations of
     `n_each` tokens; without a floor that of undisturbed rows.
 
@@ -119,7 +121,7 @@ def cost_of(samples: Sequence[Sample], floor: Sequence[Sample], n_each: int) -> 
     excess, ci = 0.0, 0.0
     if floor:
         excess, ci = interval([a.kl - b.kl for a, b in zip(samples, floor, strict=True)])
-    return Cost(
+    return FormatCost(
         kl=float(np.mean([sample.kl for sample in samples])),
         excess=excess,
         ci=ci,
@@ -130,11 +132,11 @@ def cost_of(samples: Sequence[Sample], floor: Sequence[Sample], n_each: int) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class FormatChoice:
     """The table of one fidelity, its cost measured as a whole, and its size."""
 
     levels: Table
-    cost: Cost
+    cost: FormatCost
     bits: float
     """Mean bits of a stored value, scales included, sinks and last rows not."""
     bound: float
@@ -145,8 +147,8 @@ class Choice:
 class Grid:
     """The measurements that the search starts from."""
 
-    native: Cost
-    uniform: Mapping[str, Cost]
+    native: FormatCost
+    uniform: Mapping[str, FormatCost]
     """Format -> cost when all levels take it."""
     weights: tuple[float, ...]
     """Each level's share of the excess of a format that all levels take."""
@@ -167,7 +169,7 @@ class Calibration:
     """Format -> bits of a value of this model's rows; `native` included."""
     floor: Floor
     grid: Grid
-    choices: Mapping[str, Choice]
+    choices: Mapping[str, FormatChoice]
     """Fidelity (`near`, `small`) -> what it may take."""
 
     @property

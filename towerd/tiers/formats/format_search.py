@@ -17,9 +17,9 @@ from towerd.tiers.formats.calibration import (
     BOUNDS,
     LEVELS,
     SHARES,
-    Choice,
-    Cost,
     Floor,
+    FormatChoice,
+    FormatCost,
     Grid,
     Table,
     bits_of,
@@ -44,12 +44,14 @@ class Meter(Protocol):
         """The model's noise on the first `n` continuations."""
         ...
 
-    def costs(self, tables: Sequence[Table], n: int) -> Sequence[Cost]:
+    def costs(self, tables: Sequence[Table], n: int) -> Sequence[FormatCost]:
         """Costs of some tables on the first `n` continuations, in their order."""
         ...
 
 
-def calibrate(meter: Meter, bits: Mapping[str, float]) -> tuple[Floor, Grid, dict[str, Choice]]:
+def calibrate(
+    meter: Meter, bits: Mapping[str, float]
+) -> tuple[Floor, Grid, dict[str, FormatChoice]]:
     """The floor, the grid and the choice of every fidelity. `bits` as `sizes` gives them."""
     grid = measure_grid(meter, [name for name in bits if name != NATIVE])
     floor_kl = meter.floor(_coarse(meter)).kl
@@ -72,7 +74,7 @@ def measure_grid(meter: Meter, formats: Sequence[str]) -> Grid:
     return Grid(native, uniform, _weights(meter, uniform, n))
 
 
-def _weights(meter: Meter, uniform: Mapping[str, Cost], n: int) -> tuple[float, ...]:
+def _weights(meter: Meter, uniform: Mapping[str, FormatCost], n: int) -> tuple[float, ...]:
     """Errors of different levels are independent and KL divergence is of second order in them,
     so the excesses of the levels add up to that of a table, and each level has the same share of
     it whatever the format. The format whose excess is nearest the widest bound shows the shares
@@ -88,7 +90,7 @@ def _weights(meter: Meter, uniform: Mapping[str, Cost], n: int) -> tuple[float, 
     return tuple(each / total for each in excess) if total else SHARES
 
 
-def choose(meter: Meter, grid: Grid, bits: Mapping[str, float], bound: float) -> Choice:
+def choose(meter: Meter, grid: Grid, bits: Mapping[str, float], bound: float) -> FormatChoice:
     """The smallest table whose excess is at most `bound` up to the end of its 95 % interval.
 
     A deeper level never gets fewer bits than the one above it: its rows are nearer to the
@@ -104,12 +106,12 @@ def choose(meter: Meter, grid: Grid, bits: Mapping[str, float], bound: float) ->
             continue
         cost = grid.native if table == ALL_NATIVE else settled(meter, table, bound)
         if table == ALL_NATIVE or cost.excess_max <= bound:
-            return Choice(table, cost, bits_of(table, bits), bound)
+            return FormatChoice(table, cost, bits_of(table, bits), bound)
         factor = max(factor, cost.excess_max / max(expected, bound / _TELLING))
     raise AssertionError("all native is among the tables")
 
 
-def settled(meter: Meter, table: Table, bound: float) -> Cost:
+def settled(meter: Meter, table: Table, bound: float) -> FormatCost:
     """The cost of a table on as much text as tells: until its excess is known to a third of the
     bound, or surely beyond the bound, or the text ends."""
     n = _coarse(meter)

@@ -34,7 +34,14 @@ from towerd.engine.embedded.restore.scratch import (
 from towerd.slots.blob import emit_blob
 from towerd.slots.layout import KVLayout
 from towerd.slots.rows import KVRows, join
-from towerd.tiers.formats.calibration import ALL_NATIVE, Cost, Floor, Sample, Table, cost_of
+from towerd.tiers.formats.calibration import (
+    ALL_NATIVE,
+    DriftSample,
+    Floor,
+    FormatCost,
+    Table,
+    format_cost,
+)
 from towerd.tiers.formats.interval import interval
 from towerd.tiers.formats.levels import stored_parts
 from towerd.tokens import Ids
@@ -72,8 +79,8 @@ class Measurer:
         self._shape = BatchShape(f"batches of {width}", width)
         self._paces: dict[BatchShape, Pace] = {}
         self._rows: dict[int, KVRows] = {}
-        self._samples: dict[Table, list[Sample]] = {ALL_NATIVE: []}
-        self._noise: list[Sample] = []
+        self._samples: dict[Table, list[DriftSample]] = {ALL_NATIVE: []}
+        self._noise: list[DriftSample] = []
         self._noisiest = self._shape
         self._probed: dict[str, float] = {}
 
@@ -113,11 +120,11 @@ class Measurer:
         top1 = float(np.mean([sample.top1 for sample in noise]))
         return Floor(kl, ci, top1, self._noisiest.name, dict(self._probed), NEXT_TOKENS * n)
 
-    def costs(self, tables: Sequence[Table], n: int) -> list[Cost]:
+    def costs(self, tables: Sequence[Table], n: int) -> list[FormatCost]:
         """The cost of each table on the first `n` continuations."""
         self._measure(tables, n)
         return [
-            cost_of(
+            format_cost(
                 self._samples[table][:n],
                 [] if table == ALL_NATIVE else self._noise[:n],
                 NEXT_TOKENS,
@@ -137,7 +144,7 @@ class Measurer:
             native, targets = self.native(checkpoint), self.targets(checkpoint)
             if len(self._noise) == i:
                 nll = -float(native[np.arange(len(targets)), targets].mean())
-                self._samples[ALL_NATIVE].append(Sample(0.0, 1.0, nll))
+                self._samples[ALL_NATIVE].append(DriftSample(0.0, 1.0, nll))
                 self._noise.append(self._disturbed(checkpoint, native, self._noisiest))
             for table in missing:
                 if table != ALL_NATIVE:
@@ -157,7 +164,9 @@ class Measurer:
         self._noisiest = max(kl, key=lambda shape: kl[shape])
         self._probed = {shape.name: each for shape, each in kl.items()}
 
-    def _disturbed(self, checkpoint: Checkpoint, native: LogProbs, shape: BatchShape) -> Sample:
+    def _disturbed(
+        self, checkpoint: Checkpoint, native: LogProbs, shape: BatchShape
+    ) -> DriftSample:
         """The same continuation over the same native rows in another shape."""
         logits = self.logits(checkpoint, [self.rows(checkpoint)], shape)
         return compare(native, logits, self.targets(checkpoint))
@@ -217,7 +226,7 @@ class Measurer:
         return self._run_step(work, p + len(ids))
 
 
-def compare(native: LogProbs, logits: Logits, targets: Ids | None = None) -> Sample:
+def compare(native: LogProbs, logits: Logits, targets: Ids | None = None) -> DriftSample:
     """What the distributions of `logits` differ by from those of `native`; `targets`: the tokens
     that really follow, for the perplexity."""
     kl = same = nll = 0.0
@@ -229,7 +238,7 @@ def compare(native: LogProbs, logits: Logits, targets: Ids | None = None) -> Sam
         nll -= 0.0 if targets is None else float(q[targets[i]])
     n = len(native)
     # Rounding can leave a sum of zeros a hair below zero.
-    return Sample(max(0.0, kl / n), same / n, nll / n)
+    return DriftSample(max(0.0, kl / n), same / n, nll / n)
 
 
 def log_softmax(logits: npt.NDArray[np.float32]) -> LogProbs:

@@ -36,7 +36,7 @@ from towerd.slots.rope import Rope
 from towerd.slots.rows import KVRows, join
 from towerd.slots.shift import shift
 from towerd.store.prefix.module import Spans
-from towerd.tiers.formats.calibration import Sample
+from towerd.tiers.formats.calibration import DriftSample
 from towerd.tokens import Ids
 
 Deviation = npt.NDArray[np.float64]
@@ -193,7 +193,7 @@ class SpliceMeter:
         self._shapes = tuple(shapes)
         self._alone: KVRows | None = None
         self._measured: list[_Measured] = []
-        self._noise: list[Sample] = []
+        self._noise: list[DriftSample] = []
         self.deviation: Deviation = np.zeros(len(ids))
 
     def prepare(self, cases: Sequence[Case]) -> None:
@@ -215,18 +215,18 @@ class SpliceMeter:
             self._measured.append(_Measured(line, case, native))
 
     @property
-    def floor(self) -> Sample:
+    def floor(self) -> DriftSample:
         """The model's noise on the tokens that the cost is measured on."""
         return _mean(self._noise)
 
-    def _disturbed(self, line: Line, case: Case, native: LogProbs) -> Sample:
+    def _disturbed(self, line: Line, case: Case, native: LogProbs) -> DriftSample:
         """What another shape changes; the first case tells which one disturbs most."""
         found = {}
         for shape in self._shapes:
             line.cut(line.n - len(case.after))
             found[shape] = compare(native, line.logits(case.after, shape))
         if not found:
-            return Sample(0.0, 1.0, 0.0)
+            return DriftSample(0.0, 1.0, 0.0)
         noisiest = max(found, key=lambda shape: found[shape].kl)
         self._shapes = (noisiest,)
         return found[noisiest]
@@ -249,7 +249,7 @@ class SpliceMeter:
             else:
                 line.decode(self.ids[p0:p1])
 
-    def cost(self, spans: Spans) -> Sample:
+    def cost(self, spans: Spans) -> DriftSample:
         """What it costs if the tokens of `spans` are evaluated and the others spliced in."""
         found = []
         for each in self._measured:
@@ -259,10 +259,10 @@ class SpliceMeter:
         return _mean(found)
 
 
-def _mean(samples: Sequence[Sample]) -> Sample:
+def _mean(samples: Sequence[DriftSample]) -> DriftSample:
     """Over cases, which have equally many tokens."""
     kl, top1, nll = np.mean([(each.kl, each.top1, each.nll) for each in samples], axis=0).tolist()
-    return Sample(kl, top1, nll)
+    return DriftSample(kl, top1, nll)
 
 
 def deviation(full: KVRows, moved: KVRows) -> Deviation:

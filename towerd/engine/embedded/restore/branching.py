@@ -11,7 +11,7 @@ from towerd.engine.embedded.scheduling.job import Job
 from towerd.engine.embedded.scheduling.pool import LivePool, LiveSeq
 from towerd.media_ids import whole
 from towerd.tiers.manager import Tiers
-from towerd.tiers.plan import Plan
+from towerd.tiers.plan import RestorePlan
 
 Evict = Callable[[], bool]
 """Frees one idle sequence, or says that there is none."""
@@ -44,7 +44,7 @@ class Branching(Protocol):
         """How many of the job's tokens are live."""
         ...
 
-    def plan(self, job: Job, seq: LiveSeq, stop: int) -> Plan:
+    def plan(self, job: Job, seq: LiveSeq, stop: int) -> RestorePlan:
         """What the store adds to `seq` of the job's first `stop` tokens."""
         ...
 
@@ -111,10 +111,10 @@ class TokenBranching:
     def _can_open(self, evict: Evict) -> bool:
         return self._pool.can_open() or evict()
 
-    def plan(self, job: Job, seq: LiveSeq, stop: int) -> Plan:
+    def plan(self, job: Job, seq: LiveSeq, stop: int) -> RestorePlan:
         """See Branching.plan. A plan never ends within a medium."""
         if not job.request.cache_prompt:
-            return Plan.nothing()
+            return RestorePlan.nothing()
         plan = self._tiers.plan(job.ids[: whole(job.media, stop)], job.request.scope, seq.n)
         seq.n_public = plan.n_public
         n_whole = whole(job.media, seq.n + plan.n)

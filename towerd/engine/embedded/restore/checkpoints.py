@@ -12,18 +12,18 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
+from towerd.engine.embedded.restore.marks import plan_marks
 
 from towerd.engine.embedded.memory import Memory
 from towerd.engine.embedded.model.context import Buffer
 from towerd.engine.embedded.restore.branching import Evict, Found
-from towerd.engine.embedded.restore.marks import plan_marks
 from towerd.engine.embedded.scheduling.job import Job
 from towerd.engine.embedded.scheduling.pool import LivePool, LiveSeq
 from towerd.errors import StoreError, TowerdError
-from towerd.store.segments.boundaries import Boundary
-from towerd.tiers.boundary import BoundaryTier
+from towerd.store.segments.checkpoints import StateCheckpoint
+from towerd.tiers.checkpoint_tier import CheckpointTier
 from towerd.tiers.manager import Tiers
-from towerd.tiers.plan import Plan
+from towerd.tiers.plan import RestorePlan
 from towerd.tokens import Provenance, Provenances, are_exact, are_storable, common_prefix
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class LoadedState:
 
     data: Buffer
     provenance: Provenances
-    found: Boundary
+    found: StateCheckpoint
 
 
 class Checkpoints:
@@ -49,7 +49,7 @@ class Checkpoints:
         memory: Memory,
         pool: LivePool,
         tiers: Tiers,
-        boundaries: BoundaryTier,
+        boundaries: CheckpointTier,
         message_ends: Collection[int],
         every: int,
     ) -> None:
@@ -102,26 +102,26 @@ class Checkpoints:
             source.busy = was_busy
         return self._opened(job, capacity, evict)
 
-    def plan(self, job: Job, seq: LiveSeq, stop: int) -> Plan:
+    def plan(self, job: Job, seq: LiveSeq, stop: int) -> RestorePlan:
         """See Branching.plan. It goes up to a position that has a state; sets the job's marks."""
         request, ids = job.request, job.ids[:stop]
-        plan, n_known = Plan.nothing(), 0
+        plan, n_known = RestorePlan.nothing(), 0
         if request.cache_prompt and job.n_broken < _BROKEN_MAX:
             found = self.tiers.plan(ids, request.scope, seq.n)
             seq.n_public, n_known = found.n_public, found.n_match
             end = seq.n + found.n if self.memory.kind.has_rows else found.n_match
-            boundary = self.boundaries.deepest(ids, request.scope, seq.n, end)
-            if boundary is not None:
-                plan = found.up_to(boundary)
+            checkpoint = self.boundaries.deepest(ids, request.scope, seq.n, end)
+            if checkpoint is not None:
+                plan = found.up_to(checkpoint)
         others = (s for s in self.pool if s is not seq and s.scope == seq.scope)
         live = max((common_prefix(s.tokens(), ids) for s in others), default=0)
         start = seq.n + plan.n
         job.marks = self._marks(job, start, {n_known, live})
         return plan
 
-    def load(self, plan: Plan) -> LoadedState | None:
+    def load(self, plan: RestorePlan) -> LoadedState | None:
         """Read the state of a plan; None if it cannot be had. For any thread."""
-        found = plan.boundary
+        found = plan.checkpoint
         if found is None:
             return None
         try:

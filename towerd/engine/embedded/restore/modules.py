@@ -25,7 +25,7 @@ from towerd.engine.embedded.restore.splice import Splicer
 from towerd.engine.embedded.scheduling.scheduler import Scheduler
 from towerd.errors import Unavailable
 from towerd.store.prefix.module import Module, Spans
-from towerd.tiers.formats.calibration import Sample, allows
+from towerd.tiers.formats.calibration import DriftSample, allows
 from towerd.tiers.module_text import PERCENTS_MORE, check_length
 from towerd.tokens import Ids, ids_bytes
 
@@ -115,7 +115,7 @@ class EmbeddedModules:
         return (work(),)
 
 
-def within(meter: SpliceMeter, percent: float, fidelity: str) -> tuple[Spans, Sample]:
+def within(meter: SpliceMeter, percent: float, fidelity: str) -> tuple[Spans, DriftSample]:
     """The tokens to evaluate again, and what splicing the others in costs: `percent` of all, or
     the first larger share whose drift `fidelity` allows; the last one tried if there is none.
 

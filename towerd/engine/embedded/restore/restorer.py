@@ -26,7 +26,7 @@ from towerd.engine.embedded.scheduling.pool import LivePool, LiveSeq
 from towerd.errors import TowerdError
 from towerd.media_ids import whole
 from towerd.tiers.manager import Tiers
-from towerd.tiers.plan import Composed, Plan
+from towerd.tiers.plan import Composed, RestorePlan
 from towerd.tokens import Provenances, common_prefix, count_approximate
 
 log = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class Restorer:
         self._hooks = hooks
         self._branching = branching
         self._checkpoints = checkpoints
-        self._plans: dict[int, Plan] = {}
+        self._plans: dict[int, RestorePlan] = {}
         self._workers = ThreadPoolExecutor(2, "towerd-compose")
 
     def close(self) -> None:
@@ -291,9 +291,9 @@ class Restorer:
             drift=job.reuse.drift if n_approximate else None,
         )
 
-    def _plan(self, job: Job, seq: LiveSeq) -> Plan:
+    def _plan(self, job: Job, seq: LiveSeq) -> RestorePlan:
         n = 0 if job.saved is not None else self._hooks.of_job(job).n_loadable(job, seq)
-        return self._branching.plan(job, seq, n) if n else Plan.nothing()
+        return self._branching.plan(job, seq, n) if n else RestorePlan.nothing()
 
     def _find(self, job: Job) -> Found:
         if job.saved is not None or not job.request.cache_prompt:

@@ -33,7 +33,7 @@ from towerd.slots.shift import check_rope, shift
 from towerd.store.prefix.module import Spans
 from towerd.tiers.manager import Tiers
 from towerd.tiers.module_text import TOKENS_MIN
-from towerd.tiers.modules import Modules, Placed
+from towerd.tiers.modules import Modules, PlacedModule
 
 log = logging.getLogger(__name__)
 
@@ -152,7 +152,9 @@ class Splicer:
         known = [cost for cost in costs if cost is not None]
         return combined(known) if costs and len(known) == len(costs) else None
 
-    def _compose(self, placed: Placed, runs: list[tuple[int, int]], scope: str) -> Blobs | None:
+    def _compose(
+        self, placed: PlacedModule, runs: list[tuple[int, int]], scope: str
+    ) -> Blobs | None:
         """On a worker thread: the blobs of a module's runs, None (and a warning) if not all of
         them can be had."""
         try:
@@ -175,7 +177,7 @@ class Splicer:
         return np.asarray(emit_blob([moved], v_trans=self._core.context.v_trans))
 
 
-def kept_runs(placed: Placed, start: int, stop: int) -> list[tuple[int, int]]:
+def kept_runs(placed: PlacedModule, start: int, stop: int) -> list[tuple[int, int]]:
     """[p0, p1) of the runs of a placed module whose rows stay, within [start, stop)."""
     runs = []
     for p0, p1 in complement(placed.module.spans, placed.n):

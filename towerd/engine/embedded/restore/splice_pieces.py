@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from towerd.engine.embedded.model.context import Buffer
-from towerd.tiers.modules import Placed
+from towerd.tiers.modules import PlacedModule
 from towerd.tokens import Provenance, Provenances
 
 
@@ -26,7 +26,7 @@ class Blobs:
 class Piece:
     """Tokens [p0, p1) of a prompt whose rows a module has."""
 
-    placed: Placed
+    placed: PlacedModule
     p0: int
     p1: int
     blobs: Future[Blobs | None]
@@ -63,7 +63,7 @@ class Splice:
         """Where the next piece begins; up to there the job evaluates."""
         return self.pieces[0].p0 if self.pieces else None
 
-    def drop(self, placed: Placed) -> None:
+    def drop(self, placed: PlacedModule) -> None:
         """Evaluate this module instead."""
         self.pieces = [piece for piece in self.pieces if piece.placed is not placed]
 

@@ -218,7 +218,7 @@ class LivePool:
         assert 0 < n <= len(seq.ids) - seq.n, "sequence over its capacity"
         seq.ids[seq.n : seq.n + n] = ids
         if provenance is None and seq.is_partial:
-            seq.provenance[seq.n : seq.n + n] = Provenance.THINNED
+            seq.provenance[seq.n : seq.n + n] = Provenance.PARTIAL
         else:
             computed = computed_after(seq.provenance[: seq.n]) if provenance is None else provenance
             seq.provenance[seq.n : seq.n + n] = computed

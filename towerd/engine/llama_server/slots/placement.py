@@ -83,7 +83,7 @@ class Slot:
     n_stored: int = 0
     """Leading tokens whose rows the store has."""
     provenance: Provenances = field(default_factory=lambda: np.zeros(0, np.uint8))
-    """Of the restored leading tokens: what became of their rows (see `towerd.store.segments.run`)."""
+    """Of the restored leading tokens: what became of their rows (see `towerd.store.segments.format_run`)."""
     window_from: int = 0
     """The first position whose sliding-window rows it holds; earlier ones were not restored."""
     label: str = ""

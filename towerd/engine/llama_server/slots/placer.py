@@ -20,7 +20,7 @@ from towerd.engine.llama_server.slots.restore import Restored, SlotRestorer
 from towerd.engine.llama_server.slots.slot_table import SlotTable
 from towerd.errors import TowerdError
 from towerd.tiers.manager import Tiers
-from towerd.tiers.plan import Plan
+from towerd.tiers.plan import RestorePlan
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class Placer:
         self._upstream = backend.upstream
         self._tiers = tiers
         self._workers = workers
-        self._found: WeakKeyDictionary[Want, tuple[int, Plan]] = WeakKeyDictionary()
+        self._found: WeakKeyDictionary[Want, tuple[int, RestorePlan]] = WeakKeyDictionary()
         """What was looked up for each request, and how many slots had been saved by then."""
         self._restorer: SlotRestorer | None = None
         self._capturer: Capturer | None = None
@@ -86,14 +86,14 @@ class Placer:
                 return True
         return False
 
-    async def look_up(self, want: Want) -> Plan:
+    async def look_up(self, want: Want) -> RestorePlan:
         """What the store has of the prompt; noted in `want`."""
         n_saves = self.counters.saves
         plan = await self._look_up(want)
         self._found[want] = n_saves, plan
         return plan
 
-    async def _found_of(self, want: Want) -> Plan:
+    async def _found_of(self, want: Want) -> RestorePlan:
         """The same, from the last time if nothing was saved since. What was dropped meanwhile is
         found out when it is read."""
         n_saves, plan = self._found.get(want, (-1, None))
@@ -101,10 +101,10 @@ class Placer:
             return await self.look_up(want)
         return plan
 
-    async def _look_up(self, want: Want) -> Plan:
+    async def _look_up(self, want: Want) -> RestorePlan:
         assert want.ids is not None
         if not self.can_compose or not want.cache_prompt or want.n < 2:
-            return Plan.nothing()
+            return RestorePlan.nothing()
         # The last token is left to evaluate: restored rows carry no logits.
         plan = await asyncio.get_running_loop().run_in_executor(
             self._workers, self._tiers.plan, want.ids[:-1], want.scope, 0

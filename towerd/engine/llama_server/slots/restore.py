@@ -27,7 +27,7 @@ from towerd.engine.llama_server.slots.slotdir import SlotDir
 from towerd.errors import TowerdError
 from towerd.slots.rows import KVRows
 from towerd.tiers.manager import Tiers
-from towerd.tiers.plan import Plan
+from towerd.tiers.plan import RestorePlan
 from towerd.tokens import Ids, Provenances
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class SlotRestorer:
         self._workers = workers
 
     async def restore(
-        self, slot: int, ids: Ids, plan: Plan, room: Awaitable[None]
+        self, slot: int, ids: Ids, plan: RestorePlan, room: Awaitable[None]
     ) -> Restored | None:
         """Fill `slot` with the rows that `plan` found for `ids`; None when none of them can be
         used after all (the slot is as it was). Raises TowerdError, and what `room` raises.
@@ -105,7 +105,7 @@ class SlotRestorer:
             done.n_bytes, written.ms + (time.perf_counter() - asked) * 1e3, done.ms,
         )  # fmt: skip
 
-    def _write(self, name: str, slot: int, ids: Ids, plan: Plan) -> _Written | None:
+    def _write(self, name: str, slot: int, ids: Ids, plan: RestorePlan) -> _Written | None:
         began = time.perf_counter()
         parts: list[KVRows] = []
         ends: list[tuple[int, bool]] = []

@@ -19,13 +19,13 @@ from towerd.slots.errors import StateError
 from towerd.store.prefix.keys import segment_key
 from towerd.store.prefix.node import Node
 from towerd.store.segments import durable
-from towerd.store.segments.boundary_check import boundary_files
-from towerd.store.segments.boundary_file import (
+from towerd.store.segments.checkpoint_check import checkpoint_files
+from towerd.store.segments.checkpoint_file import (
     FOLDER,
     file_name,
     parse_name,
-    read_boundary,
-    write_boundary,
+    read_checkpoint,
+    write_checkpoint,
 )
 from towerd.store.store import Store
 from towerd.tokens import Ids
@@ -37,7 +37,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(eq=False, slots=True)
-class Boundary:
+class StateCheckpoint:
     """The state at the end of `node`: in memory (`data`), in a file, or both."""
 
     node: Node
@@ -53,8 +53,8 @@ class Boundary:
         return self.node.p1
 
 
-class BoundaryTable:
-    """The boundary states of an open store. Thread-safe."""
+class CheckpointTable:
+    """The state checkpoints of an open store. Thread-safe."""
 
     def __init__(self, store: Store) -> None:
         """Find the files that belong to this fingerprint's segments; nothing is opened.
@@ -64,7 +64,7 @@ class BoundaryTable:
         self.folder = store.state.directory.root / FOLDER
         self.file_bytes = 0
         """All files of all fingerprints."""
-        self._found: dict[int, Boundary] = {}
+        self._found: dict[int, StateCheckpoint] = {}
         self._foreign: dict[str, int] = {}
         """The size of each file that no segment of this fingerprint claims."""
         self._lock = threading.RLock()
@@ -77,11 +77,11 @@ class BoundaryTable:
     def __len__(self) -> int:
         return len(self._found)
 
-    def at(self, node: Node) -> Boundary | None:
+    def at(self, node: Node) -> StateCheckpoint | None:
         """The state at the end of a node."""
         return self._found.get(node.id)
 
-    def all(self) -> list[Boundary]:
+    def all(self) -> list[StateCheckpoint]:
         """A snapshot, without states whose segment was removed."""
         with self._lock:
             return [found for found in self._found.values() if not found.node.removed]
@@ -104,7 +104,7 @@ class BoundaryTable:
                     continue
                 if known is not None:
                     self.drop(node)
-                self._found[node.id] = Boundary(node, derived, len(data), data)
+                self._found[node.id] = StateCheckpoint(node, derived, len(data), data)
                 taken.append(node)
         return taken
 
@@ -117,7 +117,7 @@ class BoundaryTable:
             return 0
         state, key = self.store.state, self._key(node)
         with durable.store_errors("a boundary state cannot be written"):
-            size = write_boundary(
+            size = write_checkpoint(
                 self.folder, state.digest, key, node.p1, found.derived, found.data
             )
         with self._lock:
@@ -128,7 +128,7 @@ class BoundaryTable:
             self.file_bytes += size - self._foreign.pop(file_name(key, found.derived), 0)
         return size
 
-    def load(self, found: Boundary) -> Bytes:
+    def load(self, found: StateCheckpoint) -> Bytes:
         """The state's bytes. Raises RowsDamaged (the file is now quarantined) or StoreError."""
         data = found.data
         if data is not None:
@@ -136,7 +136,7 @@ class BoundaryTable:
         key, node = self._key(found.node), found.node
         name = file_name(key, found.derived)
         try:
-            return read_boundary(self.folder / name, self.store.state.digest, key, node.p1)
+            return read_checkpoint(self.folder / name, self.store.state.digest, key, node.p1)
         except FileNotFoundError as error:
             self._forget(found)
             raise RowsDamaged(f"the boundary state {name} is gone") from error
@@ -200,7 +200,7 @@ class BoundaryTable:
                 "SELECT id, key FROM segments WHERE fingerprint = ?", (state.fingerprint_pk,)
             )
         }
-        for path, size in boundary_files(state.directory.root):
+        for path, size in checkpoint_files(state.directory.root):
             named = parse_name(path.name)
             if named is None:
                 path.unlink(missing_ok=True)  # half-written by a killed process
@@ -210,14 +210,14 @@ class BoundaryTable:
             if node is None:
                 self._foreign[path.name] = size
             elif node.id not in self._found or not named[1]:
-                self._found[node.id] = Boundary(node, named[1], size, has_file=True)
+                self._found[node.id] = StateCheckpoint(node, named[1], size, has_file=True)
 
     def _key(self, node: Node) -> bytes:
-        with self.store.still():  # a split would show half of a path
+        with self.store.locked():  # a split would show half of a path
             prefix = node.prefix_bytes()
         return segment_key(self.store.state.digest, node.scope, prefix)
 
-    def _forget(self, found: Boundary) -> None:
+    def _forget(self, found: StateCheckpoint) -> None:
         with self._lock:
             if self._found.get(found.node.id) is found:
                 del self._found[found.node.id]
@@ -233,12 +233,12 @@ def cut_of(store: Store) -> str:
     return store.get_meta(CUT_META + store.state.digest.hex()) or ANYWHERE
 
 
-def boundary_bytes(store: Store, node: Node) -> int:
+def checkpoint_bytes(store: Store, node: Node) -> int:
     """Size of the file with the state at the end of a node; 0 if there is none."""
     folder = store.state.directory.root / FOLDER
     if not folder.is_dir():
         return 0
-    with store.still():
+    with store.locked():
         prefix = node.prefix_bytes()
     key = segment_key(store.state.digest, node.scope, prefix)
     for derived in (False, True):

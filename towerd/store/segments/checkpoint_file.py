@@ -1,4 +1,4 @@
-"""One boundary state on disk: a small checksummed header, then the bytes.
+"""One state checkpoint on disk: a small checksummed header, then the bytes.
 
     0   magic "TWRBND"
     6   u16  version
@@ -38,8 +38,8 @@ DERIVED = ".derived"
 Bytes = npt.NDArray[np.uint8]
 
 
-class Header(msgspec.Struct, frozen=True):
-    """The header of a boundary file."""
+class CheckpointHeader(msgspec.Struct, frozen=True):
+    """The header of a checkpoint file."""
 
     fingerprint: bytes
     key: bytes
@@ -50,7 +50,7 @@ class Header(msgspec.Struct, frozen=True):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Header).decode
+_decode = msgspec.msgpack.Decoder(CheckpointHeader).decode
 
 
 def file_name(key: bytes, derived: bool) -> str:
@@ -71,12 +71,12 @@ def parse_name(name: str) -> tuple[bytes, bool] | None:
     return (key, derived) if len(key) == 32 else None
 
 
-def write_boundary(
+def write_checkpoint(
     folder: Path, fingerprint: bytes, key: bytes, position: int, derived: bool, state: Bytes
 ) -> int:
     """Write the file of `key` durably, or not at all; returns its size. Raises OSError."""
     data = np.ascontiguousarray(state).data
-    header = Header(fingerprint, key, position, derived, len(data), checksum(data))
+    header = CheckpointHeader(fingerprint, key, position, derived, len(data), checksum(data))
     body = _encode(header)
     prefix = PREAMBLE.pack(MAGIC, VERSION, len(body), 0, bytes(16))[:PREFIX_BYTES]
     head = prefix + checksum(prefix, body) + body
@@ -101,7 +101,7 @@ def write_boundary(
     return len(head) + len(data)
 
 
-def read_boundary(path: Path, fingerprint: bytes, key: bytes, position: int) -> Bytes:
+def read_checkpoint(path: Path, fingerprint: bytes, key: bytes, position: int) -> Bytes:
     """The state, every byte checked. Raises StateError (damaged, or another's) or OSError."""
     header, state = _read(path)
     if (header.fingerprint, header.key, header.position) != (fingerprint, key, position):
@@ -109,14 +109,14 @@ def read_boundary(path: Path, fingerprint: bytes, key: bytes, position: int) -> 
     return state
 
 
-def check_boundary(path: Path) -> None:
-    """Check every byte, and that the content matches the file's name. Raises as `read_boundary`."""
+def verify_checkpoint(path: Path) -> None:
+    """Check every byte, and that the content matches the file's name. Raises as `read_checkpoint`."""
     header, _ = _read(path)
     if parse_name(path.name) != (header.key, header.derived):
         raise StateError("the state is of another prefix than the file's name says")
 
 
-def _read(path: Path) -> tuple[Header, Bytes]:
+def _read(path: Path) -> tuple[CheckpointHeader, Bytes]:
     data = np.fromfile(path, np.uint8)
     head = data[:PREFIX_BYTES].tobytes()
     if len(data) < PREAMBLE.size:

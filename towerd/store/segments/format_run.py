@@ -1,4 +1,4 @@
-"""Run: consecutive rows of a segment file in one format."""
+"""FormatRun: consecutive rows of a segment file in one format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RUNS_MAX = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class FormatRun:
     """Rows [row0, row0 + n_rows) of a file, with all planes in `format` where it saves space."""
 
     row0: int
@@ -40,12 +40,12 @@ class Run:
         return Provenance.DERIVED if self.derived else Provenance.EXACT
 
 
-def native_run(n_rows: int) -> tuple[Run, ...]:
+def native_run(n_rows: int) -> tuple[FormatRun, ...]:
     """The single native run of files from before stored formats."""
-    return (Run(0, n_rows, NATIVE),)
+    return (FormatRun(0, n_rows, NATIVE),)
 
 
-def check_runs(runs: Sequence[Run], n_rows: int) -> None:
+def check_runs(runs: Sequence[FormatRun], n_rows: int) -> None:
     """StateError unless the runs cover [0, n_rows) one after the other, in known formats."""
     if not 0 < len(runs) <= RUNS_MAX:
         raise StateError(f"{len(runs)} runs; expected 1 to {RUNS_MAX}")
@@ -60,7 +60,7 @@ def check_runs(runs: Sequence[Run], n_rows: int) -> None:
         raise StateError(f"the runs hold {at} rows, not {n_rows}")
 
 
-def provenance_of(runs: Iterable[Run], row0: int, row1: int) -> Provenances:
+def provenance_of(runs: Iterable[FormatRun], row0: int, row1: int) -> Provenances:
     """The provenance of rows [row0, row1), uint8[row1 - row0]."""
     provenance = np.zeros(row1 - row0, np.uint8)
     for run in runs:
@@ -69,7 +69,7 @@ def provenance_of(runs: Iterable[Run], row0: int, row1: int) -> Provenances:
     return provenance
 
 
-def encode_runs(runs: Sequence[Run]) -> str:
+def encode_runs(runs: Sequence[FormatRun]) -> str:
     """The catalog's text of a file's runs."""
     return msgspec.json.encode([[run.n_rows, run.format, run.derived] for run in runs]).decode()
 
@@ -77,14 +77,14 @@ def encode_runs(runs: Sequence[Run]) -> str:
 _decode = msgspec.json.Decoder(list[tuple[int, str, bool]]).decode
 
 
-def decode_runs(text: str, n_rows: int) -> tuple[Run, ...]:
+def decode_runs(text: str, n_rows: int) -> tuple[FormatRun, ...]:
     """The inverse; an empty text stands for one native run. Raises StateError."""
     if not text:
         return native_run(n_rows)
-    runs: list[Run] = []
+    runs: list[FormatRun] = []
     try:
         for n, name, derived in _decode(text):
-            runs.append(Run(runs[-1].end if runs else 0, n, name, derived))
+            runs.append(FormatRun(runs[-1].end if runs else 0, n, name, derived))
     except msgspec.MsgspecError as error:
         raise StateError(f"the list of runs cannot be read: {error}") from error
     check_runs(runs, n_rows)

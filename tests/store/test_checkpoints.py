@@ -13,8 +13,8 @@ from store_tools import FINGERPRINT, OTHER_MODEL, turn_of
 
 from towerd.errors import RowsDamaged
 from towerd.store import Store
-from towerd.store.segments.boundaries import BoundaryTable, boundary_bytes
-from towerd.tiers.boundary import BoundaryTier, leaf_distance
+from towerd.store.segments.checkpoints import CheckpointTable, checkpoint_bytes
+from towerd.tiers.checkpoint_tier import CheckpointTier, leaf_distance
 
 IDS = np.arange(1, 101, dtype=np.int32)
 
@@ -24,10 +24,10 @@ def state(position: int, n: int = 1000) -> npt.NDArray[np.uint8]:
     return np.random.default_rng(position).integers(0, 256, n).astype(np.uint8)
 
 
-def stored(store: Store, *positions: int, derived: bool = False) -> BoundaryTable:
+def stored(store: Store, *positions: int, derived: bool = False) -> CheckpointTable:
     """The tokens are recorded and these positions have states in files."""
     store.insert(IDS, "local", [len(IDS)])
-    table = BoundaryTable(store)
+    table = CheckpointTable(store)
     nodes = table.attach(IDS, "local", {p: (state(p), derived) for p in positions})
     assert [node.p1 for node in nodes] == list(positions)
     for node in nodes:
@@ -39,19 +39,19 @@ def test_states_survive_a_restart_and_later_splits(root: Path) -> None:
     with Store.open(root, FINGERPRINT) as store:
         stored(store, 40, 70)
     with Store.open(root, FINGERPRINT) as store:
-        table = BoundaryTable(store)
+        table = CheckpointTable(store)
         store.insert(np.append(IDS[:55], 7).astype(np.int32), "local", [56])
         found = {each.position: each for each in table.all()}
         assert sorted(found) == [40, 70]
         for position, each in found.items():
             np.testing.assert_array_equal(table.load(each), state(position))
-            assert boundary_bytes(store, each.node) == each.nbytes
+            assert checkpoint_bytes(store, each.node) == each.nbytes
         store.check_integrity()
 
 
 def test_only_recorded_tokens_take_states(store: Store) -> None:
     store.insert(IDS[:50], "local", [50])
-    table = BoundaryTable(store)
+    table = CheckpointTable(store)
     nodes = table.attach(IDS, "local", {50: (state(50), False), 60: (state(60), False)})
     assert [node.p1 for node in nodes] == [50]
     assert table.attach(IDS, "elsewhere", {50: (state(50), False)}) == []
@@ -184,7 +184,7 @@ def test_gc_deletes_the_states_of_what_it_removes(store: Store) -> None:
 def test_the_budget_keeps_the_leaf_and_thins_the_past(store: Store) -> None:
     ids = np.arange(1, 4097, dtype=np.int32)
     store.insert(ids, "local", [len(ids)])
-    tier = BoundaryTier(store, bytes_max=8 * (1000 + 4096), exact=False)
+    tier = CheckpointTier(store, bytes_max=8 * (1000 + 4096), exact=False)
     try:
         every = range(256, 4097, 256)
         tier.accept(ids, "local", {p: (state(p), False) for p in every})
@@ -204,7 +204,7 @@ def test_the_budget_keeps_the_leaf_and_thins_the_past(store: Store) -> None:
 
 def test_exact_daemons_take_nothing_derived(store: Store) -> None:
     stored(store, 40, derived=True)
-    tier = BoundaryTier(store, bytes_max=1 << 20, exact=True)
+    tier = CheckpointTier(store, bytes_max=1 << 20, exact=True)
     try:
         assert tier.deepest(IDS, "local", 0, 100) is None
         tier.accept(IDS, "local", {50: (state(50), True)})

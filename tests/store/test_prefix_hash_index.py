@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from towerd.store.sessions.marks import MarkIndex, marks_at, prefix_marks
+from towerd.store.sessions.prefix_hashes import PrefixHashIndex, prefix_hashes, prefix_hashes_at
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -13,7 +13,7 @@ def test_an_index_finds_what_a_dictionary_has(seed: int) -> None:
     """Few values, so that many sessions share each; some sessions go again."""
     rng = np.random.default_rng(seed)
     space = int(rng.integers(2, 60))
-    index, held = MarkIndex(), {}
+    index, held = PrefixHashIndex(), {}
     for session in range(16):
         held[session] = rng.integers(0, space, rng.integers(0, 6)).astype("<u8")
     index.load([(session, held[session].tobytes()) for session in range(12)])
@@ -34,8 +34,8 @@ def test_an_index_finds_what_a_dictionary_has(seed: int) -> None:
 
 def test_a_mark_is_of_all_tokens_before_it_and_of_whose_they_are() -> None:
     ids = np.array([5, 6, 7, 5], "<i4")
-    marks = prefix_marks(ids.tobytes(), "a")
-    assert marks_at(ids.tobytes(), "a", (1, 4)) == [int(marks[0]), int(marks[3])]
-    assert len({*marks.tolist(), *prefix_marks(ids.tobytes(), "b").tolist()}) == 8
+    marks = prefix_hashes(ids.tobytes(), "a")
+    assert prefix_hashes_at(ids.tobytes(), "a", (1, 4)) == [int(marks[0]), int(marks[3])]
+    assert len({*marks.tolist(), *prefix_hashes(ids.tobytes(), "b").tolist()}) == 8
     swapped = np.array([6, 5, 7, 5], "<i4")
-    assert not set(prefix_marks(swapped.tobytes(), "a").tolist()) & set(marks.tolist())
+    assert not set(prefix_hashes(swapped.tobytes(), "a").tolist()) & set(marks.tolist())

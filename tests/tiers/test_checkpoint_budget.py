@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from store_tools import FINGERPRINT
 
 from towerd.store import Store
-from towerd.store.segments.boundaries import Boundary
-from towerd.tiers.boundary import NEAR_TOKENS, BoundaryTier
+from towerd.store.segments.checkpoints import StateCheckpoint
+from towerd.tiers.checkpoint_tier import NEAR_TOKENS, CheckpointTier
 
 Tokens = tuple[int, ...]
 
@@ -53,7 +53,9 @@ class Model:
         return saves / (NEAR_TOKENS + min(ends))
 
 
-def build(store: Store, tier: BoundaryTier, chats: list[tuple[int, int, int, list[int]]]) -> Model:
+def build(
+    store: Store, tier: CheckpointTier, chats: list[tuple[int, int, int, list[int]]]
+) -> Model:
     model = Model()
     for number, (like, n_like, n_own, places) in enumerate(chats):
         start = model.chats[like % number][:n_like] if number else ()
@@ -68,7 +70,7 @@ def build(store: Store, tier: BoundaryTier, chats: list[tuple[int, int, int, lis
     return model
 
 
-def prefix(found: Boundary) -> Tokens:
+def prefix(found: StateCheckpoint) -> Tokens:
     return tuple(found.node.prefix_ids().tolist())
 
 
@@ -77,7 +79,7 @@ def prefix(found: Boundary) -> Tokens:
 def test_the_state_that_leaves_saves_least(chats: list[tuple[int, int, int, list[int]]]) -> None:
     """One after the other, until none is left."""
     with tempfile.TemporaryDirectory() as folder, Store.open(Path(folder), FINGERPRINT) as store:
-        tier = BoundaryTier(store, bytes_max=1 << 30, exact=False, clock=lambda: 0.0)
+        tier = CheckpointTier(store, bytes_max=1 << 30, exact=False, clock=lambda: 0.0)
         try:
             model = build(store, tier, chats)
             assert {prefix(found) for found in tier.table.all()} == model.states
@@ -100,7 +102,7 @@ def test_the_budget_holds(chats: list[tuple[int, int, int, list[int]]], n_max: i
     """Whatever comes, the files take no more than they may, and all that is left is whole."""
     with tempfile.TemporaryDirectory() as folder, Store.open(Path(folder), FINGERPRINT) as store:
         bytes_max = n_max * (FILE_BYTES + 200)
-        tier = BoundaryTier(store, bytes_max=bytes_max, exact=False, clock=lambda: 0.0)
+        tier = CheckpointTier(store, bytes_max=bytes_max, exact=False, clock=lambda: 0.0)
         try:
             model = build(store, tier, chats)
             files = list(tier.table.folder.iterdir())

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from towerd.errors import StoreError
 from towerd.store.prefix.node import Node
-from towerd.store.segments.boundaries import Boundary, BoundaryTable
+from towerd.store.segments.checkpoints import CheckpointTable, StateCheckpoint
 from towerd.store.store import Store
 from towerd.tokens import Ids
 
@@ -38,7 +38,7 @@ conversation continues, counts as if it saved this many tokens, however short th
 answer."""
 
 
-class BoundaryTier:
+class CheckpointTier:
     """States of one store, written on a thread of their own. All methods are thread-safe."""
 
     def __init__(
@@ -50,7 +50,7 @@ class BoundaryTier:
         clock: Callable[[], float] = time.time,
     ) -> None:
         """exact: never resume from a state that approximate rows went into"""
-        self.table = BoundaryTable(store)
+        self.table = CheckpointTable(store)
         self.bytes_max = bytes_max
         self.exact = exact
         self.n_written = 0
@@ -80,7 +80,7 @@ class BoundaryTier:
         if usable:
             self._work.put(("attach", (ids.copy(), scope, usable)))
 
-    def deepest(self, ids: Ids, scope: str, start: int, stop: int) -> Boundary | None:
+    def deepest(self, ids: Ids, scope: str, start: int, stop: int) -> StateCheckpoint | None:
         """The last state at a position in (start, stop] of the stored prefix of `ids`."""
         if not self.table.store.rows.is_trusted:
             return None
@@ -94,7 +94,7 @@ class BoundaryTier:
                 return found
         return None
 
-    def load(self, found: Boundary) -> Bytes:
+    def load(self, found: StateCheckpoint) -> Bytes:
         """Its bytes. Raises RowsDamaged or StoreError."""
         data = self.table.load(found)
         self.n_resumed += 1
@@ -105,7 +105,7 @@ class BoundaryTier:
         self.flush()
         self.table.drop_since(since)
 
-    def refused(self, found: Boundary) -> None:
+    def refused(self, found: StateCheckpoint) -> None:
         """Forget a checkpoint that llama.cpp rejects, so that it does not block others."""
         log.warning("a boundary state is of no use here", extra={"position": found.position})
         self.table.drop(found.node)
@@ -151,13 +151,13 @@ class BoundaryTier:
             self.table.drop(victim.node)
             self.n_evicted += 1
 
-    def _victim(self) -> Boundary | None:
+    def _victim(self) -> StateCheckpoint | None:
         states = [s for s in self.table.all() if s.has_file and not s.node.pinned]
         now = self._clock()
-        with self.table.store.still():
+        with self.table.store.locked():
             return min(states, key=lambda state: self._worth(state, now), default=None)
 
-    def _worth(self, found: Boundary, now: float) -> float:
+    def _worth(self, found: StateCheckpoint, now: float) -> float:
         """Tokens that it saves, discounted by distance to the leaf and time since its last use."""
         gap, distance = (
             found.position - self._position_before(found.node),
