@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from towerd.engine.embedded.calibration.measure import Measurer
-from towerd.engine.embedded.calibration.measure_plan import NEXT_TOKENS, Checkpoint
+from towerd.engine.embedded.calibration.measure_plan import NEXT_TOKENS, Continuation
 from towerd.engine.embedded.longchat.taps import Taps
 from towerd.engine.embedded.model.context import Buffer
 from towerd.errors import TowerdError
@@ -159,7 +159,7 @@ class DriftMeter:
         self.taps = taps
 
     def measure(
-        self, checkpoints: Sequence[Checkpoint], formats: Sequence[str], tables: dict[str, Table]
+        self, checkpoints: Sequence[Continuation], formats: Sequence[str], tables: dict[str, Table]
     ) -> AttentionDrift:
         """Keys of each level's range in each format, one layer at a time, so that queries and
         values stay what they were; then whole tables. Raises TowerdError for an architecture
@@ -181,7 +181,7 @@ class DriftMeter:
 
     def _layer(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: Continuation,
         rows: KVRows,
         native: Attention,
         layer: int,
@@ -213,7 +213,7 @@ class DriftMeter:
                 )
         return samples
 
-    def _native(self, checkpoint: Checkpoint, rows: KVRows, layers: Sequence[int]) -> _Native:
+    def _native(self, checkpoint: Continuation, rows: KVRows, layers: Sequence[int]) -> _Native:
         """The attention over native rows, checked against the formula."""
         found = self._evaluate(checkpoint, [rows], "Qcur", "kq_soft_max", "kqv")
         if len(self.taps.layers) != rows.layout.n_layer:
@@ -234,12 +234,12 @@ class DriftMeter:
             _check_plain(attention[plane], checkpoint.p)
         return _Native(outs, attention)
 
-    def _outs(self, checkpoint: Checkpoint, parts: Sequence[KVRows]) -> list[Floats]:
+    def _outs(self, checkpoint: Continuation, parts: Sequence[KVRows]) -> list[Floats]:
         """Per layer the attention output [heads, queries, d_v] over these rows."""
         self._evaluate(checkpoint, parts, "kqv")
         return [np.asarray(self.taps.take("kqv", i), np.float64) for i in self.taps.layers]
 
-    def _evaluate(self, checkpoint: Checkpoint, parts: Sequence[KVRows], *names: str) -> KVRows:
+    def _evaluate(self, checkpoint: Continuation, parts: Sequence[KVRows], *names: str) -> KVRows:
         """Evaluate the continuation in one batch, watching these tensors; its own rows."""
         scratch, p = self.measurer.scratch, checkpoint.p
         v_trans = scratch.context.v_trans

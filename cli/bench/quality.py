@@ -18,7 +18,7 @@ from towerd.cli.bench.report import Report
 from towerd.cli.output import progress_bar, show_table
 from towerd.config import load
 from towerd.engine.embedded.calibration.calibrate import (
-    CHECKPOINTS,
+    CONTINUATIONS_MAX,
     calibration_text,
     coarse_tokens,
     plan_for,
@@ -96,7 +96,7 @@ async def run(
     path = default_model() if model is None else model
     report = QualityReport("quality", path.name)
     report.figures["text"] = "calibration.txt" if text is None else text.name
-    _formats(report, path, source, 16 if quick else CHECKPOINTS)
+    _formats(report, path, source, 16 if quick else CONTINUATIONS_MAX)
     _drift(
         report,
         path,
@@ -264,7 +264,7 @@ def _drift(
         if not usable:
             raise TowerdError("The rows of this model fit no stored format.")
         tables = {name: uniform(name) for name in usable}
-        drift = DriftMeter(measurer, taps).measure(measurer.plan.checkpoints, usable, tables)
+        drift = DriftMeter(measurer, taps).measure(measurer.plan.continuations, usable, tables)
     report.drift = summary(drift)
     for key in (
         "share_under_bound",

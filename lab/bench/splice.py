@@ -21,9 +21,9 @@ from towerd.config import Config
 from towerd.engine.embedded.calibration.calibrate import calibration_text
 from towerd.engine.embedded.calibration.measure_plan import NEXT_TOKENS
 from towerd.engine.embedded.calibration.splice_meter import (
-    Case,
+    SpliceCase,
     SpliceMeter,
-    StepLine,
+    SteppedSequence,
     choose,
     head_of,
     make_cases,
@@ -225,7 +225,7 @@ class Bench:
     def _meter(self, ids: Ids) -> SpliceMeter:
         scratch = Scratch(self._context, _SCRATCH)
         return SpliceMeter(
-            lambda: StepLine(scratch),
+            lambda: SteppedSequence(scratch),
             self._rope,
             rot_k=False,
             head=self._head,
@@ -233,7 +233,7 @@ class Bench:
             shapes=other_shapes(self._context),
         )
 
-    def _one(self, meter: SpliceMeter, case: Case, percent: int, total: _Sums) -> None:
+    def _one(self, meter: SpliceMeter, case: SpliceCase, percent: int, total: _Sums) -> None:
         spans = choose(meter.deviation, percent)
         found, head = meter.cost(spans), meter.cost(head_of(self.n_module, percent))
         total.kl.append(found.kl)
@@ -243,7 +243,7 @@ class Bench:
         total.top1_head.append(head.top1)
         total.spliced_s += self._best_s(case, lambda line: meter.splice(line, spans))
 
-    def _best_s(self, case: Case, work: Callable[[LiveLine], Any]) -> float:
+    def _best_s(self, case: SpliceCase, work: Callable[[LiveLine], Any]) -> float:
         """The shortest time that `work` takes after what stands before the module."""
         line, best = LiveLine(self._context), math.inf
         line.decode(case.before)

@@ -139,7 +139,7 @@ async def test_an_interrupted_step_leaves_nothing(service_on: OpenService) -> No
             index = context.batch.add(part, seq.n, seq.id, logits_last=True)
             with background.interruptible([job]):
                 if is_hurried:
-                    background.hurry()
+                    background.interrupt()
                 context.decode()
             pool.append(seq, part)
             return context.logits(index).copy()

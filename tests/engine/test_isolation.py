@@ -17,7 +17,7 @@ from towerd.engine.embedded.longchat.live_set import BoundedSet, Observed
 from towerd.engine.embedded.longchat.parked import Parked, ParkedTowers
 from towerd.engine.embedded.restore import splice
 from towerd.engine.embedded.scheduling.inbox import Inbox
-from towerd.engine.embedded.scheduling.job import Job, Phase
+from towerd.engine.embedded.scheduling.job import Job, JobPhase
 from towerd.engine.embedded.scheduling.pool import LiveSeq
 from towerd.errors import TowerdError
 from towerd.models.bundled import bundled_model
@@ -199,7 +199,7 @@ async def test_a_chat_that_gives_way_while_its_prompt_is_evaluated(service_on: O
         def preempt() -> None:
             nonlocal n_times
             thinned = [j for j in scheduler.active if j.seq is not None and j.seq.is_partial]
-            if any(j.phase is Phase.PREFILL for j in thinned):
+            if any(j.phase is JobPhase.PREFILL for j in thinned):
                 scheduler._preempt()
                 n_times += 1
             if n_times < 3:

@@ -90,7 +90,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: any(s.n_cells for s in self.pool))
     @rule(data=st.data())
-    def thin(self, data: st.DataObject) -> None:
+    def evict(self, data: st.DataObject) -> None:
         """Drop some tokens of a sequence: all its others stay where they are."""
         seqs = sorted((s for s in self.pool if s.n_cells), key=lambda s: s.id)
         seq = data.draw(st.sampled_from(seqs))
@@ -101,7 +101,7 @@ class PoolMachine(RuleBasedStateMachine):
         stay = data.draw(st.sets(st.sampled_from(kept), max_size=len(kept) - 1))
         before = self.cells.seqs[seq.id]
         place_of = dict(zip(kept, live.places.tolist(), strict=True))
-        n_gone = self.pool.thin(seq, live, np.array(sorted(stay), np.int64))
+        n_gone = self.pool.evict(seq, live, np.array(sorted(stay), np.int64))
         assert n_gone == len(kept) - len(stay)
         assert live.kept.tolist() == sorted(stay)
         self.gone |= {(seq.id, p): place_of[p] for p in kept if p not in stay}

@@ -66,7 +66,7 @@ async def test_after_recall_of_everything_it_is_the_full_cache(
                 stay = np.flatnonzero(rng.random(seq.n) < 0.4)
                 stay = np.union1d(stay, [0, seq.n - 1])
                 stay = np.intersect1d(stay, live_set.kept)
-                engine.pool.thin(seq, live_set, stay)
+                engine.pool.evict(seq, live_set, stay)
                 gone = np.setdiff1d(np.arange(seq.n), live_set.kept)
                 half = gone[rng.random(len(gone)) < 0.5]
                 recall.recall(seq, live_set, half)

@@ -20,7 +20,7 @@ from towerd.engine.embedded.longchat.indexing import Indexer
 from towerd.engine.embedded.longchat.live_set import BoundedSet, Observed
 from towerd.engine.embedded.longchat.observer import QUERIES_MAX
 from towerd.engine.embedded.longchat.recall import QUERY_TOKENS_MAX
-from towerd.engine.embedded.scheduling.job import Job, Phase
+from towerd.engine.embedded.scheduling.job import Job, JobPhase
 from towerd.errors import TowerdError
 from towerd.models.bundled import bundled_model
 from towerd.retention import can_recall
@@ -237,7 +237,7 @@ async def test_a_chat_does_not_wait_for_less_than_it_has(
             scheduler = service.engine.scheduler
             request = GenerateRequest(ids=longer, live=mine)
             other = GenerateRequest(ids=with_ids, live=other_live)
-            running = Job(other, with_ids, len(with_ids), phase=Phase.PREFILL)
+            running = Job(other, with_ids, len(with_ids), phase=JobPhase.PREFILL)
             scheduler.active.append(running)
             try:
                 job = Job(request, longer, len(longer))

@@ -15,7 +15,7 @@ from waiting import until_async
 from towerd.drift import Drift
 from towerd.engine.base import GenerateRequest
 from towerd.engine.embedded.calibration.measure import log_softmax
-from towerd.engine.embedded.calibration.splice_meter import SpliceMeter, StepLine
+from towerd.engine.embedded.calibration.splice_meter import SpliceMeter, SteppedSequence
 from towerd.engine.embedded.restore.scratch import Scratch
 from towerd.engine.embedded.restore.splice import rope_of
 from towerd.errors import NotSupported
@@ -74,11 +74,11 @@ def spliced_logprobs(
     scratch = Scratch(context, 1)
     rope = rope_of(model, {"type": _rope_type(oracle)}, context.n_cells)
     head = np.array([1], np.int32) if bos(oracle) else np.zeros(0, np.int32)
-    line = StepLine(scratch)
+    line = SteppedSequence(scratch)
     for part in parts:
         if isinstance(part, tuple):
             meter = SpliceMeter(
-                lambda: StepLine(scratch), rope, rot_k=False, head=head, ids=part[0]
+                lambda: SteppedSequence(scratch), rope, rot_k=False, head=head, ids=part[0]
             )
             meter.prepare([])
             meter.splice(line, part[1])
@@ -170,11 +170,11 @@ def test_rows_that_stay_and_rows_made_anew_are_one_prefill(oracle: Oracle) -> No
     tokens in between come out as prefill computes them."""
     oracle._clear()
     scratch = Scratch(oracle.context, 1)
-    whole = StepLine(scratch)
+    whole = SteppedSequence(scratch)
     whole.decode(PROMPT)
     n = len(GAP)
     rows = whole.rows(n, n + N_MODULE)
-    line = StepLine(scratch)
+    line = SteppedSequence(scratch)
     line.decode(GAP)
     at = n
     for p0, p1 in ((n + 10, n + 30), (n + 31, n + 90)):

@@ -191,7 +191,7 @@ class Finish:
 Event: TypeAlias = Progress | Started | Piece | Finish
 
 
-SAID_ONLY = "props:"
+REPORTED_HASH_PREFIX = "props:"
 """What a fingerprint's `model_hash` begins with where the model's file was not to be read: all that
 is known is what its server says."""
 

@@ -57,7 +57,7 @@ class FileState(msgspec.Struct, frozen=True):
         return (self.device, self.inode) == (other.device, other.inode)
 
 
-class Remembered(msgspec.Struct, frozen=True):
+class KnownFile(msgspec.Struct, frozen=True):
     """What the catalog knows about a file."""
 
     state: FileState
@@ -79,7 +79,7 @@ class ModelFile:
         except OSError as error:
             raise ModelError(f"Cannot read the model {path}: {error.strerror}.") from error
         self._opened = self.state()
-        self._known: Remembered | None = None
+        self._known: KnownFile | None = None
 
     def close(self) -> None:
         self._file.close()
@@ -91,7 +91,7 @@ class ModelFile:
         self.close()
 
     @property
-    def known(self) -> Remembered:
+    def known(self) -> KnownFile:
         """The file as it was identified or verified last."""
         assert self._known is not None, "identify it first"
         return self._known
@@ -121,7 +121,7 @@ class ModelFile:
         if known is None or (known.state, known.sample) != (state, sample):
             if known is not None and known.state == state:
                 log.warning("the model's file was changed in place", extra={"path": str(self.path)})
-            known = Remembered(state, sample, self.hash(), time.time())
+            known = KnownFile(state, sample, self.hash(), time.time())
             with suppress(DiskFull):
                 _remember(memo, known)
         if self.state() != state or not self.is_in_place():
@@ -157,7 +157,7 @@ class ModelFile:
 
     def verified(self, memo: Memo, state: FileState, sample: str) -> None:
         """All of the file was read, beginning when it had this state, and has the known hash."""
-        self._known = Remembered(state, sample, self.known.hash, time.time())
+        self._known = KnownFile(state, sample, self.known.hash, time.time())
         _remember(memo, self._known)
 
     def forget(self, memo: Memo) -> None:
@@ -187,12 +187,12 @@ def _key(state: FileState) -> str:
     return f"model_file:{state.device}:{state.inode}"
 
 
-def _recall(memo: Memo, state: FileState) -> Remembered | None:
+def _recall(memo: Memo, state: FileState) -> KnownFile | None:
     try:
-        return msgspec.json.decode(memo.get_meta(_key(state)) or "", type=Remembered)
+        return msgspec.json.decode(memo.get_meta(_key(state)) or "", type=KnownFile)
     except msgspec.DecodeError:
         return None
 
 
-def _remember(memo: Memo, known: Remembered) -> None:
+def _remember(memo: Memo, known: KnownFile) -> None:
     memo.set_meta(_key(known.state), msgspec.json.encode(known).decode())

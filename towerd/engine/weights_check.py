@@ -26,7 +26,7 @@ EVERY_S = 86_400.0
 BUSY_S = 0.2
 
 
-class _Stopped(Exception):
+class _CheckStopped(Exception):
     """The daemon closes."""
 
 
@@ -98,7 +98,7 @@ class WeightsCheck:
                 for file in self._files:
                     if self._is_due(file):
                         self._read(file)
-            except _Stopped:
+            except _CheckStopped:
                 return
             except (OSError, TowerdError) as error:
                 log.warning("the model's file cannot be checked", extra={"error": str(error)})
@@ -126,7 +126,7 @@ class WeightsCheck:
         while self._is_busy() and not self._stop.is_set():
             self._stop.wait(BUSY_S)
         if self._stop.is_set():
-            raise _Stopped
+            raise _CheckStopped
         self._part_at = time.monotonic()
 
     def _changed(self, file: ModelFile, since: float) -> None:

@@ -31,7 +31,7 @@ from towerd.engine.embedded.model.retokenize import Retokenizer
 from towerd.engine.embedded.model.wire_model import encode, open_wire
 from towerd.engine.embedded.parts import assemble
 from towerd.engine.embedded.restore.modules import EmbeddedModules
-from towerd.engine.embedded.scheduling.job import Job, Phase
+from towerd.engine.embedded.scheduling.job import Job, JobPhase
 from towerd.engine.embedded.scheduling.scheduler import Scheduler
 from towerd.engine.embedded.scheduling.speculation import Speculator, open_speculation
 from towerd.errors import (
@@ -256,10 +256,10 @@ class EmbeddedEngine:
             + (self._embedder.n_decodes if self._embedder is not None else 0),
         }
 
-    def is_calm(self) -> bool:
+    def is_quiet(self) -> bool:
         """Whether it merely decodes or idles; may be asked by any thread."""
         jobs = list(self.scheduler.active)
-        return not self.scheduler.waiting and all(job.phase is Phase.DECODE for job in jobs)
+        return not self.scheduler.waiting and all(job.phase is JobPhase.DECODE for job in jobs)
 
     def is_busy(self) -> bool:
         """Whether requests run or wait; may be asked by any thread."""

@@ -7,11 +7,10 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import cast
 
-from towerd.engine.opened import Opened
-
 from towerd.config import Config
 from towerd.engine.embedded.engine import EmbeddedEngine
 from towerd.engine.embedded.model.core import Core, load_core
+from towerd.engine.opened_engine import OpenedEngine
 from towerd.engine.weights_check import WeightsCheck
 from towerd.slots.fingerprint import Fingerprint
 from towerd.store import Catalog, Node, Store
@@ -22,7 +21,7 @@ from towerd.tiers.manager import Tiers
 
 
 @asynccontextmanager
-async def open_embedded(config: Config) -> AsyncIterator[Opened[EmbeddedEngine]]:
+async def open_embedded(config: Config) -> AsyncIterator[OpenedEngine[EmbeddedEngine]]:
     """Load the model, open the store, start the inference thread; undo it all at the end.
 
     On the way out running requests are cancelled, live rows are exported and written, and the
@@ -37,12 +36,12 @@ async def open_embedded(config: Config) -> AsyncIterator[Opened[EmbeddedEngine]]
             try:
                 await asyncio.to_thread(engine.start)
                 weights.start()
-                yield Opened(
+                yield OpenedEngine(
                     engine,
                     store,
                     tiers,
                     lambda nodes: _forget(boundaries, nodes),
-                    engine.is_calm,
+                    engine.is_quiet,
                     _anticipate_tokens_max(config, core),
                 )
             finally:

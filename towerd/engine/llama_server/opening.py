@@ -8,12 +8,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import cast
 
-from towerd.engine.opened import Opened
-
 from towerd.config import Config
 from towerd.engine.llama_server.engine import LlamaServerEngine
 from towerd.engine.llama_server.process.backend import Backend, open_backend
 from towerd.engine.llama_server.process.describe import Described, describe, first_model
+from towerd.engine.opened_engine import OpenedEngine
 from towerd.slots.fingerprint import Fingerprint
 from towerd.store import Catalog, Node, Store
 from towerd.tiers.formats.fidelity import Fidelity, LevelFormats
@@ -23,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
-async def open_llama_server(config: Config) -> AsyncIterator[Opened[LlamaServerEngine]]:
+async def open_llama_server(config: Config) -> AsyncIterator[OpenedEngine[LlamaServerEngine]]:
     """Start or attach, probe, open the store for what was found; undo it all at the end.
 
     On the way out what only slots hold is saved and written. Raises ConfigError, ModelError,
@@ -36,7 +35,7 @@ async def open_llama_server(config: Config) -> AsyncIterator[Opened[LlamaServerE
             for note in engine.notes:
                 log.warning(note)
             try:
-                yield Opened(engine, store, tiers, _forgetter(engine, store))
+                yield OpenedEngine(engine, store, tiers, _forgetter(engine, store))
             finally:
                 await engine.close()
         finally:

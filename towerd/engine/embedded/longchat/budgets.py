@@ -32,7 +32,7 @@ from towerd.engine.embedded.longchat.recall import (
 from towerd.engine.embedded.model.core import Core
 from towerd.engine.embedded.restore.branching import Evict, Found, TokenBranching
 from towerd.engine.embedded.restore.splice import Splicer
-from towerd.engine.embedded.scheduling.job import Job, Phase
+from towerd.engine.embedded.scheduling.job import Job, JobPhase
 from towerd.engine.embedded.scheduling.pool import LivePool, LiveSeq, is_better_source
 from towerd.errors import InvalidRequest, NotSupported, Unavailable
 from towerd.retention import Positions, Signal, can_recall, retention_config
@@ -266,7 +266,7 @@ class Budgets(Hook):
         view = live_set.view(self._messages(job, seq.n) if has_messages else None)
         stay = live_set.policy.keep(view, live_set.n_target)
         self._keep_exact_prefix(seq, live_set)
-        n_dropped = self._pool.thin(seq, live_set, stay)
+        n_dropped = self._pool.evict(seq, live_set, stay)
         self.n_evictions += 1
         self.n_tokens_dropped += n_dropped
         self._defragment(seq, live_set, n_dropped)
@@ -294,10 +294,10 @@ class Budgets(Hook):
         recall, observer = self._recall, self._observer
         assert recall is not None
         assert observer is not None
-        if job.n_begun < 0 and job.phase is Phase.PREFILL:
+        if job.n_begun < 0 and job.phase is JobPhase.PREFILL:
             job.n_begun = seq.n
         is_full = len(live_set.kept) >= live_set.budget.tokens
-        if job.phase is Phase.PREFILL and self.awaits_recall(job):
+        if job.phase is JobPhase.PREFILL and self.awaits_recall(job):
             job.was_recalled = True
             queries = observer.scaled_queries(live_set, job.n_begun)
             n_again = min(REEVALUATED_TOKENS, seq.n - job.n_begun, live_set.n_tail - 1)

@@ -18,7 +18,7 @@ import numpy as np
 from towerd.config import UNQUANTIZED, Config
 from towerd.engine.embedded.longchat.live_set import BoundedSet, Observed
 from towerd.engine.embedded.longchat.taps import Taps
-from towerd.engine.embedded.memory import Memory
+from towerd.engine.embedded.memory import SequenceMemory
 from towerd.engine.embedded.model.context import LlamaContext
 from towerd.engine.embedded.model.model import LlamaModel
 from towerd.engine.embedded.scheduling.job import Job
@@ -50,7 +50,7 @@ class AttentionShape(NamedTuple):
 class Observer:
     """Collects queries from the taps of one context, and computes masses from its cells."""
 
-    def __init__(self, taps: Taps, memory: Memory, attention: AttentionShape) -> None:
+    def __init__(self, taps: Taps, memory: SequenceMemory, attention: AttentionShape) -> None:
         """attention: the result of `check_attention`"""
         self.attention = attention
         self._taps = taps

@@ -25,7 +25,7 @@ from towerd.engine.embedded.longchat.offload_space import OffloadSpace
 from towerd.engine.embedded.longchat.offloaded_rows import OffloadedKeys
 from towerd.engine.embedded.longchat.pages import PagesLost
 from towerd.engine.embedded.model.core import Core
-from towerd.engine.embedded.scheduling.job import Job, Phase
+from towerd.engine.embedded.scheduling.job import Job, JobPhase
 from towerd.engine.embedded.scheduling.pool import LivePool, LiveSeq
 from towerd.errors import Unavailable
 from towerd.retention import Positions, Recalling, RetentionConfig, Rows, View
@@ -121,7 +121,7 @@ class Recall:
             live_set = None if job.seq is None else job.seq.live_set
             if not isinstance(live_set, BoundedSet) or not live_set.can_recall:
                 continue
-            if job.phase is not Phase.PREFILL:
+            if job.phase is not JobPhase.PREFILL:
                 continue
             n = job.n_live + job.n_in_batch
             if not job.was_recalled:
@@ -145,7 +145,7 @@ class Recall:
     def is_due(self, job: Job, live_set: BoundedSet) -> bool:
         """Whether enough tokens were generated since the last choice for another."""
         every = self._limits.every_tokens
-        if not every or job.phase is not Phase.DECODE or not live_set.is_partial:
+        if not every or job.phase is not JobPhase.DECODE or not live_set.is_partial:
             return False
         return live_set.n - live_set.n_chosen >= every
 
@@ -171,7 +171,7 @@ class Recall:
             self._offload(seq, live_set)
             stay = self._chosen(live_set, policy, queries)
         back = np.setdiff1d(stay, live_set.kept, assume_unique=True)
-        n_dropped = self._pool.thin(seq, live_set, stay)
+        n_dropped = self._pool.evict(seq, live_set, stay)
         self._bring_back(seq, live_set, back, evict)
         self.space.page_out(live_set)
         live_set.n_chosen = live_set.n

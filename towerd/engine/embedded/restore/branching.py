@@ -1,4 +1,4 @@
-"""Branching: how a request goes on from what is live, or from what the store has."""
+"""Branching: how a request continues from live rows, or from those in the store."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from towerd.engine.embedded.memory import Memory
+from towerd.engine.embedded.memory import SequenceMemory
 from towerd.engine.embedded.scheduling.job import Job
 from towerd.engine.embedded.scheduling.pool import LivePool, LiveSeq
 from towerd.media_ids import whole
@@ -14,12 +14,12 @@ from towerd.tiers.manager import Tiers
 from towerd.tiers.plan import RestorePlan
 
 Evict = Callable[[], bool]
-"""Frees one idle sequence, or says that there is none."""
+"""Frees one idle sequence; False if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A request can go on after its first `n` tokens, which `source` has live; None: after none."""
+    """A request can continue after its first `n` tokens, which `source` has live; None if n is 0."""
 
     source: LiveSeq | None = None
     n: int = 0
@@ -32,12 +32,12 @@ class Branching(Protocol):
     """Called by the inference thread only."""
 
     def find(self, job: Job) -> Found:
-        """The live sequence to go on from."""
+        """The live sequence to continue from."""
         ...
 
     def open(self, job: Job, found: Found, capacity: int, evict: Evict) -> LiveSeq | None:
-        """A sequence for `capacity` tokens that begins with what was found; None if none can be
-        had now."""
+        """A sequence for `capacity` tokens that begins with what was found; None if none is
+        available now."""
         ...
 
     def n_live_prefix(self, job: Job) -> int:
@@ -45,15 +45,19 @@ class Branching(Protocol):
         ...
 
     def plan(self, job: Job, seq: LiveSeq, stop: int) -> RestorePlan:
-        """What the store adds to `seq` of the job's first `stop` tokens."""
+        """Plan what to restore after `seq`, within the job's first `stop` tokens."""
         ...
 
 
 class TokenBranching:
-    """See Branching. For memories that can be cut at any token."""
+    """The Branching of memories that can be cut at any token."""
 
     def __init__(
-        self, memory: Memory, pool: LivePool, tiers: Tiers, export: Callable[[LiveSeq], None]
+        self,
+        memory: SequenceMemory,
+        pool: LivePool,
+        tiers: Tiers,
+        export: Callable[[LiveSeq], None],
     ) -> None:
         """export: hands the rows of a sequence to the store"""
         self._memory = memory
@@ -62,8 +66,8 @@ class TokenBranching:
         self._export = export
 
     def find(self, job: Job) -> Found:
-        """See Branching.find. What was spliced into a sequence counts as long as the store has no
-        exact rows instead, and never for a prompt that is to be stored."""
+        """See Branching.find. Spliced rows count only if the store has no exact rows instead, and
+        never for a prompt that is to be precached."""
         ids, scope = job.ids[: job.n - 1], job.request.scope
         if job.request.precache is not None:
             return self.usable(job, *self._pool.best_prefix(ids, scope, unspliced=True))
@@ -75,7 +79,7 @@ class TokenBranching:
         return self.usable(job, source, n)
 
     def usable(self, job: Job, source: LiveSeq | None, n: int) -> Found:
-        """What can be used of the first `n` tokens of `source`."""
+        """The part of the first `n` tokens of `source` that can be used."""
         n = whole(job.media, n)
         if source is None or (n < source.n and not self._memory.can_branch(source.id, n)):
             return NOTHING_FOUND
@@ -101,7 +105,7 @@ class TokenBranching:
             source.busy = was_busy
         if was_busy:
             return None
-        # The only idle sequence is the source itself: keep what is shared and go on in it.
+        # The only idle sequence is the source itself: keep what is shared and continue in it.
         self._export(source)
         self._pool.truncate(source, n)
         source.scope = scope

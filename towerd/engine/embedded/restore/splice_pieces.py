@@ -1,4 +1,4 @@
-"""What is spliced into one job's sequence: pieces of modules, with the blobs of their rows."""
+"""The pieces of modules that are spliced into one job's sequence, with the blobs of their rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Blobs:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SplicePiece:
     """Tokens [p0, p1) of a prompt whose rows a module has."""
 
     placed: PlacedModule
@@ -37,11 +37,11 @@ class Piece:
 
     @property
     def provenance(self) -> Provenances:
-        """uint8[n] of its rows."""
+        """uint8[n]: the provenance of its rows."""
         return np.full(self.n, Provenance.SPLICED, np.uint8)
 
     def when_ready(self, tell: Callable[[Buffer | None], None]) -> None:
-        """Call `tell` with the blob, or None if it cannot be had; on any thread, maybe now."""
+        """Call `tell` with the blob, or None if it cannot be read; on any thread, maybe at once."""
 
         def done(future: Future[Blobs | None]) -> None:
             blobs = None if future.cancelled() else future.result()
@@ -52,11 +52,11 @@ class Piece:
 
 @dataclass(slots=True)
 class Splice:
-    """What is still to be spliced into one job's sequence, the first piece first."""
+    """The pieces that are still to be spliced into one job's sequence, in order."""
 
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[SplicePiece] = field(default_factory=list)
     counted: set[int] = field(default_factory=set)
-    """Where the modules begin whose drift the job's reuse has."""
+    """First positions of the modules whose drift is in the job's reuse."""
 
     @property
     def p0(self) -> int | None:
@@ -68,7 +68,7 @@ class Splice:
         self.pieces = [piece for piece in self.pieces if piece.placed is not placed]
 
     def abandon(self) -> None:
-        """Nothing more of it is needed."""
+        """Cancel the remaining pieces."""
         for piece in self.pieces:
             piece.blobs.cancel()
         self.pieces = []

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from towerd.config import Config
-from towerd.engine.base import SAID_ONLY, ModelInfo
+from towerd.engine.base import REPORTED_HASH_PREFIX, ModelInfo
 from towerd.engine.embedded.model.core import is_rotated
 from towerd.engine.embedded.model.model import LlamaModel
 from towerd.engine.embedded.model.vocab import Vocab
@@ -184,7 +184,8 @@ def _foreign(
     known = {key: meta.get(key) for key in ("n_vocab", "n_embd", "n_params", "size", "ftype")}
     text = json.dumps([found.model_path, known], sort_keys=True)
     return Fingerprint(
-        model_hash=SAID_ONLY + hashlib.blake2b(text.encode(), digest_size=16).hexdigest(),
+        model_hash=REPORTED_HASH_PREFIX
+        + hashlib.blake2b(text.encode(), digest_size=16).hexdigest(),
         arch="",
         tokenizer=str(meta.get("vocab_type", "")),
         rope={"upstream": "unseen", "n_ctx": float(found.n_ctx)},

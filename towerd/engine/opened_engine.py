@@ -1,4 +1,4 @@
-"""Opened: an engine with its store and tiers, ready for the rest of a service."""
+"""OpenedEngine: an engine with its store and tiers, ready for the rest of a service."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EngineT = TypeVar("EngineT")
 
 
 @dataclass(frozen=True, slots=True)
-class Opened(Generic[EngineT]):
+class OpenedEngine(Generic[EngineT]):
     """What opening an engine gives. Whoever opened it closes it."""
 
     engine: EngineT
@@ -21,7 +21,7 @@ class Opened(Generic[EngineT]):
     tiers: Tiers
     forget: Callable[[Sequence[Node]], None]
     """Told the segments of a session that was frozen, on another thread than the loop's."""
-    is_calm: Callable[[], bool] | None = None
+    is_quiet: Callable[[], bool] | None = None
     """Whether the engine merely decodes or idles; None: it has no requests that give way, so
     nothing is evaluated or fetched ahead."""
     anticipate_tokens_max: int = 0

@@ -1,20 +1,20 @@
-"""The places that GET /slots shows, and the counters beside them."""
+"""ShownSlots: the slots that GET /slots shows, and the number of requests."""
 
 from __future__ import annotations
 
 from towerd.engine.embedded.scheduling.job import Job
 
 
-class SlotTable:
-    """As many places as requests run at once; each shows the last job that it had."""
+class ShownSlots:
+    """As many slots as requests run at once; each shows the last job that it had."""
 
     def __init__(self, n: int) -> None:
         self.jobs: list[Job | None] = [None] * n
         self.n_tasks = 0
-        """Requests that ever had one."""
+        """How many requests ever had a slot."""
 
     def take(self, job: Job, active: list[Job]) -> None:
-        """Give `job` its number and a place that none of `active` has."""
+        """Give `job` its number and a slot that none of `active` has."""
         if job.task < 0:
             job.task = self.n_tasks
             self.n_tasks += 1
