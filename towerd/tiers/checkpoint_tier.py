@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 Bytes = npt.NDArray[np.uint8]
 
 AGE_S = 600.0
-"""States used within this time of each other count as equally recent."""
+"""Checkpoints used within this time of each other count as equally recent."""
 NEAR_TOKENS = 32
 """Minimum distance to a leaf for the ranking. The checkpoint at a leaf, where a
 conversation continues, counts as if it saved this many tokens, however short the last
@@ -39,7 +39,7 @@ answer."""
 
 
 class CheckpointTier:
-    """States of one store, written on a thread of their own. All methods are thread-safe."""
+    """The checkpoints of one store, written on a separate thread. All methods are thread-safe."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class CheckpointTier:
         exact: bool,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """exact: never resume from a state that approximate rows went into"""
+        """exact: never resume from a state that was computed from approximate rows"""
         self.table = CheckpointTable(store)
         self.bytes_max = bytes_max
         self.exact = exact
@@ -62,7 +62,7 @@ class CheckpointTier:
         self._thread.start()
 
     def close(self) -> None:
-        """Write what is only in RAM, end the thread."""
+        """Write the checkpoints that are only in RAM, and end the thread."""
         self._work.put(("stop", None))
         self._thread.join()
 
@@ -73,7 +73,7 @@ class CheckpointTier:
         done.wait()
 
     def accept(self, ids: Ids, scope: str, states: Mapping[int, tuple[Bytes, bool]]) -> None:
-        """Take states of the prefixes of `ids`: position -> (bytes, derived)."""
+        """Take states of prefixes of `ids`: position -> (bytes, derived)."""
         if not self.table.store.rows.is_trusted:
             return
         usable = {p: s for p, s in states.items() if not (self.exact and s[1])}
@@ -95,13 +95,13 @@ class CheckpointTier:
         return None
 
     def load(self, found: StateCheckpoint) -> Bytes:
-        """Its bytes. Raises RowsDamaged or StoreError."""
+        """The bytes of a checkpoint. Raises RowsDamaged or StoreError."""
         data = self.table.load(found)
         self.n_resumed += 1
         return data
 
     def distrust(self, since: float) -> None:
-        """See `RowStore.distrust`, which comes first."""
+        """See `RowStore.distrust`, which must be called first."""
         self.flush()
         self.table.drop_since(since)
 
@@ -159,10 +159,8 @@ class CheckpointTier:
 
     def _worth(self, found: StateCheckpoint, now: float) -> float:
         """Tokens that it saves, discounted by distance to the leaf and time since its last use."""
-        gap, distance = (
-            found.position - self._position_before(found.node),
-            leaf_distance(found.node),
-        )
+        gap = found.position - self._position_before(found.node)
+        distance = leaf_distance(found.node)
         age = (now - found.node.last_used) // AGE_S
         saves = gap if distance else max(gap, NEAR_TOKENS)
         return saves / (NEAR_TOKENS + distance) / (1 + max(0.0, age))
@@ -178,7 +176,7 @@ class CheckpointTier:
 
 def leaf_distance(node: Node) -> int:
     """Tokens from the end of a node to the nearest end of a conversation below it. Call it
-    while the trie is still."""
+    while the store is locked."""
     level = [node]
     best: int | None = None
     while level:

@@ -1,4 +1,4 @@
-"""Modules: bases that may be spliced in anywhere, and where they stand in a prompt."""
+"""Modules: bases that may be spliced in anywhere, and their positions in a prompt."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from towerd.tiers.module_text import TOKENS_MIN
 from towerd.tokens import Ids
 
 _KEY_TOKENS = 16
-"""Modules are looked up by the hash of so many first ids."""
+"""Modules are looked up by the hash of this many first ids."""
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 _Hashes: TypeAlias = npt.NDArray[np.uint64]
@@ -27,7 +27,7 @@ _Hashes: TypeAlias = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class PlacedModule:
-    """A module that stands in a prompt, its first token at position `at`."""
+    """A module found in a prompt, with its first token at position `at`."""
 
     base: Base
     module: Module
@@ -37,7 +37,7 @@ class PlacedModule:
 
     @property
     def n(self) -> int:
-        """Tokens of the module."""
+        """Number of tokens in the module."""
         return len(self.ids) - self.module.first
 
     @property
@@ -57,14 +57,15 @@ class _IndexedModule:
 
 @dataclass(slots=True)
 class _Index:
-    """The modules of one scope and the public ones, the longest first."""
+    """The modules of one scope and the public ones, longest first."""
 
     known: list[_IndexedModule] = field(default_factory=list)
     keys: _Hashes = field(default_factory=lambda: np.zeros(0, np.uint64))
 
 
 class Modules:
-    """The modules of a store whose drift the fidelity in force allows. For the inference thread: `find` is a look-up, `rows` reads."""
+    """The modules of a store whose drift the current fidelity allows. For the inference thread:
+    `find` only looks up, `rows` reads."""
 
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
@@ -73,8 +74,8 @@ class Modules:
         self._indexes: dict[str, _Index] = {}
 
     def find(self, ids: Ids, scope: str) -> list[PlacedModule]:
-        """The modules that `scope` may use and that stand in `ids`, by position. They do not
-        overlap: a longer one wins. Empty under exact fidelity, which splices nothing."""
+        """The modules in `ids` that `scope` may use, by position. They do not overlap: a longer
+        one wins. Empty under exact fidelity, which splices nothing."""
         index = self._index(scope)
         if not index.known or len(ids) < TOKENS_MIN:
             return []
@@ -92,8 +93,8 @@ class Modules:
         return sorted(found, key=lambda placed: placed.at)
 
     def rows(self, placed: PlacedModule, scope: str) -> tuple[KVRows, int]:
-        """The module's rows in the context's own format, at the positions they were computed
-        at, and how many of them were in RAM. Raises StoreError if not all can be had."""
+        """The module's rows in the context's own format, at the positions at which they were
+        computed, and how many of them were in RAM. Raises StoreError unless all can be read."""
         plan = self._tiers.plan(placed.ids, scope, placed.module.first)
         parts = [rows for _, rows in self._tiers.rows(plan)]
         if sum(len(part) for part in parts) != placed.n:
@@ -135,7 +136,8 @@ class Modules:
 
 
 def _hashes(ids: Ids) -> _Hashes:
-    """A hash of the `_KEY_TOKENS` ids from each position on, where there are so many."""
+    """The hash of the `_KEY_TOKENS` ids from each position, uint64[len(ids) - _KEY_TOKENS + 1];
+    empty for fewer ids."""
     n = len(ids) - _KEY_TOKENS + 1
     wide = ids.astype(np.uint64)
     out = np.zeros(max(0, n), np.uint64)

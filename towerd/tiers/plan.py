@@ -22,9 +22,9 @@ class RestorePlan:
     n_warm: int = 0
     n_public: int = 0
     n_approximate: int = 0
-    """Of these tokens, those whose rows are in a stored format."""
+    """Tokens among `parts` whose rows are in a stored format."""
     n_match: int = 0
-    """How many leading tokens of the prompt are stored at all, with rows or without."""
+    """Leading tokens of the prompt that are stored, with or without rows."""
     checkpoint: StateCheckpoint | None = None
     """The state to restore after the rows."""
 
@@ -34,11 +34,11 @@ class RestorePlan:
 
     @property
     def n_rows(self) -> int:
-        """Tokens that come with rows: all, unless the model keeps none."""
+        """Tokens that come with rows: all, unless the model has none."""
         return sum(part.p1 - part.p0 for part in self.parts)
 
     def up_to(self, checkpoint: StateCheckpoint) -> RestorePlan:
-        """This plan cut off where a state is, to be ended with it."""
+        """This plan cut off at a checkpoint's position, to end with its state."""
         end = checkpoint.position
         parts = tuple(replace(p, p1=min(p.p1, end)) for p in self.parts if p.p0 < end)
         n_hot = sum(p.p1 - p.p0 for p in parts if p.tier == "hot")
@@ -60,7 +60,7 @@ class RestorePlan:
 
 @dataclass(frozen=True, slots=True)
 class Composed:
-    """One sequence blob for the next `n` planned tokens; `buffer`, if any, to be recycled."""
+    """One sequence blob for the next `n` planned tokens. `buffer`, if any, must be recycled."""
 
     n: int
     n_hot: int

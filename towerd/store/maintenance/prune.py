@@ -11,7 +11,7 @@ from towerd.store.segments.segment_file import SegmentFile
 from towerd.store.state import StoreState
 
 BASE_TOKENS_MIN = 32
-"""A shorter prefix is coded with the rest: naming it would take as many bytes."""
+"""A shorter prefix is coded with the rest: a reference to it would take as many bytes."""
 
 _OTHERS = (
     "SELECT 1 FROM turns WHERE prompt_node = ?1 AND session != ?2"
@@ -22,7 +22,7 @@ _OTHERS = (
 
 @dataclass(slots=True)
 class OtherUsers:
-    """Finds out who needs a segment besides one session. The store's lock is held around
+    """Finds out what needs a segment besides one session. The store's lock is held around
     every call."""
 
     state: StoreState
@@ -50,8 +50,8 @@ class OtherUsers:
 
 
 def common_base(needs: OtherUsers, leaf: Node, own: Collection[int]) -> Node | None:
-    """The deepest segment on the path of `leaf` that others need too; None if it is too short
-    to be worth it."""
+    """The deepest segment on the path of `leaf` that others need too; None if its prefix is too
+    short."""
     for node in reversed(leaf.path()):
         if node.p1 < BASE_TOKENS_MIN:
             break

@@ -46,7 +46,7 @@ def native_run(n_rows: int) -> tuple[FormatRun, ...]:
 
 
 def check_runs(runs: Sequence[FormatRun], n_rows: int) -> None:
-    """StateError unless the runs cover [0, n_rows) one after the other, in known formats."""
+    """Raises StateError unless the runs cover [0, n_rows) consecutively, in known formats."""
     if not 0 < len(runs) <= RUNS_MAX:
         raise StateError(f"{len(runs)} runs; expected 1 to {RUNS_MAX}")
     at = 0

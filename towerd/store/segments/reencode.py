@@ -20,7 +20,7 @@ from towerd.tokens import ID_BYTES
 
 @dataclass(frozen=True, slots=True)
 class FormatRequest:
-    """The wanted format of the rows of positions [p0, p1)."""
+    """The requested format of the rows of positions [p0, p1)."""
 
     p0: int
     p1: int
@@ -30,8 +30,8 @@ class FormatRequest:
 def differs(
     file: SegmentFile, requests: Sequence[FormatRequest], native: KVLayout
 ) -> tuple[int, int]:
-    """(rows that re-encoding would change, rows in another stored format than requested, which it
-    would keep: rows that are approximate already are never encoded a second time)."""
+    """(number of rows that re-encoding would change, number that it would keep in another stored
+    format than requested): rows that are already approximate are never encoded again."""
     n_changed = n_kept = 0
     for request in requests:
         for run in file.runs:
@@ -48,13 +48,12 @@ def differs(
 def reencode(
     state: StoreState, rows: RowStore, file: SegmentFile, requests: Sequence[FormatRequest]
 ) -> SegmentFile | None:
-    """Put a new file in the place of `file`, durably: native rows in the formats of `requests`
-    (those that none covers stay native), rows in a stored format as they are.
+    """Replace `file` durably by one with its native rows in the formats of `requests` (native
+    where no request covers them) and its rows in a stored format unchanged.
 
-    The old file's checksums are verified first, whatever was verified before. Its nodes switch
-    in one transaction, then it is deleted; who planned to load from it gets the new one. None
-    if the file was dropped meanwhile. Raises RowsDamaged (the old file is in quarantine),
-    DiskFull or StoreError."""
+    The old file's checksums are verified again first. Its nodes switch in one transaction, then
+    it is deleted; loads planned from it use the new file. None if the file was dropped meanwhile.
+    Raises RowsDamaged (the old file is in quarantine), DiskFull or StoreError."""
     with state.lock:
         nodes = sorted(state.trie.viewers(file), key=lambda node: node.p0)
         if file.dropped or not nodes:
@@ -88,7 +87,8 @@ def _runs(
     p0: int,
     p1: int,
 ) -> list[DraftRun]:
-    """Every stretch with one origin and one request; neighbours of one format are joined."""
+    """The runs to write: stretches with one origin and one requested format, joined where
+    neighbours have the same format."""
     cuts = {p for request in requests for p in (request.p0, request.p1)}
     cuts |= {file.p0 + run.row0 for run in file.runs}
     ends = [p0, *sorted(p for p in cuts if p0 < p < p1), p1]
@@ -108,4 +108,4 @@ def _format_of(part: KVRows, requests: Sequence[FormatRequest], native: KVLayout
     requested = next(
         (request.format for request in requests if request.p0 <= part.p0 < request.p1), NATIVE
     )
-    return NATIVE if native.stored_as(requested) == native else wished
+    return NATIVE if native.stored_as(requested) == native else requested

@@ -1,4 +1,4 @@
-"""The head of a segment file: preamble and msgpack header, written and read.
+"""The head of a segment file: reading and writing its preamble and msgpack header.
 
     0   magic "TWRSEG"
     6   u16  version
@@ -8,14 +8,14 @@
     32  header (msgpack), then zeros up to the next page
     d   data, d = the first page boundary after the header
 
-Offsets in the header count from d. Rows in a stored format are kept in planes. Rows as the
-context has them are kept in sequence blobs, the very bytes that the context takes back: they are
-attached from the mapped file without another copy.
+Offsets in the header count from d. Rows in a stored format are kept in planes. Native rows are kept
+in sequence blobs, the exact bytes that the context accepts: they are attached from the mapped file
+without another copy.
 
-Older files are read, never written. Version 2 has native rows in planes, too. Version 1 has one
-run of native rows and lists its planes in the header itself. Their headers may name boundary
-states (`boundaries`) that lie behind the planes; states have files of their own now, and those
-are passed over.
+Older files are read, never written. Version 2 also has native rows in planes. Version 1 has one run
+of native rows and lists its planes in the header itself. Their headers may name state checkpoints
+(`boundaries`) that lie behind the planes. Checkpoints now have files of their own, and those are
+ignored.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PREAMBLE = struct.Struct("<6sHII16s")
 PREFIX_BYTES = 16
 CHECKSUM_BYTES = 16
 SPAN_BYTES = 1 << 23
-"""What one checksum of a blob covers, so that two cores can check one."""
+"""Bytes covered by one checksum of a blob, so that two cores can check one blob."""
 HEADER_BYTES_MAX = 1 << 28
 POSITION_MAX = (1 << 31) - 1
 
@@ -59,23 +59,22 @@ class PlaneEntry(msgspec.Struct, frozen=True, array_like=True):
     kind: FrameKind
     layer: int
     ggml_type: int
-    """The type that the context has these rows in; -1 for the cell extension (int32 x, y,
-    token id)."""
+    """The context's type for these rows; -1 for the cell extension (int32 x, y, token id)."""
     row_bytes: int
     format: str
-    """`native`: stored as the context has them; else the stored format."""
+    """`native` (as the context has them) or a stored format."""
     offset: int
     nbytes: int
     checksum: bytes
 
     @property
     def shape(self) -> Shape:
-        """What `plane_shapes` says of it."""
+        """The plane's entry in `plane_shapes`."""
         return self.kind, self.layer, self.ggml_type, self.row_bytes, self.format
 
     @property
     def spans(self) -> list[Span]:
-        """What is to be checked."""
+        """The spans to check."""
         return [(self.offset, self.nbytes, self.checksum)]
 
 
@@ -86,11 +85,11 @@ class BlobEntry(msgspec.Struct, frozen=True, array_like=True):
     offset: int
     nbytes: int
     checksums: bytes
-    """One after the other, of every SPAN_BYTES."""
+    """The checksums of every SPAN_BYTES, concatenated."""
 
     @property
     def spans(self) -> list[Span]:
-        """What is to be checked."""
+        """The spans to check."""
         sums = [
             self.checksums[at : at + CHECKSUM_BYTES]
             for at in range(0, len(self.checksums), CHECKSUM_BYTES)
@@ -102,7 +101,7 @@ class BlobEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RunEntry(msgspec.Struct, frozen=True, array_like=True):
-    """Rows [row0, row0 + n_rows) of the file and the planes or the blobs that hold them."""
+    """Rows [row0, row0 + n_rows) of the file and the planes or blobs that hold them."""
 
     row0: int
     n_rows: int
@@ -113,12 +112,12 @@ class RunEntry(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def run(self) -> FormatRun:
-        """Without what holds it."""
+        """The run without its planes or blobs."""
         return FormatRun(self.row0, self.n_rows, self.format, self.derived)
 
 
 class SegmentHeader(msgspec.Struct, frozen=True):
-    """What a segment file says about itself."""
+    """The header of a segment file."""
 
     fingerprint: bytes
     key: bytes
@@ -137,7 +136,7 @@ class SegmentHeader(msgspec.Struct, frozen=True):
 
     @property
     def pieces(self) -> list[PlaneEntry | BlobEntry]:
-        """The planes and blobs of all runs: what has a checksum."""
+        """The planes and blobs of all runs, each with its checksum."""
         pieces: list[PlaneEntry | BlobEntry] = []
         for run in self.runs:
             pieces += [*run.planes, *run.blobs]
@@ -186,8 +185,8 @@ def checksum(*parts: bytes | memoryview) -> bytes:
 
 
 def plane_shapes(native: KVLayout, format: str = NATIVE) -> list[Shape]:
-    """Every plane of a run of that format in file order: K, V, extension. Planes that gain
-    nothing by the format stay native. Raises StateError for a name that is no format."""
+    """Every plane of a run in this format, in file order: K, V, extension. Planes that the format
+    would not make smaller stay native. Raises StateError for an unknown format."""
     stored = native.stored_as(format)
     pairs = list(zip(native.planes, stored.planes, strict=True))
     shapes: list[Shape] = []
@@ -236,7 +235,7 @@ def decode_head(data: memoryview) -> tuple[SegmentHeader, int]:
 
 
 def check_layout(header: SegmentHeader, native: KVLayout) -> None:
-    """StateError unless every run's planes or blobs are of this layout in the run's format."""
+    """Raises StateError unless every run's planes or blobs have this layout in the run's format."""
     for run in header.runs:
         if run.blobs:
             is_right = run.format == NATIVE and all(

@@ -1,10 +1,10 @@
 """Frozen sessions in the catalog: their tokens as a blob, their turns without segments.
 
 A session is frozen in two steps, each a transaction: `put` makes the blob durable beside the tokens
-that it was made of; `drop` empties the turns and removes the segments that nobody else needs. In
-between it is a copy, which changes nothing. `restore` takes both back. Titles, times, branches and
-lengths stay in the clear; token ids do not. What the session shares with others stays in the trie
-and is the blob's context. The store never reads a blob: who has the model's codec does.
+that it encodes; `drop` empties the turns and removes the segments that nothing else needs. In
+between the blob is only a copy. `restore` undoes both steps. Titles, times, branches and lengths
+stay in the clear; token ids do not. Tokens shared with other sessions stay in the trie and are the
+blob's context. The store never reads a blob; the owner of the model's codec does.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class FrozenSession:
 
     @property
     def was_continued(self) -> bool:
-        """Whether it has turns that the blob lacks: it could not be thawed when they came."""
+        """Whether it has turns that the blob lacks, because it could not be thawed for them."""
         return len(self.rows) > len(self.turn_ids())
 
     def history(self, stream: Ids) -> History:
@@ -177,7 +177,7 @@ class ColdTable:
     # --- looking --------------------------------------------------------------------------
 
     def stats(self) -> dict[str, int]:
-        """How many sessions are frozen and what their blobs take."""
+        """The number of frozen sessions and the size of their blobs."""
         with self._lock():
             rows = self._state.catalog.rows(
                 "SELECT count(*), coalesce(sum(cold_bytes), 0) FROM sessions"
@@ -212,7 +212,7 @@ class ColdTable:
             )
 
     def named(self, id: str, scope: str) -> str | None:
-        """The id if it is that of a frozen session."""
+        """`id` if it names a frozen session; otherwise None."""
         with self._lock():
             found = self._sessions.lookup(id, scope)
             is_frozen = found is not None and self._sessions.info(found).cold_bytes > 0
@@ -262,7 +262,7 @@ class ColdTable:
     def put(self, warm: WarmSession, history: History, blob: bytes) -> FrozenSession:
         """Store the blob of a session beside its tokens; durable. Returns it as it was read back.
 
-        Raises SessionBusy if the session went on meanwhile, DiskFull."""
+        Raises SessionBusy if the session was continued meanwhile, and DiskFull."""
         turns = encode_turns(warm.turn_ids, history.turns)
         marks = history_prefix_hashes(history, warm.taken.info.scope)
         digest = row_digest(warm.n_base, turns, marks, blob)
@@ -284,11 +284,11 @@ class ColdTable:
         return copy
 
     def drop(self, warm: WarmSession, may_drop: Callable[[Sequence[Node]], bool]) -> list[Node]:
-        """Freeze a session whose blob was stored and found to be right: its turns let go of their
-        tokens, and what nobody else needs is removed, in one transaction. Returns the nodes that
-        are gone. `may_drop(doomed)` is asked under the lock.
+        """Freeze a session whose blob was stored and verified: empty its turns and remove the
+        segments that nothing else needs, in one transaction. Returns the removed nodes.
+        `may_drop(doomed)` is called under the lock.
 
-        Raises SessionBusy (it went on meanwhile, or may not be dropped: nothing changes)."""
+        Raises SessionBusy (continued meanwhile, or not allowed); nothing is then changed."""
         state, pk = self._state, warm.session.pk
         with self._lock():
             self._check_same(warm)
@@ -334,8 +334,8 @@ class ColdTable:
     # --- thawing --------------------------------------------------------------------------
 
     def restore(self, frozen: FrozenSession, history: History) -> bool:
-        """Give the turns of a frozen session their tokens back and forget its blob, in one
-        transaction; False if it is not frozen, or frozen or coded anew, since it was read. Raises
+        """Give the turns of a frozen session their tokens back and delete its blob, in one
+        transaction; False if it was thawed, refrozen or recoded since it was read. Raises
         DiskFull."""
         pk, scope = frozen.session.pk, frozen.info.scope
         with self._lock():
@@ -351,8 +351,8 @@ class ColdTable:
 
     def recover(self, id: str, scope: str, prompt: bytes) -> bool:
         """Restore the tokens of a frozen session that cannot be decoded from a prompt (int32
-        LE) that begins with all of them. The hash in the session's blob, or else its marks,
-        prove the match; returns whether it matched. Raises DiskFull."""
+        LE) that begins with all of them. The hash in the session's blob, or else its prefix
+        hashes, prove the match; returns whether it matched. Raises DiskFull."""
         with self._lock():
             session = self._sessions.lookup(id, scope)
             if session is None or not self._sessions.info(session).cold_bytes:
@@ -375,8 +375,8 @@ class ColdTable:
     # --- checking -------------------------------------------------------------------------
 
     def damaged(self) -> Iterator[str]:
-        """What is wrong with each frozen session whose bytes do not fit together. Others get the
-        lock in between."""
+        """A description of each frozen session whose bytes are inconsistent. The lock is released
+        between sessions."""
         for row in self.frozen():
             try:
                 frozen = self.read(*row)

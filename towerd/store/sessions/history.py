@@ -44,7 +44,7 @@ class PastTurn:
     parent: int | None
     """The earlier turn that it continues."""
     origin: int
-    """The earlier turn whose tokens its first `n_shared` are; its own place if there is none."""
+    """The earlier turn with the same first `n_shared` tokens; its own index if there is none."""
     n_shared: int
     n_prompt: int
     n_reply: int
@@ -127,7 +127,7 @@ class HistoryCopy:
     bases: list[Base]
 
     def history(self) -> History:
-        """The session as it was."""
+        """The session as it was when it was copied."""
         places = {row[0]: place for place, row in enumerate(self.turns)}
         visited: dict[int, int] = {}
         turns, stream = [], []
@@ -197,7 +197,7 @@ def copy_history(
 
 
 def turn_rows(state: StoreState, session: SessionRow) -> list[tuple[Any, ...]]:
-    """What the catalog has of each turn, the oldest first; the node of a turn without one is 0."""
+    """The catalog row of each turn, oldest first; the node of a turn without one is 0."""
     turns = state.catalog.sealed("turns", "session = ? ORDER BY id", (session.pk,))
     return [
         tuple((turn | {"reply_node": turn["reply_node"] or 0})[name] for name in _TURN)
@@ -214,11 +214,11 @@ def visible_bases(bases: BaseTable, scope: str) -> list[Base]:
 def add_history(
     state: StoreState, table: SessionTable, growth: Growth, history: History, scope: str
 ) -> int:
-    """Enter a history, or what it has more than the session of its id here; returns how many
-    turns that was. Under the lock, in a transaction that can grow the trie.
+    """Enter a history, or the turns that the session with its id lacks; returns how many turns
+    were added. Runs under the lock, in a transaction that can grow the trie.
 
-    Raises InvalidRequest if the session here has turns that the history lacks where it has
-    others, SessionFrozen if its tokens are not here."""
+    Raises InvalidRequest if the turns of the session and of the history diverge, SessionFrozen
+    if the session's tokens are not here."""
     check_name(history.id)
     known = table.lookup(history.id, scope)
     if known is None:
@@ -245,8 +245,8 @@ def add_history(
 
 
 def _same_turns(state: StoreState, session: SessionRow, history: History) -> list[int]:
-    """The ids of the session's turns. Raises InvalidRequest unless they and the history's are
-    the same as far as both go."""
+    """The ids of the session's turns. Raises InvalidRequest if they differ from the history's
+    within the length of the shorter one."""
     rows = turn_rows(state, session)
     places = {row[0]: place for place, row in enumerate(rows)}
     for place, (row, turn) in enumerate(zip(rows, history.turns, strict=False)):

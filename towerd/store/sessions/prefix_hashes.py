@@ -1,4 +1,4 @@
-"""PrefixHashes: hashes by which a prompt that continues a frozen conversation is recognised.
+"""Prefix hashes, by which a prompt that continues a frozen conversation is recognised.
 
 The ids of a frozen session are not available for comparison. For every place where a prompt
 or reply of a turn ended, the session keeps one number computed from all tokens before it. A
@@ -32,7 +32,7 @@ _TABLE_BITS_MIN = 1 << 12
 
 
 def prefix_hashes(ids: bytes, scope: str) -> PrefixHashes:
-    """uint64[n]: the hash of the first 1, 2, ... n of `ids` (int32 LE), for one tenant.
+    """The hashes of the first 1, 2, ... n of `ids` (int32 LE) for one tenant, uint64[n].
 
     Each token and its position go through the finalizer of SplitMix64 (Steele, Lea, Flood 2014);
     a hash is the sum of them, so that all come out of one cumulative sum."""
@@ -52,9 +52,8 @@ def prefix_hashes_at(ids: bytes, scope: str, ends: Iterable[int]) -> list[int]:
 
 
 class PrefixHashIndex:
-    """Mark -> sessions, in two parallel sorted arrays, behind a table of bits that tells all but
-    one in 32 hashes or more that are not there apart at a glance: about 32 bytes a hash. Not
-    thread-safe."""
+    """Prefix hash -> sessions, in two parallel sorted arrays, behind a table of bits that rejects
+    all but at most one in 32 unknown hashes: about 32 bytes per hash. Not thread-safe."""
 
     def __init__(self) -> None:
         self._hashes: PrefixHashes = np.zeros(0, np.uint64)
@@ -65,8 +64,8 @@ class PrefixHashIndex:
         return len(self._hashes)
 
     def load(self, rows: Iterable[tuple[int, bytes]]) -> None:
-        """Take the place of all by (session, its hashes as they are stored). Of a damaged row that
-        does not end with a whole hash the rest is left out."""
+        """Replace the content by rows (session, its hashes as stored). An incomplete hash at the
+        end of a damaged row is ignored."""
         found = [(pk, hashes[: len(hashes) // HASH_BYTES * HASH_BYTES]) for pk, hashes in rows]
         data = b"".join(hashes for _, hashes in found)
         counts = [len(hashes) // HASH_BYTES for _, hashes in found]
@@ -92,12 +91,12 @@ class PrefixHashIndex:
         self._hashes, self._sessions = self._hashes[kept], self._sessions[kept]
 
     def find(self, hashes: PrefixHashes) -> Iterator[tuple[int, list[int]]]:
-        """(n, sessions) for each of the hashes of a prompt that is known, the longest first."""
+        """(n, sessions) for each known hash of a prompt, longest prefix first."""
         if not len(self._hashes):
             return
         places, bits = self._places(hashes)
         maybe = np.flatnonzero(self._table[places] & bits)
-        maybe = maybe[np.argsort(hashes[maybe])]  # neighbours are looked for in neighbouring places
+        maybe = maybe[np.argsort(hashes[maybe])]  # sorted look-ups touch neighbouring memory
         first = np.searchsorted(self._hashes, hashes[maybe])
         is_known = self._hashes[np.minimum(first, len(self._hashes) - 1)] == hashes[maybe]
         known = sorted(zip(maybe[is_known].tolist(), first[is_known].tolist(), strict=True))
@@ -106,8 +105,8 @@ class PrefixHashIndex:
             yield at + 1, self._sessions[start:end].tolist()
 
     def _make_table(self) -> None:
-        """A bit for each value of the hashes' low bits: whether any hash has them. What was
-        discarded stays in it until it is made anew, and costs a look."""
+        """Rebuild the table: a bit for each value of the hashes' low bits, set if any hash has
+        them. Bits of discarded hashes stay set until the next rebuild and cost a look-up."""
         size = 1 << max(_PLACES_MIN * len(self._hashes) * 2 - 1, _TABLE_BITS_MIN).bit_length()
         self._mask = np.uint64(size - 1)
         self._table = np.zeros(size // 8, np.uint8)

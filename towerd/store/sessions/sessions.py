@@ -16,7 +16,7 @@ from towerd.store.sessions.turn import SessionInfo, Turn, TurnInfo
 NAME_CHARS_MAX = 200
 TITLE_CHARS_MAX = 500
 RECOGNISED_TOKENS_MIN = 2
-"""The BOS token alone, which an empty prompt consists of, begins every conversation."""
+"""Every conversation begins with the BOS token, of which an empty prompt consists."""
 
 _SESSION = (
     "SELECT id, scope, title, named, leaf, n_tokens,"
@@ -114,7 +114,8 @@ class SessionTable:
         now: float,
     ) -> int:
         """Enter the turn and make it the session's leaf. `known`: the nodes that its prompt
-        matched in full before it was inserted, longest prefix first; `ends`: its prompt end and reply end."""
+        matched in full before it was inserted, longest prefix first; `ends`: its prompt end and
+        reply end."""
         parent = self._parent_turn(session, known, len(turn.prompt))
         facts = (len(turn.prompt), len(turn.reply), turn.n_cached, turn.started_s, now)
         turn_id = self.enter_turn(session, parent, ends, facts, turn.finished, tail)
@@ -149,7 +150,7 @@ class SessionTable:
         )
 
     def set_leaf(self, session: SessionRow, turn_id: int, n_tokens: int, now: float) -> None:
-        """Where the current branch ends, inside a transaction."""
+        """Set the end of the current branch, inside a transaction."""
         self.catalog.run(
             "UPDATE sessions SET leaf = ?, n_tokens = ?, updated = ? WHERE pk = ?",
             (turn_id, n_tokens, now, session.pk),
@@ -182,7 +183,7 @@ class SessionTable:
         return [row[0] for row in rows]
 
     def info(self, session: SessionRow) -> SessionInfo:
-        """What `listing` says about one session."""
+        """The entry of one session in `listing`."""
         return _info(self.catalog.rows(f"{_SESSION} AND pk = ?", (self.fingerprint, session.pk))[0])
 
     def turns(self, session: SessionRow) -> list[TurnInfo]:

@@ -1,4 +1,4 @@
-"""Frames: how records lie in a journal file, and how they are found again after damage.
+"""Frames: the form of records in a journal file, and how they are found again after damage.
 
      0  4   magic
      4  1   kind
