@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from sidecar_tools import OpenSidecar, alone, ask, prompt
 
-from towerd.engine.llama_server.process.upstream import Upstream
+from towerd.engine.llama_server.process.upstream_client import UpstreamClient
 from towerd.engine.llama_server.slots.image import (
     ImageSpec,
     SlotImage,
@@ -32,7 +32,7 @@ WINDOW = 48
 N = 130
 
 
-async def saved(upstream: Upstream, folder: Path, ids: Ids) -> bytes:
+async def saved(upstream: UpstreamClient, folder: Path, ids: Ids) -> bytes:
     """What llama-server writes for a slot of these tokens."""
     await upstream.evaluate(ids, 0)
     await upstream.save(0, "saved")

@@ -20,7 +20,7 @@ from waiting import until_async
 from towerd.config import Config
 from towerd.engine.base import Finish, GenerateRequest, Piece, Started
 from towerd.engine.llama_server.process.process import free_port
-from towerd.engine.llama_server.slots.lease import Lease
+from towerd.engine.llama_server.slots.slot_lease import SlotLease
 from towerd.errors import ConfigError, ContextExceeded, InvalidRequest, TowerdError, Unavailable
 from towerd.models.bundled import bundled_model
 from towerd.models.random_gguf import PRESETS, make_random_gguf
@@ -28,7 +28,7 @@ from towerd.service import open_service
 from towerd.tokens import Ids
 
 
-async def complete(sidecar: Sidecar, lease: Lease, ids: Ids, n: int = 8) -> dict[str, Any]:
+async def complete(sidecar: Sidecar, lease: SlotLease, ids: Ids, n: int = 8) -> dict[str, Any]:
     """What the pass-through does with a lease."""
     body = {"prompt": ids.tolist(), "id_slot": lease.slot, "n_predict": n, "temperature": 0.0}
     body |= {"ignore_eos": True, "return_tokens": True}
@@ -37,7 +37,7 @@ async def complete(sidecar: Sidecar, lease: Lease, ids: Ids, n: int = 8) -> dict
     return reply
 
 
-async def record(sidecar: Sidecar, lease: Lease, reply: dict[str, Any]) -> str:
+async def record(sidecar: Sidecar, lease: SlotLease, reply: dict[str, Any]) -> str:
     """The end of a lease; the session that its turn is recorded under."""
     leased = await lease.finished(
         reply_ids=reply["tokens"],
@@ -51,7 +51,7 @@ async def record(sidecar: Sidecar, lease: Lease, reply: dict[str, Any]) -> str:
 
 async def turn(
     sidecar: Sidecar, ids: Ids, scope: str = "local", session: str | None = None
-) -> tuple[dict[str, Any], Lease, str]:
+) -> tuple[dict[str, Any], SlotLease, str]:
     """One leased request: the reply, the lease and the session."""
     async with await sidecar.engine.lease(ids, scope, session) as lease:
         reply = await complete(sidecar, lease, ids)
@@ -82,12 +82,14 @@ async def test_leases(sidecar_on: OpenSidecar) -> None:
     """What the pass-through sees: the slot, where tokens came from, the recorded session."""
     async with sidecar_on() as sidecar:
         reply, lease, session = await turn(sidecar, prompt(50))
-        assert (lease.reuse.prefill, lease.foretold.expected) == (50, 0)
+        assert (lease.reuse.prefill, lease.expected_reuse.n_cached) == (50, 0)
         assert reply["id_slot"] == lease.slot
         longer = np.concatenate([prompt(50), np.array(reply["tokens"], np.int32), prompt(9, 1)])
         again, second, same = await turn(sidecar, longer)
         assert (second.slot, same) == (lease.slot, session)
-        assert second.foretold.expected == again["timings"]["cache_n"] == second.reuse.live == 57
+        assert (
+            second.expected_reuse.n_cached == again["timings"]["cache_n"] == second.reuse.live == 57
+        )
         _, _, named = await turn(sidecar, prompt(30, 2), session="my-chat")
         assert named == "my-chat"
         infos = await asyncio.to_thread(sidecar.store.sessions)

@@ -15,7 +15,7 @@ import pytest
 from sidecar_tools import OpenSidecar, Sidecar, alone, ask, prompt, running_again
 
 from towerd.engine.base import Finish
-from towerd.engine.llama_server.process.upstream import Upstream
+from towerd.engine.llama_server.process.upstream_client import UpstreamClient
 from towerd.models.bundled import bundled_model
 from towerd.tokens import Ids
 
@@ -64,7 +64,7 @@ def script(llama_server: Path, model: Path, tmp_path_factory: pytest.TempPathFac
     return asyncio.run(run())
 
 
-async def _chat_alone(upstream: Upstream, chat: int) -> list[Reply]:
+async def _chat_alone(upstream: UpstreamClient, chat: int) -> list[Reply]:
     ids: list[int] = []
     replies: list[Reply] = []
     for turn in range(TURNS):

@@ -17,7 +17,7 @@ from towerd.engine.llama_server.process.attached import command_behind
 from towerd.engine.llama_server.process.binary import library_env
 from towerd.engine.llama_server.process.probe import ProbeResult, probe
 from towerd.engine.llama_server.process.process import LlamaServerProcess
-from towerd.engine.llama_server.process.upstream import Upstream
+from towerd.engine.llama_server.process.upstream_client import UpstreamClient
 from towerd.engine.llama_server.slots.slotdir import SlotDir
 from towerd.errors import ConfigError
 from towerd.models.bundled import bundled_model
@@ -116,7 +116,7 @@ async def test_a_draft_model(probed: Probe) -> None:
 
 async def refusal(url: str, slot_dir: Path, key: str | None = None) -> str:
     """What the probe refuses an upstream with."""
-    async with aclosing(Upstream(url, key)) as upstream:
+    async with aclosing(UpstreamClient(url, key)) as upstream:
         with pytest.raises(ConfigError) as error:
             await probe(upstream, SlotDir.shared(slot_dir))
     return error.value.message

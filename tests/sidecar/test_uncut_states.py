@@ -13,7 +13,7 @@ import pytest
 from sidecar_tools import OpenSidecar, Sidecar, alone, ask, prompt
 
 from towerd.engine.base import Finish
-from towerd.engine.llama_server.process.upstream import Upstream
+from towerd.engine.llama_server.process.upstream_client import UpstreamClient
 from towerd.models.random_gguf import PRESETS, make_random_gguf
 from towerd.models.shape import Arch
 from towerd.tokens import Ids
@@ -36,14 +36,14 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 @asynccontextmanager
 async def both(
     open_it: OpenSidecar, binary: Path, model: Path, root: Path, parallel: int
-) -> AsyncIterator[tuple[Sidecar, Upstream]]:
+) -> AsyncIterator[tuple[Sidecar, UpstreamClient]]:
     """towerd in front of a llama-server, and one alone."""
     async with alone(binary, model, root, "-c", "1024") as server:
         async with open_it(model, parallel=parallel) as sidecar:
             yield sidecar, server.upstream
 
 
-async def check(sidecar: Sidecar, reference: Upstream, ids: Ids) -> Finish:
+async def check(sidecar: Sidecar, reference: UpstreamClient, ids: Ids) -> Finish:
     """The same reply as from llama-server alone, but where two tokens are all but equal."""
     body = {"prompt": ids, "n_predict": N_PREDICT, "temperature": 0.0, "ignore_eos": True}
     body |= {"return_tokens": True, "cache_prompt": False, "n_probs": 2}

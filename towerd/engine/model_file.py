@@ -1,9 +1,9 @@
-"""A model's file: the hash of its bytes, remembered, and checked before it is believed.
+"""ModelFile: a model's file, and the hash of its bytes, remembered and checked before use.
 
-Hashing a file of weights takes a second per gigabyte, so the hash is kept in the catalog with what
-the file looked like: device, inode, size, times and a hash of sampled pages. A file that still
-looks the same has the same hash, unless its file system does not say when it was changed and no
-sampled page differs; `WeightsCheck` finds those.
+Hashing a file of weights takes a second per gigabyte, so the hash is kept in the catalog with the
+file's device, inode, size, times and a hash of sampled pages. A file for which these are the same
+has the same hash, unless its file system does not record changes and no sampled page differs;
+`WeightsCheck` finds those.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class FileState(msgspec.Struct, frozen=True):
     size: int
     mtime_ns: int
     ctime_ns: int
-    """No program can set this one back."""
+    """Unlike `mtime_ns` it cannot be set by a program."""
 
     @classmethod
     def of(cls, stat: os.stat_result) -> FileState:
@@ -58,7 +58,7 @@ class FileState(msgspec.Struct, frozen=True):
 
 
 class KnownFile(msgspec.Struct, frozen=True):
-    """What the catalog knows about a file."""
+    """The catalog's entry about a file."""
 
     state: FileState
     sample: str
@@ -68,7 +68,7 @@ class KnownFile(msgspec.Struct, frozen=True):
 
 
 class ModelFile:
-    """A file of weights, kept open: a file that takes its place is another one. Open it before the
+    """A file of weights, kept open, so that a file that replaces it is noticed. Open it before the
     weights are loaded, `identify` it afterwards, then close it."""
 
     def __init__(self, path: Path) -> None:
@@ -108,7 +108,7 @@ class ModelFile:
             return False
 
     def reopen(self) -> None:
-        """Go over to the file that the path leads to by now; what is known stays."""
+        """Switch to the file that the path leads to now; `known` is unchanged."""
         file = self.path.open("rb", buffering=0)
         self._file.close()
         self._file, self._opened = file, FileState.of(os.fstat(file.fileno()))
@@ -161,7 +161,7 @@ class ModelFile:
         _remember(memo, self._known)
 
     def forget(self, memo: Memo) -> None:
-        """Let the next start read all of the file."""
+        """Make the next start read all of the file."""
         memo.set_meta(_key(self.state()), "")
 
 

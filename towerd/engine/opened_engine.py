@@ -14,15 +14,15 @@ EngineT = TypeVar("EngineT")
 
 @dataclass(frozen=True, slots=True)
 class OpenedEngine(Generic[EngineT]):
-    """What opening an engine gives. Whoever opened it closes it."""
+    """The result of opening an engine. The context manager that opened it closes it."""
 
     engine: EngineT
     store: Store
     tiers: Tiers
     forget: Callable[[Sequence[Node]], None]
-    """Told the segments of a session that was frozen, on another thread than the loop's."""
+    """Called with the segments of a session that was frozen, on another thread than the loop's."""
     is_quiet: Callable[[], bool] | None = None
-    """Whether the engine merely decodes or idles; None: it has no requests that give way, so
-    nothing is evaluated or fetched ahead."""
+    """Whether the engine is idle or only decodes; None: it has no background requests, so nothing is
+    evaluated or fetched ahead."""
     anticipate_tokens_max: int = 0
     """Tokens that may be evaluated ahead of a chat's next turn."""

@@ -211,7 +211,7 @@ class Exchange:
         if self._settling is not None:
             cache_n, prompt_ms = self._settling.cache_n, self._settling.prompt_ms
             if await self._settling.has_strayed():
-                lease.strayed()
+                lease.ran_elsewhere()
         lease.calls_tools = watch.calls_tools
         if self._plan.spoken is not None and watch.stop is not None:
             lease.answered = self._plan.spoken.answered(watch.text)

@@ -13,8 +13,8 @@ from aiohttp import ClientResponse, web
 from towerd.api.http.keys import service_of
 from towerd.engine.base import Engine, Reuse
 from towerd.engine.llama_server.process.client import Body, Lost, NotHttp, Unreachable
-from towerd.engine.llama_server.slots.lease import LeasedTurn
-from towerd.engine.llama_server.slots.spoken import Answered, Spoken
+from towerd.engine.llama_server.slots.chat_text import AnsweredChat, ChatText
+from towerd.engine.llama_server.slots.slot_lease import LeasedTurn
 from towerd.errors import TowerdError, Unavailable
 from towerd.tokens import Ids
 
@@ -52,7 +52,7 @@ class Lease(Protocol):
     """The session that its turn is recorded under; None: it is recognised then."""
     calls_tools: bool
     """Whether the reply ended with a call of a tool."""
-    answered: Answered | None
+    answered: AnsweredChat | None
     """The chat request that it was, when it got its reply."""
 
     @property
@@ -72,7 +72,7 @@ class Lease(Protocol):
         """The reply has begun."""
         ...
 
-    def strayed(self) -> None:
+    def ran_elsewhere(self) -> None:
         """The request ran in another slot; to be told before `finished`."""
         ...
 
@@ -127,7 +127,7 @@ class Sidecar(Engine, Protocol):
         (not `pinned`) one that llama-server would choose. Raises Unavailable."""
         ...
 
-    def lease_chat(self, spoken: Spoken, scope: str, session: str | None) -> Lease | None:
+    def lease_chat(self, spoken: ChatText, scope: str, session: str | None) -> Lease | None:
         """The slot of a chat that goes on where it sits, before its tokens are known."""
         ...
 

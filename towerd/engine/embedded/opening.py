@@ -24,7 +24,7 @@ from towerd.tiers.manager import Tiers
 async def open_embedded(config: Config) -> AsyncIterator[OpenedEngine[EmbeddedEngine]]:
     """Load the model, open the store, start the inference thread; undo it all at the end.
 
-    On the way out running requests are cancelled, live rows are exported and written, and the
+    At the end running requests are cancelled, live rows are exported and written, and the
     catalog is closed. Raises ModelError, StoreError, ConfigError."""
     core, store = await asyncio.to_thread(_open_store, config)
     try:

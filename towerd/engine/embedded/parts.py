@@ -1,4 +1,4 @@
-"""Parts: what the embedded engine is made of, put together in one place."""
+"""Parts: the parts of the embedded engine, constructed in one place."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from towerd.tiers.checkpoint_tier import CheckpointTier
 from towerd.tiers.manager import Tiers
 
 PARKED_SHARE = 4
-"""Thinned chats that left the context take at most one part in this many of --hot-bytes."""
+"""Parked chats take at most 1 / PARKED_SHARE of --hot-bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What belongs to the inference thread."""
+    """The parts that belong to the inference thread."""
 
     pool: LivePool
     splicer: Splicer

@@ -10,8 +10,8 @@ from typing import cast
 
 from towerd.config import Config
 from towerd.engine.llama_server.engine import LlamaServerEngine
-from towerd.engine.llama_server.process.backend import Backend, open_backend
-from towerd.engine.llama_server.process.describe import Described, describe, first_model
+from towerd.engine.llama_server.process.backend import LlamaServerBackend, open_backend
+from towerd.engine.llama_server.process.description import ModelDescription, describe, first_model
 from towerd.engine.opened_engine import OpenedEngine
 from towerd.slots.fingerprint import Fingerprint
 from towerd.store import Catalog, Node, Store
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 async def open_llama_server(config: Config) -> AsyncIterator[OpenedEngine[LlamaServerEngine]]:
     """Start or attach, probe, open the store for what was found; undo it all at the end.
 
-    On the way out what only slots hold is saved and written. Raises ConfigError, ModelError,
+    At the end, rows that only slots hold are saved and written. Raises ConfigError, ModelError,
     StoreError."""
     async with AsyncExitStack() as stack:
         backend, described, store = await _open_store(config, stack)
@@ -43,7 +43,7 @@ async def open_llama_server(config: Config) -> AsyncIterator[OpenedEngine[LlamaS
 
 
 def _forgetter(engine: LlamaServerEngine, store: Store) -> Callable[[Sequence[Node]], None]:
-    """Slots do not bring back what was let go of."""
+    """Keeps slots from bringing back segments that were dropped."""
     loop = asyncio.get_running_loop()
 
     def forget(nodes: Sequence[Node]) -> None:
@@ -57,10 +57,12 @@ def _forgetter(engine: LlamaServerEngine, store: Store) -> Callable[[Sequence[No
     return forget
 
 
-async def _open_store(config: Config, stack: AsyncExitStack) -> tuple[Backend, Described, Store]:
+async def _open_store(
+    config: Config, stack: AsyncExitStack
+) -> tuple[LlamaServerBackend, ModelDescription, Store]:
     """Lock the store first, so that a second daemon fails before it starts a llama-server."""
     loop = asyncio.get_running_loop()
-    found: list[tuple[Backend, Described]] = []
+    found: list[tuple[LlamaServerBackend, ModelDescription]] = []
 
     async def find(catalog: Catalog) -> Fingerprint:
         backend = await stack.enter_async_context(open_backend(config))
@@ -81,7 +83,7 @@ async def _open_store(config: Config, stack: AsyncExitStack) -> tuple[Backend, D
     return backend, described, store
 
 
-def _open_tiers(config: Config, backend: Backend, store: Store) -> Tiers:
+def _open_tiers(config: Config, backend: LlamaServerBackend, store: Store) -> Tiers:
     spec = backend.probe.spec
     return Tiers(
         store,

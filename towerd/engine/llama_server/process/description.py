@@ -1,4 +1,4 @@
-"""Which model an upstream serves, and what its rows depend on.
+"""ModelDescription: the model that an upstream serves, and what its rows depend on.
 
 The model file is read as the embedded engine reads it, only without its weights, so that both
 engines write the same fingerprint and one reads the other's store.
@@ -31,9 +31,18 @@ from towerd.store import Catalog
 
 log = logging.getLogger(__name__)
 
+_NO_FILE_NOTE = (
+    "The model file is not readable here, so its rows are kept apart from those of the embedded "
+    "engine."
+)
+_NO_COMMAND_NOTE = (
+    "The command line of llama-server cannot be seen, so its RoPE flags are taken never to change; "
+    "run both as one user."
+)
+
 
 @dataclass(frozen=True, slots=True)
-class Described:
+class ModelDescription:
     """The model behind an upstream. `vocab` None: its file cannot be read here."""
 
     info: ModelInfo
@@ -41,7 +50,7 @@ class Described:
     model: LlamaModel | None
     notes: tuple[str, ...] = ()
     adapters: tuple[ModelFile, ...] = ()
-    """The files of the adapters in force, as far as they are here."""
+    """The files of the adapters in force that can be read here."""
 
     @property
     def files(self) -> tuple[ModelFile, ...]:
@@ -56,7 +65,7 @@ class Described:
 
 
 def flag_notes(command: Command | None, *, is_ours: bool) -> tuple[str, ...]:
-    """What flags of a server cost; towerd sets some of one that it starts itself."""
+    """Notes on flags of a server that cost something; towerd sets some of them itself."""
     if command is None:
         return ()
     notes: list[str] = []
@@ -105,7 +114,7 @@ def describe(
     command: Command | None,
     meta: Mapping[str, Any],
     catalog: Catalog,
-) -> Described:
+) -> ModelDescription:
     """What `found` serves. `command`: how it was started, None if that cannot be seen;
     `meta`: the model's entry in /v1/models; `catalog` remembers the file's hash."""
     layout = found.spec.layout if found.spec is not None else _NO_LAYOUT
@@ -119,15 +128,13 @@ def describe(
     notes = flag_notes(command, is_ours=config.upstream is None)
     vocab = Vocab(model.ptr) if model is not None else None
     if model is None or vocab is None:
-        notes += ("The model file is not readable here, so its rows are kept apart from those of "
-                 "the embedded engine.",)  # fmt: skip
-        fingerprint = _foreign(found, meta, layout, lora)
+        notes += (_NO_FILE_NOTE,)
+        fingerprint = _reported_fingerprint(found, meta, layout, lora)
     else:
         rope = model.rope(config) if command is not None else {"upstream": "unseen"}
         if command is None:
             rope |= model.rope(config)
-            notes += ("The command line of llama-server cannot be seen, so its RoPE flags are taken "
-                     "never to change; run both as one user.",)  # fmt: skip
+            notes += (_NO_COMMAND_NOTE,)
             command = Command()
         rotated = command.env.get("LLAMA_ATTN_ROT_DISABLE", "0") in ("", "0")
         n_head_kv = int(model.key("attention.head_count_kv", "1").strip("[]").split(",")[0]) or 1
@@ -143,7 +150,7 @@ def describe(
             long_context=model.is_long_context(found.n_ctx),
         )
     info = _info(found, model, vocab, meta, fingerprint)
-    return Described(info, vocab, model, notes, tuple(adapters.values()))
+    return ModelDescription(info, vocab, model, notes, tuple(adapters.values()))
 
 
 _NO_LAYOUT = KVLayout((Plane(BY_NAME["f16"].type_id, 2),), ())
@@ -177,7 +184,7 @@ def _info(
     )
 
 
-def _foreign(
+def _reported_fingerprint(
     found: ProbeResult, meta: Mapping[str, Any], layout: KVLayout, lora: tuple[str, ...]
 ) -> Fingerprint:
     """A fingerprint from what the server says about its model."""

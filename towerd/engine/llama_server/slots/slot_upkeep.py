@@ -1,4 +1,4 @@
-"""What happens to slots while nobody asks: idle ones are saved, doubtful ones are asked for."""
+"""SlotUpkeep: saves idle slots, and asks llama-server what doubtful ones hold."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
-from towerd.engine.llama_server.process.upstream import Upstream
+from towerd.engine.llama_server.process.upstream_client import UpstreamClient
 from towerd.engine.llama_server.slots.placement import Slot
 from towerd.engine.llama_server.slots.placer import Placer
 from towerd.errors import TowerdError
@@ -15,19 +15,19 @@ from towerd.errors import TowerdError
 log = logging.getLogger(__name__)
 
 IDLE_S = 30.0
-"""A slot that was not used for so long is saved, so that a crash costs no prefill."""
+"""A slot that was not used for this long is saved, so that a crash costs no prefill."""
 PRESSED_S = 0.02
-"""With more conversations than slots it is saved at once, unless somebody is there already."""
+"""With more conversations than slots it is saved after this time instead, unless it is in use."""
 PATIENCE_S = 1.0
-"""For so long a save waits for the first tokens of others."""
+"""How long a save waits for the first tokens of other requests."""
 FOREIGN_S = 0.1
-"""A slot that was seen to run something that towerd did not place is asked for again after this."""
+"""A slot that runs a request which towerd did not place is asked about again after this time."""
 
 
-class Upkeep:
+class SlotUpkeep:
     """Background work on one table of slots."""
 
-    def __init__(self, placer: Placer, upstream: Upstream, *, idle_s: float = IDLE_S) -> None:
+    def __init__(self, placer: Placer, upstream: UpstreamClient, *, idle_s: float = IDLE_S) -> None:
         self.idle_s = idle_s
         self.n_preparing = 0
         """Requests whose slots are being prepared right now."""
@@ -37,7 +37,7 @@ class Upkeep:
         self._upstream = upstream
         self._tasks: set[asyncio.Task[None]] = set()
         self._verifying = False
-        self._foreign: set[Slot] = set()
+        self._reported_fingerprint: set[Slot] = set()
         self._is_closed = False
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -49,7 +49,7 @@ class Upkeep:
     # ---- saving ---------------------------------------------------------------------------
 
     def capture_later(self, slot: Slot) -> None:
-        """Save it when it has been idle for a while; at once when others need slots."""
+        """Save a slot once it has been idle for a while; soon if others need slots."""
         if not self._is_closed and self._wants_capture(slot):
             delay_s = PRESSED_S if self._placer.table.is_pressed else self.idle_s
             self._call_later(delay_s, slot, slot.last_used, 0)
@@ -58,8 +58,8 @@ class Upkeep:
         asyncio.get_running_loop().call_later(delay_s, self._due, slot, used, n_waits)
 
     def _due(self, slot: Slot, used: int, n_waits: int) -> None:
-        """Save it unless it was used since. A save keeps all slots from moving, so it does not
-        get between a request and its slot, nor, for a while, its first token."""
+        """Save a slot unless it was used since. A save stops all slots, so it waits while a request's
+        slot is prepared, and for some time for a request's first token."""
         if self._is_closed or slot.last_used != used or not self._wants_capture(slot):
             return
         if self.n_preparing or (self.n_awaited and n_waits * PRESSED_S < PATIENCE_S):
@@ -68,7 +68,7 @@ class Upkeep:
             self.spawn(self.capture_idle(slot))
 
     async def capture_idle(self, slot: Slot) -> None:
-        """Save it if it is idle and the store lacks some of it."""
+        """Save a slot if it is idle and the store lacks some of it."""
         if not self._wants_capture(slot):
             return
         slot.busy, slot.holder, slot.saving = True, "", True
@@ -86,7 +86,7 @@ class Upkeep:
             await self.capture_idle(slot)
 
     async def close(self, *, save: bool) -> None:
-        """Start nothing any more; with `save` as `settle`, else only wait for what runs."""
+        """Start no more work, and wait for what runs; with `save`, also save idle slots."""
         self._is_closed = True
         await self._wait()
         if save:
@@ -101,24 +101,25 @@ class Upkeep:
             return False
         return self._placer.can_compose and slot.n_unsaved > 0
 
-    # ---- asking ---------------------------------------------------------------------------
+    # ---- verifying ------------------------------------------------------------------------
 
     def doubt(self) -> None:
-        """Something that towerd did not place ran or runs: believe nothing about free slots."""
+        """Mark all slots as doubtful, because a request ran that towerd did not place."""
         for slot in self._placer.table.slots:
             slot.sure = False
         self._release_foreign()
 
     def _release_foreign(self) -> None:
-        """Slots that ran something else may be free by now; whoever wants one has it asked for."""
-        for slot in self._foreign:
+        """Release slots that ran other requests, as they may be free: they are asked about when
+        needed."""
+        for slot in self._reported_fingerprint:
             slot.hold_unknown("")
             slot.busy = slot.sure = False
-        self._foreign.clear()
+        self._reported_fingerprint.clear()
         self._placer.table.pump()
 
     def verify_soon(self) -> None:
-        """Have free slots in doubt asked for, then grant slots again."""
+        """Ask about doubtful free slots in the background, then grant slots again."""
         if not self._verifying:
             self._verifying = True
             self.spawn(self._verify())
@@ -133,17 +134,17 @@ class Upkeep:
             if not slot.sure and not slot.busy:
                 self._settle_doubt(slot, views.get(slot.id))
         self._verifying = False
-        if self._foreign:
+        if self._reported_fingerprint:
             asyncio.get_running_loop().call_later(FOREIGN_S, self._release_foreign)
         self._placer.table.pump()
 
     def _settle_doubt(self, slot: Slot, view: dict[str, Any] | None) -> None:
-        """A slot that holds as many tokens as it should is taken to hold those. Were it wrong,
-        llama-server would still compare tokens, and the reply tell that nothing was reused."""
+        """Trust a slot that holds as many tokens as it should. If that were wrong, llama-server would
+        still compare tokens, and the reply would report that nothing was reused."""
         held = None if view is None else view.get("n_prompt_tokens", slot.n)
         if held != slot.n or slot.hidden or not slot.known:
             slot.hold_unknown("")
         slot.sure = True
         if view is not None and view.get("is_processing"):
             slot.busy, slot.holder = True, ""
-            self._foreign.add(slot)
+            self._reported_fingerprint.add(slot)

@@ -13,7 +13,7 @@ import requests
 from daemon import Daemon
 from sidecar_tools import OpenSidecar, prompt
 
-from towerd.engine.llama_server.slots.spoken import Spoken, spoken_of
+from towerd.engine.llama_server.slots.chat_text import ChatText, chat_text_of
 from towerd.store import Store, latest_fingerprint
 
 MakeDaemon = Callable[..., Daemon]
@@ -177,11 +177,11 @@ def test_a_request_that_is_refused(daemon: Daemon) -> None:
 # --- when there is something to decide ----------------------------------------------------
 
 
-def spoken(*texts: str) -> Spoken:
+def spoken(*texts: str) -> ChatText:
     """A chat of these messages, the user's and the assistant's in turn."""
     roles = ("user", "assistant")
     messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
-    found = spoken_of({"messages": messages})
+    found = chat_text_of({"messages": messages})
     assert found is not None
     return found
 
@@ -194,12 +194,12 @@ async def test_when_a_slot_is_not_given_early(sidecar_on: OpenSidecar, tmp_path:
 
         def there() -> None:
             slot.hold(prompt(50), "local")
-            slot.chat, slot.is_gone_on_with = spoken("a").answered("b"), True
+            slot.chat, slot.is_continued = spoken("a").answered("b"), True
 
         there()
         assert engine.lease_chat(spoken("a", "x", "c"), "local", None) is None
         assert engine.lease_chat(more, "other", None) is None
-        for name, value in (("is_gone_on_with", False), ("sure", False), ("busy", True)):
+        for name, value in (("is_continued", False), ("sure", False), ("busy", True)):
             setattr(slot, name, value)
             assert engine.lease_chat(more, "local", None) is None
             setattr(slot, name, not value)
@@ -217,7 +217,7 @@ async def test_when_a_slot_is_not_given_early(sidecar_on: OpenSidecar, tmp_path:
         assert (lease.slot, slot.busy, lease.ids) == (0, True, None)
         lease.learn(prompt(50)[:40])
         assert (lease.reuse.live, lease.reuse.prefill) == (39, 1)
-        assert not slot.is_gone_on_with
+        assert not slot.is_continued
         await lease.launched()
         lease.release()
         assert not slot.busy

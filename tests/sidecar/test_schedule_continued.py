@@ -9,16 +9,22 @@ import numpy as np
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from towerd.engine.llama_server.slots.placement import Choice, Costs, Policy, Slot, Want
+from towerd.engine.llama_server.slots.placement import (
+    Costs,
+    PlacementPolicy,
+    Slot,
+    SlotChoice,
+    SlotRequest,
+)
 from towerd.tokens import Ids
 
 TOKENS = st.lists(st.integers(1, 2), max_size=6)
 
 
-class Weighing(Policy):
+class Weighing(PlacementPolicy):
     """Weighs every option, always."""
 
-    def _continuation(self, want: Want, free: Any, slots: Any) -> Choice | None:
+    def _continuation(self, request: SlotRequest, free: Any, slots: Any) -> SlotChoice | None:
         return None
 
 
@@ -52,7 +58,7 @@ def test_what_is_there_is_gone_on_with(
     """Slot, tokens, saving and cost are those of weighing all."""
     held = data.draw(st.sampled_from([begun, *(slot.tokens.tolist() for slot in slots)]))
     ids = array([*held, *said] or [1])
-    want = Want(
+    request = SlotRequest(
         ids,
         "a",
         n_storable=data.draw(st.integers(0, len(ids) - 1)),
@@ -66,7 +72,7 @@ def test_what_is_there_is_gone_on_with(
         "can_store": data.draw(st.booleans()),
     }
     costs = Costs(prefill_ms=data.draw(st.sampled_from([2.0, 0.01])))
-    quick, thorough = Policy(costs, **fields), Weighing(costs, **fields)
+    quick, thorough = PlacementPolicy(costs, **fields), Weighing(costs, **fields)
     free = [slot for slot in slots if not slot.busy]
-    event(f"short: {quick._continuation(want, free, slots) is not None}")
-    assert quick.choose(want, slots) == thorough.choose(want, slots)
+    event(f"short: {quick._continuation(request, free, slots) is not None}")
+    assert quick.choose(request, slots) == thorough.choose(request, slots)

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from towerd.engine.llama_server.slots.spoken import MESSAGES_MAX, spoken_of
+from towerd.engine.llama_server.slots.chat_text import MESSAGES_MAX, chat_text_of
 
 TEXTS = st.sampled_from(["", "a", " a\n", "b"])
 MESSAGES = st.fixed_dictionaries(
@@ -37,12 +37,12 @@ def test_what_goes_on(
 ) -> None:
     """A request goes on another if it begins with all of it and its reply, and differs in
     nothing else that may change the prompt."""
-    spoken = spoken_of(before)
-    assert spoken is not None
-    answered = spoken.answered(reply)
+    text = chat_text_of(before)
+    assert text is not None
+    answered = text.answered(reply)
     said = [*before["messages"], {"role": "assistant", "content": reply}, *more]
     for after in ({**before, "messages": said}, {**other, "messages": said}, other):
-        found = spoken_of(after)
+        found = chat_text_of(after)
         assert found is not None
         assert found.continues(answered) == goes_on(before, reply.strip(), after)
         texts = [message["content"] or "" for message in after["messages"]]
@@ -53,14 +53,14 @@ def test_what_goes_on(
 def test_texts_in_parts() -> None:
     """A client may send a reply back as it likes."""
     begun: list[Any] = [{"role": "user", "content": "hi"}]
-    spoken = spoken_of({"messages": begun})
-    assert spoken is not None
+    text = chat_text_of({"messages": begun})
+    assert text is not None
     parts = [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]
     for content in ("hello", "hello\n", parts):
         said = [*begun, {"role": "assistant", "content": content}, *begun]
-        again = spoken_of({"messages": said})
+        again = chat_text_of({"messages": said})
         assert again is not None
-        assert again.continues(spoken.answered("hello"))
+        assert again.continues(text.answered("hello"))
 
 
 def test_no_ordinary_chats() -> None:
@@ -72,5 +72,5 @@ def test_no_ordinary_chats() -> None:
         [{"a": np.zeros(3)}],
     ]
     for messages in strange:
-        assert spoken_of({"messages": messages}) is None
-    assert spoken_of({"messages": []}) is not None
+        assert chat_text_of({"messages": messages}) is None
+    assert chat_text_of({"messages": []}) is not None

@@ -1,4 +1,4 @@
-"""One HTTP client to one llama-server: the calls that towerd itself makes."""
+"""UpstreamClient: the HTTP calls that towerd itself makes to one llama-server."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class SlotAction:
     ms: float
 
 
-class Upstream:
+class UpstreamClient:
     """A llama-server at `url`; `url` and `key` may change while it is restarted. Every call
     raises UpstreamGone, or the TowerdError of the status it got."""
 
@@ -67,17 +67,17 @@ class Upstream:
         self._client = Client()
 
     def auth(self) -> dict[str, str]:
-        """The header that opens it."""
+        """The authorization header, if there is a key."""
         return {"Authorization": f"Bearer {self.key}"} if self.key else {}
 
     async def aclose(self) -> None:
-        """Replies that are still read are lost."""
+        """Close the client; replies that are still being read are lost."""
         await self._client.aclose()
 
     async def send(
         self, method: str, path: str, headers: Mapping[str, str], body: Body = None
     ) -> ClientResponse:
-        """A request as it stands; see `Client.send`, which raises other errors than this class."""
+        """Send a request unchanged; see `Client.send`, which raises other errors than this class."""
         return await self._client.send(self.url, method, path, headers, body)
 
     async def get(self, path: str) -> Any:
@@ -195,7 +195,7 @@ class Upstream:
 
 
 def _plain(value: Any) -> Any:
-    """Arrays of ids are sent as they are."""
+    """Encode arrays of ids as lists."""
     if isinstance(value, np.ndarray):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} is no JSON value")

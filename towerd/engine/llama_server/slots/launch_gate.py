@@ -1,4 +1,4 @@
-"""Keeps requests that llama-server places itself away from slots that were just restored.
+"""LaunchGate: keeps requests that llama-server places itself out of slots just restored.
 
 Between a restore and its request's launch a slot looks idle to llama-server, and an unpinned
 request would take exactly that one. So the two kinds take turns.
@@ -16,9 +16,9 @@ class _Kind(enum.Enum):
     UNPINNED = 1
 
 
-class Gate:
-    """Any number of leases may be placing at once, or unpinned requests be launching, not both.
-    Whoever has to wait goes before all that come later: neither kind can keep the other out."""
+class LaunchGate:
+    """Any number of leases may be placing, or unpinned requests launching, at once, but not both.
+    Those that wait go before all that come later, so that neither kind can starve the other."""
 
     def __init__(self) -> None:
         self._n_inside = dict.fromkeys(_Kind, 0)
@@ -38,7 +38,7 @@ class Gate:
         return self._try(_Kind.PLACING)
 
     def end_placing(self) -> None:
-        """The lease's request runs, or will not."""
+        """Called when the lease's request runs, or will not."""
         self._leave(_Kind.PLACING)
 
     async def begin_unpinned(self) -> None:
@@ -46,7 +46,7 @@ class Gate:
         await self._enter(_Kind.UNPINNED)
 
     def end_unpinned(self) -> None:
-        """The unpinned request runs, or will not."""
+        """Called when the unpinned request runs, or will not."""
         self._leave(_Kind.UNPINNED)
 
     def _can_enter(self, kind: _Kind) -> bool:
@@ -67,7 +67,7 @@ class Gate:
             await turn
         except asyncio.CancelledError:
             if turn.cancelled():
-                self._admit()  # who waits behind may have waited for this one alone
+                self._admit()  # those behind may have waited for this one alone
             else:
                 self._leave(kind)
             raise

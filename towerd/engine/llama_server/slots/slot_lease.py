@@ -1,4 +1,4 @@
-"""One request's hold on one slot."""
+"""SlotLease: one request's hold on one slot."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Protocol
 import numpy as np
 
 from towerd.engine.base import TURN_STOPS, Reuse
-from towerd.engine.llama_server.slots.foretell import Foretold
+from towerd.engine.llama_server.slots.chat_text import AnsweredChat
+from towerd.engine.llama_server.slots.expected_reuse import ExpectedReuse
 from towerd.engine.llama_server.slots.placement import Slot
-from towerd.engine.llama_server.slots.spoken import Answered
-from towerd.engine.llama_server.slots.upkeep import Upkeep
+from towerd.engine.llama_server.slots.slot_upkeep import SlotUpkeep
 from towerd.store.sessions.turn import Turn
 from towerd.tokens import Ids
 
@@ -24,7 +24,7 @@ _NONE: Ids = np.zeros(0, np.int32)
 class Lender(Protocol):
     """The engine as its leases see it: `towerd.engine.llama_server.engine.LlamaServerEngine`."""
 
-    upkeep: Upkeep
+    upkeep: SlotUpkeep
 
     @property
     def epoch(self) -> int:
@@ -34,19 +34,19 @@ class Lender(Protocol):
     @property
     def n_ctx(self) -> int: ...
 
-    def learned(self, ids: Ids, slot: Slot) -> Foretold:
+    def learned(self, ids: Ids, slot: Slot) -> ExpectedReuse:
         """The reuse of a chat that continues in `slot`, now that its tokens are known."""
         ...
 
     def placed(self) -> None:
-        """The request was launched, or will not be."""
+        """Called when the request was launched, or will not be."""
         ...
 
-    def strayed(self) -> None:
-        """The request ran in another slot than the one that was prepared."""
+    def ran_elsewhere(self) -> None:
+        """Called when the request ran in another slot than the one that was prepared."""
         ...
 
-    def observe(self, lease: Lease, cache_n: int | None, prompt_ms: float | None) -> None:
+    def observe(self, lease: SlotLease, cache_n: int | None, prompt_ms: float | None) -> None:
         """Compare what the reply says with what was prepared for it."""
         ...
 
@@ -54,8 +54,8 @@ class Lender(Protocol):
         """The tokens that a reply of this text probably had."""
         ...
 
-    def give_back(self, lease: Lease, slot: Slot) -> None:
-        """The lease ended."""
+    def give_back(self, lease: SlotLease, slot: Slot) -> None:
+        """Called when the lease ended."""
         ...
 
 
@@ -68,9 +68,9 @@ class LeasedTurn:
     """Whether there was a reply, if only one of tool calls."""
 
 
-class Lease:
-    """A slot with as much of a prompt in it as could be had. Use it as a context manager: it
-    gives the slot back on exit, whatever happened."""
+class SlotLease:
+    """A slot that holds as much of a prompt as is available. Use it as a context manager, which
+    gives the slot back on every exit."""
 
     def __init__(
         self,
@@ -85,9 +85,11 @@ class Lease:
         self.ids = ids
         self.scope = scope
         self.label = label
-        self.foretold = Foretold(Reuse(prefill=0 if ids is None else len(ids)), None, None)
+        self.expected_reuse = ExpectedReuse(
+            Reuse(prefill=0 if ids is None else len(ids)), None, None
+        )
         self.restored = False
-        """Whether what is in place comes from a restore for this request."""
+        """Whether the tokens in place come from a restore for this request."""
         self.is_exact = True
         """False: the slot's rows are not what evaluating its tokens gives."""
         self.workflow: str | None = None
@@ -98,8 +100,8 @@ class Lease:
         """Who asks, named or told apart by system prompt and tools."""
         self.calls_tools = False
         """Whether the reply ended with a call of a tool."""
-        self.answered: Answered | None = None
-        """The chat request that it was, when it got its reply."""
+        self.answered: AnsweredChat | None = None
+        """The chat request with its reply, if it was one."""
         self._engine = engine
         self._slot = slot
         self._started_s = time.time()
@@ -108,7 +110,7 @@ class Lease:
         self._is_awaited = True
         self._is_open = True
         self._is_released = False
-        self._has_strayed = False
+        self._ran_elsewhere = False
 
     @property
     def slot(self) -> int:
@@ -118,35 +120,35 @@ class Lease:
     @property
     def reuse(self) -> Reuse:
         """Where the prompt's tokens come from."""
-        return self.foretold.reuse
+        return self.expected_reuse.reuse
 
     @property
     def is_stale(self) -> bool:
-        """Whether llama-server was restarted since: the slot is empty by now."""
+        """Whether llama-server was restarted since, so that the slot is empty."""
         return self._epoch != self._engine.epoch
 
     def learn(self, ids: Ids) -> None:
-        """The prompt's tokens, of a chat whose slot was known before they were."""
+        """Set the prompt's tokens, for a chat whose slot was known before they were."""
         self.ids = ids
-        self.foretold = self._engine.learned(ids, self._slot)
+        self.expected_reuse = self._engine.learned(ids, self._slot)
 
     async def launched(self) -> None:
-        """The request runs in its slot: others may be placed from now on."""
+        """Called when the request runs in its slot: others may be placed from now on."""
         if self._is_placing:
             self._is_placing = False
             self._engine.placed()
 
     def answering(self) -> None:
-        """The reply has begun: what would have kept its client waiting may be done now."""
+        """Called when the reply begins: work that would have delayed it may be done now."""
         if self._is_awaited:
             self._is_awaited = False
             self._engine.upkeep.n_awaited -= 1
 
-    def strayed(self) -> None:
-        """The request ran in another slot: this one holds all of the prompt but its last token,
-        and what free slots hold has to be asked for. Call it before `finished`."""
-        self._has_strayed = True
-        self._engine.strayed()
+    def ran_elsewhere(self) -> None:
+        """Called, before `finished`, when the request ran in another slot: this one holds all of the
+        prompt but its last token, and free slots have to be asked what they hold."""
+        self._ran_elsewhere = True
+        self._engine.ran_elsewhere()
 
     async def finished(
         self,
@@ -172,8 +174,8 @@ class Lease:
             reply = await self._engine.guess(reply_text)
         is_certain = reply_ids is not None
         self.hold(reply, is_certain=is_certain, hidden=not is_certain or stop in _CUT_SHORT)
-        n_cached = len(self.ids) - self._has_strayed
-        n_cached += max(0, len(reply) - 1) if is_certain and not self._has_strayed else 0
+        n_cached = len(self.ids) - self._ran_elsewhere
+        n_cached += max(0, len(reply) - 1) if is_certain and not self._ran_elsewhere else 0
         turn = Turn(
             scope=self.scope,
             session=self.session,
@@ -198,17 +200,17 @@ class Lease:
         self._is_open = False
         tokens = np.concatenate([self.ids, reply[:-1]])
         room = self._engine.n_ctx - (0 if is_certain else _GUESS_TOKENS)
-        if self._has_strayed:
+        if self._ran_elsewhere:
             self._slot.hold(self.ids[:-1], self.scope)
         elif not self.is_exact or len(tokens) >= room:
-            # Moved rows, or a context shift: not what a store may ever hold.
+            # Moved rows or a context shift, which must never be stored.
             self._slot.hold_unknown(self.scope)
         else:
             n_certain = len(tokens) if is_certain else len(self.ids)
             self._slot.hold(tokens, self.scope, n_certain=n_certain, hidden=hidden)
             self._slot.chat = self.answered
 
-    async def __aenter__(self) -> Lease:
+    async def __aenter__(self) -> SlotLease:
         return self
 
     async def __aexit__(
@@ -233,7 +235,7 @@ class Lease:
             if self.ids is None:
                 slot.hold_unknown(self.scope, self.label)
             else:
-                n = self.foretold.expected or 0
+                n = self.expected_reuse.n_cached or 0
                 slot.hold(self.ids[:n], self.scope, hidden=True)
         engine.give_back(self, slot)
 

@@ -1,10 +1,10 @@
-"""Recognising a chat that goes on by what was said in it, before anybody knows its tokens.
+"""ChatText: recognises a continued chat by its messages, before its tokens are known.
 
-Which tokens a chat request is evaluated as only llama-server can tell, and asking takes a round
-trip. A client sends all of the chat again at every turn: when that is what it sent before, then
-the reply that it got, then more, the chat goes on in the slot where it sits. This only guesses
-where a request belongs, and nothing is lost by a wrong guess but time: llama-server compares
-tokens itself, and what is recorded are the tokens, learned while the request runs.
+Only llama-server can tell which tokens a chat request is evaluated as, and asking takes a round
+trip. A client sends all of the chat again at every turn: if a request is what it sent before, then
+the reply that it got, then more, the chat continues in its slot. This only guesses where a request
+belongs, and a wrong guess costs nothing but time: llama-server compares tokens itself, and the
+recorded tokens are learned while the request runs.
 """
 
 from __future__ import annotations
@@ -18,42 +18,42 @@ import msgspec
 
 MESSAGES_MAX = 1000
 _DIGEST_BYTES = 16
-_UNSAID = frozenset(
+_NOT_IN_PROMPT = frozenset(
     (
         "messages", "stream", "stream_options", "max_tokens", "max_completion_tokens", "n_predict",
         "temperature", "top_k", "top_p", "min_p", "seed", "stop", "user", "metadata",
     )
 )  # fmt: skip
-"""Fields without a part in the prompt; whatever else is set may have one."""
+"""Fields that do not change the prompt; any other field may."""
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class AnsweredChat:
     """A chat request that got its reply."""
 
     n: int
-    """Messages that it had."""
+    """Number of its messages."""
     digest: bytes
-    """Of these, and of what else the prompt may hang on."""
+    """Digest of the messages and of the other fields that may change the prompt."""
     reply: str
 
 
 @dataclass(frozen=True, slots=True)
-class Spoken:
+class ChatText:
     """The messages of a chat request."""
 
     digests: tuple[bytes, ...]
-    """[k]: of what else the prompt may hang on, and the first k messages."""
+    """[k]: digest of the fields that may change the prompt and of the first k messages."""
     ends: tuple[int, ...]
-    """[k]: bytes that these take as JSON."""
+    """[k]: bytes of the first k messages as JSON."""
     replies: tuple[str | None, ...]
     """[k]: the text of message k if it is the assistant's."""
 
-    def answered(self, reply: str) -> Answered:
-        """This request with its reply."""
-        return Answered(len(self.replies), self.digests[-1], reply)
+    def answered(self, reply: str) -> AnsweredChat:
+        """The request together with its reply."""
+        return AnsweredChat(len(self.replies), self.digests[-1], reply)
 
-    def continues(self, before: Answered) -> bool:
+    def continues(self, before: AnsweredChat) -> bool:
         """Whether this is `before`, its reply, and something after that."""
         n = before.n
         if n + 1 >= len(self.replies) or self.digests[n] != before.digest:
@@ -62,19 +62,19 @@ class Spoken:
         return reply is not None and reply.strip() == before.reply.strip()
 
     def bytes_after(self, n: int) -> int:
-        """What the messages after the first `n` take: there are no more tokens in their texts."""
+        """Bytes of the messages after the first `n`, which have no more tokens than that."""
         return self.ends[-1] - self.ends[n]
 
 
-def spoken_of(body: Mapping[str, Any]) -> Spoken | None:
-    """What a chat request says; None if it is no ordinary one."""
+def chat_text_of(body: Mapping[str, Any]) -> ChatText | None:
+    """The text of a chat request; None if it is not an ordinary one."""
     messages = body.get("messages")
     if not isinstance(messages, list) or len(messages) > MESSAGES_MAX:
         return None
     if not all(isinstance(message, dict) for message in messages):
         return None
     try:
-        rest = msgspec.json.encode({k: v for k, v in body.items() if k not in _UNSAID})
+        rest = msgspec.json.encode({k: v for k, v in body.items() if k not in _NOT_IN_PROMPT})
         parts = [msgspec.json.encode(message) for message in messages]
     except (TypeError, UnicodeEncodeError):
         return None
@@ -84,7 +84,7 @@ def spoken_of(body: Mapping[str, Any]) -> Spoken | None:
         so_far.update(b"%d:%s" % (len(part), part))
         digests.append(so_far.digest())
         ends.append(ends[-1] + len(part))
-    return Spoken(tuple(digests), tuple(ends), tuple(_reply(message) for message in messages))
+    return ChatText(tuple(digests), tuple(ends), tuple(_reply(message) for message in messages))
 
 
 def _reply(message: Mapping[str, Any]) -> str | None:

@@ -1,11 +1,11 @@
-"""Whether a llama-server still has the weights that rows are stored for."""
+"""UpstreamWeights: watches whether llama-server still has the weights of the stored rows."""
 
 from __future__ import annotations
 
 import asyncio
 
-from towerd.engine.llama_server.process.backend import Backend
-from towerd.engine.llama_server.process.describe import Described
+from towerd.engine.llama_server.process.backend import LlamaServerBackend
+from towerd.engine.llama_server.process.description import ModelDescription
 from towerd.engine.llama_server.slots.placement import Slot
 from towerd.engine.llama_server.slots.placer import Placer
 from towerd.engine.weights_check import WeightsCheck
@@ -17,19 +17,19 @@ NOTE = (
 )
 
 
-class Weights:
-    """Lives on the event loop. Once the weights are others, nothing that any slot holds is used
-    again, and nothing is stored."""
+class UpstreamWeights:
+    """Used on the event loop. Once the weights have changed, no slot's contents are used again, and
+    nothing is stored."""
 
     def __init__(
         self,
-        backend: Backend,
-        described: Described,
+        backend: LlamaServerBackend,
+        described: ModelDescription,
         store: Store,
         placer: Placer,
         notes: list[str],
     ) -> None:
-        """notes: those of the engine, which one may be added to"""
+        """notes: the engine's, to which one may be added"""
         self._are_others = False
         self._store = store
         self._placer = placer
@@ -50,11 +50,11 @@ class Weights:
         await asyncio.to_thread(self._check.close)
 
     async def reloaded(self) -> None:
-        """llama-server was started again: see what it has read."""
+        """Check the files again after llama-server was restarted."""
         await asyncio.to_thread(self._check.look)
 
     def left(self, slot: Slot) -> None:
-        """A request has left this slot."""
+        """Called when a request has left this slot."""
         if self._are_others:
             slot.hold_unknown("")
 
