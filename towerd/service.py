@@ -21,7 +21,7 @@ from towerd.tiers.manager import Tiers
 
 @dataclass(frozen=True, slots=True)
 class Service(Generic[EngineT]):
-    """What the API serves from."""
+    """The open parts of the daemon, from which the API serves."""
 
     config: Config
     engine: EngineT
@@ -34,11 +34,11 @@ class Service(Generic[EngineT]):
 
 @asynccontextmanager
 async def open_service(config: Config) -> AsyncIterator[Service[Any]]:
-    """Open the engine that `config` names, its store, and what stands on them; undo it all at the
-    end.
+    """Open the engine that `config` names, its store, and everything built on them; close it all at
+    the end.
 
-    On the way out running requests are cancelled and recorded, new rows are written, and the
-    catalog is closed. Raises ModelError, StoreError, ConfigError."""
+    At the end, running requests are cancelled and recorded, new rows are written, and the catalog
+    is closed. Raises ModelError, StoreError or ConfigError."""
     async with await asyncio.to_thread(_opening, config) as opened:
         engine, store, tiers = opened.engine, opened.store, opened.tiers
         traffic = await asyncio.to_thread(open_traffic, config, store, tiers)
@@ -66,8 +66,8 @@ async def open_service(config: Config) -> AsyncIterator[Service[Any]]:
 
 
 def _opening(config: Config) -> AbstractAsyncContextManager[OpenedEngine[Any]]:
-    """Opens the engine when it is entered. Call it in a thread: the import takes long."""
-    # Imported late: the embedded engine loads llama.cpp, which the other one does without.
+    """A context manager that opens the engine. Call this in a thread: the import is slow."""
+    # Imported late: the embedded engine loads llama.cpp, which llama-server does not need.
     if config.engine == "llama-server":
         from towerd.engine.llama_server.opening import open_llama_server
 
@@ -78,7 +78,7 @@ def _opening(config: Config) -> AbstractAsyncContextManager[OpenedEngine[Any]]:
 
 
 def _start(config: Config, opened: OpenedEngine[Any], sessions: Sessions, cold: ColdTier) -> None:
-    """Begin what goes on beside requests."""
+    """Start the background work: freezing, thawing ahead, and prefetch."""
     if opened.is_quiet is None:
         cold.start()
         return

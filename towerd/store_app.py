@@ -1,7 +1,7 @@
 """The admin API over a store alone, which towerctl uses while no daemon runs.
 
-It knows which model was served from the store last, and no text: that takes the model's tokenizer,
-so a daemon has to run for it.
+It knows which model was last served from the store, but no text: that needs the model's tokenizer
+and therefore a running daemon.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ DAEMON_ONLY = (
 
 @dataclass(frozen=True, slots=True)
 class StoreService:
-    """`towerd.api.http.keys.Service` without a model: what needs one is refused."""
+    """`towerd.api.http.keys.Service` without a model. Access to anything that needs one raises
+    TowerdError."""
 
     store: Store
     cold: ColdTier
@@ -105,7 +106,7 @@ async def open_store_app(config: Config) -> AsyncIterator[web.Application]:
     app[METRICS] = Metrics()
     app[TENANTS] = Tenants(())
     app[TRANSFER] = Transfer()
-    add_routes(app, STORE_ROUTES + _IN_PLACE)
+    add_routes(app, STORE_ROUTES + _STORE_ONLY_ROUTES)
     try:
         yield app
     finally:
@@ -128,8 +129,8 @@ def _open_store(root: Path) -> Store:
 
 
 def _source(model: Path | None, store: Store) -> VocabularySource:
-    """The model to code with: `model` (None: the default), if it is the one that was served from
-    the store last. Raises ModelError, or StoreError if it is another one."""
+    """The vocabulary of `model` (None: the default), if it is the model that was last served from
+    the store. Raises ModelError, or StoreError for another model."""
     path, served = find_model(model), store.state.fingerprint.model_hash
     if file_hash(path, store.state.catalog) != served:
         raise StoreError(
@@ -140,7 +141,7 @@ def _source(model: Path | None, store: Store) -> VocabularySource:
 
 
 async def get_stats(request: web.Request) -> web.Response:
-    """The daemon's keys; what only a daemon knows is null."""
+    """The keys of the daemon's stats; values that only a daemon knows are null."""
     store = service_of(request).store
     return json_reply(
         {
@@ -159,7 +160,7 @@ async def list_bases(request: web.Request) -> web.Response:
 
 
 async def get_calibration(request: web.Request) -> web.Response:
-    """The result that is stored, if there is one."""
+    """The stored calibration, if there is one."""
     store = service_of(request).store
     found = await asyncio.to_thread(load_calibration, store, store.state.digest.hex())
     view = {
@@ -173,9 +174,9 @@ async def get_calibration(request: web.Request) -> web.Response:
     return json_reply({"calibration": view})
 
 
-_IN_PLACE = (
+_STORE_ONLY_ROUTES = (
     Route("GET", "/towerd/v1/stats", get_stats),
     Route("GET", "/towerd/v1/bases", list_bases),
     Route("GET", "/towerd/v1/calibration", get_calibration),
 )
-"""Instead of the daemon's."""
+"""Routes that replace the daemon's."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from towerd.engine.base import REPORTED_HASH_PREFIX, ModelInfo
 from towerd.errors import NotSupported
 from towerd.slots.fingerprint import tokenizer_hash
-from towerd.tower_file import Model
+from towerd.tower_file import SessionModel
 
 if TYPE_CHECKING:
     from towerd.codec import Codec
@@ -47,7 +47,7 @@ class Coding:
         self._source = source
         self._tables = tables
         self._vocabulary: GgufVocabulary | None = None
-        self._model: Model | None = None
+        self._model: SessionModel | None = None
         self._lock = threading.Lock()
 
     @property
@@ -55,7 +55,7 @@ class Coding:
         """The model's codec. Raises NotSupported if its vocabulary cannot be read."""
         return self.model().codec
 
-    def model(self) -> Model:
+    def model(self) -> SessionModel:
         """The model and its codec. Raises NotSupported if its vocabulary cannot be read."""
         with self._lock:
             if self._model is None:
@@ -64,7 +64,7 @@ class Coding:
                 from towerd.codec import Codec
 
                 codec = Codec(vocabulary, tables=self._tables)
-                self._model = Model(source.path.name, source.hash, codec)
+                self._model = SessionModel(source.path.name, source.hash, codec)
             return self._model
 
     def close(self) -> None:

@@ -371,17 +371,22 @@ class Store:
             return self._pins.listing()
 
     def add_base(
-        self, name: str, ids: Ids, scope: str, level: int, public: bool,
-        format: str | None = None, module: Module | None = None,
-    ) -> Base:  # fmt: skip
+        self,
+        name: str,
+        ids: Ids,
+        scope: str,
+        level: int,
+        public: bool,
+        format: str | None = None,
+        module: Module | None = None,
+    ) -> Base:
         """Store and pin the path of a precached prompt; idempotent. A public base belongs to
         every scope; a changed prompt moves the name to its new path. The rest: see Base."""
         check_name(name)
         data = path_bytes(ids, [len(ids)])
-        base = Base(
-            name, public_of(scope) if public else scope, level, 0, len(ids),
-            hashlib.blake2b(data, digest_size=32).digest(), format, module,
-        )  # fmt: skip
+        owner = public_of(scope) if public else scope
+        digest = hashlib.blake2b(data, digest_size=32).digest()
+        base = Base(name, owner, level, 0, len(ids), digest, format, module)
         with self._open_lock():
             old = self._bases.find(name, base.scope)
             with self._growing() as growth:

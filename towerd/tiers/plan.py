@@ -49,9 +49,13 @@ class RestorePlan:
             n_warm = end - self.start
         n_approximate = sum(count_approximate(p.provenance) for p in parts)
         return replace(
-            self, parts=parts, n_hot=n_hot, n_warm=n_warm, n_approximate=n_approximate,
+            self,
+            parts=parts,
+            n_hot=n_hot,
+            n_warm=n_warm,
+            n_approximate=n_approximate,
             checkpoint=checkpoint,
-        )  # fmt: skip
+        )
 
     @classmethod
     def nothing(cls) -> RestorePlan:

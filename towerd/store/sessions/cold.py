@@ -112,10 +112,10 @@ class FrozenSession:
         places = {id: place for place, (id, _) in enumerate(turns)}
         leaf = places.get(self.info.leaf or 0, len(turns) - 1)
         info = self.info
+        past = tuple(turn for _, turn in turns)
         history = History(
-            info.id, info.named, info.title, info.created, info.updated, leaf,
-            tuple(turn for _, turn in turns), (), stream,
-        )  # fmt: skip
+            info.id, info.named, info.title, info.created, info.updated, leaf, past, (), stream
+        )
         return replace(history, bases=beginning(history.ids(leaf).tobytes(), self.bases))
 
     def turn_ids(self) -> list[int]:
@@ -187,9 +187,12 @@ class ColdTable:
         return {"frozen_sessions": int(rows[0][0]), "cold_bytes": int(rows[0][1])}
 
     def idle(
-        self, before: float, limit: int, scope: str | None = None,
+        self,
+        before: float,
+        limit: int,
+        scope: str | None = None,
         without: Collection[tuple[str, str]] = (),
-    ) -> list[SessionInfo]:  # fmt: skip
+    ) -> list[SessionInfo]:
         """Sessions with tokens that were last used before a Unix time and are not frozen,
         least recently used first, excluding the (scope, id) pairs in `without`."""
         with self._lock():
@@ -375,8 +378,7 @@ class ColdTable:
     # --- checking -------------------------------------------------------------------------
 
     def damaged(self) -> Iterator[str]:
-        """A description of each frozen session whose bytes are inconsistent. The lock is released
-        between sessions."""
+        """What is inconsistent in each frozen session. The lock is released between sessions."""
         for row in self.frozen():
             try:
                 frozen = self.read(*row)
@@ -402,8 +404,8 @@ class ColdTable:
         if not is_right or row_digest(n_base, turns, marks, blob) != digest:
             raise _damaged(session.id, "the checksum of its coded tokens does not match")
         ids = ids_array(base.prefix_bytes() if base is not None else b"")
-        facts = [tuple(turn[name] for name in _FACTS)
-                 for turn in sealed("turns", "session = ? ORDER BY id", pk)]  # fmt: skip
+        stored = sealed("turns", "session = ? ORDER BY id", pk)
+        facts = [tuple(turn[name] for name in _FACTS) for turn in stored]
         info = self._sessions.info(session)
         bases = visible_bases(self._bases, info.scope)
         return FrozenSession(session, info, ids, turns, blob, facts, bases, digest)
