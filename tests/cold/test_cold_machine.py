@@ -106,7 +106,7 @@ class ColdMachine(RuleBasedStateMachine):
         start: bool,
         cached: float,
     ) -> None:
-        """As a request does it: what it goes on is thawed, then the turn is recorded."""
+        """As a request does it: the session it continues is thawed, then the turn is recorded."""
         prompt = BASE[: data.draw(st.sampled_from((40, 33, 0)))] + more
         if self.chats and not start:
             before = data.draw(st.sampled_from(self.chats[self.pick(data)].said))

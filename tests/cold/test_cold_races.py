@@ -1,4 +1,4 @@
-"""What happens to a session while it is frozen or thawed: the later change is what stays."""
+"""Changes to a session while it is frozen or thawed: the later change wins."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Disturbed:
 
 
 def test_a_slow_thaw_does_not_undo_what_came_after(store: Store, codec: Codec) -> None:
-    """Thawed by somebody else, gone on and frozen again while one thaw decodes: its tokens are
+    """Thawed elsewhere, continued and frozen again while one thaw decodes: its tokens are
     those of an older session, and all turns are there at the end."""
     first = say(store, CHAT)
 
@@ -121,7 +121,9 @@ def test_another_session_of_the_name_is_not_frozen(store: Store, codec: Codec, w
     store.check_integrity(keys=True)
 
 
-def test_a_session_that_went_on_frozen_is_not_exported_in_part(store: Store, codec: Codec) -> None:
+def test_a_session_continued_while_frozen_is_not_exported_in_part(
+    store: Store, codec: Codec
+) -> None:
     first = say(store, CHAT)
     freeze(store, codec, "x", form="packed")
     more = say(store, [*first, 12])  # as after a thaw that failed
@@ -147,7 +149,7 @@ def test_another_tokenizer_is_refused() -> None:
 
 
 async def test_in_use_by_tokens_that_others_keep(store: Store) -> None:
-    """A request that goes on a session by its tokens finds it when it is recorded, also where
+    """A request that continues a session by its tokens finds it when it is recorded, also where
     freezing removes no segment."""
     whole = say(store, CHAT)
     store.pin(store.turns("x")[-1].reply_node)
@@ -163,7 +165,7 @@ async def test_in_use_by_tokens_that_others_keep(store: Store) -> None:
     await cold.close()
 
 
-async def test_the_watch_goes_on_after_an_error(
+async def test_the_watch_continues_after_an_error(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The catalog fails once, a callback always: sessions are frozen all the same."""

@@ -1,4 +1,4 @@
-"""Boundary states: durable, checked, found again, and first to go where they save least."""
+"""State checkpoints: durable, checked, found again, and evicted first where they save least."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_state_of_another_prefix_is_refused(store: Store) -> None:
 
 def test_a_file_that_a_kill_left_is_taken_over(root: Path) -> None:
     """Its segment is removed, the file is not yet: once the tokens are back it is written over,
-    counts once, and is nobody else's to delete."""
+    counts once, and only its owner deletes it."""
     with Store.open(root, FINGERPRINT) as store:
         table = stored(store, 40)
         (path,) = table.folder.iterdir()
@@ -181,7 +181,7 @@ def test_gc_deletes_the_states_of_what_it_removes(store: Store) -> None:
     assert not list(table.folder.iterdir())
 
 
-def test_the_budget_keeps_the_leaf_and_thins_the_past(store: Store) -> None:
+def test_the_budget_keeps_the_leaf_and_evicts_from_the_past(store: Store) -> None:
     ids = np.arange(1, 4097, dtype=np.int32)
     store.insert(ids, "local", [len(ids)])
     tier = CheckpointTier(store, bytes_max=8 * (1000 + 4096), exact=False)

@@ -1,4 +1,4 @@
-"""The index of marks against a plain dictionary."""
+"""The index of prefix hashes against a plain dictionary."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_an_index_finds_what_a_dictionary_has(seed: int) -> None:
     assert len(index) == sum(map(len, held.values()))
 
 
-def test_a_mark_is_of_all_tokens_before_it_and_of_whose_they_are() -> None:
+def test_a_prefix_hash_depends_on_all_tokens_and_on_the_tenant() -> None:
     ids = np.array([5, 6, 7, 5], "<i4")
     marks = prefix_hashes(ids.tobytes(), "a")
     assert prefix_hashes_at(ids.tobytes(), "a", (1, 4)) == [int(marks[0]), int(marks[3])]

@@ -1,4 +1,4 @@
-"""Re-encoding: what becomes of rows, and what plans and writers make of it."""
+"""Re-encoding: its effect on rows, plans and writers."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_several_segments_in_one_file(root: Path) -> None:
 
 
 def test_approximate_rows_are_never_encoded_again(store: Store) -> None:
-    """In the wished format they are copied, in another one they stay."""
+    """In the requested format they are copied, in another one they stay."""
     leaf, file = one_leaf(store)
     new = reencode(store, file, FormatRequest(10, 20, "q8"), FormatRequest(20, 30, "q4"))
     request = FormatRequest(0, 50, "q4")
@@ -125,7 +125,7 @@ def test_formats_that_gain_nothing_are_native(root: Path) -> None:
         assert not store.plan_rows(leaf, 0, 50)[0].provenance.any()
 
 
-def test_taint_says_what_rows_are(store: Store) -> None:
+def test_provenance_of_rows(store: Store) -> None:
     """Of files and of hot rows; `derived` survives writing and re-encoding."""
     path = store.insert(IDS, "local", [20, 50])
     make_hot(store, path[0])

@@ -79,7 +79,7 @@ def test_removal_meanwhile(store: Store, monkeypatch: pytest.MonkeyPatch) -> Non
         store.check_integrity(keys=True)
 
 
-def test_loads_go_on(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loads_continue(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows planned before are loaded from the new file, rows loaded before stay readable."""
     leaf, file = one_leaf(store)
     (part,) = store.plan_rows(leaf, 0, 50)

@@ -163,7 +163,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(has_nodes)
     @rule(data=st.data(), names=st.lists(st.sampled_from(FORMATS), min_size=1, max_size=3))
     def reencode(self, data: st.DataObject, names: list[str]) -> None:
-        """Rows in a stored format stay as they are, native ones become what is wished."""
+        """Rows in a stored format stay as they are, native ones get the requested format."""
         file = self.pick(data).file
         if file is None:
             return
@@ -212,7 +212,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(ids=TOKENS, scope=st.sampled_from((*SCOPES, "public")), data=st.data())
     def fail(self, ids: list[int], scope: str, data: st.DataObject) -> None:
-        """The commit is refused: the segments are as they were, and nobody heard otherwise."""
+        """The commit is refused: the segments are unchanged, and no listener was called."""
         ends = data.draw(st.sets(st.integers(1, len(ids)), min_size=1))
         known = len(self.store.nodes())
         with pytest.raises(StoreError, match="FOREIGN KEY"):

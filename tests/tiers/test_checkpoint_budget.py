@@ -1,4 +1,4 @@
-"""Which boundary states leave first, against a plain model of the same rule."""
+"""Which state checkpoints are evicted first, against a plain model of the same rule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefetch: what is foretold comes into free room, slowly, while there is time, and goes first."""
+"""Prefetch: rows expected back are copied into free memory, slowly, and are evicted first."""
 
 from __future__ import annotations
 

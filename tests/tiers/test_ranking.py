@@ -55,7 +55,7 @@ def a_day(seed: int, n: int = 110) -> list[Ask]:
 
 
 class Daemon:
-    """Store and tiers with a clock that stands where it is put, and what left RAM."""
+    """Store and tiers with a clock set by hand, and the rows that left RAM."""
 
     def __init__(self, root: Path, policy: str, hot_tokens: int) -> None:
         self.now = 0.0
@@ -183,7 +183,7 @@ def test_rows_that_never_come_do_not_pile_up(daemon: Daemon) -> None:
         assert len(ranking._expected) == 1
 
 
-def test_a_visit_of_a_thinned_chat(daemon: Daemon) -> None:
+def test_a_visit_of_a_chat_with_a_partial_live_set(daemon: Daemon) -> None:
     """Only what has rows is used, as far as it goes: the rest will never have any."""
     ranking, ids = daemon.tiers.ranking, np.arange(300, dtype=np.int32)
     begun = daemon.serve(Ask(1.0, "a", ids[:30], "end_turn", 0.5))

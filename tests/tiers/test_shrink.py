@@ -199,7 +199,7 @@ def test_a_base_may_ask_for_its_own_format(store: Store, shrinker: Shrinker, clo
     assert len(formats_of(store, path[0])) == 1
 
 
-def test_the_most_faithful_of_several_wishes(
+def test_the_most_faithful_of_several_requests(
     store: Store, shrinker: Shrinker, clock: Clock
 ) -> None:
     """Two bases of one level over the same segment."""
@@ -291,7 +291,7 @@ def test_settled_files_are_not_looked_at_again(
 
 
 def test_damaged_files_are_set_aside(store: Store, shrinker: Shrinker, clock: Clock) -> None:
-    """Re-encoding finds damage as loading does, and goes on with the others."""
+    """Re-encoding finds damage as loading does, and continues with the other files."""
     for seed in range(3):
         stored(store, tokens(500, seed), 500)
     bad = store.nodes()[1].file

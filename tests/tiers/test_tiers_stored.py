@@ -197,7 +197,7 @@ def test_exact_fidelity_uses_and_makes_exact_rows_only(open_tiers: OpenTiers) ->
 
 
 def test_a_damaged_stored_file_ends_the_rows(open_tiers: OpenTiers) -> None:
-    """What is before it is composed, the rest is left to prefill; nobody sees an error."""
+    """What is before it is composed, the rest is left to prefill; no client sees an error."""
     store, tiers = open_tiers(forced=Q6H)
     path = store.insert(IDS, "local", [300, 600])
     rows = rows_of(IDS, 0, LAYOUT)
@@ -220,7 +220,9 @@ def test_a_damaged_stored_file_ends_the_rows(open_tiers: OpenTiers) -> None:
     assert tiers.plan(IDS, "local", 0).n == 300
 
 
-def test_eviction_waits_for_nobody(open_tiers: OpenTiers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eviction_waits_for_no_other_thread(
+    open_tiers: OpenTiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A split that comes while victims are chosen holds the store's lock and waits for ours."""
     store, tiers = open_tiers()
     put(store, tiers)
