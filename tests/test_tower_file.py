@@ -32,7 +32,7 @@ BASES = (NamedBase("acme/garden", 1, 20, bytes(range(32))),)
 
 
 @pytest.fixture(scope="module")
-def model() -> Iterator[Model]:
+def model() -> Iterator[SessionModel]:
     with GgufVocabulary(bundled_model()) as vocabulary:
         yield SessionModel("stories.gguf", "a" * 64, Codec(vocabulary))
 
