@@ -42,7 +42,7 @@ def batching(context: OneBatch) -> Batching:
 
 
 def test_alone_a_prompt_gets_whole_batches(batching: Batching) -> None:
-    """Nobody waits, so nothing is held back."""
+    """No stream waits, so nothing is held back."""
     prompt = job(0, 1000, 0, JobPhase.PREFILL)
     assert batching.fill([prompt]) == [prompt]
     assert prompt.n_in_batch == N_BATCH
@@ -88,7 +88,7 @@ def test_positions_and_sequences_are_right(batching: Batching, context: OneBatch
 async def test_a_running_stream_gets_a_token_with_every_chunk(
     service_on: OpenService, tiny_model: Path
 ) -> None:
-    """While a long prompt is evaluated beside it, a stream goes on at every step."""
+    """While a long prompt is evaluated beside it, a stream continues at every step."""
     rng = np.random.default_rng(0)
     prompt = rng.integers(260, 500, 1500).astype(np.int32)
     async with service_on(tiny_model, ctx_size=2048, live_tokens=4096) as service:

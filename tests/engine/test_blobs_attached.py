@@ -1,4 +1,5 @@
-"""Stored blobs that llama.cpp takes from the mapped file as they are: real contexts, real answers."""
+"""Stored blobs that llama.cpp takes from the mapped file as they are: real contexts, real
+answers."""
 
 from __future__ import annotations
 

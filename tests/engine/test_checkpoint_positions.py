@@ -1,4 +1,4 @@
-"""Where boundary states are taken."""
+"""Where state checkpoints are taken."""
 
 from __future__ import annotations
 
@@ -37,9 +37,12 @@ def test_the_past_is_sparse() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(
-    start=NUMBERS, more=st.integers(2, 40_000), every=st.integers(16, 2048),
-    messages=st.lists(NUMBERS, max_size=60), branches=st.lists(NUMBERS, max_size=3),
-)  # fmt: skip
+    start=NUMBERS,
+    more=st.integers(2, 40_000),
+    every=st.integers(16, 2048),
+    messages=st.lists(NUMBERS, max_size=60),
+    branches=st.lists(NUMBERS, max_size=3),
+)
 def test_positions_keep_their_spacing(
     start: int, more: int, every: int, messages: list[int], branches: list[int]
 ) -> None:

@@ -1,4 +1,4 @@
-"""What goes wrong with one chat, or with one who asks, is nobody else's loss."""
+"""A failure of one chat, or of one client, does not affect the others."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_an_inbox_forgets_who_has_left() -> None:
 
 
 async def test_a_caller_that_leaves(service_on: OpenService) -> None:
-    """Questions to the inference thread are given up before it comes to them; what runs goes on,
+    """Questions to the inference thread are given up before it comes to them; what runs continues,
     and other questions are answered."""
     async with service_on(bundled_model(), threads=1) as service:
         alone = await ask(service, some_ids(30), 12)
@@ -191,15 +191,15 @@ async def test_moving_a_chat_together_uses_up_its_queries(
 
 
 async def test_a_chat_that_gives_way_while_its_prompt_is_evaluated(service_on: OpenService) -> None:
-    """It goes on as it was, and what it had evaluated is not reported as found."""
+    """It continues as it was, and what it had evaluated is not reported as found."""
     async with service_on(bundled_model(), threads=1) as service:
         expected = await ask(service, some_ids(200), 8, live=LIVE, scope="undisturbed")
         scheduler, n_times = service.engine.scheduler, 0
 
         def preempt() -> None:
             nonlocal n_times
-            thinned = [j for j in scheduler.active if j.seq is not None and j.seq.is_partial]
-            if any(j.phase is JobPhase.PREFILL for j in thinned):
+            partial = [j for j in scheduler.active if j.seq is not None and j.seq.is_partial]
+            if any(j.phase is JobPhase.PREFILL for j in partial):
                 scheduler._preempt()
                 n_times += 1
             if n_times < 3:

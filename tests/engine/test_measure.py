@@ -171,8 +171,11 @@ def test_floor_is_of_the_shape_that_disturbs_most(tmp_path: Path) -> None:
     context = LlamaContext(model, config, n_cells=512, n_seqs=1)
     plan = plan_measurement(
         np.random.default_rng(1).integers(300, 500, 1500).astype(np.int32),
-        bos=None, window_tokens=512, token_bytes=640, n_continuations=4,
-    )  # fmt: skip
+        bos=None,
+        window_tokens=512,
+        token_bytes=640,
+        n_continuations=4,
+    )
     measurer = Measurer(Scratch(context, 0), plan)
     measurer.prepare()
     floor = measurer.floor(4)

@@ -89,8 +89,8 @@ async def test_rows_of_a_part(seeing: OpenSeeing, n_left: int) -> None:
 
 
 async def test_without_the_picture(seeing: OpenSeeing) -> None:
-    """A prompt that is evaluated while nobody waits ends before a picture whose rows are gone; with
-    its rows it goes on behind it. Any other is told."""
+    """A prompt that is evaluated in the background ends before a picture whose rows are gone; with
+    its rows it continues behind it. Any other is told."""
     async with seeing() as service:
         request = request_for(service, 1)
         (start, _) = spans_of(request.ids)[0]
@@ -108,7 +108,7 @@ async def test_without_the_picture(seeing: OpenSeeing) -> None:
         assert service.engine.stats()["media_encoded"] == 1
 
 
-async def test_nobody_waits_for_it(seeing: OpenSeeing) -> None:
+async def test_other_streams_do_not_wait(seeing: OpenSeeing) -> None:
     """A picture whose client left while others were encoded is not encoded."""
     async with seeing() as service:
         ready: list[Job] = []

@@ -34,7 +34,7 @@ def files_of(offloaded: OffloadedRows) -> set[PageFile]:
     st.sampled_from(["f16", "bf16", "f32"]),
 )
 def test_offloaded_rows_are_kept(tmp_path: Path, seed: int, sizes: list[int], name: str) -> None:
-    """Rows, places and keys of any positions, after chunks came, were cut and were thinned; some
+    """Rows, places and keys of any positions, after chunks came, were cut and reduced; some
     of them on disk."""
     rng = np.random.default_rng(seed)
     whole = random_rows(rng, name, 0, sum(sizes))
@@ -99,7 +99,7 @@ def paged(folder: Path, n: int) -> tuple[Pages, KVRows]:
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
-def test_a_file_is_gone_when_nobody_has_its_rows(tmp_path: Path) -> None:
+def test_a_file_is_gone_with_its_last_rows(tmp_path: Path) -> None:
     before = n_open()
     pages, rows = paged(tmp_path, 700)
     assert n_open() == before + 1

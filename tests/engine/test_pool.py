@@ -64,9 +64,12 @@ class PoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: len(self.pool) > 0)
     @rule(
-        data=st.data(), tokens=st.lists(st.integers(0, 2), min_size=1, max_size=6),
-        loaded=st.sampled_from([None, Provenance.EXACT, Provenance.DERIVED, Provenance.APPROXIMATE]),
-    )  # fmt: skip
+        data=st.data(),
+        tokens=st.lists(st.integers(0, 2), min_size=1, max_size=6),
+        loaded=st.sampled_from(
+            [None, Provenance.EXACT, Provenance.DERIVED, Provenance.APPROXIMATE]
+        ),
+    )
     def append(self, data: st.DataObject, tokens: list[int], loaded: int | None) -> None:
         """Rows are loaded and known, or computed: exactly only if all before them are exact."""
         seq = data.draw(st.sampled_from(sorted(self.pool, key=lambda s: s.id)))
@@ -141,8 +144,11 @@ class PoolMachine(RuleBasedStateMachine):
             if free and (rank == 0 or places[rank - 1] < place) and place < places[rank]:
                 found[p] = place
         ordered = sorted(found)  # a later position stands at a later place
-        return {p: found[p] for i, p in enumerate(ordered)
-                if all(found[q] < found[p] for q in ordered[:i])}  # fmt: skip
+        return {
+            p: found[p]
+            for i, p in enumerate(ordered)
+            if all(found[q] < found[p] for q in ordered[:i])
+        }
 
     def forget(self, seq: LiveSeq, n: int) -> None:
         """What was dropped from token `n` on is not that of the tokens to come."""

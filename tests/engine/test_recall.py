@@ -44,7 +44,7 @@ async def the_chat(service: EmbeddedService) -> tuple[LiveSeq, BoundedSet]:
 async def test_after_recall_of_everything_it_is_the_full_cache(
     service_on: OpenService, flash_attn: str, cache_type: str
 ) -> None:
-    """Positions dropped at random and brought back, the chat goes on as if none had been; so does
+    """Positions dropped at random and brought back, the chat continues as if none had been; so does
     another chat that shares cells with it, whose rows stay the same to the bit."""
     live = LiveBudget("icecache", 300)
     types = {"cache_type_k": cache_type, "cache_type_v": cache_type}
@@ -76,8 +76,10 @@ async def test_after_recall_of_everything_it_is_the_full_cache(
             after = memory.rows(neighbour.id, 0, neighbour.n)
             assert before is not None
             assert after is not None
-            return (b"".join(p.tobytes() for p in before.planes()),
-                    b"".join(p.tobytes() for p in after.planes()))  # fmt: skip
+            return (
+                b"".join(p.tobytes() for p in before.planes()),
+                b"".join(p.tobytes() for p in after.planes()),
+            )
 
         before, after = await inside(service, drop_and_recall)
         assert before == after
@@ -186,8 +188,8 @@ async def the_chat_of(service: EmbeddedService, scope: str) -> tuple[LiveSeq, Bo
 
 
 async def test_stored_rows_need_not_be_evaluated(service_on: OpenService) -> None:
-    """A chat that was evaluated in full goes on under a budget after a restart: its rows come from
-    the store, more than the budget holds, and all of them may come back."""
+    """A chat that was evaluated in full continues under a budget after a restart: its rows come
+    from the store, more than the budget holds, and all of them may come back."""
     ids = some_ids(400)
     live = LiveBudget("icecache", 64)
     async with service_on(bundled_model(), **SETTINGS) as service:
@@ -210,7 +212,7 @@ async def test_stored_rows_need_not_be_evaluated(service_on: OpenService) -> Non
         assert full.ids == plain.ids
 
 
-async def test_a_branch_has_its_own_shelf(service_on: OpenService) -> None:
+async def test_a_branch_has_its_own_offloaded_rows(service_on: OpenService) -> None:
     """Two answers to one prompt: what one brings back or takes away is not the other's."""
     live = LiveBudget("icecache", 96)
     async with service_on(bundled_model(), **SETTINGS) as service:
@@ -260,7 +262,8 @@ async def test_beyond_the_context(service_on: OpenService) -> None:
 async def test_what_is_left_of_a_long_chat_is_written_together(
     service_on: OpenService, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full chat goes on under a small budget: the same as if its rows stayed where they were."""
+    """A full chat continues under a small budget: the same as if its rows stayed where they
+    were."""
     ids = some_ids(400)
     answers = []
     for is_packed in (True, False):

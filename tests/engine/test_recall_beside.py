@@ -96,15 +96,19 @@ async def test_only_queries_that_are_asked_for_are_tapped(
 async def test_prompts_are_indexed_beside_their_evaluation(
     service_on: OpenService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a thread of its own, while nobody else touches the index; the choices are those of an
+    """On a separate thread, while no other touches the index; the choices are those of an
     index that is brought up to date only when it is asked."""
     live = LiveBudget("icecache", 128)
     kept = []
     for is_beside in (True, False):
         async with service_on(
-            bundled_model(), **SETTINGS, ctx_size=2048, warm_bytes=0, hot_bytes=0,
+            bundled_model(),
+            **SETTINGS,
+            ctx_size=2048,
+            warm_bytes=0,
+            hot_bytes=0,
             recall_bytes=1 << 30,
-        ) as service:  # fmt: skip
+        ) as service:
             recall = service.engine.budgets._recall
             assert recall is not None
             if not is_beside:
@@ -127,7 +131,7 @@ async def test_prompts_are_indexed_beside_their_evaluation(
 async def test_a_chat_that_cannot_be_indexed(
     service_on: OpenService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ends alone; another one beside it goes on, and it can begin again."""
+    """It ends alone; another one beside it continues, and it can begin again."""
     live = LiveBudget("icecache", 128)
     index = IceCache.index
     broken: list[IceCache] = []
@@ -162,9 +166,12 @@ async def test_a_cancelled_chat_leaves_no_index_behind(service_on: OpenService) 
     async with service_on(bundled_model(), **SETTINGS, ctx_size=2048) as service:
         for n_steps in (1, 4):
             request = GenerateRequest(
-                ids=some_ids(1500, n_steps), fields={"temperature": 0},
-                n_predict=10, live=live, return_progress=True,
-            )  # fmt: skip
+                ids=some_ids(1500, n_steps),
+                fields={"temperature": 0},
+                n_predict=10,
+                live=live,
+                return_progress=True,
+            )
             generation = service.engine.generate(request)
             n_seen = 0
             async for event in generation:
@@ -197,7 +204,7 @@ async def test_the_beginning_of_a_first_prompt_is_stored(
 
 
 async def test_another_answer_in_a_chat_that_left_the_context(service_on: OpenService) -> None:
-    """It goes on from what is parked before the edit, and the parked chat stays as it was."""
+    """It continues from what is parked before the edit, and the parked chat stays as it was."""
     live = LiveBudget("streaming", 96)
     fewer = {"live_sequences": 1, "parallel": 1, "threads": 1, "ctx_size": 1024}
     async with service_on(bundled_model(), **fewer) as service:
@@ -223,7 +230,8 @@ async def test_another_answer_in_a_chat_that_left_the_context(service_on: OpenSe
 async def test_a_chat_does_not_wait_for_less_than_it_has(
     service_on: OpenService, where: str
 ) -> None:
-    """While a prompt is evaluated that begins alike, a thinned chat goes on from its own rows."""
+    """While a prompt is evaluated that begins alike, a chat with a partial live set continues from
+    its own rows."""
     live = LiveBudget("streaming", 96)
     settings = {"live_sequences": 1, "parallel": 1, "threads": 1, "ctx_size": 1024}
     async with service_on(bundled_model(), **settings) as service:
@@ -247,8 +255,10 @@ async def test_a_chat_does_not_wait_for_less_than_it_has(
 
         alike = np.concatenate([ids[:200], some_ids(90, 7)])
         assert not await inside(service, lambda: is_waiting(alike, live, live))
-        assert await inside(service, lambda: is_waiting(longer, LiveBudget("streaming", 400),
-                                                        LiveBudget("streaming", 400)))  # fmt: skip
+        assert await inside(
+            service,
+            lambda: is_waiting(longer, LiveBudget("streaming", 400), LiveBudget("streaming", 400)),
+        )
         # Of a chat with another budget only the beginning can be shared.
         small = LiveBudget("streaming", 20)
         assert not await inside(service, lambda: is_waiting(longer, small, LiveBudget()))
@@ -328,7 +338,7 @@ async def test_batches_that_would_be_computed_in_parts(
 
 
 @pytest.mark.parametrize("where", ["live", "parked"])
-async def test_nobody_goes_on_with_a_broken_index(service_on: OpenService, where: str) -> None:
+async def test_a_broken_index_is_not_used_again(service_on: OpenService, where: str) -> None:
     """A request that ended before it was told leaves a chat that is evaluated again, not one that
     fails whenever it is continued."""
     settings = {"live_sequences": 1, "parallel": 1} if where == "parked" else {}
@@ -349,7 +359,7 @@ async def test_nobody_goes_on_with_a_broken_index(service_on: OpenService, where
 
 
 def test_no_thread_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The evaluation goes on, and nobody touches the chats after it."""
+    """The evaluation continues, and the chats are not touched after it."""
     indexer, done = Indexer(4, 1), []
     budget = LiveBudget("icecache", 64)
     chats = [(BoundedSet.whole(budget, 0, 512), i) for i in range(2)]

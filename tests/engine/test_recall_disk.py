@@ -18,8 +18,15 @@ from towerd.engine.embedded.longchat.offload_space import OffloadSpace
 from towerd.engine.embedded.longchat.offloaded_rows import Pages
 from towerd.models.bundled import bundled_model
 
-SETTINGS = {"threads": 1, "retention": "icecache", "ctx_size": 1024, "recall_every": 16,
-            "warm_bytes": 0, "hot_bytes": 0, "recall_bytes": 1 << 30}  # fmt: skip
+SETTINGS = {
+    "threads": 1,
+    "retention": "icecache",
+    "ctx_size": 1024,
+    "recall_every": 16,
+    "warm_bytes": 0,
+    "hot_bytes": 0,
+    "recall_bytes": 1 << 30,
+}
 LIVE = LiveBudget("icecache", 64)
 N_TURNS = 6
 
@@ -31,8 +38,8 @@ async def the_chat(service: EmbeddedService) -> BoundedSet:
 
 
 async def with_room(service: EmbeddedService, n_ram: int, n_disk: int) -> OffloadSpace:
-    """Space for the index of 900 positions, `n_ram` rows in RAM and `n_disk` on disk. What a short chat
-    does not need for its index is room for rows: only a longer one needs the disk."""
+    """Space for the index of 900 positions, `n_ram` rows in RAM and `n_disk` on disk. What a short
+    chat does not need for its index is room for rows: only a longer one needs the disk."""
     recall = service.engine.budgets._recall
     assert recall is not None
     room = recall.space
@@ -45,9 +52,11 @@ async def with_room(service: EmbeddedService, n_ram: int, n_disk: int) -> Offloa
 
 
 async def chat(
-    service: EmbeddedService, n_ram: int, n_disk: int,
+    service: EmbeddedService,
+    n_ram: int,
+    n_disk: int,
     between: Callable[[OffloadSpace], Awaitable[None]] | None = None,
-) -> list[list[int]]:  # fmt: skip
+) -> list[list[int]]:
     """What is answered turn after turn."""
     ids, answers, room = some_ids(150), [], await with_room(service, 0, 0)
     for turn in range(N_TURNS):
@@ -106,7 +115,7 @@ async def test_the_disk_has_its_bounds(service_on: OpenService) -> None:
 async def test_lost_pages_are_forgotten(
     service_on: OpenService, what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nobody sees an error: the chat goes on with what RAM has."""
+    """No client sees an error: the chat continues with what RAM has."""
     async with service_on(bundled_model(), **SETTINGS) as service:
         n_lost = []
 

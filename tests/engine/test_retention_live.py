@@ -42,7 +42,7 @@ async def live_of(service: EmbeddedService) -> list[LiveSeq]:
 
 
 async def test_a_budget_as_long_as_the_chat_changes_nothing(service_on: OpenService) -> None:
-    """Bit-identical probabilities with every policy, turn after turn, and nothing is thinned."""
+    """Bit-identical probabilities with every policy, turn after turn, and nothing is evicted."""
     answers = []
     for policy in ("none", *BOUNDED):
         live = LiveBudget(policy, 300) if policy in BOUNDED else LiveBudget()
@@ -160,7 +160,8 @@ async def test_switching_between_chats_changes_nothing(
     service_on: OpenService, policy: str
 ) -> None:
     """Where only one chat fits the context, each leaves it at every turn and comes back as it
-    was: the same tokens as where all stay, and none evaluated twice (but for what a policy asks)."""
+    was: the same tokens as where all stay, and none evaluated twice (but for what a policy
+    asks)."""
     live = LiveBudget(policy, 48)
     async with service_on(bundled_model(), threads=1, retention=policy) as service:
         expected = await grow_chats(service, "a", 8, live)
@@ -178,15 +179,15 @@ async def test_switching_between_chats_changes_nothing(
 
 
 async def test_exact_rows_stay_exact(service_on: OpenService) -> None:
-    """Beside and after a thinned chat, the same tokens without a budget are answered as if there
-    were none; and the store got the rows from before the first eviction."""
+    """Beside and after a chat with a partial live set, the same tokens without a budget are
+    answered as if there were none; and the store got the rows from before the first eviction."""
     live = LiveBudget("streaming", 48)
     async with service_on(bundled_model(), threads=1) as service:
         first = await ask(service, some_ids(30), 10, live=live, session="x")
         ids = np.concatenate([some_ids(30), np.array(first.ids, np.int32)])
         long = np.concatenate([ids, some_ids(60, 5)])
-        thinned = await ask(service, long, 10, live=live, session="x")
-        assert thinned.finish.reuse.kept is not None
+        partial = await ask(service, long, 10, live=live, session="x")
+        assert partial.finish.reuse.kept is not None
         await settle(service)
         whole = await ask(service, long, 10)
         assert whole.finish.reuse.kept is None
@@ -197,8 +198,8 @@ async def test_exact_rows_stay_exact(service_on: OpenService) -> None:
     assert whole.ids == alone.ids
 
 
-async def test_a_branch_of_a_thinned_chat(service_on: OpenService) -> None:
-    """Another answer to the same prompt goes on from what is live, and leaves the first alone."""
+async def test_a_branch_of_a_partial_live_set(service_on: OpenService) -> None:
+    """Another answer to the same prompt continues from what is live, and leaves the first alone."""
     live = LiveBudget("streaming", 64)
     async with service_on(bundled_model(), threads=1) as service:
         ids = some_ids(200)
@@ -241,7 +242,7 @@ async def test_hundreds_of_turns(service_on: OpenService) -> None:
         with_rows = {node.id for node in nodes if node.hot is not None or node.file is not None}
         assert len(with_rows) * 4 < len(nodes)
         assert {id for id in service.store.state.trie.nodes if id in ranking._hot} <= with_rows
-        assert not ranking._expected, "the rows of a thinned chat never come"
+        assert not ranking._expected, "the rows of a chat with a partial live set never come"
 
 
 async def test_impossible_budgets(service_on: OpenService, tmp_path: Path) -> None:

@@ -344,7 +344,7 @@ async def test_tenants_do_not_share_modules(service_on: OpenService, tiny_model:
 async def test_preempted_in_the_middle(
     service_on: OpenService, model_path: Path, oracle: Oracle
 ) -> None:
-    """A request that gives way goes on where it was, and keeps its label."""
+    """A request that gives way continues where it was, and keeps its label."""
     settings = {"live_tokens": 512, "ctx_size": 448, "batch_size": 32, "ubatch_size": 32}
     async with service_on(model_path, **settings) as service:
         await add_module(service)
@@ -368,7 +368,7 @@ async def test_preempted_in_the_middle(
 async def test_cancelled_in_the_middle(
     service_on: OpenService, tiny_model: Path, oracle: Oracle, n_events: int
 ) -> None:
-    """Nothing leaks, and the next request goes on from what was live."""
+    """Nothing leaks, and the next request continues from what was live."""
     async with service_on(tiny_model, batch_size=8, ubatch_size=8) as service:
         await add_module(service)
         request = GenerateRequest(ids=PROMPT, n_predict=4, return_progress=True)
@@ -400,7 +400,7 @@ async def test_exact_daemons_splice_nothing(service_on: OpenService, tiny_model:
 
 async def test_measuring_beside_requests(service_on: OpenService, model_path: Path) -> None:
     """A measurement chooses at least as many tokens as it is told to, says what they cost, and
-    holds nothing when it is done; requests go on meanwhile."""
+    holds nothing when it is done; requests continue meanwhile."""
     async with service_on(model_path) as service:
         maker = service.engine.modules
         assert maker is not None
@@ -447,7 +447,7 @@ async def test_a_drift_beyond_the_bound_is_not_spliced(
             await settle(service)
 
 
-async def test_a_measurement_nobody_waits_for_ends(
+async def test_a_measurement_without_a_waiting_client_ends(
     service_on: OpenService, tiny_model: Path
 ) -> None:
     async with service_on(tiny_model) as service:

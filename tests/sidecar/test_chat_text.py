@@ -1,4 +1,4 @@
-"""Chats that go on are told from all others by what was said."""
+"""Continued chats are recognised by their messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BODIES = st.fixed_dictionaries(
 )
 
 
-def goes_on(before: dict[str, Any], reply: str, after: dict[str, Any]) -> bool:
+def continues(before: dict[str, Any], reply: str, after: dict[str, Any]) -> bool:
     """Whether it does, by the requests themselves."""
     n = len(before["messages"])
     said = after["messages"]
@@ -35,7 +35,7 @@ def goes_on(before: dict[str, Any], reply: str, after: dict[str, Any]) -> bool:
 def test_what_goes_on(
     before: dict[str, Any], reply: str, more: list[dict[str, Any]], other: dict[str, Any]
 ) -> None:
-    """A request goes on another if it begins with all of it and its reply, and differs in
+    """A request continues another if it begins with all of it and its reply, and differs in
     nothing else that may change the prompt."""
     text = chat_text_of(before)
     assert text is not None
@@ -44,7 +44,7 @@ def test_what_goes_on(
     for after in ({**before, "messages": said}, {**other, "messages": said}, other):
         found = chat_text_of(after)
         assert found is not None
-        assert found.continues(answered) == goes_on(before, reply.strip(), after)
+        assert found.continues(answered) == continues(before, reply.strip(), after)
         texts = [message["content"] or "" for message in after["messages"]]
         assert found.bytes_after(0) >= sum(len(text.encode()) for text in texts)
         assert found.bytes_after(len(after["messages"])) == 0

@@ -101,7 +101,7 @@ def test_a_chat_goes_on(daemon: Daemon, alone: str, stream: bool) -> None:
 
 
 def test_edits_and_others_do_not(daemon: Daemon, alone: str) -> None:
-    """What is edited, asked again, or somebody else's chat is decided about as ever."""
+    """What is edited, asked again, or another user's chat is placed as usual."""
     ours, theirs = Chat(daemon.url, "a"), Chat(alone, "a")
     for turn in range(6):
         assert ours.say(f"Day {turn}?") == theirs.say(f"Day {turn}?")
@@ -155,7 +155,7 @@ def test_whoever_leaves(daemon: Daemon) -> None:
 
 
 def test_a_request_that_is_refused(daemon: Daemon) -> None:
-    """Its error is llama-server's own, and the chat goes on."""
+    """Its error is llama-server's own, and the chat continues."""
     chat = Chat(daemon.url, "bad")
     for turn in range(3):
         chat.say(f"Day {turn}?")
@@ -177,7 +177,7 @@ def test_a_request_that_is_refused(daemon: Daemon) -> None:
 # --- when there is something to decide ----------------------------------------------------
 
 
-def spoken(*texts: str) -> ChatText:
+def chat_text(*texts: str) -> ChatText:
     """A chat of these messages, the user's and the assistant's in turn."""
     roles = ("user", "assistant")
     messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
@@ -190,20 +190,20 @@ async def test_when_a_slot_is_not_given_early(sidecar_on: OpenSidecar, tmp_path:
     async with sidecar_on(ctx_size=1024) as sidecar:
         engine = sidecar.engine
         slot = engine.table.slots[0]
-        more = spoken("a", "b", "c")
+        more = chat_text("a", "b", "c")
 
         def there() -> None:
             slot.hold(prompt(50), "local")
-            slot.chat, slot.is_continued = spoken("a").answered("b"), True
+            slot.chat, slot.is_continued = chat_text("a").answered("b"), True
 
         there()
-        assert engine.lease_chat(spoken("a", "x", "c"), "local", None) is None
+        assert engine.lease_chat(chat_text("a", "x", "c"), "local", None) is None
         assert engine.lease_chat(more, "other", None) is None
         for name, value in (("is_continued", False), ("sure", False), ("busy", True)):
             setattr(slot, name, value)
             assert engine.lease_chat(more, "local", None) is None
             setattr(slot, name, not value)
-        too_long = spoken("a", "b", "c" * 1000)
+        too_long = chat_text("a", "b", "c" * 1000)
         assert engine.lease_chat(too_long, "local", None) is None
         engine.table.slots[1].hold(prompt(700, 1), "local")
         assert engine.lease_chat(more, "local", None) is None  # the others would have to leave

@@ -108,7 +108,7 @@ async def test_tenants_do_not_share_slots(sidecar_on: OpenSidecar) -> None:
 
 
 async def test_a_public_base_is_shared(sidecar_on: OpenSidecar) -> None:
-    """What the operator marked public is restored for everybody, and only that."""
+    """What the operator marked public is restored for all tenants, and only that."""
     async with sidecar_on(parallel=1) as sidecar:
         base = prompt(80)
         add = sidecar.store.add_base
@@ -163,7 +163,7 @@ async def test_requests_that_the_server_places(sidecar_on: OpenSidecar) -> None:
         assert reply["timings"]["cache_n"] == 0
 
 
-async def test_an_unstreamed_reply_holds_nobody_up(sidecar_on: OpenSidecar) -> None:
+async def test_an_unstreamed_reply_blocks_no_other(sidecar_on: OpenSidecar) -> None:
     """Its first byte is its last, so that it runs is seen in the slots."""
     async with sidecar_on() as sidecar:
         engine = sidecar.engine
@@ -426,7 +426,7 @@ async def test_cells_that_all_slots_share(sidecar_on: OpenSidecar) -> None:
 
 
 async def test_idle_chats_are_saved(sidecar_on: OpenSidecar) -> None:
-    """A chat that nobody has asked for a while is in the store, so that a crash costs nothing."""
+    """A chat without requests for a while is in the store, so that a crash costs nothing."""
     async with sidecar_on() as sidecar:
         sidecar.engine.upkeep.idle_s = 0.0
         await ask(sidecar, prompt(60))
@@ -442,7 +442,7 @@ ENGINES = ("embedded", "llama-server")
 async def test_both_engines_read_one_store(
     sidecar_on: OpenSidecar, tiny_model: Path, tmp_path: Path, first: str, cache: str
 ) -> None:
-    """A chat begun on one engine goes on, restored, on the other."""
+    """A chat begun on one engine continues, restored, on the other."""
     settings: dict[str, Any] = {"cache_type_k": cache, "cache_type_v": cache, "ctx_size": 1024}
 
     async def with_embedded(work: Callable[[Any], Any]) -> Any:

@@ -133,7 +133,7 @@ async def test_llama_server_is_killed(sidecar_on: OpenSidecar, model: Path, scri
 
 
 async def test_towerd_is_restarted(sidecar_on: OpenSidecar, model: Path, script: Script) -> None:
-    """A new engine on the same store goes on from what the old one wrote."""
+    """A new engine on the same store continues from what the old one wrote."""
     reused = 0
     for turn in range(TURNS):
         async with sidecar_on(model, ctx_size=1024) as sidecar:

@@ -1,4 +1,4 @@
-"""What the probe finds out about a llama-server that somebody else started, and what it says."""
+"""What the probe finds out about a llama-server that towerd did not start, and what it says."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ async def test_something_else(props: Any, message: str, shared: Path) -> None:
 async def test_attached(
     sidecar_on: OpenSidecar, llama_server: Path, tmp_path: Path, shared: Path
 ) -> None:
-    """An engine on somebody else's server: its flags are seen, its slots used, and it outlives us."""
+    """An engine on an attached server: its flags are seen, its slots used, and it outlives us."""
     flags = ("--slot-save-path", str(shared), "-np", "2", "-c", "512", "--rope-freq-base", "20000")
     async with alone(llama_server, bundled_model(), tmp_path, *flags) as process:
         command = command_behind(process.upstream.url)

@@ -57,7 +57,7 @@ def test_a_chat_goes_on_where_it_is(policy: PlacementPolicy) -> None:
 
 
 def test_an_empty_slot_is_taken_before_a_full_one(policy: PlacementPolicy) -> None:
-    """Whatever the store has is restored there; nobody has to leave."""
+    """Whatever the store has is restored there; no chat has to leave."""
     request = SlotRequest(ids(200), "a", n_storable=150)
     empty = Slot(2)
     choice = choose(policy, request, filled(0, ids(90, 1)), filled(1, ids(90, 2)), empty)
@@ -108,7 +108,7 @@ def test_another_tenants_tokens_are_not_used(policy: PlacementPolicy) -> None:
     assert (choice.n_reused, choice.erase) == (0, True)
     public = SlotRequest(np.concatenate([chat, ids(5, 1)]), "a", n_public=100)
     assert policy.live(public, theirs) == (100, False)
-    theirs.hidden = True  # a reply nobody knows the tokens of may follow the public ones
+    theirs.hidden = True  # a reply whose tokens are not known may follow the public ones
     assert policy.live(public, theirs) == (0, True)
 
 
@@ -222,7 +222,7 @@ def test_a_slot_that_is_being_saved_is_waited_for(policy: PlacementPolicy) -> No
 
 
 def test_a_state_that_cannot_be_cut() -> None:
-    """Only a prompt that begins with all that a slot holds, and has more, goes on from it."""
+    """Only a prompt that begins with all that a slot holds, and has more, continues from it."""
     policy = PlacementPolicy(Costs(), extends_only=True, can_store=False)
     chat = ids(100)
     slot = filled(0, chat)
@@ -364,7 +364,7 @@ async def test_the_gate_keeps_the_two_kinds_apart() -> None:
 
 async def test_neither_kind_keeps_the_other_out() -> None:
     """Unpinned requests that never leave a gap let a lease through that came before them; one
-    that stops waiting lets those behind it go on."""
+    that stops waiting lets those behind it continue."""
     gate = LaunchGate()
     await gate.begin_unpinned()
     lease = asyncio.create_task(gate.begin_placing())
@@ -394,7 +394,7 @@ async def test_neither_kind_keeps_the_other_out() -> None:
 
 @pytest.mark.timeout(30)
 def test_thousands_wait_for_a_slot_that_is_saved(policy: PlacementPolicy) -> None:
-    """However many they are, somebody else's request goes first."""
+    """However many they are, another scope's request goes first."""
     chat = ids(400)
     saved, other = filled(0, chat), Slot(1)
     saved.busy = saved.saving = True

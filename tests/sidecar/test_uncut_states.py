@@ -81,7 +81,7 @@ async def test_it_is_said(
 async def test_extensions_are_live(
     sidecar_on: OpenSidecar, llama_server: Path, model: Path, tmp_path: Path
 ) -> None:
-    """The next turn goes on from the slot; a regenerated or edited one starts over, truly."""
+    """The next turn continues from the slot; a regenerated or edited one starts over, truly."""
     async with both(sidecar_on, llama_server, model, tmp_path, 1) as (sidecar, reference):
         first = prompt(60)
         done = await check(sidecar, reference, first)

@@ -76,7 +76,8 @@ class GenerateRequest:
     live: LiveBudget = LiveBudget()
     """What stays in the live context as the chat grows."""
     background: bool = False
-    """No client waits for it: it runs only while the engine is idle, and ends when a request comes."""
+    """No client waits for it: it runs only while the engine is idle, and ends when a request
+    comes."""
     chat: Chat | None = None
     """The chat that `ids` were rendered from; None if there is none."""
     workflow: str | None = None
@@ -185,8 +186,8 @@ class Finish:
     session: str = ""
     """The session it was recorded under; filled in by `towerd.sessions.sessions`."""
     n_rows: int | None = None
-    """How many leading tokens have or will have rows in the store; None: `n_cached`. Less for a chat
-    with a partial live set, or one that was shortened."""
+    """How many leading tokens have or will have rows in the store; None: `n_cached`. Less for a
+    chat with a partial live set, or one that was shortened."""
     slot: int = -1
     """Where GET /slots showed it."""
 
@@ -195,8 +196,8 @@ Event: TypeAlias = Progress | Started | Piece | Finish
 
 
 REPORTED_HASH_PREFIX = "props:"
-"""Prefix of a fingerprint's `model_hash` if the model's file could not be read: the rest is a hash of
-what its server reports."""
+"""Prefix of a fingerprint's `model_hash` if the model's file could not be read: the rest is a hash
+of what its server reports."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ class OpenedEngine(Generic[EngineT]):
     forget: Callable[[Sequence[Node]], None]
     """Called with the segments of a session that was frozen, on another thread than the loop's."""
     is_quiet: Callable[[], bool] | None = None
-    """Whether the engine is idle or only decodes; None: it has no background requests, so nothing is
-    evaluated or fetched ahead."""
+    """Whether the engine is idle or only decodes; None: it has no background requests, so nothing
+    is evaluated or fetched ahead."""
     anticipate_tokens_max: int = 0
     """Tokens that may be evaluated ahead of a chat's next turn."""

@@ -270,7 +270,8 @@ class EmbeddedEngine:
         await asyncio.wrap_future(self.scheduler.settled())
 
     def forget_live(self) -> None:
-        """Drop the live rows of every chat without a running request. May be called by any thread."""
+        """Drop the live rows of every chat without a running request. May be called by any
+        thread."""
 
         def forget() -> None:
             for seq in [seq for seq in self.pool if not seq.busy]:

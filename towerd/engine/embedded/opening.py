@@ -57,7 +57,7 @@ async def open_embedded(config: Config) -> AsyncIterator[OpenedEngine[EmbeddedEn
 
 
 def _forget(boundaries: CheckpointTier | None, nodes: Sequence[Node]) -> None:
-    """Boundary states of segments that go are deleted with them."""
+    """Delete the state checkpoints of segments that are deleted."""
     if boundaries is not None:
         for node in nodes:
             boundaries.table.drop(node)

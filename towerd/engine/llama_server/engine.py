@@ -143,8 +143,8 @@ class LlamaServerEngine:
         return await self._lease(request, session)
 
     async def lease_opaque(self, scope: str, *, label: str) -> SlotLease:
-        """A slot for a prompt whose tokens are not known (images, adapters of its own): the one that
-        the same (scope, label) had last, if it is free. It is never stored."""
+        """A slot for a prompt whose tokens are not known (images, adapters of its own): the one
+        that the same (scope, label) had last, if it is free. It is never stored."""
         self._check_running()
         return await self._lease(SlotRequest(None, scope, label), None)
 
@@ -223,7 +223,8 @@ class LlamaServerEngine:
         return self._opened(SlotLease(self, slot, None, scope, session=session))
 
     def learned(self, ids: Ids, slot: Slot) -> ExpectedReuse:
-        """The expected reuse of a chat that continues in this slot, now that its tokens are known."""
+        """The expected reuse of a chat that continues in this slot, now that its tokens are
+        known."""
         request, policy = SlotRequest(ids, slot.scope), self.placer.policy
         slot.is_continued = policy.begins_with(request, slot)
         live, _ = policy.live(request, slot)
@@ -245,8 +246,8 @@ class LlamaServerEngine:
             self.upkeep.doubt()
 
     async def _find_launched(self) -> None:
-        """While an unpinned request waits, find leases that were launched: their slots run, although
-        their first bytes have not come (a reply that is not streamed comes at its end)."""
+        """While an unpinned request waits, find leases that were launched: their slots run,
+        although their first bytes have not come (a reply that is not streamed comes at its end)."""
         await asyncio.sleep(LAUNCH_POLL_S)
         while self._gate.is_awaited:
             try:
@@ -333,8 +334,8 @@ class LlamaServerEngine:
         return await self.tokenize(text, add_special=False, parse_special=True)
 
     def frozen(self, prefixes: Collection[tuple[str, bytes]]) -> None:
-        """The store dropped the segments with these (scope, ids): slots that hold them are not saved,
-        because that would bring them back."""
+        """The store dropped the segments with these (scope, ids): slots that hold them are not
+        saved, because that would bring them back."""
         for slot in self.table.slots:
             data = slot.tokens.tobytes()
             if any(slot.scope == scope and data.startswith(ids) for scope, ids in prefixes):

@@ -53,8 +53,8 @@ _PROBES = 2
 
 
 class Measurer:
-    """Measures tables on the continuations of a plan; see `towerd.tiers.formats.format_search.Meter`.
-    Call `prepare` first.
+    """Measures tables on the continuations of a plan; see
+    `towerd.tiers.formats.format_search.Meter`. Call `prepare` first.
 
     `progress(n)` is called with the tokens of every continuation or part of a window that has
     been evaluated."""
@@ -133,7 +133,8 @@ class Measurer:
         ]
 
     def _measure(self, tables: Sequence[Table], n: int) -> None:
-        """Make sure that there are samples of `tables` and the floor on the first `n` continuations."""
+        """Make sure that there are samples of `tables` and the floor on the first `n`
+        continuations."""
         if not self._probed:
             self._probe()
         samples = {table: self._samples.setdefault(table, []) for table in tables}

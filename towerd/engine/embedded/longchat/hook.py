@@ -1,4 +1,4 @@
-"""Hook: called by the scheduler at named moments of a request to decide what of its chat stays live.
+"""Hook: called by the scheduler at named moments of a request; decides what stays live.
 
 The base class serves most requests: everything stays live, and a chat ends with its context.
 Subclasses override the moments at which they differ. Called by the inference thread only.

@@ -342,8 +342,8 @@ class BoundedSet(LiveSet):
         return len(self.kept) - (int(holes[-1]) + 1 if len(holes) else 0)
 
     def can_continue_from(self, n: int) -> bool:
-        """Whether the chat can continue after its first `n` tokens: the tokens just before are live,
-        as they are after an eviction, and its index is intact."""
+        """Whether the chat can continue after its first `n` tokens: the tokens just before are
+        live, as they are after an eviction, and its index is intact."""
         if self.failure is not None:
             return False
         window = min(n, getattr(self.policy.config, "window", 1))

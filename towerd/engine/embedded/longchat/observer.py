@@ -81,14 +81,14 @@ class Observer:
             raise TowerdError("llama.cpp evaluated a batch in parts, and only the last was read.")
         queries = np.stack([each[start:end].transpose(1, 0, 2) for each in taken])
         if not self._wanted:
-            self._taps.watch()  # the queries of all layers are large, and may not be needed again for long
+            self._taps.watch()  # queries of all layers are large; collect none until needed
         n = live_set.n
         live_set.observe(Observed(n - (end - start), queries), QUERIES_MAX)
 
     def scaled_queries(self, live_set: BoundedSet, n_from: int) -> Rows:
-        """float32[layers, heads, m, head size]: the observed queries of tokens from `n_from` on (m may
-        be 0), scaled so that a score is the product with a key over sqrt(head size). The live set
-        keeps its queries."""
+        """float32[layers, heads, m, head size]: the observed queries of tokens from `n_from` on (m
+        may be 0), scaled so that a score is the product with a key over sqrt(head size). The live
+        set keeps its queries."""
         a = self.attention
         found = [np.zeros((a.layers, a.heads, 0, a.head_size), np.float32)]
         for each in live_set.observed:

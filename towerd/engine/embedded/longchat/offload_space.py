@@ -66,8 +66,8 @@ class OffloadSpace:
             self.forget(live_set, self._idle(offloaded.positions, live_set)[:n_over])
 
     def page_out(self, live_set: BoundedSet) -> None:
-        """Write the oldest rows that are not live to disk, if RAM has no room for them. They must be
-        indexed."""
+        """Write the oldest rows that are not live to disk, if RAM has no room for them. They must
+        be indexed."""
         in_ram, n_max = live_set.offloaded.in_ram, self.n_ram(live_set)
         if len(in_ram) <= n_max or not self.disk_bytes_max:
             return

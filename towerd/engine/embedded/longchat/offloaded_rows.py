@@ -256,7 +256,7 @@ class OffloadedKeys:
     def __init__(self, offloaded: OffloadedRows, head_size: int, span: slice = slice(None)) -> None:
         layout = offloaded.chunks[0].layout
         n_kv = layout.k[0].n_elements // head_size
-        self._shelf, self._chunk, self._number = (
+        self._offloaded, self._chunk, self._number = (
             offloaded,
             offloaded.chunk[span],
             offloaded.number[span],
@@ -269,7 +269,7 @@ class OffloadedKeys:
         which, number = self._chunk[wanted], self._number[wanted]
         for i in np.unique(which).tolist():
             mine = which == i
-            chunk = self._shelf.chunks[i]
+            chunk = self._offloaded.chunks[i]
             plane = chunk.layout.k[layer]
             n_bytes = plane.row_bytes // self.shape[1]
             span = slice(head * n_bytes, (head + 1) * n_bytes)

@@ -49,8 +49,9 @@ class PageFile:
         self._sums = np.empty(0, np.uint32)
 
     def add(self, parts: tuple[Bytes2D, ...]) -> Positions:
-        """Append records, each the concatenation of a row of every uint8[n, any] in `parts`. Returns
-        int64[n], their numbers. Raises OSError, such as for a full disk, and then changes nothing."""
+        """Append records, each the concatenation of a row of every uint8[n, any] in `parts`.
+        Returns int64[n], their numbers. Raises OSError, such as for a full disk, and then changes
+        nothing."""
         numbers = np.arange(self.n, self.n + len(parts[0]))
         sums = np.empty(len(numbers), np.uint32)
         try:

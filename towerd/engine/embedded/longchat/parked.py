@@ -1,8 +1,8 @@
 """Parked towers: partial sequences that left the context, kept in RAM.
 
 The store has every token of such a chat but no rows that were computed over a partial live set, so
-its live rows are kept here unchanged. If they are dropped, or the daemon ends, the chat's tokens are
-evaluated again under its budget. Called by the inference thread only.
+its live rows are kept here unchanged. If they are dropped, or the daemon ends, the chat's tokens
+are evaluated again under its budget. Called by the inference thread only.
 """
 
 from __future__ import annotations

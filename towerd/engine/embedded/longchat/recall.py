@@ -152,8 +152,9 @@ class Recall:
     def choose(
         self, seq: LiveSeq, live_set: BoundedSet, queries: Rows, evict: Callable[[], bool]
     ) -> int:
-        """Ask the policy, evict the positions that it does not choose and recall those that it does,
-        within the budget's target. queries: see `View.queries`. Returns the number of evictions.
+        """Ask the policy, evict the positions that it does not choose and recall those that it
+        does, within the budget's target. queries: see `View.queries`. Returns the number of
+        evictions.
 
         `evict` frees an idle sequence; if cells are short, fewer positions are recalled. Raises
         TowerdError if llama.cpp refuses the rows, and the error of a failed indexing."""
@@ -180,8 +181,8 @@ class Recall:
         return n_dropped
 
     def recall(self, seq: LiveSeq, live_set: BoundedSet, positions: Positions) -> None:
-        """Make `positions`, which are offloaded and not live, live again, except those whose rows the
-        disk has lost. Their cells must be free."""
+        """Make `positions`, which are offloaded and not live, live again, except those whose rows
+        the disk has lost. Their cells must be free."""
         positions, rows = self._read(live_set, positions)
         if rows is None:
             return
@@ -194,9 +195,9 @@ class Recall:
     def move_down(
         self, seq: LiveSeq, live_set: BoundedSet, rope: Rope, evict: Callable[[], bool]
     ) -> None:
-        """At the end of the context, forget the positions in the first half of its places, except the
-        sink, and move the others, live or not, down there, their keys rotated. Distances between
-        positions are kept, so positions that are not live can still be recalled.
+        """At the end of the context, forget the positions in the first half of its places, except
+        the sink, and move the others, live or not, down there, their keys rotated. Distances
+        between positions are kept, so positions that are not live can still be recalled.
 
         Raises Unavailable if no cells can be freed."""
         left, rows = self._second_half(seq, live_set)

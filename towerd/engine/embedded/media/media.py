@@ -96,7 +96,8 @@ class Media:
                     made = error
             on_ready(job, Ready(load, span, found, made))
 
-        # A thread that ends takes llama.cpp's worker threads with it: see `core.on_short_lived_thread`.
+        # A thread that ends takes llama.cpp's worker threads with it: see
+        # `core.on_short_lived_thread`.
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         self._threads.append(threading.Thread(target=work, name="towerd-encode", daemon=True))
         self._threads[-1].start()
@@ -111,7 +112,8 @@ class Media:
     def evaluate(self, job: Job, ready: Ready, make_room: Callable[[int, list[Job]], bool]) -> bool:
         """Append the rows of a medium; False if there is no room and the job has to begin again.
 
-        Raises TowerdError if it cannot be encoded or evaluated, or did not come with the request."""
+        Raises TowerdError if it cannot be encoded or evaluated, or did not come with the
+        request."""
         if isinstance(ready.encoded, TowerdError):
             raise ready.encoded
         if ready.medium is None or ready.encoded is None or self._projector is None:

@@ -1,9 +1,10 @@
 """LoRA adapters: which are loaded, their scales, and those that a scope's rows are computed under.
 
-As in llama-server, each has a number, by the order of the command line, and a scale for all requests
-that POST /lora-adapters may change. A request may name scales of its own; those it does not name
-are 0. The adapters of a request are part of its scope (`towerd.store.prefix.scope`), by the
-hashes of their files, so that a restart with other adapters or in another order uses no wrong row.
+As in llama-server, each has a number, by the order of the command line, and a scale for all
+requests that POST /lora-adapters may change. A request may name scales of its own; those it does
+not name are 0. The adapters of a request are part of its scope (`towerd.store.prefix.scope`), by
+the hashes of their files, so that a restart with other adapters or in another order uses no wrong
+row.
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ class Adapters:
         return tuple((addresses[hash], float(scale)) for hash, _, scale in found)
 
     def _read(self, asked: Sequence[Any]) -> tuple[float, ...]:
-        """One scale for each loaded adapter. Like llama-server, skips entries that it cannot read."""
+        """One scale for each loaded adapter. Like llama-server, skips entries that it cannot
+        read."""
         if len(asked) > ENTRIES_MAX:
             raise InvalidRequest(f"at most {ENTRIES_MAX} LoRA adapters can be named")
         scales = [0.0] * len(self._loaded)

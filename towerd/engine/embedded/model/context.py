@@ -156,7 +156,8 @@ class LlamaContext:
             self.ptr = None
 
     def decode(self) -> None:
-        """Run the batch and clear it. Raises DecodeError (code 1: no free cells) and Interrupted."""
+        """Run the batch and clear it. Raises DecodeError (code 1: no free cells) and
+        Interrupted."""
         self.batch.raw.n_tokens = self.batch.n
         self.batch.clear()
         self.apply_adapters()

@@ -121,7 +121,8 @@ class Embedder:
 
 
 def normalized(rows: Rows, kind: int) -> Rows:
-    """`common_embd_normalize` of llama.cpp: -1 none, 0 by the largest, 2 Euclidean, else that norm."""
+    """`common_embd_normalize` of llama.cpp: -1 none, 0 by the largest, 2 Euclidean, else that
+    norm."""
     wide = np.abs(rows.astype(np.float64))
     if kind == -1:
         return rows

@@ -19,7 +19,8 @@ Evict = Callable[[], bool]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A request can continue after its first `n` tokens, which `source` has live; None if n is 0."""
+    """A request can continue after its first `n` tokens, which `source` has live; None if n is
+    0."""
 
     source: LiveSeq | None = None
     n: int = 0
@@ -90,7 +91,8 @@ class TokenBranching:
         return self.find(job).n
 
     def open(self, job: Job, found: Found, capacity: int, evict: Evict) -> LiveSeq | None:
-        """See Branching.open. An idle sequence of the same scope that is found whole is taken over."""
+        """See Branching.open. An idle sequence of the same scope that is found whole is taken
+        over."""
         source, n, scope = found.source, found.n, job.request.scope
         if source is None or not n:
             return self._pool.open(scope, capacity) if self._can_open(evict) else None

@@ -1,9 +1,9 @@
 """The positions of a prompt at which state checkpoints are taken while it is evaluated.
 
-These are positions that later prompts are likely to continue from: where messages end, where prompts
-are known to branch, just before the end, and at regular distances in a long text without any. The
-further from the end, the larger the distance: a checkpoint costs the same anywhere, and old turns
-are edited less often.
+These are positions that later prompts are likely to continue from: where messages end, where
+prompts are known to branch, just before the end, and at regular distances in a long text without
+any. The further from the end, the larger the distance: a checkpoint costs the same anywhere, and
+old turns are edited less often.
 """
 
 from __future__ import annotations

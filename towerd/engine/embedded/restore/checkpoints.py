@@ -104,8 +104,8 @@ class Checkpoints:
         return self._opened(job, capacity, evict)
 
     def plan(self, job: Job, seq: LiveSeq, stop: int) -> RestorePlan:
-        """See Branching.plan. The plan ends at a position with a checkpoint. Also sets the positions
-        at which the job is to take checkpoints."""
+        """See Branching.plan. The plan ends at a position with a checkpoint. Also sets the
+        positions at which the job is to take checkpoints."""
         request, ids = job.request, job.ids[:stop]
         plan, n_known = RestorePlan.nothing(), 0
         if request.cache_prompt and job.n_broken < _BROKEN_MAX:

@@ -278,8 +278,8 @@ class Restorer:
         job.reuse = reuse
 
     def _correct_reuse(self, job: Job, saved: Provenances) -> None:
-        """Correct the reuse of a preempted job, whose planned rows may not all have come: it evaluates
-        the missing ones. saved: the provenance of the tokens that it has"""
+        """Correct the reuse of a preempted job, whose planned rows may not all have come: it
+        evaluates the missing ones. saved: the provenance of the tokens that it has"""
         hot, warm, live = job.n_loaded_hot, job.n_loaded_warm, job.reuse.live
         n_approximate = count_approximate(saved)
         job.reuse = replace(
@@ -341,7 +341,8 @@ class Restorer:
             job.seq = None
 
     def released(self, seq: LiveSeq) -> None:
-        """Its job is recorded: it may be exported, shared, evicted. Take a checkpoint at its end."""
+        """Its job is recorded: it may be exported, shared, evicted. Take a checkpoint at its
+        end."""
         seq.busy = False
         seq.dirty = True
         if self._checkpoints is not None and seq.n:

@@ -87,9 +87,9 @@ class Splicer:
         return self._rope
 
     def plan(self, job: Job, seq: LiveSeq, n_stored: int, workers: Executor) -> Splice | None:
-        """Plan what to splice in after the live tokens and `n_stored` tokens from the store; None if
-        there is nothing. Composing begins at once, on `workers`. Prompts to be precached get exact
-        rows only."""
+        """Plan what to splice in after the live tokens and `n_stored` tokens from the store; None
+        if there is nothing. Composing begins at once, on `workers`. Prompts to be precached get
+        exact rows only."""
         request = job.request
         if not request.cache_prompt or request.precache is not None:
             return None

@@ -74,8 +74,8 @@ class Background:
 
     @contextmanager
     def interruptible(self, jobs: list[Job]) -> Iterator[None]:
-        """Wraps the evaluation of a batch of `jobs`, which `interrupt` can end if they are background
-        jobs. Raises Interrupted; the context then holds what it held before."""
+        """Wraps the evaluation of a batch of `jobs`, which `interrupt` can end if they are
+        background jobs. Raises Interrupted; the context then holds what it held before."""
         if not all(is_background(job) and self._can_interrupt(job) for job in jobs):
             yield
             return

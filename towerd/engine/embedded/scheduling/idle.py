@@ -69,7 +69,8 @@ class IdleSequences:
         return True
 
     def _export(self, seq: LiveSeq) -> None:
-        """Export `seq`. A failure is logged, so that it does not keep the sequence's cells in use."""
+        """Export `seq`. A failure is logged, so that it does not keep the sequence's cells in
+        use."""
         try:
             self._exporter.export(seq)
         except Exception:

@@ -12,7 +12,8 @@ class Inbox(queue.SimpleQueue[Callable[[], None]]):
     """Commands in the order they came. Any thread may put one; one thread takes and runs them."""
 
     def call(self, work: Callable[[], Any]) -> Future[Any]:
-        """A future of what `work` returns or raises. If it is cancelled first, `work` is not run."""
+        """A future of what `work` returns or raises. If it is cancelled first, `work` is not
+        run."""
         future: Future[Any] = Future()
 
         def run() -> None:

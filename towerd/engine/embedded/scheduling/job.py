@@ -42,8 +42,8 @@ class JobPhase(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """The sequence of a preempted job: each token's provenance, the blob, the state checkpoints and,
-    if its chat has a budget, the observed queries."""
+    """The sequence of a preempted job: each token's provenance, the blob, the state checkpoints
+    and, if its chat has a budget, the observed queries."""
 
     provenance: Provenances
     blob: Buffer

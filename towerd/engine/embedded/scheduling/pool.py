@@ -366,7 +366,8 @@ class LivePool:
         seq.runs = runs
 
     def _split_at(self, seq: LiveSeq, *cells: int) -> None:
-        """Split runs so that each of the `cells` of `seq`, which ascend, begins a run in every owner.
+        """Split runs so that each of the `cells` of `seq`, which ascend, begins a run in every
+        owner.
 
         The cells of one run are consecutive and in the same order in all its owners."""
         start, i = 0, 0

@@ -76,8 +76,9 @@ class Speculator:
                 job.undo = (job.seq.n, self._memory.snapshot(job.seq.id))
 
     def sample(self, job: Job, context: int, *, may_outgrow: bool) -> list[Chunk]:
-        """Sample the next tokens of the job's reply, at least one; rejected tokens of its draft leave
-        the context. may_outgrow: whether the chat may outgrow the context. Raises TowerdError."""
+        """Sample the next tokens of the job's reply, at least one; rejected tokens of its draft
+        leave the context. may_outgrow: whether the chat may outgrow the context. Raises
+        TowerdError."""
         assert job.output is not None
         n_room = len(job.draft) + 1 if may_outgrow else self._n_ctx - 1 - job.n
         chunks = job.output.steps(context, job.logits_index, job.draft, n_room)
@@ -126,7 +127,8 @@ class Speculator:
         self._pool.truncate(seq, n)
 
     def _n_max(self, job: Job) -> int:
-        """The most drafted tokens that the job's reply, its sequence and the context have room for."""
+        """The most drafted tokens that the job's reply, its sequence and the context have room
+        for."""
         seq, output = job.seq, job.output
         if job.phase is not JobPhase.DECODE or seq is None or output is None or job.slot < 0:
             return 0

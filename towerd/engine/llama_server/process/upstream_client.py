@@ -77,7 +77,8 @@ class UpstreamClient:
     async def send(
         self, method: str, path: str, headers: Mapping[str, str], body: Body = None
     ) -> ClientResponse:
-        """Send a request unchanged; see `Client.send`, which raises other errors than this class."""
+        """Send a request unchanged; see `Client.send`, which raises other errors than this
+        class."""
         return await self._client.send(self.url, method, path, headers, body)
 
     async def get(self, path: str) -> Any:

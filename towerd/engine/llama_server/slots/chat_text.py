@@ -19,11 +19,9 @@ import msgspec
 MESSAGES_MAX = 1000
 _DIGEST_BYTES = 16
 _NOT_IN_PROMPT = frozenset(
-    (
-        "messages", "stream", "stream_options", "max_tokens", "max_completion_tokens", "n_predict",
-        "temperature", "top_k", "top_p", "min_p", "seed", "stop", "user", "metadata",
-    )
-)  # fmt: skip
+    "messages stream stream_options max_tokens max_completion_tokens n_predict temperature top_k"
+    " top_p min_p seed stop user metadata".split()
+)
 """Fields that do not change the prompt; any other field may."""
 
 

@@ -244,8 +244,8 @@ class PlacementPolicy:
     def _continuation(
         self, request: SlotRequest, free: Sequence[Slot], slots: Sequence[Slot]
     ) -> SlotChoice | None:
-        """Continue in a slot that holds only the beginning of the prompt, if no other place has more
-        of it. Every turn of a chat in its slot is such a case. Nothing has to leave and every
+        """Continue in a slot that holds only the beginning of the prompt, if no other place has
+        more of it. Every turn of a chat in its slot is such a case. Nothing has to leave and every
         other option evaluates more, so none has to be weighed."""
         if request.ids is None or not request.pinned:
             return None
@@ -279,8 +279,8 @@ class PlacementPolicy:
         return kept + restored
 
     def _picked(self, request: SlotRequest, free: list[Slot]) -> list[Slot]:
-        """If a free slot holds all but the last token of this prompt, the one that llama-server would
-        pick: the first of those that share most. Otherwise all free slots."""
+        """If a free slot holds all but the last token of this prompt, the one that llama-server
+        would pick: the first of those that share most. Otherwise all free slots."""
         assert request.ids is not None
         shared = [(-slot.common(request.ids), slot.id, slot) for slot in free if slot.known]
         rivals = [each for each in shared if -each[0] >= request.n - 1]
@@ -340,7 +340,7 @@ class PlacementPolicy:
         if capture is None and self.worth_saving(slot, 0):
             capture = slot
         if source is not None and source is not slot and self.worth_saving(slot, 0):
-            # This takes two saves; only the one that the request needs is done, the other rows are lost.
+            # That would take two saves; only the one for the request is done, other rows are lost.
             lost = self.costs.prefill(slot.n_unsaved)
         else:
             lost = 0.0
@@ -382,8 +382,8 @@ class PlacementPolicy:
     # ---- evicting -----------------------------------------------------------------------------
 
     def _leave(self, slot: Slot, n_kept: int, used: Sequence[int], capture: Slot | None) -> float:
-        """The cost of keeping only `n_kept` tokens: saving what only the slot has (or losing it), and
-        restoring the rest, which is the likelier the more recently it was used."""
+        """The cost of keeping only `n_kept` tokens: saving what only the slot has (or losing it),
+        and restoring the rest, which is the likelier the more recently it was used."""
         if slot.n <= n_kept and slot.known:
             return 0.0
         save = self.costs.save(slot.n) if capture is slot else 0.0
@@ -407,7 +407,8 @@ class PlacementPolicy:
         """The request to serve now and how; None when nothing waits or no slot is free.
 
         The scope with the fewest slots goes first, then the earliest request. A request whose rows
-        are live in a slot that the first one would take may overtake it a limited number of times."""
+        are live in a slot that the first one would take may overtake it a limited number of
+        times."""
         busy: dict[str, int] = {}
         for slot in slots:
             if slot.busy:

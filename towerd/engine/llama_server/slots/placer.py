@@ -177,7 +177,8 @@ class Placer:
             await self.erase(choice.slot)
 
     async def _restore(self, request: SlotRequest, slot: Slot) -> Restored | None:
-        """Restore what the store has; None if that fails. The slot's record then says what it holds."""
+        """Restore what the store has; None if that fails. The slot's record then says what it
+        holds."""
         assert request.ids is not None
         assert self._restorer is not None
         plan = await self._found_of(request)

@@ -145,8 +145,8 @@ class SlotLease:
             self._engine.upkeep.n_awaited -= 1
 
     def ran_elsewhere(self) -> None:
-        """Called, before `finished`, when the request ran in another slot: this one holds all of the
-        prompt but its last token, and free slots have to be asked what they hold."""
+        """Called, before `finished`, when the request ran in another slot: this one holds all of
+        the prompt but its last token, and free slots have to be asked what they hold."""
         self._ran_elsewhere = True
         self._engine.ran_elsewhere()
 

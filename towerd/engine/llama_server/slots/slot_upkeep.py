@@ -58,8 +58,8 @@ class SlotUpkeep:
         asyncio.get_running_loop().call_later(delay_s, self._due, slot, used, n_waits)
 
     def _due(self, slot: Slot, used: int, n_waits: int) -> None:
-        """Save a slot unless it was used since. A save stops all slots, so it waits while a request's
-        slot is prepared, and for some time for a request's first token."""
+        """Save a slot unless it was used since. A save stops all slots, so it waits while a
+        request's slot is prepared, and for some time for a request's first token."""
         if self._is_closed or slot.last_used != used or not self._wants_capture(slot):
             return
         if self.n_preparing or (self.n_awaited and n_waits * PRESSED_S < PATIENCE_S):
@@ -139,8 +139,8 @@ class SlotUpkeep:
         self._placer.table.pump()
 
     def _settle_doubt(self, slot: Slot, view: dict[str, Any] | None) -> None:
-        """Trust a slot that holds as many tokens as it should. If that were wrong, llama-server would
-        still compare tokens, and the reply would report that nothing was reused."""
+        """Trust a slot that holds as many tokens as it should. If that were wrong, llama-server
+        would still compare tokens, and the reply would report that nothing was reused."""
         held = None if view is None else view.get("n_prompt_tokens", slot.n)
         if held != slot.n or slot.hidden or not slot.known:
             slot.hold_unknown("")

@@ -41,8 +41,8 @@ _RAM_TYPES = ("tmpfs", "ramfs")
 
 @dataclass(slots=True, eq=False)
 class _Spare:
-    """A file of ours with its pages allocated: writing into it again costs a memcpy, while a new one
-    costs ten times that in page faults."""
+    """A file of ours with its pages allocated: writing into it again costs a memcpy, while a new
+    one costs ten times that in page faults."""
 
     handle: int
     view: npt.NDArray[np.uint8]
@@ -241,7 +241,8 @@ def _remove_abandoned(parent: Path) -> None:
 
 
 def _reserve(handle: int, size: int) -> None:
-    """Allocate the pages now: a full tmpfs kills a process that writes to a map of a sparse file."""
+    """Allocate the pages now: a full tmpfs kills a process that writes to a map of a sparse
+    file."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(handle, 0, size)
     else:
