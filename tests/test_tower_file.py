@@ -20,7 +20,7 @@ from towerd.models.bundled import bundled_model
 from towerd.store import History
 from towerd.store.sessions.history import NamedBase, PastTurn
 from towerd.tokens import Ids
-from towerd.tower_file import TURNS_MAX, Model, TowerFileError, read, write
+from towerd.tower_file import TURNS_MAX, SessionModel, TowerFileError, read, write
 
 TURNS = (
     PastTurn(None, 0, 0, 30, 10, 39, 1.5, 2.5, True),
@@ -32,9 +32,9 @@ BASES = (NamedBase("acme/garden", 1, 20, bytes(range(32))),)
 
 
 @pytest.fixture(scope="module")
-def model() -> Iterator[Model]:
+def model() -> Iterator[SessionModel]:
     with GgufVocabulary(bundled_model()) as vocabulary:
-        yield Model("stories.gguf", "a" * 64, Codec(vocabulary))
+        yield SessionModel("stories.gguf", "a" * 64, Codec(vocabulary))
 
 
 def history_of(turns: tuple[PastTurn, ...] = TURNS, seed: int = 0) -> History:
@@ -54,7 +54,7 @@ def signed(data: bytes) -> bytes:
     return body + hashlib.blake2b(body, digest_size=16).digest()
 
 
-def test_what_is_written_is_read(model: Model) -> None:
+def test_what_is_written_is_read(model: SessionModel) -> None:
     history = history_of()
     data = write(history, model)
     assert_same(read(data, model), history)
@@ -72,7 +72,7 @@ def test_what_is_written_is_read(model: Model) -> None:
 )
 @settings(max_examples=15, deadline=None)
 def test_any_history(
-    model: Model, shapes: list[tuple[int, int, int, int, bool]], seed: int
+    model: SessionModel, shapes: list[tuple[int, int, int, int, bool]], seed: int
 ) -> None:
     """Turns of any shape, each beginning like some earlier one."""
     turns: list[PastTurn] = []
@@ -93,7 +93,7 @@ def test_any_history(
         assert whole[: turn.n_shared].tolist() == found.ids(turn.origin)[: turn.n_shared].tolist()
 
 
-def test_every_flipped_byte_and_every_cut_is_told(model: Model) -> None:
+def test_every_flipped_byte_and_every_cut_is_told(model: SessionModel) -> None:
     """No damage goes unnoticed, wherever it is."""
     data = write(history_of(), model)
     for at in range(len(data)):
@@ -118,12 +118,12 @@ def test_every_flipped_byte_and_every_cut_is_told(model: Model) -> None:
         (b"TWRS\1" + struct.pack("<Q", 2**63) + bytes(60), "73 of its 9223372036854775808 bytes"),
     ],
 )
-def test_what_is_wrong_is_named(model: Model, data: bytes, words: str) -> None:
+def test_what_is_wrong_is_named(model: SessionModel, data: bytes, words: str) -> None:
     with pytest.raises(TowerFileError, match=words):
         read(data, model)
 
 
-def test_a_newer_version_is_named_first(model: Model) -> None:
+def test_a_newer_version_is_named_first(model: SessionModel) -> None:
     """Whatever a later format has, this reader says that it is later."""
     data = bytearray(write(history_of(), model))
     data[4] = 9
@@ -131,11 +131,11 @@ def test_a_newer_version_is_named_first(model: Model) -> None:
         read(signed(bytes(data)), model)
 
 
-def test_another_model_is_named(model: Model) -> None:
+def test_another_model_is_named(model: SessionModel) -> None:
     """Another vocabulary, and the same one with other weights: two sentences."""
     data = write(history_of(), model)
     with GgufVocabulary(file.PATH) as vocabulary:
-        there = Model("other.gguf", model.hash, Codec(vocabulary))
+        there = SessionModel("other.gguf", model.hash, Codec(vocabulary))
         with pytest.raises(TowerFileError, match=r"'stories.gguf', whose vocabulary \(512 tokens"):
             read(data, there)
     with pytest.raises(TowerFileError, match="same vocabulary but other weights"):
@@ -157,7 +157,7 @@ def test_another_model_is_named(model: Model) -> None:
         PastTurn(None, 1, 0, 1 << 30, 0, 3, 1.0, 1.0, True),
     ],
 )
-def test_turns_that_cannot_be_are_refused(model: Model, turn: PastTurn) -> None:
+def test_turns_that_cannot_be_are_refused(model: SessionModel, turn: PastTurn) -> None:
     """A file with a right checksum can still lie."""
     stream = np.zeros(40 + min(64, max(0, turn.n - turn.n_shared)), np.int32)
     lie = replace(history_of(), turns=(TURNS[0], turn), stream=stream)
@@ -165,7 +165,7 @@ def test_turns_that_cannot_be_are_refused(model: Model, turn: PastTurn) -> None:
         read(write(lie, model), model)
 
 
-def test_too_long_a_session_is_refused(model: Model) -> None:
+def test_too_long_a_session_is_refused(model: SessionModel) -> None:
     """By the writer and by the reader."""
     one = PastTurn(None, 0, 0, 1, 0, 1, 1.0, 1.0, True)
     more = tuple(PastTurn(None, k, 0, 1, 0, 1, 1.0, 1.0, True) for k in range(TURNS_MAX + 1))
@@ -178,7 +178,7 @@ def test_too_long_a_session_is_refused(model: Model) -> None:
 
 @given(st.integers(5, 10**6), st.integers(1, 255), st.integers(0, 4))
 @settings(max_examples=300, deadline=None)
-def test_damage_with_a_right_checksum(model: Model, at: int, flip: int, grow: int) -> None:
+def test_damage_with_a_right_checksum(model: SessionModel, at: int, flip: int, grow: int) -> None:
     """Whatever a crafted file says: a history that fits together, or the one error."""
     data = bytearray(write_once(model))
     place = 13 + at % (len(data) - 13 - 16)
@@ -201,7 +201,7 @@ def test_damage_with_a_right_checksum(model: Model, at: int, flip: int, grow: in
 _written: list[bytes] = []
 
 
-def write_once(model: Model) -> bytes:
+def write_once(model: SessionModel) -> bytes:
     if not _written:
         _written.append(write(history_of(), model))
     return _written[0]

@@ -8,10 +8,10 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Generic
 
-from towerd.cold import Coding, Keeper, source_of
+from towerd.cold import Coding, ColdTier, vocabulary_source
 from towerd.config import Config
 from towerd.engine.base import LiveBudget
-from towerd.engine.opened import EngineT, Opened
+from towerd.engine.opened_engine import EngineT, OpenedEngine
 from towerd.sessions.recorder import TurnRecorder
 from towerd.sessions.sessions import Sessions
 from towerd.sessions.traffic import Traffic, open_traffic
@@ -21,7 +21,7 @@ from towerd.tiers.manager import Tiers
 
 @dataclass(frozen=True, slots=True)
 class Service(Generic[EngineT]):
-    """What the API serves from."""
+    """The open parts of the daemon, from which the API serves."""
 
     config: Config
     engine: EngineT
@@ -29,22 +29,22 @@ class Service(Generic[EngineT]):
     store: Store
     tiers: Tiers
     traffic: Traffic
-    cold: Keeper
+    cold: ColdTier
 
 
 @asynccontextmanager
 async def open_service(config: Config) -> AsyncIterator[Service[Any]]:
-    """Open the engine that `config` names, its store, and what stands on them; undo it all at the
-    end.
+    """Open the engine that `config` names, its store, and everything built on them; close it all at
+    the end.
 
-    On the way out running requests are cancelled and recorded, new rows are written, and the
-    catalog is closed. Raises ModelError, StoreError, ConfigError."""
+    At the end, running requests are cancelled and recorded, new rows are written, and the catalog
+    is closed. Raises ModelError, StoreError or ConfigError."""
     async with await asyncio.to_thread(_opening, config) as opened:
         engine, store, tiers = opened.engine, opened.store, opened.tiers
         traffic = await asyncio.to_thread(open_traffic, config, store, tiers)
-        cold = Keeper(
+        cold = ColdTier(
             store,
-            Coding(lambda: source_of(engine.info), tables=store.tables),
+            Coding(lambda: vocabulary_source(engine.info), tables=store.tables),
             freeze_after_s=config.freeze_after_s,
             on_frozen=opened.forget,
         )
@@ -65,9 +65,9 @@ async def open_service(config: Config) -> AsyncIterator[Service[Any]]:
             await asyncio.to_thread(traffic.close)
 
 
-def _opening(config: Config) -> AbstractAsyncContextManager[Opened[Any]]:
-    """Opens the engine when it is entered. Call it in a thread: the import takes long."""
-    # Imported late: the embedded engine loads llama.cpp, which the other one does without.
+def _opening(config: Config) -> AbstractAsyncContextManager[OpenedEngine[Any]]:
+    """A context manager that opens the engine. Call this in a thread: the import is slow."""
+    # Imported late: the embedded engine loads llama.cpp, which llama-server does not need.
     if config.engine == "llama-server":
         from towerd.engine.llama_server.opening import open_llama_server
 
@@ -77,12 +77,12 @@ def _opening(config: Config) -> AbstractAsyncContextManager[Opened[Any]]:
     return open_embedded(config)
 
 
-def _start(config: Config, opened: Opened[Any], sessions: Sessions, cold: Keeper) -> None:
-    """Begin what goes on beside requests."""
-    if opened.is_calm is None:
+def _start(config: Config, opened: OpenedEngine[Any], sessions: Sessions, cold: ColdTier) -> None:
+    """Start the background work: freezing, thawing ahead, and prefetch."""
+    if opened.is_quiet is None:
         cold.start()
         return
     n_ctx = opened.engine.n_ctx
     live = LiveBudget(config.retention, config.live_budget or n_ctx // 2)
     ahead = cold.start(sessions.run_quietly, n_ctx, live)
-    opened.tiers.prefetcher.start(opened.is_calm, ahead.foretold)
+    opened.tiers.prefetcher.start(opened.is_quiet, ahead.expected_back)

@@ -1,7 +1,7 @@
 """The admin API over a store alone, which towerctl uses while no daemon is running.
 
-It knows which model was last served from the store, but has no text: that takes the model's
-tokenizer, and so a daemon.
+It knows which model was last served from the store, but no text: that needs the model's tokenizer
+and therefore a running daemon.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from towerd.api.http.keys import (
 from towerd.api.http.limits import Limits
 from towerd.api.http.middleware import MIDDLEWARES
 from towerd.api.http.reply import json_reply
-from towerd.cold import Coding, Keeper, Source
+from towerd.cold import Coding, ColdTier, VocabularySource
 from towerd.config import Config
 from towerd.engine.model_file import file_hash
 from towerd.errors import StoreError, StoreLocked, TowerdError
@@ -67,10 +67,11 @@ DAEMON_ONLY = (
 
 @dataclass(frozen=True, slots=True)
 class StoreService:
-    """An `ApiService` without a model: what needs one is refused."""
+    """`towerd.api.http.keys.Service` without a model. Access to anything that needs one raises
+    TowerdError."""
 
     store: Store
-    cold: Keeper
+    cold: ColdTier
 
     @property
     def engine(self) -> Engine:
@@ -106,7 +107,7 @@ async def open_store_app(config: Config) -> AsyncIterator[web.Application]:
     Raises StoreError, StoreLocked, StoreVersion."""
     store = await asyncio.to_thread(_open_store, config.store_dir)
     coding = Coding(lambda: _source(config.model, store), tables=store.tables)
-    cold = Keeper(store, coding, freeze_after_s=-1)
+    cold = ColdTier(store, coding, freeze_after_s=-1)
     app = web.Application(middlewares=MIDDLEWARES)
     app[CONFIG] = config
     app[GATE] = ServiceGate(StoreService(store, cold))
@@ -114,7 +115,7 @@ async def open_store_app(config: Config) -> AsyncIterator[web.Application]:
     app[METRICS] = Metrics()
     app[TENANTS] = Tenants(())
     app[TRANSFER] = Transfer()
-    add_routes(app, STORE_ROUTES + _IN_PLACE)
+    add_routes(app, STORE_ROUTES + _STORE_ONLY_ROUTES)
     try:
         yield app
     finally:
@@ -136,20 +137,20 @@ def _open_store(root: Path) -> Store:
         ) from error
 
 
-def _source(model: Path | None, store: Store) -> Source:
-    """The model whose vocabulary codes text: `model` (None: the default), if it was the last one
-    served from the store. Raises ModelError, or StoreError if it is another one."""
+def _source(model: Path | None, store: Store) -> VocabularySource:
+    """The vocabulary of `model` (None: the default), if it is the model that was last served from
+    the store. Raises ModelError, or StoreError for another model."""
     path, served = find_model(model), store.state.fingerprint.model_hash
     if file_hash(path, store.state.catalog) != served:
         raise StoreError(
             "Coding a text takes the vocabulary of the model that was served from this store, "
             f"and {path.name} is another one: name it with --model, or start its daemon."
         )
-    return Source(path, served)
+    return VocabularySource(path, served)
 
 
 async def get_stats(request: web.Request) -> web.Response:
-    """The keys of the daemon's stats; those that only a daemon knows are null."""
+    """The keys of the daemon's stats; values that only a daemon knows are null."""
     store = service_of(request).store
     return json_reply(
         {
@@ -182,7 +183,7 @@ async def get_calibration(request: web.Request) -> web.Response:
     return json_reply({"calibration": view})
 
 
-_IN_PLACE = (
+_STORE_ONLY_ROUTES = (
     Route("GET", "/towerd/v1/stats", get_stats),
     Route("GET", "/towerd/v1/bases", list_bases),
     Route("GET", "/towerd/v1/calibration", get_calibration),

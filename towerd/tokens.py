@@ -13,7 +13,7 @@ Ids: TypeAlias = npt.NDArray[np.int32]
 """int32[n]: the token ids of a text, in order."""
 ID_BYTES = 4
 _BLOCK = 256
-"""Ids that are compared at first; each further block is twice as long as the one before."""
+"""Number of ids compared first; each further block is twice as long as the one before."""
 
 
 def ids_bytes(ids: Ids) -> bytes:
@@ -30,7 +30,8 @@ def ids_array(data: bytes) -> Ids:
 
 
 def path_bytes(ids: Ids, ends: Sequence[int]) -> bytes:
-    """The ids up to the last end, as bytes. ValueError unless the ends ascend within them."""
+    """The ids up to the last end, as bytes. Raises ValueError unless `ends` ascends strictly within
+    [1, len(ids)]."""
     bounds = [0, *ends, len(ids) + 1]
     if not ends or any(a >= b for a, b in zip(bounds, bounds[1:], strict=False)):
         raise ValueError(f"ends {list(ends)} must ascend strictly from 1 to {len(ids)}")
@@ -64,7 +65,7 @@ class Provenance(enum.IntEnum):
     """Taken from a module that was computed after other text or at another position."""
     AFTER_SPLICE = 4
     """Computed from earlier rows of which some were spliced."""
-    THINNED = 5
+    PARTIAL = 5
     """Computed while some of the tokens before it were not live."""
 
 
@@ -102,6 +103,6 @@ def count_approximate(rows: Provenances) -> int:
 def computed_after(before: Provenances) -> Provenance:
     """The provenance of rows that are computed from the rows `before`."""
     worst = Provenance(int(before.max(initial=Provenance.EXACT)))
-    if worst in (Provenance.EXACT, Provenance.THINNED):
+    if worst in (Provenance.EXACT, Provenance.PARTIAL):
         return worst
     return Provenance.DERIVED if worst < Provenance.SPLICED else Provenance.AFTER_SPLICE

@@ -12,11 +12,11 @@
     varint: bytes of the blob | the blob (`towerd.codec`, a form that every machine reads)
     BLAKE2b-128 of everything before
 
-Numbers are little-endian or varints (`codec/varint.py`), a text is its length and UTF-8. The blob
-holds the token ids that each turn adds to the one it begins like, in order (`store/history.py`), in the
-form that needs no table, so that later releases read the file whatever tables they bring.
-The reader takes every byte as hostile: nothing is decoded before the checksum holds and the model
-is known to be the one served here, and no memory is taken that the bytes do not justify.
+Numbers are little-endian or varints (`codec/varint.py`); a text is its length and UTF-8. The blob
+holds the token ids that each turn adds to its origin, in order (`store/sessions/history.py`), in
+the form that needs no table, so that later releases can read the file whatever tables they have.
+The reader trusts no byte: nothing is decoded before the checksum and the model have been verified,
+and no more memory is allocated than the bytes justify.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ if TYPE_CHECKING:
 MAGIC = b"TWRS"
 VERSION = 1
 TURNS_MAX = 4096
-"""Turns of one session; the store's lock is held while they are entered."""
+"""Maximum number of turns; the store's lock is held while they are entered."""
 TURN_IDS_MAX = 1 << 28
-"""Token ids of all turns together, each counted with all of its prompt."""
+"""Maximum number of token ids of all turns together, each counted with its whole prompt."""
 SECONDS_MAX = 1e11
 _FIXED = struct.Struct("<4sBQ")
 _TIME = struct.Struct("<d")
@@ -63,21 +63,21 @@ class TowerFileError(InvalidRequest):
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
-    """The model whose token ids sessions are made of."""
+class SessionModel:
+    """The model whose token ids the sessions consist of."""
 
     name: str
-    """For people: its file name."""
+    """The file name, for messages."""
     hash: str
     """The fingerprint's `model_hash`."""
     codec: Codec
-    """Of its vocabulary."""
+    """The codec of the model's vocabulary."""
 
 
-def write(history: History, model: Model) -> bytes:
-    """The bytes of a session. Takes a while, for the ids are decoded again and compared.
+def write(history: History, model: SessionModel) -> bytes:
+    """The bytes of a session. Slow, because the ids are decoded again and compared.
 
-    Raises TowerFileError for a session that is too long, or has ids of another vocabulary."""
+    Raises TowerFileError for a session that is too long or has ids of another vocabulary."""
     _check_size(history.turns)
     try:
         blob = model.codec.encode(history.stream, form="packed")
@@ -99,11 +99,9 @@ def write(history: History, model: Model) -> bytes:
     return data + _checksum(data)
 
 
-def read(data: bytes, model: Model) -> History:
-    """The session in a file that may be anything. Takes a while.
-
-    Raises TowerFileError."""
-    with _damage():
+def read(data: bytes, model: SessionModel) -> History:
+    """The session in the bytes of a file, which need not be valid. Slow. Raises TowerFileError."""
+    with _codec_errors():
         reader = varint.VarintReader(_checked(data))
         _check_model(reader, model)
         id, named = _read_text(reader, NAME_CHARS_MAX), _read_flag(reader)
@@ -120,7 +118,7 @@ def read(data: bytes, model: Model) -> History:
 
 
 def _checked(data: bytes) -> bytes:
-    """What lies between the header and the checksum, which holds."""
+    """The bytes between the header and the checksum, which is verified."""
     if not data.startswith(MAGIC[: len(data)]) or not data:
         raise TowerFileError("This is no .tower file: towerctl export writes them.")
     if len(data) < _FIXED.size + _CHECKSUM_BYTES:
@@ -143,8 +141,8 @@ def _checked(data: bytes) -> bytes:
     return data[_FIXED.size : -_CHECKSUM_BYTES]
 
 
-def _check_model(reader: varint.VarintReader, model: Model) -> None:
-    """Refuse ids of another vocabulary, and sessions of another model."""
+def _check_model(reader: varint.VarintReader, model: SessionModel) -> None:
+    """Raises TowerFileError for ids of another vocabulary or a session of another model."""
     name, hash_ = _read_text(reader, NAME_CHARS_MAX), _read_text(reader, NAME_CHARS_MAX)
     vocabulary, n_tokens = reader.take(_VOCABULARY_BYTES), reader.number()
     codec = model.codec
@@ -172,7 +170,7 @@ def _read_bases(reader: varint.VarintReader) -> tuple[NamedBase, ...]:
 
 
 def _turn(place: int, turn: PastTurn) -> bytes:
-    """One turn, as it stands in the file."""
+    """The bytes of one turn in the file."""
     parent = 0 if turn.parent is None else place - turn.parent
     numbers = (
         parent,
@@ -187,7 +185,7 @@ def _turn(place: int, turn: PastTurn) -> bytes:
 
 
 def _read_turns(reader: varint.VarintReader) -> tuple[PastTurn, ...]:
-    """The turns; each refers to earlier ones only and to tokens that they have."""
+    """The turns, checked to refer only to earlier turns and to tokens that these have."""
     turns: list[PastTurn] = []
     for place in range(reader.number(TURNS_MAX + 1)):
         parent, origin, n_shared, n_prompt, n_reply, n_cached = reader.numbers(_TURN_NUMBERS)
@@ -204,23 +202,23 @@ def _read_turns(reader: varint.VarintReader) -> tuple[PastTurn, ...]:
         )
         n_there = turns[turn.origin].n if 0 < origin <= place else 0
         if max(parent, origin) > place or not 0 < turn.n <= IDS_MAX:
-            raise _unfit()
+            raise _contradiction()
         if turn.n_shared > min(turn.n, n_there) or turn.n_cached > turn.n:
-            raise _unfit()
+            raise _contradiction()
         turns.append(turn)
     if not turns:
-        raise _unfit()
+        raise _contradiction()
     return tuple(turns)
 
 
 def _decode(blob: bytes, turns: tuple[PastTurn, ...], codec: Codec) -> Ids:
-    """The ids of the blob: as many as the turns add, all of them of the vocabulary."""
+    """The ids of the blob, checked to be as many as the turns add and within the vocabulary."""
     stream = codec.decode(blob)
     n_tokens = len(codec.vocabulary.pieces)
     if len(stream) != sum(turn.n - turn.n_shared for turn in turns):
-        raise _unfit()
+        raise _contradiction()
     if len(stream) and int(np.max(stream)) >= n_tokens:
-        raise _unfit()
+        raise _contradiction()
     return stream
 
 
@@ -234,15 +232,15 @@ def _check_size(turns: tuple[PastTurn, ...]) -> None:
 
 
 @contextmanager
-def _damage() -> Iterator[None]:
-    """Whatever the codec finds wrong, as this module's error."""
+def _codec_errors() -> Iterator[None]:
+    """Turn the codec's errors into TowerFileError."""
     try:
         yield
     except CodecError as error:
         raise TowerFileError(f"The .tower file cannot be read: {error}") from error
 
 
-def _unfit() -> TowerFileError:
+def _contradiction() -> TowerFileError:
     return TowerFileError(
         "The .tower file is damaged, its parts contradict each other: use another copy of it."
     )
@@ -257,23 +255,23 @@ def _read_text(reader: varint.VarintReader, chars_max: int) -> str:
     try:
         text = reader.take(reader.number(chars_max * _UTF8_BYTES + 1)).decode()
     except UnicodeDecodeError:
-        raise _unfit() from None
+        raise _contradiction() from None
     if len(text) > chars_max:
-        raise _unfit()
+        raise _contradiction()
     return text
 
 
 def _read_time(reader: varint.VarintReader) -> float:
     (value,) = _TIME.unpack(reader.take(_TIME.size))
     if not math.isfinite(value) or not 0 <= value <= SECONDS_MAX:
-        raise _unfit()
+        raise _contradiction()
     return float(value)
 
 
 def _read_flag(reader: varint.VarintReader) -> bool:
     byte = reader.take(1)[0]
     if byte > 1:
-        raise _unfit()
+        raise _contradiction()
     return bool(byte)
 
 

@@ -1,8 +1,8 @@
 """Export and import of sessions as `.tower` files.
 
-Coding takes seconds for a long session, so all of it runs on one thread of its own: neither the
-event loop nor the threads that record turns wait for it, and the store is locked only while rows
-of its catalog are copied.
+Coding takes seconds for a long session, so it runs on a separate thread: neither the event loop nor
+the threads that record turns wait for it, and the store is locked only while catalog rows are
+copied.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from towerd.cold.freezing import cold_history, thaw
 from towerd.errors import InvalidRequest, NotFound
 from towerd.store import Store
 from towerd.store.prefix.scope import is_public, public_of
-from towerd.tower_file import Model
+from towerd.tower_file import SessionModel
 
 T = TypeVar("T")
 
@@ -31,27 +31,28 @@ class Transfer:
         self._thread = ThreadPoolExecutor(1, "transfer")
 
     async def run(self, work: Callable[..., T], *args: Any) -> T:
-        """`work(*args)` on the thread; one at a time, in order."""
+        """Run `work(*args)` on the thread; calls run one at a time, in order."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
 
     def close(self) -> None:
-        """Let the work that runs end."""
+        """Wait for the running work to end, and cancel what is queued."""
         self._thread.shutdown(cancel_futures=True)
 
 
-def export_session(store: Store, model: Model, id: str, scope: str | None) -> bytes:
-    """A session as the bytes of a `.tower` file; a frozen one stays so. Raises NotFound,
-    StoreError (several tenants have one of this id), ThawError, TowerFileError."""
+def export_session(store: Store, model: SessionModel, id: str, scope: str | None) -> bytes:
+    """A session as the bytes of a `.tower` file; a frozen session stays frozen. Raises NotFound,
+    StoreError (several tenants have a session with this id), ThawError or TowerFileError."""
     history = cold_history(store, model.codec, id, scope) or store.history(id, scope)
     return tower_file.write(history, model)
 
 
-def import_session(store: Store, model: Model, data: bytes, scope: str) -> dict[str, Any]:
-    """Enter the session of a `.tower` file for a tenant: `session`, `added` (turns that were not
-    here), and `bases`: precached prompts that it begins with and which of them are here, too.
+def import_session(store: Store, model: SessionModel, data: bytes, scope: str) -> dict[str, Any]:
+    """Enter the session of a `.tower` file for a tenant. Returns `session`, `added` (the number of
+    turns that were not here) and `bases` (the precached prompts that it begins with, and whether
+    each of them is here).
 
-    Raises TowerFileError, InvalidRequest (another session has its id), ThawError (the one here is
-    frozen and cannot be compared), DiskFull."""
+    Raises TowerFileError, InvalidRequest (another session has its id), ThawError (the session here
+    is frozen and cannot be compared) or DiskFull."""
     if is_public(scope):
         raise InvalidRequest(
             "Sessions belong to a tenant, and 'public' is none: name another scope."

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from towerd.engine.embedded.calibration.measure import Measurer
-from towerd.engine.embedded.calibration.measure_plan import NEXT_TOKENS, Checkpoint
+from towerd.engine.embedded.calibration.measure_plan import NEXT_TOKENS, Continuation
 from towerd.engine.embedded.longchat.taps import Taps
 from towerd.engine.embedded.model.context import Buffer
 from towerd.errors import TowerdError
@@ -159,7 +159,7 @@ class DriftMeter:
         self.taps = taps
 
     def measure(
-        self, checkpoints: Sequence[Checkpoint], formats: Sequence[str], tables: dict[str, Table]
+        self, checkpoints: Sequence[Continuation], formats: Sequence[str], tables: dict[str, Table]
     ) -> AttentionDrift:
         """Measure the keys of each level's range in each format, one layer at a time, so that
         queries and values stay unchanged; then whole tables. Raises TowerdError for an
@@ -181,7 +181,7 @@ class DriftMeter:
 
     def _layer(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: Continuation,
         rows: KVRows,
         native: LayerAttention,
         layer: int,
@@ -214,7 +214,7 @@ class DriftMeter:
         return samples
 
     def _native(
-        self, checkpoint: Checkpoint, rows: KVRows, layers: Sequence[int]
+        self, checkpoint: Continuation, rows: KVRows, layers: Sequence[int]
     ) -> _NativeAttention:
         """The attention over native rows, checked against the formula."""
         found = self._evaluate(checkpoint, [rows], "Qcur", "kq_soft_max", "kqv")
@@ -236,12 +236,12 @@ class DriftMeter:
             _check_plain(attention[plane], checkpoint.p)
         return _NativeAttention(outs, attention)
 
-    def _outs(self, checkpoint: Checkpoint, parts: Sequence[KVRows]) -> list[Floats]:
+    def _outs(self, checkpoint: Continuation, parts: Sequence[KVRows]) -> list[Floats]:
         """The attention output [heads, queries, d_v] of each layer over these rows."""
         self._evaluate(checkpoint, parts, "kqv")
         return [np.asarray(self.taps.take("kqv", i), np.float64) for i in self.taps.layers]
 
-    def _evaluate(self, checkpoint: Checkpoint, parts: Sequence[KVRows], *names: str) -> KVRows:
+    def _evaluate(self, checkpoint: Continuation, parts: Sequence[KVRows], *names: str) -> KVRows:
         """Evaluate the continuation in one batch, watching these tensors; returns its rows."""
         scratch, p = self.measurer.scratch, checkpoint.p
         v_trans = scratch.context.v_trans

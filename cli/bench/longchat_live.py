@@ -181,7 +181,7 @@ async def _turn(engine: EmbeddedEngine, ids: Ids, live: LiveBudget) -> TimedRepl
 
     def live_sizes() -> tuple[int, int]:
         (seq,) = engine.pool
-        aside = seq.live_set.n_bytes_aside if isinstance(seq.live_set, BoundedSet) else 0
+        aside = seq.live_set.n_bytes_offloaded if isinstance(seq.live_set, BoundedSet) else 0
         return seq.n_cells * engine.core.layout.token_bytes, aside
 
     live_bytes, aside_bytes = await asyncio.wrap_future(engine.scheduler.call(live_sizes))

@@ -36,14 +36,14 @@ def ratio(found: Reading, full: Reading) -> Ratio:
 def live_by_token(live: LiveBudget, n: int) -> Ids:
     """int64[n]: how many tokens each of n sees under a budget, for policies whose number of kept
     tokens does not depend on attention."""
-    retained = BoundedSet.whole(live, 0, n + 1)
+    live_set = BoundedSet.whole(live, 0, n + 1)
     seen = [np.empty(0, np.int64)]
-    while retained.n < n:
-        if len(retained.kept) >= live.tokens:
-            retained.drop(retained.policy.keep(retained.view(None), retained.n_target))
-        n_new = min(retained.room, n - retained.n)
-        seen.append(len(retained.kept) + 1 + np.arange(n_new))
-        retained.extend(n_new)
+    while live_set.n < n:
+        if len(live_set.kept) >= live.tokens:
+            live_set.drop(live_set.policy.keep(live_set.view(None), live_set.n_target))
+        n_new = min(live_set.room, n - live_set.n)
+        seen.append(len(live_set.kept) + 1 + np.arange(n_new))
+        live_set.extend(n_new)
     return np.concatenate(seen)
 
 

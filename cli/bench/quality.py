@@ -18,7 +18,7 @@ from towerd.cli.bench.report import Report
 from towerd.cli.output import progress_bar, show_table
 from towerd.config import load
 from towerd.engine.embedded.calibration.calibrate import (
-    CHECKPOINTS,
+    CONTINUATIONS_MAX,
     calibration_text,
     coarse_tokens,
     plan_for,
@@ -37,7 +37,14 @@ from towerd.errors import ConfigError, NotSupported, TowerdError
 from towerd.kernels.formats import STORED_FORMATS
 from towerd.models.bundled import default_model
 from towerd.slots.layout import KVLayout
-from towerd.tiers.formats.calibration import ALL_NATIVE, Choice, Cost, Table, bits_of, sizes
+from towerd.tiers.formats.calibration import (
+    ALL_NATIVE,
+    FormatChoice,
+    FormatCost,
+    Table,
+    bits_of,
+    sizes,
+)
 from towerd.tiers.formats.format_search import COARSE, calibrate
 from towerd.tiers.formats.levels import uniform
 
@@ -89,7 +96,7 @@ async def run(
     path = default_model() if model is None else model
     report = QualityReport("quality", path.name)
     report.figures["text"] = "calibration.txt" if text is None else text.name
-    _formats(report, path, source, 16 if quick else CHECKPOINTS)
+    _formats(report, path, source, 16 if quick else CONTINUATIONS_MAX)
     _drift(
         report,
         path,
@@ -200,7 +207,7 @@ def _formats(report: QualityReport, path: Path, text: str, n_checkpoints: int) -
     report.details["floor_shapes"] = dict(floor.shapes)
 
 
-def _figures(report: QualityReport, name: str, levels: str, choice: Choice) -> None:
+def _figures(report: QualityReport, name: str, levels: str, choice: FormatChoice) -> None:
     """Add the figures of one fidelity and their targets."""
     cost = choice.cost
     report.figures |= {
@@ -223,7 +230,7 @@ def _bits(layout: KVLayout, name: str) -> float:
 
 
 def _line(
-    name: str, table: Table, cost: Cost, native: Cost, bits: dict[str, float]
+    name: str, table: Table, cost: FormatCost, native: FormatCost, bits: dict[str, float]
 ) -> dict[str, Any]:
     """A line of the table. native: the cost of native rows on the same tokens."""
     return {
@@ -258,7 +265,7 @@ def _drift(
         if not usable:
             raise TowerdError("The rows of this model fit no stored format.")
         tables = {name: uniform(name) for name in usable}
-        drift = DriftMeter(measurer, taps).measure(measurer.plan.checkpoints, usable, tables)
+        drift = DriftMeter(measurer, taps).measure(measurer.plan.continuations, usable, tables)
     report.drift = summary(drift)
     for key in (
         "share_under_bound",

@@ -90,7 +90,7 @@ def _last_attention(
     with _job(engine, ids, live) as job:
         _evaluate(engine, job, None)
         assert job.seq is not None
-        queries = observer.asking(bounded(job.seq), n_keys)
+        queries = observer.scaled_queries(bounded(job.seq), n_keys)
         rows = engine.core.memory.rows(job.seq.id, 0, n_keys)
         assert rows is not None
         return keys_of(rows, queries.shape[-1]), queries

@@ -24,7 +24,7 @@ import numpy as np
 
 from towerd.cli.bench.client import Ask, Completion, complete, new_session
 from towerd.cli.bench.servers import ServerProcess, llama_server
-from towerd.engine.llama_server.process.upstream import Upstream
+from towerd.engine.llama_server.process.upstream_client import UpstreamClient
 from towerd.tokens import Ids, common_prefix
 
 _FLAGS = ("--swa-full", "--cache-ram", "0", "--no-cache-idle-slots")
@@ -65,7 +65,7 @@ class SlotProxy:
     @asynccontextmanager
     async def connect(self, url: str) -> AsyncIterator[Ask]:
         """Query through the proxy; waits for the last save at the end."""
-        async with aclosing(Upstream(url)) as upstream, new_session() as session:
+        async with aclosing(UpstreamClient(url)) as upstream, new_session() as session:
             props = await upstream.get("/props")
             self._slots = [_Slot(i) for i in range(props["total_slots"])]
             self._n_cells = props["default_generation_settings"]["n_ctx"]
@@ -76,7 +76,7 @@ class SlotProxy:
 
     async def _complete(
         self,
-        upstream: Upstream,
+        upstream: UpstreamClient,
         session: aiohttp.ClientSession,
         prompt: Sequence[int],
         n_predict: int,
@@ -120,7 +120,7 @@ class SlotProxy:
             return slot
         return min(self._slots, key=lambda slot: slot.last_used_s)
 
-    async def _make_room(self, upstream: Upstream, slot: _Slot, n: int) -> None:
+    async def _make_room(self, upstream: UpstreamClient, slot: _Slot, n: int) -> None:
         """Erase other slots, least recently used first, until `slot` can hold `n` tokens: a restore
         without free cells fails. Their contents are saved."""
         others = sorted(self._slots, key=lambda other: other.last_used_s)
@@ -139,12 +139,12 @@ class SlotProxy:
         saved = self._files[name]
         return min(common_prefix(saved, ids), len(saved) - 1, len(ids) - 1)
 
-    async def _restore(self, upstream: Upstream, slot: _Slot, name: str) -> None:
+    async def _restore(self, upstream: UpstreamClient, slot: _Slot, name: str) -> None:
         asked = time.perf_counter()
         await upstream.restore(slot.id, name)
         self.restore_s.append(time.perf_counter() - asked)
 
-    async def _save(self, upstream: Upstream, slot: _Slot, name: str) -> None:
+    async def _save(self, upstream: UpstreamClient, slot: _Slot, name: str) -> None:
         asked = time.perf_counter()
         await upstream.save(slot.id, name)
         self.save_s.append(time.perf_counter() - asked)

@@ -21,9 +21,9 @@ from towerd.config import Config
 from towerd.engine.embedded.calibration.calibrate import calibration_text
 from towerd.engine.embedded.calibration.measure_plan import NEXT_TOKENS
 from towerd.engine.embedded.calibration.splice_meter import (
-    Case,
+    SpliceCase,
     SpliceMeter,
-    StepLine,
+    SteppedSequence,
     choose,
     head_of,
     make_cases,
@@ -39,7 +39,7 @@ from towerd.models.bundled import default_model
 from towerd.slots.blob import emit_blob
 from towerd.slots.rope import Rope
 from towerd.slots.rows import KVRows
-from towerd.tiers.formats.calibration import BOUNDS, Sample, bound_of
+from towerd.tiers.formats.calibration import BOUNDS, DriftSample, bound_of
 from towerd.tiers.formats.interval import interval
 from towerd.tokens import Ids
 
@@ -185,7 +185,7 @@ class Bench:
         self._text = text
         self.n_module = min(MODULE_TOKENS_MAX, context.n_cells // 2, len(text) // 3)
         self.n_compared = 0
-        self._noise: list[Sample] = []
+        self._noise: list[DriftSample] = []
         if self.n_module < 2 * NEXT_TOKENS:
             raise ConfigError("The text is too short, or the model's context is.")
 
@@ -225,7 +225,7 @@ class Bench:
     def _meter(self, ids: Ids) -> SpliceMeter:
         scratch = Scratch(self._context, _SCRATCH)
         return SpliceMeter(
-            lambda: StepLine(scratch),
+            lambda: SteppedSequence(scratch),
             self._rope,
             rot_k=False,
             head=self._head,
@@ -233,7 +233,7 @@ class Bench:
             shapes=other_shapes(self._context),
         )
 
-    def _one(self, meter: SpliceMeter, case: Case, percent: int, total: _Sums) -> None:
+    def _one(self, meter: SpliceMeter, case: SpliceCase, percent: int, total: _Sums) -> None:
         spans = choose(meter.deviation, percent)
         found, head = meter.cost(spans), meter.cost(head_of(self.n_module, percent))
         total.kl.append(found.kl)
@@ -243,7 +243,7 @@ class Bench:
         total.top1_head.append(head.top1)
         total.spliced_s += self._best_s(case, lambda line: meter.splice(line, spans))
 
-    def _best_s(self, case: Case, work: Callable[[LiveLine], Any]) -> float:
+    def _best_s(self, case: SpliceCase, work: Callable[[LiveLine], Any]) -> float:
         """The shortest time of `work` after the text that precedes the module."""
         line, best = LiveLine(self._context), math.inf
         line.decode(case.before)

@@ -77,7 +77,7 @@ def drift() -> AttentionDrift:
     with measurer_on(bundled_model(), calibration_text(), 2, taps, **settings) as measurer:
         tables = {"q8h": uniform("q8h")}
         return DriftMeter(measurer, taps).measure(
-            measurer.plan.checkpoints, ["q4h", "q6h", "q8h", "f16"], tables
+            measurer.plan.continuations, ["q4h", "q6h", "q8h", "f16"], tables
         )
 
 

@@ -148,7 +148,7 @@ async def test_a_prompt_that_differs_proves_nothing(service_on: OpenService) -> 
         assert service.store.session_ids("s").tolist() == other + answer.ids
 
 
-async def test_damaged_marks_do_not_keep_the_daemon_from_starting(
+async def test_damaged_prefix_hashes_do_not_keep_the_daemon_from_starting(
     service_on: OpenService,
 ) -> None:
     async with service_on(bundled_model()) as service:

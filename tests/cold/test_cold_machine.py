@@ -106,7 +106,7 @@ class ColdMachine(RuleBasedStateMachine):
         start: bool,
         cached: float,
     ) -> None:
-        """As a request does it: what it goes on is thawed, then the turn is recorded."""
+        """As a request does it: the session it continues is thawed, then the turn is recorded."""
         prompt = BASE[: data.draw(st.sampled_from((40, 33, 0)))] + more
         if self.chats and not start:
             before = data.draw(st.sampled_from(self.chats[self.pick(data)].said))
@@ -127,7 +127,7 @@ class ColdMachine(RuleBasedStateMachine):
         result = self.store.commit_turn(
             turn_of(prompt, reply, scope=scope, session=name, n_cached=n_cached)
         )
-        with self.store.still():
+        with self.store.locked():
             self.ranking.visited(result.node.path(), self.now, self.store.bytes_of)
         key = f"{scope}/{result.session_id}"
         assert result.new_session == (key not in self.chats)

@@ -1,4 +1,4 @@
-"""What happens to a session while it is frozen or thawed: the later change is what stays."""
+"""Changes to a session while it is frozen or thawed: the later change wins."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from oracle import OpenService, ask
 from store_tools import FINGERPRINT, turn_of
 
 from towerd.codec import Codec, container
-from towerd.cold import Coding, Keeper, Source, cold_history, decode, freeze, thaw
-from towerd.cold.waits import Waits
+from towerd.cold import Coding, ColdTier, VocabularySource, cold_history, decode, freeze, thaw
+from towerd.cold.backoff import Backoff
 from towerd.engine.base import GenerateRequest
 from towerd.errors import NotSupported, SessionFrozen, StoreError, ThawError
 from towerd.models.bundled import bundled_model
@@ -72,7 +72,7 @@ class Disturbed:
 
 
 def test_a_slow_thaw_does_not_undo_what_came_after(store: Store, codec: Codec) -> None:
-    """Thawed by somebody else, gone on and frozen again while one thaw decodes: its tokens are
+    """Thawed elsewhere, continued and frozen again while one thaw decodes: its tokens are
     those of an older session, and all turns are there at the end."""
     first = say(store, CHAT)
 
@@ -121,11 +121,13 @@ def test_another_session_of_the_name_is_not_frozen(store: Store, codec: Codec, w
     store.check_integrity(keys=True)
 
 
-def test_a_session_that_went_on_frozen_is_not_exported_in_part(store: Store, codec: Codec) -> None:
+def test_a_session_continued_while_frozen_is_not_exported_in_part(
+    store: Store, codec: Codec
+) -> None:
     first = say(store, CHAT)
     freeze(store, codec, "x", form="packed")
     more = say(store, [*first, 12])  # as after a thaw that failed
-    coding = Coding(lambda: Source(bundled_model(), "hash"))
+    coding = Coding(lambda: VocabularySource(bundled_model(), "hash"))
     with pytest.raises(SessionFrozen, match="went on"):
         export_session(store, coding.model(), "x", None)
     with pytest.raises(SessionFrozen, match="went on"):
@@ -139,7 +141,7 @@ def test_a_session_that_went_on_frozen_is_not_exported_in_part(store: Store, cod
 def test_another_tokenizer_is_refused() -> None:
     """A file that was replaced while its model was served: what it would write could never be
     read with the model's own."""
-    coding = Coding(lambda: Source(bundled_model(), "hash", 512, "of another model"))
+    coding = Coding(lambda: VocabularySource(bundled_model(), "hash", 512, "of another model"))
     with pytest.raises(NotSupported, match="another tokenizer"):
         coding.model()
     with pytest.raises(NotSupported):
@@ -147,21 +149,23 @@ def test_another_tokenizer_is_refused() -> None:
 
 
 async def test_in_use_by_tokens_that_others_keep(store: Store) -> None:
-    """A request that goes on a session by its tokens finds it when it is recorded, also where
+    """A request that continues a session by its tokens finds it when it is recorded, also where
     freezing removes no segment."""
     whole = say(store, CHAT)
     store.pin(store.turns("x")[-1].reply_node)
-    keeper = Keeper(store, Coding(lambda: Source(bundled_model(), "hash")), freeze_after_s=-1)
+    cold = ColdTier(
+        store, Coding(lambda: VocabularySource(bundled_model(), "hash")), freeze_after_s=-1
+    )
     request = GenerateRequest(ids=np.array([*whole, 13], np.int32), scope="local")
-    use = keeper.enter(request)
+    use = cold.enter(request)
     with pytest.raises(SessionBusy, match="in use"):
-        await keeper.freeze("x")
+        await cold.freeze("x")
     use.leave()
-    assert await keeper.freeze("x")
-    await keeper.close()
+    assert await cold.freeze("x")
+    await cold.close()
 
 
-async def test_the_watch_goes_on_after_an_error(
+async def test_the_watch_continues_after_an_error(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The catalog fails once, a callback always: sessions are frozen all the same."""
@@ -177,17 +181,20 @@ async def test_the_watch_goes_on_after_an_error(
         raise OSError("a file cannot be deleted")
 
     monkeypatch.setattr(store.cold, "idle", fail_once)
-    keeper = Keeper(
-        store, Coding(lambda: Source(bundled_model(), "hash")), freeze_after_s=0, on_frozen=fail
+    cold = ColdTier(
+        store,
+        Coding(lambda: VocabularySource(bundled_model(), "hash")),
+        freeze_after_s=0,
+        on_frozen=fail,
     )
-    keeper.start()
+    cold.start()
     for _ in range(600):
-        if keeper.n_frozen:
+        if cold.n_frozen:
             break
         await asyncio.sleep(0.02)
-    assert (keeper.n_frozen, keeper.n_failed, failures) == (1, 0, [])
+    assert (cold.n_frozen, cold.n_failed, failures) == (1, 0, [])
     assert store.session("x").cold_bytes
-    await keeper.close()
+    await cold.close()
 
 
 async def test_what_no_session_can_do_without_is_asked_for_once(store: Store) -> None:
@@ -196,19 +203,19 @@ async def test_what_no_session_can_do_without_is_asked_for_once(store: Store) ->
         say(store, CHAT, session=f"s{number}")
     asked: list[int] = []
 
-    def source() -> Source:
+    def source() -> VocabularySource:
         asked.append(1)
-        return Source(Path("/nowhere/model.gguf"), "hash")
+        return VocabularySource(Path("/nowhere/model.gguf"), "hash")
 
-    keeper = Keeper(store, Coding(source), freeze_after_s=0)
-    keeper.start()
+    cold = ColdTier(store, Coding(source), freeze_after_s=0)
+    cold.start()
     for _ in range(500):
         if asked:
             break
         await asyncio.sleep(0.02)
     await asyncio.sleep(0.5)
     assert len(asked) == 1
-    await keeper.close()
+    await cold.close()
 
 
 def test_idle_sessions_without_some(store: Store) -> None:
@@ -219,17 +226,17 @@ def test_idle_sessions_without_some(store: Store) -> None:
     assert [info.id for info in found] == ["s1", "s3", "s4"]
 
 
-def test_waits() -> None:
+def test_backoff() -> None:
     now = [0.0]
-    waits = Waits(lambda: now[0])
-    waits.put_off(("a", "x"), 10)
-    waits.put_off(("a", "y"), 5)
-    waits.put_off(("a", "z"), -1)
-    assert waits.now() == {("a", "x"), ("a", "y")}
+    backoff = Backoff(lambda: now[0])
+    backoff.delay(("a", "x"), 10)
+    backoff.delay(("a", "y"), 5)
+    backoff.delay(("a", "z"), -1)
+    assert backoff.active() == {("a", "x"), ("a", "y")}
     now[0] = 5.0
-    assert waits.now() == {("a", "x")}
+    assert backoff.active() == {("a", "x")}
     now[0] = 10.0
-    assert waits.now() == set()
+    assert backoff.active() == set()
 
 
 def test_sessions_that_all_begin_alike(
@@ -248,7 +255,7 @@ def test_sessions_that_all_begin_alike(
     assert found == "s7"
     assert sum("FROM sessions WHERE pk = " in sql for sql in seen) == 3
     store.delete_session("s7")
-    assert len(store.cold._marks) == 7 * 2
+    assert len(store.cold._prefix_hashes) == 7 * 2
 
 
 def test_what_is_asked_of_many_sessions_has_an_index(store: Store) -> None:
@@ -300,7 +307,8 @@ def test_a_damaged_blob_is_passed_over(store: Store, codec: Codec) -> None:
     parsed = container.read(frozen.blob)
     flipped = bytes([parsed.side[0] ^ 1]) + parsed.side[1:] if parsed.side else b""
     chunks = tuple(
-        container.CodedChunk(c.n_symbols, bytes([c.bits[0] ^ 1]) + c.bits[1:]) for c in parsed.chunks
+        container.CodedChunk(c.n_symbols, bytes([c.bits[0] ^ 1]) + c.bits[1:])
+        for c in parsed.chunks
     )
     bad = container.write(
         container.Blob(

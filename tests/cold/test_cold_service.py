@@ -1,4 +1,4 @@
-"""A frozen conversation goes on as if it had never been frozen, on the real engine."""
+"""A frozen conversation continues as if it had never been frozen, on the real engine."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ async def test_it_survives_a_restart(service_on: OpenService) -> None:
 
 
 async def test_progress_begins_with_thawing(service_on: OpenService) -> None:
-    """A client that wants progress hears at once; the end is the prompt's length."""
+    """A client that asks for progress gets it at once, up to the prompt's length."""
     prompt = [1, *words(200, 6)]
     async with service_on(bundled_model(), batch_size=32) as service:
         first = await ask(service, prompt, session="s")
@@ -168,11 +168,11 @@ async def test_a_session_in_use_is_not_frozen(service_on: OpenService) -> None:
         assert await service.cold.freeze(name) is not None
         assert await service.cold.freeze(name) is None
         with pytest.raises(NotFound):
-            await service.cold.freeze("nobody")
+            await service.cold.freeze("missing")
 
 
 async def test_idle_sessions_freeze_by_themselves(service_on: OpenService) -> None:
-    """After `freeze_after_s`, the one unused for longest first; what goes on thaws again."""
+    """After `freeze_after_s`, least recently used first; a continued session thaws again."""
     async with service_on(bundled_model(), freeze_after_s=0.3) as service:
         answers = [await ask(service, [1, *words(50, n)]) for n in range(3)]
         for _ in range(400):
@@ -188,7 +188,7 @@ async def test_idle_sessions_freeze_by_themselves(service_on: OpenService) -> No
 
 
 async def freeze_and_open(service: EmbeddedService, session: str) -> None:
-    """Frozen with nothing live, then opened by somebody: thawed ahead."""
+    """Frozen with nothing live, then opened by a client: thawed ahead."""
     await service.cold.freeze(session)
     for seq in list(service.engine.pool):
         service.engine.pool.drop(seq)
@@ -212,7 +212,7 @@ async def test_thawed_ahead(service_on: OpenService) -> None:
 
 
 async def test_thawed_ahead_within_its_budget(service_on: OpenService) -> None:
-    """A chat with a live budget is not evaluated as if it had none: its next prompt goes on."""
+    """A chat with a live budget is not evaluated as if it had none: its next prompt continues."""
     prompt = [1, *words(200, 11)]
     live = LiveBudget("streaming", 64)
     settings = {"retention": "streaming", "live_budget": 64}

@@ -15,7 +15,7 @@ from towerd.codec import Codec
 from towerd.codec.models import mini
 from towerd.codec.prior import file
 from towerd.codec.vocabulary import GgufVocabulary
-from towerd.cold import Coding, Source, freeze, thaw
+from towerd.cold import Coding, VocabularySource, freeze, thaw
 from towerd.errors import DiskFull, ThawError
 from towerd.models.bundled import bundled_model
 from towerd.models.random_gguf import Shape, make_random_gguf
@@ -199,12 +199,12 @@ def test_a_tower_file_needs_no_table(store: Store, release: Release, make_codec:
     from towerd import tower_file
 
     release(1)
-    coding = Coding(lambda: Source(bundled_model(), "hash"), tables=store.tables)
+    coding = Coding(lambda: VocabularySource(bundled_model(), "hash"), tables=store.tables)
     ids = say(store, coding.codec)
     data = export_session(store, coding.model(), "x", None)
     coding.close()
     release(2)
-    coding = Coding(lambda: Source(bundled_model(), "hash"))
+    coding = Coding(lambda: VocabularySource(bundled_model(), "hash"))
     history = tower_file.read(data, coding.model())
     assert history.ids(history.leaf).tolist() == ids
     coding.close()

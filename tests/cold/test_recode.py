@@ -35,6 +35,6 @@ def test_a_blob_is_coded_again_in_the_smallest_form(tmp_path: Path) -> None:
         assert other is not None
         assert container.read(other.blob).form.name == "packed"
         assert not recode(store, codec, name_of(2), "local")
-        assert not recode(store, codec, "nobody", "local")
+        assert not recode(store, codec, "missing", "local")
         report = store.verify()
         assert report.ok, report.problems

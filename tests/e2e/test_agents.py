@@ -75,7 +75,7 @@ def test_hints_that_cannot_be(make_daemon: MakeDaemon) -> None:
 
 
 def test_agents_without_hints(make_daemon: MakeDaemon) -> None:
-    """Told apart by their system prompts; plain completions and bare chats are nobody's."""
+    """Told apart by their system prompts; plain completions and bare chats belong to no agent."""
     with make_daemon("-t", "1") as daemon:
         chat(daemon, "A cat.", session="a")
         chat(daemon, "A dog.", system="You are another one.", session="b")

@@ -44,7 +44,7 @@ def turns_of(daemon: Daemon, name: str) -> list[dict[str, Any]]:
 
 
 def test_client_that_stops_reading(daemon: Daemon) -> None:
-    """Its stream is kept within bounds, and the others go on; when it leaves, all that was
+    """Its stream is kept within bounds, and the others continue; when it leaves, all that was
     generated is stored."""
     body = {"prompt": "A slow reader", "n_predict": 480, "n_probs": 50, **LONG}
     with raw_post(daemon, body, "X-Towerd-Session: slow-reader\r\n") as sock:
@@ -81,7 +81,8 @@ def processed(daemon: Daemon) -> int:
 
 
 def test_body_that_never_ends(daemon: Daemon) -> None:
-    """A body that stops arriving holds nobody up, and leaving in its middle harms nothing."""
+    """A body that stops arriving blocks no other request, and leaving in its middle harms
+    nothing."""
     host, port = daemon.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as sock:
         sock.sendall(b"POST /completion HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
@@ -92,7 +93,7 @@ def test_body_that_never_ends(daemon: Daemon) -> None:
 
 @pytest.mark.parametrize("garbage", [b"\x16\x03\x01\x02\x00\x01", b"GET\r\n\r\n", b"\0" * 5000])
 def test_no_http_at_all(daemon: Daemon, garbage: bytes) -> None:
-    """A TLS hello, half a request, zeros: refused, and nobody else notices."""
+    """A TLS hello, half a request, zeros: refused, and no other client notices."""
     host, port = daemon.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as sock:
         sock.sendall(garbage)

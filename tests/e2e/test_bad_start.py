@@ -144,7 +144,7 @@ def set_version(catalog: Path, version: int) -> None:
 
 
 def test_foreign_catalog(tmp_path: Path) -> None:
-    """Somebody else's database, and a file that is none, under the catalog's name."""
+    """Another program's database, and a file that is not one, under the catalog's name."""
     daemon = Daemon(tmp_path)
     daemon.store_dir.mkdir()
     catalog = daemon.store_dir / "catalog.sqlite"
@@ -159,7 +159,7 @@ def test_foreign_catalog(tmp_path: Path) -> None:
 
 
 def test_two_daemons(make_daemon: MakeDaemon) -> None:
-    """The second is told who the first is; the first goes on."""
+    """The second is told who the first is; the first continues."""
     with make_daemon() as first:
         first.complete("One day")
         said = last_words(serve(first))

@@ -1,4 +1,4 @@
-"""Embeddings beside chats: llama-server's numbers, and nobody's once their client has left."""
+"""Embeddings beside chats: llama-server's numbers, and none once their client has left."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ SHAPE = Shape(
 CUTS = {"lfm2": "boundary", "mamba": "boundary", "gemma3": "anywhere"}
 """Architecture -> where its stored state can be cut: one hybrid, recurrent, sliding-window each."""
 WORDS = {
-    "boundary": "only where a segment ends with a boundary state",
+    "boundary": "only where a segment ends with a state checkpoint",
     "anywhere": "cut at any token",
 }
 WORD_MIN, WORD_MAX = 360, 448
@@ -153,7 +153,7 @@ def check_shown(model: Model, segment: int, *where: object) -> None:
 @pytest.mark.timeout(300)
 def test_through_the_product(model: Model, make_daemon: MakeDaemon, tmp_path: Path) -> None:
     """Precached, talked to, frozen, restarted, thawed, exported, imported elsewhere: everything
-    goes on as if it had been evaluated at once, and from what was stored."""
+    continues as if it had been evaluated at once, and from what was stored."""
     one, two = make_daemon(*model.flags, name="a"), make_daemon(*model.flags, name="b")
     at, path = ("--socket", one.socket), tmp_path / "chat.tower"
     with one:

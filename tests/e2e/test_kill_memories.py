@@ -74,7 +74,7 @@ class Chat:
 
 
 def damage(daemon: Daemon, chance: random.Random) -> str:
-    """Flip a bit in one file with a boundary state; its name."""
+    """Flip a bit in one file with a state checkpoint; its name."""
     path = chance.choice(sorted((daemon.store_dir / "boundaries").glob("*.twb")))
     data = bytearray(path.read_bytes())
     data[chance.choice((3, 20, len(data) - 1))] ^= 16

@@ -106,7 +106,7 @@ def test_zero_is_no_adapter(served: Daemon, make_daemon: MakeDaemon) -> None:
 
 
 def test_nothing_is_shared(served: Daemon) -> None:
-    """Neither live rows nor stored ones, of a base for everybody neither."""
+    """Neither live rows nor stored ones, nor of a public base."""
     base = {"name": "tale", "prompt": START, "public": True}
     served.post("/towerd/v1/precache", {**base})
     assert n_reused(ask(served.url, START + " It was", lora=BARE)) == 0
@@ -116,7 +116,7 @@ def test_nothing_is_shared(served: Daemon) -> None:
 
 
 def test_set_between_turns(served: Daemon, oracle: Oracle) -> None:
-    """A chat goes on under other scales as if it had always been under them; under the first ones
+    """A chat continues under other scales as if it had always been under them; under the first ones
     it finds its rows again."""
     first = ask(served.url, START, lora=FIRST)
     longer = START + first.json()["content"] + " Then"
@@ -166,7 +166,8 @@ def test_frozen(served: Daemon, oracle: Oracle) -> None:
 
 
 def test_sessions_of_a_tenant(served: Daemon) -> None:
-    """They are listed together, whatever their scales; of several of one name, the last is meant."""
+    """They are listed together, whatever their scales; of several of one name, the last is
+    meant."""
     for lora in (FIRST, SECOND, BARE):
         headers = {"X-Towerd-Session": "tale"}
         body: Any = {"prompt": START, "n_predict": 4, "lora": lora}

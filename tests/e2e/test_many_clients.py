@@ -125,7 +125,7 @@ async def test_three_hundred_connections_at_once(
 
 def test_clients_that_send_or_read_nothing(daemon: Daemon) -> None:
     """Connections without a request, with half a header, with a header a byte at a time, and
-    with a reply that is not read: everybody else is answered, and they cost a descriptor each."""
+    with a reply that is not read: all others are answered, and they cost a descriptor each."""
     host, port = daemon.url.removeprefix("http://").split(":")
     body = json.dumps({"prompt": "Once", "n_predict": 120, "ignore_eos": True, "stream": True})
     requests: list[bytes] = [

@@ -202,9 +202,12 @@ BAD = [
     ({"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/a.png"}}, "not fetched"),
     ({"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}, "not fetched"),
     ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, "file:// URLs are not"),
-    ({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}, "audio input is not"),
+    (
+        {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
+        "audio input is not",
+    ),
     ({"type": "hologram"}, "unsupported content"),
-]  # fmt: skip
+]
 
 
 def test_bad_media(make_daemon: MakeDaemon, flags: tuple[str, ...], alone: str) -> None:

@@ -100,7 +100,7 @@ def test_a_shift_that_was_asked_for_is_told(daemon: Daemon) -> None:
 
 
 def test_tokens_dropped_by_a_policy_are_told(daemon: Daemon) -> None:
-    """A chat whose live tokens were thinned says so as well."""
+    """A chat whose live set is partial says so as well."""
     body = {"n_predict": 2, "retention": "streaming", "live_budget": 64, "ignore_eos": True}
     assert daemon.post("/completion", body | {"prompt": some_ids(200, 2)})["truncated"] is True
     assert daemon.post("/completion", body | {"prompt": some_ids(20, 3)})["truncated"] is False

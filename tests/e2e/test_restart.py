@@ -1,4 +1,4 @@
-"""A conversation goes on after the daemon is stopped or killed, without a prefill of its past."""
+"""A conversation continues after the daemon is stopped or killed, without a prefill of its past."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_kill_right_after_the_reply(make_daemon: MakeDaemon) -> None:
 
 
 def test_kill_once_the_rows_are_written(make_daemon: MakeDaemon) -> None:
-    """Rows follow by themselves: nobody asks for them, and then a kill costs nothing."""
+    """Rows are exported without a request, and then a kill costs nothing."""
     chat = Chat()
     with make_daemon() as daemon:
         chat.say(daemon, QUESTIONS[0])

@@ -68,7 +68,7 @@ def test_replayed(slow: Daemon) -> None:
 
 
 def test_client_leaves(slow: Daemon) -> None:
-    """The reply goes on without it, is followed by whoever comes back, and is recorded."""
+    """The reply continues without it, is followed by whoever comes back, and is recorded."""
     with begin(slow, "conv::model", headers={"X-Towerd-Session": "resumed"}) as reply:
         first = next(reply.iter_content(None))
     (found,) = slow.post("/v1/streams/lookup", {"conversation_ids": ["conv", "", 3, "co"]})
@@ -146,7 +146,7 @@ def test_what_is_no_name(slow: Daemon, name: bytes) -> None:
 
 
 def test_too_many_questions(slow: Daemon) -> None:
-    """Names are looked up while everybody waits."""
+    """Names are looked up while other requests wait."""
     slow.post("/v1/streams/lookup", {"conversation_ids": ["x"] * 5_000}, status=400)
 
 
@@ -161,7 +161,7 @@ def test_tenants(make_daemon: MakeDaemon) -> None:
 
 
 def test_shutdown(make_daemon: MakeDaemon) -> None:
-    """A reply that nobody listens to does not keep the daemon."""
+    """A reply without a listener does not keep the daemon running."""
     daemon = make_daemon("-c", "512").start()
     begin(daemon, "left", 100_000).close()
     assert daemon.stop() == 0, daemon.log

@@ -1,4 +1,4 @@
-"""A conversation moves between two daemons as a file and goes on as if it had never moved."""
+"""A conversation moves between two daemons as a file and continues as if it had never moved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""API keys with tenants: nobody sees or profits from another's state; public bases are shared."""
+"""API keys with tenants: no tenant sees or profits from another's state; public bases are
+shared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Anticipation on a real engine: the next turn pays for the user's words only, nobody waits for
+"""Anticipation on a real engine: the next turn pays for the user's words only, no request waits for
 it, and what it evaluates is what the next prompt has."""
 
 from __future__ import annotations
@@ -30,14 +30,20 @@ THINKS = 'root ::= "<think>\\n" [a-z ]{40} "</think>\\n\\n" [a-z ]{60}'
 BEGUN = 'root ::= [a-z ]{40} "</think>\\n\\n" [a-z ]{60}'
 QUESTION = [{"role": "user", "content": "What did the cat do?"}]
 SETTINGS: dict[str, Any] = {
-    "ctx_size": 1024, "live_tokens": 4096, "threads": 1, "parallel": 4,
-}  # fmt: skip
+    "ctx_size": 1024,
+    "live_tokens": 4096,
+    "threads": 1,
+    "parallel": 4,
+}
 
 
 async def chat(
-    service: EmbeddedService, messages: list[dict[str, str]], grammar: str = THINKS, n_predict: int = 400,
+    service: EmbeddedService,
+    messages: list[dict[str, str]],
+    grammar: str = THINKS,
+    n_predict: int = 400,
     session: str | None = None,
-) -> tuple[dict[str, str], Finish]:  # fmt: skip
+) -> tuple[dict[str, str], Finish]:
     """The message and the Finish of one chat request."""
     body = {"messages": messages, "max_tokens": n_predict, "temperature": 0, "grammar": grammar}
     caller = Caller("local", Hints(session))
@@ -139,7 +145,7 @@ async def test_an_interrupted_step_leaves_nothing(service_on: OpenService) -> No
             index = context.batch.add(part, seq.n, seq.id, logits_last=True)
             with background.interruptible([job]):
                 if is_hurried:
-                    background.hurry()
+                    background.interrupt()
                 context.decode()
             pool.append(seq, part)
             return context.logits(index).copy()

@@ -34,7 +34,7 @@ KINDS = {
     "qwen3vl": "dense",
 }
 EVERY = 32
-"""Tokens between boundary states here."""
+"""Tokens between state checkpoints here."""
 END = 4
 """<|im_end|> of the synthetic vocabulary."""
 

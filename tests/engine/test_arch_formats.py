@@ -72,7 +72,7 @@ def message(n: int, seed: int) -> list[int]:
 
 
 def states(service: EmbeddedService) -> dict[str, bytes]:
-    """Every file with a boundary state."""
+    """Every file with a state checkpoint."""
     folder = service.config.store_dir / "boundaries"
     return {path.name: path.read_bytes() for path in folder.glob("*.twb")}
 
@@ -104,7 +104,7 @@ def worst(oracle: Oracle, prompt: list[int], answer: Answer) -> float:
 
 async def test_rows_in_stored_formats(opened: Any, oracle: Oracle, arch: str) -> None:
     """Rows go to 8 bits where there are any; states are the bytes that they are beside native
-    rows. What goes on from such rows says so, and a daemon that promises exactness uses none."""
+    rows. What continues from such rows says so, and a daemon that promises exactness uses none."""
     first, more = message(250, 1), message(30, 2)
     async with opened("exact", fidelity="exact") as service:
         one = await ask(service, first)
@@ -166,9 +166,14 @@ async def test_fidelity_near(opened: Any, oracle: Oracle, arch: str) -> None:
 async def calibrated(service: EmbeddedService) -> None:
     """Measure which formats this model tolerates, and apply them."""
     calibrator = Calibrator(
-        service.engine.core, service.engine.scheduler, service.store, service.tiers,
-        fidelity="near", forced=False, idle_s=0.1,
-    )  # fmt: skip
+        service.engine.core,
+        service.engine.scheduler,
+        service.store,
+        service.tiers,
+        fidelity="near",
+        forced=False,
+        idle_s=0.1,
+    )
     await asyncio.to_thread(calibrator.start)
     try:
         await until_async(lambda: calibrator.view()["state"] not in ("waiting", "running"))

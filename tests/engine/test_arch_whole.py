@@ -82,7 +82,7 @@ async def say(service: EmbeddedService, oracle: Oracle, prompt: list[int], n: in
 
 
 async def test_turns_are_taken_up_whole(opened: Any, oracle: Oracle) -> None:
-    """After a restart a turn's end is gone on from; a prompt that leaves the text before it is
+    """After a restart a turn's end is continued from; a prompt that leaves the text before it is
     evaluated from the start."""
     first = message(120, 40)
     async with opened() as service:
@@ -99,7 +99,7 @@ async def test_turns_are_taken_up_whole(opened: Any, oracle: Oracle) -> None:
 
 @pytest.mark.timeout(300)
 async def test_branches_of_one_base(opened: Any, oracle: Oracle) -> None:
-    """Sessions go on from one base side by side, are evicted and come back."""
+    """Sessions continue from one base side by side, are evicted and come back."""
     base, small = message(150, 50), {"live_sequences": 3, "parallel": 2, "live_tokens": 768}
     async with opened(**small) as service:
         await ask(service, base, 0, precache="base")

@@ -87,7 +87,7 @@ def test_metadata_that_is_missing(
 
 
 def test_an_encoder(tmp_path: Path) -> None:
-    """BERT, whole: llama.cpp would load it, but there is no state to go on from."""
+    """BERT, whole: llama.cpp would load it, but there is no state to continue from."""
     path = tmp_path / "bert.gguf"
     make_bert(path)
     assert "reads text in both directions" in refused(path, tmp_path)

@@ -11,7 +11,7 @@ from oracle import GREEDY, OpenService, ask
 from towerd.engine.base import GenerateRequest, Piece
 from towerd.engine.embedded.model.context import Batch
 from towerd.engine.embedded.scheduling.batching import CHUNK_MS_MAX, Batching
-from towerd.engine.embedded.scheduling.job import Job, Phase
+from towerd.engine.embedded.scheduling.job import Job, JobPhase
 from towerd.engine.embedded.scheduling.pool import LiveSeq
 
 N_BATCH = 128
@@ -24,7 +24,7 @@ class OneBatch:
         self.batch = Batch(N_BATCH)
 
 
-def job(seq: int, n: int, n_live: int, phase: Phase) -> Job:
+def job(seq: int, n: int, n_live: int, phase: JobPhase) -> Job:
     ids = np.arange(n, dtype=np.int32)
     made = Job(GenerateRequest(ids=ids), ids, n, phase=phase)
     made.seq = LiveSeq(seq, "local", ids.copy(), n_live)
@@ -42,8 +42,8 @@ def batching(context: OneBatch) -> Batching:
 
 
 def test_alone_a_prompt_gets_whole_batches(batching: Batching) -> None:
-    """Nobody waits, so nothing is held back."""
-    prompt = job(0, 1000, 0, Phase.PREFILL)
+    """No stream waits, so nothing is held back."""
+    prompt = job(0, 1000, 0, JobPhase.PREFILL)
     assert batching.fill([prompt]) == [prompt]
     assert prompt.n_in_batch == N_BATCH
     assert prompt.logits_index == -1
@@ -51,8 +51,8 @@ def test_alone_a_prompt_gets_whole_batches(batching: Batching) -> None:
 
 def test_streams_go_first_and_bound_the_chunk(batching: Batching, context: OneBatch) -> None:
     """Every running stream is in every batch; the prompt beside it gets CHUNK_MS_MAX of time."""
-    streams = [job(i, 50, 49, Phase.DECODE) for i in range(8)]
-    prompt = job(9, 1000, 0, Phase.PREFILL)
+    streams = [job(i, 50, 49, JobPhase.DECODE) for i in range(8)]
+    prompt = job(9, 1000, 0, JobPhase.PREFILL)
     token_s = 0.005
     for _ in range(50):
         batching.learn(100, 100 * token_s)
@@ -65,8 +65,8 @@ def test_streams_go_first_and_bound_the_chunk(batching: Batching, context: OneBa
 
 def test_prompts_share_a_batch_shortest_first(batching: Batching, context: OneBatch) -> None:
     """A short prompt is done at once; what it leaves goes to the long ones."""
-    prompts = [job(0, 900, 0, Phase.PREFILL), job(1, 10, 0, Phase.PREFILL)]
-    prompts.append(job(2, 700, 0, Phase.PREFILL))
+    prompts = [job(0, 900, 0, JobPhase.PREFILL), job(1, 10, 0, JobPhase.PREFILL)]
+    prompts.append(job(2, 700, 0, JobPhase.PREFILL))
     batching.fill(prompts)
     assert prompts[1].n_in_batch == 10
     assert prompts[1].logits_index == 9
@@ -77,7 +77,7 @@ def test_prompts_share_a_batch_shortest_first(batching: Batching, context: OneBa
 
 def test_positions_and_sequences_are_right(batching: Batching, context: OneBatch) -> None:
     """A job's tokens continue its sequence where that ends."""
-    prompt = job(3, 40, 30, Phase.PREFILL)
+    prompt = job(3, 40, 30, JobPhase.PREFILL)
     batching.fill([prompt])
     assert list(context.batch.pos[:10]) == list(range(30, 40))
     assert list(context.batch.token[:10]) == list(range(30, 40))
@@ -88,7 +88,7 @@ def test_positions_and_sequences_are_right(batching: Batching, context: OneBatch
 async def test_a_running_stream_gets_a_token_with_every_chunk(
     service_on: OpenService, tiny_model: Path
 ) -> None:
-    """While a long prompt is evaluated beside it, a stream goes on at every step."""
+    """While a long prompt is evaluated beside it, a stream continues at every step."""
     rng = np.random.default_rng(0)
     prompt = rng.integers(260, 500, 1500).astype(np.int32)
     async with service_on(tiny_model, ctx_size=2048, live_tokens=4096) as service:
@@ -102,6 +102,6 @@ async def test_a_running_stream_gets_a_token_with_every_chunk(
         spent = service.engine.scheduler.counters["decode_steps"] - steps
         running = next(j for j in service.engine.scheduler.slots.jobs if j is not None)
         assert spent >= 1500 / 512
-        assert len(running.reply) >= spent or running.phase is Phase.DONE
+        assert len(running.reply) >= spent or running.phase is JobPhase.DONE
         async for _ in stream:
             pass

@@ -1,4 +1,5 @@
-"""Stored blobs that llama.cpp takes from the mapped file as they are: real contexts, real answers."""
+"""Stored blobs that llama.cpp takes from the mapped file as they are: real contexts, real
+answers."""
 
 from __future__ import annotations
 
@@ -27,13 +28,13 @@ def direct(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr("towerd.tiers.composer.DIRECT_BYTES_MIN", 1)
     monkeypatch.setattr("towerd.store.segments.segment_writer.BLOB_BYTES_MAX", 60_000)
     seen: list[int] = []
-    real = Composer._as_it_is
+    real = Composer._unchanged
 
     def watch(self: Composer, part: RowsPart, rows: KVRows) -> Composed:
         seen.append(len(rows))
         return real(self, part, rows)
 
-    monkeypatch.setattr(Composer, "_as_it_is", watch)
+    monkeypatch.setattr(Composer, "_unchanged", watch)
     return seen
 
 

@@ -1,4 +1,4 @@
-"""A long chat with a hybrid model, its boundary states within a small budget."""
+"""A long chat with a hybrid model, its state checkpoints within a small budget."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ END = 4
 
 
 async def test_a_long_chat_stays_within_its_budget(service_on: OpenService, tmp_path: Path) -> None:
-    """Every turn goes on where the last one ended, also from a store that was just opened; what
+    """Every turn continues where the last one ended, also from a store that was just opened; what
     is left of the past becomes sparse."""
     path = tmp_path / "model.gguf"
     make_random_gguf(path, replace(PRESETS["tiny"], n_layer=4, arch="lfm2"))

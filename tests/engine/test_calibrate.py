@@ -42,9 +42,14 @@ def _finished(calibrator: Calibrator) -> dict[str, Any]:
 def calibrator_on(service: EmbeddedService, idle_s: float) -> Calibrator:
     """Another one on the same engine, less patient."""
     return Calibrator(
-        service.engine.core, service.engine.scheduler, service.store, service.tiers,
-        fidelity="near", forced=False, idle_s=idle_s,
-    )  # fmt: skip
+        service.engine.core,
+        service.engine.scheduler,
+        service.store,
+        service.tiers,
+        fidelity="near",
+        forced=False,
+        idle_s=idle_s,
+    )
 
 
 async def test_calibrates_when_idle_and_keeps_it(service_on: OpenService) -> None:
@@ -82,7 +87,7 @@ async def test_calibrates_when_idle_and_keeps_it(service_on: OpenService) -> Non
 
 
 async def test_requests_run_in_between_and_stay_exact(service_on: OpenService) -> None:
-    """Chats fill the live context and go on while it calibrates."""
+    """Chats fill the live context and continue while it calibrates."""
     chats = [prompt(60 + i, i) for i in range(6)]
     async with service_on(bundled_model(), threads=1, live_tokens=512) as service:
         before = [await ask(service, chat) for chat in chats]

@@ -1,4 +1,4 @@
-"""What goes wrong with one chat, or with one who asks, is nobody else's loss."""
+"""A failure of one chat, or of one client, does not affect the others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from towerd.engine.embedded.longchat.live_set import BoundedSet, Observed
 from towerd.engine.embedded.longchat.parked import Parked, ParkedTowers
 from towerd.engine.embedded.restore import splice
 from towerd.engine.embedded.scheduling.inbox import Inbox
-from towerd.engine.embedded.scheduling.job import Job, Phase
+from towerd.engine.embedded.scheduling.job import Job, JobPhase
 from towerd.engine.embedded.scheduling.pool import LiveSeq
 from towerd.errors import TowerdError
 from towerd.models.bundled import bundled_model
@@ -40,12 +40,12 @@ def test_an_inbox_forgets_who_has_left() -> None:
 
 
 async def test_a_caller_that_leaves(service_on: OpenService) -> None:
-    """Questions to the inference thread are given up before it comes to them; what runs goes on,
+    """Questions to the inference thread are given up before it comes to them; what runs continues,
     and other questions are answered."""
     async with service_on(bundled_model(), threads=1) as service:
         alone = await ask(service, some_ids(30), 12)
-        engine, may_go_on = service.engine, threading.Event()
-        engine.scheduler.call(lambda: may_go_on.wait(30))
+        engine, may_outgrow = service.engine, threading.Event()
+        engine.scheduler.call(lambda: may_outgrow.wait(30))
         running = asyncio.create_task(ask(service, some_ids(30), 12, scope="other"))
         leaving = [
             asyncio.create_task(engine.kept(some_ids(30), "local")),
@@ -57,7 +57,7 @@ async def test_a_caller_that_leaves(service_on: OpenService) -> None:
             task.cancel()
         gone = await asyncio.gather(*leaving, return_exceptions=True)
         assert all(isinstance(each, asyncio.CancelledError | CancelledError) for each in gone)
-        may_go_on.set()
+        may_outgrow.set()
         assert (await running).ids == alone.ids
         await asyncio.wait_for(staying, 30)
         await check_integrity(service)
@@ -175,14 +175,14 @@ async def test_moving_a_chat_together_uses_up_its_queries(
     settings = {"ctx_size": 256, "live_tokens": 256, "threads": 1, "retention": "h2o"}
     async with service_on(bundled_model(), **settings) as service:
         budgets, left = service.engine.budgets, []
-        move = budgets._move_together
+        move = budgets._compact
 
-        def spy(seq: LiveSeq, retained: BoundedSet, evict: Any) -> None:
-            before = len(retained.observed)
-            move(seq, retained, evict)
-            left.append((before, len(retained.observed), float(retained.recent.sum())))
+        def spy(seq: LiveSeq, live_set: BoundedSet, evict: Any) -> None:
+            before = len(live_set.observed)
+            move(seq, live_set, evict)
+            left.append((before, len(live_set.observed), float(live_set.recent.sum())))
 
-        monkeypatch.setattr(budgets, "_move_together", spy)
+        monkeypatch.setattr(budgets, "_compact", spy)
         await ask(service, some_ids(200), 200, live=live)
         assert any(before for before, _, _ in left)
         assert all(after == 0 for _, after, _ in left)
@@ -191,15 +191,15 @@ async def test_moving_a_chat_together_uses_up_its_queries(
 
 
 async def test_a_chat_that_gives_way_while_its_prompt_is_evaluated(service_on: OpenService) -> None:
-    """It goes on as it was, and what it had evaluated is not reported as found."""
+    """It continues as it was, and what it had evaluated is not reported as found."""
     async with service_on(bundled_model(), threads=1) as service:
         expected = await ask(service, some_ids(200), 8, live=LIVE, scope="undisturbed")
         scheduler, n_times = service.engine.scheduler, 0
 
         def preempt() -> None:
             nonlocal n_times
-            thinned = [j for j in scheduler.active if j.seq is not None and j.seq.is_thinned]
-            if any(j.phase is Phase.PREFILL for j in thinned):
+            partial = [j for j in scheduler.active if j.seq is not None and j.seq.is_partial]
+            if any(j.phase is JobPhase.PREFILL for j in partial):
                 scheduler._preempt()
                 n_times += 1
             if n_times < 3:
@@ -216,12 +216,12 @@ async def test_a_chat_that_gives_way_while_its_prompt_is_evaluated(service_on: O
 
 def test_parked_chats_are_weighed_with_all_they_hold() -> None:
     """Queries that were observed, and rows that the store has not got, are bytes too."""
-    retained = BoundedSet.whole(LIVE, 50, 512)
+    live_set = BoundedSet.whole(LIVE, 50, 512)
     queries = np.zeros((4, 8, 40, 64), np.float32)
-    retained.observe(Observed(10, queries), 64)
+    live_set.observe(Observed(10, queries), 64)
     ids = np.arange(50, dtype=np.int32)
     blob, provenance = np.zeros(1000, np.uint8), np.zeros(50, np.uint8)
-    parked = Parked("local", None, ids, provenance, retained, blob)
+    parked = Parked("local", None, ids, provenance, live_set, blob)
     assert parked.nbytes >= queries.nbytes + 1000
     towers = ParkedTowers(2 * parked.nbytes)
     for _ in range(5):

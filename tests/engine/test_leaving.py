@@ -25,13 +25,13 @@ async def test_a_client_that_leaves_while_its_turn_is_recorded(
     path = tmp_path / "model.gguf"
     make_random_gguf(path, replace(PRESETS["tiny"], n_layer=4, arch=arch))  # type: ignore[arg-type]
     prompt = np.random.default_rng(1).integers(300, 448, 90).tolist()
-    begun, may_go_on = threading.Event(), threading.Event()
+    begun, may_outgrow = threading.Event(), threading.Event()
     async with service_on(path) as service:
         commit = service.store.commit_turn
 
         def slow_commit(turn: Turn) -> TurnResult:
             begun.set()
-            may_go_on.wait(30)
+            may_outgrow.wait(30)
             return commit(turn)
 
         service.store.commit_turn = slow_commit  # type: ignore[method-assign]
@@ -41,7 +41,7 @@ async def test_a_client_that_leaves_while_its_turn_is_recorded(
         await asyncio.gather(asking, return_exceptions=True)
         for _ in range(3):  # it has had the time to export
             await asyncio.wrap_future(service.engine.scheduler.call(lambda: None))
-        may_go_on.set()
+        may_outgrow.set()
     async with service_on(path) as service:
         (session,) = service.store.sessions()
         ids = service.store.session_ids(session.id)

@@ -17,7 +17,7 @@ from towerd.engine.embedded.calibration.measure_plan import (
     NEXT_TOKENS,
     PREFIX_TOKENS_MIN,
     ROWS_BYTES_MAX,
-    make_plan,
+    plan_measurement,
 )
 from towerd.engine.embedded.model.context import LlamaContext
 from towerd.engine.embedded.model.model import LlamaModel
@@ -53,7 +53,9 @@ def bundled_ids() -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
 
 
 def test_tables_cost_what_their_bits_let_expect(scratch: Scratch) -> None:
-    plan = make_plan(bundled_ids(), bos=1, window_tokens=512, token_bytes=640, n_checkpoints=4)
+    plan = plan_measurement(
+        bundled_ids(), bos=1, window_tokens=512, token_bytes=640, n_continuations=4
+    )
     seen: list[int] = []
     measurer = Measurer(scratch, plan, progress=seen.append)
     measurer.prepare()
@@ -72,7 +74,9 @@ def test_tables_cost_what_their_bits_let_expect(scratch: Scratch) -> None:
 
 def test_costs_do_not_depend_on_the_size_of_steps(scratch: Scratch) -> None:
     """A slow machine evaluates a continuation in several steps: the same up to rounding."""
-    plan = make_plan(bundled_ids(), bos=1, window_tokens=300, token_bytes=640, n_checkpoints=2)
+    plan = plan_measurement(
+        bundled_ids(), bos=1, window_tokens=300, token_bytes=640, n_continuations=2
+    )
     calls: list[int] = []
 
     def run_step(work: Callable[[], T], n_cells: int) -> T:
@@ -92,24 +96,24 @@ def test_costs_do_not_depend_on_the_size_of_steps(scratch: Scratch) -> None:
 
 def test_plan_is_reproducible_and_spread() -> None:
     ids = np.arange(5000, dtype=np.int32)
-    plan = make_plan(ids, bos=1, window_tokens=512, token_bytes=100, n_checkpoints=8)
-    again = make_plan(ids, bos=1, window_tokens=512, token_bytes=100, n_checkpoints=8)
+    plan = plan_measurement(ids, bos=1, window_tokens=512, token_bytes=100, n_continuations=8)
+    again = plan_measurement(ids, bos=1, window_tokens=512, token_bytes=100, n_continuations=8)
     assert plan.digest() == again.digest()
-    assert len(plan.checkpoints) == 8
+    assert len(plan.continuations) == 8
     assert all(len(window) <= 512 and window[0] == 1 for window in plan.windows)
-    assert {c.window for c in plan.checkpoints} >= {0, len(plan.windows) - 1}
-    assert plan.checkpoints[0].window == 0
-    assert plan.checkpoints[1].window > len(plan.windows) // 3  # any beginning is spread out
-    for c in plan.checkpoints:
+    assert {c.window for c in plan.continuations} >= {0, len(plan.windows) - 1}
+    assert plan.continuations[0].window == 0
+    assert plan.continuations[1].window > len(plan.windows) // 3  # any beginning is spread out
+    for c in plan.continuations:
         assert PREFIX_TOKENS_MIN <= c.p < len(plan.windows[c.window]) - NEXT_TOKENS
-    other = make_plan(ids + 1, bos=1, window_tokens=512, token_bytes=100, n_checkpoints=8)
+    other = plan_measurement(ids + 1, bos=1, window_tokens=512, token_bytes=100, n_continuations=8)
     assert other.digest() != plan.digest()
 
 
 def test_plan_keeps_rows_within_memory() -> None:
     ids = np.arange(5000, dtype=np.int32)
-    plan = make_plan(
-        ids, bos=None, window_tokens=4096, token_bytes=ROWS_BYTES_MAX // 600, n_checkpoints=8
+    plan = plan_measurement(
+        ids, bos=None, window_tokens=4096, token_bytes=ROWS_BYTES_MAX // 600, n_continuations=8
     )
     assert sum(len(window) for window in plan.windows) <= 600
 
@@ -124,12 +128,12 @@ def test_plan_keeps_rows_within_memory() -> None:
 )
 def test_too_little_of_text_or_context_is_an_error(n_text: int, window: int, said: str) -> None:
     with pytest.raises(TowerdError, match=said):
-        make_plan(
+        plan_measurement(
             np.zeros(n_text, np.int32),
             bos=None,
             window_tokens=window,
             token_bytes=100,
-            n_checkpoints=8,
+            n_continuations=8,
         )
 
 
@@ -165,10 +169,13 @@ def test_floor_is_of_the_shape_that_disturbs_most(tmp_path: Path) -> None:
     config = Config(model=path, threads=1, flash_attn="on")
     model = LlamaModel(path, config)
     context = LlamaContext(model, config, n_cells=512, n_seqs=1)
-    plan = make_plan(
+    plan = plan_measurement(
         np.random.default_rng(1).integers(300, 500, 1500).astype(np.int32),
-        bos=None, window_tokens=512, token_bytes=640, n_checkpoints=4,
-    )  # fmt: skip
+        bos=None,
+        window_tokens=512,
+        token_bytes=640,
+        n_continuations=4,
+    )
     measurer = Measurer(Scratch(context, 0), plan)
     measurer.prepare()
     floor = measurer.floor(4)

@@ -16,7 +16,7 @@ from services import EmbeddedService
 from vision_model import TOKENS_AN_IMAGE, make_projector, picture
 
 from towerd.engine.base import Finish, GenerateRequest
-from towerd.engine.embedded.scheduling.job import Job, Phase
+from towerd.engine.embedded.scheduling.job import Job, JobPhase
 from towerd.engine.embedded.scheduling.pool import LiveSeq
 from towerd.errors import InvalidRequest
 from towerd.media_ids import spans_of
@@ -89,8 +89,8 @@ async def test_rows_of_a_part(seeing: OpenSeeing, n_left: int) -> None:
 
 
 async def test_without_the_picture(seeing: OpenSeeing) -> None:
-    """A prompt that is evaluated while nobody waits ends before a picture whose rows are gone; with
-    its rows it goes on behind it. Any other is told."""
+    """A prompt that is evaluated in the background ends before a picture whose rows are gone; with
+    its rows it continues behind it. Any other is told."""
     async with seeing() as service:
         request = request_for(service, 1)
         (start, _) = spans_of(request.ids)[0]
@@ -108,7 +108,7 @@ async def test_without_the_picture(seeing: OpenSeeing) -> None:
         assert service.engine.stats()["media_encoded"] == 1
 
 
-async def test_nobody_waits_for_it(seeing: OpenSeeing) -> None:
+async def test_other_streams_do_not_wait(seeing: OpenSeeing) -> None:
     """A picture whose client left while others were encoded is not encoded."""
     async with seeing() as service:
         ready: list[Job] = []
@@ -116,7 +116,7 @@ async def test_nobody_waits_for_it(seeing: OpenSeeing) -> None:
             request = request_for(service, 1)
             job = Job(request, request.ids, len(request.ids), media=spans_of(request.ids))
             job.seq = LiveSeq(0, request.scope, request.ids, n=job.media[0][0])
-            job.phase, job.cancelled = Phase.LOADING, is_left
+            job.phase, job.cancelled = JobPhase.LOADING, is_left
             service.engine.media.encode(job, lambda job, _: ready.append(job))
         await asyncio.to_thread(service.engine.media.close)
         assert [job.cancelled for job in ready] == [False]

@@ -18,9 +18,14 @@ from towerd.engine.base import GenerateRequest, LiveBudget
 from towerd.models.bundled import bundled_model
 
 LIVES = (
-    LiveBudget(), LiveBudget(), LiveBudget("shift"), LiveBudget("streaming", 48),
-    LiveBudget("streaming", 80), LiveBudget("h2o", 64), LiveBudget("icecache", 96),
-)  # fmt: skip
+    LiveBudget(),
+    LiveBudget(),
+    LiveBudget("shift"),
+    LiveBudget("streaming", 48),
+    LiveBudget("streaming", 80),
+    LiveBudget("h2o", 64),
+    LiveBudget("icecache", 96),
+)
 N_CHATS = 4
 PROMPT_MAX = 270
 BOUND = 0.1

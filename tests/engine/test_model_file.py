@@ -116,10 +116,15 @@ def checked(catalog: Catalog) -> Iterator[Checked]:
     def check(file: ModelFile, told: list[float]) -> WeightsCheck:
         made.append(
             WeightsCheck(
-                [file], catalog, is_busy=lambda: False, on_change=told.append,
-                look_s=0.001, idle_s=0.0, every_s=0.0,
+                [file],
+                catalog,
+                is_busy=lambda: False,
+                on_change=told.append,
+                look_s=0.001,
+                idle_s=0.0,
+                every_s=0.0,
             )
-        )  # fmt: skip
+        )
         return made[-1]
 
     yield check

@@ -32,8 +32,10 @@ def overwrite(path: Path, other: Path) -> None:
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     after = path.stat()
     assert (before.st_ino, before.st_size, before.st_mtime_ns) == (
-        after.st_ino, after.st_size, after.st_mtime_ns,
-    )  # fmt: skip
+        after.st_ino,
+        after.st_size,
+        after.st_mtime_ns,
+    )
 
 
 async def test_replaced_between_two_starts(

@@ -64,15 +64,18 @@ class PoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: len(self.pool) > 0)
     @rule(
-        data=st.data(), tokens=st.lists(st.integers(0, 2), min_size=1, max_size=6),
-        loaded=st.sampled_from([None, Provenance.EXACT, Provenance.DERIVED, Provenance.APPROXIMATE]),
-    )  # fmt: skip
+        data=st.data(),
+        tokens=st.lists(st.integers(0, 2), min_size=1, max_size=6),
+        loaded=st.sampled_from(
+            [None, Provenance.EXACT, Provenance.DERIVED, Provenance.APPROXIMATE]
+        ),
+    )
     def append(self, data: st.DataObject, tokens: list[int], loaded: int | None) -> None:
         """Rows are loaded and known, or computed: exactly only if all before them are exact."""
         seq = data.draw(st.sampled_from(sorted(self.pool, key=lambda s: s.id)))
         computed = Provenance.DERIVED if any(self.provenances(seq.id)) else Provenance.EXACT
-        if seq.is_thinned:
-            computed = Provenance.THINNED
+        if seq.is_partial:
+            computed = Provenance.PARTIAL
         for i in range(len(tokens)):
             self.provenance[self.cells.next_cell] = computed if loaded is None else loaded
             self.cells.write(seq.id, seq.place_next + i)
@@ -90,7 +93,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: any(s.n_cells for s in self.pool))
     @rule(data=st.data())
-    def thin(self, data: st.DataObject) -> None:
+    def evict(self, data: st.DataObject) -> None:
         """Drop some tokens of a sequence: all its others stay where they are."""
         seqs = sorted((s for s in self.pool if s.n_cells), key=lambda s: s.id)
         seq = data.draw(st.sampled_from(seqs))
@@ -101,7 +104,7 @@ class PoolMachine(RuleBasedStateMachine):
         stay = data.draw(st.sets(st.sampled_from(kept), max_size=len(kept) - 1))
         before = self.cells.seqs[seq.id]
         place_of = dict(zip(kept, live.places.tolist(), strict=True))
-        n_gone = self.pool.thin(seq, live, np.array(sorted(stay), np.int64))
+        n_gone = self.pool.evict(seq, live, np.array(sorted(stay), np.int64))
         assert n_gone == len(kept) - len(stay)
         assert live.kept.tolist() == sorted(stay)
         self.gone |= {(seq.id, p): place_of[p] for p in kept if p not in stay}
@@ -141,8 +144,11 @@ class PoolMachine(RuleBasedStateMachine):
             if free and (rank == 0 or places[rank - 1] < place) and place < places[rank]:
                 found[p] = place
         ordered = sorted(found)  # a later position stands at a later place
-        return {p: found[p] for i, p in enumerate(ordered)
-                if all(found[q] < found[p] for q in ordered[:i])}  # fmt: skip
+        return {
+            p: found[p]
+            for i, p in enumerate(ordered)
+            if all(found[q] < found[p] for q in ordered[:i])
+        }
 
     def forget(self, seq: LiveSeq, n: int) -> None:
         """What was dropped from token `n` on is not that of the tokens to come."""
@@ -173,7 +179,7 @@ class PoolMachine(RuleBasedStateMachine):
         lengths = [
             common_prefix(s.tokens() if s.scope == scope else s.tokens()[: s.n_public], wanted)
             for s in self.pool
-            if not s.is_thinned
+            if not s.is_partial
         ]
         assert n == max(lengths, default=0)
         assert (best is None) == (n == 0)

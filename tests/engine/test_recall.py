@@ -14,7 +14,7 @@ from towerd.engine.base import LiveBudget
 from towerd.engine.embedded.longchat.budgets import bounded
 from towerd.engine.embedded.longchat.keys import keys_of
 from towerd.engine.embedded.longchat.live_set import EVERYTHING, BoundedSet
-from towerd.engine.embedded.longchat.recall import ASKING_TOKENS_MAX, Recaller, RecallLimits, served
+from towerd.engine.embedded.longchat.recall import QUERY_TOKENS_MAX, Recall, RecallLimits, served
 from towerd.engine.embedded.longchat.taps import Taps
 from towerd.engine.embedded.model.context import LlamaContext
 from towerd.engine.embedded.model.model import LlamaModel
@@ -27,10 +27,10 @@ from towerd.slots.blob import parse_rows
 SETTINGS = {"threads": 1, "retention": "icecache"}
 
 
-def recaller_of(service: EmbeddedService) -> Recaller:
-    recaller = service.engine.budgets._recaller
-    assert recaller is not None
-    return recaller
+def recall_of(service: EmbeddedService) -> Recall:
+    recall = service.engine.budgets._recall
+    assert recall is not None
+    return recall
 
 
 async def the_chat(service: EmbeddedService) -> tuple[LiveSeq, BoundedSet]:
@@ -44,7 +44,7 @@ async def the_chat(service: EmbeddedService) -> tuple[LiveSeq, BoundedSet]:
 async def test_after_recall_of_everything_it_is_the_full_cache(
     service_on: OpenService, flash_attn: str, cache_type: str
 ) -> None:
-    """Positions dropped at random and brought back, the chat goes on as if none had been; so does
+    """Positions dropped at random and brought back, the chat continues as if none had been; so does
     another chat that shares cells with it, whose rows stay the same to the bit."""
     live = LiveBudget("icecache", 300)
     types = {"cache_type_k": cache_type, "cache_type_v": cache_type}
@@ -53,31 +53,33 @@ async def test_after_recall_of_everything_it_is_the_full_cache(
         engine = service.engine
         other = await ask(service, ids[:100], 20, scope="local")
         first = await ask(service, ids, 1, live=live)
-        seq, retained = await the_chat(service)
+        seq, live_set = await the_chat(service)
         neighbour = next(s for s in engine.pool if s.live_set is EVERYTHING)
 
         def drop_and_recall() -> tuple[bytes, bytes]:
             rng = np.random.default_rng(5)
             memory = engine.core.memory
             before = memory.rows(neighbour.id, 0, neighbour.n)
-            recaller = recaller_of(service)
-            recaller._shelve(seq, retained)
+            recall = recall_of(service)
+            recall._offload(seq, live_set)
             for _ in range(3):
                 stay = np.flatnonzero(rng.random(seq.n) < 0.4)
                 stay = np.union1d(stay, [0, seq.n - 1])
-                stay = np.intersect1d(stay, retained.kept)
-                engine.pool.thin(seq, retained, stay)
-                gone = np.setdiff1d(np.arange(seq.n), retained.kept)
+                stay = np.intersect1d(stay, live_set.kept)
+                engine.pool.evict(seq, live_set, stay)
+                gone = np.setdiff1d(np.arange(seq.n), live_set.kept)
                 half = gone[rng.random(len(gone)) < 0.5]
-                recaller.recall(seq, retained, half)
+                recall.recall(seq, live_set, half)
                 engine.pool.check_integrity()
-            gone = np.setdiff1d(np.arange(seq.n), retained.kept)
-            recaller.recall(seq, retained, gone)
+            gone = np.setdiff1d(np.arange(seq.n), live_set.kept)
+            recall.recall(seq, live_set, gone)
             after = memory.rows(neighbour.id, 0, neighbour.n)
             assert before is not None
             assert after is not None
-            return (b"".join(p.tobytes() for p in before.planes()),
-                    b"".join(p.tobytes() for p in after.planes()))  # fmt: skip
+            return (
+                b"".join(p.tobytes() for p in before.planes()),
+                b"".join(p.tobytes() for p in after.planes()),
+            )
 
         before, after = await inside(service, drop_and_recall)
         assert before == after
@@ -115,16 +117,16 @@ async def test_what_stays_is_what_the_policy_says(service_on: OpenService) -> No
     model.close()
     limits = RecallLimits(64, 1, 1, 1 << 30, 0)
     policy = open_retention(served(IceCacheConfig.for_budget(budget), limits))
-    view = View(np.arange(n), n, keys=keys, queries=queries[:, :, -ASKING_TOKENS_MAX:])
+    view = View(np.arange(n), n, keys=keys, queries=queries[:, :, -QUERY_TOKENS_MAX:])
     expected = policy.keep(view, BoundedSet.whole(LiveBudget("icecache", budget), 0, 512).n_target)
     settings = {**SETTINGS, "recall_layer_step": 1, "flash_attn": "off"}
     async with service_on(bundled_model(), **settings) as service:
         await ask(service, ids, 2, live=LiveBudget("icecache", budget))
-        _, retained = await the_chat(service)
-        assert retained.n_evictions == 1
-        kept = retained.kept[retained.kept < n]
+        _, live_set = await the_chat(service)
+        assert live_set.n_evictions == 1
+        kept = live_set.kept[live_set.kept < n]
         assert np.array_equal(kept, expected)
-        assert np.array_equal(retained.shelf.positions, np.arange(n))
+        assert np.array_equal(live_set.offloaded.positions, np.arange(n))
 
 
 async def test_long_chats_recall(service_on: OpenService) -> None:
@@ -133,27 +135,27 @@ async def test_long_chats_recall(service_on: OpenService) -> None:
     live = LiveBudget("icecache", 64)
     settings = {**SETTINGS, "recall_every": 8, "ctx_size": 1024}
     async with service_on(bundled_model(), **settings) as service:
-        recaller = recaller_of(service)
+        recall = recall_of(service)
         ids = some_ids(90)
         n_max = 0
         for turn in range(8):
             answer = await ask(service, ids, 30, live=live, session="long")
             ids = np.concatenate([ids, np.array(answer.ids, np.int32), some_ids(25, turn)])
-            seq, retained = await the_chat(service)
+            seq, live_set = await the_chat(service)
             await settle(service)
             assert seq.n_cells <= 64
             assert answer.finish.reuse.kept is not None
             assert answer.finish.reuse.kept <= 64
-            assert isinstance(retained.policy, Recalling)
-            n_max = recaller.room.n_max(retained)
+            assert isinstance(live_set.policy, Recalling)
+            n_max = recall.space.n_max(live_set)
             if turn == 3:  # from here on it is less than the chat
-                aside = retained.n_bytes_aside
-                recaller.room = replace(recaller.room, bytes_max=aside // 2, disk_bytes_max=0)
+                aside = live_set.n_bytes_offloaded
+                recall.space = replace(recall.space, bytes_max=aside // 2, disk_bytes_max=0)
             elif turn > 3:
-                assert len(retained.shelf) <= n_max + retained.n_release
+                assert len(live_set.offloaded) <= n_max + live_set.n_release
         assert n_max < 300
-        assert recaller.n_tokens_recalled > 50
-        assert 0 < recaller.n_reads <= recaller.n_tokens_recalled
+        assert recall.n_tokens_recalled > 50
+        assert 0 < recall.n_reads <= recall.n_tokens_recalled
         stats = service.engine.stats()
         assert 0 < stats["recall_index_s"] < stats["recall_choose_s"]
         stored = service.store.session_ids("long", "local")
@@ -173,10 +175,10 @@ async def test_the_prompt_is_asked_what_it_looks_for(service_on: OpenService) ->
         ids = np.concatenate([ids, np.array(whole.ids, np.int32), some_ids(20, 1)])
         n = service.engine.stats()["tokens_decoded"]
         await ask(service, ids, 4, live=LiveBudget("icecache", 100), scope="b")
-        seq, retained = await the_chat_of(service, "b")
+        seq, live_set = await the_chat_of(service, "b")
         again = service.engine.stats()["tokens_decoded"] - n - len(ids) - 3
         assert 1 <= again <= 16
-        assert retained.n_chosen >= len(ids) - again
+        assert live_set.n_chosen >= len(ids) - again
         assert seq.n == len(ids) + 3
 
 
@@ -186,8 +188,8 @@ async def the_chat_of(service: EmbeddedService, scope: str) -> tuple[LiveSeq, Bo
 
 
 async def test_stored_rows_need_not_be_evaluated(service_on: OpenService) -> None:
-    """A chat that was evaluated in full goes on under a budget after a restart: its rows come from
-    the store, more than the budget holds, and all of them may come back."""
+    """A chat that was evaluated in full continues under a budget after a restart: its rows come
+    from the store, more than the budget holds, and all of them may come back."""
     ids = some_ids(400)
     live = LiveBudget("icecache", 64)
     async with service_on(bundled_model(), **SETTINGS) as service:
@@ -201,8 +203,8 @@ async def test_stored_rows_need_not_be_evaluated(service_on: OpenService) -> Non
         assert reuse.prefill <= 24
         assert reuse.kept is not None
         assert reuse.kept <= 64
-        seq, retained = await the_chat(service)
-        assert len(retained.shelf) >= 400
+        seq, live_set = await the_chat(service)
+        assert len(live_set.offloaded) >= 400
         await settle(service)
         budget = LiveBudget("icecache", 500)  # all of it fits: what was stored is exact
         full = await ask(service, longer, 8, live=budget, session="doc")
@@ -210,7 +212,7 @@ async def test_stored_rows_need_not_be_evaluated(service_on: OpenService) -> Non
         assert full.ids == plain.ids
 
 
-async def test_a_branch_has_its_own_shelf(service_on: OpenService) -> None:
+async def test_a_branch_has_its_own_offloaded_rows(service_on: OpenService) -> None:
     """Two answers to one prompt: what one brings back or takes away is not the other's."""
     live = LiveBudget("icecache", 96)
     async with service_on(bundled_model(), **SETTINGS) as service:
@@ -238,17 +240,17 @@ async def test_beyond_the_context(service_on: OpenService) -> None:
             answer = await ask(service, ids, 40, live=live)
             ids = np.concatenate([ids, np.array(answer.ids, np.int32), some_ids(20, turn)])
             await settle(service)
-            seq, retained = await the_chat(service)
+            seq, live_set = await the_chat(service)
             assert seq.n_cells <= 60
             assert seq.place_next <= 200
             stats = service.engine.stats()
             recalled.append(stats["recall_tokens"])
             moves.append(stats["retention_moves"])
-            cuts.append(int(retained.shelf.positions[4]))
-            assert retained.shelf.positions[:4].tolist() == [0, 1, 2, 3]
-            left = np.arange(cuts[-1], int(retained.shelf.positions[-1]) + 1)
-            assert np.array_equal(retained.shelf.positions[4:], left)
-            places = retained.shelf.places(left)
+            cuts.append(int(live_set.offloaded.positions[4]))
+            assert live_set.offloaded.positions[:4].tolist() == [0, 1, 2, 3]
+            left = np.arange(cuts[-1], int(live_set.offloaded.positions[-1]) + 1)
+            assert np.array_equal(live_set.offloaded.positions[4:], left)
+            places = live_set.offloaded.places(left)
             assert np.array_equal(places - places[0], left - left[0])
         assert moves[-1] >= 3
         assert cuts == sorted(cuts)
@@ -260,14 +262,15 @@ async def test_beyond_the_context(service_on: OpenService) -> None:
 async def test_what_is_left_of_a_long_chat_is_written_together(
     service_on: OpenService, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full chat goes on under a small budget: the same as if its rows stayed where they were."""
+    """A full chat continues under a small budget: the same as if its rows stayed where they
+    were."""
     ids = some_ids(400)
     answers = []
     for is_packed in (True, False):
         settings = {**SETTINGS, "warm_bytes": 0, "hot_bytes": 0}
         async with service_on(bundled_model(), **settings) as service:
             if not is_packed:
-                monkeypatch.setattr(service.engine.budgets, "_pack", lambda *_: None)
+                monkeypatch.setattr(service.engine.budgets, "_defragment", lambda *_: None)
             first = await ask(service, ids, 4)
             longer = np.concatenate([ids, np.array(first.ids, np.int32), some_ids(20, 1)])
             answers.append(await ask(service, longer, 8, live=LiveBudget(policy, 64)))

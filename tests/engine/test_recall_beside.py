@@ -19,8 +19,8 @@ from towerd.engine.embedded.longchat import indexing
 from towerd.engine.embedded.longchat.indexing import Indexer
 from towerd.engine.embedded.longchat.live_set import BoundedSet, Observed
 from towerd.engine.embedded.longchat.observer import QUERIES_MAX
-from towerd.engine.embedded.longchat.recall import ASKING_TOKENS_MAX
-from towerd.engine.embedded.scheduling.job import Job, Phase
+from towerd.engine.embedded.longchat.recall import QUERY_TOKENS_MAX
+from towerd.engine.embedded.scheduling.job import Job, JobPhase
 from towerd.errors import TowerdError
 from towerd.models.bundled import bundled_model
 from towerd.retention import can_recall
@@ -39,36 +39,36 @@ class Watched:
         """At each decision: the positions that were observed, and the last ones before it."""
         observer = service.engine.budgets._observer
         assert observer is not None
-        watch, measure, asking = observer.watch, observer.measure, observer.asking
+        watch, measure, asking = observer.watch, observer.measure, observer.scaled_queries
 
         def watched(jobs: Any) -> None:
             watch(jobs)
             self.n_batches += 1
             self.n_tapped += bool(observer._wanted)
 
-        def measured(seq: Any, retained: BoundedSet) -> None:
-            self._see(retained, 0, QUERIES_MAX)
-            measure(seq, retained)
+        def measured(seq: Any, live_set: BoundedSet) -> None:
+            self._see(live_set, 0, QUERIES_MAX)
+            measure(seq, live_set)
 
-        def asked(retained: BoundedSet, n_from: int) -> Any:
-            self._see(retained, n_from, ASKING_TOKENS_MAX)
-            return asking(retained, n_from)
+        def asked(live_set: BoundedSet, n_from: int) -> Any:
+            self._see(live_set, n_from, QUERY_TOKENS_MAX)
+            return asking(live_set, n_from)
 
         monkeypatch.setattr(observer, "watch", watched)
         monkeypatch.setattr(observer, "measure", measured)
-        monkeypatch.setattr(observer, "asking", asked)
+        monkeypatch.setattr(observer, "scaled_queries", asked)
 
-    def _see(self, retained: BoundedSet, n_from: int, n_max: int) -> None:
+    def _see(self, live_set: BoundedSet, n_from: int, n_max: int) -> None:
         def span(each: Observed) -> range:
             return range(max(n_from, each.p0), each.p1)
 
-        found = [p for each in retained.observed for p in span(each)][-n_max:]
+        found = [p for each in live_set.observed for p in span(each)][-n_max:]
         n_before = getattr(self, "n_before", 0)
-        self.n_before = retained.n
+        self.n_before = live_set.n
         first = max(
-            n_from, retained.n - n_max, 0 if can_recall(retained.budget.policy) else n_before
+            n_from, live_set.n - n_max, 0 if can_recall(live_set.budget.policy) else n_before
         )
-        self.asked.append((found, list(range(first, retained.n))))
+        self.asked.append((found, list(range(first, live_set.n))))
 
 
 @pytest.mark.parametrize("policy", WATCHING)
@@ -96,30 +96,34 @@ async def test_only_queries_that_are_asked_for_are_tapped(
 async def test_prompts_are_indexed_beside_their_evaluation(
     service_on: OpenService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a thread of its own, while nobody else touches the index; the choices are those of an
+    """On a separate thread, while no other touches the index; the choices are those of an
     index that is brought up to date only when it is asked."""
     live = LiveBudget("icecache", 128)
     kept = []
     for is_beside in (True, False):
         async with service_on(
-            bundled_model(), **SETTINGS, ctx_size=2048, warm_bytes=0, hot_bytes=0,
+            bundled_model(),
+            **SETTINGS,
+            ctx_size=2048,
+            warm_bytes=0,
+            hot_bytes=0,
             recall_bytes=1 << 30,
-        ) as service:  # fmt: skip
-            recaller = service.engine.budgets._recaller
-            assert recaller is not None
+        ) as service:
+            recall = service.engine.budgets._recall
+            assert recall is not None
             if not is_beside:
-                monkeypatch.setattr(recaller._indexer, "beside", lambda _: nullcontext())
+                monkeypatch.setattr(recall._indexer, "beside", lambda _: nullcontext())
             answer = await ask(service, some_ids(128 + 48 * 16), 40, live=live)
             stats = service.engine.stats()
             assert (stats["recall_index_beside_s"] > 0) == is_beside
             assert stats["recall_index_s"] >= stats["recall_index_beside_s"]
-            (retained,) = await inside(service, lambda: live_sets(service.engine))
-            assert isinstance(retained.policy, IceCache)
-            assert (np.diff(retained.policy._indexed) > 0).all()
-            for tree in retained.policy._trees.values():
+            (live_set,) = await inside(service, lambda: live_sets(service.engine))
+            assert isinstance(live_set.policy, IceCache)
+            assert (np.diff(live_set.policy._indexed) > 0).all()
+            for tree in live_set.policy._trees.values():
                 tree.check_integrity()
-                assert len(tree) == len(retained.policy._indexed)
-            kept.append((retained.kept.tolist(), answer.ids))
+                assert len(tree) == len(live_set.policy._indexed)
+            kept.append((live_set.kept.tolist(), answer.ids))
             await settle(service)
     assert kept[0] == kept[1]
 
@@ -127,7 +131,7 @@ async def test_prompts_are_indexed_beside_their_evaluation(
 async def test_a_chat_that_cannot_be_indexed(
     service_on: OpenService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ends alone; another one beside it goes on, and it can begin again."""
+    """It ends alone; another one beside it continues, and it can begin again."""
     live = LiveBudget("icecache", 128)
     index = IceCache.index
     broken: list[IceCache] = []
@@ -162,9 +166,12 @@ async def test_a_cancelled_chat_leaves_no_index_behind(service_on: OpenService) 
     async with service_on(bundled_model(), **SETTINGS, ctx_size=2048) as service:
         for n_steps in (1, 4):
             request = GenerateRequest(
-                ids=some_ids(1500, n_steps), fields={"temperature": 0},
-                n_predict=10, live=live, return_progress=True,
-            )  # fmt: skip
+                ids=some_ids(1500, n_steps),
+                fields={"temperature": 0},
+                n_predict=10,
+                live=live,
+                return_progress=True,
+            )
             generation = service.engine.generate(request)
             n_seen = 0
             async for event in generation:
@@ -197,7 +204,7 @@ async def test_the_beginning_of_a_first_prompt_is_stored(
 
 
 async def test_another_answer_in_a_chat_that_left_the_context(service_on: OpenService) -> None:
-    """It goes on from what is parked before the edit, and the parked chat stays as it was."""
+    """It continues from what is parked before the edit, and the parked chat stays as it was."""
     live = LiveBudget("streaming", 96)
     fewer = {"live_sequences": 1, "parallel": 1, "threads": 1, "ctx_size": 1024}
     async with service_on(bundled_model(), **fewer) as service:
@@ -223,7 +230,8 @@ async def test_another_answer_in_a_chat_that_left_the_context(service_on: OpenSe
 async def test_a_chat_does_not_wait_for_less_than_it_has(
     service_on: OpenService, where: str
 ) -> None:
-    """While a prompt is evaluated that begins alike, a thinned chat goes on from its own rows."""
+    """While a prompt is evaluated that begins alike, a chat with a partial live set continues from
+    its own rows."""
     live = LiveBudget("streaming", 96)
     settings = {"live_sequences": 1, "parallel": 1, "threads": 1, "ctx_size": 1024}
     async with service_on(bundled_model(), **settings) as service:
@@ -237,7 +245,7 @@ async def test_a_chat_does_not_wait_for_less_than_it_has(
             scheduler = service.engine.scheduler
             request = GenerateRequest(ids=longer, live=mine)
             other = GenerateRequest(ids=with_ids, live=other_live)
-            running = Job(other, with_ids, len(with_ids), phase=Phase.PREFILL)
+            running = Job(other, with_ids, len(with_ids), phase=JobPhase.PREFILL)
             scheduler.active.append(running)
             try:
                 job = Job(request, longer, len(longer))
@@ -247,8 +255,10 @@ async def test_a_chat_does_not_wait_for_less_than_it_has(
 
         alike = np.concatenate([ids[:200], some_ids(90, 7)])
         assert not await inside(service, lambda: is_waiting(alike, live, live))
-        assert await inside(service, lambda: is_waiting(longer, LiveBudget("streaming", 400),
-                                                        LiveBudget("streaming", 400)))  # fmt: skip
+        assert await inside(
+            service,
+            lambda: is_waiting(longer, LiveBudget("streaming", 400), LiveBudget("streaming", 400)),
+        )
         # Of a chat with another budget only the beginning can be shared.
         small = LiveBudget("streaming", 20)
         assert not await inside(service, lambda: is_waiting(longer, small, LiveBudget()))
@@ -264,8 +274,8 @@ async def test_stored_rows_do_not_change_what_is_kept(service_on: OpenService, p
         async with service_on(bundled_model(), threads=1, retention=policy) as service:
             answer = await ask(service, ids, 4, live=live)
             assert answer.finish.reuse.hot + answer.finish.reuse.warm == n_loaded
-            (retained,) = await inside(service, lambda: live_sets(service.engine))
-            kept.append((answer.ids, retained.kept.tolist()))
+            (live_set,) = await inside(service, lambda: live_sets(service.engine))
+            kept.append((answer.ids, live_set.kept.tolist()))
             await settle(service)
     assert kept[0] == kept[1]
 
@@ -282,8 +292,8 @@ async def test_live_rows_do_not_change_what_is_kept(service_on: OpenService, pol
                 await ask(service, ids, 1)
             answer = await ask(service, ids, 4, live=live)
             assert answer.finish.reuse.live == (160 - QUERIES_MAX) * is_live
-            (retained,) = await inside(service, lambda: live_sets(service.engine))
-            kept.append((answer.ids, retained.kept.tolist()))
+            (live_set,) = await inside(service, lambda: live_sets(service.engine))
+            kept.append((answer.ids, live_set.kept.tolist()))
             await settle(service)
             observer = service.engine.budgets._observer
             assert observer is not None
@@ -328,7 +338,7 @@ async def test_batches_that_would_be_computed_in_parts(
 
 
 @pytest.mark.parametrize("where", ["live", "parked"])
-async def test_nobody_goes_on_with_a_broken_index(service_on: OpenService, where: str) -> None:
+async def test_a_broken_index_is_not_used_again(service_on: OpenService, where: str) -> None:
     """A request that ended before it was told leaves a chat that is evaluated again, not one that
     fails whenever it is continued."""
     settings = {"live_sequences": 1, "parallel": 1} if where == "parked" else {}
@@ -336,8 +346,8 @@ async def test_nobody_goes_on_with_a_broken_index(service_on: OpenService, where
     async with service_on(bundled_model(), **SETTINGS, ctx_size=1024, **settings) as service:
         ids = some_ids(300)
         await ask(service, ids, 4, live=live)
-        (retained,) = await inside(service, lambda: live_sets(service.engine))
-        retained.failure = TowerdError("this index is full")
+        (live_set,) = await inside(service, lambda: live_sets(service.engine))
+        live_set.failure = TowerdError("this index is full")
         if where == "parked":
             await ask(service, some_ids(50, 3), 2, scope="b")  # pushes it out
             assert service.engine.stats()["parked_sequences"] == 0
@@ -349,7 +359,7 @@ async def test_nobody_goes_on_with_a_broken_index(service_on: OpenService, where
 
 
 def test_no_thread_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The evaluation goes on, and nobody touches the chats after it."""
+    """The evaluation continues, and the chats are not touched after it."""
     indexer, done = Indexer(4, 1), []
     budget = LiveBudget("icecache", 64)
     chats = [(BoundedSet.whole(budget, 0, 512), i) for i in range(2)]

@@ -14,40 +14,49 @@ from services import EmbeddedService
 
 from towerd.engine.base import LiveBudget
 from towerd.engine.embedded.longchat.live_set import BoundedSet
-from towerd.engine.embedded.longchat.room import Room
-from towerd.engine.embedded.longchat.shelf import Pages
+from towerd.engine.embedded.longchat.offload_space import OffloadSpace
+from towerd.engine.embedded.longchat.offloaded_rows import Pages
 from towerd.models.bundled import bundled_model
 
-SETTINGS = {"threads": 1, "retention": "icecache", "ctx_size": 1024, "recall_every": 16,
-            "warm_bytes": 0, "hot_bytes": 0, "recall_bytes": 1 << 30}  # fmt: skip
+SETTINGS = {
+    "threads": 1,
+    "retention": "icecache",
+    "ctx_size": 1024,
+    "recall_every": 16,
+    "warm_bytes": 0,
+    "hot_bytes": 0,
+    "recall_bytes": 1 << 30,
+}
 LIVE = LiveBudget("icecache", 64)
 N_TURNS = 6
 
 
 async def the_chat(service: EmbeddedService) -> BoundedSet:
     found = await inside(service, lambda: live_sets(service.engine))
-    (retained,) = found
-    return retained
+    (live_set,) = found
+    return live_set
 
 
-async def with_room(service: EmbeddedService, n_ram: int, n_disk: int) -> Room:
-    """Room for the index of 900 positions and so many rows in RAM and on disk. What a short chat
-    does not need for its index is room for rows: only a longer one needs the disk."""
-    recaller = service.engine.budgets._recaller
-    assert recaller is not None
-    room = recaller.room
+async def with_room(service: EmbeddedService, n_ram: int, n_disk: int) -> OffloadSpace:
+    """Space for the index of 900 positions, `n_ram` rows in RAM and `n_disk` on disk. What a short
+    chat does not need for its index is room for rows: only a longer one needs the disk."""
+    recall = service.engine.budgets._recall
+    assert recall is not None
+    room = recall.space
     if n_ram:
-        retained = await the_chat(service)
+        live_set = await the_chat(service)
         rows = room.layout.token_bytes
-        n_bytes = 900 * room._index_bytes(retained) + n_ram * rows
-        recaller.room = replace(room, bytes_max=n_bytes, disk_bytes_max=n_disk * rows)
-    return recaller.room
+        n_bytes = 900 * room._index_bytes(live_set) + n_ram * rows
+        recall.space = replace(room, bytes_max=n_bytes, disk_bytes_max=n_disk * rows)
+    return recall.space
 
 
 async def chat(
-    service: EmbeddedService, n_ram: int, n_disk: int,
-    between: Callable[[Room], Awaitable[None]] | None = None,
-) -> list[list[int]]:  # fmt: skip
+    service: EmbeddedService,
+    n_ram: int,
+    n_disk: int,
+    between: Callable[[OffloadSpace], Awaitable[None]] | None = None,
+) -> list[list[int]]:
     """What is answered turn after turn."""
     ids, answers, room = some_ids(150), [], await with_room(service, 0, 0)
     for turn in range(N_TURNS):
@@ -69,19 +78,19 @@ async def test_what_is_on_disk_comes_back_as_it_was(service_on: OpenService) -> 
         assert service.engine.stats()["recall_disk_bytes"] == 0
     async with service_on(bundled_model(), **SETTINGS) as service:
 
-        async def within(room: Room) -> None:
-            retained = await the_chat(service)
-            assert len(retained.shelf.in_ram) <= room.n_ram(retained)
-            assert retained.n_bytes_aside <= room.bytes_max
-            assert retained.shelf.disk_bytes == service.engine.stats()["recall_disk_bytes"]
+        async def within(room: OffloadSpace) -> None:
+            live_set = await the_chat(service)
+            assert len(live_set.offloaded.in_ram) <= room.n_ram(live_set)
+            assert live_set.n_bytes_offloaded <= room.bytes_max
+            assert live_set.offloaded.disk_bytes == service.engine.stats()["recall_disk_bytes"]
 
         found = await chat(service, 80, 1000, within)
         assert found == expected
-        retained = await the_chat(service)
-        assert retained.shelf.disk_bytes > 0
-        assert len(retained.shelf) == retained.shelf.end
-        on_disk = np.setdiff1d(retained.shelf.positions, retained.shelf.in_ram)
-        assert np.isin(retained.kept, on_disk).any()
+        live_set = await the_chat(service)
+        assert live_set.offloaded.disk_bytes > 0
+        assert len(live_set.offloaded) == live_set.offloaded.end
+        on_disk = np.setdiff1d(live_set.offloaded.positions, live_set.offloaded.in_ram)
+        assert np.isin(live_set.kept, on_disk).any()
         assert service.engine.stats()["recall_tokens"] > 100
 
 
@@ -90,30 +99,30 @@ async def test_the_disk_has_its_bounds(service_on: OpenService) -> None:
     async with service_on(bundled_model(), **SETTINGS) as service:
         first = []
 
-        async def within(room: Room) -> None:
-            retained = await the_chat(service)
-            assert retained.shelf.disk_bytes <= room.disk_bytes_max
-            assert len(retained.shelf.in_ram) <= room.n_ram(retained)
-            live = np.isin(retained.shelf.positions, retained.kept)
-            first.append(int(retained.shelf.positions[~live][0]))
+        async def within(room: OffloadSpace) -> None:
+            live_set = await the_chat(service)
+            assert live_set.offloaded.disk_bytes <= room.disk_bytes_max
+            assert len(live_set.offloaded.in_ram) <= room.n_ram(live_set)
+            live = np.isin(live_set.offloaded.positions, live_set.kept)
+            first.append(int(live_set.offloaded.positions[~live][0]))
 
         await chat(service, 160, 150, within)
         assert first[-1] > first[0]
-        assert (await the_chat(service)).shelf.disk_bytes > 0
+        assert (await the_chat(service)).offloaded.disk_bytes > 0
 
 
 @pytest.mark.parametrize("what", ["damaged", "shorter"])
 async def test_lost_pages_are_forgotten(
     service_on: OpenService, what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nobody sees an error: the chat goes on with what RAM has."""
+    """No client sees an error: the chat continues with what RAM has."""
     async with service_on(bundled_model(), **SETTINGS) as service:
         n_lost = []
 
-        async def lose(_: Room) -> None:
-            retained = await the_chat(service)
-            n_lost.append(retained.shelf.disk_bytes)
-            for chunk in retained.shelf.chunks:
+        async def lose(_: OffloadSpace) -> None:
+            live_set = await the_chat(service)
+            n_lost.append(live_set.offloaded.disk_bytes)
+            for chunk in live_set.offloaded.chunks:
                 if isinstance(chunk, Pages) and what == "damaged":
                     for i in range(chunk.file.n):
                         os.pwrite(chunk.file._fd, b"\xa5", i * chunk.file.row_bytes)
@@ -137,13 +146,13 @@ async def test_a_full_disk(
 
     async with service_on(bundled_model(), **SETTINGS) as service:
 
-        async def within(room: Room) -> None:
+        async def within(room: OffloadSpace) -> None:
             monkeypatch.setattr(Pages, "of", full)
-            retained = await the_chat(service)
-            assert len(retained.shelf.in_ram) <= room.n_ram(retained)
+            live_set = await the_chat(service)
+            assert len(live_set.offloaded.in_ram) <= room.n_ram(live_set)
 
         await chat(service, 80, 1000, within)
         assert "No space left" in str([record.__dict__ for record in caplog.records])
-        shelf = (await the_chat(service)).shelf
-        assert len(shelf) < shelf.end
+        offloaded = (await the_chat(service)).offloaded
+        assert len(offloaded) < offloaded.end
         await check_integrity(service)

@@ -19,7 +19,7 @@ from towerd.config import RETENTIONS, UNBOUNDED, WATCHING, Config
 from towerd.engine.base import LiveBudget
 from towerd.engine.embedded.longchat.budgets import bounded
 from towerd.engine.embedded.longchat.live_set import BoundedSet
-from towerd.engine.embedded.longchat.recall import ASKED_AGAIN_TOKENS
+from towerd.engine.embedded.longchat.recall import REEVALUATED_TOKENS
 from towerd.engine.embedded.longchat.taps import Taps
 from towerd.engine.embedded.model.context import LlamaContext
 from towerd.engine.embedded.model.model import LlamaModel
@@ -42,7 +42,7 @@ async def live_of(service: EmbeddedService) -> list[LiveSeq]:
 
 
 async def test_a_budget_as_long_as_the_chat_changes_nothing(service_on: OpenService) -> None:
-    """Bit-identical probabilities with every policy, turn after turn, and nothing is thinned."""
+    """Bit-identical probabilities with every policy, turn after turn, and nothing is evicted."""
     answers = []
     for policy in ("none", *BOUNDED):
         live = LiveBudget(policy, 300) if policy in BOUNDED else LiveBudget()
@@ -57,7 +57,7 @@ async def test_a_budget_as_long_as_the_chat_changes_nothing(service_on: OpenServ
             answers.append(mine)
             await settle(service)
             assert len(await live_of(service)) == (policy in BOUNDED)
-            assert not any(seq.is_thinned for seq in await live_of(service))
+            assert not any(seq.is_partial for seq in await live_of(service))
     assert all(mine == answers[0] for mine in answers)
 
 
@@ -83,7 +83,7 @@ class Reference:
             if len(self.places) >= self.budget:
                 self._evict()
             if self.places and self.places[-1] + 1 >= self.n_ctx:
-                self._move_together()
+                self._compact()
             place = self.places[-1] + 1 if self.places else 0
             n = min(len(ids) - at, self.budget - len(self.places), self.n_ctx - place)
             index = self.context.batch.add(ids[at : at + n], place, 0, logits_last=True)
@@ -99,7 +99,7 @@ class Reference:
             self.context.seq_rm(0, place, place + 1)
         del self.places[sink : sink + n_gone]
 
-    def _move_together(self) -> None:
+    def _compact(self) -> None:
         for to, place in enumerate(self.places):
             lib.llama_memory_seq_add(self.context._mem, 0, place, place + 1, to - place)
         self.places = list(range(len(self.places)))
@@ -128,7 +128,7 @@ async def test_streaming_is_what_it_says(
                 assert row[token] >= best - bound, (turn, i)
             ids = np.concatenate([ids, np.array(answer.ids, np.int32), some_ids(25, turn)])
             (seq,) = await live_of(service)
-            assert seq.is_thinned
+            assert seq.is_partial
             assert seq.n_cells <= budget
             assert answer.finish.reuse.kept is not None
             assert answer.finish.reuse.kept <= budget
@@ -160,7 +160,8 @@ async def test_switching_between_chats_changes_nothing(
     service_on: OpenService, policy: str
 ) -> None:
     """Where only one chat fits the context, each leaves it at every turn and comes back as it
-    was: the same tokens as where all stay, and none evaluated twice (but for what a policy asks)."""
+    was: the same tokens as where all stay, and none evaluated twice (but for what a policy
+    asks)."""
     live = LiveBudget(policy, 48)
     async with service_on(bundled_model(), threads=1, retention=policy) as service:
         expected = await grow_chats(service, "a", 8, live)
@@ -170,7 +171,7 @@ async def test_switching_between_chats_changes_nothing(
         found = await grow_chats(service, "abc", 8, live)
         stats = service.engine.stats()
         n_new = sum(len(chat) for chat in found)
-        n_again = 3 * 8 * ASKED_AGAIN_TOKENS if can_recall(policy) else 0
+        n_again = 3 * 8 * REEVALUATED_TOKENS if can_recall(policy) else 0
         assert stats["tokens_decoded"] <= n_new + n_again
         assert stats["parked_sequences"] == 2
         assert 0 < stats["parked_bytes"] <= service.engine.budgets.parked.bytes_max
@@ -178,15 +179,15 @@ async def test_switching_between_chats_changes_nothing(
 
 
 async def test_exact_rows_stay_exact(service_on: OpenService) -> None:
-    """Beside and after a thinned chat, the same tokens without a budget are answered as if there
-    were none; and the store got the rows from before the first eviction."""
+    """Beside and after a chat with a partial live set, the same tokens without a budget are
+    answered as if there were none; and the store got the rows from before the first eviction."""
     live = LiveBudget("streaming", 48)
     async with service_on(bundled_model(), threads=1) as service:
         first = await ask(service, some_ids(30), 10, live=live, session="x")
         ids = np.concatenate([some_ids(30), np.array(first.ids, np.int32)])
         long = np.concatenate([ids, some_ids(60, 5)])
-        thinned = await ask(service, long, 10, live=live, session="x")
-        assert thinned.finish.reuse.kept is not None
+        partial = await ask(service, long, 10, live=live, session="x")
+        assert partial.finish.reuse.kept is not None
         await settle(service)
         whole = await ask(service, long, 10)
         assert whole.finish.reuse.kept is None
@@ -197,8 +198,8 @@ async def test_exact_rows_stay_exact(service_on: OpenService) -> None:
     assert whole.ids == alone.ids
 
 
-async def test_a_branch_of_a_thinned_chat(service_on: OpenService) -> None:
-    """Another answer to the same prompt goes on from what is live, and leaves the first alone."""
+async def test_a_branch_of_a_partial_live_set(service_on: OpenService) -> None:
+    """Another answer to the same prompt continues from what is live, and leaves the first alone."""
     live = LiveBudget("streaming", 64)
     async with service_on(bundled_model(), threads=1) as service:
         ids = some_ids(200)
@@ -241,7 +242,7 @@ async def test_hundreds_of_turns(service_on: OpenService) -> None:
         with_rows = {node.id for node in nodes if node.hot is not None or node.file is not None}
         assert len(with_rows) * 4 < len(nodes)
         assert {id for id in service.store.state.trie.nodes if id in ranking._hot} <= with_rows
-        assert not ranking._expected, "the rows of a thinned chat never come"
+        assert not ranking._expected, "the rows of a chat with a partial live set never come"
 
 
 async def test_impossible_budgets(service_on: OpenService, tmp_path: Path) -> None:
@@ -297,10 +298,10 @@ async def test_masses_are_the_attention(
     async with service_on(bundled_model(), **settings) as service:
         await ask(service, ids, 2, live=LiveBudget(policy, budget))
         (seq,) = await live_of(service)
-        retained = bounded(seq)
-        assert retained.n_evictions == 1
-        kept = retained.kept[retained.kept < n]
-        mass = retained.mass[: len(kept)]
+        live_set = bounded(seq)
+        assert live_set.n_evictions == 1
+        kept = live_set.kept[live_set.kept < n]
+        mass = live_set.mass[: len(kept)]
         np.testing.assert_allclose(mass, expected[kept], rtol=0.02, atol=2e-3)
         zeros = np.zeros(n, np.int64)
         found = expected.astype(np.float32)

@@ -49,7 +49,8 @@ def test_a_turn_is_tokenized_not_the_chat(vocab: Vocab) -> None:
 
 
 def test_an_edit_begins_at_the_turn_before(vocab: Vocab) -> None:
-    """A text that leaves a known one in its middle is known up to there, and so is the known one."""
+    """A text that leaves a known one in its middle is known up to there, and so is the known
+    one."""
     known = Retokenizer(vocab)
     known.tokenize(chat(vocab, 500), True, True)
     edited = chat(vocab, 250) + f" And me.{vocab.eos_text}What then?"

@@ -181,7 +181,7 @@ async def test_the_end_among_right_guesses(opened: Any, tmp_path: Path) -> None:
 
 
 async def test_cancelled_in_the_middle(opened: Any) -> None:
-    """A chat that its client leaves holds what it was sent, and can go on."""
+    """A chat that its client leaves holds what it was sent, and can continue."""
     async with opened(OWN_DRAFT) as service:
         whole = await ask(service, some_ids(20), 60)
         running = service.engine.generate(GenerateRequest(ids=some_ids(20), n_predict=200))
@@ -200,7 +200,7 @@ async def test_cancelled_in_the_middle(opened: Any) -> None:
 async def test_rows_are_those_of_prefill(
     opened: Any, oracle: Oracle, flags: tuple[str, ...]
 ) -> None:
-    """A chat that was drafted goes on, live and after a restart, as monolithic prefill does; what
+    """A chat that was drafted continues, live and after a restart, as monolithic prefill does; what
     the store gives back are the very rows that were live. (With flash attention: without it where
     the cells lie decides how sums are rounded.)"""
     prompt = np.resize(some_ids(12), 60)
@@ -252,7 +252,7 @@ async def test_beside_a_chat_whose_attention_is_read(opened: Any) -> None:
     assert [drafted(answer)[0] > 0 for answer in together] == [False, True]
 
 
-async def test_nobody_gives_way_to_a_draft(opened: Any) -> None:
+async def test_no_request_is_preempted_for_a_draft(opened: Any) -> None:
     """With hardly a cell to spare replies run on, undrafted where there is no room."""
     texts = [STORY, OTHER, STORY + " cat", OTHER + " dog"]
     async with opened(()) as service:
@@ -267,7 +267,7 @@ async def test_nobody_gives_way_to_a_draft(opened: Any) -> None:
 
 
 async def test_taken_up_again_after_giving_way(opened: Any) -> None:
-    """A chat that is pushed out of the context in the middle of drafting goes on as if it had
+    """A chat that is pushed out of the context in the middle of drafting continues as if it had
     not been."""
     texts = [STORY, OTHER, STORY + " cat", OTHER + " dog"]
     fields: Said = {"n_predict": 150, "ignore_eos": True}
@@ -282,7 +282,8 @@ async def test_taken_up_again_after_giving_way(opened: Any) -> None:
 
 
 async def test_past_the_end_of_the_context(opened: Any) -> None:
-    """A chat that drops its oldest turns there does so at the same token, and goes on the same."""
+    """A chat that drops its oldest turns there does so at the same token, and continues the
+    same."""
     said = []
     for flags in ((), OWN_DRAFT):
         async with opened(flags, ctx_size=256) as service:
@@ -316,7 +317,7 @@ SHAPE = Shape(4, 128, 4, 2, 128, 448, n_ctx_train=2048, rope_freq_base=1e4, ftyp
 @pytest.mark.parametrize("arch", ["gemma3", "lfm2", "qwen35", "mamba", "rwkv7"])
 async def test_states_that_cannot_be_cut(opened: Any, tmp_path: Path, arch: str) -> None:
     """Windows slide and recurrent states go back: a drafted reply is that of a daemon without
-    drafts, and the chat that goes on from it, after a restart too, is monolithic prefill's."""
+    drafts, and the chat that continues from it, after a restart too, is monolithic prefill's."""
     path = tmp_path / "model.gguf"
     make_random_gguf(path, replace(SHAPE, arch=arch))  # type: ignore[arg-type]
     prompt = (some_ids(60) % 148 + 300).tolist()

@@ -15,7 +15,7 @@ from waiting import until_async
 from towerd.drift import Drift
 from towerd.engine.base import GenerateRequest
 from towerd.engine.embedded.calibration.measure import log_softmax
-from towerd.engine.embedded.calibration.splice_meter import SpliceMeter, StepLine
+from towerd.engine.embedded.calibration.splice_meter import SpliceMeter, SteppedSequence
 from towerd.engine.embedded.restore.scratch import Scratch
 from towerd.engine.embedded.restore.splice import rope_of
 from towerd.errors import NotSupported
@@ -74,11 +74,11 @@ def spliced_logprobs(
     scratch = Scratch(context, 1)
     rope = rope_of(model, {"type": _rope_type(oracle)}, context.n_cells)
     head = np.array([1], np.int32) if bos(oracle) else np.zeros(0, np.int32)
-    line = StepLine(scratch)
+    line = SteppedSequence(scratch)
     for part in parts:
         if isinstance(part, tuple):
             meter = SpliceMeter(
-                lambda: StepLine(scratch), rope, rot_k=False, head=head, ids=part[0]
+                lambda: SteppedSequence(scratch), rope, rot_k=False, head=head, ids=part[0]
             )
             meter.prepare([])
             meter.splice(line, part[1])
@@ -170,11 +170,11 @@ def test_rows_that_stay_and_rows_made_anew_are_one_prefill(oracle: Oracle) -> No
     tokens in between come out as prefill computes them."""
     oracle._clear()
     scratch = Scratch(oracle.context, 1)
-    whole = StepLine(scratch)
+    whole = SteppedSequence(scratch)
     whole.decode(PROMPT)
     n = len(GAP)
     rows = whole.rows(n, n + N_MODULE)
-    line = StepLine(scratch)
+    line = SteppedSequence(scratch)
     line.decode(GAP)
     at = n
     for p0, p1 in ((n + 10, n + 30), (n + 31, n + 90)):
@@ -344,7 +344,7 @@ async def test_tenants_do_not_share_modules(service_on: OpenService, tiny_model:
 async def test_preempted_in_the_middle(
     service_on: OpenService, model_path: Path, oracle: Oracle
 ) -> None:
-    """A request that gives way goes on where it was, and keeps its label."""
+    """A request that gives way continues where it was, and keeps its label."""
     settings = {"live_tokens": 512, "ctx_size": 448, "batch_size": 32, "ubatch_size": 32}
     async with service_on(model_path, **settings) as service:
         await add_module(service)
@@ -368,7 +368,7 @@ async def test_preempted_in_the_middle(
 async def test_cancelled_in_the_middle(
     service_on: OpenService, tiny_model: Path, oracle: Oracle, n_events: int
 ) -> None:
-    """Nothing leaks, and the next request goes on from what was live."""
+    """Nothing leaks, and the next request continues from what was live."""
     async with service_on(tiny_model, batch_size=8, ubatch_size=8) as service:
         await add_module(service)
         request = GenerateRequest(ids=PROMPT, n_predict=4, return_progress=True)
@@ -400,7 +400,7 @@ async def test_exact_daemons_splice_nothing(service_on: OpenService, tiny_model:
 
 async def test_measuring_beside_requests(service_on: OpenService, model_path: Path) -> None:
     """A measurement chooses at least as many tokens as it is told to, says what they cost, and
-    holds nothing when it is done; requests go on meanwhile."""
+    holds nothing when it is done; requests continue meanwhile."""
     async with service_on(model_path) as service:
         maker = service.engine.modules
         assert maker is not None
@@ -447,7 +447,7 @@ async def test_a_drift_beyond_the_bound_is_not_spliced(
             await settle(service)
 
 
-async def test_a_measurement_nobody_waits_for_ends(
+async def test_a_measurement_without_a_waiting_client_ends(
     service_on: OpenService, tiny_model: Path
 ) -> None:
     async with service_on(tiny_model) as service:

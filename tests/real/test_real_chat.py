@@ -133,7 +133,7 @@ def test_a_reply_in_a_schema(daemon: Daemon) -> None:
 def test_a_chat_moves(
     daemon: Daemon, smollm2: Path, smollm2_oracle: Oracle, tmp_path: Path
 ) -> None:
-    """Exported and imported it has the same tokens, and goes on as a prefill does, to the bit."""
+    """Exported and imported it has the same tokens, and continues as a prefill does, to the bit."""
     ids = daemon.post("/tokenize", {"content": CLOCK})["tokens"]
     ids += daemon.complete(ids, 16)["tokens"]
     session = daemon.get("/towerd/v1/sessions")["sessions"][0]["id"]

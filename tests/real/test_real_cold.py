@@ -1,4 +1,4 @@
-"""A SmolLM2 chat that was frozen goes on from its text, evaluated anew."""
+"""A SmolLM2 chat that was frozen continues from its text, evaluated anew."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ N = 8
 async def test_frozen_and_thawed(
     service_on: OpenService, smollm2: Path, smollm2_oracle: Oracle
 ) -> None:
-    """Frozen beside the live chat and again before a restart: the same session goes on, its tokens
-    are evaluated in one batch with the new ones, and the reply is a prefill's to the bit."""
+    """Frozen beside the live chat and again before a restart: the same session continues, its
+    tokens are evaluated in one batch with the new ones, and the reply is a prefill's to the bit."""
     async with service_on(smollm2) as service:
         text = await ids_of(service, CLOCK + RIVER, begins=True)
         first, second = [await ids_of(service, question) for question in QUESTIONS[:2]]

@@ -45,7 +45,7 @@ async def settle(service: EmbeddedService) -> None:
 async def test_from_ram_and_from_disk(
     service_on: OpenService, gemma: Path, gemma_oracle: Oracle
 ) -> None:
-    """Beyond its window a chat goes on from live rows, from RAM and after a restart, to the bit:
+    """Beyond its window a chat continues from live rows, from RAM and after a restart, to the bit:
     only the question and the token before it are evaluated."""
     async with service_on(gemma) as service:
         assert service.engine.stats()["state_kind"] == "window"

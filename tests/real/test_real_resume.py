@@ -1,4 +1,4 @@
-"""SmolLM2 goes on from what was kept as from what it has just evaluated, to the bit."""
+"""SmolLM2 continues from what was kept as from what it has just evaluated, to the bit."""
 
 from __future__ import annotations
 

@@ -47,8 +47,8 @@ async def test_a_text_beyond_its_budget(
 
 
 async def test_a_pass_key(service_on: OpenService, smollm2: Path) -> None:
-    """Far behind, it is found by the full cache, and under less than half of it by the policy that brings
-    back what is asked for; not by the one that keeps what is recent."""
+    """Far behind, it is found by the full cache, and under less than half of it by the policy that
+    brings back what is asked for; not by the one that keeps what is recent."""
     async with service_on(smollm2, retention="icecache") as service:
         ids = await ids_of(service, BREAD + KEY + RIVER + LETTER + ASKED, begins=True)
         assert len(ids) > 2 * BUDGET

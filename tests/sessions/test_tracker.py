@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from towerd.sessions.workflows import Step, Tracker
+from towerd.sessions.workflows import Tracker, WorkflowStep
 from towerd.sessions.workflows import tracker as module
 from towerd.store import Node
 
@@ -18,12 +18,12 @@ def text(n: int = 200) -> Any:
     return _RNG.integers(0, 32000, n).astype(np.int32)
 
 
-def step(session: str, agent: str, prompt: Any, **values: Any) -> Step:
+def step(session: str, agent: str, prompt: Any, **values: Any) -> WorkflowStep:
     fixed: dict[str, Any] = {
         "scope": "local", "tip": TIP, "reply": text(), "arrived_s": 1.0, "answered_s": 2.0,
         "stop": "end_turn",
     }  # fmt: skip
-    return Step(session=session, agent=agent, prompt=prompt, **(fixed | values))
+    return WorkflowStep(session=session, agent=agent, prompt=prompt, **(fixed | values))
 
 
 def test_a_name_decides() -> None:
@@ -38,7 +38,7 @@ def test_a_name_decides() -> None:
 
 def test_without_names_quotations_decide() -> None:
     """A new agent whose prompt holds what another one said is of its workflow; the same system
-    prompt alone is no sign."""
+    prompt alone is no evidence."""
     tracker = Tracker()
     system, other_system = text(300), text(300)
     said = text(150)
@@ -109,12 +109,12 @@ def test_only_its_owner_ends_it() -> None:
     assert tracker.end("me", "w") is mine
     assert tracker.end("me", "w") is None
     assert mine.name != tracker.step(step("s", "a", text(), workflow="w", scope="them"))[0].name
-    # a session whose workflow is over begins another when it goes on
+    # a session whose workflow is over begins another when it continues
     goes_on, _ = tracker.step(step("s", "a", text(), scope="me"))
     assert goes_on is not mine
 
 
-def test_a_clock_that_goes_back_is_borne() -> None:
+def test_a_clock_that_goes_back_is_tolerated() -> None:
     tracker = Tracker()
     workflow, _ = tracker.step(step("s", "a", text(), arrived_s=1e6, answered_s=1e6))
     again, over = tracker.step(step("s", "a", text(), arrived_s=5.0, answered_s=4.0))

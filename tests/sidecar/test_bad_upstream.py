@@ -190,7 +190,7 @@ def attached_to(root: Path, url: str, slot_dir: Path, *flags: str) -> Daemon:
 
 
 def test_attached(llama_server: Path, slot_dir: Path, tmp_path: Path) -> None:
-    """An attached llama-server is used, and goes on when towerd ends."""
+    """An attached llama-server is used, and continues when towerd ends."""
     flags = (*FLAGS, "-kvu", "--cache-ram", "0", "--no-cache-idle-slots", "--api-key", "theirs")
     server = start_llama_server(bundled_model(), *flags, "--slot-save-path", str(slot_dir))
     with server:

@@ -1,5 +1,6 @@
 """towerd and its llama-server killed together, under load and with few slots: whatever a client
-saw the end of is there afterwards, and goes on with the words that llama-server alone would say."""
+saw the end of is there afterwards, and continues with the words that llama-server alone would
+say."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from sidecar_tools import OpenSidecar, alone, ask, prompt
 
-from towerd.engine.llama_server.process.upstream import Upstream
+from towerd.engine.llama_server.process.upstream_client import UpstreamClient
 from towerd.engine.llama_server.slots.image import (
     ImageSpec,
     SlotImage,
@@ -32,7 +32,7 @@ WINDOW = 48
 N = 130
 
 
-async def saved(upstream: Upstream, folder: Path, ids: Ids) -> bytes:
+async def saved(upstream: UpstreamClient, folder: Path, ids: Ids) -> bytes:
     """What llama-server writes for a slot of these tokens."""
     await upstream.evaluate(ids, 0)
     await upstream.save(0, "saved")
@@ -195,7 +195,7 @@ async def test_the_saved_tokens_are_the_truth(sidecar_on: OpenSidecar) -> None:
 async def test_a_file_of_another_model(
     llama_server: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """llama-server refuses what its layers do not fit, and goes on. (A file that is too short
+    """llama-server refuses what its layers do not fit, and continues. (A file that is too short
     ends it, so the composer works out every size before it writes a byte.)"""
     flags = "--slot-save-path", str(tmp_path)
     async with alone(llama_server, bundled_model(), tmp_path, *flags) as process:

@@ -306,10 +306,11 @@ def test_tools_in_anthropic(with_tools: Daemon) -> None:
 def test_tools_in_responses(with_tools: Daemon) -> None:
     """And in the words of OpenAI's responses."""
     items: list[Any] = [
-        *HELLO, {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"},
+        *HELLO,
+        {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "c1", "output": "a red ball"},
         {"role": "user", "content": "And?"},
-    ]  # fmt: skip
+    ]
     tools: list[Any] = [{"type": "function", "strict": True, **TOOL}]
     with OpenAI(base_url=with_tools.url + "/v1", api_key="none", max_retries=0) as client:
         raw = client.responses.with_raw_response.create(

@@ -1,4 +1,4 @@
-"""Frozen conversations in front of a llama-server go on as in the embedded engine."""
+"""Frozen conversations in front of a llama-server continue as in the embedded engine."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from waiting import until_async
 from towerd.config import Config
 from towerd.engine.base import Finish, GenerateRequest, Piece, Started
 from towerd.engine.llama_server.process.process import free_port
-from towerd.engine.llama_server.slots.lease import Lease
+from towerd.engine.llama_server.slots.slot_lease import SlotLease
 from towerd.errors import ConfigError, ContextExceeded, InvalidRequest, TowerdError, Unavailable
 from towerd.models.bundled import bundled_model
 from towerd.models.random_gguf import PRESETS, make_random_gguf
@@ -28,7 +28,7 @@ from towerd.service import open_service
 from towerd.tokens import Ids
 
 
-async def complete(sidecar: Sidecar, lease: Lease, ids: Ids, n: int = 8) -> dict[str, Any]:
+async def complete(sidecar: Sidecar, lease: SlotLease, ids: Ids, n: int = 8) -> dict[str, Any]:
     """What the pass-through does with a lease."""
     body = {"prompt": ids.tolist(), "id_slot": lease.slot, "n_predict": n, "temperature": 0.0}
     body |= {"ignore_eos": True, "return_tokens": True}
@@ -37,7 +37,7 @@ async def complete(sidecar: Sidecar, lease: Lease, ids: Ids, n: int = 8) -> dict
     return reply
 
 
-async def record(sidecar: Sidecar, lease: Lease, reply: dict[str, Any]) -> str:
+async def record(sidecar: Sidecar, lease: SlotLease, reply: dict[str, Any]) -> str:
     """The end of a lease; the session that its turn is recorded under."""
     leased = await lease.finished(
         reply_ids=reply["tokens"],
@@ -51,7 +51,7 @@ async def record(sidecar: Sidecar, lease: Lease, reply: dict[str, Any]) -> str:
 
 async def turn(
     sidecar: Sidecar, ids: Ids, scope: str = "local", session: str | None = None
-) -> tuple[dict[str, Any], Lease, str]:
+) -> tuple[dict[str, Any], SlotLease, str]:
     """One leased request: the reply, the lease and the session."""
     async with await sidecar.engine.lease(ids, scope, session) as lease:
         reply = await complete(sidecar, lease, ids)
@@ -82,12 +82,14 @@ async def test_leases(sidecar_on: OpenSidecar) -> None:
     """What the pass-through sees: the slot, where tokens came from, the recorded session."""
     async with sidecar_on() as sidecar:
         reply, lease, session = await turn(sidecar, prompt(50))
-        assert (lease.reuse.prefill, lease.foretold.expected) == (50, 0)
+        assert (lease.reuse.prefill, lease.expected_reuse.n_cached) == (50, 0)
         assert reply["id_slot"] == lease.slot
         longer = np.concatenate([prompt(50), np.array(reply["tokens"], np.int32), prompt(9, 1)])
         again, second, same = await turn(sidecar, longer)
         assert (second.slot, same) == (lease.slot, session)
-        assert second.foretold.expected == again["timings"]["cache_n"] == second.reuse.live == 57
+        assert (
+            second.expected_reuse.n_cached == again["timings"]["cache_n"] == second.reuse.live == 57
+        )
         _, _, named = await turn(sidecar, prompt(30, 2), session="my-chat")
         assert named == "my-chat"
         infos = await asyncio.to_thread(sidecar.store.sessions)
@@ -106,7 +108,7 @@ async def test_tenants_do_not_share_slots(sidecar_on: OpenSidecar) -> None:
 
 
 async def test_a_public_base_is_shared(sidecar_on: OpenSidecar) -> None:
-    """What the operator marked public is restored for everybody, and only that."""
+    """What the operator marked public is restored for all tenants, and only that."""
     async with sidecar_on(parallel=1) as sidecar:
         base = prompt(80)
         add = sidecar.store.add_base
@@ -161,7 +163,7 @@ async def test_requests_that_the_server_places(sidecar_on: OpenSidecar) -> None:
         assert reply["timings"]["cache_n"] == 0
 
 
-async def test_an_unstreamed_reply_holds_nobody_up(sidecar_on: OpenSidecar) -> None:
+async def test_an_unstreamed_reply_blocks_no_other(sidecar_on: OpenSidecar) -> None:
     """Its first byte is its last, so that it runs is seen in the slots."""
     async with sidecar_on() as sidecar:
         engine = sidecar.engine
@@ -424,7 +426,7 @@ async def test_cells_that_all_slots_share(sidecar_on: OpenSidecar) -> None:
 
 
 async def test_idle_chats_are_saved(sidecar_on: OpenSidecar) -> None:
-    """A chat that nobody has asked for a while is in the store, so that a crash costs nothing."""
+    """A chat without requests for a while is in the store, so that a crash costs nothing."""
     async with sidecar_on() as sidecar:
         sidecar.engine.upkeep.idle_s = 0.0
         await ask(sidecar, prompt(60))
@@ -440,7 +442,7 @@ ENGINES = ("embedded", "llama-server")
 async def test_both_engines_read_one_store(
     sidecar_on: OpenSidecar, tiny_model: Path, tmp_path: Path, first: str, cache: str
 ) -> None:
-    """A chat begun on one engine goes on, restored, on the other."""
+    """A chat begun on one engine continues, restored, on the other."""
     settings: dict[str, Any] = {"cache_type_k": cache, "cache_type_v": cache, "ctx_size": 1024}
 
     async def with_embedded(work: Callable[[Any], Any]) -> Any:

@@ -15,7 +15,7 @@ import pytest
 from sidecar_tools import OpenSidecar, Sidecar, alone, ask, prompt, running_again
 
 from towerd.engine.base import Finish
-from towerd.engine.llama_server.process.upstream import Upstream
+from towerd.engine.llama_server.process.upstream_client import UpstreamClient
 from towerd.models.bundled import bundled_model
 from towerd.tokens import Ids
 
@@ -64,7 +64,7 @@ def script(llama_server: Path, model: Path, tmp_path_factory: pytest.TempPathFac
     return asyncio.run(run())
 
 
-async def _chat_alone(upstream: Upstream, chat: int) -> list[Reply]:
+async def _chat_alone(upstream: UpstreamClient, chat: int) -> list[Reply]:
     ids: list[int] = []
     replies: list[Reply] = []
     for turn in range(TURNS):
@@ -133,7 +133,7 @@ async def test_llama_server_is_killed(sidecar_on: OpenSidecar, model: Path, scri
 
 
 async def test_towerd_is_restarted(sidecar_on: OpenSidecar, model: Path, script: Script) -> None:
-    """A new engine on the same store goes on from what the old one wrote."""
+    """A new engine on the same store continues from what the old one wrote."""
     reused = 0
     for turn in range(TURNS):
         async with sidecar_on(model, ctx_size=1024) as sidecar:

@@ -185,7 +185,7 @@ def test_a_reply_that_breaks_off(attached: Daemon, upstream: Upstream, head: byt
     until(lambda: ask(attached, path="/health").status_code == 200)
 
 
-def test_nobody_there(tmp_path: Path) -> None:
+def test_no_server_there(tmp_path: Path) -> None:
     """An upstream that has gone is a 503."""
     slots = tmp_path / "slots"
     slots.mkdir(mode=0o700)
@@ -199,7 +199,7 @@ def test_nobody_there(tmp_path: Path) -> None:
 
 
 def test_a_reply_waits_for_its_reader(attached: Daemon, upstream: Upstream) -> None:
-    """What nobody reads stays with its sender; in the end it is all there."""
+    """What is not read stays with its sender; in the end it is all there."""
     data = bytes(range(256)) * 800_000
     stopped: list[int] = []
     is_stopped = threading.Event()
@@ -223,7 +223,7 @@ def test_a_reply_waits_for_its_reader(attached: Daemon, upstream: Upstream) -> N
 
 
 def test_who_leaves_ends_it(attached: Daemon, upstream: Upstream) -> None:
-    """Whoever generates a stream learns that nobody listens."""
+    """The sender of a stream learns that its reader has left."""
     is_left = threading.Event()
 
     def talk(asked: Asked) -> None:

@@ -1,4 +1,4 @@
-"""What the probe finds out about a llama-server that somebody else started, and what it says."""
+"""What the probe finds out about a llama-server that towerd did not start, and what it says."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from towerd.engine.llama_server.process.attached import command_behind
 from towerd.engine.llama_server.process.binary import library_env
 from towerd.engine.llama_server.process.probe import ProbeResult, probe
 from towerd.engine.llama_server.process.process import LlamaServerProcess
-from towerd.engine.llama_server.process.upstream import Upstream
+from towerd.engine.llama_server.process.upstream_client import UpstreamClient
 from towerd.engine.llama_server.slots.slotdir import SlotDir
 from towerd.errors import ConfigError
 from towerd.models.bundled import bundled_model
@@ -116,7 +116,7 @@ async def test_a_draft_model(probed: Probe) -> None:
 
 async def refusal(url: str, slot_dir: Path, key: str | None = None) -> str:
     """What the probe refuses an upstream with."""
-    async with aclosing(Upstream(url, key)) as upstream:
+    async with aclosing(UpstreamClient(url, key)) as upstream:
         with pytest.raises(ConfigError) as error:
             await probe(upstream, SlotDir.shared(slot_dir))
     return error.value.message
@@ -197,7 +197,7 @@ async def test_something_else(props: Any, message: str, shared: Path) -> None:
 async def test_attached(
     sidecar_on: OpenSidecar, llama_server: Path, tmp_path: Path, shared: Path
 ) -> None:
-    """An engine on somebody else's server: its flags are seen, its slots used, and it outlives us."""
+    """An engine on an attached server: its flags are seen, its slots used, and it outlives us."""
     flags = ("--slot-save-path", str(shared), "-np", "2", "-c", "512", "--rope-freq-base", "20000")
     async with alone(llama_server, bundled_model(), tmp_path, *flags) as process:
         command = command_behind(process.upstream.url)

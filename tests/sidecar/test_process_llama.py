@@ -25,7 +25,7 @@ from towerd.engine.llama_server.process.flags import (
     server_env,
 )
 from towerd.engine.llama_server.process.process import describe_exit
-from towerd.engine.llama_server.process.upstream import Upstream
+from towerd.engine.llama_server.process.upstream_client import UpstreamClient
 from towerd.errors import ConfigError, Unauthorized
 from towerd.models.bundled import bundled_model
 
@@ -35,7 +35,7 @@ async def test_it_serves_with_its_key_only(llama_server: Path, tmp_path: Path) -
     async with alone(llama_server, bundled_model(), tmp_path) as process:
         assert await process.upstream.is_healthy()
         assert (await process.upstream.get("/props"))["total_slots"] == 1
-        async with aclosing(Upstream(process.upstream.url)) as stranger:
+        async with aclosing(UpstreamClient(process.upstream.url)) as stranger:
             with pytest.raises(Unauthorized):
                 await stranger.get("/props")
         assert process.pid is not None

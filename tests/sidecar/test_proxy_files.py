@@ -103,11 +103,15 @@ def test_files(both: tuple[str, str], public: Path, name: str, method: str) -> N
 @pytest.mark.parametrize(
     "headers",
     [
-        {"Range": "bytes=100-299"}, {"Range": "bytes=-50"}, {"Range": "bytes=9999999-"},
-        {"Accept-Encoding": "gzip, br"}, {"Accept-Encoding": "identity"},
-        {"If-Modified-Since": "Fri, 01 Jan 2100 00:00:00 GMT"}, {"If-None-Match": "*"},
+        {"Range": "bytes=100-299"},
+        {"Range": "bytes=-50"},
+        {"Range": "bytes=9999999-"},
+        {"Accept-Encoding": "gzip, br"},
+        {"Accept-Encoding": "identity"},
+        {"If-Modified-Since": "Fri, 01 Jan 2100 00:00:00 GMT"},
+        {"If-None-Match": "*"},
     ],
-)  # fmt: skip
+)
 def test_parts_and_conditions(both: tuple[str, str], headers: dict[str, str]) -> None:
     """What a browser asks for when it has some of a file already."""
     check_same(both, "/bundle.js", headers=headers)

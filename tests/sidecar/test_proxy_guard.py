@@ -214,7 +214,7 @@ def test_conversations_are_each_tenants_own(guarded: Daemon) -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {"n": 2}])
-def test_nobody_learns_what_others_asked(guarded: Daemon, fields: dict[str, Any]) -> None:
+def test_no_tenant_learns_what_others_asked(guarded: Daemon, fields: dict[str, Any]) -> None:
     """What one tenant asked is not cached for another, and the reply says so."""
     body = {"prompt": "The secret of the old house " * 4, "max_tokens": 1, **fields}
     for key in (ANN, BOB):
@@ -264,7 +264,7 @@ def test_bodies_that_are_no_requests(sidecar: Daemon, path: str, data: bytes) ->
 
 
 def test_own_paths_are_not_sent_on(sidecar: Daemon) -> None:
-    """What towerd does not have below /towerd, nobody has."""
+    """A path below /towerd that towerd does not have does not exist."""
     reply = requests.get(sidecar.url + "/towerd/no/such", timeout=30)
     assert reply.json() == {
         "error": {"code": 404, "message": "File Not Found", "type": "not_found_error"}

@@ -97,7 +97,7 @@ def test_other_ways_to_show_one(both: tuple[str, str]) -> None:
 
 
 def test_a_picture_that_is_none(both: tuple[str, str]) -> None:
-    """llama-server's own refusal, and both go on."""
+    """llama-server's own refusal, and both continue."""
     broken = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     body = {"messages": [{"role": "user", "content": [broken]}], **GREEDY}
     replies = [requests.post(u + "/v1/chat/completions", json=body, timeout=60) for u in both]

@@ -105,7 +105,7 @@ OTHERS: list[tuple[str, Any, int]] = [
 def test_conversations_survive_what_is_between(
     mixed: Daemon, reference: str, path: str, body: Any, status: int
 ) -> None:
-    """Two chats fill both slots; then comes something that takes any slot; both chats go on word
+    """Two chats fill both slots; then comes something that takes any slot; both chats continue word
     for word as without it, from what the store or their slot has."""
     names = [f"{path} {status} {i}" for i in range(2)]
     asked = [f"Chat {name} begins with a long line of words." for name in names]
@@ -132,7 +132,7 @@ def test_nothing_cached_when_asked(mixed: Daemon) -> None:
 
 
 def test_adapters_stop_reuse(mixed: Daemon) -> None:
-    """After POST /lora-adapters the engine looks again; with the same scales all goes on."""
+    """After POST /lora-adapters the engine looks again; with the same scales all continues."""
     mixed.complete("Adapters come and go", 4)
     assert ask(mixed.url, "/lora-adapters", []) == {"success": True}
     again = mixed.complete("Adapters come and go", 4)

@@ -70,7 +70,7 @@ async def serving(config: Config) -> AsyncIterator[Daemon]:
 async def test_leaving(
     slow_model: Path, llama_server: Path, tmp_path: Path, headers: dict[str, str], is_read: bool
 ) -> None:
-    """Streams that last longer than the grace are ended at llama-server too, those that go on
+    """Streams that last longer than the grace are ended at llama-server too, those that continue
     for a client who left as well, and what was said is kept."""
     config = Config(
         engine="llama-server",

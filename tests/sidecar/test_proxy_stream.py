@@ -165,7 +165,7 @@ def test_turn_is_durable_before_the_end_is_sent(sidecar: Daemon) -> None:
 
 
 def test_resumable_stream(slow: Daemon) -> None:
-    """With X-Conversation-Id llama-server goes on without its client, who may come back; the
+    """With X-Conversation-Id llama-server continues without its client, who may come back; the
     whole turn is recorded."""
     body: dict[str, Any] = {"prompt": "Again", "max_tokens": 300}
     names = {"X-Conversation-Id": "conv::model", "X-Towerd-Session": "resumed"}

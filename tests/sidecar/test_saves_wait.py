@@ -8,7 +8,7 @@ from waiting import until_async
 
 
 async def test_a_save_does_not_hold_up_a_first_token(sidecar_on: OpenSidecar) -> None:
-    """An idle slot is saved when nobody waits for a first token, or somebody does for long."""
+    """An idle slot is saved when no request waits for its first token, or one waits for long."""
     async with sidecar_on(parallel=2) as sidecar:
         engine, upkeep = sidecar.engine, sidecar.engine.upkeep
         _, done = await ask(sidecar, prompt(60))

@@ -10,8 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from towerd.engine.llama_server.slots.gate import Gate
-from towerd.engine.llama_server.slots.placement import Choice, Costs, Policy, Slot, Want
+from towerd.engine.llama_server.slots.launch_gate import LaunchGate
+from towerd.engine.llama_server.slots.placement import (
+    Costs,
+    PlacementPolicy,
+    Slot,
+    SlotChoice,
+    SlotRequest,
+)
 from towerd.engine.llama_server.slots.slot_table import SlotTable
 from towerd.errors import Unavailable
 from towerd.tokens import Ids
@@ -29,163 +35,165 @@ def filled(slot_id: int, tokens: Ids, *, used: int = 1, stored: int = 0, scope: 
     return slot
 
 
-def choose(policy: Policy, want: Want, *slots: Slot) -> Choice:
-    choice = policy.choose(want, slots)
+def choose(policy: PlacementPolicy, request: SlotRequest, *slots: Slot) -> SlotChoice:
+    choice = policy.choose(request, slots)
     assert choice is not None
     return choice
 
 
 @pytest.fixture
-def policy() -> Policy:
-    return Policy(Costs())
+def policy() -> PlacementPolicy:
+    return PlacementPolicy(Costs())
 
 
-def test_a_chat_goes_on_where_it_is(policy: Policy) -> None:
+def test_a_chat_goes_on_where_it_is(policy: PlacementPolicy) -> None:
     """No restore, no save, no erase: steady chatting costs nothing."""
     chat = ids(100)
-    want = Want(np.concatenate([chat, ids(10, 1)]), "a", n_storable=100)
+    request = SlotRequest(np.concatenate([chat, ids(10, 1)]), "a", n_storable=100)
     own, other = filled(0, chat, stored=50), filled(1, ids(80, 2), used=9)
-    choice = choose(policy, want, other, own)
+    choice = choose(policy, request, other, own)
     assert (choice.slot, choice.n_reused) == (own, 100)
     assert (choice.restore, choice.erase, choice.capture) == (False, False, None)
 
 
-def test_an_empty_slot_is_taken_before_a_full_one(policy: Policy) -> None:
-    """Whatever the store has is restored there; nobody has to leave."""
-    want = Want(ids(200), "a", n_storable=150)
+def test_an_empty_slot_is_taken_before_a_full_one(policy: PlacementPolicy) -> None:
+    """Whatever the store has is restored there; no chat has to leave."""
+    request = SlotRequest(ids(200), "a", n_storable=150)
     empty = Slot(2)
-    choice = choose(policy, want, filled(0, ids(90, 1)), filled(1, ids(90, 2)), empty)
+    choice = choose(policy, request, filled(0, ids(90, 1)), filled(1, ids(90, 2)), empty)
     assert (choice.slot, choice.restore, choice.n_reused) == (empty, True, 150)
     assert choice.capture is None
 
 
-def test_the_longest_unused_leaves(policy: Policy) -> None:
+def test_the_longest_unused_leaves(policy: PlacementPolicy) -> None:
     """Among slots whose rows are all stored it is recency that counts."""
     slots = [filled(i, ids(100, i), used=used, stored=100) for i, used in enumerate((3, 1, 2))]
-    choice = choose(policy, Want(ids(50, 9), "a"), *slots)
+    choice = choose(policy, SlotRequest(ids(50, 9), "a"), *slots)
     assert choice.slot is slots[1]
     assert choice.capture is None
 
 
-def test_rows_of_worth_are_saved_first(policy: Policy) -> None:
+def test_rows_of_worth_are_saved_first(policy: PlacementPolicy) -> None:
     """A slot with many tokens of its own is saved before it is given away; for a few tokens
     saving all of it would cost more than computing them again."""
     many, few = filled(0, ids(500), stored=100), filled(0, ids(500), stored=499)
-    assert choose(policy, Want(ids(50, 9), "a"), many).capture is many
+    assert choose(policy, SlotRequest(ids(50, 9), "a"), many).capture is many
     policy.costs.save_ms = 1.0
-    assert choose(policy, Want(ids(50, 9), "a"), few).capture is None
+    assert choose(policy, SlotRequest(ids(50, 9), "a"), few).capture is None
 
 
-def test_a_base_in_another_slot_is_captured_and_restored(policy: Policy) -> None:
+def test_a_base_in_another_slot_is_captured_and_restored(policy: PlacementPolicy) -> None:
     """A new chat over a base that only an idle slot has: that slot is saved, and both keep it."""
     base = ids(1000)
     first = filled(0, np.concatenate([base, ids(200, 1)]))
-    want = Want(np.concatenate([base, ids(50, 2)]), "a")
-    choice = choose(policy, want, first, Slot(1))
+    request = SlotRequest(np.concatenate([base, ids(50, 2)]), "a")
+    choice = choose(policy, request, first, Slot(1))
     assert choice.slot.id == 1
     assert (choice.restore, choice.n_reused, choice.capture) == (True, 1000, first)
 
 
-def test_short_prompts_are_computed(policy: Policy) -> None:
+def test_short_prompts_are_computed(policy: PlacementPolicy) -> None:
     """Restoring less than it costs to restore is not worth it."""
     policy.costs.call_ms = 50.0
-    choice = choose(policy, Want(ids(20), "a", n_storable=10), Slot(0))
+    choice = choose(policy, SlotRequest(ids(20), "a", n_storable=10), Slot(0))
     assert not choice.restore
     assert choice.n_reused == 0
 
 
-def test_another_tenants_tokens_are_not_used(policy: Policy) -> None:
+def test_another_tenants_tokens_are_not_used(policy: PlacementPolicy) -> None:
     """Nor is it left to the server to find them: the slot is emptied. What is public may stay."""
     chat = ids(100)
     theirs = filled(0, chat, scope="b", stored=100)
-    choice = choose(policy, Want(chat, "a"), theirs)
+    choice = choose(policy, SlotRequest(chat, "a"), theirs)
     assert (choice.n_reused, choice.erase) == (0, True)
-    public = Want(np.concatenate([chat, ids(5, 1)]), "a", n_public=100)
+    public = SlotRequest(np.concatenate([chat, ids(5, 1)]), "a", n_public=100)
     assert policy.live(public, theirs) == (100, False)
-    theirs.hidden = True  # a reply nobody knows the tokens of may follow the public ones
+    theirs.hidden = True  # a reply whose tokens are not known may follow the public ones
     assert policy.live(public, theirs) == (0, True)
 
 
-def test_nothing_is_reused_unasked(policy: Policy) -> None:
+def test_nothing_is_reused_unasked(policy: PlacementPolicy) -> None:
     """cache_prompt=false: no restore, and what is live is left to the server to drop."""
     chat = ids(100)
-    want = Want(chat, "a", n_storable=90, cache_prompt=False)
-    choice = choose(policy, want, filled(0, chat))
+    request = SlotRequest(chat, "a", n_storable=90, cache_prompt=False)
+    choice = choose(policy, request, filled(0, chat))
     assert (choice.n_reused, choice.restore) == (0, False)
 
 
 def test_nothing_is_stored_where_it_does_not_work() -> None:
     """Without composition slots are only chosen, by what they hold."""
-    policy = Policy(Costs(), can_store=False)
+    policy = PlacementPolicy(Costs(), can_store=False)
     chat = ids(100)
     slots = [filled(0, ids(100, 1)), filled(1, chat)]
-    choice = choose(policy, Want(np.append(chat, 7).astype(np.int32), "a", n_storable=99), *slots)
+    choice = choose(
+        policy, SlotRequest(np.append(chat, 7).astype(np.int32), "a", n_storable=99), *slots
+    )
     assert (choice.slot, choice.restore, choice.capture) == (slots[1], False, None)
 
 
 def test_windows() -> None:
     """With sliding-window layers a prefix inside a slot is not certain to be usable; in a slot
     that was restored without it, it must not be used."""
-    policy = Policy(Costs(), window=40)
+    policy = PlacementPolicy(Costs(), window=40)
     chat = ids(100)
     slot = filled(0, chat)
-    inside = Want(np.concatenate([chat[:60], ids(9, 1)]), "a")
+    inside = SlotRequest(np.concatenate([chat[:60], ids(9, 1)]), "a")
     assert policy.live(inside, slot) == (0, False)
-    assert policy.live(Want(np.append(chat, 5).astype(np.int32), "a"), slot) == (100, False)
+    assert policy.live(SlotRequest(np.append(chat, 5).astype(np.int32), "a"), slot) == (100, False)
     slot.hold_restored(chat, "a", 61, np.zeros(100, np.uint8))
     assert policy.live(inside, slot) == (0, True)
-    assert policy.live(Want(np.append(chat, 5).astype(np.int32), "a"), slot) == (100, False)
+    assert policy.live(SlotRequest(np.append(chat, 5).astype(np.int32), "a"), slot) == (100, False)
 
 
-def test_opaque_conversations_keep_their_slot(policy: Policy) -> None:
+def test_opaque_conversations_keep_their_slot(policy: PlacementPolicy) -> None:
     """Images and the like: by label, never with what another tenant left."""
     slots = [Slot(0, last_used=5), Slot(1, last_used=1)]
     slots[0].hold_unknown("a", "chat-7")
     slots[1].hold_unknown("b", "chat-7")
-    own = choose(policy, Want(None, "a", "chat-7"), *slots)
+    own = choose(policy, SlotRequest(None, "a", "chat-7"), *slots)
     assert (own.slot, own.erase) == (slots[0], False)
     slots[0].busy = True
-    other = choose(policy, Want(None, "a", "chat-7"), *slots)
+    other = choose(policy, SlotRequest(None, "a", "chat-7"), *slots)
     assert (other.slot, other.erase) == (slots[1], True)
 
 
-def test_a_request_that_cannot_name_its_slot(policy: Policy) -> None:
+def test_a_request_that_cannot_name_its_slot(policy: PlacementPolicy) -> None:
     """It gets the slot that the server would pick, or any that it would pick once prepared."""
     chat = ids(100)
     slots = [filled(0, ids(50, 1)), filled(1, chat[:99]), filled(2, chat)]
-    want = Want(chat, "a", n_storable=99, pinned=False)
-    assert choose(policy, want, *slots).slot is slots[2]
+    request = SlotRequest(chat, "a", n_storable=99, pinned=False)
+    assert choose(policy, request, *slots).slot is slots[2]
     slots[2].busy = True
-    assert choose(policy, want, *slots).slot is slots[1]
+    assert choose(policy, request, *slots).slot is slots[1]
     slots[1].busy = True
-    assert choose(policy, want, *slots).slot is slots[0]
+    assert choose(policy, request, *slots).slot is slots[0]
 
 
-def test_all_busy(policy: Policy) -> None:
+def test_all_busy(policy: PlacementPolicy) -> None:
     slot = filled(0, ids(10))
     slot.busy = True
-    assert policy.choose(Want(ids(10), "a"), [slot]) is None
-    assert policy.next([Want(ids(10), "a")], [slot]) is None
+    assert policy.choose(SlotRequest(ids(10), "a"), [slot]) is None
+    assert policy.next([SlotRequest(ids(10), "a")], [slot]) is None
     assert policy.next([], [Slot(0)]) is None
 
 
-def test_tenants_take_turns(policy: Policy) -> None:
+def test_tenants_take_turns(policy: PlacementPolicy) -> None:
     """One who has slots waits for one who has none, however many requests he sends."""
     busy = Slot(0, busy=True, holder="greedy")
-    greedy = [Want(ids(10, i), "greedy") for i in range(5)]
-    modest = Want(ids(10, 9), "modest")
+    greedy = [SlotRequest(ids(10, i), "greedy") for i in range(5)]
+    modest = SlotRequest(ids(10, 9), "modest")
     found = policy.next([*greedy, modest], [busy, Slot(1)])
     assert found is not None
     assert found[0] is modest
 
 
-def test_who_is_there_may_go_first_but_not_for_ever(policy: Policy) -> None:
+def test_who_is_there_may_go_first_but_not_for_ever(policy: PlacementPolicy) -> None:
     """A request that continues the only free slot overtakes one that would evict it; after as
     many times as there are slots the other one goes."""
     chat = ids(100)
     slot = filled(0, chat)
-    stranger = Want(ids(100, 1), "a")
-    own = Want(np.append(chat, 5).astype(np.int32), "a")
+    stranger = SlotRequest(ids(100, 1), "a")
+    own = SlotRequest(np.append(chat, 5).astype(np.int32), "a")
     order = []
     for _ in range(3):
         found = policy.next([stranger, own], [slot])
@@ -194,12 +202,15 @@ def test_who_is_there_may_go_first_but_not_for_ever(policy: Policy) -> None:
     assert order == [own, stranger, stranger]
 
 
-def test_a_slot_that_is_being_saved_is_waited_for(policy: Policy) -> None:
+def test_a_slot_that_is_being_saved_is_waited_for(policy: PlacementPolicy) -> None:
     """Its own chat waits the moment that a save takes; another one does not, and goes first."""
     chat = ids(100)
     saved, empty = filled(0, chat), Slot(1)
     saved.busy = saved.saving = True
-    own, stranger = Want(np.append(chat, 5).astype(np.int32), "a"), Want(ids(100, 1), "a")
+    own, stranger = (
+        SlotRequest(np.append(chat, 5).astype(np.int32), "a"),
+        SlotRequest(ids(100, 1), "a"),
+    )
     assert policy.next([own], [saved, empty]) is None
     found = policy.next([own, stranger], [saved, empty])
     assert found is not None
@@ -211,14 +222,17 @@ def test_a_slot_that_is_being_saved_is_waited_for(policy: Policy) -> None:
 
 
 def test_a_state_that_cannot_be_cut() -> None:
-    """Only a prompt that begins with all that a slot holds, and has more, goes on from it."""
-    policy = Policy(Costs(), extends_only=True, can_store=False)
+    """Only a prompt that begins with all that a slot holds, and has more, continues from it."""
+    policy = PlacementPolicy(Costs(), extends_only=True, can_store=False)
     chat = ids(100)
     slot = filled(0, chat)
     for n, live in ((120, 100), (100, 0), (60, 0)):
-        want = Want(np.concatenate([chat, ids(20, 1)])[:n], "a")
-        assert policy.live(want, slot) == (live, False)
-    assert policy.live(Want(np.concatenate([chat[:50], ids(80, 2)]), "a"), slot) == (0, False)
+        request = SlotRequest(np.concatenate([chat, ids(20, 1)])[:n], "a")
+        assert policy.live(request, slot) == (live, False)
+    assert policy.live(SlotRequest(np.concatenate([chat[:50], ids(80, 2)]), "a"), slot) == (
+        0,
+        False,
+    )
 
 
 def test_costs_follow_what_is_measured() -> None:
@@ -280,59 +294,59 @@ def test_nothing_dearer_than_needed_is_chosen(
     held: Sequence[tuple[int, int, int]], chat: int, n: int, n_storable: int
 ) -> None:
     """Of all slots the one that is cheapest when it is the only one that is free."""
-    policy = Policy(Costs())
+    policy = PlacementPolicy(Costs())
     slots = [
         filled(i, ids(60, c)[:length], used=used, stored=length)
         for i, (c, length, used) in enumerate(held)
     ]
-    want = Want(ids(60, chat)[:n], "a", n_storable=min(n_storable, n - 1))
+    request = SlotRequest(ids(60, chat)[:n], "a", n_storable=min(n_storable, n - 1))
     alone = []
     for free in slots:
         for slot in slots:
             slot.busy = slot is not free
-        alone.append(choose(policy, want, *slots))
+        alone.append(choose(policy, request, *slots))
         free.busy = False
     for slot in slots:
         slot.busy = False
-    found = choose(policy, want, *slots)
+    found = choose(policy, request, *slots)
     least = min((choice.cost_ms, choice.slot.last_used) for choice in alone)
     assert (found.cost_ms, found.slot.last_used) == least
     assert found in alone
 
 
-async def test_the_queue_is_bounded(policy: Policy) -> None:
+async def test_the_queue_is_bounded(policy: PlacementPolicy) -> None:
     """Who comes when it is full is told so at once; who waits gets the slot that is freed."""
     table = SlotTable(policy, 1, queue_max=1, verify=lambda: None)
-    first = await table.acquire(Want(ids(5), "a"))
-    second = asyncio.create_task(table.acquire(Want(ids(5, 1), "a")))
+    first = await table.acquire(SlotRequest(ids(5), "a"))
+    second = asyncio.create_task(table.acquire(SlotRequest(ids(5, 1), "a")))
     await asyncio.sleep(0)
     with pytest.raises(Unavailable, match="1 requests are waiting"):
-        await table.acquire(Want(ids(5, 2), "a"))
+        await table.acquire(SlotRequest(ids(5, 2), "a"))
     table.free(first.slot)
     assert (await second).slot is first.slot
     table.free(first.slot)
     assert (table.n_busy, table.n_waiting) == (0, 0)
 
 
-async def test_who_leaves_gives_the_slot_back(policy: Policy) -> None:
+async def test_who_leaves_gives_the_slot_back(policy: PlacementPolicy) -> None:
     """Cancelled while waiting, or in the moment it was granted."""
     table = SlotTable(policy, 1, queue_max=5, verify=lambda: None)
-    held = await table.acquire(Want(ids(5), "a"))
-    waiting = [asyncio.create_task(table.acquire(Want(ids(5, i), "a"))) for i in range(3)]
+    held = await table.acquire(SlotRequest(ids(5), "a"))
+    waiting = [asyncio.create_task(table.acquire(SlotRequest(ids(5, i), "a"))) for i in range(3)]
     await asyncio.sleep(0)
     waiting[0].cancel()
     await asyncio.sleep(0)
     table.free(held.slot)  # grants the second
     waiting[1].cancel()
     done = await asyncio.gather(*waiting, return_exceptions=True)
-    assert isinstance(done[2], Choice)
+    assert isinstance(done[2], SlotChoice)
     table.free(done[2].slot)
     assert (table.n_busy, table.n_waiting) == (0, 0)
 
 
 async def test_the_gate_keeps_the_two_kinds_apart() -> None:
     """An unpinned request waits for leases that are being placed, and holds new ones up."""
-    gate = Gate()
+    gate = LaunchGate()
     await gate.begin_placing()
     unpinned = asyncio.create_task(gate.begin_unpinned())
     await asyncio.sleep(0)
@@ -350,8 +364,8 @@ async def test_the_gate_keeps_the_two_kinds_apart() -> None:
 
 async def test_neither_kind_keeps_the_other_out() -> None:
     """Unpinned requests that never leave a gap let a lease through that came before them; one
-    that stops waiting lets those behind it go on."""
-    gate = Gate()
+    that stops waiting lets those behind it continue."""
+    gate = LaunchGate()
     await gate.begin_unpinned()
     lease = asyncio.create_task(gate.begin_placing())
     await asyncio.sleep(0)
@@ -379,32 +393,35 @@ async def test_neither_kind_keeps_the_other_out() -> None:
 
 
 @pytest.mark.timeout(30)
-def test_thousands_wait_for_a_slot_that_is_saved(policy: Policy) -> None:
-    """However many they are, somebody else's request goes first."""
+def test_thousands_wait_for_a_slot_that_is_saved(policy: PlacementPolicy) -> None:
+    """However many they are, another scope's request goes first."""
     chat = ids(400)
     saved, other = filled(0, chat), Slot(1)
     saved.busy = saved.saving = True
-    waiting = [Want(np.concatenate([chat, ids(1)]), "a") for _ in range(1500)]
+    waiting = [SlotRequest(np.concatenate([chat, ids(1)]), "a") for _ in range(1500)]
     assert policy.next(waiting, [saved, other]) is None
-    last = Want(ids(5, 3), "a")
-    assert policy.next([*waiting, last], [saved, other]) == (last, Choice(other, 0, cost_ms=10.0))
+    last = SlotRequest(ids(5, 3), "a")
+    assert policy.next([*waiting, last], [saved, other]) == (
+        last,
+        SlotChoice(other, 0, cost_ms=10.0),
+    )
 
 
 class Play:
     """A server of slots that does what it is told: chats come in any order, each turn longer."""
 
     def __init__(self, n_slots: int) -> None:
-        self.policy = Policy(Costs())
+        self.policy = PlacementPolicy(Costs())
         self.slots = [Slot(i) for i in range(n_slots)]
         self.stored: dict[int, int] = {}
         self.turn = 0
 
-    def ask(self, chat: int, n: int) -> Choice:
+    def ask(self, chat: int, n: int) -> SlotChoice:
         """One turn of `chat` with `n` tokens; returns what was decided."""
         self.turn += 1
         tokens = ids(4000, chat)[:n]
-        want = Want(tokens, "a", n_storable=min(self.stored.get(chat, 0), n - 1))
-        choice = self.policy.choose(want, self.slots)
+        request = SlotRequest(tokens, "a", n_storable=min(self.stored.get(chat, 0), n - 1))
+        choice = self.policy.choose(request, self.slots)
         assert choice is not None
         if choice.capture is not None:
             owner = self.owner(choice.capture)

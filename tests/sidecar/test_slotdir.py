@@ -90,7 +90,7 @@ def test_a_full_directory_is_an_error(slotdir: SlotDir) -> None:
 
 
 def test_links_are_not_followed(slotdir: SlotDir, tmp_path: Path) -> None:
-    """A name that somebody else made into a link or a directory is refused."""
+    """A name that another process made into a link or a directory is refused."""
     secret = tmp_path / "secret"
     secret.write_bytes(b"secret")
     name = slotdir.new_name()

@@ -13,7 +13,7 @@ import pytest
 from sidecar_tools import OpenSidecar, Sidecar, alone, ask, prompt
 
 from towerd.engine.base import Finish
-from towerd.engine.llama_server.process.upstream import Upstream
+from towerd.engine.llama_server.process.upstream_client import UpstreamClient
 from towerd.models.random_gguf import PRESETS, make_random_gguf
 from towerd.models.shape import Arch
 from towerd.tokens import Ids
@@ -36,14 +36,14 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 @asynccontextmanager
 async def both(
     open_it: OpenSidecar, binary: Path, model: Path, root: Path, parallel: int
-) -> AsyncIterator[tuple[Sidecar, Upstream]]:
+) -> AsyncIterator[tuple[Sidecar, UpstreamClient]]:
     """towerd in front of a llama-server, and one alone."""
     async with alone(binary, model, root, "-c", "1024") as server:
         async with open_it(model, parallel=parallel) as sidecar:
             yield sidecar, server.upstream
 
 
-async def check(sidecar: Sidecar, reference: Upstream, ids: Ids) -> Finish:
+async def check(sidecar: Sidecar, reference: UpstreamClient, ids: Ids) -> Finish:
     """The same reply as from llama-server alone, but where two tokens are all but equal."""
     body = {"prompt": ids, "n_predict": N_PREDICT, "temperature": 0.0, "ignore_eos": True}
     body |= {"return_tokens": True, "cache_prompt": False, "n_probs": 2}
@@ -81,7 +81,7 @@ async def test_it_is_said(
 async def test_extensions_are_live(
     sidecar_on: OpenSidecar, llama_server: Path, model: Path, tmp_path: Path
 ) -> None:
-    """The next turn goes on from the slot; a regenerated or edited one starts over, truly."""
+    """The next turn continues from the slot; a regenerated or edited one starts over, truly."""
     async with both(sidecar_on, llama_server, model, tmp_path, 1) as (sidecar, reference):
         first = prompt(60)
         done = await check(sidecar, reference, first)

@@ -17,7 +17,7 @@ from towerd.slots.blob import emit_blob, parse_rows
 from towerd.slots.fingerprint import Fingerprint
 from towerd.slots.layout import KVLayout, Plane
 from towerd.slots.rows import KVRows
-from towerd.store import Node, Store, Wish
+from towerd.store import FormatRequest, Node, Store
 from towerd.store.segments.segment_header import PREAMBLE, VERSION_PLANES, checksum, decode_head
 
 SPAN_BYTES = 500
@@ -168,7 +168,7 @@ def test_files_with_planes_are_read(root: Path, monkeypatch: pytest.MonkeyPatch)
         store.insert(IDS[:20], "local", [20])
         assert check_rows(store, leaf) == 50
         assert leaf.file is not None
-        newer = store.reencode(leaf.file, [Wish(4, 40, "q4h")])
+        newer = store.reencode(leaf.file, [FormatRequest(4, 40, "q4h")])
         assert newer is not None
         assert check_rows(store, leaf) == 50
         head, _ = decode_head(memoryview(newer.path.read_bytes()))

@@ -333,7 +333,7 @@ def test_damaged_pages_of_the_catalog(root: Path) -> None:
 
 
 def test_newer_and_foreign_catalogs(root: Path) -> None:
-    """A schema of the future and somebody else's database are left alone."""
+    """A future schema and another program's database are left unchanged."""
     one_file(root)
     write_catalog(root, "PRAGMA user_version = 99")
     with pytest.raises(StoreVersion, match="99"):

@@ -1,4 +1,4 @@
-"""Re-encoding: what becomes of rows, and what plans and writers make of it."""
+"""Re-encoding: its effect on rows, plans and writers."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from towerd.errors import RowsDamaged
 from towerd.slots.errors import StateError
 from towerd.slots.layout import NATIVE, KVLayout
 from towerd.slots.rows import KVRows
-from towerd.store import Node, SegmentFile, Store, Wish
+from towerd.store import FormatRequest, Node, SegmentFile, Store
+from towerd.store.segments.format_run import FormatRun
 from towerd.store.segments.reencode import differs
-from towerd.store.segments.run import Run
 from towerd.tokens import Provenance
 
 IDS = np.arange(100, 150, dtype=np.int32)
@@ -40,8 +40,8 @@ def one_leaf(store: Store, ends: tuple[int, ...] = (50,)) -> tuple[Node, Segment
     return leaf, leaf.file
 
 
-def reencode(store: Store, file: SegmentFile, *wishes: Wish) -> SegmentFile:
-    new = store.reencode(file, wishes)
+def reencode(store: Store, file: SegmentFile, *requests: FormatRequest) -> SegmentFile:
+    new = store.reencode(file, requests)
     assert new is not None
     return new
 
@@ -52,7 +52,7 @@ def test_every_format_comes_back(root: Path, name: str) -> None:
     with Store.open(root, FINGERPRINT) as store:
         leaf, file = one_leaf(store)
         before = store.warm_bytes
-        new = reencode(store, file, Wish(4, 40, name))
+        new = reencode(store, file, FormatRequest(4, 40, name))
         assert formats_of(store, leaf) == [(4, NATIVE), (36, name), (10, NATIVE)]
         assert not file.path.exists()
         assert store.warm_bytes == new.path.stat().st_size != before
@@ -74,7 +74,13 @@ def test_several_segments_in_one_file(root: Path) -> None:
     """Each segment of a file has its own format; a later split views the same runs."""
     with Store.open(root, FINGERPRINT) as store:
         leaf, file = one_leaf(store, (10, 30, 50))
-        new = reencode(store, file, Wish(0, 10, "q4h"), Wish(10, 30, "q6"), Wish(30, 50, "q8"))
+        new = reencode(
+            store,
+            file,
+            FormatRequest(0, 10, "q4h"),
+            FormatRequest(10, 30, "q6"),
+            FormatRequest(30, 50, "q8"),
+        )
         assert [node.file for node in leaf.path()] == [new] * 3
         assert [formats_of(store, node) for node in leaf.path()] == [
             [(10, "q4h")],
@@ -90,15 +96,15 @@ def test_several_segments_in_one_file(root: Path) -> None:
 
 
 def test_approximate_rows_are_never_encoded_again(store: Store) -> None:
-    """In the wished format they are copied, in another one they stay."""
+    """In the requested format they are copied, in another one they stay."""
     leaf, file = one_leaf(store)
-    new = reencode(store, file, Wish(10, 20, "q8"), Wish(20, 30, "q4"))
-    wish = Wish(0, 50, "q4")
-    assert differs(new, [wish], LAYOUT) == (30, 10)
-    newer = reencode(store, new, wish)
+    new = reencode(store, file, FormatRequest(10, 20, "q8"), FormatRequest(20, 30, "q4"))
+    request = FormatRequest(0, 50, "q4")
+    assert differs(new, [request], LAYOUT) == (30, 10)
+    newer = reencode(store, new, request)
     assert formats_of(store, leaf) == [(10, "q4"), (10, "q8"), (30, "q4")]
-    assert differs(newer, [wish], LAYOUT) == (0, 10)
-    native = Wish(0, 50, NATIVE)
+    assert differs(newer, [request], LAYOUT) == (0, 10)
+    native = FormatRequest(0, 50, NATIVE)
     assert differs(newer, [native], LAYOUT) == (0, 50)
     reencode(store, newer, native)
     assert formats_of(store, leaf) == [(10, "q4"), (10, "q8"), (30, "q4")]
@@ -112,14 +118,14 @@ def test_formats_that_gain_nothing_are_native(root: Path) -> None:
         (leaf,) = store.insert(IDS, "local", [50])
         store.attach_hot([leaf], random_rows(small, 0, 50))
         file = store.write_rows([leaf])
-        assert differs(file, [Wish(0, 50, "q4")], small) == (0, 0)
-        new = reencode(store, file, Wish(0, 50, "q4"))
+        assert differs(file, [FormatRequest(0, 50, "q4")], small) == (0, 0)
+        new = reencode(store, file, FormatRequest(0, 50, "q4"))
         assert formats_of(store, leaf)[0] == (50, NATIVE)
         assert new.is_native
         assert not store.plan_rows(leaf, 0, 50)[0].provenance.any()
 
 
-def test_taint_says_what_rows_are(store: Store) -> None:
+def test_provenance_of_rows(store: Store) -> None:
     """Of files and of hot rows; `derived` survives writing and re-encoding."""
     path = store.insert(IDS, "local", [20, 50])
     make_hot(store, path[0])
@@ -130,7 +136,7 @@ def test_taint_says_what_rows_are(store: Store) -> None:
     assert (hot.tier, set(hot.provenance.tolist())) == ("hot", {Provenance.DERIVED})
     file = store.write_rows(path[1:])
     assert file.provenance(20, 50).tolist() == [Provenance.DERIVED] * 30
-    reencode(store, file, Wish(30, 50, "q8"))
+    reencode(store, file, FormatRequest(30, 50, "q8"))
     store.drop_hot(path[1])
     (part,) = store.plan_rows(path[-1], 25, 35)
     assert part.provenance.tolist() == [Provenance.DERIVED] * 5 + [Provenance.APPROXIMATE] * 5
@@ -150,7 +156,7 @@ def test_exact_plans_pass_over_the_rest(store: Store) -> None:
     make_hot(store, path[-1])
     file = store.write_rows(path)
     assert len(store.plan_rows(path[-1], 0, 50, exact=True)) == 2
-    new = reencode(store, file, Wish(30, 50, "q4h"))
+    new = reencode(store, file, FormatRequest(30, 50, "q4h"))
     assert [p.tier for p in store.plan_rows(path[-1], 0, 50, exact=True)] == ["hot", "hot"]
     for node in path:
         store.drop_hot(node)
@@ -183,16 +189,16 @@ def test_exact_rows_replace_hot_ones_that_are_not(store: Store) -> None:
 def test_promoted_rows_are_written_as_they_are(store: Store) -> None:
     """Hot rows from a stored format whose file was evicted go back to disk in that format."""
     leaf, file = one_leaf(store, (20, 50))
-    new = reencode(store, file, Wish(4, 40, "q6h"))
+    new = reencode(store, file, FormatRequest(4, 40, "q6h"))
     for node in leaf.path():
         (part,) = store.plan_rows(node, node.p0, node.p1)
         store.attach_hot([node], store.load_rows(part).copy())
     assert store.hot_bytes < 50 * LAYOUT.token_bytes
     store.drop_file(new)
     assert store.write_rows(leaf.path()).runs == (
-        Run(0, 4, NATIVE),
-        Run(4, 36, "q6h"),
-        Run(40, 10, NATIVE),
+        FormatRun(0, 4, NATIVE),
+        FormatRun(4, 36, "q6h"),
+        FormatRun(40, 10, NATIVE),
     )
     for node in leaf.path():
         store.drop_hot(node)
@@ -206,7 +212,7 @@ def test_extensions_stay(root: Path) -> None:
         make_hot(store, leaf)
         file = store.write_rows([leaf])
         store.drop_hot(leaf)
-        reencode(store, file, Wish(4, 50, "q4h"))
+        reencode(store, file, FormatRequest(4, 50, "q4h"))
         assert check_rows(store, leaf) == 50
         assert store.verify().ok
 
@@ -218,7 +224,7 @@ def test_rows_of_removed_segments_are_left_out(store: Store) -> None:
     assert path[0].file is not None
     planned = store.plan_rows(path[-1], 0, 50)
     assert store.gc(keep={path[0].id}).segments == 1
-    new = reencode(store, path[0].file, Wish(4, 20, "q4h"))
+    new = reencode(store, path[0].file, FormatRequest(4, 20, "q4h"))
     assert (new.p0, new.n_rows) == (0, 20)
     assert len(store.load_rows(planned[0])) == 20
     with pytest.raises(RowsDamaged, match="dropped"):
@@ -248,7 +254,7 @@ def test_turns_over_shrunk_segments(root: Path) -> None:
         first = store.commit_turn(turn_of(prompt, [1, 2, 3], session="s")).node
         write_all(store, first)
         assert first.file is not None
-        reencode(store, first.file, Wish(4, 32, "q6h"))
+        reencode(store, first.file, FormatRequest(4, 32, "q6h"))
         longer = [*prompt, 1, 2, 3, 9, 9]
         second = store.commit_turn(turn_of(longer, [4, 5], session="s")).node
         assert first in second.path()

@@ -20,8 +20,8 @@ from store_tools import (
 from towerd.errors import RowsDamaged, StoreError
 from towerd.slots.errors import StateError
 from towerd.slots.layout import NATIVE
-from towerd.store import Node, SegmentFile, Store, Wish
-from towerd.store.segments.run import Run, decode_runs, encode_runs
+from towerd.store import FormatRequest, Node, SegmentFile, Store
+from towerd.store.segments.format_run import FormatRun, decode_runs, encode_runs
 from towerd.store.segments.segment_header import PREAMBLE, checksum, decode_head, page_up
 
 IDS = np.arange(100, 150, dtype=np.int32)
@@ -35,8 +35,8 @@ def one_leaf(store: Store, ends: tuple[int, ...] = (50,)) -> tuple[Node, Segment
     return leaf, leaf.file
 
 
-def reencode(store: Store, file: SegmentFile, *wishes: Wish) -> SegmentFile:
-    new = store.reencode(file, wishes)
+def reencode(store: Store, file: SegmentFile, *requests: FormatRequest) -> SegmentFile:
+    new = store.reencode(file, requests)
     assert new is not None
     return new
 
@@ -53,7 +53,7 @@ def test_damage_is_not_copied(store: Store) -> None:
         handle.seek(start + 3)
         handle.write(b"damage")
     with pytest.raises(RowsDamaged, match="damaged"):
-        store.reencode(file, [Wish(4, 50, "q4h")])
+        store.reencode(file, [FormatRequest(4, 50, "q4h")])
     assert leaf.file is None
     assert not file.path.exists()
     store.check_integrity(keys=True)
@@ -64,7 +64,7 @@ def test_damaged_stored_rows_are_set_aside(root: Path, place: str) -> None:
     """Every run has its checksums."""
     with Store.open(root, FINGERPRINT) as store:
         leaf, file = one_leaf(store)
-        path = reencode(store, file, Wish(4, 50, "q4h")).path
+        path = reencode(store, file, FormatRequest(4, 50, "q4h")).path
     with path.open("r+b") as handle:
         head, start = decode_head(memoryview(handle.read()))
         run = head.runs[place == "stored"]
@@ -109,7 +109,7 @@ def test_headers_that_contradict_are_refused(root: Path, what: str, message: str
     """Formats and shapes come from our table and the model, never from the file alone."""
     with Store.open(root, FINGERPRINT) as store:
         _, file = one_leaf(store)
-        path = reencode(store, file, Wish(4, 50, "q4h")).path
+        path = reencode(store, file, FormatRequest(4, 50, "q4h")).path
 
     def edit(fields: dict[str, object]) -> None:
         runs = fields["runs"]
@@ -160,9 +160,9 @@ def test_catalogs_with_impossible_runs_are_refused(root: Path, text: str) -> Non
 
 def test_runs_as_text() -> None:
     """What is written to the catalog is read from it."""
-    runs = (Run(0, 4, NATIVE), Run(4, 6, "q4h", True), Run(10, 1, NATIVE, True))
+    runs = (FormatRun(0, 4, NATIVE), FormatRun(4, 6, "q4h", True), FormatRun(10, 1, NATIVE, True))
     assert decode_runs(encode_runs(runs), 11) == runs
-    assert decode_runs("", 11) == (Run(0, 11, NATIVE),)
+    assert decode_runs("", 11) == (FormatRun(0, 11, NATIVE),)
     with pytest.raises(StateError, match="11 rows, not 12"):
         decode_runs(encode_runs(runs), 12)
 
@@ -235,7 +235,7 @@ def test_a_store_of_the_first_version_is_taken_over(root: Path) -> None:
         assert check_rows(store, leaf) == 50
         assert store.verify().ok
         assert [base.format for base in store.bases()] == [None]
-        reencode(store, leaf.file, Wish(4, 50, "q4h"))
+        reencode(store, leaf.file, FormatRequest(4, 50, "q4h"))
         assert check_rows(store, leaf) == 50
         store.check_integrity(keys=True)
 
@@ -254,7 +254,7 @@ def test_states_in_old_files_are_passed_over(root: Path) -> None:
         assert store.verify().ok
         store.insert(IDS[:20], "local", [20])
         assert check_rows(store, leaf) == 50
-        reencode(store, leaf.file, Wish(4, 50, "q4h"))
+        reencode(store, leaf.file, FormatRequest(4, 50, "q4h"))
         assert STATES[20] not in leaf.file.path.read_bytes()
         assert check_rows(store, leaf) == 50
         assert store.verify().ok

@@ -18,7 +18,7 @@ from store_tools import (
 )
 
 from towerd.errors import StoreError
-from towerd.store import Node, SegmentFile, Store, Wish
+from towerd.store import FormatRequest, Node, SegmentFile, Store
 
 SUPPORT = Path(__file__).resolve().parent.parent / "support"
 IDS = np.arange(100, 150, dtype=np.int32)
@@ -32,8 +32,8 @@ def one_leaf(store: Store, ends: tuple[int, ...] = (50,)) -> tuple[Node, Segment
     return leaf, leaf.file
 
 
-def reencode(store: Store, file: SegmentFile, *wishes: Wish) -> SegmentFile:
-    new = store.reencode(file, wishes)
+def reencode(store: Store, file: SegmentFile, *requests: FormatRequest) -> SegmentFile:
+    new = store.reencode(file, requests)
     assert new is not None
     return new
 
@@ -56,7 +56,7 @@ def test_split_meanwhile(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """The parts of a segment that was split view the new file."""
     leaf, file = one_leaf(store)
     meanwhile(monkeypatch, lambda: store.insert(IDS, "local", [20]))
-    new = reencode(store, file, Wish(4, 50, "q4h"))
+    new = reencode(store, file, FormatRequest(4, 50, "q4h"))
     assert [(n.p0, n.file) for n in leaf.path()] == [(0, new), (20, new)]
     assert check_rows(store, leaf) == 50
     store.check_integrity(keys=True)
@@ -73,13 +73,13 @@ def test_removal_meanwhile(store: Store, monkeypatch: pytest.MonkeyPatch) -> Non
         _, file = one_leaf(store)
         with monkeypatch.context() as patch:
             meanwhile(patch, functools.partial(remove, file))
-            assert store.reencode(file, [Wish(4, 50, "q4h")]) is None
+            assert store.reencode(file, [FormatRequest(4, 50, "q4h")]) is None
         assert store.state.directory.names() == set()
-        assert store.reencode(file, [Wish(4, 50, "q4h")]) is None
+        assert store.reencode(file, [FormatRequest(4, 50, "q4h")]) is None
         store.check_integrity(keys=True)
 
 
-def test_loads_go_on(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loads_continue(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows planned before are loaded from the new file, rows loaded before stay readable."""
     leaf, file = one_leaf(store)
     (part,) = store.plan_rows(leaf, 0, 50)
@@ -87,9 +87,9 @@ def test_loads_go_on(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     before = [plane.copy() for rows in loaded for plane in rows.planes()]
     during: list[int] = []
     meanwhile(monkeypatch, lambda: during.append(len(store.load_rows(part))))
-    new = reencode(store, file, Wish(4, 50, "q8"))
+    new = reencode(store, file, FormatRequest(4, 50, "q8"))
     assert during == [50]
-    newer = reencode(store, new, Wish(0, 4, "q8"))
+    newer = reencode(store, new, FormatRequest(0, 4, "q8"))
     assert [(len(r), r.layout.format_name) for r in store.load_rows(part)] == [(50, "q8")]
     after = [plane for rows in loaded for plane in rows.planes()]
     assert all(map(np.array_equal, before, after))
@@ -107,7 +107,7 @@ def test_file_that_goes_between_check_and_load(
 
     def rows(*args: object) -> object:
         monkeypatch.setattr(SegmentFile, "rows", unpatched)
-        reencode(store, file, Wish(4, 50, "q8"))
+        reencode(store, file, FormatRequest(4, 50, "q8"))
         store.state.mappings.clear()
         raise FileNotFoundError(2, "gone")
 
@@ -127,7 +127,7 @@ def test_full_disk_changes_nothing(store: Store, monkeypatch: pytest.MonkeyPatch
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
         with pytest.raises(StoreError, match="No space"):
-            store.reencode(file, [Wish(4, 50, "q4h")])
+            store.reencode(file, [FormatRequest(4, 50, "q4h")])
     assert leaf.file is file
     assert check_rows(store, leaf) == 50
     assert store.state.directory.names() == {file.path.name}
@@ -142,7 +142,7 @@ CRASHES = textwrap.dedent(
     import numpy as np
     from towerd.kernels import dispatch
     from towerd.store import Store
-    from towerd.store import Wish
+    from towerd.store import FormatRequest
     from towerd.store.catalog.catalog import Catalog
 
     root, copy = Path(sys.argv[1]), Path(sys.argv[1] + "-copy")
@@ -170,7 +170,7 @@ CRASHES = textwrap.dedent(
                 (dispatch, "transcoded"),
             ):
                 setattr(owner, name, dying(getattr(owner, name), after))
-            store.reencode(file, [Wish(4, 40, "q4h")])
+            store.reencode(file, [FormatRequest(4, 40, "q4h")])
             left[0] = 1 << 30
         os._exit(0)
 

@@ -23,7 +23,7 @@ WORKER = textwrap.dedent(
     from pathlib import Path
     from store_tools import FINGERPRINT, make_hot, turn_of
     from towerd.store import Store
-    from towerd.store import Wish
+    from towerd.store import FormatRequest
     def history(chat, n_turns):
         ids = list(range(50))
         for turn in range(n_turns):
@@ -52,7 +52,7 @@ WORKER = textwrap.dedent(
             if n % 2 == 0 and files:
                 file = files[n % len(files)]
                 cut = file.p0 + file.n_rows * (n % 7) // 7
-                store.reencode(file, [Wish(cut, 1 << 20, ("q4h", "q6", "q8")[n % 3])])
+                store.reencode(file, [FormatRequest(cut, 1 << 20, ("q4h", "q6", "q8")[n % 3])])
             if n % 5 == 0 and files:
                 store.drop_file(files[-1])
             if n % 7 == 0:

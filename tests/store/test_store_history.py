@@ -22,7 +22,7 @@ STEPS = st.lists(
     min_size=1,
     max_size=9,
 )
-"""(which earlier turn to go on from, how much of it to keep, new prompt, reply, rows there)."""
+"""(which earlier turn to continue, how much of it to keep, new prompt, reply, rows there)."""
 
 
 def play(store: Store, steps: list[tuple[int, int, list[int], list[int], float]]) -> None:

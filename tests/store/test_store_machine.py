@@ -16,7 +16,7 @@ from store_tools import FINGERPRINT, LAYOUT, check_rows, insert_in_vain, rows_of
 from towerd.errors import StoreError
 from towerd.policy import NAMES
 from towerd.slots.layout import NATIVE
-from towerd.store import Node, Store, Wish
+from towerd.store import FormatRequest, Node, Store
 from towerd.store.prefix import tips
 from towerd.store.sessions.sessions import RECOGNISED_TOKENS_MIN
 from towerd.tiers.ranking import Ranking
@@ -163,7 +163,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(has_nodes)
     @rule(data=st.data(), names=st.lists(st.sampled_from(FORMATS), min_size=1, max_size=3))
     def reencode(self, data: st.DataObject, names: list[str]) -> None:
-        """Rows in a stored format stay as they are, native ones become what is wished."""
+        """Rows in a stored format stay as they are, native ones get the requested format."""
         file = self.pick(data).file
         if file is None:
             return
@@ -171,16 +171,18 @@ class StoreMachine(RuleBasedStateMachine):
         p0, p1 = min(n.p0 for n in nodes), max(n.p1 for n in nodes)
         cuts = [data.draw(st.integers(p0, p1)) for _ in names[1:]]
         edges = [p0, *sorted(cuts), p1]
-        wishes = [
-            Wish(a, b, name) for a, b, name in zip(edges, edges[1:], names, strict=False) if a < b
+        requests = [
+            FormatRequest(a, b, name)
+            for a, b, name in zip(edges, edges[1:], names, strict=False)
+            if a < b
         ]
         before = {p: file.provenance(p, p + 1)[0] for p in range(p0, p1)}
-        new = self.store.reencode(file, wishes)
+        new = self.store.reencode(file, requests)
         assert new is not None
-        for wish in wishes:
-            for p in range(wish.p0, wish.p1):
+        for request in requests:
+            for p in range(request.p0, request.p1):
                 assert (new.provenance(p, p + 1)[0] == Provenance.APPROXIMATE) == (
-                    before[p] == Provenance.APPROXIMATE or wish.format != NATIVE
+                    before[p] == Provenance.APPROXIMATE or request.format != NATIVE
                 )
 
     @precondition(has_nodes)
@@ -194,7 +196,7 @@ class StoreMachine(RuleBasedStateMachine):
                 return node.hot.nbytes
             return self.store.bytes_of(node) if is_expected else 0
 
-        with self.store.still():
+        with self.store.locked():
             self.ranking.visited(tip.path(), self.clock(), nbytes)
         if stop is not None:
             self.ranking.stepped(tip, "workflow", "agent")
@@ -210,7 +212,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(ids=TOKENS, scope=st.sampled_from((*SCOPES, "public")), data=st.data())
     def fail(self, ids: list[int], scope: str, data: st.DataObject) -> None:
-        """The commit is refused: the segments are as they were, and nobody heard otherwise."""
+        """The commit is refused: the segments are unchanged, and no listener was called."""
         ends = data.draw(st.sets(st.integers(1, len(ids)), min_size=1))
         known = len(self.store.nodes())
         with pytest.raises(StoreError, match="FOREIGN KEY"):

@@ -94,7 +94,7 @@ def test_threads_share_one_store(store: Store) -> None:
             ids = [*ids, turn, 4, 4]
             store.attach_hot(result.node.path(), rows_of(ids[: result.node.p1]))
             with_rows = [node for node in result.node.path() if node.file is None]
-            with suppress(StoreError):  # somebody dropped or removed them first
+            with suppress(StoreError):  # another thread dropped or removed them first
                 store.write_rows(with_rows[-2:])
             for part in store.plan_rows(result.node, 0, result.node.p1):
                 with suppress(RowsDamaged):  # dropped since planning

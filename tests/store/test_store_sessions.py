@@ -91,7 +91,7 @@ def test_editing_a_later_message_branches(store: Store) -> None:
 
 
 def test_two_chats_on_one_base_are_two_sessions(store: Store) -> None:
-    """A shared beginning that is nobody's turn end joins nothing, but is stored once."""
+    """A shared beginning that is no turn's end joins nothing, but is stored once."""
     store.add_base("bot", np.array(BASE, np.int32), "local", 2, public=True)
     one = store.commit_turn(turn_of([*BASE, 1, 2], [3, 4]))
     two = store.commit_turn(turn_of([*BASE, 5, 6], [7, 8]))
@@ -160,7 +160,7 @@ def test_impossible_names_are_refused(store: Store, name: str) -> None:
 
 
 def test_rename_delete_and_gc(store: Store) -> None:
-    """A deleted session frees what nobody else needs."""
+    """A deleted session frees the segments that nothing else needs."""
     store.add_base("bot", np.array(BASE, np.int32), "local", 2, public=False)
     one = store.commit_turn(turn_of([*BASE, 1, 2], [3, 4]))
     two = store.commit_turn(turn_of([*BASE, 5, 6], [7, 8]))

@@ -58,7 +58,7 @@ def test_partial_match(store: Store) -> None:
 
 
 def test_scopes_are_separate_unless_public(store: Store) -> None:
-    """One tenant never sees another's tokens; everybody sees public ones."""
+    """One tenant never sees another's tokens; every tenant sees public ones."""
     ids = np.arange(8, dtype=np.int32)
     store.insert(ids, "alice", [8])
     assert store.match(ids, "bob").n == 0

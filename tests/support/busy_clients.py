@@ -55,7 +55,7 @@ async def big_texts(http: aiohttp.ClientSession, url: str, chat_paths: Sequence[
 
 
 async def looks(http: aiohttp.ClientSession, url: str) -> None:
-    """Everything a dashboard asks for, and upkeep of the store."""
+    """All requests of a dashboard, and maintenance of the store."""
     for _ in range(4):
         for path in ("/metrics", "/slots", "/props", "/towerd/v1/stats", "/towerd/v1/sessions",
                      "/towerd/v1/segments?limit=1000", "/towerd/v1/trie?limit=1000"):  # fmt: skip

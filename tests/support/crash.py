@@ -19,7 +19,7 @@ STORE = "/towerd/store/"
 
 
 def killed_after(work: Callable[[], object]) -> None:
-    """Do it in another process, which is killed with all that it has open."""
+    """Run it in another process, which is then killed with everything that it has open."""
 
     def work_and_die() -> None:
         work()

@@ -1,4 +1,4 @@
-"""A web server that says of itself what a llama-server says, and otherwise whatever it is told to."""
+"""A web server that describes itself as a llama-server and gives configured answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Asked:
-    """A request of which the body is still to be read."""
+    """A request whose body has not been read yet."""
 
     path: str
     headers: Message

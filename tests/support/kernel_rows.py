@@ -1,4 +1,4 @@
-"""Rows of any format as the kernels meet them: apart, at odd addresses, with odd numbers."""
+"""Rows of any format for the kernels: with gaps, at odd addresses, with unusual numbers."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class TokenProbs:
 
 @dataclass(slots=True)
 class Answer:
-    """What one request gave."""
+    """The result of one request."""
 
     ids: list[int]
     probs: list[TokenProbs]
@@ -76,7 +76,7 @@ async def ask(service: EmbeddedService, ids: Any, n_predict: int = 8, **fields: 
 
 
 def token_probs(reply: Mapping[str, Any]) -> list[TokenProbs]:
-    """Those of an unstreamed /completion."""
+    """The tokens of an unstreamed /completion."""
     return [
         TokenProbs(
             token["id"],
@@ -108,7 +108,7 @@ async def inside(service: EmbeddedService, work: Callable[[], T]) -> T:
 
 
 async def settle(service: EmbeddedService) -> None:
-    """Everything recorded is exported and written; every account adds up."""
+    """Wait until everything recorded is exported and written; check that all counts agree."""
     await service.engine.settle()
     await asyncio.to_thread(service.tiers.flush)
     await check_integrity(service)
@@ -129,10 +129,10 @@ def check_live(service: EmbeddedService) -> None:
         assert context.pos_max(seq) == live.get(seq, 0) - 1, f"sequence {seq}"
         if live.get(seq):
             assert context.pos_min(seq) == 0
-    for thinned in (seq for seq in pool if seq.is_thinned):
-        rows = service.engine.core.memory.rows(thinned.id, 0, thinned.place_next)
+    for partial in (seq for seq in pool if seq.is_partial):
+        rows = service.engine.core.memory.rows(partial.id, 0, partial.place_next)
         assert rows is not None
-        assert np.array_equal(rows.positions, bounded(thinned).places), "places"
+        assert np.array_equal(rows.positions, bounded(partial).places), "places"
 
 
 class Oracle:

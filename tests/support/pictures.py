@@ -13,7 +13,7 @@ N_PREDICT = 12
 
 
 def look_at(*seeds: int, text: str = "What is this?") -> dict[str, Any]:
-    """A user's message with pictures behind its words."""
+    """A user's message with pictures after its text."""
     urls = [f"data:image/png;base64,{picture(seed)}" for seed in seeds]
     parts: list[Any] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     return {"role": "user", "content": [{"type": "text", "text": text}, *parts]}

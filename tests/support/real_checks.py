@@ -1,4 +1,4 @@
-"""What a trained model's reply is held against.
+"""Checks of a trained model's reply.
 
 Quantized weights make a model amplify rounding: a text in batches of other sizes gets other
 distributions. So a reply is compared with prefill in the very same batches, and then to the bit;

@@ -1,4 +1,4 @@
-"""A model that says what it was made to say, token by token, whatever the prompt is."""
+"""A model that generates a fixed script, token by token, after any prompt."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ async def served(app: web.Application) -> AsyncIterator[str]:
 
 @contextmanager
 def tuned() -> Iterator[None]:
-    """The process as `towerd serve` sets it up when everything is loaded, which is by now."""
+    """Set up the process as `towerd serve` does once everything is loaded."""
     interval, thresholds = sys.getswitchinterval(), gc.get_threshold()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     tune_gc()

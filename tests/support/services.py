@@ -1,4 +1,4 @@
-"""A service as tests of the embedded engine see it."""
+"""The type of a service with the embedded engine, for tests."""
 
 from __future__ import annotations
 

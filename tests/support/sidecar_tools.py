@@ -38,7 +38,7 @@ class Sidecar:
 
 
 class SteadyCosts(Costs):
-    """What things took at first, whatever they take: decisions do not hang on the machine."""
+    """Fixed costs instead of measured ones, so that decisions do not depend on the machine."""
 
     def observe_prefill(self, n: int, ms: float) -> None: ...
     def observe_restore(self, n: int, ms: float) -> None: ...

@@ -21,16 +21,16 @@ from towerd.tiers.formats.calibration import (
     CANDIDATES,
     LEVELS,
     Calibration,
-    Choice,
-    Cost,
+    DriftSample,
     Floor,
-    Sample,
+    FormatChoice,
+    FormatCost,
     Table,
     allows,
     bits_of,
     bound_of,
     check_table,
-    cost_of,
+    format_cost,
     formats_digest,
     sizes,
 )
@@ -67,15 +67,15 @@ class Fake:
     def floor(self, n: int) -> Floor:
         return Floor(self.floor_kl, 0.0, 0.97, "one token at a time", {}, N_EACH * n)
 
-    def costs(self, tables: Sequence[Table], n: int) -> list[Cost]:
+    def costs(self, tables: Sequence[Table], n: int) -> list[FormatCost]:
         self.asked += [(table, n) for table in tables]
         return [self._cost(table, n) for table in tables]
 
-    def _cost(self, table: Table, n: int) -> Cost:
+    def _cost(self, table: Table, n: int) -> FormatCost:
         if table == ALL_NATIVE:
-            return Cost(0.0, 0.0, 0.0, 1.0, 2.0, N_EACH * n)
+            return FormatCost(0.0, 0.0, 0.0, 1.0, 2.0, N_EACH * n)
         excess = self.excess(table)
-        return Cost(self.floor_kl + excess, excess, self.ci / n**0.5, 0.97, 2.0, N_EACH * n)
+        return FormatCost(self.floor_kl + excess, excess, self.ci / n**0.5, 0.97, 2.0, N_EACH * n)
 
 
 def additive(weights: Sequence[float], excess: float = 1.0) -> Callable[[Table], float]:
@@ -208,9 +208,9 @@ def test_cost_is_paired_with_the_floor() -> None:
     """Texts differ in how hard they are more than formats do; the difference knows nothing of
     it."""
     hard = (0.001, 0.009, 0.002, 0.02)
-    floor = [Sample(kl, 1.0, 1.0) for kl in hard]
-    stored = [Sample(kl + 0.001, 0.5, 1.0) for kl in hard]
-    found = cost_of(stored, floor, N_EACH)
+    floor = [DriftSample(kl, 1.0, 1.0) for kl in hard]
+    stored = [DriftSample(kl + 0.001, 0.5, 1.0) for kl in hard]
+    found = format_cost(stored, floor, N_EACH)
     assert found.excess == pytest.approx(0.001)
     assert found.ci == pytest.approx(0.0, abs=1e-12)
     assert found.floor_kl == pytest.approx(0.008)
@@ -285,5 +285,5 @@ def test_choice_keeps_order_of_levels() -> None:
     kl = additive((0.1, 10.0, 1000.0))
     meter = Fake(kl)
     chosen = choose(meter, measure_grid(meter, FORMATS), BITS, 0.005)
-    assert isinstance(chosen, Choice)
+    assert isinstance(chosen, FormatChoice)
     assert BITS[chosen.levels[0]] < BITS[chosen.levels[2]]

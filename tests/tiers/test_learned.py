@@ -43,8 +43,8 @@ def a_day(policy: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", ["foresight", "pbkv"])
-def test_goes_on_where_it_stopped(name: str) -> None:
-    """Another policy that recalls what one learned foretells the same."""
+def test_resumes_where_it_stopped(name: str) -> None:
+    """Another policy that recalls what one learned predicts the same."""
     old: Any = a_day(make_policy(name))
     new: Any = make_policy(name)
     assert all(isinstance(each, Learning) for each in (old, new))

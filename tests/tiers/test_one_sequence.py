@@ -1,4 +1,4 @@
-"""What a store changes and what is used of it reach the tiers in one sequence: while a commit takes
+"""Changes and uses of a store reach the tiers in one sequence: while a commit takes
 its time, and in between the two steps of what takes two."""
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Bench:
                 assert release.wait(60)
 
         db = self.store.state.catalog._db
-        with self.store.still():
+        with self.store.locked():
             db.set_trace_callback(wait)
         thread = threading.Thread(target=work)
         thread.start()
@@ -137,7 +137,7 @@ class Bench:
         finally:
             release.set()
             thread.join()
-            with self.store.still():
+            with self.store.locked():
                 db.set_trace_callback(None)
 
 
@@ -342,7 +342,7 @@ class Seer(LRU):
 
 @pytest.mark.parametrize("at", ["load_rows", "attach_hot", None])
 def test_cut_while_it_is_fetched_ahead(tmp_path: Path, at: str | None) -> None:
-    """Both parts are nobody's, leave first, and one that is used stays."""
+    """Both parts are unused and are evicted first; one that is used stays."""
     seer = Seer()
     bench = Bench(tmp_path / "store", seer)
     try:

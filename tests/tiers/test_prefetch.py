@@ -1,4 +1,4 @@
-"""Prefetch: what is foretold comes into free room, slowly, while there is time, and goes first."""
+"""Prefetch: rows expected back are copied into free memory, slowly, and are evicted first."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_off_without_bandwidth_or_foresight(tmp_path: Path) -> None:
     assert bench.step() == [5, 6, 7, 8, 9]
     assert bench.prefetcher.wait_s() == float("inf")
     bench.tiers.ranking._hot = LRU()
-    assert not bench.tiers.ranking.foretells
+    assert not bench.tiers.ranking.predicts_reuse
     assert bench.tiers.ranking.wanted(5) == []
     bench.tiers.close()
     bench.store.close()

@@ -14,9 +14,9 @@ from store_tools import FINGERPRINT, rows_of
 from lab.replay.load import load
 from lab.replay.simulate import replay
 from towerd.policy import NAMES, make_policy
-from towerd.sessions.trace_recorder import Recorder
+from towerd.sessions.trace_recorder import TraceRecorder
 from towerd.slots.layout import KVLayout
-from towerd.store import Node, Store, Turn, Wish
+from towerd.store import FormatRequest, Node, Store, Turn
 from towerd.tiers.manager import Tiers
 from towerd.tokens import Ids
 
@@ -55,7 +55,7 @@ def a_day(seed: int, n: int = 110) -> list[Ask]:
 
 
 class Daemon:
-    """Store and tiers with a clock that stands where it is put, and what left RAM."""
+    """Store and tiers with a clock set by hand, and the rows that left RAM."""
 
     def __init__(self, root: Path, policy: str, hot_tokens: int) -> None:
         self.now = 0.0
@@ -101,7 +101,7 @@ class Daemon:
 def recorded(path: Path, asks: list[Ask]) -> Path:
     """The day as the daemon records it, a block a token."""
     meta: dict[str, str] = {}
-    trace = Recorder.open(path, meta.get, meta.__setitem__, 0.0, block_tokens=1)
+    trace = TraceRecorder.open(path, meta.get, meta.__setitem__, 0.0, block_tokens=1)
     for ask in asks:
         turn = Turn("local", ask.session, ask.ids, NOTHING, len(ask.ids), ask.t, stop=ask.stop)
         trace.add(turn, ask.session, ask.t + ask.service_s)
@@ -183,7 +183,7 @@ def test_rows_that_never_come_do_not_pile_up(daemon: Daemon) -> None:
         assert len(ranking._expected) == 1
 
 
-def test_a_visit_of_a_thinned_chat(daemon: Daemon) -> None:
+def test_a_visit_of_a_chat_with_a_partial_live_set(daemon: Daemon) -> None:
     """Only what has rows is used, as far as it goes: the rest will never have any."""
     ranking, ids = daemon.tiers.ranking, np.arange(300, dtype=np.int32)
     begun = daemon.serve(Ask(1.0, "a", ids[:30], "end_turn", 0.5))
@@ -237,7 +237,7 @@ def test_a_replaced_file_keeps_its_place(daemon: Daemon) -> None:
     other = daemon.serve(Ask(4.0, "b", np.arange(50, 80, dtype=np.int32), "end_turn", 0.5))
     store, ranking = daemon.store, daemon.tiers.ranking
     assert tip.file is not None
-    new = store.reencode(tip.file, [Wish(0, 30, "q8")])
+    new = store.reencode(tip.file, [FormatRequest(0, 30, "q8")])
     assert new is tip.file
     assert ranking.warm_victims(1, lambda file: True) == [new]
     daemon.tiers.check_integrity()

@@ -16,7 +16,7 @@ from store_tools import FINGERPRINT, check_rows, formats_of, make_hot, write_all
 from towerd.errors import DiskFull
 from towerd.slots.layout import NATIVE, KVLayout
 from towerd.slots.rows import KVRows
-from towerd.store import Node, SegmentFile, Store, Wish
+from towerd.store import FormatRequest, Node, SegmentFile, Store
 from towerd.tiers.formats.fidelity import LevelFormats
 from towerd.tiers.shrink import SINKS, TAIL, Shrinker, tail_start
 
@@ -199,7 +199,7 @@ def test_a_base_may_ask_for_its_own_format(store: Store, shrinker: Shrinker, clo
     assert len(formats_of(store, path[0])) == 1
 
 
-def test_the_most_faithful_of_several_wishes(
+def test_the_most_faithful_of_several_requests(
     store: Store, shrinker: Shrinker, clock: Clock
 ) -> None:
     """Two bases of one level over the same segment."""
@@ -247,7 +247,7 @@ def test_what_was_just_used_waits(store: Store, shrinker: Shrinker, clock: Clock
 
 
 def test_nothing_is_done_when_it_is_off(store: Store, shrinker: Shrinker, clock: Clock) -> None:
-    """Without a table and without wishes, or disabled."""
+    """Without a table and without requests, or disabled."""
     stored(store, tokens(500))
     clock.now += AFTER_S
     assert run(shrinker, None) == []
@@ -269,13 +269,13 @@ def test_settled_files_are_not_looked_at_again(
         pass
 
     looked: list[SegmentFile] = []
-    real = shrinker._wishes
+    real = shrinker._format_requests
 
-    def look(file: SegmentFile) -> list[Wish]:
+    def look(file: SegmentFile) -> list[FormatRequest]:
         looked.append(file)
         return real(file)
 
-    monkeypatch.setattr(shrinker, "_wishes", look)
+    monkeypatch.setattr(shrinker, "_format_requests", look)
     shrinker.step()
     assert looked == []
     store.touch(leaf)
@@ -291,7 +291,7 @@ def test_settled_files_are_not_looked_at_again(
 
 
 def test_damaged_files_are_set_aside(store: Store, shrinker: Shrinker, clock: Clock) -> None:
-    """Re-encoding finds damage as loading does, and goes on with the others."""
+    """Re-encoding finds damage as loading does, and continues with the other files."""
     for seed in range(3):
         stored(store, tokens(500, seed), 500)
     bad = store.nodes()[1].file

@@ -19,7 +19,7 @@ from towerd.slots.layout import NATIVE, KVLayout
 from towerd.store import Node, Store
 from towerd.tiers.formats.fidelity import LevelFormats
 from towerd.tiers.manager import Tiers
-from towerd.tiers.plan import Plan
+from towerd.tiers.plan import RestorePlan
 from towerd.tiers.shrink import SINKS, TAIL
 from towerd.tokens import Provenance
 
@@ -65,7 +65,9 @@ def put(store: Store, tiers: Tiers, ends: tuple[int, ...] = (600,), **flags: Any
     return path
 
 
-def composed(tiers: Tiers, plan: Plan) -> tuple[list[np.ndarray[Any, Any]], np.ndarray[Any, Any]]:
+def composed(
+    tiers: Tiers, plan: RestorePlan
+) -> tuple[list[np.ndarray[Any, Any]], np.ndarray[Any, Any]]:
     """The blobs of a plan and the provenance of all their tokens."""
     blobs, provenance = [], []
     for item in tiers.compose(plan):
@@ -195,7 +197,7 @@ def test_exact_fidelity_uses_and_makes_exact_rows_only(open_tiers: OpenTiers) ->
 
 
 def test_a_damaged_stored_file_ends_the_rows(open_tiers: OpenTiers) -> None:
-    """What is before it is composed, the rest is left to prefill; nobody sees an error."""
+    """What is before it is composed, the rest is left to prefill; no client sees an error."""
     store, tiers = open_tiers(forced=Q6H)
     path = store.insert(IDS, "local", [300, 600])
     rows = rows_of(IDS, 0, LAYOUT)
@@ -218,7 +220,9 @@ def test_a_damaged_stored_file_ends_the_rows(open_tiers: OpenTiers) -> None:
     assert tiers.plan(IDS, "local", 0).n == 300
 
 
-def test_eviction_waits_for_nobody(open_tiers: OpenTiers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eviction_waits_for_no_other_thread(
+    open_tiers: OpenTiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A split that comes while victims are chosen holds the store's lock and waits for ours."""
     store, tiers = open_tiers()
     put(store, tiers)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from towerd.cold.coding import Coding, Source, source_of
-from towerd.cold.freezing import Froze, cold_history, decode, freeze, thaw
-from towerd.cold.keeper import Keeper
+from towerd.cold.coding import Coding, VocabularySource, vocabulary_source
+from towerd.cold.cold_tier import ColdTier
+from towerd.cold.freezing import FreezeResult, cold_history, decode, freeze, thaw
 
 __all__ = [
     "Coding",
-    "Froze",
-    "Keeper",
-    "Source",
+    "FreezeResult",
+    "ColdTier",
+    "VocabularySource",
     "cold_history",
     "decode",
     "freeze",
-    "source_of",
+    "vocabulary_source",
     "thaw",
 ]

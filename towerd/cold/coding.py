@@ -1,4 +1,4 @@
-"""The codec of the served model. Its vocabulary is read at first use and kept."""
+"""The codec of the served model, whose vocabulary is read at the first use and kept."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from towerd.engine.base import SAID_ONLY, ModelInfo
+from towerd.engine.base import REPORTED_HASH_PREFIX, ModelInfo
 from towerd.errors import NotSupported
 from towerd.slots.fingerprint import tokenizer_hash
-from towerd.tower_file import Model
+from towerd.tower_file import SessionModel
 
 if TYPE_CHECKING:
     from towerd.codec import Codec
@@ -19,44 +19,44 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """Where the vocabulary comes from."""
+class VocabularySource:
+    """The file that the vocabulary is read from, and what is known about its model."""
 
     path: Path
-    """The model's GGUF; without a name if nobody knows."""
+    """The model's GGUF; an empty path if it is unknown."""
     hash: str
     """The fingerprint's `model_hash`."""
     n_vocab: int | None = None
-    """How many tokens the model has, if that is known."""
+    """Number of tokens in the model's vocabulary, if known."""
     tokenizer: str | None = None
-    """The fingerprint's `tokenizer`, if it is of the model's own tokens."""
+    """The fingerprint's `tokenizer`, if it was computed from the model's own tokens."""
 
 
-def source_of(info: ModelInfo) -> Source:
-    """Of the model that an engine serves."""
+def vocabulary_source(info: ModelInfo) -> VocabularySource:
+    """The vocabulary source of the model that an engine serves."""
     known = info.fingerprint
-    tokenizer = None if known.model_hash.startswith(SAID_ONLY) else known.tokenizer
-    return Source(Path(info.path), known.model_hash, info.n_vocab, tokenizer)
+    tokenizer = None if known.model_hash.startswith(REPORTED_HASH_PREFIX) else known.tokenizer
+    return VocabularySource(Path(info.path), known.model_hash, info.n_vocab, tokenizer)
 
 
 class Coding:
     """The codec of one model. Thread-safe."""
 
-    def __init__(self, source: Callable[[], Source], tables: Path | None = None) -> None:
-        """`source` is asked when the codec is used for the first time. `tables`: see `Codec`."""
+    def __init__(self, source: Callable[[], VocabularySource], tables: Path | None = None) -> None:
+        """source: called at the first use of the codec. tables: see `Codec`."""
         self._source = source
         self._tables = tables
         self._vocabulary: GgufVocabulary | None = None
-        self._model: Model | None = None
+        self._model: SessionModel | None = None
         self._lock = threading.Lock()
 
     @property
     def codec(self) -> Codec:
-        """Raises NotSupported if the model's vocabulary cannot be had."""
+        """The model's codec. Raises NotSupported if its vocabulary cannot be read."""
         return self.model().codec
 
-    def model(self) -> Model:
-        """The model and its codec. Raises NotSupported if its vocabulary cannot be had."""
+    def model(self) -> SessionModel:
+        """The model and its codec. Raises NotSupported if its vocabulary cannot be read."""
         with self._lock:
             if self._model is None:
                 source = self._source()
@@ -64,7 +64,7 @@ class Coding:
                 from towerd.codec import Codec
 
                 codec = Codec(vocabulary, tables=self._tables)
-                self._model = Model(source.path.name, source.hash, codec)
+                self._model = SessionModel(source.path.name, source.hash, codec)
             return self._model
 
     def close(self) -> None:
@@ -75,14 +75,14 @@ class Coding:
             self._vocabulary = self._model = None
 
 
-def _vocabulary(source: Source) -> GgufVocabulary:
+def _vocabulary(source: VocabularySource) -> GgufVocabulary:
     # Imported late: these load llama.cpp.
     from towerd.codec.errors import CodecError
     from towerd.codec.vocabulary import GgufVocabulary
     from towerd.engine.embedded.model.model import init_backend
 
     where = source.path if source.path.name else "its path is not known"
-    init_backend()  # routes what llama.cpp says into our log
+    init_backend()  # routes llama.cpp's messages into our log
     try:
         vocabulary = GgufVocabulary(source.path)
     except CodecError as error:
@@ -106,6 +106,6 @@ def _vocabulary(source: Source) -> GgufVocabulary:
 
 
 def tokenizer_of(vocabulary: GgufVocabulary) -> str:
-    """As the fingerprint has it."""
+    """The hash of a vocabulary's tokens, computed as for the fingerprint."""
     both = zip(vocabulary.pieces, vocabulary.names, strict=True)
     return tokenizer_hash(piece or name for piece, name in both)

@@ -1,10 +1,10 @@
 """Freezing and thawing one session of a store, in an order that never loses data.
 
     tokens --encode, decode, compare--> blob --durable--> read back, decode, compare
-           --one transaction--> turns without tokens, segments of nobody else's removed
-    blob --decode, its hash holds--> tokens --one transaction--> turns and segments, no blob
+           --one transaction--> turns without tokens, segments that nothing else needs removed
+    blob --decode, check its hash--> tokens --one transaction--> turns and segments, no blob
 
-Killed anywhere in between, the session is either as it was before or as it is after.
+If the process is killed at any point, the session is either as before or fully converted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from towerd.codec.errors import CodecError
 from towerd.errors import NotFound, SessionFrozen, StoreError, ThawError
 from towerd.store import History, Node, Store
 from towerd.store.segments import durable
-from towerd.store.sessions.cold import Frozen
+from towerd.store.sessions.cold import FrozenSession
 from towerd.tokens import Ids
 
 if TYPE_CHECKING:
@@ -30,15 +30,16 @@ MayDrop = Callable[[str, str, Sequence[Node]], bool]
 
 
 @dataclass(frozen=True, slots=True)
-class Froze:
-    """What freezing a session did."""
+class FreezeResult:
+    """The result of freezing a session."""
 
     id: str
     scope: str
     n_tokens: int
-    """Of all turns, each token once, what is shared with other sessions left out."""
+    """Tokens in the blob: those of all turns, each once, without those shared with other
+    sessions."""
     nbytes: int
-    """The blob."""
+    """Size of the blob in bytes."""
     removed: tuple[Node, ...]
 
 
@@ -49,12 +50,12 @@ def freeze(
     scope: str | None = None,
     may_drop: MayDrop | None = None,
     form: str = "auto",
-) -> Froze | None:
-    """Freeze a session; None if it is frozen already. Takes a while: about a second for a few
-    thousand tokens.
+) -> FreezeResult | None:
+    """Freeze a session; None if it is already frozen. Takes about a second for a few thousand
+    tokens.
 
-    Raises NotFound, InvalidRequest (no turns), SessionBusy (in use, or it went on meanwhile),
-    StoreError (ambiguous, or it cannot be coded), DiskFull; the session stays as it was then."""
+    Raises NotFound, InvalidRequest (no turns), SessionBusy (in use, or continued meanwhile),
+    StoreError (ambiguous id, or it cannot be coded) or DiskFull; the session is then unchanged."""
     warm = store.cold.take(id, scope)
     if warm is None:
         return None
@@ -74,12 +75,12 @@ def freeze(
         raise StoreError(f"Session {id!r} cannot be frozen: its turns do not come back.")
     ask = may_drop or (lambda *_: True)
     removed = store.cold.drop(warm, lambda doomed: ask(info.id, info.scope, doomed))
-    return Froze(info.id, info.scope, len(own), len(blob), tuple(removed))
+    return FreezeResult(info.id, info.scope, len(own), len(blob), tuple(removed))
 
 
 def thaw(store: Store, codec: Codec, id: str, scope: str | None = None) -> bool:
-    """Thaw a session; False if it is not frozen. Raises NotFound, StoreError (ambiguous),
-    ThawError (it cannot be decoded here, and stays as it is), DiskFull."""
+    """Thaw a session; False if it is not frozen. Raises NotFound, StoreError (ambiguous id),
+    ThawError (it cannot be decoded here and stays frozen) or DiskFull."""
     while (frozen := store.cold.read(id, scope)) is not None:
         if store.cold.restore(frozen, frozen.history(decode(codec, frozen))):
             return True
@@ -87,8 +88,8 @@ def thaw(store: Store, codec: Codec, id: str, scope: str | None = None) -> bool:
 
 
 def recode(store: Store, codec: Codec, id: str, scope: str) -> bool:
-    """Code a frozen session again in the smallest form; whether it is frozen still. Raises ThawError
-    (it cannot be decoded here), StoreError, DiskFull; the blob stays then."""
+    """Code a frozen session again in the smallest form; False if it is no longer frozen. Raises
+    ThawError (it cannot be decoded here), StoreError or DiskFull; the old blob then stays."""
     try:
         frozen = store.cold.read(id, scope)
     except NotFound:
@@ -106,10 +107,10 @@ def recode(store: Store, codec: Codec, id: str, scope: str) -> bool:
 
 
 def cold_history(store: Store, codec: Codec, id: str, scope: str | None = None) -> History | None:
-    """What a frozen session consists of, without thawing it; None if it is not frozen. Raises as
-    `thaw`, and SessionFrozen if it went on without its tokens."""
+    """The history of a frozen session, without thawing it; None if it is not frozen. Raises as
+    `thaw`, and SessionFrozen if turns were added while it was frozen."""
     frozen = store.cold.read(id, scope)
-    if frozen is not None and frozen.went_on:
+    if frozen is not None and frozen.was_continued:
         raise SessionFrozen(
             f"Session {id!r} is frozen and went on since: thaw it with towerctl thaw first."
         )
@@ -117,18 +118,18 @@ def cold_history(store: Store, codec: Codec, id: str, scope: str | None = None) 
 
 
 def keep(codec: Codec, blob: bytes) -> None:
-    """Keep with the store what a blob needs besides this release. Raises DiskFull, StoreError."""
+    """Store the tables that later releases need to read a blob. Raises DiskFull or StoreError."""
     with durable.store_errors("The table that frozen sessions are read with cannot be kept"):
         codec.keep(blob)
 
 
-def decode(codec: Codec, frozen: Frozen) -> Ids:
-    """int32[n]: the token ids that the turns of a frozen session add. Raises ThawError."""
+def decode(codec: Codec, frozen: FrozenSession) -> Ids:
+    """The token ids that the turns of a frozen session add, int32[n]. Raises ThawError."""
     try:
         return _stream(codec, frozen)
     except CodecError as error:
         raise ThawError(f"Session {frozen.info.id!r} cannot be thawed: {error}") from error
 
 
-def _stream(codec: Codec, frozen: Frozen) -> Ids:
+def _stream(codec: Codec, frozen: FrozenSession) -> Ids:
     return np.concatenate([frozen.base, codec.decode(frozen.blob, base=frozen.base)])

@@ -1,6 +1,6 @@
-"""The engine protocol: what a request is, what comes back, what an engine can do.
+"""The engine protocol: requests, their events, and what an engine can do.
 
-Everything above an engine (sessions, API, CLI) speaks only these types. Token ids travel as
+Everything above an engine (sessions, API, CLI) uses only these types. Token ids travel as
 one-dimensional int32 arrays (`Ids`).
 """
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:  # only the embedded engine needs llama.cpp in this process
 
 @dataclass(frozen=True, slots=True)
 class LiveBudget:
-    """What becomes of a chat that grows: `none` ends it with an error at the end of its context,
-    `shift` drops its oldest turns there, any other policy keeps it within `tokens` live ones."""
+    """How a growing chat is kept within the context: `none` ends it with an error at the end of its
+    context, `shift` drops its oldest turns there, any other policy keeps `tokens` tokens live."""
 
     policy: str = "none"
     tokens: int = 0
@@ -46,7 +46,7 @@ class Chat(Protocol):
 
     async def next_prompt(self) -> Ids | None:
         """Wait until the reply is complete and return the tokens that every next request of this
-        chat begins with, none or None if that cannot be said. Raises TowerdError."""
+        chat begins with; empty or None if they are not known. Raises TowerdError."""
         ...
 
 
@@ -57,9 +57,9 @@ class GenerateRequest:
     ids: Ids
     """The whole prompt, at least one token, special tokens already in place."""
     media: Sequence[Medium] = ()
-    """Pictures and sounds that stand in `ids`, to be evaluated where their rows are not at hand."""
+    """Pictures and sounds in `ids`, to be evaluated where their rows are missing."""
     reply: Reply | None = None
-    """What samples and keeps the text; None: the engine makes one of `fields` if it generates."""
+    """Samples and keeps the text; None: the engine makes one from `fields` if it generates."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Fields of a POST /completion, such as `temperature` and `stop`, where there is no `reply`."""
     n_predict: int = -1
@@ -76,9 +76,10 @@ class GenerateRequest:
     live: LiveBudget = LiveBudget()
     """What stays in the live context as the chat grows."""
     background: bool = False
-    """Nobody waits for it: it runs while nothing else does, and ends early when something comes."""
+    """No client waits for it: it runs only while the engine is idle, and ends when a request
+    comes."""
     chat: Chat | None = None
-    """The chat that `ids` were rendered from; None: it is no chat."""
+    """The chat that `ids` were rendered from; None if there is none."""
     workflow: str | None = None
     """The client's X-Towerd-Workflow."""
     agent: str | None = None
@@ -104,7 +105,7 @@ class Piece:
     text: str
     ids: tuple[int, ...]
     chunk: Chunk | None = None
-    """What a writer makes events of; None: another process writes them."""
+    """Source of the events on the wire; None: another process writes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,13 +128,13 @@ class Reuse:
     warm: int = 0
     prefill: int = 0
     approximate: int = 0
-    """Of the reused ones, those whose rows were kept in a stored format in between."""
+    """Reused tokens whose rows were kept in a stored format in between."""
     cold: int = 0
-    """Of the evaluated ones, those that were known from a session that was frozen."""
+    """Evaluated tokens that were known from a frozen session."""
     kept: int | None = None
     """Tokens in the live context when the reply began, if the chat has a budget."""
     drift: Drift | None = None
-    """What such rows were measured to cost this model; None if there are none or it was not."""
+    """The measured drift of the approximate rows; None if there are none or it was not measured."""
 
     def header(self) -> str:
         """The value of X-Towerd-Reuse."""
@@ -160,9 +161,12 @@ StopType: TypeAlias = Literal["eos", "word", "limit", "cancelled"]
 
 
 TURN_STOPS: dict[str, str] = {
-    "eos": "end_turn", "word": "stop_sequence", "limit": "max_tokens", "cancelled": "cancelled",
-}  # fmt: skip
-"""Why a reply ended, as its turn has it."""
+    "eos": "end_turn",
+    "word": "stop_sequence",
+    "limit": "max_tokens",
+    "cancelled": "cancelled",
+}
+"""The stop reason of a turn, by that of its reply."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +186,8 @@ class Finish:
     session: str = ""
     """The session it was recorded under; filled in by `towerd.sessions.sessions`."""
     n_rows: int | None = None
-    """How many leading tokens have rows that the store has or gets; None: `n_cached`. Less for a
-    chat that was thinned or shortened."""
+    """How many leading tokens have or will have rows in the store; None: `n_cached`. Less for a
+    chat with a partial live set, or one that was shortened."""
     slot: int = -1
     """Where GET /slots showed it."""
 
@@ -191,14 +195,14 @@ class Finish:
 Event: TypeAlias = Progress | Started | Piece | Finish
 
 
-SAID_ONLY = "props:"
-"""What a fingerprint's `model_hash` begins with where the model's file was not to be read: all that
-is known is what its server says."""
+REPORTED_HASH_PREFIX = "props:"
+"""Prefix of a fingerprint's `model_hash` if the model's file could not be read: the rest is a hash
+of what its server reports."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What a client may ask about the model (the source of /props and /v1/models)."""
+    """What clients can learn about the model, from /props and /v1/models."""
 
     path: str
     alias: str
@@ -216,9 +220,9 @@ class ModelInfo:
     kv_bytes_per_token: int
     metadata: Mapping[str, str]
     aliases: tuple[str, ...] = ()
-    """All names that clients may give it; none: the alias alone."""
+    """All names that clients may use for it; if empty, the alias alone."""
     tags: tuple[str, ...] = ()
-    """What GET /v1/models says besides."""
+    """Tags in GET /v1/models."""
     has_media: bool = False
     """Whether prompts may have pictures or sounds in them."""
 
@@ -234,11 +238,11 @@ class SlotView:
     n_tokens: int
     n_decoded: int
     request: Request | None
-    """The request that it runs or ran last; None: there was none, or it was not a client's."""
+    """The current or last request; None: there was none, or it was not a client's."""
     scope: str = ""
-    """The tenant whose request it runs or ran last; empty: that is not known, or there was none."""
+    """The tenant of the current or last request; empty if there is none or it is not known."""
     id_task: int = -1
-    """Which request it last ran, counted from 0; -1: none yet."""
+    """Number of the request that it last ran, counted from 0; -1: none yet."""
     n_prompt_processed: int = 0
     n_prompt_cached: int = 0
     n_remain: int = -1
@@ -248,24 +252,24 @@ class SlotView:
     """Replies may be drafted."""
 
     def hidden(self) -> SlotView:
-        """As it looks to a tenant that has nothing to do with it: idle."""
+        """The view for other tenants, to whom it looks idle."""
         return SlotView(self.id, self.n_ctx, False, None, 0, 0, None, speculative=self.speculative)
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What is live of a chat that has a budget, or waits in RAM to be live again."""
+    """The kept positions of a chat with a budget, which is live or parked in RAM."""
 
     policy: str
     budget: int
     n: int
-    """Tokens of the chat that were evaluated."""
+    """Evaluated tokens of the chat."""
     runs: tuple[tuple[int, int], ...]
     """[p0, p1) of its tokens that are kept, ascending."""
 
 
 class Generation(Protocol):
-    """A running request. Iterate it to its Finish, or `cancel`; then always `release`."""
+    """A running request. Iterate it to its Finish, or `cancel` it; then always `release` it."""
 
     def __aiter__(self) -> AsyncIterator[Event]:
         """Its events, ending with Finish. Raises TowerdError when it failed."""
@@ -276,12 +280,13 @@ class Generation(Protocol):
         ...
 
     def release(self) -> None:
-        """Its tokens are recorded: the engine may export, share or evict its live rows."""
+        """Call when its tokens are recorded: the engine may then export, share or evict its live
+        rows."""
         ...
 
 
 class ModuleMaker(Protocol):
-    """Makes modules: texts whose rows are spliced in wherever they stand in a prompt."""
+    """Makes modules: texts whose rows are spliced in wherever they occur in a prompt."""
 
     def check(self, n: int) -> None:
         """Raises NotSupported or InvalidRequest, with the reason, if a text of `n` tokens cannot
@@ -289,7 +294,7 @@ class ModuleMaker(Protocol):
         ...
 
     def path(self, ids: Ids) -> Ids:
-        """The prompt at whose end the module's tokens stand alone."""
+        """The prompt that ends with the module's tokens and has no other text."""
         ...
 
     async def measure(self, ids: Ids, percent: float) -> Module:
@@ -300,14 +305,14 @@ class ModuleMaker(Protocol):
 
 
 class Embeds(Protocol):
-    """A model that turns texts into rows of numbers."""
+    """A model that turns texts into embeddings."""
 
     pooling: str
-    """none, mean, cls, last or rank: what is made of the rows of a text's tokens."""
+    """none, mean, cls, last or rank: how the rows of a text's tokens are combined."""
 
     def embed(self, ids: Ids, normalize: int) -> Future[npt.NDArray[np.float32]]:
-        """float32[n, n_embd], the embeddings of a text: one with pooling, else one a token, not
-        normalized. One text after the other is evaluated; those that wait may be cancelled.
+        """float32[n, n_embd], the embeddings of a text: one with pooling, else one per token, not
+        normalized. Texts are evaluated one at a time; those that wait may be cancelled.
 
         normalize: as llama-server's `embd_normalize`. Raises ContextExceeded, TowerdError."""
         ...
@@ -325,7 +330,7 @@ class AdapterSet(Protocol):
         ...
 
     def set_scales(self, asked: Sequence[Any]) -> None:
-        """Take the scales that requests have from now on. Raises InvalidRequest."""
+        """Set the scales of requests from now on. Raises InvalidRequest."""
         ...
 
     def scope(self, tenant: str, asked: object = None) -> str:
@@ -334,7 +339,7 @@ class AdapterSet(Protocol):
 
 
 class Engine(Protocol):
-    """A model that can be asked. All methods are called on the event loop and never block it."""
+    """A model that serves requests. All methods are called on the event loop and never block it."""
 
     name: str
     """`embedded` or `llama-server`."""
@@ -386,8 +391,8 @@ class Engine(Protocol):
         ...
 
     async def kept(self, ids: Ids, scope: str) -> Kept | None:
-        """What is kept of the chat whose tokens are `ids`; None: it has no budget, or nothing of
-        it is live."""
+        """The kept positions of the chat whose tokens are `ids`; None: it has no budget, or is not
+        live."""
         ...
 
     def stats(self) -> dict[str, Any]:
@@ -395,10 +400,10 @@ class Engine(Protocol):
         ...
 
     async def drain(self, grace_s: float) -> None:
-        """Wait until nothing runs. After `grace_s` what still does is cancelled, so that each
-        ends with its Finish, and nothing new is taken."""
+        """Wait until nothing runs. After `grace_s` running requests are cancelled, each ending with
+        its Finish, and no new ones are taken."""
         ...
 
     async def close(self) -> None:
-        """Finish or cancel what runs, write what is not stored yet, free the model."""
+        """Finish or cancel running requests, write rows that are not stored yet, free the model."""
         ...

@@ -1,7 +1,8 @@
 """GgufKeys: metadata and small tensors of a GGUF, read by ggml's own parser.
 
-The gguf package takes ten seconds and more for a vocabulary of 150,000 tokens, ggml a tenth of
-one; and llama.cpp's model API hands out no arrays and no tensors."""
+The gguf package takes more than ten seconds for a vocabulary of 150,000 tokens, ggml a tenth of a
+second. llama.cpp's model API gives no access to arrays and tensors.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ import numpy.typing as npt
 from towerd.llama_library import lib
 
 _SCALARS: dict[int, str] = {
-    0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?",
-    10: "<u8", 11: "<i8", 12: "<f8",
-}  # fmt: skip
+    **dict(enumerate(("u1", "i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?"))),
+    **dict(enumerate(("<u8", "<i8", "<f8"), 10)),
+}
 """gguf's types of fixed size, as numpy names them."""
 _STRING, _ARRAY = 8, 9
 _F32 = 0

@@ -1,9 +1,9 @@
-"""A model's file: the hash of its bytes, remembered, and checked before it is believed.
+"""ModelFile: a model's file, and the hash of its bytes, remembered and checked before use.
 
-Hashing a file of weights takes a second per gigabyte, so the hash is kept in the catalog with what
-the file looked like: device, inode, size, times and a hash of sampled pages. A file that still
-looks the same has the same hash, unless its file system does not say when it was changed and no
-sampled page differs; `WeightsCheck` finds those.
+Hashing a file of weights takes a second per gigabyte, so the hash is kept in the catalog with the
+file's device, inode, size, times and a hash of sampled pages. A file for which these are the same
+has the same hash, unless its file system does not record changes and no sampled page differs;
+`WeightsCheck` finds those.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class FileState(msgspec.Struct, frozen=True):
     size: int
     mtime_ns: int
     ctime_ns: int
-    """No program can set this one back."""
+    """Unlike `mtime_ns` it cannot be set by a program."""
 
     @classmethod
     def of(cls, stat: os.stat_result) -> FileState:
@@ -57,8 +57,8 @@ class FileState(msgspec.Struct, frozen=True):
         return (self.device, self.inode) == (other.device, other.inode)
 
 
-class Remembered(msgspec.Struct, frozen=True):
-    """What the catalog knows about a file."""
+class KnownFile(msgspec.Struct, frozen=True):
+    """The catalog's entry about a file."""
 
     state: FileState
     sample: str
@@ -68,7 +68,7 @@ class Remembered(msgspec.Struct, frozen=True):
 
 
 class ModelFile:
-    """A file of weights, kept open: a file that takes its place is another one. Open it before the
+    """A file of weights, kept open, so that a file that replaces it is noticed. Open it before the
     weights are loaded, `identify` it afterwards, then close it."""
 
     def __init__(self, path: Path) -> None:
@@ -79,7 +79,7 @@ class ModelFile:
         except OSError as error:
             raise ModelError(f"Cannot read the model {path}: {error.strerror}.") from error
         self._opened = self.state()
-        self._known: Remembered | None = None
+        self._known: KnownFile | None = None
 
     def close(self) -> None:
         self._file.close()
@@ -91,7 +91,7 @@ class ModelFile:
         self.close()
 
     @property
-    def known(self) -> Remembered:
+    def known(self) -> KnownFile:
         """The file as it was identified or verified last."""
         assert self._known is not None, "identify it first"
         return self._known
@@ -108,7 +108,7 @@ class ModelFile:
             return False
 
     def reopen(self) -> None:
-        """Go over to the file that the path leads to by now; what is known stays."""
+        """Switch to the file that the path leads to now; `known` is unchanged."""
         file = self.path.open("rb", buffering=0)
         self._file.close()
         self._file, self._opened = file, FileState.of(os.fstat(file.fileno()))
@@ -121,7 +121,7 @@ class ModelFile:
         if known is None or (known.state, known.sample) != (state, sample):
             if known is not None and known.state == state:
                 log.warning("the model's file was changed in place", extra={"path": str(self.path)})
-            known = Remembered(state, sample, self.hash(), time.time())
+            known = KnownFile(state, sample, self.hash(), time.time())
             with suppress(DiskFull):
                 _remember(memo, known)
         if self.state() != state or not self.is_in_place():
@@ -157,11 +157,11 @@ class ModelFile:
 
     def verified(self, memo: Memo, state: FileState, sample: str) -> None:
         """All of the file was read, beginning when it had this state, and has the known hash."""
-        self._known = Remembered(state, sample, self.known.hash, time.time())
+        self._known = KnownFile(state, sample, self.known.hash, time.time())
         _remember(memo, self._known)
 
     def forget(self, memo: Memo) -> None:
-        """Let the next start read all of the file."""
+        """Make the next start read all of the file."""
         memo.set_meta(_key(self.state()), "")
 
 
@@ -187,12 +187,12 @@ def _key(state: FileState) -> str:
     return f"model_file:{state.device}:{state.inode}"
 
 
-def _recall(memo: Memo, state: FileState) -> Remembered | None:
+def _recall(memo: Memo, state: FileState) -> KnownFile | None:
     try:
-        return msgspec.json.decode(memo.get_meta(_key(state)) or "", type=Remembered)
+        return msgspec.json.decode(memo.get_meta(_key(state)) or "", type=KnownFile)
     except msgspec.DecodeError:
         return None
 
 
-def _remember(memo: Memo, known: Remembered) -> None:
+def _remember(memo: Memo, known: KnownFile) -> None:
     memo.set_meta(_key(known.state), msgspec.json.encode(known).decode())

@@ -1,8 +1,8 @@
-"""The RoPE of a model file: which rotation each layer of its KV cache has.
+"""The RoPE of a model file: the rotation of each layer of its KV cache.
 
-GGUFs do not say all of it: what an architecture does with its keys is written in llama.cpp's
-`src/models/<arch>.cpp`, and here as a table. Whatever is not in the table is refused: a wrong
-rotation would be silent. Keys and defaults: `src/llama-model.cpp` (load_hparams,
+A GGUF does not say all of it: how an architecture rotates its keys is defined in llama.cpp's
+`src/models/<arch>.cpp`, and here by a table. Architectures that are not in the table are refused,
+because a wrong rotation would go unnoticed. Keys and defaults: `src/llama-model.cpp` (load_hparams,
 get_rope_factors), `src/llama-context.cpp` (the context's overrides).
 """
 
@@ -54,7 +54,7 @@ BAICHUAN_ROPE_LAYERS = 32
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """What the loaded model and the context say, beyond the file.
+    """Parameters of the loaded model and the context that the file does not have.
 
     rope_type: `llama_model_rope_type`; n_swa: `llama_model_n_swa`; n_ctx_seq: positions that one
     sequence may have (`llama_n_ctx` if unified); freq_base, freq_scale: overrides, 0 for none"""
@@ -95,7 +95,8 @@ class _File:
 def read_rope(path: Path, running: Running) -> Rope:
     """The rotation of every layer in the KV cache of the model at `path`, as it runs.
 
-    Takes about 0.1 s for a vocabulary of 150,000 tokens. StateError, with the reason, if this architecture's keys cannot be moved or are unknown."""
+    Takes about 0.1 s for a vocabulary of 150,000 tokens. Raises StateError, with the reason, if
+    this architecture's keys cannot be moved or are unknown."""
     file = _File(path)
     try:
         return _read(file, running)
@@ -167,7 +168,7 @@ def _freq_scale(file: _File, running: Running, scaling: str) -> float:
 
 
 def _betas(file: _File) -> dict[str, float]:
-    """mistral3 alone reads them from the file."""
+    """The betas from the file, which only mistral3 uses."""
     if file.arch != "mistral3":
         return {}
     return {

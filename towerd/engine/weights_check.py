@@ -1,9 +1,9 @@
-"""Checks, while a service runs, that its model's file still is what was loaded.
+"""Checks, while a service runs, that its model's file is still what was loaded.
 
-Weights are mapped from the file, so whoever writes to it changes the model under its rows. The
-thread here looks at the file every few seconds. One that looks different is sampled at once. One of
-which nothing but a time differs, or that was not read for a day, is read in full while the service
-is idle.
+Weights are mapped from the file, so a write to it changes the model that stored rows belong to. The
+thread here looks at the file every few seconds. A file that looks different is sampled at once. If
+only a time differs, or the file was not read for a day, it is read in full while the service is
+idle.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EVERY_S = 86_400.0
 BUSY_S = 0.2
 
 
-class _Stopped(Exception):
+class _CheckStopped(Exception):
     """The daemon closes."""
 
 
@@ -48,11 +48,11 @@ class WeightsCheck:
         """files: identified, and owned by the caller
         is_busy: whether a request runs; called by the thread
         on_change: called once, with the Unix time at which the file was last known to be right
-        follow: a file that takes the place of one counts, as for a server that may load it again
+        follow: check the file that the path leads to, as for a server that may load it again
         """
         self._files = list(files)
         self._alike_at = dict.fromkeys(self._files, time.time())
-        """When each file looked as it did when it was identified for the last time."""
+        """The last time at which each file looked as when it was identified."""
         self._memo = memo
         self._is_busy = is_busy
         self._on_change = on_change
@@ -86,7 +86,7 @@ class WeightsCheck:
                 elif file.sample() != file.known.sample:
                     self._changed(file, self._alike_at[file])
             except OSError:
-                continue  # it is being replaced
+                continue  # the file is being replaced
 
     def _run(self) -> None:
         lower_priority()
@@ -98,7 +98,7 @@ class WeightsCheck:
                 for file in self._files:
                     if self._is_due(file):
                         self._read(file)
-            except _Stopped:
+            except _CheckStopped:
                 return
             except (OSError, TowerdError) as error:
                 log.warning("the model's file cannot be checked", extra={"error": str(error)})
@@ -126,7 +126,7 @@ class WeightsCheck:
         while self._is_busy() and not self._stop.is_set():
             self._stop.wait(BUSY_S)
         if self._stop.is_set():
-            raise _Stopped
+            raise _CheckStopped
         self._part_at = time.monotonic()
 
     def _changed(self, file: ModelFile, since: float) -> None:

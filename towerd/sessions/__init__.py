@@ -1,1 +1,1 @@
-"""Conversations: the one recorder of turns, workflows, and what is made ready for the next request."""
+"""Conversations: the recorder of turns, workflows, and work done ahead of the next request."""

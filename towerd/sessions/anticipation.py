@@ -1,10 +1,10 @@
 """Anticipation: evaluates the expected beginning of a chat's next request in advance.
 
-A chat template often renders an answer in the next request otherwise than it was generated:
-thinking is left out, headers are put in between. From where that differs, the next prompt would
-have to be evaluated while its user waits. So when an answer has ended, the conversation is
-rendered as the next request will have it, up to the user's words, and the part that differs from
-the live tower is evaluated in idle time as a branch of its own.
+A chat template often renders an answer in the next request differently from how it was generated:
+it drops the thinking and inserts headers. From the first difference on, the next prompt would have
+to be evaluated while its user waits. When an answer has ended, the conversation is therefore
+rendered as the next request will have it, up to the user's words. The part that differs from the
+live tower is evaluated in idle time as a branch of its own.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from towerd.tokens import Ids, common_prefix
 
 log = logging.getLogger(__name__)
 
-WORTH_TOKENS_MIN = 16
-"""Fewer are evaluated beside the user's words in the time of one step."""
+NEW_TOKENS_MIN = 16
+"""Minimum number of new tokens. Fewer are evaluated in one step together with the user's words."""
 BRANCHES_MAX = 64
-"""Branches whose fate is watched; the oldest counts as wasted when there are more."""
+"""Maximum number of branches tracked. Beyond it the oldest counts as wasted."""
 
 Run = Callable[[GenerateRequest], Coroutine[Any, Any, Finish | None]]
 
 
 @dataclass(slots=True)
 class _Branch:
-    """A prefix that was evaluated ahead: ids[n_old:n_done] were new."""
+    """A prefix that was evaluated ahead; ids[n_old:n_done] were new."""
 
     scope: str
     ids: Ids
@@ -43,11 +43,12 @@ class _Branch:
 
 
 class Anticipator:
-    """Lives on the event loop. Costs nothing while requests run."""
+    """Evaluates the next prompts of chats ahead. Belongs to the event loop; its requests run in
+    the background only."""
 
     def __init__(self, engine: Engine, run: Run, *, tokens_max: int) -> None:
-        """run: evaluates a background request and records its tokens; tokens_max: at most so many
-        are evaluated ahead for one answer."""
+        """run: evaluates a background request and records its tokens. tokens_max: maximum number
+        of tokens evaluated ahead for one answer."""
         self._engine = engine
         self._run = run
         self._tokens_max = tokens_max
@@ -56,7 +57,7 @@ class Anticipator:
         self.n_evaluated = self.n_used = self.n_wasted = 0
 
     def asked(self, request: GenerateRequest) -> None:
-        """A request came: what was made ready for it is used, or not."""
+        """Count how much of the work done ahead an arriving request uses."""
         if request.background:
             return
         for session, branch in list(self._branches.items()):
@@ -67,11 +68,11 @@ class Anticipator:
                 self._settle(session, n)
 
     def answered(self, request: GenerateRequest, finish: Finish) -> None:
-        """An answer ended: make the next request's beginning ready."""
+        """Evaluate the beginning of the next request after an answer has ended."""
         if request.chat is None or finish.stop == "cancelled":
             return
         if finish.truncated and not request.live.is_bounded:
-            return  # what is live is no prefix of the conversation
+            return  # the live tokens are not a prefix of the conversation
         session = _key(request.scope, finish.session)
         running = self._tasks.pop(session, None)
         if running is not None:
@@ -88,7 +89,7 @@ class Anticipator:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def stats(self) -> dict[str, int]:
-        """Tokens evaluated ahead, and what became of them; the rest may still be of use."""
+        """Counts of tokens evaluated ahead, used and wasted; the remaining ones are undecided."""
         return {
             "anticipations_running": len(self._tasks),
             "anticipated_tokens": self.n_evaluated,
@@ -105,17 +106,21 @@ class Anticipator:
             tower = np.concatenate([request.ids, np.asarray(finish.ids, np.int32)])
             n_old = common_prefix(ids, tower[: finish.n_cached])
             n_new = min(len(ids) - n_old, self._tokens_max)
-            if n_new < WORTH_TOKENS_MIN or n_old + n_new >= self._engine.n_ctx:
+            if n_new < NEW_TOKENS_MIN or n_old + n_new >= self._engine.n_ctx:
                 return
             branch = _Branch(request.scope, ids[: n_old + n_new], n_old)
-            done = await self._run(
-                GenerateRequest(
-                    ids=branch.ids, n_predict=0, scope=request.scope, session=finish.session,
-                    background=True, live=request.live, media=request.media,
-                )
-            )  # fmt: skip
+            ahead = GenerateRequest(
+                ids=branch.ids,
+                n_predict=0,
+                scope=request.scope,
+                session=finish.session,
+                background=True,
+                live=request.live,
+                media=request.media,
+            )
+            done = await self._run(ahead)
         except TowerdError as error:
-            log.debug("the next prompt cannot be foreseen", extra={"error": str(error)})
+            log.debug("the next prompt cannot be anticipated", extra={"error": str(error)})
             return
         if done is None or done.n_cached <= n_old:
             return
@@ -128,7 +133,7 @@ class Anticipator:
             self._settle(next(iter(self._branches)), 0)
 
     def _settle(self, session: str, n_common: int) -> None:
-        """Count what became of a branch, and stop watching it."""
+        """Count the used and wasted tokens of a branch, and stop tracking it."""
         branch = self._branches.pop(session)
         n_used = min(max(n_common - branch.n_old, 0), branch.n_done - branch.n_old)
         self.n_used += n_used

@@ -10,15 +10,15 @@ from towerd.store.sessions.turn import Turn
 
 
 class TurnRecorder:
-    """Commits turns, and tells the policies and workflows of them."""
+    """Commits turns and reports them to the policies and workflows."""
 
     def __init__(self, store: Store, traffic: Traffic | None = None) -> None:
         self._store = store
         self._traffic = traffic
 
     async def record(self, turn: Turn, *, answered: bool = True) -> str:
-        """Make a turn durable and return its session's id. A prompt that got no answer is kept as
-        reusable tokens of no session, as far as it is cached; the id is "" then.
+        """Make a turn durable and return its session's id. Of a prompt without an answer, the
+        cached tokens are kept for reuse, outside any session; the id is then "".
 
         Raises DiskFull or another StoreError."""
         if answered:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from towerd.cold.keeper import Keeper
+from towerd.cold.cold_tier import ColdTier
 from towerd.engine.base import TURN_STOPS, Engine, Event, Finish, GenerateRequest, Generation
 from towerd.errors import TowerdError
 from towerd.sessions.anticipation import Anticipator
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 class Ending(enum.Enum):
     """How far a request came before it ended."""
 
-    NOT_RUN = "the engine never had it"
+    NOT_RUN = "it never reached the engine"
     CUT_OFF = "its client left, or the engine failed, before the last token"
     LEFT_EARLY = "its client left while its turn was being recorded"
     UNRECORDED = "its turn could not be recorded"
@@ -39,18 +39,18 @@ class Ending(enum.Enum):
 
 @dataclass(slots=True)
 class RequestRun:
-    """One request on its way through an engine and into the store."""
+    """The state of one request while it runs on an engine and is recorded in the store."""
 
     request: GenerateRequest
     session: str | None
-    """The session that its turn is recorded under; None: it is recognised then."""
+    """The session that its turn is recorded under; None: it is recognised by its tokens."""
     started_s: float
     generation: Generation | None = None
     recording: asyncio.Future[Finish] | None = None
 
     @property
     def ending(self) -> Ending:
-        """How it ended, once no more events are wanted of it."""
+        """How far the request came. Valid once its iteration of events has ended."""
         if self.generation is None:
             return Ending.NOT_RUN
         if self.recording is None:
@@ -68,12 +68,12 @@ class Sessions:
         self,
         engine: Engine,
         recorder: TurnRecorder,
-        cold: Keeper | None = None,
+        cold: ColdTier | None = None,
         *,
         anticipate_tokens_max: int = 0,
     ) -> None:
-        """cold: thaws what requests continue; anticipate_tokens_max: at most so many tokens of a
-        chat's next prompt are evaluated ahead, 0 evaluates none"""
+        """cold: thaws the sessions that requests continue. anticipate_tokens_max: maximum number
+        of tokens of a chat's next prompt that are evaluated ahead; 0: none."""
         self.recorder = recorder
         self._engine = engine
         self._cold = cold
@@ -87,8 +87,8 @@ class Sessions:
     async def run(self, request: GenerateRequest) -> AsyncIterator[Event]:
         """The events of one request; closing the iterator early cancels it.
 
-        What was generated until then is kept. The Finish event is yielded only after the turn
-        is durable. Raises what `Engine.generate` raises, and DiskFull."""
+        Tokens generated until then are kept. The Finish event is yielded only after the turn is
+        durable. Raises what `Engine.generate` raises, and DiskFull."""
         run = RequestRun(request, request.session, time.time())
         if self._anticipator is not None:
             self._anticipator.asked(request)
@@ -118,12 +118,12 @@ class Sessions:
         return finish
 
     async def stop_anticipating(self) -> None:
-        """Evaluate nothing ahead any more."""
+        """Cancel the evaluation of next prompts, and wait until it has ended."""
         if self._anticipator is not None:
             await self._anticipator.close()
 
     def stats(self) -> dict[str, Any]:
-        """Counters of what was evaluated ahead."""
+        """Counters of the tokens evaluated ahead."""
         return {} if self._anticipator is None else self._anticipator.stats()
 
     async def drain(self) -> None:
@@ -132,8 +132,8 @@ class Sessions:
             await asyncio.wait(self._closing)
 
     def _end(self, run: RequestRun) -> None:
-        """A request is over. What it still needs goes on in a task of its own: awaiting here would
-        tie it to a task that may be being cancelled."""
+        """Finish a request. Work that remains runs in a task of its own: the current task may be
+        in the middle of its cancellation."""
         match run.ending:
             case Ending.NOT_RUN | Ending.UNRECORDED:
                 self._leave(run)
@@ -152,7 +152,7 @@ class Sessions:
         task.add_done_callback(self._closing.discard)
 
     def _leave(self, run: RequestRun) -> None:
-        """Give back what the request held. What is released before it is stored is not kept."""
+        """Release what the request held. Rows that are not recorded by then are not kept."""
         if run.generation is not None:
             run.generation.release()
         if self._cold is not None:
@@ -180,12 +180,12 @@ class Sessions:
             self._leave(run)
 
     async def _record(self, run: RequestRun, finish: Finish) -> Finish:
-        """Commit the turn; a prompt that got no answer is kept as reusable tokens only."""
+        """Commit the turn; a prompt without an answer is only kept as reusable tokens."""
         request = run.request
         answered = request.precache is None and len(finish.ids) > 0
         n_cached = finish.n_cached
         if not answered and finish.n_rows is not None:
-            # Of a prompt that was shortened, only the beginning has rows to be used again.
+            # Only the beginning of a shortened prompt has reusable rows.
             n_cached = min(n_cached, finish.n_rows)
         turn = Turn(
             scope=request.scope,

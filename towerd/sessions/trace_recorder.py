@@ -1,8 +1,8 @@
 """Writing the daemon's own traffic as a trace: `towerd-trace/1`, described in lab/replay/README.md.
 
-One line a request, appended when its answer has ended. Tokens are only there as hashes of blocks,
-keyed with a secret of the file's own that never enters the file: equal beginnings can be seen,
-texts cannot be guessed. Each hash covers everything before its block.
+Each request appends one line when its answer has ended. Tokens appear only as hashes of blocks,
+keyed with a secret of that trace which is never written to the file: equal beginnings can be seen,
+but texts cannot be guessed. Each hash covers its block and everything before it.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ GetMeta = Callable[[str], str | None]
 SetMeta = Callable[[str, str], None]
 
 
-class Recorder:
+class TraceRecorder:
     """One open trace file. Thread-safe."""
 
     def __init__(self, file: BinaryIO, secret: bytes, start_s: float, block_tokens: int) -> None:
-        """Use `Recorder.open`."""
+        """Use `TraceRecorder.open`."""
         self.n_requests = 0
         self._file = file
         self._secret = secret
@@ -53,9 +53,9 @@ class Recorder:
     @classmethod
     def open(
         cls, path: Path, get: GetMeta, put: SetMeta, now: float, block_tokens: int = BLOCK_TOKENS
-    ) -> Recorder:
-        """Begin `path`, or go on with one that was begun with the same `get` and `put`, which keep
-        its secret. Raises ConfigError when it is something else or cannot be written."""
+    ) -> TraceRecorder:
+        """Create the trace `path`, or append to one created with the same `get` and `put`, which
+        keep its secret. Raises ConfigError if it is another file or cannot be written."""
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -67,13 +67,13 @@ class Recorder:
             head = file.readline(_HEAD_BYTES_MAX)
             if not head:
                 return cls._begin(file, put, now, block_tokens)
-            return cls._go_on(file, path, head, get)
+            return cls._resume(file, path, head, get)
         except BaseException:
             file.close()
             raise
 
     @classmethod
-    def _begin(cls, file: BinaryIO, put: SetMeta, now: float, block_tokens: int) -> Recorder:
+    def _begin(cls, file: BinaryIO, put: SetMeta, now: float, block_tokens: int) -> TraceRecorder:
         id, secret = secrets.token_hex(8), secrets.token_bytes(_SECRET_BYTES)
         put(_meta_key(id), secret.hex())
         head = {"format": FORMAT, "id": id, "block_size": block_tokens, "start": now}
@@ -82,7 +82,7 @@ class Recorder:
         return cls(file, secret, now, block_tokens)
 
     @classmethod
-    def _go_on(cls, file: BinaryIO, path: Path, head: bytes, get: GetMeta) -> Recorder:
+    def _resume(cls, file: BinaryIO, path: Path, head: bytes, get: GetMeta) -> TraceRecorder:
         try:
             values = msgspec.json.decode(head, type=_Head)
         except msgspec.DecodeError:
@@ -102,7 +102,7 @@ class Recorder:
             self._file.close()
 
     def add(self, turn: Turn, session: str, answered_s: float) -> None:
-        """Append one request. A disk that is full costs the line, nothing else."""
+        """Append one request. On a full disk only this line is lost."""
         ids = self._blocks(turn.prompt, turn.scope)
         with self._lock:
             name = self._name(f"{turn.scope}\n{session}")
@@ -116,11 +116,17 @@ class Recorder:
             if len(self._last) > _SESSIONS_MAX:
                 self._last.popitem(last=False)
             line = {
-                "t": round(turn.started_s - self._start_s, 6), "s": name, "in": len(turn.prompt),
-                "out": len(turn.reply), "kept": kept, "new": ids[kept:], "stop": turn.stop,
+                "t": round(turn.started_s - self._start_s, 6),
+                "s": name,
+                "in": len(turn.prompt),
+                "out": len(turn.reply),
+                "kept": kept,
+                "new": ids[kept:],
+                "stop": turn.stop,
                 "api_time": round(max(0.0, answered_s - turn.started_s), 6),
-                "agent": self._name(turn.agent), "workflow": self._name(turn.workflow),
-            }  # fmt: skip
+                "agent": self._name(turn.agent),
+                "workflow": self._name(turn.workflow),
+            }
             try:
                 self._file.write(msgspec.json.encode(line) + b"\n")
                 self._file.flush()
@@ -129,7 +135,7 @@ class Recorder:
                 log.error("the trace cannot be written", extra={"error": str(error)})
 
     def _blocks(self, prompt: Ids, scope: str) -> list[int]:
-        """The id of every full block; a prompt shorter than one has that of its only one."""
+        """The id of every full block; a prompt shorter than one block has a single id."""
         n = max(1, len(prompt) // self._block_tokens)
         data = np.asarray(prompt, "<i4").tobytes()
         size = 4 * self._block_tokens
@@ -142,14 +148,14 @@ class Recorder:
         return found
 
     def _name(self, name: str | None) -> str:
-        """A name that says as little as a block's id."""
+        """A keyed hash of a name; empty for no name."""
         if not name:
             return ""
         return hashlib.blake2b(name.encode(), key=self._secret, digest_size=8).hexdigest()
 
 
 class _Head(msgspec.Struct):
-    """The first line."""
+    """The first line of a trace."""
 
     format: str
     id: str
@@ -162,7 +168,7 @@ def _meta_key(id: str) -> str:
 
 
 def _cut_torn_line(file: BinaryIO) -> None:
-    """Go to the end; a last line without its line break was being written when power went."""
+    """Seek to the end and remove an incomplete last line, left by a crash."""
     end = file.seek(0, os.SEEK_END)
     at = end
     while at > 0:

@@ -15,8 +15,8 @@ import numpy as np
 
 from towerd.config import Config
 from towerd.errors import NotFound, TowerdError
-from towerd.sessions.trace_recorder import Recorder
-from towerd.sessions.workflows import Step, Tracker, Workflow
+from towerd.sessions.trace_recorder import TraceRecorder
+from towerd.sessions.workflows import Tracker, Workflow, WorkflowStep
 from towerd.store import Node, Store
 from towerd.store.prefix.scope import tenant_of
 from towerd.store.sessions.turn import Turn
@@ -26,37 +26,39 @@ from towerd.tiers.ranking import Ranking
 log = logging.getLogger(__name__)
 
 _BATCH = 16
-"""Steps written to the catalog at once: what a crash may lose, and costs a predictor nothing."""
+"""Steps written to the catalog at once. A crash loses fewer than this, which no predictor needs."""
 T = TypeVar("T")
 
 
-def open_traffic(config: Config, store: Store, tiers: Tiers) -> Traffic:
-    """For one running service. Raises ConfigError if the trace cannot be written."""
+def open_traffic(config: Config, store: Store, tiers: RankedTiers) -> Traffic:
+    """The traffic of one running service. Raises ConfigError if the trace cannot be written."""
     recorder = None
     if config.record is not None:
-        recorder = Recorder.open(config.record, store.get_meta, store.set_meta, time.time())
+        recorder = TraceRecorder.open(config.record, store.get_meta, store.set_meta, time.time())
     return Traffic(store, tiers, recorder)
 
 
-class Tiers(Protocol):
-    """`towerd.tiers.manager.Tiers` as far as it hears of traffic."""
+class RankedTiers(Protocol):
+    """The part of `towerd.tiers.manager.Tiers` that is informed of requests."""
 
     ranking: Ranking
 
     def visited(self, tip: Node, arrived_s: float, n_rows: int | None = None) -> Node:
-        """A request that arrived at `arrived_s` was recorded; its tower ends with `tip`, and the
-        first `n_rows` tokens of it have rows, or all. Returns what policies know it by."""
+        """Note that a request which arrived at `arrived_s` was recorded. Its tower ends with
+        `tip`, and its first `n_rows` tokens have rows (None: all). Returns the node by which the
+        policies know the visit."""
         ...
 
 
 class Traffic:
-    """Call `recorded` and `kept` off the event loop, after the commit."""
+    """Informs policies, workflows and the trace. Call `recorded` and `kept` off the event loop,
+    after the commit."""
 
     def __init__(
         self,
         store: Store,
-        tiers: Tiers,
-        recorder: Recorder | None = None,
+        tiers: RankedTiers,
+        recorder: TraceRecorder | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.tracker = Tracker()
@@ -65,13 +67,13 @@ class Traffic:
         self._recorder = recorder
         self._clock = clock
         self._new: list[Invocation] = []
-        """Touched by the writer only."""
+        """Used by the writer thread only."""
         self._lock = threading.Lock()
         self._is_open = True
         self._writer = ThreadPoolExecutor(1, "towerd-traffic")
 
     def close(self) -> None:
-        """Write what is left. What is recorded after that moves the policies only."""
+        """Write the remaining steps. Requests recorded later inform the policies only."""
         with self._lock:
             self._is_open = False
         self._writer.shutdown()
@@ -93,13 +95,13 @@ class Traffic:
             self._recorder.add(turn, session, now)
 
     def kept(self, tip: Node, arrived_s: float) -> None:
-        """A prompt without an answer was kept as reusable tokens; its tower ends with `tip`. The
-        next of its conversation is a person's, as after any answer."""
+        """A prompt without an answer was kept as reusable tokens; its tower ends with `tip`. As
+        after any answer, a person is expected to send the next request."""
         self._tiers.visited(tip, arrived_s)
         self._tiers.ranking.answered(tip, self._clock(), "end_turn")
 
     def running(self, scope: str | None) -> list[Workflow]:
-        """The workflows of one tenant, or of all, with every step that was answered so far."""
+        """The running workflows of one tenant, or of all, including every step answered so far."""
         return self._after(lambda: self.tracker.running(scope))
 
     def end(self, scope: str, id: str) -> Workflow:
@@ -113,7 +115,7 @@ class Traffic:
         for tip in workflow.tips.values():
             if (
                 tenant_of(tip.scope) == scope and not tip.removed
-            ):  # what others share is not theirs to end
+            ):  # a client cannot end segments that others share
                 self._tiers.ranking.ended(tip)
         self._tiers.ranking.workflow_ended(workflow.name)
         self._write()
@@ -128,14 +130,21 @@ class Traffic:
         return stats
 
     def _step(self, turn: Turn, tip: Node, last: Node, session: str, now: float) -> None:
-        """`last`: what the policies know the visit by."""
-        step = Step(
-            scope=tenant_of(turn.scope), session=session, agent=turn.agent or "", tip=tip,
-            prompt=np.asarray(turn.prompt), reply=np.asarray(turn.reply),
-            arrived_s=turn.started_s, answered_s=now, stop=turn.stop, workflow=turn.workflow,
-        )  # fmt: skip
+        """`last`: the node by which the policies know the visit."""
+        step = WorkflowStep(
+            scope=tenant_of(turn.scope),
+            session=session,
+            agent=turn.agent or "",
+            tip=tip,
+            prompt=np.asarray(turn.prompt),
+            reply=np.asarray(turn.reply),
+            arrived_s=turn.started_s,
+            answered_s=now,
+            stop=turn.stop,
+            workflow=turn.workflow,
+        )
         workflow, over = self.tracker.step(step)
-        # names of one tenant must not teach a policy anything about those of another
+        # a policy must not apply what it learns of one tenant's names to another's
         agent = f"{step.scope}\n{step.agent}"
         self._tiers.ranking.stepped(last, workflow.name, agent)
         for each in over:
@@ -160,7 +169,7 @@ class Traffic:
             self._write()
 
     def _later(self, work: Callable[[], None]) -> None:
-        """Off the request's way, one after the other."""
+        """Run `work` on the writer thread, in order, so that the request does not wait for it."""
 
         def run() -> None:
             try:
@@ -173,7 +182,7 @@ class Traffic:
                 self._writer.submit(run)
 
     def _after(self, work: Callable[[], T]) -> T:
-        """The result of `work`, once every step so far is accounted for."""
+        """The result of `work`, run after every step so far."""
         with self._lock:
             future = self._writer.submit(work) if self._is_open else None
         return work() if future is None else future.result()

@@ -6,9 +6,9 @@ from towerd.store.maintenance.verify import VerifyReport
 from towerd.store.prefix.module import Module
 from towerd.store.prefix.node import PUBLIC, Node
 from towerd.store.prefix.trie import Match
-from towerd.store.segments.reencode import Wish
+from towerd.store.segments.format_run import FormatRun
+from towerd.store.segments.reencode import FormatRequest
 from towerd.store.segments.rows import RowsPart, Tier
-from towerd.store.segments.run import Run
 from towerd.store.segments.segment_file import SegmentFile
 from towerd.store.sessions.history import History
 from towerd.store.sessions.turn import Base, SessionInfo, Turn, TurnInfo, TurnResult
@@ -16,7 +16,7 @@ from towerd.store.store import Store
 
 __all__ = [
     "PUBLIC", "Base", "Catalog",
-    "GcReport", "History", "Match", "Module", "Node", "RowsPart", "Run", "SegmentFile", "SessionInfo",
-    "Store", "Tier", "Turn", "TurnInfo", "TurnResult", "VerifyReport", "Wish",
+    "GcReport", "History", "Match", "Module", "Node", "RowsPart", "FormatRun", "SegmentFile", "SessionInfo",
+    "Store", "Tier", "Turn", "TurnInfo", "TurnResult", "VerifyReport", "FormatRequest",
     "latest_fingerprint",
 ]  # fmt: skip

@@ -22,7 +22,7 @@ class Held(NamedTuple):
     format: str | None
     """`native`, a stored format, or several joined by "+", first rows first; None: no rows."""
     nbytes: int
-    """What they take; without rows, what native ones would."""
+    """Bytes of the rows; without rows, the bytes that native ones would take."""
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ class StoreState:
         return Held("+".join(dict.fromkeys(run.format for run in runs)), n_bytes)
 
     def stats(self) -> dict[str, Any]:
-        """Counts and sizes of what there is."""
+        """Counts and sizes of the store's content."""
         disk = self.catalog.rows("SELECT coalesce(sum(bytes), 0) FROM files")[0][0]
         return {
             "segments": len(self.trie),
@@ -93,7 +93,7 @@ class StoreState:
         return int(self.catalog.rows(sql, (self.fingerprint_pk,))[0][0])
 
     def forget_file(self, file: SegmentFile) -> None:
-        """Take a file out of memory; rows that someone still views stay readable."""
+        """Remove a file from memory; rows that are still viewed stay readable."""
         for node in tuple(self.trie.viewers(file)):
             self.trie.unview(node)
         file.dropped = True

@@ -17,7 +17,7 @@ from towerd.slots.fingerprint import Fingerprint
 from towerd.slots.rows import KVRows
 from towerd.slots.runs import Runs
 from towerd.store.catalog.catalog import Catalog
-from towerd.store.catalog.journal.upkeep import Upkeep
+from towerd.store.catalog.journal.upkeep import CatalogUpkeep
 from towerd.store.listener import Listener
 from towerd.store.lock import StoreLock
 from towerd.store.maintenance.collect import GcReport, collect, drop_foreign
@@ -31,12 +31,12 @@ from towerd.store.prefix.scope import public_of
 from towerd.store.prefix.trie import Match
 from towerd.store.segments import durable
 from towerd.store.segments.directory import Directory
-from towerd.store.segments.reencode import Wish, reencode
+from towerd.store.segments.reencode import FormatRequest, reencode
 from towerd.store.segments.rows import RowsPart, RowStore
 from towerd.store.segments.segment_file import SegmentFile
 from towerd.store.sessions.bases import BaseTable
 from towerd.store.sessions.cold import ColdTable
-from towerd.store.sessions.history import History, add_history, take_history
+from towerd.store.sessions.history import History, add_history, copy_history
 from towerd.store.sessions.pins import PinTable
 from towerd.store.sessions.sessions import SessionTable, check_name
 from towerd.store.sessions.turn import Base, SessionInfo, Turn, TurnInfo, TurnResult
@@ -44,7 +44,7 @@ from towerd.store.state import Held, StoreState
 from towerd.tokens import ID_BYTES, Ids, ids_array, ids_bytes, path_bytes
 
 WhichFingerprint: TypeAlias = Fingerprint | Callable[[Catalog], Fingerprint]
-"""A fingerprint, or a function that finds it with the help of the opened catalog."""
+"""A fingerprint, or a function that finds it in the opened catalog."""
 
 WORKERS_MAX = 4
 SESSIONS_MAX = 1_000_000
@@ -65,13 +65,13 @@ class Store:
         self._pins = PinTable(state)
         self._is_open = True
         self.cold = ColdTable(state, self._sessions, self._bases, self._open_lock, self._growing)
-        self._upkeep = Upkeep(state.catalog, self._open_lock)
+        self._upkeep = CatalogUpkeep(state.catalog, self._open_lock)
 
     @classmethod
     def open(
         cls, root: Path, fingerprint: WhichFingerprint, *, clock: Callable[[], float] = time.time
     ) -> Store:
-        """Open the store in `root`, made if missing, for one fingerprint.
+        """Open the store in `root` for one fingerprint; created if it is missing.
 
         Raises StoreLocked, StoreVersion, DiskFull, or StoreError (unwritable, damaged)."""
         directory = Directory(Path(root))
@@ -206,7 +206,7 @@ class Store:
         return self.rows.load(part)
 
     def load_each(self, part: RowsPart) -> Iterator[KVRows]:
-        """The same rows piece by piece, each checked when it is asked for; raises as `load_rows`."""
+        """The same rows piece by piece, each checked when requested; raises as `load_rows`."""
         self._check_open()
         return self.rows.load_each(part)
 
@@ -227,30 +227,31 @@ class Store:
         return self.rows.drop_hot(node)
 
     def write_rows(self, nodes: Sequence[Node], *, replace: bool = False) -> SegmentFile:
-        """Write consecutive hot nodes of one path and scope into one file; durable. If all
-        have files already, the last one's is returned. What a split made of them meanwhile is
-        written, too. `replace`: a file whose rows are not exact counts as none.
+        """Write consecutive hot nodes of one path and scope into one file; durable. If all have
+        files already, the last one's is returned. Nodes that splits have made of them are also
+        written. `replace`: a file whose rows are not exact counts as none.
 
         Raises SegmentsGone (they were removed meanwhile), DiskFull (nothing is left behind) or
         StoreError (not hot, not consecutive)."""
         self._check_open()
         return self.rows.write(nodes, replace=replace)
 
-    def reencode(self, file: SegmentFile, wishes: Sequence[Wish]) -> SegmentFile | None:
-        """Replace a file by one whose native rows are in the wished formats; durable, and safe
-        against everything that goes on meanwhile. None if the file was dropped before it
-        could be. Raises RowsDamaged (its checksums do not match), DiskFull or StoreError."""
+    def reencode(self, file: SegmentFile, requests: Sequence[FormatRequest]) -> SegmentFile | None:
+        """Replace a file by one with its native rows in the requested formats; durable, and safe
+        against all concurrent changes. None if the file was dropped meanwhile. Raises RowsDamaged
+        (its checksums do not match), DiskFull or StoreError."""
         self._check_open()
-        return reencode(self.state, self.rows, file, wishes)
+        return reencode(self.state, self.rows, file, requests)
 
     def held(self, node: Node) -> Held:
-        """In which format a node's rows are kept and what they take."""
+        """The format of a node's rows, and their size."""
         with self._open_lock():
             return self.state.held(node)
 
     @contextmanager
-    def still(self) -> Iterator[None]:
-        """Nothing changes inside the block and other threads wait, so keep it short."""
+    def locked(self) -> Iterator[None]:
+        """Hold the store's lock: nothing changes inside the block, and other threads wait, so
+        keep it short."""
         with self._open_lock():
             yield
 
@@ -260,7 +261,8 @@ class Store:
             return self.rows.drop_file(file)
 
     def drop_foreign(self, bytes_needed: int) -> int:
-        """Delete files of other fingerprints, the longest unused first; the bytes freed."""
+        """Delete files of other fingerprints, least recently used first; returns the bytes
+        freed."""
         with self._open_lock():
             return drop_foreign(self.state, bytes_needed)
 
@@ -327,15 +329,15 @@ class Store:
         return ids_array(prefix + tail)
 
     def history(self, id: str, scope: str | None = None) -> History:
-        """A session as it can be carried to another store. Raises as `session`."""
+        """A session in a form that another store can import. Raises as `session`."""
         with self._open_lock():
             found = self._sessions.find(id, scope)
-            taken = take_history(self.state, self._sessions, self._bases, found)
+            taken = copy_history(self.state, self._sessions, self._bases, found)
         return taken.history()
 
     def add_history(self, history: History, scope: str) -> int:
-        """Enter what a history has more than the session of its id; how many turns, in one
-        transaction. Raises InvalidRequest if the session here went on otherwise."""
+        """Add the turns that the session with the history's id lacks, in one transaction; returns
+        their number. Raises InvalidRequest if the two diverge."""
         with self._open_lock(), self._growing() as growth:
             return add_history(self.state, self._sessions, growth, history, scope)
 
@@ -369,17 +371,22 @@ class Store:
             return self._pins.listing()
 
     def add_base(
-        self, name: str, ids: Ids, scope: str, level: int, public: bool,
-        format: str | None = None, module: Module | None = None,
-    ) -> Base:  # fmt: skip
+        self,
+        name: str,
+        ids: Ids,
+        scope: str,
+        level: int,
+        public: bool,
+        format: str | None = None,
+        module: Module | None = None,
+    ) -> Base:
         """Store and pin the path of a precached prompt; idempotent. A public base belongs to
         every scope; a changed prompt moves the name to its new path. The rest: see Base."""
         check_name(name)
         data = path_bytes(ids, [len(ids)])
-        base = Base(
-            name, public_of(scope) if public else scope, level, 0, len(ids),
-            hashlib.blake2b(data, digest_size=32).digest(), format, module,
-        )  # fmt: skip
+        owner = public_of(scope) if public else scope
+        digest = hashlib.blake2b(data, digest_size=32).digest()
+        base = Base(name, owner, level, 0, len(ids), digest, format, module)
         with self._open_lock():
             old = self._bases.find(name, base.scope)
             with self._growing() as growth:
@@ -424,9 +431,9 @@ class Store:
     def verify(
         self, progress: Callable[[int, int], None] | None = None, *, repair: bool = False
     ) -> VerifyReport:
-        """Re-read everything and compare; `progress(done_bytes, total_bytes)`. `repair`: damaged
-        files go to quarantine, and of catalog and journal the damaged one is made anew from the
-        other. The lock is not held while files are read."""
+        """Read everything again and check it; `progress(done_bytes, total_bytes)`. `repair`:
+        quarantine damaged files, and rebuild a damaged catalog or journal from the other one.
+        The lock is not held while files are read."""
         parts = self.state, self.rows, self.cold, self._upkeep, self._pool
         return verify(*parts, progress, repair=repair)
 
@@ -474,7 +481,7 @@ class Store:
 
     @contextmanager
     def _growing(self) -> Iterator[Growth]:
-        """A transaction that may grow the trie; tells of splits once it is durable."""
+        """A transaction that may grow the trie; splits are reported once it is durable."""
         state = self.state
         with state.catalog.transaction() as undo:
             growth = Growth(

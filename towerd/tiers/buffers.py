@@ -30,8 +30,8 @@ class BufferPool:
         return np.empty(-(-size // _ROUND_BYTES) * _ROUND_BYTES, np.uint8)
 
     def warm_up(self, size: int, count: int) -> None:
-        """Make `count` buffers of `size` bytes on a thread of their own and touch their pages, so
-        that the first acquisitions do not pay for it."""
+        """Make `count` buffers of `size` bytes on a separate thread and touch their pages, so that
+        the first acquisitions cause no page faults."""
         threading.Thread(target=self._warm_up, args=(size, count), daemon=True).start()
 
     def _warm_up(self, size: int, count: int) -> None:

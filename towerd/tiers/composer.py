@@ -21,7 +21,7 @@ from towerd.tiers.buffers import BufferPool
 from towerd.tiers.plan import Composed
 
 Piece: TypeAlias = tuple[RowsPart, KVRows]
-"""Rows and where they came from: exactly these."""
+"""Rows, and the part of the plan that describes exactly these rows."""
 
 BLOB_BYTES = 15 << 20
 """Small enough for the CPU's cache, where llama.cpp reads it next, and large enough for a
@@ -30,25 +30,25 @@ that attaching 2,048 tokens of the 1B shape costs 33 ms of CPU with 6 MB, 20 wit
 DIRECT_BYTES_MIN = 6 << 20
 """A blob this large costs less to attach by itself than to be joined with its neighbours."""
 _HEADER_BYTES = 1 << 20
-"""Room for what a blob holds besides rows: 12 bytes a cell and a few a plane."""
+"""Room for the rest of a blob besides its rows: 12 bytes per cell and a few per plane."""
 _BLOBS_WARM = 4
 _BUFFER_BYTES_MAX = 72 << 20
 _THREADS = max(1, THREADS - 1)
-"""One core is left to whoever attaches the blob before. On two cores 8,192 tokens of the 1B shape
-come in 0.099 s with one thread and in 0.118 s with two."""
+"""One core is left to the thread that attaches the previous blob. On two cores, 8,192 tokens of the
+1B shape take 0.099 s with one thread and 0.118 s with two."""
 
 
 class Composer:
     """Makes blobs for one context. Thread-safe."""
 
     def __init__(self, layout: KVLayout, *, v_trans: bool, tail: bytes) -> None:
-        """v_trans: how the context has V; tail: what every blob must end with"""
+        """v_trans: whether the context has V transposed. tail: bytes that end every blob."""
         self._layout, self._v_trans, self._tail = layout, v_trans, tail
         self._buffers = BufferPool(_BUFFER_BYTES_MAX)
         self._buffers.warm_up(BLOB_BYTES + _HEADER_BYTES, _BLOBS_WARM)
 
     def blobs(self, pieces: Iterable[Piece]) -> Iterator[Composed]:
-        """Consecutive rows as blobs. Raises ValueError for what the context cannot hold."""
+        """Consecutive rows as blobs. Raises ValueError for rows that the context cannot hold."""
         n_max = max(1, BLOB_BYTES // max(1, self._layout.token_bytes))
         pending: list[Piece] = []
         n_pending = 0
@@ -57,7 +57,7 @@ class Composer:
                 if pending:
                     yield self._joined(pending)
                     pending, n_pending = [], 0
-                yield self._as_it_is(part, rows)
+                yield self._unchanged(part, rows)
                 continue
             at = rows.p0
             while at < rows.p1:
@@ -77,17 +77,17 @@ class Composer:
             self._buffers.release(composed.buffer)
 
     def _is_blob(self, rows: KVRows) -> bool:
-        """Whether the context takes the bytes that these rows are views of."""
+        """Whether the context accepts the bytes that these rows are views of."""
         return (
             rows.blob is not None
             and rows.nbytes >= DIRECT_BYTES_MIN
             and not self._tail
             and rows.layout == self._layout
-            and bool(self._layout.v)  # else nothing in the rows tells how the blob is framed
+            and bool(self._layout.v)  # without V the rows do not tell how the blob is framed
             and rows.v_trans == self._v_trans
         )
 
-    def _as_it_is(self, part: RowsPart, rows: KVRows) -> Composed:
+    def _unchanged(self, part: RowsPart, rows: KVRows) -> Composed:
         assert rows.blob is not None
         n, provenance = len(rows), _provenance([(part, rows)])
         n_hot = n if part.tier == "hot" else 0
@@ -99,9 +99,13 @@ class Composer:
         buffer = self._buffers.acquire(size)
         try:
             emit_blob(
-                [rows for _, rows in pieces], layout=self._layout, v_trans=self._v_trans,
-                tail=self._tail, out=buffer[:size], n_threads=_THREADS,
-            )  # fmt: skip
+                [rows for _, rows in pieces],
+                layout=self._layout,
+                v_trans=self._v_trans,
+                tail=self._tail,
+                out=buffer[:size],
+                n_threads=_THREADS,
+            )
         except BaseException:
             self._buffers.release(buffer)
             raise

@@ -1,4 +1,4 @@
-"""Counters of the tiers."""
+"""TierCounters of the tiers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class Counters:
+class TierCounters:
     """Segments and bytes since the start."""
 
     written: int = 0
@@ -18,7 +18,7 @@ class Counters:
     bytes_written: int = 0
 
     def stats(self) -> dict[str, int]:
-        """Counters by their names in /metrics, except `damaged`, which has other contributors."""
+        """TierCounters by their names in /metrics, except `damaged`, which has other contributors."""
         return {
             "segments_written": self.written,
             "segments_promoted": self.promoted,

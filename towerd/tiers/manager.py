@@ -30,10 +30,10 @@ from towerd.store.listener import Listener
 from towerd.store.prefix.scope import is_public
 from towerd.store.segments.segment_file import quantized_bytes
 from towerd.tiers.composer import Composer, Piece
-from towerd.tiers.counters import Counters
+from towerd.tiers.counters import TierCounters
 from towerd.tiers.formats.fidelity import Fidelity, LevelFormats
 from towerd.tiers.learned import Learned
-from towerd.tiers.plan import Composed, Gap, Plan
+from towerd.tiers.plan import Composed, Gap, RestorePlan
 from towerd.tiers.prefetch import Prefetcher
 from towerd.tiers.promotion import Promoter
 from towerd.tiers.ranking import Ranking
@@ -44,13 +44,13 @@ log = logging.getLogger(__name__)
 
 _RETRY_WRITE_S = 30.0
 _USED_MIN = 0.75
-"""Share of a buffer; when less of it is used, what is used is copied out of it."""
+"""Share of a buffer. When less of it is used, the used rows are copied out."""
 _SHARING_MAX = 8
-"""At most this many segments are copied; if more share a buffer, most of it is in use."""
+"""Maximum number of segments copied. If more share a buffer, most of it is in use."""
 
 
 class Tiers(Listener):
-    """Hot and warm tiers over one store, whose changes they hear of. All methods are thread-safe."""
+    """The hot and warm tiers of one store, informed of its changes. All methods are thread-safe."""
 
     def __init__(
         self,
@@ -70,18 +70,18 @@ class Tiers(Listener):
         tail: bytes = b"",
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """predictor: for policies that ask one, a trained one
-        forced: the stored format of each level, whatever `set_formats` says
-        shrink_after_s: how long rows must be unused before they are stored in it
+        """predictor: a trained predictor, for policies that use one
+        forced: the stored format of each level; overrides `set_formats`
+        shrink_after_s: how long rows must be unused before they are stored in these formats
         promote_delay_s: rows that were read from disk are copied into RAM when the request that
             needed them is recorded, or after this long
-        prefetch_bytes: how much may be copied a second before it is asked for; 0: nothing
-        tail: what every composed blob must end with"""
+        prefetch_bytes: bandwidth of prefetch in bytes per second; 0: no prefetch
+        tail: bytes that every composed blob must end with"""
         self.store = store
         self.layout = layout
         self.hot_bytes_max = hot_bytes
         self.warm_bytes_max = warm_bytes
-        self.counters = Counters()
+        self.counters = TierCounters()
         self.ranking = Ranking(policy, clock, predictor, layout.token_bytes)
         self._learned = Learned(self.ranking, store.get_meta, store.set_meta)
         self._promoter = Promoter(
@@ -94,9 +94,9 @@ class Tiers(Listener):
         self._composer = Composer(layout, v_trans=v_trans, tail=tail)
         self._work: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._unwritten: set[int] = set()
-        """Nodes whose rows in RAM are to be written."""
+        """Nodes whose rows in RAM must be written."""
         self._idle_due = 0.0
-        """time.monotonic() from which on what was put off is tried again."""
+        """time.monotonic() at which failed writes are retried."""
         self.fidelity = fidelity
         self.exact = fidelity == "exact"
         self._forced = forced
@@ -104,7 +104,7 @@ class Tiers(Listener):
         """The drift of the current formats; None if not measured."""
         self._shrinker = Shrinker(store, shrink_after_s, clock)
         self._shrinker.set_formats(None if self.exact else forced, enabled=not self.exact)
-        with store.still():
+        with store.locked():
             store.listen(self)
             self.ranking.found(store.nodes())
         self._thread = threading.Thread(target=self._run, name="towerd-tiers", daemon=True)
@@ -116,8 +116,8 @@ class Tiers(Listener):
         self._thread.join()
 
     def set_formats(self, formats: LevelFormats | None) -> None:
-        """Store unused rows in these formats from now on; None: natively. What is stored in
-        others stays as it is. Nothing changes under exact fidelity or forced formats."""
+        """Store unused rows in these formats from now on; None: natively. Rows already stored in
+        other formats stay as they are. No effect under exact fidelity or forced formats."""
         if not self.exact and self._forced is None:
             self._shrinker.set_formats(formats, enabled=True)
             self._work.put(("look", None))
@@ -129,10 +129,10 @@ class Tiers(Listener):
 
     # ---- rows in (towards live) -------------------------------------------------------------
 
-    def plan(self, ids: Ids, scope: str, start: int) -> Plan:
-        """What the store can add to the first `start` tokens of `ids`."""
+    def plan(self, ids: Ids, scope: str, start: int) -> RestorePlan:
+        """The stored rows that continue the first `start` tokens of `ids`."""
         parts: tuple[RowsPart, ...] = ()
-        with self.store.still():  # a split would leave its upper part out
+        with self.store.locked():  # a split would leave its upper part out
             match = self.store.match(ids, scope)
             if match.n > start:
                 parts = tuple(self.store.plan_rows(match, start, match.n, exact=self.exact))
@@ -143,11 +143,11 @@ class Tiers(Listener):
         if match.nodes:
             self.store.touch(match.nodes[-1])
         n_approximate = sum(count_approximate(p.provenance) for p in parts)
-        return Plan(start, parts, n_hot, n_all - n_hot, n_public, n_approximate, match.n)
+        return RestorePlan(start, parts, n_hot, n_all - n_hot, n_public, n_approximate, match.n)
 
-    def compose(self, plan: Plan) -> Iterator[Composed]:
-        """Read, check and join the planned rows, one blob at a time. Damaged or evicted rows end
-        the iteration early, and so do stored ones that the context's format cannot hold."""
+    def compose(self, plan: RestorePlan) -> Iterator[Composed]:
+        """Read, check and join the planned rows, one blob at a time. The iteration ends early at
+        damaged or evicted rows, and at stored rows that the context's format cannot hold."""
         try:
             yield from self._composer.blobs(self.rows(plan))
         except ValueError as error:
@@ -157,17 +157,17 @@ class Tiers(Listener):
         """Give the blob's buffer back once llama.cpp has copied it."""
         self._composer.recycle(composed)
 
-    def rows(self, plan: Plan) -> Iterator[Piece]:
-        """The planned rows as they are stored, piece by piece, each with the part of the plan
-        that it is. Ends early as `compose` does; the views stay readable."""
+    def rows(self, plan: RestorePlan) -> Iterator[Piece]:
+        """The planned rows as they are stored, piece by piece, each with its part of the plan.
+        Ends early as `compose` does. The views stay readable."""
         with self._shrinker.reading(part.source for part in plan.parts):
             yield from self._readable(plan.parts)
 
     def _readable(self, parts: tuple[RowsPart, ...]) -> Iterator[Piece]:
-        """The parts' rows up to the first that cannot be had; warm ones get promoted later."""
+        """The parts' rows up to the first that cannot be read; warm ones are promoted later."""
         at = 0
         try:
-            for part in together(parts):
+            for part in merge_adjacent(parts):
                 for rows in self.store.load_each(part):
                     yield replace(part, p0=rows.p0, p1=rows.p1), rows
                     at = rows.p1
@@ -186,12 +186,12 @@ class Tiers(Listener):
         return max((n.p1 for n in match.nodes if n.pinned and n.p1 <= match.n), default=0)
 
     def visited(self, tip: Node, arrived_s: float, n_rows: int | None = None) -> Node:
-        """A request that arrived at `arrived_s` was recorded; its tower ends with `tip`. `n_rows`:
-        how many of its tokens have rows or get some; None: all. Returns what the policies know
-        the visit by: the last node with rows, the trie's root if there is none."""
+        """Note that a request which arrived at `arrived_s` was recorded; its tower ends with
+        `tip`. `n_rows`: how many of its tokens have rows or get some; None: all. Returns the node
+        by which the policies know the visit: the last node with rows, or the trie's root."""
         n_rows = tip.p1 if n_rows is None else n_rows
         last = tip
-        with self.store.still():
+        with self.store.locked():
             while last.p1 > n_rows and last.hot is None and last.file is None:
                 assert last.parent is not None
                 last = last.parent
@@ -205,7 +205,7 @@ class Tiers(Listener):
         return last
 
     def _bytes_expected(self, node: Node, n_rows: int) -> int:
-        """What a node's rows take in RAM, if they are there or on their way."""
+        """The bytes that a node's rows take in RAM, now or soon; 0 if none are expected there."""
         if node.hot is not None:
             return node.hot.nbytes
         if node.file is None:
@@ -218,11 +218,11 @@ class Tiers(Listener):
         """Recorded runs along `ids` that have neither hot nor warm rows (under exact fidelity:
         no exact ones).
 
-        provenance: of the live rows; segments with an approximate one, or one that has to do with a
-        splice, are left out: they must never be taken for what prefill computes."""
+        provenance: of the live rows. Segments with a row that is approximate or affected by a
+        splice are left out: such rows must never pass for rows that prefill computed."""
         gaps: list[Gap] = []
         run: list[Node] = []
-        with self.store.still():  # a split would leave its upper part out
+        with self.store.locked():  # a split would leave its upper part out
             match = self.store.match(ids, scope)
             for node in (*match.nodes, None):
                 lacks = node is not None and node.p1 <= match.n and self._lacks(node, provenance)
@@ -234,13 +234,13 @@ class Tiers(Listener):
         return gaps
 
     def cut(self, ids: Ids, scope: str) -> None:
-        """Split so that a segment ends where `ids` do, if they are recorded and more follows."""
+        """Split a segment at the end of `ids`, if `ids` is recorded and ends within it."""
         match = self.store.match(ids, scope)
         if match.n == len(ids) and match.nodes and match.nodes[-1].p1 > match.n:
             self.store.insert(ids, scope, [len(ids)])
 
     def _lacks(self, node: Node, provenance: Provenances | None) -> bool:
-        """Whether the live rows of `node` are to be exported."""
+        """Whether the live rows of `node` must be exported."""
         live = None if provenance is None else provenance[node.p0 : node.p1]
         if live is not None and not are_computed(live):
             return False
@@ -249,8 +249,8 @@ class Tiers(Listener):
         return not node.has_exact_hot and not node.has_exact_file
 
     def accept(self, gap: Gap, rows: KVRows, *, derived: bool = False) -> None:
-        """Take exported rows of a gap into the hot tier and have them written. `derived`:
-        approximate rows went into computing them."""
+        """Take exported rows of a gap into the hot tier and queue them for writing. `derived`:
+        they were computed from approximate rows."""
         self.store.attach_hot(gap.nodes, rows, derived=derived)
         self._work.put(("write", gap.nodes[-1]))
 
@@ -281,17 +281,17 @@ class Tiers(Listener):
 
     def check_integrity(self) -> None:
         """AssertionError unless the store and everything that tracks it are consistent."""
-        with self.store.still():
+        with self.store.locked():
             self.store.check_integrity()
             unused = {node.id for node in self.store.nodes() if self.prefetcher.holds(node)}
             self.ranking.check_integrity(self.store, unused)
             known = {node.id for node in self.store.nodes()}
-            assert self._unwritten <= known, "segments that are gone are to be written"
+            assert self._unwritten <= known, "removed segments are queued for writing"
 
-    # ---- what the store tells, under its lock -----------------------------------------------
+    # ---- store events, under its lock --------------------------------------------------------
 
     def split(self, lower: Node, upper: Node) -> None:
-        """See Listener.split. What waits for the one waits for the other."""
+        """See Listener.split. Work pending for `lower` is now pending for both."""
         self.ranking.split(lower, upper)
         self.prefetcher.split(lower, upper)
         self._promoter.split(lower, upper)
@@ -309,7 +309,7 @@ class Tiers(Listener):
             self._unwritten.discard(node.id)
 
     def became_hot(self, nodes: Sequence[Node]) -> None:
-        """See Listener.became_hot. What was fetched ahead is nobody's until it is used."""
+        """See Listener.became_hot. Policies do not see prefetched rows until they are used."""
         self.ranking.became_hot([node for node in nodes if not self.prefetcher.holds(node)])
         with self._lock:
             self._unwritten.update(node.id for node in nodes if self._is_unwritten(node))
@@ -362,7 +362,7 @@ class Tiers(Listener):
         if kind == "write":
             self._write_path(item)
         elif kind in ("idle", "flush", "stop"):
-            self._write_left_over()
+            self._write_remaining()
             self.store.flush()
             if kind != "flush":
                 self._learned.keep(now=kind == "stop")
@@ -378,9 +378,9 @@ class Tiers(Listener):
             self.counters.bytes_written += done.nbytes
 
     def _write_path(self, leaf: Node) -> None:
-        """Write every run of hot, unwritten nodes on the path to `leaf`, one file a run."""
+        """Write every run of hot, unwritten nodes on the path to `leaf`, one file per run."""
         runs: list[list[Node]] = []
-        with self.store.still():
+        with self.store.locked():
             for node in leaf.path():
                 if not self._is_unwritten(node):
                     continue
@@ -405,7 +405,7 @@ class Tiers(Listener):
         self.counters.written += len(nodes)
         self.counters.bytes_written += file.nbytes
 
-    def _write_left_over(self) -> None:
+    def _write_remaining(self) -> None:
         for node_id in list(self._unwritten):
             node = self._node(node_id)
             if node is None or not self._is_unwritten(node):
@@ -437,13 +437,13 @@ class Tiers(Listener):
 
     def _drop_hot(self, node_id: int) -> int:
         """Release a victim's rows in RAM; returns their bytes."""
-        with self.store.still():
+        with self.store.locked():
             node = self._node(node_id)
             if node is None or not self._can_drop_hot(node_id):
-                return 0  # it was removed, or got other rows, since it was chosen
+                return 0  # removed, or got new rows, since it was chosen
             left = None if node.hot is None else node.hot.buffers()
             freed = self.store.drop_hot(node)
-            wasteful = [] if left is None else sharing(node, left)
+            wasteful = [] if left is None else sharing_buffers(node, left)
         for each in wasteful:
             self.store.unshare(each)
         self.counters.hot_evicted += freed > 0
@@ -456,10 +456,10 @@ class Tiers(Listener):
             return None
 
 
-def sharing(node: Node, buffers: Mapping[int, int]) -> list[Node]:
-    """Segments above `node` whose rows are views of buffers that its own were views of, if they
-    are few and much of the memory is kept for nothing. Rows of one path are exported together, and
-    a segment that is cut leaves both parts in one buffer. Call it while the trie is still."""
+def sharing_buffers(node: Node, buffers: Mapping[int, int]) -> list[Node]:
+    """Segments above `node` whose rows are views of buffers that its own rows were views of, if
+    they are few and use little of that memory. Rows of one path are exported together, and both
+    parts of a split segment stay in one buffer. Call it while the store is locked."""
     found: list[Node] = []
     n_used, above = 0, node.parent
     while above is not None and above.hot is not None and above.hot.buffers().keys() & buffers:
@@ -471,8 +471,8 @@ def sharing(node: Node, buffers: Mapping[int, int]) -> list[Node]:
     return found if n_used < _USED_MIN * sum(buffers.values()) else []
 
 
-def together(parts: Iterable[RowsPart]) -> Iterator[RowsPart]:
-    """Neighbours in one file as one part: a blob in it may belong to several nodes."""
+def merge_adjacent(parts: Iterable[RowsPart]) -> Iterator[RowsPart]:
+    """Join neighbouring parts of one file, because a blob may belong to several nodes."""
     last: RowsPart | None = None
     for part in parts:
         in_file = isinstance(part.source, SegmentFile)

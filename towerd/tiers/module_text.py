@@ -1,4 +1,4 @@
-"""The text of a module (`reuse: anywhere`), and its tokens wherever it stands."""
+"""The text of a module (`reuse: anywhere`), and its tokens independent of the text around it."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ PREFIX, ANYWHERE = "prefix", "anywhere"
 TOKENS_MIN = 32
 """A shorter text is not worth a splice."""
 PERCENT_DEFAULT = 5.0
-"""Least share of a module's tokens that is evaluated again where it is spliced in."""
+"""Minimum percentage of a module's tokens that is evaluated again at each splice."""
 PERCENTS_MORE = (5.0, 15.0, 25.0, 50.0, 75.0)
-"""Larger shares that are tried, in order, until the drift stays within the fidelity's bound."""
+"""Larger percentages, tried in order until the drift stays within the fidelity's bound."""
 PERCENT_MAX = 99.0
-"""More would leave nothing to be spliced."""
+"""More would leave nothing to splice."""
 
 BEFORE = ("\n", "\n\n", " ", ": ", ">", '"')
 AFTER = ("\n", "\n\n", " ", ".", "<", '"')
-"""What a module's text may stand between; see `surrounded`."""
+"""Texts that a module's text may stand between; see `surrounded`."""
 
 
 def surrounded(text: str) -> list[str]:
-    """The texts to tokenize (without BOS, special tokens read as such) for `inner_ids`: the
-    module's alone, after something else, and before something else."""
+    """The texts to tokenize (without BOS, special tokens parsed) for `inner_ids`: the module's
+    text alone, then after each of BEFORE, then before each of AFTER."""
     return [text, *(before + text for before in BEFORE), *(text + after for after in AFTER)]
 
 
 def inner_ids(tokenized: Sequence[Any]) -> Ids:
-    """The ids of a module wherever it stands, from those of `surrounded(text)`.
+    """The ids of a module that do not depend on the text around it, from the ids of
+    `surrounded(text)`.
 
     Tokenizers merge across joints, and some put a space before every text. Tokens at the ends
-    that depend on what stands beside them are left out; a prompt evaluates them anew.
+    that depend on their neighbours are left out; a prompt evaluates them anew.
     Raises InvalidRequest if fewer than TOKENS_MIN are left."""
     alone, *others = (np.asarray(ids, np.int32) for ids in tokenized)
     n_last = min(common_prefix(alone[::-1], each[::-1]) for each in others[: len(BEFORE)])

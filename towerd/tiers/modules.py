@@ -1,4 +1,4 @@
-"""Modules: bases that may be spliced in anywhere, and where they stand in a prompt."""
+"""Modules: bases that may be spliced in anywhere, and their positions in a prompt."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from towerd.tiers.module_text import TOKENS_MIN
 from towerd.tokens import Ids
 
 _KEY_TOKENS = 16
-"""Modules are looked up by the hash of so many first ids."""
+"""Modules are looked up by the hash of this many first ids."""
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 _Hashes: TypeAlias = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
-    """A module that stands in a prompt, its first token at position `at`."""
+class PlacedModule:
+    """A module found in a prompt, with its first token at position `at`."""
 
     base: Base
     module: Module
@@ -37,7 +37,7 @@ class Placed:
 
     @property
     def n(self) -> int:
-        """Tokens of the module."""
+        """Number of tokens in the module."""
         return len(self.ids) - self.module.first
 
     @property
@@ -46,7 +46,7 @@ class Placed:
 
 
 @dataclass(slots=True)
-class _Known:
+class _IndexedModule:
     """One module of the index."""
 
     base: Base
@@ -57,14 +57,15 @@ class _Known:
 
 @dataclass(slots=True)
 class _Index:
-    """The modules of one scope and the public ones, the longest first."""
+    """The modules of one scope and the public ones, longest first."""
 
-    known: list[_Known] = field(default_factory=list)
+    known: list[_IndexedModule] = field(default_factory=list)
     keys: _Hashes = field(default_factory=lambda: np.zeros(0, np.uint64))
 
 
 class Modules:
-    """The modules of a store whose drift the fidelity in force allows. For the inference thread: `find` is a look-up, `rows` reads."""
+    """The modules of a store whose drift the current fidelity allows. For the inference thread:
+    `find` only looks up, `rows` reads."""
 
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
@@ -72,28 +73,28 @@ class Modules:
         self._bases: list[Base] = []
         self._indexes: dict[str, _Index] = {}
 
-    def find(self, ids: Ids, scope: str) -> list[Placed]:
-        """The modules that `scope` may use and that stand in `ids`, by position. They do not
-        overlap: a longer one wins. Empty under exact fidelity, which splices nothing."""
+    def find(self, ids: Ids, scope: str) -> list[PlacedModule]:
+        """The modules in `ids` that `scope` may use, by position. They do not overlap: a longer
+        one wins. Empty under exact fidelity, which splices nothing."""
         index = self._index(scope)
         if not index.known or len(ids) < TOKENS_MIN:
             return []
         hashes = _hashes(ids)
         candidates = np.flatnonzero(np.isin(hashes, index.keys))
         taken = np.zeros(len(ids), np.bool_)
-        found: list[Placed] = []
+        found: list[PlacedModule] = []
         for key, known in zip(index.keys, index.known, strict=True):
             n = len(known.own)
             for at in candidates[hashes[candidates] == key].tolist():
                 span = slice(at, at + n)
                 if not taken[span].any() and np.array_equal(ids[span], known.own):
                     taken[span] = True
-                    found.append(Placed(known.base, known.module, at, known.path))
+                    found.append(PlacedModule(known.base, known.module, at, known.path))
         return sorted(found, key=lambda placed: placed.at)
 
-    def rows(self, placed: Placed, scope: str) -> tuple[KVRows, int]:
-        """The module's rows in the context's own format, at the positions they were computed
-        at, and how many of them were in RAM. Raises StoreError if not all can be had."""
+    def rows(self, placed: PlacedModule, scope: str) -> tuple[KVRows, int]:
+        """The module's rows in the context's own format, at the positions at which they were
+        computed, and how many of them were in RAM. Raises StoreError unless all can be read."""
         plan = self._tiers.plan(placed.ids, scope, placed.module.first)
         parts = [rows for _, rows in self._tiers.rows(plan)]
         if sum(len(part) for part in parts) != placed.n:
@@ -115,27 +116,28 @@ class Modules:
         if not self._bases:
             return _Index()
         if scope not in self._indexes:
-            self._indexes[scope] = self._make(scope)
+            self._indexes[scope] = self._make_index(scope)
         return self._indexes[scope]
 
     def _is_allowed(self, module: Module | None) -> bool:
         """Modules that were measured under a laxer fidelity stay in the store, unused."""
         return module is not None and allows(self._tiers.fidelity, module.drift)
 
-    def _make(self, scope: str) -> _Index:
+    def _make_index(self, scope: str) -> _Index:
         known = []
         for base in self._bases:
             if base.scope in (scope, public_of(scope)) and base.module is not None:
-                with self._tiers.store.still():  # a split would show half of a path
+                with self._tiers.store.locked():  # a split would show half of a path
                     path = self._tiers.store.node(base.node).prefix_ids()[: base.n_tokens]
-                known.append(_Known(base, base.module, path, path[base.module.first :]))
+                known.append(_IndexedModule(base, base.module, path, path[base.module.first :]))
         known.sort(key=lambda each: -len(each.own))
         keys = [_hashes(each.own[:_KEY_TOKENS])[0] for each in known]
         return _Index(known, np.array(keys, np.uint64))
 
 
 def _hashes(ids: Ids) -> _Hashes:
-    """A hash of the `_KEY_TOKENS` ids from each position on, where there are so many."""
+    """The hash of the `_KEY_TOKENS` ids from each position, uint64[len(ids) - _KEY_TOKENS + 1];
+    empty for fewer ids."""
     n = len(ids) - _KEY_TOKENS + 1
     wide = ids.astype(np.uint64)
     out = np.zeros(max(0, n), np.uint64)

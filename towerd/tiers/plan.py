@@ -8,12 +8,12 @@ import numpy as np
 import numpy.typing as npt
 
 from towerd.store import Node, RowsPart
-from towerd.store.segments.boundaries import Boundary
+from towerd.store.segments.checkpoints import StateCheckpoint
 from towerd.tokens import Provenances, count_approximate
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RestorePlan:
     """Stored rows that continue a live prefix: `parts` are consecutive from token `start`."""
 
     start: int = 0
@@ -22,10 +22,10 @@ class Plan:
     n_warm: int = 0
     n_public: int = 0
     n_approximate: int = 0
-    """Of these tokens, those whose rows are in a stored format."""
+    """Tokens among `parts` whose rows are in a stored format."""
     n_match: int = 0
-    """How many leading tokens of the prompt are stored at all, with rows or without."""
-    boundary: Boundary | None = None
+    """Leading tokens of the prompt that are stored, with or without rows."""
+    checkpoint: StateCheckpoint | None = None
     """The state to restore after the rows."""
 
     @property
@@ -34,33 +34,37 @@ class Plan:
 
     @property
     def n_rows(self) -> int:
-        """Tokens that come with rows: all, unless the model keeps none."""
+        """Tokens that come with rows: all, unless the model has none."""
         return sum(part.p1 - part.p0 for part in self.parts)
 
-    def up_to(self, boundary: Boundary) -> Plan:
-        """This plan cut off where a state is, to be ended with it."""
-        end = boundary.position
+    def up_to(self, checkpoint: StateCheckpoint) -> RestorePlan:
+        """This plan cut off at a checkpoint's position, to end with its state."""
+        end = checkpoint.position
         parts = tuple(replace(p, p1=min(p.p1, end)) for p in self.parts if p.p0 < end)
         n_hot = sum(p.p1 - p.p0 for p in parts if p.tier == "hot")
         n_warm = sum(p.p1 - p.p0 for p in parts if p.tier == "warm")
-        if not parts and boundary.data is not None:
+        if not parts and checkpoint.data is not None:
             n_hot = end - self.start
         elif not parts:
             n_warm = end - self.start
         n_approximate = sum(count_approximate(p.provenance) for p in parts)
         return replace(
-            self, parts=parts, n_hot=n_hot, n_warm=n_warm, n_approximate=n_approximate,
-            boundary=boundary,
-        )  # fmt: skip
+            self,
+            parts=parts,
+            n_hot=n_hot,
+            n_warm=n_warm,
+            n_approximate=n_approximate,
+            checkpoint=checkpoint,
+        )
 
     @classmethod
-    def nothing(cls) -> Plan:
+    def nothing(cls) -> RestorePlan:
         return cls()
 
 
 @dataclass(frozen=True, slots=True)
 class Composed:
-    """One sequence blob for the next `n` planned tokens; `buffer`, if any, to be recycled."""
+    """One sequence blob for the next `n` planned tokens. `buffer`, if any, must be recycled."""
 
     n: int
     n_hot: int

@@ -1,4 +1,4 @@
-"""Promotion: rows read from disk are copied into RAM, safe from page cache pressure."""
+"""Promotion: copies rows that were read from disk into RAM, out of reach of page cache pressure."""
 
 from __future__ import annotations
 
@@ -9,44 +9,46 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 
 from towerd.store import Node, RowsPart, Store
-from towerd.tiers.counters import Counters
+from towerd.tiers.counters import TierCounters
 from towerd.tokens import has_derived
 
 
 class Promoter:
-    """`step` and `copy_up` are for the tier thread; `used`, `waits`, `split` and `forget` for
-    whoever holds the store's lock; the rest may be called by any thread."""
+    """Copies rows from disk into RAM after their use. `step` and `copy_up` are for the tier thread;
+    `used`, `waits`, `split` and `forget` must be called under the store's lock; any thread may call
+    the rest."""
 
     def __init__(
-        self, store: Store, counters: Counters, nbytes_max: Callable[[], int], delay_s: float
+        self, store: Store, counters: TierCounters, nbytes_max: Callable[[], int], delay_s: float
     ) -> None:
-        """nbytes_max: what a segment may take at most. delay_s: rows are copied when the request
-        that read them is recorded, or after this long."""
+        """nbytes_max: maximum size of a segment to copy, in bytes. delay_s: rows are copied when
+        the request that read them is recorded, or after this long."""
         self._store = store
         self._counters = counters
         self._nbytes_max = nbytes_max
         self._delay_s = delay_s
         self._due: list[tuple[float, int, Sequence[Node]]] = []
-        """A heap by time.monotonic()."""
+        """A heap ordered by time.monotonic()."""
         self._number = count()
         self._waiting: set[int] = set()
         self._lock = threading.Lock()
 
     def read(self, nodes: Sequence[Node]) -> None:
-        """The rows of these were read from disk."""
+        """Note that the rows of `nodes` were read from disk."""
         with self._lock:
             self._waiting.update(node.id for node in nodes)
         self._schedule(nodes, self._delay_s)
 
     def used(self, path: Iterable[Node]) -> bool:
-        """A request that used `path` was recorded; whether any of it is to be copied now."""
+        """Note that a request which used `path` was recorded. Returns whether any of it must be
+        copied now."""
         due = [node for node in path if node.id in self._waiting]
         if due:
             self._schedule(due, 0.0)
         return bool(due)
 
     def waits(self, node: Node) -> bool:
-        """Whether a node's rows are to be copied."""
+        """Whether a node's rows are waiting to be copied."""
         return node.id in self._waiting
 
     def split(self, lower: Node, upper: Node) -> None:
@@ -56,7 +58,7 @@ class Promoter:
                 self._waiting.add(upper.id)
 
     def forget(self, node: Node) -> None:
-        """A node is gone."""
+        """Forget a removed node."""
         with self._lock:
             self._waiting.discard(node.id)
 
@@ -77,8 +79,8 @@ class Promoter:
                     self._waiting.difference_update(node.id for node in nodes)
 
     def copy_up(self, node: Node) -> bool:
-        """Copy the rows that a node has on disk only; whether that was done."""
-        with self._store.still():
+        """Copy the rows of a node that has them only on disk; returns whether it did."""
+        with self._store.locked():
             n_bytes = self._store.held(node).nbytes
             if node.hot is not None or node.file is None or n_bytes > self._nbytes_max():
                 return False
@@ -93,11 +95,11 @@ class Promoter:
             heapq.heappush(self._due, (time.monotonic() + after_s, next(self._number), nodes))
 
     def _next(self) -> list[Node]:
-        """What is due first, with what splits cut off the beginnings of its nodes since."""
+        """The nodes due first, with the upper parts that splits have cut off them since."""
         with self._lock:
             nodes = heapq.heappop(self._due)[2]
         found: dict[int, Node] = {}
-        with self._store.still():
+        with self._store.locked():
             for node in nodes:
                 at: Node | None = node
                 while at is not None and at.id in self._waiting and at.id not in found:

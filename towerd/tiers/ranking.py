@@ -1,15 +1,15 @@
-"""What leaves the hot and the warm tier first: their policies, fed with what the daemon does.
+"""Ranking: the eviction policies of the hot and the warm tier, informed of what the daemon does.
 
-A policy hears of a request once, when its turn is recorded: at the time the request arrived its
-whole path was used, whatever of it was hot, and whatever is about to become so (*expected*: rows
-that will be exported from the live context, or copied from disk). So a policy sees what a replay
-of the recorded trace sees, one visit a request, however late rows follow. The warm tier's keys
-stand for files, and its policy hears of a visit when the file of the visit's tip is written.
+A policy learns of a request once, when its turn is recorded: at the time of the request's arrival
+its whole path was used, both the hot rows and the *expected* ones (rows that will be exported from
+the live context, or copied from disk). A policy therefore sees the same as in a replay of the
+recorded trace: one visit per request, however late the rows follow. The warm tier's keys stand for
+files, and its policy learns of a visit when the file of the visit's tip is written.
 
-What happens to segments and what is used of them reaches the policies in one sequence, that of the
-store's lock. Whoever holds it takes down an *event* with all that the event says of the tree, and
-waits for no policy. The events are played back in their order, outside of that lock, before any
-question is answered. So no policy meets a segment before the split that made it, or after its end.
+Changes and uses of segments reach the policies in one order, that of the store's lock. The thread
+that holds the lock records an *event* with everything it says about the tree, and never waits for a
+policy. The events are played back in order, outside that lock, before any question is answered. A
+policy therefore never meets a segment before the split that created it, or after its removal.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ log = logging.getLogger(__name__)
 _STEP_S = 1e-6
 """Spacing of events with the same clock time."""
 _EXPECTED_S_MAX = 60.0
-"""Expected rows that have not arrived after this time are given up."""
+"""Rows that have not arrived after this time are no longer expected."""
 _VISITS_MAX = 4096
 """Maximum number of visits waiting for a file; beyond it the oldest is forgotten."""
 _NO_USE_S = float("-inf")
-"""The time of a split: nothing is used by it, but by the visit that follows."""
+"""The time of a split, which is not a use; the visit that follows it is."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """A segment's rows in RAM, there or on their way."""
+    """A segment's rows in RAM, present or expected."""
 
     key: Key
     parent: Key | None
@@ -65,7 +65,7 @@ class _Visit:
 class Ranking(Listener):
     """Both policies behind one lock.
 
-    `visited` and what a Listener hears are called under the store's lock, everything else by any
+    `visited` and the Listener methods are called under the store's lock, everything else by any
     thread that does not hold it."""
 
     def __init__(
@@ -75,8 +75,8 @@ class Ranking(Listener):
         predictor: Path | None = None,
         token_bytes: int = 1,
     ) -> None:
-        """predictor: a trained one for workflow steps; token_bytes: what the rows of a token take
-        as they are computed. Raises ConfigError."""
+        """predictor: a trained predictor of workflow steps. token_bytes: bytes of a token's native
+        rows. Raises ConfigError."""
         self.policy = policy
         self._hot = make_policy(policy, predictor)
         self._warm = make_policy(policy, predictor)
@@ -88,11 +88,11 @@ class Ranking(Listener):
         self._hot_s = self._warm_s = float("-inf")
         """Time of each policy's last event."""
         self._expected: OrderedDict[Key, tuple[float, int]] = OrderedDict()
-        """Node -> since when its rows are expected, and how many bytes."""
+        """Node -> the time since which its rows are expected, and their bytes."""
         self._visits: OrderedDict[Key, _Visit] = OrderedDict()
-        """By tip: those that wait for its file."""
+        """Tip -> the visit that waits for its file."""
         self._keys: dict[SegmentFile, Key] = {}
-        """A file that takes the place of another one has the key of that."""
+        """A file that replaces another one takes over its key."""
         self._files: dict[Key, SegmentFile] = {}
         self._next_key = count(1)
 
@@ -102,14 +102,14 @@ class Ranking(Listener):
         self, path: Iterable[Node], arrived_s: float, nbytes: Callable[[Node], int]
     ) -> None:
         """A request that arrived at `arrived_s` used `path`, from the first node on. `nbytes`:
-        what a node's rows take in RAM, now or soon; 0: it has none there and gets none."""
+        bytes that a node's rows take in RAM, now or soon; 0 if none are there or expected."""
         nodes = [node for node in path if not node.removed]
         if not nodes:
             return
         new = {
             node.id: _Rows(node.id, _parent_id(node), nbytes(node), node.hot is not None)
             for node in nodes
-            if node.id not in self._hot  # else its size is known; paths can be long
+            if node.id not in self._hot  # its size is already known, and paths can be long
         }
         files = None if nodes[-1].file is None else _files_of(nodes)
         keys = [node.id for node in nodes]
@@ -126,7 +126,7 @@ class Ranking(Listener):
         self._events.append(partial(self._remove, node.id))
 
     def became_hot(self, nodes: Sequence[Node]) -> None:
-        """See Listener.became_hot. Not for rows that were fetched ahead."""
+        """See Listener.became_hot. Not called for prefetched rows."""
         found = [_Rows(n.id, _parent_id(n), n.hot.nbytes, True) for n in nodes if n.hot is not None]
         self._events.append(partial(self._heat, found))
 
@@ -146,8 +146,7 @@ class Ranking(Listener):
         self._events.append(partial(self._drop, file, file.successor))
 
     def found(self, nodes: Iterable[Node]) -> None:
-        """These nodes were there at start; each of their files counts as used when any of its
-        nodes was."""
+        """These nodes exist at start. Each file counts as used at the last use of its nodes."""
         used: dict[SegmentFile, float] = {}
         for node in nodes:
             if node.file is not None:
@@ -155,7 +154,7 @@ class Ranking(Listener):
         for file in sorted(used, key=lambda file: used[file]):
             self._events.append(partial(self._insert_warm, file, used[file]))
 
-    # ---- requests go on ---------------------------------------------------------------------
+    # ---- progress of requests ---------------------------------------------------------------
 
     def settle(self) -> None:
         """Report all events so far to the policies."""
@@ -203,12 +202,12 @@ class Ranking(Listener):
             return [self._files[key] for key in keys]
 
     @property
-    def foretells(self) -> bool:
-        """Whether the policy can say what it expects back."""
+    def predicts_reuse(self) -> bool:
+        """Whether the policy can name the conversations that it expects back."""
         return isinstance(self._hot, ReuseForecaster)
 
     def wanted(self, most: int) -> list[tuple[Key, float]]:
-        """See ReuseForecaster.wanted; nothing of a policy that does not foretell."""
+        """See ReuseForecaster.wanted; empty for a policy that does not predict reuse."""
         with self._lock:
             self._play()
             if not isinstance(self._hot, ReuseForecaster):
@@ -216,7 +215,7 @@ class Ranking(Listener):
             return self._hot.wanted(self._clock(), most)
 
     def explain(self, node: Node) -> dict[str, Any]:
-        """What each tier's policy goes by for `node`; None: it is not in that tier."""
+        """The values by which each tier's policy ranks `node`; None: it is not in that tier."""
         file = node.file
         with self._lock:
             self._play()
@@ -241,7 +240,7 @@ class Ranking(Listener):
         return pack(self.policy, found) if found else None
 
     def recall(self, text: str | None) -> None:
-        """Go on from what `learned` gave; anything else is ignored, with a line in the log."""
+        """Resume from a text that `learned` returned. Any other text is logged and ignored."""
         if text is None:
             return
         with self._lock:
@@ -255,9 +254,9 @@ class Ranking(Listener):
     # ---- checking ---------------------------------------------------------------------------
 
     def check_integrity(self, store: Store, unused: Collection[Key] = ()) -> None:
-        """AssertionError unless the policies know exactly what `store` has, with the parents and
-        the sizes that it has there. `unused`: nodes whose rows no policy was told of."""
-        with store.still(), self._lock:
+        """AssertionError unless the policies know exactly the content of `store`, with its parents
+        and sizes. `unused`: nodes whose rows were not reported to any policy."""
+        with store.locked(), self._lock:
             self._play()
             nodes = {node.id: node for node in store.nodes()}
             hot = {
@@ -266,14 +265,14 @@ class Ranking(Listener):
                 if node.hot is not None and key not in unused
             }
             for key, (_, nbytes) in self._expected.items():
-                assert key in nodes, f"rows of the segment {key} are expected, which is gone"
+                assert key in nodes, f"rows of the removed segment {key} are expected"
                 assert key not in hot, f"rows of the segment {key} are expected and there"
                 hot[key] = _parent_id(nodes[key]), nbytes
             self._hot.check_integrity(hot)
             assert self._keys.keys() == set(store.files()), "other files are known"
             assert self._files == {key: file for file, key in self._keys.items()}
             self._warm.check_integrity({k: (None, f.nbytes) for k, f in self._files.items()})
-            assert self._visits.keys() <= nodes.keys(), "visits wait for the files of the dead"
+            assert self._visits.keys() <= nodes.keys(), "visits wait for files of removed segments"
 
     # ---- events, under the ranking's lock ---------------------------------------------------
 
@@ -288,7 +287,7 @@ class Ranking(Listener):
         visit: _Visit,
         files: list[SegmentFile] | None,
     ) -> None:
-        """`files`: those of the path, if its tip has one."""
+        """`files`: the files of the path, if its tip has one."""
         hot = self._hot
         now = self._hot_s = max(visit.arrived_s, self._hot_s + _STEP_S)
         self._forget_expected()
@@ -337,8 +336,8 @@ class Ranking(Listener):
     def _write(
         self, file: SegmentFile, ends: list[tuple[Key, int]], files: list[SegmentFile | None]
     ) -> None:
-        """`files`: one for each node of the path to the last that views the new file; `ends`:
-        those that do, and how many nodes the path to each has."""
+        """`files`: the file of each node on the path to the last node that views the new file.
+        `ends`: each node that views it, and the number of nodes on its path."""
         for key, n in ends:
             visit = self._visits.pop(key, None)
             if visit is not None:
@@ -391,7 +390,7 @@ class Ranking(Listener):
         return [(name, each) for name, each in both if isinstance(each, Learning)]
 
     def _deliver(self, visit: _Visit, files: list[SegmentFile]) -> None:
-        """Tell the warm tier's policy of a visit that used these files."""
+        """Report a visit that used these files to the warm tier's policy."""
         now = self._warm_s = max(visit.arrived_s, self._warm_s + _STEP_S)
         for file in files:
             if file in self._keys:

@@ -1,7 +1,7 @@
-"""Shrinker: stores rows that nobody has used for a while in the formats of their levels.
+"""Shrinker: stores rows that have been unused for some time in the formats of their levels.
 
-What a tower attends to most stays as it was computed: its first SINKS positions, and the TAIL
-positions before each end that it has so far (a segment that is continued loses that privilege).
+The positions that a tower attends to most stay native: its first SINKS positions, and the TAIL
+positions before each of its current ends (a segment that is continued loses this exemption).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 from towerd.errors import NotFound, RowsDamaged, StoreError
 from towerd.kernels.formats import BY_NAME
-from towerd.store import Base, Node, SegmentFile, Store, Wish
+from towerd.store import Base, FormatRequest, Node, SegmentFile, Store
 from towerd.store.segments.reencode import differs
 from towerd.tiers.formats.fidelity import DYNAMIC, NATIVE, LevelFormats
 
@@ -25,10 +25,10 @@ log = logging.getLogger(__name__)
 SINKS = 4
 TAIL = 128
 _SCAN_S = (0.5, 60.0)
-"""Least and most time between two looks at all files."""
+"""Minimum and maximum time between two scans of all files."""
 _RETRY_S = 60.0
 _EXAMINED_MAX = 64
-"""Files looked at in one step: other work waits for it."""
+"""Maximum number of files examined in one step, because other work waits for it."""
 
 
 class Shrinker:
@@ -50,30 +50,30 @@ class Shrinker:
         self._enabled = False
         self._bases: list[Base] = []
         self._settled: dict[int, tuple[float, int]] = {}
-        """File id -> last use of its segments when nothing was left to do with it, and how many
-        of them are in another stored format than wished."""
+        """File id -> last use of its segments when it needed no more work, and how many of them
+        are in another stored format than requested."""
         self._queue: deque[SegmentFile] = deque()
         self._rest_until = 0.0
-        """time.monotonic() before which no step does anything."""
+        """time.monotonic() until which steps do nothing."""
 
     @property
     def formats(self) -> LevelFormats | None:
-        """The table in force."""
+        """The current table."""
         return self._formats
 
     @property
     def n_kept(self) -> int:
-        """Segments that are in another stored format than wished, and stay so."""
+        """Segments that stay in another stored format than the requested one."""
         with self._lock:
             return sum(n_kept for _, n_kept in self._settled.values())
 
     @property
     def is_looking(self) -> bool:
-        """In the middle of a look at all files."""
+        """Whether a scan of all files is in progress."""
         return bool(self._queue)
 
     def set_formats(self, formats: LevelFormats | None, *, enabled: bool) -> None:
-        """The table to follow from now on; disabled, nothing is ever re-encoded."""
+        """Set the table to use from now on. If not enabled, nothing is re-encoded."""
         with self._lock:
             self._formats, self._enabled = formats, enabled
             self._settled = {}
@@ -81,7 +81,7 @@ class Shrinker:
 
     @contextmanager
     def reading(self, sources: Iterable[object]) -> Iterator[None]:
-        """Leave those of `sources` that are files alone inside the block."""
+        """Do not re-encode the files among `sources` inside the block."""
         ids = [source.id for source in sources if isinstance(source, SegmentFile)]
         with self._lock:
             self._reading.update(ids)
@@ -97,9 +97,9 @@ class Shrinker:
         return max(0.0, self._rest_until - time.monotonic()) if self._enabled else math.inf
 
     def step(self) -> SegmentFile | None:
-        """Look at some files and re-encode at most one: the new one if so.
+        """Examine some files and re-encode at most one; returns the new file, if any.
 
-        Raises DiskFull or StoreError if it cannot be written; the next try is a while later."""
+        Raises DiskFull or StoreError if it cannot be written; steps then pause for a time."""
         began = time.monotonic()
         if not self._enabled or began < self._rest_until:
             return None
@@ -116,7 +116,7 @@ class Shrinker:
                 self._rest_until = time.monotonic() + _RETRY_S
                 raise
             if new is not None:
-                # whoever is being served gets at least half of the time
+                # requests in progress get at least half of the time
                 self._rest_until = 2 * time.monotonic() - began
                 return new
         if not self._queue:
@@ -125,7 +125,7 @@ class Shrinker:
         return None
 
     def _begin(self) -> None:
-        """Queue every file that was used, or may be wanted in another format, since last time."""
+        """Queue every file that was used since the last scan or may now need another format."""
         bases = self._store.bases()
         with self._lock:
             if bases != self._bases:
@@ -143,31 +143,31 @@ class Shrinker:
         )
 
     def _is_wanted(self, file: SegmentFile) -> bool:
-        """Whether re-encoding would change anything, and now is the time."""
+        """Whether re-encoding would change anything and the file has been unused long enough."""
         used = self._last_used(file)
         if self._clock() - used < self._after_s or self._reading[file.id]:
             return False
-        wishes = self._wishes(file)
+        requests = self._format_requests(file)
         native = self._store.state.fingerprint.layout
-        n_changed, _ = differs(file, wishes, native)
+        n_changed, _ = differs(file, requests, native)
         if n_changed == 0:
-            n_kept = sum(differs(file, [wish], native)[1] > 0 for wish in wishes)
+            n_kept = sum(differs(file, [request], native)[1] > 0 for request in requests)
             with self._lock:
                 self._settled[file.id] = used, n_kept
         return n_changed > 0
 
     def _reencode(self, file: SegmentFile) -> SegmentFile | None:
-        self._bases = self._store.bases()  # one may have been added since the look began
-        wishes = self._wishes(file)
-        if differs(file, wishes, self._store.state.fingerprint.layout)[0] == 0:
+        self._bases = self._store.bases()  # one may have been added since the scan began
+        requests = self._format_requests(file)
+        if differs(file, requests, self._store.state.fingerprint.layout)[0] == 0:
             return None
         try:
-            new = self._store.reencode(file, wishes)
+            new = self._store.reencode(file, requests)
         except RowsDamaged as error:
             log.warning("stored rows cannot be re-encoded", extra={"error": str(error)})
             self.n_damaged += 1
             return None
-        except ValueError as error:  # infinities and the like, which no block code can hold
+        except ValueError as error:  # e.g. infinities, which no block code can hold
             log.warning("rows stay as computed", extra={"error": str(error)})
             with self._lock:
                 self._settled[file.id] = self._last_used(file), 0
@@ -180,20 +180,20 @@ class Shrinker:
         nodes = self._store.viewers(file)
         return max((node.last_used for node in nodes), default=math.inf)
 
-    def _wishes(self, file: SegmentFile) -> list[Wish]:
-        """What the rows of the file's segments should be in, sinks and tails left out."""
-        wishes = []
-        with self._store.still():
+    def _format_requests(self, file: SegmentFile) -> list[FormatRequest]:
+        """The requested formats of the rows of the file's segments, without sinks and tails."""
+        requests = []
+        with self._store.locked():
             for node in self._store.viewers(file):
                 p0, p1 = max(node.p0, SINKS), min(node.p1, tail_start(node))
                 name = self._format_for(node)
                 if p0 < p1 and name != NATIVE:
-                    wishes.append(Wish(p0, p1, name))
-        return wishes
+                    requests.append(FormatRequest(p0, p1, name))
+        return requests
 
     def _format_for(self, node: Node) -> str:
-        """The format of the level of the shallowest base that covers `node`, or the one that
-        this base asks for; where several do, the most faithful."""
+        """The format that the shallowest base covering `node` asks for, or else that of its
+        level; if several bases of that level cover it, the most faithful one."""
         covering = [base for base in self._bases if node.pinned and self._covers(base, node)]
         if not covering:
             return self._level_format(DYNAMIC)
@@ -217,8 +217,8 @@ class Shrinker:
 
 
 def tail_start(node: Node) -> int:
-    """The first of the last TAIL positions of any tower through `node`, as it stands. Call it
-    while the trie is still. It may lie beyond the node: then no row of it is in a tail."""
+    """The first of the last TAIL positions of any current tower through `node`. If it lies beyond
+    the node, none of its rows is in a tail. Call it while the store is locked."""
     end = node.p1 + TAIL
     stack = [node]
     while stack:

@@ -14,7 +14,7 @@ from lab.replay.simulate import replay
 from lab.replay.trace import TraceError
 from towerd.errors import ConfigError
 from towerd.policy import make_policy
-from towerd.sessions.trace_recorder import Recorder
+from towerd.sessions.trace_recorder import TraceRecorder
 from towerd.store import Turn
 
 
@@ -25,7 +25,7 @@ def meta() -> dict[str, str]:
 
 
 def record(path: Path, meta: dict[str, str], turns: list[Turn], block: int = 4) -> Path:
-    trace = Recorder.open(path, meta.get, meta.__setitem__, 1000.0, block)
+    trace = TraceRecorder.open(path, meta.get, meta.__setitem__, 1000.0, block)
     for turn in turns:
         trace.add(turn, turn.session or "?", turn.started_s + 2.0)
     trace.close()
@@ -105,16 +105,16 @@ def test_recording_continues_after_a_restart(tmp_path: Path, meta: dict[str, str
 def test_files_that_cannot_be_gone_on_with(tmp_path: Path, meta: dict[str, str]) -> None:
     path = record(tmp_path / "t", meta, [turn("a", [1], 1.0)])
     with pytest.raises(ConfigError, match="by another store"):
-        Recorder.open(path, lambda name: None, meta.__setitem__, 0.0)
+        TraceRecorder.open(path, lambda name: None, meta.__setitem__, 0.0)
     before = path.read_bytes()
     assert path.read_bytes() == before
     notes = tmp_path / "notes"
     notes.write_text("dear diary\n")
     with pytest.raises(ConfigError, match="not a trace"):
-        Recorder.open(notes, meta.get, meta.__setitem__, 0.0)
+        TraceRecorder.open(notes, meta.get, meta.__setitem__, 0.0)
     assert notes.read_text() == "dear diary\n"
     with pytest.raises(ConfigError, match="cannot be written"):
-        Recorder.open(tmp_path / "no" / "where", meta.get, meta.__setitem__, 0.0)
+        TraceRecorder.open(tmp_path / "no" / "where", meta.get, meta.__setitem__, 0.0)
 
 
 @pytest.mark.parametrize(

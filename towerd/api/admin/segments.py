@@ -15,7 +15,7 @@ from towerd.api.http.query import flag, integer_query, segment_id
 from towerd.api.http.reply import json_reply
 from towerd.errors import InvalidRequest, NotFound
 from towerd.store.prefix.scope import is_of, is_public
-from towerd.store.segments.boundaries import boundary_bytes, cut_of
+from towerd.store.segments.checkpoints import checkpoint_bytes, cut_of
 
 if TYPE_CHECKING:
     from towerd.store import Node, Store
@@ -44,7 +44,7 @@ def segment_json(node: Node, store: Store) -> dict[str, Any]:
         "warm": node.file is not None,
         "format": held.format,
         "bytes": held.nbytes,
-        "boundary_bytes": boundary_bytes(store, node),
+        "boundary_bytes": checkpoint_bytes(store, node),
         "pinned": node.pinned,
         "hits": node.hits,
         "last_used": node.last_used,

@@ -17,7 +17,7 @@ from towerd.tenants import Tenant, Tenants
 
 if TYPE_CHECKING:
     from towerd.api.http.kept_stream import KeptStreams
-    from towerd.cold import Keeper
+    from towerd.cold import ColdTier
     from towerd.sessions.recorder import TurnRecorder
     from towerd.sessions.traffic import Traffic
     from towerd.store import Store
@@ -68,7 +68,7 @@ class ApiService(Protocol):
     @property
     def traffic(self) -> Traffic: ...
     @property
-    def cold(self) -> Keeper: ...
+    def cold(self) -> ColdTier: ...
 
 
 @dataclass(slots=True)

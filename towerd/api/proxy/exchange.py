@@ -22,7 +22,7 @@ from towerd.api.proxy.plan import ProxyPlan
 from towerd.api.proxy.slot_prefill import SlotPrefill
 from towerd.api.proxy.splice import without_token_ids
 from towerd.api.proxy.watch import Dialect, EventSplitter, ReplyWatch, event_data
-from towerd.cold.keeper import Use
+from towerd.cold.cold_tier import RequestGuard
 from towerd.engine.base import Finish, Reuse
 from towerd.errors import TowerdError, Unavailable
 
@@ -41,7 +41,7 @@ class Exchange:
         self.headers = to_upstream(request.headers, engine.upstream.auth())
         self.lease: SlotLease | None = None
         """The leased slot; None: llama-server chooses."""
-        self.use: Use | None = None
+        self.use: RequestGuard | None = None
         """The announcement to the cold tier."""
         self.learning: asyncio.Task[None] | None = None
         """Determines the prompt's tokens if the slot was known before them."""
@@ -211,7 +211,7 @@ class Exchange:
         if self._prefill is not None:
             cache_n, prompt_ms = self._prefill.cache_n, self._prefill.prompt_ms
             if await self._prefill.was_misplaced():
-                lease.misplaced()
+                lease.ran_elsewhere()
         lease.calls_tools = watch.calls_tools
         if self._plan.spoken is not None and watch.stop is not None:
             lease.answered = self._plan.spoken.answered(watch.text)

@@ -18,7 +18,7 @@ from towerd.api.proxy.headers import to_upstream
 from towerd.api.proxy.link import LINK, Sidecar, SlotLease, sidecar_of
 from towerd.api.proxy.plan import Placement, ProxyPlan, check_fits, learn, make_plan
 from towerd.api.proxy.watch import Dialect
-from towerd.cold.keeper import Use
+from towerd.cold.cold_tier import RequestGuard
 from towerd.engine.base import GenerateRequest
 from towerd.errors import InvalidRequest
 
@@ -156,7 +156,7 @@ async def _pinned(request: web.Request, engine: Sidecar, plan: ProxyPlan) -> web
     return await exchange.run()
 
 
-async def _thawed(request: web.Request, plan: ProxyPlan) -> Use | None:
+async def _thawed(request: web.Request, plan: ProxyPlan) -> RequestGuard | None:
     """Announce the request to the cold tier, and thaw the session that it continues."""
     if plan.ids is None:
         return None
@@ -174,7 +174,7 @@ async def _thawed(request: web.Request, plan: ProxyPlan) -> Use | None:
 
 
 async def _lease(
-    request: web.Request, engine: Sidecar, plan: ProxyPlan, use: Use | None
+    request: web.Request, engine: Sidecar, plan: ProxyPlan, use: RequestGuard | None
 ) -> SlotLease:
     scope = request[TENANT].scope
     if plan.ids is None:

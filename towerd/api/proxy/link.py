@@ -13,8 +13,8 @@ from aiohttp import ClientResponse, web
 from towerd.api.http.keys import service_of
 from towerd.engine.base import Engine, Reuse
 from towerd.engine.llama_server.process.client import Body, Lost, NotHttp, Unreachable
-from towerd.engine.llama_server.slots.lease import LeasedTurn
-from towerd.engine.llama_server.slots.spoken import Answered, Spoken
+from towerd.engine.llama_server.slots.chat_text import AnsweredChat, ChatText
+from towerd.engine.llama_server.slots.slot_lease import LeasedTurn
 from towerd.errors import TowerdError, Unavailable
 from towerd.tokens import Ids
 
@@ -52,7 +52,7 @@ class SlotLease(Protocol):
     """The session that its turn is recorded under; None: recognised when it is recorded."""
     calls_tools: bool
     """Whether the reply ended with a call of a tool."""
-    answered: Answered | None
+    answered: AnsweredChat | None
     """The chat request with its reply, once answered."""
 
     @property
@@ -72,7 +72,7 @@ class SlotLease(Protocol):
         """The reply has begun."""
         ...
 
-    def misplaced(self) -> None:
+    def ran_elsewhere(self) -> None:
         """The request ran in another slot; must be called before `finished`."""
         ...
 
@@ -127,7 +127,7 @@ class Sidecar(Engine, Protocol):
         name a slot (not `pinned`) one that llama-server would choose. Raises Unavailable."""
         ...
 
-    def lease_chat(self, spoken: Spoken, scope: str, session: str | None) -> SlotLease | None:
+    def lease_chat(self, spoken: ChatText, scope: str, session: str | None) -> SlotLease | None:
         """Lease the slot of a chat that continues in it, before its tokens are known; None: no
         slot holds it."""
         ...

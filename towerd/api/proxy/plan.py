@@ -16,7 +16,7 @@ from towerd.api.proxy.chat import NotText, from_messages, from_responses, has_me
 from towerd.api.proxy.link import Sidecar
 from towerd.api.proxy.splice import with_fields
 from towerd.api.proxy.watch import Dialect
-from towerd.engine.llama_server.slots.spoken import Spoken, spoken_of
+from towerd.engine.llama_server.slots.chat_text import ChatText, chat_text_of
 from towerd.errors import ContextExceeded, NotSupported
 from towerd.tokens import Ids
 
@@ -61,7 +61,7 @@ class ProxyPlan:
     agent: str | None = None
     """The agent, identified by system prompt and tools, if the request has any."""
     fields: dict[str, Any] = field(default_factory=dict)
-    spoken: Spoken | None = None
+    spoken: ChatText | None = None
     """The messages of an ordinary chat request, which may identify its slot before its tokens are
     known."""
 
@@ -175,7 +175,7 @@ async def _plan_chat(plan: ProxyPlan, body: Mapping[str, Any], engine: Sidecar) 
         plan.label = "media"
         return
     if plan.compose and len(plan.body) <= SPOKEN_BYTES_MAX:
-        plan.spoken = spoken_of(body)
+        plan.spoken = chat_text_of(body)
     if plan.spoken is None:
         await learn(plan, engine)
 

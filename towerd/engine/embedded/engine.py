@@ -1,4 +1,4 @@
-"""The embedded engine: the asyncio face of the inference thread."""
+"""EmbeddedEngine: the asyncio interface to the inference thread."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from towerd.engine.embedded.model.retokenize import Retokenizer
 from towerd.engine.embedded.model.wire_model import encode, open_wire
 from towerd.engine.embedded.parts import assemble
 from towerd.engine.embedded.restore.modules import EmbeddedModules
-from towerd.engine.embedded.scheduling.job import Job, Phase
+from towerd.engine.embedded.scheduling.job import Job, JobPhase
 from towerd.engine.embedded.scheduling.scheduler import Scheduler
 from towerd.engine.embedded.scheduling.speculation import Speculator, open_speculation
 from towerd.errors import (
@@ -43,16 +43,16 @@ from towerd.errors import (
     Unavailable,
 )
 from towerd.media_ids import is_token, spans_of
-from towerd.tiers.boundary import BoundaryTier
+from towerd.tiers.checkpoint_tier import CheckpointTier
 from towerd.tiers.manager import Tiers
 from towerd.tokens import Ids
 from towerd.wire import Reply, Request, WireThreads
 
 _HEAD_START_S = 1e-3
-"""What the event loop gets to send a first token before the next step takes every core: without it
-that token is 2 ms later at the client."""
+"""Time for the event loop to send a first token before the next step uses every core: without it
+the token reaches the client 2 ms later."""
 _TEXT_CHARS_MAX = 64 * 1024
-"""Longer texts are tokenized one at a time, apart from the others."""
+"""Longer texts are tokenized one at a time, on a separate thread."""
 
 
 class EmbeddedGeneration:
@@ -98,7 +98,7 @@ class EmbeddedEngine:
     name = "embedded"
 
     def __init__(
-        self, core: Core, tiers: Tiers, config: Config, boundaries: BoundaryTier | None = None
+        self, core: Core, tiers: Tiers, config: Config, boundaries: CheckpointTier | None = None
     ) -> None:
         """boundaries: needed for a model whose memory has a state"""
         self.info = core.info
@@ -186,7 +186,7 @@ class EmbeddedEngine:
         return generation
 
     def _reply(self, request: GenerateRequest) -> Reply | None:
-        """Of a request that no client made. Raises InvalidRequest."""
+        """Make the reply of a request that no client made. Raises InvalidRequest."""
         if request.n_predict == 0:
             return None
         assert self.wire is not None
@@ -194,7 +194,7 @@ class EmbeddedEngine:
         return Reply(Request(self.wire.model, "completion", encode(asked)), 0)
 
     async def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> Ids:
-        # A text of megabytes takes seconds: others must not wait behind it.
+        # A text of megabytes takes seconds: others must not wait for it.
         pool = self._text if len(text) <= _TEXT_CHARS_MAX else self._big_text
         return await self._loop.run_in_executor(
             pool, self.retokenizer.tokenize, text, add_special, parse_special
@@ -256,13 +256,13 @@ class EmbeddedEngine:
             + (self._embedder.n_decodes if self._embedder is not None else 0),
         }
 
-    def is_calm(self) -> bool:
-        """Whether it merely decodes or idles; may be asked by any thread."""
+    def is_quiet(self) -> bool:
+        """Whether it is idle or only decodes. May be called by any thread."""
         jobs = list(self.scheduler.active)
-        return not self.scheduler.waiting and all(job.phase is Phase.DECODE for job in jobs)
+        return not self.scheduler.waiting and all(job.phase is JobPhase.DECODE for job in jobs)
 
     def is_busy(self) -> bool:
-        """Whether requests run or wait; may be asked by any thread."""
+        """Whether requests run or wait. May be called by any thread."""
         return bool(self.scheduler.active or self.scheduler.waiting)
 
     async def settle(self) -> None:
@@ -270,7 +270,8 @@ class EmbeddedEngine:
         await asyncio.wrap_future(self.scheduler.settled())
 
     def forget_live(self) -> None:
-        """Let go of the rows of every chat that no request runs for. Any thread may call it."""
+        """Drop the live rows of every chat without a running request. May be called by any
+        thread."""
 
         def forget() -> None:
             for seq in [seq for seq in self.pool if not seq.busy]:
@@ -305,7 +306,7 @@ class EmbeddedEngine:
         self._big_text.shutdown()
 
     def _deliver(self, events: list[tuple[Job, Any]]) -> None:
-        """Inference thread to event loop: one wake-up a step, however many streams."""
+        """Hand events from the inference thread to the event loop, with one wake-up per step."""
         self._loop.call_soon_threadsafe(self._dispatch, events)
         if any(isinstance(event, Started) for _, event in events):
             time.sleep(_HEAD_START_S)

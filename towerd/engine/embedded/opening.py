@@ -10,21 +10,21 @@ from typing import cast
 from towerd.config import Config
 from towerd.engine.embedded.engine import EmbeddedEngine
 from towerd.engine.embedded.model.core import Core, load_core
-from towerd.engine.opened import Opened
+from towerd.engine.opened_engine import OpenedEngine
 from towerd.engine.weights_check import WeightsCheck
 from towerd.slots.fingerprint import Fingerprint
 from towerd.store import Catalog, Node, Store
-from towerd.store.segments.boundaries import ANYWHERE, CUT_META
-from towerd.tiers.boundary import BoundaryTier
+from towerd.store.segments.checkpoints import ANYWHERE, CUT_META
+from towerd.tiers.checkpoint_tier import CheckpointTier
 from towerd.tiers.formats.fidelity import Fidelity, LevelFormats
 from towerd.tiers.manager import Tiers
 
 
 @asynccontextmanager
-async def open_embedded(config: Config) -> AsyncIterator[Opened[EmbeddedEngine]]:
+async def open_embedded(config: Config) -> AsyncIterator[OpenedEngine[EmbeddedEngine]]:
     """Load the model, open the store, start the inference thread; undo it all at the end.
 
-    On the way out running requests are cancelled, live rows are exported and written, and the
+    At the end running requests are cancelled, live rows are exported and written, and the
     catalog is closed. Raises ModelError, StoreError, ConfigError."""
     core, store = await asyncio.to_thread(_open_store, config)
     try:
@@ -36,12 +36,12 @@ async def open_embedded(config: Config) -> AsyncIterator[Opened[EmbeddedEngine]]
             try:
                 await asyncio.to_thread(engine.start)
                 weights.start()
-                yield Opened(
+                yield OpenedEngine(
                     engine,
                     store,
                     tiers,
                     lambda nodes: _forget(boundaries, nodes),
-                    engine.is_calm,
+                    engine.is_quiet,
                     _anticipate_tokens_max(config, core),
                 )
             finally:
@@ -56,8 +56,8 @@ async def open_embedded(config: Config) -> AsyncIterator[Opened[EmbeddedEngine]]
         await asyncio.to_thread(core.close)
 
 
-def _forget(boundaries: BoundaryTier | None, nodes: Sequence[Node]) -> None:
-    """Boundary states of segments that go are deleted with them."""
+def _forget(boundaries: CheckpointTier | None, nodes: Sequence[Node]) -> None:
+    """Delete the state checkpoints of segments that are deleted."""
     if boundaries is not None:
         for node in nodes:
             boundaries.table.drop(node)
@@ -103,7 +103,7 @@ def _open_tiers(config: Config, core: Core, store: Store) -> Tiers:
 
 
 def _weights_check(
-    core: Core, engine: EmbeddedEngine, store: Store, boundaries: BoundaryTier | None
+    core: Core, engine: EmbeddedEngine, store: Store, boundaries: CheckpointTier | None
 ) -> WeightsCheck:
     """What follows when the file under the loaded weights changes: rows are void."""
 
@@ -116,10 +116,10 @@ def _weights_check(
     return WeightsCheck([core.model.file], store, is_busy=engine.is_busy, on_change=changed)
 
 
-def _open_boundaries(config: Config, core: Core, store: Store) -> BoundaryTier | None:
+def _open_boundaries(config: Config, core: Core, store: Store) -> CheckpointTier | None:
     if not core.memory.kind.has_state:
         store.set_meta(CUT_META + store.state.digest.hex(), ANYWHERE)
         return None
     store.set_meta(CUT_META + store.state.digest.hex(), core.memory.kind.cut)
     exact = config.fidelity == "exact"
-    return BoundaryTier(store, bytes_max=config.boundary_bytes, exact=exact)
+    return CheckpointTier(store, bytes_max=config.boundary_bytes, exact=exact)

@@ -1,4 +1,4 @@
-"""Parts: what the embedded engine is made of, put together in one place."""
+"""Parts: the parts of the embedded engine, constructed in one place."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from towerd.engine.embedded.scheduling.endings import Events
 from towerd.engine.embedded.scheduling.pool import LivePool
 from towerd.engine.embedded.scheduling.scheduler import Scheduler
 from towerd.engine.embedded.scheduling.speculation import Speculator
-from towerd.tiers.boundary import BoundaryTier
+from towerd.tiers.checkpoint_tier import CheckpointTier
 from towerd.tiers.manager import Tiers
 
 PARKED_SHARE = 4
-"""Thinned chats that left the context take at most one part in this many of --hot-bytes."""
+"""Parked chats take at most 1 / PARKED_SHARE of --hot-bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What belongs to the inference thread."""
+    """The parts that belong to the inference thread."""
 
     pool: LivePool
     splicer: Splicer
@@ -55,7 +55,7 @@ def assemble(
     core: Core,
     tiers: Tiers,
     config: Config,
-    boundaries: BoundaryTier | None,
+    boundaries: CheckpointTier | None,
     speculator: Callable[[LivePool], Speculator],
     deliver: Callable[[Events], None],
 ) -> Parts:

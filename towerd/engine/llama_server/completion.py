@@ -45,7 +45,7 @@ async def chunks(reply: ClientResponse) -> AsyncIterator[Mapping[str, Any]]:
 
 
 def progress_of(chunk: Mapping[str, Any]) -> Progress | None:
-    """The chunk's prompt progress, if it is one of those."""
+    """The chunk's prompt progress; None if it has none."""
     value = chunk.get("prompt_progress")
     if value is None:
         return None
@@ -61,6 +61,9 @@ def timings_of(chunk: Mapping[str, Any]) -> Timings:
     """The timings of a final chunk."""
     value = chunk["timings"]
     return Timings(
-        value["cache_n"], value["prompt_n"], float(value["prompt_ms"]),
-        value["predicted_n"], float(value["predicted_ms"]),
-    )  # fmt: skip
+        cache_n=value["cache_n"],
+        prompt_n=value["prompt_n"],
+        prompt_ms=float(value["prompt_ms"]),
+        predicted_n=value["predicted_n"],
+        predicted_ms=float(value["predicted_ms"]),
+    )

@@ -1,4 +1,4 @@
-"""What the llama-server engine counts."""
+"""SlotCounters: the counters of the llama-server engine."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 
 @dataclass(slots=True)
-class Counters:
-    """Since the start; all of it is in /metrics and /towerd/v1/stats."""
+class SlotCounters:
+    """Counters since the start, all of which are in /metrics and /towerd/v1/stats."""
 
     restores: int = 0
     restores_failed: int = 0
-    """llama-server refused them."""
+    """Restores that llama-server refused."""
     restores_missed: int = 0
-    """They were accepted, and then not used by the prompt."""
+    """Restores that were accepted, and then not used by the prompt."""
     restore_bytes: int = 0
     restore_ms: float = 0.0
     """Composing and restoring, as a request waited for it."""
@@ -25,12 +25,12 @@ class Counters:
     saves_failed: int = 0
     save_bytes: int = 0
     captured_tokens: int = 0
-    """Of the saved tokens those that the store lacked."""
+    """Saved tokens that the store lacked."""
     erases: int = 0
     live_missed: int = 0
-    """Tokens were believed to be in a slot, and were not."""
+    """Prompts for which a slot did not hold the tokens that it was believed to hold."""
     chats_gone_on: int = 0
-    """Chat requests that were sent on before their tokens were known."""
+    """Chat requests that were forwarded before their tokens were known."""
 
     def as_stats(self) -> dict[str, Any]:
         return asdict(self)

@@ -1,4 +1,4 @@
-"""LlamaServerEngine: conversations of any number in the few slots of a real llama-server."""
+"""LlamaServerEngine: any number of conversations in the few slots of a real llama-server."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ import numpy as np
 from towerd.config import Config
 from towerd.engine.base import Embeds, GenerateRequest, Kept, ModelInfo, ModuleMaker, SlotView
 from towerd.engine.llama_server.generation import LlamaServerGeneration
-from towerd.engine.llama_server.process.backend import Backend
-from towerd.engine.llama_server.process.describe import Described
-from towerd.engine.llama_server.process.weights import Weights
-from towerd.engine.llama_server.slots.foretell import Foretold, foretell
-from towerd.engine.llama_server.slots.gate import Gate
-from towerd.engine.llama_server.slots.lease import Lease
-from towerd.engine.llama_server.slots.placement import Choice, Slot, Want
-from towerd.engine.llama_server.slots.placer import Placed, Placer
+from towerd.engine.llama_server.process.backend import LlamaServerBackend
+from towerd.engine.llama_server.process.description import ModelDescription
+from towerd.engine.llama_server.process.upstream_weights import UpstreamWeights
+from towerd.engine.llama_server.slots.chat_text import ChatText
+from towerd.engine.llama_server.slots.expected_reuse import ExpectedReuse, expect_reuse
+from towerd.engine.llama_server.slots.launch_gate import LaunchGate
+from towerd.engine.llama_server.slots.placement import Slot, SlotChoice, SlotRequest
+from towerd.engine.llama_server.slots.placer import PlacedPrompt, Placer
+from towerd.engine.llama_server.slots.slot_lease import SlotLease
 from towerd.engine.llama_server.slots.slot_table import SlotTable
-from towerd.engine.llama_server.slots.spoken import Spoken
-from towerd.engine.llama_server.slots.unpinned import Unpinned
-from towerd.engine.llama_server.slots.upkeep import Upkeep
+from towerd.engine.llama_server.slots.slot_upkeep import SlotUpkeep
+from towerd.engine.llama_server.slots.unpinned_request import UnpinnedRequest
 from towerd.engine.llama_server.tally import without
 from towerd.errors import ContextExceeded, InvalidRequest, NotSupported, TowerdError, Unavailable
 from towerd.store import Store
@@ -41,9 +41,9 @@ log = logging.getLogger(__name__)
 POLL_S = 0.5
 LAUNCH_POLL_S = 0.05
 MISSES_MAX = 5
-"""After so many restores in a row that were not used, no more are tried."""
+"""After this many restores in a row that were not used, no more are tried."""
 _TEMPLATE_TOKENS = 256
-"""More than a chat template puts around a few messages."""
+"""More tokens than a chat template adds to a few messages."""
 _NO_IDS: Ids = np.zeros(0, np.int32)
 
 
@@ -59,8 +59,8 @@ class LlamaServerEngine:
 
     def __init__(
         self,
-        backend: Backend,
-        described: Described,
+        backend: LlamaServerBackend,
+        described: ModelDescription,
         store: Store,
         tiers: Tiers,
         config: Config,
@@ -73,29 +73,29 @@ class LlamaServerEngine:
         self.n_ctx = found.n_ctx
         self.n_slots = found.n_slots
         self.notes: list[str] = [*found.notes, *described.notes]
-        """What does not work on this llama-server, in sentences."""
+        """Sentences about what does not work on this llama-server."""
         self._vocab = described.vocab
         self._store = store
         self._workers = ThreadPoolExecutor(4, "towerd-slots")
         self._text = ThreadPoolExecutor(2, "towerd-text", initializer=shorten_slice)
-        """Apart from the others: a text of megabytes takes seconds."""
+        """Separate from the others: a text of megabytes takes seconds."""
         self.placer = Placer(backend, tiers, self._workers)
-        self._gate = Gate()
-        self.upkeep = Upkeep(self.placer, backend.upstream)
+        self._gate = LaunchGate()
+        self.upkeep = SlotUpkeep(self.placer, backend.upstream)
         self.table = self.placer.table = SlotTable(
             self.placer.policy,
             found.n_slots,
             queue_max=config.queue_max,
             verify=self.upkeep.verify_soon,
         )
-        self._weights = Weights(backend, described, store, self.placer, self.notes)
+        self._weights = UpstreamWeights(backend, described, store, self.placer, self.notes)
         self._misses = 0
         self._lora_differs = False
         self._is_reachable = True
         self._is_draining = False
         self._all_ended = asyncio.Event()
         self._all_ended.set()
-        self._open: set[Lease] = set()
+        self._open: set[SlotLease] = set()
         self._generations: set[LlamaServerGeneration] = set()
         if backend.process is not None:
             backend.process.on_exit = self._upstream_ended
@@ -105,13 +105,13 @@ class LlamaServerEngine:
 
     @property
     def is_running(self) -> bool:
-        """Whether llama-server can be asked now."""
+        """Whether llama-server can take requests now."""
         process = self.backend.process
         return self._is_reachable and (process is None or process.is_running)
 
     @property
     def epoch(self) -> int:
-        """Counts restarts of llama-server; what an older lease knows is void."""
+        """The number of restarts of llama-server; a lease of an older epoch is void."""
         return self.placer.epoch
 
     async def lease(
@@ -122,14 +122,14 @@ class LlamaServerEngine:
         *,
         compose: bool = True,
         pinned: bool = True,
-    ) -> Lease:
-        """A slot for this prompt, with as much of it in place as is worth it.
+    ) -> SlotLease:
+        """Wait for a slot for this prompt, and bring as much of the prompt into it as is worth it.
 
         compose=False: the client wants nothing reused
-        pinned=False: the request cannot name its slot; it is one that llama-server picks itself
-        when it holds all of the prompt but the last token
-        Waits for a slot; raises Unavailable when
-        too many wait, or when llama-server is not there, InvalidRequest for ids out of range."""
+        pinned=False: the request cannot name its slot; it gets one that llama-server picks itself
+        if it holds all of the prompt but the last token
+        Raises Unavailable when too many wait or llama-server is not running, and InvalidRequest
+        for ids out of range."""
         self._check_running()
         ids = np.ascontiguousarray(ids, np.int32)
         if self._lora_differs or not len(ids):
@@ -137,19 +137,19 @@ class LlamaServerEngine:
         if self._vocab is not None:
             self._vocab.validate(ids)
         can_reuse = compose and len(ids) < self.n_ctx
-        want = Want(ids, scope, cache_prompt=can_reuse, pinned=pinned)
-        if not self.placer.is_continuation(want):
-            await self.placer.look_up(want)
-        return await self._lease(want, session)
+        request = SlotRequest(ids, scope, cache_prompt=can_reuse, pinned=pinned)
+        if not self.placer.is_continuation(request):
+            await self.placer.look_up(request)
+        return await self._lease(request, session)
 
-    async def lease_opaque(self, scope: str, *, label: str) -> Lease:
-        """A slot for a prompt whose tokens nobody knows (images, adapters of its own): the one
-        that the same (scope, label) had last, if it is free. Nothing of it is ever stored."""
+    async def lease_opaque(self, scope: str, *, label: str) -> SlotLease:
+        """A slot for a prompt whose tokens are not known (images, adapters of its own): the one
+        that the same (scope, label) had last, if it is free. It is never stored."""
         self._check_running()
-        return await self._lease(Want(None, scope, label), None)
+        return await self._lease(SlotRequest(None, scope, label), None)
 
-    async def _lease(self, want: Want, session: str | None) -> Lease:
-        choice = await self.table.acquire(want)
+    async def _lease(self, request: SlotRequest, session: str | None) -> SlotLease:
+        choice = await self.table.acquire(request)
         try:
             self._check_running()
             await self._gate.begin_placing()
@@ -157,27 +157,29 @@ class LlamaServerEngine:
             self.table.undo(choice)
             raise
         slot = choice.slot
-        goes_on = self.placer.policy.begins_with(want, slot)
-        if self.placer.is_in_place(want, choice):
-            placed = await self._place(want, choice)
+        is_continued = self.placer.policy.begins_with(request, slot)
+        if self.placer.is_in_place(request, choice):
+            placed = await self._place(request, choice)
         else:
-            placing = asyncio.create_task(self._place(want, choice))
+            placing = asyncio.create_task(self._place(request, choice))
             try:
                 placed = await asyncio.shield(placing)
             except asyncio.CancelledError:
                 self.upkeep.spawn(self._put_back(slot, placing))
                 raise
-        slot.is_gone_on_with = goes_on and placed.restored is None
-        lease = Lease(self, slot, want.ids, want.scope, session=session, label=want.label)
-        lease.foretold = foretell(self.placer.policy, want, slot, placed)
+        slot.is_continued = is_continued and placed.restored is None
+        lease = SlotLease(
+            self, slot, request.ids, request.scope, session=session, label=request.label
+        )
+        lease.expected_reuse = expect_reuse(self.placer.policy, request, slot, placed)
         lease.restored = placed.restored is not None
         return self._opened(lease)
 
-    async def _place(self, want: Want, choice: Choice) -> Placed:
+    async def _place(self, request: SlotRequest, choice: SlotChoice) -> PlacedPrompt:
         slot = choice.slot
         self.upkeep.n_preparing += 1
         try:
-            placed = await self.placer.place(want, choice)
+            placed = await self.placer.place(request, choice)
             self._check_running()
         except BaseException as error:
             self._gate.end_placing()
@@ -190,52 +192,53 @@ class LlamaServerEngine:
             self.upkeep.n_preparing -= 1
         return placed
 
-    async def _put_back(self, slot: Slot, placing: asyncio.Task[Placed]) -> None:
-        """Who asked has left while the slot was prepared. llama-server does what it was told all
-        the same, so that is followed to its end, and what was saved or restored is not lost."""
+    async def _put_back(self, slot: Slot, placing: asyncio.Task[PlacedPrompt]) -> None:
+        """Free a slot whose client left while it was prepared. llama-server finishes what it was
+        told, so the preparation is awaited, and what was saved or restored is not lost."""
         await asyncio.wait((placing,))
         if placing.exception() is None:
             self._gate.end_placing()
             self.table.free(slot)
             self.upkeep.capture_later(slot)
 
-    def _opened(self, lease: Lease) -> Lease:
+    def _opened(self, lease: SlotLease) -> SlotLease:
         self._open.add(lease)
         self.upkeep.n_awaited += 1
         self._all_ended.clear()
         return lease
 
-    def lease_chat(self, spoken: Spoken, scope: str, session: str | None) -> Lease | None:
-        """The slot of a chat that goes on where it sits, before its tokens are known (see
-        `Lease.learn`); None when there is something to decide first."""
+    def lease_chat(self, text: ChatText, scope: str, session: str | None) -> SlotLease | None:
+        """The slot of a chat that continues in its slot, before its tokens are known (see
+        `SlotLease.learn`); None when a slot has to be chosen."""
         if self._is_draining or self._lora_differs or not self.is_running:
             return None
-        slot = self.table.slot_of_chat(spoken, scope)
+        slot = self.table.slot_of_chat(text, scope)
         if slot is None or slot.chat is None:
             return None
-        n = slot.n + spoken.bytes_after(slot.chat.n) + _TEMPLATE_TOKENS
+        n = slot.n + text.bytes_after(slot.chat.n) + _TEMPLATE_TOKENS
         if n >= self.n_ctx or not self.placer.has_room(slot, n) or not self._gate.try_placing():
             return None
         self.table.take(slot, scope)
         self.placer.counters.chats_gone_on += 1
-        return self._opened(Lease(self, slot, None, scope, session=session))
+        return self._opened(SlotLease(self, slot, None, scope, session=session))
 
-    def learned(self, ids: Ids, slot: Slot) -> Foretold:
-        """The tokens of a chat that goes on in this slot are known."""
-        want, policy = Want(ids, slot.scope), self.placer.policy
-        slot.is_gone_on_with = policy.begins_with(want, slot)
-        live, _ = policy.live(want, slot)
-        return foretell(policy, want, slot, Placed(min(live, want.n - 1), None))
+    def learned(self, ids: Ids, slot: Slot) -> ExpectedReuse:
+        """The expected reuse of a chat that continues in this slot, now that its tokens are
+        known."""
+        request, policy = SlotRequest(ids, slot.scope), self.placer.policy
+        slot.is_continued = policy.begins_with(request, slot)
+        live, _ = policy.live(request, slot)
+        return expect_reuse(policy, request, slot, PlacedPrompt(min(live, request.n - 1), None))
 
     @asynccontextmanager
-    async def unpinned(self, scope: str) -> AsyncIterator[Unpinned]:
-        """Around a request that llama-server places itself. It starts when no lease is between
-        its restore and its launch, and holds leases up until it is `launched` or ends; then free
-        slots are asked what they hold."""
+    async def unpinned(self, scope: str) -> AsyncIterator[UnpinnedRequest]:
+        """Wraps a request that llama-server places itself. It starts when no lease is between its
+        restore and its launch, and delays leases until it is `launched` or ends; then free slots
+        are asked what they hold."""
         self._check_running()
         self.upkeep.spawn(self._find_launched())
         await self._gate.begin_unpinned()
-        request = Unpinned(self._gate, self.upkeep)
+        request = UnpinnedRequest(self._gate, self.upkeep)
         try:
             yield request
         finally:
@@ -243,8 +246,8 @@ class LlamaServerEngine:
             self.upkeep.doubt()
 
     async def _find_launched(self) -> None:
-        """While an unpinned request waits: a lease whose slot runs has been launched, though
-        nobody has seen its first byte yet (a reply that is not streamed has only one)."""
+        """While an unpinned request waits, find leases that were launched: their slots run,
+        although their first bytes have not come (a reply that is not streamed comes at its end)."""
         await asyncio.sleep(LAUNCH_POLL_S)
         while self._gate.is_awaited:
             try:
@@ -271,14 +274,14 @@ class LlamaServerEngine:
         one was not probed."""
         return metrics if self.placer.epoch else without(metrics, self.backend.added)
 
-    # ---- what a lease tells -----------------------------------------------------------------
+    # ---- called by leases -------------------------------------------------------------------
 
     def placed(self) -> None:
-        """A lease's request was launched, or will not be."""
+        """Called when a lease's request was launched, or will not be."""
         self._gate.end_placing()
 
-    def give_back(self, lease: Lease, slot: Slot) -> None:
-        """A lease ended."""
+    def give_back(self, lease: SlotLease, slot: Slot) -> None:
+        """Free the slot of a lease that ended."""
         self._open.discard(lease)
         self._weights.left(slot)
         self.table.free(slot)
@@ -286,19 +289,19 @@ class LlamaServerEngine:
         if not self._open:
             self._all_ended.set()
 
-    def misplaced(self) -> None:
-        """A request ran in another slot than the one that was prepared."""
+    def ran_elsewhere(self) -> None:
+        """Called when a request ran in another slot than the one that was prepared."""
         self.upkeep.doubt()
 
-    def observe(self, lease: Lease, cache_n: int | None, prompt_ms: float | None) -> None:
+    def observe(self, lease: SlotLease, cache_n: int | None, prompt_ms: float | None) -> None:
         """Compare what the reply says with what was prepared for it."""
         if cache_n is None or lease.ids is None:
             return
         if prompt_ms is not None:
             self.placer.policy.costs.observe_prefill(len(lease.ids) - cache_n, prompt_ms)
-        n_live_max, expected = lease.foretold.n_live_max, lease.foretold.expected
+        n_live_max, expected = lease.expected_reuse.n_live_max, lease.expected_reuse.n_cached
         if n_live_max is not None and cache_n > n_live_max:
-            # It moved rows from elsewhere in the slot (--cache-reuse): no exact ones.
+            # It moved rows from elsewhere in the slot (--cache-reuse), which is not exact.
             lease.is_exact = False
         if expected is None or lease.is_stale:
             return
@@ -308,12 +311,12 @@ class LlamaServerEngine:
             self._restore_missed(expected, cache_n)
         else:
             self.placer.counters.live_missed += 1
-            self.upkeep.doubt()  # maybe it was restarted behind our back
+            self.upkeep.doubt()  # maybe it was restarted without towerd's knowledge
 
-    def _restore_missed(self, expected: int, cache_n: int) -> None:
+    def _restore_missed(self, n_cached: int, cache_n: int) -> None:
         self.placer.counters.restores_missed += 1
         self._misses += 1
-        log.warning("a restored slot was not used", extra={"restored": expected, "used": cache_n})
+        log.warning("a restored slot was not used", extra={"restored": n_cached, "used": cache_n})
         if self._misses < MISSES_MAX or not self.placer.can_compose:
             return
         self.placer.stop_composing()
@@ -331,8 +334,8 @@ class LlamaServerEngine:
         return await self.tokenize(text, add_special=False, parse_special=True)
 
     def frozen(self, prefixes: Collection[tuple[str, bytes]]) -> None:
-        """The store let go of the segments with these (scope, ids): slots that hold them are not
-        saved, which would bring them back."""
+        """The store dropped the segments with these (scope, ids): slots that hold them are not
+        saved, because that would bring them back."""
         for slot in self.table.slots:
             data = slot.tokens.tobytes()
             if any(slot.scope == scope and data.startswith(ids) for scope, ids in prefixes):
@@ -347,7 +350,7 @@ class LlamaServerEngine:
             raise Unavailable("llama-server is being started again; try again in a moment.")
 
     def _upstream_ended(self) -> None:
-        """Every slot is empty, and who waits is told."""
+        """Mark every slot empty, and fail the waiting requests."""
         process = self.backend.process
         reason = process.exit_reason if process is not None else "does not answer any more"
         self.placer.epoch += 1
@@ -356,8 +359,8 @@ class LlamaServerEngine:
         self.table.fail_waiting(Unavailable(f"llama-server {reason}; try again in a moment."))
 
     def notice(self, error: TowerdError) -> None:
-        """A request to llama-server failed. If an attached one is not there any more, wait for
-        it; one of our own is watched anyway."""
+        """Called when a request to llama-server failed. If an attached one no longer answers, wait
+        for it; one that towerd started is supervised anyway."""
         is_ours = self.backend.process is not None
         if is_ours or not self._is_reachable or not isinstance(error, Unavailable):
             return
@@ -371,7 +374,7 @@ class LlamaServerEngine:
             if self._is_draining or await self.upstream.is_healthy():
                 break
         for slot in self.table.slots:
-            slot.hold_unknown("")  # maybe it was only the way there that was broken
+            slot.hold_unknown("")  # maybe only the connection was broken
         await self._weights.reloaded()
         self._is_reachable = True
 
@@ -451,7 +454,7 @@ class LlamaServerEngine:
         }
 
     async def settle(self) -> None:
-        """Save every idle slot that has rows which the store lacks."""
+        """Save every idle slot with rows that the store lacks."""
         await self.upkeep.settle()
 
     async def drain(self, grace_s: float) -> None:
@@ -465,7 +468,7 @@ class LlamaServerEngine:
         self.table.fail_waiting(Unavailable("towerd is shutting down; try again when it is back."))
 
     async def close(self) -> None:
-        """Save what only slots hold, as far as llama-server is still there."""
+        """Save the rows that only slots hold, if llama-server still runs."""
         self._is_draining = True
         await self._weights.close()
         for generation in list(self._generations):

@@ -16,8 +16,8 @@ from towerd.engine.llama_server.completion import (
     progress_of,
     timings_of,
 )
-from towerd.engine.llama_server.process.upstream import Upstream
-from towerd.engine.llama_server.slots.lease import Lease
+from towerd.engine.llama_server.process.upstream_client import UpstreamClient
+from towerd.engine.llama_server.slots.slot_lease import SlotLease
 from towerd.errors import TowerdError
 from towerd.tokens import Ids
 
@@ -29,15 +29,15 @@ class Host(Protocol):
     """The engine as its generations see it."""
 
     @property
-    def upstream(self) -> Upstream: ...
+    def upstream(self) -> UpstreamClient: ...
 
     async def lease(
         self, ids: Ids, scope: str, session: str | None, *, compose: bool = True
-    ) -> Lease:
+    ) -> SlotLease:
         """A slot with as much of `ids` in it as the store has. Raises Unavailable."""
         ...
 
-    def observe(self, lease: Lease, cache_n: int | None, prompt_ms: float | None) -> None:
+    def observe(self, lease: SlotLease, cache_n: int | None, prompt_ms: float | None) -> None:
         """Compare what the reply says with what was prepared for it."""
         ...
 
@@ -53,7 +53,7 @@ class LlamaServerGeneration:
         self._engine = engine
         self._request = request
         self._events: asyncio.Queue[Event | TowerdError] = asyncio.Queue()
-        self._lease: Lease | None = None
+        self._lease: SlotLease | None = None
         self._ids: list[int] = []
         self._is_started = False
         self._ended = False
@@ -81,7 +81,7 @@ class LlamaServerGeneration:
         return None
 
     def stop(self) -> None:
-        """End it now, with a Finish of what there is."""
+        """End it now, with a Finish of what was generated."""
         self.task.cancel()
 
     def release(self) -> None:
@@ -122,7 +122,7 @@ class LlamaServerGeneration:
         raise TowerdError("llama-server ended its reply early.")
 
     def _start(self) -> None:
-        """The prompt is evaluated."""
+        """Emit Started once, when the prompt is evaluated."""
         if not self._is_started:
             assert self._lease is not None
             self._is_started = True
@@ -134,7 +134,7 @@ class LlamaServerGeneration:
         return self._finish(stop, word, timings)
 
     def _finish(self, stop: StopType, word: str, timings: Timings) -> Finish:
-        """The end, with the slot's record brought up to date."""
+        """The Finish, after updating the record of what the slot holds."""
         n_prompt = len(self._request.ids)
         lease, reply = self._lease, np.array(self._ids, np.int32)
         n_cached = 0

@@ -10,9 +10,9 @@ from typing import cast
 
 from towerd.config import Config
 from towerd.engine.llama_server.engine import LlamaServerEngine
-from towerd.engine.llama_server.process.backend import Backend, open_backend
-from towerd.engine.llama_server.process.describe import Described, describe, first_model
-from towerd.engine.opened import Opened
+from towerd.engine.llama_server.process.backend import LlamaServerBackend, open_backend
+from towerd.engine.llama_server.process.description import ModelDescription, describe, first_model
+from towerd.engine.opened_engine import OpenedEngine
 from towerd.slots.fingerprint import Fingerprint
 from towerd.store import Catalog, Node, Store
 from towerd.tiers.formats.fidelity import Fidelity, LevelFormats
@@ -22,10 +22,10 @@ log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
-async def open_llama_server(config: Config) -> AsyncIterator[Opened[LlamaServerEngine]]:
+async def open_llama_server(config: Config) -> AsyncIterator[OpenedEngine[LlamaServerEngine]]:
     """Start or attach, probe, open the store for what was found; undo it all at the end.
 
-    On the way out what only slots hold is saved and written. Raises ConfigError, ModelError,
+    At the end, rows that only slots hold are saved and written. Raises ConfigError, ModelError,
     StoreError."""
     async with AsyncExitStack() as stack:
         backend, described, store = await _open_store(config, stack)
@@ -35,7 +35,7 @@ async def open_llama_server(config: Config) -> AsyncIterator[Opened[LlamaServerE
             for note in engine.notes:
                 log.warning(note)
             try:
-                yield Opened(engine, store, tiers, _forgetter(engine, store))
+                yield OpenedEngine(engine, store, tiers, _forgetter(engine, store))
             finally:
                 await engine.close()
         finally:
@@ -43,24 +43,26 @@ async def open_llama_server(config: Config) -> AsyncIterator[Opened[LlamaServerE
 
 
 def _forgetter(engine: LlamaServerEngine, store: Store) -> Callable[[Sequence[Node]], None]:
-    """Slots do not bring back what was let go of."""
+    """Keeps slots from bringing back segments that were dropped."""
     loop = asyncio.get_running_loop()
 
     def forget(nodes: Sequence[Node]) -> None:
         gone = {node.id for node in nodes}
         # A slot that holds what is below holds these, too.
         tops = [node for node in nodes if node.parent is None or node.parent.id not in gone]
-        with store.still():
+        with store.locked():
             prefixes = {(node.scope, node.prefix_bytes()) for node in tops}
         loop.call_soon_threadsafe(engine.frozen, prefixes)
 
     return forget
 
 
-async def _open_store(config: Config, stack: AsyncExitStack) -> tuple[Backend, Described, Store]:
+async def _open_store(
+    config: Config, stack: AsyncExitStack
+) -> tuple[LlamaServerBackend, ModelDescription, Store]:
     """Lock the store first, so that a second daemon fails before it starts a llama-server."""
     loop = asyncio.get_running_loop()
-    found: list[tuple[Backend, Described]] = []
+    found: list[tuple[LlamaServerBackend, ModelDescription]] = []
 
     async def find(catalog: Catalog) -> Fingerprint:
         backend = await stack.enter_async_context(open_backend(config))
@@ -81,7 +83,7 @@ async def _open_store(config: Config, stack: AsyncExitStack) -> tuple[Backend, D
     return backend, described, store
 
 
-def _open_tiers(config: Config, backend: Backend, store: Store) -> Tiers:
+def _open_tiers(config: Config, backend: LlamaServerBackend, store: Store) -> Tiers:
     spec = backend.probe.spec
     return Tiers(
         store,

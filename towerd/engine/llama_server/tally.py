@@ -1,7 +1,7 @@
-"""What towerd's own requests added to llama-server's counters, so that they can be left out.
+"""Subtracts what towerd's own requests added to llama-server's counters.
 
-The probe at the start evaluates a few tokens: a person who reads `llamacpp:prompt_tokens_total`
-did not ask for those.
+The probe at the start evaluates a few tokens, which should not appear in
+`llamacpp:prompt_tokens_total`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from decimal import Decimal
 _COUNTER = re.compile(rb"^# TYPE (\S+) counter$", re.MULTILINE)
 _SAMPLE = re.compile(rb"^([^#\s{]\S*) ([0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,2})?)$", re.MULTILINE)
 
-Counters = Mapping[bytes, Decimal]
+CounterValues = Mapping[bytes, Decimal]
 
 
 def counters(metrics: bytes) -> dict[bytes, Decimal]:
@@ -23,14 +23,14 @@ def counters(metrics: bytes) -> dict[bytes, Decimal]:
     return {name: Decimal(value.decode()) for name, value in found if name in names}
 
 
-def difference(after: Counters, before: Counters) -> dict[bytes, Decimal]:
-    """By how much each counter grew, for those that did."""
+def difference(after: CounterValues, before: CounterValues) -> dict[bytes, Decimal]:
+    """The growth of each counter that grew."""
     grown = {name: value - before.get(name, Decimal(0)) for name, value in after.items()}
     return {name: value for name, value in grown.items() if value > 0}
 
 
-def without(metrics: bytes, added: Counters) -> bytes:
-    """The text with `added` taken off. A counter that is smaller began anew and stays."""
+def without(metrics: bytes, added: CounterValues) -> bytes:
+    """The text with `added` subtracted. A smaller counter was reset, and is left as it is."""
 
     def less(sample: re.Match[bytes]) -> bytes:
         name, value = sample[1], Decimal(sample[2].decode())

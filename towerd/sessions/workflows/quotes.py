@@ -26,7 +26,7 @@ _SHIFT = np.uint64(29)
 
 
 class Quotes:
-    """What the workflows of one tenant said. Bounded: the oldest is forgotten first."""
+    """Hashes of the texts of one tenant's workflows. Bounded: the oldest are forgotten first."""
 
     def __init__(self) -> None:
         self._owner: OrderedDict[int, str] = OrderedDict()
@@ -42,7 +42,7 @@ class Quotes:
         return best[0][0] if best and best[0][1] >= EVIDENCE_MIN else None
 
     def add(self, ids: Ids, workflow: str) -> None:
-        """`workflow` said this."""
+        """Record `ids` as a text of `workflow`."""
         for h in sample(ids):
             owner = self._owner.setdefault(h, workflow)
             if owner != workflow:
@@ -53,7 +53,7 @@ class Quotes:
 
 
 def sample(ids: Ids) -> list[int]:
-    """The kept hashes of all runs of WINDOW tokens, each once."""
+    """The sampled hashes of all runs of WINDOW tokens, without duplicates."""
     n = len(ids) - WINDOW + 1
     if n < 1:
         return []

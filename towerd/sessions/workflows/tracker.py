@@ -1,10 +1,9 @@
 """Tracks running workflows, their agents, and their ends.
 
-A step belongs to the workflow that its request names (X-Towerd-Workflow). Without a name it
-belongs to that of its session; a new session belongs to the workflow whose texts its prompt
-quotes, or begins one of its own. Agents are named (X-Towerd-Agent) or told apart by system prompt
-and tool definitions. All of it is kept apart by tenant: whatever a client claims, it moves its
-own segments only.
+A step belongs to the workflow that its request names (X-Towerd-Workflow), or else to the workflow
+of its session. A new session joins the workflow whose texts its prompt quotes, or begins a new one.
+Agents are named (X-Towerd-Agent) or told apart by system prompt and tool definitions. Everything is
+separated by tenant: whatever a client claims affects only its own segments.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from towerd.store import Node
 from towerd.tokens import Ids
 
 WORKFLOWS_MAX = 512
-"""Of one tenant, at the same time; one more, and that which was still for longest is over."""
+"""Maximum number of running workflows of one tenant. Beyond it the least recently used ends."""
 AGE_S_MAX = 3600.0
-"""A workflow without a step for so long is over, whatever its client forgot to say."""
+"""A workflow without a step for this long is over, even if its client did not end it."""
 TIPS_MAX = 256
 AGENTS_MAX = 256
 _PREFIX_TOKENS = 4096
@@ -32,7 +31,7 @@ V = TypeVar("V")
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class WorkflowStep:
     """One recorded request of an agent. Times in Unix seconds, lengths in tokens."""
 
     scope: str
@@ -50,7 +49,7 @@ class Step:
 
 @dataclass(slots=True)
 class Workflow:
-    """One that runs. `tips`: session -> the end of its tower."""
+    """A running workflow. `tips`: session -> the last node of its tower."""
 
     scope: str
     id: str
@@ -63,33 +62,33 @@ class Workflow:
 
     @property
     def name(self) -> str:
-        """Unlike that of any other tenant's workflow."""
+        """A name that is unique across tenants."""
         return f"{self.scope}\n{self.id}"
 
 
 @dataclass(slots=True)
 class _Tenant:
-    """Workflows by id, the one that was still for longest first."""
+    """The workflows of one tenant by id, least recently used first."""
 
     workflows: OrderedDict[str, Workflow] = field(default_factory=OrderedDict)
     of_session: OrderedDict[str, str] = field(default_factory=OrderedDict)
     first: OrderedDict[str, Ids] = field(default_factory=OrderedDict)
-    """Agent -> how its first prompt began: what later ones share is no quotation."""
+    """Agent -> the beginning of its first prompt. What later prompts share with it is no quote."""
     quotes: Quotes = field(default_factory=Quotes)
     n_begun: int = 0
 
 
 class Tracker:
-    """All workflows of all tenants. Thread-safe; bounded per tenant."""
+    """The running workflows of all tenants. Thread-safe; bounded per tenant."""
 
     def __init__(self) -> None:
         self.n_steps = self.n_recognised = self.n_ended = self.n_aged = 0
         self._tenants: dict[str, _Tenant] = {}
         self._lock = threading.Lock()
 
-    def step(self, step: Step) -> tuple[Workflow, list[Workflow]]:
-        """The workflow that `step` belongs to, and those that are over by now: still for too
-        long, or pushed out."""
+    def step(self, step: WorkflowStep) -> tuple[Workflow, list[Workflow]]:
+        """The workflow that `step` belongs to, and the workflows that are now over because they
+        were unused for too long or too many are running."""
         with self._lock:
             tenant = self._tenants.setdefault(step.scope, _Tenant())
             over = self._age(tenant, step.arrived_s)
@@ -110,7 +109,7 @@ class Tracker:
             return workflow, over
 
     def end(self, scope: str, id: str) -> Workflow | None:
-        """Take a workflow out, because its client says that it is over; None: there is none."""
+        """End a workflow on its client's request and return it; None if there is no such one."""
         with self._lock:
             tenant = self._tenants.get(scope)
             workflow = tenant.workflows.pop(id, None) if tenant is not None else None
@@ -118,7 +117,7 @@ class Tracker:
             return workflow
 
     def running(self, scope: str | None) -> list[Workflow]:
-        """Those of one tenant, or of all, the last used first."""
+        """The running workflows of one tenant, or of all, most recently used first."""
         with self._lock:
             found = [
                 workflow
@@ -139,8 +138,8 @@ class Tracker:
                 "aged": self.n_aged,
             }
 
-    def _news(self, tenant: _Tenant, step: Step) -> Ids:
-        """What the prompt has beyond what every prompt of its agent begins with."""
+    def _news(self, tenant: _Tenant, step: WorkflowStep) -> Ids:
+        """The part of the prompt after the beginning that it shares with its agent's first one."""
         first = tenant.first.get(step.agent)
         if first is None:
             _bounded(tenant.first, step.agent, step.prompt[:_PREFIX_TOKENS].copy(), WORKFLOWS_MAX)
@@ -149,7 +148,7 @@ class Tracker:
         differs = np.flatnonzero(first[:n] != step.prompt[:n])
         return step.prompt[int(differs[0]) if len(differs) else n :]
 
-    def _workflow(self, tenant: _Tenant, step: Step, news: Ids) -> Workflow:
+    def _workflow(self, tenant: _Tenant, step: WorkflowStep, news: Ids) -> Workflow:
         id = step.workflow or tenant.of_session.get(step.session)
         if id is None or (step.workflow is None and id not in tenant.workflows):
             id = tenant.quotes.source(news)
@@ -177,7 +176,7 @@ class Tracker:
 
 
 def _bounded(table: OrderedDict[str, V], key: str, value: V, most: int) -> None:
-    """Enter or renew `key`; the oldest goes when there are more than `most`."""
+    """Insert or renew `key`; remove the oldest if there are more than `most`."""
     table[key] = value
     table.move_to_end(key)
     if len(table) > most:

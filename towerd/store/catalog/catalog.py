@@ -17,7 +17,7 @@ from towerd.slots.errors import StateError
 from towerd.slots.fingerprint import Fingerprint
 from towerd.store.catalog import database
 from towerd.store.catalog.database import CatalogDamaged
-from towerd.store.catalog.journal.changes import TableChange, Watch
+from towerd.store.catalog.journal.changes import ChangeRecorder, TableChange
 from towerd.store.catalog.journal.clean import mark_clean
 from towerd.store.catalog.journal.examine import problems_of, select
 from towerd.store.catalog.journal.recover import open_catalog, rebuild_catalog
@@ -234,7 +234,7 @@ class Catalog:
 
     def _use(self, db: sqlite3.Connection) -> None:
         self._db = db
-        self._watch = Watch(db, self.tables)
+        self._watch = ChangeRecorder(db, self.tables)
 
     def _commit(self) -> None:
         """End the transaction. Its changes reach the journal before the database: a kill in

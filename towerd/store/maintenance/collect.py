@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from towerd.store.prefix.node import Node
-from towerd.store.segments.boundary_check import stray_boundaries
+from towerd.store.segments.checkpoint_check import stray_checkpoints
 from towerd.store.segments.directory import remove_file
 from towerd.store.segments.rows import uncatalogue
 from towerd.store.segments.segment_file import SegmentFile
@@ -20,7 +20,7 @@ class GcReport:
     segments: int
     files: int
     bytes_freed: int
-    """Bytes of segment files, boundary states, orphans, temporary and quarantined files,
+    """Bytes of segment files, checkpoints, orphans, temporary and quarantined files,
     without the catalog."""
 
 
@@ -39,19 +39,19 @@ def collect(
     viewers = state.trie.viewers
     unviewed = [file for file in state.files.values() if all(n.id in ids for n in viewers(file))]
     strays = orphans(state, writing)
-    boundaries = stray_boundaries(state, ids)
-    n_files = len(unviewed) + len(strays) + len(boundaries)
+    checkpoints = stray_checkpoints(state, ids)
+    n_files = len(unviewed) + len(strays) + len(checkpoints)
     directory = state.directory
     if dry_run:
         names = [file.path.name for file in unviewed] + list(strays)
         freed = sum(directory.size(name) for name in names)
-        freed += sum(path.stat().st_size for path in boundaries)
+        freed += sum(path.stat().st_size for path in checkpoints)
         return GcReport(len(doomed), n_files, freed + directory.leftovers(writing, quarantine_days))
     with state.catalog.transaction():
         delete(state, doomed, unviewed)
     freed = forget(state, doomed, unviewed)
     freed += sum(directory.remove(name) for name in strays)
-    freed += sum(remove_file(path) for path in boundaries)
+    freed += sum(remove_file(path) for path in checkpoints)
     freed += directory.sweep_tmp(writing)
     freed += directory.empty_quarantine(quarantine_days)
     state.catalog.shrink()

@@ -9,7 +9,7 @@ from typing import Any
 from towerd.store.prefix.keys import key_hash
 from towerd.store.prefix.node import PUBLIC, Node
 from towerd.store.prefix.scope import is_public, public_of
-from towerd.store.segments.run import decode_runs
+from towerd.store.segments.format_run import decode_runs
 from towerd.store.state import StoreState
 from towerd.tokens import ID_BYTES
 

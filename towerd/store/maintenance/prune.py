@@ -11,7 +11,7 @@ from towerd.store.segments.segment_file import SegmentFile
 from towerd.store.state import StoreState
 
 BASE_TOKENS_MIN = 32
-"""A shorter prefix is coded with the rest: naming it would take as many bytes."""
+"""A shorter prefix is coded with the rest: a reference to it would take as many bytes."""
 
 _OTHERS = (
     "SELECT 1 FROM turns WHERE prompt_node = ?1 AND session != ?2"
@@ -21,8 +21,8 @@ _OTHERS = (
 
 
 @dataclass(slots=True)
-class Needs:
-    """Finds out who needs a segment besides one session. The store's lock is held around
+class OtherUsers:
+    """Finds out what needs a segment besides one session. The store's lock is held around
     every call."""
 
     state: StoreState
@@ -49,9 +49,9 @@ class Needs:
         return any(child.id not in own and self.holds(child) for child in node.children)
 
 
-def common_base(needs: Needs, leaf: Node, own: Collection[int]) -> Node | None:
-    """The deepest segment on the path of `leaf` that others need too; None if it is too short
-    to be worth it."""
+def common_base(needs: OtherUsers, leaf: Node, own: Collection[int]) -> Node | None:
+    """The deepest segment on the path of `leaf` that others need too; None if its prefix is too
+    short."""
     for node in reversed(leaf.path()):
         if node.p1 < BASE_TOKENS_MIN:
             break
@@ -74,7 +74,7 @@ def own_nodes(state: StoreState, session: int) -> list[Node]:
     return sorted(found.values(), key=lambda node: -node.p1)
 
 
-def unneeded(needs: Needs, own: Sequence[Node], base: Node | None) -> list[Node]:
+def unneeded(needs: OtherUsers, own: Sequence[Node], base: Node | None) -> list[Node]:
     """The session's own segments and their descendants that nothing else needs, children
     before their parents. `base` stays, because the session's blob needs it."""
     kept = set() if base is None else {node.id for node in base.path()}

@@ -13,15 +13,19 @@ import msgspec
 from towerd.slots.errors import StateError
 from towerd.slots.fingerprint import Fingerprint
 from towerd.store.catalog.database import CatalogDamaged
-from towerd.store.catalog.journal.upkeep import Upkeep
+from towerd.store.catalog.journal.upkeep import CatalogUpkeep
 from towerd.store.maintenance.collect import orphans
 from towerd.store.maintenance.integrity import problems
-from towerd.store.segments.boundary_check import boundary_files, boundary_problem, stray_boundaries
-from towerd.store.segments.boundary_file import SUFFIX
+from towerd.store.segments.checkpoint_check import (
+    checkpoint_files,
+    checkpoint_problem,
+    stray_checkpoints,
+)
+from towerd.store.segments.checkpoint_file import SUFFIX
+from towerd.store.segments.format_run import decode_runs
 from towerd.store.segments.rows import RowStore
-from towerd.store.segments.run import decode_runs
 from towerd.store.segments.segment_file import Claim, blob_rows, check_claim, check_pieces, map_file
-from towerd.store.segments.segment_header import Header, check_layout, decode_head
+from towerd.store.segments.segment_header import SegmentHeader, check_layout, decode_head
 from towerd.store.sessions.cold import ColdTable
 from towerd.store.state import StoreState
 
@@ -37,7 +41,7 @@ class VerifyReport:
     quarantined: int
     """Files set aside (only with `repair`)."""
     boundaries: int
-    """Files with a boundary state."""
+    """State checkpoint files."""
     orphans: int
     """Files that the catalog does not list, left by a crash; harmless, gc removes them."""
     problems: tuple[str, ...]
@@ -56,7 +60,7 @@ def verify(
     state: StoreState,
     rows: RowStore,
     cold: ColdTable,
-    upkeep: Upkeep,
+    upkeep: CatalogUpkeep,
     pool: Executor,
     progress: Callable[[int, int], None] | None,
     *,
@@ -65,7 +69,7 @@ def verify(
     """Check the invariants, then every file of every fingerprint and every frozen session."""
     with upkeep.paused(), state.lock:
         found = problems(state, keys=True) + state.catalog.journal_problems()
-        n_orphans = len(orphans(state, rows.writing)) + len(stray_boundaries(state))
+        n_orphans = len(orphans(state, rows.writing)) + len(stray_checkpoints(state))
         n_segments = len(state.trie)
         n_sessions = int(state.catalog.rows("SELECT count(*) FROM sessions")[0][0])
         files = state.catalog.rows(
@@ -73,7 +77,7 @@ def verify(
             " files.runs FROM files"
             " JOIN fingerprints ON fingerprints.id = files.fingerprint ORDER BY files.id"
         )
-    states = [each for each in boundary_files(state.directory.root) if each[0].suffix == SUFFIX]
+    states = [each for each in checkpoint_files(state.directory.root) if each[0].suffix == SUFFIX]
     total = sum(row[3] for row in files) + sum(size for _, size in states)
     done, n_set_aside = 0, 0
     for row in files:
@@ -87,7 +91,7 @@ def verify(
         if progress is not None:
             progress(done, total)
     for path, size in states:
-        problem = boundary_problem(path)
+        problem = checkpoint_problem(path)
         if problem is not None:
             found.append(f"{path.name}: {problem}")
             n_set_aside += repair and state.directory.set_aside(path)
@@ -111,7 +115,7 @@ def verify(
     )
 
 
-def _repair(upkeep: Upkeep) -> list[str]:
+def _repair(upkeep: CatalogUpkeep) -> list[str]:
     """Repair catalog and journal; returns the problems that remain."""
     try:
         upkeep.repair()
@@ -146,7 +150,9 @@ def _file_problem(state: StoreState, pool: Executor, row: tuple[Any, ...]) -> st
     return None
 
 
-def _check_blobs(data: mmap.mmap, header: Header, start: int, fingerprint: Fingerprint) -> None:
+def _check_blobs(
+    data: mmap.mmap, header: SegmentHeader, start: int, fingerprint: Fingerprint
+) -> None:
     """Raises StateError unless every blob can be read."""
     for run in header.runs:
         at = header.p0 + run.row0

@@ -16,7 +16,7 @@ from towerd.store.prefix.node import Node
 from towerd.store.prefix.scope import public_of
 from towerd.store.prefix.trie import Trie
 from towerd.store.segments.directory import Directory
-from towerd.store.segments.run import decode_runs
+from towerd.store.segments.format_run import decode_runs
 from towerd.store.segments.segment_file import Mappings, SegmentFile
 from towerd.store.state import StoreState
 

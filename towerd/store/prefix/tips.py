@@ -1,8 +1,8 @@
-"""Tips: where the longest towers used last end, so that a chat's next turn is found at once.
+"""Tips: the ends of the longest recently used towers, so that a chat's next turn is found at once.
 
 A chat of ten thousand turns is a path of twenty thousand nodes, and its next prompt begins with all
-of it. The whole prefix of a tip is kept beside it: one comparison tells how far a prompt agrees with
-it, token by token, and the walk through the trie goes on from there. So does the hash for keys.
+of it. The whole prefix of a tip is kept beside it: one comparison tells how many tokens of a prompt
+agree with it, and the walk through the trie continues from there. So does the hash for keys.
 
     root ... branch | own nodes of a scope ................... tip
     prompt  [ = prefix of the tip                            ) [ walked, or new )
@@ -20,7 +20,7 @@ from towerd.store.prefix.scope import is_public
 from towerd.tokens import common_prefix, ids_array
 
 TOKENS_MIN = 256
-"""Shorter towers are walked as quickly."""
+"""Minimum length; shorter towers are walked just as quickly."""
 TIPS_MAX = 64
 BYTES_MAX = 32 << 20
 

@@ -33,7 +33,7 @@ def sync_dir(path: Path) -> None:
 
 
 def reserve(fd: int, n_bytes: int) -> None:
-    """Give the file its size now, so that a full disk shows before anything is written."""
+    """Allocate the file's size now, so that a full disk is noticed before anything is written."""
     if hasattr(os, "posix_fallocate"):
         try:
             os.posix_fallocate(fd, 0, n_bytes)

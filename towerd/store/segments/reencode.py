@@ -19,40 +19,41 @@ from towerd.tokens import ID_BYTES
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """The wanted format of the rows of positions [p0, p1)."""
+class FormatRequest:
+    """The requested format of the rows of positions [p0, p1)."""
 
     p0: int
     p1: int
     format: str
 
 
-def differs(file: SegmentFile, wishes: Sequence[Wish], native: KVLayout) -> tuple[int, int]:
-    """(rows that re-encoding would change, rows in another stored format than wished, which it
-    would keep: rows that are approximate already are never encoded a second time)."""
+def differs(
+    file: SegmentFile, requests: Sequence[FormatRequest], native: KVLayout
+) -> tuple[int, int]:
+    """(number of rows that re-encoding would change, number that it would keep in another stored
+    format than requested): rows that are already approximate are never encoded again."""
     n_changed = n_kept = 0
-    for wish in wishes:
+    for request in requests:
         for run in file.runs:
-            n = min(wish.p1 - file.p0, run.end) - max(wish.p0 - file.p0, run.row0)
-            if n <= 0 or run.format == wish.format:
+            n = min(request.p1 - file.p0, run.end) - max(request.p0 - file.p0, run.row0)
+            if n <= 0 or run.format == request.format:
                 continue
             if run.format != NATIVE:
                 n_kept += n
-            elif native.stored_as(wish.format) != native:
+            elif native.stored_as(request.format) != native:
                 n_changed += n
     return n_changed, n_kept
 
 
 def reencode(
-    state: StoreState, rows: RowStore, file: SegmentFile, wishes: Sequence[Wish]
+    state: StoreState, rows: RowStore, file: SegmentFile, requests: Sequence[FormatRequest]
 ) -> SegmentFile | None:
-    """Put a new file in the place of `file`, durably: native rows in the formats of `wishes`
-    (those that none covers stay native), rows in a stored format as they are.
+    """Replace `file` durably by one with its native rows in the formats of `requests` (native
+    where no request covers them) and its rows in a stored format unchanged.
 
-    The old file's checksums are verified first, whatever was verified before. Its nodes switch
-    in one transaction, then it is deleted; who planned to load from it gets the new one. None
-    if the file was dropped meanwhile. Raises RowsDamaged (the old file is in quarantine),
-    DiskFull or StoreError."""
+    The old file's checksums are verified again first. Its nodes switch in one transaction, then
+    it is deleted; loads planned from it use the new file. None if the file was dropped meanwhile.
+    Raises RowsDamaged (the old file is in quarantine), DiskFull or StoreError."""
     with state.lock:
         nodes = sorted(state.trie.viewers(file), key=lambda node: node.p0)
         if file.dropped or not nodes:
@@ -60,7 +61,7 @@ def reencode(
         p0, last, prefix = nodes[0].p0, nodes[-1], nodes[-1].prefix_bytes()
     rows.verify(file, last)
     try:
-        runs = _runs(file, rows, wishes, state.fingerprint.layout, p0, last.p1)
+        runs = _runs(file, rows, requests, state.fingerprint.layout, p0, last.p1)
     except (OSError, StateError) as error:
         raise StoreError(f"{file.path} cannot be read again: {error}") from error
     draft = Draft(
@@ -79,24 +80,32 @@ def reencode(
 
 
 def _runs(
-    file: SegmentFile, rows: RowStore, wishes: Sequence[Wish], native: KVLayout, p0: int, p1: int
+    file: SegmentFile,
+    rows: RowStore,
+    requests: Sequence[FormatRequest],
+    native: KVLayout,
+    p0: int,
+    p1: int,
 ) -> list[DraftRun]:
-    """Every stretch with one origin and one wish; neighbours of one format are joined."""
-    cuts = {p for wish in wishes for p in (wish.p0, wish.p1)}
+    """The runs to write: stretches with one origin and one requested format, joined where
+    neighbours have the same format."""
+    cuts = {p for request in requests for p in (request.p0, request.p1)}
     cuts |= {file.p0 + run.row0 for run in file.runs}
     ends = [p0, *sorted(p for p in cuts if p0 < p < p1), p1]
     runs = []
     for start, end in zip(ends, ends[1:], strict=False):
         parts = rows.pieces(file, start, end)
         origin = next(run for run in file.runs if start - file.p0 < run.end)
-        runs.append(DraftRun(parts, _format_of(parts[0], wishes, native), origin.derived))
+        runs.append(DraftRun(parts, _format_of(parts[0], requests, native), origin.derived))
     return merge_runs(runs)
 
 
-def _format_of(part: KVRows, wishes: Sequence[Wish], native: KVLayout) -> str:
-    """The resulting format of a stretch: its own stored format, or the wished one if it saves
+def _format_of(part: KVRows, requests: Sequence[FormatRequest], native: KVLayout) -> str:
+    """The resulting format of a stretch: its own stored format, or the requested one if it saves
     space."""
     if not part.layout.is_native:
         return part.layout.format_name
-    wished = next((wish.format for wish in wishes if wish.p0 <= part.p0 < wish.p1), NATIVE)
-    return NATIVE if native.stored_as(wished) == native else wished
+    requested = next(
+        (request.format for request in requests if request.p0 <= part.p0 < request.p1), NATIVE
+    )
+    return NATIVE if native.stored_as(requested) == native else requested

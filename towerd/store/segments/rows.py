@@ -19,7 +19,7 @@ from towerd.store.catalog.catalog import Catalog
 from towerd.store.prefix.keys import segment_key
 from towerd.store.prefix.node import Node
 from towerd.store.segments import durable
-from towerd.store.segments.run import encode_runs
+from towerd.store.segments.format_run import encode_runs
 from towerd.store.segments.segment_file import Claim, SegmentFile
 from towerd.store.segments.segment_writer import Draft, DraftRun, new_name, write_segment
 from towerd.store.state import StoreState
@@ -159,7 +159,7 @@ class RowStore:
         rows = node.hot
         copy = None if rows is None else rows.copy()
         with self._state.lock:
-            if node.hot is rows:  # else it was cut, or let go of, meanwhile
+            if node.hot is rows:  # otherwise it was split or released meanwhile
                 node.hot = copy
 
     def drop_hot(self, node: Node) -> int:
@@ -200,9 +200,9 @@ class RowStore:
     def write_draft(
         self, draft: Draft, targets: Callable[[], Sequence[Node]]
     ) -> SegmentFile | None:
-        """Write a draft and let `targets()` (asked under the lock when it is on disk) view it;
-        files that nobody views any more are deleted. None, and nothing is left, if there are
-        no targets. Raises DiskFull or StoreError, and then nothing is left either."""
+        """Write a draft and let `targets()` (called under the lock once it is on disk) view it;
+        files that lose their last viewer are deleted. None if there are no targets. Raises
+        DiskFull or StoreError. In both cases nothing is left behind."""
         state, name = self._state, new_name()
         directory = state.directory
         self.writing.add(name)

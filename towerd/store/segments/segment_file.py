@@ -21,12 +21,12 @@ from towerd.slots.fingerprint import Fingerprint
 from towerd.slots.layout import NATIVE, KVLayout
 from towerd.slots.rows import KVRows
 from towerd.store.prefix.keys import segment_key
-from towerd.store.segments.run import Run, native_run, provenance_of
+from towerd.store.segments.format_run import FormatRun, native_run, provenance_of
 from towerd.store.segments.segment_header import (
     BlobEntry,
-    Header,
     PlaneEntry,
     RunEntry,
+    SegmentHeader,
     Span,
     check_layout,
     checksum,
@@ -39,7 +39,7 @@ MAPPED_MAX = 64
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The catalog's record of a file's content. The file must match before it is used."""
+    """The catalog's record of a file's content. The file must match it before it is used."""
 
     fingerprint: Fingerprint
     prefix: bytes
@@ -91,7 +91,7 @@ class SegmentFile:
         n_rows: int,
         nbytes: int,
         mappings: Mappings,
-        runs: tuple[Run, ...] = (),
+        runs: tuple[FormatRun, ...] = (),
     ) -> None:
         self.id = id
         self.path = path
@@ -108,7 +108,7 @@ class SegmentFile:
         """Offsets of the planes and blobs whose checksums matched."""
         self._mappings = mappings
         self._mapped: weakref.ref[mmap.mmap] | None = None
-        self._header: Header | None = None
+        self._header: SegmentHeader | None = None
         self._start = 0
         self._lock = threading.Lock()
 
@@ -157,8 +157,8 @@ class SegmentFile:
             self._header, self._start = header, start
             self._checked = {piece.offset for piece in header.pieces}
 
-    def _read_header(self, data: mmap.mmap, claim: Claim) -> tuple[Header, int]:
-        """The header and where the data begin."""
+    def _read_header(self, data: mmap.mmap, claim: Claim) -> tuple[SegmentHeader, int]:
+        """The header and the offset of the data."""
         header, start = decode_head(memoryview(data))
         self._check_identity(header)
         check_layout(header, claim.fingerprint.layout)
@@ -166,12 +166,12 @@ class SegmentFile:
         return header, start
 
     def rows(self, layout: KVLayout, p0: int, p1: int, pool: Executor | None) -> Iterator[KVRows]:
-        """Rows [p0, p1) as views of the mapped file, which they keep alive, in parts: a run of
-        planes or a blob each, in the run's format, checked when it is asked for (once per
-        process): the first with `pool`, later ones beside what becomes of those before them.
+        """Rows [p0, p1) as views of the mapped file, which they keep alive. Each part is a run of
+        planes or a blob, in the run's format, and is checked once per process when it is
+        requested: the first with `pool`, later ones while the caller uses those before them.
         `layout` is the native one. The file must be open.
 
-        Raises OSError or StateError if it is damaged or gone by now."""
+        Raises OSError or StateError if the file is damaged or was removed."""
         with self._lock:
             data, header, start = self._map(), self._header, self._start
         assert header is not None
@@ -228,7 +228,7 @@ class SegmentFile:
             with self._lock:
                 self._checked.update(piece.offset for piece in missing)
 
-    def _check_identity(self, header: Header) -> None:
+    def _check_identity(self, header: SegmentHeader) -> None:
         if (header.p0, header.n, header.run_table) != (self.p0, self.n_rows, self.runs):
             raise StateError("the catalog describes another file under this name")
 
@@ -257,7 +257,7 @@ def map_file(path: Path, n_bytes: int) -> mmap.mmap:
 
 
 def quantized_bytes(files: Iterable[SegmentFile], native: KVLayout) -> int:
-    """What the rows in stored formats take in these files."""
+    """Bytes of the rows in stored formats in these files."""
     n_rows: Counter[str] = Counter()
     for file in files:
         for run in file.runs:
@@ -267,8 +267,8 @@ def quantized_bytes(files: Iterable[SegmentFile], native: KVLayout) -> int:
     )
 
 
-def check_claim(header: Header, claim: Claim) -> None:
-    """StateError unless fingerprint, key and ids are those that the catalog has."""
+def check_claim(header: SegmentHeader, claim: Claim) -> None:
+    """Raises StateError unless fingerprint, key and ids match the catalog."""
     digest = claim.fingerprint.digest()
     if header.fingerprint != digest:
         raise StateError("the file belongs to another model or configuration")
@@ -287,7 +287,8 @@ def check_pieces(
     start: int,
     pool: Executor | None,
 ) -> None:
-    """StateError unless every plane and blob has its checksum. None: on this thread."""
+    """Raises StateError unless every checksum of the planes and blobs matches. pool: the threads
+    to use; None: this thread."""
     view = memoryview(data)
 
     def is_good(span: Span) -> bool:
@@ -301,7 +302,7 @@ def check_pieces(
 
 
 def blob_rows(data: mmap.mmap, blob: BlobEntry, start: int, layout: KVLayout, p0: int) -> KVRows:
-    """The rows of a blob as views. StateError unless it holds `layout`'s rows from `p0` on."""
+    """The rows of a blob as views. Raises StateError unless it has rows of `layout` from `p0`."""
     taken = np.frombuffer(data, np.uint8, blob.nbytes, start + blob.offset)
     rows = parse_rows(
         taken, cell_ext=layout.cell_ext, has_window=layout.n_window > 0, layout=layout

@@ -1,4 +1,4 @@
-"""The head of a segment file: preamble and msgpack header, written and read.
+"""The head of a segment file: reading and writing its preamble and msgpack header.
 
     0   magic "TWRSEG"
     6   u16  version
@@ -8,14 +8,14 @@
     32  header (msgpack), then zeros up to the next page
     d   data, d = the first page boundary after the header
 
-Offsets in the header count from d. Rows in a stored format are kept in planes. Rows as the
-context has them are kept in sequence blobs, the very bytes that the context takes back: they are
-attached from the mapped file without another copy.
+Offsets in the header count from d. Rows in a stored format are kept in planes. Native rows are kept
+in sequence blobs, the exact bytes that the context accepts: they are attached from the mapped file
+without another copy.
 
-Older files are read, never written. Version 2 has native rows in planes, too. Version 1 has one
-run of native rows and lists its planes in the header itself. Their headers may name boundary
-states (`boundaries`) that lie behind the planes; states have files of their own now, and those
-are passed over.
+Older files are read, never written. Version 2 also has native rows in planes. Version 1 has one run
+of native rows and lists its planes in the header itself. Their headers may name state checkpoints
+(`boundaries`) that lie behind the planes. Checkpoints now have files of their own, and those are
+ignored.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from towerd.slots.blob import blob_size
 from towerd.slots.errors import StateError
 from towerd.slots.layout import CELL_EXT_BYTES, NATIVE, KVLayout
 from towerd.store.prefix.keys import KEY_BYTES
-from towerd.store.segments.run import Run, check_runs
+from towerd.store.segments.format_run import FormatRun, check_runs
 from towerd.tokens import ID_BYTES
 
 MAGIC = b"TWRSEG"
@@ -42,12 +42,12 @@ PREAMBLE = struct.Struct("<6sHII16s")
 PREFIX_BYTES = 16
 CHECKSUM_BYTES = 16
 SPAN_BYTES = 1 << 23
-"""What one checksum of a blob covers, so that two cores can check one."""
+"""Bytes covered by one checksum of a blob, so that two cores can check one blob."""
 HEADER_BYTES_MAX = 1 << 28
 POSITION_MAX = (1 << 31) - 1
 
-Kind: TypeAlias = Literal["k", "v", "ext"]
-Shape: TypeAlias = tuple[Kind, int, int, int, str]
+FrameKind: TypeAlias = Literal["k", "v", "ext"]
+Shape: TypeAlias = tuple[FrameKind, int, int, int, str]
 """(kind, layer, native ggml type, bytes of a row as stored, format)."""
 Span: TypeAlias = tuple[int, int, bytes]
 """(offset, bytes, their checksum)."""
@@ -56,26 +56,25 @@ Span: TypeAlias = tuple[int, int, bytes]
 class PlaneEntry(msgspec.Struct, frozen=True, array_like=True):
     """One plane of one run: `nbytes` bytes at `offset`, rows of `row_bytes`, token-major."""
 
-    kind: Kind
+    kind: FrameKind
     layer: int
     ggml_type: int
-    """The type that the context has these rows in; -1 for the cell extension (int32 x, y,
-    token id)."""
+    """The context's type for these rows; -1 for the cell extension (int32 x, y, token id)."""
     row_bytes: int
     format: str
-    """`native`: stored as the context has them; else the stored format."""
+    """`native` (as the context has them) or a stored format."""
     offset: int
     nbytes: int
     checksum: bytes
 
     @property
     def shape(self) -> Shape:
-        """What `plane_shapes` says of it."""
+        """The plane's entry in `plane_shapes`."""
         return self.kind, self.layer, self.ggml_type, self.row_bytes, self.format
 
     @property
     def spans(self) -> list[Span]:
-        """What is to be checked."""
+        """The spans to check."""
         return [(self.offset, self.nbytes, self.checksum)]
 
 
@@ -86,11 +85,11 @@ class BlobEntry(msgspec.Struct, frozen=True, array_like=True):
     offset: int
     nbytes: int
     checksums: bytes
-    """One after the other, of every SPAN_BYTES."""
+    """The checksums of every SPAN_BYTES, concatenated."""
 
     @property
     def spans(self) -> list[Span]:
-        """What is to be checked."""
+        """The spans to check."""
         sums = [
             self.checksums[at : at + CHECKSUM_BYTES]
             for at in range(0, len(self.checksums), CHECKSUM_BYTES)
@@ -102,7 +101,7 @@ class BlobEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RunEntry(msgspec.Struct, frozen=True, array_like=True):
-    """Rows [row0, row0 + n_rows) of the file and the planes or the blobs that hold them."""
+    """Rows [row0, row0 + n_rows) of the file and the planes or blobs that hold them."""
 
     row0: int
     n_rows: int
@@ -112,13 +111,13 @@ class RunEntry(msgspec.Struct, frozen=True, array_like=True):
     blobs: list[BlobEntry] = []
 
     @property
-    def run(self) -> Run:
-        """Without what holds it."""
-        return Run(self.row0, self.n_rows, self.format, self.derived)
+    def run(self) -> FormatRun:
+        """The run without its planes or blobs."""
+        return FormatRun(self.row0, self.n_rows, self.format, self.derived)
 
 
-class Header(msgspec.Struct, frozen=True):
-    """What a segment file says about itself."""
+class SegmentHeader(msgspec.Struct, frozen=True):
+    """The header of a segment file."""
 
     fingerprint: bytes
     key: bytes
@@ -137,19 +136,19 @@ class Header(msgspec.Struct, frozen=True):
 
     @property
     def pieces(self) -> list[PlaneEntry | BlobEntry]:
-        """The planes and blobs of all runs: what has a checksum."""
+        """The planes and blobs of all runs, each with its checksum."""
         pieces: list[PlaneEntry | BlobEntry] = []
         for run in self.runs:
             pieces += [*run.planes, *run.blobs]
         return pieces
 
     @property
-    def run_table(self) -> tuple[Run, ...]:
+    def run_table(self) -> tuple[FormatRun, ...]:
         """The runs without their planes."""
         return tuple(entry.run for entry in self.runs)
 
 
-class _NativeHeader(msgspec.Struct, frozen=True):
+class _NativeSegmentHeader(msgspec.Struct, frozen=True):
     """The header of version 1."""
 
     fingerprint: bytes
@@ -160,14 +159,16 @@ class _NativeHeader(msgspec.Struct, frozen=True):
     ids: bytes
     planes: list[PlaneEntry]
 
-    def upgraded(self) -> Header:
+    def upgraded(self) -> SegmentHeader:
         run = RunEntry(0, self.p1 - self.p0, NATIVE, False, self.planes)
-        return Header(self.fingerprint, self.key, self.scope, self.p0, self.p1, self.ids, [run])
+        return SegmentHeader(
+            self.fingerprint, self.key, self.scope, self.p0, self.p1, self.ids, [run]
+        )
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Header).decode
-_decode_native = msgspec.msgpack.Decoder(_NativeHeader).decode
+_decode = msgspec.msgpack.Decoder(SegmentHeader).decode
+_decode_native = msgspec.msgpack.Decoder(_NativeSegmentHeader).decode
 
 
 def page_up(n_bytes: int) -> int:
@@ -184,21 +185,21 @@ def checksum(*parts: bytes | memoryview) -> bytes:
 
 
 def plane_shapes(native: KVLayout, format: str = NATIVE) -> list[Shape]:
-    """Every plane of a run of that format in file order: K, V, extension. Planes that gain
-    nothing by the format stay native. Raises StateError for a name that is no format."""
+    """Every plane of a run in this format, in file order: K, V, extension. Planes that the format
+    would not make smaller stay native. Raises StateError for an unknown format."""
     stored = native.stored_as(format)
     pairs = list(zip(native.planes, stored.planes, strict=True))
     shapes: list[Shape] = []
     for i, (plane, kept) in enumerate(pairs):
         kind, layer = ("k", i) if i < native.n_layer else ("v", i - native.n_layer)
         name = NATIVE if kept == plane else format
-        shapes.append((cast(Kind, kind), layer, plane.ggml_type, kept.row_bytes, name))
+        shapes.append((cast(FrameKind, kind), layer, plane.ggml_type, kept.row_bytes, name))
     if native.cell_ext:
         shapes.append(("ext", 0, -1, CELL_EXT_BYTES, NATIVE))
     return shapes
 
 
-def encode_head(header: Header) -> bytes:
+def encode_head(header: SegmentHeader) -> bytes:
     """Preamble, header and padding: the file's bytes before the data."""
     body = _encode(header)
     prefix = PREAMBLE.pack(MAGIC, VERSION, len(body), 0, bytes(CHECKSUM_BYTES))[:PREFIX_BYTES]
@@ -206,7 +207,7 @@ def encode_head(header: Header) -> bytes:
     return head.ljust(page_up(len(head)), b"\0")
 
 
-def decode_head(data: memoryview) -> tuple[Header, int]:
+def decode_head(data: memoryview) -> tuple[SegmentHeader, int]:
     """The header of a whole mapped file and the offset of its data.
 
     Raises StateError unless checksum, version and every bound hold; never allocates more than
@@ -233,8 +234,8 @@ def decode_head(data: memoryview) -> tuple[Header, int]:
     return header, page_up(end)
 
 
-def check_layout(header: Header, native: KVLayout) -> None:
-    """StateError unless every run's planes or blobs are of this layout in the run's format."""
+def check_layout(header: SegmentHeader, native: KVLayout) -> None:
+    """Raises StateError unless every run's planes or blobs have this layout in the run's format."""
     for run in header.runs:
         if run.blobs:
             is_right = run.format == NATIVE and all(
@@ -246,7 +247,7 @@ def check_layout(header: Header, native: KVLayout) -> None:
             raise StateError("the layer table is not this model's")
 
 
-def _check(header: Header, n_data: int) -> None:
+def _check(header: SegmentHeader, n_data: int) -> None:
     if not 0 <= header.p0 < header.p1 <= POSITION_MAX:
         raise StateError(f"positions [{header.p0}, {header.p1}) make no segment")
     if len(header.ids) != header.n * ID_BYTES:

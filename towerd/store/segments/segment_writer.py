@@ -20,14 +20,14 @@ from towerd.slots.layout import NATIVE, KVLayout
 from towerd.slots.rows import KVRows, check_positions
 from towerd.slots.runs import Runs
 from towerd.store.segments import durable
-from towerd.store.segments.run import Run
+from towerd.store.segments.format_run import FormatRun
 from towerd.store.segments.segment_header import (
     CHECKSUM_BYTES,
     SPAN_BYTES,
     BlobEntry,
-    Header,
     PlaneEntry,
     RunEntry,
+    SegmentHeader,
     Shape,
     checksum,
     encode_head,
@@ -37,15 +37,15 @@ from towerd.store.segments.segment_header import (
 
 CHUNK_BYTES = 1 << 22
 BLOB_BYTES_MAX = 1 << 25
-"""Of one sequence blob: it is checked as a whole and then attached while the next is checked.
-llama.cpp needs some 2 ms to take one with a transposed V, however small it is."""
+"""Maximum size of one sequence blob: it is checked as a whole and attached while the next is
+checked. llama.cpp needs about 2 ms to accept one with a transposed V, however small it is."""
 SUFFIX = ".twr"
 
 
 @dataclass(frozen=True, slots=True)
 class DraftRun:
-    """Rows to be kept in one format. Parts in another one are encoded while they are written;
-    they must be native then."""
+    """Rows to store in one format. Parts in another format are encoded while they are written and
+    must be native."""
 
     parts: Sequence[KVRows]
     format: str
@@ -59,7 +59,7 @@ class DraftRun:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What is to be written: consecutive runs and the identity they get."""
+    """The content of a file to write: consecutive runs and their identity."""
 
     fingerprint: bytes
     key: bytes
@@ -79,22 +79,22 @@ class Draft:
         return self.runs[-1].parts[-1].p1
 
     @property
-    def run_table(self) -> tuple[Run, ...]:
-        """What the catalog says of the runs."""
-        table: list[Run] = []
+    def run_table(self) -> tuple[FormatRun, ...]:
+        """The runs as the catalog lists them."""
+        table: list[FormatRun] = []
         for run in self.runs:
             at = table[-1].end if table else 0
-            table.append(Run(at, run.n_rows, run.format, run.derived))
+            table.append(FormatRun(at, run.n_rows, run.format, run.derived))
         return tuple(table)
 
 
 @dataclass(frozen=True, slots=True)
 class _PlaneExtent:
-    """Where one plane of one run goes."""
+    """The place of one plane of one run in the file."""
 
     run: DraftRun
     index: int
-    """Its number among the run's planes."""
+    """Index among the run's planes."""
     shape: Shape
     offset: int
     nbytes: int
@@ -111,7 +111,7 @@ class _PlaneExtent:
 
 @dataclass(frozen=True, slots=True)
 class _BlobExtent:
-    """Where some native rows go as one sequence blob."""
+    """The place of some native rows in the file, as one sequence blob."""
 
     parts: Sequence[KVRows]
     offset: int
@@ -119,14 +119,14 @@ class _BlobExtent:
 
     @property
     def n_sums(self) -> int:
-        """Checksums that it needs."""
+        """Number of checksums of the blob."""
         return -(-self.nbytes // SPAN_BYTES)
 
     def entry(self, digest: bytes) -> BlobEntry:
         return BlobEntry(sum(map(len, self.parts)), self.offset, self.nbytes, digest)
 
     def chunks(self, native: KVLayout) -> Iterator[memoryview]:
-        """The bytes to write: V transposed or not as the first rows have it."""
+        """The bytes to write. V is transposed if it is so in the first rows."""
         first = self.parts[0]
         if len(self.parts) == 1 and first.blob is not None:
             yield first.blob.data
@@ -138,14 +138,14 @@ _Extent: TypeAlias = _PlaneExtent | _BlobExtent
 
 
 def new_name() -> str:
-    """A file name that nobody can guess or has used."""
+    """A random, unique file name."""
     return secrets.token_hex(16) + SUFFIX
 
 
 def write_segment(draft: Draft, name: str, tmp: Path, final: Path, pool: Executor) -> int:
     """Write `final/name` durably through `tmp/name`; returns its size in bytes.
 
-    Raises OSError, and then nothing is left behind."""
+    Raises OSError; nothing is then left behind."""
     table, n_data = _place(draft)
     blank = [[bytes(CHECKSUM_BYTES * extent.n_sums) for extent in extents] for extents in table]
     start = len(encode_head(_header(draft, table, blank)))
@@ -172,8 +172,8 @@ def write_segment(draft: Draft, name: str, tmp: Path, final: Path, pool: Executo
 def _write_extents(
     fd: int, start: int, table: Sequence[Sequence[_Extent]], native: KVLayout, pool: Executor
 ) -> list[list[bytes]]:
-    """Write planes side by side and then blobs, each of which is large, one after the other;
-    returns their checksums, by run."""
+    """Write planes in parallel and then blobs, which are large, one after the other; returns
+    their checksums by run."""
     jobs: dict[int, Future[bytes]] = {}
     extents = [extent for row in table for extent in row]
     try:
@@ -191,18 +191,21 @@ def _write_extents(
 
 def _header(
     draft: Draft, table: Sequence[Sequence[_Extent]], digests: Sequence[Sequence[bytes]]
-) -> Header:
+) -> SegmentHeader:
     runs = []
     for run, extents, sums in zip(draft.run_table, table, digests, strict=True):
         entries = [extent.entry(digest) for extent, digest in zip(extents, sums, strict=True)]
         planes = [entry for entry in entries if isinstance(entry, PlaneEntry)]
         blobs = [entry for entry in entries if isinstance(entry, BlobEntry)]
         runs.append(RunEntry(run.row0, run.n_rows, run.format, run.derived, planes, blobs))
-    return Header(draft.fingerprint, draft.key, draft.scope, draft.p0, draft.p1, draft.ids, runs)
+    return SegmentHeader(
+        draft.fingerprint, draft.key, draft.scope, draft.p0, draft.p1, draft.ids, runs
+    )
 
 
 def _place(draft: Draft) -> tuple[list[list[_Extent]], int]:
-    """Each plane and blob on a page of its own: those of every run, and the end of the last."""
+    """Place each plane and blob at a page boundary. Returns those of every run, and the end of
+    the last one."""
     check_positions([part for run in draft.runs for part in run.parts])
     table: list[list[_Extent]] = []
     end = 0
@@ -221,7 +224,7 @@ def _planes(run: DraftRun, draft: Draft, at: int) -> Iterator[_Extent]:
 
 
 def _blobs(run: DraftRun, draft: Draft, at: int) -> Iterator[_Extent]:
-    """As few as possible of at most BLOB_BYTES_MAX, all of about the same size."""
+    """As few blobs as possible of at most BLOB_BYTES_MAX, all of about the same size."""
     rows_max = max(1, BLOB_BYTES_MAX // draft.native.token_bytes)
     step = -(-run.n_rows // -(-run.n_rows // rows_max))
     runs = Runs(tuple(run.parts))
@@ -233,7 +236,8 @@ def _blobs(run: DraftRun, draft: Draft, at: int) -> Iterator[_Extent]:
 
 
 def _write_extent(fd: int, start: int, extent: _Extent, native: KVLayout) -> bytes:
-    """Returns its checksums: one of a plane, one of every SPAN_BYTES of a blob."""
+    """Write a plane or a blob; returns its checksums: one for a plane, one for every SPAN_BYTES of
+    a blob."""
     h, sums = xxhash.xxh3_128(), b""
     at = start + extent.offset
     for chunk in extent.chunks(native):

@@ -1,10 +1,10 @@
 """Frozen sessions in the catalog: their tokens as a blob, their turns without segments.
 
 A session is frozen in two steps, each a transaction: `put` makes the blob durable beside the tokens
-that it was made of; `drop` empties the turns and removes the segments that nobody else needs. In
-between it is a copy, which changes nothing. `restore` takes both back. Titles, times, branches and
-lengths stay in the clear; token ids do not. What the session shares with others stays in the trie
-and is the blob's context. The store never reads a blob: who has the model's codec does.
+that it encodes; `drop` empties the turns and removes the segments that nothing else needs. In
+between the blob is only a copy. `restore` undoes both steps. Titles, times, branches and lengths
+stay in the clear; token ids do not. Tokens shared with other sessions stay in the trie and are the
+blob's context. The store never reads a blob; the owner of the model's codec does.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from towerd.codec.base import ids_hash
 from towerd.codec.errors import CodecError
 from towerd.errors import InvalidRequest, NotFound, StoreError, ThawError
 from towerd.store.maintenance.collect import delete, forget
-from towerd.store.maintenance.prune import Needs, common_base, own_nodes, unneeded, unviewed
+from towerd.store.maintenance.prune import OtherUsers, common_base, own_nodes, unneeded, unviewed
 from towerd.store.prefix.growth import Growth
 from towerd.store.prefix.node import Node
 from towerd.store.prefix.scope import TENANT_SQL
 from towerd.store.sessions.bases import BaseTable
 from towerd.store.sessions.cold_row import (
     decode_turns,
-    encode_marks,
+    encode_prefix_hashes,
     encode_turns,
-    mark_ends,
-    marks_of,
+    history_prefix_hashes,
     row_digest,
+    turn_ends,
 )
 from towerd.store.sessions.history import (
     History,
+    HistoryCopy,
     PastTurn,
-    Taken,
     beginning,
-    take_history,
+    copy_history,
     turn_rows,
     visible_bases,
 )
-from towerd.store.sessions.marks import MarkIndex, marks_at, prefix_marks
-from towerd.store.sessions.sessions import RECOGNISED_TOKENS_MIN, Located, SessionTable
+from towerd.store.sessions.prefix_hashes import PrefixHashIndex, prefix_hashes, prefix_hashes_at
+from towerd.store.sessions.sessions import RECOGNISED_TOKENS_MIN, SessionRow, SessionTable
 from towerd.store.sessions.turn import Base, SessionInfo
 from towerd.store.state import StoreState
 from towerd.tokens import ID_BYTES, Ids, ids_array
@@ -64,11 +64,11 @@ Growing = Callable[[], AbstractContextManager[Growth]]
 
 
 @dataclass(frozen=True, slots=True)
-class Warm:
+class WarmSession:
     """A session that can be frozen, in the state in which it was read."""
 
-    session: Located
-    taken: Taken
+    session: SessionRow
+    taken: HistoryCopy
     base: Node | None
     n_base: int
 
@@ -79,11 +79,11 @@ class Warm:
 
 
 @dataclass(frozen=True, slots=True)
-class Frozen:
+class FrozenSession:
     """A frozen session as stored. `base` and the decoded `blob` form the `stream` of its
     history."""
 
-    session: Located
+    session: SessionRow
     info: SessionInfo
     base: Ids
     """int32[n_base]: the tokens that the blob follows."""
@@ -97,8 +97,8 @@ class Frozen:
     """Changes whenever the session is frozen or recoded."""
 
     @property
-    def went_on(self) -> bool:
-        """Whether it has turns that the blob lacks: it could not be thawed when they came."""
+    def was_continued(self) -> bool:
+        """Whether it has turns that the blob lacks, because it could not be thawed for them."""
         return len(self.rows) > len(self.turn_ids())
 
     def history(self, stream: Ids) -> History:
@@ -112,10 +112,10 @@ class Frozen:
         places = {id: place for place, (id, _) in enumerate(turns)}
         leaf = places.get(self.info.leaf or 0, len(turns) - 1)
         info = self.info
+        past = tuple(turn for _, turn in turns)
         history = History(
-            info.id, info.named, info.title, info.created, info.updated, leaf,
-            tuple(turn for _, turn in turns), (), stream,
-        )  # fmt: skip
+            info.id, info.named, info.title, info.created, info.updated, leaf, past, (), stream
+        )
         return replace(history, bases=beginning(history.ids(leaf).tobytes(), self.bases))
 
     def turn_ids(self) -> list[int]:
@@ -163,8 +163,8 @@ class ColdTable:
         self._bases = bases
         self._lock = lock
         self._growing = growing
-        self._marks = MarkIndex()
-        self._marks.load(
+        self._prefix_hashes = PrefixHashIndex()
+        self._prefix_hashes.load(
             state.catalog.rows(
                 "SELECT session, marks FROM cold JOIN sessions ON pk = session"
                 " WHERE frozen = 1 AND fingerprint = ?",
@@ -177,7 +177,7 @@ class ColdTable:
     # --- looking --------------------------------------------------------------------------
 
     def stats(self) -> dict[str, int]:
-        """How many sessions are frozen and what their blobs take."""
+        """The number of frozen sessions and the size of their blobs."""
         with self._lock():
             rows = self._state.catalog.rows(
                 "SELECT count(*), coalesce(sum(cold_bytes), 0) FROM sessions"
@@ -187,9 +187,12 @@ class ColdTable:
         return {"frozen_sessions": int(rows[0][0]), "cold_bytes": int(rows[0][1])}
 
     def idle(
-        self, before: float, limit: int, scope: str | None = None,
+        self,
+        before: float,
+        limit: int,
+        scope: str | None = None,
         without: Collection[tuple[str, str]] = (),
-    ) -> list[SessionInfo]:  # fmt: skip
+    ) -> list[SessionInfo]:
         """Sessions with tokens that were last used before a Unix time and are not frozen,
         least recently used first, excluding the (scope, id) pairs in `without`."""
         with self._lock():
@@ -200,7 +203,7 @@ class ColdTable:
                 " ORDER BY updated, pk LIMIT ?4",
                 (self._state.fingerprint_pk, before, scope, limit + len(without)),
             )
-            due = [Located(pk, id) for pk, id, whose in rows if (whose, id) not in without]
+            due = [SessionRow(pk, id) for pk, id, whose in rows if (whose, id) not in without]
             return [self._sessions.info(each) for each in due[:limit]]
 
     def frozen(self) -> list[tuple[str, str]]:
@@ -212,7 +215,7 @@ class ColdTable:
             )
 
     def named(self, id: str, scope: str) -> str | None:
-        """The id if it is that of a frozen session."""
+        """`id` if it names a frozen session; otherwise None."""
         with self._lock():
             found = self._sessions.lookup(id, scope)
             is_frozen = found is not None and self._sessions.info(found).cold_bytes > 0
@@ -221,9 +224,9 @@ class ColdTable:
     def continued_by(self, prompt: bytes, scope: str) -> str | None:
         """The id of the frozen session that a prompt (int32 LE) most likely continues; None
         if a warm session matches further."""
-        marks = prefix_marks(prompt, scope)
+        hashes = prefix_hashes(prompt, scope)
         with self._lock():
-            for n, pks in self._marks.find(marks):
+            for n, pks in self._prefix_hashes.find(hashes):
                 if n < RECOGNISED_TOKENS_MIN:
                     break
                 youngest = heapq.nlargest(CANDIDATES_MAX, pks)
@@ -232,7 +235,7 @@ class ColdTable:
                     return self._unless_warm(prompt, scope, n, max(found, key=itemgetter(0, 1)))
         return None
 
-    def read(self, id: str, scope: str | None = None) -> Frozen | None:
+    def read(self, id: str, scope: str | None = None) -> FrozenSession | None:
         """A frozen session, its bytes checked; None if it is not frozen. Raises NotFound,
         StoreError (the id is ambiguous), ThawError (damaged)."""
         with self._lock():
@@ -244,27 +247,27 @@ class ColdTable:
 
     # --- freezing -------------------------------------------------------------------------
 
-    def take(self, id: str, scope: str | None = None) -> Warm | None:
+    def take(self, id: str, scope: str | None = None) -> WarmSession | None:
         """Read a session's content for coding; None if it is frozen already. Raises NotFound,
         StoreError (ambiguous), InvalidRequest (no turns)."""
         with self._lock():
             session = self._sessions.find(id, scope)
             if self._sessions.info(session).cold_bytes:
                 return None
-            taken = take_history(self._state, self._sessions, self._bases, session)
+            taken = copy_history(self._state, self._sessions, self._bases, session)
             if not taken.turns:
                 raise InvalidRequest(f"Session {id!r} has no turns: there is nothing to freeze.")
             first = self._state.trie.nodes.get(taken.turns[0][2])
-            needs = Needs(self._state, session.pk)
+            needs = OtherUsers(self._state, session.pk)
             base = None if first is None else common_base(needs, first, taken.nodes)
-            return Warm(session, taken, base, 0 if base is None else base.p1)
+            return WarmSession(session, taken, base, 0 if base is None else base.p1)
 
-    def put(self, warm: Warm, history: History, blob: bytes) -> Frozen:
+    def put(self, warm: WarmSession, history: History, blob: bytes) -> FrozenSession:
         """Store the blob of a session beside its tokens; durable. Returns it as it was read back.
 
-        Raises SessionBusy if the session went on meanwhile, DiskFull."""
+        Raises SessionBusy if the session was continued meanwhile, and DiskFull."""
         turns = encode_turns(warm.turn_ids, history.turns)
-        marks = marks_of(history, warm.taken.info.scope)
+        marks = history_prefix_hashes(history, warm.taken.info.scope)
         digest = row_digest(warm.n_base, turns, marks, blob)
         with self._lock():
             self._check_same(warm)
@@ -283,16 +286,16 @@ class ColdTable:
         assert copy is not None
         return copy
 
-    def drop(self, warm: Warm, may_drop: Callable[[Sequence[Node]], bool]) -> list[Node]:
-        """Freeze a session whose blob was stored and found to be right: its turns let go of their
-        tokens, and what nobody else needs is removed, in one transaction. Returns the nodes that
-        are gone. `may_drop(doomed)` is asked under the lock.
+    def drop(self, warm: WarmSession, may_drop: Callable[[Sequence[Node]], bool]) -> list[Node]:
+        """Freeze a session whose blob was stored and verified: empty its turns and remove the
+        segments that nothing else needs, in one transaction. Returns the removed nodes.
+        `may_drop(doomed)` is called under the lock.
 
-        Raises SessionBusy (it went on meanwhile, or may not be dropped: nothing changes)."""
+        Raises SessionBusy (continued meanwhile, or not allowed); nothing is then changed."""
         state, pk = self._state, warm.session.pk
         with self._lock():
             self._check_same(warm)
-            doomed = unneeded(Needs(state, pk), own_nodes(state, pk), warm.base)
+            doomed = unneeded(OtherUsers(state, pk), own_nodes(state, pk), warm.base)
             if not may_drop(doomed):
                 raise SessionBusy(f"Session {warm.session.id!r} is in use: freeze it later.")
             files = unviewed(state.trie, doomed)
@@ -310,11 +313,11 @@ class ColdTable:
                     (pk,),
                 )
                 delete(state, doomed, files)
-            self._marks.add(pk, marks)
+            self._prefix_hashes.add(pk, marks)
             forget(state, doomed, files)
         return doomed
 
-    def recode(self, frozen: Frozen, blob: bytes) -> None:
+    def recode(self, frozen: FrozenSession, blob: bytes) -> None:
         """Replace the blob of a frozen session with another one of the same tokens; durable.
         Does nothing if the session was thawed or recoded meanwhile."""
         state, pk = self._state, frozen.session.pk
@@ -333,9 +336,9 @@ class ColdTable:
 
     # --- thawing --------------------------------------------------------------------------
 
-    def restore(self, frozen: Frozen, history: History) -> bool:
-        """Give the turns of a frozen session their tokens back and forget its blob, in one
-        transaction; False if it is not frozen, or frozen or coded anew, since it was read. Raises
+    def restore(self, frozen: FrozenSession, history: History) -> bool:
+        """Give the turns of a frozen session their tokens back and delete its blob, in one
+        transaction; False if it was thawed, refrozen or recoded since it was read. Raises
         DiskFull."""
         pk, scope = frozen.session.pk, frozen.info.scope
         with self._lock():
@@ -346,13 +349,13 @@ class ColdTable:
                     turn, data = history.turns[place], history.ids(place).tobytes()
                     self._give_back(growth, turn_id, data, scope, turn.n_prompt, turn.n_cached)
                 self._thawed(pk)
-            self._marks.discard(pk)
+            self._prefix_hashes.discard(pk)
         return True
 
     def recover(self, id: str, scope: str, prompt: bytes) -> bool:
         """Restore the tokens of a frozen session that cannot be decoded from a prompt (int32
-        LE) that begins with all of them. The hash in the session's blob, or else its marks,
-        prove the match; returns whether it matched. Raises DiskFull."""
+        LE) that begins with all of them. The hash in the session's blob, or else its prefix
+        hashes, prove the match; returns whether it matched. Raises DiskFull."""
         with self._lock():
             session = self._sessions.lookup(id, scope)
             if session is None or not self._sessions.info(session).cold_bytes:
@@ -365,18 +368,17 @@ class ColdTable:
                     data = prompt[: n * ID_BYTES]
                     self._give_back(growth, turn_id, data, scope, n_prompt, n_cached)
                 self._thawed(session.pk)
-            self._marks.discard(session.pk)
+            self._prefix_hashes.discard(session.pk)
         return True
 
     def forget(self, session: int) -> None:
         """Remove a deleted session from recognition. Runs under the lock."""
-        self._marks.discard(session)
+        self._prefix_hashes.discard(session)
 
     # --- checking -------------------------------------------------------------------------
 
     def damaged(self) -> Iterator[str]:
-        """What is wrong with each frozen session whose bytes do not fit together. Others get the
-        lock in between."""
+        """What is inconsistent in each frozen session. The lock is released between sessions."""
         for row in self.frozen():
             try:
                 frozen = self.read(*row)
@@ -389,7 +391,7 @@ class ColdTable:
 
     # --- inside ---------------------------------------------------------------------------
 
-    def _read(self, session: Located, *, frozen: bool) -> Frozen | None:
+    def _read(self, session: SessionRow, *, frozen: bool) -> FrozenSession | None:
         sealed, pk = self._state.catalog.sealed, (session.pk,)
         rows = sealed("cold", "session = ? AND frozen = ?", (*pk, int(frozen)))
         blobs = sealed("blobs", "session = ?", pk)
@@ -402,13 +404,13 @@ class ColdTable:
         if not is_right or row_digest(n_base, turns, marks, blob) != digest:
             raise _damaged(session.id, "the checksum of its coded tokens does not match")
         ids = ids_array(base.prefix_bytes() if base is not None else b"")
-        facts = [tuple(turn[name] for name in _FACTS)
-                 for turn in sealed("turns", "session = ? ORDER BY id", pk)]  # fmt: skip
+        stored = sealed("turns", "session = ? ORDER BY id", pk)
+        facts = [tuple(turn[name] for name in _FACTS) for turn in stored]
         info = self._sessions.info(session)
         bases = visible_bases(self._bases, info.scope)
-        return Frozen(session, info, ids, turns, blob, facts, bases, digest)
+        return FrozenSession(session, info, ids, turns, blob, facts, bases, digest)
 
-    def _check_same(self, warm: Warm) -> None:
+    def _check_same(self, warm: WarmSession) -> None:
         """Raises SessionBusy unless the session is unchanged since it was read."""
         known = self._sessions.lookup(warm.session.id, warm.taken.info.scope)
         is_same = known == warm.session and self._has_turns_of(warm)
@@ -416,12 +418,12 @@ class ColdTable:
         if not is_same or not is_base_there or self._sessions.info(warm.session).cold_bytes:
             raise SessionBusy(f"Session {warm.session.id!r} changed meanwhile: freeze it again.")
 
-    def _has_turns_of(self, warm: Warm) -> bool:
+    def _has_turns_of(self, warm: WarmSession) -> bool:
         """Row ids are reused: another session with this name may have replaced the removed one."""
         return turn_rows(self._state, warm.session) == warm.taken.turns
 
     def _has_said(
-        self, session: Located, scope: str, turns: list[tuple[int, int, int, int]], prompt: bytes
+        self, session: SessionRow, scope: str, turns: list[tuple[int, int, int, int]], prompt: bytes
     ) -> bool:
         """Whether each of `turns` (id, n_prompt, n, n_cached) is the beginning of `prompt`."""
         n_all = max((n for _, _, n, _ in turns), default=0)
@@ -437,8 +439,8 @@ class ColdTable:
         own = ids_array(prompt[n_base * ID_BYTES : n_all * ID_BYTES])
         if container.claimed_hash(blob or b"") == ids_hash(own):
             return True
-        ends = mark_ends((n_prompt, n_cached) for _, n_prompt, _, n_cached in turns)
-        return bool(ends) and encode_marks(marks_at(prompt, scope, ends)) == marks
+        ends = turn_ends((n_prompt, n_cached) for _, n_prompt, _, n_cached in turns)
+        return bool(ends) and encode_prefix_hashes(prefix_hashes_at(prompt, scope, ends)) == marks
 
     def _give_back(
         self, growth: Growth, turn_id: int, data: bytes, scope: str, n_prompt: int, n_cached: int

@@ -18,7 +18,7 @@ from towerd.errors import InvalidRequest
 from towerd.store.prefix.growth import Growth
 from towerd.store.prefix.scope import public_of
 from towerd.store.sessions.bases import BaseTable
-from towerd.store.sessions.sessions import Located, SessionTable, check_name, tokens_lost
+from towerd.store.sessions.sessions import SessionRow, SessionTable, check_name, tokens_lost
 from towerd.store.sessions.turn import Base, SessionInfo
 from towerd.store.state import StoreState
 from towerd.tokens import ID_BYTES, Ids, common_prefix, ids_array
@@ -44,7 +44,7 @@ class PastTurn:
     parent: int | None
     """The earlier turn that it continues."""
     origin: int
-    """The earlier turn whose tokens its first `n_shared` are; its own place if there is none."""
+    """The earlier turn with the same first `n_shared` tokens; its own index if there is none."""
     n_shared: int
     n_prompt: int
     n_reply: int
@@ -117,7 +117,7 @@ class History:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class HistoryCopy:
     """The data copied under the store's lock; `history` arranges it without the lock."""
 
     info: SessionInfo
@@ -127,7 +127,7 @@ class Taken:
     bases: list[Base]
 
     def history(self) -> History:
-        """The session as it was."""
+        """The session as it was when it was copied."""
         places = {row[0]: place for place, row in enumerate(self.turns)}
         visited: dict[int, int] = {}
         turns, stream = [], []
@@ -177,9 +177,9 @@ class Taken:
         return self.turns[place][2], self.turns[place][-1]
 
 
-def take_history(
-    state: StoreState, table: SessionTable, bases: BaseTable, session: Located
-) -> Taken:
+def copy_history(
+    state: StoreState, table: SessionTable, bases: BaseTable, session: SessionRow
+) -> HistoryCopy:
     """Copy the data of a session's history, under the lock. Raises SessionFrozen, and
     StoreError if damage destroyed the tokens of a turn."""
     table.check_thawed(session)
@@ -193,11 +193,11 @@ def take_history(
         while node.parent is not None and node.id not in nodes:
             nodes[node.id] = (node.parent.id, node.ids)
             node = node.parent
-    return Taken(info, rows, nodes, visible_bases(bases, info.scope))
+    return HistoryCopy(info, rows, nodes, visible_bases(bases, info.scope))
 
 
-def turn_rows(state: StoreState, session: Located) -> list[tuple[Any, ...]]:
-    """What the catalog has of each turn, the oldest first; the node of a turn without one is 0."""
+def turn_rows(state: StoreState, session: SessionRow) -> list[tuple[Any, ...]]:
+    """The catalog row of each turn, oldest first; the node of a turn without one is 0."""
     turns = state.catalog.sealed("turns", "session = ? ORDER BY id", (session.pk,))
     return [
         tuple((turn | {"reply_node": turn["reply_node"] or 0})[name] for name in _TURN)
@@ -214,11 +214,11 @@ def visible_bases(bases: BaseTable, scope: str) -> list[Base]:
 def add_history(
     state: StoreState, table: SessionTable, growth: Growth, history: History, scope: str
 ) -> int:
-    """Enter a history, or what it has more than the session of its id here; returns how many
-    turns that was. Under the lock, in a transaction that can grow the trie.
+    """Enter a history, or the turns that the session with its id lacks; returns how many turns
+    were added. Runs under the lock, in a transaction that can grow the trie.
 
-    Raises InvalidRequest if the session here has turns that the history lacks where it has
-    others, SessionFrozen if its tokens are not here."""
+    Raises InvalidRequest if the turns of the session and of the history diverge, SessionFrozen
+    if the session's tokens are not here."""
     check_name(history.id)
     known = table.lookup(history.id, scope)
     if known is None:
@@ -244,9 +244,9 @@ def add_history(
     return len(turn_ids) - n_before
 
 
-def _same_turns(state: StoreState, session: Located, history: History) -> list[int]:
-    """The ids of the session's turns. Raises InvalidRequest unless they and the history's are
-    the same as far as both go."""
+def _same_turns(state: StoreState, session: SessionRow, history: History) -> list[int]:
+    """The ids of the session's turns. Raises InvalidRequest if they differ from the history's
+    within the length of the shorter one."""
     rows = turn_rows(state, session)
     places = {row[0]: place for place, row in enumerate(rows)}
     for place, (row, turn) in enumerate(zip(rows, history.turns, strict=False)):

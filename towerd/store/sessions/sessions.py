@@ -16,7 +16,7 @@ from towerd.store.sessions.turn import SessionInfo, Turn, TurnInfo
 NAME_CHARS_MAX = 200
 TITLE_CHARS_MAX = 500
 RECOGNISED_TOKENS_MIN = 2
-"""The BOS token alone, which an empty prompt consists of, begins every conversation."""
+"""Every conversation begins with the BOS token, of which an empty prompt consists."""
 
 _SESSION = (
     "SELECT id, scope, title, named, leaf, n_tokens,"
@@ -26,7 +26,7 @@ _SESSION = (
 
 
 @dataclass(frozen=True, slots=True)
-class Located:
+class SessionRow:
     """A session that exists: its row and public id."""
 
     pk: int
@@ -40,7 +40,7 @@ class SessionTable:
     catalog: Catalog
     fingerprint: int
 
-    def recognise(self, known: Iterable[Node], scope: str) -> Located | None:
+    def recognise(self, known: Iterable[Node], scope: str) -> SessionRow | None:
         """The session of `scope` that has a prompt end or a reply end at the deepest possible
         node of `known` (longest prefix first); of several, the one used last."""
         for node in known:
@@ -53,10 +53,10 @@ class SessionTable:
                 (node.id, scope),
             )
             if rows:
-                return Located(*rows[0])
+                return SessionRow(*rows[0])
         return None
 
-    def find(self, id: str, scope: str | None) -> Located:
+    def find(self, id: str, scope: str | None) -> SessionRow:
         """The session with this id; of several of one tenant, which differ in their adapters, the
         one used last. Raises NotFound; StoreError if scope is None and several tenants have one."""
         rows = self.catalog.rows(
@@ -72,9 +72,9 @@ class SessionTable:
             scopes = ", ".join(sorted(tenants))
             message = f"several tenants have a session {id!r}: name one of {scopes}"
             raise StoreError(message, public=message)
-        return Located(rows[0][0], rows[0][1])
+        return SessionRow(rows[0][0], rows[0][1])
 
-    def enter(self, turn: Turn, known: Iterable[Node], now: float) -> tuple[Located, bool]:
+    def enter(self, turn: Turn, known: Iterable[Node], now: float) -> tuple[SessionRow, bool]:
         """The session this turn belongs to, created if need be, and whether it is new."""
         found = None
         if turn.session is None:
@@ -87,26 +87,26 @@ class SessionTable:
         id = secrets.token_hex(8) if turn.session is None else turn.session
         return self.create(id, turn.scope, turn.session is not None, now), True
 
-    def lookup(self, id: str, scope: str) -> Located | None:
+    def lookup(self, id: str, scope: str) -> SessionRow | None:
         """The session of `scope` with this id, if there is one."""
         rows = self.catalog.rows(
             "SELECT pk, id FROM sessions WHERE fingerprint = ? AND scope = ? AND id = ?",
             (self.fingerprint, scope, id),
         )
-        return Located(*rows[0]) if rows else None
+        return SessionRow(*rows[0]) if rows else None
 
-    def create(self, id: str, scope: str, named: bool, now: float) -> Located:
+    def create(self, id: str, scope: str, named: bool, now: float) -> SessionRow:
         """Enter a session without turns, inside a transaction."""
         pk = self.catalog.run(
             "INSERT INTO sessions(fingerprint, scope, id, named, created, updated)"
             " VALUES (?, ?, ?, ?, ?, ?)",
             (self.fingerprint, scope, id, named, now, now),
         )
-        return Located(pk, id)
+        return SessionRow(pk, id)
 
     def record(
         self,
-        session: Located,
+        session: SessionRow,
         turn: Turn,
         known: Iterable[Node],
         ends: tuple[Node, Node],
@@ -114,7 +114,8 @@ class SessionTable:
         now: float,
     ) -> int:
         """Enter the turn and make it the session's leaf. `known`: the nodes that its prompt
-        matched in full before it was inserted, longest prefix first; `ends`: its prompt end and reply end."""
+        matched in full before it was inserted, longest prefix first; `ends`: its prompt end and
+        reply end."""
         parent = self._parent_turn(session, known, len(turn.prompt))
         facts = (len(turn.prompt), len(turn.reply), turn.n_cached, turn.started_s, now)
         turn_id = self.enter_turn(session, parent, ends, facts, turn.finished, tail)
@@ -123,7 +124,7 @@ class SessionTable:
 
     def enter_turn(
         self,
-        session: Located,
+        session: SessionRow,
         parent: int | None,
         ends: tuple[Node, Node],
         facts: tuple[int, int, int, float, float],
@@ -148,8 +149,8 @@ class SessionTable:
             ),
         )
 
-    def set_leaf(self, session: Located, turn_id: int, n_tokens: int, now: float) -> None:
-        """Where the current branch ends, inside a transaction."""
+    def set_leaf(self, session: SessionRow, turn_id: int, n_tokens: int, now: float) -> None:
+        """Set the end of the current branch, inside a transaction."""
         self.catalog.run(
             "UPDATE sessions SET leaf = ?, n_tokens = ?, updated = ? WHERE pk = ?",
             (turn_id, n_tokens, now, session.pk),
@@ -181,11 +182,11 @@ class SessionTable:
         )
         return [row[0] for row in rows]
 
-    def info(self, session: Located) -> SessionInfo:
-        """What `listing` says about one session."""
+    def info(self, session: SessionRow) -> SessionInfo:
+        """The entry of one session in `listing`."""
         return _info(self.catalog.rows(f"{_SESSION} AND pk = ?", (self.fingerprint, session.pk))[0])
 
-    def turns(self, session: Located) -> list[TurnInfo]:
+    def turns(self, session: SessionRow) -> list[TurnInfo]:
         """Every turn, oldest first."""
         rows = self.catalog.rows(
             "SELECT id, parent, coalesce(prompt_node, 0), coalesce(reply_node, 0), n_prompt,"
@@ -201,7 +202,7 @@ class SessionTable:
             at = parents.get(at)
         return [TurnInfo(*(*row[:9], bool(row[9]), row[0] in branch)) for row in rows]
 
-    def leaf_ids(self, session: Located) -> tuple[int, bytes]:
+    def leaf_ids(self, session: SessionRow) -> tuple[int, bytes]:
         """(reply node, 0 for the root; tail ids) of the current leaf turn. Raises
         SessionFrozen if they are coded, StoreError if damage took them."""
         (row,) = self.catalog.sealed("sessions", "pk = ?", (session.pk,))
@@ -215,14 +216,14 @@ class SessionTable:
                 return turn["reply_node"] or 0, turn["tail"]
         raise tokens_lost(session)
 
-    def rename(self, session: Located, title: str) -> None:
+    def rename(self, session: SessionRow, title: str) -> None:
         """Set the title. Raises InvalidRequest if it is too long."""
         if len(title) > TITLE_CHARS_MAX:
             raise InvalidRequest(f"a title may have {TITLE_CHARS_MAX} characters")
         with self.catalog.transaction():
             self.catalog.run("UPDATE sessions SET title = ? WHERE pk = ?", (title, session.pk))
 
-    def delete(self, session: Located) -> int:
+    def delete(self, session: SessionRow) -> int:
         """Delete the session and its turns; the next gc removes its segments. Returns its row
         id."""
         with self.catalog.transaction():
@@ -235,7 +236,7 @@ class SessionTable:
             self.catalog.run("DELETE FROM sessions WHERE pk = ?", pk)
         return session.pk
 
-    def check_thawed(self, session: Located) -> None:
+    def check_thawed(self, session: SessionRow) -> None:
         """Raises SessionFrozen unless all tokens of the session are in the store."""
         if self.catalog.rows(
             "SELECT 1 FROM sessions WHERE pk = ? AND cold_bytes > 0", (session.pk,)
@@ -244,13 +245,13 @@ class SessionTable:
                 f"Session {session.id!r} is frozen: thaw it with towerctl thaw first."
             )
 
-    def _leaf(self, session: Located) -> int | None:
+    def _leaf(self, session: SessionRow) -> int | None:
         leaf: int | None = self.catalog.rows(
             "SELECT leaf FROM sessions WHERE pk = ?", (session.pk,)
         )[0][0]
         return leaf
 
-    def _parent_turn(self, session: Located, known: Iterable[Node], n_prompt: int) -> int | None:
+    def _parent_turn(self, session: SessionRow, known: Iterable[Node], n_prompt: int) -> int | None:
         """The turn this one continues: a shorter prompt whose reply, or at least whose prompt
         (the client may have rendered the reply anew), lies on the path. A regeneration has the
         same prompt length and so finds the turn before."""
@@ -265,7 +266,7 @@ class SessionTable:
         return None
 
 
-def tokens_lost(session: Located) -> TokensLost:
+def tokens_lost(session: SessionRow) -> TokensLost:
     """The error for a turn whose tokens neither the catalog nor its journal has."""
     return TokensLost(
         f"Session {session.id!r} lost tokens when the catalog and its journal were both damaged: "

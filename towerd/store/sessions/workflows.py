@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from towerd.store.state import StoreState
 
 WORKFLOWS_MAX = 20_000
-"""Of all tenants; beyond that the oldest are forgotten with their invocations."""
+"""Maximum of all tenants; beyond it the oldest are forgotten with their invocations."""
 INVOCATIONS_MAX = 500_000
 _PRUNE_EVERY = 64
 
@@ -20,13 +20,13 @@ class Invocation:
     scope: str
     workflow: str
     named: bool
-    """The client chose the name of the workflow."""
+    """Whether the client named the workflow."""
     started_s: float
     """When its workflow began; tells apart workflows that had the same name."""
     agent: str
     session: str
     tip: int
-    """The segment that its tower ended with."""
+    """The id of the last segment of its tower."""
     n_prompt: int
     n_reply: int
     arrived_s: float
@@ -35,14 +35,14 @@ class Invocation:
 
 
 class WorkflowTable:
-    """Those of the open fingerprint. Every method is one durable transaction."""
+    """The workflows of the open fingerprint. Every method is one durable transaction."""
 
     def __init__(self, state: StoreState) -> None:
         self._state = state
         self._n_batches = 0
 
     def add(self, steps: Sequence[Invocation]) -> None:
-        """Enter steps, and their workflows where they are new."""
+        """Enter steps and their new workflows."""
         with self._state.lock, self._state.catalog.transaction():
             run_many = self._state.catalog.run_many
             for step in steps:
@@ -69,7 +69,7 @@ class WorkflowTable:
             self._n_batches += 1
 
     def end(self, scope: str, id: str, now: float) -> None:
-        """Note that a workflow is over."""
+        """Record the end of a workflow."""
         with self._state.lock, self._state.catalog.transaction():
             self._state.catalog.run(
                 "UPDATE workflows SET ended = ? WHERE fingerprint = ? AND scope = ? AND id = ?"

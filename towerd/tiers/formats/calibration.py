@@ -1,10 +1,10 @@
-"""Calibration: what stored formats cost a model over its noise floor, as a value with a JSON form.
+"""Calibration: the measured cost of stored formats above a model's noise floor, with a JSON form.
 
 Quantized weights amplify rounding, so that evaluating the same text in other batches moves the
 next-token distributions, by 0.003 nats on a model of 135M parameters in 4 bits. Any disturbance
-of the rows costs that much, however small. What a format costs is therefore its excess over this
-floor. `towerd.tiers.formats.format_search` decides by it; what runs the model is
-`towerd.engine.embedded.calibration.calibrate`.
+of the rows costs that much, however small. The cost of a format is therefore its excess over this
+floor. `towerd.tiers.formats.format_search` decides by it, and
+`towerd.engine.embedded.calibration.calibrate` runs the model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from towerd.slots.layout import NATIVE, KVLayout, stored_format
 from towerd.tiers.formats.interval import interval
 
 LEVELS = 3
-"""Platform, community and bot base; whatever is deeper takes the last entry."""
+"""Platform, community and bot base; deeper levels take the last entry."""
 BOUNDS: Mapping[str, float] = {"near": 0.002, "small": 0.02}
 """Fidelity -> the highest mean KL divergence of the next-token distribution over the floor, in
 nats; see `bound_of`."""
@@ -55,7 +55,7 @@ def allows(fidelity: str, drift: Drift) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class DriftSample:
     """One continuation over disturbed rows or in another shape: means over its tokens."""
 
     kl: float
@@ -63,7 +63,7 @@ class Sample:
     top1: float
     """Share of positions at which the most likely token is the same."""
     nll: float
-    """Negative log-probability of the token that really follows, in nats."""
+    """Negative log-probability of the token that follows in the text, in nats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +77,15 @@ class Floor:
     top1: float
     """Share of positions at which the most likely token is the same."""
     shape: str
-    """The shape that was compared: the one that disturbs most."""
+    """The shape that was compared: the one with the largest divergence."""
     shapes: Mapping[str, float]
-    """Shape -> mean KL divergence on the few continuations that it was chosen by."""
+    """Shape -> mean KL divergence on the few continuations by which `shape` was chosen."""
     n_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
-    """What rows in some table's formats cost against native rows, evaluated in the same shape."""
+class FormatCost:
+    """The cost of rows in a table's formats against native rows, evaluated in the same shape."""
 
     kl: float
     """Mean KL(native || stored) of the next-token distribution, in nats."""
@@ -111,15 +111,17 @@ class Cost:
         return self.excess + self.ci
 
 
-def cost_of(samples: Sequence[Sample], floor: Sequence[Sample], n_each: int) -> Cost:
-    """The cost of a table from its samples and the floor's on the same continuations of
-    `n_each` tokens; without a floor that of undisturbed rows.
+def format_cost(
+    samples: Sequence[DriftSample], floor: Sequence[DriftSample], n_each: int
+) -> FormatCost:
+    """The cost of a table, from its samples and the floor's on the same continuations of
+    `n_each` tokens; without a floor, the cost of undisturbed rows.
 
-    Differences are paired, which takes out how hard each text is."""
+    Differences are paired, which removes the difficulty of each text."""
     excess, ci = 0.0, 0.0
     if floor:
         excess, ci = interval([a.kl - b.kl for a, b in zip(samples, floor, strict=True)])
-    return Cost(
+    return FormatCost(
         kl=float(np.mean([sample.kl for sample in samples])),
         excess=excess,
         ci=ci,
@@ -130,24 +132,24 @@ def cost_of(samples: Sequence[Sample], floor: Sequence[Sample], n_each: int) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class FormatChoice:
     """The table of one fidelity, its cost measured as a whole, and its size."""
 
     levels: Table
-    cost: Cost
+    cost: FormatCost
     bits: float
-    """Mean bits of a stored value, scales included, sinks and last rows not."""
+    """Mean bits of a stored value, with scales, without sinks and last rows."""
     bound: float
-    """What the excess had to stay within."""
+    """The bound that the excess had to stay within."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
     """The measurements that the search starts from."""
 
-    native: Cost
-    uniform: Mapping[str, Cost]
-    """Format -> cost when all levels take it."""
+    native: FormatCost
+    uniform: Mapping[str, FormatCost]
+    """Format -> cost if all levels take it."""
     weights: tuple[float, ...]
     """Each level's share of the excess of a format that all levels take."""
 
@@ -167,12 +169,12 @@ class Calibration:
     """Format -> bits of a value of this model's rows; `native` included."""
     floor: Floor
     grid: Grid
-    choices: Mapping[str, Choice]
-    """Fidelity (`near`, `small`) -> what it may take."""
+    choices: Mapping[str, FormatChoice]
+    """Fidelity (`near`, `small`) -> the formats chosen for it."""
 
     @property
     def n_tokens(self) -> int:
-        """Next-token distributions that the floor, the most precise figure, is the mean of."""
+        """Next-token distributions behind the floor, which is the most precise figure."""
         return self.floor.n_tokens
 
     def to_json(self) -> dict[str, Any]:
@@ -214,7 +216,7 @@ def formats_digest() -> str:
 
 def sizes(layout: KVLayout) -> dict[str, float]:
     """Bits of a value in each candidate that is smaller than the native rows, smallest first and
-    then by preference; last of all `native`."""
+    then by preference, and `native` last."""
     n_values = sum(plane.n_elements for plane in layout.planes)
 
     def bits(name: str) -> float:

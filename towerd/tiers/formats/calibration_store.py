@@ -13,8 +13,8 @@ log = logging.getLogger(__name__)
 
 
 def load_calibration(store: Store, fingerprint: str) -> Calibration | None:
-    """The calibration of a fingerprint (its digest in hex); None if there is none, or one that
-    was made with other stored formats than this towerd has. Raises StoreError."""
+    """The calibration of a fingerprint (its digest in hex); None if there is none, or if it was
+    made with other stored formats than this towerd has. Raises StoreError."""
     text = store.get_meta(_key(fingerprint))
     if text is None:
         return None
@@ -27,7 +27,7 @@ def load_calibration(store: Store, fingerprint: str) -> Calibration | None:
 
 
 def save_calibration(store: Store, found: Calibration) -> None:
-    """Durable when it returns; takes the place of an earlier one. Raises DiskFull, StoreError."""
+    """Store a calibration durably in place of an earlier one. Raises DiskFull or StoreError."""
     store.set_meta(_key(found.fingerprint), msgspec.json.encode(found.to_json()).decode())
 
 

@@ -1,4 +1,4 @@
-"""What fidelity promises: which format the rows of each level may be stored in."""
+"""Fidelity: the formats in which the rows of each level may be stored."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The search for the smallest stored formats whose measured excess stays within a bound.
 
-Pure: it asks a `Meter`. Formats are first measured coarsely; what is chosen is then measured as a
-whole, on more and more text until its excess is known to a third of the bound.
+The search is pure and measures through a `Meter`. Formats are first measured coarsely. The chosen
+table is then measured as a whole, on more and more text, until its excess is known to a third of
+the bound.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from towerd.tiers.formats.calibration import (
     BOUNDS,
     LEVELS,
     SHARES,
-    Choice,
-    Cost,
     Floor,
+    FormatChoice,
+    FormatCost,
     Grid,
     Table,
     bits_of,
@@ -29,28 +30,30 @@ from towerd.tiers.formats.calibration import (
 COARSE = 16
 """Continuations that every format is measured on."""
 _TELLING = 10
-"""An expected excess of less than one part in this many of the bound tells nothing."""
+"""An expected excess below the bound divided by this is not significant."""
 
 
 class Meter(Protocol):
-    """Measures on the first continuations of a text; what was measured once is remembered."""
+    """Measures on the first continuations of a text, and caches its results."""
 
     @property
     def n_max(self) -> int:
-        """Continuations that there are."""
+        """Number of continuations available."""
         ...
 
     def floor(self, n: int) -> Floor:
         """The model's noise on the first `n` continuations."""
         ...
 
-    def costs(self, tables: Sequence[Table], n: int) -> Sequence[Cost]:
-        """Costs of some tables on the first `n` continuations, in their order."""
+    def costs(self, tables: Sequence[Table], n: int) -> Sequence[FormatCost]:
+        """Costs of tables on the first `n` continuations, in the order of `tables`."""
         ...
 
 
-def calibrate(meter: Meter, bits: Mapping[str, float]) -> tuple[Floor, Grid, dict[str, Choice]]:
-    """The floor, the grid and the choice of every fidelity. `bits` as `sizes` gives them."""
+def calibrate(
+    meter: Meter, bits: Mapping[str, float]
+) -> tuple[Floor, Grid, dict[str, FormatChoice]]:
+    """The floor, the grid and the choice of every fidelity. `bits` as returned by `sizes`."""
     grid = measure_grid(meter, [name for name in bits if name != NATIVE])
     floor_kl = meter.floor(_coarse(meter)).kl
     choices = {name: choose(meter, grid, bits, bound_of(name, floor_kl)) for name in BOUNDS}
@@ -60,23 +63,25 @@ def calibrate(meter: Meter, bits: Mapping[str, float]) -> tuple[Floor, Grid, dic
 
 
 def coarse_tables(formats: Sequence[str]) -> list[Table]:
-    """What the search wants measured first: native, and each format everywhere."""
+    """The tables that the search measures first: all native, and each format in all levels."""
     return [ALL_NATIVE, *((name,) * LEVELS for name in formats)]
 
 
 def measure_grid(meter: Meter, formats: Sequence[str]) -> Grid:
-    """Measure `coarse_tables`, and one format in each level alone for the levels' weights."""
+    """Measure `coarse_tables`, and for the levels' weights one format in each level alone."""
     n = _coarse(meter)
     native, *costs = meter.costs(coarse_tables(formats), n)
     uniform = dict(zip(formats, costs, strict=True))
     return Grid(native, uniform, _weights(meter, uniform, n))
 
 
-def _weights(meter: Meter, uniform: Mapping[str, Cost], n: int) -> tuple[float, ...]:
-    """Errors of different levels are independent and KL divergence is of second order in them,
-    so the excesses of the levels add up to that of a table, and each level has the same share of
-    it whatever the format. The format whose excess is nearest the widest bound shows the shares
-    best: there is enough of it, and it is still of second order."""
+def _weights(meter: Meter, uniform: Mapping[str, FormatCost], n: int) -> tuple[float, ...]:
+    """Each level's share of a table's excess.
+
+    Errors of different levels are independent and KL divergence is of second order in them, so
+    the excesses of the levels add up to that of a table, and each level has the same share of it
+    for any format. The format whose excess is nearest to the widest bound shows the shares best:
+    it is large enough to measure and still of second order."""
     widest = max(BOUNDS.values())
     telling = {name: cost.excess for name, cost in uniform.items() if cost.excess > 0}
     if not telling:
@@ -88,7 +93,7 @@ def _weights(meter: Meter, uniform: Mapping[str, Cost], n: int) -> tuple[float, 
     return tuple(each / total for each in excess) if total else SHARES
 
 
-def choose(meter: Meter, grid: Grid, bits: Mapping[str, float], bound: float) -> Choice:
+def choose(meter: Meter, grid: Grid, bits: Mapping[str, float], bound: float) -> FormatChoice:
     """The smallest table whose excess is at most `bound` up to the end of its 95 % interval.
 
     A deeper level never gets fewer bits than the one above it: its rows are nearer to the
@@ -104,14 +109,14 @@ def choose(meter: Meter, grid: Grid, bits: Mapping[str, float], bound: float) ->
             continue
         cost = grid.native if table == ALL_NATIVE else settled(meter, table, bound)
         if table == ALL_NATIVE or cost.excess_max <= bound:
-            return Choice(table, cost, bits_of(table, bits), bound)
+            return FormatChoice(table, cost, bits_of(table, bits), bound)
         factor = max(factor, cost.excess_max / max(expected, bound / _TELLING))
     raise AssertionError("all native is among the tables")
 
 
-def settled(meter: Meter, table: Table, bound: float) -> Cost:
-    """The cost of a table on as much text as tells: until its excess is known to a third of the
-    bound, or surely beyond the bound, or the text ends."""
+def settled(meter: Meter, table: Table, bound: float) -> FormatCost:
+    """The cost of a table, measured on more and more text until its excess is known to a third of
+    the bound, certainly exceeds the bound, or the text ends."""
     n = _coarse(meter)
     while True:
         cost = meter.costs([table], n)[0]
@@ -125,8 +130,8 @@ def _coarse(meter: Meter) -> int:
 
 
 def _by_size(grid: Grid, bits: Mapping[str, float]) -> list[tuple[Table, float]]:
-    """Every table whose bits do not fall with depth, with its expected excess: smallest first,
-    among equals the preferred (by cost would be by chance: they cost nearly the same)."""
+    """Every table whose bits do not decrease with depth, with its expected excess; smallest first,
+    equals by preference (an order by cost would be random: they cost nearly the same)."""
     order = {name: i for i, name in enumerate(bits)}
     found = []
     for table in itertools.product(order, repeat=LEVELS):

@@ -1,4 +1,4 @@
-"""The mean of a measurement and how well it is known."""
+"""The mean of a measurement and its confidence interval."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _Z = 1.959964
 def interval(means: Sequence[float]) -> tuple[float, float]:
     """The mean of independent clusters' means, and the half-width of its 95 % interval.
 
-    Tokens of one continuation are correlated, so each continuation is one cluster and the
-    clusters' spread alone says how well the mean is known. One cluster says nothing: infinity."""
+    Tokens of one continuation are correlated, so each continuation is one cluster, and only the
+    spread between clusters determines the interval. It is infinite for a single cluster."""
     n = len(means)
     if n < 2:
         return float(np.mean(means)), math.inf
@@ -26,7 +26,7 @@ def interval(means: Sequence[float]) -> tuple[float, float]:
 def t_quantile(df: int) -> float:
     """The 97.5 % quantile of Student's t (Abramowitz and Stegun 26.7.5).
 
-    Within 1 % from three degrees of freedom on; fewer give too small a quantile."""
+    Accurate to 1 % from three degrees of freedom on; too small for fewer."""
     z = _Z
     return (
         z

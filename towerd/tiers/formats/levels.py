@@ -1,4 +1,4 @@
-"""A prefix whose rows are kept as some table of levels says, for measuring what that costs."""
+"""A prefix whose rows are stored in the formats of a table of levels, to measure the cost."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from towerd.tiers.shrink import SINKS, TAIL
 
 
 def level_ranges(n: int) -> list[tuple[int, int]]:
-    """[start, stop) of each level in a prefix of `n` tokens, without sinks and last rows; empty
-    when there is nothing between them."""
+    """[start, stop) of each level in a prefix of `n` tokens, without sinks and last rows; the
+    ranges are empty if there is nothing between them."""
     first, last = SINKS, max(SINKS, n - TAIL)
     ends = first + np.round(np.cumsum(SHARES) * (last - first)).astype(int)
     return list(zip([first, *ends[:-1].tolist()], ends.tolist(), strict=True))
 
 
 def stored_parts(rows: KVRows, table: Table) -> list[KVRows]:
-    """`rows` (native, positions [0, n)) as consecutive parts: each level's in its format.
-
-    ValueError for a bad table."""
+    """`rows` (native, positions [0, n)) as consecutive parts, each level in its format. Raises
+    ValueError for an invalid table."""
     check_table(table)
     parts, at = [], 0
     for (start, stop), name in zip(level_ranges(len(rows)), table, strict=True):
@@ -43,12 +42,12 @@ def uniform(name: str) -> Table:
 
 
 def stored(rows: KVRows, name: str) -> KVRows:
-    """Native rows encoded as `name`, as far as that makes them smaller (`KVLayout.stored_as`)."""
+    """Native rows encoded as `name`, where that makes them smaller (`KVLayout.stored_as`)."""
     return encoded(rows, rows.layout.stored_as(name))
 
 
 def encoded(rows: KVRows, layout: KVLayout) -> KVRows:
-    """Native rows as rows of `layout`, which must hold the same values; in memory of their own.
+    """A copy of native rows as rows of `layout`, which must describe the same values.
     `emit_blob(..., layout=rows.layout)` decodes them."""
     old = rows.layout.planes
     planes = tuple(

@@ -17,7 +17,11 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 from towerd.drift import Drift
 from towerd.engine.embedded.calibration.measure import Measurer
-from towerd.engine.embedded.calibration.measure_plan import NEXT_TOKENS, Plan, make_plan
+from towerd.engine.embedded.calibration.measure_plan import (
+    NEXT_TOKENS,
+    MeasurePlan,
+    plan_measurement,
+)
 from towerd.engine.embedded.model.core import Core
 from towerd.engine.embedded.model.vocab import Vocab
 from towerd.engine.embedded.restore.scratch import Scratch
@@ -36,25 +40,26 @@ T = TypeVar("T")
 State: TypeAlias = Literal["off", "waiting", "running", "done", "failed"]
 
 TEXT = "calibration.txt"
-CHECKPOINTS = 64
-"""Continuations that a table is measured on at most: 4,096 tokens. A wall clock would decide
-otherwise on every machine."""
+CONTINUATIONS_MAX = 64
+"""The most continuations that a table is measured on (4,096 tokens). A time limit would give other
+results on every machine."""
 _IDLE_S = 60.0
-"""How long nothing must have run before a calibration begins by itself."""
+"""How long the engine must have been idle before a calibration begins by itself."""
 _POLL_S = 0.5
 _BUSY_S = 0.2
 """How long to wait before asking again whether a step may run."""
 _STEP_S = 0.25
-"""What a step may take: a request that arrives meanwhile waits for it."""
+"""How long a step may take: a request that arrives meanwhile waits for it."""
 
 
-class _Stopped(Exception):
+class _CalibrationStopped(Exception):
     """The daemon closes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    """Of the running calibration, in tokens evaluated; the total grows if the search goes on."""
+class CalibrationProgress:
+    """Progress of the running calibration, in evaluated tokens; the total grows if the search
+    continues."""
 
     done: int = 0
     total: int = 0
@@ -87,7 +92,7 @@ class Calibrator:
         self._clock = clock
         self._state: State = "off" if self.why_off else "waiting"
         self._error = ""
-        self._progress = Progress()
+        self._progress = CalibrationProgress()
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._asked = False
@@ -95,7 +100,7 @@ class Calibrator:
         self._thread = threading.Thread(target=self._run, name="towerd-calibrate", daemon=True)
 
     def start(self) -> None:
-        """Apply what is known already; measure in idle time if nothing is."""
+        """Apply a stored calibration; without one, measure in idle time."""
         self._found = load_calibration(self._store, self._core.info.fingerprint.digest().hex())
         if self._found is not None:
             self._state = "done"
@@ -109,7 +114,7 @@ class Calibrator:
         self._thread.join()
 
     def request(self, *, again: bool) -> None:
-        """Calibrate now, between requests, unless that has been done; `again`: in any case.
+        """Calibrate now, between requests, unless that has been done; with `again` in any case.
 
         Raises NotSupported for a model whose rows cannot be measured."""
         if self._core.why_not_spliceable:
@@ -120,7 +125,7 @@ class Calibrator:
             self._wake.set()
 
     def view(self) -> dict[str, Any]:
-        """What there is to show: `state`, `progress`, `calibration` and the table in force."""
+        """For the API: `state`, `progress`, `calibration` and the table in force."""
         formats = self._tiers.formats
         return {
             "state": self._state,
@@ -141,7 +146,7 @@ class Calibrator:
             self._wake.clear()
 
     def _is_due(self) -> bool:
-        """Asked for, or needed and nothing has run for a while."""
+        """Whether a calibration was requested, or is needed and the engine has been idle."""
         if self._asked:
             return True
         if self._state != "waiting":
@@ -158,12 +163,12 @@ class Calibrator:
 
     def _attempt(self) -> None:
         self._asked = False
-        self._state, self._error, self._progress = "running", "", Progress()
+        self._state, self._error, self._progress = "running", "", CalibrationProgress()
         started = time.monotonic()
         try:
             found = self._measure()
             save_calibration(self._store, found)
-        except _Stopped:
+        except _CalibrationStopped:
             return
         except TowerdError as error:
             log.warning("calibration is not possible", extra={"reason": error.message})
@@ -187,7 +192,7 @@ class Calibrator:
                 f"It takes {plan.n_cells} cells; the live context has {core.context.n_cells}."
             )
         bits = sizes(core.layout)
-        self._progress = Progress(0, plan.n_prefix + coarse_tokens(plan, bits))
+        self._progress = CalibrationProgress(0, plan.n_prefix + coarse_tokens(plan, bits))
         measurer = Measurer(
             scratch, plan, run_step=self._step, step_s=_STEP_S, progress=self._advance
         )
@@ -206,7 +211,7 @@ class Calibrator:
 
     def _advance(self, n_tokens: int) -> None:
         done = self._progress.done + n_tokens
-        self._progress = Progress(done, max(done, self._progress.total))
+        self._progress = CalibrationProgress(done, max(done, self._progress.total))
 
     def _apply(self, found: Calibration) -> None:
         choice = found.choices.get(self.fidelity)
@@ -217,19 +222,19 @@ class Calibrator:
     # ---- steps on the inference thread ------------------------------------------------------
 
     def _step(self, work: Callable[[], T], n_cells: int) -> T:
-        """Run `work` on the inference thread as soon as it is free. Raises _Stopped."""
+        """Run `work` on the inference thread as soon as it is free. Raises _CalibrationStopped."""
         while not self._stop.is_set():
             answer = self._scheduler.call(lambda: self._if_idle(work, n_cells)).result()
             if answer:
                 return answer[0]  # type: ignore[no-any-return]
             self._stop.wait(_BUSY_S)
-        raise _Stopped
+        raise _CalibrationStopped
 
     def _if_idle(self, work: Callable[[], T], n_cells: int) -> tuple[T] | None:
-        """On the inference thread: None while requests run or need the cells."""
+        """Run `work` on the inference thread; None while requests run or need the cells."""
         if self._is_busy():
             return None
-        # Idle conversations give way, as they would to a request: their rows stay in RAM.
+        # Idle chats are evicted, as they would be for a request: their rows stay in RAM.
         while self._scheduler.pool.cells_free < n_cells:
             if not self._scheduler.idle.evict_one():
                 return None
@@ -254,21 +259,21 @@ def calibration_text() -> str:
     return (files("towerd") / "data" / TEXT).read_text(encoding="utf-8")
 
 
-def coarse_tokens(plan: Plan, bits: Mapping[str, float]) -> int:
+def coarse_tokens(plan: MeasurePlan, bits: Mapping[str, float]) -> int:
     """Tokens that the search evaluates before it tries its first table: each format, each level
     and the floor, beside native rows."""
-    n = min(COARSE, len(plan.checkpoints))
+    n = min(COARSE, len(plan.continuations))
     return NEXT_TOKENS * n * (len(coarse_tables([*bits][:-1])) + LEVELS + 2)
 
 
 def plan_for(
-    vocab: Vocab, text: str, n_ctx: int, token_bytes: int, n_checkpoints: int = CHECKPOINTS
-) -> Plan:
+    vocab: Vocab, text: str, n_ctx: int, token_bytes: int, n_continuations: int = CONTINUATIONS_MAX
+) -> MeasurePlan:
     """What to measure of `text` with a context of `n_ctx` tokens. Raises TowerdError."""
-    return make_plan(
+    return plan_measurement(
         vocab.tokenize(text, False, False),
         bos=vocab.bos_id if vocab.add_bos else None,
         window_tokens=n_ctx,
         token_bytes=token_bytes,
-        n_checkpoints=n_checkpoints,
+        n_continuations=n_continuations,
     )

@@ -1,8 +1,8 @@
-"""What stored rows cost: the same continuation evaluated over native rows and over stored ones.
+"""Measurer: evaluates the same continuation over native and over stored rows, and compares.
 
 A step restores a prefix into a scratch sequence, evaluates a few tokens after it and leaves the
-sequence empty, so that between two steps nothing of a measurement is in the context. Who runs
-the steps decides when: a benchmark at once, the daemon when it is idle.
+sequence empty, so that between two steps nothing of a measurement is in the context. The caller
+decides when a step runs: a benchmark at once, the daemon when it is idle.
 
 Reference and trial are evaluated in the same shape, batches of BATCH_TOKENS. The model's noise
 floor is what another shape changes over the same native rows.
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from towerd.engine.embedded.calibration.measure_plan import NEXT_TOKENS, Checkpoint, Plan
+from towerd.engine.embedded.calibration.measure_plan import NEXT_TOKENS, Continuation, MeasurePlan
 from towerd.engine.embedded.model.context import Buffer
 from towerd.engine.embedded.restore.scratch import (
     BATCH_TOKENS,
@@ -34,7 +34,14 @@ from towerd.engine.embedded.restore.scratch import (
 from towerd.slots.blob import emit_blob
 from towerd.slots.layout import KVLayout
 from towerd.slots.rows import KVRows, join
-from towerd.tiers.formats.calibration import ALL_NATIVE, Cost, Floor, Sample, Table, cost_of
+from towerd.tiers.formats.calibration import (
+    ALL_NATIVE,
+    DriftSample,
+    Floor,
+    FormatCost,
+    Table,
+    format_cost,
+)
 from towerd.tiers.formats.interval import interval
 from towerd.tiers.formats.levels import stored_parts
 from towerd.tokens import Ids
@@ -42,12 +49,12 @@ from towerd.tokens import Ids
 LogProbs = npt.NDArray[np.float32]
 
 _PROBES = 2
-"""Continuations by which the shape of the floor is chosen."""
+"""Continuations on which the shape of the floor is chosen."""
 
 
 class Measurer:
-    """Measures tables on the continuations of a plan; see `towerd.tiers.formats.format_search.Meter`.
-    Make it, `prepare`, then ask.
+    """Measures tables on the continuations of a plan; see
+    `towerd.tiers.formats.format_search.Meter`. Call `prepare` first.
 
     `progress(n)` is called with the tokens of every continuation or part of a window that has
     been evaluated."""
@@ -55,7 +62,7 @@ class Measurer:
     def __init__(
         self,
         scratch: Scratch,
-        plan: Plan,
+        plan: MeasurePlan,
         *,
         run_step: RunStep = run_now,
         step_s: float = math.inf,
@@ -72,30 +79,30 @@ class Measurer:
         self._shape = BatchShape(f"batches of {width}", width)
         self._paces: dict[BatchShape, Pace] = {}
         self._rows: dict[int, KVRows] = {}
-        self._samples: dict[Table, list[Sample]] = {ALL_NATIVE: []}
-        self._noise: list[Sample] = []
+        self._samples: dict[Table, list[DriftSample]] = {ALL_NATIVE: []}
+        self._noise: list[DriftSample] = []
         self._noisiest = self._shape
         self._probed: dict[str, float] = {}
 
     @property
     def n_max(self) -> int:
-        return len(self.plan.checkpoints)
+        return len(self.plan.continuations)
 
     @property
     def layout(self) -> KVLayout:
         """Of the native rows; known once prepared."""
         return next(iter(self._rows.values())).layout
 
-    def rows(self, checkpoint: Checkpoint) -> KVRows:
-        """The native rows of a checkpoint's prefix."""
-        return self._rows[checkpoint.window].slice(0, checkpoint.p)
+    def rows(self, continuation: Continuation) -> KVRows:
+        """The native rows of a continuation's prefix."""
+        return self._rows[continuation.window].slice(0, continuation.p)
 
     def prepare(self) -> None:
         """Evaluate the windows and keep their native rows. Raises TowerdError."""
         pace = Pace(self._step_s, self._n_max)
-        for window in sorted({c.window for c in self.plan.checkpoints}):
+        for window in sorted({c.window for c in self.plan.continuations}):
             ids = self.plan.windows[window]
-            n = max(c.p for c in self.plan.checkpoints if c.window == window)
+            n = max(c.p for c in self.plan.continuations if c.window == window)
             parts: list[KVRows] = []
             while (p := parts[-1].p1 if parts else 0) < n:
                 chunk = ids[p : min(n, p + pace.n)]
@@ -113,11 +120,11 @@ class Measurer:
         top1 = float(np.mean([sample.top1 for sample in noise]))
         return Floor(kl, ci, top1, self._noisiest.name, dict(self._probed), NEXT_TOKENS * n)
 
-    def costs(self, tables: Sequence[Table], n: int) -> list[Cost]:
+    def costs(self, tables: Sequence[Table], n: int) -> list[FormatCost]:
         """The cost of each table on the first `n` continuations."""
         self._measure(tables, n)
         return [
-            cost_of(
+            format_cost(
                 self._samples[table][:n],
                 [] if table == ALL_NATIVE else self._noise[:n],
                 NEXT_TOKENS,
@@ -126,60 +133,63 @@ class Measurer:
         ]
 
     def _measure(self, tables: Sequence[Table], n: int) -> None:
-        """Have samples of `tables` and of the floor on the first `n` continuations."""
+        """Make sure that there are samples of `tables` and the floor on the first `n`
+        continuations."""
         if not self._probed:
             self._probe()
         samples = {table: self._samples.setdefault(table, []) for table in tables}
-        for i, checkpoint in enumerate(self.plan.checkpoints[:n]):
+        for i, continuation in enumerate(self.plan.continuations[:n]):
             missing = [table for table, found in samples.items() if len(found) == i]
             if not missing and len(self._noise) > i:
                 continue
-            native, targets = self.native(checkpoint), self.targets(checkpoint)
+            native, targets = self.native(continuation), self.targets(continuation)
             if len(self._noise) == i:
                 nll = -float(native[np.arange(len(targets)), targets].mean())
-                self._samples[ALL_NATIVE].append(Sample(0.0, 1.0, nll))
-                self._noise.append(self._disturbed(checkpoint, native, self._noisiest))
+                self._samples[ALL_NATIVE].append(DriftSample(0.0, 1.0, nll))
+                self._noise.append(self._disturbed(continuation, native, self._noisiest))
             for table in missing:
                 if table != ALL_NATIVE:
-                    parts = stored_parts(self.rows(checkpoint), table)
-                    logits = self.logits(checkpoint, parts)
+                    parts = stored_parts(self.rows(continuation), table)
+                    logits = self.logits(continuation, parts)
                     samples[table].append(compare(native, logits, targets))
 
     def _probe(self) -> None:
         """Find the shape that disturbs most."""
-        checkpoints = self.plan.checkpoints[:_PROBES]
+        continuations = self.plan.continuations[:_PROBES]
         shapes = other_shapes(self.scratch.context)
         kl = dict.fromkeys(shapes, 0.0)
-        for checkpoint in checkpoints:
-            native = self.native(checkpoint)
+        for continuation in continuations:
+            native = self.native(continuation)
             for shape in shapes:
-                kl[shape] += self._disturbed(checkpoint, native, shape).kl / len(checkpoints)
+                kl[shape] += self._disturbed(continuation, native, shape).kl / len(continuations)
         self._noisiest = max(kl, key=lambda shape: kl[shape])
         self._probed = {shape.name: each for shape, each in kl.items()}
 
-    def _disturbed(self, checkpoint: Checkpoint, native: LogProbs, shape: BatchShape) -> Sample:
+    def _disturbed(
+        self, continuation: Continuation, native: LogProbs, shape: BatchShape
+    ) -> DriftSample:
         """The same continuation over the same native rows in another shape."""
-        logits = self.logits(checkpoint, [self.rows(checkpoint)], shape)
-        return compare(native, logits, self.targets(checkpoint))
+        logits = self.logits(continuation, [self.rows(continuation)], shape)
+        return compare(native, logits, self.targets(continuation))
 
-    def native(self, checkpoint: Checkpoint) -> LogProbs:
+    def native(self, continuation: Continuation) -> LogProbs:
         """float32[NEXT_TOKENS, n_vocab] log-probabilities over native rows."""
-        return log_softmax(self.logits(checkpoint, [self.rows(checkpoint)]))
+        return log_softmax(self.logits(continuation, [self.rows(continuation)]))
 
-    def targets(self, checkpoint: Checkpoint) -> Ids:
-        """The token that really follows each token of the continuation."""
-        window = self.plan.windows[checkpoint.window]
-        return window[checkpoint.p + 1 : checkpoint.p + NEXT_TOKENS + 1]
+    def targets(self, continuation: Continuation) -> Ids:
+        """The token that follows each token of the continuation in the text."""
+        window = self.plan.windows[continuation.window]
+        return window[continuation.p + 1 : continuation.p + NEXT_TOKENS + 1]
 
     def logits(
-        self, checkpoint: Checkpoint, parts: Sequence[KVRows], shape: BatchShape | None = None
+        self, continuation: Continuation, parts: Sequence[KVRows], shape: BatchShape | None = None
     ) -> Logits:
         """float32[NEXT_TOKENS, n_vocab] of the continuation after these rows of the prefix."""
         shape = shape or self._shape
         pace = self._paces.setdefault(shape, Pace(self._step_s, self._n_max, shape.width))
         rows = list(parts)
-        ids = self.plan.windows[checkpoint.window]
-        found, p, end = [], checkpoint.p, checkpoint.p + NEXT_TOKENS
+        ids = self.plan.windows[continuation.window]
+        found, p, end = [], continuation.p, continuation.p + NEXT_TOKENS
         while p < end:
             stop = min(end, p + pace.n)
             piece = self._evaluate(rows, p, ids[p:stop], pace, shape, logits=True, rows=stop < end)
@@ -217,9 +227,9 @@ class Measurer:
         return self._run_step(work, p + len(ids))
 
 
-def compare(native: LogProbs, logits: Logits, targets: Ids | None = None) -> Sample:
-    """What the distributions of `logits` differ by from those of `native`; `targets`: the tokens
-    that really follow, for the perplexity."""
+def compare(native: LogProbs, logits: Logits, targets: Ids | None = None) -> DriftSample:
+    """How the distributions of `logits` differ from those of `native`. targets: the tokens that
+    follow in the text, for the perplexity"""
     kl = same = nll = 0.0
     for i, (p, row) in enumerate(zip(native, logits, strict=True)):
         q = log_softmax(row)
@@ -229,7 +239,7 @@ def compare(native: LogProbs, logits: Logits, targets: Ids | None = None) -> Sam
         nll -= 0.0 if targets is None else float(q[targets[i]])
     n = len(native)
     # Rounding can leave a sum of zeros a hair below zero.
-    return Sample(max(0.0, kl / n), same / n, nll / n)
+    return DriftSample(max(0.0, kl / n), same / n, nll / n)
 
 
 def log_softmax(logits: npt.NDArray[np.float32]) -> LogProbs:

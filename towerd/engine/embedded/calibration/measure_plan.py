@@ -1,4 +1,4 @@
-"""What is measured of a text: windows of it, and continuations within them."""
+"""MeasurePlan: the windows of a text, and continuations within them, that are measured."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from towerd.tiers.shrink import SINKS, TAIL
 from towerd.tokens import Ids
 
 NEXT_TOKENS = 64
-"""Tokens of one continuation: what a context of 64 sequences has output rows for anyway."""
+"""Tokens of one continuation: a context of 64 sequences has output rows for them anyway."""
 PREFIX_TOKENS_MIN = SINKS + TAIL + 64
 WINDOW_TOKENS_MAX = 2048
 ROWS_BYTES_MAX = 256 << 20
@@ -20,7 +20,7 @@ ROWS_BYTES_MAX = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class Continuation:
     """The continuation `ids[p:p + NEXT_TOKENS]` of one window's prefix `ids[:p]`."""
 
     window: int
@@ -28,41 +28,41 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What is measured: windows of a text, and where in them."""
+class MeasurePlan:
+    """The measured windows of a text, and the continuations in them."""
 
     windows: tuple[Ids, ...]
-    checkpoints: tuple[Checkpoint, ...]
-    """In an order whose every beginning is spread over the whole text."""
+    continuations: tuple[Continuation, ...]
+    """In an order in which the first few, however many, are spread over the whole text."""
 
     @property
     def n_prefix(self) -> int:
-        """Tokens of the windows as far as they are prefixes."""
-        windows = {c.window for c in self.checkpoints}
-        return sum(max(c.p for c in self.checkpoints if c.window == w) for w in windows)
+        """Tokens of the windows that are prefixes of a continuation."""
+        windows = {c.window for c in self.continuations}
+        return sum(max(c.p for c in self.continuations if c.window == w) for w in windows)
 
     @property
     def n_cells(self) -> int:
         """Cells that the largest step needs."""
-        return max(c.p for c in self.checkpoints) + NEXT_TOKENS
+        return max(c.p for c in self.continuations) + NEXT_TOKENS
 
     def digest(self) -> str:
         """Identifies the measured ids and places."""
         digest = hashlib.blake2b(digest_size=16)
         for window in self.windows:
             digest.update(len(window).to_bytes(8, "little") + window.astype("<i4").tobytes())
-        for checkpoint in self.checkpoints:
-            digest.update(f"{checkpoint.window}:{checkpoint.p};".encode())
+        for continuation in self.continuations:
+            digest.update(f"{continuation.window}:{continuation.p};".encode())
         return digest.hexdigest()
 
 
-def make_plan(
-    ids: Ids, *, bos: int | None, window_tokens: int, token_bytes: int, n_checkpoints: int
-) -> Plan:
+def plan_measurement(
+    ids: Ids, *, bos: int | None, window_tokens: int, token_bytes: int, n_continuations: int
+) -> MeasurePlan:
     """Windows of `ids` (without special tokens; each window begins with `bos` if there is one)
-    and `n_checkpoints` places spread evenly over them, fewer if the text has no more.
+    and `n_continuations` places spread evenly over them, fewer if the text has no more.
 
-    Raises TowerdError when window or text are too short for two of them: one says nothing of how
+    Raises TowerdError when window or text are too short for two of them: one does not show how
     much costs vary."""
     head = np.array([] if bos is None else [bos], np.int32)
     n = min(window_tokens, WINDOW_TOKENS_MAX, max(1, ROWS_BYTES_MAX // token_bytes))
@@ -76,14 +76,14 @@ def make_plan(
     step = n - len(head)
     windows = [np.concatenate([head, ids[at : at + step]]) for at in range(0, len(ids), step)]
     windows = [window for window in windows if len(window) >= least]
-    places = [Checkpoint(i, p) for i, window in enumerate(windows) for p in _places(len(window))]
+    places = [Continuation(i, p) for i, window in enumerate(windows) for p in _places(len(window))]
     if len(places) < 2:
         raise TowerdError(
             f"Measuring takes two continuations of {NEXT_TOKENS} tokens; the text has room for one."
         )
-    n_picked = min(n_checkpoints, len(places))
+    n_picked = min(n_continuations, len(places))
     picked = np.linspace(0, len(places) - 1, n_picked).round().astype(int)
-    return Plan(tuple(windows), tuple(places[picked[i]] for i in _spread(n_picked)))
+    return MeasurePlan(tuple(windows), tuple(places[picked[i]] for i in _spread(n_picked)))
 
 
 def _spread(n: int) -> list[int]:

@@ -1,8 +1,8 @@
-"""What a splice costs a model: a module's moved rows beside those that prefill computes there.
+"""SpliceMeter: compares a module's moved rows with those that prefill computes at that place.
 
-Modules are measured once, when they are precached: after texts of our own, once as a whole and
-once spliced. Which tokens are evaluated again follows from the same measurement, and so does
-the model's noise floor: what follows the module, over the same rows, in another shape.
+Modules are measured once, when they are precached, after texts of our own: once evaluated as a
+whole and once spliced. The same measurement decides which tokens are evaluated again, and gives
+the model's noise floor: the text after the module, over the same rows, in another shape.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from towerd.slots.rope import Rope
 from towerd.slots.rows import KVRows, join
 from towerd.slots.shift import shift
 from towerd.store.prefix.module import Spans
-from towerd.tiers.formats.calibration import Sample
+from towerd.tiers.formats.calibration import DriftSample
 from towerd.tokens import Ids
 
 Deviation = npt.NDArray[np.float64]
@@ -49,7 +49,7 @@ BEFORE_TOKENS = (48, 128, 320)
 _BEFORE_TOKENS_MIN = 16
 
 
-class Growing(Protocol):
+class GrowingSequence(Protocol):
     """A sequence that grows at its end."""
 
     @property
@@ -66,8 +66,8 @@ class Growing(Protocol):
         ...
 
 
-class Line(Growing, Protocol):
-    """One that also gives its rows and logits back."""
+class MeasuredSequence(GrowingSequence, Protocol):
+    """A sequence that also returns its rows and logits."""
 
     def logits(self, ids: Ids, shape: BatchShape | None = None) -> Logits:
         """Evaluate `ids`, in batches of BATCH_TOKENS unless `shape` says otherwise;
@@ -83,9 +83,9 @@ class Line(Growing, Protocol):
         ...
 
 
-class StepLine:
-    """A Line whose rows are in RAM, evaluated in small steps (`Scratch`), so that between two of
-    them the context is free for others."""
+class SteppedSequence:
+    """A MeasuredSequence whose rows are in RAM. It is evaluated in small steps (`Scratch`), so that
+    between two of them the context is free for others."""
 
     def __init__(
         self, scratch: Scratch, *, run_step: RunStep = run_now, step_s: float = math.inf
@@ -110,7 +110,7 @@ class StepLine:
 
     def logits(self, ids: Ids, shape: BatchShape | None = None) -> Logits:
         shape = shape or BatchShape("", min(BATCH_TOKENS, self._n_max))
-        # Logits of many tokens at once would take more memory than all else.
+        # Logits of many tokens at once would take more memory than everything else.
         pace = Pace(self._step_s, min(NEXT_TOKENS, self._n_max), shape.width)
         found: list[Logits] = []
         at = 0
@@ -133,7 +133,7 @@ class StepLine:
         self._parts = [part.slice(0, n) for part in self._parts if part.p0 < n]
 
     def _evaluate(self, ids: Ids, pace: Pace, shape: BatchShape | None = None) -> Logits | None:
-        """A step; with a shape it gives logits."""
+        """Evaluate a step; with a shape it returns logits."""
         p, blob = self.n, None
         if self._parts:
             v_trans = self._scratch.context.v_trans
@@ -154,7 +154,7 @@ class StepLine:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class SpliceCase:
     """A module's surroundings: the prompt before it, and what follows it."""
 
     before: Ids
@@ -165,17 +165,17 @@ class Case:
 class _Measured:
     """One case after full prefill; its line is cut back to where the module begins."""
 
-    line: Line
-    case: Case
+    line: MeasuredSequence
+    case: SpliceCase
     native: LogProbs
 
 
 class SpliceMeter:
-    """Measures one module. `prepare`, then `cost` of as many choices of tokens as wanted."""
+    """Measures one module: `prepare` it once, then ask for the `cost` of any choice of tokens."""
 
     def __init__(
         self,
-        new_line: Callable[[], Line],
+        new_line: Callable[[], MeasuredSequence],
         rope: Rope,
         *,
         rot_k: bool,
@@ -191,18 +191,18 @@ class SpliceMeter:
         self._rope = rope
         self._rot_k = rot_k
         self._shapes = tuple(shapes)
-        self._alone: KVRows | None = None
+        self._isolated: KVRows | None = None
         self._measured: list[_Measured] = []
-        self._noise: list[Sample] = []
+        self._noise: list[DriftSample] = []
         self.deviation: Deviation = np.zeros(len(ids))
 
-    def prepare(self, cases: Sequence[Case]) -> None:
+    def prepare(self, cases: Sequence[SpliceCase]) -> None:
         """Evaluate the module alone and in each case. Raises TowerdError."""
         line = self._new_line()
         if len(self.head):
             line.decode(self.head)
         line.decode(self.ids)
-        self._alone = line.rows(len(self.head), line.n)
+        self._isolated = line.rows(len(self.head), line.n)
         for case in cases:
             line = self._new_line()
             line.decode(case.before)
@@ -215,28 +215,28 @@ class SpliceMeter:
             self._measured.append(_Measured(line, case, native))
 
     @property
-    def floor(self) -> Sample:
+    def floor(self) -> DriftSample:
         """The model's noise on the tokens that the cost is measured on."""
         return _mean(self._noise)
 
-    def _disturbed(self, line: Line, case: Case, native: LogProbs) -> Sample:
-        """What another shape changes; the first case tells which one disturbs most."""
+    def _disturbed(self, line: MeasuredSequence, case: SpliceCase, native: LogProbs) -> DriftSample:
+        """The change that another shape makes; the first case decides which shape is used."""
         found = {}
         for shape in self._shapes:
             line.cut(line.n - len(case.after))
             found[shape] = compare(native, line.logits(case.after, shape))
         if not found:
-            return Sample(0.0, 1.0, 0.0)
+            return DriftSample(0.0, 1.0, 0.0)
         noisiest = max(found, key=lambda shape: found[shape].kl)
         self._shapes = (noisiest,)
         return found[noisiest]
 
     def moved(self, to: int) -> KVRows:
         """The module's rows with its first token at position `to`."""
-        assert self._alone is not None
-        return shift(self._alone, to, self._rope, rot_k=self._rot_k)
+        assert self._isolated is not None
+        return shift(self._isolated, to, self._rope, rot_k=self._rot_k)
 
-    def splice(self, line: Growing, spans: Spans) -> None:
+    def splice(self, line: GrowingSequence, spans: Spans) -> None:
         """Put the module at the end of `line`; the tokens of `spans` are evaluated."""
         at = line.n
         moved = self.moved(at)
@@ -249,8 +249,8 @@ class SpliceMeter:
             else:
                 line.decode(self.ids[p0:p1])
 
-    def cost(self, spans: Spans) -> Sample:
-        """What it costs if the tokens of `spans` are evaluated and the others spliced in."""
+    def cost(self, spans: Spans) -> DriftSample:
+        """The cost if the tokens of `spans` are evaluated and the others spliced in."""
         found = []
         for each in self._measured:
             self.splice(each.line, spans)
@@ -259,10 +259,10 @@ class SpliceMeter:
         return _mean(found)
 
 
-def _mean(samples: Sequence[Sample]) -> Sample:
-    """Over cases, which have equally many tokens."""
+def _mean(samples: Sequence[DriftSample]) -> DriftSample:
+    """The mean over cases, which have equally many tokens."""
     kl, top1, nll = np.mean([(each.kl, each.top1, each.nll) for each in samples], axis=0).tolist()
-    return Sample(kl, top1, nll)
+    return DriftSample(kl, top1, nll)
 
 
 def deviation(full: KVRows, moved: KVRows) -> Deviation:
@@ -307,7 +307,7 @@ def head_of(n: int, percent: float) -> Spans:
     return ((0, stop),) if stop else ()
 
 
-def make_cases(text: Ids, head: Ids, n_module: int, n_ctx: int) -> list[Case]:
+def make_cases(text: Ids, head: Ids, n_module: int, n_ctx: int) -> list[SpliceCase]:
     """Surroundings for a module of `n_module` tokens from `text` (without special tokens), as
     long as a context of `n_ctx` has room for. Raises InvalidRequest if it has none."""
     room = n_ctx - n_module - NEXT_TOKENS - len(head)
@@ -321,6 +321,6 @@ def make_cases(text: Ids, head: Ids, n_module: int, n_ctx: int) -> list[Case]:
     for n in sorted({min(n, room) for n in BEFORE_TOKENS}):
         text = np.resize(text, max(len(text), at + n + NEXT_TOKENS))
         before, after = text[at : at + n], text[at + n : at + n + NEXT_TOKENS]
-        cases.append(Case(np.concatenate([head, before]), after))
+        cases.append(SpliceCase(np.concatenate([head, before]), after))
         at += n + NEXT_TOKENS
     return cases

@@ -1,8 +1,8 @@
-"""Which of llama.cpp's two attention computations a context gets.
+"""The choice between llama.cpp's two attention implementations.
 
-llama.cpp's own "auto" takes flash attention wherever it exists. On CPUs that is the slower one for
-everything but long prompts: its kernel goes through a query's keys one at a time unless a batch
-has 64 queries. Measured on the 1B shape in Q8_0 with an f16 cache (2 cores of a Xeon with AMX,
+llama.cpp's own "auto" takes flash attention wherever it exists. On CPUs that is slower for
+everything but long prompts: its kernel visits a query's keys one at a time unless a batch has 64
+queries. Measured on the 1B shape in Q8_0 with an f16 cache (2 cores of a Xeon with AMX,
 2026-11-21), seconds for one batch, flash attention on / off:
 
     tokens   depth 2,048     depth 8,192
@@ -11,8 +11,8 @@ has 64 queries. Measured on the 1B shape in Q8_0 with an f16 cache (2 cores of a
     64       0.496 / 0.528   1.415 / 1.539
     512      4.681 / 4.375   11.70 / 12.59
 
-Without it every token of a batch is scored against every cell in use, other sequences' too, which
-is why the scheduler keeps few idle cells; and the scores need memory.
+Without flash attention every token of a batch is scored against every cell in use, those of other
+sequences included. The scheduler therefore keeps few idle cells, and the scores need memory.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from towerd.llama_library import lib
 
 _SCORE_BYTES = 4
 _SCORES_RAM_SHARE = 8
-"""The scores of one batch may take at most one part in this many of RAM."""
+"""The scores of one batch may take at most 1 / _SCORES_RAM_SHARE of RAM."""
 
 
 def flash_attention(config: Config, *, n_head: int, n_cells: int, ram_bytes: int) -> str:
-    """`on`, `off` or, where llama.cpp shall decide, `auto`.
+    """Return `on`, `off` or, to let llama.cpp decide, `auto`.
 
-    n_head: query heads of the widest layer; n_cells: of the context"""
+    n_head: query heads of the widest layer; n_cells: cells of the context"""
     if config.flash_attn != "auto":
         return config.flash_attn
     on_gpu = config.gpu_layers != 0 and lib.llama_supports_gpu_offload()

@@ -1,7 +1,7 @@
-"""Hook: what the scheduler asks, at named moments of a request, about what of its chat stays live.
+"""Hook: called by the scheduler at named moments of a request; decides what stays live.
 
-This one is that of most requests: everything stays, and a chat ends with its context. Others say at
-which moments they do something else. Called by the inference thread only.
+The base class serves most requests: everything stays live, and a chat ends with its context.
+Subclasses override the moments at which they differ. Called by the inference thread only.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from towerd.engine.embedded.scheduling.pool import LiveSeq
 
 
 class Hook:
-    """Everything stays live."""
+    """The hook of chats of which everything stays live."""
 
     may_outgrow = False
     """Whether a chat may be longer than the context."""
@@ -26,64 +26,64 @@ class Hook:
     # ---- a request begins -------------------------------------------------------------------
 
     def shorten(self, job: Job, n_ctx: int) -> None:
-        """It is about to begin, maybe again: make it fit into a context of `n_ctx` tokens."""
+        """Make the job fit into a context of `n_ctx` tokens before it begins or restarts."""
 
     def find(self, job: Job) -> Found:
-        """What to go on from."""
+        """Find what the job can continue from."""
         return self.branching.find(job)
 
-    def n_at_hand(self, job: Job) -> int:
-        """How many of its tokens it could go on from now, without what is stored."""
-        return self.branching.n_at_hand(job)
+    def n_live_prefix(self, job: Job) -> int:
+        """How many of its tokens the job could continue from now, stored rows not counted."""
+        return self.branching.n_live_prefix(job)
 
     def open(self, job: Job, found: Found, capacity: int, evict: Evict) -> LiveSeq | None:
-        """A sequence that begins with what was found; None if none can be had now."""
+        """Open a sequence that begins with what was found; None if none is available now."""
         return self.branching.open(job, found, capacity, evict)
 
     def enter(self, job: Job, seq: LiveSeq) -> None:
-        """`seq` is the job's from now on."""
-        assert not seq.is_thinned, "a thinned sequence went to a request without a budget"
+        """Give `seq` to the job."""
+        assert not seq.is_partial, "a partial live set went to a request without a budget"
         seq.live_set = EVERYTHING
 
     def n_loadable(self, job: Job, seq: LiveSeq) -> int:
-        """Up to which of its tokens stored rows may be loaded: the last one has to be evaluated."""
+        """How many leading tokens may be loaded from the store: the last one is evaluated."""
         return job.n - 1
 
-    # ---- what others may have ---------------------------------------------------------------
+    # ---- sharing rows with others -----------------------------------------------------------
 
     def n_given(self, job: Job) -> int:
-        """How many of the job's first tokens its sequence can give to a request of another kind."""
+        """How many of its first tokens the job can share with a request of another kind."""
         return job.n
 
     def n_taken(self, job: Job, n: int) -> int:
-        """How many of `n` tokens that another request evaluates the job can use."""
+        """How many of the `n` tokens that another request evaluates this job can use."""
         return n
 
-    # ---- it runs ----------------------------------------------------------------------------
+    # ---- while it runs ----------------------------------------------------------------------
 
     def before_step(self, job: Job, evict: Evict) -> None:
-        """The next batch may have tokens of the job. Raises Unavailable if there is no room."""
+        """Prepare for a batch with tokens of the job. Raises Unavailable if there is no room."""
 
     def n_queries(self, job: Job) -> int:
-        """How many of its tokens in the batch, the last ones, will be asked what they attend to."""
+        """For how many of the job's last tokens in the batch the queries are needed."""
         return 0
 
     def after_step(self, job: Job) -> None:
-        """Its part of the batch was evaluated and is accounted for."""
+        """Called once the job's part of the batch was evaluated and is accounted for."""
 
-    def is_asking(self, job: Job) -> bool:
-        """Whether its prompt, which is evaluated, is not done yet: the next `before_step` takes
-        its last tokens back."""
+    def awaits_recall(self, job: Job) -> bool:
+        """Whether the evaluated prompt is not done yet: the next `before_step` recalls rows for it
+        and has its last tokens evaluated again."""
         return False
 
     def prompt_done(self, job: Job) -> None:
-        """Its prompt is evaluated; the reply begins."""
+        """Called when the prompt is evaluated and the reply begins."""
 
-    def begins_again(self, job: Job) -> bool:
-        """Whether the job, which has filled its context, is to begin anew, shortened."""
+    def restarts_shortened(self, job: Job) -> bool:
+        """Whether a job that has filled its context starts over with a shortened prompt."""
         return False
 
-    # ---- its sequence goes ------------------------------------------------------------------
+    # ---- when its sequence leaves -----------------------------------------------------------
 
     def leaving(self, seq: LiveSeq) -> None:
-        """A sequence of such a chat is about to leave the context."""
+        """Called before a sequence of such a chat leaves the context."""

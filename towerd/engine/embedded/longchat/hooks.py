@@ -1,4 +1,4 @@
-"""Hooks: which hook a request has, and what concerns the requests of a batch together."""
+"""Hooks: chooses the hook of each request, and handles the requests of a batch together."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Hooks:
     def __init__(
         self, whole: Hook, shift: ContextShift, budgets: Budgets, observer: Observer | None
     ) -> None:
-        """observer: of the queries, if a policy goes by them"""
+        """observer: collects the queries; None if no policy uses them"""
         self._whole = whole
         self._shift = shift
         self._budgets = budgets
         self._observer = observer
 
     def of(self, live: LiveBudget) -> Hook:
-        """The hook of requests that say `live`."""
+        """The hook of requests with the budget `live`."""
         if live.is_bounded:
             return self._budgets
         return self._shift if live.policy == "shift" else self._whole
@@ -37,12 +37,12 @@ class Hooks:
         return self.of(job.request.live)
 
     def of_seq(self, seq: LiveSeq) -> Hook:
-        """The hook of a sequence, whoever used it last."""
+        """The hook of a sequence, by the request that used it last."""
         return self.of(seq.live_set.budget)
 
     @contextmanager
     def evaluating(self, jobs: list[Job]) -> Iterator[None]:
-        """Evaluate the batch of `jobs`, in their order."""
+        """Wraps the evaluation of the batch of `jobs`, which are in the batch's order."""
         if self._observer is not None:
             self._observer.watch((job, self.of_job(job).n_queries(job)) for job in jobs)
         with self._budgets.evaluating(self._bounded(jobs)):

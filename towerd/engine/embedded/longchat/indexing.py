@@ -1,8 +1,8 @@
-"""Indexer: puts what has left the windows of chats into their policies' indexes.
+"""Indexer: adds positions that have left a chat's window to the index of its policy.
 
-A prompt goes through the context in batches, and what one batch pushes out of the window is indexed
-while llama.cpp evaluates the next, on a thread of its own: the keys are on the shelf by then, and
-nobody else touches the index. What is left is done when the policy has to choose.
+A prompt is evaluated in batches. The positions that one batch pushes out of the window are indexed
+on a separate thread while llama.cpp evaluates the next batch: their keys are offloaded by then, and
+no other thread touches the index. The rest is indexed when the policy has to choose.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 from towerd.engine.embedded.longchat.live_set import BoundedSet
-from towerd.engine.embedded.longchat.shelf import ShelfKeys
+from towerd.engine.embedded.longchat.offloaded_rows import OffloadedKeys
 from towerd.retention import Recalling
 
 log = logging.getLogger(__name__)
@@ -24,11 +24,11 @@ class Indexer:
     """The indexes of one engine's chats. Called by the inference thread only."""
 
     def __init__(self, head_size: int, n_threads: int) -> None:
-        """n_threads: that index while nothing else runs"""
+        """n_threads: threads that index while nothing else runs"""
         self.index_s = 0.0
-        """What indexing took altogether."""
+        """Seconds spent indexing."""
         self.beside_s = 0.0
-        """How much of it went on beside an evaluation."""
+        """The part of `index_s` that ran beside an evaluation."""
         self._head_size = head_size
         self._n_threads = n_threads
         self._worker = ThreadPoolExecutor(1, "towerd-index")
@@ -37,42 +37,42 @@ class Indexer:
         """End the thread."""
         self._worker.shutdown()
 
-    def index(self, retained: BoundedSet) -> None:
-        """Index what of a chat's shelf has left the window."""
-        self.index_s += _index(retained, 0, self._head_size, self._n_threads)
+    def index(self, live_set: BoundedSet) -> None:
+        """Index the offloaded positions of a chat that have left its window."""
+        self.index_s += _index(live_set, 0, self._head_size, self._n_threads)
 
     @contextmanager
     def beside(self, chats: Iterable[tuple[BoundedSet, int]]) -> Iterator[None]:
-        """Index these chats, each for so many more tokens, while the body runs; it must leave
-        them alone. A chat that this fails for is told by `BoundedSet.failure`."""
+        """Index these (chat, number of further tokens) while the body runs, which must not touch
+        them. A failure is noted in the chat's `BoundedSet.failure`."""
         work: list[tuple[BoundedSet, Future[float]]] = []
         try:
-            for retained, n_more in chats:
-                future = self._worker.submit(_index, retained, n_more, self._head_size, 1)
-                work.append((retained, future))
-        except RuntimeError as error:  # no thread can be had: the next choice indexes what is left
+            for live_set, n_more in chats:
+                future = self._worker.submit(_index, live_set, n_more, self._head_size, 1)
+                work.append((live_set, future))
+        except RuntimeError as error:  # no thread can be started: the next choice indexes the rest
             log.warning("a prompt is not indexed beside", extra={"reason": str(error)})
         try:
             yield
         finally:
-            for retained, future in work:
+            for live_set, future in work:
                 try:
                     seconds = future.result()
                 except Exception as error:
-                    retained.failure = error
+                    live_set.failure = error
                 else:
                     self.index_s += seconds
                     self.beside_s += seconds
 
 
-def _index(retained: BoundedSet, n_more: int, head_size: int, n_threads: int) -> float:
-    """Seconds that it took."""
+def _index(live_set: BoundedSet, n_more: int, head_size: int, n_threads: int) -> float:
+    """Index a chat, and return the seconds that it took."""
     started = time.perf_counter()
-    policy, shelf = retained.policy, retained.shelf
+    policy, offloaded = live_set.policy, live_set.offloaded
     assert isinstance(policy, Recalling)
-    span = policy.indexed(len(shelf) + n_more)
-    span = slice(span.start, min(span.stop, len(shelf)))
-    if len(shelf):
-        keys = ShelfKeys(shelf, head_size, span)
-        policy.index(shelf.positions[span], keys, n_threads=n_threads)
+    span = policy.indexed(len(offloaded) + n_more)
+    span = slice(span.start, min(span.stop, len(offloaded)))
+    if len(offloaded):
+        keys = OffloadedKeys(offloaded, head_size, span)
+        policy.index(offloaded.positions[span], keys, n_threads=n_threads)
     return time.perf_counter() - started

@@ -1,4 +1,4 @@
-"""Cached keys as numbers. Their format has no blocks: quantized keys are not read."""
+"""Cached keys as float32 arrays. Quantized keys are not supported."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from towerd.slots.rows import Bytes2D, KVRows
 
 
 def keys_of(rows: KVRows, head_size: int, layer_step: int = 1) -> Rows:
-    """float32[layers, KV heads, n, head size]: the keys of `rows`, of every so manieth layer."""
+    """float32[layers, KV heads, n, head size]: keys of `rows`, of every `layer_step`-th layer."""
     planes = list(zip(rows.layout.k, rows.k, strict=True))[::layer_step]
     layers = [floats(plane, k) for plane, k in planes]
     return np.stack([k.reshape(len(rows), -1, head_size).transpose(1, 0, 2) for k in layers])
 
 
 def floats(plane: Plane, rows: Bytes2D) -> npt.NDArray[np.float32]:
-    """float32[n, elements]"""
+    """float32[n, elements]: the values of `rows`, which must not be quantized."""
     data = np.ascontiguousarray(rows)
     if plane.format.name == "f32":
         return data.view(np.float32)

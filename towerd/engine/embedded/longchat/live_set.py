@@ -1,24 +1,25 @@
-"""Live sets: which positions of a sequence are live, and where they stand in the context.
+"""Live sets: which positions of a sequence are live, and their places in the context.
 
-Of most sequences that is every one, in its own place. A chat with a budget keeps a part.
+In most sequences every position is live, at its own place. A chat with a budget keeps a part: its
+live set is *partial* once a position was evicted or moved.
 
-A position of the chat keeps its rows' rotation while it is live, so its place in the context is
-its position there, until a chat that outgrew the context is moved together:
+A position keeps its rotation while it is live, so its place in the context is its position in the
+chat until a chat that outgrew the context is compacted:
 
-    chat       0 1 2 3 . . . . 8 9 . . 12 13 14      `kept`: ascending, `.` was dropped
+    chat       0 1 2 3 . . . . 8 9 . . 12 13 14      `kept`: ascending, `.` was evicted
     context    0 1 2 3 . . . . 8 9 . . 12 13 14      `places`, before
-    context    0 1 2 3 4 5 6 7 8                     `places`, moved together
+    context    0 1 2 3 4 5 6 7 8                     `places`, compacted
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from towerd.engine.base import LiveBudget
-from towerd.engine.embedded.longchat.shelf import Shelf
+from towerd.engine.embedded.longchat.offloaded_rows import OffloadedRows
 from towerd.retention import (
     Mass,
     Positions,
@@ -34,7 +35,7 @@ from towerd.slots.rows import KVRows
 from towerd.tokens import Ids, Provenances
 
 RELEASE_SHARE = 8
-"""An eviction frees at least one part in this many of the budget, so that it is rare."""
+"""An eviction frees at least 1 / RELEASE_SHARE of the budget, so that evictions are rare."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,19 +50,19 @@ class Observed:
         return self.p0 + int(self.queries.shape[2])
 
     def before(self, n: int) -> Observed:
-        """Those of tokens before `n`."""
+        """The queries of the tokens before `n`."""
         return self if self.p1 <= n else Observed(self.p0, self.queries[:, :, : n - self.p0])
 
     def last(self, n: int) -> Observed:
-        """Those of the last `n` tokens."""
+        """The queries of the last `n` tokens."""
         extra = max(0, self.p1 - self.p0 - n)
         return Observed(self.p0 + extra, self.queries[:, :, extra:]) if extra else self
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Beginning:
-    """A chat as it was before its first eviction: ids int32[n], what each token's rows are
-    uint8[n], and these rows. Its own, for the chat may since have been cut and gone on."""
+class ExactPrefix:
+    """A copy of a chat from before its first eviction: ids int32[n], the provenance of each
+    token's rows uint8[n], and the rows. The chat itself may have been cut and continued since."""
 
     ids: Ids
     provenance: Provenances
@@ -69,60 +70,61 @@ class Beginning:
 
 
 class LiveSet:
-    """What a sequence asks its live set. Here each of its `n` tokens is live, at its own position;
-    the sequence says how many these are."""
+    """The live set of a sequence. In the base class each of the sequence's `n` tokens is live, at
+    its own position; the sequence keeps `n`."""
 
     __slots__ = ()
     budget: LiveBudget
     observed: tuple[Observed, ...]
-    """Queries of its last tokens, the last ones last."""
+    """Queries of its last tokens, ascending."""
 
     @property
-    def is_thinned(self) -> bool:
-        """Whether a token is missing, or not where it was: such rows are never taken for exact
+    def is_partial(self) -> bool:
+        """Whether a token was evicted or moved: rows computed since are never taken for exact
         ones."""
         return False
 
     def n_cells(self, n: int) -> int:
-        """Tokens of the first `n` that are live."""
+        """How many of the first `n` tokens are live."""
         return n
 
     def place_of(self, n: int) -> int:
-        """The first place in the context that belongs to no position before `n`."""
+        """The first place in the context after those of the positions before `n`."""
         return n
 
     def rank(self, n: int) -> int:
-        """How many live positions stand before position `n`."""
+        """How many live positions are before position `n`."""
         return n
 
     def n_evaluable(self, n: int) -> int:
-        """How many of the next `n` tokens may be evaluated before something has to be done."""
+        """How many of the next `n` tokens may be evaluated before an eviction or move is due."""
         return n
 
     def extend(self, n: int) -> None:
-        """`n` more tokens were evaluated."""
+        """Account for `n` more evaluated tokens."""
 
     def truncate(self, n: int) -> None:
-        """Only the first `n` tokens are left."""
+        """Account for a cut after the first `n` tokens."""
 
     def fork(self) -> LiveSet:
         """The live set of a branch."""
         return self
 
     def give_back(self, observed: tuple[Observed, ...]) -> None:
-        """The rows that left the context with these queries are back."""
+        """Restore the queries of a sequence that was preempted and is live again."""
 
     @property
     def n_storable(self) -> int | None:
-        """How many of the first tokens have, or get, rows in the store; None: all."""
+        """How many of the first tokens have or will have rows in the store; None: all."""
         return None
 
-    def take_beginning(self) -> Beginning | None:
-        """Of a thinned sequence, once: what prefill computed of it before its first eviction."""
+    def take_exact_prefix(self) -> ExactPrefix | None:
+        """Return, once, the rows that prefill computed before the first eviction; None if there are
+        none."""
         return None
 
     def check_integrity(self, n: int) -> None:
-        """Raises AssertionError naming what does not add up for a sequence of `n` tokens."""
+        """Raise AssertionError, saying what is wrong, if this does not fit `n` tokens."""
 
 
 class Everything(LiveSet):
@@ -138,41 +140,41 @@ EVERYTHING = Everything()
 
 @dataclass(eq=False, slots=True)
 class BoundedSet(LiveSet):
-    """The live set of a chat with a budget. Arrays are replaced, never changed."""
+    """The live set of a chat with a budget. Arrays are replaced, never changed in place."""
 
     budget: LiveBudget
     policy: Retention
     kept: Positions
     """int64[m], ascending: positions of the chat that are live."""
     places: Positions
-    """int64[m], ascending: where each stands in the context."""
+    """int64[m], ascending: the place of each in the context."""
     mass: Mass
     """float32[m]: see `View.mass`."""
     recent: Mass
     """float32[m]: see `View.recent`."""
     n: int
-    """Tokens of the chat that were evaluated."""
+    """Evaluated tokens of the chat."""
     n_places: int
     """The context's length: places are below it."""
-    exact: Beginning | None = None
-    """What is known of prefill alone, until the store has it."""
+    exact: ExactPrefix | None = None
+    """The rows of prefill alone, until the store has them."""
     n_evictions: int = 0
     observed: tuple[Observed, ...] = ()
-    """Queries since the last eviction, the last ones last; for a policy that can recall the last
-    ones altogether."""
-    shelf: Shelf = field(default_factory=Shelf)
-    """Rows that may come back; always empty if the policy cannot recall."""
+    """Queries since the last eviction, ascending; for a policy that can recall, the last ones of
+    the chat whether before it or since."""
+    offloaded: OffloadedRows = field(default_factory=OffloadedRows)
+    """Rows that may be recalled; empty if the policy cannot recall."""
     n_chosen: int = 0
-    """How many tokens had been evaluated when the policy chose last."""
+    """How many tokens had been evaluated when the policy last chose."""
     failure: Exception | None = None
-    """What went wrong when it was indexed: the index is of no use any more."""
+    """The error of a failed indexing: the index can no longer be used."""
 
     @classmethod
     def whole(
         cls, budget: LiveBudget, n: int, n_places: int, config: RetentionConfig | None = None
     ) -> BoundedSet:
-        """Of a sequence whose `n` tokens are all live; `config` of its policy, None: the one for
-        its budget. Raises ValueError as `retention_config`."""
+        """The live set of a sequence whose `n` tokens are all live. config: that of its policy;
+        None: the one for its budget. Raises ValueError as `retention_config`."""
         policy = open_retention(config or retention_config(budget.policy, budget.tokens))
         every = np.arange(n, dtype=np.int64)
         zeros = np.zeros(n, np.float32)
@@ -180,30 +182,30 @@ class BoundedSet(LiveSet):
 
     @property
     def can_recall(self) -> bool:
-        """Whether what is dropped may come back."""
+        """Whether evicted positions may be recalled."""
         return self.policy.can_recall
 
     @property
-    def n_bytes_aside(self) -> int:
-        """RAM that the account takes for what is not live."""
+    def n_bytes_offloaded(self) -> int:
+        """RAM of the offloaded rows and their index."""
         index = self.policy.n_bytes if isinstance(self.policy, Recalling) else 0
-        return self.shelf.n_bytes + index
+        return self.offloaded.n_bytes + index
 
     @property
     def nbytes(self) -> int:
-        """RAM of all of it."""
+        """RAM of everything in it."""
         arrays = (self.kept, self.places, self.mass, self.recent)
         queries = sum(each.queries.nbytes for each in self.observed)
         exact = self.exact.rows.nbytes if self.exact is not None else 0
-        return sum(array.nbytes for array in arrays) + queries + exact + self.n_bytes_aside
+        return sum(array.nbytes for array in arrays) + queries + exact + self.n_bytes_offloaded
 
     @property
-    def is_thinned(self) -> bool:
-        """See LiveSet.is_thinned."""
+    def is_partial(self) -> bool:
+        """See LiveSet.is_partial."""
         return self.n_evictions > 0
 
     def n_cells(self, n: int) -> int:
-        """See LiveSet.n_cells; `n` is all of them."""
+        """See LiveSet.n_cells; `n` must be all tokens."""
         return len(self.kept)
 
     def n_evaluable(self, n: int) -> int:
@@ -217,12 +219,12 @@ class BoundedSet(LiveSet):
     @property
     def n_storable(self) -> int | None:
         """See LiveSet.n_storable."""
-        if not self.is_thinned:
+        if not self.is_partial:
             return None
         return 0 if self.exact is None else len(self.exact.ids)
 
-    def take_beginning(self) -> Beginning | None:
-        """See LiveSet.take_beginning."""
+    def take_exact_prefix(self) -> ExactPrefix | None:
+        """See LiveSet.take_exact_prefix."""
         exact, self.exact = self.exact, None
         return exact
 
@@ -232,17 +234,17 @@ class BoundedSet(LiveSet):
 
     @property
     def n_target(self) -> int:
-        """The most positions that stay at an eviction."""
+        """The most positions that an eviction leaves."""
         return self.budget.tokens - self.n_release
 
     @property
     def room(self) -> int:
-        """Tokens that may be evaluated before something has to be done."""
+        """Tokens that may be evaluated before an eviction or a move is due."""
         return min(self.budget.tokens - len(self.kept), self.n_places - self.place_next)
 
     @property
     def place_next(self) -> int:
-        """Where the next token goes in the context."""
+        """The place of the next token in the context."""
         return int(self.places[-1]) + 1 if len(self.places) else 0
 
     def rank(self, n: int) -> int:
@@ -270,10 +272,10 @@ class BoundedSet(LiveSet):
         self.n_chosen = min(self.n_chosen, n)
         self.observed = tuple(each.before(n) for each in self.observed if each.p0 < n)
         self.policy.truncate(n)
-        self.shelf = self.shelf.without(n)
+        self.offloaded = self.offloaded.without(n)
 
     def observe(self, observed: Observed, n_max: int) -> None:
-        """Keep the queries of the chat's last tokens, `n_max` of them at most."""
+        """Add queries, and keep those of at most the last `n_max` tokens."""
         kept: list[Observed] = []
         for each in reversed((*self.observed, observed)):
             if n_max <= 0:
@@ -283,8 +285,8 @@ class BoundedSet(LiveSet):
         self.observed = tuple(reversed(kept))
 
     def view(self, messages: Positions | None) -> View:
-        """What the policy sees. messages: int64[n], the message of each token of the chat; None:
-        the policy does not ask"""
+        """The view that the policy chooses by. messages: int64[n], the message of each token of the
+        chat; None if the policy does not use it"""
         return View(
             self.kept,
             self.n,
@@ -294,19 +296,19 @@ class BoundedSet(LiveSet):
         )
 
     def runs_beside(self, stay: Positions) -> list[tuple[int, int]]:
-        """[rank, rank): the runs of live positions that are not among `stay`, ascending."""
+        """The runs [rank, rank) of live positions that are not in `stay`, ascending."""
         is_gone = np.isin(self.kept, stay, assume_unique=True, invert=True)
         edges = np.flatnonzero(np.diff(np.concatenate([[False], is_gone, [False]])))
         return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
     def drop(self, stay: Positions) -> None:
-        """Only `stay`, of what is live, has not left the context."""
+        """Account for an eviction of all live positions but `stay`."""
         ranks = np.flatnonzero(np.isin(self.kept, stay, assume_unique=True))
         self.n_evictions += len(ranks) < len(self.kept)
         self._only(ranks)
 
     def recall(self, positions: Positions, places: Positions) -> None:
-        """Positions that were dropped are live again, at these places."""
+        """Account for evicted positions that are live again, at these places."""
         kept = np.concatenate([self.kept, positions])
         order = np.argsort(kept, kind="stable")
         zeros = np.zeros(len(positions), np.float32)
@@ -314,17 +316,17 @@ class BoundedSet(LiveSet):
         self.mass = np.append(self.mass, zeros)[order]
         self.recent = np.append(self.recent, zeros)[order]
 
-    def moved_together(self) -> None:
-        """The rows were moved to places without holes."""
+    def compacted(self) -> None:
+        """Account for live rows that were moved to places without holes."""
         self.places = np.arange(len(self.kept), dtype=np.int64)
         self.n_evictions += 1
 
-    def moved_down(self, shelf: Shelf) -> None:
-        """Of everything that is live or may come back only what is on `shelf` is left, at the
-        places that it has there. The keys are others: what was indexed and observed is not."""
-        self._only(np.flatnonzero(np.isin(self.kept, shelf.positions)))
-        self.places = shelf.places(self.kept)
-        self.shelf, self.observed = shelf, ()
+    def moved_down(self, offloaded: OffloadedRows) -> None:
+        """Keep only the positions in `offloaded`, live or not, at the places that they have there.
+        Their keys were rotated, so the index and the observed queries are discarded."""
+        self._only(np.flatnonzero(np.isin(self.kept, offloaded.positions)))
+        self.places = offloaded.places(self.kept)
+        self.offloaded, self.observed = offloaded, ()
         self.policy = open_retention(self.policy.config)
         self.n_evictions += 1
 
@@ -335,13 +337,13 @@ class BoundedSet(LiveSet):
 
     @property
     def n_tail(self) -> int:
-        """How many live positions stand at the end without a hole between them."""
+        """How many of the last live positions have no hole between them."""
         holes = np.flatnonzero(np.diff(self.kept) > 1)
         return len(self.kept) - (int(holes[-1]) + 1 if len(holes) else 0)
 
-    def can_go_on_from(self, n: int) -> bool:
-        """Whether the chat can go on after its first `n` tokens: the ones just before are live, as
-        after an eviction they are, and nothing is wrong with its index."""
+    def can_continue_from(self, n: int) -> bool:
+        """Whether the chat can continue after its first `n` tokens: the tokens just before are
+        live, as they are after an eviction, and its index is intact."""
         if self.failure is not None:
             return False
         window = min(n, getattr(self.policy.config, "window", 1))
@@ -349,11 +351,7 @@ class BoundedSet(LiveSet):
 
     def fork(self) -> BoundedSet:
         """See LiveSet.fork."""
-        return BoundedSet(
-            self.budget, self.policy.fork(), self.kept, self.places, self.mass, self.recent,
-            self.n, self.n_places, None, self.n_evictions, self.observed, self.shelf,
-            self.n_chosen, self.failure,
-        )  # fmt: skip
+        return replace(self, policy=self.policy.fork(), exact=None)
 
     def check_integrity(self, n: int) -> None:
         """See LiveSet.check_integrity."""
@@ -363,10 +361,10 @@ class BoundedSet(LiveSet):
         assert (np.diff(self.kept) > 0).all(), "kept positions ascend"
         assert (np.diff(self.places) > 0).all(), "places ascend"
         assert m == 0 or int(self.kept[-1]) < self.n, "a position is not evaluated yet"
-        assert self.is_thinned or m == self.n, "positions are missing of a whole sequence"
-        self.shelf.check_integrity()
-        shelved, live = np.intersect1d(self.shelf.positions, self.kept, return_indices=True)[::2]
-        assert np.array_equal(self.shelf.places(shelved), self.places[live]), "shelved elsewhere"
+        assert self.is_partial or m == self.n, "positions of a whole sequence are missing"
+        self.offloaded.check_integrity()
+        both, _, live = np.intersect1d(self.offloaded.positions, self.kept, return_indices=True)
+        assert np.array_equal(self.offloaded.places(both), self.places[live]), "offloaded places"
 
     def _only(self, ranks: npt.NDArray[np.int64]) -> None:
         self.kept, self.places = self.kept[ranks], self.places[ranks]

@@ -1,9 +1,9 @@
-"""Observer: what the attention of chats with a budget says, for the policies that go by it.
+"""Observer: measures the attention of chats with a budget, for the policies that use it.
 
 The queries of the last tokens before an eviction are tapped from the compute graph
-(`towerd.engine.embedded.longchat.taps`) and kept until then; there the mass that each live position gets
-from them is computed from the cached keys, once. Batches without such tokens are evaluated as
-without a tap. Called by the inference thread only.
+(`towerd.engine.embedded.longchat.taps`) and kept until the eviction. There the mass that each live
+position gets from them is computed once, from the cached keys. Batches without such tokens are
+evaluated as if there were no tap. Called by the inference thread only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from towerd.config import UNQUANTIZED, Config
 from towerd.engine.embedded.longchat.live_set import BoundedSet, Observed
 from towerd.engine.embedded.longchat.taps import Taps
-from towerd.engine.embedded.memory import Memory
+from towerd.engine.embedded.memory import SequenceMemory
 from towerd.engine.embedded.model.context import LlamaContext
 from towerd.engine.embedded.model.model import LlamaModel
 from towerd.engine.embedded.scheduling.job import Job
@@ -31,37 +31,37 @@ from towerd.slots.errors import StateError
 from towerd.slots.rows import KVRows
 
 QUERIES_MAX = 64
-"""Queries that one eviction goes by: the last ones before it."""
+"""Queries that one eviction uses: the last ones before it."""
 _PROBE_TOKENS = 16
 _PROBE_ERROR_MAX = 0.05
-"""Of a mass of up to 16; f16 keys explain a tenth of it."""
+"""Largest error of a mass, which is at most 16; f16 keys explain a tenth of it."""
 
 
-class Attention(NamedTuple):
-    """Of a model whose attention can be read."""
+class AttentionShape(NamedTuple):
+    """The dimensions of a model's attention."""
 
     scale: float
-    """What its scores are multiplied by before the softmax."""
+    """Factor of the scores before the softmax."""
     layers: int
     heads: int
     head_size: int
 
 
 class Observer:
-    """Queries from the taps of one context, masses from its cells."""
+    """Collects queries from the taps of one context, and computes masses from its cells."""
 
-    def __init__(self, taps: Taps, memory: Memory, attention: Attention) -> None:
-        """attention: what `check_attention` found."""
+    def __init__(self, taps: Taps, memory: SequenceMemory, attention: AttentionShape) -> None:
+        """attention: the result of `check_attention`"""
         self.attention = attention
         self._taps = taps
         self._memory = memory
         self._wanted: dict[int, tuple[int, int]] = {}
-        """[start, end) in the batch, of jobs by id."""
+        """[start, end) in the batch, by the id() of the job."""
         self._n_batch = 0
 
     def watch(self, jobs: Iterable[tuple[Job, int]]) -> None:
-        """The next batch is that of these jobs, in their order; of each the queries of so many of
-        its last tokens there are wanted."""
+        """Prepare for the batch of these (job, number of last tokens whose queries are needed), in
+        this order."""
         self._wanted, self._n_batch = {}, 0
         for job, n_wanted in jobs:
             self._n_batch += job.n_in_batch
@@ -69,50 +69,50 @@ class Observer:
                 self._wanted[id(job)] = (self._n_batch - n_wanted, self._n_batch)
         self._taps.watch(*(("Qcur",) if self._wanted else ()))
 
-    def observe(self, job: Job, retained: BoundedSet) -> None:
-        """The batch was evaluated, and the job's part of it is accounted for. Raises TowerdError
-        if the queries cannot be had."""
+    def observe(self, job: Job, live_set: BoundedSet) -> None:
+        """Collect the job's queries of the batch that was just evaluated and accounted for. Raises
+        TowerdError if they are missing."""
         start, end = self._wanted.pop(id(job), (0, 0))
         if start == end:
             return
-        # Without any layer, the first one says why there is none.
+        # If there is no layer, taking the first raises with the reason.
         taken = [self._taps.take("Qcur", layer) for layer in self._taps.layers or (0,)]
         if len(taken[0]) != self._n_batch:
             raise TowerdError("llama.cpp evaluated a batch in parts, and only the last was read.")
         queries = np.stack([each[start:end].transpose(1, 0, 2) for each in taken])
         if not self._wanted:
-            self._taps.watch()  # the queries of all layers are large: nobody may ask again for long
-        n = retained.n
-        retained.observe(Observed(n - (end - start), queries), QUERIES_MAX)
+            self._taps.watch()  # queries of all layers are large; collect none until needed
+        n = live_set.n
+        live_set.observe(Observed(n - (end - start), queries), QUERIES_MAX)
 
-    def asking(self, retained: BoundedSet, n_from: int) -> Rows:
-        """float32[layers, heads, m, head size]: the observed queries of tokens from `n_from` on,
-        which may be none, scaled so that scores are their products with keys by sqrt(head size);
-        they stay observed."""
+    def scaled_queries(self, live_set: BoundedSet, n_from: int) -> Rows:
+        """float32[layers, heads, m, head size]: the observed queries of tokens from `n_from` on (m
+        may be 0), scaled so that a score is the product with a key over sqrt(head size). The live
+        set keeps its queries."""
         a = self.attention
         found = [np.zeros((a.layers, a.heads, 0, a.head_size), np.float32)]
-        for each in retained.observed:
+        for each in live_set.observed:
             found.append(each.queries[:, :, max(0, n_from - each.p0) :])
         return np.concatenate(found, axis=2) * np.float32(a.scale * math.sqrt(a.head_size))
 
-    def measure(self, seq: LiveSeq, retained: BoundedSet) -> None:
-        """Add what the observed queries say to the account's masses; they are used up. Raises
+    def measure(self, seq: LiveSeq, live_set: BoundedSet) -> None:
+        """Add the mass from the observed queries to the live set, and clear the queries. Raises
         TowerdError if the model has computed numbers that are not finite."""
-        observed, retained.observed = retained.observed, ()
+        observed, live_set.observed = live_set.observed, ()
         if not observed:
-            retained.recent = np.zeros_like(retained.mass)
+            live_set.recent = np.zeros_like(live_set.mass)
             return
-        rows = self._memory.rows(seq.id, 0, retained.place_next)
+        rows = self._memory.rows(seq.id, 0, live_set.place_next)
         assert rows is not None
         queries = np.concatenate([each.queries for each in observed], axis=2)
         positions = np.concatenate([np.arange(each.p0, each.p1) for each in observed])
-        places = retained.places[np.searchsorted(retained.kept, positions)]
+        places = live_set.places[np.searchsorted(live_set.kept, positions)]
         try:
-            recent = _mass(queries, rows, places, retained.places, self.attention.scale)
+            recent = _mass(queries, rows, places, live_set.places, self.attention.scale)
         except ValueError as error:
             raise TowerdError(f"The attention of this chat cannot be read: {error}.") from error
-        retained.recent = recent
-        retained.mass = retained.mass + recent
+        live_set.recent = recent
+        live_set.mass = live_set.mass + recent
 
 
 def _mass(
@@ -123,11 +123,11 @@ def _mass(
     return attention_mass(queries, rows.k, name, query_places, key_places, scale)
 
 
-def check_attention(model: LlamaModel, config: Config, *, cell_ext: bool) -> Attention:
-    """This model's attention, proved on a few tokens: masses from queries and keys are those of
-    llama.cpp's own weights.
+def check_attention(model: LlamaModel, config: Config, *, cell_ext: bool) -> AttentionShape:
+    """Check on a few tokens that masses computed from queries and keys equal those of llama.cpp's
+    own weights, and return the model's dimensions.
 
-    Raises ConfigError if they are not, or cannot be compared: then no policy can go by them."""
+    Raises ConfigError if they differ or cannot be compared: then no policy can use them."""
     if config.cache_type_k not in UNQUANTIZED:
         raise ConfigError(
             f"--retention {config.retention} reads cached keys, and --cache-type-k "
@@ -149,13 +149,16 @@ def _cannot(config: Config) -> str:
     )
 
 
-def _probe(model: LlamaModel, config: Config, cell_ext: bool) -> tuple[float, Attention]:
-    """(the largest difference of a position's mass, what it was computed with)"""
+def _probe(model: LlamaModel, config: Config, cell_ext: bool) -> tuple[float, AttentionShape]:
+    """The largest error of a position's mass, and the dimensions that were used."""
     taps = Taps()
     config = replace(
-        config, flash_attn="off", cache_type_v="f16",
-        batch_size=_PROBE_TOKENS, ubatch_size=_PROBE_TOKENS,
-    )  # fmt: skip
+        config,
+        flash_attn="off",
+        cache_type_v="f16",
+        batch_size=_PROBE_TOKENS,
+        ubatch_size=_PROBE_TOKENS,
+    )
     context = LlamaContext(model, config, n_cells=256, n_seqs=1, taps=taps)
     try:
         taps.watch("Qcur", "kq_soft_max")
@@ -173,6 +176,6 @@ def _probe(model: LlamaModel, config: Config, cell_ext: bool) -> tuple[float, At
     every = np.arange(_PROBE_TOKENS, dtype=np.int64)
     found = _mass(queries, rows, every, every, scale)
     expected = weights.mean(axis=(0, 1)).sum(axis=0)[:_PROBE_TOKENS]
-    return float(np.abs(found - expected).max()), Attention(
+    return float(np.abs(found - expected).max()), AttentionShape(
         scale, len(layers), queries.shape[1], size
     )

@@ -1,12 +1,12 @@
-"""PageFile: rows of a chat that RAM has no room for, in a file without a name.
+"""PageFile: rows of a chat that RAM has no room for, in an unnamed file.
 
-The rows of a position are one record, and similar positions' records stand side by side
-(`towerd.retention.layout`), so that what is recalled together is read in few pieces:
+The rows of a position are one record. Records of similar positions are adjacent
+(`towerd.retention.layout`), so that rows that are recalled together are read in few pieces:
 
-    record    K of layer 0, 1 ... | V of layer 0, 1 ... | cell's extension, if there is one
+    record    K of layer 0, 1 ... | V of layer 0, 1 ... | extension of the cell, if any
 
-The file is gone when nobody holds on to it, at the latest with the process; each record has its
-checksum in RAM.
+The file disappears with its last reference, at the latest with the process. The checksum of each
+record is kept in RAM.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from towerd.retention import Positions
 from towerd.slots.rows import Bytes2D
 
 _BLOCK_ROWS = 256
-"""Records that are put together at a time."""
+"""Records that are assembled and written at a time."""
 _PIECES_MAX = 512
-"""Records of one read: systems refuse more than 1,024 pieces."""
+"""Records in one read: operating systems refuse more than 1,024 pieces."""
 
 
 class PagesLost(TowerdError):
-    """Rows cannot be read back: the disk fails, or gives other bytes than were written."""
+    """Rows cannot be read back: the disk fails, or returns other bytes than were written."""
 
 
 class PageFile:
-    """Records are only ever added, by one thread and while nobody reads; what is there stays as it
-    is and may be read by several threads."""
+    """An append-only file of records. One thread appends, while no other reads; several threads may
+    read."""
 
     def __init__(self, folder: Path, row_bytes: int) -> None:
-        """An empty file. Raises OSError."""
+        """Make an empty file. Raises OSError."""
         self.n = 0
         self.row_bytes = row_bytes
         with tempfile.TemporaryFile(dir=folder, prefix="pages-", buffering=0) as file:
@@ -49,8 +49,9 @@ class PageFile:
         self._sums = np.empty(0, np.uint32)
 
     def add(self, parts: tuple[Bytes2D, ...]) -> Positions:
-        """Write rows uint8[n, any], side by side in the order of `parts`; int64[n]: the numbers of
-        their records. Raises OSError, such as for a full disk; the file is then as it was."""
+        """Append records, each the concatenation of a row of every uint8[n, any] in `parts`.
+        Returns int64[n], their numbers. Raises OSError, such as for a full disk, and then changes
+        nothing."""
         numbers = np.arange(self.n, self.n + len(parts[0]))
         sums = np.empty(len(numbers), np.uint32)
         try:
@@ -60,7 +61,7 @@ class PageFile:
                 sums[span] = [zlib.crc32(row.data) for row in block]
                 self._write(block.data.cast("B"), (self.n + first) * self.row_bytes)
         except BaseException:
-            with contextlib.suppress(OSError):  # what a full disk has taken of them goes back
+            with contextlib.suppress(OSError):  # undo what a full disk has taken of them
                 os.ftruncate(self._fd, self.n_bytes)
             raise
         self._sums = np.concatenate([self._sums, sums])
@@ -69,12 +70,12 @@ class PageFile:
 
     @property
     def n_bytes(self) -> int:
-        """Of the file."""
+        """Size of the file."""
         return self.n * self.row_bytes
 
     def read(self, numbers: Positions) -> npt.NDArray[np.uint8]:
-        """uint8[m, row_bytes]: records in the order asked for, consecutive ones in one read. Raises
-        PagesLost."""
+        """uint8[m, row_bytes]: the records `numbers`, in that order; consecutive ones are read
+        together. Raises PagesLost."""
         order = np.argsort(numbers, kind="stable")
         found = np.empty((len(numbers), self.row_bytes), np.uint8)
         wanted = numbers[order]
@@ -87,14 +88,14 @@ class PageFile:
         return found
 
     def _read(self, found: npt.NDArray[np.uint8], run: Positions, numbers: Positions) -> None:
-        """Read the consecutive records that `found[run]` is for."""
+        """Read consecutive records into `found[run]`."""
         while len(run):
             pieces = [memoryview(found[i]) for i in run[:_PIECES_MAX].tolist()]
             try:
                 n_read = os.preadv(self._fd, pieces, int(numbers[run[0]]) * self.row_bytes)
             except OSError as error:
                 raise PagesLost(f"Rows of a long chat cannot be read: {error.strerror}.") from error
-            # Systems may give less than was asked for: Linux 2 GiB at once, others any amount.
+            # A read may return less than was asked for: on Linux 2 GiB, elsewhere any amount.
             n_whole = n_read // self.row_bytes
             if not n_whole:
                 raise PagesLost("The file with rows of a long chat is shorter than it was.")

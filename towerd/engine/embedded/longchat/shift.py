@@ -1,4 +1,4 @@
-"""Context shift: a chat that fills its context goes on without its oldest turns."""
+"""Context shift: a chat that fills its context continues without its oldest turns."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class ContextShift(Hook):
         job.n_prompt = min(job.n_prompt, len(job.ids))
         job.truncated = True
 
-    def begins_again(self, job: Job) -> bool:
-        """See Hook.begins_again."""
+    def restarts_shortened(self, job: Job) -> bool:
+        """See Hook.restarts_shortened."""
         return True
 
     def n_keep(self, request: GenerateRequest) -> int:
-        """How many leading tokens are spared: the request's wish, or its base."""
+        """How many leading tokens are kept: as the request says, else those of its base."""
         if request.n_keep < 0:
             return len(request.ids)
         return request.n_keep or self._tiers.base_tokens(request.ids, request.scope)

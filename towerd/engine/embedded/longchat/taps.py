@@ -1,8 +1,8 @@
 """Taps: tensors of the compute graph, copied out while llama.cpp evaluates a batch.
 
-llama.cpp asks before each node whether somebody wants its data and calls again with the data; to
-want one splits the graph there, so tap what is needed and only while it is: a batch of which
-nothing is wanted is computed as if there were no taps (ggml's `ggml-backend.cpp`, compute_splits).
+Before each node llama.cpp asks whether its data is wanted, and if so calls again with the data. A
+tap splits the graph at its node, so tap only what is needed and only while it is: a batch without
+a tapped node is computed as if there were no taps (ggml's `ggml-backend.cpp`, compute_splits).
 Names and shapes: llama.cpp `src/llama-graph.cpp` (build_attn_mha); without flash attention there
 are `kq_soft_max-<layer>` [cells, tokens, heads] and `kqv-<layer>` [head size, tokens, heads].
 """
@@ -25,7 +25,7 @@ class Taps:
     """Collects float32 tensors by name. Give it to the context, which keeps it."""
 
     def __init__(self) -> None:
-        """Watches nothing yet. Raises TowerdError for a llama.cpp whose tensors cannot be read."""
+        """Watch nothing yet. Raises TowerdError for a llama.cpp whose tensors cannot be read."""
         names = ("ggml_get_name", "ggml_nbytes", "ggml_nelements", "ggml_backend_tensor_get")
         try:
             # libllama depends on the library that has them, so one look-up finds them.
@@ -39,13 +39,13 @@ class Taps:
 
     @property
     def callback(self) -> tuple[int, int]:
-        """The addresses of what llama.cpp calls for each node, and of what it is told then."""
+        """The addresses of the callback for each node and of its user data."""
         return self._tap.callback, self._tap.user_data
 
     def take(self, name: str, layer: int) -> Values:
-        """The values of one tensor of the last batch, of the last node of that name; axes in
+        """The values of one tensor of the last batch, of the last node of that name. Axes are in
         numpy's order, the reverse of ggml's: `kq_soft_max` is [heads, tokens, cells]. Raises
-        TowerdError if there were none."""
+        TowerdError if there is no such tensor."""
         if self._tap.error:
             raise TowerdError(self._tap.error)
         try:
@@ -61,7 +61,7 @@ class Taps:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The layers that any tensor was found for."""
+        """The layers with at least one collected tensor."""
         return tuple(sorted({layer for _, layer in self._tap.places()}))
 
     def watch(self, *names: str) -> None:

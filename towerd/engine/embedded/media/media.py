@@ -1,8 +1,8 @@
-"""Pictures and sounds on their way into the context.
+"""Pictures and sounds: encoded, then evaluated in the context.
 
-llama.cpp's libmtmd encodes a medium on a thread of its own, so that other streams go on meanwhile,
-and the inference thread evaluates what that made in one step. Rows that are live or stored are
-reused like those of text, and then neither happens.
+llama.cpp's libmtmd encodes a medium on a separate thread, while other streams continue, and the
+inference thread evaluates the result in one step. Live or stored rows are reused like those of
+text, without encoding or evaluating.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from towerd.engine.base import GenerateRequest
 from towerd.engine.embedded.model.context import LlamaContext
 from towerd.engine.embedded.restore.restorer import Restorer
-from towerd.engine.embedded.scheduling.job import Job, Phase
+from towerd.engine.embedded.scheduling.job import Job, JobPhase
 from towerd.engine.embedded.scheduling.pool import LivePool
 from towerd.errors import InvalidRequest, TowerdError
 from towerd.media_ids import Span
@@ -26,17 +26,17 @@ from towerd.wire import Encoded, Medium, Projector
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """What a thread made of the medium that a job stands before, for load number `load` of it."""
+    """The encoded medium that a job stands before, for load number `load` of the job."""
 
     load: int
     span: Span
     medium: Medium | None
-    """None: the request did not bring it."""
+    """None if it did not come with the request."""
     encoded: Encoded | TowerdError | None
 
 
 class Media:
-    """Evaluates media. The inference thread's, but for `check`."""
+    """Evaluates media. Used by the inference thread only, except `check`."""
 
     def __init__(
         self,
@@ -55,7 +55,8 @@ class Media:
         self._encoding = threading.Lock()
 
     def check(self, request: GenerateRequest, ids: Ids) -> None:
-        """Raises InvalidRequest if the media among `ids` cannot be evaluated. Any thread's."""
+        """Raises InvalidRequest if the media among `ids` cannot be evaluated. May be called by
+        any thread."""
         if not (ids < 0).any():
             return
         if self._projector is None:
@@ -95,22 +96,24 @@ class Media:
                     made = error
             on_ready(job, Ready(load, span, found, made))
 
-        # A thread that ends takes llama.cpp's worker threads with it: see `core.in_passing`.
+        # A thread that ends takes llama.cpp's worker threads with it: see
+        # `core.on_short_lived_thread`.
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         self._threads.append(threading.Thread(target=work, name="towerd-encode", daemon=True))
         self._threads[-1].start()
 
     def is_stale(self, job: Job, ready: Ready) -> bool:
-        """Whether the job ended, or gave way, since the medium was to be encoded."""
+        """Whether the job ended or was preempted since the encoding began."""
         return self._is_over(job, ready.load)
 
     def _is_over(self, job: Job, load: int) -> bool:
-        return job.cancelled or job.phase is not Phase.LOADING or load != job.loads
+        return job.cancelled or job.phase is not JobPhase.LOADING or load != job.loads
 
     def evaluate(self, job: Job, ready: Ready, make_room: Callable[[int, list[Job]], bool]) -> bool:
-        """Append the rows of a medium; False: there is no room, and the job has to begin again.
+        """Append the rows of a medium; False if there is no room and the job has to begin again.
 
-        Raises TowerdError: it cannot be encoded or evaluated, or the request did not bring it."""
+        Raises TowerdError if it cannot be encoded or evaluated, or did not come with the
+        request."""
         if isinstance(ready.encoded, TowerdError):
             raise ready.encoded
         if ready.medium is None or ready.encoded is None or self._projector is None:
@@ -134,12 +137,12 @@ class Media:
         return True
 
     def close(self) -> None:
-        """Wait for what is being encoded."""
+        """Wait for running encodings."""
         for thread in self._threads:
             thread.join()
 
     def stats(self) -> dict[str, int]:
-        """Counters; may be asked by any thread."""
+        """Counters. May be called by any thread."""
         return {"media_encoded": self.n_encoded, "media_evaluated": self.n_evaluated}
 
 

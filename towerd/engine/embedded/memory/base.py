@@ -10,14 +10,14 @@ from towerd.slots.layout import KVLayout
 from towerd.slots.rows import KVRows
 
 
-class Memory(Protocol):
+class SequenceMemory(Protocol):
     """Sequences [0, n_live) are the pool's; `scratch` is the one beside them that rows pass
     through. Called by the inference thread only."""
 
     context: LlamaContext
     kind: StateKind
     layout: KVLayout
-    """Of the rows; without layers if the kind has none."""
+    """Layout of the rows; without layers if the kind has no rows."""
     tail: bytes
     """What a blob of rows must end with."""
     n_live: int
@@ -32,7 +32,7 @@ class Memory(Protocol):
         ...
 
     def can_branch(self, seq: int, n: int) -> bool:
-        """Whether the first `n` positions of a sequence are all there to go on from."""
+        """Whether all of the first `n` positions of a sequence are there to continue from."""
         ...
 
     def protect(self, seq: int, n: int, n_more: int) -> None:

@@ -1,4 +1,4 @@
-"""Which memory a model has: what llama.cpp says of it, proved on a few tokens' state."""
+"""Chooses the memory of a model by what llama.cpp says, and checks it on a few tokens' state."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import numpy as np
 
 from towerd.config import Config
-from towerd.engine.embedded.memory.base import Memory
+from towerd.engine.embedded.memory.base import SequenceMemory
 from towerd.engine.embedded.memory.plain import PlainMemory
 from towerd.engine.embedded.memory.stateful import (
     StatefulMemory,
@@ -28,15 +28,15 @@ log = logging.getLogger(__name__)
 
 SEQS_MAX = 256  # LLAMA_MAX_SEQ
 _STATE_RAM_SHARE = 16
-"""The live sequences' recurrent states take at most one part in this many of RAM."""
+"""The live sequences' recurrent states take at most 1 / _STATE_RAM_SHARE of RAM."""
 _NO_ROWS = KVLayout((), ())
 
 
 def n_seqs_of(model: LlamaModel, config: Config, ram_bytes: int) -> int:
     """Sequences that the context needs: the live ones, one for scratch, and a window's twins.
 
-    Of a recurrent model each has its state in memory, used or not, so there are fewer of them
-    where states are large; and of one with compressed keys each has a cache for a whole context."""
+    In a recurrent model each has its state in memory, used or not, so there are fewer of them
+    if states are large. With compressed keys each has a cache for a whole context."""
     if model.is_compressed:
         return min(SEQS_MAX, config.parallel + 1)
     if model.is_recurrent or model.is_hybrid:
@@ -58,7 +58,7 @@ def state_bytes(model: LlamaModel, config: Config) -> int:
         context.close()
 
 
-def open_memory(context: LlamaContext, model: LlamaModel) -> Memory:
+def open_memory(context: LlamaContext, model: LlamaModel) -> SequenceMemory:
     """The memory of a fresh context, which decodes a few tokens for it and is empty again.
 
     Raises StateError if llama.cpp writes dense attention's state otherwise than we read it;
@@ -81,7 +81,7 @@ def open_memory(context: LlamaContext, model: LlamaModel) -> Memory:
         context.seq_rm(seq)
 
 
-def _of_rows(context: LlamaContext, model: LlamaModel, blob: Buffer, tail: bytes) -> Memory:
+def _of_rows(context: LlamaContext, model: LlamaModel, blob: Buffer, tail: bytes) -> SequenceMemory:
     """The memory whose rows are in `blob`. Raises StateError unless they emit the same bytes."""
     cell_ext, seq = model.has_cell_ext, context.n_seqs - 1
     try:

@@ -1,4 +1,4 @@
-"""Dense attention: every position's rows stand for themselves."""
+"""Dense attention: the rows of each position can be read and restored by themselves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from towerd.slots.rows import KVRows
 
 
 class PlainMemory:
-    """See `Memory`."""
+    """See `SequenceMemory`."""
 
     def __init__(
         self,
@@ -19,7 +19,7 @@ class PlainMemory:
         kind: StateKind = DENSE,
         tail: bytes = b"",
     ) -> None:
-        """tail: what stands behind the rows of an empty sequence's blob"""
+        """tail: the bytes that a blob of rows ends with"""
         self.context = context
         self.layout = layout
         self.kind = kind
@@ -37,7 +37,7 @@ class PlainMemory:
         return True
 
     def protect(self, seq: int, n: int, n_more: int) -> None:
-        """Nothing takes them."""
+        """See `SequenceMemory.protect`. No decode can take these rows."""
 
     def rows(self, seq: int, p0: int, p1: int) -> KVRows | None:
         self.context.seq_cp(seq, self.scratch, p0, p1)

@@ -1,7 +1,7 @@
 """Memories with a state that is valid at one position only: recurrent, hybrid, and whole ones.
 
 llama.cpp's `src/llama-memory-{recurrent,hybrid}.cpp`: a state cannot be cut or shortened, but it
-can be copied out, put back, and shared by sequences that go on from the same place.
+can be copied out, restored, and shared by sequences that continue from the same position.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from towerd.slots.state import PREFIX_BYTES
 
 
 class StatefulMemory(PlainMemory):
-    """See `Memory`. Of a hybrid, rows and state travel apart; of the others, the state is all."""
+    """See `SequenceMemory`. A hybrid's rows and state are stored apart; the others have only a
+    state."""
 
     @property
     def _flags(self) -> int:
@@ -34,11 +35,11 @@ class StatefulMemory(PlainMemory):
 
 
 class StreamMemory(StatefulMemory):
-    """See `Memory`: whole ones where each sequence has a cache of its own.
+    """See `SequenceMemory`. For whole states in which each sequence has a cache of its own.
 
     llama.cpp's `src/llama-kv-cache-dsv4.cpp` ends the process when asked to copy a part of a
-    sequence, and copies all of one at the next decode only, when the source may be gone or have
-    gone on. So copies are made here, of the bytes, at once."""
+    sequence, and copies a whole one only at the next decode, when the source may have changed or
+    be gone. The bytes are therefore copied here, at once."""
 
     def seq_cp(self, src: int, dst: int, p0: int = -1, p1: int = -1) -> None:
         self.context.set_state(dst, self.context.get_state(src))

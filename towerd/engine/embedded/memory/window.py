@@ -1,7 +1,7 @@
-"""Sliding-window attention beside full attention: rows that llama.cpp would give away.
+"""Sliding-window attention beside full attention: keeps rows that llama.cpp would overwrite.
 
 The window's layers have a cache of their own, here as large as the other one (`swa_full`). Two
-habits of llama.cpp stand between it and rows that can be cut at any token:
+properties of llama.cpp would keep its rows from being cut at any token:
 
 - A sequence's state leaves out window rows that the last position does not see. Read in pieces
   no longer than the window, each piece's last position sees all of it.
@@ -9,7 +9,7 @@ habits of llama.cpp stand between it and rows that can be cut at any token:
   the cell (`llama_kv_cache::find_slot`). So every live sequence has a twin that holds on to what
   is about to slide out.
 
-A row that was lost all the same shows in `pos_min`: llama.cpp then forgets everything before it.
+If a row is lost nevertheless, `pos_min` shows it: llama.cpp then forgets everything before it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from towerd.slots.rows import KVRows, join
 
 
 class WindowMemory:
-    """See `Memory`. Of the context's 2 n + 1 sequences the last n are twins."""
+    """See `SequenceMemory`. Of the context's 2 n + 1 sequences the last n are twins."""
 
     kind: StateKind = WINDOW
     tail = b""

@@ -1,9 +1,10 @@
-"""LoRA adapters: which are loaded, at what scales, and which of them a scope's rows are made under.
+"""LoRA adapters: which are loaded, their scales, and those that a scope's rows are computed under.
 
-As llama-server: each has a number, by the order of the command line, and a scale that all requests
-share until POST /lora-adapters sets another; a request may name scales of its own, and has 0 for
-what it does not name. The adapters of a request stand in its scope (`towerd.store.prefix.scope`), by the
-hashes of their files, so that a restart with other adapters or in another order uses no wrong row.
+As in llama-server, each has a number, by the order of the command line, and a scale for all
+requests that POST /lora-adapters may change. A request may name scales of its own; those it does
+not name are 0. The adapters of a request are part of its scope (`towerd.store.prefix.scope`), by
+the hashes of their files, so that a restart with other adapters or in another order uses no wrong
+row.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Adapter:
     path: Path
     hash: str
     address: int
-    """Of the `llama_adapter_lora`, which lives as long as the model."""
+    """Address of the `llama_adapter_lora`, which lives as long as the model."""
     task_name: str
     prompt_prefix: str
 
@@ -64,7 +65,7 @@ class Adapters:
         ]
 
     def set_scales(self, asked: Sequence[Any]) -> None:
-        """Take the scales that requests have from now on. Raises InvalidRequest."""
+        """Set the scales of requests from now on. Raises InvalidRequest."""
         self._scales = self._read(asked)
 
     def scope(self, tenant: str, asked: object = None) -> str:
@@ -80,7 +81,8 @@ class Adapters:
         return scope_of(tenant, ",".join(named))
 
     def adapted(self, scope: str) -> Adapted:
-        """What the rows of `scope` are made under. Raises InvalidRequest when that is not loaded."""
+        """The adapters that rows of `scope` are computed under. Raises InvalidRequest if one is not
+        loaded."""
         text = adapters_of(scope)
         if not text:
             return ()
@@ -91,7 +93,8 @@ class Adapters:
         return tuple((addresses[hash], float(scale)) for hash, _, scale in found)
 
     def _read(self, asked: Sequence[Any]) -> tuple[float, ...]:
-        """One scale for each loaded adapter; llama-server passes over what it cannot read, too."""
+        """One scale for each loaded adapter. Like llama-server, skips entries that it cannot
+        read."""
         if len(asked) > ENTRIES_MAX:
             raise InvalidRequest(f"at most {ENTRIES_MAX} LoRA adapters can be named")
         scales = [0.0] * len(self._loaded)

@@ -31,7 +31,7 @@ _FLASH_ATTN = {
     "off": lib.LLAMA_FLASH_ATTN_TYPE_DISABLED,
 }
 PARTIAL = int(lib.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
-"""Of a hybrid's state only the recurrent part."""
+"""Flag for only the recurrent part of a hybrid's state."""
 _INTERRUPTED = 2
 _U8P = ctypes.POINTER(ctypes.c_uint8)
 
@@ -45,7 +45,7 @@ class DecodeError(TowerdError):
 
 
 class Interrupted(TowerdError):
-    """Whoever evaluates a batch was asked to leave it; see `towerd.wire.Interruption`."""
+    """The evaluation of a batch was interrupted; see `towerd.wire.Interruption`."""
 
     def __init__(self) -> None:
         super().__init__("The evaluation was interrupted.")
@@ -111,7 +111,7 @@ class LlamaContext:
         # llama.cpp aborts on a batch that cannot take one token of every sequence.
         n_batch = max(config.batch_size, n_seqs)
         n_ubatch = min(config.ubatch_size, n_batch)
-        if taps is not None:  # of a batch computed in parts they would have the last part only
+        if taps is not None:  # they would have only the last part of a batch computed in parts
             n_batch = n_ubatch = max(n_ubatch, n_seqs)
         params.n_batch, params.n_ubatch = n_batch, n_ubatch
         params.n_seq_max = n_seqs
@@ -139,7 +139,7 @@ class LlamaContext:
                 f"{last_errors() or 'no reason given'}; lower --live-tokens or --ctx-size."
             )
         self.address = int(ctypes.cast(self.ptr, ctypes.c_void_p).value or 0)
-        """Of the `llama_context`."""
+        """Address of the `llama_context`."""
         self._mem = lib.llama_get_memory(self.ptr)
         self.n_vocab = int(lib.llama_vocab_n_tokens(model.vocab_ptr))
         self.n_cells = int(lib.llama_n_ctx(self.ptr))
@@ -156,7 +156,7 @@ class LlamaContext:
             self.ptr = None
 
     def decode(self) -> None:
-        """Run the batch and clear it. Raises DecodeError, 1 means that no cells were free; and
+        """Run the batch and clear it. Raises DecodeError (code 1: no free cells) and
         Interrupted."""
         self.batch.raw.n_tokens = self.batch.n
         self.batch.clear()
@@ -168,15 +168,15 @@ class LlamaContext:
             raise DecodeError(code)
 
     def apply_adapters(self) -> None:
-        """Whoever evaluates something without `decode` calls this before."""
+        """Apply the adapters in force; to be called before an evaluation that bypasses `decode`."""
         if self._adapted != self._applied:
             adapt(self.ptr, self._adapted)
             self._applied = self._adapted
 
     @contextmanager
     def adapted(self, adapted: Adapted) -> Iterator[None]:
-        """Evaluate under these LoRA adapters meanwhile; else it is under none. They are changed at
-        the next batch, which costs llama.cpp a new graph."""
+        """Evaluate under these LoRA adapters in the body, and under none after it. They are applied
+        at the next batch; a change costs llama.cpp a new graph."""
         self._adapted = adapted
         try:
             yield
@@ -190,7 +190,7 @@ class LlamaContext:
 
     @contextmanager
     def threads(self, n: int | None) -> Iterator[None]:
-        """Evaluate with `n` threads meanwhile; None: with as many as ever."""
+        """Evaluate with `n` threads in the body; None: with the context's own number."""
         if n is None:
             yield
             return

@@ -1,4 +1,4 @@
-"""Start-up of the embedded engine: load, size the context, prove the state format, fingerprint.
+"""Start-up of the embedded engine: load, size the context, check the state format, fingerprint.
 
 Everything here runs once, on a worker thread, before the first request.
 """
@@ -22,7 +22,7 @@ from towerd.engine.embedded.longchat.attention import flash_attention
 from towerd.engine.embedded.longchat.observer import Observer, check_attention
 from towerd.engine.embedded.longchat.taps import Taps
 from towerd.engine.embedded.media.projector import open_projector
-from towerd.engine.embedded.memory import Memory, n_seqs_of, open_memory
+from towerd.engine.embedded.memory import SequenceMemory, n_seqs_of, open_memory
 from towerd.engine.embedded.model.adapters import Adapters, load_adapters
 from towerd.engine.embedded.model.context import LlamaContext
 from towerd.engine.embedded.model.model import LlamaModel
@@ -47,7 +47,7 @@ T = TypeVar("T")
 N_CTX_DEFAULT_MAX = 32768
 _CELLS_ROUND = 256
 _LIVE_RAM_SHARE = 8
-"""The default live context takes at most one part in this many of RAM."""
+"""The default live context takes at most 1 / _LIVE_RAM_SHARE of RAM."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +59,14 @@ class Core:
     vocab: Vocab
     info: ModelInfo
     n_ctx: int
-    memory: Memory
+    memory: SequenceMemory
     adapters: Adapters
     why_not_spliceable: str
     """Why rows cannot be moved to another place, or "" if they can."""
     projector: Projector | None = None
-    """What media are encoded with, if the model shall take any."""
+    """Encodes media; None if the model takes none."""
     observer: Observer | None = None
-    """What reads the attention; only where the daemon was started with a policy that needs it."""
+    """Reads the attention; None unless the daemon was started with a policy that needs it."""
 
     @property
     def can_slice(self) -> bool:
@@ -85,15 +85,15 @@ class Core:
 def load_core(config: Config, catalog: Catalog) -> Core:
     """Load `config.model` (or the default); `catalog` remembers the file's hash.
 
-    Raises ModelError, ConfigError (sizes that cannot be had), StateError never: a state format
-    that fails the self-test is a ModelError that names the version."""
+    Raises ModelError, also for a state format that fails the self-test (with the version), and
+    ConfigError for sizes that are not possible."""
     model = LlamaModel(find_model(config.model), config)
     try:
         n_ctx, n_cells = _sizes(model, config)
         ram = ram_bytes()
         attention = flash_attention(config, n_head=model.n_head, n_cells=n_cells, ram_bytes=ram)
         config = replace(config, flash_attn=attention)
-        n_seqs = in_passing(lambda: n_seqs_of(model, config, ram))
+        n_seqs = on_short_lived_thread(lambda: n_seqs_of(model, config, ram))
         taps = Taps() if config.retention in WATCHING else None
         context = LlamaContext(model, config, n_cells=n_cells, n_seqs=n_seqs, taps=taps)
     except Exception:
@@ -101,10 +101,10 @@ def load_core(config: Config, catalog: Catalog) -> Core:
         raise
     try:
         vocab = Vocab(model.ptr)
-        memory = in_passing(lambda: _probe(context, model))
+        memory = on_short_lived_thread(lambda: _probe(context, model))
         observer = None if taps is None else _observer(taps, memory, model, config)
         info = _info(model, vocab, config, memory, catalog)
-        projector = in_passing(lambda: open_projector(model, config, catalog))
+        projector = on_short_lived_thread(lambda: open_projector(model, config, catalog))
         if projector is not None:
             info = replace(info, has_media=True)
         files, applied = adapter_files(config.llama_server_args)
@@ -117,13 +117,17 @@ def load_core(config: Config, catalog: Catalog) -> Core:
     return Core(model, context, vocab, info, n_ctx, memory, adapters, why_not, projector, observer)
 
 
-def _observer(taps: Taps, memory: Memory, model: LlamaModel, config: Config) -> Observer | None:
-    """None for a memory that no policy can thin, which the engine refuses in its own words."""
+def _observer(
+    taps: Taps, memory: SequenceMemory, model: LlamaModel, config: Config
+) -> Observer | None:
+    """None for a memory that cannot lose positions, which `Budgets.check` refuses."""
     if memory.kind is not DENSE:
         return None
     cell_ext = memory.layout.cell_ext
     return Observer(
-        taps, memory, in_passing(lambda: check_attention(model, config, cell_ext=cell_ext))
+        taps,
+        memory,
+        on_short_lived_thread(lambda: check_attention(model, config, cell_ext=cell_ext)),
     )
 
 
@@ -135,7 +139,7 @@ _KINDS = {
 }
 
 
-def why_not_spliceable(memory: Memory) -> str:
+def why_not_spliceable(memory: SequenceMemory) -> str:
     """Why rows cannot be moved to another place, or "" if they can."""
     if memory.kind is not DENSE:
         return f"{_KINDS[memory.kind.name]}, and only the rows of dense attention can be moved"
@@ -165,7 +169,7 @@ def _sizes(model: LlamaModel, config: Config) -> tuple[int, int]:
 
 
 def _declared_layout(model: LlamaModel, config: Config) -> KVLayout:
-    """The layout that the metadata promises; only the probe knows the real one."""
+    """The layout according to the metadata; the probe finds the real one."""
     n_head = _largest(model, "attention.head_count", 1)
     n_embd = int(model.key("embedding_length", "0"))
     head_k = int(model.key("attention.key_length", str(n_embd // max(1, n_head))))
@@ -183,12 +187,12 @@ def _declared_layout(model: LlamaModel, config: Config) -> KVLayout:
     return KVLayout((k_plane,) * n_layer, (v_plane,) * n_layer)
 
 
-def in_passing(work: Callable[[], T]) -> T:
+def on_short_lived_thread(work: Callable[[], T]) -> T:
     """Run `work`, which computes, on a thread that ends with it.
 
-    OpenMP keeps a team of threads for each thread that ever computed. With more of them than
-    cores libgomp hardly spins at a barrier any more but sleeps, and every step of the inference
-    thread takes twice as long: 26 ms instead of 12 for a token of the 100M shape on two cores
+    OpenMP keeps a team of threads for each thread that ever computed. With more threads than
+    cores libgomp sleeps at barriers instead of spinning, and every step of the inference thread
+    takes twice as long: 26 ms instead of 12 for a token of the 100M shape on two cores
     (`GOMP_SPINCOUNT` in the manual of libgomp)."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(work).result()
@@ -200,10 +204,10 @@ def _largest(model: LlamaModel, name: str, default: int) -> int:
     return max(1, *(int(value) for value in values))
 
 
-def _probe(context: LlamaContext, model: LlamaModel) -> Memory:
+def _probe(context: LlamaContext, model: LlamaModel) -> SequenceMemory:
     """Decode two tokens and check our reading of their state byte for byte.
 
-    Raises ModelError when this llama.cpp writes another format: then nothing may be stored."""
+    Raises ModelError if this llama.cpp writes another format, in which nothing may be stored."""
     seq, ids = context.n_seqs - 1, np.array([0, 0], np.int32)
     try:
         memory = open_memory(context, model)
@@ -230,13 +234,13 @@ def _info(
     model: LlamaModel,
     vocab: Vocab,
     config: Config,
-    memory: Memory,
+    memory: SequenceMemory,
     catalog: Catalog,
 ) -> ModelInfo:
     layout, n_cells = memory.layout, memory.context.n_cells
     rotated = os.environ.get("LLAMA_ATTN_ROT_DISABLE", "0") in ("", "0")
     arch = model.arch
-    if memory.kind is WHOLE:  # its bytes depend on what else only the layout says
+    if memory.kind is WHOLE:  # its bytes depend on what otherwise only the layout says
         arch = f"{arch}:{config.cache_type_k}:{config.cache_type_v}:{memory.context.v_trans:d}"
     n_head_kv = _largest(model, "attention.head_count_kv", 1)
     fingerprint = Fingerprint(

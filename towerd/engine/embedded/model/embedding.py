@@ -1,7 +1,7 @@
-"""Embeddings and rerank scores, from a context of their own beside the one that chats.
+"""Embeddings and rerank scores, from a context separate from the one for chats.
 
-Nothing of it is kept: a text is evaluated whole, alone, and forgotten. As `send_embedding` and
-`send_rerank` of llama.cpp's tools/server/server-context.cpp.
+Nothing is kept: each text is evaluated alone, as a whole, and forgotten. See `send_embedding` and
+`send_rerank` in llama.cpp's tools/server/server-context.cpp.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MAX_ABS_RANGE = 32760.0  # of an int16
 
 
 class Embedder:
-    """A context of the loaded model that gives rows instead of tokens. Make it at the start; any
+    """A context of the loaded model that gives rows instead of tokens. Make it at start-up. Any
     thread may use it."""
 
     def __init__(self, model: LlamaModel, config: Config, n_ctx: int, adapters: Adapters) -> None:
@@ -121,7 +121,8 @@ class Embedder:
 
 
 def normalized(rows: Rows, kind: int) -> Rows:
-    """`common_embd_normalize` of llama.cpp: -1 none, 0 by the largest, 2 Euclidean, else that norm."""
+    """`common_embd_normalize` of llama.cpp: -1 none, 0 by the largest, 2 Euclidean, else that
+    norm."""
     wide = np.abs(rows.astype(np.float64))
     if kind == -1:
         return rows

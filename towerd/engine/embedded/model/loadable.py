@@ -1,7 +1,7 @@
-"""Models that cannot be served, told by their metadata before llama.cpp sees the weights.
+"""Refuses models that cannot be served, by their metadata, before llama.cpp loads the weights.
 
-Some of these llama.cpp refuses with a remark meant for its own tools; with others it ends the
-process (an assertion while it loads), or loads what then has no memory of a context.
+llama.cpp refuses some of them with a message meant for its own tools. With others it ends the
+process (an assertion while it loads), or loads a model that then keeps no memory of a context.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _reason(keys: GgufKeys, arch: str) -> str:
     if keys.get(f"{arch}.attention.causal") is False:
         return (
             "reads text in both directions (an embedding or diffusion model), so it keeps no "
-            "state to go on from: serve a model that generates text from left to right"
+            "state to continue from: serve a model that generates text from left to right"
         )
     is_latent = keys.get(f"{arch}.attention.kv_lora_rank", 0) > 0
     if is_latent and not keys.get(f"{arch}.rope.dimension_count", 0):

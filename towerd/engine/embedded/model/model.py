@@ -28,11 +28,21 @@ _GGUF_MAGIC = b"GGUF"
 _MROPE_TYPES = (8, 24, 40)  # GGML_ROPE_TYPE_MROPE, _VISION, _IMROPE: more than one position a cell
 _COMPRESSED = ("deepseek4",)
 _META_VALUE_BYTES = 1 << 20
+_ROPE_KEYS = (
+    "rope.freq_base",
+    "rope.dimension_count",
+    "rope.scaling.type",
+    "rope.scaling.factor",
+    "rope.scale_linear",
+    "rope.scaling.original_context_length",
+    "rope.scaling.attn_factor",
+    "rope.scaling.yarn_log_multiplier",
+)
 
 _recent_log: deque[str] = deque(maxlen=50)
 _backend_lock = threading.Lock()
 _backend_ready = False
-_manner = threading.local()
+_log_mode = threading.local()
 
 
 def _on_log(level: int, text: bytes, _user: Any) -> None:
@@ -40,11 +50,11 @@ def _on_log(level: int, text: bytes, _user: Any) -> None:
     if not line or line == ".":
         return
     if "n_ctx_seq" in line and "n_ctx_train" in line:
-        level = 2  # sequences share the context's cells, and towerd bounds each of them
-    # llama.cpp's levels: 1 debug? 2 info, 3 warn, 4 error, 5 continuation of the line before.
+        level = 2  # sequences share the context's cells, and towerd limits each of them
+    # llama.cpp's levels: 1 debug, 2 info, 3 warn, 4 error, 5 continuation of the line before.
     if level in (3, 4):
         _recent_log.append(line)
-    if getattr(_manner, "is_quiet", False):
+    if getattr(_log_mode, "is_quiet", False):
         level = 2
     log.log({3: logging.WARNING, 4: logging.ERROR}.get(level, logging.DEBUG), line)
 
@@ -53,7 +63,7 @@ _log_callback = lib.llama_log_callback(_on_log)  # kept: llama.cpp holds the poi
 
 
 def init_backend() -> None:
-    """Initialise llama.cpp once per process and route its log into ours, from whoever had it."""
+    """Initialise llama.cpp once per process, and route its log into ours."""
     global _backend_ready
     with _backend_lock:
         lib.llama_log_set(_log_callback, ctypes.c_void_p(0))
@@ -63,18 +73,18 @@ def init_backend() -> None:
 
 
 @contextmanager
-def complaining_quietly() -> Iterator[None]:
-    """What llama.cpp complains of on this thread is logged as details meanwhile: it takes an
-    evaluation that was ended for a failure."""
-    _manner.is_quiet = True
+def demoted_log() -> Iterator[None]:
+    """Log llama.cpp's warnings and errors on this thread at debug level meanwhile: it reports an
+    interrupted evaluation as a failure."""
+    _log_mode.is_quiet = True
     try:
         yield
     finally:
-        _manner.is_quiet = False
+        _log_mode.is_quiet = False
 
 
 def last_errors() -> str:
-    """The last complaints of llama.cpp, as one line."""
+    """The last warnings and errors of llama.cpp, as one line."""
     return "; ".join(list(_recent_log)[-3:])
 
 
@@ -184,11 +194,7 @@ class LlamaModel:
 
     def rope(self, config: Config) -> dict[str, str]:
         """The RoPE parameters in force, as text, for the fingerprint."""
-        names = ("rope.freq_base", "rope.dimension_count", "rope.scaling.type",
-                 "rope.scaling.factor", "rope.scale_linear",
-                 "rope.scaling.original_context_length", "rope.scaling.attn_factor",
-                 "rope.scaling.yarn_log_multiplier")  # fmt: skip
-        rope = {name: value for name in names if (value := self.key(name))}
+        rope = {name: value for name in _ROPE_KEYS if (value := self.key(name))}
         rope["type"] = str(int(lib.llama_model_rope_type(self.ptr)))
         if config.rope_freq_base:
             rope["override.freq_base"] = repr(config.rope_freq_base)

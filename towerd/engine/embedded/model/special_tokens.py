@@ -1,8 +1,8 @@
 """The special tokens of a vocabulary, and where a text may be cut at them.
 
 llama.cpp cuts a text at its special tokens before it tokenizes what is between them, so a text may
-be tokenized in parts that begin with one. It has to be: llama.cpp walks a list of all parts so far
-for every special token that it meets, which takes a chat of 50,000 messages 8 s.
+be tokenized in parts that begin with one. This is necessary: llama.cpp walks a list of all parts so
+far for every special token that it meets, which takes 8 s for a chat of 50,000 messages.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ PART_BYTES = 4 * 1024
 _SPECIAL = lib.LLAMA_TOKEN_ATTR_CONTROL | lib.LLAMA_TOKEN_ATTR_USER_DEFINED
 _SPECIAL |= lib.LLAMA_TOKEN_ATTR_UNKNOWN
 _CUT_BYTES_MIN = 3
-"""A special token to cut at has at least so many: none that text is full of."""
+"""Shorter special tokens are not cut at: text may be full of them."""
 
 
 class SpecialTokens:
-    """Those of one vocabulary. Thread-safe."""
+    """The special tokens of one vocabulary. Thread-safe."""
 
     def __init__(self, vocab: Vocab, part_bytes: int = PART_BYTES) -> None:
         self._vocab = vocab
         self._part_bytes = part_bytes
 
     def tokenize(self, data: bytes, add_special: bool, parse_special: bool) -> Ids:
-        """As `Vocab.tokenize`, in time that grows with the text and not with its square."""
+        """As `Vocab.tokenize`, in time linear in the length of the text."""
         vocab, is_ended = self._vocab, add_special and self.are_at_the_end
         if len(data) <= self._part_bytes or not parse_special or is_ended:
             return vocab.tokenize(data, add_special, parse_special)
@@ -42,7 +42,7 @@ class SpecialTokens:
         return np.concatenate(found)
 
     def is_cut(self, data: bytes, at: int) -> bool:
-        """Whether the special token that begins at `at` is met there, whatever surrounds it: no
+        """Whether a special token begins at `at` that is recognised in any surroundings, because no
         other one overlaps it."""
         return bool(self._cut_at(data, at))
 
@@ -61,8 +61,8 @@ class SpecialTokens:
 
     @cached_property
     def is_control(self) -> npt.NDArray[np.bool_]:
-        """bool[n_vocab]: what a text can be cut at. Space at its ends could belong to others, which
-        may strip what is beside them."""
+        """bool[n_vocab]: the tokens that a text can be cut at. Tokens with space at their ends are
+        excluded: neighbours may strip it."""
         vocab, attr = self._vocab, lib.llama_vocab_get_attr
         found = np.zeros(vocab.n_vocab, np.bool_)
         for i, word in self.texts.items():
@@ -71,8 +71,7 @@ class SpecialTokens:
         return found
 
     def _parts(self, data: bytes) -> Iterator[bytes]:
-        """`data` in parts of about `part_bytes` that begin with special tokens, but for the
-        first."""
+        """`data` in parts of about `part_bytes`; all but the first begin with special tokens."""
         words = [self.texts[i] for i in np.flatnonzero(self.is_control).tolist()]
         start = seen = 0
         while len(data) - start > self._part_bytes:
@@ -113,13 +112,13 @@ class SpecialTokens:
 
     @cached_property
     def words(self) -> tuple[bytes, ...]:
-        """Their texts, each once."""
+        """The texts of the special tokens, without duplicates."""
         return tuple(set(self.texts.values()))
 
     @cached_property
     def _stripping(self) -> frozenset[bytes]:
-        """Those that take the space before them out of the text, which they cannot from a part
-        that they begin."""
+        """Special tokens that strip the space before them, which they cannot do at the start of a
+        part."""
         attr = lib.llama_vocab_get_attr
         ids = (i for i in self.texts if attr(self._vocab.ptr, i) & lib.LLAMA_TOKEN_ATTR_LSTRIP)
         return frozenset(self.texts[i] for i in ids)

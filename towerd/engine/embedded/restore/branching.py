@@ -1,4 +1,4 @@
-"""Branching: how a request goes on from what is live, or from what the store has."""
+"""Branching: how a request continues from live rows, or from those in the store."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from towerd.engine.embedded.memory import Memory
+from towerd.engine.embedded.memory import SequenceMemory
 from towerd.engine.embedded.scheduling.job import Job
 from towerd.engine.embedded.scheduling.pool import LivePool, LiveSeq
 from towerd.media_ids import whole
 from towerd.tiers.manager import Tiers
-from towerd.tiers.plan import Plan
+from towerd.tiers.plan import RestorePlan
 
 Evict = Callable[[], bool]
-"""Frees one idle sequence, or says that there is none."""
+"""Frees one idle sequence; False if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A request can go on after its first `n` tokens, which `source` has live; None: after none."""
+    """A request can continue after its first `n` tokens, which `source` has live; None if n is
+    0."""
 
     source: LiveSeq | None = None
     n: int = 0
@@ -32,28 +33,32 @@ class Branching(Protocol):
     """Called by the inference thread only."""
 
     def find(self, job: Job) -> Found:
-        """The live sequence to go on from."""
+        """The live sequence to continue from."""
         ...
 
     def open(self, job: Job, found: Found, capacity: int, evict: Evict) -> LiveSeq | None:
-        """A sequence for `capacity` tokens that begins with what was found; None if none can be
-        had now."""
+        """A sequence for `capacity` tokens that begins with what was found; None if none is
+        available now."""
         ...
 
-    def n_at_hand(self, job: Job) -> int:
+    def n_live_prefix(self, job: Job) -> int:
         """How many of the job's tokens are live."""
         ...
 
-    def plan(self, job: Job, seq: LiveSeq, stop: int) -> Plan:
-        """What the store adds to `seq` of the job's first `stop` tokens."""
+    def plan(self, job: Job, seq: LiveSeq, stop: int) -> RestorePlan:
+        """Plan what to restore after `seq`, within the job's first `stop` tokens."""
         ...
 
 
 class TokenBranching:
-    """See Branching. For memories that can be cut at any token."""
+    """The Branching of memories that can be cut at any token."""
 
     def __init__(
-        self, memory: Memory, pool: LivePool, tiers: Tiers, export: Callable[[LiveSeq], None]
+        self,
+        memory: SequenceMemory,
+        pool: LivePool,
+        tiers: Tiers,
+        export: Callable[[LiveSeq], None],
     ) -> None:
         """export: hands the rows of a sequence to the store"""
         self._memory = memory
@@ -62,8 +67,8 @@ class TokenBranching:
         self._export = export
 
     def find(self, job: Job) -> Found:
-        """See Branching.find. What was spliced into a sequence counts as long as the store has no
-        exact rows instead, and never for a prompt that is to be stored."""
+        """See Branching.find. Spliced rows count only if the store has no exact rows instead, and
+        never for a prompt that is to be precached."""
         ids, scope = job.ids[: job.n - 1], job.request.scope
         if job.request.precache is not None:
             return self.usable(job, *self._pool.best_prefix(ids, scope, unspliced=True))
@@ -75,18 +80,19 @@ class TokenBranching:
         return self.usable(job, source, n)
 
     def usable(self, job: Job, source: LiveSeq | None, n: int) -> Found:
-        """What can be used of the first `n` tokens of `source`."""
+        """The part of the first `n` tokens of `source` that can be used."""
         n = whole(job.media, n)
         if source is None or (n < source.n and not self._memory.can_branch(source.id, n)):
             return NOTHING_FOUND
         return Found(source, n)
 
-    def n_at_hand(self, job: Job) -> int:
-        """See Branching.n_at_hand."""
+    def n_live_prefix(self, job: Job) -> int:
+        """See Branching.n_live_prefix."""
         return self.find(job).n
 
     def open(self, job: Job, found: Found, capacity: int, evict: Evict) -> LiveSeq | None:
-        """See Branching.open. An idle sequence of the same scope that is found whole is taken over."""
+        """See Branching.open. An idle sequence of the same scope that is found whole is taken
+        over."""
         source, n, scope = found.source, found.n, job.request.scope
         if source is None or not n:
             return self._pool.open(scope, capacity) if self._can_open(evict) else None
@@ -101,7 +107,7 @@ class TokenBranching:
             source.busy = was_busy
         if was_busy:
             return None
-        # The only idle sequence is the source itself: keep what is shared and go on in it.
+        # The only idle sequence is the source itself: keep what is shared and continue in it.
         self._export(source)
         self._pool.truncate(source, n)
         source.scope = scope
@@ -111,10 +117,10 @@ class TokenBranching:
     def _can_open(self, evict: Evict) -> bool:
         return self._pool.can_open() or evict()
 
-    def plan(self, job: Job, seq: LiveSeq, stop: int) -> Plan:
+    def plan(self, job: Job, seq: LiveSeq, stop: int) -> RestorePlan:
         """See Branching.plan. A plan never ends within a medium."""
         if not job.request.cache_prompt:
-            return Plan.nothing()
+            return RestorePlan.nothing()
         plan = self._tiers.plan(job.ids[: whole(job.media, stop)], job.request.scope, seq.n)
         seq.n_public = plan.n_public
         n_whole = whole(job.media, seq.n + plan.n)

@@ -1,8 +1,8 @@
-"""Checkpoints: going on from boundary states, for memories that cannot be cut at any token.
+"""Checkpoints: continue from state checkpoints, for memories that cannot be cut at any token.
 
-Where the store or another sequence has a state at position p, the tokens before p need not be
-evaluated: their rows, if the memory has any, are shared or appended as always, and the state is
-put in their place behind them.
+If the store or another sequence has a state checkpoint at position p, the tokens before p need not
+be evaluated: their rows, if the memory has any, are shared or appended as always, and the state is
+restored after them.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from towerd.engine.embedded.memory import Memory
+from towerd.engine.embedded.memory import SequenceMemory
 from towerd.engine.embedded.model.context import Buffer
 from towerd.engine.embedded.restore.branching import Evict, Found
-from towerd.engine.embedded.restore.marks import plan_marks
+from towerd.engine.embedded.restore.checkpoint_positions import plan_checkpoints
 from towerd.engine.embedded.scheduling.job import Job
 from towerd.engine.embedded.scheduling.pool import LivePool, LiveSeq
 from towerd.errors import StoreError, TowerdError
-from towerd.store.segments.boundaries import Boundary
-from towerd.tiers.boundary import BoundaryTier
+from towerd.store.segments.checkpoints import StateCheckpoint
+from towerd.tiers.checkpoint_tier import CheckpointTier
 from towerd.tiers.manager import Tiers
-from towerd.tiers.plan import Plan
+from towerd.tiers.plan import RestorePlan
 from towerd.tokens import Provenance, Provenances, are_exact, are_storable, common_prefix
 
 log = logging.getLogger(__name__)
@@ -34,26 +34,27 @@ _BROKEN_MAX = 2
 
 @dataclass(frozen=True, slots=True)
 class LoadedState:
-    """A boundary state and the provenance of the tokens that it stands for without rows."""
+    """A state checkpoint, and the provenance of the tokens that it covers without rows."""
 
     data: Buffer
     provenance: Provenances
-    found: Boundary
+    found: StateCheckpoint
 
 
 class Checkpoints:
-    """See Branching. The inference thread's, but for `load`."""
+    """The Branching of memories with a state. Used by the inference thread only, except `load`."""
 
     def __init__(
         self,
-        memory: Memory,
+        memory: SequenceMemory,
         pool: LivePool,
         tiers: Tiers,
-        boundaries: BoundaryTier,
+        boundaries: CheckpointTier,
         message_ends: Collection[int],
         every: int,
     ) -> None:
-        """message_ends: tokens that end a message; every: tokens between states of a long text"""
+        """message_ends: ids of the tokens that end a message
+        every: tokens between checkpoints of a long text"""
         self.memory = memory
         self.pool = pool
         self.tiers = tiers
@@ -81,9 +82,9 @@ class Checkpoints:
                 best, best_n = seq, n
         return Found(best, best_n)
 
-    def n_at_hand(self, job: Job) -> int:
-        """See Branching.n_at_hand. Tokens after the last state count as well: no more of them come
-        by waiting for another prompt that has them."""
+    def n_live_prefix(self, job: Job) -> int:
+        """See Branching.n_live_prefix. Tokens after the last checkpoint count as well: waiting for
+        another prompt that has them would not give more of them."""
         return self.pool.best_prefix(job.ids[: job.n - 1], job.request.scope)[1]
 
     def open(self, job: Job, found: Found, capacity: int, evict: Evict) -> LiveSeq | None:
@@ -102,39 +103,40 @@ class Checkpoints:
             source.busy = was_busy
         return self._opened(job, capacity, evict)
 
-    def plan(self, job: Job, seq: LiveSeq, stop: int) -> Plan:
-        """See Branching.plan. It goes up to a position that has a state; sets the job's marks."""
+    def plan(self, job: Job, seq: LiveSeq, stop: int) -> RestorePlan:
+        """See Branching.plan. The plan ends at a position with a checkpoint. Also sets the
+        positions at which the job is to take checkpoints."""
         request, ids = job.request, job.ids[:stop]
-        plan, n_known = Plan.nothing(), 0
+        plan, n_known = RestorePlan.nothing(), 0
         if request.cache_prompt and job.n_broken < _BROKEN_MAX:
             found = self.tiers.plan(ids, request.scope, seq.n)
             seq.n_public, n_known = found.n_public, found.n_match
             end = seq.n + found.n if self.memory.kind.has_rows else found.n_match
-            boundary = self.boundaries.deepest(ids, request.scope, seq.n, end)
-            if boundary is not None:
-                plan = found.up_to(boundary)
+            checkpoint = self.boundaries.deepest(ids, request.scope, seq.n, end)
+            if checkpoint is not None:
+                plan = found.up_to(checkpoint)
         others = (s for s in self.pool if s is not seq and s.scope == seq.scope)
         live = max((common_prefix(s.tokens(), ids) for s in others), default=0)
         start = seq.n + plan.n
-        job.marks = self._marks(job, start, {n_known, live})
+        job.checkpoints_at = self._checkpoint_positions(job, start, {n_known, live})
         return plan
 
-    def load(self, plan: Plan) -> LoadedState | None:
-        """Read the state of a plan; None if it cannot be had. For any thread."""
-        found = plan.boundary
+    def load(self, plan: RestorePlan) -> LoadedState | None:
+        """Read the state of a plan; None if it cannot be read. May be called by any thread."""
+        found = plan.checkpoint
         if found is None:
             return None
         try:
             data = self.boundaries.load(found)
         except StoreError as error:
-            log.warning("a boundary state cannot be used", extra={"error": str(error)})
+            log.warning("a state checkpoint cannot be used", extra={"error": str(error)})
             return None
         n_bare = plan.n - plan.n_rows
         return LoadedState(data, np.full(n_bare, Provenance.EXACT, np.uint8), found)
 
     def attach(self, job: Job, seq: LiveSeq, state: LoadedState) -> None:
-        """Put a state behind what was loaded. Raises TowerdError if llama.cpp refuses it: then
-        another one may take its place (some fit only as many sequences as there were)."""
+        """Restore a state after the rows that were loaded. Raises TowerdError if llama.cpp refuses
+        it, and lets another take its place (some fit only as many sequences as there were)."""
         try:
             self.memory.restore(seq.id, state.data)
         except TowerdError:
@@ -154,7 +156,7 @@ class Checkpoints:
             seq.states[seq.n] = self.memory.snapshot(seq.id)
 
     def export(self, seq: LiveSeq) -> None:
-        """Hand the states taken of a sequence to the store."""
+        """Hand the checkpoints of a sequence to the store."""
         taken = {}
         for position, state in seq.states.items():
             if position <= seq.n:
@@ -182,9 +184,9 @@ class Checkpoints:
             self.pool.append(seq, source.ids[:n], source.provenance[:n])
         return seq
 
-    def _marks(self, job: Job, start: int, branches: set[int]) -> tuple[int, ...]:
+    def _checkpoint_positions(self, job: Job, start: int, branches: set[int]) -> tuple[int, ...]:
         if self.memory.kind.cut == "whole":  # as large as the conversation: its end is enough
             return ()
         ids = job.ids[: job.n_prompt]
         ends = np.flatnonzero(np.isin(ids, self._ends)) + 1
-        return plan_marks(start, len(ids), self._every, ends.tolist(), branches)
+        return plan_checkpoints(start, len(ids), self._every, ends.tolist(), branches)

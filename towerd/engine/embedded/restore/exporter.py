@@ -1,12 +1,12 @@
-"""Exporter: rows of recorded tokens that the store lacks, out of the live context.
+"""Exporter: copies the rows that the store lacks out of the live context.
 
-It costs O(delta): `seq_cp` of a range into a scratch sequence moves no bytes in a unified cache, and
-the state calls then see only that range. Called by the inference thread only.
+The cost is O(delta): `seq_cp` of a range into a scratch sequence moves no bytes in a unified cache,
+and the state calls then see only that range. Called by the inference thread only.
 """
 
 from __future__ import annotations
 
-from towerd.engine.embedded.memory import Memory
+from towerd.engine.embedded.memory import SequenceMemory
 from towerd.engine.embedded.restore.checkpoints import Checkpoints
 from towerd.engine.embedded.scheduling.pool import LiveSeq
 from towerd.tiers.manager import Tiers
@@ -14,17 +14,18 @@ from towerd.tokens import has_derived
 
 
 class Exporter:
-    """Hands rows and states to the hot tier. `checkpoints` is there exactly if the memory has a
-    state."""
+    """Hands rows and states to the hot tier. `checkpoints` is None for a memory without a state."""
 
-    def __init__(self, memory: Memory, tiers: Tiers, checkpoints: Checkpoints | None) -> None:
+    def __init__(
+        self, memory: SequenceMemory, tiers: Tiers, checkpoints: Checkpoints | None
+    ) -> None:
         self.bytes_out = 0
         self._memory = memory
         self._tiers = tiers
         self._checkpoints = checkpoints
 
     def export(self, seq: LiveSeq) -> None:
-        """Hand over what the store lacks of a sequence."""
+        """Hand over the rows and states of a sequence that the store lacks."""
         seq.dirty = False
         if not seq.n:
             return
@@ -32,8 +33,8 @@ class Exporter:
             self._checkpoints.export(seq)
         if not self._memory.kind.has_rows:
             return
-        if seq.is_thinned:
-            self._export_beginning(seq)
+        if seq.is_partial:
+            self._export_exact_prefix(seq)
             return
         provenance = seq.provenance[: seq.n]
         for gap in self._tiers.gaps(seq.tokens(), seq.scope, provenance):
@@ -44,10 +45,10 @@ class Exporter:
             derived = has_derived(provenance[gap.p0 : gap.p1])
             self._tiers.accept(gap, rows, derived=derived)
 
-    def _export_beginning(self, seq: LiveSeq) -> None:
-        """Of a thinned sequence only the rows from before its first eviction are what prefill
-        computes; of the tokens after it the store has the ids alone."""
-        exact = seq.live_set.take_beginning()
+    def _export_exact_prefix(self, seq: LiveSeq) -> None:
+        """Export the rows of a partial sequence from before its first eviction: only these are what
+        prefill computes. Of later tokens the store has the ids alone."""
+        exact = seq.live_set.take_exact_prefix()
         if exact is None:
             return
         ids, provenance, rows = exact.ids, exact.provenance, exact.rows

@@ -1,4 +1,4 @@
-"""EmbeddedModules: measures texts that are to be spliced in, in steps between those of requests."""
+"""EmbeddedModules: measures texts to be spliced in, in steps between those of requests."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import numpy as np
 from towerd.drift import Drift
 from towerd.engine.embedded.calibration.calibrate import calibration_text
 from towerd.engine.embedded.calibration.splice_meter import (
-    Line,
+    MeasuredSequence,
     SpliceMeter,
-    StepLine,
+    SteppedSequence,
     choose,
     make_cases,
 )
@@ -25,14 +25,14 @@ from towerd.engine.embedded.restore.splice import Splicer
 from towerd.engine.embedded.scheduling.scheduler import Scheduler
 from towerd.errors import Unavailable
 from towerd.store.prefix.module import Module, Spans
-from towerd.tiers.formats.calibration import Sample, allows
+from towerd.tiers.formats.calibration import DriftSample, allows
 from towerd.tiers.module_text import PERCENTS_MORE, check_length
 from towerd.tokens import Ids, ids_bytes
 
 T = TypeVar("T")
 
 _STEP_S = 0.25
-"""What a step may take: streams that run wait for it."""
+"""How long a step may take: running streams wait for it."""
 _WAIT_S = 0.1
 """How long to wait before asking again whether there is room for a step."""
 
@@ -46,7 +46,7 @@ class EmbeddedModules:
         self._splicer = splicer
         self._stop = threading.Event()
         self._one = threading.Lock()
-        """Held by the measurement that runs; others wait."""
+        """Held by the running measurement; others wait."""
 
     def close(self) -> None:
         """End a running measurement at its next step."""
@@ -70,7 +70,7 @@ class EmbeddedModules:
             given_up.set()
 
     def _head(self) -> Ids:
-        """What every prompt begins with."""
+        """The tokens that every prompt begins with: BOS, or none."""
         vocab = self._core.vocab
         return np.array([vocab.bos_id] if vocab.add_bos else [], np.int32)
 
@@ -83,8 +83,8 @@ class EmbeddedModules:
             def step(work: Callable[[], T], n_cells: int) -> T:
                 return self._step(work, n_cells, given_up)
 
-            def line() -> Line:
-                return StepLine(scratch, run_step=step, step_s=_STEP_S)
+            def line() -> MeasuredSequence:
+                return SteppedSequence(scratch, run_step=step, step_s=_STEP_S)
 
             rot_k = core.info.fingerprint.rot_k
             rope, shapes = self._splicer.check(), other_shapes(core.context)
@@ -92,14 +92,13 @@ class EmbeddedModules:
             meter.prepare(make_cases(text, head, len(ids), core.n_ctx))
             spans, cost = within(meter, percent, self._splicer.fidelity)
         digest = hashlib.blake2b(ids_bytes(ids), digest_size=32).hexdigest()
-        return Module(
-            len(head), digest, percent, spans, cost.kl, cost.top1,
-            meter.floor.kl, self._splicer.fidelity,
-        )  # fmt: skip
+        fidelity = self._splicer.fidelity
+        costs = cost.kl, cost.top1, meter.floor.kl
+        return Module(len(head), digest, percent, spans, *costs, fidelity)
 
     def _step(self, work: Callable[[], T], n_cells: int, given_up: threading.Event) -> T:
         """Run `work` on the inference thread once `n_cells` cells are free. Raises Unavailable
-        when the daemon closes or nobody waits for the result any more."""
+        when the daemon closes or the caller no longer waits for the result."""
         while not (self._stop.is_set() or given_up.is_set()):
             answer = self._scheduler.call(lambda: self._if_room(work, n_cells)).result()
             if answer:
@@ -108,14 +107,14 @@ class EmbeddedModules:
         raise Unavailable("The measurement of a module was ended; precache it again.")
 
     def _if_room(self, work: Callable[[], T], n_cells: int) -> tuple[T] | None:
-        """On the inference thread: None while requests hold the cells."""
+        """Run `work` on the inference thread; None while requests hold the cells."""
         while self._scheduler.pool.cells_free < n_cells:
             if not self._scheduler.idle.evict_one():
                 return None
         return (work(),)
 
 
-def within(meter: SpliceMeter, percent: float, fidelity: str) -> tuple[Spans, Sample]:
+def within(meter: SpliceMeter, percent: float, fidelity: str) -> tuple[Spans, DriftSample]:
     """The tokens to evaluate again, and what splicing the others in costs: `percent` of all, or
     the first larger share whose drift `fidelity` allows; the last one tried if there is none.
 

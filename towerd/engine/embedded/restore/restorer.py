@@ -1,7 +1,7 @@
-"""Restorer: makes what is known of a prompt live.
+"""Restorer: makes the known prefix of a prompt live.
 
-What is live is shared, what is stored is composed into one blob by a worker thread and appended by
-the inference thread, the rest is left to prefill. It costs O(delta): `seq_cp` of a range moves no
+Live rows are shared. Stored rows are composed into blobs by a worker thread and appended by the
+inference thread. The rest is left to prefill. The cost is O(delta): `seq_cp` of a range moves no
 bytes in a unified cache.
 """
 
@@ -15,24 +15,24 @@ from dataclasses import dataclass, replace
 
 from towerd.engine.base import Reuse
 from towerd.engine.embedded.longchat.hooks import Hooks
-from towerd.engine.embedded.memory import Memory
+from towerd.engine.embedded.memory import SequenceMemory
 from towerd.engine.embedded.model.context import Buffer
 from towerd.engine.embedded.restore.branching import NOTHING_FOUND, Branching, Evict, Found
 from towerd.engine.embedded.restore.checkpoints import Checkpoints, LoadedState
 from towerd.engine.embedded.restore.splice import Splicer
-from towerd.engine.embedded.restore.splice_pieces import Piece
-from towerd.engine.embedded.scheduling.job import Job, Phase, Saved
+from towerd.engine.embedded.restore.splice_pieces import SplicePiece
+from towerd.engine.embedded.scheduling.job import Job, JobPhase, Saved
 from towerd.engine.embedded.scheduling.pool import LivePool, LiveSeq
 from towerd.errors import TowerdError
 from towerd.media_ids import whole
 from towerd.tiers.manager import Tiers
-from towerd.tiers.plan import Composed, Plan
+from towerd.tiers.plan import Composed, RestorePlan
 from towerd.tokens import Provenances, common_prefix, count_approximate
 
 log = logging.getLogger(__name__)
 
 _SHARE_TOKENS_MIN = 32
-"""A prompt waits for another's prefill when that will give it this many tokens more."""
+"""A prompt waits for another's prefill if it gains at least this many tokens by it."""
 _BLOBS_AHEAD = 2
 """Blobs that may wait for the inference thread; more would only use memory."""
 
@@ -45,37 +45,36 @@ class Loaded:
 
     load: int
     provenance: Provenances | None
-    """What the rows of each token are; None without rows."""
+    """The provenance of each token's rows; None without rows."""
     blob: Buffer | None
     composed: Composed | None
     is_last: bool
     slot: threading.Semaphore | None = None
-    piece: Piece | None = None
-    """What was to be spliced in: `blob` has its rows, None if they cannot be had."""
-
+    piece: SplicePiece | None = None
+    """The piece to be spliced in: `blob` has its rows, or is None if they cannot be read."""
     state: LoadedState | None = None
-    """The boundary state to end the load with: `provenance` is then that of tokens without rows."""
+    """The state checkpoint that ends the load: `provenance` is then that of tokens without rows."""
     saved: Saved | None = None
     is_short: bool = False
     """Rows that were planned turned out to be damaged or gone."""
 
     @property
     def n(self) -> int:
-        """Tokens that these stand for."""
+        """Tokens that the blob or state covers."""
         return 0 if self.provenance is None else len(self.provenance)
 
 
 class RowsMissing(TowerdError):
-    """Half of what a boundary state needs came; the job has to begin again."""
+    """Only a part of the rows before a state checkpoint came; the job has to begin again."""
 
 
 class Restorer:
-    """Makes what is known of prompts live. `checkpoints` is there exactly if the memory has a
+    """Makes the known prefixes of prompts live. `checkpoints` is None for a memory without a
     state."""
 
     def __init__(
         self,
-        memory: Memory,
+        memory: SequenceMemory,
         pool: LivePool,
         tiers: Tiers,
         splicer: Splicer,
@@ -91,7 +90,7 @@ class Restorer:
         self._hooks = hooks
         self._branching = branching
         self._checkpoints = checkpoints
-        self._plans: dict[int, Plan] = {}
+        self._plans: dict[int, RestorePlan] = {}
         self._workers = ThreadPoolExecutor(2, "towerd-compose")
 
     def close(self) -> None:
@@ -99,8 +98,8 @@ class Restorer:
         self._workers.shutdown()
 
     @property
-    def can_take_back(self) -> bool:
-        """Whether rows that leave the context can be had again without evaluating them."""
+    def can_restore_evicted(self) -> bool:
+        """Whether rows that leave the context can be restored without evaluating them again."""
         return self._memory.kind.has_rows and self._tiers.hot_bytes_max > 0
 
     # ---- in ---------------------------------------------------------------------------------
@@ -109,7 +108,7 @@ class Restorer:
         """Give `job` a busy sequence holding its live prefix; set its phase and reuse.
 
         At least the last prompt token is left to decode: restored rows carry no logits.
-        `evict` frees one idle sequence or says that there is none. False: no sequence."""
+        `evict` frees one idle sequence, if there is one. Returns False if there is no sequence."""
         hook = self._hooks.of_job(job)
         seq = hook.open(job, self._find(job), capacity, evict)
         if seq is None:
@@ -120,21 +119,21 @@ class Restorer:
         self._pool.touch(seq)
         hook.enter(job, seq)
         plan = self._plan(job, seq)
-        if job.saved is None:  # else it goes on where it was
+        if job.saved is None:  # else it continues where it was
             job.splice = None
             if hook.can_splice:
                 job.splice = self._splicer.plan(job, seq, plan.n, self._workers)
             job.n_loaded_hot = job.n_loaded_warm = 0
-            if not job.t_first and not (job.gave_way and seq.is_thinned):
+            if not job.t_first and not (job.was_preempted and seq.is_partial):
                 self._report(job, seq.n, plan.n_hot, plan.n_warm, plan.n_approximate)
         elif not job.t_first and (job.splice is None or not job.splice.counted):
-            self._restate(job, job.saved.provenance)
+            self._correct_reuse(job, job.saved.provenance)
         if plan.n or job.saved is not None:
             self._plans[id(job)] = plan
-            job.phase = Phase.LOADING
+            job.phase = JobPhase.LOADING
             seq.is_whole = self._checkpoints is None
         else:
-            job.phase = Phase.PREFILL
+            job.phase = JobPhase.PREFILL
         return True
 
     def load(self, job: Job, on_loaded: Callable[[Job, Loaded | TowerdError], None]) -> None:
@@ -209,10 +208,10 @@ class Restorer:
                 try:
                     self._checkpoints.attach(job, seq, loaded.state)
                 except TowerdError as error:
-                    raise RowsMissing(f"a boundary state was refused: {error}") from error
+                    raise RowsMissing(f"a state checkpoint was refused: {error}") from error
             seq.is_whole = seq.is_whole or loaded.is_last
         except RowsMissing as error:
-            log.warning("a prompt is taken up again", extra={"reason": str(error)})
+            log.warning("a prompt begins again", extra={"reason": str(error)})
             job.n_broken += 1
             raise
         else:
@@ -222,14 +221,14 @@ class Restorer:
                 job.n_loaded_hot += loaded.composed.n_hot
                 job.n_loaded_warm += loaded.composed.n_warm
             elif loaded.is_last and not job.t_first and loaded.blob is None and not loaded.n:
-                # Rows that turned out damaged or gone are prefilled: report what really came.
+                # Rows that turned out damaged or gone are prefilled: report those that came.
                 self._report(job, job.reuse.live, job.n_loaded_hot, job.n_loaded_warm, 0)
         finally:
             self.discard(loaded)
 
-    def end_whole(self, job: Job) -> None:
-        """A load has ended: rows that came of only a part of a medium are let go again, for it is
-        evaluated as a whole. Raises RowsMissing where rows cannot be taken back."""
+    def drop_partial_medium(self, job: Job) -> None:
+        """After a load, drop rows of an incomplete medium, which is evaluated as a whole. Raises
+        RowsMissing if the memory cannot drop rows."""
         seq = job.seq
         assert seq is not None
         n = whole(job.media, seq.n)
@@ -241,13 +240,14 @@ class Restorer:
         self._pool.truncate(seq, n)
 
     def is_coming(self, job: Job, active: Iterable[Job]) -> bool:
-        """A running prompt will soon have a much longer prefix of this one live: wait for it."""
+        """Whether a running prompt will soon have a much longer prefix of this job live, so that it
+        is worth waiting for."""
         if not job.request.cache_prompt:
             return False
-        have = self.n_at_hand(job)
+        have = self.n_live_prefix(job)
         for other in active:
             if (
-                other.phase in (Phase.LOADING, Phase.PREFILL)
+                other.phase in (JobPhase.LOADING, JobPhase.PREFILL)
                 and other.request.scope == job.request.scope
             ):
                 common = common_prefix(other.ids[: self._n_sharable(other, job)], job.ids)
@@ -256,20 +256,20 @@ class Restorer:
         return False
 
     def _n_sharable(self, other: Job, job: Job) -> int:
-        """How many of the first tokens of `other` its sequence can give to `job`."""
+        """How many leading tokens of `other` its sequence can share with `job`."""
         if other.request.live == job.request.live:
             return other.n
         return self._hooks.of_job(job).n_taken(job, self._hooks.of_job(other).n_given(other))
 
     def discard(self, loaded: Loaded) -> None:
-        """Give back the buffer of rows that were attached or are not wanted any more."""
+        """Release the buffer of rows that were attached or are no longer wanted."""
         if loaded.composed is not None:
             self._tiers.recycle(loaded.composed)
         if loaded.slot is not None:
             loaded.slot.release()
 
     def _report(self, job: Job, live: int, hot: int, warm: int, n_approximate: int) -> None:
-        """Set the job's reuse; `n_approximate`: tokens, beside the live ones, that are so."""
+        """Set the job's reuse; `n_approximate`: approximate tokens beside the live ones."""
         assert job.seq is not None
         n_rest = job.n_prompt - live - hot - warm
         reuse = Reuse(live, hot, warm, n_rest, n_approximate + job.seq.n_approximate())
@@ -277,9 +277,9 @@ class Restorer:
             reuse = replace(reuse, drift=self._splicer.drift(job, job.seq, reuse))
         job.reuse = reuse
 
-    def _restate(self, job: Job, saved: Provenances) -> None:
-        """Correct the reuse of a job that gave way, maybe before all planned rows had come; from
-        here on it evaluates what it has not got. `saved`: the provenance of what it has."""
+    def _correct_reuse(self, job: Job, saved: Provenances) -> None:
+        """Correct the reuse of a preempted job, whose planned rows may not all have come: it
+        evaluates the missing ones. saved: the provenance of the tokens that it has"""
         hot, warm, live = job.n_loaded_hot, job.n_loaded_warm, job.reuse.live
         n_approximate = count_approximate(saved)
         job.reuse = replace(
@@ -291,25 +291,25 @@ class Restorer:
             drift=job.reuse.drift if n_approximate else None,
         )
 
-    def _plan(self, job: Job, seq: LiveSeq) -> Plan:
+    def _plan(self, job: Job, seq: LiveSeq) -> RestorePlan:
         n = 0 if job.saved is not None else self._hooks.of_job(job).n_loadable(job, seq)
-        return self._branching.plan(job, seq, n) if n else Plan.nothing()
+        return self._branching.plan(job, seq, n) if n else RestorePlan.nothing()
 
     def _find(self, job: Job) -> Found:
         if job.saved is not None or not job.request.cache_prompt:
             return NOTHING_FOUND
         return self._hooks.of_job(job).find(job)
 
-    def n_at_hand(self, job: Job) -> int:
-        """How many of the job's tokens it could go on from now, without what is stored."""
+    def n_live_prefix(self, job: Job) -> int:
+        """How many of its tokens the job could continue from now, stored rows not counted."""
         if job.saved is not None:
             return len(job.saved.provenance)
-        return self._hooks.of_job(job).n_at_hand(job) if job.request.cache_prompt else 0
+        return self._hooks.of_job(job).n_live_prefix(job) if job.request.cache_prompt else 0
 
     # ---- out ------------------------------------------------------------------------------
 
     def drop(self, seq: LiveSeq) -> None:
-        """Take a sequence out of the context; what nothing else has of it is kept in RAM."""
+        """Drop a sequence from the context, after its hook has saved what only it has."""
         try:
             self._hooks.of_seq(seq).leaving(seq)
         except Exception:
@@ -323,21 +323,26 @@ class Restorer:
             self._memory.protect(job.seq.id, job.seq.n, job.n_in_batch)
 
     def advanced(self, job: Job) -> None:
-        """The job's part of the batch is evaluated: take a boundary state where its prompt has one
-        of its marks."""
+        """After the job's part of the batch was evaluated, take a state checkpoint if it stands at
+        one of its positions for them."""
         self._hooks.of_job(job).after_step(job)
-        if job.seq is not None and job.seq.n in job.marks and self._checkpoints is not None:
+        if (
+            job.seq is not None
+            and job.seq.n in job.checkpoints_at
+            and self._checkpoints is not None
+        ):
             self._checkpoints.capture(job.seq)
 
     def left(self, job: Job) -> None:
-        """Give up the sequence of a job that ends while it is being loaded, if the rows that
-        came are of no use without their boundary state."""
+        """Drop the sequence of a job that ends while it is being loaded, if the rows that came are
+        useless without their state checkpoint."""
         if job.seq is not None and not job.seq.is_whole:
             self._pool.drop(job.seq)
             job.seq = None
 
     def released(self, seq: LiveSeq) -> None:
-        """Its job is recorded: it may be exported, shared, evicted; where it ends is a boundary."""
+        """Its job is recorded: it may be exported, shared, evicted. Take a checkpoint at its
+        end."""
         seq.busy = False
         seq.dirty = True
         if self._checkpoints is not None and seq.n:

@@ -1,4 +1,4 @@
-"""Scratch: one sequence that measurements evaluate in, in small steps and in chosen batches."""
+"""Scratch: a sequence in which measurements are evaluated, in small steps and chosen batches."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class RunStep(Protocol):
 
 
 def run_now(work: Callable[[], T], n_cells: int) -> T:
-    """RunStep for who owns the context alone."""
+    """The RunStep of a caller that alone uses the context."""
     return work()
 
 
 @dataclass(frozen=True, slots=True)
 class BatchShape:
-    """In which batches a continuation is evaluated, and by how many threads."""
+    """The width of the batches that evaluate a continuation, and their number of threads."""
 
     name: str
     width: int
@@ -64,7 +64,7 @@ def other_shapes(context: LlamaContext) -> tuple[BatchShape, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """Of some tokens: logits float32[n, n_vocab] and rows, each if asked for."""
+    """The result of an evaluation: logits float32[n, n_vocab] and rows, each if asked for."""
 
     logits: Logits | None
     rows: KVRows | None
@@ -121,21 +121,21 @@ class Scratch:
 
 
 class Pace:
-    """How many tokens a step may evaluate, so that it does not hold others up for long."""
+    """The number of tokens that a step may evaluate without delaying other work for long."""
 
     def __init__(
         self, step_s: float, n_max: int = NEXT_TOKENS, unit: int = _CHUNK_TOKENS_MIN
     ) -> None:
-        """step_s: how long a step may take; infinite: as long as it likes
+        """step_s: how long a step may take; may be infinite
         n_max: tokens that one step may evaluate
-        unit: a step has a multiple of so many, or `n_max`"""
+        unit: a step has a multiple of this many tokens, or `n_max`"""
         self.step_s = step_s
         self.n_max = n_max
         self.unit = min(unit, n_max)
         self.n = n_max if math.isinf(step_s) else self.unit
 
     def learn(self, n_tokens: int, seconds: float) -> None:
-        """A step of `n_tokens` took so long."""
+        """Adapt to a step of `n_tokens` that took `seconds`."""
         if not math.isinf(self.step_s):
             n = int(self.step_s * n_tokens / max(seconds, 1e-9))
             self.n = min(self.n_max, max(self.unit, n // self.unit * self.unit))

@@ -1,9 +1,9 @@
-"""Splicer: a module's stored rows at another place of a prompt than they were computed at.
+"""Splicer: uses a module's stored rows at another position than they were computed at.
 
 llama.cpp evaluates a token only at the end of its sequence, and a token's rows depend on nothing
-that comes after it. So a module is gone through from its first token to its last: runs of rows
-that stay are appended, moved to where they stand now, and the tokens between them are evaluated
-as a prompt is. What such a token sees is what it would see if all were evaluated in one go.
+that comes after it. A module is therefore processed from its first token to its last: runs of rows
+that are kept are moved to their new positions and appended, and the tokens between them are
+evaluated like a prompt. Such a token sees what it would see if all were evaluated at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from towerd.engine.base import Reuse
 from towerd.engine.embedded.model.context import Buffer
 from towerd.engine.embedded.model.core import Core
 from towerd.engine.embedded.model.model import LlamaModel
-from towerd.engine.embedded.restore.splice_pieces import Blobs, Piece, Splice
+from towerd.engine.embedded.restore.splice_pieces import Blobs, Splice, SplicePiece
 from towerd.engine.embedded.scheduling.job import Job
 from towerd.engine.embedded.scheduling.pool import LiveSeq
 from towerd.engine.rope import Running, read_rope
@@ -33,7 +33,7 @@ from towerd.slots.shift import check_rope, shift
 from towerd.store.prefix.module import Spans
 from towerd.tiers.manager import Tiers
 from towerd.tiers.module_text import TOKENS_MIN
-from towerd.tiers.modules import Modules, Placed
+from towerd.tiers.modules import Modules, PlacedModule
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Splicer:
 
     @property
     def fidelity(self) -> str:
-        """The one in force."""
+        """The fidelity in force."""
         return self._tiers.fidelity
 
     def check(self) -> Rope:
@@ -87,9 +87,9 @@ class Splicer:
         return self._rope
 
     def plan(self, job: Job, seq: LiveSeq, n_stored: int, workers: Executor) -> Splice | None:
-        """What to splice in after the `n_stored` tokens that the store adds to the live ones.
-
-        Composing begins at once, on `workers`. Prompts to be precached get exact rows only."""
+        """Plan what to splice in after the live tokens and `n_stored` tokens from the store; None
+        if there is nothing. Composing begins at once, on `workers`. Prompts to be precached get
+        exact rows only."""
         request = job.request
         if not request.cache_prompt or request.precache is not None:
             return None
@@ -101,15 +101,15 @@ class Splicer:
             runs = kept_runs(placed, start, stop)
             if sum(p1 - p0 for p0, p1 in runs) >= TOKENS_MIN // 2:
                 future = workers.submit(self._compose, placed, runs, request.scope)
-                splice.pieces += [Piece(placed, p0, p1, future) for p0, p1 in runs]
+                splice.pieces += [SplicePiece(placed, p0, p1, future) for p0, p1 in runs]
         if not splice.pieces:
             return None
-        # Others may share public tokens only as far as they are what prefill computes.
+        # Others may share public tokens only up to the first that prefill would not compute.
         seq.n_public = min(seq.n_public, splice.pieces[0].p0)
         return splice
 
-    def attached(self, job: Job, piece: Piece) -> None:
-        """The rows of `piece`, the next one, are live now."""
+    def attached(self, job: Job, piece: SplicePiece) -> None:
+        """Account for `piece`, the next one, whose rows are live now."""
         assert job.splice is not None
         job.splice.pieces.remove(piece)
         self.n_spliced += piece.n
@@ -136,8 +136,8 @@ class Splicer:
         )
 
     def drift(self, job: Job, seq: LiveSeq, reuse: Reuse) -> Drift | None:
-        """`Reuse.drift` of what is live and stored: all approximations together; None if there
-        is none or one was not measured."""
+        """The `Reuse.drift` of live and stored rows, all approximations combined; None if there is
+        none or one was not measured."""
         spliced = seq.spliced()
         n_spliced = int(np.count_nonzero(spliced))
         costs: list[Drift | None] = []
@@ -152,9 +152,11 @@ class Splicer:
         known = [cost for cost in costs if cost is not None]
         return combined(known) if costs and len(known) == len(costs) else None
 
-    def _compose(self, placed: Placed, runs: list[tuple[int, int]], scope: str) -> Blobs | None:
-        """On a worker thread: the blobs of a module's runs, None (and a warning) if not all of
-        them can be had."""
+    def _compose(
+        self, placed: PlacedModule, runs: list[tuple[int, int]], scope: str
+    ) -> Blobs | None:
+        """Compose the blobs of a module's runs, on a worker thread; None (and a warning) if one of
+        them cannot be read."""
         try:
             rope = self.check()
             rows, n_hot = self.modules.rows(placed, scope)
@@ -175,8 +177,8 @@ class Splicer:
         return np.asarray(emit_blob([moved], v_trans=self._core.context.v_trans))
 
 
-def kept_runs(placed: Placed, start: int, stop: int) -> list[tuple[int, int]]:
-    """[p0, p1) of the runs of a placed module whose rows stay, within [start, stop)."""
+def kept_runs(placed: PlacedModule, start: int, stop: int) -> list[tuple[int, int]]:
+    """The runs [p0, p1) of a placed module whose rows are kept, within [start, stop)."""
     runs = []
     for p0, p1 in complement(placed.module.spans, placed.n):
         p0, p1 = max(start, placed.at + p0), min(stop, placed.at + p1)
@@ -186,7 +188,7 @@ def kept_runs(placed: Placed, start: int, stop: int) -> list[tuple[int, int]]:
 
 
 def complement(spans: Spans, n: int) -> list[tuple[int, int]]:
-    """What `spans` leave of [0, n)."""
+    """The parts of [0, n) that are not in `spans`."""
     ends = [0, *(stop for _, stop in spans)]
     starts = [*(start for start, _ in spans), n]
     return [(p0, p1) for p0, p1 in zip(ends, starts, strict=True) if p0 < p1]

@@ -1,4 +1,4 @@
-"""What is spliced into one job's sequence: pieces of modules, with the blobs of their rows."""
+"""The pieces of modules that are spliced into one job's sequence, with the blobs of their rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from towerd.engine.embedded.model.context import Buffer
-from towerd.tiers.modules import Placed
+from towerd.tiers.modules import PlacedModule
 from towerd.tokens import Provenance, Provenances
 
 
@@ -23,10 +23,10 @@ class Blobs:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SplicePiece:
     """Tokens [p0, p1) of a prompt whose rows a module has."""
 
-    placed: Placed
+    placed: PlacedModule
     p0: int
     p1: int
     blobs: Future[Blobs | None]
@@ -37,11 +37,11 @@ class Piece:
 
     @property
     def provenance(self) -> Provenances:
-        """uint8[n] of its rows."""
+        """uint8[n]: the provenance of its rows."""
         return np.full(self.n, Provenance.SPLICED, np.uint8)
 
     def when_ready(self, tell: Callable[[Buffer | None], None]) -> None:
-        """Call `tell` with the blob, or None if it cannot be had; on any thread, maybe now."""
+        """Call `tell` with the blob, or None if it cannot be read; on any thread, maybe at once."""
 
         def done(future: Future[Blobs | None]) -> None:
             blobs = None if future.cancelled() else future.result()
@@ -52,23 +52,23 @@ class Piece:
 
 @dataclass(slots=True)
 class Splice:
-    """What is still to be spliced into one job's sequence, the first piece first."""
+    """The pieces that are still to be spliced into one job's sequence, in order."""
 
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[SplicePiece] = field(default_factory=list)
     counted: set[int] = field(default_factory=set)
-    """Where the modules begin whose drift the job's reuse has."""
+    """First positions of the modules whose drift is in the job's reuse."""
 
     @property
     def p0(self) -> int | None:
         """Where the next piece begins; up to there the job evaluates."""
         return self.pieces[0].p0 if self.pieces else None
 
-    def drop(self, placed: Placed) -> None:
+    def drop(self, placed: PlacedModule) -> None:
         """Evaluate this module instead."""
         self.pieces = [piece for piece in self.pieces if piece.placed is not placed]
 
     def abandon(self) -> None:
-        """Nothing more of it is needed."""
+        """Cancel the remaining pieces."""
         for piece in self.pieces:
             piece.blobs.cancel()
         self.pieces = []

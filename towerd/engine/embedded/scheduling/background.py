@@ -1,9 +1,9 @@
-"""Prompts that are evaluated while nobody waits for anything.
+"""Background jobs: prompts that are evaluated while the engine is otherwise idle.
 
 They run one at a time, in small steps, only into free cells, and only when nothing else runs,
-waits or is to be exported. As soon as something comes they end, in the middle of a step where the
-memory allows it, and what they have evaluated stays live for whoever can use it. Called by the
-inference thread only, but for `hurry`.
+waits or is to be exported. They end as soon as a request comes, in the middle of a step if the
+memory allows it; the tokens that they have evaluated stay live, for any request to use. Called by
+the inference thread only, except `interrupt`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from towerd.engine.embedded.longchat.live_set import EVERYTHING
-from towerd.engine.embedded.memory import Memory
+from towerd.engine.embedded.memory import SequenceMemory
 from towerd.engine.embedded.model.context import Interrupted
-from towerd.engine.embedded.model.model import complaining_quietly
+from towerd.engine.embedded.model.model import demoted_log
 from towerd.engine.embedded.restore.restorer import Restorer
 from towerd.engine.embedded.scheduling.inbox import Inbox
 from towerd.engine.embedded.scheduling.job import Job
@@ -24,28 +24,28 @@ from towerd.slots.kind import DENSE
 from towerd.wire import Interruption
 
 STEP_MS_MAX = 60.0
-"""How long one step should take: a request that comes meanwhile wastes that much work at most, or
-waits that long where a step cannot be interrupted."""
+"""How long one step should take: a request that comes meanwhile wastes at most that much work, or
+waits that long if the step cannot be interrupted."""
 _HEADROOM_CELLS = 256
 """Cells that stay free for the request that is expected next."""
 
 
 def is_background(job: Job) -> bool:
-    """Whether it gives way to every other one."""
+    """Whether a job gives way to all that are not background jobs."""
     return job.request.background
 
 
 def nothing_to_evict() -> bool:
-    """What such a job gets when it asks for room."""
+    """The `evict` of background jobs: nothing is evicted for them."""
     return False
 
 
 class Background:
-    """The queue of such jobs."""
+    """The queue of background jobs."""
 
     def __init__(
         self,
-        memory: Memory,
+        memory: SequenceMemory,
         pool: LivePool,
         restorer: Restorer,
         inbox: Inbox,
@@ -67,15 +67,15 @@ class Background:
         """Queue a job."""
         self._waiting.append(job)
 
-    def hurry(self) -> None:
-        """Something was put into the inbox that shall not wait for a step. Any thread may call
-        it."""
+    def interrupt(self) -> None:
+        """Interrupt a step of background jobs, for a command in the inbox. May be called by any
+        thread."""
         self._interruption.ask()
 
     @contextmanager
     def interruptible(self, jobs: list[Job]) -> Iterator[None]:
-        """Evaluate a batch of `jobs`; if they are background jobs, only until something hurries.
-        Raises Interrupted: the context holds what it held before."""
+        """Wraps the evaluation of a batch of `jobs`, which `interrupt` can end if they are
+        background jobs. Raises Interrupted; the context then holds what it held before."""
         if not all(is_background(job) and self._can_interrupt(job) for job in jobs):
             yield
             return
@@ -83,7 +83,7 @@ class Background:
         try:
             if not self._inbox.empty():
                 raise Interrupted
-            with complaining_quietly():
+            with demoted_log():
                 yield
         except Interrupted:
             for job in jobs:
@@ -94,13 +94,13 @@ class Background:
             self._interruption.disarm()
 
     def _can_interrupt(self, job: Job) -> bool:
-        """Whether nothing but rows at the end of its sequence comes of its evaluation."""
+        """Whether its evaluation changes nothing but the rows at the end of its sequence."""
         if self._memory.kind is not DENSE or job.seq is None:
             return False
         return job.seq.live_set is EVERYTHING
 
     def give_way(self, active: Iterable[Job]) -> None:
-        """Something else wants to run."""
+        """End the running background jobs, because a request waits."""
         for job in [job for job in active if is_background(job)]:
             self._finish(job)
 
@@ -111,10 +111,10 @@ class Background:
             self._finish(job)
 
     def next(self) -> Job | None:
-        """The next one that fits into the free cells; others end unevaluated."""
+        """The next job that fits into the free cells; those before it end unevaluated."""
         while self._waiting:
             job = self._waiting.popleft()
-            n_new = min(job.n - self._restorer.n_at_hand(job), job.n_cells)
+            n_new = min(job.n - self._restorer.n_live_prefix(job), job.n_cells)
             if n_new + _HEADROOM_CELLS <= self._pool.cells_free and self._pool.can_open():
                 return job
             self._finish(job)

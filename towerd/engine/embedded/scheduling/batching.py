@@ -1,8 +1,8 @@
-"""What goes into the next batch: every running stream's token first, then prompt chunks.
+"""Batching: fills the next batch with every running stream's token first, then prompt chunks.
 
 A prompt chunk delays the running streams by its own compute time, so while streams run its size
 follows from the measured prefill speed and a time bound; alone, a prompt gets whole batches.
-A batch is evaluated under one choice of LoRA adapters; jobs under others take turns.
+A batch is evaluated under one set of LoRA adapters; jobs under other sets take turns.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 from towerd.engine.embedded.model.adapters import Adapted
 from towerd.engine.embedded.model.context import LlamaContext
 from towerd.engine.embedded.scheduling.background import STEP_MS_MAX, is_background
-from towerd.engine.embedded.scheduling.job import Job, Phase
+from towerd.engine.embedded.scheduling.job import Job, JobPhase
 
 CHUNK_MS_MAX = 250.0
 """How long one prompt chunk may hold up the streams that run beside it."""
@@ -27,16 +27,16 @@ class Batching:
         self._tokens_max = len(context.batch.token)
         self._prefill_token_s = 0.0
         self._adapted: Adapted = ()
-        """Whose turn it was last."""
+        """The adapters of the last batch."""
 
     def fill(self, active: list[Job]) -> list[Job]:
         """Put the next step into the batch; returns the jobs that take part.
 
         Sets `in_batch` and `logits_index` (-1: no logits asked) of each, and cuts its `draft` to
-        what there is room for."""
+        the room that there is."""
         self._batch.clear()
         active = self._next_in_turn(active)
-        streams = [j for j in active if j.phase is Phase.DECODE][: self._tokens_max]
+        streams = [j for j in active if j.phase is JobPhase.DECODE][: self._tokens_max]
         for i, job in enumerate(streams, 1):
             room = self._tokens_max - self._batch.n - (len(streams) - i)
             n = min(job.n - job.n_live, room)
@@ -48,7 +48,7 @@ class Batching:
             budget = min(budget, self._chunk_tokens(CHUNK_MS_MAX))
         if any(is_background(j) for j in active):
             budget = min(budget, self._chunk_tokens(STEP_MS_MAX))
-        # Shortest first: an even share each, and what a short prompt leaves over goes on.
+        # Shortest first: each gets an even share, and what a short prompt leaves goes to the next.
         prompts.sort(key=lambda j: j.n_to_evaluate)
         taken = []
         for i, job in enumerate(prompts):
@@ -60,8 +60,8 @@ class Batching:
         return streams + taken
 
     def _next_in_turn(self, active: list[Job]) -> list[Job]:
-        """The jobs that can go on under one choice of adapters, the next one in turn."""
-        ready = [j for j in active if j.phase is Phase.DECODE or _is_prompt(j)]
+        """The jobs that can run under one set of adapters, the next one in turn."""
+        ready = [j for j in active if j.phase is JobPhase.DECODE or _is_prompt(j)]
         choices = sorted({job.adapted for job in ready})
         if choices:
             later = (each for each in choices if each > self._adapted)
@@ -94,4 +94,4 @@ class Batching:
 
 
 def _is_prompt(job: Job) -> bool:
-    return job.phase is Phase.PREFILL and job.n_to_evaluate > 0
+    return job.phase is JobPhase.PREFILL and job.n_to_evaluate > 0

@@ -1,4 +1,4 @@
-"""Endings: how jobs leave the inference thread, and what their clients are told on the way."""
+"""Endings: how jobs leave the inference thread, and the events that their clients get."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from towerd.engine.base import StopType
 from towerd.engine.embedded.restore.restorer import Restorer
-from towerd.engine.embedded.scheduling.job import Job, Phase
+from towerd.engine.embedded.scheduling.job import Job, JobPhase
 from towerd.engine.embedded.scheduling.pool import LivePool
 from towerd.errors import TowerdError
 
@@ -15,7 +15,7 @@ Events = list[tuple[Job, Any]]
 
 
 class Endings:
-    """Takes jobs off the list `active`. Called by the inference thread only."""
+    """Removes jobs from the list `active`. Called by the inference thread only."""
 
     def __init__(
         self,
@@ -32,16 +32,16 @@ class Endings:
         self._events: Events = []
 
     def emit(self, job: Job, event: Any) -> None:
-        """Tell the job's client of `event` at the end of this pass."""
+        """Deliver `event` to the job's client at the end of this pass."""
         self._events.append((job, event))
 
     def emit_progress(self, job: Job) -> None:
-        """Tell the client how far its prompt is, if it asked to be told."""
+        """Emit the progress of the job's prompt if its client asked for it."""
         if job.request.return_progress:
             self.emit(job, job.progress())
 
     def flush(self) -> None:
-        """Deliver what was emitted."""
+        """Deliver the emitted events."""
         if self._events:
             self._deliver(self._events)
             self._events = []
@@ -69,7 +69,7 @@ class Endings:
         self.emit(job, error)
 
     def release(self, job: Job) -> None:
-        """The job is recorded, or given up: its sequence is free to be used."""
+        """Free the sequence of a job that is recorded or given up."""
         seq = job.seq
         if seq is None:
             return
@@ -80,7 +80,7 @@ class Endings:
 
     def _leave(self, job: Job) -> None:
         self._restorer.left(job)
-        job.phase = Phase.DONE
+        job.phase = JobPhase.DONE
         if job in self._active:
             self._active.remove(job)
         if job.splice is not None:

@@ -1,4 +1,4 @@
-"""Live sequences that no request uses: exported, thinned out, evicted.
+"""Live sequences that no request uses: exports and evicts them.
 
 Called by the inference thread only.
 """
@@ -18,13 +18,13 @@ EXPORT_EVERY_S = 5.0
 """While streams run, dirty sequences are exported at most this often: it costs them a step."""
 IDLE_CELLS_MAX = 256
 """Cells that idle sequences keep while one request runs; n requests allow an n-th of it. On a CPU
-every step scans all cells in use for every running request, at about 1.6 us a cell (1B shape); to
-have an idle one's rows back from RAM costs 5 us, once: four tokens pay for it. Twelve chats of 700
-tokens in turn (100M shape): 13.5 ms a token with 128 cells, 19 with 1,024."""
+every step scans all cells in use for every running request, at about 1.6 us a cell (1B shape);
+restoring an idle cell's row from RAM costs 5 us once, as much as scanning it for four tokens.
+Twelve chats of 700 tokens in turn (100M shape): 13.5 ms a token with 128 cells, 19 with 1,024."""
 
 
 class IdleSequences:
-    """What happens to a sequence between its requests."""
+    """Exports and evicts sequences between their requests."""
 
     def __init__(self, pool: LivePool, restorer: Restorer, exporter: Exporter) -> None:
         self.n_exports = 0
@@ -35,12 +35,12 @@ class IdleSequences:
 
     @property
     def is_dirty(self) -> bool:
-        """Whether one of them may hold rows that the store lacks."""
+        """Whether an idle sequence may hold rows that the store lacks."""
         return any(s.dirty and not s.busy for s in self._pool)
 
     @property
     def is_export_due(self) -> bool:
-        """Whether streams that run have had `EXPORT_EVERY_S` without one."""
+        """Whether the last export is more than `EXPORT_EVERY_S` ago."""
         return time.monotonic() - self._last_export > EXPORT_EVERY_S
 
     def export_one(self) -> bool:
@@ -53,14 +53,14 @@ class IdleSequences:
         self.n_exports += 1
         return True
 
-    def thin_out(self, n_running: int) -> None:
-        """Evict one of those that would slow the running requests down by more than it saves."""
+    def evict_surplus(self, n_running: int) -> None:
+        """Evict an idle sequence if keeping it slows the running requests by more than it saves."""
         n_idle = self._pool.cells_used - self._pool.cells_busy()
-        if n_idle * n_running > IDLE_CELLS_MAX and self._restorer.can_take_back:
+        if n_idle * n_running > IDLE_CELLS_MAX and self._restorer.can_restore_evicted:
             self.evict_one()
 
     def evict_one(self) -> bool:
-        """Free the least recently used one; False when all sequences are busy."""
+        """Free the least recently used idle sequence; False when all sequences are busy."""
         seq = self._pool.idle_lru()
         if seq is None:
             return False
@@ -69,7 +69,8 @@ class IdleSequences:
         return True
 
     def _export(self, seq: LiveSeq) -> None:
-        """Rows that cannot be had must not keep a sequence, and those who want its cells."""
+        """Export `seq`. A failure is logged, so that it does not keep the sequence's cells in
+        use."""
         try:
             self._exporter.export(seq)
         except Exception:

@@ -1,4 +1,4 @@
-"""What other threads want of the inference thread."""
+"""Inbox: the commands of other threads for the inference thread."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 
 
 class Inbox(queue.SimpleQueue[Callable[[], None]]):
-    """Commands in the order they came. Anybody may put one; one thread takes and runs them."""
+    """Commands in the order they came. Any thread may put one; one thread takes and runs them."""
 
     def call(self, work: Callable[[], Any]) -> Future[Any]:
-        """What `work` will return or raise. If whoever asked leaves before, it is not run."""
+        """A future of what `work` returns or raises. If it is cancelled first, `work` is not
+        run."""
         future: Future[Any] = Future()
 
         def run() -> None:

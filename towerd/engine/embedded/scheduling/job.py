@@ -30,8 +30,8 @@ from towerd.wire import Reply
 _ROOM_MIN = 64
 
 
-class Phase(enum.Enum):
-    """Where a job stands; it only moves down this list, but for a preemption."""
+class JobPhase(enum.Enum):
+    """The phase of a job. It only moves down this list, except when the job is preempted."""
 
     WAITING = "waiting"
     LOADING = "loading"
@@ -42,8 +42,8 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A sequence that gave way: each token's provenance, the blob, the boundary states and, of a chat
-    with a budget, the queries that it had."""
+    """The sequence of a preempted job: each token's provenance, the blob, the state checkpoints
+    and, if its chat has a budget, the observed queries."""
 
     provenance: Provenances
     blob: Buffer
@@ -51,21 +51,21 @@ class Saved:
     observed: tuple[Observed, ...] = ()
 
     def give_back(self, seq: LiveSeq) -> None:
-        """`seq` has the rows again; it gets what else there was."""
+        """Give `seq`, which has the rows again, the checkpoints and queries."""
         seq.states = self.states
         seq.live_set.give_back(self.observed)
 
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """State of one request. Touched by the inference thread only, but for `cancelled`."""
+    """The state of one request. Used by the inference thread only, except `cancelled`."""
 
     request: GenerateRequest
     ids: Ids
     """int32: the prompt as evaluated (after a context shift), then every sampled token."""
     n_prompt: int
     adapted: Adapted = ()
-    """The LoRA adapters that it is evaluated under."""
+    """The LoRA adapters that it is evaluated under, with their scales."""
     truncated: bool = False
     """Shortened by a context shift: the live tokens are not the conversation's."""
     is_full: bool = False
@@ -74,7 +74,7 @@ class Job:
     """Which request of this engine it is, counted from 0; -1 while it waits."""
     slot: int = -1
     """Where GET /slots shows it."""
-    phase: Phase = Phase.WAITING
+    phase: JobPhase = JobPhase.WAITING
     cancelled: bool = False
     seq: LiveSeq | None = None
     output: Reply | None = None
@@ -84,20 +84,20 @@ class Job:
     """The sampled tokens."""
     saved: Saved | None = None
     """What a preempted job had live."""
-    gave_way: bool = False
-    """It was preempted: what it finds parked it may have evaluated itself."""
+    was_preempted: bool = False
+    """Whether it was preempted: a parked chat that it finds may then be its own."""
     media: tuple[Span, ...] = ()
     """Where media stand in its prompt, ascending."""
-    marks: tuple[int, ...] = ()
-    """Positions of its prompt, ascending, where a boundary state is to be taken."""
+    checkpoints_at: tuple[int, ...] = ()
+    """Positions of its prompt, ascending, at which a state checkpoint is to be taken."""
     n_broken: int = 0
     """Loads that ended before all planned rows had come."""
     n_begun: int = -1
-    """Where the first token stands that was evaluated for it, if its chat can recall; -1: none."""
-    was_asked: bool = False
-    """Its chat was brought what the prompt looks for."""
+    """Position of the first token that was evaluated for it, if its chat can recall; -1: none."""
+    was_recalled: bool = False
+    """Whether the rows that the prompt looks for were recalled."""
     splice: Splice | None = None
-    """What is still to be spliced into its sequence."""
+    """The pieces that are still to be spliced into its sequence."""
     loads: int = 0
     """How many loads were started; blobs of an earlier one are stale."""
     n_loaded_hot: int = 0
@@ -105,15 +105,15 @@ class Job:
     in_batch: Ids = field(default_factory=lambda: np.empty(0, np.int32))
     """Its tokens in the batch, the draft among them."""
     logits_index: int = -1
-    """Where in the batch its newest token is, whose logits are asked for, and those of the draft
-    behind it; -1: they are not."""
+    """Index in the batch of its newest token, from which on logits are asked for (for the draft as
+    well); -1: none are."""
     draft: Ids = field(default_factory=lambda: np.empty(0, np.int32))
     """int32: tokens that may follow, to be evaluated with the newest one."""
     undo: tuple[int, Buffer] | None = None
     """How many tokens were live before the draft, and their state, if that cannot be cut."""
     _room: Ids = field(default_factory=lambda: np.empty(0, np.int32))
-    """What `ids` is the beginning of, once there is a reply: a long chat is not copied at every
-    token of it."""
+    """The buffer that `ids` is a view of once there is a reply, so that a long chat is not copied
+    at every token."""
     t_submit: float = field(default_factory=time.monotonic)
     t_prompt: float = 0.0
     t_first: float = 0.0
@@ -139,17 +139,19 @@ class Job:
 
     @property
     def n_to_evaluate(self) -> int:
-        """Tokens up to the next ones to be spliced in, the next medium, the next boundary, the next
-        eviction, or the end."""
+        """Tokens up to the next splice, medium, state checkpoint or eviction, or the end."""
         stop = None if self.splice is None else self.splice.p0
         stop = self.n if stop is None else stop
         stop = min((start for start, _ in self.media if self.n_live <= start < stop), default=stop)
-        n = min((p for p in self.marks if self.n_live < p < stop), default=stop) - self.n_live
+        n = (
+            min((p for p in self.checkpoints_at if self.n_live < p < stop), default=stop)
+            - self.n_live
+        )
         return n if self.seq is None else self.seq.live_set.n_evaluable(n)
 
     @property
     def is_at_splice(self) -> bool:
-        """What comes next is not evaluated but spliced in."""
+        """Whether the next tokens are not evaluated but spliced in."""
         return self.splice is not None and self.splice.p0 == self.n_live
 
     def medium_at(self, n: int) -> Span | None:
@@ -157,7 +159,7 @@ class Job:
         return next((span for span in self.media if span[0] == n), None)
 
     def save(self, blob: Buffer) -> None:
-        """Keep what is live of it, as `blob`, before its sequence is dropped."""
+        """Save its live rows, given as `blob`, before its sequence is dropped."""
         assert self.seq is not None
         provenance, observed = self.seq.provenance[: self.n_live].copy(), self.seq.live_set.observed
         self.saved = Saved(provenance, blob, self.seq.states, observed)
@@ -173,8 +175,8 @@ class Job:
         self.reply.append(token)
 
     def n_reply_max(self, n_ctx: int) -> int:
-        """Where the reply ends at the latest. A chat that may outgrow its context would let a
-        model that never ends go on for ever: nobody gets more than a context full at once."""
+        """The most tokens of the reply. If a chat may outgrow its context, a model that never ends
+        would generate for ever: a reply is at most one context long."""
         return self.request.n_predict if self.request.n_predict > 0 else n_ctx
 
     def capacity(self, n_ctx: int) -> int:
@@ -193,7 +195,7 @@ class Job:
 
     def view(self, n_ctx: int) -> SlotView:
         """What GET /slots says of it; may be called by any thread."""
-        n_predict, runs = self.request.n_predict, self.phase is not Phase.DONE
+        n_predict, runs = self.request.n_predict, self.phase is not JobPhase.DONE
         cached = self.reuse.live + self.reuse.hot + self.reuse.warm
         return SlotView(
             id=self.slot,
@@ -235,15 +237,15 @@ class Job:
             n_cached=n_cached,
             timings=timings,
             reuse=self.reuse,
-            truncated=self.truncated or self.is_full or self._is_thinned,
+            truncated=self.truncated or self.is_full or self._is_partial,
             n_rows=self._n_rows(),
             slot=self.slot,
         )
 
     @property
-    def _is_thinned(self) -> bool:
+    def _is_partial(self) -> bool:
         """Whether a policy took tokens out of the live context."""
-        return self.seq is not None and self.seq.is_thinned
+        return self.seq is not None and self.seq.is_partial
 
     def _n_rows(self) -> int | None:
         """See `Finish.n_rows`."""

@@ -1,4 +1,4 @@
-"""The live tier: which sequences of the context hold which tokens, and who shares which cells.
+"""The live tier: which sequences of the context hold which tokens, and which cells they share.
 
 A sequence's cells are a list of runs. A run is a group of cells that were made together and is
 shared by every sequence that was branched from it:
@@ -9,8 +9,8 @@ shared by every sequence that was branched from it:
 A run belongs to all its owners and its cells are free when the last one lets go. Truncating or
 branching inside a run splits it into two (for all owners), so that a run is always whole.
 
-A sequence with a budget may be thinned: it lacks positions, and its runs are those of its live
-cells in the order of their positions. Other requests never share it.
+A sequence with a budget may be partial: it lacks positions, and its runs are those of its live
+cells in the order of their positions. It is never shared with other requests.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SeqOps(Protocol):
 
 
 @dataclass(eq=False, slots=True)
-class Run:
+class CellRun:
     """`n` cells shared by `owners` (sequence ids)."""
 
     n: int
@@ -66,21 +66,21 @@ class LiveSeq:
     """Some of its rows may not be in the store yet."""
     busy: bool = False
     is_whole: bool = True
-    """Not so while rows come in whose boundary state is still to follow."""
+    """False while rows are loaded whose state checkpoint is still to follow."""
     session: str | None = None
     last_used: int = 0
-    runs: list[Run] = field(default_factory=list)
+    runs: list[CellRun] = field(default_factory=list)
     states: dict[int, npt.NDArray[np.uint8]] = field(default_factory=dict)
-    """Boundary states taken of it that the store may lack, by position."""
+    """Its state checkpoints that the store may lack, by position."""
     provenance: Provenances = field(default_factory=lambda: np.zeros(0, np.uint8))
-    """uint8 buffer beside `ids`: what became of each token's rows on their way here."""
+    """uint8 buffer beside `ids`: how each token's rows came to be."""
     live_set: LiveSet = EVERYTHING
     """Which of its tokens are live."""
 
     @property
-    def is_thinned(self) -> bool:
-        """Whether tokens among the first `n` are not live, or not where they were."""
-        return self.live_set.is_thinned
+    def is_partial(self) -> bool:
+        """See LiveSet.is_partial."""
+        return self.live_set.is_partial
 
     @property
     def n_cells(self) -> int:
@@ -112,7 +112,7 @@ class LiveSeq:
         return np.equal(self.provenance[: self.n], Provenance.SPLICED)
 
     def n_unspliced(self) -> int:
-        """Leading tokens before anything that was spliced in."""
+        """Leading tokens before the first spliced one."""
         found = self.spliced()
         return int(found.argmax()) if found.any() else self.n
 
@@ -121,7 +121,7 @@ class LivePool:
     """Hands out sequence ids [0, n_seqs) and keeps the cell account.
 
     The owner must call `append` after every decode or state append and may rely on
-    `cells_used` being what the context really holds (`check_integrity`, and the engine's tests
+    `cells_used` being what the context holds (`check_integrity`, and the engine's tests
     against the context itself)."""
 
     def __init__(self, ops: SeqOps, *, n_seqs: int, n_cells: int) -> None:
@@ -162,17 +162,17 @@ class LivePool:
         """The sequence that shares the longest visible prefix with `ids`, and its length.
 
         Idle sequences win ties, because an idle one can be taken over without a branch.
-        unspliced: nothing from the first spliced token on counts"""
+        unspliced: count only tokens before the first spliced one"""
         best: LiveSeq | None = None
         best_n = 0
         for seq in self._live.values():
-            if seq.is_thinned:
+            if seq.is_partial:
                 continue
             limit = seq.n_visible(scope)
             if unspliced:
                 limit = min(limit, seq.n_unspliced())
             n = common_prefix(seq.ids[:limit], ids)
-            if n > best_n or (best is not None and n == best_n and is_idler(seq, best)):
+            if n > best_n or (best is not None and n == best_n and is_better_source(seq, best)):
                 best, best_n = seq, n
         return best, best_n
 
@@ -217,8 +217,8 @@ class LivePool:
         n = len(ids)
         assert 0 < n <= len(seq.ids) - seq.n, "sequence over its capacity"
         seq.ids[seq.n : seq.n + n] = ids
-        if provenance is None and seq.is_thinned:
-            seq.provenance[seq.n : seq.n + n] = Provenance.THINNED
+        if provenance is None and seq.is_partial:
+            seq.provenance[seq.n : seq.n + n] = Provenance.PARTIAL
         else:
             computed = computed_after(seq.provenance[: seq.n]) if provenance is None else provenance
             seq.provenance[seq.n : seq.n + n] = computed
@@ -229,7 +229,7 @@ class LivePool:
         if last is not None and last.owners == {seq.id}:
             last.n += n
         else:
-            seq.runs.append(Run(n, {seq.id}))
+            seq.runs.append(CellRun(n, {seq.id}))
 
     def grow(self, seq: LiveSeq, capacity: int) -> None:
         """Let `seq` hold `capacity` tokens."""
@@ -249,9 +249,9 @@ class LivePool:
         seq.n_public = min(seq.n_public, n)
         self._ops.seq_rm(seq.id, place, -1)
 
-    def thin(self, seq: LiveSeq, live: BoundedSet, stay: Positions) -> int:
-        """Drop the live tokens of `seq` that are not among `stay`; their places stay empty.
-        `live` is its live set. Returns how many these were."""
+    def evict(self, seq: LiveSeq, live: BoundedSet, stay: Positions) -> int:
+        """Evict the live tokens of `seq` that are not in `stay`; their places stay empty. `live` is
+        its live set. Returns the number of evicted tokens."""
         runs, places = live.runs_beside(stay), live.places
         if not runs:
             return 0
@@ -266,8 +266,8 @@ class LivePool:
     def recall(
         self, seq: LiveSeq, live: BoundedSet, positions: Positions, places: Positions
     ) -> None:
-        """The context has put rows of `positions`, which `seq` lacked, to its `places`. `live` is
-        its live set."""
+        """Account for rows of `positions`, which `seq` lacked, that the context has put into its
+        `places`. `live` is its live set."""
         ranks, counts = np.unique(np.searchsorted(live.kept, positions), return_counts=True)
         self._insert(seq, ranks.tolist(), counts.tolist())
         self._merge_own(seq)
@@ -280,9 +280,9 @@ class LivePool:
         self._ops.seq_rm(seq.id, -1, -1)
 
     def take(self, seq: LiveSeq, n: int) -> None:
-        """The context has put `n` cells into `seq`, which had none."""
+        """Account for `n` cells that the context has put into `seq`, which had none."""
         assert not seq.runs
-        seq.runs.append(Run(n, {seq.id}))
+        seq.runs.append(CellRun(n, {seq.id}))
         self.cells_used += n
 
     def drop(self, seq: LiveSeq) -> None:
@@ -304,8 +304,8 @@ class LivePool:
         return min(idle, key=lambda s: s.last_used, default=None)
 
     def check_integrity(self) -> None:
-        """The account adds up: raises AssertionError naming what does not."""
-        runs: dict[int, Run] = {}
+        """Raise AssertionError, saying what is wrong, if the account of cells is inconsistent."""
+        runs: dict[int, CellRun] = {}
         for seq in self._live.values():
             assert sum(r.n for r in seq.runs) == seq.n_cells, f"runs of sequence {seq.id}"
             assert 0 <= seq.n_public <= seq.n
@@ -321,16 +321,16 @@ class LivePool:
         assert sum(r.n for r in runs.values()) == self.cells_used, "cells_used"
         assert not set(self._free) & set(self._live), "a sequence is free and live"
 
-    def _let_go(self, run: Run, seq: LiveSeq) -> None:
+    def _let_go(self, run: CellRun, seq: LiveSeq) -> None:
         run.owners.discard(seq.id)
         if not run.owners:
             self.cells_used -= run.n
 
     def _cut(self, seq: LiveSeq, spans: Sequence[tuple[int, int]]) -> None:
-        """Let go of the cells [start, end) of `seq`, for each of `spans`, which ascend."""
+        """Release the cells [start, end) of `seq`, for each of `spans`, which ascend."""
         self._split_at(seq, *(cell for span in spans for cell in span))
         length, next_span = 0, 0
-        keep: list[Run] = []
+        keep: list[CellRun] = []
         for run in seq.runs:
             while next_span < len(spans) and spans[next_span][1] <= length:
                 next_span += 1
@@ -342,13 +342,13 @@ class LivePool:
         seq.runs = keep
 
     def _insert(self, seq: LiveSeq, cells: Sequence[int], counts: Sequence[int]) -> None:
-        """So many cells of its own stand before what were `cells` of `seq`, which ascend."""
+        """Insert `counts[i]` cells of its own before each of the `cells` of `seq`, which ascend."""
         self._split_at(seq, *cells)
         length, i = 0, 0
-        runs: list[Run] = []
+        runs: list[CellRun] = []
         for run in (*seq.runs, None):
             if i < len(cells) and cells[i] == length:
-                runs.append(Run(counts[i], {seq.id}))
+                runs.append(CellRun(counts[i], {seq.id}))
                 i += 1
             if run is not None:
                 runs.append(run)
@@ -356,8 +356,8 @@ class LivePool:
         seq.runs = runs
 
     def _merge_own(self, seq: LiveSeq) -> None:
-        """Neighbouring runs that only `seq` has become one."""
-        runs: list[Run] = []
+        """Merge adjacent runs that only `seq` owns."""
+        runs: list[CellRun] = []
         for run in seq.runs:
             if runs and runs[-1].owners == run.owners == {seq.id}:
                 runs[-1].n += run.n
@@ -366,10 +366,10 @@ class LivePool:
         seq.runs = runs
 
     def _split_at(self, seq: LiveSeq, *cells: int) -> None:
-        """Make `cells` of `seq`, which ascend, run boundaries, of every owner of the runs they fall
-        in.
+        """Split runs so that each of the `cells` of `seq`, which ascend, begins a run in every
+        owner.
 
-        What lies in one run lies in the same order, without anything between, in all its owners."""
+        The cells of one run are consecutive and in the same order in all its owners."""
         start, i = 0, 0
         for run in list(seq.runs):
             end, first = start + run.n, i
@@ -378,12 +378,12 @@ class LivePool:
             self._split(run, [cell - start for cell in cells[first:i] if cell > start])
             start = end
 
-    def _split(self, run: Run, lengths: Sequence[int]) -> None:
-        """Cut a run after so many of its cells each; `lengths` ascend and are less than its own."""
+    def _split(self, run: CellRun, lengths: Sequence[int]) -> None:
+        """Split a run after each of `lengths` cells, which ascend and are less than its length."""
         if not lengths:
             return
         ends = [*lengths[1:], run.n]
-        lower = [Run(end - n, set(run.owners)) for n, end in zip(lengths, ends, strict=True)]
+        lower = [CellRun(end - n, set(run.owners)) for n, end in zip(lengths, ends, strict=True)]
         run.n = lengths[0]
         for owner in run.owners:
             runs = self._live[owner].runs
@@ -391,7 +391,7 @@ class LivePool:
             runs[at:at] = lower
 
 
-def is_idler(seq: LiveSeq, other: LiveSeq) -> bool:
+def is_better_source(seq: LiveSeq, other: LiveSeq) -> bool:
     """Whether `seq` is the better of two sequences that share as much: idle before busy, then the
     shorter, then the last used."""
     return (not seq.busy, -(seq.n), seq.last_used) > (not other.busy, -(other.n), other.last_used)

@@ -19,7 +19,7 @@ from typing import Any
 from towerd.engine.base import Piece
 from towerd.engine.embedded.longchat.hooks import Hooks
 from towerd.engine.embedded.media.media import Media, Ready
-from towerd.engine.embedded.memory import Memory
+from towerd.engine.embedded.memory import SequenceMemory
 from towerd.engine.embedded.model.context import DecodeError, Interrupted, LlamaContext
 from towerd.engine.embedded.restore.exporter import Exporter
 from towerd.engine.embedded.restore.restorer import Loaded, Restorer, RowsMissing
@@ -28,9 +28,9 @@ from towerd.engine.embedded.scheduling.batching import Batching
 from towerd.engine.embedded.scheduling.endings import Endings, Events
 from towerd.engine.embedded.scheduling.idle import IdleSequences
 from towerd.engine.embedded.scheduling.inbox import Inbox
-from towerd.engine.embedded.scheduling.job import Job, Phase
+from towerd.engine.embedded.scheduling.job import Job, JobPhase
 from towerd.engine.embedded.scheduling.pool import LivePool
-from towerd.engine.embedded.scheduling.slot_table import SlotTable
+from towerd.engine.embedded.scheduling.shown_slots import ShownSlots
 from towerd.engine.embedded.scheduling.speculation import Speculator
 from towerd.errors import TowerdError, Unavailable
 
@@ -39,20 +39,20 @@ log = logging.getLogger(__name__)
 _COUNTERS = ("decode_steps", "sequences_decoded", "tokens_decoded", "preemptions")
 _INTERNAL = "Internal error in the inference thread; the daemon's log has it."
 _CLOSE_WAIT_S = 10.0
-"""How long a shutdown waits for finished turns to be recorded before it exports."""
+"""How long a shutdown waits for finished turns to be recorded before it exports their rows."""
 _CLOSE_POLL_S = 0.05
 _HEADROOM_TOKENS = 32
-"""Cells kept free for each running job at an admission, so that it does not end in preemption."""
+"""Cells kept free for each running job at an admission, to avoid preemptions."""
 
 
 class Scheduler:
-    """Runs jobs. `submit`, `cancel`, `release`, `call` and `close` may be called anywhere."""
+    """Runs jobs. `submit`, `cancel`, `release`, `call` and `close` may be called by any thread."""
 
     def __init__(
         self,
         context: LlamaContext,
         pool: LivePool,
-        memory: Memory,
+        memory: SequenceMemory,
         restorer: Restorer,
         exporter: Exporter,
         hooks: Hooks,
@@ -75,7 +75,7 @@ class Scheduler:
         self.queue_max = queue_max
         self.active: list[Job] = []
         self.waiting: deque[Job] = deque()
-        self.slots = SlotTable(parallel)
+        self.slots = ShownSlots(parallel)
         self.counters = dict.fromkeys(_COUNTERS, 0)
         self._batching = Batching(context)
         self.idle = IdleSequences(pool, restorer, exporter)
@@ -102,13 +102,13 @@ class Scheduler:
         enter = self.background.add if is_background(job) else self.waiting.append
         self._inbox.put(lambda: enter(job))
         if not is_background(job):
-            self.background.hurry()
+            self.background.interrupt()
 
     def cancel(self, job: Job) -> None:
         """Stop a job at the next step; it still ends with a Finish event."""
         job.cancelled = True
         self._inbox.put(lambda: None)
-        self.background.hurry()
+        self.background.interrupt()
 
     def release(self, job: Job) -> None:
         """The job is recorded (or given up): its sequence may be exported, shared, evicted."""
@@ -145,7 +145,7 @@ class Scheduler:
             try:
                 self._pass()
             except Exception:
-                # A bug here must cost the requests that met it, never the daemon.
+                # A bug here may end the requests that met it, never the daemon.
                 log.exception("the inference thread failed; its running requests end")
                 self._fail_all()
         while self.idle.export_one():
@@ -158,7 +158,7 @@ class Scheduler:
         self._admit()
         self._drop_cancelled()
         self._splice()
-        self.idle.thin_out(sum(not is_background(job) for job in self.active))
+        self.idle.evict_surplus(sum(not is_background(job) for job in self.active))
         stepped = self._step()
         self._endings.flush()
         if not stepped or self.idle.is_export_due:
@@ -189,7 +189,7 @@ class Scheduler:
             command()
 
     def _has_work(self) -> bool:
-        if any(j.phase in (Phase.PREFILL, Phase.DECODE) for j in self.active):
+        if any(j.phase in (JobPhase.PREFILL, JobPhase.DECODE) for j in self.active):
             return True
         may_begin = len(self.active) < self.parallel and not self._stalled
         if self.waiting and (self._closing or may_begin):
@@ -219,7 +219,9 @@ class Scheduler:
             elif not self._fits(job) or self.restorer.is_coming(job, self.active):
                 self._stalled = True
             elif not self._begin(job):
-                if is_background(job):  # nothing is evicted for it: it would be in the way for ever
+                if is_background(
+                    job
+                ):  # nothing is evicted for it: it would block the queue for ever
                     self.waiting.remove(job)
                     self._endings.finish(job, "cancelled")
                     continue
@@ -232,8 +234,8 @@ class Scheduler:
         return not busy or busy + job.n_cells + headroom <= self.pool.n_cells
 
     def _begin(self, job: Job) -> bool:
-        """Give the job a sequence with what is live and start loading what is stored. False when
-        no sequence can be had now."""
+        """Give the job a sequence with its live rows and start loading stored ones. False when no
+        sequence is available now."""
         try:
             self.hooks.of_job(job).shorten(job, self.n_ctx)
             if not job.t_prompt:
@@ -251,22 +253,22 @@ class Scheduler:
             self.slots.take(job, self.active)
         self.waiting.remove(job)
         self.active.append(job)
-        if job.phase is Phase.LOADING:
+        if job.phase is JobPhase.LOADING:
             self.restorer.load(job, self._on_loaded)
         else:
             self._endings.emit_progress(job)
         return True
 
     def _on_loaded(self, job: Job, loaded: Loaded | TowerdError) -> None:
-        """A worker thread has composed the rows of `job`, or could not."""
-        self._inbox.put(lambda: self._alone(job, lambda job: self._attach(job, loaded)))
+        """Called by a worker thread that has composed rows of `job`, or failed to."""
+        self._inbox.put(lambda: self._isolated(job, lambda job: self._attach(job, loaded)))
 
     def _attach(self, job: Job, loaded: Loaded | TowerdError) -> None:
         if isinstance(loaded, TowerdError):
-            if job.phase is Phase.LOADING:
+            if job.phase is JobPhase.LOADING:
                 self._endings.fail(job, loaded)
             return
-        if job.phase is not Phase.LOADING or loaded.load != job.loads:
+        if job.phase is not JobPhase.LOADING or loaded.load != job.loads:
             self.restorer.discard(loaded)
             return
         try:
@@ -277,14 +279,14 @@ class Scheduler:
                 return
             self.restorer.attach(job, loaded)
             if loaded.is_last:
-                self.restorer.end_whole(job)
+                self.restorer.drop_partial_medium(job)
             self._make_live_room(job)
         except TowerdError as error:
             self._requeue(job) if isinstance(error, RowsMissing) else self._endings.fail(job, error)
             return
         if not loaded.is_last:
             return
-        job.phase = Phase.PREFILL
+        job.phase = JobPhase.PREFILL
         self._endings.emit_progress(job)
 
     def _drop_cancelled(self) -> None:
@@ -295,32 +297,31 @@ class Scheduler:
     # ---- one batch --------------------------------------------------------------------------
 
     def _splice(self) -> None:
-        """Load what comes next for jobs that have evaluated their prompt up to a module, and encode
-        it for those that came to a medium."""
+        """Start loading the module, or encoding the medium, that is next in the prompt of a job."""
         for job in self.active:
-            if job.phase is Phase.PREFILL and job.is_at_splice:
-                job.phase = Phase.LOADING
+            if job.phase is JobPhase.PREFILL and job.is_at_splice:
+                job.phase = JobPhase.LOADING
                 self.restorer.splice(job, self._on_loaded)
-            elif job.phase is Phase.PREFILL and job.medium_at(job.n_live) is not None:
-                job.phase = Phase.LOADING
+            elif job.phase is JobPhase.PREFILL and job.medium_at(job.n_live) is not None:
+                job.phase = JobPhase.LOADING
                 self.media.encode(job, self._on_ready)
 
     def _on_ready(self, job: Job, ready: Ready) -> None:
-        """A medium is encoded, or could not be."""
-        self._inbox.put(lambda: self._alone(job, lambda job: self._evaluate(job, ready)))
+        """Called when a medium is encoded, or could not be."""
+        self._inbox.put(lambda: self._isolated(job, lambda job: self._evaluate(job, ready)))
 
     def _evaluate(self, job: Job, ready: Ready) -> None:
         if self.media.is_stale(job, ready):
             return
         if ready.medium is None and is_background(job):
-            self._endings.finish(job, "cancelled")  # what stands before it is evaluated
+            self._endings.finish(job, "cancelled")  # the tokens before it are evaluated
             return
         if not self.media.evaluate(job, ready, self._make_room):
             if job in self.active:
                 self._requeue(job)
             return
         self.counters["tokens_decoded"] += job.n_in_batch
-        job.phase = Phase.PREFILL
+        job.phase = JobPhase.PREFILL
         self._endings.emit_progress(job)
 
     def _step(self) -> bool:
@@ -332,7 +333,7 @@ class Scheduler:
         try:
             while not self._make_room(sum(j.n_in_batch for j in jobs), jobs):
                 jobs = self._batching.fill(self.active)
-                if not jobs:  # the only one gave way to a turn that is not recorded yet
+                if not jobs:  # the only job was preempted beside a turn that is not recorded yet
                     return True
             self.speculator.prepare(jobs)
             self.restorer.protect(jobs)
@@ -350,20 +351,20 @@ class Scheduler:
         self.counters["decode_steps"] += 1
         self.counters["sequences_decoded"] += len(jobs)
         for job in jobs:
-            self._alone(job, self._advance)
+            self._isolated(job, self._advance)
         return True
 
     def _before_step(self) -> None:
-        """Make room in the live sets of the jobs that go on."""
+        """Make room in the live sets of the running jobs."""
         for job in list(self.active):
-            if job.phase in (Phase.PREFILL, Phase.DECODE):
-                self._alone(job, self._make_live_room)
+            if job.phase in (JobPhase.PREFILL, JobPhase.DECODE):
+                self._isolated(job, self._make_live_room)
 
     def _make_live_room(self, job: Job) -> None:
         self.hooks.of_job(job).before_step(job, self.idle.evict_one)
 
-    def _alone(self, job: Job, work: Callable[[Job], None]) -> None:
-        """Do what concerns one job: what goes wrong there is no other job's loss."""
+    def _isolated(self, job: Job, work: Callable[[Job], None]) -> None:
+        """Run `work` for one job; an error fails that job alone."""
         try:
             work(job)
         except TowerdError as error:
@@ -378,12 +379,12 @@ class Scheduler:
         self.pool.append(job.seq, job.in_batch)
         self.counters["tokens_decoded"] += job.n_in_batch
         self.restorer.advanced(job)
-        if job.phase is Phase.PREFILL:
+        if job.phase is JobPhase.PREFILL:
             self._endings.emit_progress(job)
-            if job.logits_index < 0 or self.hooks.of_job(job).is_asking(job):
+            if job.logits_index < 0 or self.hooks.of_job(job).awaits_recall(job):
                 return
             self._prompt_done(job)
-        if job.phase is Phase.DECODE and job.logits_index >= 0:
+        if job.phase is JobPhase.DECODE and job.logits_index >= 0:
             self._sample(job)
 
     def _prompt_done(self, job: Job) -> None:
@@ -396,25 +397,25 @@ class Scheduler:
                 n_cached = job.reuse.live + job.reuse.hot + job.reuse.warm
                 prompt_ms = (job.t_first - job.t_prompt) * 1e3
                 job.output.started(n_cached, job.reuse.prefill, prompt_ms)
-        job.phase = Phase.DECODE
+        job.phase = JobPhase.DECODE
         if job.request.n_predict == 0:
             self._endings.finish(job, "limit")
 
     def _sample(self, job: Job) -> None:
         assert job.output is not None
         hook = self.hooks.of_job(job)
-        may_go_on = hook.may_outgrow
-        for chunk in self.speculator.sample(job, self.context.address, may_go_on=may_go_on):
+        may_outgrow = hook.may_outgrow
+        for chunk in self.speculator.sample(job, self.context.address, may_outgrow=may_outgrow):
             job.push(chunk.token)
             self._endings.emit(
                 job, Piece(chunk.text.decode("utf-8", "replace"), (chunk.token,), chunk)
             )
         if chunk.stop:
-            job.is_full = job.n >= self.n_ctx and not may_go_on and chunk.stop == "limit"
+            job.is_full = job.n >= self.n_ctx and not may_outgrow and chunk.stop == "limit"
             self._endings.finish(job, chunk.stop)
         elif len(job.reply) >= job.n_reply_max(self.n_ctx):
             self._endings.finish(job, "limit")
-        elif job.n >= self.n_ctx and hook.begins_again(job):
+        elif job.n >= self.n_ctx and hook.restarts_shortened(job):
             self._requeue(job)
 
     def _decode_failed(self, jobs: list[Job], error: TowerdError) -> None:
@@ -436,7 +437,7 @@ class Scheduler:
         while self.pool.cells_free < n_cells:
             if self.idle.evict_one():
                 continue
-            if self.pool.n_busy() < 2:  # no other runs, and none waits to be recorded
+            if self.pool.n_busy() < 2:  # no other job runs or waits to be recorded
                 raise Unavailable("The live context is full of running requests; try again later.")
             self._preempt()
             return False
@@ -446,16 +447,16 @@ class Scheduler:
         """Push the youngest running job back to the queue; its rows wait in RAM."""
         job = max((j for j in self.active if j.seq is not None), key=lambda j: j.t_submit)
         assert job.seq is not None
-        if job.n_live and job.seq.is_whole and not job.seq.is_thinned:
+        if job.n_live and job.seq.is_whole and not job.seq.is_partial:
             job.save(self.context.get_state(job.seq.id))
         self.counters["preemptions"] += 1
-        job.gave_way = True
+        job.was_preempted = True
         self._requeue(job)
 
     def _requeue(self, job: Job) -> None:
         assert job.seq is not None
         self.restorer.drop(job.seq)
         job.seq = None
-        job.phase = Phase.WAITING
+        job.phase = JobPhase.WAITING
         self.active.remove(job)
         self.waiting.appendleft(job)

@@ -1,12 +1,12 @@
 """Speculation: tokens that a draft model or n-grams guess are evaluated beside the newest one.
 
-What the model itself then samples decides: a reply gets as many drafted tokens as it would have
-sampled anyway, and the one after them. The rows of the others leave the context at once. A memory
-whose state cannot be cut goes back to where it was before the draft, and evaluates the tokens that
-were right again with the next step.
+The model's own samples decide: a reply gets the drafted tokens that it would have sampled anyway,
+and the one after them. The rows of the others are dropped at once. A memory whose state cannot be
+cut is restored to the state before the draft, and evaluates the accepted tokens again with the
+next step.
 
-A draft model reads a text behind the first token of a reply, a few tokens in each step, and of a
-long one only its end: it never delays a resumed chat (`towerd/wire/cpp/speculation.cpp`).
+A draft model reads a prompt after the first token of the reply was sent, a few tokens in each step,
+and only the end of a long one: it never delays a resumed chat (`towerd/wire/cpp/speculation.cpp`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from towerd.config import Config
-from towerd.engine.embedded.memory import Memory
-from towerd.engine.embedded.model.core import Core, in_passing
+from towerd.engine.embedded.memory import SequenceMemory
+from towerd.engine.embedded.model.core import Core, on_short_lived_thread
 from towerd.engine.embedded.scheduling.batching import Batching
-from towerd.engine.embedded.scheduling.job import Job, Phase
+from towerd.engine.embedded.scheduling.job import Job, JobPhase
 from towerd.engine.embedded.scheduling.pool import LivePool
 from towerd.errors import ConfigError
 from towerd.slots.kind import WHOLE
@@ -35,15 +35,15 @@ class Speculator:
     """Drafts for the running requests of one context. Called by the inference thread only."""
 
     def __init__(
-        self, drafts: Speculation | None, memory: Memory, pool: LivePool, n_ctx: int
+        self, drafts: Speculation | None, memory: SequenceMemory, pool: LivePool, n_ctx: int
     ) -> None:
-        """drafts: where they come from; None: there are none."""
+        """drafts: the source of drafts; None: there are none"""
         self.n_drafts = 0
         """Drafts that were evaluated."""
         self.n_tokens = 0
         self.n_accepted = 0
         self.n_accepted_at: list[int] = []
-        """Of each place in a draft: how many tokens there were right."""
+        """How many drafted tokens were accepted at each place of a draft."""
         self._drafts = drafts
         self._memory = memory
         self._pool = pool
@@ -56,7 +56,7 @@ class Speculator:
 
     def fill(self, batching: Batching, active: list[Job], evict: Callable[[], bool]) -> list[Job]:
         """Put the next step into the batch, with drafts; returns the jobs that take part. Idle
-        sequences are evicted for drafts, running requests do not give way to them."""
+        sequences are evicted for drafts, running requests are not preempted for them."""
         self._draft(active)
         jobs = batching.fill(active)
         while self._pool.cells_free < sum(job.n_in_batch for job in jobs):
@@ -67,7 +67,7 @@ class Speculator:
         return jobs
 
     def prepare(self, jobs: Sequence[Job]) -> None:
-        """The batch of `jobs` is about to be decoded: keep the states that a wrong draft must not
+        """Before the batch of `jobs` is decoded, save the states that a wrong draft must not
         change."""
         for job in jobs:
             job.undo = None
@@ -75,11 +75,12 @@ class Speculator:
                 assert job.seq is not None
                 job.undo = (job.seq.n, self._memory.snapshot(job.seq.id))
 
-    def sample(self, job: Job, context: int, *, may_go_on: bool) -> list[Chunk]:
-        """The next tokens of the job's reply, at least one. What of its draft they are not has left
-        the context. may_go_on: past the end of the context. Raises TowerdError."""
+    def sample(self, job: Job, context: int, *, may_outgrow: bool) -> list[Chunk]:
+        """Sample the next tokens of the job's reply, at least one; rejected tokens of its draft
+        leave the context. may_outgrow: whether the chat may outgrow the context. Raises
+        TowerdError."""
         assert job.output is not None
-        n_room = len(job.draft) + 1 if may_go_on else self._n_ctx - 1 - job.n
+        n_room = len(job.draft) + 1 if may_outgrow else self._n_ctx - 1 - job.n
         chunks = job.output.steps(context, job.logits_index, job.draft, n_room)
         draft, job.draft = job.draft, _NOTHING
         if len(draft):
@@ -104,14 +105,14 @@ class Speculator:
         try:
             drafts = self._drafts.draft([(job.slot, job.ids, n) for job, n in asked])
         except WireError:
-            log.exception("speculation failed; replies go on without it")
+            log.exception("speculation failed; replies continue without it")
             self._drafts = None
             return
         for (job, _), draft in zip(asked, drafts, strict=True):
             job.draft = draft
 
     def _settle(self, job: Job, n_draft: int, n_right: int) -> None:
-        """Take back all but the first `n_right` tokens of the job's draft."""
+        """Drop all but the first `n_right` tokens of the job's draft."""
         self._count(n_draft, n_right)
         if self._drafts is not None:
             self._drafts.accept(job.slot, n_right)
@@ -126,10 +127,10 @@ class Speculator:
         self._pool.truncate(seq, n)
 
     def _n_max(self, job: Job) -> int:
-        """How many drafted tokens the job has use of: no more than its reply, its sequence and the
-        context have room for."""
+        """The most drafted tokens that the job's reply, its sequence and the context have room
+        for."""
         seq, output = job.seq, job.output
-        if job.phase is not Phase.DECODE or seq is None or output is None or job.slot < 0:
+        if job.phase is not JobPhase.DECODE or seq is None or output is None or job.slot < 0:
             return 0
         if job.request.live.is_bounded or job.media or job.n - seq.n != 1:
             return 0
@@ -154,8 +155,8 @@ class Speculator:
 
 
 def open_speculation(model: Model, core: Core, config: Config) -> Speculation | None:
-    """What llama-server's flags ask for; None: nothing. Raises ConfigError: a model whose state
-    cannot be taken back, a draft model that cannot be used, flags that do not go together."""
+    """The speculation that llama-server's flags ask for; None if they do not. Raises ConfigError
+    for a model whose state cannot be restored, an unusable draft model, or clashing flags."""
     if not Speculation.is_asked_for(model):
         return None
     if core.memory.kind is WHOLE:
@@ -165,7 +166,7 @@ def open_speculation(model: Model, core: Core, config: Config) -> Speculation | 
         )
     n_threads = config.threads, config.threads_batch or config.threads
     try:
-        return in_passing(
+        return on_short_lived_thread(
             lambda: Speculation(model, core.context.address, config.parallel, *n_threads)
         )
     except RuntimeError as error:

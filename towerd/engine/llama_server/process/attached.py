@@ -25,8 +25,8 @@ class Command:
 
 
 def command_behind(url: str) -> Command | None:
-    """Of the process of this user that listens at `url`; None when it cannot be seen (another
-    user's, another machine's, in a container)."""
+    """The command of this user's process that listens at `url`; None when it cannot be seen
+    (another user's, on another machine, in a container)."""
     parts = urlsplit(url)
     if parts.hostname not in ("127.0.0.1", "localhost", "::1"):
         return None
@@ -42,8 +42,8 @@ def command_behind(url: str) -> Command | None:
 
 
 def may_have_loaded_another(pid: int, path: Path) -> bool:
-    """Whether the file at `path` may not be what the process has read from there: it was changed
-    after the process began, and is not mapped by it either."""
+    """Whether the process may have loaded another file than the one now at `path`: it was changed
+    after the process began, and the process does not map it."""
     try:
         if path.stat().st_ctime <= psutil.Process(pid).create_time():
             return False

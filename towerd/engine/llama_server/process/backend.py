@@ -1,4 +1,4 @@
-"""What an engine stands on: a llama-server, started or attached, and what was found out about it."""
+"""LlamaServerBackend: a llama-server, started or attached, and the results of probing it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from towerd.engine.llama_server.process.attached import (
     may_have_loaded_another,
 )
 from towerd.engine.llama_server.process.binary import build_of, find_binary, library_env
-from towerd.engine.llama_server.process.describe import open_vocab, sliding_window
+from towerd.engine.llama_server.process.description import open_vocab, sliding_window
 from towerd.engine.llama_server.process.flags import clashing, names_model, server_env, server_flags
 from towerd.engine.llama_server.process.probe import ProbeResult, identify, probe
 from towerd.engine.llama_server.process.process import LlamaServerProcess
-from towerd.engine.llama_server.process.upstream import Upstream
+from towerd.engine.llama_server.process.upstream_client import UpstreamClient
 from towerd.engine.llama_server.slots.slotdir import SlotDir
-from towerd.engine.llama_server.tally import Counters, counters, difference
+from towerd.engine.llama_server.tally import CounterValues, counters, difference
 from towerd.errors import ConfigError
 from towerd.models.bundled import find_model
 
@@ -34,26 +34,26 @@ LOG_NAME = "llama-server.log"
 
 
 @dataclass(frozen=True, slots=True)
-class Backend:
+class LlamaServerBackend:
     """A probed llama-server."""
 
-    upstream: Upstream
+    upstream: UpstreamClient
     slotdir: SlotDir
     probe: ProbeResult
     process: LlamaServerProcess | None
-    """None when it was attached: somebody else starts and stops it."""
+    """None when it was attached: towerd does not start or stop it."""
     model: LlamaModel | None
     """Its model file without weights; None when that cannot be read here."""
     command: Command | None
     """How it was started; None when that cannot be seen."""
-    added: Counters
+    added: CounterValues
     """What the probe added to its counters."""
     is_stale: bool
     """Whether its model's file may have been replaced since it was loaded."""
 
 
 @asynccontextmanager
-async def open_backend(config: Config) -> AsyncIterator[Backend]:
+async def open_backend(config: Config) -> AsyncIterator[LlamaServerBackend]:
     """Start the llama-server that `config` asks for, or attach to it; stop or leave it at the
     end. Raises ConfigError and ModelError."""
     if config.upstream is None:
@@ -65,7 +65,7 @@ async def open_backend(config: Config) -> AsyncIterator[Backend]:
 
 
 @asynccontextmanager
-async def _started(config: Config) -> AsyncIterator[Backend]:
+async def _started(config: Config) -> AsyncIterator[LlamaServerBackend]:
     extra = config.llama_server_args
     if clash := clashing(extra):
         raise ConfigError(f"towerd sets {clash[0]} of llama-server itself: leave it out.")
@@ -97,10 +97,10 @@ async def _started(config: Config) -> AsyncIterator[Backend]:
 
 
 @asynccontextmanager
-async def _attached(config: Config, url: str) -> AsyncIterator[Backend]:
+async def _attached(config: Config, url: str) -> AsyncIterator[LlamaServerBackend]:
     assert config.slot_dir is not None, "Config checks that --upstream comes with --slot-dir"
     slotdir = await asyncio.to_thread(SlotDir.shared, config.slot_dir)
-    upstream = Upstream(url, config.upstream_key)
+    upstream = UpstreamClient(url, config.upstream_key)
     try:
         await asyncio.to_thread(slotdir.sweep)
         command = await asyncio.to_thread(command_behind, url)
@@ -113,13 +113,13 @@ async def _attached(config: Config, url: str) -> AsyncIterator[Backend]:
 
 @asynccontextmanager
 async def _probed(
-    upstream: Upstream,
+    upstream: UpstreamClient,
     slotdir: SlotDir,
     config: Config,
     process: LlamaServerProcess | None,
     command: Command | None,
     model: LlamaModel | None,
-) -> AsyncIterator[Backend]:
+) -> AsyncIterator[LlamaServerBackend]:
     props = await identify(upstream)
     is_stale = False
     if model is None:
@@ -138,7 +138,7 @@ async def _probed(
         added = difference(counters(await upstream.metrics()), before)
         if not slotdir.in_ram:
             log.warning("slot states go through a disk", extra={"path": str(slotdir.path)})
-        yield Backend(upstream, slotdir, found, process, model, command, added, is_stale)
+        yield LlamaServerBackend(upstream, slotdir, found, process, model, command, added, is_stale)
     finally:
         if model is not None:
             model.close()

@@ -30,7 +30,7 @@ from towerd.errors import TowerdError
 
 CONNECT_S_MAX = 10.0
 PIECE_BYTES = 256 * 1024
-"""Bodies over this go out in pieces: one write of megabytes holds the loop up."""
+"""Bodies over this go out in pieces: one write of megabytes blocks the loop."""
 READ_BYTES_MAX = 256 * 1024
 HEAD_BYTES_MAX = 256 * 1024
 """Of a reply's status line, and of each of its headers."""
@@ -41,7 +41,7 @@ Body: TypeAlias = "bytes | bytearray | AsyncIterator[bytes] | None"
 
 
 class Unreachable(Exception):
-    """Nothing listens there."""
+    """Nothing listens at the address."""
 
 
 class Lost(Exception):
@@ -49,7 +49,7 @@ class Lost(Exception):
 
 
 class NotHttp(Exception):
-    """What came is no HTTP reply."""
+    """The reply is not HTTP."""
 
 
 class Client:
@@ -96,7 +96,7 @@ class Client:
         return reply
 
     async def aclose(self) -> None:
-        """Replies that are still read are lost."""
+        """Close the session; replies that are still being read are lost."""
         self._is_closed = True
         if self._session is not None:
             await self._session.close()
@@ -121,7 +121,7 @@ async def read(reply: ClientResponse, bytes_max: int) -> bytes:
     try:
         return await content.read(bytes_max)
     except (ClientError, OSError) as error:
-        if rest := content._read_nowait(bytes_max):  # aiohttp would keep it to itself
+        if rest := content._read_nowait(bytes_max):  # aiohttp would not return it
             return rest
         raise Lost(str(error)) from error
 

@@ -8,20 +8,23 @@ from pathlib import Path
 from towerd.config import Config, defaults
 from towerd.models.known import metadata_of
 
-OURS = ("--host", "--port", "--api-key", "--api-key-file", "--slot-save-path", "--reuse-port",
-        "--ssl-key-file", "--ssl-cert-file", "--api-prefix")  # fmt: skip
+OURS = frozenset(
+    "--host --port --api-key --api-key-file --slot-save-path --reuse-port"
+    " --ssl-key-file --ssl-cert-file --api-prefix".split()
+)
 """Flags that towerd needs for itself; a person cannot pass them on."""
 OUR_ENV = frozenset(
-    ("LLAMA_ARG_HOST", "LLAMA_ARG_PORT", "LLAMA_API_KEY", "LLAMA_ARG_API_KEY_FILE",
-     "LLAMA_ARG_REUSE_PORT", "LLAMA_ARG_SSL_KEY_FILE", "LLAMA_ARG_SSL_CERT_FILE",
-     "LLAMA_ARG_API_PREFIX")
-)  # fmt: skip
-"""Variables that say the same."""
-MODEL = ("-m", "--model", "-mu", "--model-url", "-dr", "--docker-repo", "-hf", "-hfr",
-         "--hf-repo", "--models-dir", "--models-preset")  # fmt: skip
+    "LLAMA_ARG_HOST LLAMA_ARG_PORT LLAMA_API_KEY LLAMA_ARG_API_KEY_FILE LLAMA_ARG_REUSE_PORT"
+    " LLAMA_ARG_SSL_KEY_FILE LLAMA_ARG_SSL_CERT_FILE LLAMA_ARG_API_PREFIX".split()
+)
+"""Environment variables with the same meaning."""
+MODEL = frozenset(
+    "-m --model -mu --model-url -dr --docker-repo -hf -hfr --hf-repo --models-dir"
+    " --models-preset".split()
+)
 """Flags that name a model, or make llama-server a router of several."""
 ALIAS = ("-a", "--alias")
-"""Flags of which llama-server does not take the last one, but all."""
+"""Flags that llama-server takes all of, instead of only the last one."""
 _ROPE = {
     "--rope-scaling": "scaling",
     "--rope-scale": "scale",
@@ -52,16 +55,19 @@ _ENV = {
     "LLAMA_ARG_YARN_BETA_SLOW": "--yarn-beta-slow",
     "LLAMA_ARG_YARN_BETA_FAST": "--yarn-beta-fast",
 }
-# fmt: off
 _SETTINGS: tuple[tuple[str, str], ...] = (
-    ("batch_size", "--batch-size"), ("ubatch_size", "--ubatch-size"),
-    ("cache_type_k", "--cache-type-k"), ("cache_type_v", "--cache-type-v"),
-    ("flash_attn", "--flash-attn"), ("gpu_layers", "--gpu-layers"),
-    ("rope_freq_base", "--rope-freq-base"), ("rope_freq_scale", "--rope-freq-scale"),
-    ("n_predict", "--predict"), ("chat_template", "--chat-template"),
+    ("batch_size", "--batch-size"),
+    ("ubatch_size", "--ubatch-size"),
+    ("cache_type_k", "--cache-type-k"),
+    ("cache_type_v", "--cache-type-v"),
+    ("flash_attn", "--flash-attn"),
+    ("gpu_layers", "--gpu-layers"),
+    ("rope_freq_base", "--rope-freq-base"),
+    ("rope_freq_scale", "--rope-freq-scale"),
+    ("n_predict", "--predict"),
+    ("chat_template", "--chat-template"),
     ("chat_template_file", "--chat-template-file"),
 )
-# fmt: on
 """Settings that are passed on when they differ from their default, under this flag."""
 _METADATA = {
     "tokenizer.chat_template": "--chat-template",
@@ -77,8 +83,8 @@ def server_flags(
     """The whole command line after the binary. What a person wrote after `--` comes last and
     wins, except over `OURS`, which `clashing` finds.
 
-    has_window: the model has sliding-window layers. Where slots share their cells, another one
-    may take the row that makes a restored slot reusable; so each gets cells of its own."""
+    has_window: the model has sliding-window layers. If slots shared their cells, another one
+    could take the row that makes a restored slot reusable, so each gets cells of its own."""
     flags = ["--host", "127.0.0.1", "--port", str(port), "--slot-save-path", str(slot_dir)]
     # Its own caches would keep a second copy of what towerd keeps, and clear idle slots.
     flags += ["--cache-ram", "0", "--no-cache-idle-slots", "--slots", "--metrics"]
@@ -109,12 +115,12 @@ def server_flags(
 
 
 def server_env(env: Mapping[str, str]) -> dict[str, str]:
-    """`env` without what towerd decides: a person's own llama-server may have been set up there."""
+    """`env` without what towerd decides: it may have been set for a llama-server of the user's."""
     return {name: value for name, value in env.items() if name not in OUR_ENV}
 
 
 def clashing(extra: Sequence[str]) -> list[str]:
-    """Those of `extra` that towerd needs for itself."""
+    """The flags in `extra` that towerd needs for itself."""
     return [flag for flag in extra if _name(flag) in OURS]
 
 

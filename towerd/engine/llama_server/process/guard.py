@@ -1,5 +1,5 @@
-"""Stands between towerd and its llama-server, so that llama-server ends when towerd does,
-whatever ends towerd. A program of its own, with the standard library only:
+"""Runs between towerd and its llama-server, so that llama-server ends when towerd does, for
+whatever reason. A separate program that uses the standard library only:
 
     python -I -S guard.py METHOD PARENT_PID PROGRAM [ARGUMENT...]
 

@@ -1,7 +1,7 @@
-"""What an upstream can do, found by doing it: a slot is saved, read, composed anew and restored.
+"""Probe: finds out what an upstream can do by saving, reading, composing and restoring a slot.
 
-llama-server names none of this in any endpoint, and its state format changes with its version,
-so nothing is assumed. What does not work is named, with what to do about it.
+No endpoint of llama-server says any of this, and its state format changes with its version, so
+nothing is assumed. What does not work is reported, with what to do about it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from towerd.engine.llama_server.process.binary import Build
-from towerd.engine.llama_server.process.upstream import Upstream, UpstreamGone
+from towerd.engine.llama_server.process.upstream_client import UpstreamClient, UpstreamGone
 from towerd.engine.llama_server.slots.image import (
     ImageSpec,
     SlotImage,
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 _TEXT = "The quick brown fox jumps over the lazy dog."
 _UNCUT = (
     "this model's layers keep a state that cannot be cut at a token (recurrent or hybrid), which "
-    "towerd does not store behind a llama-server; a chat goes on from its slot while each prompt "
+    "towerd does not store behind a llama-server; a chat continues in its slot while each prompt "
     "is an exact extension of what the slot holds"
 )
 _WINDOW_TOKENS_MAX = 512
@@ -50,7 +50,8 @@ _WINDOW_TOKENS_MAX = 512
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """What was found. `spec` None: slot states cannot be composed, requests only pass through."""
+    """The result of the probe. `spec` None: slot states cannot be composed, and requests only
+    pass through."""
 
     build: Build
     n_slots: int
@@ -82,7 +83,7 @@ class ProbeResult:
         return self.n_ctx if unified else 0
 
 
-async def identify(upstream: Upstream) -> dict[str, Any]:
+async def identify(upstream: UpstreamClient) -> dict[str, Any]:
     """GET /props of something that must be a llama-server with one model.
 
     Raises ConfigError with what to do: nothing there, something else, a router, a wrong key."""
@@ -111,9 +112,9 @@ async def identify(upstream: Upstream) -> dict[str, Any]:
 
 
 async def probe(
-    upstream: Upstream, slotdir: SlotDir, *, window: int = 0, allow_vulnerable: bool = False
+    upstream: UpstreamClient, slotdir: SlotDir, *, window: int = 0, allow_vulnerable: bool = False
 ) -> ProbeResult:
-    """Find out everything. `window`: the model file's sliding window, if it is known.
+    """Probe the upstream. `window`: the model file's sliding window, if it is known.
 
     Raises ConfigError for what cannot be served at all."""
     props = await identify(upstream)
@@ -143,8 +144,8 @@ async def probe(
         props=props,
     )
     if speculative:
-        return _without(found, "a draft model is loaded, whose own cache cannot be restored: "
-                               "start llama-server without it to have towers")  # fmt: skip
+        why = "a draft model is loaded, whose own cache cannot be restored: "
+        return _without(found, f"{why}start llama-server without it to have towers")
     return await _try_slots(upstream, slotdir, found, window)
 
 
@@ -153,7 +154,7 @@ def _without(found: ProbeResult, why: str) -> ProbeResult:
 
 
 async def _try_slots(
-    upstream: Upstream, slotdir: SlotDir, found: ProbeResult, window: int
+    upstream: UpstreamClient, slotdir: SlotDir, found: ProbeResult, window: int
 ) -> ProbeResult:
     """Save, parse, re-emit, restore, reuse."""
     last = found.n_slots - 1
@@ -182,7 +183,7 @@ async def _try_slots(
                 await upstream.erase(slot)
 
 
-async def _probe_ids(upstream: Upstream, n_ctx: int, window: int) -> Ids:
+async def _probe_ids(upstream: UpstreamClient, n_ctx: int, window: int) -> Ids:
     """A prompt that is longer than a small window."""
     words = await upstream.tokenize(_TEXT, add_special=False, parse_special=False)
     if not len(words):
@@ -191,7 +192,7 @@ async def _probe_ids(upstream: Upstream, n_ctx: int, window: int) -> Ids:
     return np.resize(words, min(n, n_ctx - 2)).astype(np.int32)
 
 
-async def _save(upstream: Upstream, slotdir: SlotDir, ids: Ids) -> SlotImage:
+async def _save(upstream: UpstreamClient, slotdir: SlotDir, ids: Ids) -> SlotImage:
     """The state of slot 0, checked. Raises StateError; ConfigError if its file cannot be had."""
     name = slotdir.new_name()
     try:
@@ -224,7 +225,7 @@ def _read(data: np.ndarray[Any, np.dtype[np.uint8]], ids: Ids) -> SlotImage:
     return image
 
 
-async def _is_uncut(upstream: Upstream, ids: Ids) -> bool:
+async def _is_uncut(upstream: UpstreamClient, ids: Ids) -> bool:
     """Whether slot 0, which holds `ids`, is reused by a prompt that adds to them, but not by one
     that begins with half of them."""
     half = len(ids) // 2
@@ -235,7 +236,7 @@ async def _is_uncut(upstream: Upstream, ids: Ids) -> bool:
 
 
 async def _check_reuse(
-    upstream: Upstream, slotdir: SlotDir, found: ProbeResult, image: SlotImage, slot: int
+    upstream: UpstreamClient, slotdir: SlotDir, found: ProbeResult, image: SlotImage, slot: int
 ) -> ProbeResult:
     """Restore a composed state into `slot` and see whether the next prompt uses it."""
     assert found.spec is not None
@@ -264,7 +265,7 @@ def _compose(spec: ImageSpec, image: SlotImage, slotdir: SlotDir, name: str, slo
         write_image(spec, image.tokens, parts, window, slot, out)
 
 
-async def _check_idle(upstream: Upstream, found: ProbeResult, n: int) -> ProbeResult:
+async def _check_idle(upstream: UpstreamClient, found: ProbeResult, n: int) -> ProbeResult:
     """Whether slot 0 still holds its tokens, now that another slot has run."""
     if found.n_slots == 1 or not found.reuse_works:
         return found

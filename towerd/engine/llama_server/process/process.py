@@ -1,7 +1,7 @@
-"""A supervised child: llama-server on a free loopback port, with a key of its own.
+"""LlamaServerProcess: a supervised llama-server on a free loopback port, with its own key.
 
-It is started again when it dies, after a growing pause, with its last words in our log; it dies
-with us, whatever kills us (see `guard`).
+It is restarted when it dies, after a growing pause, and its last messages are logged. It dies with
+towerd, whatever ends towerd (see `guard`).
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
-from towerd.engine.llama_server.process.upstream import Upstream
+from towerd.engine.llama_server.process.upstream_client import UpstreamClient
 from towerd.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.02
 START_S_MAX = 1800.0
-"""Loading may take this long; a big model from a slow disk does take minutes."""
+"""The most time for loading; a big model on a slow disk takes minutes."""
 STOP_S_MAX = 10.0
 BACK_OFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Pause before the n-th start in a row; the last one repeats."""
 STABLE_S = 60.0
-"""After running this long a death counts as the first."""
+"""After running this long a failure counts as the first in a row."""
 LOG_BYTES_MAX = 32 << 20
 LOG_TAIL_BYTES = 2000
 _KEY_BYTES = 32
 GUARD = Path(__file__).with_name("guard.py")
 GUARD_METHOD = "kernel" if sys.platform == "linux" else "watch"
 _PIPE = asyncio.subprocess.PIPE
-"""Nothing is written to it; its end tells a watching guard that we are gone."""
+"""Never written to; its closing tells a watching guard that towerd has ended."""
 
 
 class LlamaServerProcess:
@@ -51,14 +51,14 @@ class LlamaServerProcess:
         log_path: Path,
         back_off_s: Sequence[float] = BACK_OFF_S,
     ) -> None:
-        self.upstream = Upstream("http://127.0.0.1:0", secrets.token_hex(_KEY_BYTES))
+        self.upstream = UpstreamClient("http://127.0.0.1:0", secrets.token_hex(_KEY_BYTES))
         self.is_running = False
         self.restarts = 0
         self.exit_reason = ""
         """Why it ended last, as a person would say it."""
         self.log_path = log_path
         self.on_exit: Callable[[], None] | None = None
-        """Called on the loop when it died unasked."""
+        """Called on the loop when it died unexpectedly."""
         self.on_start: Callable[[], Awaitable[None]] | None = None
         """Awaited when it answers again, before it is used."""
         self._binary = binary
@@ -86,7 +86,7 @@ class LlamaServerProcess:
         self._supervisor = asyncio.create_task(self._supervise())
 
     async def stop(self) -> None:
-        """End it for good; asked first, killed if it does not go."""
+        """Stop it for good: SIGTERM first, SIGKILL if that does not end it."""
         self.is_running = False
         if self._supervisor is not None:
             self._supervisor.cancel()
@@ -107,7 +107,7 @@ class LlamaServerProcess:
         port = free_port()
         self.upstream.url = f"http://127.0.0.1:{port}"
         guard = [sys.executable, "-I", "-S", str(GUARD), GUARD_METHOD, str(os.getpid())]
-        # The key goes through the environment: a command line is everybody's to read.
+        # The key goes through the environment: any user can read a command line.
         # On Vertex AI a variable names the port, over the flag; that one is ours to listen on.
         env = self._env | {"LLAMA_API_KEY": self.upstream.key or "", "AIP_HTTP_PORT": str(port)}
         handle = await asyncio.to_thread(self._open_log)
@@ -120,7 +120,7 @@ class LlamaServerProcess:
                 stdout=handle,
                 stderr=handle,
                 env=env,
-                start_new_session=True,  # ^C is for us; we stop it in order
+                start_new_session=True,  # ^C is for towerd, which then stops it in order
             )
         except OSError as error:
             raise ConfigError(f"{self._binary} cannot be run: {error.strerror}.") from error
@@ -153,7 +153,7 @@ class LlamaServerProcess:
     # ---- supervision ----------------------------------------------------------------------
 
     async def _supervise(self) -> None:
-        """Wait for its death, say why, start it again; for ever."""
+        """Wait until it dies, log why and restart it, for ever."""
         loop = asyncio.get_running_loop()
         failures = 0
         started = loop.time()
@@ -161,14 +161,12 @@ class LlamaServerProcess:
             assert self._process is not None
             code = await self._wait()
             self.is_running = False
-            self._signal(self._process, signal.SIGKILL)  # what it leaves behind
+            self._signal(self._process, signal.SIGKILL)  # any processes that it leaves behind
             if loop.time() - started > STABLE_S:
                 failures = 0
             self.exit_reason = describe_exit(code)
-            log.error(
-                "llama-server %s; starting it again", self.exit_reason,
-                extra={"said": self._last_words(), "log": str(self.log_path)},
-            )  # fmt: skip
+            extra = {"said": self._last_words(), "log": str(self.log_path)}
+            log.error("llama-server %s; starting it again", self.exit_reason, extra=extra)
             if self.on_exit is not None:
                 self.on_exit()
             await asyncio.sleep(self._back_off_s[min(failures, len(self._back_off_s) - 1)])
@@ -209,7 +207,7 @@ class LlamaServerProcess:
         return os.open(self.log_path, flags, 0o600)
 
     def _trim_log(self) -> None:
-        """Start over when it is too long: the child appends, so it goes on at the new end."""
+        """Truncate a log that is too long: the child appends, so it continues at the new end."""
         with contextlib.suppress(OSError):
             if self.log_path.stat().st_size > LOG_BYTES_MAX:
                 os.truncate(self.log_path, 0)

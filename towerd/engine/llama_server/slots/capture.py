@@ -1,7 +1,7 @@
-"""Slots into the store: a slot is saved, and of it only what the store lacks is kept.
+"""Capturer: saves slots, and stores the rows that the store lacks.
 
-llama-server can only save a whole slot. That file lives in RAM for a moment; what reaches the
-hot tier and the disk is the delta.
+llama-server can only save a whole slot. The file is in RAM for a moment; only the delta reaches the
+hot tier and the disk.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from towerd.engine.llama_server.process.upstream import Upstream
+from towerd.engine.llama_server.process.upstream_client import UpstreamClient
 from towerd.engine.llama_server.slots.image import ImageSpec, SlotImage, parse_image
 from towerd.engine.llama_server.slots.placement import Slot
 from towerd.engine.llama_server.slots.slotdir import SlotDir
@@ -25,14 +25,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A saved slot: its tokens as the server has them, all stored now."""
+    """A saved slot: its tokens as the server has them, all of which are stored now."""
 
     image: SlotImage
     n_kept: int
     """Tokens whose rows went into the store."""
     n_bytes: int
     save_ms: float
-    """What llama-server says its write took: for so long no slot moved."""
+    """How long llama-server's write took, in which no slot ran."""
 
 
 class Capturer:
@@ -40,7 +40,7 @@ class Capturer:
 
     def __init__(
         self,
-        upstream: Upstream,
+        upstream: UpstreamClient,
         slotdir: SlotDir,
         tiers: Tiers,
         spec: ImageSpec,
@@ -74,8 +74,8 @@ class Capturer:
             raise TowerdError(f"A saved slot cannot be read: {error}.") from error
         if image.spec(self.spec.window).layout != self.spec.layout:
             raise TowerdError("A saved slot has another layout than the probe had.")
-        # Tokens that are not those we know came from a reply whose ids nobody told us, or from
-        # a request that was cut off: true, computed rows, after the ones we know.
+        # Tokens other than the known ones come from a reply whose ids were not reported, or from
+        # a request that was cut off: they are computed rows, after the known ones.
         provenance = slot.provenance_of(image.n)
         return image, self._store(image, slot.scope, provenance)
 
@@ -87,7 +87,7 @@ class Capturer:
         for gap in self._tiers.gaps(tokens, scope, provenance):
             rows = image.rows(self.spec.layout, gap.p0, gap.p1)
             derived = has_derived(provenance[gap.p0 : gap.p1])
-            # A copy, so that the file's memory is free again whatever stays in the hot tier.
+            # A copy, so that rows in the hot tier do not keep the file's memory.
             self._tiers.accept(gap, rows.copy(), derived=derived)
             n_kept += gap.p1 - gap.p0
         return n_kept

@@ -168,7 +168,7 @@ def image_size(spec: ImageSpec, n: int, n_window: int) -> int:
 
 def window_rows(spec: ImageSpec, parts: Sequence[KVRows], n: int) -> list[KVRows]:
     """The sliding-window rows to restore with tokens [0, n), consecutive parts and before them
-    one that nobody attends to; [] without such layers.
+    one that no token attends to; [] without such layers.
 
     llama-server reuses a restored slot only if it holds a row before the window (its checkpoint
     gate asks for position < n - window). The saved rows are one short of that, but the row that
@@ -267,7 +267,7 @@ def _window_part(spec: ImageSpec, part: KVRows, p0: int, p1: int) -> KVRows:
 
 def _is_real(spec: ImageSpec, parts: Sequence[KVRows], n: int) -> npt.NDArray[np.bool_]:
     """bool[n]: which of the first positions have sliding-window rows. The first such layer's
-    keys tell: no real row is all zero, and nothing is lost should one be."""
+    keys show it: no real row is all zero, and if one were, nothing would be lost."""
     real = np.zeros(n, np.bool_)
     for part in parts:
         if part.p0 >= n:

@@ -1,6 +1,6 @@
-"""Carries out what the policy chose: looks up, captures, restores, erases, makes room.
+"""Placer: carries out the policy's choices: looks up, captures, restores, erases, makes room.
 
-It alone changes what the slots hold between two requests, and keeps the record of it.
+Between two requests only the placer changes what the slots hold, and it records that.
 """
 
 from __future__ import annotations
@@ -11,16 +11,22 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
-from towerd.engine.llama_server.counters import Counters
-from towerd.engine.llama_server.process.backend import Backend
-from towerd.engine.llama_server.process.upstream import UpstreamGone
+from towerd.engine.llama_server.counters import SlotCounters
+from towerd.engine.llama_server.process.backend import LlamaServerBackend
+from towerd.engine.llama_server.process.upstream_client import UpstreamGone
 from towerd.engine.llama_server.slots.capture import Captured, Capturer
-from towerd.engine.llama_server.slots.placement import Choice, Costs, Policy, Slot, Want
+from towerd.engine.llama_server.slots.placement import (
+    Costs,
+    PlacementPolicy,
+    Slot,
+    SlotChoice,
+    SlotRequest,
+)
 from towerd.engine.llama_server.slots.restore import Restored, SlotRestorer
 from towerd.engine.llama_server.slots.slot_table import SlotTable
 from towerd.errors import TowerdError
 from towerd.tiers.manager import Tiers
-from towerd.tiers.plan import Plan
+from towerd.tiers.plan import RestorePlan
 
 log = logging.getLogger(__name__)
 
@@ -31,27 +37,29 @@ _RESERVE_CELLS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
-    """How a prompt got into its slot: `n` of its tokens are in place."""
+class PlacedPrompt:
+    """A prompt in its slot: `n` of its tokens are in place."""
 
     n: int
     restored: Restored | None
 
 
 class Placer:
-    """`table` is set by the engine right after; both know each other."""
+    """Prepares slots. The engine sets `table` right after construction."""
 
     table: SlotTable
 
-    def __init__(self, backend: Backend, tiers: Tiers, workers: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, backend: LlamaServerBackend, tiers: Tiers, workers: ThreadPoolExecutor
+    ) -> None:
         found = backend.probe
-        self.counters = Counters()
+        self.counters = SlotCounters()
         self.can_compose = found.can_compose
         self.epoch = 0
-        """Counts restarts of llama-server; what an older lease knows is void."""
+        """The number of restarts of llama-server; a lease of an older epoch is void."""
         spec = found.spec
         window = spec.window if spec is not None and spec.has_window else 0
-        self.policy = Policy(
+        self.policy = PlacementPolicy(
             Costs(),
             window=window,
             extends_only=found.extends_only,
@@ -62,8 +70,8 @@ class Placer:
         self._upstream = backend.upstream
         self._tiers = tiers
         self._workers = workers
-        self._found: WeakKeyDictionary[Want, tuple[int, Plan]] = WeakKeyDictionary()
-        """What was looked up for each request, and how many slots had been saved by then."""
+        self._found: WeakKeyDictionary[SlotRequest, tuple[int, RestorePlan]] = WeakKeyDictionary()
+        """For each request, how many slots had been saved when it was looked up, and the result."""
         self._restorer: SlotRestorer | None = None
         self._capturer: Capturer | None = None
         if spec is not None:
@@ -71,45 +79,48 @@ class Placer:
             self._restorer, self._capturer = SlotRestorer(*parts), Capturer(*parts)
 
     def stop_composing(self) -> None:
-        """Nothing is saved or restored from now on."""
+        """Save and restore nothing from now on."""
         self.can_compose = self.policy.can_store = False
 
     # ---- before a slot is chosen ------------------------------------------------------------
 
-    def is_continuation(self, want: Want) -> bool:
+    def is_continuation(self, request: SlotRequest) -> bool:
         """Whether a free slot holds all but little of the prompt, and nothing after it."""
-        assert want.ids is not None
+        assert request.ids is not None
         for slot in self.table.slots:
-            if slot.busy or not slot.known or not slot.sure or slot.scope != want.scope:
+            if slot.busy or not slot.known or not slot.sure or slot.scope != request.scope:
                 continue
-            if 0 < slot.n <= want.n <= slot.n + _SHORT_TOKENS and slot.common(want.ids) == slot.n:
+            if (
+                0 < slot.n <= request.n <= slot.n + _SHORT_TOKENS
+                and slot.common(request.ids) == slot.n
+            ):
                 return True
         return False
 
-    async def look_up(self, want: Want) -> Plan:
-        """What the store has of the prompt; noted in `want`."""
+    async def look_up(self, request: SlotRequest) -> RestorePlan:
+        """What the store has of the prompt, which is also noted in `request`."""
         n_saves = self.counters.saves
-        plan = await self._look_up(want)
-        self._found[want] = n_saves, plan
+        plan = await self._look_up(request)
+        self._found[request] = n_saves, plan
         return plan
 
-    async def _found_of(self, want: Want) -> Plan:
-        """The same, from the last time if nothing was saved since. What was dropped meanwhile is
-        found out when it is read."""
-        n_saves, plan = self._found.get(want, (-1, None))
+    async def _found_of(self, request: SlotRequest) -> RestorePlan:
+        """The same, from the last look-up if nothing was saved since. Rows dropped meanwhile are
+        noticed when they are read."""
+        n_saves, plan = self._found.get(request, (-1, None))
         if plan is None or n_saves != self.counters.saves:
-            return await self.look_up(want)
+            return await self.look_up(request)
         return plan
 
-    async def _look_up(self, want: Want) -> Plan:
-        assert want.ids is not None
-        if not self.can_compose or not want.cache_prompt or want.n < 2:
-            return Plan.nothing()
+    async def _look_up(self, request: SlotRequest) -> RestorePlan:
+        assert request.ids is not None
+        if not self.can_compose or not request.cache_prompt or request.n < 2:
+            return RestorePlan.nothing()
         # The last token is left to evaluate: restored rows carry no logits.
         plan = await asyncio.get_running_loop().run_in_executor(
-            self._workers, self._tiers.plan, want.ids[:-1], want.scope, 0
+            self._workers, self._tiers.plan, request.ids[:-1], request.scope, 0
         )
-        want.n_storable, want.n_public = plan.n, plan.n_public
+        request.n_storable, request.n_public = plan.n, plan.n_public
         return plan
 
     def has_room(self, slot: Slot, n: int) -> bool:
@@ -122,38 +133,38 @@ class Placer:
     def _fits(self, n_others: int, n: int) -> bool:
         return n_others + n + min(_RESERVE_CELLS, self._cells // 8) <= self._cells
 
-    def is_in_place(self, want: Want, choice: Choice) -> bool:
+    def is_in_place(self, request: SlotRequest, choice: SlotChoice) -> bool:
         """Whether a choice needs nothing but the request itself."""
         if choice.restore or choice.erase or choice.capture is not None or not choice.n_reused:
             return False
-        return self.has_room(choice.slot, want.n)
+        return self.has_room(choice.slot, request.n)
 
     # ---- in a chosen slot -------------------------------------------------------------------
 
-    async def place(self, want: Want, choice: Choice) -> Placed:
-        """Bring the slot to where the request can be sent to it. Raises TowerdError."""
+    async def place(self, request: SlotRequest, choice: SlotChoice) -> PlacedPrompt:
+        """Prepare the slot for the request. Raises TowerdError."""
         slot = choice.slot
         await self.clear(choice)
         if not self._keeps_idle:
             await self._give_up_idle(slot)
-        if want.ids is None:
-            return Placed(0, None)
-        if not choice.restore and choice.n_reused == 0 and want.n_storable == 0:
-            # What it seemed to continue was taken meanwhile, so it was never looked up.
-            await self.look_up(want)
-            choice = replace(choice, restore=want.n_storable > 0)
+        if request.ids is None:
+            return PlacedPrompt(0, None)
+        if not choice.restore and choice.n_reused == 0 and request.n_storable == 0:
+            # The slot that it seemed to continue in was taken meanwhile, so it was not looked up.
+            await self.look_up(request)
+            choice = replace(choice, restore=request.n_storable > 0)
         if choice.restore:
-            restored = await self._restore(want, slot)
+            restored = await self._restore(request, slot)
             if restored is not None:
-                return Placed(restored.n, restored)
-            live, erase = self.policy.live(want, slot)
+                return PlacedPrompt(restored.n, restored)
+            live, erase = self.policy.live(request, slot)
             if erase:
                 await self.erase(slot)
             choice = replace(choice, n_reused=0 if erase else live)
-        await self._make_room(slot, want.n)
-        return Placed(min(choice.n_reused, want.n - 1), None)
+        await self._make_room(slot, request.n)
+        return PlacedPrompt(min(choice.n_reused, request.n - 1), None)
 
-    async def clear(self, choice: Choice) -> None:
+    async def clear(self, choice: SlotChoice) -> None:
         """Save what has to be saved first, and empty the slot if it has to be."""
         source = choice.capture
         if source is not None:
@@ -165,17 +176,17 @@ class Placer:
         if choice.erase and not choice.restore:
             await self.erase(choice.slot)
 
-    async def _restore(self, want: Want, slot: Slot) -> Restored | None:
-        """Restore what the store has; None when that does not come about. The slot's record says
-        what it holds then."""
-        assert want.ids is not None
+    async def _restore(self, request: SlotRequest, slot: Slot) -> Restored | None:
+        """Restore what the store has; None if that fails. The slot's record then says what it
+        holds."""
+        assert request.ids is not None
         assert self._restorer is not None
-        plan = await self._found_of(want)
+        plan = await self._found_of(request)
         if plan.n == 0:
             return None
         room = asyncio.create_task(self._make_room(slot, plan.n))
         try:
-            restored = await self._restorer.restore(slot.id, want.ids, plan, room)
+            restored = await self._restorer.restore(slot.id, request.ids, plan, room)
         except UpstreamGone:
             raise
         except TowerdError as error:
@@ -183,13 +194,13 @@ class Placer:
                 room.result()  # without room the request cannot run
             self.counters.restores_failed += 1
             log.warning("a slot could not be restored", extra={"error": error.message})
-            slot.hold_unknown("")  # maybe llama-server did not even begin
+            slot.hold_unknown("")  # maybe llama-server did not begin
             return None
         if restored is None:
             return None
         self._count_restore(restored)
-        tokens = want.ids[: restored.n]
-        slot.hold_restored(tokens, want.scope, restored.window_from, restored.provenance)
+        tokens = request.ids[: restored.n]
+        slot.hold_restored(tokens, request.scope, restored.window_from, restored.provenance)
         return restored
 
     def _count_restore(self, restored: Restored) -> None:
@@ -202,14 +213,14 @@ class Placer:
         self.policy.costs.observe_restore(restored.n, restored.ms)
 
     async def erase(self, slot: Slot) -> None:
-        """Empty a slot that is ours."""
+        """Empty a slot that the caller has marked busy."""
         await self._upstream.erase(slot.id)
         self.counters.erases += 1
         slot.forget()
 
     async def _make_room(self, slot: Slot, n: int) -> None:
-        """Where all slots share the cells: empty idle ones until `n` tokens fit, because a full
-        cache makes llama-server empty them itself, whichever comes first."""
+        """If all slots share the cells, empty idle ones until `n` tokens fit: with a full cache
+        llama-server would empty them itself, in its own order."""
         if not self._cells:
             return
         others = [each for each in self.table.slots if each is not slot]
@@ -218,7 +229,7 @@ class Placer:
         for victim in idle:
             if self._fits(n_held, n):
                 return
-            if victim.busy:  # it was granted while we emptied another
+            if victim.busy:  # it was granted while another was emptied
                 continue
             n_held -= victim.n
             victim.busy, victim.holder = True, ""
@@ -230,7 +241,7 @@ class Placer:
                 self.table.free(victim, used=False)
 
     async def _give_up_idle(self, slot: Slot) -> None:
-        """Where llama-server clears idle slots when another one runs: save what they hold."""
+        """If llama-server clears idle slots when another one runs, save what they hold first."""
         for other in self.table.slots:
             if other is slot or other.busy or (other.known and not other.n):
                 continue
@@ -245,8 +256,8 @@ class Placer:
     # ---- out of a slot ----------------------------------------------------------------------
 
     async def capture(self, slot: Slot) -> None:
-        """Save a slot that is ours, and store what is new. A failure costs a prefill later;
-        raises only UpstreamGone."""
+        """Save a slot that the caller has marked busy, and store what is new. A failure costs a
+        prefill later; only UpstreamGone is raised."""
         assert self._capturer is not None
         epoch = self.epoch
         try:
@@ -275,7 +286,7 @@ class Placer:
             self._learn_window(len(image.window.rows), image.n)
 
     def _learn_window(self, n_window: int, n: int) -> None:
-        """The server saves the whole window and no more: a longer slot shows how much that is."""
+        """Learn the window's size from a longer slot: the server saves exactly the window."""
         if n_window >= n or self.policy.window == n_window:
             return
         self.policy.window = n_window

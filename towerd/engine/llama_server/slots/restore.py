@@ -1,4 +1,4 @@
-"""Towers into slots: stored rows are composed into one slot file and restored.
+"""SlotRestorer: composes stored rows into one slot file and restores it into a slot.
 
 A restore replaces the whole slot, so the file always starts at token 0. llama-server reads it on
 its one main thread, between two decode steps: other slots wait for that read and nothing else.
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from towerd.engine.llama_server.process.upstream import Upstream
+from towerd.engine.llama_server.process.upstream_client import UpstreamClient
 from towerd.engine.llama_server.slots.image import (
     ImageSpec,
     image_size,
@@ -27,7 +27,7 @@ from towerd.engine.llama_server.slots.slotdir import SlotDir
 from towerd.errors import TowerdError
 from towerd.slots.rows import KVRows
 from towerd.tiers.manager import Tiers
-from towerd.tiers.plan import Plan
+from towerd.tiers.plan import RestorePlan
 from towerd.tokens import Ids, Provenances
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class Restored:
     ms: float
     """Composing and restoring together."""
     restore_ms: float
-    """What llama-server says its read took: for so long no other slot moved."""
+    """How long llama-server's read took, in which no other slot ran."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class SlotRestorer:
 
     def __init__(
         self,
-        upstream: Upstream,
+        upstream: UpstreamClient,
         slotdir: SlotDir,
         tiers: Tiers,
         spec: ImageSpec,
@@ -77,12 +77,12 @@ class SlotRestorer:
         self._workers = workers
 
     async def restore(
-        self, slot: int, ids: Ids, plan: Plan, room: Awaitable[None]
+        self, slot: int, ids: Ids, plan: RestorePlan, room: Awaitable[None]
     ) -> Restored | None:
         """Fill `slot` with the rows that `plan` found for `ids`; None when none of them can be
         used after all (the slot is as it was). Raises TowerdError, and what `room` raises.
 
-        room: waited for before llama-server reads: its cells are emptied while the file is made"""
+        room: awaited before llama-server reads; it frees cells while the file is written"""
         loop = asyncio.get_running_loop()
         name = self._slotdir.new_name()
         writing = loop.run_in_executor(self._workers, self._write, name, slot, ids, plan)
@@ -96,16 +96,22 @@ class SlotRestorer:
             asked = time.perf_counter()
             done = await self._upstream.restore(slot, name)
         finally:
-            # Nobody waits for that: the request is to go on.
+            # Not awaited, so that the request can continue.
             self._workers.submit(self._slotdir.remove, name)
         if done.n_tokens != written.n:
             raise TowerdError(f"llama-server restored {done.n_tokens} of {written.n} tokens.")
         return Restored(
-            written.n, written.n_hot, written.n_warm, written.window_from, written.provenance,
-            done.n_bytes, written.ms + (time.perf_counter() - asked) * 1e3, done.ms,
-        )  # fmt: skip
+            n=written.n,
+            n_hot=written.n_hot,
+            n_warm=written.n_warm,
+            window_from=written.window_from,
+            provenance=written.provenance,
+            n_bytes=done.n_bytes,
+            ms=written.ms + (time.perf_counter() - asked) * 1e3,
+            restore_ms=done.ms,
+        )
 
-    def _write(self, name: str, slot: int, ids: Ids, plan: Plan) -> _Written | None:
+    def _write(self, name: str, slot: int, ids: Ids, plan: RestorePlan) -> _Written | None:
         began = time.perf_counter()
         parts: list[KVRows] = []
         ends: list[tuple[int, bool]] = []
@@ -129,7 +135,7 @@ class SlotRestorer:
 
 
 def _count_hot(ends: list[tuple[int, bool]], n: int) -> int:
-    """Of the first `n` tokens, those that came from the hot tier."""
+    """How many of the first `n` tokens came from the hot tier."""
     hot = at = 0
     for end, is_hot in ends:
         stop = min(end, n)

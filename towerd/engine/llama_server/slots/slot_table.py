@@ -1,4 +1,4 @@
-"""The slots of one llama-server: who waits, who has which, what each holds."""
+"""SlotTable: the slots of one llama-server, what each holds, and the requests that wait."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from towerd.engine.llama_server.slots.placement import Choice, Policy, Slot, Want
-from towerd.engine.llama_server.slots.spoken import Spoken
+from towerd.engine.llama_server.slots.chat_text import ChatText
+from towerd.engine.llama_server.slots.placement import (
+    PlacementPolicy,
+    Slot,
+    SlotChoice,
+    SlotRequest,
+)
 from towerd.errors import TowerdError, Unavailable
 
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    want: Want
-    granted: asyncio.Future[Choice]
+    request: SlotRequest
+    granted: asyncio.Future[SlotChoice]
 
 
 class SlotTable:
@@ -24,7 +29,7 @@ class SlotTable:
     verify: called when a free slot's content is in doubt; it settles that and calls `pump`."""
 
     def __init__(
-        self, policy: Policy, n_slots: int, *, queue_max: int, verify: Callable[[], None]
+        self, policy: PlacementPolicy, n_slots: int, *, queue_max: int, verify: Callable[[], None]
     ) -> None:
         self.policy = policy
         self.slots = [Slot(i) for i in range(n_slots)]
@@ -44,12 +49,12 @@ class SlotTable:
 
     @property
     def is_pressed(self) -> bool:
-        """Whether conversations have lately had to leave their slots: there are more than slots."""
+        """Whether conversations recently had to leave their slots, as there are more of them."""
         return any(self._displaced)
 
-    async def acquire(self, want: Want) -> Choice:
+    async def acquire(self, request: SlotRequest) -> SlotChoice:
         """A slot, marked busy; so is `choice.capture`. Raises Unavailable when too many wait."""
-        waiting = _Waiting(want, asyncio.get_running_loop().create_future())
+        waiting = _Waiting(request, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         self.pump()
         if not waiting.granted.done() and len(self._waiting) > self.queue_max:
@@ -66,19 +71,19 @@ class SlotTable:
                 self.undo(waiting.granted.result())
             raise
 
-    def slot_of_chat(self, spoken: Spoken, scope: str) -> Slot | None:
-        """The free slot where this chat goes on; None if there is none, or somebody waits for a
+    def slot_of_chat(self, text: ChatText, scope: str) -> Slot | None:
+        """The free slot where this chat continues; None if there is none, or a request waits for a
         slot."""
         if self._waiting:
             return None
-        slots = (slot for slot in self.slots if self.policy.goes_on(slot, spoken, scope))
+        slots = (slot for slot in self.slots if self.policy.continues_in(slot, text, scope))
         return next(slots, None)
 
     def take(self, slot: Slot, scope: str) -> None:
-        """Mark a free slot busy for what goes on there."""
-        self._take(Choice(slot, slot.n), Want(None, scope))
+        """Mark a free slot busy for the chat that continues there."""
+        self._take(SlotChoice(slot, slot.n), SlotRequest(None, scope))
 
-    def undo(self, choice: Choice) -> None:
+    def undo(self, choice: SlotChoice) -> None:
         """Give back a choice that was not used; its slots hold what they held."""
         for slot in {choice.slot, choice.capture or choice.slot}:
             slot.busy = slot.saving = False
@@ -93,34 +98,34 @@ class SlotTable:
         self.pump()
 
     def pump(self) -> None:
-        """Grant what can be granted."""
+        """Grant slots to as many waiting requests as possible."""
         while self._waiting:
             if any(not slot.sure and not slot.busy for slot in self.slots):
                 self._verify()
                 return
-            pair = self.policy.next([each.want for each in self._waiting], self.slots)
+            pair = self.policy.next([each.request for each in self._waiting], self.slots)
             if pair is None:
                 return
-            want, choice = pair
-            waiting = next(each for each in self._waiting if each.want is want)
+            request, choice = pair
+            waiting = next(each for each in self._waiting if each.request is request)
             self._waiting.remove(waiting)
             if waiting.granted.cancelled():
                 continue
-            self._take(choice, want)
+            self._take(choice, request)
             waiting.granted.set_result(choice)
 
     def fail_waiting(self, error: TowerdError) -> None:
-        """Tell everybody who waits that there will be no slot."""
+        """Fail all waiting requests with `error`."""
         waiting, self._waiting = self._waiting, []
         for each in waiting:
             if not each.granted.done():
                 each.granted.set_exception(error)
 
-    def _take(self, choice: Choice, want: Want) -> None:
+    def _take(self, choice: SlotChoice, request: SlotRequest) -> None:
         slot = choice.slot
         leaves = (slot.n > 0 or not slot.known) and choice.n_reused < slot.n
         self._displaced.append(choice.restore or leaves)
-        slot.busy, slot.holder = True, want.scope
+        slot.busy, slot.holder = True, request.scope
         if choice.capture is not None:
             choice.capture.busy = True
             choice.capture.saving = choice.capture is not slot

@@ -1,7 +1,7 @@
-"""The directory through which slot states travel: private, in RAM, single-use random names.
+"""SlotDir: the directory for slot files: private, in RAM, with single-use random names.
 
-Everything in it is conversation content, so nobody else may read it (0700, 0600) and a file
-lives only from its writing to its reading. Nothing needs fsync: what must survive is in the store.
+Everything in it is conversation content, so no other user may read it (0700, 0600) and a file
+exists only from its writing to its reading. Nothing needs fsync: durable data is in the store.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 PREFIX = "towerd-"
 _LOCK = "lock"
-"""Held by the daemon that made a directory; without it, what is in there was left behind."""
+"""Locked by the daemon that made the directory; if it is not locked, the files are abandoned."""
 _SPARES_MAX = 2
 _ROUND_BYTES = 1 << 20
 _SHM = Path("/dev/shm")
@@ -41,7 +41,7 @@ _RAM_TYPES = ("tmpfs", "ramfs")
 
 @dataclass(slots=True, eq=False)
 class _Spare:
-    """A file of ours with its pages in place: writing into it again costs a memcpy, where a new
+    """A file of ours with its pages allocated: writing into it again costs a memcpy, while a new
     one costs ten times that in page faults."""
 
     handle: int
@@ -71,7 +71,7 @@ class SlotDir:
     @classmethod
     def private(cls, wanted: Path | None = None) -> SlotDir:
         """A fresh directory of our own, below `wanted`, else in RAM, else on disk (which is
-        logged). What killed daemons left beside it is removed. Raises ConfigError."""
+        logged). Directories of killed daemons beside it are removed. Raises ConfigError."""
         parent = wanted or _ram_parent()
         if parent is None:
             parent = Path(tempfile.gettempdir())
@@ -110,7 +110,7 @@ class SlotDir:
         return cls(path.absolute())
 
     def new_name(self) -> str:
-        """A file name that nobody can guess, for one use."""
+        """A file name that cannot be guessed, for one use."""
         return PREFIX + secrets.token_hex(16)
 
     def close(self) -> None:
@@ -136,8 +136,8 @@ class SlotDir:
         return len(found)
 
     def remove(self, name: str) -> None:
-        """Take a file's name away if it is there; one that we wrote is kept for the next use,
-        under a name that nobody knows."""
+        """Remove a file if it is there; one that we wrote is kept for the next use, under a secret
+        name."""
         with self._lock:
             spare = self._out.pop(name, None)
             if spare is not None and len(self._spares) < _SPARES_MAX:
@@ -223,7 +223,7 @@ class SlotDir:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Remove directories of daemons that were killed: nobody holds their lock."""
+    """Remove directories of daemons that were killed: their lock is free."""
     for path in parent.glob(PREFIX + "*"):
         if path.is_symlink() or path.stat().st_uid != os.getuid():
             continue
@@ -241,7 +241,8 @@ def _remove_abandoned(parent: Path) -> None:
 
 
 def _reserve(handle: int, size: int) -> None:
-    """Have the pages now: a full tmpfs kills a process that writes to a map of a sparse file."""
+    """Allocate the pages now: a full tmpfs kills a process that writes to a map of a sparse
+    file."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(handle, 0, size)
     else:

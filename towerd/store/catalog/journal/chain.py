@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from towerd.store.catalog.journal.changes import TableChange, decode_changes
-from towerd.store.catalog.journal.frames import Frame, Kind, frames
+from towerd.store.catalog.journal.frames import FrameKind, JournalFrame, frames
 
 SNAPSHOT = ".snapshot"
 LOG = ".log"
@@ -18,7 +18,7 @@ _ATTEMPTS = 3
 _NAME = re.compile(r"([0-9]{16})(\.snapshot|\.log)")
 
 
-class Whole(msgspec.Struct, frozen=True, array_like=True):
+class SnapshotEnd(msgspec.Struct, frozen=True, array_like=True):
     """The end record of a snapshot."""
 
     n_frames: int
@@ -33,8 +33,8 @@ class JournalFile:
     path: Path
     seq: int
     size: int
-    frames: Sequence[Frame]
-    whole: Whole | None
+    frames: Sequence[JournalFrame]
+    whole: SnapshotEnd | None
     """The end record of a complete snapshot."""
 
     @property
@@ -52,11 +52,11 @@ class JournalFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class ChainRecord:
     """One frame of the chain."""
 
     file: JournalFile
-    frame: Frame
+    frame: JournalFrame
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Chain:
     the very first change, everything that could be read."""
 
     files: Sequence[JournalFile]
-    records: Sequence[Record]
+    records: Sequence[ChainRecord]
     """In the order in which they apply."""
     store: int
     schema: int
@@ -104,7 +104,7 @@ class Chain:
 
     def has_all_after(self, seq: int) -> bool:
         """Whether every transaction from `seq` + 1 to the last is present."""
-        found = {each.frame.seq for each in self.records if each.frame.kind is Kind.CHANGE}
+        found = {each.frame.seq for each in self.records if each.frame.kind is FrameKind.CHANGE}
         return all(number in found for number in range(seq + 1, self.last + 1))
 
 
@@ -122,7 +122,7 @@ def seq_of(path: Path) -> int | None:
 def read_chain(folder: Path) -> Chain:
     """Read and check every file. Raises OSError."""
     files = _read_files(folder)
-    every = [Record(file, frame) for file in files for frame in file.frames]
+    every = [ChainRecord(file, frame) for file in files for frame in file.frames]
     if not every:
         return Chain(files, [], 0, 0, 0, 0, {})
     newest = every[-1].frame
@@ -170,32 +170,33 @@ def _read_file(path: Path, seq: int) -> JournalFile:
     data = path.read_bytes()
     found = list(frames(data))
     whole = None
-    if path.suffix == SNAPSHOT and found and found[-1].kind is Kind.WHOLE:
-        whole = msgspec.msgpack.decode(found[-1].payload(data), type=Whole)
+    if path.suffix == SNAPSHOT and found and found[-1].kind is FrameKind.WHOLE:
+        whole = msgspec.msgpack.decode(found[-1].payload(data), type=SnapshotEnd)
         is_right = len(found) == whole.n_frames + 1 and all(each.seq == seq for each in found)
         whole = whole if is_right else None
     return JournalFile(path, seq, len(data), found, whole)
 
 
-def _from_base(records: Sequence[Record], base: JournalFile | None) -> list[Record]:
+def _from_base(records: Sequence[ChainRecord], base: JournalFile | None) -> list[ChainRecord]:
     """The records to apply, in order: a snapshot before the changes after it."""
-    found = [each for each in records if each.frame.kind is not Kind.WHOLE]
+    found = [each for each in records if each.frame.kind is not FrameKind.WHOLE]
     if base is not None:
         found = [
             each
             for each in found
-            if each.file is base or (each.frame.kind is Kind.CHANGE and each.frame.seq > base.seq)
+            if each.file is base
+            or (each.frame.kind is FrameKind.CHANGE and each.frame.seq > base.seq)
         ]
-    found.sort(key=lambda each: (each.frame.seq, each.frame.kind is Kind.CHANGE))
+    found.sort(key=lambda each: (each.frame.seq, each.frame.kind is FrameKind.CHANGE))
     return found
 
 
-def _end(records: Sequence[Record], base: JournalFile | None) -> int:
+def _end(records: Sequence[ChainRecord], base: JournalFile | None) -> int:
     """The last transaction before the first gap."""
     end = 0 if base is None else base.seq
-    if base is None and any(each.frame.kind is Kind.ROWS for each in records):
+    if base is None and any(each.frame.kind is FrameKind.ROWS for each in records):
         return 0
     for each in records:
-        if each.frame.kind is Kind.CHANGE and each.frame.seq <= end + 1:
+        if each.frame.kind is FrameKind.CHANGE and each.frame.seq <= end + 1:
             end = max(end, each.frame.seq)
     return end

@@ -50,7 +50,7 @@ def decode_changes(payload: bytes) -> list[TableChange]:
     return [TableChange(*each) for each in _decode(payload)]
 
 
-class Watch:
+class ChangeRecorder:
     """Records the changes of the running transaction on one connection."""
 
     def __init__(self, db: sqlite3.Connection, tables: Sequence[Table]) -> None:

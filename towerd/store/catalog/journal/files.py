@@ -20,13 +20,13 @@ from towerd.store.catalog.journal.chain import (
     LOG,
     SNAPSHOT,
     Chain,
-    Whole,
+    SnapshotEnd,
     name_of,
     read_chain,
     seq_of,
 )
 from towerd.store.catalog.journal.changes import TableChange, encode_changes
-from towerd.store.catalog.journal.frames import Kind, encode_frame
+from towerd.store.catalog.journal.frames import FrameKind, encode_frame
 from towerd.store.segments import durable
 from towerd.store.segments.directory import remove_file
 
@@ -75,7 +75,9 @@ class Journal:
     def append(self, seq: int, changes: Iterable[TableChange]) -> None:
         """Write the changes of transaction `seq` without syncing. If it raises OSError,
         nothing was written."""
-        frame = encode_frame(Kind.CHANGE, self._schema, self._store, seq, encode_changes(changes))
+        frame = encode_frame(
+            FrameKind.CHANGE, self._schema, self._store, seq, encode_changes(changes)
+        )
         self._start = self._end
         try:
             at = 0
@@ -129,10 +131,10 @@ class Journal:
             with os.fdopen(fd, "wb") as file:
                 for change in rows:
                     payload = encode_changes([change])
-                    file.write(encode_frame(Kind.ROWS, self._schema, store, seq, payload))
+                    file.write(encode_frame(FrameKind.ROWS, self._schema, store, seq, payload))
                     n_frames += 1
-                end = msgspec.msgpack.encode(Whole(n_frames, sequences))
-                file.write(encode_frame(Kind.WHOLE, self._schema, store, seq, end))
+                end = msgspec.msgpack.encode(SnapshotEnd(n_frames, sequences))
+                file.write(encode_frame(FrameKind.WHOLE, self._schema, store, seq, end))
                 file.flush()
                 durable.sync(file.fileno())
                 size = file.tell()

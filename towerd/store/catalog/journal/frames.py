@@ -1,4 +1,4 @@
-"""Frames: how records lie in a journal file, and how they are found again after damage.
+"""Frames: the form of records in a journal file, and how they are found again after damage.
 
      0  4   magic
      4  1   kind
@@ -29,7 +29,7 @@ _SUM_BYTES = 16
 HEAD_BYTES = _PREFIX.size + _SUM_BYTES
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """The content type of a frame."""
 
     ROWS = 1
@@ -41,10 +41,10 @@ class Kind(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class JournalFrame:
     """One record; `start` and `end` are its offsets in the file."""
 
-    kind: Kind
+    kind: FrameKind
     schema: int
     store: int
     seq: int
@@ -56,13 +56,13 @@ class Frame:
         return data[self.start + HEAD_BYTES : self.end]
 
 
-def encode_frame(kind: Kind, schema: int, store: int, seq: int, payload: bytes) -> bytes:
+def encode_frame(kind: FrameKind, schema: int, store: int, seq: int, payload: bytes) -> bytes:
     """The bytes of one frame."""
     prefix = _PREFIX.pack(MAGIC, kind, 0, schema, store, seq, len(payload))
     return prefix + _checksum(prefix, payload) + payload
 
 
-def frames(data: bytes) -> Iterator[Frame]:
+def frames(data: bytes) -> Iterator[JournalFrame]:
     """Every frame with a valid checksum, in order. Damage between frames is skipped."""
     view, at = memoryview(data), 0
     while (at := data.find(MAGIC, at)) >= 0:
@@ -74,7 +74,7 @@ def frames(data: bytes) -> Iterator[Frame]:
             at = frame.end
 
 
-def _frame_at(data: memoryview, start: int) -> Frame | None:
+def _frame_at(data: memoryview, start: int) -> JournalFrame | None:
     body = start + HEAD_BYTES
     if body > len(data):
         return None
@@ -85,9 +85,9 @@ def _frame_at(data: memoryview, start: int) -> Frame | None:
     expected = data[start + _PREFIX.size : body]
     if _checksum(prefix, data[body : body + n_bytes]) != expected:
         return None
-    if kind not in tuple(Kind) or zero != 0:
+    if kind not in tuple(FrameKind) or zero != 0:
         return None
-    return Frame(Kind(kind), schema, store, seq, start, body + n_bytes)
+    return JournalFrame(FrameKind(kind), schema, store, seq, start, body + n_bytes)
 
 
 def _checksum(prefix: bytes | memoryview, payload: bytes | memoryview) -> bytes:

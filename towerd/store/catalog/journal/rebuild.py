@@ -64,7 +64,7 @@ def rebuild(new: Path, chain: Chain, old: Path | None) -> Rebuilt:
             db.execute(f"PRAGMA {pragma}")
         database.migrate(db, 0, chain.schema)
         tables = tables_of(db)
-        source = _Source.open(old, tables)
+        source = _DamagedCatalog.open(old, tables)
         try:
             rebuilt = _fill(db, tables, chain, source)
         finally:
@@ -144,14 +144,14 @@ class Filler:
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
+class _DamagedCatalog:
     """A damaged catalog that is partly readable."""
 
     db: sqlite3.Connection
     ledger: Ledger | None
 
     @classmethod
-    def open(cls, path: Path | None, tables: Sequence[Table]) -> _Source | None:
+    def open(cls, path: Path | None, tables: Sequence[Table]) -> _DamagedCatalog | None:
         """None if even the list of tables is unreadable."""
         if path is None:
             return None
@@ -203,7 +203,7 @@ def _has_seal(table: Table, row: Row, seal: int) -> bool:
 
 
 def _fill(
-    db: sqlite3.Connection, tables: Sequence[Table], chain: Chain, source: _Source | None
+    db: sqlite3.Connection, tables: Sequence[Table], chain: Chain, source: _DamagedCatalog | None
 ) -> Rebuilt:
     ledger = None if source is None else source.ledger
     if ledger is not None and ledger.store != chain.store:

@@ -40,7 +40,7 @@ _SIDE_FILES = ("-wal", "-shm")
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenedCatalog:
     """A sound catalog and its journal, in the same state."""
 
     db: sqlite3.Connection
@@ -51,7 +51,7 @@ class Opened:
     """What was recovered, in sentences."""
 
 
-def open_catalog(path: Path) -> Opened:
+def open_catalog(path: Path) -> OpenedCatalog:
     """Open or create the catalog at `path`, beside `journal/`, `quarantine/` and `segments/`.
 
     It is checked unless it was closed cleanly. A damaged or missing catalog is rebuilt from
@@ -87,7 +87,7 @@ class _Opening:
         self._chain = self._journal.read()
         self._notes: list[str] = []
 
-    def open(self) -> Opened:
+    def open(self) -> OpenedCatalog:
         db = self._connect()
         try:
             tables = tables_of(db)
@@ -97,7 +97,7 @@ class _Opening:
             self._journal.close()
             db.close()
             raise
-        return Opened(db, tables, ledger, self._journal, self._notes)
+        return OpenedCatalog(db, tables, ledger, self._journal, self._notes)
 
     # --- the catalog ----------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 Lock = Callable[[], AbstractContextManager[None]]
 
 
-class Upkeep:
+class CatalogUpkeep:
     """Thread-safe. `lock()` is the store's lock; it is not held while a snapshot is written."""
 
     def __init__(self, catalog: Catalog, lock: Lock) -> None:

@@ -1,0 +1,179 @@
+"""The offloaded against a dictionary of rows."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from random_rows import HEAD_SIZE, N_KV, N_LAYER, random_rows
+
+from towerd.engine.embedded.longchat.keys import keys_of
+from towerd.engine.embedded.longchat.offloaded_rows import (
+    OffloadedKeys,
+    OffloadedRows,
+    Pages,
+    RowChunk,
+)
+from towerd.engine.embedded.longchat.pages import PageFile, PagesLost
+from towerd.slots.rows import KVRows
+
+
+def files_of(offloaded: OffloadedRows) -> set[PageFile]:
+    return {chunk.file for chunk in offloaded.chunks if isinstance(chunk, Pages)}
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.integers(0, 1 << 30),
+    st.lists(st.integers(1, 9), min_size=1, max_size=5),
+    st.sampled_from(["f16", "bf16", "f32"]),
+)
+def test_offloaded_rows_are_kept(tmp_path: Path, seed: int, sizes: list[int], name: str) -> None:
+    """Rows, places and keys of any positions, after chunks came, were cut and reduced; some
+    of them on disk."""
+    rng = np.random.default_rng(seed)
+    whole = random_rows(rng, name, 0, sum(sizes))
+    shift = int(rng.integers(0, 50))  # places need not be positions
+    offloaded, start = OffloadedRows(), 0
+    there: list[int] = []
+    for size in sizes:
+        part = whole.slice(start, start + size)
+        positions = np.arange(start, start + size) + shift
+        numbers = rng.permutation(size)[: int(rng.integers(1, size + 1))]
+        chunk = RowChunk.of(part, positions, numbers)
+        offloaded = offloaded.add(Pages.of(chunk, tmp_path) if rng.random() < 0.4 else chunk)
+        there += (numbers + start + shift).tolist()
+        start += size
+    before = offloaded
+    end = int(rng.integers(shift, shift + start + 1))
+    stay = np.flatnonzero(rng.random(start + shift) < 0.7)
+    offloaded = offloaded.only(stay).without(end)
+    expected = [p for p in sorted(there) if p < end and p in stay]
+    offloaded.check_integrity()
+    before.check_integrity()
+    assert before.positions.tolist() == sorted(there)
+    assert offloaded.positions.tolist() == expected
+    in_ram = offloaded.in_ram
+    assert offloaded.n_bytes == len(in_ram) * whole.layout.token_bytes
+    filed = [offloaded.filed(file).tolist() for file in files_of(offloaded)]
+    assert sorted([*in_ram.tolist(), *sum(filed, [])]) == expected
+    assert offloaded.disk_bytes == sum(file.n_bytes for file in files_of(offloaded))
+    oldest = offloaded.oldest_file()
+    assert (oldest is None) == (not filed)
+    assert oldest is None or offloaded.filed(oldest)[0] == min(map(min, filed))
+    assert not list(tmp_path.iterdir())  # no file has a name
+    if not expected:
+        return
+    wanted = np.array(expected)[rng.random(len(expected)) < 0.6]
+    assert offloaded.n_reads(offloaded.positions) <= len(offloaded)
+    if not len(wanted):
+        return
+    rows = offloaded.rows(wanted)
+    assert rows.positions.tolist() == (wanted - shift).tolist()
+    for mine, theirs in zip(rows.planes(), whole.planes(), strict=True):
+        assert np.array_equal(mine, theirs[wanted - shift])
+    keys, every = OffloadedKeys(offloaded, HEAD_SIZE), keys_of(whole, HEAD_SIZE)
+    assert keys.shape == (N_LAYER, N_KV, len(offloaded), HEAD_SIZE)
+    numbers = np.searchsorted(offloaded.positions, wanted)
+    for layer in range(N_LAYER):
+        for head in range(N_KV):
+            assert np.array_equal(keys[layer, head, numbers], every[layer, head, wanted - shift])
+    span = OffloadedKeys(offloaded, HEAD_SIZE, slice(1, None))
+    if len(offloaded) > 1:
+        assert np.array_equal(span[0, 0, np.array([0])], keys[0, 0, np.array([1])])
+
+
+def n_open() -> int:
+    """Files that this process has open."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+def paged(folder: Path, n: int) -> tuple[Pages, KVRows]:
+    rows = random_rows(np.random.default_rng(n), "f16", 0, n)
+    return Pages.of(RowChunk.of(rows, np.arange(n), np.arange(n)), folder), rows
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
+def test_a_file_is_gone_with_its_last_rows(tmp_path: Path) -> None:
+    before = n_open()
+    pages, rows = paged(tmp_path, 700)
+    assert n_open() == before + 1
+    some = pages.take(np.array([600, 3, 4, 5], np.int64))
+    del pages
+    planes, _ = some.read(np.array([2, 0, 3], np.int64))
+    for mine, theirs in zip(planes, rows.planes(), strict=True):
+        assert np.array_equal(mine, theirs[[4, 600, 5]])
+    del some
+    assert n_open() == before
+
+
+def test_damage_on_disk_is_told(tmp_path: Path) -> None:
+    """Other bytes, and fewer."""
+    pages, _ = paged(tmp_path, 20)
+    every = np.arange(20)
+    os.pwrite(pages.file._fd, b"\x7f" * 3, 7 * pages.file.row_bytes + 5)
+    with pytest.raises(PagesLost, match="damaged"):
+        pages.read(every)
+    pages.read(every[8:])
+    os.ftruncate(pages.file._fd, 15 * pages.file.row_bytes)
+    pages.read(every[8:15])
+    with pytest.raises(PagesLost, match="shorter"):
+        pages.read(every[8:16])
+
+
+def test_reads_may_give_less_than_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two records and a part of the third each time: nothing is lost, nothing is read wrong."""
+    pages, rows = paged(tmp_path, 20)
+    whole = os.preadv
+
+    def some(fd: int, pieces: list[memoryview], offset: int) -> int:
+        return whole(fd, [*pieces[:2], *(piece[:5] for piece in pieces[2:3])], offset)
+
+    monkeypatch.setattr(os, "preadv", some)
+    wanted = np.array([19, *range(3, 12), 0, 1], np.int64)
+    planes, _ = pages.read(wanted)
+    for mine, theirs in zip(planes, rows.planes(), strict=True):
+        assert np.array_equal(mine, theirs[wanted])
+
+
+def test_rows_are_added_to_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was there stays; a disk that is full in between takes nothing for good."""
+    first, rows = paged(tmp_path, 9)
+    chunk = RowChunk.of(rows, np.arange(9, 18), np.arange(9)[::-1])
+    n_bytes, write = os.fstat(first.file._fd).st_size, os.pwrite
+
+    def full(fd: int, data: memoryview, offset: int) -> int:
+        if offset > n_bytes:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(fd, data[:100], offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(OSError, match="No space left"):
+            Pages.of(chunk, tmp_path, first.file)
+    assert os.fstat(first.file._fd).st_size == n_bytes == first.file.n_bytes
+    second = Pages.of(chunk, tmp_path, first.file)
+    assert second.file is first.file
+    assert first.file.n_bytes == 2 * n_bytes
+    every = np.arange(9)
+    for mine, later, theirs in zip(
+        first.read(every)[0], second.read(every)[0], rows.planes(), strict=True
+    ):
+        assert np.array_equal(mine, theirs)
+        assert np.array_equal(later, theirs[::-1])
+
+
+def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(OSError, match="No space left"):
+        paged(tmp_path, 4)

@@ -1,0 +1,382 @@
+"""The cold tier: freezes sessions in idle time and thaws them on demand.
+
+A request enters before it runs and leaves when its turn is recorded. A session that a running
+request may use is never frozen. Freezing runs on one thread of low priority and thawing on two
+others, so that a request never waits for a session that is being coded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from towerd.cold.backoff import Backoff
+from towerd.cold.coding import Coding
+from towerd.cold.freezing import FreezeResult, cold_history, freeze, thaw
+from towerd.cold.thaw_ahead import ThawAhead
+from towerd.engine.base import Event, Finish, GenerateRequest, LiveBudget, Progress, Reuse, Started
+from towerd.errors import (
+    DiskFull,
+    InvalidRequest,
+    NotFound,
+    NotSupported,
+    SessionFrozen,
+    StoreError,
+    TowerdError,
+)
+from towerd.store import Node, Store
+from towerd.store.sessions.cold import SessionBusy
+from towerd.store.sessions.turn import SessionInfo
+from towerd.tokens import Ids, ids_bytes
+from towerd.wakeup import lower_priority
+
+log = logging.getLogger(__name__)
+
+QUIET_S = 5.0
+"""Automatic freezing starts when no request has run for this long."""
+POLL_S_MAX = 60.0
+POLL_S_MIN = 0.05
+RETRY_S = 3600.0
+"""Time until a session that could not be frozen is tried again."""
+_NO_BUDGET = LiveBudget()
+_REFUSALS = (NotFound, NotSupported, InvalidRequest, SessionBusy)
+
+Run = Callable[[GenerateRequest], Coroutine[Any, Any, Finish | None]]
+T = TypeVar("T")
+
+
+class ColdTier:
+    """The frozen sessions of one store. Belongs to the event loop of a running service, where
+    `start` must be called."""
+
+    def __init__(
+        self,
+        store: Store,
+        coding: Coding,
+        *,
+        freeze_after_s: float,
+        on_frozen: Callable[[Sequence[Node]], None] = lambda _: None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """freeze_after_s: how long a session must be unused before it is frozen automatically;
+        -1: never. on_frozen: receives the removed segments, off the event loop."""
+        self.store = store
+        self.coding = coding
+        self.freeze_after_s = freeze_after_s
+        self.ahead: ThawAhead | None = None
+        self.n_frozen = self.n_thawed = self.n_failed = 0
+        self.freeze_s = self.thaw_s = 0.0
+        self._on_frozen = on_frozen
+        self._clock = clock
+        self._uses: dict[int, GenerateRequest] = {}
+        self._last_use = float("-inf")
+        self._backoff = Backoff(clock)
+        """Sessions that failed to freeze or were thawed recently."""
+        self._damaged: set[tuple[str, str]] = set()
+        """(scope, id) of sessions that could not be thawed; requests do not try again."""
+        self._freezer = ThreadPoolExecutor(1, "towerd-freeze", initializer=lower_priority)
+        self._thawer = ThreadPoolExecutor(2, "towerd-thaw")
+        self._counting = threading.Lock()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(
+        self, run: Run | None = None, n_ctx: int = 0, live: LiveBudget = _NO_BUDGET
+    ) -> ThawAhead:
+        """Start automatic freezing. Returns the object that thaws sessions ahead. run: evaluates
+        a background request of fewer than `n_ctx` tokens under the budget `live`; None: sessions
+        thawed ahead get only their tokens back."""
+        self.ahead = ThawAhead(self.store, self.thaw, run, n_ctx, live)
+        self._task = asyncio.create_task(self._watch())
+        return self.ahead
+
+    async def close(self) -> None:
+        """Stop automatic freezing, and wait for the current freeze or thaw to end."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self.ahead is not None:
+            await self.ahead.close()
+        await asyncio.to_thread(self._shut_down)
+
+    def _shut_down(self) -> None:
+        for pool in (self._freezer, self._thawer):
+            pool.shutdown(cancel_futures=True)
+        self.coding.close()
+
+    # ---- requests ---------------------------------------------------------------------------
+
+    def enter(self, request: GenerateRequest) -> RequestGuard:
+        """Register a request before it runs. Until it leaves, nothing that it uses is frozen."""
+        self._uses[id(request)] = request
+        return RequestGuard(self, request)
+
+    def leave(self, request: GenerateRequest) -> None:
+        """Unregister a request whose turn is recorded, or that had none."""
+        if self._uses.pop(id(request), None) is not None and not request.background:
+            self._last_use = time.monotonic()
+
+    async def frozen_session(self, request: GenerateRequest) -> str | None:
+        """The id of the frozen session that a request continues, if any."""
+        if self.store.cold.is_empty or request.precache is not None:
+            return None
+        return await asyncio.to_thread(self._frozen_session, request)
+
+    def _frozen_session(self, request: GenerateRequest) -> str | None:
+        if request.session is not None:
+            return self.store.cold.named(request.session, request.scope)
+        return self.store.cold.continued_by(ids_bytes(request.ids), request.scope)
+
+    async def thaw_for(self, id: str, request: GenerateRequest) -> int | None:
+        """Thaw the session that a request continues. Returns how many tokens of its prompt are
+        then known, or None if the session stays frozen. A session that cannot be thawed does not
+        end the request, which has its whole prompt; a damaged one recovers its tokens from it."""
+        key = request.scope, id
+        try:
+            if key not in self._damaged:
+                await self.thaw(id, request.scope)
+        except NotFound:
+            return 0  # removed meanwhile
+        except Exception as error:
+            unexpected = None if isinstance(error, TowerdError) else error
+            log.error(
+                "a frozen session cannot be thawed",
+                exc_info=unexpected,
+                extra={"error": str(error)},
+            )
+            if isinstance(error, NotSupported | DiskFull):
+                return None
+            self._damaged.add(key)
+        if key in self._damaged:
+            return 0 if await self._recover(id, request) else None
+        match = await asyncio.to_thread(self.store.match, request.ids, request.scope)
+        return match.n
+
+    async def _recover(self, id: str, request: GenerateRequest) -> bool:
+        prompt = ids_bytes(request.ids)
+        try:
+            if not await asyncio.to_thread(self.store.cold.recover, id, request.scope, prompt):
+                return False
+        except StoreError as error:
+            log.error("a damaged session is not recovered", extra={"error": str(error)})
+            return False
+        self._damaged.discard((request.scope, id))
+        log.warning("a damaged session got its tokens back from a prompt", extra={"session": id})
+        return True
+
+    # ---- sessions ---------------------------------------------------------------------------
+
+    def named(self, id: str | None, scope: str) -> None:
+        """Thaw a frozen session ahead because a client named it: its next prompt is likely
+        near."""
+        if id is not None and self.ahead is not None and not self.store.cold.is_empty:
+            self.ahead.opened(id, scope)
+
+    async def freeze(self, id: str, scope: str | None = None) -> FreezeResult | None:
+        """Freeze a session now; None if it is already frozen. Raises as `freezing.freeze`, and
+        NotSupported."""
+        return await self._on(self._freezer, self._freeze, id, scope)
+
+    async def thaw(self, id: str, scope: str | None = None) -> bool:
+        """Thaw a session; False if it is not frozen. Raises as `freezing.thaw`, and
+        NotSupported."""
+        return await self._on(self._thawer, self._thaw, id, scope)
+
+    async def session_ids(self, id: str, scope: str | None = None) -> Ids:
+        """The token ids of a session's current branch, int32[n]. A frozen session stays frozen.
+        Raises as `thaw`."""
+        return await self._on(self._thawer, self._session_ids, id, scope)
+
+    def stats(self) -> dict[str, Any]:
+        """Gauges and counters for /metrics and /towerd/v1/stats."""
+        return {
+            **self.store.cold.stats(),
+            "freezes": self.n_frozen,
+            "thaws": self.n_thawed,
+            "cold_failures": self.n_failed,
+            "freeze_seconds": round(self.freeze_s, 6),
+            "thaw_seconds": round(self.thaw_s, 6),
+            "freeze_after_s": self.freeze_after_s,
+            **({} if self.ahead is None else self.ahead.stats()),
+        }
+
+    # ---- inside -----------------------------------------------------------------------------
+
+    async def _on(self, pool: ThreadPoolExecutor, work: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(pool, work, *args)
+
+    def _freeze(self, id: str, scope: str | None) -> FreezeResult | None:
+        began = time.monotonic()
+        with self._counted_failure():
+            self.store.session(id, scope)  # before the vocabulary is loaded
+            done = freeze(self.store, self.coding.codec, id, scope, self._may_drop)
+        if done is not None:
+            self._notify(done)
+            with self._counting:
+                self.n_frozen += 1
+                self.freeze_s += time.monotonic() - began
+        return done
+
+    def _notify(self, done: FreezeResult) -> None:
+        """Report the removed segments. The session is frozen even if this fails."""
+        try:
+            self._on_frozen(done.removed)
+        except Exception as error:
+            log.warning("not all of a frozen session was released", extra={"error": str(error)})
+
+    def _thaw(self, id: str, scope: str | None) -> bool:
+        began = time.monotonic()
+        with self._counted_failure():
+            info = self.store.session(id, scope)
+            if not info.cold_bytes:
+                return False
+            was_frozen = thaw(self.store, self.coding.codec, id, info.scope)
+            self._damaged.discard((info.scope, id))
+            self._backoff.delay((info.scope, id), self.freeze_after_s)
+        with self._counting:
+            self.n_thawed += was_frozen
+            self.thaw_s += time.monotonic() - began
+        return was_frozen
+
+    def _session_ids(self, id: str, scope: str | None) -> Ids:
+        try:
+            return self.store.session_ids(id, scope)
+        except SessionFrozen:
+            history = cold_history(self.store, self.coding.codec, id, scope)
+        if history is None:  # thawed just now
+            return self.store.session_ids(id, scope)
+        return history.ids(history.leaf)
+
+    def _counted_failure(self) -> _Failures:
+        return _Failures(self)
+
+    def _may_drop(self, id: str, scope: str, doomed: Sequence[Node]) -> bool:
+        """Whether no running request may belong to this session or begins with a segment that
+        would be removed. Called under the store's lock."""
+        gone, store = {node.id for node in doomed}, self.store
+        for request in list(self._uses.values()):
+            if request.scope != scope:
+                continue
+            if request.session is not None:
+                if request.session == id:
+                    return False
+            elif store.recognise(request.ids, scope) == id:
+                return False
+            elif any(node.id in gone for node in store.match(request.ids, scope).nodes):
+                return False
+        return True
+
+    def _is_idle(self) -> bool:
+        is_used = any(not request.background for request in list(self._uses.values()))
+        return not is_used and time.monotonic() - self._last_use >= self._quiet_s
+
+    @property
+    def _quiet_s(self) -> float:
+        return min(QUIET_S, max(POLL_S_MIN, self.freeze_after_s))
+
+    async def _watch(self) -> None:
+        """Freeze sessions that are unused for long enough, one at a time, while nothing runs."""
+        if not self.store.cold.is_empty:
+            await self._warm_up()
+        while self.freeze_after_s >= 0:
+            did_freeze = False
+            try:
+                did_freeze = self._is_idle() and await self._freeze_oldest()
+            except Exception as error:  # the next poll tries again
+                log.warning("no session was frozen", extra={"error": str(error)})
+            pause = min(POLL_S_MAX, max(POLL_S_MIN, self.freeze_after_s / 4))
+            await asyncio.sleep(POLL_S_MIN if did_freeze else pause)
+
+    async def _warm_up(self) -> None:
+        """Build the codec's tables before a request needs them."""
+        try:
+            await self._on(self._freezer, self._use_codec)
+        except Exception as error:  # no failure here may stop automatic freezing
+            self.n_failed += 1
+            log.warning("frozen sessions cannot be coded here", extra={"error": str(error)})
+
+    def _use_codec(self) -> None:
+        codec = self.coding.codec
+        codec.decode(codec.encode([0]))
+
+    async def _freeze_oldest(self) -> bool:
+        """Freeze the least recently used session; False if none is due."""
+        due = await asyncio.to_thread(self._due)
+        if due is None:
+            return False
+        try:
+            await self.freeze(due.id, due.scope)
+        except NotFound:
+            pass  # removed meanwhile
+        except (NotSupported, DiskFull) as error:  # the next session would fail the same way
+            log.warning("no session can be frozen now", extra={"error": str(error)})
+            await asyncio.sleep(RETRY_S)
+        except Exception as error:  # no failure may hold up the next session
+            self._backoff.delay((due.scope, due.id), RETRY_S)
+            log.warning("a session was not frozen", extra={"error": str(error)})
+        return True
+
+    def _due(self) -> SessionInfo | None:
+        before = self._clock() - self.freeze_after_s
+        found = self.store.cold.idle(before, 1, without=self._backoff.active())
+        return found[0] if found else None
+
+
+class RequestGuard:
+    """Protects the sessions of one request from being frozen, and thaws the one it continues."""
+
+    def __init__(self, tier: ColdTier, request: GenerateRequest) -> None:
+        self._tier = tier
+        self._request = request
+        self._n_known = 0
+        self.was_frozen = False
+        self.session = request.session
+        """The session to record its turn under; None: it is recognised by its tokens."""
+
+    async def thawing(self) -> AsyncIterator[Progress]:
+        """Thaw the session that the request continues. Yields a Progress first if the client
+        asked for progress."""
+        id = await self._tier.frozen_session(self._request)
+        if id is None:
+            return
+        if self._request.return_progress:
+            yield Progress(len(self._request.ids), 0, 0, 0.0)
+        self.was_frozen = True
+        n_known = await self._tier.thaw_for(id, self._request)
+        if n_known is None:
+            self.session = id
+        self._n_known = n_known or 0
+
+    def reuse(self, reuse: Reuse) -> Reuse:
+        """`reuse` with the tokens that came from the cold tier, whose rows were evaluated again."""
+        n_reused = reuse.live + reuse.hot + reuse.warm
+        n_cold = min(self._n_known - n_reused, reuse.prefill)
+        return dataclasses.replace(reuse, cold=n_cold) if n_cold > 0 else reuse
+
+    def stamp(self, event: Event) -> Event:
+        """An event of the request with its reuse completed."""
+        if self.was_frozen and isinstance(event, Started | Finish):
+            return dataclasses.replace(event, reuse=self.reuse(event.reuse))
+        return event
+
+    def leave(self) -> None:
+        """End the protection: the request's turn is recorded, or it had none."""
+        self._tier.leave(self._request)
+
+
+class _Failures:
+    """Counts the failures of its block, except refusals of invalid requests."""
+
+    def __init__(self, tier: ColdTier) -> None:
+        self._tier = tier
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, Exception) and not isinstance(error, _REFUSALS):
+            self._tier.n_failed += 1

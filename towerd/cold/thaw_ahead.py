@@ -1,0 +1,134 @@
+"""Thawing ahead: sessions opened, named or predicted become live before their next prompt.
+
+The tokens come back at once; their rows are evaluated in the background, while no request runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from towerd.engine.base import Finish, GenerateRequest, LiveBudget
+from towerd.errors import NotFound, TowerdError
+from towerd.store import Node, Store
+from towerd.store.prefix.scope import is_public
+from towerd.tokens import Ids
+
+log = logging.getLogger(__name__)
+
+REPEAT_S_MIN = 600.0
+"""The same segment is evaluated ahead at most this often. Without room the work is wasted."""
+TIPS_MAX = 1024
+CONCURRENT_MAX = 4
+"""Maximum number of conversations thawed ahead at once. The others wait for their requests."""
+
+
+class ThawAhead:
+    """Thaws and evaluates sessions ahead of their requests. Runs on the event loop;
+    `expected_back` may be called by any thread."""
+
+    def __init__(
+        self,
+        store: Store,
+        thaw: Callable[[str, str], Awaitable[bool]],
+        run: Callable[[GenerateRequest], Coroutine[Any, Any, Finish | None]] | None,
+        n_ctx: int,
+        live: LiveBudget,
+    ) -> None:
+        """thaw: thaws a session and returns whether it was frozen. run: evaluates a background
+        request; None: only tokens are thawed. live: the budget of requests that name none."""
+        self.n_ahead = 0
+        self._store = store
+        self._thaw = thaw
+        self._run = run
+        self._n_ctx = n_ctx
+        self._live = live
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._tips: OrderedDict[int, float] = OrderedDict()
+        self._is_open = True
+
+    async def close(self) -> None:
+        """Cancel the work in progress."""
+        self._is_open = False
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def idle(self) -> None:
+        """Wait until all work in progress has ended."""
+        while self._tasks:
+            await asyncio.wait(list(self._tasks))
+
+    def opened(self, id: str, scope: str) -> None:
+        """Thaw a session, if it is frozen, because a client viewed or named it."""
+        self._spawn(self._open(id, scope))
+
+    def evaluate(self, id: str, scope: str) -> None:
+        """Evaluate the rows of a session that was thawed."""
+        self._spawn(self._evaluate_session(id, scope))
+
+    def expected_back(self, tip: Node) -> None:
+        """Evaluate the tower of `tip`: the policy expects its reuse, and it has no rows."""
+        self._loop.call_soon_threadsafe(self._expected_back, tip)
+
+    def stats(self) -> dict[str, int]:
+        """Counters."""
+        return {"thaws_ahead": self.n_ahead}
+
+    def _expected_back(self, tip: Node) -> None:
+        now = time.monotonic()
+        is_due = now - self._tips.get(tip.id, -REPEAT_S_MIN) >= REPEAT_S_MIN
+        if is_due and not is_public(tip.scope) and self._spawn(self._evaluate_tip(tip)):
+            self._tips[tip.id] = now
+            self._tips.move_to_end(tip.id)
+            if len(self._tips) > TIPS_MAX:
+                self._tips.popitem(last=False)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> bool:
+        if len(self._tasks) >= CONCURRENT_MAX or not self._is_open:
+            work.close()
+            return False
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return True
+
+    async def _open(self, id: str, scope: str) -> None:
+        try:
+            if await self._thaw(id, scope):
+                await self._evaluate_session(id, scope)
+        except NotFound:
+            return
+        except TowerdError as error:
+            log.warning("a session was not thawed ahead", extra={"error": str(error)})
+
+    async def _evaluate_session(self, id: str, scope: str) -> None:
+        try:
+            ids = await asyncio.to_thread(self._store.session_ids, id, scope)
+            await self._evaluate(ids, scope, id)
+        except TowerdError as error:
+            log.debug("a session was not evaluated ahead", extra={"error": str(error)})
+
+    async def _evaluate_tip(self, tip: Node) -> None:
+        try:
+            await self._evaluate(await asyncio.to_thread(self._prefix, tip), tip.scope, None)
+        except TowerdError as error:
+            log.debug("a prompt was not evaluated ahead", extra={"error": str(error)})
+
+    def _prefix(self, tip: Node) -> Ids:
+        with self._store.locked():  # a split would show half of a path
+            return tip.prefix_ids()
+
+    async def _evaluate(self, ids: Ids, scope: str, session: str | None) -> None:
+        """Evaluate `ids` in the background."""
+        if self._run is not None and 0 < len(ids) < self._n_ctx:
+            request = GenerateRequest(
+                ids=ids, n_predict=0, scope=scope, session=session, background=True, live=self._live
+            )
+            done = await self._run(request)
+            self.n_ahead += done is not None

@@ -1,0 +1,136 @@
+"""OffloadSpace: limits the offloaded rows of a chat, in RAM and on disk.
+
+    RAM     [ index of everything offloaded ][ rows of the newest positions, and of live ones ]
+    disk    [ rows of older ones, in a few files, of which the newest grows ]
+
+If both are full the oldest rows are forgotten; on disk a file at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from towerd.engine.embedded.longchat.keys import keys_of
+from towerd.engine.embedded.longchat.live_set import BoundedSet
+from towerd.engine.embedded.longchat.offloaded_rows import Pages, RowChunk
+from towerd.engine.embedded.longchat.pages import PageFile
+from towerd.retention import Positions, Recalling
+from towerd.slots.layout import KVLayout
+from towerd.slots.rows import KVRows
+
+log = logging.getLogger(__name__)
+
+_STAYS_SHARE = 0.75
+"""Share of the positions that fit which is left after a full space was cleared."""
+_FILES = 8
+"""About how many files fill the disk limit: each stays open, and a daemon may open a thousand."""
+_LAYOUT_LAYER_STEP = 4
+"""The keys of every fourth layer decide which positions are similar."""
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadSpace:
+    """The limits of each chat of one engine."""
+
+    layout: KVLayout
+    head_size: int
+    bytes_max: int
+    """RAM for the rows and the index; the rows of the budget are always kept."""
+    disk_bytes_max: int
+    folder: Path
+    """Where the files are made."""
+
+    def n_max(self, live_set: BoundedSet) -> int:
+        """The most positions that may be offloaded."""
+        rows, index, least = self.layout.token_bytes, self._index_bytes(live_set), live_set.budget
+        n_disk = self.disk_bytes_max // rows
+        most = (self.bytes_max + rows * n_disk) // (rows + index)
+        if n_disk:  # the index of what is on disk needs RAM, beside the rows of the budget
+            most = min(most, (self.bytes_max - rows * least.tokens) // max(1, index))
+        return max(least.tokens, most, self.bytes_max // (rows + index))
+
+    def n_ram(self, live_set: BoundedSet) -> int:
+        """The most offloaded positions whose rows may be in RAM."""
+        left = self.bytes_max - self._index_bytes(live_set) * len(live_set.offloaded)
+        return max(live_set.budget.tokens, left // self.layout.token_bytes)
+
+    def make(self, live_set: BoundedSet) -> None:
+        """Forget the oldest positions that are not live, if there are more than fit."""
+        offloaded, n_max = live_set.offloaded, self.n_max(live_set)
+        if len(offloaded) > n_max:
+            n_over = len(offloaded) - max(int(_STAYS_SHARE * n_max), len(live_set.kept))
+            self.forget(live_set, self._idle(offloaded.positions, live_set)[:n_over])
+
+    def page_out(self, live_set: BoundedSet) -> None:
+        """Write the oldest rows that are not live to disk, if RAM has no room for them. They must
+        be indexed."""
+        in_ram, n_max = live_set.offloaded.in_ram, self.n_ram(live_set)
+        if len(in_ram) <= n_max or not self.disk_bytes_max:
+            return
+        n_live = int(np.isin(in_ram, live_set.kept).sum())
+        n_over = len(in_ram) - max(int(_STAYS_SHARE * n_max), n_live)
+        going = self._idle(in_ram, live_set)[: max(0, n_over)]
+        n_fit = self.disk_bytes_max // self.layout.token_bytes
+        self.forget(live_set, going[: max(0, len(going) - n_fit)])
+        going = going[max(0, len(going) - n_fit) :]
+        if not len(going):
+            return
+        self._free_disk(live_set, len(going) * self.layout.token_bytes)
+        try:
+            file = self._open_file(live_set, len(going) * self.layout.token_bytes)
+            pages = Pages.of(self._together(live_set, going), self.folder, file)
+        except OSError as error:
+            log.warning("old rows of a long chat are forgotten", extra={"reason": str(error)})
+            self.forget(live_set, going)
+            return
+        stay = np.setdiff1d(live_set.offloaded.positions, going, assume_unique=True)
+        live_set.offloaded = live_set.offloaded.only(stay).add(pages)
+
+    def forget(self, live_set: BoundedSet, gone: Positions) -> None:
+        """Drop offloaded positions, which can then no longer be recalled."""
+        if not len(gone):
+            return
+        policy, offloaded = live_set.policy, live_set.offloaded
+        assert isinstance(policy, Recalling)
+        policy.forget(gone)
+        live_set.offloaded = offloaded.only(
+            np.setdiff1d(offloaded.positions, gone, assume_unique=True)
+        )
+
+    def lay_out(self, rows: KVRows, positions: Positions, numbers: Positions) -> RowChunk:
+        """Copy the rows numbered `numbers`, similar ones adjacent; `positions` are the chat's
+        positions of all `rows`."""
+        from towerd.retention.layout import cluster_order
+
+        keys = keys_of(rows, self.head_size, _LAYOUT_LAYER_STEP)
+        return RowChunk.of(rows, positions, numbers[cluster_order(keys[:, :, numbers])])
+
+    def _together(self, live_set: BoundedSet, positions: Positions) -> RowChunk:
+        rows = live_set.offloaded.rows(positions)
+        return self.lay_out(rows, positions, np.arange(len(positions)))
+
+    def _free_disk(self, live_set: BoundedSet, n_bytes: int) -> None:
+        """Forget files until `n_bytes` more fit."""
+        while live_set.offloaded.disk_bytes + n_bytes > self.disk_bytes_max:
+            oldest = live_set.offloaded.oldest_file()
+            assert oldest is not None, "an empty disk has room"
+            self.forget(live_set, live_set.offloaded.filed(oldest))
+
+    def _open_file(self, live_set: BoundedSet, n_bytes: int) -> PageFile | None:
+        """The newest file of a chat, if `n_bytes` may be added to it."""
+        file = live_set.offloaded.newest_file()
+        if file is None or file.n_bytes + n_bytes > self.disk_bytes_max // _FILES:
+            return None
+        return file
+
+    def _idle(self, positions: Positions, live_set: BoundedSet) -> Positions:
+        return np.setdiff1d(positions, live_set.kept, assume_unique=True)
+
+    def _index_bytes(self, live_set: BoundedSet) -> int:
+        assert isinstance(live_set.policy, Recalling)
+        n_kv = self.layout.k[0].n_elements // self.head_size
+        return live_set.policy.index_bytes(self.layout.n_layer, n_kv, self.head_size)

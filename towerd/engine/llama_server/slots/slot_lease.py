@@ -1,0 +1,246 @@
+"""SlotLease: one request's hold on one slot."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol
+
+import numpy as np
+
+from towerd.engine.base import TURN_STOPS, Reuse
+from towerd.engine.llama_server.slots.chat_text import AnsweredChat
+from towerd.engine.llama_server.slots.expected_reuse import ExpectedReuse
+from towerd.engine.llama_server.slots.placement import Slot
+from towerd.engine.llama_server.slots.slot_upkeep import SlotUpkeep
+from towerd.store.sessions.turn import Turn
+from towerd.tokens import Ids
+
+_NONE: Ids = np.zeros(0, np.int32)
+
+
+class Lender(Protocol):
+    """The engine as its leases see it: `towerd.engine.llama_server.engine.LlamaServerEngine`."""
+
+    upkeep: SlotUpkeep
+
+    @property
+    def epoch(self) -> int:
+        """The number of restarts of llama-server."""
+        ...
+
+    @property
+    def n_ctx(self) -> int: ...
+
+    def learned(self, ids: Ids, slot: Slot) -> ExpectedReuse:
+        """The reuse of a chat that continues in `slot`, now that its tokens are known."""
+        ...
+
+    def placed(self) -> None:
+        """Called when the request was launched, or will not be."""
+        ...
+
+    def ran_elsewhere(self) -> None:
+        """Called when the request ran in another slot than the one that was prepared."""
+        ...
+
+    def observe(self, lease: SlotLease, cache_n: int | None, prompt_ms: float | None) -> None:
+        """Compare what the reply says with what was prepared for it."""
+        ...
+
+    async def guess(self, text: str) -> Ids:
+        """The tokens that a reply of this text probably had."""
+        ...
+
+    def give_back(self, lease: SlotLease, slot: Slot) -> None:
+        """Called when the lease ended."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LeasedTurn:
+    """The turn of a request that is over, to be recorded."""
+
+    turn: Turn
+    answered: bool
+    """Whether there was a reply, if only one of tool calls."""
+
+
+class SlotLease:
+    """A slot that holds as much of a prompt as is available. Use it as a context manager, which
+    gives the slot back on every exit."""
+
+    def __init__(
+        self,
+        engine: Lender,
+        slot: Slot,
+        ids: Ids | None,
+        scope: str,
+        *,
+        session: str | None = None,
+        label: str = "",
+    ) -> None:
+        self.ids = ids
+        self.scope = scope
+        self.label = label
+        self.expected_reuse = ExpectedReuse(
+            Reuse(prefill=0 if ids is None else len(ids)), None, None
+        )
+        self.restored = False
+        """Whether the tokens in place come from a restore for this request."""
+        self.is_exact = True
+        """False: the slot's rows are not what evaluating its tokens gives."""
+        self.workflow: str | None = None
+        """The workflow that the client names."""
+        self.session = session
+        """The session that its turn is recorded under; None: it is recognised then."""
+        self.agent: str | None = None
+        """Who asks, named or told apart by system prompt and tools."""
+        self.calls_tools = False
+        """Whether the reply ended with a call of a tool."""
+        self.answered: AnsweredChat | None = None
+        """The chat request with its reply, if it was one."""
+        self._engine = engine
+        self._slot = slot
+        self._started_s = time.time()
+        self._epoch = engine.epoch
+        self._is_placing = True
+        self._is_awaited = True
+        self._is_open = True
+        self._is_released = False
+        self._ran_elsewhere = False
+
+    @property
+    def slot(self) -> int:
+        """The slot to pin the request to (`id_slot`)."""
+        return self._slot.id
+
+    @property
+    def reuse(self) -> Reuse:
+        """Where the prompt's tokens come from."""
+        return self.expected_reuse.reuse
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether llama-server was restarted since, so that the slot is empty."""
+        return self._epoch != self._engine.epoch
+
+    def learn(self, ids: Ids) -> None:
+        """Set the prompt's tokens, for a chat whose slot was known before they were."""
+        self.ids = ids
+        self.expected_reuse = self._engine.learned(ids, self._slot)
+
+    async def launched(self) -> None:
+        """Called when the request runs in its slot: others may be placed from now on."""
+        if self._is_placing:
+            self._is_placing = False
+            self._engine.placed()
+
+    def answering(self) -> None:
+        """Called when the reply begins: work that would have delayed it may be done now."""
+        if self._is_awaited:
+            self._is_awaited = False
+            self._engine.upkeep.n_awaited -= 1
+
+    def ran_elsewhere(self) -> None:
+        """Called, before `finished`, when the request ran in another slot: this one holds all of
+        the prompt but its last token, and free slots have to be asked what they hold."""
+        self._ran_elsewhere = True
+        self._engine.ran_elsewhere()
+
+    async def finished(
+        self,
+        *,
+        reply_ids: Sequence[int] | None,
+        reply_text: str,
+        cache_n: int | None,
+        stop: str,
+        prompt_ms: float | None = None,
+    ) -> LeasedTurn | None:
+        """Say what the slot holds now, and return the turn that is to be recorded; None of a
+        prompt whose tokens are not known. Call it before the last bytes of the reply go out.
+
+        reply_ids: the generated tokens, or None when only their text is known
+        cache_n: how many prompt tokens llama-server says it reused (None: it did not say)
+        prompt_ms: how long it says the others took"""
+        if self.ids is None:
+            return None
+        self._engine.observe(self, cache_n, prompt_ms)
+        if reply_ids is not None:
+            reply = np.asarray(reply_ids, np.int32)
+        else:
+            reply = await self._engine.guess(reply_text)
+        is_certain = reply_ids is not None
+        self.hold(reply, is_certain=is_certain, hidden=not is_certain or stop in _CUT_SHORT)
+        n_cached = len(self.ids) - self._ran_elsewhere
+        n_cached += max(0, len(reply) - 1) if is_certain and not self._ran_elsewhere else 0
+        turn = Turn(
+            scope=self.scope,
+            session=self.session,
+            prompt=self.ids,
+            reply=reply,
+            n_cached=n_cached,
+            started_s=self._started_s,
+            finished=stop != "cancelled",
+            stop="tool_use" if self.calls_tools else TURN_STOPS.get(stop, ""),
+            workflow=self.workflow,
+            agent=self.agent,
+        )
+        # A reply that is all tool calls has no text, and is one all the same.
+        answered = len(reply) > 0 or (reply_ids is None and stop != "cancelled")
+        return LeasedTurn(turn, answered)
+
+    def hold(self, reply: Ids, *, is_certain: bool, hidden: bool) -> None:
+        """Note what the slot holds after this reply: all but its last token, which llama-server
+        never evaluated."""
+        if self.ids is None or self.is_stale:
+            return
+        self._is_open = False
+        tokens = np.concatenate([self.ids, reply[:-1]])
+        room = self._engine.n_ctx - (0 if is_certain else _GUESS_TOKENS)
+        if self._ran_elsewhere:
+            self._slot.hold(self.ids[:-1], self.scope)
+        elif not self.is_exact or len(tokens) >= room:
+            # Moved rows or a context shift, which must never be stored.
+            self._slot.hold_unknown(self.scope)
+        else:
+            n_certain = len(tokens) if is_certain else len(self.ids)
+            self._slot.hold(tokens, self.scope, n_certain=n_certain, hidden=hidden)
+            self._slot.chat = self.answered
+
+    async def __aenter__(self) -> SlotLease:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Give the slot back. Without `finished` its content counts as unknown."""
+        engine, slot = self._engine, self._slot
+        if self._is_placing:
+            self._is_placing = False
+            engine.placed()
+        self.answering()
+        if self._is_released:
+            return
+        self._is_released = True
+        if self._is_open and not self.is_stale:
+            if self.ids is None:
+                slot.hold_unknown(self.scope, self.label)
+            else:
+                n = self.expected_reuse.n_cached or 0
+                slot.hold(self.ids[:n], self.scope, hidden=True)
+        engine.give_back(self, slot)
+
+
+_GUESS_TOKENS = 64
+"""How far off the number of tokens may be that is guessed from a reply's text."""
+_CUT_SHORT = ("word", "cancelled")
+"""Ends after which the server may have evaluated more tokens than it sent."""

@@ -1,0 +1,138 @@
+"""One state checkpoint on disk: a small checksummed header, then the bytes.
+
+    0   magic "TWRBND"
+    6   u16  version
+    8   u32  header length in bytes
+    12  u32  0
+    16  xxh3_128 of bytes [0, 16) and the header
+    32  header (msgpack), then zeros up to the next page, then the state
+
+A file is named by the key of the prefix whose state it holds, so the same state has one file
+however many sessions share it, and a file found on disk says by itself where it belongs.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from towerd.slots.errors import StateError
+from towerd.store.segments import durable
+from towerd.store.segments.segment_header import PREAMBLE, PREFIX_BYTES, checksum, page_up
+
+MAGIC = b"TWRBND"
+VERSION = 1
+FOLDER = "boundaries"
+"""The folder of these files in a store."""
+SUFFIX = ".twb"
+HALF = ".tmp"
+"""The suffix of a file that is being written."""
+DERIVED = ".derived"
+"""Precedes the suffix of a state computed from approximate rows."""
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class CheckpointHeader(msgspec.Struct, frozen=True):
+    """The header of a checkpoint file."""
+
+    fingerprint: bytes
+    key: bytes
+    position: int
+    derived: bool
+    nbytes: int
+    checksum: bytes
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(CheckpointHeader).decode
+
+
+def file_name(key: bytes, derived: bool) -> str:
+    """The file name for a key."""
+    return key.hex() + (DERIVED if derived else "") + SUFFIX
+
+
+def parse_name(name: str) -> tuple[bytes, bool] | None:
+    """(key, derived) of a file name; None for a foreign name."""
+    if not name.endswith(SUFFIX):
+        return None
+    stem = name.removesuffix(SUFFIX)
+    derived = stem.endswith(DERIVED)
+    try:
+        key = bytes.fromhex(stem.removesuffix(DERIVED))
+    except ValueError:
+        return None
+    return (key, derived) if len(key) == 32 else None
+
+
+def write_checkpoint(
+    folder: Path, fingerprint: bytes, key: bytes, position: int, derived: bool, state: Bytes
+) -> int:
+    """Write the file of `key` durably, or not at all; returns its size. Raises OSError."""
+    data = np.ascontiguousarray(state).data
+    header = CheckpointHeader(fingerprint, key, position, derived, len(data), checksum(data))
+    body = _encode(header)
+    prefix = PREAMBLE.pack(MAGIC, VERSION, len(body), 0, bytes(16))[:PREFIX_BYTES]
+    head = prefix + checksum(prefix, body) + body
+    head = head.ljust(page_up(len(head)), b"\0")
+    path = folder / f"{secrets.token_hex(8)}{HALF}"
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            durable.reserve(fd, len(head) + len(data))
+            for part, at in ((memoryview(head), 0), (data, len(head))):
+                while part:
+                    n = os.pwrite(fd, part, at)
+                    part, at = part[n:], at + n
+            durable.sync(fd)
+        finally:
+            os.close(fd)
+        os.rename(path, folder / file_name(key, derived))
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    durable.sync_dir(folder)
+    return len(head) + len(data)
+
+
+def read_checkpoint(path: Path, fingerprint: bytes, key: bytes, position: int) -> Bytes:
+    """The state, every byte checked. Raises StateError (damaged, or another's) or OSError."""
+    header, state = _read(path)
+    if (header.fingerprint, header.key, header.position) != (fingerprint, key, position):
+        raise StateError("the state is of another prefix or model")
+    return state
+
+
+def verify_checkpoint(path: Path) -> None:
+    """Check every byte, and that the content matches the file's name. Raises as `read_checkpoint`."""
+    header, _ = _read(path)
+    if parse_name(path.name) != (header.key, header.derived):
+        raise StateError("the state is of another prefix than the file's name says")
+
+
+def _read(path: Path) -> tuple[CheckpointHeader, Bytes]:
+    data = np.fromfile(path, np.uint8)
+    head = data[:PREFIX_BYTES].tobytes()
+    if len(data) < PREAMBLE.size:
+        raise StateError("a boundary file is too short")
+    magic, version, n_header, zero, expected = PREAMBLE.unpack_from(data.data)
+    end = PREAMBLE.size + n_header
+    if magic != MAGIC or version != VERSION or zero != 0 or end > len(data):
+        raise StateError("not a boundary file of this version")
+    body = data[PREAMBLE.size : end].tobytes()
+    if checksum(head, body) != expected:
+        raise StateError("the header's checksum does not match")
+    try:
+        header = _decode(body)
+    except msgspec.MsgspecError as error:
+        raise StateError(f"the header cannot be read: {error}") from error
+    state = data[page_up(end) :]
+    if len(state) != header.nbytes or checksum(state.data) != header.checksum:
+        raise StateError("the state's checksum does not match")
+    return header, state

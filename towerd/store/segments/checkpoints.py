@@ -1,0 +1,248 @@
+"""State checkpoints beside the segments, in memory and in `boundaries/`.
+
+A state checkpoint stands at the end of a node; a node is split if none ends there. A split
+keeps the lower part's identity, so its checkpoint is unaffected. The catalog does not list
+checkpoints: their files are named by the segment keys in the catalog.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from towerd.errors import RowsDamaged, StoreError
+from towerd.slots.errors import StateError
+from towerd.store.prefix.keys import segment_key
+from towerd.store.prefix.node import Node
+from towerd.store.segments import durable
+from towerd.store.segments.checkpoint_check import checkpoint_files
+from towerd.store.segments.checkpoint_file import (
+    FOLDER,
+    file_name,
+    parse_name,
+    read_checkpoint,
+    write_checkpoint,
+)
+from towerd.store.store import Store
+from towerd.tokens import Ids
+
+CUT_META = "state_cut:"
+"""With the fingerprint's digest behind it: where this model's stored state can be cut."""
+ANYWHERE = "anywhere"
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(eq=False, slots=True)
+class StateCheckpoint:
+    """The state at the end of `node`: in memory (`data`), in a file, or both."""
+
+    node: Node
+    derived: bool
+    """It was computed from approximate rows."""
+    nbytes: int
+    data: Bytes | None = None
+    has_file: bool = False
+
+    @property
+    def position(self) -> int:
+        """Number of tokens that the state has seen."""
+        return self.node.p1
+
+
+class CheckpointTable:
+    """The state checkpoints of an open store. Thread-safe."""
+
+    def __init__(self, store: Store) -> None:
+        """Find the files that belong to this fingerprint's segments; nothing is opened.
+
+        Raises StoreError when the directory cannot be used."""
+        self.store = store
+        self.folder = store.state.directory.root / FOLDER
+        self.file_bytes = 0
+        """All files of all fingerprints."""
+        self._found: dict[int, StateCheckpoint] = {}
+        self._foreign: dict[str, int] = {}
+        """The size of each file that no segment of this fingerprint claims."""
+        self._lock = threading.RLock()
+        with durable.store_errors(f"the directory {self.folder} cannot be used"):
+            self.folder.mkdir(mode=0o700, exist_ok=True)
+            if self.folder.is_symlink():
+                raise StoreError(f"{self.folder} is a link; a store must be one directory")
+            self._load()
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def at(self, node: Node) -> StateCheckpoint | None:
+        """The state at the end of a node."""
+        return self._found.get(node.id)
+
+    def all(self) -> list[StateCheckpoint]:
+        """A snapshot, without states whose segment was removed."""
+        with self._lock:
+            return [found for found in self._found.values() if not found.node.removed]
+
+    def attach(self, ids: Ids, scope: str, states: Mapping[int, tuple[Bytes, bool]]) -> list[Node]:
+        """Keep states in memory: position -> (bytes, derived). Positions that no recorded
+        path reaches are skipped; an existing exact state is kept. Returns the nodes that took
+        a state and whose files must be written."""
+        n_known = self.store.match(ids, scope).n
+        ends = sorted(position for position in states if 0 < position <= n_known)
+        if not ends:
+            return []
+        nodes = {node.p1: node for node in self.store.insert(ids[: ends[-1]], scope, ends)}
+        taken = []
+        with self._lock:
+            for position in ends:
+                node, (data, derived) = nodes[position], states[position]
+                known = self._found.get(node.id)
+                if known is not None and (derived or not known.derived):
+                    continue
+                if known is not None:
+                    self.drop(node)
+                self._found[node.id] = StateCheckpoint(node, derived, len(data), data)
+                taken.append(node)
+        return taken
+
+    def write(self, node: Node) -> int:
+        """Write a node's state from memory to its file and release the memory. Returns the
+        bytes written, 0 if there is nothing to write. Raises DiskFull or StoreError; the
+        state then stays in memory."""
+        found = self.at(node)
+        if found is None or found.data is None or found.has_file:
+            return 0
+        state, key = self.store.state, self._key(node)
+        with durable.store_errors("a boundary state cannot be written"):
+            size = write_checkpoint(
+                self.folder, state.digest, key, node.p1, found.derived, found.data
+            )
+        with self._lock:
+            if self._found.get(node.id) is not found:  # dropped meanwhile
+                self._unlink(file_name(key, found.derived))
+                return 0
+            found.has_file, found.data, found.nbytes = True, None, size
+            self.file_bytes += size - self._foreign.pop(file_name(key, found.derived), 0)
+        return size
+
+    def load(self, found: StateCheckpoint) -> Bytes:
+        """The state's bytes. Raises RowsDamaged (the file is now quarantined) or StoreError."""
+        data = found.data
+        if data is not None:
+            return data
+        key, node = self._key(found.node), found.node
+        name = file_name(key, found.derived)
+        try:
+            return read_checkpoint(self.folder / name, self.store.state.digest, key, node.p1)
+        except FileNotFoundError as error:
+            self._forget(found)
+            raise RowsDamaged(f"the boundary state {name} is gone") from error
+        except StateError as error:
+            self.store.state.directory.set_aside(self.folder / name)
+            self._forget(found)
+            raise RowsDamaged(f"{name} is damaged and set aside: {error}") from error
+        except OSError as error:
+            raise StoreError(f"{name} cannot be read: {error.strerror}") from error
+
+    def drop(self, node: Node) -> int:
+        """Delete a node's state; returns the bytes that its file had."""
+        with self._lock:
+            found = self._found.pop(node.id, None)
+            if found is None or not found.has_file:
+                return 0
+            self.file_bytes -= found.nbytes
+            self._unlink(file_name(self._key(node), found.derived))
+            return found.nbytes
+
+    def drop_since(self, since: float) -> None:
+        """Delete the states of this fingerprint that were taken after a Unix time."""
+        with self._lock:
+            for found in self.all():
+                path = self.folder / file_name(self._key(found.node), found.derived)
+                if not path.is_file() or path.stat().st_mtime >= since:
+                    self.drop(found.node)
+
+    def drop_foreign(self, bytes_needed: int) -> int:
+        """Delete files of other fingerprints and of removed segments, as many as needed."""
+        self.sweep()
+        freed = 0
+        with self._lock:
+            for name in list(self._foreign):
+                if freed >= bytes_needed:
+                    break
+                freed += self._foreign.pop(name)
+                self._unlink(name)
+            self.file_bytes -= freed
+        return freed
+
+    def sweep(self) -> None:
+        """Forget states whose segment was collected; their files may already be deleted."""
+        with self._lock:
+            for id, found in list(self._found.items()):
+                if not found.node.removed:
+                    continue
+                del self._found[id]
+                if found.has_file:
+                    name = file_name(self._key(found.node), found.derived)
+                    if (self.folder / name).exists():
+                        self._foreign[name] = found.nbytes
+                    else:
+                        self.file_bytes -= found.nbytes
+
+    def _load(self) -> None:
+        state = self.store.state
+        keys = {
+            bytes(key): id
+            for id, key in state.catalog.rows(
+                "SELECT id, key FROM segments WHERE fingerprint = ?", (state.fingerprint_pk,)
+            )
+        }
+        for path, size in checkpoint_files(state.directory.root):
+            named = parse_name(path.name)
+            if named is None:
+                path.unlink(missing_ok=True)  # half-written by a killed process
+                continue
+            self.file_bytes += size
+            node = state.trie.nodes.get(keys.get(named[0], -1))
+            if node is None:
+                self._foreign[path.name] = size
+            elif node.id not in self._found or not named[1]:
+                self._found[node.id] = StateCheckpoint(node, named[1], size, has_file=True)
+
+    def _key(self, node: Node) -> bytes:
+        with self.store.locked():  # a split would show half of a path
+            prefix = node.prefix_bytes()
+        return segment_key(self.store.state.digest, node.scope, prefix)
+
+    def _forget(self, found: StateCheckpoint) -> None:
+        with self._lock:
+            if self._found.get(found.node.id) is found:
+                del self._found[found.node.id]
+                self.file_bytes -= found.nbytes if found.has_file else 0
+
+    def _unlink(self, name: str) -> None:
+        (self.folder / name).unlink(missing_ok=True)
+
+
+def cut_of(store: Store) -> str:
+    """Where the stored state of the open fingerprint can be cut: `anywhere`, at a `boundary`, or
+    only as a `whole`."""
+    return store.get_meta(CUT_META + store.state.digest.hex()) or ANYWHERE
+
+
+def checkpoint_bytes(store: Store, node: Node) -> int:
+    """Size of the file with the state at the end of a node; 0 if there is none."""
+    folder = store.state.directory.root / FOLDER
+    if not folder.is_dir():
+        return 0
+    with store.locked():
+        prefix = node.prefix_bytes()
+    key = segment_key(store.state.digest, node.scope, prefix)
+    for derived in (False, True):
+        path = folder / file_name(key, derived)
+        if path.is_file():
+            return path.stat().st_size
+    return 0
