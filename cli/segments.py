@@ -9,8 +9,8 @@ from towerd.cli.client import Target, connect, json_option, target_options
 
 _CUTS = {
     "anywhere": "cut at any token",
-    "boundary": "only where a segment ends with a boundary state",
-    "whole": "only where a segment ends with a boundary state, which is the whole state",
+    "boundary": "only where a segment ends with a state checkpoint",
+    "whole": "only where a segment ends with a state checkpoint, which is the whole state",
 }
 """How a segment can be reused, by kind of model."""
 

@@ -53,7 +53,7 @@ def _running(found: Json) -> Iterator[tuple[str, object]]:
     if not engine.get("can_slice", True):
         yield "reuse", f"live only: {engine['why_not_sliceable']}"
     if engine.get("state_cut", "anywhere") != "anywhere":
-        yield "reuse", f"at boundary states ({engine['state_kind']} model)"
+        yield "reuse", f"at state checkpoints ({engine['state_kind']} model)"
     total = sum(reuse.values())
     shares = ", ".join(f"{name} {tokens:,}" for name, tokens in reuse.items())
     yield "prompt tokens", f"{total:,} ({shares})"

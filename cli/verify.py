@@ -17,7 +17,7 @@ from towerd.cli.client import Target, connect, json_option, target_options
 @json_option
 @target_options
 def verify(repair: bool, as_json: bool, target: Target) -> None:
-    """Check every file with rows or a boundary state, every frozen session, and the catalog's
+    """Check every file with rows or a state checkpoint, every frozen session, and the catalog's
     pages, indexes and rows against their checksums, and catalog, journal and trie against each
     other. Exit code 1 if anything is damaged."""
     from rich.progress import DownloadColumn

@@ -132,10 +132,10 @@ class Config:
         "Disk for the attention state of conversations.", low=-1,
         auto="32 GiB, but at most half of what is free")
     boundary_bytes: int = _set(-1, "size", "--boundary-bytes",
-        "Disk for boundary states, from which models with recurrent layers resume.", low=-1,
+        "Disk for state checkpoints, from which models with recurrent layers resume.", low=-1,
         auto="a quarter of warm-bytes")
     boundary_tokens: int = _set(512, "int", "--boundary-tokens",
-        "Tokens between boundary states near the end of a long prompt.", low=16, high=2**20)
+        "Tokens between state checkpoints near the end of a long prompt.", low=16, high=2**20)
     fidelity: str = _set("near", "text", "--fidelity",
         "How faithfully unused attention state is stored on disk: as computed, or within a measured bound.",
         choices=FIDELITIES)

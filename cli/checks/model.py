@@ -42,7 +42,7 @@ def architecture(config: Config) -> Finding:
     if not arch:
         return fail("the file names no architecture", "Convert the model to GGUF again.")
     n_ctx = int(_value(reader, f"{arch}.context_length", 0))
-    where = "resumed at boundary states" if has_state(reader, arch) else "resumed at any token"
+    where = "resumed at state checkpoints" if has_state(reader, arch) else "resumed at any token"
     return ok(f"{clean(arch)}, {where}, trained for {n_ctx:,} tokens")
 
 

@@ -132,9 +132,9 @@ def write_gguf(path: Path, arch: str, **keys: int | list[int]) -> Path:
     [
         ("llama", {"context_length": 4096}, "any token"),
         ("gemma3", {"attention__sliding_window": 1024}, "any token"),
-        ("mamba", {"ssm__state_size": 16}, "boundary states"),
-        ("lfm2", {"shortconv__l_cache": 3}, "boundary states"),
-        ("rwkv7", {"wkv__head_size": 64}, "boundary states"),
+        ("mamba", {"ssm__state_size": 16}, "state checkpoints"),
+        ("lfm2", {"shortconv__l_cache": 3}, "state checkpoints"),
+        ("rwkv7", {"wkv__head_size": 64}, "state checkpoints"),
         ("qwen2vl", {"rope__dimension_sections": [16, 24, 24, 0]}, "any token"),
     ],
 )

@@ -172,7 +172,7 @@ STATES = {20: b"state at 20" * 1000, 50: b"x"}
 
 
 def with_states(root: Path, version: int) -> None:
-    """Turn the native files of a store into such as earlier builds wrote, with boundary states in
+    """Turn the native files of a store into such as earlier builds wrote, with state checkpoints in
     them, and its catalog into one of version 5, which lists their positions."""
     as_before_the_journal(root)
     sizes = {}

@@ -107,7 +107,7 @@ class CheckpointTier:
 
     def refused(self, found: StateCheckpoint) -> None:
         """Forget a checkpoint that llama.cpp rejects, so that it does not block others."""
-        log.warning("a boundary state is of no use here", extra={"position": found.position})
+        log.warning("a state checkpoint is of no use here", extra={"position": found.position})
         self.table.drop(found.node)
 
     def stats(self) -> dict[str, Any]:
@@ -131,7 +131,7 @@ class CheckpointTier:
                         self.n_written += self.table.write(node) > 0
                 self._enforce()
             except StoreError as error:
-                log.error("a boundary state could not be written", extra={"error": str(error)})
+                log.error("a state checkpoint could not be written", extra={"error": str(error)})
             except Exception:
                 log.exception("boundary thread")
             if kind == "flush":

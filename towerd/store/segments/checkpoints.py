@@ -116,7 +116,7 @@ class CheckpointTable:
         if found is None or found.data is None or found.has_file:
             return 0
         state, key = self.store.state, self._key(node)
-        with durable.store_errors("a boundary state cannot be written"):
+        with durable.store_errors("a state checkpoint cannot be written"):
             size = write_checkpoint(
                 self.folder, state.digest, key, node.p1, found.derived, found.data
             )
@@ -139,7 +139,7 @@ class CheckpointTable:
             return read_checkpoint(self.folder / name, self.store.state.digest, key, node.p1)
         except FileNotFoundError as error:
             self._forget(found)
-            raise RowsDamaged(f"the boundary state {name} is gone") from error
+            raise RowsDamaged(f"the state checkpoint {name} is gone") from error
         except StateError as error:
             self.store.state.directory.set_aside(self.folder / name)
             self._forget(found)
