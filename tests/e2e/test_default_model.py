@@ -67,7 +67,7 @@ def test_on_a_terminal_it_is_offered(tmp_path: Path, said: str) -> None:
     """With size and licence. Where it cannot be had, or is not wanted, the story model serves."""
     terminal, end = pty.openpty()
     process = subprocess.Popen(
-        [*TOWERD, "serve", "--port", "0"],
+        [*TOWERD, "serve", "--port", "0", "--socket", str(tmp_path / "s")],
         stdin=end,
         stdout=end,
         stderr=end,
