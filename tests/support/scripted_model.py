@@ -19,25 +19,31 @@ FILL_IN = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_sep|>",
 SHARPNESS = 8.0
 
 
-def make_scripted_model(path: Path, script: Sequence[str], *, fill_in: bool = False) -> None:
+def make_scripted_model(
+    path: Path, script: Sequence[str], *, fill_in: bool = False, pre: str = ""
+) -> None:
     """Write a GGUF of the llama architecture that generates `script` after any prompt that does not
     end in a piece of it, and then ends. The pieces are tokens of its vocabulary and must differ.
-    fill_in: it has the tokens of infill."""
+    fill_in: it has the tokens of infill; pre: it has a BPE tokenizer of that pre-tokenizer, which knows
+    the letter a."""
     assert len(set(script)) == len(script) < N_EMBD
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
     types = [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL, *[TokenType.BYTE] * 256]
     if fill_in:
         pieces += FILL_IN
         types += [TokenType.CONTROL] * len(FILL_IN)
+    if pre:
+        pieces += ["a", "aa"]
+        types += [TokenType.NORMAL] * 2
     n = len(pieces)
     pieces += script
     types += [TokenType.USER_DEFINED] * len(script)
     with writing(path, "llama") as writer:
-        _add_metadata(writer, pieces, types)
+        _add_metadata(writer, pieces, types, pre)
         _add_tensors(writer, n, len(script))
 
 
-def _add_metadata(writer: GGUFWriter, pieces: list[str], types: list[TokenType]) -> None:
+def _add_metadata(writer: GGUFWriter, pieces: list[str], types: list[TokenType], pre: str) -> None:
     writer.add_name("scripted")
     writer.add_file_type(LlamaFileType.ALL_F32)
     writer.add_vocab_size(len(pieces))
@@ -48,7 +54,10 @@ def _add_metadata(writer: GGUFWriter, pieces: list[str], types: list[TokenType])
     writer.add_head_count(1)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_dimension_count(N_EMBD)
-    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_model("gpt2" if pre else "llama")
+    if pre:
+        writer.add_tokenizer_pre(pre)
+        writer.add_token_merges(["a a"])
     writer.add_token_list(pieces)
     writer.add_token_scores([0.0] * len(pieces))
     writer.add_token_types(types)

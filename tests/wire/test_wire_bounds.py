@@ -65,6 +65,7 @@ SCHEMAS: dict[str, Any] = {
         "maxItems": 2,
     },
     "text that ends before it begins": {"type": "string", "minLength": 9, "maxLength": 3},
+    "a deep pattern": {"type": "string", "pattern": "^" + "(" * 101 + "a" + ")" * 101 + "$"},
     "a repetition that ends before it begins": {"type": "string", "pattern": "^a{7,3}$"},
     "digits that end before they begin": {"type": "integer", "minimum": 20_000_000_000_000_000},
     "many items": {"type": "array", "items": {"type": "string"}, "minItems": 2**31 - 1},
@@ -181,7 +182,8 @@ def test_json_in_json(model: Model) -> None:
         {"temperature": 1e38}, {"dynatemp_exponent": -1}, {"logit_bias": [[1, 1e300]]},
         {"frequency_penalty": -3e38}, {"dry_multiplier": -1},
         {"samplers": ["temperature", "typ_p"], "dynatemp_range": 1, "typical_p": 0.5},
-        {"chat_parser": "{}"}, {"chat_format": 2},
+        {"chat_parser": "{}"}, {"chat_format": 2}, {"generation_prompt": "x"},
+        {"grammar": 'root ::= "a"', "grammar_type": "tool_calls"},
         {"logit_bias": [[1, 1]] * 200_000}, {"logit_bias": [["girl " * 200_000, 1]]},
         {"reasoning_budget_end_tags": [f"<{i}>" for i in range(100)]},
         {"prompt": [1, "a", 1e30]}, {"prompt": [1, "a", -1.0]}, {"prompt": [["a", 1, -7.0]]},
@@ -233,11 +235,15 @@ def test_fields_that_are_kept(story: Talker) -> None:
 def test_no_token_left(story: Talker, model: Model) -> None:
     """Every token forbidden, by bias or by a grammar that no token of the vocabulary continues."""
     every = [[token, False] for token in range(story.n_vocab)]
-    for fields in ({"logit_bias": every}, {"logit_bias": every, "grammar": 'root ::= "a"'}):
+    for fields in (
+        {"logit_bias": every},
+        {"logit_bias": every, "grammar": 'root ::= "a"'},
+        {"grammar": "root ::= [b-a]"},
+    ):
         request = Request(model, "completion", json.dumps({"prompt": "a", **fields}).encode())
         with pytest.raises(WireError) as raised:
             list(story.chunks(request, Reply(request, 0)))
-        assert raised.value.status == 500
+        assert raised.value.status == 400
 
 
 def test_no_logits(story: Talker, model: Model) -> None:

@@ -54,11 +54,14 @@ class Model:
         settings: bytes,
         tokenizer: Callable[[str], Ids] | None = None,
         projector: Projector | None = None,
+        deep_stack: Callable[[bytes, Callable[[], None]], None] | None = None,
     ) -> None:
         """model: the address of a `llama_model`, which must outlive this object and everything made
         from it; settings: `Settings.encode()`; tokenizer: returns the same ids as llama.cpp for a
         text, with the tokens that the vocabulary adds and with special tokens parsed, and may cache
-        them; projector: encodes media, if the model accepts any.
+        them; projector: encodes media, if the model accepts any; deep_stack: calls its second
+        argument, which tokenizes the first, on a stack that is deep enough for it, if the vocabulary
+        needs one. What both functions raise becomes WireError.
 
         Raises RuntimeError: a chat template that does not parse or cannot render an example, a
         setting that llama.cpp does not know."""
@@ -172,8 +175,8 @@ class Reply:
         """Sample a token and account for it. ctx: the address of the `llama_context`; index: the
         batch position of the logits; is_full: there is no room for another token.
 
-        Raises WireError (500): no token continues the grammar, or logits are not finite. The reply
-        cannot be continued then."""
+        Raises WireError: no token is left or continues the grammar (400), or logits are not finite
+        (500). The reply cannot be continued then."""
 
     def steps(self, ctx: int, index: int, draft: Ids, n_room: int) -> list[Chunk]:
         """`step` after a batch in which `draft` followed the newest token, which was at `index`.

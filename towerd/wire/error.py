@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 
 from towerd.errors import TowerdError
+
+log = logging.getLogger(__name__)
 
 
 class WireError(TowerdError):
@@ -17,3 +20,12 @@ class WireError(TowerdError):
         self.status = fields.pop("code")
         self.kind = fields.pop("type")
         self.extra = fields
+
+
+def refusal(error: BaseException) -> bytes:
+    """The error object for what Python code raised that llama.cpp's code called. What nobody
+    expects is logged, and clients are told no more than that it happened."""
+    if not isinstance(error, TowerdError):
+        log.error("a call from llama.cpp's code failed", exc_info=error)
+        error = TowerdError("The server failed: its log says how.")
+    return json.dumps(error.body()["error"]).encode()

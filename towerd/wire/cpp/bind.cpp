@@ -116,18 +116,42 @@ T * at(uintptr_t address) {
     return reinterpret_cast<T *>(address);  // NOLINT
 }
 
-// Calls a Python function; may be copied and destroyed by any thread.
+// A Python function, which any thread may copy and destroy.
+std::shared_ptr<nb::object> held(const nb::object & function) {
+    return std::shared_ptr<nb::object>(new nb::object(function), [](nb::object * p) {
+        const nb::gil_scoped_acquire lock;
+        delete p;
+    });
+}
+
+// Calls Python, whose errors become Refused: clients are not shown tracebacks.
+template <typename Work>
+auto asked(Work && work) {
+    const nb::gil_scoped_acquire lock;
+    std::string                  refusal;
+    try {
+        return work();
+    } catch (nb::python_error & error) {
+        refusal = text_of(nb::cast<nb::bytes>(nb::module_::import_("towerd.wire.error").attr("refusal")(error.value())));
+    }
+    throw Refused(json::parse(refusal));
+}
+
 Tokenizer tokenizer_of(const nb::object & function) {
     if (function.is_none()) {
         return {};
     }
-    const std::shared_ptr<nb::object> held(new nb::object(function), [](nb::object * p) {
-        const nb::gil_scoped_acquire lock;
-        delete p;
-    });
-    return [held](const std::string & text) {
-        const nb::gil_scoped_acquire lock;
-        return tokens_of(nb::cast<Given>((*held)(nb::str(text.data(), text.size()))));
+    return [function = held(function)](const std::string & text) {
+        return asked([&] { return tokens_of(nb::cast<Given>((*function)(nb::str(text.data(), text.size())))); });
+    };
+}
+
+DeepStack deep_stack_of(const nb::object & function) {
+    if (function.is_none()) {
+        return {};
+    }
+    return [function = held(function)](const std::string & text, const std::function<void()> & work) {
+        asked([&] { (*function)(bytes_of(text), nb::cpp_function([&work] { unlocked(work); })); });
     };
 }
 
@@ -166,14 +190,15 @@ void bind_model(nb::module_ & m) {
         .def(
             "__init__",
             [](Model * self, uintptr_t model, const nb::bytes & settings, const nb::object & tokenizer,
-               std::shared_ptr<Projector> projector) {
+               std::shared_ptr<Projector> projector, const nb::object & deep_stack) {
                 const std::string text  = text_of(settings);
                 Tokenizer         asked = tokenizer_of(tokenizer);
+                const DeepStack   deep  = deep_stack_of(deep_stack);
                 unlocked([&] {
-                    new (self) Model(at<llama_model>(model), text, std::move(asked), std::move(projector));
+                    new (self) Model(at<llama_model>(model), text, std::move(asked), std::move(projector), deep);
                 });
             },
-            "model"_a, "settings"_a, "tokenizer"_a = nb::none(), "projector"_a = nb::none())
+            "model"_a, "settings"_a, "tokenizer"_a = nb::none(), "projector"_a = nb::none(), "deep_stack"_a = nb::none())
         .def("props", [](const Model & model) {
             return bytes_of(unlocked([&] { return safe_json_to_str(model.props()); }));
         })

@@ -1,7 +1,10 @@
 #include "bounds.h"
 
 #include <algorithm>
+#include <cctype>
 #include <cmath>
+#include <cstdlib>
+#include <utility>
 #include <vector>
 
 #include "refused.h"
@@ -22,48 +25,155 @@ void at_most(size_t n, size_t max, const char * field, const char * unit) {
 
 }  // namespace
 
-void check_json(const std::string & text) {
-    std::vector<size_t> keys;  // of each open object or array
-    size_t              values    = 1;
-    bool                in_string = false;
-    for (size_t i = 0; i < text.size(); ++i) {
-        const char c = text[i];
-        if (in_string) {
-            if (c == '\\') {
-                ++i;
-            } else if (c == '"') {
-                in_string = false;
+namespace {
+
+// Reads a body's brackets, keys and commas, and nothing else of it.
+class JsonScan {
+public:
+    explicit JsonScan(const std::string & text) : text_(text) {}
+
+    void run() {
+        for (at_ = 0; at_ < text_.size(); ++at_) {
+            symbol(text_[at_]);
+            if (values_ > bounds::kValuesMax) {
+                refuse(over("JSON of the request", bounds::kValuesMax, "values"));
             }
-            continue;
-        }
-        switch (c) {
-            case '"': in_string = true; break;
-            case '{':
-            case '[':
-                keys.push_back(0);
-                ++values;
-                if (keys.size() > bounds::kDepthMax) {
-                    refuse(over("JSON of the request", bounds::kDepthMax, "levels"));
-                }
-                break;
-            case '}':
-            case ']':
-                if (!keys.empty()) {
-                    keys.pop_back();
-                }
-                break;
-            case ':':
-                if (!keys.empty() && ++keys.back() > bounds::kKeysMax) {
-                    refuse(over("An object of the request", bounds::kKeysMax, "keys"));
-                }
-                break;
-            case ',': ++values; break;
-            default: break;
-        }
-        if (values > bounds::kValuesMax) {
-            refuse(over("JSON of the request", bounds::kValuesMax, "values"));
         }
     }
+
+    // Where the body's object of more biases than other objects may have begins and ends; two zeros: it has none.
+    std::pair<size_t, size_t> biases() const { return biases_; }
+
+private:
+    struct Open {
+        size_t start;
+        size_t n_keys;
+        bool   is_biases;
+    };
+
+    void symbol(char c) {
+        switch (c) {
+            case '"': string(); break;
+            case '{':
+            case '[': open(c); break;
+            case '}':
+            case ']': close(); break;
+            case ':': key(); break;
+            case ',': ++values_; break;
+            default: break;
+        }
+    }
+
+    void string() {
+        string_ = at_;
+        for (++at_; at_ < text_.size() && text_[at_] != '"'; ++at_) {
+            at_ += text_[at_] == '\\' ? 1 : 0;
+        }
+    }
+
+    void open(char c) {
+        open_.push_back({at_, 0, c == '{' && open_.size() == 1 && names_biases_});
+        names_biases_ = false;
+        ++values_;
+        if (open_.size() > bounds::kDepthMax) {
+            refuse(over("JSON of the request", bounds::kDepthMax, "levels"));
+        }
+    }
+
+    void close() {
+        if (!open_.empty()) {
+            if (open_.back().is_biases && open_.back().n_keys > bounds::kKeysMax) {
+                biases_ = {open_.back().start, at_ + 1};
+            }
+            open_.pop_back();
+        }
+    }
+
+    void key() {
+        static const std::string kBiases = "\"logit_bias\"";
+        names_biases_ = text_.compare(string_, kBiases.size(), kBiases) == 0;
+        if (open_.empty()) {
+            return;
+        }
+        const size_t max = open_.back().is_biases ? bounds::kBiasesMax : bounds::kKeysMax;
+        if (++open_.back().n_keys > max) {
+            refuse(over("An object of the request", max, "keys"));
+        }
+    }
+
+    const std::string &       text_;
+    size_t                    at_     = 0;
+    size_t                    string_ = 0;  // where the last one begins
+    size_t                    values_ = 1;
+    bool                      names_biases_ = false;
+    std::vector<Open>         open_;
+    std::pair<size_t, size_t> biases_{0, 0};
+};
+
+// The text of an object as that of an array of [key, value].
+std::string pairs_text(const std::string & text) {
+    std::string out;
+    size_t      depth   = 0;
+    bool        is_pair = false;
+    for (size_t i = 0; i < text.size(); ++i) {
+        const char   c     = text[i];
+        const size_t start = i;
+        if (depth == 1 && !is_pair && c != '}' && !std::isspace(static_cast<unsigned char>(c))) {
+            out += '[';
+            is_pair = true;
+        }
+        if (c == '"') {
+            while (text.at(++i) != '"') {
+                i += text[i] == '\\' ? 1 : 0;
+            }
+            out += text.substr(start, i + 1 - start);
+        } else if (c == '{' || c == '[') {
+            out += depth++ == 0 ? '[' : c;
+        } else if (c == '}' || c == ']') {
+            out += --depth > 0 ? std::string(1, c) : is_pair ? "]]" : "]";
+        } else if (c == ',' && depth == 1) {
+            out += "],";
+            is_pair = false;
+        } else {
+            out += c == ':' && depth == 1 ? ',' : c;
+        }
+    }
+    return out;
+}
+
+// A key is a token's number or text, as where llama.cpp reads the object.
+json as_pairs(const std::string & text) {
+    json out = json::parse(pairs_text(text));
+    for (json & pair : out) {
+        if (pair.size() != 2 || !pair.at(size_t(0)).is_string()) {
+            refuse("Field 'logit_bias': not an object");
+        }
+        const std::string key = pair.at(size_t(0)).get<std::string>();
+        char *            end = nullptr;
+        const long        id  = std::strtol(key.c_str(), &end, 10);
+        if (*end == '\0') {
+            pair.at(size_t(0)) = json(static_cast<int64_t>(id));
+        }
+    }
+    return out;
+}
+
+}  // namespace
+
+void check_json(const std::string & text) {
+    JsonScan(text).run();
+}
+
+json parsed_body(const std::string & text) {
+    JsonScan scan(text);
+    scan.run();
+    const auto [start, end] = scan.biases();
+    if (end == 0) {
+        return json::parse(text);
+    }
+    json body          = json::parse(text.substr(0, start) + "null" + text.substr(end));
+    body["logit_bias"] = as_pairs(text.substr(start, end - start));
+    return body;
 }
 
 void check_tool_arguments(const json & messages) {

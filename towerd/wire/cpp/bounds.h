@@ -44,6 +44,7 @@ constexpr size_t kSchemaRefsMax         = 1'000;
 constexpr size_t kSchemaOptionalMax     = 200;  // optional properties of one object, taken in every combination
 constexpr size_t kSchemaNameBytesMax    = 1'024;  // property names on the way to a value
 constexpr size_t kSchemaPatternBytesMax = 4'096;
+constexpr int    kSchemaPatternDepthMax = 100;  // llama.cpp's own: it prints deeper ones and takes any text for them
 constexpr size_t kSchemaStepsMax        = 1'000'000;  // ways through alternatives and references
 constexpr size_t kToolNodesMax          = 200'000;    // all tools together
 
@@ -53,7 +54,7 @@ constexpr size_t kGrammarNestingMax  = 1'000;
 constexpr size_t kGrammarElementsMax = 4'000'000;  // repetitions written out
 constexpr size_t kGrammarRepeatMax   = 2'000;      // llama.cpp's own: a larger maximum means none
 constexpr size_t kLeftDepthMax       = 2'000;      // of leftmost references, followed by recursion
-constexpr size_t kLeftPathsMax       = 2'000'000;
+constexpr size_t kLeftWaysMax        = 10'000;     // to begin a rule, each compared with every other and every token
 
 // Generated text that is parsed for tool calls, by recursion.
 constexpr size_t kOutputDepthMax = 500;
@@ -62,6 +63,9 @@ constexpr size_t kOutputDepthMax = 500;
 
 // Each of these raises Refused.
 void check_json(const std::string & text);
+// A body, after check_json: as JSON, but with many biases as an array of [token, bias]. An object's keys are looked up one
+// after another, and every token may be one.
+json parsed_body(const std::string & text);
 void check_tool_arguments(const json & messages);
 void check_schema(const json & schema);
 void check_tools(const json & tools);

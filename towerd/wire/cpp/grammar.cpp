@@ -179,7 +179,7 @@ private:
     };
     struct Circle {
         size_t depth;
-        size_t paths;
+        size_t ways;  // in which its rules may begin, at most
     };
 
     // Which rules may be empty: forwards and backwards over all rules until no more are found.
@@ -230,6 +230,18 @@ private:
         return out;
     }
 
+    // In how many ways a rule's alternatives begin with a character or token, or are empty.
+    size_t own_ways(size_t rule) const {
+        size_t n        = 0;
+        bool   leftmost = true;
+        for (const auto & element : rules_[rule]) {
+            const bool is_ref = element.type == LLAMA_GRETYPE_RULE_REF;
+            n += leftmost && !is_ref ? 1 : 0;
+            leftmost = is_end(element) || (leftmost && is_ref && empty_[element.value]);
+        }
+        return n;
+    }
+
     // Tarjan's algorithm: a rule's cycle is known once those of all rules that it leads to are.
     void descend(size_t start) {
         std::vector<Frame> frames;
@@ -270,13 +282,14 @@ private:
         for (const size_t rule : members) {
             circle_[rule] = circles_.size();
         }
-        Circle made{0, 1};
+        Circle made{0, 0};
         for (const size_t rule : members) {
+            made.ways += own_ways(rule);
             for (const Edge & edge : left_of(rule)) {
                 if (circle_[edge.rule] != circles_.size()) {
                     const Circle & next = circles_[circle_[edge.rule]];
                     made.depth          = std::max(made.depth, next.depth);
-                    made.paths          = std::min(made.paths + next.paths, bounds::kLeftPathsMax + 1);
+                    made.ways           = std::min(made.ways + next.ways, bounds::kLeftWaysMax + 1);
                 } else if (!edge.is_last) {
                     refuse(kRefusal);
                 }
@@ -286,8 +299,8 @@ private:
         if (made.depth > bounds::kLeftDepthMax) {
             too_large("leftmost references in a row", bounds::kLeftDepthMax);
         }
-        if (made.paths > bounds::kLeftPathsMax) {
-            too_large("ways through its leftmost references", bounds::kLeftPathsMax);
+        if (made.ways > bounds::kLeftWaysMax) {
+            too_large("ways to begin a rule", bounds::kLeftWaysMax);
         }
         circles_.push_back(made);
     }
@@ -330,8 +343,11 @@ void parse(llama_grammar_parser & parser, const std::string & text) {
 }  // namespace
 
 void check_grammar(const std::string & text, const llama_vocab * vocab) {
-    if (text.empty() || text.compare(0, 11, "%llguidance") == 0) {
+    if (text.empty()) {
         return;
+    }
+    if (text.compare(0, 11, "%llguidance") == 0) {
+        refuse(std::string(kRefusal) + ": llguidance is not enabled");
     }
     if (text.size() > bounds::kGrammarBytesMax) {
         too_large("bytes", bounds::kGrammarBytesMax);

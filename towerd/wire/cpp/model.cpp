@@ -21,9 +21,9 @@ std::string special_token(const llama_vocab * vocab, llama_token token) {
 }  // namespace
 
 Model::Model(const llama_model * model, const std::string & settings, Tokenizer tokenizer,
-             std::shared_ptr<const Projector> projector) :
+             std::shared_ptr<const Projector> projector, const DeepStack & deep_stack) :
     model(model), vocab(llama_model_get_vocab(model)), tokenizer_(std::move(tokenizer)),
-    projector_(std::move(projector)), chat_() {
+    projector_(std::move(projector)), guard_(vocab, mtmd(), deep_stack), chat_() {
     const AbortGuard guard;
     common_log_set_verbosity_thold(-1);
     for (llama_token token = 0; token < llama_vocab_n_tokens(vocab); ++token) {
@@ -145,7 +145,7 @@ mtmd_helper_init_opt Model::helper_options() const {
 }
 
 llama_tokens Model::tokenize(const std::string & text) const {
-    return tokenizer_ ? tokenizer_(text) : common_tokenize(vocab, text, true, true);
+    return tokenizer_ ? tokenizer_(text) : towerd_tokenize(vocab, text, true, true);
 }
 
 json Model::props() const {

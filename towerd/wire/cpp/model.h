@@ -10,6 +10,7 @@
 #include "media.h"
 #include "server-common.h"
 #include "server-task.h"
+#include "tokenizing.h"
 
 namespace towerd::wire {
 
@@ -19,10 +20,10 @@ class Model {
 public:
     // `model` outlives this object. `settings` is the JSON of towerd.wire.Settings. `tokenizer`, unless it is empty, gives
     // the very ids that llama.cpp does for a text with special tokens in it; it may remember some. `projector`, unless it
-    // is null, makes the model take media.
+    // is null, makes the model take media. `deep_stack`, unless it is empty, is used for tokenizing.
     // Throws std::exception: a chat template that does not parse, a setting that llama.cpp does not know.
     Model(const llama_model * model, const std::string & settings, Tokenizer tokenizer = {},
-          std::shared_ptr<const Projector> projector = {});
+          std::shared_ptr<const Projector> projector = {}, const DeepStack & deep_stack = {});
 
     const llama_model * const model;
     const llama_vocab * const vocab;
@@ -56,6 +57,7 @@ private:
 
     Tokenizer                tokenizer_;
     std::shared_ptr<const Projector> projector_;
+    TokenizingGuard          guard_;
     common_params            params_;
     server_chat_params       chat_;
     std::string              name_;

@@ -1,7 +1,9 @@
 #include "reply.h"
 
 #include <algorithm>
+#include <cctype>
 #include <cmath>
+#include <memory>
 
 #include "refused.h"
 
@@ -9,15 +11,59 @@ namespace towerd::wire {
 
 namespace {
 
-common_sampler * made_sampler(const Request & request, size_t choice) {
+// What common_sampler_init gives to a grammar before the first sampled token.
+llama_tokens prefill_of(const llama_vocab * vocab, const std::string & text) {
+    llama_tokens tokens = towerd_tokenize(vocab, text, false, true);
+    if (!tokens.empty()) {
+        const std::string piece    = common_token_to_piece(vocab, tokens.front(), true);
+        const auto        is_space = [](char c) { return std::isspace(static_cast<unsigned char>(c)) != 0; };
+        if (!piece.empty() && is_space(piece[0]) && !is_space(text[0])) {
+            tokens.erase(tokens.begin());
+        }
+    }
+    return tokens;
+}
+
+// common_sampler_init leaks its samplers when the grammar does not accept the reply's beginning, so that is tried before.
+void check_prefill(const llama_vocab * vocab, const common_params_sampling & sampling) {
+    if (sampling.generation_prompt.empty() || sampling.grammar_lazy || !common_grammar_needs_prefill(sampling.grammar)) {
+        return;
+    }
+    const llama_tokens tokens = prefill_of(vocab, sampling.generation_prompt);
+    const std::unique_ptr<llama_sampler, decltype(&llama_sampler_free)> grammar(
+        tokens.empty() ? nullptr
+                       : llama_sampler_init_grammar(vocab, common_grammar_value(sampling.grammar).c_str(), "root"),
+        llama_sampler_free);
+    if (!grammar) {
+        return;
+    }
+    try {
+        for (const llama_token token : tokens) {
+            llama_sampler_accept(grammar.get(), token);
+        }
+    } catch (const std::exception & error) {
+        refuse(std::string("Failed to initialize samplers: the reply that the request begins does not fit its grammar or "
+                           "schema. ") + error.what());
+    }
+}
+
+common_sampler_ptr made_sampler(const Request & request, size_t choice) {
     return answering(ERROR_TYPE_INVALID_REQUEST, [&] {
         common_params_sampling sampling = request.sampling_of(choice);
         sampling.no_perf                = true;
+        const Model &      model        = request.model();
+        common_sampler_ptr made;
+        check_prefill(model.vocab, sampling);
         try {
-            return common_sampler_init(request.model().model, sampling);
+            // Tokenizes the generation prompt.
+            on_deep_stack(model.vocab, sampling.generation_prompt,
+                          [&] { made.reset(common_sampler_init(model.model, sampling)); });
+        } catch (const Refused &) {
+            throw;
         } catch (const std::exception & error) {
             throw std::invalid_argument(std::string("Failed to initialize samplers: ") + error.what());
         }
+        return made;
     });
 }
 
@@ -98,9 +144,8 @@ Chunk Reply::sample(llama_context * ctx, int index, bool is_full) {
     const llama_token token = common_sampler_sample(sampler_.get(), ctx, index);
     const auto *      left  = common_sampler_get_candidates(sampler_.get(), false);
     if (left->selected < 0 || !std::isfinite(left->data[left->selected].logit)) {
-        throw std::runtime_error(request_->params().sampling.grammar.empty()
-                                     ? "The samplers left no token to choose from."
-                                     : "No token of the vocabulary continues the grammar here.");
+        refuse(request_->params().sampling.grammar.empty() ? "The samplers left no token to choose from."
+                                                           : "No token of the vocabulary continues the grammar here.");
     }
     common_sampler_accept(sampler_.get(), token, true);
     stats_.n_gen += 1;
@@ -307,6 +352,8 @@ size_t Reply::n_kept() const {
 
 // send_final_response of llama-server's context.
 void Reply::fill(server_task_result_cmpl_final & result) const {
+    // Before the lock: it may wait for Python, which may wait for this reply.
+    const size_t n_stop = towerd_tokenize(request_->model().vocab, stopping_word(), false, false).size();
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto &                      params = request_->params();
     if (!params.stream) {  // else all of it has been sent
@@ -325,8 +372,7 @@ void Reply::fill(server_task_result_cmpl_final & result) const {
     result.stop                  = stop_;
     result.probs_output          = generated_probs_;
     if (!params.stream && stop_ == STOP_TYPE_WORD) {
-        const size_t n = common_tokenize(request_->model().vocab, stopping_word_, false).size();
-        result.probs_output.resize(generated_probs_.size() - std::min(generated_probs_.size(), n));
+        result.probs_output.resize(generated_probs_.size() - std::min(generated_probs_.size(), n_stop));
     }
 }
 

@@ -35,8 +35,10 @@ void refuse_internal_fields(const json & body, bool is_chat) {
     if (body.contains("chat_parser")) {
         refuse("Field 'chat_parser': not accepted from clients");
     }
-    if (!is_chat && body.contains("chat_format")) {
-        refuse("Field 'chat_format': not accepted from clients");
+    for (const char * name : {"chat_format", "grammar_type", "generation_prompt"}) {
+        if (!is_chat && body.contains(name) && body.at(name) != "") {
+            refuse(std::string("Field '") + name + "': not accepted from clients");
+        }
     }
 }
 
@@ -206,8 +208,7 @@ Request::Request(std::shared_ptr<const Model> model, const Endpoint & endpoint, 
         if (endpoint.is_infill) {
             check_can_infill(*model_);
         }
-        check_json(body);
-        json                    data = json::parse(body);
+        json                    data = parsed_body(body);
         std::vector<raw_buffer> files;
         keep_fields(data);
         refuse_internal_fields(data, is_chat(type_));
@@ -259,7 +260,9 @@ void Request::take(const json & data, const std::vector<raw_buffer> & files) {
     if (delimiters.delimiters.size() > bounds::kDelimitersMax) {
         refuse("Field 'message_delimiters': too many");
     }
-    delimiters.tokenize(model_->vocab);
+    for (auto & one : delimiters.delimiters) {
+        one.tokens = towerd_tokenize(model_->vocab, one.delimiter, false, true);
+    }
     params_ = model_->parse_params(data);
     check_params(params_, model_->n_ctx(), is_chat(type_));
     params_.res_type          = type_;

@@ -71,10 +71,30 @@ private:
         walk(*target, ref.size());
     }
 
-    void walk_children(const json & schema, size_t name_bytes) {
-        if (schema.contains("pattern") && schema.at("pattern").is_string() &&
-            schema.at("pattern").get<std::string>().size() > bounds::kSchemaPatternBytesMax) {
+    static void check_pattern(const std::string & pattern) {
+        if (pattern.size() > bounds::kSchemaPatternBytesMax) {
             too_large("bytes in a pattern", bounds::kSchemaPatternBytesMax);
+        }
+        int  depth    = 0;
+        bool in_class = false;
+        for (size_t i = 0; i < pattern.size(); ++i) {
+            switch (pattern[i]) {
+                case '\\': ++i; break;
+                case '[': in_class = true; break;
+                case ']': in_class = false; break;
+                case '(': depth += in_class ? 0 : 1; break;
+                case ')': depth -= in_class ? 0 : 1; break;
+                default: break;
+            }
+            if (depth > bounds::kSchemaPatternDepthMax) {
+                too_large("levels in a pattern", bounds::kSchemaPatternDepthMax);
+            }
+        }
+    }
+
+    void walk_children(const json & schema, size_t name_bytes) {
+        if (schema.contains("pattern") && schema.at("pattern").is_string()) {
+            check_pattern(schema.at("pattern").get<std::string>());
         }
         if (schema.contains("enum") && schema.at("enum").is_array()) {
             nodes_ += schema.at("enum").size();

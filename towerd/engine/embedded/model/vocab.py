@@ -7,9 +7,9 @@ and the calls release the GIL.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,8 @@ from towerd.errors import InvalidRequest, ModelError
 from towerd.llama_library import lib
 from towerd.media_ids import spans_of
 from towerd.tokens import Ids
+
+T = TypeVar("T")
 
 TEXT_BYTES_MAX = (1 << 31) - 8
 """llama.cpp counts text and tokens in int32."""
@@ -48,7 +50,7 @@ class Vocab:
             raise ModelError("The model has no tokenizer; convert it again with its vocabulary.")
         self._pre = _metadata(model_ptr, b"tokenizer.ggml.pre")
         is_bpe = self.vocab_type == lib.LLAMA_VOCAB_TYPE_BPE
-        self._deep = is_bpe and needs_deep_stack(self._pre)
+        self.is_deep = is_bpe and needs_deep_stack(self._pre)
         self.n_vocab = int(lib.llama_vocab_n_tokens(self.ptr))
         self.bos_id = int(lib.llama_vocab_bos(self.ptr))
         self.eos_id = int(lib.llama_vocab_eos(self.ptr))
@@ -82,10 +84,14 @@ class Vocab:
         if len(text) > TEXT_BYTES_MAX:
             raise InvalidRequest(f"The text is {len(text)} bytes long; the limit is 2 GiB.")
         data = text
-        if not self._deep or len(data) <= RUN_BYTES_SAFE:
-            return self._tokenize(data, add_special, parse_special)
-        run_bytes = longest_run(data, self._pre)
-        return call_deep(lambda: self._tokenize(data, add_special, parse_special), run_bytes)
+        return self.with_deep_stack(data, lambda: self._tokenize(data, add_special, parse_special))
+
+    def with_deep_stack(self, text: bytes, work: Callable[[], T]) -> T:
+        """`work()`, which tokenizes `text`, where there is stack enough for it; its exceptions pass
+        through. Raises InvalidRequest when no stack is deep enough."""
+        if not self.is_deep or len(text) <= RUN_BYTES_SAFE:
+            return work()
+        return call_deep(work, longest_run(text, self._pre))
 
     def _tokenize(self, text: bytes, add_special: bool, parse_special: bool) -> Ids:
         # No tokenizer here makes more tokens than bytes plus BOS and EOS, but for an added

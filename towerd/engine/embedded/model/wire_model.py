@@ -41,7 +41,8 @@ def open_wire(core: Core, config: Config, retokenizer: Retokenizer) -> Model:
         return retokenizer.tokenize(text, add_special=True, parse_special=True)
 
     try:
-        return Model(address, settings.encode(), tokenize, core.projector)
+        deep_stack = core.vocab.with_deep_stack if core.vocab.is_deep else None
+        return Model(address, settings.encode(), tokenize, core.projector, deep_stack)
     except (RuntimeError, ValueError) as error:
         raise ConfigError(f"llama.cpp refuses a chat template or flag: {error}.") from error
 
