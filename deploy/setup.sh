@@ -93,12 +93,14 @@ cpu_features() {
   fi
 }
 
-# Where pip keeps the wheel that it builds: beside its other ones, apart for each CPU and set of flags.
-# A home directory may move to another machine, and pip itself asks for the version alone.
+# Where pip keeps the wheel that it builds: beside its other ones, apart for each CPU and set of flags, so that another
+# clone need not compile it again. A home directory may move to another machine, and pip itself asks for the version alone.
 wheel_cache() {
-  local cache
+  local cache args
   cache=$("$PY" -m pip cache dir 2>/dev/null) || return 0
-  printf '%s/llama-cpp-python-%s' "$cache" "$({ cpu_features; llama_cmake_args; } | cksum | tr -d ' ')"
+  args=$(llama_cmake_args)
+  printf '%s/llama-cpp-python-%s' "$cache" \
+    "$({ cpu_features; printf '%s' "${args//"$PWD"/}"; cat deploy/llama.cpp/gcc_amx.h; } | cksum | tr -d ' ')"
 }
 
 # $1: pip's cache, empty for none.

@@ -191,14 +191,17 @@ async def test_error_in_mid_stream(
     client: Client, service: EmbeddedService, sse: Split, path: str
 ) -> None:
     """What fails later arrives as an error event and ends the stream, and the slot is free: here no
-    token is left to sample."""
+    token is left to sample, by the request's own biases."""
     never = {"logit_bias": [[token, False] for token in range(service.engine.info.n_vocab)]}
     events = await stream(client, sse, path, {"prompt": "a", "input": "a", **CHAT, **never})
     last = json.loads(events[-1])
     assert last.get("error", last)["message"]
     assert not any(slot.is_processing for slot in service.engine.slots())
     async with client.post("/completion", json={"prompt": "a", **never}) as reply:
-        assert (reply.status, (await reply.json())["error"]["type"]) == (500, "server_error")
+        assert (reply.status, (await reply.json())["error"]["type"]) == (
+            400,
+            "invalid_request_error",
+        )
 
 
 async def test_unexpected_error_is_not_shown(
