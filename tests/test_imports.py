@@ -93,7 +93,7 @@ def test_folders_import_lower_floors_alone() -> None:
 
 
 def test_one_file_names_modules_of_the_laboratory() -> None:
-    """Nobody imports it, by a string either; the lazy groups of cli/lab.py alone know its modules."""
+    """No module imports it, not even by a string; only the lazy groups of cli/lab.py name its modules."""
     naming = [
         name
         for name, path in modules().items()

@@ -23,7 +23,7 @@ def random_weights(agents: tuple[str, ...], seed: int = 0) -> GraphWeights:
 
 
 def workflows(n: int) -> list[FinishedRun]:
-    """Where it goes on depends on the first step and on what was said."""
+    """The next step depends on the first step and on the texts so far."""
     rng, runs = random.Random(0), []
     for i in range(n):
         word = rng.choice(["refund", "cancel"])
