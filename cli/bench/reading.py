@@ -133,7 +133,8 @@ def keys_of(rows: KVRows, head_size: int) -> Rows:
 def _job(engine: EmbeddedEngine, ids: Ids, live: LiveBudget) -> Iterator[Job]:
     """A request for `ids` with a sequence of its own, which is released afterwards."""
     request = GenerateRequest(ids=ids, n_predict=0, cache_prompt=False, live=live)
-    job = Job(request, np.ascontiguousarray(ids, np.int32), len(ids))
+    ids = np.ascontiguousarray(ids, np.int32)
+    job = Job(request, ids, len(ids), engine.store.hold(ids, request.scope))
 
     def evict() -> bool:
         idle = engine.pool.idle_lru()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from oracle import OpenService, check_integrity, inside, settle
+from oracle import OpenService, check_integrity, inside, job_for, settle
 from services import EmbeddedService
 from waiting import until, until_async
 
@@ -20,7 +20,6 @@ from towerd.api.llama.task import Caller, parse_task
 from towerd.engine.base import Finish, GenerateRequest
 from towerd.engine.embedded.model.context import Interrupted
 from towerd.engine.embedded.model.wire_model import encode
-from towerd.engine.embedded.scheduling.job import Job
 from towerd.engine.embedded.scheduling.pool import LiveSeq
 from towerd.models.bundled import bundled_model
 from towerd.tokens import Ids
@@ -141,7 +140,7 @@ async def test_an_interrupted_step_leaves_nothing(service_on: OpenService) -> No
 
         def step(seq: LiveSeq, part: Ids, *, is_hurried: bool) -> npt.NDArray[np.float32]:
             """The logits after evaluating `part` as a background job's step."""
-            job = Job(GenerateRequest(ids=ids, background=True), ids, len(ids), seq=seq)
+            job = job_for(GenerateRequest(ids=ids, background=True), seq=seq)
             index = context.batch.add(part, seq.n, seq.id, logits_last=True)
             with background.interruptible([job]):
                 if is_hurried:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from oracle import GREEDY, OpenService, ask
+from oracle import GREEDY, OpenService, ask, job_for
 
 from towerd.engine.base import GenerateRequest, Piece
 from towerd.engine.embedded.model.context import Batch
@@ -26,7 +26,7 @@ class OneBatch:
 
 def job(seq: int, n: int, n_live: int, phase: JobPhase) -> Job:
     ids = np.arange(n, dtype=np.int32)
-    made = Job(GenerateRequest(ids=ids), ids, n, phase=phase)
+    made = job_for(GenerateRequest(ids=ids), phase=phase)
     made.seq = LiveSeq(seq, "local", ids.copy(), n_live)
     return made
 

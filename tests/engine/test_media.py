@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from oracle import OpenService, settle
+from oracle import OpenService, job_for, settle
 from services import EmbeddedService
 from vision_model import TOKENS_AN_IMAGE, make_projector, picture
 
@@ -114,7 +114,7 @@ async def test_other_streams_do_not_wait(seeing: OpenSeeing) -> None:
         ready: list[Job] = []
         for is_left in (True, False):
             request = request_for(service, 1)
-            job = Job(request, request.ids, len(request.ids), media=spans_of(request.ids))
+            job = job_for(request, media=spans_of(request.ids))
             job.seq = LiveSeq(0, request.scope, request.ids, n=job.media[0][0])
             job.phase, job.cancelled = JobPhase.LOADING, is_left
             service.engine.media.encode(job, lambda job, _: ready.append(job))

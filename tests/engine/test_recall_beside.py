@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from oracle import OpenService, ask, check_integrity, inside, live_sets, settle, some_ids
+from oracle import OpenService, ask, check_integrity, inside, job_for, live_sets, settle, some_ids
 from services import EmbeddedService
 
 from towerd.config import WATCHING
@@ -20,7 +20,7 @@ from towerd.engine.embedded.longchat.indexing import Indexer
 from towerd.engine.embedded.longchat.live_set import BoundedSet, Observed
 from towerd.engine.embedded.longchat.observer import QUERIES_MAX
 from towerd.engine.embedded.longchat.recall import QUERY_TOKENS_MAX
-from towerd.engine.embedded.scheduling.job import Job, JobPhase
+from towerd.engine.embedded.scheduling.job import JobPhase
 from towerd.errors import TowerdError
 from towerd.models.bundled import bundled_model
 from towerd.retention import can_recall
@@ -245,10 +245,10 @@ async def test_a_chat_does_not_wait_for_less_than_it_has(
             scheduler = service.engine.scheduler
             request = GenerateRequest(ids=longer, live=mine)
             other = GenerateRequest(ids=with_ids, live=other_live)
-            running = Job(other, with_ids, len(with_ids), phase=JobPhase.PREFILL)
+            running = job_for(other, phase=JobPhase.PREFILL)
             scheduler.active.append(running)
             try:
-                job = Job(request, longer, len(longer))
+                job = job_for(request)
                 return service.engine.parts.restorer.is_coming(job, scheduler.active)
             finally:
                 scheduler.active.remove(running)

@@ -188,7 +188,7 @@ async def test_the_saved_tokens_are_the_truth(sidecar_on: OpenSidecar) -> None:
         said = np.concatenate([ids, np.array(reply["tokens"], np.int32)])
         match = sidecar.store.match(said, "local")
         assert match.n == len(said) - 1
-        plan = sidecar.tiers.plan(said, "local", 0)
+        plan = sidecar.tiers.plan(sidecar.tiers.store.hold(said, "local"), 0)
         assert plan.n == len(said) - 1
 
 

@@ -431,7 +431,7 @@ async def test_idle_chats_are_saved(sidecar_on: OpenSidecar) -> None:
         sidecar.engine.upkeep.idle_s = 0.0
         await ask(sidecar, prompt(60))
         await until_async(lambda: sidecar.engine.stats()["saves"] == 1)
-        assert sidecar.tiers.plan(prompt(60), "local", 0).n == 60
+        assert sidecar.tiers.plan(sidecar.tiers.store.hold(prompt(60), "local"), 0).n == 60
 
 
 ENGINES = ("embedded", "llama-server")

@@ -194,7 +194,7 @@ def test_the_budget_keeps_the_leaf_and_evicts_from_the_past(store: Store) -> Non
         assert kept[-2:] == [3840, 4096]
         gaps = np.diff([0, *kept])
         assert gaps[0] >= gaps[-1]
-        found = tier.deepest(ids, "local", 0, 4000)
+        found = tier.deepest(store.hold(ids, "local"), 0, 4000)
         assert found is not None
         assert found.position == 3840
         assert tier.stats()["boundary_evictions"] == 8
@@ -206,7 +206,7 @@ def test_exact_daemons_take_nothing_derived(store: Store) -> None:
     stored(store, 40, derived=True)
     tier = CheckpointTier(store, bytes_max=1 << 20, exact=True)
     try:
-        assert tier.deepest(IDS, "local", 0, 100) is None
+        assert tier.deepest(store.hold(IDS, "local"), 0, 100) is None
         tier.accept(IDS, "local", {50: (state(50), True)})
         tier.flush()
         assert len(tier.table.all()) == 1

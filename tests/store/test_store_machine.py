@@ -16,7 +16,7 @@ from store_tools import FINGERPRINT, LAYOUT, check_rows, insert_in_vain, rows_of
 from towerd.errors import StoreError
 from towerd.policy import NAMES
 from towerd.slots.layout import NATIVE
-from towerd.store import FormatRequest, Node, Store
+from towerd.store import FormatRequest, Handle, Node, Store
 from towerd.store.prefix import tips
 from towerd.store.sessions.sessions import RECOGNISED_TOKENS_MIN
 from towerd.tiers.ranking import Ranking
@@ -48,6 +48,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.current: dict[str, tuple[str, Tokens]] = {}
         self.ends: list[tuple[str, Tokens, str, float]] = []
         self.bases: dict[tuple[str, str], Tokens] = {}
+        self.requests: list[tuple[Handle, Tokens]] = []
 
     @initialize(tokens_min=st.sampled_from((1, tips.TOKENS_MIN)), policy=st.sampled_from(NAMES))
     def open(self, tokens_min: int, policy: str) -> None:
@@ -266,14 +267,38 @@ class StoreMachine(RuleBasedStateMachine):
         del self.current[key], self.needed[key]
         self.ends = [end for end in self.ends if end[2] != key]
 
-    @rule()
-    def collect(self) -> None:
+    @precondition(has_nodes)
+    @rule(ids=TOKENS, scope=st.sampled_from(SCOPES), data=st.data())
+    def begin(self, ids: list[int], scope: str, data: st.DataObject) -> None:
+        """A request that runs from here on, and begins with what is known."""
+        known = self.pick(data).prefix_ids().tolist()
+        handle = self.store.hold(np.array(known + ids, np.int32), scope)
+        handle.match()
+        self.requests.append((handle, tuple(known + ids)))
+        if len(self.requests) > 4:
+            self.requests.pop(0)[0].release()
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        handle, _ = self.requests.pop(data.draw(st.integers(0, len(self.requests) - 1)))
+        handle.release()
+
+    @rule(data=st.data())
+    def collect(self, data: st.DataObject) -> None:
+        if self.store.nodes():
+            self.begin([0], data.draw(st.sampled_from(SCOPES)), data)
+        held = [handle.match().nodes for handle, _ in self.requests]
         pinned = [(node.scope, tuple(node.prefix_ids().tolist())) for node in self.store.pins()]
         self.store.gc()
         needed = [need for needs in self.needed.values() for need in needs] + pinned
         needed += [(scope, ids) for (_, scope), ids in self.bases.items()]
         for scope, ids in needed:
             assert self.store.match(np.array(ids, np.int32), scope).n == len(ids)
+        for nodes, (handle, _) in zip(held, self.requests, strict=True):
+            assert handle.match().nodes == nodes
+        ends = [nodes[-1] for nodes in held if nodes]
+        needed += [(node.scope, tuple(node.prefix_ids().tolist())) for node in ends]
         kept: dict[str, set[Tokens]] = {scope: set() for scope in self.sequences}
         for node in self.store.nodes():
             ids = tuple(node.prefix_ids().tolist())
@@ -288,6 +313,7 @@ class StoreMachine(RuleBasedStateMachine):
     def reopen(self, lost: str | None) -> None:
         """Whatever is lost of catalog and journal, the other one has everything."""
         self.store.close()
+        self.requests = []
         if lost == "journal":
             shutil.rmtree(self.root / lost)
         elif lost is not None:
@@ -318,6 +344,14 @@ class StoreMachine(RuleBasedStateMachine):
     def accounts_agree(self) -> None:
         self.store.check_integrity()
         self.ranking.check_integrity(self.store)
+
+    @invariant()
+    def requests_know_their_paths(self) -> None:
+        for handle, ids in self.requests:
+            for n in range(1, len(ids) + 1):
+                found = self.store.match(np.array(ids[:n], np.int32), handle.scope)
+                assert handle.match(n).n == found.n
+            assert handle.match() == found
 
     @invariant()
     def rows_are_right(self) -> None:

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,7 +26,10 @@ from towerd.engine.embedded.model.context import LlamaContext
 from towerd.engine.embedded.model.model import LlamaModel
 from towerd.engine.embedded.model.vocab import Vocab
 from towerd.engine.embedded.model.wire_model import encode
+from towerd.engine.embedded.scheduling.job import Job
 from towerd.engine.embedded.scheduling.pool import LiveSeq
+from towerd.store import Handle
+from towerd.store.prefix.trie import Trie
 from towerd.tokens import Ids
 from towerd.wire import Reply, Request, Writer
 
@@ -87,6 +90,13 @@ def token_probs(reply: Mapping[str, Any]) -> list[TokenProbs]:
     ]
 
 
+def job_for(request: GenerateRequest, **state: Any) -> Job:
+    """A job of which no store knows a token."""
+    ids = request.ids
+    path = Handle(Trie(), nullcontext, ids, request.scope)
+    return Job(request, ids, len(ids), path, **state)
+
+
 def some_ids(n: int, seed: int = 0) -> Ids:
     """int32[n] of the bundled model's vocabulary."""
     return np.random.default_rng(seed).integers(260, 500, n).astype(np.int32)
@@ -124,6 +134,9 @@ def check_live(service: EmbeddedService) -> None:
     """No leaked cell: the context holds exactly what the pool accounts for."""
     pool, context = service.engine.pool, service.engine.core.context
     pool.check_integrity()
+    scheduler = service.engine.scheduler
+    if not scheduler.active and not scheduler.waiting:
+        assert service.store.n_held == 0, "a request that ended holds its path"
     live = {seq.id: seq.place_next for seq in pool}
     for seq in range(context.n_seqs):
         assert context.pos_max(seq) == live.get(seq, 0) - 1, f"sequence {seq}"

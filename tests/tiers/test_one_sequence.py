@@ -166,7 +166,7 @@ STATES: dict[str, Callable[[Bench], None]] = {
 
 def promote(bench: Bench) -> None:
     """A request reads the rows and is recorded."""
-    for _ in bench.tiers.rows(bench.tiers.plan(bench.ids, HERE, 0)):
+    for _ in bench.tiers.rows(bench.tiers.plan(bench.tiers.store.hold(bench.ids, HERE), 0)):
         pass
     bench.visit(bench.tip)
     bench.tiers.flush()
@@ -276,7 +276,7 @@ def test_cut_after_it_was_read(make: Callable[[], Bench]) -> None:
     """What waits for its promotion waits in both parts."""
     bench = make()
     STATES["warm"](bench)
-    for _ in bench.tiers.rows(bench.tiers.plan(bench.ids, HERE, 0)):
+    for _ in bench.tiers.rows(bench.tiers.plan(bench.tiers.store.hold(bench.ids, HERE), 0)):
         pass
     bench.cut()
     bench.visit(bench.tip)

@@ -78,7 +78,7 @@ class Daemon:
     def serve(self, ask: Ask) -> Node:
         """What a request makes the engine and the session do, one thing after the other."""
         self.now = ask.t
-        for _ in self.tiers.rows(self.tiers.plan(ask.ids, "local", 0)):
+        for _ in self.tiers.rows(self.tiers.plan(self.tiers.store.hold(ask.ids, "local"), 0)):
             pass
         self.tiers.hot_bytes_max = 1 << 40
         tip = self.store.insert(ask.ids, "local", [len(ask.ids)])[-1]
@@ -255,7 +255,11 @@ def test_a_damaged_file_leaves_the_policy(daemon: Daemon) -> None:
     with tip.file.path.open("r+b") as file:
         file.seek(-100, 2)
         file.write(b"damage")
-    assert not list(daemon.tiers.rows(daemon.tiers.plan(np.arange(30, dtype=np.int32), "local", 0)))
+    assert not list(
+        daemon.tiers.rows(
+            daemon.tiers.plan(daemon.tiers.store.hold(np.arange(30, dtype=np.int32), "local"), 0)
+        )
+    )
     assert tip.file is None
     assert daemon.tiers.ranking.explain(tip)["warm"] is None
     daemon.tiers.check_integrity()

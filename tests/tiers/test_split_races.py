@@ -86,7 +86,7 @@ def test_a_plan_has_no_holes(store: Store, tiers: Tiers) -> None:
         store.attach_hot([node], rows_of(ids))
         splitting = split_meanwhile(store, ids, *PLACES)
         while splitting.is_alive():
-            plan = tiers.plan(ids, "local", 0)
+            plan = tiers.plan(tiers.store.hold(ids, "local"), 0)
             at = 0
             for _, rows in tiers.rows(plan):
                 assert rows.p0 == at

@@ -84,9 +84,9 @@ def test_unused_rows_shrink_by_themselves(open_tiers: OpenTiers) -> None:
     (leaf,) = put(store, tiers)
     until(lambda: tiers.stats()["segments_shrunk"] == 1)
     store.drop_hot(leaf)
-    plan = tiers.plan(IDS, "local", 0)
+    plan = tiers.plan(tiers.store.hold(IDS, "local"), 0)
     assert (plan.n_warm, plan.n_approximate) == (600, N_STORED)
-    assert tiers.plan(IDS, "local", 300).n_approximate == 600 - TAIL - 300
+    assert tiers.plan(tiers.store.hold(IDS, "local"), 300).n_approximate == 600 - TAIL - 300
     blobs, provenance = composed(tiers, plan)
     assert (
         provenance.tolist()
@@ -112,11 +112,11 @@ def test_promoted_rows_keep_their_format(open_tiers: OpenTiers) -> None:
     until(lambda: tiers.stats()["segments_shrunk"] == 2)
     for node in path:
         store.drop_hot(node)
-    cold, _ = composed(tiers, tiers.plan(IDS, "local", 0))
+    cold, _ = composed(tiers, tiers.plan(tiers.store.hold(IDS, "local"), 0))
     until(lambda: tiers.stats()["segments_promoted"] == 2)
     assert store.hot_bytes == sum(store.held(node).nbytes for node in path)
     assert store.hot_bytes < 0.6 * 600 * LAYOUT.token_bytes
-    plan = tiers.plan(IDS, "local", 0)
+    plan = tiers.plan(tiers.store.hold(IDS, "local"), 0)
     assert (plan.n_hot, plan.n_approximate) == (600, N_STORED)
     hot, provenance = composed(tiers, plan)
     assert all(map(np.array_equal, cold, hot))
@@ -132,9 +132,9 @@ def test_small_blobs_cut_through_runs(
     until(lambda: tiers.stats()["segments_shrunk"] > 0)
     for node in path:
         store.drop_hot(node)
-    whole, provenance = composed(tiers, tiers.plan(IDS, "local", 0))
+    whole, provenance = composed(tiers, tiers.plan(tiers.store.hold(IDS, "local"), 0))
     monkeypatch.setattr("towerd.tiers.composer.BLOB_BYTES", 7 * LAYOUT.token_bytes)
-    pieces, again = composed(tiers, tiers.plan(IDS, "local", 0))
+    pieces, again = composed(tiers, tiers.plan(tiers.store.hold(IDS, "local"), 0))
     assert len(pieces) == -(-600 // 7)
     assert np.array_equal(provenance, again)
     rows = parse_blob(whole[0], layout=LAYOUT).rows
@@ -180,7 +180,7 @@ def test_exact_fidelity_uses_and_makes_exact_rows_only(open_tiers: OpenTiers) ->
     path = put(store, tiers, (300, 600))
     until(lambda: tiers.stats()["segments_shrunk"] == 2)
     store, tiers = open_tiers(fidelity="exact")
-    assert tiers.plan(IDS, "local", 0).n == 0
+    assert tiers.plan(tiers.store.hold(IDS, "local"), 0).n == 0
     gaps = tiers.gaps(IDS, "local", np.zeros(600, np.uint8))
     assert [(gap.p0, gap.p1) for gap in gaps] == [(0, 600)]
     assert tiers.gaps(IDS, "local", np.full(600, Provenance.DERIVED, np.uint8)) == []
@@ -189,7 +189,7 @@ def test_exact_fidelity_uses_and_makes_exact_rows_only(open_tiers: OpenTiers) ->
     assert len(store.files()) == 1
     assert tiers.gaps(IDS, "local", np.zeros(600, np.uint8)) == []
     store, tiers = open_tiers(fidelity="exact")
-    plan = tiers.plan(IDS, "local", 0)
+    plan = tiers.plan(tiers.store.hold(IDS, "local"), 0)
     assert (plan.n_warm, plan.n_approximate) == (600, 0)
     path = list(store.match(IDS, "local").nodes)
     assert [formats_of(store, node) for node in path] == [[(300, NATIVE)]] * 2
@@ -212,12 +212,12 @@ def test_a_damaged_stored_file_ends_the_rows(open_tiers: OpenTiers) -> None:
     with lower.path.open("r+b") as handle:
         handle.seek(-200, 2)
         handle.write(b"damage")
-    plan = tiers.plan(IDS, "local", 0)
+    plan = tiers.plan(tiers.store.hold(IDS, "local"), 0)
     assert plan.n == 600
     _, provenance = composed(tiers, plan)
     assert len(provenance) == 600 - TAIL  # the last rows are a blob of their own
     assert tiers.stats()["damaged_segments"] == 1
-    assert tiers.plan(IDS, "local", 0).n == 300
+    assert tiers.plan(tiers.store.hold(IDS, "local"), 0).n == 300
 
 
 def test_eviction_waits_for_no_other_thread(

@@ -3,6 +3,7 @@
 from towerd.store.catalog.catalog import Catalog, latest_fingerprint
 from towerd.store.maintenance.collect import GcReport
 from towerd.store.maintenance.verify import VerifyReport
+from towerd.store.prefix.handle import Handle
 from towerd.store.prefix.module import Module
 from towerd.store.prefix.node import PUBLIC, Node
 from towerd.store.prefix.trie import Match
@@ -16,7 +17,7 @@ from towerd.store.store import Store
 
 __all__ = [
     "PUBLIC", "Base", "Catalog",
-    "GcReport", "History", "Match", "Module", "Node", "RowsPart", "FormatRun", "SegmentFile", "SessionInfo",
+    "GcReport", "Handle", "History", "Match", "Module", "Node", "RowsPart", "FormatRun", "SegmentFile", "SessionInfo",
     "Store", "Tier", "Turn", "TurnInfo", "TurnResult", "VerifyReport", "FormatRequest",
     "latest_fingerprint",
 ]  # fmt: skip

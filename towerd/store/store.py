@@ -24,6 +24,7 @@ from towerd.store.maintenance.collect import GcReport, collect, drop_foreign
 from towerd.store.maintenance.integrity import problems
 from towerd.store.maintenance.verify import VerifyReport, verify
 from towerd.store.prefix.growth import Growth
+from towerd.store.prefix.handle import Handle
 from towerd.store.prefix.loader import add_pins, load_state
 from towerd.store.prefix.module import Module
 from towerd.store.prefix.node import Node
@@ -132,6 +133,22 @@ class Store:
         data = ids_bytes(ids)
         with self._open_lock():
             return self.state.trie.match(data, scope)
+
+    def hold(self, ids: Ids, scope: str) -> Handle:
+        """The path of a request with these tokens, to be released when the request ends."""
+        return Handle(self.state.trie, self._open_lock, ids, scope)
+
+    @property
+    def n_held(self) -> int:
+        """Paths that running requests hold."""
+        return len(self.state.trie.held)
+
+    def holds_any(self, nodes: Collection[Node]) -> bool:
+        """Whether a running request needs one of these nodes."""
+        with self._open_lock():
+            doomed = {node.id for node in nodes}
+            held = list(self.state.trie.held.values())
+            return any(not doomed.isdisjoint(each.id for each in node.path()) for node in held)
 
     def insert(self, ids: Ids, scope: str, ends: Sequence[int]) -> list[Node]:
         """Make a path for `ids[:ends[-1]]` with a node end at exactly each of `ends` (strictly

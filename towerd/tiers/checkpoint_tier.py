@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from towerd.errors import StoreError
+from towerd.store.prefix.handle import Handle
 from towerd.store.prefix.node import Node
 from towerd.store.segments.checkpoints import CheckpointTable, StateCheckpoint
 from towerd.store.store import Store
@@ -80,18 +81,18 @@ class CheckpointTier:
         if usable:
             self._work.put(("attach", (ids.copy(), scope, usable)))
 
-    def deepest(self, ids: Ids, scope: str, start: int, stop: int) -> StateCheckpoint | None:
-        """The last state at a position in (start, stop] of the stored prefix of `ids`."""
+    def deepest(self, path: Handle, start: int, stop: int) -> StateCheckpoint | None:
+        """The last state at a position in (start, stop] of a request's path."""
         if not self.table.store.rows.is_trusted:
             return None
-        match = self.table.store.match(ids, scope)
-        stop = min(stop, match.n)
-        for node in reversed(match.nodes):
-            if not start < node.p1 <= stop:
-                continue
-            found = self.table.at(node)
-            if found is not None and not (self.exact and found.derived):
-                return found
+        with self.table.store.locked():
+            match = path.match(stop)
+            for node in reversed(match.nodes):
+                if not start < node.p1 <= match.n:
+                    continue
+                found = self.table.at(node)
+                if found is not None and not (self.exact and found.derived):
+                    return found
         return None
 
     def load(self, found: StateCheckpoint) -> Bytes:

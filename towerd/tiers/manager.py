@@ -25,7 +25,7 @@ from towerd.drift import Drift
 from towerd.errors import NotFound, RowsDamaged, SegmentsGone, StoreError
 from towerd.slots.layout import KVLayout
 from towerd.slots.rows import KVRows
-from towerd.store import Node, RowsPart, SegmentFile, Store
+from towerd.store import Handle, Node, RowsPart, SegmentFile, Store
 from towerd.store.listener import Listener
 from towerd.store.prefix.scope import is_public
 from towerd.store.segments.segment_file import quantized_bytes
@@ -129,11 +129,11 @@ class Tiers(Listener):
 
     # ---- rows in (towards live) -------------------------------------------------------------
 
-    def plan(self, ids: Ids, scope: str, start: int) -> RestorePlan:
-        """The stored rows that continue the first `start` tokens of `ids`."""
+    def plan(self, path: Handle, start: int, stop: int | None = None) -> RestorePlan:
+        """The stored rows from token `start` of a request's path on, up to token `stop`."""
         parts: tuple[RowsPart, ...] = ()
         with self.store.locked():  # a split would leave its upper part out
-            match = self.store.match(ids, scope)
+            match = path.match(stop)
             if match.n > start:
                 parts = tuple(self.store.plan_rows(match, start, match.n, exact=self.exact))
         public = takewhile(lambda node: is_public(node.scope), match.nodes)

@@ -95,7 +95,8 @@ class Modules:
     def rows(self, placed: PlacedModule, scope: str) -> tuple[KVRows, int]:
         """The module's rows in the context's own format, at the positions at which they were
         computed, and how many of them were in RAM. Raises StoreError unless all can be read."""
-        plan = self._tiers.plan(placed.ids, scope, placed.module.first)
+        with self._tiers.store.hold(placed.ids, scope) as path:
+            plan = self._tiers.plan(path, placed.module.first)
         parts = [rows for _, rows in self._tiers.rows(plan)]
         if sum(len(part) for part in parts) != placed.n:
             message = (

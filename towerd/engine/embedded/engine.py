@@ -112,6 +112,7 @@ class EmbeddedEngine:
         self.n_ctx = core.n_ctx
         self.n_slots = config.parallel
         self.core = core
+        self.store = tiers.store
         self.boundaries = boundaries
         self._loop = asyncio.get_running_loop()
         self._generations: dict[int, EmbeddedGeneration] = {}
@@ -173,8 +174,9 @@ class EmbeddedEngine:
         generation = EmbeddedGeneration(self.scheduler, self._loop)
         adapted = self.core.adapters.adapted(request.scope)
         output = request.reply or self._reply(request)
+        path = self.store.hold(ids, request.scope)
         generation.job = Job(
-            request, ids, len(ids), adapted=adapted, output=output, media=spans_of(ids)
+            request, ids, len(ids), path, adapted=adapted, output=output, media=spans_of(ids)
         )
         self._generations[id(generation.job)] = generation
         self._all_ended.clear()

@@ -137,10 +137,11 @@ class LlamaServerEngine:
         if self._vocab is not None:
             self._vocab.validate(ids)
         can_reuse = compose and len(ids) < self.n_ctx
-        request = SlotRequest(ids, scope, cache_prompt=can_reuse, pinned=pinned)
-        if not self.placer.is_continuation(request):
-            await self.placer.look_up(request)
-        return await self._lease(request, session)
+        with self.placer.path_of(ids, scope) as path:
+            request = SlotRequest(ids, scope, cache_prompt=can_reuse, path=path, pinned=pinned)
+            if not self.placer.is_continuation(request):
+                await self.placer.look_up(request)
+            return await self._lease(request, session)
 
     async def lease_opaque(self, scope: str, *, label: str) -> SlotLease:
         """A slot for a prompt whose tokens are not known (images, adapters of its own): the one

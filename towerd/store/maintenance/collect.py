@@ -95,7 +95,7 @@ def drop_foreign(state: StoreState, bytes_needed: int) -> int:
 
 def _unneeded(state: StoreState, keep: Collection[int]) -> list[Node]:
     """The nodes to remove, children before their parents."""
-    needed = set(keep)
+    needed = {*keep, *(node.id for node in list(state.trie.held.values()))}
     for (id,) in state.catalog.rows(
         "SELECT prompt_node FROM turns UNION SELECT reply_node FROM turns"
         " UNION SELECT node FROM pins UNION SELECT node FROM bases UNION SELECT base FROM cold"

@@ -31,6 +31,8 @@ def problems(state: StoreState, *, keys: bool) -> list[str]:
     found += _catalog_problems(state, nodes)
     found += _pin_problems(state, nodes)
     found += state.trie.tips.problems()
+    held = list(state.trie.held.values())
+    found += [f"{node} was removed from under a request" for node in held if node.removed]
     if keys:
         found += key_problems(state)
     return found

@@ -1,8 +1,16 @@
-"""The prefix tree in memory: longest-prefix match over token ids, path-compressed."""
+"""The prefix tree in memory: longest-prefix match over token ids, path-compressed.
+
+Nodes, the tree and its tips belong to the lock of their store. Whoever reads or changes them holds
+that lock: the threads of requests, of the tiers, of freezing and thawing, the event loop. Only
+these may be used without it: the tokens and the id of a Node, `Trie.held`, and a Handle, which
+takes the lock itself. The inference thread never keeps a Node; it keeps a Handle for each job.
+A Listener is called under the lock, and must not wait for anything that needs it.
+"""
 
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +29,12 @@ class Match:
 
     nodes: tuple[Node, ...]
     n: int
+
+    def first(self, n: int) -> Match:
+        """The match of the first `n` tokens alone."""
+        if n >= self.n:
+            return self
+        return Match(self.nodes[: bisect_left(self.nodes, n, key=lambda node: node.p0)], n)
 
     @property
     def full(self) -> tuple[Node, ...]:
@@ -60,6 +74,10 @@ class Trie:
         self.root = Node(0, None, PUBLIC, 0, b"")
         self.nodes: dict[int, Node] = {}
         self.tips = Tips()
+        self.version = 0
+        """Changes with every change of a path."""
+        self.held: dict[object, Node] = {}
+        """The last node of each path that a running request needs, by its Handle."""
         self._viewers: dict[SegmentFile, list[Node]] = {}
 
     def __len__(self) -> int:
@@ -124,6 +142,7 @@ class Trie:
         assert place not in parent.by_token
         parent.by_token[place] = node
         self.nodes[node.id] = node
+        self.version += 1
 
     def remove(self, node: Node) -> None:
         """Remove a leaf."""
@@ -133,6 +152,7 @@ class Trie:
         del node.parent.by_token[node.scope, node.first]
         del self.nodes[node.id]
         node.removed = True
+        self.version += 1
 
     def split(self, node: Node, at: int, upper_id: int) -> Node:
         """Cut `node` at position p0 < at < p1: a new upper node takes [p0, at), `node` keeps
@@ -153,6 +173,7 @@ class Trie:
         node.parent, node.p0, node.ids = upper, at, node.ids[n * ID_BYTES :]
         upper.by_token = {(node.scope, node.first): node}
         self.nodes[upper_id] = upper
+        self.version += 1
         return upper
 
     def unsplit(self, node: Node, upper: Node, hot: object) -> None:
@@ -169,6 +190,7 @@ class Trie:
         node.parent, node.p0, node.ids = parent, upper.p0, upper.ids + node.ids
         del self.nodes[upper.id]
         upper.removed = True
+        self.version += 1
 
 
 def _walk(node: Node, ids: bytes, tokens: memoryview[int], scope: str) -> tuple[Node, int]:

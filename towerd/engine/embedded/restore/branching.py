@@ -75,7 +75,7 @@ class TokenBranching:
         source, n = self._pool.best_prefix(ids, scope)
         if source is not None and source.n_unspliced() < n:
             exact, n_exact = self._pool.best_prefix(ids, scope, unspliced=True)
-            if n_exact + self._tiers.plan(ids, scope, n_exact).n >= n:
+            if n_exact + self._tiers.plan(job.path, n_exact, len(ids)).n >= n:
                 source, n = exact, n_exact
         return self.usable(job, source, n)
 
@@ -121,9 +121,9 @@ class TokenBranching:
         """See Branching.plan. A plan never ends within a medium."""
         if not job.request.cache_prompt:
             return RestorePlan.nothing()
-        plan = self._tiers.plan(job.ids[: whole(job.media, stop)], job.request.scope, seq.n)
+        plan = self._tiers.plan(job.path, seq.n, job.n_on_path(whole(job.media, stop)))
         seq.n_public = plan.n_public
         n_whole = whole(job.media, seq.n + plan.n)
         if n_whole < seq.n + plan.n:
-            plan = self._tiers.plan(job.ids[:n_whole], job.request.scope, seq.n)
+            plan = self._tiers.plan(job.path, seq.n, n_whole)
         return plan

@@ -106,13 +106,13 @@ class Checkpoints:
     def plan(self, job: Job, seq: LiveSeq, stop: int) -> RestorePlan:
         """See Branching.plan. The plan ends at a position with a checkpoint. Also sets the
         positions at which the job is to take checkpoints."""
-        request, ids = job.request, job.ids[:stop]
+        ids, stop = job.ids[:stop], job.n_on_path(stop)
         plan, n_known = RestorePlan.nothing(), 0
-        if request.cache_prompt and job.n_broken < _BROKEN_MAX:
-            found = self.tiers.plan(ids, request.scope, seq.n)
+        if job.request.cache_prompt and job.n_broken < _BROKEN_MAX:
+            found = self.tiers.plan(job.path, seq.n, stop)
             seq.n_public, n_known = found.n_public, found.n_match
             end = seq.n + found.n if self.memory.kind.has_rows else found.n_match
-            checkpoint = self.boundaries.deepest(ids, request.scope, seq.n, end)
+            checkpoint = self.boundaries.deepest(job.path, seq.n, end)
             if checkpoint is not None:
                 plan = found.up_to(checkpoint)
         others = (s for s in self.pool if s is not seq and s.scope == seq.scope)

@@ -69,7 +69,8 @@ class Endings:
         self.emit(job, error)
 
     def release(self, job: Job) -> None:
-        """Free the sequence of a job that is recorded or given up."""
+        """Free what a job held that is recorded or given up."""
+        job.path.release()
         seq = job.seq
         if seq is None:
             return

@@ -24,6 +24,7 @@ from towerd.engine.embedded.model.context import Buffer
 from towerd.engine.embedded.restore.splice_pieces import Splice
 from towerd.engine.embedded.scheduling.pool import LiveSeq
 from towerd.media_ids import Span
+from towerd.store import Handle
 from towerd.tokens import Ids, Provenances, common_prefix
 from towerd.wire import Reply
 
@@ -64,6 +65,8 @@ class Job:
     ids: Ids
     """int32: the prompt as evaluated (after a context shift), then every sampled token."""
     n_prompt: int
+    path: Handle
+    """What the store knows of the request's tokens."""
     adapted: Adapted = ()
     """The LoRA adapters that it is evaluated under, with their scales."""
     truncated: bool = False
@@ -153,6 +156,11 @@ class Job:
     def is_at_splice(self) -> bool:
         """Whether the next tokens are not evaluated but spliced in."""
         return self.splice is not None and self.splice.p0 == self.n_live
+
+    def n_on_path(self, n: int) -> int:
+        """How many of its first `n` tokens are the request's own, which `path` follows."""
+        own = self.request.ids
+        return min(n, common_prefix(self.ids, own) if self.truncated else len(own))
 
     def medium_at(self, n: int) -> Span | None:
         """The medium that begins at token `n`."""
@@ -250,5 +258,5 @@ class Job:
     def _n_rows(self) -> int | None:
         """See `Finish.n_rows`."""
         if self.truncated:
-            return common_prefix(self.ids, self.request.ids)
+            return self.n_on_path(self.n)
         return None if self.seq is None else self.seq.live_set.n_storable

@@ -15,6 +15,7 @@ import numpy as np
 
 from towerd.engine.base import SlotView
 from towerd.engine.llama_server.slots.chat_text import AnsweredChat, ChatText
+from towerd.store import Handle
 from towerd.tokens import Ids, Provenances, common_prefix, computed_after
 
 _EMPTY: Ids = np.zeros(0, np.int32)
@@ -179,6 +180,8 @@ class SlotRequest:
     n_public: int = 0
     """Leading tokens that are public."""
     cache_prompt: bool = True
+    path: Handle | None = None
+    """What the store knows of its prompt but the last token; None: nothing of it is restored."""
     pinned: bool = True
     """False: the request cannot name its slot, so it has to be the one the server would pick."""
     overtaken: int = 0

@@ -9,7 +9,6 @@ import asyncio
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from weakref import WeakKeyDictionary
 
 from towerd.engine.llama_server.counters import SlotCounters
 from towerd.engine.llama_server.process.backend import LlamaServerBackend
@@ -25,8 +24,10 @@ from towerd.engine.llama_server.slots.placement import (
 from towerd.engine.llama_server.slots.restore import Restored, SlotRestorer
 from towerd.engine.llama_server.slots.slot_table import SlotTable
 from towerd.errors import TowerdError
+from towerd.store import Handle
 from towerd.tiers.manager import Tiers
 from towerd.tiers.plan import RestorePlan
+from towerd.tokens import Ids
 
 log = logging.getLogger(__name__)
 
@@ -70,8 +71,6 @@ class Placer:
         self._upstream = backend.upstream
         self._tiers = tiers
         self._workers = workers
-        self._found: WeakKeyDictionary[SlotRequest, tuple[int, RestorePlan]] = WeakKeyDictionary()
-        """For each request, how many slots had been saved when it was looked up, and the result."""
         self._restorer: SlotRestorer | None = None
         self._capturer: Capturer | None = None
         if spec is not None:
@@ -97,28 +96,17 @@ class Placer:
                 return True
         return False
 
+    def path_of(self, ids: Ids, scope: str) -> Handle:
+        """The path of a prompt. The last token is left to evaluate: restored rows carry no
+        logits."""
+        return self._tiers.store.hold(ids[:-1], scope)
+
     async def look_up(self, request: SlotRequest) -> RestorePlan:
         """What the store has of the prompt, which is also noted in `request`."""
-        n_saves = self.counters.saves
-        plan = await self._look_up(request)
-        self._found[request] = n_saves, plan
-        return plan
-
-    async def _found_of(self, request: SlotRequest) -> RestorePlan:
-        """The same, from the last look-up if nothing was saved since. Rows dropped meanwhile are
-        noticed when they are read."""
-        n_saves, plan = self._found.get(request, (-1, None))
-        if plan is None or n_saves != self.counters.saves:
-            return await self.look_up(request)
-        return plan
-
-    async def _look_up(self, request: SlotRequest) -> RestorePlan:
-        assert request.ids is not None
-        if not self.can_compose or not request.cache_prompt or request.n < 2:
+        if not self.can_compose or not request.cache_prompt or request.path is None:
             return RestorePlan.nothing()
-        # The last token is left to evaluate: restored rows carry no logits.
         plan = await asyncio.get_running_loop().run_in_executor(
-            self._workers, self._tiers.plan, request.ids[:-1], request.scope, 0
+            self._workers, self._tiers.plan, request.path, 0
         )
         request.n_storable, request.n_public = plan.n, plan.n_public
         return plan
@@ -181,7 +169,7 @@ class Placer:
         holds."""
         assert request.ids is not None
         assert self._restorer is not None
-        plan = await self._found_of(request)
+        plan = await self.look_up(request)
         if plan.n == 0:
             return None
         room = asyncio.create_task(self._make_room(slot, plan.n))

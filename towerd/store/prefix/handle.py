@@ -1,0 +1,59 @@
+"""Handle: the path of one request through the prefix tree, held until it is released."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from towerd.store.prefix.trie import Match, Trie
+from towerd.tokens import Ids, ids_bytes
+
+
+class Handle:
+    """What the prefix tree knows of a request's tokens.
+
+    `match` walks the tree again only if it has changed. Neither freezing nor `gc` removes the
+    path that the last call found, until `release`. Any thread may use it. It is made by
+    `Store.hold`."""
+
+    __slots__ = ("_data", "_is_released", "_locked", "_match", "_trie", "_version", "scope")
+
+    def __init__(
+        self, trie: Trie, locked: Callable[[], AbstractContextManager[None]], ids: Ids, scope: str
+    ) -> None:
+        """locked: takes the lock that guards `trie`."""
+        self.scope = scope
+        self._trie, self._locked = trie, locked
+        self._data = ids_bytes(ids)
+        self._match = Match((), 0)
+        self._version = -1
+        self._is_released = False
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def match(self, n: int | None = None) -> Match:
+        """The longest stored prefix of the tokens, or of the first `n`. The result is only valid
+        while the store is locked: a split or a removal changes its nodes."""
+        with self._locked():
+            if self._version != self._trie.version:
+                self._match = self._trie.match(self._data, self.scope)
+                self._version = self._trie.version
+                self._hold()
+            return self._match if n is None else self._match.first(n)
+
+    def release(self) -> None:
+        """Let go of the path. Takes no lock, so it never waits."""
+        self._is_released = True
+        self._trie.held.pop(self, None)
+
+    def _hold(self) -> None:
+        if self._match.nodes:
+            self._trie.held[self] = self._match.nodes[-1]
+        else:
+            self._trie.held.pop(self, None)
+        if self._is_released:  # by another thread, which may have come before this
+            self._trie.held.pop(self, None)
