@@ -20,8 +20,9 @@ from towerd.engine.llama_server.process.upstream_weights import UpstreamWeights
 from towerd.engine.llama_server.slots.chat_text import ChatText
 from towerd.engine.llama_server.slots.expected_reuse import ExpectedReuse, expect_reuse
 from towerd.engine.llama_server.slots.launch_gate import LaunchGate
-from towerd.engine.llama_server.slots.placement import Slot, SlotChoice, SlotRequest
+from towerd.engine.llama_server.slots.placement import SlotChoice, SlotRequest
 from towerd.engine.llama_server.slots.placer import PlacedPrompt, Placer
+from towerd.engine.llama_server.slots.slot import Slot
 from towerd.engine.llama_server.slots.slot_lease import SlotLease
 from towerd.engine.llama_server.slots.slot_table import SlotTable
 from towerd.engine.llama_server.slots.slot_upkeep import SlotUpkeep

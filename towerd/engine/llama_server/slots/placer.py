@@ -18,11 +18,11 @@ from towerd.engine.llama_server.slots.capture import Captured, Capturer
 from towerd.engine.llama_server.slots.placement import (
     Costs,
     PlacementPolicy,
-    Slot,
     SlotChoice,
     SlotRequest,
 )
 from towerd.engine.llama_server.slots.restore import Restored, SlotRestorer
+from towerd.engine.llama_server.slots.slot import Slot
 from towerd.engine.llama_server.slots.slot_table import SlotTable
 from towerd.errors import TowerdError
 from towerd.tiers.manager import Tiers

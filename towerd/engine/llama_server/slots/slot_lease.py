@@ -13,7 +13,7 @@ import numpy as np
 from towerd.engine.base import TURN_STOPS, Reuse
 from towerd.engine.llama_server.slots.chat_text import AnsweredChat
 from towerd.engine.llama_server.slots.expected_reuse import ExpectedReuse
-from towerd.engine.llama_server.slots.placement import Slot
+from towerd.engine.llama_server.slots.slot import Slot
 from towerd.engine.llama_server.slots.slot_upkeep import SlotUpkeep
 from towerd.store.sessions.turn import Turn
 from towerd.tokens import Ids
