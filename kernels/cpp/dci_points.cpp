@@ -7,10 +7,9 @@ namespace towerd {
 
 namespace {
 
-constexpr std::size_t kLanes        = 8;
-constexpr double      kScaleMin     = 1e-15;
-constexpr double      kHeadroom     = 1.25;  // of the scale, when a key longer than all before is added
-constexpr std::size_t kScoredAtOnce = 64;
+constexpr std::size_t kLanes    = 8;
+constexpr double      kScaleMin = 1e-15;
+constexpr double      kHeadroom = 1.25;  // of the scale, when a key longer than all before is added
 
 // Eight running sums in a fixed order: every machine gets the same bits, with any vector width.
 float dot(const float * a, const float * b, std::size_t n) {
@@ -110,19 +109,6 @@ DciQuery DciPoints::as_point(std::int64_t id) const {
     const float * row = projection_.data() + at * n_directions_;
     query.projections.assign(row, row + n_directions_);
     return query;
-}
-
-// Appends `ids` with their scores.
-void DciPoints::score(const DciQuery & query, const std::int64_t * ids, std::size_t n, std::vector<DciScored> & to) const {
-    float products[kScoredAtOnce];
-    for (std::size_t done = 0; done < n; done += kScoredAtOnce) {
-        const std::size_t some = std::min(kScoredAtOnce, n - done);
-        isa_->dots(query.vector.data(), keys_.data(), ids + done, some, padded_, products);
-        for (std::size_t i = 0; i < some; ++i) {
-            const std::int64_t id = ids[done + i];
-            to.push_back({products[i] + query.last * last_[static_cast<std::size_t>(id)], id});
-        }
-    }
 }
 
 DciMean DciPoints::mean_of(const std::vector<std::int64_t> & ids) const {

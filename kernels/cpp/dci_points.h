@@ -2,6 +2,7 @@
 // product. When a key longer than all before comes, the scale grows and all points move.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -39,7 +40,6 @@ class DciPoints {
 
     DciQuery as_query(const float * values) const;
     DciQuery as_point(std::int64_t id) const;
-    void     score(const DciQuery & query, const std::int64_t * ids, std::size_t n, std::vector<DciScored> & to) const;
     DciMean  mean_of(const std::vector<std::int64_t> & ids) const;
     float    nearness(std::int64_t id, const DciMean & mean) const;  // larger is nearer
 
@@ -50,6 +50,20 @@ class DciPoints {
     const float * key(std::int64_t id) const { return keys_.data() + static_cast<std::size_t>(id) * padded_; }
     float         projection(std::int64_t id, std::size_t direction) const {
         return projection_[static_cast<std::size_t>(id) * n_directions_ + direction];
+    }
+
+    // Appends `ids` with their scores. Inline, because a search calls it for each candidate.
+    void score(const DciQuery & query, const std::int64_t * ids, std::size_t n, std::vector<DciScored> & to) const {
+        constexpr std::size_t kAtOnce = 64;
+        float                 products[kAtOnce];
+        for (std::size_t done = 0; done < n; done += kAtOnce) {
+            const std::size_t some = std::min(kAtOnce, n - done);
+            isa_->dots(query.vector.data(), keys_.data(), ids + done, some, padded_, products);
+            for (std::size_t i = 0; i < some; ++i) {
+                const std::int64_t id = ids[done + i];
+                to.push_back({products[i] + query.last * last_[static_cast<std::size_t>(id)], id});
+            }
+        }
     }
 
   private:
