@@ -18,7 +18,7 @@ from towerd.api.proxy.headers import to_client, to_upstream
 from towerd.api.proxy.metrics import merged
 from towerd.api.proxy.splice import with_fields, without_token_ids
 from towerd.api.proxy.watch import Dialect, EventSplitter, ReplyWatch, event_data
-from towerd.engine.llama_server.tally import counters, difference, without
+from towerd.engine.llama_server.process.upstream_counters import counters, difference, without
 
 # --- headers ------------------------------------------------------------------------------
 

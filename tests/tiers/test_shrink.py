@@ -66,7 +66,7 @@ def run(shrinker: Shrinker, table: LevelFormats | None = TABLE) -> list[SegmentF
         found = shrinker.step()
         if found is not None:
             done.append(found)
-        elif not shrinker.is_looking:
+        elif not shrinker._queue:
             return done
 
 
@@ -265,7 +265,7 @@ def test_settled_files_are_not_looked_at_again(
     (leaf,) = stored(store, tokens(500))
     clock.now += AFTER_S
     run(shrinker)
-    while shrinker.step() is not None or shrinker.is_looking:
+    while shrinker.step() is not None or shrinker._queue:
         pass
 
     looked: list[SegmentFile] = []

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from towerd.engine.llama_server.generation import LlamaServerGeneration
 from towerd.engine.llama_server.process.availability import Availability
 from towerd.engine.llama_server.process.backend import LlamaServerBackend
 from towerd.engine.llama_server.process.description import ModelDescription
+from towerd.engine.llama_server.process.upstream_counters import without
 from towerd.engine.llama_server.process.upstream_weights import UpstreamWeights
 from towerd.engine.llama_server.slots.chat_text import ChatText
 from towerd.engine.llama_server.slots.expected_reuse import ExpectedReuse, expect_reuse
@@ -28,7 +30,6 @@ from towerd.engine.llama_server.slots.slot_lease import SlotLease
 from towerd.engine.llama_server.slots.slot_table import SlotTable
 from towerd.engine.llama_server.slots.slot_upkeep import SlotUpkeep
 from towerd.engine.llama_server.slots.unpinned_request import UnpinnedRequest
-from towerd.engine.llama_server.tally import without
 from towerd.errors import ContextExceeded, InvalidRequest, NotSupported, TowerdError
 from towerd.store import Store
 from towerd.tiers.manager import Tiers
@@ -357,7 +358,7 @@ class LlamaServerEngine:
         process = self.backend.process
         spec = self.probe.spec
         return {
-            **counters.as_stats(),
+            **asdict(counters),
             "running": self.table.n_busy,
             "waiting": self.table.n_waiting,
             "slots": self.n_slots,

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
-from towerd.engine.llama_server.counters import SlotCounters
 from towerd.engine.llama_server.process.backend import LlamaServerBackend
 from towerd.engine.llama_server.process.upstream_client import UpstreamGone
 from towerd.engine.llama_server.slots.capture import Captured, Capturer
@@ -23,6 +22,7 @@ from towerd.engine.llama_server.slots.placement import (
 )
 from towerd.engine.llama_server.slots.restore import Restored, SlotRestorer
 from towerd.engine.llama_server.slots.slot import Slot
+from towerd.engine.llama_server.slots.slot_counters import SlotCounters
 from towerd.engine.llama_server.slots.slot_table import SlotTable
 from towerd.errors import TowerdError
 from towerd.tiers.manager import Tiers
