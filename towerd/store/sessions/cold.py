@@ -50,7 +50,6 @@ _WITHOUT_TOKENS = (
 )
 
 Lock = Callable[[], AbstractContextManager[None]]
-Growing = Callable[[], AbstractContextManager[Growth]]
 
 
 class ColdTable:
@@ -62,13 +61,11 @@ class ColdTable:
         sessions: SessionTable,
         bases: BaseTable,
         lock: Lock,
-        growing: Growing,
     ) -> None:
         self._state = state
         self._sessions = sessions
         self._bases = bases
         self._lock = lock
-        self._growing = growing
         self._prefix_hashes = PrefixHashIndex()
         self._prefix_hashes.load(
             state.catalog.rows(
@@ -250,7 +247,7 @@ class ColdTable:
         with self._lock():
             if not self._state.catalog.rows(_IS_STILL, (pk, frozen.digest)):
                 return False
-            with self._growing() as growth:
+            with self._state.growing() as growth:
                 for place, turn_id in enumerate(frozen.turn_ids()):
                     turn, data = history.turns[place], history.ids(place).tobytes()
                     self._give_back(growth, turn_id, data, scope, turn.n_prompt, turn.n_cached)
@@ -269,7 +266,7 @@ class ColdTable:
             turns = self._state.catalog.rows(_WITHOUT_TOKENS, (session.pk,))
             if not self._has_said(session, scope, turns, prompt):
                 return False
-            with self._growing() as growth:
+            with self._state.growing() as growth:
                 for turn_id, n_prompt, n, n_cached in turns:
                     data = prompt[: n * ID_BYTES]
                     self._give_back(growth, turn_id, data, scope, n_prompt, n_cached)

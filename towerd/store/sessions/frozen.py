@@ -85,14 +85,16 @@ class FrozenSession:
         for place, (id, origin, n_shared) in enumerate(decoded):
             if id not in known:
                 raise damaged_session(self.info.id, f"its turn {id} is gone from the catalog")
-            parent, *facts, finished = known[id]
-            n_prompt, n_reply, n_cached = facts[:3]
+            parent, n_prompt, n_reply, n_cached, started, created, finished = known[id]
             n = n_prompt + n_reply
             n_origin = found[origin][1].n if 0 <= origin < place else 0
             if not (0 <= n_prompt <= n and 0 <= n_cached <= n and n_shared <= min(n, n_origin)):
                 raise damaged_session(self.info.id, f"its turn {id} does not fit those before it")
             places[id] = place
-            turn = PastTurn(places.get(parent), origin, n_shared, *facts, finished=bool(finished))
+            before, is_done = places.get(parent), bool(finished)
+            turn = PastTurn(
+                before, origin, n_shared, n_prompt, n_reply, n_cached, started, created, is_done
+            )
             found.append((id, turn))
         return found
 
