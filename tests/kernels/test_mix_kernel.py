@@ -192,7 +192,7 @@ def test_it_follows_the_network(parts: Any) -> None:
         (lambda w, t, s, k: (w, [(t[0][0], t[0][1] | np.uint16(0xFFF0))], s, k), "tokens"),
         (lambda w, t, s, k: (w, [t[0], (t[1][0], t[1][1] | np.uint16(62))], s, k), "longer|tokens"),
     ],
-)  # fmt: skip
+)
 def test_unsound_tables_are_refused(native: Any, parts: Any, change: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         native.Mixer(*change(*parts[:4]))

@@ -108,9 +108,13 @@ def formats_of(store: Store, node: Node) -> list[tuple[int, str]]:
 
 
 def turn_of(
-    prompt: Sequence[int], reply: Sequence[int], *, scope: str = "local",
-    session: str | None = None, n_cached: int | None = None,
-) -> Turn:  # fmt: skip
+    prompt: Sequence[int],
+    reply: Sequence[int],
+    *,
+    scope: str = "local",
+    session: str | None = None,
+    n_cached: int | None = None,
+) -> Turn:
     """A finished turn; by default all but the last sampled token have rows."""
     if n_cached is None:
         n_cached = max(0, len(prompt) + len(reply) - 1)
