@@ -73,7 +73,7 @@ def insert_in_vain(
 ) -> None:
     """`Store.insert` whose commit the catalog refuses. Raises StoreError."""
     catalog = store.state.catalog
-    with store.locked(), store._growing() as growth:
+    with store.locked(), store.state.growing() as growth:
         growth.grow(ids[: ends[-1]].tobytes(), scope, ends)
         catalog.run("PRAGMA defer_foreign_keys = ON")
         catalog.run("INSERT INTO pins(node, created) VALUES (?, 0)", (10**9,))  # of no segment
