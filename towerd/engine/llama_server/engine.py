@@ -73,7 +73,6 @@ class LlamaServerEngine:
         self.notes: list[str] = [*found.notes, *described.notes]
         """Sentences about what does not work on this llama-server."""
         self._vocab = described.vocab
-        self._store = store
         self._workers = ThreadPoolExecutor(4, "towerd-slots")
         self._text = ThreadPoolExecutor(2, "towerd-text", initializer=shorten_slice)
         """Separate from the others: a text of megabytes takes seconds."""
@@ -224,7 +223,7 @@ class LlamaServerEngine:
         return expect_reuse(policy, request, slot, PlacedPrompt(min(live, request.n - 1), None))
 
     @asynccontextmanager
-    async def unpinned(self, scope: str) -> AsyncIterator[UnpinnedRequest]:
+    async def unpinned(self) -> AsyncIterator[UnpinnedRequest]:
         """Wraps a request that llama-server places itself. It starts when no lease is between its
         restore and its launch, and delays leases until it is `launched` or ends; then free slots
         are asked what they hold."""
@@ -281,10 +280,6 @@ class LlamaServerEngine:
         self.upkeep.capture_later(slot)
         if not self._open:
             self._all_ended.set()
-
-    def ran_elsewhere(self) -> None:
-        """Called when a request ran in another slot than the one that was prepared."""
-        self.upkeep.doubt()
 
     async def guess(self, text: str) -> Ids:
         """The tokens that a reply of this text probably had."""

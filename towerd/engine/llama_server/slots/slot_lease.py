@@ -44,10 +44,6 @@ class Lender(Protocol):
         """Called when the request was launched, or will not be."""
         ...
 
-    def ran_elsewhere(self) -> None:
-        """Called when the request ran in another slot than the one that was prepared."""
-        ...
-
     async def guess(self, text: str) -> Ids:
         """The tokens that a reply of this text probably had."""
         ...
@@ -146,7 +142,7 @@ class SlotLease:
         """Called, before `finished`, when the request ran in another slot: this one holds all of
         the prompt but its last token, and free slots have to be asked what they hold."""
         self._ran_elsewhere = True
-        self._engine.ran_elsewhere()
+        self._engine.upkeep.doubt()
 
     async def finished(
         self,
