@@ -212,7 +212,7 @@ void DciTree::visit(const Node & node, const DciQuery & query, std::size_t wante
 // Prioritized DCI: every direction yields points in order of distance from the query, and a point that all
 // directions have yielded is a candidate. A point is never nearer than its distance along a direction.
 std::vector<DciScored> DciTree::visit_nearest(const Node & node, const DciQuery & query, std::size_t wanted,
-                                                    std::size_t visits) const {
+                                              std::size_t visits) const {
     const std::size_t n_directions = points_.n_directions();
     using Step = std::tuple<float, std::size_t, int>;  // distance, direction, side
     std::priority_queue<Step, std::vector<Step>, std::greater<Step>> steps;
@@ -233,8 +233,8 @@ std::vector<DciScored> DciTree::visit_nearest(const Node & node, const DciQuery 
         push(j, 1);
     }
     std::vector<std::pair<std::int64_t, std::size_t>> met;  // sorted by id
-    std::vector<DciScored>        found;
-    std::priority_queue<DciScored> best;  // the worst of the best `wanted` on top
+    std::vector<DciScored>                            found;
+    std::priority_queue<DciScored>                    best;  // the worst of the best `wanted` on top
     while (!steps.empty() && found.size() < visits) {
         const auto [distance, j, side] = steps.top();
         steps.pop();
@@ -259,9 +259,9 @@ std::vector<DciScored> DciTree::visit_nearest(const Node & node, const DciQuery 
 }
 
 std::vector<DciScored> DciTree::nearest(const DciQuery & query, std::size_t level, bool all_levels, std::size_t k,
-                                              const DciLimits & limits) const {
-    const std::size_t   wanted = limits.beam == 0 ? std::numeric_limits<std::size_t>::max() : std::max(k, limits.beam);
-    std::vector<DciScored> best;
+                                        const DciLimits & limits) const {
+    const std::size_t        wanted = limits.beam == 0 ? std::numeric_limits<std::size_t>::max() : std::max(k, limits.beam);
+    std::vector<DciScored>   best;
     std::vector<std::size_t> nodes{root_};
     for (std::size_t at = n_levels_; at >= level && !nodes.empty(); --at) {
         std::vector<DciScored> found;
