@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
-from towerd.config import Config, load, settings
+from towerd.config import Config, settings
+from towerd.config_sources import load
 from towerd.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ from typing import Any, TypeAlias
 
 import click
 
-from towerd.config import ENV_PREFIX, defaults, settings
+from towerd.config import defaults, settings
+from towerd.config_sources import ENV_PREFIX
 from towerd.llama_flags import FLAGS
 from towerd.settings import Setting
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from towerd.cli.options import ConfigCommand, config_options, given_llama_flags, llama_options
-from towerd.config import Config, load, with_server_args
+from towerd.config import Config, with_server_args
+from towerd.config_sources import load
 from towerd.errors import ModelError
 
 if TYPE_CHECKING:

@@ -29,11 +29,18 @@ _MARKS = re.compile(rb"([\xf8-\xff])")
 _ROUNDS = 8
 
 KIND_NAMES: tuple[tuple[bytes, ...], ...] = (
-    (b"<|im_start|>", b"<|start_header_id|>", b"<start_of_turn>", b"<|turn>", b"<|start|>", b"[INST]"),
+    (
+        b"<|im_start|>",
+        b"<|start_header_id|>",
+        b"<start_of_turn>",
+        b"<|turn>",
+        b"<|start|>",
+        b"[INST]",
+    ),
     (b"<|im_end|>", b"<|eot_id|>", b"<end_of_turn>", b"<turn|>", b"<|end|>", b"</s>"),
     (b"<|end_header_id|>", b"[/INST]", b"<|message|>"),
     (b"<s>", b"<bos>", b"<|begin_of_text|>", b"<|endoftext|>", b"<|startoftext|>"),
-)  # fmt: skip
+)
 """Marks whose meaning templates share have a fixed kind, so that a text model can learn them:
 start of a message, its end, end of a message's header, start of the text."""
 

@@ -11,21 +11,8 @@ import numpy.typing as npt
 
 from towerd.kernels.dispatch import ENV
 from towerd.kernels.reference import mix as reference_mix
-from towerd.kernels.reference.mix import (
-    BREAK,
-    DYNAMIC,
-    FINAL,
-    INPUTS,
-    LEVELS,
-    MATCH_MAX,
-    MATCHES,
-    OPENING,
-    PLAIN,
-    SETS,
-    STATIC,
-    n_maps,
-    state_size,
-)
+from towerd.kernels.reference.mix import FINAL, INPUTS, LEVELS, SETS, STATIC, n_maps, state_size
+from towerd.kernels.reference.mix_lanes import BREAK, DYNAMIC, MATCH_MAX, MATCHES, OPENING, PLAIN
 
 __all__ = [
     "BREAK",

@@ -8,7 +8,8 @@ import psutil
 import pytest
 
 from towerd.addresses import is_loopback
-from towerd.config import Config, defaults, load, settings
+from towerd.config import Config, defaults, settings
+from towerd.config_sources import load
 from towerd.errors import ConfigError
 
 

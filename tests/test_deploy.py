@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from daemon import clean_env
 
-from towerd.config import ENV_OTHER, ENV_PREFIX, settings
+from towerd.config import settings
+from towerd.config_sources import ENV_OTHER, ENV_PREFIX
 from towerd.metrics import Metrics
 
 DEPLOY = Path(__file__).resolve().parent.parent / "deploy"

@@ -19,7 +19,7 @@ LAYERS = (
     {"service", "api"},
     {"sessions", "transfer"},
     {"cold"},
-    {"engine"},
+    {"config_sources", "engine"},
     {"config", "metrics"},
     {"tiers", "tower_file"},
     {"store"},

@@ -11,12 +11,13 @@ import pytest
 
 ASK = """
 import ctypes, json, os, threading
-from towerd.wakeup import _Attributes, shorten_slice
+from towerd.wakeup import _ATTRIBUTES, shorten_slice
 
 def slice_ns():
-    found = _Attributes(size=ctypes.sizeof(_Attributes))
-    assert ctypes.CDLL(None).syscall(315, 0, ctypes.byref(found), found.size, 0) == 0
-    return found.runtime, found.nice
+    found = ctypes.create_string_buffer(_ATTRIBUTES.size)
+    assert ctypes.CDLL(None).syscall(315, 0, found, _ATTRIBUTES.size, 0) == 0
+    _, _, _, nice, _, runtime, _, _ = _ATTRIBUTES.unpack(found.raw)
+    return runtime, nice
 
 {before}
 seen = {{"before": slice_ns(), "asked": shorten_slice(), "own": slice_ns()}}

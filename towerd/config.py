@@ -1,16 +1,13 @@
 """All settings of a daemon, in one frozen value.
 
-Flags take precedence over TOWERD_* variables, those over towerd.toml, and that over the defaults
-here. What the bytes of a stored segment depend on is in `towerd.slots.fingerprint` instead.
+`towerd.config_sources` reads it from flags, variables and towerd.toml. What the bytes of a stored
+segment depend on is in `towerd.slots.fingerprint` instead.
 """
 
 from __future__ import annotations
 
-import difflib
 import os
 import shutil
-import tomllib
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,7 @@ from towerd.errors import ConfigError
 from towerd.llama_flags import adapter_files, media_flags, wire_words
 from towerd.machine import physical_cores, ram_bytes
 from towerd.policy import NAMES as POLICIES
-from towerd.settings import Kind, Setting, keys_from
+from towerd.settings import Kind, Setting
 from towerd.tiers.formats.fidelity import FIDELITIES, LevelFormats
 
 ENGINES = ("embedded", "llama-server")
@@ -34,14 +31,9 @@ WATCHING = ("h2o", "snapkv", "buzz", "latem", "icecache")
 """Those that observe attention."""
 POOLINGS = ("none", "mean", "cls", "last", "rank")
 UNQUANTIZED = ("f32", "f16", "bf16")
-ENV_PREFIX = "TOWERD_"
-ENV_OTHER = ("TOWERD_CONFIG", "TOWERD_KERNELS")
-"""Variables that are not settings: the path of towerd.toml, the kernels to force."""
-ENV_TEST_PREFIX = "TOWERD_TEST_"
 SOCKET_PATH_BYTES_MAX = 103
 """The capacity of sun_path on macOS; Linux allows four more."""
 WARM_BYTES_MAX = 32 * 2**30
-KEY_FILE_BYTES_MAX = 2**20
 
 
 def _set(
@@ -376,97 +368,9 @@ def defaults() -> dict[str, Any]:
     return {item.name: item.default for item in fields(Config)}
 
 
-def load(
-    flags: Mapping[str, Any],
-    env: Mapping[str, str] | None = None,
-    toml_path: Path | None = None,
-) -> Config:
-    """The Config of flags (field name -> text or value, None: not given), variables and file.
-
-    `env` None is the process's own environment. `toml_path` None is $TOWERD_CONFIG, else the
-    user's towerd.toml if there is one; a path that was given must exist. Raises ConfigError, which
-    names the key, the place and the nearest known key.
-    """
-    env = os.environ if env is None else env
-    if toml_path is None and env.get("TOWERD_CONFIG"):
-        toml_path = Path(env["TOWERD_CONFIG"]).expanduser()
-    values = _from_toml(toml_path)
-    values |= _from_env(env)
-    values |= _from_flags(flags)
-    if values.get("api_key_file") is not None:
-        keys = values.get("api_keys", ()) + _read_keys(values["api_key_file"])
-        values["api_keys"] = keys_from((f"{tenant}:{key}" for key, tenant in keys), "The keys")
-    return Config(**values)
-
-
 def with_server_args(config: Config, words: tuple[str, ...]) -> Config:
     """`config` with `words` after its llama_server_args. Raises ConfigError."""
     return replace(config, llama_server_args=(*config.llama_server_args, *words))
-
-
-def _from_toml(path: Path | None) -> dict[str, Any]:
-    wanted = path is not None
-    path = paths.config_file() if path is None else path
-    try:
-        table = tomllib.loads(path.read_text())
-    except FileNotFoundError:
-        if wanted:
-            raise ConfigError(f"The settings file {path} does not exist.") from None
-        return {}
-    except OSError as error:
-        raise ConfigError(f"Cannot read {path}: {error.strerror}.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}.") from error
-    known = settings()
-    for key in table:
-        if key not in known:
-            raise _unknown(key, str(path), known)
-    return {key: known[key].parse(raw, f"{key} in {path}") for key, raw in table.items()}
-
-
-def _from_env(env: Mapping[str, str]) -> dict[str, Any]:
-    known = {ENV_PREFIX + name.upper(): name for name in settings()}
-    values: dict[str, Any] = {}
-    for variable, raw in env.items():
-        if not variable.startswith(ENV_PREFIX) or variable.startswith(ENV_TEST_PREFIX):
-            continue
-        if variable in ENV_OTHER:
-            continue
-        if variable not in known:
-            raise _unknown(variable, "the environment", known)
-        values[known[variable]] = settings()[known[variable]].parse(raw, variable)
-    return values
-
-
-def _from_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
-    known = settings()
-    values: dict[str, Any] = {}
-    for name, raw in flags.items():
-        if name not in known:
-            raise _unknown(name, "the command line", known)
-        if raw is not None and raw != ():
-            values[name] = known[name].parse(raw, known[name].flags[0])
-    return values
-
-
-def _unknown(key: str, place: str, known: Iterable[str]) -> ConfigError:
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    hint = f": did you mean {near[0]}?" if near else "."
-    return ConfigError(f"Unknown setting {key} in {place}{hint}")
-
-
-def _read_keys(path: Path) -> tuple[tuple[str, str], ...]:
-    try:
-        with path.open(encoding="utf-8") as file:
-            text = file.read(KEY_FILE_BYTES_MAX + 1)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"Cannot read the key file {path}: {error}.") from error
-    if len(text) > KEY_FILE_BYTES_MAX:
-        raise ConfigError(f"The key file {path} is larger than {KEY_FILE_BYTES_MAX} bytes.")
-    keys = keys_from(text.splitlines(), str(path))
-    if not keys:
-        raise ConfigError(f"The key file {path} has no key in it.")
-    return keys
 
 
 def _physical_cores() -> int:

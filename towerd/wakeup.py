@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import struct
 import sys
 import threading
 
@@ -21,21 +22,9 @@ NICE = 10
 _SETATTR = {"x86_64": 314, "aarch64": 274, "riscv64": 274}
 """The system call's number; the C library has no name for it yet."""
 _RESET_ON_FORK = 1
-
-
-class _Attributes(ctypes.Structure):
-    """The first version of `struct sched_attr`."""
-
-    _fields_ = (
-        ("size", ctypes.c_uint32),
-        ("policy", ctypes.c_uint32),
-        ("flags", ctypes.c_uint64),
-        ("nice", ctypes.c_int32),
-        ("priority", ctypes.c_uint32),
-        ("runtime", ctypes.c_uint64),
-        ("deadline", ctypes.c_uint64),
-        ("period", ctypes.c_uint64),
-    )
+_ATTRIBUTES = struct.Struct("=IIQiIQQQ")
+"""`struct sched_attr` in its first version: size, policy, flags, nice value, priority, runtime,
+deadline, period."""
 
 
 def lower_priority() -> None:
@@ -57,11 +46,5 @@ def shorten_slice() -> bool:
     nice = os.getpriority(os.PRIO_PROCESS, 0)
     if nice < 0:
         return False
-    wanted = _Attributes(
-        size=ctypes.sizeof(_Attributes),
-        policy=os.SCHED_OTHER,
-        flags=_RESET_ON_FORK,
-        nice=nice,
-        runtime=SLICE_NS,
-    )
-    return bool(ctypes.CDLL(None).syscall(number, 0, ctypes.byref(wanted), 0) == 0)
+    wanted = (_ATTRIBUTES.size, os.SCHED_OTHER, _RESET_ON_FORK, nice, 0, SLICE_NS, 0, 0)
+    return bool(ctypes.CDLL(None).syscall(number, 0, _ATTRIBUTES.pack(*wanted), 0) == 0)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from towerd.cli.bench.reading import keys_of
-from towerd.config import load
+from towerd.config_sources import load
 from towerd.engine.embedded.model.context import LlamaContext
 from towerd.engine.embedded.model.model import LlamaModel
 from towerd.engine.embedded.restore.scratch import Scratch

@@ -16,7 +16,7 @@ from towerd.cli.bench.drift import DriftMeter, summary
 from towerd.cli.bench.drift_plot import plot, require
 from towerd.cli.bench.report import Report
 from towerd.cli.output import progress_bar, show_table
-from towerd.config import load
+from towerd.config_sources import load
 from towerd.engine.embedded.calibration.calibrate import (
     CONTINUATIONS_MAX,
     calibration_text,

@@ -20,12 +20,12 @@ std::vector<std::int64_t> DciTree::hits(const float * queries, std::size_t n_que
     std::vector<std::uint8_t> is_hit(n_pages(), 0);
     for (std::size_t i = 0; i < n_queries; ++i) {
         for (const std::int64_t id : search(queries + i * options_.n_dims, k, limits)) {
-            is_hit[static_cast<std::size_t>(page_[static_cast<std::size_t>(id)])] = 1;
+            is_hit[static_cast<std::size_t>(pages_.of(id))] = 1;
         }
     }
     std::vector<std::int64_t> ids;
     for (std::size_t i = 0; i < size(); ++i) {
-        if (there[i] != 0 && is_hit[static_cast<std::size_t>(page_[i])] != 0) {
+        if (there[i] != 0 && is_hit[static_cast<std::size_t>(pages_.of(static_cast<std::int64_t>(i)))] != 0) {
             ids.push_back(static_cast<std::int64_t>(i));
         }
     }
@@ -66,11 +66,11 @@ DciVotes DciTree::vote(const float * queries, std::size_t n_queries, std::size_t
         const float *     asking = queries + done * options_.n_dims;
         for (std::size_t first = 0; first < n_rows; first += kPanel) {
             pack(votes.ids.data(), n_ids, others, n_others, first, panel.data());
-            isa_->scores(asking, n, panel.data(), options_.n_dims, scale, scores.data() + first, stride);
+            points_.isa().scores(asking, n, panel.data(), options_.n_dims, scale, scores.data() + first, stride);
         }
         for (std::size_t i = 0; i < n; ++i) {
             std::fill_n(shares.data(), stride, 0.0f);
-            isa_->add_softmax(scores.data() + i * stride, n_rows, shares.data());
+            points_.isa().add_softmax(scores.data() + i * stride, n_rows, shares.data());
             for (std::size_t j = 0; j < n_ids; ++j) {
                 votes.shares[j] = std::max(votes.shares[j], shares.data()[j]);
             }

@@ -10,11 +10,7 @@ namespace {
 constexpr int kUnit       = 170;  // steps of the logistic domain for one nat
 constexpr int kStretchMax = 2047;
 constexpr int kRate = 22, kFinalRate = 2;
-constexpr int kRounds = 16;  // ranks before a history, so that no context starts before it
 constexpr std::uint32_t kCountRows[16] = {1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256, 1024, 4096, 16384};
-constexpr int           kMatchOrders[kMixMatches] = {5};
-constexpr int           kMatchLeast               = 2;
-constexpr std::uint64_t kDynamicSalts[kMixOrders] = {3, 5, 7};
 constexpr std::size_t   kSetRows[kMixSets]        = {96, 0, 80, 0, 1024, 1024};  // 0: one per token
 constexpr std::uint64_t kEntry[kMixStatic]        = {80, 120, 120, 120, 120};
 constexpr std::uint64_t kLeast = 30, kDiscount = 32;
@@ -61,20 +57,6 @@ struct Tables {
 const Tables & tables() {
     static const Tables made;
     return made;
-}
-
-std::uint64_t mixed_hash(std::uint64_t hash, std::uint64_t value) {
-    hash = (hash ^ value) * 0x9E3779B97F4A7C15ull;
-    hash ^= hash >> 29;
-    return hash * 0xBF58476D1CE4E5B9ull;
-}
-
-std::uint64_t context_hash(const std::uint32_t * end, int order) {
-    std::uint64_t hash = 0;
-    for (int i = 1; i <= order; ++i) {
-        hash = mixed_hash(hash, end[-i] + 1u);
-    }
-    return hash;
 }
 
 int level(std::uint64_t n) {
@@ -135,7 +117,7 @@ std::size_t Mixer::state_size(std::size_t n_tokens) {
 
 Mixer::Mixer(std::size_t n_tokens, const std::uint32_t * weights, const std::array<MixOrder, kMixStatic> & orders,
              const std::uint32_t * state, const MixKind * kinds)
-    : n_tokens_(n_tokens), orders_(orders), initial_(state), kinds_(kinds) {
+    : n_tokens_(n_tokens), orders_(orders), initial_(state), lanes_(kinds) {
     std::vector<std::uint64_t> sums(n_tokens + 1);
     for (std::size_t i = 0; i < n_tokens; ++i) {
         sums[i + 1] = sums[i] + weights[i] + 1u;
@@ -172,17 +154,14 @@ std::uint32_t Mixer::build(std::size_t low, std::size_t high, const std::vector<
 
 void Mixer::reset(std::size_t lanes, int table_bits) {
     state_.assign(initial_, initial_ + state_size(n_tokens_));
-    lanes_.assign(lanes, Lane{std::vector<std::uint32_t>(kRounds, 0), {}});
+    lanes_.reset(lanes);
     counts_.assign(std::size_t{1} << table_bits, 0);
     checks_.assign(std::size_t{1} << table_bits, 0);
-    for (auto & seen : last_seen_) {
-        seen.assign(1u << 16, 0);
-    }
     busy_ = false;
 }
 
 // Fills lists_[order - 1] with what followed the last `order` tokens in the corpus.
-void Mixer::look_up(int order, const Lane & lane) {
+void Mixer::look_up(int order, const MixLane & lane) {
     List &           list  = lists_[order - 1];
     const MixOrder & table = orders_[order - 1];
     const auto *     end   = lane.history.data() + lane.history.size();
@@ -216,53 +195,18 @@ void Mixer::look_up(int order, const Lane & lane) {
     list.unlisted = 64 * (list.last * kEntry[order - 1] + kLeast);
 }
 
-// Follows the form of the chat: whose message this is, and where in it we are.
-void Mixer::Lane::append(std::uint32_t rank, const MixKind * kinds) {
-    const MixKind kind        = kinds[rank];
-    const bool    after_break = kinds[history.back()] == MixKind::line_break;
-    history.push_back(rank);
-    if (kind == MixKind::opening) {
-        in_name  = true;
-        letters  = 0;
-        previous = name;
-        place    = 0;
-    } else if (!in_name) {
-        if (++place == 1 || after_break) {
-            line = rank + 1u;
-        }
-    } else if (kind == MixKind::line_break) {
-        in_name = false;
-        name    = letters;
-        place = line = 0;
-    } else {
-        letters = mixed_hash(letters, rank + 1u);
-    }
-}
-
-void Mixer::Lane::contexts(std::array<std::uint64_t, kMixDynamic> & hashes) const {
-    const auto *        end  = history.data() + history.size();
-    const std::uint64_t last = end[-1];
-    for (int i = 0; i < kMixOrders; ++i) {
-        hashes[i] = context_hash(end, i + 1) * kDynamicSalts[i];
-    }
-    hashes[3] = 9999;
-    hashes[4] = mixed_hash(name ^ 5, last);
-    hashes[5] = mixed_hash(line + 9, last + (std::min<std::uint64_t>(place, 3) << 20));
-    hashes[6] = mixed_hash(previous ^ 13, 2 * std::min<std::uint64_t>(place, 6) + (in_name ? 1 : 0));
-}
-
 int Mixer::begin(std::size_t lane, const std::uint32_t * counts) {
-    Lane & here = lanes_[lane];
-    lane_       = lane;
-    node_       = 0;
-    busy_       = true;
+    const MixLane & here = lanes_[lane];
+    lane_ = lane;
+    node_ = 0;
+    busy_ = true;
     for (int order = 1; order <= kMixStatic; ++order) {
         look_up(order, here);
     }
     reached_.fill(std::uint64_t{1} << 28);
     here.contexts(hashes_);
     for (int i = 0; i < kMixMatches; ++i) {
-        predicted_[i] = follows(here.matches[i]);
+        predicted_[i] = lanes_.follows(here.matches[i]);
     }
     network_.clear();
     if (counts != nullptr) {
@@ -470,52 +414,12 @@ int Mixer::step(int bit) {
     const std::uint32_t next = bit != 0 ? node.right : node.left;
     if (next == 0) {
         const std::size_t rank = bit != 0 ? node.middle : node.low;
-        finish(rank);
+        lanes_.append(lane_, static_cast<std::uint32_t>(rank));
+        busy_ = false;
         return -1 - static_cast<int>(rank);
     }
     node_ = next;
     return evaluate();
-}
-
-// The rank that followed the matched text, or -1: another lane may not have got there yet.
-int Mixer::follows(const Match & match) const {
-    const auto & past = lanes_[match.lane].history;
-    return match.length != 0 && match.at < past.size() ? static_cast<int>(past[match.at]) : -1;
-}
-
-void Mixer::finish(std::size_t rank) {
-    Lane & lane = lanes_[lane_];
-    busy_       = false;
-    for (int i = 0; i < kMixMatches; ++i) {
-        Match & match = lane.matches[i];
-        const bool held  = follows(match) == static_cast<int>(rank);
-        match.length    = held ? match.length + 1 : 0;
-        match.at += held ? 1 : 0;
-    }
-    lane.append(static_cast<std::uint32_t>(rank), kinds_);
-    for (int i = 0; i < kMixMatches; ++i) {
-        find_match(lane, i);
-    }
-}
-
-// Finds where the last tokens were seen before, if at least kMatchLeast of them really are equal.
-void Mixer::find_match(Lane & lane, int which) {
-    const std::size_t   end  = lane.history.size();
-    const std::uint64_t hash = context_hash(lane.history.data() + end, kMatchOrders[which]) >> 48;
-    Match &             match = lane.matches[which];
-    if (match.length == 0) {
-        const std::uint64_t seen = last_seen_[which][hash];
-        const auto &        past = lanes_[seen >> 32].history;
-        const std::size_t   at   = seen & 0xFFFFFFFFu;
-        std::size_t         n    = 0;
-        while (n < kMixMatchMax && at > n + kRounds && end > n + kRounds && past[at - 1 - n] == lane.history[end - 1 - n]) {
-            ++n;
-        }
-        if (at != 0 && n >= kMatchLeast) {
-            match = {static_cast<std::uint32_t>(seen >> 32), static_cast<std::uint32_t>(at), static_cast<std::uint32_t>(n)};
-        }
-    }
-    last_seen_[which][hash] = static_cast<std::uint64_t>(lane_) << 32 | end;
 }
 
 }  // namespace towerd

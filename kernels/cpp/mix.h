@@ -8,26 +8,22 @@
 #include <cstdint>
 #include <vector>
 
+#include "mix_lanes.h"
+
 namespace towerd {
 
 constexpr int kMixStatic   = 5;  // orders of the corpus table
-constexpr int kMixDynamic  = 7;  // contexts whose counts start at the reset
-constexpr int kMixOrders   = 3;  // the first of these are the last 1, 2, 3 tokens
-constexpr int kMixMatches  = 1;
 constexpr int kMixBlends   = 2;
 constexpr int kMixInputs   = 1 + kMixStatic + kMixDynamic + kMixMatches + kMixBlends + 2;
 constexpr int kMixLevels   = 48;
 constexpr int kMixSets     = 6;
 constexpr int kMixFinal    = 128;
-constexpr int kMixMatchMax = 32;
 
 struct MixOrder {
     const std::uint32_t * index   = nullptr;  // [n_buckets + 1] offsets into data
     const std::uint16_t * data    = nullptr;
     std::size_t           buckets = 0;  // a power of two; order 1: the vocabulary
 };
-
-enum class MixKind : std::uint8_t { plain, line_break, opening };
 
 struct MixNode {
     std::uint32_t low, middle, high, left, right;  // a child of 0 is a leaf
@@ -51,18 +47,6 @@ class Mixer {
     const std::vector<std::uint32_t> & state() const { return state_; }
 
   private:
-    struct Match {
-        std::uint32_t lane = 0, at = 0, length = 0;
-    };
-    struct Lane {
-        std::vector<std::uint32_t>      history;
-        std::array<Match, kMixMatches>  matches;
-        std::uint64_t                   name = 0, previous = 0, letters = 0, line = 0, place = 0;
-        bool                            in_name = false;
-
-        void append(std::uint32_t rank, const MixKind * kinds);
-        void contexts(std::array<std::uint64_t, kMixDynamic> & hashes) const;
-    };
     struct List {
         std::vector<std::uint32_t> ranks;
         std::vector<std::uint64_t> sums;  // [ranks + 1]
@@ -71,7 +55,7 @@ class Mixer {
     };
 
     std::uint32_t build(std::size_t low, std::size_t high, const std::vector<std::uint64_t> & sums);
-    void          look_up(int order, const Lane & lane);
+    void          look_up(int order, const MixLane & lane);
     int           evaluate();
     void          static_inputs();
     void          dynamic_inputs();
@@ -79,9 +63,6 @@ class Mixer {
     void          match_inputs();
     int           mix();
     void          learn(int bit);
-    void          finish(std::size_t rank);
-    int           follows(const Match & match) const;
-    void          find_match(Lane & lane, int which);
     std::uint32_t slot(std::uint64_t hash);
     void          update(std::size_t map, int bit);
     int           stretched(std::size_t map) const;
@@ -89,12 +70,10 @@ class Mixer {
     std::size_t                     n_tokens_;
     std::array<MixOrder, kMixStatic> orders_;
     const std::uint32_t *           initial_;
-    const MixKind *                 kinds_;
     std::vector<MixNode>            tree_;
     std::vector<std::uint32_t>      state_;
-    std::vector<Lane>               lanes_;
+    MixLanes                        lanes_;
     std::vector<std::uint8_t>       counts_, checks_;
-    std::array<std::vector<std::uint64_t>, kMixMatches> last_seen_;
 
     bool                                   busy_ = false;
     std::size_t                            lane_ = 0, node_ = 0;

@@ -23,20 +23,27 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-STATIC, DYNAMIC, MATCHES = 5, 7, 1
+from towerd.kernels.reference.mix_lanes import (
+    DYNAMIC,
+    MATCH_MAX,
+    MATCHES,
+    MixLanes,
+    context_hash,
+    mixed_hash,
+)
+
+STATIC = 5
 BLENDS = 2
 INPUTS = 1 + STATIC + DYNAMIC + MATCHES + BLENDS + 2
-LEVELS, SETS, FINAL, MATCH_MAX = 48, 6, 128, 32
+LEVELS, SETS, FINAL = 48, 6, 128
 SET_ROWS = (96, 0, 80, 0, 1024, 1024)
 """Rows of each set of weights; 0: one per token."""
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256, 1024, 4096, 16384)
-MATCH_ORDERS, MATCH_LEAST = (5,), 2
-SALTS = (3, 5, 7)
 ENTRY, LEAST = (80, 120, 120, 120, 120), 30
 """The weight of a context's unlisted tokens in the interpolation: this much for each listed token,
 by order, but at least `LEAST`, in 64ths of an occurrence."""
@@ -46,11 +53,6 @@ SESSION = (200, 100, 60)
 """The weight of everything else after the last 1 to 3 tokens of this session, in 16ths."""
 UNIT, STRETCH_MAX = 170, 2047
 RATE, FINAL_RATE = 22, 2
-PAD = 16
-PLAIN, BREAK, OPENING = 0, 1, 2
-"""Kinds of tokens: text within a line, text with a line break, and the mark that opens a message,
-after which its author's name stands up to the end of the line."""
-_64 = (1 << 64) - 1
 
 U8 = npt.NDArray[np.uint8]
 U16 = npt.NDArray[np.uint16]
@@ -99,74 +101,12 @@ STRETCH = _stretch_table()
 RATES = [131072 // (2 * n + 3) for n in range(1024)]
 
 
-def mixed_hash(value: int, more: int) -> int:
-    """One step of the chained hash."""
-    value = (value ^ more) * 0x9E3779B97F4A7C15 & _64
-    value ^= value >> 29
-    return value * 0xBF58476D1CE4E5B9 & _64
-
-
-def context_hash(history: Sequence[int], order: int) -> int:
-    """The hash of the last `order` ranks, latest first."""
-    value = 0
-    for back in range(1, order + 1):
-        value = mixed_hash(value, history[-back] + 1)
-    return value
-
-
 def level(n: int) -> int:
     """A count as one of LEVELS steps of about half an octave."""
     if n < 5:
         return n
     bits = n.bit_length() - 1
     return min(LEVELS - 1, 5 + 2 * (bits - 2) + (n >> (bits - 1) & 1))
-
-
-@dataclass
-class _Match:
-    lane: int = 0
-    at: int = 0
-    length: int = 0
-
-
-@dataclass
-class _Lane:
-    history: list[int] = field(default_factory=lambda: [0] * PAD)
-    matches: list[_Match] = field(default_factory=lambda: [_Match() for _ in range(MATCHES)])
-    name: int = 0
-    """Hash of the name of this message's author."""
-    previous: int = 0
-    """The same for the message before."""
-    letters: int = 0
-    """Hash of the part of the name that has been read."""
-    in_name: bool = False
-    line: int = 0
-    """The first token of this line, plus 1."""
-    place: int = 0
-    """Number of tokens of the message so far."""
-
-    def append(self, rank: int, kinds: U8) -> None:
-        """Append a token and track the form of the chat."""
-        kind, after_break = kinds[rank], kinds[self.history[-1]] == BREAK
-        self.history.append(rank)
-        if kind == OPENING:
-            self.in_name, self.letters, self.previous, self.place = True, 0, self.name, 0
-        elif not self.in_name:
-            self.place += 1
-            if self.place == 1 or after_break:
-                self.line = rank + 1
-        elif kind == BREAK:
-            self.in_name, self.name, self.place, self.line = False, self.letters, 0, 0
-        else:
-            self.letters = mixed_hash(self.letters, rank + 1)
-
-    def contexts(self) -> list[int]:
-        """Hashes of the `DYNAMIC` contexts."""
-        last = self.history[-1]
-        orders = [context_hash(self.history, i + 1) * SALTS[i] & _64 for i in range(3)]
-        turn = mixed_hash(self.previous ^ 13, 2 * min(self.place, 6) + int(self.in_name))
-        line = mixed_hash(self.line + 9, last + (min(self.place, 3) << 20))
-        return [*orders, 9999, mixed_hash(self.name ^ 5, last), line, turn]
 
 
 @dataclass
@@ -196,7 +136,7 @@ class ReferenceMixer:
             raise ValueError(f"state: expected {state_size(self.n_tokens)} numbers")
         if len(kinds) != self.n_tokens:
             raise ValueError(f"kinds: expected {self.n_tokens} numbers")
-        self.kinds = kinds
+        self.lanes = MixLanes(kinds)
         self.tables = tables
         self.initial: list[int] = state.tolist()
         sums = [0]
@@ -224,9 +164,8 @@ class ReferenceMixer:
     def reset(self, lanes: int = 1, table_bits: int = 16) -> None:
         """Go back to the initial state, with `lanes` empty texts."""
         self.values = list(self.initial)
-        self.lanes = [_Lane() for _ in range(lanes)]
+        self.lanes.reset(lanes)
         self.counts, self.checks = [0] * (1 << table_bits), [0] * (1 << table_bits)
-        self.last_seen: list[dict[int, tuple[int, int]]] = [{} for _ in range(MATCHES)]
 
     def state(self) -> U32:
         """A copy of everything that was learned."""
@@ -258,7 +197,7 @@ class ReferenceMixer:
         self.lists = [self._look_up(order, here.history) for order in range(1, STATIC + 1)]
         self.reached = [1 << 28] * (STATIC + 1)
         self.hashes = here.contexts()
-        self.predicted = [self._follows(match) for match in here.matches]
+        self.predicted = [self.lanes.follows(match) for match in here.matches]
         self.network = [] if counts is None else [0, *np.cumsum(counts, dtype=np.uint64).tolist()]
         return self._evaluate()
 
@@ -271,7 +210,7 @@ class ReferenceMixer:
             self.node = child
             return self._evaluate()
         rank = middle if bit else self.tree[self.node][0]
-        self._finish(rank)
+        self.lanes.append(self.lane, rank)
         return -1 - rank
 
     def _look_up(self, order: int, history: list[int]) -> _List:
@@ -446,35 +385,6 @@ class ReferenceMixer:
                 self._update(at, bit)
                 if (at - self.matches) & 1 != bit:
                     self.predicted[i] = -1
-
-    def _follows(self, match: _Match) -> int:
-        past = self.lanes[match.lane].history
-        return past[match.at] if match.length and match.at < len(past) else -1
-
-    def _finish(self, rank: int) -> None:
-        lane = self.lanes[self.lane]
-        for match in lane.matches:
-            held = self._follows(match) == rank
-            match.length = match.length + 1 if held else 0
-            match.at += int(held)
-        lane.append(rank, self.kinds)
-        for i in range(MATCHES):
-            self._find_match(lane, i)
-
-    def _find_match(self, lane: _Lane, which: int) -> None:
-        end = len(lane.history)
-        key = context_hash(lane.history, MATCH_ORDERS[which]) >> 48
-        if lane.matches[which].length == 0 and key in self.last_seen[which]:
-            other, at = self.last_seen[which][key]
-            past, n = self.lanes[other].history, 0
-            while (
-                n < min(MATCH_MAX, at - PAD, end - PAD)
-                and past[at - 1 - n] == lane.history[end - 1 - n]
-            ):
-                n += 1
-            if n >= MATCH_LEAST:
-                lane.matches[which] = _Match(other, at, n)
-        self.last_seen[which][key] = (self.lane, end)
 
 
 def _listed(bucket: list[int], check: int) -> list[int]:

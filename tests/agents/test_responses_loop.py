@@ -15,9 +15,16 @@ CALL = json.dumps({"name": "read", "arguments": {"path": "notes.txt"}})
 SCRIPT = ("<think>\nI", " read.\n</think>\n\n", "<tool_", "call>\n", CALL, "\n</tool_call>")
 ANSWER = ("<think>\nNow", " I know.\n</think>\n\n", "Forty-", "two.")
 TOOL: Any = {
-    "type": "function", "name": "read", "description": "Reads a file.", "strict": False,
-    "parameters": {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]},
-}  # fmt: skip
+    "type": "function",
+    "name": "read",
+    "description": "Reads a file.",
+    "strict": False,
+    "parameters": {
+        "type": "object",
+        "properties": {"path": {"type": "string"}},
+        "required": ["path"],
+    },
+}
 NEW_TOKENS_MAX = 100
 """A tool's answer or a question, with what the template puts around it."""
 

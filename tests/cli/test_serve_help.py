@@ -9,7 +9,8 @@ from click.testing import CliRunner
 
 from towerd.cli.main import towerd
 from towerd.cli.options import COMMON
-from towerd.config import ENV_PREFIX, settings
+from towerd.config import settings
+from towerd.config_sources import ENV_PREFIX
 from towerd.llama_flags import FLAGS
 
 COMMON_MAX = 12

@@ -18,9 +18,14 @@ HARD = (
     "nul \0 in the middle\0",
     "<|im_start|>user\n<s>[INST] <|eot_id|> not special </s><unk><0x41>",
     "한국어 中文 😀👩‍👩‍👧 e\u0301 \u202eright to left",
-    " leading", "  two", "\n", "▁", " ▁ ", "\u00a0\u2028",
+    " leading",
+    "  two",
+    "\n",
+    "▁",
+    " ▁ ",
+    "\u00a0\u2028",
     "x" * 3000,
-)  # fmt: skip
+)
 
 
 def there_and_back(ids: list[int], vocabulary: GgufVocabulary) -> Text:

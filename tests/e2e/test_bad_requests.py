@@ -84,11 +84,19 @@ def test_invalid_json(daemon: Daemon, path: str, body: bytes) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("n_predict", "ten"), ("n_predict", -2), ("temperature", "hot"), ("temperature", [1]),
-        ("top_k", {}), ("seed", "x"), ("stop", [5]), ("stream", "yes"), ("json_schema", []),
-        ("cache_prompt", 1), ("n", 99),
+        ("n_predict", "ten"),
+        ("n_predict", -2),
+        ("temperature", "hot"),
+        ("temperature", [1]),
+        ("top_k", {}),
+        ("seed", "x"),
+        ("stop", [5]),
+        ("stream", "yes"),
+        ("json_schema", []),
+        ("cache_prompt", 1),
+        ("n", 99),
     ],
-)  # fmt: skip
+)
 def test_wrong_type(daemon: Daemon, field: str, value: Any) -> None:
     """The error names the field."""
     error = error_of(daemon, "/completion", json={"prompt": "a", "n_predict": 1, field: value})
@@ -119,9 +127,18 @@ def test_empty_prompt(daemon: Daemon) -> None:
 
 @pytest.mark.parametrize(
     "messages",
-    [None, "hi", {}, [5], [{}], [{"role": "user"}], [{"role": 5, "content": "a"}],
-     [{"role": "user", "content": 5}], [{"role": "user", "content": [{"type": "image_url"}]}]],
-)  # fmt: skip
+    [
+        None,
+        "hi",
+        {},
+        [5],
+        [{}],
+        [{"role": "user"}],
+        [{"role": 5, "content": "a"}],
+        [{"role": "user", "content": 5}],
+        [{"role": "user", "content": [{"type": "image_url"}]}],
+    ],
+)
 def test_wrong_messages(daemon: Daemon, messages: Any) -> None:
     """A chat that is none."""
     reply = requests.post(
@@ -134,12 +151,15 @@ def test_wrong_messages(daemon: Daemon, messages: Any) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"grammar": "root ::= ("}, {"grammar": 'root ::= missing "a"'}, {"grammar": "nonsense"},
-        {"grammar": "root ::= root"}, {"json_schema": {"type": "spaceship"}},
+        {"grammar": "root ::= ("},
+        {"grammar": 'root ::= missing "a"'},
+        {"grammar": "nonsense"},
+        {"grammar": "root ::= root"},
+        {"json_schema": {"type": "spaceship"}},
         {"json_schema": {"$ref": "https://example.com/schema.json"}},
         {"json_schema": {"$ref": "#/nowhere"}},
     ],
-)  # fmt: skip
+)
 def test_wrong_grammar(daemon: Daemon, fields: dict[str, Any]) -> None:
     """A grammar or schema that cannot be followed is refused, not ignored and never fetched."""
     body = {"prompt": "a", "n_predict": 2, **fields}

@@ -164,7 +164,7 @@ async def test_preempted_requests_keep_their_label(
             service,
             [np.concatenate([base, _prompt(5, 1)]), _prompt(60, 2), _prompt(60, 3)],
         )
-        assert service.engine.scheduler.counters["preemptions"] > 0
+        assert service.engine.scheduler.room.n_preemptions > 0
         await settle(service)
         nodes = service.store.match(np.concatenate([base, _prompt(5, 1)]), "local").nodes
         for node in nodes:

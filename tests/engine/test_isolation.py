@@ -200,7 +200,7 @@ async def test_a_chat_that_gives_way_while_its_prompt_is_evaluated(service_on: O
             nonlocal n_times
             partial = [j for j in scheduler.active if j.seq is not None and j.seq.is_partial]
             if any(j.phase is JobPhase.PREFILL for j in partial):
-                scheduler._preempt()
+                scheduler.room.preempt()
                 n_times += 1
             if n_times < 3:
                 scheduler._later.append(preempt)

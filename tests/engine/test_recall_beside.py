@@ -311,15 +311,15 @@ async def test_a_chat_that_gave_way_keeps_its_queries(
         step = scheduler._step
 
         def stepping() -> bool:
-            if not scheduler.counters["preemptions"] and any(
+            if not scheduler.room.n_preemptions and any(
                 job.n_live == 155 for job in scheduler.active
             ):
-                scheduler._preempt()
+                scheduler.room.preempt()
             return step()
 
         monkeypatch.setattr(scheduler, "_step", stepping)
         await ask(service, some_ids(150), 20, live=LiveBudget("h2o", 160))
-        assert scheduler.counters["preemptions"] == 1
+        assert scheduler.room.n_preemptions == 1
         await settle(service)
     assert watched.asked == [(list(range(96, 160)), list(range(96, 160)))]
 

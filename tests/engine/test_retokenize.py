@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from towerd.config import load
+from towerd.config_sources import load
 from towerd.engine.embedded.model import retokenize
 from towerd.engine.embedded.model.model import LlamaModel
 from towerd.engine.embedded.model.retokenize import Retokenizer

@@ -16,6 +16,7 @@ from lab.prior import tables
 from towerd.codec.prior import state
 from towerd.kernels import mixing
 from towerd.kernels.reference import mix as reference_mix
+from towerd.kernels.reference.mix_lanes import Lane
 
 N_TOKENS = 40
 Ranks = npt.NDArray[np.int32]
@@ -132,7 +133,7 @@ def test_who_speaks_is_followed() -> None:
     """Contexts of the chat's form: the author, the one before, the first token of the line."""
     text, opening, feed = 1, 2, 3
     kinds = np.array([0, 0, mixing.OPENING, mixing.BREAK, 0, 0, 0], np.uint8)
-    lane = reference_mix._Lane()
+    lane = Lane()
     first, second = (text, 4), (text, 5)
     names = []
     for name in (first, second, first):
@@ -191,7 +192,7 @@ def test_it_follows_the_network(parts: Any) -> None:
         (lambda w, t, s, k: (w, [(t[0][0], t[0][1] | np.uint16(0xFFF0))], s, k), "tokens"),
         (lambda w, t, s, k: (w, [t[0], (t[1][0], t[1][1] | np.uint16(62))], s, k), "longer|tokens"),
     ],
-)  # fmt: skip
+)
 def test_unsound_tables_are_refused(native: Any, parts: Any, change: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         native.Mixer(*change(*parts[:4]))

@@ -20,9 +20,13 @@ def text(n: int = 200) -> Any:
 
 def step(session: str, agent: str, prompt: Any, **values: Any) -> WorkflowStep:
     fixed: dict[str, Any] = {
-        "scope": "local", "tip": TIP, "reply": text(), "arrived_s": 1.0, "answered_s": 2.0,
+        "scope": "local",
+        "tip": TIP,
+        "reply": text(),
+        "arrived_s": 1.0,
+        "answered_s": 2.0,
         "stop": "end_turn",
-    }  # fmt: skip
+    }
     return WorkflowStep(session=session, agent=agent, prompt=prompt, **(fixed | values))
 
 
@@ -68,8 +72,9 @@ def test_an_endless_workflow_ages_out() -> None:
     tracker = Tracker()
     old, _ = tracker.step(step("s1", "a", text(), workflow="old"))
     for i in range(1, 5):
-        tracker.step(step("s1", "a", text(), workflow="old", arrived_s=900.0 * i,
-                          answered_s=900.0 * i))  # fmt: skip
+        tracker.step(
+            step("s1", "a", text(), workflow="old", arrived_s=900.0 * i, answered_s=900.0 * i)
+        )
     late = 3600.0 + module.AGE_S_MAX + 1.0
     _, over = tracker.step(step("s2", "a", text(), workflow="new", arrived_s=late))
     assert over == [old]

@@ -208,7 +208,7 @@ async def test_when_a_slot_is_not_given_early(sidecar_on: OpenSidecar, tmp_path:
         engine.table.slots[1].hold(prompt(700, 1), "local")
         assert engine.lease_chat(more, "local", None) is None  # the others would have to leave
         engine.table.slots[1].forget()
-        async with engine.unpinned("local"):
+        async with engine.unpinned():
             there()
             assert engine.lease_chat(more, "local", None) is None
         there()

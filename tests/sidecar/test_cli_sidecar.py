@@ -12,7 +12,8 @@ from click.testing import CliRunner
 from daemon import Daemon, run_towerd
 
 from towerd.cli.main import towerd
-from towerd.config import Config, load, with_server_args
+from towerd.config import Config, with_server_args
+from towerd.config_sources import load
 from towerd.errors import ConfigError
 
 MakeDaemon = Callable[..., Daemon]

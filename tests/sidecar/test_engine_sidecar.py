@@ -153,7 +153,7 @@ async def test_requests_that_the_server_places(sidecar_on: OpenSidecar) -> None:
     async with sidecar_on(parallel=1) as sidecar:
         engine = sidecar.engine
         first, _, _ = await turn(sidecar, prompt(60))
-        async with engine.unpinned("local") as unpinned:
+        async with engine.unpinned() as unpinned:
             body = {"prompt": prompt(45, 5).tolist(), "n_predict": 4}
             await engine.upstream.post("/completion", body)
             unpinned.launched()
@@ -170,7 +170,7 @@ async def test_an_unstreamed_reply_blocks_no_other(sidecar_on: OpenSidecar) -> N
         lease = await engine.lease(prompt(30), "local", None)
         body = {"prompt": prompt(30), "id_slot": lease.slot, "n_predict": 470, "ignore_eos": True}
         long = asyncio.create_task(engine.upstream.post("/completion", body))
-        async with engine.unpinned("local"):
+        async with engine.unpinned():
             assert not long.done()
         await long
         lease.release()

@@ -11,7 +11,7 @@ from sidecar_tools import OpenSidecar, ask, prompt
 from waiting import until_async
 
 from towerd.engine.llama_server.engine import LlamaServerEngine
-from towerd.engine.llama_server.slots.placement import Slot
+from towerd.engine.llama_server.slots.slot import Slot
 from towerd.engine.llama_server.slots.slotdir import PREFIX
 from towerd.tokens import Ids
 

@@ -18,7 +18,7 @@ from towerd.api.proxy.headers import to_client, to_upstream
 from towerd.api.proxy.metrics import merged
 from towerd.api.proxy.splice import with_fields, without_token_ids
 from towerd.api.proxy.watch import Dialect, EventSplitter, ReplyWatch, event_data
-from towerd.engine.llama_server.tally import counters, difference, without
+from towerd.engine.llama_server.process.upstream_counters import counters, difference, without
 
 # --- headers ------------------------------------------------------------------------------
 
@@ -381,9 +381,10 @@ def test_responses_as_a_chat() -> None:
     [
         [{"type": "image", "source": {"type": "base64", "data": ""}}],
         [{"type": "tool_result", "tool_use_id": "t", "content": [{"type": "image"}]}],
-        "no list", 7,
+        "no list",
+        7,
     ],
-)  # fmt: skip
+)
 def test_more_than_text_in_messages(content: Any) -> None:
     messages = [{"role": "user", "content": content}]
     if isinstance(content, list):
@@ -402,9 +403,11 @@ def test_more_than_text_in_messages(content: Any) -> None:
     [
         {"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]},
         {"type": "function_call_output", "call_id": "t", "output": [{"type": "input_image"}]},
-        {"type": "computer_call"}, {}, {"role": "user", "content": 5},
+        {"type": "computer_call"},
+        {},
+        {"role": "user", "content": 5},
     ],
-)  # fmt: skip
+)
 def test_more_than_text_in_responses(item: dict[str, Any]) -> None:
     with pytest.raises(NotText):
         from_responses({"input": [item]})

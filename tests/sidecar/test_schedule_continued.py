@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from towerd.engine.llama_server.slots.placement import (
     Costs,
     PlacementPolicy,
-    Slot,
     SlotChoice,
     SlotRequest,
 )
+from towerd.engine.llama_server.slots.slot import Slot
 from towerd.tokens import Ids
 
 TOKENS = st.lists(st.integers(1, 2), max_size=6)

@@ -14,10 +14,10 @@ from towerd.engine.llama_server.slots.launch_gate import LaunchGate
 from towerd.engine.llama_server.slots.placement import (
     Costs,
     PlacementPolicy,
-    Slot,
     SlotChoice,
     SlotRequest,
 )
+from towerd.engine.llama_server.slots.slot import Slot
 from towerd.engine.llama_server.slots.slot_table import SlotTable
 from towerd.errors import Unavailable
 from towerd.tokens import Ids

@@ -177,9 +177,17 @@ def test_token_sections(words: list[int], tokens: list[int], packed: bool) -> No
 
 @pytest.mark.parametrize(
     "words",
-    [[-1], [-1, 1, 5, 8, 0], [-1, 2, 1, 8, 0], [-1, 1, -1, 0], [-1, 1, 1, 8, 1], [3, -1],
-     [-1, 1, 1, -1, 0], [-1, 1, 1, 8, 0, 0]],
-)  # fmt: skip
+    [
+        [-1],
+        [-1, 1, 5, 8, 0],
+        [-1, 2, 1, 8, 0],
+        [-1, 1, -1, 0],
+        [-1, 1, 1, 8, 1],
+        [3, -1],
+        [-1, 1, 1, -1, 0],
+        [-1, 1, 1, 8, 0, 0],
+    ],
+)
 def test_bad_token_sections(words: list[int]) -> None:
     """Truncated, of another version, with media, or with words too many."""
 

@@ -23,9 +23,13 @@ async def stream(http: aiohttp.ClientSession, url: str, seed: int) -> None:
     ids = [chance.randrange(300, 500) for _ in range(600)]
     for _ in range(2):
         body = {
-            "prompt": ids, "n_predict": 60, "stream": True, "n_probs": 10, "ignore_eos": True,
+            "prompt": ids,
+            "n_predict": 60,
+            "stream": True,
+            "n_probs": 10,
+            "ignore_eos": True,
             "return_tokens": True,
-        }  # fmt: skip
+        }
         async with http.post(url + "/completion", json=body) as reply:
             assert reply.status == 200, await reply.text()
             async for line in reply.content:
@@ -57,8 +61,15 @@ async def big_texts(http: aiohttp.ClientSession, url: str, chat_paths: Sequence[
 async def looks(http: aiohttp.ClientSession, url: str) -> None:
     """All requests of a dashboard, and maintenance of the store."""
     for _ in range(4):
-        for path in ("/metrics", "/slots", "/props", "/towerd/v1/stats", "/towerd/v1/sessions",
-                     "/towerd/v1/segments?limit=1000", "/towerd/v1/trie?limit=1000"):  # fmt: skip
+        for path in (
+            "/metrics",
+            "/slots",
+            "/props",
+            "/towerd/v1/stats",
+            "/towerd/v1/sessions",
+            "/towerd/v1/segments?limit=1000",
+            "/towerd/v1/trie?limit=1000",
+        ):
             async with http.get(url + path) as reply:
                 assert reply.status == 200, await reply.text()
         async with http.post(url + "/towerd/v1/verify", json={}) as reply:

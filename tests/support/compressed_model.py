@@ -66,17 +66,22 @@ def _metadata(writer: GGUFWriter, window: int) -> None:
     writer.add_expert_weights_scale(1.0)
     writer.add_expert_weights_norm(True)
     for name, whole in (
-        ("expert_gating_func", SQRT_SOFTPLUS), ("attention.indexer.head_count", N_INDEX),
-        ("attention.indexer.key_length", INDEX), ("attention.indexer.top_k", 8),
-        ("attention.output_group_count", N_GROUP), ("attention.output_lora_rank", OUT_RANK),
-        ("hyper_connection.count", STREAMS), ("hyper_connection.sinkhorn_iterations", 2),
+        ("expert_gating_func", SQRT_SOFTPLUS),
+        ("attention.indexer.head_count", N_INDEX),
+        ("attention.indexer.key_length", INDEX),
+        ("attention.indexer.top_k", 8),
+        ("attention.output_group_count", N_GROUP),
+        ("attention.output_lora_rank", OUT_RANK),
+        ("hyper_connection.count", STREAMS),
+        ("hyper_connection.sinkhorn_iterations", 2),
         ("hash_layer_count", 0),
-    ):  # fmt: skip
+    ):
         writer.add_uint32(f"deepseek4.{name}", whole)
     for name, number in (
-        ("swiglu_clamp_exp", 10.0), ("attention.compress_rope_freq_base", 160000.0),
+        ("swiglu_clamp_exp", 10.0),
+        ("attention.compress_rope_freq_base", 160000.0),
         ("hyper_connection.epsilon", 1e-6),
-    ):  # fmt: skip
+    ):
         writer.add_float32(f"deepseek4.{name}", number)
     writer.add_array("deepseek4.attention.compress_ratios", list(RATIOS))
 
@@ -143,7 +148,9 @@ def _experts(tensors: _Tensors, block: str) -> None:
     tensors.matrix(block + "ffn_gate_inp", N_EXPERT, N_EMBD)
     tensors.bias(block + "exp_probs_b", N_EXPERT)
     for name, rows, columns in (
-        ("gate", N_FF, N_EMBD), ("up", N_FF, N_EMBD), ("down", N_EMBD, N_FF),
-    ):  # fmt: skip
+        ("gate", N_FF, N_EMBD),
+        ("up", N_FF, N_EMBD),
+        ("down", N_EMBD, N_FF),
+    ):
         tensors.matrix(f"{block}ffn_{name}_exps", N_EXPERT, rows, columns)
         tensors.matrix(f"{block}ffn_{name}_shexp", rows, columns)

@@ -48,13 +48,16 @@ class Daemon:
         assert self.process is None, "it runs already"
         self._starts += 1
         self.url = ""
+        where = ("--port", "0", "--store-dir", str(self.store_dir), "--socket", str(self.socket))
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
-                [*TOWERD, "serve", "--port", "0", "--store-dir", str(self.store_dir),
-                 "--socket", str(self.socket), *self.flags],
-                stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=self._env,
+                [*TOWERD, "serve", *where, *self.flags],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=self._env,
                 cwd=self.root,
-            )  # fmt: skip
+            )
 
     def start(self) -> Daemon:
         """Start the process and wait until it serves."""
@@ -189,8 +192,10 @@ def clean_env(root: Path) -> dict[str, str]:
     below `root`. One thread evaluates: llama.cpp's threads wait for each other without sleeping,
     which takes seconds a step where other tests have the second core."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("TOWERD_")}
-    env |= {name: str(root / name.lower()) for name in
-            ("XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME")}  # fmt: skip
+    env |= {
+        name: str(root / name.lower())
+        for name in ("XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME")
+    }
     env["HOME"] = str(root)
     env["TOWERD_THREADS"] = "1"
     return env
@@ -199,21 +204,32 @@ def clean_env(root: Path) -> dict[str, str]:
 def run_towerd(root: Path, *flags: str, **env: str) -> subprocess.CompletedProcess[str]:
     """`towerd FLAGS`, expected to end by itself."""
     return subprocess.run(
-        [*TOWERD, *flags], capture_output=True, text=True, timeout=START_S, check=False,
-        env=clean_env(root) | env, cwd=root,
-    )  # fmt: skip
+        [*TOWERD, *flags],
+        capture_output=True,
+        text=True,
+        timeout=START_S,
+        check=False,
+        env=clean_env(root) | env,
+        cwd=root,
+    )
 
 
 def run_towerctl(daemon: Daemon, *args: str) -> subprocess.CompletedProcess[str]:
     """`towerctl ARGS` on a daemon's store or socket, as a person would run it."""
     towerctl = str(Path(sys.executable).with_name("towerctl"))
     env = clean_env(daemon.root) | {
-        "TOWERD_STORE_DIR": str(daemon.store_dir), "TOWERD_SOCKET": str(daemon.socket),
-    }  # fmt: skip
+        "TOWERD_STORE_DIR": str(daemon.store_dir),
+        "TOWERD_SOCKET": str(daemon.socket),
+    }
     return subprocess.run(
-        [towerctl, *args], capture_output=True, text=True, check=False, env=env, timeout=120,
+        [towerctl, *args],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=env,
+        timeout=120,
         cwd=daemon.root,
-    )  # fmt: skip
+    )
 
 
 def reuse_of(headers: Mapping[str, str]) -> dict[str, int]:

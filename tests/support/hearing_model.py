@@ -26,10 +26,14 @@ def make_hearing_projector(path: Path, n_embd_text: int, seed: int = 0) -> None:
     writer.add_bool("clip.has_audio_encoder", True)
     writer.add_string("clip.projector_type", "ultravox")
     figures = {
-        "embedding_length": N_EMBD, "feed_forward_length": N_FF, "block_count": 1,
-        "projection_dim": n_embd_text, "num_mel_bins": N_MEL, "attention.head_count": N_HEAD,
+        "embedding_length": N_EMBD,
+        "feed_forward_length": N_FF,
+        "block_count": 1,
+        "projection_dim": n_embd_text,
+        "num_mel_bins": N_MEL,
+        "attention.head_count": N_HEAD,
         "projector.stack_factor": STACK,
-    }  # fmt: skip
+    }
     for name, value in figures.items():
         writer.add_uint32(f"clip.audio.{name}", value)
     writer.add_float32("clip.audio.attention.layer_norm_epsilon", 1e-5)

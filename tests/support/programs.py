@@ -15,7 +15,10 @@ def run_python(code: str, *args: str) -> str:
     """Run a program that can import the test tools; its output."""
     done = subprocess.run(
         [sys.executable, "-P", "-c", textwrap.dedent(code), *args],
-        env={**os.environ, "PYTHONPATH": str(SUPPORT)}, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+        env={**os.environ, "PYTHONPATH": str(SUPPORT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout

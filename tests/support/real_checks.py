@@ -22,8 +22,12 @@ ROUNDING = 1e-3
 """llama.cpp's own softmax adds 49,152 probabilities up in 32 bits, which loses the small ones: 1e-4 of
 a log-probability. Other batches change it by up to 0.3."""
 EXACT: dict[str, Any] = {
-    "fidelity": "exact", "flash_attn": "on", "threads": 1, "ctx_size": 2048, "live_tokens": 8192,
-}  # fmt: skip
+    "fidelity": "exact",
+    "flash_attn": "on",
+    "threads": 1,
+    "ctx_size": 2048,
+    "live_tokens": 8192,
+}
 """Settings under which a reply in the same batches has the same bits. Without flash attention where
 the cells lie decides how sums are rounded, and how many are in use, in steps of 256, decides how
 the threads share them."""

@@ -73,7 +73,7 @@ def insert_in_vain(
 ) -> None:
     """`Store.insert` whose commit the catalog refuses. Raises StoreError."""
     catalog = store.state.catalog
-    with store.locked(), store._growing() as growth:
+    with store.locked(), store.state.growing() as growth:
         growth.grow(ids[: ends[-1]].tobytes(), scope, ends)
         catalog.run("PRAGMA defer_foreign_keys = ON")
         catalog.run("INSERT INTO pins(node, created) VALUES (?, 0)", (10**9,))  # of no segment
@@ -108,9 +108,13 @@ def formats_of(store: Store, node: Node) -> list[tuple[int, str]]:
 
 
 def turn_of(
-    prompt: Sequence[int], reply: Sequence[int], *, scope: str = "local",
-    session: str | None = None, n_cached: int | None = None,
-) -> Turn:  # fmt: skip
+    prompt: Sequence[int],
+    reply: Sequence[int],
+    *,
+    scope: str = "local",
+    session: str | None = None,
+    n_cached: int | None = None,
+) -> Turn:
     """A finished turn; by default all but the last sampled token have rows."""
     if n_cached is None:
         n_cached = max(0, len(prompt) + len(reply) - 1)

@@ -23,10 +23,15 @@ def make_projector(path: Path, n_embd_text: int, seed: int = 0) -> None:
     writer.add_string("clip.projector_type", "gemma3")
     writer.add_bool("clip.use_gelu", True)
     figures = {
-        "embedding_length": N_EMBD, "feed_forward_length": N_FF, "block_count": 1,
-        "projection_dim": n_embd_text, "image_size": SIDE, "patch_size": PATCH,
-        "attention.head_count": N_HEAD, "projector.scale_factor": MERGE,
-    }  # fmt: skip
+        "embedding_length": N_EMBD,
+        "feed_forward_length": N_FF,
+        "block_count": 1,
+        "projection_dim": n_embd_text,
+        "image_size": SIDE,
+        "patch_size": PATCH,
+        "attention.head_count": N_HEAD,
+        "projector.scale_factor": MERGE,
+    }
     for name, value in figures.items():
         writer.add_uint32(f"clip.vision.{name}", value)
     writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-6)

@@ -48,8 +48,12 @@ def together(blobs: list[Composed]) -> KVRows:
     return join([parse_blob(each.blob, layout=LAYOUT).rows for each in blobs])
 
 
-@given(cuts=st.sets(st.integers(1, 59), max_size=8), v_trans=st.booleans(), wants=st.booleans(),
-       as_blobs=st.booleans())  # fmt: skip
+@given(
+    cuts=st.sets(st.integers(1, 59), max_size=8),
+    v_trans=st.booleans(),
+    wants=st.booleans(),
+    as_blobs=st.booleans(),
+)
 @settings(deadline=None)
 def test_composed_rows_are_the_rows(
     cuts: set[int], v_trans: bool, wants: bool, as_blobs: bool

@@ -56,8 +56,9 @@ def test_resumes_where_it_stopped(name: str) -> None:
         for policy in (old, new):
             policy.insert(9001, 10, 1e6, None)
             policy.answered(9001, 1e6 + 1, "tool_use")
-        index = [p.visits.index(p.visits.tips.get(9001) or p.visits.current, 1e6 + 2)
-                 for p in (old, new)]  # fmt: skip
+        index = [
+            p.visits.index(p.visits.tips.get(9001) or p.visits.current, 1e6 + 2) for p in (old, new)
+        ]
         assert index[0] == pytest.approx(index[1], rel=1e-3)
         assert index[1] > 0.0
 
@@ -79,13 +80,16 @@ def test_the_catalog_keeps_it(caplog: pytest.LogCaptureFixture) -> None:
     assert len(text) < BYTES_MAX
     again, _ = opened("foresight")
     assert again.learned() == text
+    visits = {"stops": [], "mean_nbytes": -1.0, "returns": {}}
     with caplog.at_level(logging.WARNING):
         for policy, damaged in (
-            ("foresight", text[:-7]), ("foresight", ""), ("foresight", "\x00é"), ("pbkv", text),
+            ("foresight", text[:-7]),
+            ("foresight", ""),
+            ("foresight", "\x00é"),
+            ("pbkv", text),
             ("foresight", pack("foresight", {"hot": {}, "warm": []}) or ""),
-            ("foresight", pack("foresight", {"hot": {"steps": {}, "visits": {
-                "stops": [], "mean_nbytes": -1.0, "returns": {}}}}) or ""),
-        ):  # fmt: skip
+            ("foresight", pack("foresight", {"hot": {"steps": {}, "visits": visits}}) or ""),
+        ):
             meta[META_KEY] = damaged
             caplog.clear()
             fresh, _ = opened(policy)

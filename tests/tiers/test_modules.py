@@ -59,14 +59,19 @@ def test_all_are_found_and_longer_ones_win(tiers: Tiers) -> None:
     add(tiers, "inside", LONG[20:60])
     add(tiers, "short", SHORT)
     assert [(p.base.name, p.at) for p in modules.find(prompt, "local")] == [
-        ("inside", 25), ("short", 128), ("short", 168),
-    ]  # fmt: skip
+        ("inside", 25),
+        ("short", 128),
+        ("short", 168),
+    ]
     add(tiers, "long", LONG)
     add(tiers, "same", SAME_START)
     found = modules.find(prompt, "local")
     assert [(p.base.name, p.at, p.end) for p in found] == [
-        ("long", 5, 85), ("same", 85, 125), ("short", 128, 168), ("short", 168, 208),
-    ]  # fmt: skip
+        ("long", 5, 85),
+        ("same", 85, 125),
+        ("short", 128, 168),
+        ("short", 168, 208),
+    ]
     tiers.store.remove_base("long", "local")
     assert modules.find(prompt, "local")[0].base.name == "inside"
     assert modules.find(prompt[:20], "local") == []

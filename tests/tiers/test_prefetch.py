@@ -38,9 +38,16 @@ class Bench:
         self.now = 100.0
         self.store = Store.open(root, replace(FINGERPRINT, layout=LAYOUT), clock=lambda: self.now)
         self.tiers = Tiers(
-            self.store, LAYOUT, v_trans=False, hot_bytes=100 * TOKEN, warm_bytes=1 << 40,
-            policy="lru", fidelity="exact", prefetch_bytes=bytes_per_s, clock=lambda: self.now,
-        )  # fmt: skip
+            self.store,
+            LAYOUT,
+            v_trans=False,
+            hot_bytes=100 * TOKEN,
+            warm_bytes=1 << 40,
+            policy="lru",
+            fidelity="exact",
+            prefetch_bytes=bytes_per_s,
+            clock=lambda: self.now,
+        )
         self.seer = self.tiers.ranking._hot = Seer()
         self.prefetcher = self.tiers.prefetcher
         self.prefetcher.start(lambda: True)

@@ -66,7 +66,7 @@ def run(shrinker: Shrinker, table: LevelFormats | None = TABLE) -> list[SegmentF
         found = shrinker.step()
         if found is not None:
             done.append(found)
-        elif not shrinker.is_looking:
+        elif not shrinker._queue:
             return done
 
 
@@ -122,8 +122,10 @@ def test_tails_reach_into_what_is_shared(store: Store, shrinker: Shrinker, clock
     clock.now += AFTER_S
     run(shrinker)
     assert [formats_of(store, node) for node in path] == [
-        [(SINKS, NATIVE), (172 - SINKS, "q8"), (28, NATIVE)], [(50, NATIVE)], [(50, NATIVE)],
-    ]  # fmt: skip
+        [(SINKS, NATIVE), (172 - SINKS, "q8"), (28, NATIVE)],
+        [(50, NATIVE)],
+        [(50, NATIVE)],
+    ]
 
 
 def test_short_rows_are_left_alone(store: Store, shrinker: Shrinker, clock: Clock) -> None:
@@ -166,8 +168,10 @@ def test_levels_are_those_of_the_bases(store: Store, shrinker: Shrinker, clock: 
     clock.now += AFTER_S
     assert len(run(shrinker)) == 4
     assert [formats_of(store, node)[-1] for node in path[:3]] == [
-        (N_DEEP - SINKS, "q4h"), (N_DEEP, "q6h"), (N_DEEP, "q8"),
-    ]  # fmt: skip
+        (N_DEEP - SINKS, "q4h"),
+        (N_DEEP, "q6h"),
+        (N_DEEP, "q8"),
+    ]
     assert formats_of(store, path[3]) == [(N_DEEP - TAIL, "q8"), (TAIL, NATIVE)]
     assert check_rows(store, path[3]) == 4 * N_DEEP
 
@@ -180,8 +184,11 @@ def test_levels_in_one_file(store: Store, shrinker: Shrinker, clock: Clock) -> N
     clock.now += AFTER_S
     (new,) = run(shrinker)
     assert [(run.n_rows, run.format) for run in new.runs] == [
-        (SINKS, NATIVE), (N_DEEP - SINKS, "q4h"), (2 * N_DEEP - TAIL, "q8"), (TAIL, NATIVE),
-    ]  # fmt: skip
+        (SINKS, NATIVE),
+        (N_DEEP - SINKS, "q4h"),
+        (2 * N_DEEP - TAIL, "q8"),
+        (TAIL, NATIVE),
+    ]
     assert check_rows(store, path[-1]) == 3 * N_DEEP
 
 
@@ -265,7 +272,7 @@ def test_settled_files_are_not_looked_at_again(
     (leaf,) = stored(store, tokens(500))
     clock.now += AFTER_S
     run(shrinker)
-    while shrinker.step() is not None or shrinker.is_looking:
+    while shrinker.step() is not None or shrinker._queue:
         pass
 
     looked: list[SegmentFile] = []

@@ -196,8 +196,15 @@ def test_fields(model: Model, fields: dict[str, Any]) -> None:
 
 def test_fields_that_are_made_to_fit(story: Talker, model: Model) -> None:
     """Windows of history end with the context, and no temperature makes numbers overflow."""
-    fields = {"prompt": "a", "repeat_last_n": 2**31 - 1, "repeat_penalty": 1.1, "dry_multiplier": 1,
-              "dry_penalty_last_n": 2**31 - 1, "temperature": 1e-40, "n_predict": 3}  # fmt: skip
+    fields = {
+        "prompt": "a",
+        "repeat_last_n": 2**31 - 1,
+        "repeat_penalty": 1.1,
+        "dry_multiplier": 1,
+        "dry_penalty_last_n": 2**31 - 1,
+        "temperature": 1e-40,
+        "n_predict": 3,
+    }
     request = Request(model, "completion", json.dumps(fields).encode())
     assert len(list(story.chunks(request, Reply(request, 0)))) == 3
     assert json.loads(request.settings(False))["temperature"] == 0

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from towerd.slots.fingerprint import Fingerprint
 from towerd.store.catalog.catalog import Catalog
 from towerd.store.listener import Listener
+from towerd.store.prefix.growth import Growth
 from towerd.store.prefix.node import Node
 from towerd.store.prefix.trie import Trie
 from towerd.store.segments.directory import Directory
@@ -54,6 +56,28 @@ class StoreState:
             each.last_used = now
             each.hits += 1
             self.touched.add(each)
+
+    def flush(self) -> None:
+        """Write the recorded uses to the catalog."""
+        touched = [node for node in self.touched if not node.removed]
+        if touched:
+            with self.catalog.transaction():
+                self.catalog.run_many(
+                    "UPDATE segments SET last_used = ?, hits = ? WHERE id = ?",
+                    [(node.last_used, node.hits, node.id) for node in touched],
+                )
+        self.touched.clear()
+
+    @contextmanager
+    def growing(self) -> Iterator[Growth]:
+        """A transaction that may grow the trie; splits are reported once it is durable."""
+        with self.catalog.transaction() as undo:
+            growth = Growth(
+                self.catalog, self.trie, self.fingerprint_pk, self.digest, self.clock(), undo
+            )
+            yield growth
+        for lower, upper in growth.splits:
+            self.listener.split(lower, upper)
 
     def held(self, node: Node) -> Held:
         """The format of a node's rows: in memory, else on disk, else none."""

@@ -7,8 +7,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -23,9 +22,8 @@ from towerd.store.lock import StoreLock
 from towerd.store.maintenance.collect import GcReport, collect, drop_foreign
 from towerd.store.maintenance.integrity import problems
 from towerd.store.maintenance.verify import VerifyReport, verify
-from towerd.store.prefix.growth import Growth
 from towerd.store.prefix.handle import Handle
-from towerd.store.prefix.loader import add_pins, load_state
+from towerd.store.prefix.loader import load_state
 from towerd.store.prefix.module import Module
 from towerd.store.prefix.node import Node
 from towerd.store.prefix.scope import public_of
@@ -62,10 +60,10 @@ class Store:
         self._lock_file = lock_file
         self._pool = pool
         self._sessions = SessionTable(state.catalog, state.fingerprint_pk)
-        self._bases = BaseTable(state.catalog, state.fingerprint_pk)
+        self._bases = BaseTable(state)
         self._pins = PinTable(state)
         self._is_open = True
-        self.cold = ColdTable(state, self._sessions, self._bases, self._open_lock, self._growing)
+        self.cold = ColdTable(state, self._sessions, self._bases, self._open_lock)
         self._upkeep = CatalogUpkeep(state.catalog, self._open_lock)
 
     @classmethod
@@ -76,22 +74,14 @@ class Store:
 
         Raises StoreLocked, StoreVersion, DiskFull, or StoreError (unwritable, damaged)."""
         directory = Directory(Path(root))
-        with durable.store_errors(f"the store {root} cannot be opened"):
+        with durable.store_errors(f"the store {root} cannot be opened"), ExitStack() as undo:
             lock_file = StoreLock(directory.lock)
-            try:
-                catalog = Catalog(directory.catalog)
-            except BaseException:
-                lock_file.release()
-                raise
-            try:
-                known = (
-                    fingerprint if isinstance(fingerprint, Fingerprint) else fingerprint(catalog)
-                )
-                state = load_state(directory, catalog, known, clock)
-            except BaseException:
-                catalog.close()
-                lock_file.release()
-                raise
+            undo.callback(lock_file.release)
+            catalog = Catalog(directory.catalog)
+            undo.callback(catalog.close)
+            known = fingerprint if isinstance(fingerprint, Fingerprint) else fingerprint(catalog)
+            state = load_state(directory, catalog, known, clock)
+            undo.pop_all()
         workers = min(WORKERS_MAX, os.cpu_count() or 1)
         store = cls(state, lock_file, ThreadPoolExecutor(workers, "store"))
         try:
@@ -108,7 +98,7 @@ class Store:
                 return
             self._is_open = False
             try:
-                self._flush()
+                self.state.flush()
             finally:
                 self._pool.shutdown()
                 self.state.mappings.clear()
@@ -155,7 +145,7 @@ class Store:
         ascending, from 1 to len(ids)); returns its nodes. One durable transaction."""
         data = path_bytes(ids, ends)
         with self._open_lock():
-            with self._growing() as growth:
+            with self.state.growing() as growth:
                 path = growth.grow(data, scope, ends)
             self.state.touch(path[-1])
         return path
@@ -200,7 +190,7 @@ class Store:
     def flush(self) -> None:
         """Write recorded uses and maintain the catalog; meant for idle moments."""
         with self._open_lock():
-            self._flush()
+            self.state.flush()
         self._upkeep.rest()
 
     # --- rows -----------------------------------------------------------------------------
@@ -309,7 +299,7 @@ class Store:
         tail = data[n_cached * ID_BYTES :]
         with self._open_lock():
             known = self.state.trie.matched(prompt, turn.scope)
-            with self._growing() as growth:
+            with self.state.growing() as growth:
                 node_ends = growth.grow_turn(data, turn.scope, n_prompt, n_cached)
                 session, is_new = self._sessions.enter(turn, known, growth.now)
                 turn_id = self._sessions.record(session, turn, known, node_ends, tail, growth.now)
@@ -355,7 +345,7 @@ class Store:
     def add_history(self, history: History, scope: str) -> int:
         """Add the turns that the session with the history's id lacks, in one transaction; returns
         their number. Raises InvalidRequest if the two diverge."""
-        with self._open_lock(), self._growing() as growth:
+        with self._open_lock(), self.state.growing() as growth:
             return add_history(self.state, self._sessions, growth, history, scope)
 
     def rename_session(self, id: str, title: str, scope: str | None = None) -> SessionInfo:
@@ -405,16 +395,7 @@ class Store:
         digest = hashlib.blake2b(data, digest_size=32).digest()
         base = Base(name, owner, level, 0, len(ids), digest, format, module)
         with self._open_lock():
-            old = self._bases.find(name, base.scope)
-            with self._growing() as growth:
-                node = growth.grow(data, base.scope, [len(ids)])[-1]
-                base = replace(base, node=node.id)
-                self._bases.put(base, growth.now)
-            add_pins(node, 1)
-            if old is not None:
-                add_pins(self.node(old.node), -1)
-            self.state.touch(node)
-        return base
+            return self._bases.add(base, data)
 
     def bases(self) -> list[Base]:
         """Every base by level, scope and name."""
@@ -429,8 +410,7 @@ class Store:
     def remove_base(self, name: str, scope: str) -> None:
         """Forget a base's name and pin. Raises NotFound."""
         with self._open_lock():
-            node_id = self._bases.remove(name, scope)
-            add_pins(self.node(node_id), -1)
+            self._bases.remove(name, scope)
 
     # --- upkeep ---------------------------------------------------------------------------
 
@@ -476,16 +456,6 @@ class Store:
         with self._open_lock():
             self.state.catalog.set_meta(key, value)
 
-    def _flush(self) -> None:
-        touched = [node for node in self.state.touched if not node.removed]
-        if touched:
-            with self.state.catalog.transaction():
-                self.state.catalog.run_many(
-                    "UPDATE segments SET last_used = ?, hits = ? WHERE id = ?",
-                    [(node.last_used, node.hits, node.id) for node in touched],
-                )
-        self.state.touched.clear()
-
     @contextmanager
     def _open_lock(self) -> Iterator[None]:
         with self.state.lock:
@@ -495,15 +465,3 @@ class Store:
     def _check_open(self) -> None:
         if not self._is_open:
             raise StoreError("the store is closed")
-
-    @contextmanager
-    def _growing(self) -> Iterator[Growth]:
-        """A transaction that may grow the trie; splits are reported once it is durable."""
-        state = self.state
-        with state.catalog.transaction() as undo:
-            growth = Growth(
-                state.catalog, state.trie, state.fingerprint_pk, state.digest, state.clock(), undo
-            )
-            yield growth
-        for lower, upper in growth.splits:
-            state.listener.split(lower, upper)

@@ -67,11 +67,6 @@ class Shrinker:
         with self._lock:
             return sum(n_kept for _, n_kept in self._settled.values())
 
-    @property
-    def is_looking(self) -> bool:
-        """Whether a scan of all files is in progress."""
-        return bool(self._queue)
-
     def set_formats(self, formats: LevelFormats | None, *, enabled: bool) -> None:
         """Set the table to use from now on. If not enabled, nothing is re-encoded."""
         with self._lock:

@@ -9,7 +9,6 @@ from aiohttp import ClientResponse, hdrs, web
 from multidict import CIMultiDict
 
 from towerd.api.http.body import iter_bytes
-from towerd.api.http.keys import TENANT
 from towerd.api.http.reply import encode, error_event
 from towerd.api.http.sse import write_or_stall
 from towerd.api.proxy.headers import to_client, to_upstream
@@ -39,7 +38,7 @@ async def forward_unpinned(request: web.Request) -> web.StreamResponse:
     if request.method in ("GET", "HEAD"):
         return await forward(request)
     engine = sidecar_of(request)
-    async with engine.unpinned(request[TENANT].scope) as unpinned:
+    async with engine.unpinned() as unpinned:
         reply = await send(request, engine, auth=engine.upstream.auth())
         unpinned.launched()
         try:

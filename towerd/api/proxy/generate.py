@@ -123,7 +123,7 @@ async def _as_it_is(request: web.Request, engine: Sidecar, plan: ProxyPlan) -> w
     """Forward a request that llama-server will presumably refuse."""
     headers = to_upstream(request.headers, engine.upstream.auth())
     path, data = request.rel_url.raw_path_qs, plan.body
-    async with engine.unpinned(request[TENANT].scope):
+    async with engine.unpinned():
         reply = await request.app[LINK].request(engine, request.method, path, headers, data)
         try:
             return await copy(request, reply)
@@ -138,7 +138,7 @@ async def _free(request: web.Request, engine: Sidecar, plan: ProxyPlan) -> web.S
         plan.fields["cache_prompt"] = False
     exchange = Exchange(request, engine, plan)
     with_conversation(request, exchange.headers)
-    async with engine.unpinned(request[TENANT].scope) as unpinned:
+    async with engine.unpinned() as unpinned:
         exchange.unpinned = unpinned
         return await exchange.run()
 

@@ -140,7 +140,7 @@ class Sidecar(Engine, Protocol):
         """Lease a slot for a prompt with unknown ids. Raises Unavailable."""
         ...
 
-    def unpinned(self, scope: str) -> AbstractAsyncContextManager[UnpinnedRequest]:
+    def unpinned(self) -> AbstractAsyncContextManager[UnpinnedRequest]:
         """A context for a request that llama-server places itself. Raises Unavailable."""
         ...
 

@@ -101,7 +101,7 @@ async def post_lora(request: web.Request) -> web.StreamResponse:
     """Set the scales of LoRA adapters; rows made under other scales are no longer used."""
     require_admin(request)
     try:
-        async with sidecar_of(request).unpinned(request[TENANT].scope):
+        async with sidecar_of(request).unpinned():
             return await forward(request)
     finally:
         await sidecar_of(request).lora_changed()

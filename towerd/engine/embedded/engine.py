@@ -254,6 +254,7 @@ class EmbeddedEngine:
             **({} if self.boundaries is None else self.boundaries.stats()),
             "tasks": scheduler.slots.n_tasks,
             **scheduler.counters,
+            "preemptions": scheduler.room.n_preemptions,
             "decode_steps": scheduler.counters["decode_steps"]
             + (self._embedder.n_decodes if self._embedder is not None else 0),
         }

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,20 +14,23 @@ import numpy as np
 from towerd.config import Config
 from towerd.engine.base import Embeds, GenerateRequest, Kept, ModelInfo, ModuleMaker, SlotView
 from towerd.engine.llama_server.generation import LlamaServerGeneration
+from towerd.engine.llama_server.process.availability import Availability
 from towerd.engine.llama_server.process.backend import LlamaServerBackend
 from towerd.engine.llama_server.process.description import ModelDescription
+from towerd.engine.llama_server.process.upstream_counters import without
 from towerd.engine.llama_server.process.upstream_weights import UpstreamWeights
 from towerd.engine.llama_server.slots.chat_text import ChatText
 from towerd.engine.llama_server.slots.expected_reuse import ExpectedReuse, expect_reuse
 from towerd.engine.llama_server.slots.launch_gate import LaunchGate
-from towerd.engine.llama_server.slots.placement import Slot, SlotChoice, SlotRequest
+from towerd.engine.llama_server.slots.placement import SlotChoice, SlotRequest
 from towerd.engine.llama_server.slots.placer import PlacedPrompt, Placer
+from towerd.engine.llama_server.slots.reuse_check import ReuseCheck
+from towerd.engine.llama_server.slots.slot import Slot
 from towerd.engine.llama_server.slots.slot_lease import SlotLease
 from towerd.engine.llama_server.slots.slot_table import SlotTable
 from towerd.engine.llama_server.slots.slot_upkeep import SlotUpkeep
 from towerd.engine.llama_server.slots.unpinned_request import UnpinnedRequest
-from towerd.engine.llama_server.tally import without
-from towerd.errors import ContextExceeded, InvalidRequest, NotSupported, TowerdError, Unavailable
+from towerd.errors import ContextExceeded, InvalidRequest, NotSupported, TowerdError
 from towerd.store import Store
 from towerd.tiers.manager import Tiers
 from towerd.tokens import Ids
@@ -36,12 +39,7 @@ from towerd.wakeup import shorten_slice
 if TYPE_CHECKING:
     from towerd.wire import WireThreads
 
-log = logging.getLogger(__name__)
-
-POLL_S = 0.5
 LAUNCH_POLL_S = 0.05
-MISSES_MAX = 5
-"""After this many restores in a row that were not used, no more are tried."""
 _TEMPLATE_TOKENS = 256
 """More tokens than a chat template adds to a few messages."""
 _NO_IDS: Ids = np.zeros(0, np.int32)
@@ -75,7 +73,6 @@ class LlamaServerEngine:
         self.notes: list[str] = [*found.notes, *described.notes]
         """Sentences about what does not work on this llama-server."""
         self._vocab = described.vocab
-        self._store = store
         self._workers = ThreadPoolExecutor(4, "towerd-slots")
         self._text = ThreadPoolExecutor(2, "towerd-text", initializer=shorten_slice)
         """Separate from the others: a text of megabytes takes seconds."""
@@ -89,25 +86,20 @@ class LlamaServerEngine:
             verify=self.upkeep.verify_soon,
         )
         self._weights = UpstreamWeights(backend, described, store, self.placer, self.notes)
-        self._misses = 0
+        self.reuse_check = ReuseCheck(self.placer, self.upkeep, self.notes)
+        self._availability = Availability(backend, self.placer, self.upkeep, self._weights)
         self._lora_differs = False
-        self._is_reachable = True
-        self._is_draining = False
         self._all_ended = asyncio.Event()
         self._all_ended.set()
         self._open: set[SlotLease] = set()
         self._generations: set[LlamaServerGeneration] = set()
-        if backend.process is not None:
-            backend.process.on_exit = self._upstream_ended
-            backend.process.on_start = self._weights.reloaded
 
     # ---- leases -----------------------------------------------------------------------------
 
     @property
     def is_running(self) -> bool:
         """Whether llama-server can take requests now."""
-        process = self.backend.process
-        return self._is_reachable and (process is None or process.is_running)
+        return self._availability.is_running
 
     @property
     def epoch(self) -> int:
@@ -130,7 +122,7 @@ class LlamaServerEngine:
         if it holds all of the prompt but the last token
         Raises Unavailable when too many wait or llama-server is not running, and InvalidRequest
         for ids out of range."""
-        self._check_running()
+        self._availability.check()
         ids = np.ascontiguousarray(ids, np.int32)
         if self._lora_differs or not len(ids):
             return await self.lease_opaque(scope, label=session or "")
@@ -146,13 +138,13 @@ class LlamaServerEngine:
     async def lease_opaque(self, scope: str, *, label: str) -> SlotLease:
         """A slot for a prompt whose tokens are not known (images, adapters of its own): the one
         that the same (scope, label) had last, if it is free. It is never stored."""
-        self._check_running()
+        self._availability.check()
         return await self._lease(SlotRequest(None, scope, label), None)
 
     async def _lease(self, request: SlotRequest, session: str | None) -> SlotLease:
         choice = await self.table.acquire(request)
         try:
-            self._check_running()
+            self._availability.check()
             await self._gate.begin_placing()
         except BaseException:
             self.table.undo(choice)
@@ -181,7 +173,7 @@ class LlamaServerEngine:
         self.upkeep.n_preparing += 1
         try:
             placed = await self.placer.place(request, choice)
-            self._check_running()
+            self._availability.check()
         except BaseException as error:
             self._gate.end_placing()
             slot.hold_unknown("")
@@ -211,7 +203,7 @@ class LlamaServerEngine:
     def lease_chat(self, text: ChatText, scope: str, session: str | None) -> SlotLease | None:
         """The slot of a chat that continues in its slot, before its tokens are known (see
         `SlotLease.learn`); None when a slot has to be chosen."""
-        if self._is_draining or self._lora_differs or not self.is_running:
+        if self._availability.is_draining or self._lora_differs or not self.is_running:
             return None
         slot = self.table.slot_of_chat(text, scope)
         if slot is None or slot.chat is None:
@@ -232,11 +224,11 @@ class LlamaServerEngine:
         return expect_reuse(policy, request, slot, PlacedPrompt(min(live, request.n - 1), None))
 
     @asynccontextmanager
-    async def unpinned(self, scope: str) -> AsyncIterator[UnpinnedRequest]:
+    async def unpinned(self) -> AsyncIterator[UnpinnedRequest]:
         """Wraps a request that llama-server places itself. It starts when no lease is between its
         restore and its launch, and delays leases until it is `launched` or ends; then free slots
         are asked what they hold."""
-        self._check_running()
+        self._availability.check()
         self.upkeep.spawn(self._find_launched())
         await self._gate.begin_unpinned()
         request = UnpinnedRequest(self._gate, self.upkeep)
@@ -290,44 +282,6 @@ class LlamaServerEngine:
         if not self._open:
             self._all_ended.set()
 
-    def ran_elsewhere(self) -> None:
-        """Called when a request ran in another slot than the one that was prepared."""
-        self.upkeep.doubt()
-
-    def observe(self, lease: SlotLease, cache_n: int | None, prompt_ms: float | None) -> None:
-        """Compare what the reply says with what was prepared for it."""
-        if cache_n is None or lease.ids is None:
-            return
-        if prompt_ms is not None:
-            self.placer.policy.costs.observe_prefill(len(lease.ids) - cache_n, prompt_ms)
-        n_live_max, expected = lease.expected_reuse.n_live_max, lease.expected_reuse.n_cached
-        if n_live_max is not None and cache_n > n_live_max:
-            # It moved rows from elsewhere in the slot (--cache-reuse), which is not exact.
-            lease.is_exact = False
-        if expected is None or lease.is_stale:
-            return
-        if cache_n >= expected:
-            self._misses = 0 if lease.restored else self._misses
-        elif lease.restored:
-            self._restore_missed(expected, cache_n)
-        else:
-            self.placer.counters.live_missed += 1
-            self.upkeep.doubt()  # maybe it was restarted without towerd's knowledge
-
-    def _restore_missed(self, n_cached: int, cache_n: int) -> None:
-        self.placer.counters.restores_missed += 1
-        self._misses += 1
-        log.warning("a restored slot was not used", extra={"restored": n_cached, "used": cache_n})
-        if self._misses < MISSES_MAX or not self.placer.can_compose:
-            return
-        self.placer.stop_composing()
-        note = (
-            f"Nothing is restored any more: {self._misses} restored slots in a row were not used, "
-            "so this llama-server computes everything anyway."
-        )
-        self.notes.append(note)
-        log.error(note)
-
     async def guess(self, text: str) -> Ids:
         """The tokens that a reply of this text probably had."""
         if not text:
@@ -342,47 +296,14 @@ class LlamaServerEngine:
             if any(slot.scope == scope and data.startswith(ids) for scope, ids in prefixes):
                 slot.n_stored = slot.n
 
-    # ---- llama-server's life ----------------------------------------------------------------
-
-    def _check_running(self) -> None:
-        if self._is_draining:
-            raise Unavailable("towerd is shutting down; try again when it is back.")
-        if not self.is_running:
-            raise Unavailable("llama-server is being started again; try again in a moment.")
-
-    def _upstream_ended(self) -> None:
-        """Mark every slot empty, and fail the waiting requests."""
-        process = self.backend.process
-        reason = process.exit_reason if process is not None else "does not answer any more"
-        self.placer.epoch += 1
-        for slot in self.table.slots:
-            slot.forget()
-        self.table.fail_waiting(Unavailable(f"llama-server {reason}; try again in a moment."))
-
     def notice(self, error: TowerdError) -> None:
-        """Called when a request to llama-server failed. If an attached one no longer answers, wait
-        for it; one that towerd started is supervised anyway."""
-        is_ours = self.backend.process is not None
-        if is_ours or not self._is_reachable or not isinstance(error, Unavailable):
-            return
-        self._is_reachable = False
-        self._upstream_ended()
-        self.upkeep.spawn(self._wait_reachable())
-
-    async def _wait_reachable(self) -> None:
-        while True:
-            await asyncio.sleep(POLL_S)
-            if self._is_draining or await self.upstream.is_healthy():
-                break
-        for slot in self.table.slots:
-            slot.hold_unknown("")  # maybe only the connection was broken
-        await self._weights.reloaded()
-        self._is_reachable = True
+        """Called when a request to llama-server failed."""
+        self._availability.notice(error)
 
     # ---- the engine protocol ----------------------------------------------------------------
 
     def generate(self, request: GenerateRequest) -> LlamaServerGeneration:
-        self._check_running()
+        self._availability.check()
         if len(request.ids) == 0:
             raise InvalidRequest("The prompt has no tokens.")
         if len(request.ids) >= self.n_ctx:
@@ -433,7 +354,7 @@ class LlamaServerEngine:
         process = self.backend.process
         spec = self.probe.spec
         return {
-            **counters.as_stats(),
+            **asdict(counters),
             "running": self.table.n_busy,
             "waiting": self.table.n_waiting,
             "slots": self.n_slots,
@@ -462,15 +383,14 @@ class LlamaServerEngine:
         try:
             await asyncio.wait_for(self._all_ended.wait(), grace_s)
         except TimeoutError:
-            self._is_draining = True
+            self._availability.is_draining = True
             for generation in list(self._generations):
                 generation.stop()
-        self._is_draining = True
-        self.table.fail_waiting(Unavailable("towerd is shutting down; try again when it is back."))
+        self._availability.drain()
 
     async def close(self) -> None:
         """Save the rows that only slots hold, if llama-server still runs."""
-        self._is_draining = True
+        self._availability.is_draining = True
         await self._weights.close()
         for generation in list(self._generations):
             generation.stop()

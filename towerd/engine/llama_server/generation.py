@@ -37,10 +37,6 @@ class Host(Protocol):
         """A slot with as much of `ids` in it as the store has. Raises Unavailable."""
         ...
 
-    def observe(self, lease: SlotLease, cache_n: int | None, prompt_ms: float | None) -> None:
-        """Compare what the reply says with what was prepared for it."""
-        ...
-
     def notice(self, error: TowerdError) -> None:
         """A request to llama-server failed."""
         ...
@@ -114,7 +110,7 @@ class LlamaServerGeneration:
                 self._start()
                 if chunk["stop"]:
                     timings = timings_of(chunk)
-                    self._engine.observe(lease, timings.cache_n, timings.prompt_ms)
+                    lease.observe(timings.cache_n, timings.prompt_ms)
                     return self._last(chunk["stop_type"], chunk.get("stopping_word", ""), timings)
                 piece = piece_of(chunk)
                 self._ids += piece.ids

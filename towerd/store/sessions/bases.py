@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from towerd.errors import NotFound
-from towerd.store.catalog.catalog import Catalog
+from towerd.store.prefix.loader import add_pins
 from towerd.store.prefix.module import module_from_json
 from towerd.store.sessions.turn import Base
+from towerd.store.state import StoreState
 
 
 @dataclass(slots=True)
 class BaseTable:
-    """The bases of one fingerprint. The store's lock is held around every call."""
+    """The bases of an open store. The store's lock is held around every call."""
 
-    catalog: Catalog
-    fingerprint: int
+    state: StoreState
     version: int = 0
     """Counts changes."""
 
@@ -23,10 +23,10 @@ class BaseTable:
         """Every base by level, scope and name."""
         return [
             replace(Base(*row[:-1]), module=module_from_json(row[-1]))
-            for row in self.catalog.rows(
+            for row in self.state.catalog.rows(
                 "SELECT name, scope, level, node, n_tokens, digest, format, module FROM bases"
                 " WHERE fingerprint = ? ORDER BY level, scope, name",
-                (self.fingerprint,),
+                (self.state.fingerprint_pk,),
             )
         ]
 
@@ -37,10 +37,23 @@ class BaseTable:
                 return base
         return None
 
-    def put(self, base: Base, now: float) -> None:
-        """Enter or move a base, inside a transaction."""
+    def add(self, base: Base, ids: bytes) -> Base:
+        """Store and pin the path of a base; one that has its name and scope moves there. Returns
+        it with its node."""
+        old = self.find(base.name, base.scope)
+        with self.state.growing() as growth:
+            node = growth.grow(ids, base.scope, [base.n_tokens])[-1]
+            base = replace(base, node=node.id)
+            self._put(base, growth.now)
+        add_pins(node, 1)
+        if old is not None:
+            add_pins(self.state.trie.nodes[old.node], -1)
+        self.state.touch(node)
+        return base
+
+    def _put(self, base: Base, now: float) -> None:
         self.version += 1
-        self.catalog.run(
+        self.state.catalog.run(
             "INSERT INTO bases(fingerprint, scope, name, level, node, n_tokens, digest, created,"
             " format, module) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
             " ON CONFLICT (fingerprint, scope, name) DO UPDATE SET"
@@ -48,7 +61,7 @@ class BaseTable:
             " digest = excluded.digest, created = excluded.created, format = excluded.format,"
             " module = excluded.module",
             (
-                self.fingerprint,
+                self.state.fingerprint_pk,
                 base.scope,
                 base.name,
                 base.level,
@@ -61,15 +74,15 @@ class BaseTable:
             ),
         )
 
-    def remove(self, name: str, scope: str) -> int:
-        """Forget a base; returns the id of its node. Raises NotFound."""
+    def remove(self, name: str, scope: str) -> None:
+        """Forget a base and its pin. Raises NotFound."""
         self.version += 1
         base = self.find(name, scope)
         if base is None:
             raise NotFound(f"there is no base {name!r} in scope {scope!r}")
-        with self.catalog.transaction():
-            self.catalog.run(
+        with self.state.catalog.transaction():
+            self.state.catalog.run(
                 "DELETE FROM bases WHERE fingerprint = ? AND scope = ? AND name = ?",
-                (self.fingerprint, scope, name),
+                (self.state.fingerprint_pk, scope, name),
             )
-        return base.node
+        add_pins(self.state.trie.nodes[base.node], -1)

@@ -12,15 +12,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
 from itertools import takewhile
 from operator import itemgetter
-from typing import Any
 
 from towerd.codec import container
 from towerd.codec.base import ids_hash
-from towerd.codec.errors import CodecError
-from towerd.errors import InvalidRequest, NotFound, StoreError, ThawError
+from towerd.errors import InvalidRequest, NotFound, StoreError
 from towerd.store.maintenance.collect import delete, forget
 from towerd.store.maintenance.prune import OtherUsers, common_base, own_nodes, unneeded, unviewed
 from towerd.store.prefix.growth import Growth
@@ -28,27 +25,20 @@ from towerd.store.prefix.node import Node
 from towerd.store.prefix.scope import TENANT_SQL
 from towerd.store.sessions.bases import BaseTable
 from towerd.store.sessions.cold_row import (
-    decode_turns,
     encode_prefix_hashes,
     encode_turns,
     history_prefix_hashes,
     row_digest,
     turn_ends,
 )
-from towerd.store.sessions.history import (
-    History,
-    HistoryCopy,
-    PastTurn,
-    beginning,
-    copy_history,
-    turn_rows,
-    visible_bases,
-)
+from towerd.store.sessions.frozen import FrozenSession as FrozenSession
+from towerd.store.sessions.frozen import WarmSession, damaged_session
+from towerd.store.sessions.history import History, copy_history, turn_rows, visible_bases
 from towerd.store.sessions.prefix_hashes import PrefixHashIndex, prefix_hashes, prefix_hashes_at
 from towerd.store.sessions.sessions import RECOGNISED_TOKENS_MIN, SessionRow, SessionTable
-from towerd.store.sessions.turn import Base, SessionInfo
+from towerd.store.sessions.turn import SessionInfo
 from towerd.store.state import StoreState
-from towerd.tokens import ID_BYTES, Ids, ids_array
+from towerd.tokens import ID_BYTES, ids_array
 
 CANDIDATES_MAX = 64
 """Maximum number of frozen sessions examined when a prompt matches several equally far."""
@@ -60,91 +50,6 @@ _WITHOUT_TOKENS = (
 )
 
 Lock = Callable[[], AbstractContextManager[None]]
-Growing = Callable[[], AbstractContextManager[Growth]]
-
-
-@dataclass(frozen=True, slots=True)
-class WarmSession:
-    """A session that can be frozen, in the state in which it was read."""
-
-    session: SessionRow
-    taken: HistoryCopy
-    base: Node | None
-    n_base: int
-
-    @property
-    def turn_ids(self) -> list[int]:
-        """The ids of all turns, oldest first."""
-        return [row[0] for row in self.taken.turns]
-
-
-@dataclass(frozen=True, slots=True)
-class FrozenSession:
-    """A frozen session as stored. `base` and the decoded `blob` form the `stream` of its
-    history."""
-
-    session: SessionRow
-    info: SessionInfo
-    base: Ids
-    """int32[n_base]: the tokens that the blob follows."""
-    turns: bytes
-    blob: bytes
-    rows: list[tuple[Any, ...]]
-    """The catalog row of each turn."""
-    bases: list[Base]
-    """The bases that its tenant's sessions may begin with."""
-    digest: bytes
-    """Changes whenever the session is frozen or recoded."""
-
-    @property
-    def was_continued(self) -> bool:
-        """Whether it has turns that the blob lacks, because it could not be thawed for them."""
-        return len(self.rows) > len(self.turn_ids())
-
-    def history(self, stream: Ids) -> History:
-        """The session, once its tokens are known. Raises ThawError if they are too few."""
-        turns = self._turns()
-        wanted = sum(turn.n - turn.n_shared for _, turn in turns)
-        if wanted != len(stream):
-            raise _damaged(
-                self.info.id, f"its turns have {wanted} tokens and its blob {len(stream)}"
-            )
-        places = {id: place for place, (id, _) in enumerate(turns)}
-        leaf = places.get(self.info.leaf or 0, len(turns) - 1)
-        info = self.info
-        past = tuple(turn for _, turn in turns)
-        history = History(
-            info.id, info.named, info.title, info.created, info.updated, leaf, past, (), stream
-        )
-        return replace(history, bases=beginning(history.ids(leaf).tobytes(), self.bases))
-
-    def turn_ids(self) -> list[int]:
-        """The ids of the turns in the blob, oldest first."""
-        return [id for id, _ in self._turns()]
-
-    def _turns(self) -> list[tuple[int, PastTurn]]:
-        known = {row[0]: row[1:] for row in self.rows}
-        places: dict[int, int] = {}
-        found: list[tuple[int, PastTurn]] = []
-        try:
-            decoded = decode_turns(self.turns)
-        except CodecError as error:
-            raise _damaged(self.info.id, str(error)) from error
-        for place, (id, origin, n_shared) in enumerate(decoded):
-            if id not in known:
-                raise _damaged(self.info.id, f"its turn {id} is gone from the catalog")
-            parent, n_prompt, n_reply, n_cached, started, created, finished = known[id]
-            n = n_prompt + n_reply
-            n_origin = found[origin][1].n if 0 <= origin < place else 0
-            if not (0 <= n_prompt <= n and 0 <= n_cached <= n and n_shared <= min(n, n_origin)):
-                raise _damaged(self.info.id, f"its turn {id} does not fit those before it")
-            places[id] = place
-            turn = PastTurn(
-                places.get(parent), origin, n_shared, n_prompt, n_reply, n_cached, started,
-                created, bool(finished),
-            )  # fmt: skip
-            found.append((id, turn))
-        return found
 
 
 class ColdTable:
@@ -156,13 +61,11 @@ class ColdTable:
         sessions: SessionTable,
         bases: BaseTable,
         lock: Lock,
-        growing: Growing,
     ) -> None:
         self._state = state
         self._sessions = sessions
         self._bases = bases
         self._lock = lock
-        self._growing = growing
         self._prefix_hashes = PrefixHashIndex()
         self._prefix_hashes.load(
             state.catalog.rows(
@@ -242,7 +145,7 @@ class ColdTable:
             session = self._sessions.find(id, scope)
             found = self._read(session, frozen=True)
             if found is None and self._sessions.info(session).cold_bytes:
-                raise _damaged(id, "its coded tokens are gone from the catalog")
+                raise damaged_session(id, "its coded tokens are gone from the catalog")
             return found
 
     # --- freezing -------------------------------------------------------------------------
@@ -344,7 +247,7 @@ class ColdTable:
         with self._lock():
             if not self._state.catalog.rows(_IS_STILL, (pk, frozen.digest)):
                 return False
-            with self._growing() as growth:
+            with self._state.growing() as growth:
                 for place, turn_id in enumerate(frozen.turn_ids()):
                     turn, data = history.turns[place], history.ids(place).tobytes()
                     self._give_back(growth, turn_id, data, scope, turn.n_prompt, turn.n_cached)
@@ -363,7 +266,7 @@ class ColdTable:
             turns = self._state.catalog.rows(_WITHOUT_TOKENS, (session.pk,))
             if not self._has_said(session, scope, turns, prompt):
                 return False
-            with self._growing() as growth:
+            with self._state.growing() as growth:
                 for turn_id, n_prompt, n, n_cached in turns:
                     data = prompt[: n * ID_BYTES]
                     self._give_back(growth, turn_id, data, scope, n_prompt, n_cached)
@@ -402,7 +305,7 @@ class ColdTable:
         base = self._state.trie.nodes.get(base_id) if base_id is not None else None
         is_right = n_base == (0 if base is None else base.p1)
         if not is_right or row_digest(n_base, turns, marks, blob) != digest:
-            raise _damaged(session.id, "the checksum of its coded tokens does not match")
+            raise damaged_session(session.id, "the checksum of its coded tokens does not match")
         ids = ids_array(base.prefix_bytes() if base is not None else b"")
         stored = sealed("turns", "session = ? ORDER BY id", pk)
         facts = [tuple(turn[name] for name in _FACTS) for turn in stored]
@@ -491,10 +394,3 @@ class SessionBusy(StoreError):
     status = 409
     kind = "invalid_request_error"
     stands_for = ""
-
-
-def _damaged(id: str, what: str) -> ThawError:
-    return ThawError(
-        f"Session {id!r} cannot be thawed: {what.rstrip('.')}; put back a copy of the store's "
-        "catalog, or remove the session and import it."
-    )

@@ -109,7 +109,7 @@ class Media:
     def _is_over(self, job: Job, load: int) -> bool:
         return job.cancelled or job.phase is not JobPhase.LOADING or load != job.loads
 
-    def evaluate(self, job: Job, ready: Ready, make_room: Callable[[int, list[Job]], bool]) -> bool:
+    def evaluate(self, job: Job, ready: Ready, make_room: Callable[[int], bool]) -> bool:
         """Append the rows of a medium; False if there is no room and the job has to begin again.
 
         Raises TowerdError if it cannot be encoded or evaluated, or did not come with the
@@ -120,7 +120,7 @@ class Media:
             raise InvalidRequest("The rows of a medium are gone: send it with the request again.")
         self.n_encoded += 1
         start, end = ready.span
-        if not make_room(end - start, [job]):
+        if not make_room(end - start):
             return False
         seq = job.seq
         assert seq is not None

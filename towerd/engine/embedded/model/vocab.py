@@ -99,8 +99,8 @@ class Vocab:
         room = len(text) + 2
         for _ in range(2):
             out = np.empty(room, np.int32)
-            n = int(lib.llama_tokenize(self.ptr, text, len(text), out.ctypes.data_as(_INT32_P),
-                                       room, add_special, parse_special))  # fmt: skip
+            to = out.ctypes.data_as(_INT32_P), room
+            n = int(lib.llama_tokenize(self.ptr, text, len(text), *to, add_special, parse_special))
             if n >= 0:
                 return out[:n].copy() if n < room // 2 else out[:n]
             room = -n

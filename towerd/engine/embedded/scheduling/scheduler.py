@@ -25,6 +25,7 @@ from towerd.engine.embedded.restore.exporter import Exporter
 from towerd.engine.embedded.restore.restorer import Loaded, Restorer, RowsMissing
 from towerd.engine.embedded.scheduling.background import Background, is_background, nothing_to_evict
 from towerd.engine.embedded.scheduling.batching import Batching
+from towerd.engine.embedded.scheduling.cell_room import CellRoom
 from towerd.engine.embedded.scheduling.endings import Endings, Events
 from towerd.engine.embedded.scheduling.idle import IdleSequences
 from towerd.engine.embedded.scheduling.inbox import Inbox
@@ -36,7 +37,7 @@ from towerd.errors import TowerdError, Unavailable
 
 log = logging.getLogger(__name__)
 
-_COUNTERS = ("decode_steps", "sequences_decoded", "tokens_decoded", "preemptions")
+_COUNTERS = ("decode_steps", "sequences_decoded", "tokens_decoded")
 _INTERNAL = "Internal error in the inference thread; the daemon's log has it."
 _CLOSE_WAIT_S = 10.0
 """How long a shutdown waits for finished turns to be recorded before it exports their rows."""
@@ -79,6 +80,7 @@ class Scheduler:
         self.counters = dict.fromkeys(_COUNTERS, 0)
         self._batching = Batching(context)
         self.idle = IdleSequences(pool, restorer, exporter)
+        self.room = CellRoom(context, pool, restorer, self.idle, self.active, self.waiting)
         self._endings = Endings(pool, restorer, self.active, deliver)
         self._inbox = Inbox()
         self.background = Background(
@@ -219,9 +221,8 @@ class Scheduler:
             elif not self._fits(job) or self.restorer.is_coming(job, self.active):
                 self._stalled = True
             elif not self._begin(job):
-                if is_background(
-                    job
-                ):  # nothing is evicted for it: it would block the queue for ever
+                if is_background(job):
+                    # Nothing is evicted for it, so it would block the queue for ever.
                     self.waiting.remove(job)
                     self._endings.finish(job, "cancelled")
                     continue
@@ -272,17 +273,19 @@ class Scheduler:
             self.restorer.discard(loaded)
             return
         try:
-            if not self._make_room(loaded.n, [job]):
+            if not self.room.make(loaded.n):
                 self.restorer.discard(loaded)
                 if job in self.active:
-                    self._requeue(job)
+                    self.room.requeue(job)
                 return
             self.restorer.attach(job, loaded)
             if loaded.is_last:
                 self.restorer.drop_partial_medium(job)
             self._make_live_room(job)
         except TowerdError as error:
-            self._requeue(job) if isinstance(error, RowsMissing) else self._endings.fail(job, error)
+            self.room.requeue(job) if isinstance(error, RowsMissing) else self._endings.fail(
+                job, error
+            )
             return
         if not loaded.is_last:
             return
@@ -316,9 +319,9 @@ class Scheduler:
         if ready.medium is None and is_background(job):
             self._endings.finish(job, "cancelled")  # the tokens before it are evaluated
             return
-        if not self.media.evaluate(job, ready, self._make_room):
+        if not self.media.evaluate(job, ready, self.room.make):
             if job in self.active:
-                self._requeue(job)
+                self.room.requeue(job)
             return
         self.counters["tokens_decoded"] += job.n_in_batch
         job.phase = JobPhase.PREFILL
@@ -331,7 +334,7 @@ class Scheduler:
         if not jobs:
             return False
         try:
-            while not self._make_room(sum(j.n_in_batch for j in jobs), jobs):
+            while not self.room.make(sum(j.n_in_batch for j in jobs)):
                 jobs = self._batching.fill(self.active)
                 if not jobs:  # the only job was preempted beside a turn that is not recorded yet
                     return True
@@ -416,7 +419,7 @@ class Scheduler:
         elif len(job.reply) >= job.n_reply_max(self.n_ctx):
             self._endings.finish(job, "limit")
         elif job.n >= self.n_ctx and hook.restarts_shortened(job):
-            self._requeue(job)
+            self.room.requeue(job)
 
     def _decode_failed(self, jobs: list[Job], error: TowerdError) -> None:
         """Jobs of a refused batch fail, unless it was interrupted or lacked cells only."""
@@ -424,39 +427,8 @@ class Scheduler:
         if isinstance(error, Interrupted):
             return
         if isinstance(error, DecodeError) and error.code == 1 and self.pool.n_busy() > 1:
-            self._preempt()
+            self.room.preempt()
             return
         log.error("decode failed", extra={"error": str(error), "jobs": len(jobs)})
         for job in jobs:
             self._endings.fail(job, error)
-
-    # ---- room -------------------------------------------------------------------------------
-
-    def _make_room(self, n_cells: int, jobs: list[Job]) -> bool:
-        """Evict idle sequences until `n_cells` are free; then preempt. False: jobs changed."""
-        while self.pool.cells_free < n_cells:
-            if self.idle.evict_one():
-                continue
-            if self.pool.n_busy() < 2:  # no other job runs or waits to be recorded
-                raise Unavailable("The live context is full of running requests; try again later.")
-            self._preempt()
-            return False
-        return True
-
-    def _preempt(self) -> None:
-        """Push the youngest running job back to the queue; its rows wait in RAM."""
-        job = max((j for j in self.active if j.seq is not None), key=lambda j: j.t_submit)
-        assert job.seq is not None
-        if job.n_live and job.seq.is_whole and not job.seq.is_partial:
-            job.save(self.context.get_state(job.seq.id))
-        self.counters["preemptions"] += 1
-        job.was_preempted = True
-        self._requeue(job)
-
-    def _requeue(self, job: Job) -> None:
-        assert job.seq is not None
-        self.restorer.drop(job.seq)
-        job.seq = None
-        job.phase = JobPhase.WAITING
-        self.active.remove(job)
-        self.waiting.appendleft(job)

@@ -23,8 +23,8 @@ from towerd.engine.llama_server.process.flags import clashing, names_model, serv
 from towerd.engine.llama_server.process.probe import ProbeResult, identify, probe
 from towerd.engine.llama_server.process.process import LlamaServerProcess
 from towerd.engine.llama_server.process.upstream_client import UpstreamClient
+from towerd.engine.llama_server.process.upstream_counters import CounterValues, counters, difference
 from towerd.engine.llama_server.slots.slotdir import SlotDir
-from towerd.engine.llama_server.tally import CounterValues, counters, difference
 from towerd.errors import ConfigError
 from towerd.models.bundled import find_model
 

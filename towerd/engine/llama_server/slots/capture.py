@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from towerd.engine.llama_server.process.upstream_client import UpstreamClient
 from towerd.engine.llama_server.slots.image import ImageSpec, SlotImage, parse_image
-from towerd.engine.llama_server.slots.placement import Slot
+from towerd.engine.llama_server.slots.slot import Slot
 from towerd.engine.llama_server.slots.slotdir import SlotDir
 from towerd.errors import TowerdError
 from towerd.slots.errors import StateError

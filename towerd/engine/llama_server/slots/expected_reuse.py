@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from towerd.engine.base import Reuse
-from towerd.engine.llama_server.slots.placement import PlacementPolicy, Slot, SlotRequest
+from towerd.engine.llama_server.slots.placement import PlacementPolicy, SlotRequest
 from towerd.engine.llama_server.slots.placer import PlacedPrompt
+from towerd.engine.llama_server.slots.slot import Slot
 from towerd.tokens import count_approximate
 
 

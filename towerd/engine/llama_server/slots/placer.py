@@ -10,18 +10,18 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from towerd.engine.llama_server.counters import SlotCounters
 from towerd.engine.llama_server.process.backend import LlamaServerBackend
 from towerd.engine.llama_server.process.upstream_client import UpstreamGone
 from towerd.engine.llama_server.slots.capture import Captured, Capturer
 from towerd.engine.llama_server.slots.placement import (
     Costs,
     PlacementPolicy,
-    Slot,
     SlotChoice,
     SlotRequest,
 )
 from towerd.engine.llama_server.slots.restore import Restored, SlotRestorer
+from towerd.engine.llama_server.slots.slot import Slot
+from towerd.engine.llama_server.slots.slot_counters import SlotCounters
 from towerd.engine.llama_server.slots.slot_table import SlotTable
 from towerd.errors import TowerdError
 from towerd.store import Handle

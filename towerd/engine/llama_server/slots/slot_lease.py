@@ -13,7 +13,8 @@ import numpy as np
 from towerd.engine.base import TURN_STOPS, Reuse
 from towerd.engine.llama_server.slots.chat_text import AnsweredChat
 from towerd.engine.llama_server.slots.expected_reuse import ExpectedReuse
-from towerd.engine.llama_server.slots.placement import Slot
+from towerd.engine.llama_server.slots.reuse_check import ReuseCheck
+from towerd.engine.llama_server.slots.slot import Slot
 from towerd.engine.llama_server.slots.slot_upkeep import SlotUpkeep
 from towerd.store.sessions.turn import Turn
 from towerd.tokens import Ids
@@ -25,6 +26,7 @@ class Lender(Protocol):
     """The engine as its leases see it: `towerd.engine.llama_server.engine.LlamaServerEngine`."""
 
     upkeep: SlotUpkeep
+    reuse_check: ReuseCheck
 
     @property
     def epoch(self) -> int:
@@ -40,14 +42,6 @@ class Lender(Protocol):
 
     def placed(self) -> None:
         """Called when the request was launched, or will not be."""
-        ...
-
-    def ran_elsewhere(self) -> None:
-        """Called when the request ran in another slot than the one that was prepared."""
-        ...
-
-    def observe(self, lease: SlotLease, cache_n: int | None, prompt_ms: float | None) -> None:
-        """Compare what the reply says with what was prepared for it."""
         ...
 
     async def guess(self, text: str) -> Ids:
@@ -148,7 +142,7 @@ class SlotLease:
         """Called, before `finished`, when the request ran in another slot: this one holds all of
         the prompt but its last token, and free slots have to be asked what they hold."""
         self._ran_elsewhere = True
-        self._engine.ran_elsewhere()
+        self._engine.upkeep.doubt()
 
     async def finished(
         self,
@@ -167,7 +161,7 @@ class SlotLease:
         prompt_ms: how long it says the others took"""
         if self.ids is None:
             return None
-        self._engine.observe(self, cache_n, prompt_ms)
+        self.observe(cache_n, prompt_ms)
         if reply_ids is not None:
             reply = np.asarray(reply_ids, np.int32)
         else:
@@ -191,6 +185,19 @@ class SlotLease:
         # A reply that is all tool calls has no text, and is one all the same.
         answered = len(reply) > 0 or (reply_ids is None and stop != "cancelled")
         return LeasedTurn(turn, answered)
+
+    def observe(self, cache_n: int | None, prompt_ms: float | None) -> None:
+        """Compare what the reply says with what was prepared for it; see `finished`."""
+        if cache_n is None or self.ids is None:
+            return
+        check, expected = self._engine.reuse_check, self.expected_reuse
+        if prompt_ms is not None:
+            check.prefilled(len(self.ids) - cache_n, prompt_ms)
+        if expected.n_live_max is not None and cache_n > expected.n_live_max:
+            # It moved rows from elsewhere in the slot (--cache-reuse), which is not exact.
+            self.is_exact = False
+        if expected.n_cached is not None and not self.is_stale:
+            check.reused(cache_n, expected.n_cached, restored=self.restored)
 
     def hold(self, reply: Ids, *, is_certain: bool, hidden: bool) -> None:
         """Note what the slot holds after this reply: all but its last token, which llama-server

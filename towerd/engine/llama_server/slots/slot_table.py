@@ -8,12 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from towerd.engine.llama_server.slots.chat_text import ChatText
-from towerd.engine.llama_server.slots.placement import (
-    PlacementPolicy,
-    Slot,
-    SlotChoice,
-    SlotRequest,
-)
+from towerd.engine.llama_server.slots.placement import PlacementPolicy, SlotChoice, SlotRequest
+from towerd.engine.llama_server.slots.slot import Slot
 from towerd.errors import TowerdError, Unavailable
 
 

@@ -8,8 +8,8 @@ from collections.abc import Coroutine
 from typing import Any
 
 from towerd.engine.llama_server.process.upstream_client import UpstreamClient
-from towerd.engine.llama_server.slots.placement import Slot
 from towerd.engine.llama_server.slots.placer import Placer
+from towerd.engine.llama_server.slots.slot import Slot
 from towerd.errors import TowerdError
 
 log = logging.getLogger(__name__)

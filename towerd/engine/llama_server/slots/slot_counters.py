@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 
 @dataclass(slots=True)
@@ -31,6 +30,3 @@ class SlotCounters:
     """Prompts for which a slot did not hold the tokens that it was believed to hold."""
     chats_gone_on: int = 0
     """Chat requests that were forwarded before their tokens were known."""
-
-    def as_stats(self) -> dict[str, Any]:
-        return asdict(self)

@@ -1,0 +1,114 @@
+"""Slot: what towerd believes about one slot of the server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from towerd.engine.base import SlotView
+from towerd.engine.llama_server.slots.chat_text import AnsweredChat
+from towerd.tokens import Ids, Provenances, common_prefix, computed_after
+
+_EMPTY: Ids = np.zeros(0, np.int32)
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """One slot of the server; towerd may be mistaken about it."""
+
+    id: int
+    tokens: Ids = field(default_factory=lambda: _EMPTY)
+    """What it holds rows for."""
+    scope: str = ""
+    """The scope of these tokens."""
+    known: bool = True
+    """False: it holds something towerd cannot name (images, a request it did not place)."""
+    n_certain: int = 0
+    """Leading tokens that it certainly holds; the others are guessed from a reply's text."""
+    hidden: bool = False
+    """Whether it may hold more after `tokens`: a reply whose ids were not reported."""
+    n_stored: int = 0
+    """Leading tokens whose rows the store has."""
+    provenance: Provenances = field(default_factory=lambda: np.zeros(0, np.uint8))
+    """Provenance of the rows of the restored leading tokens."""
+    window_from: int = 0
+    """The first position whose sliding-window rows it holds; earlier ones were not restored."""
+    label: str = ""
+    """Which opaque conversation used it last."""
+    busy: bool = False
+    holder: str = ""
+    """Scope of the request that uses it, while busy."""
+    saving: bool = False
+    """Busy only because it is being saved: it holds the same afterwards."""
+    sure: bool = True
+    """False: it may have changed without towerd's knowledge; ask before relying on it."""
+    last_used: int = 0
+    """Count of leases when it was last released; 0: never."""
+    chat: AnsweredChat | None = None
+    """The chat request that it ran last, if it holds that and its reply."""
+    is_continued: bool = False
+    """Whether its last request began with all that it certainly held then, as the next turn of that
+    chat will."""
+    _compared: tuple[Ids, Ids, int] = field(default=(_EMPTY, _EMPTY, 0), repr=False)
+    """The last two arrays that were compared and their common prefix, which is asked for often."""
+
+    @property
+    def n(self) -> int:
+        """How many tokens it holds."""
+        return len(self.tokens)
+
+    @property
+    def n_unsaved(self) -> int:
+        """Tokens whose rows only this slot has."""
+        return max(0, self.n - self.n_stored)
+
+    def forget(self) -> None:
+        """Note that it is empty."""
+        self.hold_restored(_EMPTY, "", 0, np.zeros(0, np.uint8))
+
+    def hold(
+        self, tokens: Ids, scope: str, *, n_certain: int | None = None, hidden: bool = False
+    ) -> None:
+        """Note that it holds these tokens; rows of unchanged tokens are as before."""
+        self.n_stored = min(self.n_stored, self.common(tokens))
+        self.provenance = self.provenance[: self.common(tokens)]
+        self.tokens, self.scope = tokens, scope
+        self.n_certain = len(tokens) if n_certain is None else n_certain
+        self.known, self.sure, self.hidden, self.label = True, True, hidden, ""
+        self.chat = None
+
+    def hold_restored(
+        self, tokens: Ids, scope: str, window_from: int, provenance: Provenances
+    ) -> None:
+        """Note that it was replaced by stored rows of these tokens."""
+        self.tokens, self.scope, self.provenance = tokens, scope, provenance
+        self.n_certain = self.n_stored = len(tokens)
+        self.window_from, self.label = window_from, ""
+        self.known, self.sure, self.hidden = True, True, False
+        self.chat, self.is_continued = None, False
+
+    def provenance_of(self, n: int) -> Provenances:
+        """The provenance of `n` tokens: tokens after a row that is not exact are derived."""
+        provenance = np.full(n, computed_after(self.provenance), np.uint8)
+        provenance[: min(n, len(self.provenance))] = self.provenance[:n]
+        return provenance
+
+    def hold_unknown(self, scope: str, label: str = "") -> None:
+        """Note that it holds unknown tokens of `scope`."""
+        self.forget()
+        self.scope, self.known, self.label = scope, False, label
+
+    def view(self, n_ctx: int) -> SlotView:
+        """The view for GET /slots."""
+        scope = self.scope if self.known and self.sure else ""
+        scope = self.holder if self.busy else scope
+        return SlotView(self.id, n_ctx, self.busy, None, self.n, 0, None, scope)
+
+    def common(self, ids: Ids) -> int:
+        """Length of the prefix that it shares with `ids`, an array that must not be changed."""
+        tokens, other, n = self._compared
+        if tokens is not self.tokens or other is not ids:
+            n = common_prefix(self.tokens, ids)
+            self._compared = (self.tokens, ids, n)
+        return n
