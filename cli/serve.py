@@ -76,7 +76,7 @@ def _offer_default() -> None:
 
 def _offer(model: KnownModel) -> bool:
     """Ask whether to fetch the model, and fetch it; returns whether it is here then."""
-    from towerd.cli.models import fetch
+    from towerd.cli.models.fetch import fetch
     from towerd.cli.output import size
 
     what = f"{model.title}, {size(model.bytes_to_fetch)}, {model.licence}"

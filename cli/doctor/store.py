@@ -9,9 +9,9 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
-from towerd.cli.checks.base import Check, Finding, fail, ok, warn
-from towerd.cli.checks.machine import existing
-from towerd.cli.client import listens
+from towerd.cli.client.target import listens
+from towerd.cli.doctor.check import Check, Finding, fail, ok, warn
+from towerd.cli.doctor.machine import existing
 from towerd.cli.output import size
 from towerd.config import Config
 from towerd.store.catalog.schema import APPLICATION_ID, VERSION
@@ -23,7 +23,7 @@ REBUILD = "The next start, or towerctl verify without a daemon, rebuilds it from
 
 def daemon(config: Config) -> Finding:
     """Whether a daemon is running."""
-    from towerd.cli.backend import ApiClient
+    from towerd.cli.client.api_client import ApiClient
 
     assert config.socket is not None
     if not listens(config.socket):

@@ -16,9 +16,17 @@ from towerd.config import Config, load, settings
 from towerd.errors import ConfigError
 
 if TYPE_CHECKING:
-    from towerd.cli.backend import ApiClient
+    from towerd.cli.client.api_client import ApiClient
 
 Command: TypeAlias = Callable[..., Any]
+
+
+config_option = click.option(
+    "--config",
+    "config_path",
+    type=click.Path(path_type=Path),
+    help="Settings file, as for towerd serve.",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +61,8 @@ def target_options(command: Command) -> Command:
     ) -> Any:
         return command(target=Target(socket, url, api_key, store_dir, config_path), **rest)
 
-    config_help = "Settings file, as for towerd serve."
     for option in (
-        click.option("--config", "config_path", type=click.Path(path_type=Path), help=config_help),
+        config_option,
         click.option(
             "--store-dir",
             metavar="PATH",
@@ -100,7 +107,7 @@ def connect(target: Target) -> AbstractContextManager[ApiClient]:
 
 def find_daemon(target: Target) -> ApiClient | None:
     """The daemon of --url or --socket, else that of the configured socket if one listens there."""
-    from towerd.cli.backend import ApiClient
+    from towerd.cli.client.api_client import ApiClient
 
     if target.api_key is not None and target.url is None:
         raise ConfigError("--api-key goes with --url; the Unix socket needs no key.")
@@ -127,7 +134,7 @@ def listens(path: Path) -> bool:
 
 
 def _open_store(config: Config) -> AbstractContextManager[ApiClient]:
-    from towerd.cli.private_daemon import PrivateDaemon
+    from towerd.cli.client.private_daemon import PrivateDaemon
     from towerd.store_app import open_store_app
 
     return PrivateDaemon(open_store_app(config), config.store_dir, has_model=False)

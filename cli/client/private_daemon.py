@@ -14,7 +14,7 @@ from types import TracebackType
 
 from aiohttp import web
 
-from towerd.cli.backend import ApiClient
+from towerd.cli.client.api_client import ApiClient
 
 SOCKET_BYTES_MAX = 100
 """The longest path of a Unix socket: macOS allows 103 bytes, Linux 107."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from towerd.cli.checks.base import Check, Finding, fail, ok, warn
+from towerd.cli.doctor.check import Check, Finding, fail, ok, warn
 from towerd.cli.output import size
 from towerd.config import Config
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from towerd.cli.client import Target, json_option, setting_option
+from towerd.cli.client.target import Target, config_option, json_option, setting_option
 
 if TYPE_CHECKING:
-    from towerd.cli.checks.base import Check, Finding
+    from towerd.cli.doctor.check import Check, Finding
 
 STYLES = {"OK": "green", "WARN": "yellow", "FAIL": "bold red"}
 
@@ -21,12 +21,7 @@ STYLES = {"OK": "green", "WARN": "yellow", "FAIL": "bold red"}
 @setting_option("model")
 @setting_option("store_dir")
 @setting_option("socket")
-@click.option(
-    "--config",
-    "config_path",
-    type=click.Path(path_type=Path),
-    help="Settings file, as for towerd serve.",
-)
+@config_option
 @json_option
 def doctor(load: bool, as_json: bool, config_path: Path | None, **flags: Any) -> None:
     """Check the machine, the build, the model and the store, and say what to do.
@@ -56,7 +51,7 @@ def doctor(load: bool, as_json: bool, config_path: Path | None, **flags: Any) ->
 
 
 def _checks(load: bool) -> list[Check]:
-    from towerd.cli.checks import build, machine, model, store
+    from towerd.cli.doctor import build, machine, model, store
 
     loads = (model.LOADS,) if load else ()
     return [*machine.CHECKS, *build.CHECKS, *model.CHECKS, *loads, *store.CHECKS]

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from towerd.cli.backend import Json
-from towerd.cli.client import Target, find_daemon, json_option, setting_option, target_options
-from towerd.errors import ConfigError, TowerdError
+from towerd.cli.client.api_client import Json
+from towerd.cli.client.target import Target, json_option, setting_option, target_options
+from towerd.errors import TowerdError
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from towerd.cli.backend import ApiClient
-    from towerd.cli.spec import Prompt
+    from towerd.cli.client.api_client import ApiClient
+    from towerd.cli.precache.spec import Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +59,9 @@ def precache(
     Prompts that have not changed since the last time are skipped. Without a running daemon the
     model is loaded for this command, with the settings of towerd.toml and the options here.
     """
+    from towerd.cli.client.model_daemon import daemon_for
     from towerd.cli.output import echo_json
-    from towerd.cli.spec import load_spec
+    from towerd.cli.precache.spec import load_spec
 
     root = load_spec(spec)
     with daemon_for(target, model, quiet=as_json) as daemon:
@@ -73,53 +73,6 @@ def precache(
         echo_json({"spec": str(spec), "dry_run": dry_run, "bases": reports})
     else:
         _print(reports, dry_run)
-
-
-def daemon_for(
-    target: Target, model: dict[str, Any], *, quiet: bool
-) -> AbstractContextManager[ApiClient]:
-    """The running daemon, or a private one for this command."""
-    if target.store_dir is None:
-        found = find_daemon(target)
-        if found is not None:
-            try:
-                _check_model(found, model)
-            except BaseException:
-                found.close()
-                raise
-            return found
-    elif target.url is not None or target.socket is not None:
-        raise ConfigError("Give one of --url, --socket and --store-dir, not several.")
-    config = target.config(**model)
-    if not quiet:
-        name = config.model.name if config.model else "the default model"
-        click.echo(f"No daemon runs: loading {name} for this command.", err=True)
-    return _private(config)
-
-
-def _private(config: Any) -> AbstractContextManager[ApiClient]:
-    from towerd import log
-    from towerd.app import open_app
-    from towerd.cli.private_daemon import PrivateDaemon
-
-    log.configure("error", config.log_format)
-    return PrivateDaemon(open_app(config), config.store_dir, has_model=True)
-
-
-def _check_model(daemon: ApiClient, model: dict[str, Any]) -> None:
-    """Raises ConfigError if the command line asks for another model or for settings."""
-    from towerd.models.bundled import find_model
-
-    others = [name for name, value in model.items() if value is not None and name != "model"]
-    if others:
-        flags = ", ".join("--" + name.replace("_", "-") for name in others)
-        raise ConfigError(f"A daemon runs at {daemon.where}: {flags} would change nothing.")
-    if model.get("model") is None:
-        return
-    wanted = find_model(Path(model["model"]).expanduser()).resolve()
-    served = daemon.stats()["model_path"]
-    if wanted != Path(served).resolve():
-        raise ConfigError(f"The daemon at {daemon.where} serves {served}, not {wanted}.")
 
 
 def make_plan(daemon: ApiClient, root: Prompt, spec: Path) -> list[Planned]:
@@ -228,7 +181,7 @@ def _shared(a: list[int], b: list[int]) -> int:
 
 
 def _problem(spec: Path, prompt: Prompt, text: str) -> TowerdError:
-    from towerd.cli.spec import SpecError
+    from towerd.cli.precache.spec import SpecError
 
     return SpecError(f"{spec}:{prompt.line}: '{prompt.name}': {text}")
 

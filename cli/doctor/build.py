@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 from towerd import __version__
-from towerd.cli.checks.base import Check, Finding, fail, ok, warn
+from towerd.cli.doctor.check import Check, Finding, fail, ok, warn
 from towerd.config import Config
 from towerd.errors import ConfigError, TowerdError
 

@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 from gguf import GGUFReader
 
-from towerd.cli.checks.base import Check, Finding, fail, ok, warn
+from towerd.cli.doctor.check import Check, Finding, fail, ok, warn
 from towerd.cli.output import clean, size
 from towerd.config import Config
 from towerd.errors import ModelError
@@ -66,7 +66,7 @@ def chat_template(config: Config) -> Finding:
 
 def loads(config: Config) -> Finding:
     """Load the model and test the state format on it."""
-    from towerd.cli.checks.build import load_model
+    from towerd.cli.doctor.build import load_model
 
     return ok(load_model(config))
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import click
 
-from towerd.cli.backend import Json
-from towerd.cli.client import Target, connect, json_option, target_options
+from towerd.cli.client.api_client import Json
+from towerd.cli.client.target import Target, connect, json_option, target_options
 
 
 @click.command()

@@ -6,8 +6,8 @@ from typing import Any
 
 import click
 
-from towerd.cli.backend import PAGE_MAX, ApiClient, Json
-from towerd.cli.client import Target, connect, json_option, target_options
+from towerd.cli.client.api_client import PAGE_MAX, ApiClient, Json
+from towerd.cli.client.target import Target, connect, json_option, target_options
 
 SCOPE_HELP = "Only this tenant's."
 TEXT_HEAD = 300

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import click
 
-from towerd.cli.backend import ApiClient, Json
-from towerd.cli.client import Target, connect, json_option, target_options
-from towerd.cli.sessions import leaf_segment
+from towerd.cli.client.api_client import ApiClient, Json
+from towerd.cli.client.target import Target, connect, json_option, target_options
+from towerd.cli.sessions.sessions import leaf_segment
 from towerd.errors import ConfigError, NotFound, SessionFrozen
 
 SEGMENT = click.IntRange(1, 2**62)

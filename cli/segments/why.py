@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from towerd.cli.backend import Json
-from towerd.cli.client import Target, connect, json_option, target_options
+from towerd.cli.client.api_client import Json
+from towerd.cli.client.target import Target, connect, json_option, target_options
 
 _WORDS = {
     "score": "score",

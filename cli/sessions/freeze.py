@@ -9,8 +9,8 @@ from datetime import timedelta
 
 import click
 
-from towerd.cli.backend import PAGE_MAX, ApiClient, Json
-from towerd.cli.client import Target, connect, json_option, setting_option, target_options
+from towerd.cli.client.api_client import PAGE_MAX, ApiClient, Json
+from towerd.cli.client.target import Target, connect, json_option, setting_option, target_options
 from towerd.errors import TowerdError
 
 SCOPE_HELP = "Whose, if several tenants have one of this name."

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from towerd.cli.backend import Json
-from towerd.cli.client import Target, connect, json_option, setting_option, target_options
+from towerd.cli.client.api_client import Json
+from towerd.cli.client.target import Target, connect, json_option, setting_option, target_options
 from towerd.errors import TowerdError
 
 if TYPE_CHECKING:
-    from towerd.cli.backend import ApiClient
+    from towerd.cli.client.api_client import ApiClient
 
 POLL_S = 0.3
 LEGEND = (
@@ -39,11 +38,12 @@ def calibrate(
     The daemon calibrates by itself in idle time; this command makes it start now, in small steps
     between requests. Without a running daemon the model is loaded for this command.
     """
+    from towerd.cli.client.model_daemon import daemon_for
     from towerd.cli.output import echo_json
 
     found = _known(target, model) if not again else None
     if found is None:
-        with _daemon(target, model, quiet=as_json) as daemon:
+        with daemon_for(target, {"model": model}, quiet=as_json) as daemon:
             found = _measure(daemon, again=again, quiet=as_json)
     calibration = found["calibration"]
     if fidelity is not None:
@@ -67,13 +67,6 @@ def _known(target: Target, model: str | None) -> Json | None:
             raise
         return None  # no store yet: measuring makes one
     return found if found["calibration"] is not None else None
-
-
-def _daemon(target: Target, model: str | None, *, quiet: bool) -> AbstractContextManager[ApiClient]:
-    """The running daemon, or a private one for this command."""
-    from towerd.cli.precache import daemon_for
-
-    return daemon_for(target, {"model": model}, quiet=quiet)
 
 
 def _measure(daemon: ApiClient, *, again: bool, quiet: bool) -> Json:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from towerd.cli.client import Target, connect, json_option, target_options
+from towerd.cli.client.target import Target, connect, json_option, target_options
 
 
 @click.command()
