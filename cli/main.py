@@ -28,7 +28,7 @@ CONTROL_COMMANDS = {
     "gc": "towerd.cli.maintenance.gc:gc",
     "calibrate": "towerd.cli.maintenance.calibrate:calibrate",
     "doctor": "towerd.cli.doctor.doctor:doctor",
-    "bench": "towerd.cli.bench:bench",
+    "bench": "towerd.cli.bench.commands:bench",
     "lab": "towerd.cli.lab:lab",
     "model": "towerd.cli.models.make:model",
     "train": "towerd.cli.lab:train",

@@ -50,7 +50,7 @@ def pinned_llama() -> str | None:
 
 def llama_server(config: Config) -> Finding:
     """The binary that benchmarks compare with and the llama-server engine runs."""
-    from towerd.cli.bench.servers import find_llama_server
+    from towerd.cli.bench.harness.servers import find_llama_server
 
     advice = "Only benchmarks and the llama-server engine use it. " + SETUP
     try:

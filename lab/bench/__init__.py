@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
-import importlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from towerd.cli.bench.options import FILE, FOLDER, MODEL, NEW_FILE, QUICK
+from towerd.cli.bench.harness.command import (
+    FILE,
+    FOLDER,
+    MODEL,
+    QUICK,
+    plot_option,
+    run_benchmark,
+    trained_model_option,
+)
 from towerd.policy import NAMES as POLICIES
-
-if TYPE_CHECKING:
-    from towerd.cli.bench.report import Report
 
 
 @click.group()
@@ -22,12 +25,7 @@ def bench() -> None:
 
 
 @bench.command()
-@click.option(
-    "--model",
-    "-m",
-    type=FILE,
-    help="GGUF to measure, a trained one; default: the bundled model.",
-)
+@trained_model_option("GGUF to measure, a trained one")
 @click.option(
     "--text",
     type=FILE,
@@ -53,12 +51,7 @@ def kernels(quick: bool) -> None:
     show_default=True,
     help="The stored format of each level.",
 )
-@click.option(
-    "--plot",
-    "plot_path",
-    type=NEW_FILE,
-    help="Write the curve here, as .png or .svg.",
-)
+@plot_option("Write the curve")
 @QUICK
 def footprint(quick: bool, level_formats: str, plot_path: Path | None) -> None:
     """Disk per session in a hierarchy of shared bases, against one slot file per session."""
@@ -78,12 +71,7 @@ def footprint(quick: bool, level_formats: str, plot_path: Path | None) -> None:
     help="Folder of agent workflows, *.jsonl.zst; default: none are measured.",
 )
 @click.option("--policy", "policies", multiple=True, help="Measure this policy, too.")
-@click.option(
-    "--plot",
-    "plot_path",
-    type=NEW_FILE,
-    help="Write hit rates over time and against capacity here, as .png or .svg.",
-)
+@plot_option("Write hit rates over time and against capacity")
 @click.option(
     "--jobs",
     type=click.IntRange(1, 256),
@@ -114,12 +102,7 @@ def policy(
 
 
 @bench.command()
-@click.option(
-    "--plot",
-    "plot_path",
-    type=NEW_FILE,
-    help="Write cost against wrong advice here, as .png or .svg.",
-)
+@plot_option("Write cost against wrong advice")
 @QUICK
 def latem(quick: bool, plot_path: Path | None) -> None:
     """LATEM's cost over the optimum as predictions get worse, beside its paper's bounds."""
@@ -127,12 +110,7 @@ def latem(quick: bool, plot_path: Path | None) -> None:
 
 
 @bench.command()
-@click.option(
-    "--model",
-    "-m",
-    type=FILE,
-    help="GGUF to measure with; default: the bundled model.",
-)
+@trained_model_option("GGUF to measure with")
 @QUICK
 def anticipation(model: Path | None, quick: bool) -> None:
     """Tokens that the next turn of a reasoning chat evaluates, with and without anticipation."""
@@ -195,6 +173,4 @@ def codec(
 
 
 def _run(name: str, model: Path | None, quick: bool, **options: Any) -> None:
-    module = importlib.import_module(f"lab.bench.{name}")
-    report: Report = asyncio.run(module.run(model, quick, **options))
-    report.show()
+    run_benchmark(f"lab.bench.{name}", model, quick, **options)

@@ -36,10 +36,10 @@ from lab.bench.agents_load import (
     distinct_tokens,
     users,
 )
-from towerd.cli.bench.client import complete, new_session
-from towerd.cli.bench.models import bench_model, random_prompt, vocab_size
-from towerd.cli.bench.report import Report
-from towerd.cli.bench.servers import towerd_server
+from towerd.cli.bench.harness.client import complete, new_session
+from towerd.cli.bench.harness.models import bench_model, random_prompt, vocab_size
+from towerd.cli.bench.harness.report import Report
+from towerd.cli.bench.harness.servers import towerd_server
 from towerd.config import defaults
 
 BASELINE = "lru"

@@ -16,8 +16,8 @@ from rich.progress import track
 from lab.bench.codec_baselines import PRIME_BYTES, baselines
 from lab.bench.codec_texts import KINDS, sessions, training
 from lab.codec.lossy import reduce
-from towerd.cli.bench.cold_texts import MARKS, tokenized
-from towerd.cli.bench.report import Report
+from towerd.cli.bench.harness.report import Report
+from towerd.cli.bench.texts.chat_template import MARKS, tokenized
 from towerd.codec import Codec, container
 from towerd.codec.models.mini import PATH, mini_network
 from towerd.codec.prior import file

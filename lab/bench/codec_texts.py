@@ -9,7 +9,7 @@ import numpy as np
 
 from lab.train.manifest import read_manifest
 from lab.train.records import TRAIN
-from towerd.cli.bench.cold_texts import in_template, records
+from towerd.cli.bench.texts.chat_template import in_template, records
 
 SESSION_BYTES = 16384
 KINDS = ("human", "assistant", "code", "mixed")

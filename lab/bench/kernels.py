@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lab.bench.ggml import Ggml
-from towerd.cli.bench.report import Report
+from towerd.cli.bench.harness.report import Report
 from towerd.kernels import dispatch
 from towerd.kernels.formats import BY_NAME
 

@@ -13,8 +13,8 @@ from lab.latem.algorithm import LatemCache
 from lab.latem.cases import CASES, TOKEN_COST, Advice, LatemCase
 from lab.latem.curves import Point, curve, robustness, total_cost
 from lab.latem.optimum import Request, optimum_cost
-from towerd.cli.bench.drift_plot import require
-from towerd.cli.bench.report import Report
+from towerd.cli.bench.harness.plot import require
+from towerd.cli.bench.harness.report import Report
 from towerd.cli.output import show_table
 
 TRUSTS = (0.05, 0.1, 0.3, 0.5, 0.9)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lab.latem.cases import CASES
 from lab.latem.curves import Point, robustness
+from towerd.cli.bench.harness.plot import new_figure
 
 
 def plot(path: Path, curves: Mapping[str, Sequence[Point]]) -> None:
     """Lines for every trust, plain marking, LRU, and Theorem 1's bounds, dotted."""
-    figure: Any = importlib.import_module("matplotlib.figure").Figure(
-        figsize=(5.0 * len(curves), 4.4), layout="constrained"
-    )
+    figure = new_figure(5.0 * len(curves), 4.4)
     for axes, (name, points) in zip(
         figure.subplots(1, len(curves), squeeze=False)[0], curves.items(), strict=True
     ):

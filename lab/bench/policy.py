@@ -11,8 +11,8 @@ from typing import Any
 from lab.bench import policy_costs, policy_plot, policy_workflows
 from lab.replay.cells import ReplayTask, TraceSource, Workers, workers
 from lab.replay.compare import BASELINE, BOUND, Cell
-from towerd.cli.bench.drift_plot import require
-from towerd.cli.bench.report import Report
+from towerd.cli.bench.harness.plot import require
+from towerd.cli.bench.harness.report import Report
 from towerd.cli.output import show_table
 from towerd.errors import ConfigError
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,15 +10,14 @@ import numpy as np
 
 from lab.replay.compare import Cell
 from lab.replay.trace import Trace
+from towerd.cli.bench.harness.plot import new_figure
 
 _WINDOWS = 60
 
 
 def plot(path: Path, shown: dict[str, tuple[Trace, Sequence[Cell]]]) -> None:
     """A row per trace: over time at the capacity where LRU loses most, and against capacity."""
-    figure: Any = importlib.import_module("matplotlib.figure").Figure(
-        figsize=(11, 4.0 * len(shown)), layout="constrained"
-    )
+    figure = new_figure(11, 4.0 * len(shown))
     axes = figure.subplots(len(shown), 2, squeeze=False)
     for (left, right), (title, (trace, cells)) in zip(axes, shown.items(), strict=True):
         cell = max(cells, key=lambda c: c.outcomes["belady"].hit_rate - c.outcomes["lru"].hit_rate)

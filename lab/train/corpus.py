@@ -14,7 +14,7 @@ from lab.train.errors import TrainError
 from lab.train.form import ROLES, Ids, Marks, TextForm, mark_of
 from lab.train.manifest import TextSource
 from lab.train.records import Dataset
-from towerd.cli.bench.chat_records import ChatRecord
+from towerd.cli.bench.texts.chat_records import ChatRecord
 
 ENCODE_AT_ONCE = 512
 CYCLE = 1000

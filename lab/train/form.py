@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lab.train.bpe import BEGIN, END, START, Bpe
-from towerd.cli.bench.chat_records import ChatRecord
+from towerd.cli.bench.texts.chat_records import ChatRecord
 
 Ids = npt.NDArray[np.uint32]
 Marks = npt.NDArray[np.uint8]

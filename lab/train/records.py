@@ -11,7 +11,7 @@ import msgspec
 
 from lab.train.errors import TrainError
 from lab.train.manifest import TextSource
-from towerd.cli.bench.chat_records import SUFFIX, ChatRecord, read_records
+from towerd.cli.bench.texts.chat_records import SUFFIX, ChatRecord, read_records
 
 TRAIN, DEV = f"train{SUFFIX}", f"dev{SUFFIX}"
 DEV_SHARE = 0.02

@@ -35,7 +35,7 @@ from lab.train.job import (
 from lab.train.mini import tokenizer_of
 from lab.train.network import EMBEDDING, NetworkShape, Weights, device_of, hidden, logits
 from lab.train.progress import TrainingProgress
-from towerd.cli.bench.tasks import Fact, passkey, random_pair
+from towerd.cli.bench.texts.tasks import Fact, passkey, random_pair
 
 Row: TypeAlias = tuple[Ids, npt.NDArray[np.bool_]]
 """Ids [n] and which of them are answers [n]."""

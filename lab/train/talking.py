@@ -15,7 +15,7 @@ import numpy as np
 from lab.train.errors import TrainError
 from lab.train.manifest import read_manifest
 from lab.train.teacher import Teacher, TeacherForm, silence_llama_cpp
-from towerd.cli.bench.chat_records import ChatRecord, read_records
+from towerd.cli.bench.texts.chat_records import ChatRecord, read_records
 from towerd.errors import ConfigError
 
 N_CTX = 512

@@ -19,7 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from lab.train.errors import TrainError
 from lab.train.form import EncodedRecord, Ids, mark_of
-from towerd.cli.bench.chat_records import ChatRecord, Message
+from towerd.cli.bench.texts.chat_records import ChatRecord, Message
 from towerd.llama_library import lib
 
 F32 = npt.NDArray[np.float32]

@@ -14,7 +14,12 @@ import requests
 from llama_wire import TEMPLATES, events, plain
 from scripted_model import make_scripted_model
 
-from towerd.cli.bench.servers import ServerProcess, find_llama_server, llama_server, towerd_server
+from towerd.cli.bench.harness.servers import (
+    ServerProcess,
+    find_llama_server,
+    llama_server,
+    towerd_server,
+)
 from towerd.errors import TowerdError
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]

@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 from click.testing import Result
 
-from towerd.cli.bench.client import complete, new_session
-from towerd.cli.bench.models import random_prompt, vocab_size
-from towerd.cli.bench.servers import can_count_written, find_llama_server, written_bytes
-from towerd.cli.bench.slot_proxy import SlotProxy
+from towerd.cli.bench.harness.client import complete, new_session
+from towerd.cli.bench.harness.disk import can_count_written, written_bytes
+from towerd.cli.bench.harness.models import random_prompt, vocab_size
+from towerd.cli.bench.harness.servers import find_llama_server
+from towerd.cli.bench.harness.slot_proxy import SlotProxy
 from towerd.cli.bench.switch import SwitchLoad
 from towerd.engine.llama_server.slots.slotdir import SlotDir
 from towerd.errors import TowerdError

@@ -13,7 +13,7 @@ from daemon import Daemon
 from sidecar_tools import OpenSidecar, Sidecar, SteadyCosts
 from window_model import make_window_model
 
-from towerd.cli.bench.servers import llama_server as llama_server_alone
+from towerd.cli.bench.harness.servers import llama_server as llama_server_alone
 from towerd.config import Config
 from towerd.engine.llama_server.opening import open_llama_server
 from towerd.engine.llama_server.process.binary import find_binary

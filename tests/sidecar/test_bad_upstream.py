@@ -15,8 +15,8 @@ import requests
 from daemon import Daemon, run_towerd
 from fake_llama_server import answering, props
 
-from towerd.cli.bench.servers import ServerProcess, find_llama_server, free_port
-from towerd.cli.bench.servers import llama_server as start_llama_server
+from towerd.cli.bench.harness.servers import ServerProcess, find_llama_server, free_port
+from towerd.cli.bench.harness.servers import llama_server as start_llama_server
 from towerd.config import Config
 from towerd.engine.llama_server.opening import open_llama_server
 from towerd.errors import TowerdError

@@ -19,7 +19,7 @@ from lab.train.network import NetworkShape, init_weights
 from lab.train.schedule import Budget
 from lab.train.teacher import BATCH, Teacher, TeacherForm
 from lab.train.trainer import TrainConfig
-from towerd.cli.bench.chat_records import ChatRecord, Message
+from towerd.cli.bench.texts.chat_records import ChatRecord, Message
 from towerd.codec.vocabulary import GgufVocabulary
 from towerd.models.random_gguf import Shape, make_random_gguf
 

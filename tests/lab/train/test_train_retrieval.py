@@ -17,7 +17,7 @@ from lab.train.induction import induction_weights
 from lab.train.network import EMBEDDING, NetworkShape, init_weights, logits
 from lab.train.optimizer import Optimizer
 from lab.train.retrieval import Curriculum, RetrievalObjective, Row, TaskRows
-from towerd.cli.bench.tasks import passkey, random_pair
+from towerd.cli.bench.texts.tasks import passkey, random_pair
 from towerd.cli.main import towerctl
 from towerd.codec.vocabulary import GgufVocabulary
 

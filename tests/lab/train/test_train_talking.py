@@ -21,7 +21,7 @@ from lab.train.talking import (
     main,
 )
 from lab.train.teacher import Teacher, TeacherForm
-from towerd.cli.bench.chat_records import ChatRecord, Message
+from towerd.cli.bench.texts.chat_records import ChatRecord, Message
 from towerd.codec.models.exact import ExactPredictor
 from towerd.codec.models.mini import PATH
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from towerd.cli.bench.reading import keys_of
+from towerd.cli.bench.longchat.reading import keys_of
 from towerd.config import load
 from towerd.engine.embedded.model.context import LlamaContext
 from towerd.engine.embedded.model.model import LlamaModel

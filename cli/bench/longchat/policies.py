@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from towerd.cli.bench import longchat_perplexity, longchat_retrieval
-from towerd.cli.bench.longchat_recall import index_overhead, recalls
-from towerd.cli.bench.longchat_texts import TextTokenizer, read_meetings, read_pairs, read_text
-from towerd.cli.bench.models import bench_model
-from towerd.cli.bench.reading import last_attention
-from towerd.cli.bench.report import Report
+from towerd.cli.bench.harness.models import bench_model
+from towerd.cli.bench.harness.report import Report
+from towerd.cli.bench.longchat import perplexity, retrieval
+from towerd.cli.bench.longchat.reading import last_attention
+from towerd.cli.bench.longchat.recall import index_overhead, recalls
+from towerd.cli.bench.texts.documents import read_meetings, read_pairs, read_text
+from towerd.cli.bench.texts.tokenizer import TextTokenizer
 from towerd.cli.output import progress_bar, show_table
 from towerd.codec import sample
 from towerd.config import RETENTIONS, Config
@@ -130,14 +131,14 @@ async def _perplexity(
     budgets: Sequence[int],
 ) -> None:
     with progress_bar((), quiet=False) as bar:
-        total = longchat_perplexity.n_tokens(windows, POLICIES, budgets)
+        total = perplexity.n_tokens(windows, POLICIES, budgets)
         task = bar.add_task("perplexity", total=total)
-        full, report.perplexity = await longchat_perplexity.measure(
+        full, report.perplexity = await perplexity.measure(
             service.engine, windows, POLICIES, budgets, lambda n: bar.advance(task, n)
         )
     report.figures["text_tokens"] = len(next(iter(windows.values())))
     report.figures |= {f"ppl_full {name}": value for name, value in full.items()}
-    report.figures |= longchat_perplexity.worst_ratios(report.perplexity)
+    report.figures |= perplexity.worst_ratios(report.perplexity)
     for rival in ("h2o", "streaming"):
         if f"buzz_vs_{rival}_ppl" in report.figures:
             report.target(f"buzz_vs_{rival}_ppl", most=1.0)
@@ -162,33 +163,33 @@ def _tasks(
     pairs: Path | None,
     n_ctx: int,
     quick: bool,
-) -> list[longchat_retrieval.RetrievalTask]:
+) -> list[retrieval.RetrievalTask]:
     lengths = [n for n in LENGTHS if n <= n_ctx] or [n_ctx]
     lengths = [n - QUESTION_TOKENS for n in (lengths[:1] if quick else lengths)]
-    tasks = [longchat_retrieval.facts(tokenizer, text, n) for n in lengths]
+    tasks = [retrieval.facts(tokenizer, text, n) for n in lengths]
     if pairs is None:
         report.details["pairs"] = "not measured: name the key-value examples with --pairs"
         return tasks
     told = read_pairs(pairs)
-    return tasks + [longchat_retrieval.pairs(tokenizer, told, n, N_PAIRS) for n in lengths]
+    return tasks + [retrieval.pairs(tokenizer, told, n, N_PAIRS) for n in lengths]
 
 
 async def _retrieval(
     report: LongchatReport,
     service: Service[EmbeddedEngine],
-    tasks: Sequence[longchat_retrieval.RetrievalTask],
+    tasks: Sequence[retrieval.RetrievalTask],
     budgets: Sequence[int],
 ) -> None:
     budgets = [n for n in budgets if n < service.engine.n_ctx]
     with progress_bar((), quiet=False) as bar:
         n_runs = len(tasks) * (1 + len(budgets) * len(POLICIES))
         task = bar.add_task("retrieval", total=n_runs)
-        report.retrieval = await longchat_retrieval.measure(
+        report.retrieval = await retrieval.measure(
             service, tasks, POLICIES, budgets, lambda: bar.advance(task)
         )
     for budget in budgets:
         for policy in POLICIES:
-            share = longchat_retrieval.share_found(report.retrieval, policy, budget)
+            share = retrieval.share_found(report.retrieval, policy, budget)
             if share is not None:
                 report.figures[f"{policy}_found_{budget}"] = share
     if "icecache_found_256" in report.figures:

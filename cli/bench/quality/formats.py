@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import psutil
 
-from towerd.cli.bench.drift import DriftMeter, summary
-from towerd.cli.bench.drift_plot import plot, require
-from towerd.cli.bench.report import Report
+from towerd.cli.bench.harness.plot import require
+from towerd.cli.bench.harness.report import Report
+from towerd.cli.bench.quality.drift import DriftMeter, summary
+from towerd.cli.bench.quality.plot import plot
 from towerd.cli.output import progress_bar, show_table
 from towerd.config import load
 from towerd.engine.embedded.calibration.calibrate import (
@@ -59,7 +60,7 @@ BITS_MAX = {"near": 6.6, "small": 4.6}
 @dataclass(slots=True)
 class QualityReport(Report):
     """`tables`: one line per table, the model's noise first; `drift`: the result of
-    `towerd.cli.bench.drift.summary`."""
+    `towerd.cli.bench.quality.drift.summary`."""
 
     tables: list[dict[str, Any]] = field(default_factory=list)
     drift: dict[str, Any] = field(default_factory=dict)

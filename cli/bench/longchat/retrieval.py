@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from towerd.cli.bench.longchat_texts import TextTokenizer
-from towerd.cli.bench.tasks import Fact
+from towerd.cli.bench.texts.tasks import Fact
+from towerd.cli.bench.texts.tokenizer import TextTokenizer
 from towerd.engine.base import GenerateRequest, LiveBudget, Piece
 from towerd.engine.embedded.engine import EmbeddedEngine
 from towerd.service import Service

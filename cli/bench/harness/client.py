@@ -59,22 +59,13 @@ async def complete(
     result = Completion()
     data = json.dumps(body).encode()
     started = time.perf_counter()
-    headers = {"Content-Type": "application/json", **(headers or {})}
-    async with session.post(f"{url}/completion", data=data, headers=headers) as reply:
-        if reply.status != 200:
-            raise TowerdError(f"{url} answered {reply.status}: {(await reply.text())[:300]}")
-        async for line in reply.content:
-            if not line.startswith(b"data: "):
-                continue
-            event = json.loads(line[6:])
-            if "error" in event:
-                raise TowerdError(f"{url} failed: {event['error']}")
-            if event.get("tokens") or not result.ttft_s and event.get("stop"):
-                result.last_token_s = time.perf_counter() - started
-                result.ttft_s = result.ttft_s or result.last_token_s
-            if event.get("stop"):
-                result.final = event
-            result.tokens += event.get("tokens") or []
+    async for event in _events(session, url, "/completion", data, headers or {}):
+        if event.get("tokens") or not result.ttft_s and event.get("stop"):
+            result.last_token_s = time.perf_counter() - started
+            result.ttft_s = result.ttft_s or result.last_token_s
+        if event.get("stop"):
+            result.final = event
+        result.tokens += event.get("tokens") or []
     result.total_s = time.perf_counter() - started
     return result
 
@@ -99,9 +90,23 @@ async def chat(
     }
     result = Completion()
     data = json.dumps(body).encode()
-    headers = {"Content-Type": "application/json"}
     started = time.perf_counter()
-    async with session.post(f"{url}/v1/chat/completions", data=data, headers=headers) as reply:
+    async for event in _events(session, url, "/v1/chat/completions", data, {}):
+        result.ttft_s = result.ttft_s or time.perf_counter() - started
+        if "timings" in event:
+            result.final = event
+        for choice in event["choices"]:
+            result.text += choice["delta"].get("content") or ""
+    result.total_s = time.perf_counter() - started
+    return result
+
+
+async def _events(
+    session: aiohttp.ClientSession, url: str, path: str, data: bytes, headers: Mapping[str, str]
+) -> AsyncIterator[dict[str, Any]]:
+    """The events of a streamed reply. Raises TowerdError."""
+    headers = {"Content-Type": "application/json", **headers}
+    async with session.post(url + path, data=data, headers=headers) as reply:
         if reply.status != 200:
             raise TowerdError(f"{url} answered {reply.status}: {(await reply.text())[:300]}")
         async for line in reply.content:
@@ -110,13 +115,13 @@ async def chat(
             event = json.loads(line[6:])
             if "error" in event:
                 raise TowerdError(f"{url} failed: {event['error']}")
-            result.ttft_s = result.ttft_s or time.perf_counter() - started
-            if "timings" in event:
-                result.final = event
-            for choice in event["choices"]:
-                result.text += choice["delta"].get("content") or ""
-    result.total_s = time.perf_counter() - started
-    return result
+            yield event
+
+
+async def daemon_stats(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
+    """All statistics of a daemon; empty for a server that is no towerd."""
+    async with session.get(f"{url}/towerd/v1/stats") as reply:
+        return dict(await reply.json()) if reply.status == 200 else {}
 
 
 def new_session() -> aiohttp.ClientSession:

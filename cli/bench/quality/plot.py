@@ -2,40 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from towerd.cli.bench.drift import AttentionDrift, code_bits, families, normalised, points
-from towerd.errors import ConfigError
+from towerd.cli.bench.harness.plot import new_figure
+from towerd.cli.bench.quality.drift import AttentionDrift, code_bits, families, normalised, points
 
-SUFFIXES = (".png", ".svg")
 _BINS = 24
-
-
-def require(path: Path) -> None:
-    """Raises ConfigError unless a plot can be written to `path`: checks its suffix, its folder and
-    matplotlib."""
-    if path.suffix.lower() not in SUFFIXES:
-        raise ConfigError(f"--plot {path}: the name must end in {' or '.join(SUFFIXES)}.")
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"--plot {path}: there is no such folder.")
-    try:
-        importlib.import_module("matplotlib")
-    except ImportError as error:
-        raise ConfigError(
-            "--plot needs matplotlib: install towerd with its extra, pip install 'towerd[bench]'."
-        ) from error
 
 
 def plot(drift: AttentionDrift, path: Path, title: str) -> None:
     """Write the plot."""
-    # Without pyplot there is no window and no global state, whatever the user's backend.
-    figure: Any = importlib.import_module("matplotlib.figure").Figure(
-        figsize=(11, 4.6), layout="constrained"
-    )
+    figure = new_figure(11, 4.6)
     left, right = figure.subplots(1, 2)
     _against_bits(left, drift)
     _against_alpha(right, drift)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from towerd.cli.bench.reading import Advance, Reading, read
+from towerd.cli.bench.longchat.reading import Advance, Reading, read
 from towerd.engine.base import LiveBudget
 from towerd.engine.embedded.engine import EmbeddedEngine
 from towerd.engine.embedded.longchat.live_set import BoundedSet

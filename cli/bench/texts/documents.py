@@ -1,4 +1,4 @@
-"""Texts for `towerctl bench longchat`, and the tokenizer of the model that reads them."""
+"""Documents to read: plain text, meetings of QMSum, key-value pairs of "Lost in the Middle"."""
 
 from __future__ import annotations
 
@@ -6,58 +6,15 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 import zstandard
-from gguf import GGUFReader
 
-from towerd.cli.bench.tasks import N_HEX, Fact, pair
-from towerd.codec.vocabulary import GgufVocabulary
-from towerd.engine.embedded.model.model import init_backend
+from towerd.cli.bench.texts.tasks import N_HEX, Fact, pair
 from towerd.errors import ConfigError
 
 T = TypeVar("T", bound=msgspec.Struct)
-Ids = npt.NDArray[np.int64]
 
 ZST = ".zst"
 TEXT_BYTES_MAX = 16 << 20
-
-
-class TextTokenizer:
-    """A model's tokenizer. Close it, or use it as a context manager. Raises ModelError."""
-
-    def __init__(self, model: Path) -> None:
-        init_backend()  # llama.cpp's log becomes ours
-        self._vocabulary = GgufVocabulary(model)
-        field = GGUFReader(model).get_field("tokenizer.ggml.bos_token_id")
-        self.bos: Ids = np.array([] if field is None else [field.contents()], np.int64)
-
-    def ids(self, text: str) -> Ids:
-        """int64[n], without any added tokens."""
-        return self._vocabulary.tokenize(text.encode()).astype(np.int64)
-
-    def text(self, ids: Ids) -> str:
-        """The text of these tokens; incomplete characters at the ends are dropped."""
-        pieces = self._vocabulary.pieces
-        return b"".join(pieces[i] for i in ids).decode(errors="ignore")
-
-    def windows(self, text: str, n_windows: int, n: int) -> Ids:
-        """[n_windows, n]: windows spread evenly over a text, each after the BOS token. Raises
-        ConfigError if the text is too short."""
-        ids, n_own = self.ids(text), n - len(self.bos)
-        if len(ids) < n_windows * n_own:
-            raise ConfigError(f"{n_windows} windows of {n} tokens need a longer text.")
-        starts = np.linspace(0, len(ids) - n_own, n_windows).astype(int)
-        return np.stack([np.concatenate([self.bos, ids[at : at + n_own]]) for at in starts])
-
-    def close(self) -> None:
-        self._vocabulary.close()
-
-    def __enter__(self) -> TextTokenizer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def read_text(path: Path) -> str:

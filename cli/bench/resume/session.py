@@ -13,15 +13,13 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import aiohttp
 import numpy as np
 
-from towerd.cli.bench.client import complete, new_session
-from towerd.cli.bench.models import bench_model, random_prompt, vocab_size
-from towerd.cli.bench.report import Report
-from towerd.cli.bench.servers import ServerProcess, towerd_server
+from towerd.cli.bench.harness.client import complete, daemon_stats, new_session
+from towerd.cli.bench.harness.models import bench_model, random_prompt, vocab_size
+from towerd.cli.bench.harness.report import Report
+from towerd.cli.bench.harness.servers import ServerProcess, towerd_server
 from towerd.errors import TowerdError
 
 _TRIALS = 5
@@ -55,7 +53,7 @@ async def _measure_stored(
     """Measure the same session after its rows were converted to stored formats."""
     started = time.monotonic()
     async with new_session() as session:
-        while not (await _stats(session, server))["tiers"]["segments_shrunk"]:
+        while not (await daemon_stats(session, server.url))["tiers"]["segments_shrunk"]:
             if time.monotonic() - started > _SHRINK_S_MAX:
                 raise TowerdError(f"Nothing was stored in {level_formats}; is it native?")
             await asyncio.sleep(0.2)
@@ -95,17 +93,12 @@ async def _resumes(server: ServerProcess, prompt: list[int]) -> _Trials:
             reuse = again.final["towerd"]["reuse"]
             trials.n_stored = int(reuse["warm"]) + int(reuse["hot"])
             trials.n_approximate = int(reuse.get("approximate", 0))
-            trials.n_bytes = int((await _stats(session, server))["engine"]["bytes_in"])
+            trials.n_bytes = int((await daemon_stats(session, server.url))["engine"]["bytes_in"])
     return trials
 
 
 def _warm_up(prompt: list[int]) -> list[int]:
     return prompt[-1:] + prompt[:31]
-
-
-async def _stats(session: aiohttp.ClientSession, server: ServerProcess) -> dict[str, Any]:
-    async with session.get(f"{server.url}/towerd/v1/stats") as reply:
-        return dict(await reply.json())
 
 
 async def _measure(report: Report, server: ServerProcess, prompt: list[int], tokens: int) -> None:

@@ -16,14 +16,13 @@ from typing import Any
 import aiohttp
 import click
 import numpy as np
-from platformdirs import user_cache_path
 
-from towerd.cli.bench.client import complete, new_session
-from towerd.cli.bench.models import random_prompt, vocab_size
-from towerd.cli.bench.report import Report
-from towerd.cli.bench.servers import ServerProcess, llama_server, towerd_server
+from towerd.cli.bench.harness.client import complete, daemon_stats, new_session
+from towerd.cli.bench.harness.models import random_model, random_prompt, vocab_size
+from towerd.cli.bench.harness.report import Report
+from towerd.cli.bench.harness.servers import ServerProcess, llama_server, towerd_server
 from towerd.errors import TowerdError
-from towerd.models.random_gguf import Shape, make_random_gguf
+from towerd.models.random_gguf import Shape
 
 ARCHS = (
     "llama",
@@ -52,8 +51,9 @@ _OVERHEAD_MAX = 0.1
 _SLOT = "bench.bin"
 
 
-async def run(arch: str, quick: bool, tokens: int) -> Report:
-    """Measure one architecture or `all`; `tokens` is the session's length."""
+async def run(model: None, quick: bool, arch: str, tokens: int) -> Report:
+    """Measure one architecture or `all`, with a model of its own each; `tokens` is the session's
+    length."""
     report = Report("resume", f"{arch}, random weights")
     rows: dict[str, Any] = {}
     for name in ARCHS if arch == "all" else (arch,):
@@ -90,15 +90,8 @@ def _model(arch: str, quick: bool) -> Path:
     """The GGUF of an architecture, written to the user's cache on first use. Raises TowerdError."""
     if arch not in ARCHS:
         raise TowerdError(f"--arch must be all or one of {', '.join(ARCHS)}.")
-    size = "quick" if quick else "small"
-    path = user_cache_path("towerd") / "bench" / f"arch-{arch}-{size}.gguf"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(".tmp")
-        shape = _QUICK if quick else _SHAPE
-        make_random_gguf(temporary, replace(shape, arch=arch))  # type: ignore[arg-type]
-        temporary.replace(path)
-    return path
+    shape = replace(_QUICK if quick else _SHAPE, arch=arch)  # type: ignore[arg-type]
+    return random_model(f"arch-{arch}-{'quick' if quick else 'small'}", shape)
 
 
 async def _towerd(server: ServerProcess, prompt: list[int], n_trials: int) -> dict[str, Any]:
@@ -157,8 +150,8 @@ async def _restarted(server: ServerProcess) -> dict[str, Any]:
 
 
 async def _stats(server: ServerProcess) -> dict[str, Any]:
-    async with new_session() as session, session.get(f"{server.url}/towerd/v1/stats") as reply:
-        return dict(await reply.json())
+    async with new_session() as session:
+        return await daemon_stats(session, server.url)
 
 
 async def _llama_server(server: ServerProcess, prompt: list[int]) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 
-from towerd.cli.bench.client import Ask, Completion, complete, new_session
-from towerd.cli.bench.servers import ServerProcess, llama_server
+from towerd.cli.bench.harness.client import Ask, Completion, complete, new_session
+from towerd.cli.bench.harness.servers import ServerProcess, llama_server
 from towerd.engine.llama_server.process.upstream_client import UpstreamClient
 from towerd.tokens import Ids, common_prefix
 

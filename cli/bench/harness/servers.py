@@ -17,7 +17,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
-from towerd.engine.llama_server.slots.slotdir import SlotDir
 from towerd.errors import TowerdError
 
 _START_S_MAX = 300.0
@@ -123,24 +122,6 @@ class ServerProcess:
                 return bool(reply.status == 200)
         except (OSError, urllib.error.URLError):
             return False
-
-
-def can_count_written() -> bool:
-    """Whether this system counts the bytes that processes write, and temporary files are on a disk:
-    writes into RAM are not counted."""
-    import psutil
-
-    return (
-        hasattr(psutil.Process, "io_counters") and not SlotDir(Path(tempfile.gettempdir())).in_ram
-    )
-
-
-def written_bytes() -> int:
-    """The bytes that this process has written to disks, including those of ended children and their
-    descendants. Pages in the page cache count as written."""
-    import psutil
-
-    return int(psutil.Process().io_counters().write_bytes)
 
 
 def free_port() -> int:

@@ -8,7 +8,7 @@ import click
 import numpy as np
 from platformdirs import user_cache_path
 
-from towerd.models.random_gguf import PRESETS, make_random_gguf
+from towerd.models.random_gguf import PRESETS, Shape, make_random_gguf
 from towerd.tokens import Ids
 
 
@@ -16,12 +16,20 @@ def bench_model(model: Path | None, preset: str) -> Path:
     """`model`, or the preset's GGUF, written to the user's cache on first use."""
     if model is not None:
         return model
-    path = user_cache_path("towerd") / "bench" / f"{preset}.gguf"
+    return random_model(preset, PRESETS[preset], announce=True)
+
+
+def random_model(name: str, shape: Shape, *, announce: bool = False) -> Path:
+    """NAME.gguf with random weights, written to the user's cache on first use; `announce` says so
+    on stderr."""
+    path = user_cache_path("towerd") / "bench" / f"{name}.gguf"
     if not path.exists():
-        click.echo(f"Writing the {preset} model with random weights to {path} (once) ...", err=True)
+        if announce:
+            said = f"Writing the {name} model with random weights to {path} (once) ..."
+            click.echo(said, err=True)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(".tmp")
-        make_random_gguf(temporary, PRESETS[preset])
+        make_random_gguf(temporary, shape)
         temporary.replace(path)
     return path
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from towerd.cli.bench.models import bench_model, random_prompt, vocab_size
-from towerd.cli.bench.report import Report
+from towerd.cli.bench.harness.models import bench_model, random_prompt, vocab_size
+from towerd.cli.bench.harness.report import Report
 from towerd.config import Config
 from towerd.engine.base import Finish, GenerateRequest, LiveBudget
 from towerd.engine.embedded.engine import EmbeddedEngine

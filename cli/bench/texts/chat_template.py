@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 import numpy as np
 
-from towerd.cli.bench.chat_records import SUFFIX, ChatRecord, read_records
+from towerd.cli.bench.texts.chat_records import SUFFIX, ChatRecord, read_records
 from towerd.codec.text import KIND_NAMES
 from towerd.codec.vocabulary import GgufVocabulary
 from towerd.errors import ConfigError
