@@ -7,9 +7,9 @@ from typing import Any, TypeAlias
 
 import click
 
-from towerd.config import ENV_PREFIX, defaults, settings
-from towerd.llama_flags import FLAGS
-from towerd.settings import Setting
+from towerd.settings.config import ENV_PREFIX, defaults, settings
+from towerd.settings.llama_flags import FLAGS
+from towerd.settings.setting import Setting
 
 Command: TypeAlias = Callable[..., Any]
 
@@ -94,7 +94,7 @@ def _option(name: str, spec: Setting) -> Callable[[Command], Command]:
         return click.option(*spec.flags, name, type=click.Choice(spec.choices), help=text)
     if spec.kind == "path":
         return click.option(*spec.flags, name, type=click.Path(), metavar="PATH", help=text)
-    # Numbers and sizes stay text here: towerd.settings has one parser for flags, TOML and env.
+    # Numbers and sizes stay text here: towerd.settings.setting has one parser for flags, TOML and env.
     metavar = METAVARS.get(spec.kind, "TEXT")
     return click.option(*spec.flags, name, metavar=metavar, help=text)
 

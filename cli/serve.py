@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from towerd.cli.options import ConfigCommand, config_options, given_llama_flags, llama_options
-from towerd.config import Config, load, with_server_args
 from towerd.errors import ModelError
+from towerd.settings.config import Config, load, with_server_args
 
 if TYPE_CHECKING:
     from towerd.models.known import KnownModel
@@ -97,6 +97,6 @@ def _run(config: Config) -> None:
     threading.Thread(target=import_module, args=("aiohttp",), name="towerd-import").start()
     if config.engine == "embedded":
         import_module("towerd.service")
-    from towerd.app import run
+    from towerd.app.daemon import run
 
     run(config)

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from daemon import clean_env
 
-from towerd.config import ENV_OTHER, ENV_PREFIX, settings
-from towerd.metrics import Metrics
+from towerd.api.http.metrics import Metrics
+from towerd.settings.config import ENV_OTHER, ENV_PREFIX, settings
 
 DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
 

@@ -28,13 +28,13 @@ from towerd.cli.bench.texts.documents import read_meetings, read_text
 from towerd.codec import Codec, container
 from towerd.codec.vocabulary import GgufVocabulary
 from towerd.cold import decode, freeze
-from towerd.config import Config
 from towerd.engine.base import GenerateRequest, Started
 from towerd.engine.embedded.calibration.calibrate import calibration_text
 from towerd.engine.embedded.model.model import init_backend
 from towerd.kernels.formats import BY_NAME
 from towerd.models.bundled import default_model
 from towerd.service import open_service
+from towerd.settings.config import Config
 from towerd.slots.fingerprint import Fingerprint
 from towerd.slots.layout import KVLayout, Plane
 from towerd.store import Store, Turn

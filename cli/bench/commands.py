@@ -16,7 +16,7 @@ from towerd.cli.bench.harness.command import (
     trained_model_option,
 )
 from towerd.cli.lazy import Group
-from towerd.config import ENGINES
+from towerd.settings.config import ENGINES
 
 if TYPE_CHECKING:
     from towerd.cli.bench.harness.report import Report

@@ -27,8 +27,8 @@ from towerd.cli.bench.harness.models import bench_model, random_prompt, vocab_si
 from towerd.cli.bench.harness.report import Report
 from towerd.cli.bench.harness.servers import ServerProcess, llama_server, towerd_server
 from towerd.cli.bench.harness.slot_proxy import SlotProxy
-from towerd.config import ENGINES
 from towerd.errors import TowerdError
+from towerd.settings.config import ENGINES
 
 BOTH = "both"
 """Every engine, or every rival; each rival runs once."""

@@ -39,7 +39,7 @@ def daemon_for(
 
 def _private(config: Any) -> AbstractContextManager[ApiClient]:
     from towerd import log
-    from towerd.app import open_app
+    from towerd.app.daemon import open_app
     from towerd.cli.client.private_daemon import PrivateDaemon
 
     log.configure("error", config.log_format)

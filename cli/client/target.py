@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
-from towerd.config import Config, load, settings
 from towerd.errors import ConfigError
+from towerd.settings.config import Config, load, settings
 
 if TYPE_CHECKING:
     from towerd.cli.client.api_client import ApiClient
@@ -134,7 +134,7 @@ def listens(path: Path) -> bool:
 
 
 def _open_store(config: Config) -> AbstractContextManager[ApiClient]:
+    from towerd.app.store_app import open_store_app
     from towerd.cli.client.private_daemon import PrivateDaemon
-    from towerd.store_app import open_store_app
 
     return PrivateDaemon(open_store_app(config), config.store_dir, has_model=False)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from towerd import __version__
 from towerd.cli.doctor.check import Check, Finding, fail, ok, warn
-from towerd.config import Config
 from towerd.errors import ConfigError, TowerdError
+from towerd.settings.config import Config
 
 LLAMA = "llama-cpp-python"
 SETUP = "Run make setup."

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from towerd.config import Config
 from towerd.errors import TowerdError
+from towerd.settings.config import Config
 
 Status: TypeAlias = Literal["OK", "WARN", "FAIL"]
 

@@ -13,7 +13,7 @@ import psutil
 
 from towerd.cli.doctor.check import Check, Finding, fail, ok, warn
 from towerd.cli.output import size
-from towerd.config import Config
+from towerd.settings.config import Config
 
 GIB = 2**30
 RAM_FREE_MIN = 1 * GIB

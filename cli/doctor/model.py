@@ -11,10 +11,10 @@ from gguf import GGUFReader
 
 from towerd.cli.doctor.check import Check, Finding, fail, ok, warn
 from towerd.cli.output import clean, size
-from towerd.config import Config
 from towerd.errors import ModelError
 from towerd.models.bundled import find_model, has_default
 from towerd.models.known import SMOLLM2
+from towerd.settings.config import Config
 
 STATE_KEYS = ("ssm.", "wkv.", "shortconv.", "kda.")
 """Prefixes of metadata keys of recurrent layers."""

@@ -13,7 +13,7 @@ from towerd.cli.client.target import listens
 from towerd.cli.doctor.check import Check, Finding, fail, ok, warn
 from towerd.cli.doctor.machine import existing
 from towerd.cli.output import size
-from towerd.config import Config
+from towerd.settings.config import Config
 from towerd.store.catalog.schema import APPLICATION_ID, VERSION
 
 NOT_YET = "not there yet; the first start makes it"

@@ -26,8 +26,8 @@ def models() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def list_(as_json: bool) -> None:
     """List the known models and the files in the models directory."""
-    from towerd import paths
     from towerd.cli.output import echo_json, show_table, size
+    from towerd.system import paths
 
     found = _all_models()
     if as_json:
@@ -131,9 +131,9 @@ class _Display:
 
 
 def _all_models() -> list[dict[str, Any]]:
-    from towerd import paths
     from towerd.models.bundled import NAME, SHORT_NAME, bundled_model
     from towerd.models.known import KNOWN
+    from towerd.system import paths
 
     found = [
         {

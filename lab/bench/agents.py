@@ -40,7 +40,7 @@ from towerd.cli.bench.harness.client import complete, new_session
 from towerd.cli.bench.harness.models import bench_model, random_prompt, vocab_size
 from towerd.cli.bench.harness.report import Report
 from towerd.cli.bench.harness.servers import towerd_server
-from towerd.config import defaults
+from towerd.settings.config import defaults
 
 BASELINE = "lru"
 LOAD = AgentLoad(users=72, requests=340, warm_requests=160, first_tokens=24)

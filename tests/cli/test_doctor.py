@@ -17,8 +17,8 @@ from gguf import GGUFWriter
 
 from towerd.cli.doctor import build, machine, model, store
 from towerd.cli.doctor.check import Check, Finding
-from towerd.config import Config
 from towerd.models.bundled import bundled_model
+from towerd.settings.config import Config
 from towerd.store import Catalog
 
 Ctl = Callable[..., Result]

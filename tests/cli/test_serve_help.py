@@ -9,8 +9,8 @@ from click.testing import CliRunner
 
 from towerd.cli.main import towerd
 from towerd.cli.options import COMMON
-from towerd.config import ENV_PREFIX, settings
-from towerd.llama_flags import FLAGS
+from towerd.settings.config import ENV_PREFIX, settings
+from towerd.settings.llama_flags import FLAGS
 
 COMMON_MAX = 12
 

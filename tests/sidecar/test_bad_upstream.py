@@ -17,10 +17,10 @@ from fake_llama_server import answering, props
 
 from towerd.cli.bench.harness.servers import ServerProcess, find_llama_server, free_port
 from towerd.cli.bench.harness.servers import llama_server as start_llama_server
-from towerd.config import Config
 from towerd.engine.llama_server.opening import open_llama_server
 from towerd.errors import TowerdError
 from towerd.models.bundled import bundled_model
+from towerd.settings.config import Config
 
 Fails = Callable[..., str]
 FLAGS = ("-c", "512", "-np", "2", "-t", "1", "--no-warmup")

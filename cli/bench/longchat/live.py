@@ -18,12 +18,12 @@ import numpy as np
 
 from towerd.cli.bench.harness.models import bench_model, random_prompt, vocab_size
 from towerd.cli.bench.harness.report import Report
-from towerd.config import Config
 from towerd.engine.base import Finish, GenerateRequest, LiveBudget
 from towerd.engine.embedded.engine import EmbeddedEngine
 from towerd.engine.embedded.longchat.live_set import BoundedSet
 from towerd.errors import TowerdError
 from towerd.service import open_service
+from towerd.settings.config import Config
 from towerd.slots.blob import emit_blob
 from towerd.slots.layout import KVLayout
 from towerd.slots.rows import KVRows

@@ -20,13 +20,13 @@ from towerd.cli.bench.texts.documents import read_meetings, read_pairs, read_tex
 from towerd.cli.bench.texts.tokenizer import TextTokenizer
 from towerd.cli.output import progress_bar, show_table
 from towerd.codec import sample
-from towerd.config import RETENTIONS, Config
 from towerd.engine.base import LiveBudget
 from towerd.engine.embedded.engine import EmbeddedEngine
 from towerd.models.bundled import default_model
 from towerd.models.random_gguf import PRESETS
 from towerd.retention.icecache import IceCacheConfig
 from towerd.service import Service, open_service
+from towerd.settings.config import RETENTIONS, Config
 from towerd.tokens import Ids
 
 SAMPLE = "sample.txt"

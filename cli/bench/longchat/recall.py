@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 
 from towerd.cli.bench.longchat.reading import keys_of
-from towerd.config import load
 from towerd.engine.embedded.model.context import LlamaContext
 from towerd.engine.embedded.model.model import LlamaModel
 from towerd.engine.embedded.restore.scratch import Scratch
 from towerd.kernels.dci import DciConfig, make_dci_tree
 from towerd.retention.base import Positions, Rows
 from towerd.retention.icecache import IceCache, IceCacheConfig
+from towerd.settings.config import load
 
 TOP = 16
 """Keys with the largest inner products that a query should find in the loaded pages."""

@@ -17,7 +17,6 @@ from towerd.cli.bench.harness.report import Report
 from towerd.cli.bench.quality.drift import DriftMeter, summary
 from towerd.cli.bench.quality.plot import plot
 from towerd.cli.output import progress_bar, show_table
-from towerd.config import load
 from towerd.engine.embedded.calibration.calibrate import (
     CONTINUATIONS_MAX,
     calibration_text,
@@ -37,6 +36,7 @@ from towerd.engine.embedded.restore.scratch import Scratch
 from towerd.errors import ConfigError, NotSupported, TowerdError
 from towerd.kernels.formats import STORED_FORMATS
 from towerd.models.bundled import default_model
+from towerd.settings.config import load
 from towerd.slots.layout import KVLayout
 from towerd.tiers.formats.calibration import (
     ALL_NATIVE,

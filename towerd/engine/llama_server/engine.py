@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from towerd.config import Config
 from towerd.engine.base import Embeds, GenerateRequest, Kept, ModelInfo, ModuleMaker, SlotView
 from towerd.engine.llama_server.generation import LlamaServerGeneration
 from towerd.engine.llama_server.process.backend import LlamaServerBackend
@@ -28,10 +27,11 @@ from towerd.engine.llama_server.slots.slot_upkeep import SlotUpkeep
 from towerd.engine.llama_server.slots.unpinned_request import UnpinnedRequest
 from towerd.engine.llama_server.tally import without
 from towerd.errors import ContextExceeded, InvalidRequest, NotSupported, TowerdError, Unavailable
+from towerd.settings.config import Config
 from towerd.store import Store
+from towerd.system.priority import shorten_slice
 from towerd.tiers.manager import Tiers
 from towerd.tokens import Ids
-from towerd.wakeup import shorten_slice
 
 if TYPE_CHECKING:
     from towerd.wire import WireThreads

@@ -1,7 +1,7 @@
 """llama-server's own flags, and how the embedded engine handles each.
 
 llama.cpp's code parses those of sampling and chat itself (`towerd.wire`); flags that are settings
-of the daemon are in `towerd.config`; flags without an effect here are accepted and ignored, so that
+of the daemon are in `towerd.settings.config`; flags without an effect here are accepted and ignored, so that
 a llama-server command line works unchanged. The llama-server engine accepts all of them.
 """
 

@@ -28,17 +28,17 @@ from towerd.api.http.keys import (
     service_of,
 )
 from towerd.api.http.limits import Limits
+from towerd.api.http.metrics import Metrics
 from towerd.api.http.middleware import MIDDLEWARES
 from towerd.api.http.reply import json_reply
+from towerd.api.http.tenants import Tenants
+from towerd.app.store_routes import STORE_ROUTES, Route, add_routes
 from towerd.cold import Coding, ColdTier, VocabularySource
-from towerd.config import Config
 from towerd.engine.model_file import file_hash
 from towerd.errors import StoreError, StoreLocked, TowerdError
-from towerd.metrics import Metrics
 from towerd.models.bundled import find_model
+from towerd.settings.config import Config
 from towerd.store import Store, latest_fingerprint
-from towerd.store_routes import STORE_ROUTES, Route, add_routes
-from towerd.tenants import Tenants
 from towerd.tiers.formats.calibration_store import load_calibration
 from towerd.transfer import Transfer
 

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from towerd import paths
-from towerd.addresses import is_http_url, is_loopback
 from towerd.errors import ConfigError
-from towerd.llama_flags import adapter_files, media_flags, wire_words
-from towerd.machine import physical_cores, ram_bytes
 from towerd.policy import NAMES as POLICIES
-from towerd.settings import Kind, Setting, keys_from
+from towerd.settings.addresses import is_http_url, is_loopback
+from towerd.settings.llama_flags import adapter_files, media_flags, wire_words
+from towerd.settings.setting import Kind, Setting, keys_from
+from towerd.system import paths
+from towerd.system.machine import physical_cores, ram_bytes
 from towerd.tiers.formats.fidelity import FIDELITIES, LevelFormats
 
 ENGINES = ("embedded", "llama-server")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import psutil
 
-from towerd.machine import physical_cores, ram_bytes
+from towerd.system.machine import physical_cores, ram_bytes
 
 
 def test_ram() -> None:

@@ -32,18 +32,18 @@ from towerd.api.http.keys import (
     ServiceGate,
 )
 from towerd.api.http.limits import Limits
+from towerd.api.http.metrics import Metrics
 from towerd.api.http.middleware import MIDDLEWARES, add_headers
+from towerd.api.http.tenants import Tenants
 from towerd.api.llama.task import RUNNING
-from towerd.config import Config
+from towerd.app.routes import ROUTES, add_proxy_routes
+from towerd.app.store_routes import add_routes
 from towerd.errors import ConfigError
-from towerd.metrics import Metrics
-from towerd.routes import ROUTES, add_proxy_routes
-from towerd.store_routes import add_routes
-from towerd.tenants import Tenants
+from towerd.settings.config import Config
+from towerd.system.priority import shorten_slice
 from towerd.transfer import Transfer
-from towerd.wakeup import shorten_slice
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("towerd.app")
 
 LAG_PROBE_S = 0.25
 SWITCH_INTERVAL_S = 0.001

@@ -7,16 +7,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from towerd.addresses import is_loopback
-from towerd.config import Config, defaults, load, settings
 from towerd.errors import ConfigError
+from towerd.settings.addresses import is_loopback
+from towerd.settings.config import Config, defaults, load, settings
 
 
 @pytest.fixture(autouse=True)
 def no_user_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the developer's own towerd.toml out of these tests."""
     absent = tmp_path / "absent.toml"
-    monkeypatch.setattr("towerd.paths.config_file", lambda: absent)
+    monkeypatch.setattr("towerd.system.paths.config_file", lambda: absent)
 
 
 def write_toml(folder: Path, text: str) -> Path:
@@ -35,7 +35,7 @@ def test_flags_beat_environment_beats_file_beats_defaults(tmp_path: Path) -> Non
 
 def test_user_file_is_read_when_it_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     toml = write_toml(tmp_path, "port = 1001\n")
-    monkeypatch.setattr("towerd.paths.config_file", lambda: toml)
+    monkeypatch.setattr("towerd.system.paths.config_file", lambda: toml)
     assert load({}, {}).port == 1001
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from towerd import paths
+from towerd.system import paths
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="XDG directories are Linux's")
 

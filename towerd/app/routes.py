@@ -8,7 +8,7 @@ from towerd.api.admin import calibration as own_calibration
 from towerd.api.admin import page, pins, precache
 from towerd.api.admin import workflows as own_workflows
 from towerd.api.llama import completion, control, embeddings, info, lora, streams, text, unsupported
-from towerd.store_routes import STORE_ROUTES, Route, add_routes
+from towerd.app.store_routes import STORE_ROUTES, Route, add_routes
 
 LLAMA_ROUTES: tuple[Route, ...] = (
     Route("GET", "/health", info.get_health),

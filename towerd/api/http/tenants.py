@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from towerd.errors import Unauthorized
-from towerd.settings import LOCAL_TENANT
+from towerd.settings.setting import LOCAL_TENANT
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ OWNER = Tenant(LOCAL_TENANT, admin=True, sees_all=True)
 
 
 class Tenants:
-    """The key table. Without keys every caller is the owner (loopback only, see `app`). Among
+    """The key table. Without keys every caller is the owner (loopback only, see `towerd.app.daemon`). Among
     several tenants the one named `local` sees what all do."""
 
     def __init__(self, api_keys: Sequence[tuple[str, str]]) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 ASK = """
 import ctypes, json, os, threading
-from towerd.wakeup import _Attributes, shorten_slice
+from towerd.system.priority import _Attributes, shorten_slice
 
 def slice_ns():
     found = _Attributes(size=ctypes.sizeof(_Attributes))
