@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from gguf import GGUFWriter
 
-from lab.train.teacher import silence_llama_cpp
+from lab.train.objectives.teacher import silence_llama_cpp
 from towerd.engine.embedded.model.core import load_core
 from towerd.engine.embedded.model.model import init_backend
 from towerd.errors import ModelError

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lab.train.bpe import BEGIN, CONTROLS, END, START, Bpe, train_bpe
+from lab.train.data.bpe import BEGIN, CONTROLS, END, START, Bpe, train_bpe
+from lab.train.data.form import ROLES, MiniForm
+from lab.train.data.manifest import read_manifest
+from lab.train.data.records import read_dataset
 from lab.train.errors import TrainError
-from lab.train.export import Card, export
-from lab.train.form import ROLES, MiniForm
-from lab.train.manifest import read_manifest
-from lab.train.network import NetworkShape, init_weights
-from lab.train.records import read_dataset
+from lab.train.model.export import Card, export
+from lab.train.model.network import NetworkShape, init_weights
 from towerd.cli.bench.texts.chat_records import ChatRecord, Message
 from towerd.codec.prior.file import PATH as TABLE
 from towerd.codec.vocabulary import GgufVocabulary

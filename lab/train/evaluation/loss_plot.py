@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from lab.train.run import History
+from lab.train.loop.run import History
 
 
 def plot(history: History, path: Path, title: str) -> None:

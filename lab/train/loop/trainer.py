@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
-from lab.train.checkpoint import TrainingCheckpoint
-from lab.train.corpus import DevText
+from lab.train.data.corpus import DevText
 from lab.train.errors import TrainError
-from lab.train.evaluation import Evaluation, evaluate
-from lab.train.network import NetworkShape, Weights, init_weights, placed
-from lab.train.objective import Objective
-from lab.train.optimizer import Optimizer
-from lab.train.progress import Status
-from lab.train.run import TrainingRun
-from lab.train.schedule import Budget, Clock, in_decay, scale
+from lab.train.evaluation.bits_per_byte import Evaluation, evaluate
+from lab.train.loop.checkpoint import TrainingCheckpoint
+from lab.train.loop.optimizer import Optimizer
+from lab.train.loop.progress import Status
+from lab.train.loop.run import TrainingRun
+from lab.train.loop.schedule import Budget, Clock, in_decay, scale
+from lab.train.model.network import NetworkShape, Weights, init_weights, placed
+from lab.train.objectives.objective import Objective
 
 N_CHECKPOINTS = 20
 """Number of checkpoints and evaluations in a budget."""

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lab.train.corpus import Windows
-from lab.train.form import Ids
-from lab.train.network import NetworkShape, Weights, device_of, logits
-from lab.train.teacher import Targets, Teacher
+from lab.train.data.corpus import Windows
+from lab.train.data.form import Ids
+from lab.train.model.network import NetworkShape, Weights, device_of, logits
+from lab.train.objectives.teacher import Targets, Teacher
 
 TINY = 1e-9
 

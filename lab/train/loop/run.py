@@ -14,9 +14,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lab.train import schedule
-from lab.train.checkpoint import TrainingCheckpoint
 from lab.train.errors import TrainError
+from lab.train.loop import schedule
+from lab.train.loop.checkpoint import TrainingCheckpoint
 
 History = list[dict[str, Any]]
 

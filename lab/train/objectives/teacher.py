@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from lab.train.data.form import EncodedRecord, Ids, mark_of
 from lab.train.errors import TrainError
-from lab.train.form import EncodedRecord, Ids, mark_of
 from towerd.cli.bench.texts.chat_records import ChatRecord, Message
 from towerd.llama_library import lib
 

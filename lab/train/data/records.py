@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 
+from lab.train.data.manifest import TextSource
 from lab.train.errors import TrainError
-from lab.train.manifest import TextSource
 from towerd.cli.bench.texts.chat_records import SUFFIX, ChatRecord, read_records
 
 TRAIN, DEV = f"train{SUFFIX}", f"dev{SUFFIX}"

@@ -1,14 +1,14 @@
-"""The mini model from chat records to a GGUF."""
+"""The tokenizer of a run: read from its folder, taken from a GGUF, or learned from the text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from lab.train.bpe import Bpe, train_bpe
-from lab.train.corpus import shuffled
-from lab.train.manifest import TextSource
-from lab.train.records import Dataset
+from lab.train.data.bpe import Bpe, train_bpe
+from lab.train.data.corpus import shuffled
+from lab.train.data.manifest import TextSource
+from lab.train.data.records import Dataset
 
 TOKENIZER_BYTES = 20_000_000
 """Amount of text that the tokenizer learns from."""

@@ -1,4 +1,4 @@
-"""`python -m lab.train.talking DEV MODEL...`: compare small models as chat models.
+"""`python -m lab.train.evaluation.talking DEV MODEL...`: compare small models as chat models.
 
 For each GGUF: bits per byte of assistants' answers to the first message of a chat, in the model's own
 chat template, and its greedy answers to twenty ordinary questions, to be read.
@@ -12,9 +12,9 @@ from pathlib import Path
 import click
 import numpy as np
 
+from lab.train.data.manifest import read_manifest
 from lab.train.errors import TrainError
-from lab.train.manifest import read_manifest
-from lab.train.teacher import Teacher, TeacherForm, silence_llama_cpp
+from lab.train.objectives.teacher import Teacher, TeacherForm, silence_llama_cpp
 from towerd.cli.bench.texts.chat_records import ChatRecord, read_records
 from towerd.errors import ConfigError
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lab.train.network import (
+from lab.train.model.network import (
     EMBEDDING,
     NetworkShape,
     Weights,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lab.train.network import Weights
+from lab.train.model.network import Weights
 
 MUON_LR = 0.02
 ADAM_LR = 0.004

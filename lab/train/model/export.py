@@ -11,7 +11,7 @@ import numpy.typing as npt
 from gguf import GGUFWriter, LlamaFileType
 
 from lab.train.errors import TrainError
-from lab.train.network import NetworkShape, Weights
+from lab.train.model.network import NetworkShape, Weights
 from towerd.models.gguf_file import writing
 from towerd.models.vocabulary import Vocabulary
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lab.train.errors import TrainError
-from lab.train.network import NetworkShape, Weights
+from lab.train.model.network import NetworkShape, Weights
 
 VERSION = 1
 

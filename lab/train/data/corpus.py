@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
+from lab.train.data.form import ROLES, Ids, Marks, TextForm, mark_of
+from lab.train.data.manifest import TextSource
+from lab.train.data.records import Dataset
 from lab.train.errors import TrainError
-from lab.train.form import ROLES, Ids, Marks, TextForm, mark_of
-from lab.train.manifest import TextSource
-from lab.train.records import Dataset
 from towerd.cli.bench.texts.chat_records import ChatRecord
 
 ENCODE_AT_ONCE = 512

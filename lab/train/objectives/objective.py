@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lab.train.corpus import Windows
-from lab.train.network import EMBEDDING, NetworkShape, Weights, device_of, hidden
+from lab.train.data.corpus import Windows
+from lab.train.model.network import EMBEDDING, NetworkShape, Weights, device_of, hidden
 
 
 class Objective(Protocol):

@@ -20,7 +20,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from lab.train.bpe import BEGIN, END, START, Bpe
+from lab.train.data.bpe import BEGIN, END, START, Bpe
 from towerd.cli.bench.texts.chat_records import ChatRecord
 
 Ids = npt.NDArray[np.uint32]

@@ -12,8 +12,8 @@ import torch
 from gguf import GGUFReader, dequantize
 
 from lab.train.errors import TrainError
-from lab.train.export import ARCHITECTURE
-from lab.train.network import EMBEDDING, NetworkShape, Weights
+from lab.train.model.export import ARCHITECTURE
+from lab.train.model.network import EMBEDDING, NetworkShape, Weights
 
 
 class PretrainedModel:

@@ -12,10 +12,10 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from lab.train.corpus import DevText
-from lab.train.form import ROLES
-from lab.train.manifest import TextSource
-from lab.train.network import NetworkShape, Weights, device_of, logits
+from lab.train.data.corpus import DevText
+from lab.train.data.form import ROLES
+from lab.train.data.manifest import TextSource
+from lab.train.model.network import NetworkShape, Weights, device_of, logits
 
 F64 = npt.NDArray[np.float64]
 WINDOWS_AT_ONCE = 4
