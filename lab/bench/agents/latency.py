@@ -29,7 +29,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from lab.bench.agents_load import (
+from lab.bench.agents.load import (
     REFERENCE_TOKENS_PER_S,
     AgentLoad,
     User,

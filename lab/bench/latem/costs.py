@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lab.bench import latem_plot
+from lab.bench.latem.plot import plot
 from lab.latem.algorithm import LatemCache
 from lab.latem.cases import CASES, TOKEN_COST, Advice, LatemCase
 from lab.latem.curves import Point, curve, robustness, total_cost
@@ -37,7 +37,7 @@ async def run(model: Path | None, quick: bool, *, plot_path: Path | None = None)
         name: [_row(point) for point in points] for name, points in curves.items()
     }
     if plot_path is not None:
-        latem_plot.plot(plot_path, curves)
+        plot(plot_path, curves)
     return report
 
 

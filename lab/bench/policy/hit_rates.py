@@ -8,7 +8,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from lab.bench import policy_costs, policy_plot, policy_workflows
+from lab.bench.policy import agent_workflows, costs
+from lab.bench.policy.plot import plot
 from lab.replay.cells import ReplayTask, TraceSource, Workers, workers
 from lab.replay.compare import BASELINE, BOUND, Cell
 from towerd.cli.bench.harness.plot import require
@@ -74,16 +75,16 @@ async def run(
         if workflows is not None:
             report.figures |= _of_workflows(work, workflows, names, quick, shown)
     if workflows is not None:
-        found = dict(policy_workflows.predictors(workflows, quick=quick, jobs=jobs))
-        policy_workflows.show(found)
-        report.figures |= policy_workflows.figures(found)
+        found = dict(agent_workflows.predictors(workflows, quick=quick, jobs=jobs))
+        agent_workflows.show(found)
+        report.figures |= agent_workflows.figures(found)
     if data is not None:
-        report.figures |= policy_costs.of_decisions(_chat(data).trace())
+        report.figures |= costs.of_decisions(_chat(data).trace())
     if workflows is not None:
-        report.figures |= policy_costs.of_forecasts(policy_workflows.paths_of(workflows))
+        report.figures |= costs.of_forecasts(agent_workflows.paths_of(workflows))
     if plot_path is not None:
         plotted = {k: v for k, v in shown.items() if k in (_CODING, _CHAT, _TEAMS)}
-        policy_plot.plot(plot_path, {k: (of.trace(), v) for k, (of, v) in plotted.items()})
+        plot(plot_path, {k: (of.trace(), v) for k, (of, v) in plotted.items()})
     _set_targets(report)
     return report
 
@@ -124,10 +125,10 @@ def _of_workflows(
     work: Workers, folder: Path, names: Sequence[str], quick: bool, shown: _Shown
 ) -> dict[str, Any]:
     """Hit rates on multi-agent workflows with hints."""
-    source = policy_workflows.main_source(folder, SEGMENT_TOKENS)
+    source = agent_workflows.main_source(folder, SEGMENT_TOKENS)
     if source is None:
         return {}
-    policies = tuple(dict.fromkeys((*names, *policy_workflows.POLICIES)))
+    policies = tuple(dict.fromkeys((*names, *agent_workflows.POLICIES)))
     capacities = (0.05, 0.1) if quick else CAPACITIES
     cells = list(work([ReplayTask(source, c, policies, end_hints=True) for c in capacities]))
     shown[_TEAMS] = (source, cells)

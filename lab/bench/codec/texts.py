@@ -7,8 +7,8 @@ from pathlib import Path
 import click
 import numpy as np
 
-from lab.train.manifest import read_manifest
-from lab.train.records import TRAIN
+from lab.train.data.manifest import read_manifest
+from lab.train.data.records import TRAIN
 from towerd.cli.bench.texts.chat_template import in_template, records
 
 SESSION_BYTES = 16384

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lab.bench.ggml import Ggml
+from lab.bench.kernels.ggml import Ggml
 from towerd.cli.bench.harness.report import Report
 from towerd.kernels import dispatch
 from towerd.kernels.formats import BY_NAME

@@ -13,8 +13,8 @@ from pathlib import Path
 import click
 from rich.progress import track
 
-from lab.bench.codec_baselines import PRIME_BYTES, baselines
-from lab.bench.codec_texts import KINDS, sessions, training
+from lab.bench.codec.baselines import PRIME_BYTES, baselines
+from lab.bench.codec.texts import KINDS, sessions, training
 from lab.codec.lossy import reduce
 from towerd.cli.bench.harness.report import Report
 from towerd.cli.bench.texts.chat_template import MARKS, tokenized
