@@ -50,14 +50,14 @@ def pinned_llama() -> str | None:
 
 def llama_server(config: Config) -> Finding:
     """The binary that benchmarks compare with and the llama-server engine runs."""
-    from towerd.cli.bench.harness.servers import find_llama_server
+    from towerd.engine.llama_server.process.binary import find_binary, library_env
 
     advice = "Only benchmarks and the llama-server engine use it. " + SETUP
     try:
-        binary = find_llama_server()
+        binary = find_binary()
     except TowerdError:
         return warn("llama-server was not found", advice)
-    env = os.environ | {"LD_LIBRARY_PATH": str(binary.parent.parent / "lib")}
+    env = os.environ | library_env(binary)
     try:
         run = subprocess.run(
             [str(binary), "--version"],

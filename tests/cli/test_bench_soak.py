@@ -10,8 +10,9 @@ import pytest
 from click.testing import Result
 
 from towerd.cli.bench import soak
-from towerd.cli.bench.harness.servers import ServerProcess, free_port
+from towerd.cli.bench.harness.servers import ServerProcess
 from towerd.cli.bench.soak import FAILURES_MAX, SoakSample, new_load, slope, thinned
+from towerd.engine.llama_server.process.process import free_port
 
 HANGING = """
 import sys, time

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 import urllib.error
@@ -17,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
+from towerd.engine.llama_server.process.binary import find_binary, library_env
+from towerd.engine.llama_server.process.process import free_port
 from towerd.errors import TowerdError
 
 _START_S_MAX = 300.0
@@ -124,13 +124,6 @@ class ServerProcess:
             return False
 
 
-def free_port() -> int:
-    """A TCP port that is free now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
 def towerd_server(model: Path, store: Path, *flags: str) -> ServerProcess:
     """`towerd serve` on a store of its own."""
     port = free_port()
@@ -156,24 +149,9 @@ def towerd_server(model: Path, store: Path, *flags: str) -> ServerProcess:
     return ServerProcess(command, port=port, env=env)
 
 
-def find_llama_server() -> Path:
-    """The llama-server binary: $PATH, else beside the installed llama-cpp-python.
-
-    Raises TowerdError when there is none."""
-    beside = Path(sysconfig.get_paths()["purelib"]) / "bin" / "llama-server"
-    for folder in os.environ.get("PATH", "").split(os.pathsep):
-        candidate = Path(folder) / "llama-server"
-        if folder and os.access(candidate, os.X_OK):
-            return candidate
-    if os.access(beside, os.X_OK):
-        return beside
-    raise TowerdError("llama-server was not found; run `make setup`, which builds it.")
-
-
 def llama_server(model: Path, *flags: str) -> ServerProcess:
     """llama-server with its defaults, except for the given flags."""
-    binary, port = find_llama_server(), free_port()
-    library = binary.parent.parent / "lib"
-    env = os.environ | {"LD_LIBRARY_PATH": str(library)}
+    binary, port = find_binary(), free_port()
+    env = os.environ | library_env(binary)
     command = [str(binary), "-m", str(model), "--host", "127.0.0.1", "--port", str(port), *flags]
     return ServerProcess(command, port=port, env=env)
