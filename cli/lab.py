@@ -17,7 +17,7 @@ LAB_COMMANDS = {
     "replay": "lab.commands.replay:replay",
     "cluster": "lab.commands.cluster:cluster",
     "reduce": "lab.commands.reduce:reduce",
-    "bench": "lab.bench:bench",
+    "bench": "lab.bench.commands:bench",
     "train": "towerd.cli.lab:train",
 }
 TRAIN_COMMANDS = {

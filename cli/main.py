@@ -1,4 +1,4 @@
-"""The two command groups. A new command is a file here and a row in one of the tables."""
+"""The two command groups. A new command is a file and a row in one of the tables."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from towerd.cli.lazy import LazyGroup
 
 DAEMON_COMMANDS = {
     "serve": "towerd.cli.serve:serve",
-    "models": "towerd.cli.models:models",
+    "models": "towerd.cli.models.fetch:models",
     "version": "towerd.cli.version:version",
 }
 CONTROL_COMMANDS = {
-    "precache": "towerd.cli.precache:precache",
-    "sessions": "towerd.cli.sessions:sessions",
-    "freeze": "towerd.cli.freeze:freeze",
-    "thaw": "towerd.cli.freeze:thaw",
-    "export": "towerd.cli.transfer:export",
-    "import": "towerd.cli.transfer:import_",
-    "segments": "towerd.cli.segments:segments",
-    "why": "towerd.cli.why:why",
-    "trie": "towerd.cli.trie:trie",
-    "pin": "towerd.cli.pin:pin",
-    "unpin": "towerd.cli.pin:unpin",
-    "stats": "towerd.cli.stats:stats",
-    "verify": "towerd.cli.verify:verify",
-    "gc": "towerd.cli.gc:gc",
-    "calibrate": "towerd.cli.calibrate:calibrate",
-    "doctor": "towerd.cli.doctor:doctor",
-    "bench": "towerd.cli.bench:bench",
+    "precache": "towerd.cli.precache.precache:precache",
+    "sessions": "towerd.cli.sessions.sessions:sessions",
+    "freeze": "towerd.cli.sessions.freeze:freeze",
+    "thaw": "towerd.cli.sessions.freeze:thaw",
+    "export": "towerd.cli.sessions.transfer:export",
+    "import": "towerd.cli.sessions.transfer:import_",
+    "segments": "towerd.cli.segments.segments:segments",
+    "why": "towerd.cli.segments.why:why",
+    "trie": "towerd.cli.segments.trie:trie",
+    "pin": "towerd.cli.segments.pin:pin",
+    "unpin": "towerd.cli.segments.pin:unpin",
+    "stats": "towerd.cli.maintenance.stats:stats",
+    "verify": "towerd.cli.maintenance.verify:verify",
+    "gc": "towerd.cli.maintenance.gc:gc",
+    "calibrate": "towerd.cli.maintenance.calibrate:calibrate",
+    "doctor": "towerd.cli.doctor.doctor:doctor",
+    "bench": "towerd.cli.bench.commands:bench",
     "lab": "towerd.cli.lab:lab",
-    "model": "towerd.cli.model:model",
+    "model": "towerd.cli.models.make:model",
     "train": "towerd.cli.lab:train",
     "completion": "towerd.cli.completion:completion",
     "version": "towerd.cli.version:version",

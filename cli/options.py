@@ -7,10 +7,10 @@ from typing import Any, TypeAlias
 
 import click
 
-from towerd.config import defaults, settings
-from towerd.config_sources import ENV_PREFIX
-from towerd.llama_flags import FLAGS
-from towerd.settings import Setting
+from towerd.settings.config import defaults, settings
+from towerd.settings.llama_flags import FLAGS
+from towerd.settings.setting import Setting
+from towerd.settings.sources import ENV_PREFIX
 
 Command: TypeAlias = Callable[..., Any]
 
@@ -29,7 +29,7 @@ COMMON = (
     "engine",
 )
 """The settings that most people need, in the order of --help and docs/settings.md."""
-_GIVEN = "towerd.llama_flags"
+_GIVEN = "towerd.settings.llama_flags"
 _ALL = "towerd.help_all"
 METAVARS = {"int": "N", "float": "X", "size": "SIZE", "path": "PATH", "keys": "KEY"}
 
@@ -95,7 +95,7 @@ def _option(name: str, spec: Setting) -> Callable[[Command], Command]:
         return click.option(*spec.flags, name, type=click.Choice(spec.choices), help=text)
     if spec.kind == "path":
         return click.option(*spec.flags, name, type=click.Path(), metavar="PATH", help=text)
-    # Numbers and sizes stay text here: towerd.settings has one parser for flags, TOML and env.
+    # Numbers and sizes stay text here: towerd.settings.setting has one parser for flags, TOML and env.
     metavar = METAVARS.get(spec.kind, "TEXT")
     return click.option(*spec.flags, name, metavar=metavar, help=text)
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from towerd.cli.options import ConfigCommand, config_options, given_llama_flags, llama_options
-from towerd.config import Config, with_server_args
-from towerd.config_sources import load
 from towerd.errors import ModelError
+from towerd.settings.config import Config, with_server_args
+from towerd.settings.sources import load
 
 if TYPE_CHECKING:
     from towerd.models.known import KnownModel
@@ -77,7 +77,7 @@ def _offer_default() -> None:
 
 def _offer(model: KnownModel) -> bool:
     """Ask whether to fetch the model, and fetch it; returns whether it is here then."""
-    from towerd.cli.models import fetch
+    from towerd.cli.models.fetch import fetch
     from towerd.cli.output import size
 
     what = f"{model.title}, {size(model.bytes_to_fetch)}, {model.licence}"
@@ -98,6 +98,6 @@ def _run(config: Config) -> None:
     threading.Thread(target=import_module, args=("aiohttp",), name="towerd-import").start()
     if config.engine == "embedded":
         import_module("towerd.service")
-    from towerd.app import run
+    from towerd.app.daemon import run
 
     run(config)

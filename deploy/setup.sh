@@ -171,8 +171,12 @@ fetch_source() {
 
 install_project() {
   local wanted
-  wanted=$(find pyproject.toml CMakeLists.txt kernels/cpp towerd/wire/cpp "$STAMPS/llama" "$STAMPS/source" -type f |
-    LC_ALL=C sort | xargs cat | cksum)
+  # The installation maps modules to files, so it is made again when there is another folder.
+  wanted=$({
+    find pyproject.toml CMakeLists.txt kernels/cpp towerd/wire/cpp "$STAMPS/llama" "$STAMPS/source" -type f |
+      LC_ALL=C sort | xargs cat
+    find -L towerd -name __pycache__ -prune -o -type d -print | LC_ALL=C sort
+  } | cksum)
   [ -f "$STAMPS/project" ] && [ "$(cat "$STAMPS/project")" = "$wanted" ] && return
   say "Installing towerd and its development tools into .venv"
   "$PY" -m pip install --quiet --group build --group dev

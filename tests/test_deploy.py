@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from daemon import clean_env
 
-from towerd.config import settings
-from towerd.config_sources import ENV_OTHER, ENV_PREFIX
-from towerd.metrics import Metrics
+from towerd.api.http.metrics import Metrics
+from towerd.settings.config import settings
+from towerd.settings.sources import ENV_OTHER, ENV_PREFIX
 
 DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
 

@@ -12,7 +12,7 @@ import pytest
 from settings_page import PAGE, written
 
 from towerd.cli.main import towerctl, towerd
-from towerd.config import settings
+from towerd.settings.config import settings
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"

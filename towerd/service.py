@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any, Generic
 
 from towerd.cold import Coding, ColdTier, vocabulary_source
-from towerd.config import Config
 from towerd.engine.base import LiveBudget
 from towerd.engine.opened_engine import EngineT, OpenedEngine
 from towerd.sessions.recorder import TurnRecorder
 from towerd.sessions.sessions import Sessions
 from towerd.sessions.traffic import Traffic, open_traffic
+from towerd.settings.config import Config
 from towerd.store import Store
 from towerd.tiers.manager import Tiers
 

@@ -21,19 +21,20 @@ from pathlib import Path
 import numpy as np
 from rich.progress import track
 
-from towerd.cli.bench.cold_texts import held_out, tokenized
-from towerd.cli.bench.longchat_texts import read_meetings, read_text
-from towerd.cli.bench.report import Report
+from towerd.cli.bench.harness.disk import disk_bytes
+from towerd.cli.bench.harness.report import Report
+from towerd.cli.bench.texts.chat_template import held_out, tokenized
+from towerd.cli.bench.texts.documents import read_meetings, read_text
 from towerd.codec import Codec, container
 from towerd.codec.vocabulary import GgufVocabulary
 from towerd.cold import decode, freeze
-from towerd.config import Config
 from towerd.engine.base import GenerateRequest, Started
 from towerd.engine.embedded.calibration.calibrate import calibration_text
 from towerd.engine.embedded.model.model import init_backend
 from towerd.kernels.formats import BY_NAME
 from towerd.models.bundled import default_model
 from towerd.service import open_service
+from towerd.settings.config import Config
 from towerd.slots.fingerprint import Fingerprint
 from towerd.slots.layout import KVLayout, Plane
 from towerd.store import Store, Turn
@@ -266,7 +267,7 @@ def _measure(report: Report, root: Path, made: Population, n: int) -> None:
     figures, n_coded = report.figures, len(made.ids)
     figures["sessions"], figures["coded_sessions"] = n, n_coded
     figures["tokens_per_session"] = _TOKENS
-    figures["bytes_per_session"] = _disk_bytes(root) / n
+    figures["bytes_per_session"] = disk_bytes(root) / n
     began = time.monotonic()
     with Store.open(root, _fingerprint()) as store:
         figures["open_s"] = time.monotonic() - began
@@ -351,8 +352,3 @@ async def _measure_thaw(
                 service.engine.pool.drop(seq)
     for what, each in times.items():  # figures over all sessions take precedence
         report.figures.setdefault(f"{name}{what}", statistics.median(each))
-
-
-def _disk_bytes(root: Path) -> int:
-    """The store's allocated size in the file system."""
-    return sum(path.lstat().st_blocks * 512 for path in (root, *root.rglob("*")))

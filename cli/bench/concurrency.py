@@ -12,10 +12,10 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from towerd.cli.bench.client import complete, new_session
-from towerd.cli.bench.models import bench_model, random_prompt, vocab_size
-from towerd.cli.bench.report import Report
-from towerd.cli.bench.servers import ServerProcess, llama_server, towerd_server
+from towerd.cli.bench.harness.client import complete, new_session
+from towerd.cli.bench.harness.models import bench_model, random_prompt, vocab_size
+from towerd.cli.bench.harness.report import Report
+from towerd.cli.bench.harness.servers import ServerProcess, llama_server, towerd_server
 
 _STREAMS = (1, 2, 4, 8)
 _SPECULATING = (

@@ -19,10 +19,10 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 
-from towerd.cli.bench.client import Completion, chat, complete, new_session
-from towerd.cli.bench.models import bench_model, random_prompt, vocab_size
-from towerd.cli.bench.report import Report
-from towerd.cli.bench.servers import ServerProcess, llama_server, towerd_server
+from towerd.cli.bench.harness.client import Completion, chat, complete, new_session
+from towerd.cli.bench.harness.models import bench_model, random_prompt, vocab_size
+from towerd.cli.bench.harness.report import Report
+from towerd.cli.bench.harness.servers import ServerProcess, llama_server, towerd_server
 
 SAID_TOKENS = 4
 REPLY_TOKENS = 16

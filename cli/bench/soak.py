@@ -25,8 +25,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from towerd.cli.bench.report import Report
-from towerd.cli.bench.servers import ServerProcess, towerd_server
+from towerd.cli.bench.harness.client import daemon_stats
+from towerd.cli.bench.harness.report import Report
+from towerd.cli.bench.harness.servers import ServerProcess, towerd_server
 from towerd.models.bundled import bundled_model
 from towerd.store import Store, latest_fingerprint
 
@@ -283,6 +284,5 @@ async def _look(
 
 
 async def _stats(session: aiohttp.ClientSession, url: str) -> dict[str, Any]:
-    async with session.get(f"{url}/towerd/v1/stats") as reply:
-        found = await reply.json()
+    found = await daemon_stats(session, url)
     return {**found["store"], **found["tiers"]}

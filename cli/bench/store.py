@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from towerd.cli.bench.report import Report
+from towerd.cli.bench.harness.report import Report
 from towerd.kernels.formats import BY_NAME
 from towerd.slots.fingerprint import Fingerprint
 from towerd.slots.layout import KVLayout, Plane

@@ -21,19 +21,14 @@ from typing import Any
 import click
 import numpy as np
 
-from towerd.cli.bench.client import Ask, connect, new_session
-from towerd.cli.bench.models import bench_model, random_prompt, vocab_size
-from towerd.cli.bench.report import Report
-from towerd.cli.bench.servers import (
-    ServerProcess,
-    can_count_written,
-    llama_server,
-    towerd_server,
-    written_bytes,
-)
-from towerd.cli.bench.slot_proxy import SlotProxy
-from towerd.config import ENGINES
+from towerd.cli.bench.harness.client import Ask, connect, daemon_stats, new_session
+from towerd.cli.bench.harness.disk import can_count_written, written_bytes
+from towerd.cli.bench.harness.models import bench_model, random_prompt, vocab_size
+from towerd.cli.bench.harness.report import Report
+from towerd.cli.bench.harness.servers import ServerProcess, llama_server, towerd_server
+from towerd.cli.bench.harness.slot_proxy import SlotProxy
 from towerd.errors import TowerdError
+from towerd.settings.config import ENGINES
 
 BOTH = "both"
 """Every engine, or every rival; each rival runs once."""
@@ -285,9 +280,8 @@ async def _drive(
 
 async def _engine_stats(url: str) -> dict[str, Any]:
     """The counters of towerd's engine since its start; empty for llama-server."""
-    async with new_session() as session, session.get(f"{url}/towerd/v1/stats") as reply:
-        stats: dict[str, Any] = (await reply.json())["engine"] if reply.status == 200 else {}
-    return stats
+    async with new_session() as session:
+        return dict((await daemon_stats(session, url)).get("engine", {}))
 
 
 def _slot_file_bytes(stats: dict[str, Any]) -> int:

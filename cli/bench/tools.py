@@ -21,10 +21,10 @@ import aiohttp
 import click
 import numpy as np
 
-from towerd.cli.bench.client import chat, new_session
-from towerd.cli.bench.models import bench_model
-from towerd.cli.bench.report import Report
-from towerd.cli.bench.servers import ServerProcess, llama_server, towerd_server
+from towerd.cli.bench.harness.client import chat, new_session
+from towerd.cli.bench.harness.models import bench_model
+from towerd.cli.bench.harness.report import Report
+from towerd.cli.bench.harness.servers import ServerProcess, llama_server, towerd_server
 
 Json = dict[str, Any]
 WORDS = (

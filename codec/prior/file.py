@@ -28,7 +28,7 @@ from towerd.kernels.mixing import BREAK, OPENING, Mixer, make_mixer
 
 PATH = Path(__file__).resolve().parent.parent / "data" / "mix.gguf"
 START = 1
-"""The control token that starts a message (`lab/train/bpe.py`)."""
+"""The control token that starts a message (`lab/train/data/bpe.py`)."""
 U8 = npt.NDArray[np.uint8]
 U16 = npt.NDArray[np.uint16]
 U32 = npt.NDArray[np.uint32]

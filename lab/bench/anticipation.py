@@ -21,9 +21,9 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from towerd.cli.bench.client import new_session
-from towerd.cli.bench.report import Report
-from towerd.cli.bench.servers import towerd_server
+from towerd.cli.bench.harness.client import daemon_stats, new_session
+from towerd.cli.bench.harness.report import Report
+from towerd.cli.bench.harness.servers import towerd_server
 from towerd.codec.vocabulary import GgufVocabulary
 from towerd.errors import TowerdError
 from towerd.models.bundled import default_model
@@ -181,8 +181,7 @@ async def _ask(
 async def _settled(session: aiohttp.ClientSession, url: str) -> Json:
     """The daemon's counters, once nothing is being evaluated ahead."""
     while True:
-        async with session.get(f"{url}/towerd/v1/stats") as reply:
-            traffic: Json = (await reply.json())["traffic"]
+        traffic: Json = (await daemon_stats(session, url))["traffic"]
         if not traffic.get("anticipations_running"):
             return traffic
         await asyncio.sleep(_POLL_S)

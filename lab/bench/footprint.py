@@ -15,8 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from towerd.cli.bench.drift_plot import require
-from towerd.cli.bench.report import Report
+from towerd.cli.bench.harness.disk import disk_bytes
+from towerd.cli.bench.harness.plot import new_figure, require
+from towerd.cli.bench.harness.report import Report
 from towerd.kernels.formats import BY_NAME
 from towerd.slots.compose import state_size
 from towerd.slots.fingerprint import Fingerprint
@@ -99,7 +100,7 @@ async def run(
             finally:
                 population.tiers.close()
                 population.store.close()
-            curve[n] = _disk_bytes(root) / n
+            curve[n] = disk_bytes(root) / n
     _figures(report, curve)
     if plot_path is not None:
         plot(curve, report.figures["native_bytes_per_token"], plot_path)
@@ -159,11 +160,6 @@ def _rows(layout: KVLayout, rng: np.random.Generator, p0: int, p1: int) -> KVRow
     return KVRows(layout, positions, k, v)
 
 
-def _disk_bytes(root: Path) -> int:
-    """Disk space allocated to the store: files, catalog, directories."""
-    return sum(path.lstat().st_blocks * 512 for path in (root, *root.rglob("*")))
-
-
 def _slot_file_bytes(n_tokens: int) -> int:
     return _SLOT_HEAD_BYTES + 4 * n_tokens + state_size(_layout(), n_tokens, 1)
 
@@ -187,11 +183,7 @@ def _figures(report: Report, curve: dict[int, float]) -> None:
 
 def plot(curve: dict[int, float], token_bytes: int, path: Path) -> None:
     """Write bytes per session against sessions, beside the 1/N law of Theorem 14."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.5, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)  # no window, whatever the user's backend is
+    figure = new_figure(6.5, 4.5)
     axes = figure.subplots()
     sessions = np.array(list(curve), float)
     measured = np.array(list(curve.values())) / (token_bytes * _SEGMENT)

@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 import psutil
 
-from towerd.cli.bench.quality import check_spliceable, read_text
-from towerd.cli.bench.report import Report
+from towerd.cli.bench.harness.report import Report
+from towerd.cli.bench.quality.formats import check_spliceable, read_text
 from towerd.cli.output import progress_bar, show_table
-from towerd.config import Config
 from towerd.engine.embedded.calibration.calibrate import calibration_text
 from towerd.engine.embedded.calibration.measure_plan import NEXT_TOKENS
 from towerd.engine.embedded.calibration.splice_meter import (
@@ -36,6 +35,7 @@ from towerd.engine.embedded.restore.scratch import Scratch, other_shapes
 from towerd.engine.embedded.restore.splice import rope_of
 from towerd.errors import ConfigError
 from towerd.models.bundled import default_model
+from towerd.settings.config import Config
 from towerd.slots.blob import emit_blob
 from towerd.slots.rope import Rope
 from towerd.slots.rows import KVRows

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from towerd.cli.backend import Json
-from towerd.cli.client import Target, connect, json_option, setting_option, target_options
+from towerd.cli.client.api_client import Json
+from towerd.cli.client.target import Target, connect, json_option, setting_option, target_options
 from towerd.errors import ConfigError
 
 if TYPE_CHECKING:
     from lab.codec.cluster import Cluster, Distances
-    from towerd.cli.backend import ApiClient
+    from towerd.cli.client.api_client import ApiClient
     from towerd.codec import Codec
     from towerd.codec.vocabulary import GgufVocabulary
     from towerd.tokens import Ids
@@ -70,7 +70,7 @@ def cluster(
 
 def _of_file(spec: Path, target: Target) -> tuple[Path, list[tuple[str, bytes | Ids]]]:
     """(model, name and text of each prompt) of a file as `towerctl precache` reads it."""
-    from towerd.cli.spec import load_spec
+    from towerd.cli.precache.spec import load_spec
     from towerd.models.bundled import find_model
 
     texts: list[tuple[str, bytes | Ids]] = []

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from towerd.cli.backend import Json
-from towerd.cli.client import json_option
-from towerd.cli.spec import LEVELS, Prompt, SpecError
+from towerd.cli.client.api_client import Json
+from towerd.cli.client.target import json_option
+from towerd.cli.precache.spec import LEVELS, Prompt, SpecError
 from towerd.errors import ConfigError, TowerdError
 from towerd.tiers.module_text import ANYWHERE
 
@@ -77,7 +77,7 @@ def reduce(
     This changes what the model reads. Precache OUT, and send prompts that begin with its texts.
     """
     from towerd.cli.output import echo_json
-    from towerd.cli.spec import load_spec
+    from towerd.cli.precache.spec import load_spec
     from towerd.models.bundled import find_model
 
     root = load_spec(spec)

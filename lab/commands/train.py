@@ -15,7 +15,7 @@ from towerd.errors import TowerdError
 
 if TYPE_CHECKING:
     from lab.train.job import TrainingJob
-    from lab.train.progress import Status
+    from lab.train.loop.progress import Status
 
 Command: TypeAlias = Callable[..., Any]
 FILE = click.Path(dir_okay=False, path_type=Path)
@@ -228,7 +228,7 @@ def distill(
     job = _job(given)
     from lab.train.job import Distillation
     from lab.train.job import distill as run
-    from lab.train.teacher import silence_llama_cpp
+    from lab.train.objectives.teacher import silence_llama_cpp
 
     silence_llama_cpp()
     with _Bar(quiet=as_json) as bar:
@@ -276,9 +276,9 @@ def _job(given: dict[str, Any]) -> TrainingJob:
             "pip install -e '.[train]'."
         )
     from lab.train.job import TrainingJob
-    from lab.train.network import NetworkShape
-    from lab.train.schedule import Budget
-    from lab.train.trainer import TrainConfig
+    from lab.train.loop.schedule import Budget
+    from lab.train.loop.trainer import TrainConfig
+    from lab.train.model.network import NetworkShape
 
     names = ("n_embd", "n_layer", "n_head", "n_ff", "n_ctx", "rope_freq_base")
     sizes = {name: given.pop(name) for name in names if name in given}

@@ -17,12 +17,12 @@ from rich.progress import track
 
 from lab.prior import tables, training
 from lab.prior.save import save
-from lab.train.bpe import START, Bpe
-from lab.train.corpus import build_corpus
-from lab.train.form import MiniForm
-from lab.train.manifest import read_manifest
-from lab.train.mini import tokenizer_of
-from lab.train.records import read_dataset
+from lab.train.data.bpe import START, Bpe
+from lab.train.data.corpus import build_corpus
+from lab.train.data.form import MiniForm
+from lab.train.data.manifest import read_manifest
+from lab.train.data.records import read_dataset
+from lab.train.data.tokenizer import tokenizer_of
 from towerd.codec.prior import file, state
 from towerd.kernels.mixing import make_mixer
 
@@ -105,7 +105,7 @@ def mixed(held: list[I32]) -> list[I32]:
 
 def _pieces(bpe: Bpe) -> list[bytes]:
     """Bytes of each token; b"" for control tokens."""
-    from lab.train.bpe import CONTROLS
+    from lab.train.data.bpe import CONTROLS
 
     plain = {chr(b): b for b in [*range(33, 127), *range(161, 173), *range(174, 256)]}
     rest = [b for b in range(256) if chr(b) not in plain]

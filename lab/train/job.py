@@ -12,23 +12,23 @@ from typing import Any
 
 import torch
 
-from lab.train.bpe import Bpe
-from lab.train.corpus import Corpus, Windows, build_corpus
-from lab.train.distillation import DistillationObjective
+from lab.train.data.bpe import Bpe
+from lab.train.data.corpus import Corpus, Windows, build_corpus
+from lab.train.data.form import MiniForm, TextForm
+from lab.train.data.manifest import TextSource, read_manifest
+from lab.train.data.records import Dataset, read_dataset
+from lab.train.data.tokenizer import tokenizer_of
 from lab.train.errors import TrainError
-from lab.train.export import Card, export
-from lab.train.form import MiniForm, TextForm
-from lab.train.loss_plot import plot
-from lab.train.manifest import TextSource, read_manifest
-from lab.train.mini import tokenizer_of
-from lab.train.network import NetworkShape, init_weights
-from lab.train.objective import Objective, TextObjective
-from lab.train.pretrained import PretrainedModel
-from lab.train.progress import Status, TrainingProgress
-from lab.train.records import Dataset, read_dataset
-from lab.train.run import TrainingRun
-from lab.train.teacher import Teacher, TeacherForm
-from lab.train.trainer import InitWeights, TrainConfig, Trainer
+from lab.train.evaluation.loss_plot import plot
+from lab.train.loop.progress import Status, TrainingProgress
+from lab.train.loop.run import TrainingRun
+from lab.train.loop.trainer import InitWeights, TrainConfig, Trainer
+from lab.train.model.export import Card, export
+from lab.train.model.network import NetworkShape, init_weights
+from lab.train.model.pretrained import PretrainedModel
+from lab.train.objectives.distillation import DistillationObjective
+from lab.train.objectives.objective import Objective, TextObjective
+from lab.train.objectives.teacher import Teacher, TeacherForm
 from towerd.models.vocabulary import Vocabulary, from_gguf
 
 DEV_TOKENS = 4096

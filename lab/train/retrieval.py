@@ -18,11 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lab.train.bpe import BEGIN, CONTROLS, Bpe
-from lab.train.corpus import Windows
-from lab.train.export import Card
-from lab.train.form import Ids, MiniForm
-from lab.train.induction import induction_weights
+from lab.train.data.bpe import BEGIN, CONTROLS, Bpe
+from lab.train.data.corpus import Windows
+from lab.train.data.form import Ids, MiniForm
+from lab.train.data.tokenizer import tokenizer_of
 from lab.train.job import (
     TrainingJob,
     begin,
@@ -32,10 +31,11 @@ from lab.train.job import (
     make_trainer,
     note_steps,
 )
-from lab.train.mini import tokenizer_of
-from lab.train.network import EMBEDDING, NetworkShape, Weights, device_of, hidden, logits
-from lab.train.progress import TrainingProgress
-from towerd.cli.bench.tasks import Fact, passkey, random_pair
+from lab.train.loop.progress import TrainingProgress
+from lab.train.model.export import Card
+from lab.train.model.induction import induction_weights
+from lab.train.model.network import EMBEDDING, NetworkShape, Weights, device_of, hidden, logits
+from towerd.cli.bench.texts.tasks import Fact, passkey, random_pair
 
 Row: TypeAlias = tuple[Ids, npt.NDArray[np.bool_]]
 """Ids [n] and which of them are answers [n]."""

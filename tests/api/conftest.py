@@ -21,10 +21,10 @@ from services import EmbeddedService
 
 from towerd.api.http.keys import GATE
 from towerd.api.http.limits import Limits
-from towerd.app import build_app, tune_gc
-from towerd.config import Config
+from towerd.app.daemon import build_app, tune_gc
 from towerd.models.bundled import bundled_model
 from towerd.service import Service, open_service
+from towerd.settings.config import Config
 
 LOOP_MS_MAX = 5.0
 CONTROL_MS = 0.3

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from towerd.metrics import Metrics
-from towerd.routes import ROUTES
+from towerd.api.http.metrics import Metrics
+from towerd.app.routes import ROUTES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "http-api.md"
 

@@ -11,8 +11,8 @@ from aiohttp.test_utils import TestClient
 from services import EmbeddedService
 
 from towerd.api.http.keys import GATE
+from towerd.api.http.tenants import OWNER, Tenants
 from towerd.errors import Unauthorized
-from towerd.tenants import OWNER, Tenants
 
 Client = TestClient[web.Request, web.Application]
 MakeClient = Callable[..., Awaitable[Client]]

@@ -14,7 +14,8 @@ import requests
 from llama_wire import TEMPLATES, events, plain
 from scripted_model import make_scripted_model
 
-from towerd.cli.bench.servers import ServerProcess, find_llama_server, llama_server, towerd_server
+from towerd.cli.bench.harness.servers import ServerProcess, llama_server, towerd_server
+from towerd.engine.llama_server.process.binary import find_binary
 from towerd.errors import TowerdError
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
@@ -72,7 +73,7 @@ TOOLS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 def theirs() -> Iterator[str]:
     """llama-server's URL."""
     try:
-        find_llama_server()
+        find_binary()
     except TowerdError as error:
         pytest.skip(error.message)
     flags = ("-np", "2", "-c", "1024", "-t", "1", "--metrics", "--jinja")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
 from pathlib import Path
 
@@ -11,9 +10,8 @@ import click
 import pytest
 import zstandard
 
-from towerd.cli.bench.cold_texts import held_out
-
-cold = importlib.import_module("towerd.cli.bench.cold")
+from towerd.cli.bench import cold
+from towerd.cli.bench.texts.chat_template import held_out
 
 
 def records(path: Path, *sources: str) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -11,15 +10,15 @@ import numpy as np
 import pytest
 import zstandard
 
-from towerd.cli.bench import longchat_recall, longchat_retrieval, longchat_texts
-from towerd.cli.bench.longchat_perplexity import budget_of_same_mean, live_by_token, worst_ratios
-from towerd.cli.bench.longchat_recall import TOP, recalls
-from towerd.cli.bench.tasks import pair
+from towerd.cli.bench.longchat import policies, recall, retrieval
+from towerd.cli.bench.longchat.perplexity import budget_of_same_mean, live_by_token, worst_ratios
+from towerd.cli.bench.longchat.recall import TOP, recalls
+from towerd.cli.bench.texts import documents
+from towerd.cli.bench.texts.tasks import pair
+from towerd.cli.bench.texts.tokenizer import TextTokenizer
 from towerd.engine.base import LiveBudget
 from towerd.errors import ConfigError
 from towerd.models.bundled import bundled_model
-
-longchat = importlib.import_module("towerd.cli.bench.longchat")
 
 
 def test_recall_of_sequential_pages_by_counting() -> None:
@@ -40,14 +39,14 @@ def test_recall_of_sequential_pages_by_counting() -> None:
 
 def test_loaded_pages_never_exceed_the_budget() -> None:
     pages = np.array([0, 0, 0, 1, 2, 2, 3, 3, 3, 3])
-    loaded = longchat_recall._loaded(pages, np.array([2, 0, 0, 3, 1]), 7)
+    loaded = recall._loaded(pages, np.array([2, 0, 0, 3, 1]), 7)
     assert loaded.tolist() == [0, 1, 2, 3, 4, 5]  # page 3 does not fit, page 1 does
 
 
 def test_pages_with_most_of_the_nearest_keys_come_first() -> None:
     pages = np.repeat(np.arange(5), (8, 16, 2, 4, 9))
     nearest = np.array([*range(8, 18), 24, 25, 0, 1, 2, 26, 30, 31])
-    order = longchat_recall._page_order(pages, nearest)
+    order = recall._page_order(pages, nearest)
     assert order.tolist() == [2, 1, 0, 3, 4, 4]
 
 
@@ -81,14 +80,14 @@ def test_worst_ratios() -> None:
 
 def test_what_is_told_and_asked() -> None:
     """All facts stand in the text, in the words that ask for them; pairs as many as fit."""
-    with longchat_texts.TextTokenizer(bundled_model()) as tokenizer:
-        task = longchat_retrieval.facts(tokenizer, "Once there was a tower. " * 200, 600)
+    with TextTokenizer(bundled_model()) as tokenizer:
+        task = retrieval.facts(tokenizer, "Once there was a tower. " * 200, 600)
         places = [task.text.index(f"{fact.begin} {fact.answer}.") for fact in task.asked]
         assert len(tokenizer.ids(task.text)) == pytest.approx(600, abs=40)
         assert places == sorted(places)
         assert places[0] > 20
         told = [pair(f"{i:04x}", f"{i * 7:04x}") for i in range(400)]
-        task = longchat_retrieval.pairs(tokenizer, told, 600, 4)
+        task = retrieval.pairs(tokenizer, told, 600, 4)
         assert len(task.asked) == 4
         for asked in task.asked:
             assert f"{asked.begin}{asked.answer}" in task.text
@@ -103,8 +102,8 @@ def test_shares_are_of_what_the_full_cache_finds() -> None:
         {"live": 256, "full": 0, "streaming": 0},
         {"live": 512, "full": 4, "streaming": 3},
     ]
-    assert longchat_retrieval.share_found(rows, "streaming", 256) == 0.25
-    assert longchat_retrieval.share_found(rows[1:], "streaming", 256) is None
+    assert retrieval.share_found(rows, "streaming", 256) == 0.25
+    assert retrieval.share_found(rows[1:], "streaming", 256) is None
 
 
 def write(path: Path, records: list[Any]) -> Path:
@@ -128,24 +127,24 @@ def pairs(tmp_path: Path) -> Path:
 
 
 def test_data_sets_are_read(meetings: Path, pairs: Path, tmp_path: Path) -> None:
-    text = longchat_texts.read_meetings(meetings)
+    text = documents.read_meetings(meetings)
     assert text.count("\n") == 15
     assert text.startswith("Ann: we should paint")
-    facts = longchat_texts.read_pairs(pairs)
+    facts = documents.read_pairs(pairs)
     assert len(facts) == 6  # the second example tells the same keys
     assert (facts[4].question, facts[4].answer) == ('"0004": "', "001c")
     for read, wrong in (
-        (longchat_texts.read_meetings, pairs),
-        (longchat_texts.read_pairs, meetings),
-        (longchat_texts.read_text, tmp_path / "none.txt"),
-        (longchat_texts.read_meetings, bundled_model()),
+        (documents.read_meetings, pairs),
+        (documents.read_pairs, meetings),
+        (documents.read_text, tmp_path / "none.txt"),
+        (documents.read_meetings, bundled_model()),
     ):
         with pytest.raises(ConfigError):
             read(wrong)
 
 
 def test_windows_are_runs_of_the_text() -> None:
-    with longchat_texts.TextTokenizer(bundled_model()) as tokenizer:
+    with TextTokenizer(bundled_model()) as tokenizer:
         text = "Once upon a time there was a tower. " * 20
         ids = tokenizer.ids(text)
         windows = tokenizer.windows(text, 3, 50)
@@ -163,16 +162,16 @@ def test_a_quick_run(
     """Small sizes, everything measured; the last line is one JSON object with the expected keys."""
     import asyncio
 
-    monkeypatch.setattr(longchat, "QUICK_BUDGETS", (40,))
-    monkeypatch.setattr(longchat, "POLICIES", ("streaming", "h2o", "buzz", "icecache"))
-    monkeypatch.setattr(longchat, "QUICK_TEXT_TOKENS", 160)
-    monkeypatch.setattr(longchat, "LENGTHS", (420,))
+    monkeypatch.setattr(policies, "QUICK_BUDGETS", (40,))
+    monkeypatch.setattr(policies, "POLICIES", ("streaming", "h2o", "buzz", "icecache"))
+    monkeypatch.setattr(policies, "QUICK_TEXT_TOKENS", 160)
+    monkeypatch.setattr(policies, "LENGTHS", (420,))
 
     def overhead(*_: Any, **__: Any) -> dict[str, float]:
-        return longchat_recall.index_overhead(bundled_model(), 128, 8, 1)
+        return recall.index_overhead(bundled_model(), 128, 8, 1)
 
-    monkeypatch.setattr(longchat, "index_overhead", overhead)
-    report = asyncio.run(longchat.run(None, True, text=None, meetings=meetings, pairs=pairs))
+    monkeypatch.setattr(policies, "index_overhead", overhead)
+    report = asyncio.run(policies.run(None, True, text=None, meetings=meetings, pairs=pairs))
     report.show()
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
     for key in (

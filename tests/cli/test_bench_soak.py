@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 from collections.abc import Callable
@@ -10,10 +9,11 @@ from collections.abc import Callable
 import pytest
 from click.testing import Result
 
-from towerd.cli.bench.servers import ServerProcess, free_port
+from towerd.cli.bench import soak
+from towerd.cli.bench.harness.servers import ServerProcess
 from towerd.cli.bench.soak import FAILURES_MAX, SoakSample, new_load, slope, thinned
+from towerd.engine.llama_server.process.process import free_port
 
-soak = importlib.import_module("towerd.cli.bench.soak")
 HANGING = """
 import sys, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 from click.testing import Result
 
-from towerd.cli.bench.client import complete, new_session
-from towerd.cli.bench.models import random_prompt, vocab_size
-from towerd.cli.bench.servers import can_count_written, find_llama_server, written_bytes
-from towerd.cli.bench.slot_proxy import SlotProxy
+from towerd.cli.bench.harness.client import complete, new_session
+from towerd.cli.bench.harness.disk import can_count_written, written_bytes
+from towerd.cli.bench.harness.models import random_prompt, vocab_size
+from towerd.cli.bench.harness.slot_proxy import SlotProxy
 from towerd.cli.bench.switch import SwitchLoad
+from towerd.engine.llama_server.process.binary import find_binary
 from towerd.engine.llama_server.slots.slotdir import SlotDir
 from towerd.errors import TowerdError
 from towerd.models.random_gguf import PRESETS, make_random_gguf
@@ -40,7 +41,7 @@ counted = pytest.mark.skipif(not can_count_written(), reason="what is written is
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights, dense, 2 KV heads of 64."""
     try:
-        find_llama_server()
+        find_binary()
     except TowerdError as error:
         pytest.skip(error.message)
     path = tmp_path_factory.mktemp("models") / "tiny.gguf"

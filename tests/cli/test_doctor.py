@@ -15,10 +15,10 @@ from click.testing import Result
 from daemon import Daemon
 from gguf import GGUFWriter
 
-from towerd.cli.checks import build, machine, model, store
-from towerd.cli.checks.base import Check, Finding
-from towerd.config import Config
+from towerd.cli.doctor import build, machine, model, store
+from towerd.cli.doctor.check import Check, Finding
 from towerd.models.bundled import bundled_model
+from towerd.settings.config import Config
 from towerd.store import Catalog
 
 Ctl = Callable[..., Result]

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from towerd.cli.bench.drift import (
+from towerd.cli.bench.harness.plot import require
+from towerd.cli.bench.quality.drift import (
     AttentionDrift,
     DriftMeter,
     Floats,
@@ -16,8 +17,8 @@ from towerd.cli.bench.drift import (
     summary,
     terms,
 )
-from towerd.cli.bench.drift_plot import plot, require
-from towerd.cli.bench.quality import measurer_on
+from towerd.cli.bench.quality.formats import measurer_on
+from towerd.cli.bench.quality.plot import plot
 from towerd.engine.embedded.calibration.calibrate import calibration_text
 from towerd.engine.embedded.longchat.taps import Taps
 from towerd.errors import ConfigError

@@ -15,7 +15,7 @@ from towerd.models.known import SMOLLM2
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The models directory."""
-    monkeypatch.setattr("towerd.paths.models_dir", lambda: tmp_path)
+    monkeypatch.setattr("towerd.system.paths.models_dir", lambda: tmp_path)
     return tmp_path
 
 

@@ -24,7 +24,7 @@ NOT_NEEDED = {
 }
 SERVE = """
 import sys
-import towerd.cli.serve, towerd.app, towerd.service, towerd.engine.embedded.opening
+import towerd.cli.serve, towerd.app.daemon, towerd.service, towerd.engine.embedded.opening
 print(*sys.modules)
 """
 

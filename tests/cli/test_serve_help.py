@@ -9,9 +9,9 @@ from click.testing import CliRunner
 
 from towerd.cli.main import towerd
 from towerd.cli.options import COMMON
-from towerd.config import settings
-from towerd.config_sources import ENV_PREFIX
-from towerd.llama_flags import FLAGS
+from towerd.settings.config import settings
+from towerd.settings.llama_flags import FLAGS
+from towerd.settings.sources import ENV_PREFIX
 
 COMMON_MAX = 12
 

@@ -11,7 +11,7 @@ from click.testing import Result
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from towerd.cli.spec import SpecError, load_spec
+from towerd.cli.precache.spec import SpecError, load_spec
 
 GOOD = """\
 platform:

@@ -14,8 +14,8 @@ import pytest
 from click.testing import Result
 from daemon import Daemon
 
-from towerd.cli.backend import ApiClient
-from towerd.cli.client import Target, connect
+from towerd.cli.client.api_client import ApiClient
+from towerd.cli.client.target import Target, connect
 
 Ctl = Callable[..., Result]
 CtlJson = Callable[..., Any]

@@ -10,7 +10,7 @@ import pytest
 from click.testing import Result
 from daemon import Daemon
 
-from towerd.cli.transfer import file_name
+from towerd.cli.sessions.transfer import file_name
 
 Ctl = Callable[..., Result]
 CtlJson = Callable[..., Any]

@@ -13,9 +13,9 @@ from services import EmbeddedService
 
 from towerd.codec import Codec
 from towerd.codec.vocabulary import GgufVocabulary
-from towerd.config import Config
 from towerd.models.bundled import bundled_model
 from towerd.service import open_service
+from towerd.settings.config import Config
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ import pytest
 import requests
 from daemon import Daemon
 
-from towerd.cli.bench.servers import llama_server
+from towerd.cli.bench.harness.servers import llama_server
 from towerd.models.bundled import bundled_model
 
 FLAGS = ("-c", "512", "-t", "1", "--embeddings", "--pooling", "mean")

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from daemon import Daemon, run_towerd
 
 from towerd.cli.main import towerctl
-from towerd.cli.sessions import drawn
+from towerd.cli.sessions.sessions import drawn
 
 MakeDaemon = Callable[..., Daemon]
 N_CTX = 256

@@ -16,10 +16,10 @@ import busy_clients
 import pytest
 from served import served, tuned
 
-from towerd.app import build_app
-from towerd.config import Config
+from towerd.app.daemon import build_app
 from towerd.models.random_gguf import PRESETS, make_random_gguf
 from towerd.service import open_service
+from towerd.settings.config import Config
 
 STEP_MS_MAX = 5.0
 BEAT_S = 0.001

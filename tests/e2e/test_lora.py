@@ -15,7 +15,7 @@ import requests
 from daemon import Daemon, reuse_of, run_towerd
 from lora_adapter import write_adapter
 
-from towerd.cli.bench.servers import llama_server
+from towerd.cli.bench.harness.servers import llama_server
 from towerd.errors import ConfigError
 from towerd.models.bundled import bundled_model
 

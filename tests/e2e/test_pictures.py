@@ -15,7 +15,7 @@ from daemon import Daemon, reuse_of, run_towerctl, run_towerd
 from pictures import Said, answered, counts, look_at, say
 from vision_model import TOKENS_AN_IMAGE, make_projector, picture
 
-from towerd.cli.bench.servers import llama_server
+from towerd.cli.bench.harness.servers import llama_server
 from towerd.models.bundled import bundled_model
 
 MakeDaemon = Callable[..., Daemon]

@@ -11,7 +11,7 @@ from daemon import Daemon
 from hearing_model import TOKENS_A_SOUND, make_hearing_projector, sound
 from pictures import answered, counts, look_at, say
 
-from towerd.cli.bench.servers import llama_server
+from towerd.cli.bench.harness.servers import llama_server
 from towerd.models.bundled import bundled_model
 
 MakeDaemon = Callable[..., Daemon]

@@ -12,10 +12,10 @@ import pytest
 from oracle import OpenService, Oracle
 from services import EmbeddedService
 
-from towerd.config import Config
 from towerd.models.bundled import bundled_model
 from towerd.models.random_gguf import PRESETS, make_random_gguf
 from towerd.service import open_service
+from towerd.settings.config import Config
 
 
 @pytest.fixture(scope="session")

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from gguf import GGUFWriter
 
-from lab.train.teacher import silence_llama_cpp
-from towerd.config import Config
+from lab.train.objectives.teacher import silence_llama_cpp
 from towerd.engine.embedded.model.core import load_core
 from towerd.engine.embedded.model.model import init_backend
 from towerd.errors import ModelError
 from towerd.models.random_gguf import PRESETS, make_random_gguf
 from towerd.models.vocabulary import synthetic
+from towerd.settings.config import Config
 from towerd.store import Catalog
 
 N_LAYER, N_EMBD, N_FF, N_CTX = 2, 64, 128, 512

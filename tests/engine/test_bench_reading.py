@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from oracle import OpenService, ask, settle, some_ids
 
-from towerd.cli.bench.longchat_perplexity import live_by_token, ratio
-from towerd.cli.bench.reading import last_attention, read
+from towerd.cli.bench.longchat.perplexity import live_by_token, ratio
+from towerd.cli.bench.longchat.reading import last_attention, read
 from towerd.engine.base import LiveBudget
 from towerd.errors import InvalidRequest
 from towerd.models.bundled import bundled_model

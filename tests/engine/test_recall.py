@@ -9,7 +9,6 @@ import pytest
 from oracle import OpenService, ask, bounded_sequences, check_integrity, inside, settle, some_ids
 from services import EmbeddedService
 
-from towerd.config import Config
 from towerd.engine.base import LiveBudget
 from towerd.engine.embedded.longchat.budgets import bounded
 from towerd.engine.embedded.longchat.keys import keys_of
@@ -22,6 +21,7 @@ from towerd.engine.embedded.scheduling.pool import LiveSeq
 from towerd.models.bundled import bundled_model
 from towerd.retention import Recalling, View, open_retention
 from towerd.retention.icecache import IceCacheConfig
+from towerd.settings.config import Config
 from towerd.slots.blob import parse_rows
 
 SETTINGS = {"threads": 1, "retention": "icecache"}

@@ -13,7 +13,6 @@ import pytest
 from oracle import OpenService, ask, check_integrity, inside, job_for, live_sets, settle, some_ids
 from services import EmbeddedService
 
-from towerd.config import WATCHING
 from towerd.engine.base import GenerateRequest, LiveBudget, Progress
 from towerd.engine.embedded.longchat import indexing
 from towerd.engine.embedded.longchat.indexing import Indexer
@@ -25,6 +24,7 @@ from towerd.errors import TowerdError
 from towerd.models.bundled import bundled_model
 from towerd.retention import can_recall
 from towerd.retention.icecache import IceCache
+from towerd.settings.config import WATCHING
 from towerd.tokens import Ids
 
 SETTINGS = {"threads": 1, "retention": "icecache"}

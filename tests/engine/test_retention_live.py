@@ -15,7 +15,6 @@ import pytest
 from oracle import OpenService, ask, bounded_sequences, settle, some_ids
 from services import EmbeddedService
 
-from towerd.config import RETENTIONS, UNBOUNDED, WATCHING, Config
 from towerd.engine.base import LiveBudget
 from towerd.engine.embedded.longchat.budgets import bounded
 from towerd.engine.embedded.longchat.live_set import BoundedSet
@@ -29,6 +28,7 @@ from towerd.models.bundled import bundled_model
 from towerd.models.random_gguf import PRESETS, make_random_gguf
 from towerd.retention import View, can_recall
 from towerd.retention.streaming import StreamingConfig
+from towerd.settings.config import RETENTIONS, UNBOUNDED, WATCHING, Config
 from towerd.tokens import Ids
 
 BOUNDED = tuple(name for name in RETENTIONS if name not in UNBOUNDED)

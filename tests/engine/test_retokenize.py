@@ -9,7 +9,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from towerd.config_sources import load
 from towerd.engine.embedded.model import retokenize
 from towerd.engine.embedded.model.model import LlamaModel
 from towerd.engine.embedded.model.retokenize import Retokenizer
@@ -17,6 +16,7 @@ from towerd.engine.embedded.model.special_tokens import PART_BYTES, SpecialToken
 from towerd.engine.embedded.model.vocab import Vocab
 from towerd.errors import InvalidRequest
 from towerd.models.bundled import bundled_model, retrieval_model
+from towerd.settings.sources import load
 from towerd.tokens import Ids
 
 BITS = ("<", "s>", ">", "/s>", "|im_", "|>", " ", "  ", "\n", "a", "Tim had", "é", "<s", "<0x0A>")

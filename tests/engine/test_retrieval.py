@@ -9,8 +9,8 @@ import pytest
 from oracle import OpenService, ask, settle
 from services import EmbeddedService
 
-from towerd.cli.bench.longchat_texts import TextTokenizer
-from towerd.cli.bench.tasks import passkey
+from towerd.cli.bench.texts.tasks import passkey
+from towerd.cli.bench.texts.tokenizer import TextTokenizer
 from towerd.codec import sample
 from towerd.engine.base import LiveBudget
 from towerd.models.bundled import retrieval_model

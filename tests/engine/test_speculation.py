@@ -16,10 +16,10 @@ from oracle import OpenService, Oracle, ask, check_greedy, settle, some_ids
 from scripted_model import make_scripted_model
 from services import EmbeddedService
 
+from towerd.api.http.metrics import Metrics
 from towerd.engine.base import Finish, GenerateRequest, LiveBudget, Piece
 from towerd.engine.embedded.model.wire_model import encode
 from towerd.errors import ConfigError
-from towerd.metrics import Metrics
 from towerd.models.bundled import bundled_model
 from towerd.models.random_gguf import PRESETS, Shape, make_random_gguf
 from towerd.wire import Reply, Request, Writer

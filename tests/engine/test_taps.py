@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from towerd.config import Config
 from towerd.engine.embedded.longchat.taps import Taps
 from towerd.engine.embedded.model.context import LlamaContext
 from towerd.engine.embedded.model.model import LlamaModel
 from towerd.engine.embedded.restore.scratch import Scratch
 from towerd.errors import TowerdError
+from towerd.settings.config import Config
 
 N = 40
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from towerd.config import CACHE_TYPES as CONFIG_CACHE_TYPES
 from towerd.kernels.formats import (
     BY_NAME,
     BY_TYPE,
@@ -14,6 +13,7 @@ from towerd.kernels.formats import (
     STORED_FORMATS,
 )
 from towerd.kernels.reference.blocks import CODES
+from towerd.settings.config import CACHE_TYPES as CONFIG_CACHE_TYPES
 
 IN_FILES = {
     256: ("q8", 34), 257: ("q8h", 34), 258: ("q6", 26), 259: ("q6h", 26),

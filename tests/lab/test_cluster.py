@@ -14,7 +14,7 @@ from daemon import Daemon
 from store_tools import FINGERPRINT
 
 from lab.commands.cluster import own_ids
-from towerd.cli.client import Target, connect
+from towerd.cli.client.target import Target, connect
 from towerd.store import Store
 
 Ctl = Callable[..., Result]

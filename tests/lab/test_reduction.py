@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from lab.commands.reduce import write
-from towerd.cli.spec import Prompt, load_spec
+from towerd.cli.precache.spec import Prompt, load_spec
 
 Ctl = Callable[..., Result]
 CtlJson = Callable[..., Any]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from gguf import GGUFReader
 
-from towerd.cli.model import ARCHS, SCALINGS
+from towerd.cli.models.make import ARCHS, SCALINGS
 from towerd.errors import ModelError
 from towerd.models.random_gguf import Shape, make_random_gguf
 from towerd.models.shape import FACTOR_ARCHS, UNROTATED, Arch, Scaling

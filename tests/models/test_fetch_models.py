@@ -21,7 +21,7 @@ PARTS = (b"first half, " * 1000, b"second half" * 900)
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The models directory, which does not exist yet."""
-    monkeypatch.setattr("towerd.paths.models_dir", lambda: tmp_path / "models")
+    monkeypatch.setattr("towerd.system.paths.models_dir", lambda: tmp_path / "models")
     return tmp_path / "models"
 
 

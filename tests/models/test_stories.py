@@ -101,7 +101,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty models directory, beside an empty current one."""
     (tmp_path / "models").mkdir()
     (tmp_path / "here").mkdir()
-    monkeypatch.setattr("towerd.paths.models_dir", lambda: tmp_path / "models")
+    monkeypatch.setattr("towerd.system.paths.models_dir", lambda: tmp_path / "models")
     monkeypatch.chdir(tmp_path / "here")
     return tmp_path / "models"
 

@@ -13,8 +13,8 @@ from oracle import OpenService, Oracle
 from real_checks import EXACT
 from services import EmbeddedService
 
-from towerd.config import Config
 from towerd.service import open_service
+from towerd.settings.config import Config
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,8 @@ from oracle import OpenService, Oracle, ask, settle
 from real_checks import check_bits, ids_of, joined
 from real_text import BREAD, CLOCK, LETTER, QUESTIONS, RIVER
 
-from towerd.config import RETENTIONS, UNBOUNDED
 from towerd.engine.base import LiveBudget
+from towerd.settings.config import RETENTIONS, UNBOUNDED
 
 BOUNDED = tuple(name for name in RETENTIONS if name not in UNBOUNDED)
 N = 8

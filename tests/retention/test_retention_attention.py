@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from towerd.config import RETENTIONS, UNBOUNDED, WATCHING
 from towerd.retention import Rows, signals_of
 from towerd.retention.attention import attention_mass
+from towerd.settings.config import RETENTIONS, UNBOUNDED, WATCHING
 
 
 def rows_of(keys: Rows) -> list[npt.NDArray[np.uint8]]:

@@ -13,8 +13,7 @@ from daemon import Daemon
 from sidecar_tools import OpenSidecar, Sidecar, SteadyCosts
 from window_model import make_window_model
 
-from towerd.cli.bench.servers import llama_server as llama_server_alone
-from towerd.config import Config
+from towerd.cli.bench.harness.servers import llama_server as llama_server_alone
 from towerd.engine.llama_server.opening import open_llama_server
 from towerd.engine.llama_server.process.binary import find_binary
 from towerd.errors import ConfigError
@@ -22,6 +21,7 @@ from towerd.models.bundled import bundled_model
 from towerd.models.random_gguf import PRESETS, make_random_gguf
 from towerd.sessions.recorder import TurnRecorder
 from towerd.sessions.sessions import Sessions
+from towerd.settings.config import Config
 
 
 @pytest.fixture(scope="session")

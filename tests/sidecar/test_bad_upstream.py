@@ -15,12 +15,14 @@ import requests
 from daemon import Daemon, run_towerd
 from fake_llama_server import answering, props
 
-from towerd.cli.bench.servers import ServerProcess, find_llama_server, free_port
-from towerd.cli.bench.servers import llama_server as start_llama_server
-from towerd.config import Config
+from towerd.cli.bench.harness.servers import ServerProcess
+from towerd.cli.bench.harness.servers import llama_server as start_llama_server
 from towerd.engine.llama_server.opening import open_llama_server
+from towerd.engine.llama_server.process.binary import find_binary
+from towerd.engine.llama_server.process.process import free_port
 from towerd.errors import TowerdError
 from towerd.models.bundled import bundled_model
+from towerd.settings.config import Config
 
 Fails = Callable[..., str]
 FLAGS = ("-c", "512", "-np", "2", "-t", "1", "--no-warmup")
@@ -120,7 +122,7 @@ def test_upstream_without_slots(fails: Fails, slot_dir: Path) -> None:
 
 def test_router(fails: Fails, slot_dir: Path, tmp_path: Path) -> None:
     """A llama-server that was started without a model."""
-    binary, port = find_llama_server(), free_port()
+    binary, port = find_binary(), free_port()
     env = os.environ | {
         "LD_LIBRARY_PATH": str(binary.parent.parent / "lib"),
         "LLAMA_CACHE": str(tmp_path),

@@ -12,9 +12,9 @@ from click.testing import CliRunner
 from daemon import Daemon, run_towerd
 
 from towerd.cli.main import towerd
-from towerd.config import Config, with_server_args
-from towerd.config_sources import load
 from towerd.errors import ConfigError
+from towerd.settings.config import Config, with_server_args
+from towerd.settings.sources import load
 
 MakeDaemon = Callable[..., Daemon]
 ATTACH = {"upstream": "http://127.0.0.1:8081", "slot_dir": "/tmp/slots"}
@@ -23,7 +23,7 @@ ATTACH = {"upstream": "http://127.0.0.1:8081", "slot_dir": "/tmp/slots"}
 @pytest.fixture(autouse=True)
 def no_user_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the developer's own towerd.toml out of these tests."""
-    monkeypatch.setattr("towerd.paths.config_file", lambda: tmp_path / "absent.toml")
+    monkeypatch.setattr("towerd.system.paths.config_file", lambda: tmp_path / "absent.toml")
 
 
 def test_engine_follows_the_upstream() -> None:

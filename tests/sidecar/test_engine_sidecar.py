@@ -17,7 +17,6 @@ import pytest
 from sidecar_tools import GREEDY, OpenSidecar, Sidecar, alone, ask, prompt, running_again
 from waiting import until_async
 
-from towerd.config import Config
 from towerd.engine.base import Finish, GenerateRequest, Piece, Started
 from towerd.engine.llama_server.process.process import free_port
 from towerd.engine.llama_server.slots.slot_lease import SlotLease
@@ -25,6 +24,7 @@ from towerd.errors import ConfigError, ContextExceeded, InvalidRequest, TowerdEr
 from towerd.models.bundled import bundled_model
 from towerd.models.random_gguf import PRESETS, make_random_gguf
 from towerd.service import open_service
+from towerd.settings.config import Config
 from towerd.tokens import Ids
 
 

@@ -10,7 +10,7 @@ import pytest
 import requests
 from daemon import Daemon
 
-from towerd.cli.bench.servers import llama_server as llama_server_alone
+from towerd.cli.bench.harness.servers import llama_server as llama_server_alone
 from towerd.models.bundled import bundled_model
 
 FLAGS = ("-c", "512", "-np", "1", "-t", "1", "--no-warmup")

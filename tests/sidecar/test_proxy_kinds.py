@@ -11,7 +11,7 @@ import requests
 from daemon import Daemon, reuse_of
 from gguf import GGUFReader, GGUFValueType, GGUFWriter
 
-from towerd.cli.bench.servers import llama_server as llama_server_alone
+from towerd.cli.bench.harness.servers import llama_server as llama_server_alone
 from towerd.models.bundled import bundled_model
 
 FLAGS = ("-c", "1024", "-np", "2", "-t", "1")

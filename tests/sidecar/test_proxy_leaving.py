@@ -18,10 +18,10 @@ from waiting import until_async
 
 from towerd.api.http.keys import GATE
 from towerd.api.http.limits import Limits
-from towerd.app import build_app
-from towerd.config import Config
+from towerd.app.daemon import build_app
 from towerd.engine.llama_server.engine import LlamaServerEngine
 from towerd.service import Service, open_service
+from towerd.settings.config import Config
 from towerd.store import Store, latest_fingerprint
 
 GRACE_S = 0.2

@@ -15,9 +15,9 @@ import busy_clients
 import pytest
 from served import served, tuned
 
-from towerd.app import build_app
-from towerd.config import Config
+from towerd.app.daemon import build_app
 from towerd.service import open_service
+from towerd.settings.config import Config
 
 STEP_MS_MAX = 5.0
 N_ROUNDS_MAX = 3

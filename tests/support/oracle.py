@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 from services import EmbeddedService
 
-from towerd.config import Config
 from towerd.engine.base import Finish, GenerateRequest, Piece
 from towerd.engine.embedded.engine import EmbeddedEngine
 from towerd.engine.embedded.longchat.attention import flash_attention
@@ -28,6 +27,7 @@ from towerd.engine.embedded.model.vocab import Vocab
 from towerd.engine.embedded.model.wire_model import encode
 from towerd.engine.embedded.scheduling.job import Job
 from towerd.engine.embedded.scheduling.pool import LiveSeq
+from towerd.settings.config import Config
 from towerd.store import Handle
 from towerd.store.prefix.trie import Trie
 from towerd.tokens import Ids

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from towerd import paths
 from towerd.models.known import GEMMA3_270M, SMOLLM2, KnownModel
+from towerd.system import paths
 
 _FOLDER = paths.models_dir()
 """The user's own: tests/conftest.py imports this before it moves the user's directories away."""

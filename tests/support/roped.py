@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType, quants
 
-from towerd.config import Config
 from towerd.engine.embedded.model.context import LlamaContext
 from towerd.engine.embedded.model.model import LlamaModel
 from towerd.engine.rope import Running, read_rope
 from towerd.models.random_gguf import Shape, make_random_gguf
+from towerd.settings.config import Config
 from towerd.slots.blob import emit_blob, parse_blob
 from towerd.slots.layout import Plane
 from towerd.slots.rope import Rope

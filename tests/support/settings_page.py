@@ -1,4 +1,4 @@
-"""Writes the tables of docs/settings.md, from what towerd.config and --help say: `make docs`."""
+"""Writes the tables of docs/settings.md, from what towerd.settings.config and --help say: `make docs`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from towerd.cli.options import by_use, default_text
-from towerd.settings import Setting
+from towerd.settings.setting import Setting
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
 BEGIN, END = "<!-- written by make docs -->", "<!-- end -->"

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 from waiting import until_async
 
-from towerd.config import Config
 from towerd.engine.base import Finish, GenerateRequest, Piece
 from towerd.engine.llama_server.engine import LlamaServerEngine
 from towerd.engine.llama_server.process.binary import library_env
 from towerd.engine.llama_server.process.process import LlamaServerProcess
 from towerd.engine.llama_server.slots.placement import Costs
 from towerd.sessions.sessions import Sessions
+from towerd.settings.config import Config
 from towerd.store import Store
 from towerd.tiers.manager import Tiers
 from towerd.tokens import Ids

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_tools import FINGERPRINT, assert_same_rows, rows_of
 
-from towerd.config import Config
 from towerd.engine.embedded.model.model import LlamaModel
 from towerd.engine.embedded.model.vocab import Vocab
 from towerd.errors import InvalidRequest, StoreError
 from towerd.models.bundled import bundled_model
+from towerd.settings.config import Config
 from towerd.slots.layout import KVLayout
 from towerd.store import Module, Store
 from towerd.tiers.manager import Tiers

@@ -33,8 +33,8 @@ from towerd.errors import (
 from towerd.store import Node, Store
 from towerd.store.sessions.cold import SessionBusy
 from towerd.store.sessions.turn import SessionInfo
+from towerd.system.priority import lower_priority
 from towerd.tokens import Ids, ids_bytes
-from towerd.wakeup import lower_priority
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from towerd.engine.model_file import Memo, ModelFile
 from towerd.errors import TowerdError
-from towerd.wakeup import lower_priority
+from towerd.system.priority import lower_priority
 
 log = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 from importlib.resources import files
 from pathlib import Path
 
-from towerd import paths
 from towerd.errors import ModelError
 from towerd.models.known import KNOWN, SMOLLM2
+from towerd.system import paths
 
 NAME = "stories260K.gguf"
 SHORT_NAME = "stories"

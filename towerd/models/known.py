@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from towerd import paths
 from towerd.models.templates import CHATML_LINES
+from towerd.system import paths
 
 
 @dataclass(frozen=True, slots=True)

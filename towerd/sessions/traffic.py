@@ -13,10 +13,10 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from towerd.config import Config
 from towerd.errors import NotFound, TowerdError
 from towerd.sessions.trace_recorder import TraceRecorder
 from towerd.sessions.workflows import Tracker, Workflow, WorkflowStep
+from towerd.settings.config import Config
 from towerd.store import Node, Store
 from towerd.store.prefix.scope import tenant_of
 from towerd.store.sessions.turn import Turn

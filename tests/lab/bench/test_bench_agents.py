@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import zstandard
 
-from lab.bench import agents_load as table
-from lab.bench.agents import LOAD, QUICK, SHARE, SHARE_QUICK, AgentOutcome
-from lab.bench.agents_load import AgentLoad, User, distinct_tokens, users
+from lab.bench.agents import load as table
+from lab.bench.agents.latency import LOAD, QUICK, SHARE, SHARE_QUICK, AgentOutcome
+from lab.bench.agents.load import AgentLoad, User, distinct_tokens, users
 from towerd.policy import make_policy
 
 TRACES = Path(__file__).parents[4] / "shared/data/traces/agentic_coding"

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 
 import pytest
 
+from lab.bench import anticipation
 from towerd.codec.vocabulary import GgufVocabulary
 from towerd.models.bundled import bundled_model, retrieval_model
-
-anticipation = importlib.import_module("lab.bench.anticipation")
 
 
 @pytest.mark.parametrize("model", [bundled_model(), retrieval_model()], ids=lambda path: path.name)

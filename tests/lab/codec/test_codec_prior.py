@@ -27,7 +27,7 @@ I32 = npt.NDArray[np.int32]
 
 def test_build_and_use(tmp_path: Path, small: GgufVocabulary) -> None:
     from lab.prior.build import build
-    from lab.train.bpe import train_bpe
+    from lab.train.data.bpe import train_bpe
 
     text = sample.load()[-60_000:].decode(errors="ignore")
     parts = [text[at : at + 500] for at in range(0, len(text), 500)]

@@ -15,9 +15,9 @@ from click.testing import CliRunner
 from train_world import write_records
 
 from lab.commands import train as module
-from lab.train.checkpoint import TrainingCheckpoint
-from lab.train.pretrained import PretrainedModel
-from lab.train.teacher import Teacher
+from lab.train.loop.checkpoint import TrainingCheckpoint
+from lab.train.model.pretrained import PretrainedModel
+from lab.train.objectives.teacher import Teacher
 from towerd.cli.main import towerctl
 from towerd.codec.prior.file import PATH as prior_file
 from towerd.codec.vocabulary import GgufVocabulary

@@ -11,15 +11,15 @@ import torch
 from gguf import GGUFReader
 
 import towerd
-from lab.train.corpus import Corpus, Windows
-from lab.train.distillation import DistillationObjective, divergence
+from lab.train.data.corpus import Corpus, Windows
 from lab.train.errors import TrainError
 from lab.train.job import Distillation, TrainingJob, distill
-from lab.train.network import NetworkShape, init_weights
-from lab.train.schedule import Budget
-from lab.train.teacher import BATCH, Teacher, TeacherForm
-from lab.train.trainer import TrainConfig
-from towerd.cli.bench.chat_records import ChatRecord, Message
+from lab.train.loop.schedule import Budget
+from lab.train.loop.trainer import TrainConfig
+from lab.train.model.network import NetworkShape, init_weights
+from lab.train.objectives.distillation import DistillationObjective, divergence
+from lab.train.objectives.teacher import BATCH, Teacher, TeacherForm
+from towerd.cli.bench.texts.chat_records import ChatRecord, Message
 from towerd.codec.vocabulary import GgufVocabulary
 from towerd.models.random_gguf import Shape, make_random_gguf
 

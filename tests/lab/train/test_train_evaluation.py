@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from lab.train.corpus import DevText
-from lab.train.evaluation import evaluate, token_costs
-from lab.train.form import ROLES
-from lab.train.manifest import TextSource
-from lab.train.network import NetworkShape, Weights, init_weights, logits
+from lab.train.data.corpus import DevText
+from lab.train.data.form import ROLES
+from lab.train.data.manifest import TextSource
+from lab.train.evaluation.bits_per_byte import evaluate, token_costs
+from lab.train.model.network import NetworkShape, Weights, init_weights, logits
 
 SHAPE = NetworkShape(50, n_embd=16, n_layer=2, n_head=2, n_ff=16, n_ctx=12)
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from gguf import GGUFReader
 
-from lab.train.bpe import CONTROLS, Bpe
+from lab.train.data.bpe import CONTROLS, Bpe
 from lab.train.errors import TrainError
-from lab.train.export import Card, export
-from lab.train.network import NetworkShape, Weights, init_weights, logits
-from lab.train.teacher import Teacher
+from lab.train.model.export import Card, export
+from lab.train.model.network import NetworkShape, Weights, init_weights, logits
+from lab.train.objectives.teacher import Teacher
 
 LOGIT_ATOL = {"f32": 2e-4, "f16": 2e-2}
 """Float noise of llama.cpp's and torch's sums, and of the activations that llama.cpp rounds to

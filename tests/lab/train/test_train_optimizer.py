@@ -7,10 +7,10 @@ import copy
 import pytest
 import torch
 
-from lab.train import optimizer as own
-from lab.train.network import NetworkShape, Weights, init_weights
-from lab.train.optimizer import Optimizer, orthogonal
-from lab.train.schedule import DECAY_SHARE, WARMUP_STEPS, Budget, in_decay, scale
+from lab.train.loop import optimizer as own
+from lab.train.loop.optimizer import Optimizer, orthogonal
+from lab.train.loop.schedule import DECAY_SHARE, WARMUP_STEPS, Budget, in_decay, scale
+from lab.train.model.network import NetworkShape, Weights, init_weights
 
 BF16_RTOL = 0.06
 """torch.optim.Muon iterates in bfloat16."""

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from lab.train.checkpoint import TrainingCheckpoint
-from lab.train.corpus import Corpus, Windows
+from lab.train.data.corpus import Corpus, Windows
 from lab.train.errors import TrainError
-from lab.train.network import NetworkShape
-from lab.train.objective import TextObjective
-from lab.train.progress import Status
-from lab.train.run import TrainingRun
-from lab.train.schedule import Budget
-from lab.train.trainer import TrainConfig, Trainer
+from lab.train.loop.checkpoint import TrainingCheckpoint
+from lab.train.loop.progress import Status
+from lab.train.loop.run import TrainingRun
+from lab.train.loop.schedule import Budget
+from lab.train.loop.trainer import TrainConfig, Trainer
+from lab.train.model.network import NetworkShape
+from lab.train.objectives.objective import TextObjective
 
 SHAPE = NetworkShape(40, n_embd=16, n_layer=2, n_head=2, n_ff=24, n_ctx=16)
 CONFIG = TrainConfig(Budget(steps=20), batch=4, micro_batch=2)

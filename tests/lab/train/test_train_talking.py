@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 import towerd
 from lab.train.errors import TrainError
-from lab.train.talking import (
+from lab.train.evaluation.talking import (
     N_CTX,
     QUESTIONS,
     SAID_BYTES_MAX,
@@ -20,8 +20,8 @@ from lab.train.talking import (
     exchanges,
     main,
 )
-from lab.train.teacher import Teacher, TeacherForm
-from towerd.cli.bench.chat_records import ChatRecord, Message
+from lab.train.objectives.teacher import Teacher, TeacherForm
+from towerd.cli.bench.texts.chat_records import ChatRecord, Message
 from towerd.codec.models.exact import ExactPredictor
 from towerd.codec.models.mini import PATH
 

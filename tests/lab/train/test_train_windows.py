@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from lab.train.corpus import CYCLE, Corpus, Windows
+from lab.train.data.corpus import CYCLE, Corpus, Windows
 from lab.train.errors import TrainError
 
 N_CTX = 16

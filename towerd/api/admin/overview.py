@@ -7,7 +7,7 @@ from aiohttp import web
 from towerd.api.http.keys import TENANT
 from towerd.engine.base import SlotView
 from towerd.errors import Forbidden
-from towerd.settings import LOCAL_TENANT
+from towerd.settings.setting import LOCAL_TENANT
 from towerd.store.prefix.scope import tenant_of
 
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 from aiohttp import web
 
 from towerd.api.http.limits import Limits
-from towerd.config import Config
+from towerd.api.http.metrics import Metrics
+from towerd.api.http.tenants import Tenant, Tenants
 from towerd.engine.base import Engine, Event, GenerateRequest
 from towerd.errors import Unavailable
-from towerd.metrics import Metrics
-from towerd.tenants import Tenant, Tenants
+from towerd.settings.config import Config
 
 if TYPE_CHECKING:
     from towerd.api.http.kept_stream import KeptStreams

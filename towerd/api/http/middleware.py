@@ -10,11 +10,11 @@ from urllib.parse import urlsplit
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from towerd.addresses import is_loopback
 from towerd.api.http.keys import CONFIG, GATE, METRICS, TENANT, TENANTS
 from towerd.api.http.reply import error_reply, from_http
+from towerd.api.http.tenants import OWNER, Tenant
 from towerd.errors import Forbidden, NotSupported, TowerdError, Unauthorized, Unavailable
-from towerd.tenants import OWNER, Tenant
+from towerd.settings.addresses import is_loopback
 
 log = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from towerd.api.http.keys import CONFIG, METRICS, TENANT, ApiService, service_of
 from towerd.api.http.reply import json_reply
 from towerd.api.llama.models import ftype, models_json
 from towerd.api.llama.task import wire_of
-from towerd.config import Config
 from towerd.engine.base import Engine, SlotView
 from towerd.errors import SwitchedOff, Unavailable
+from towerd.settings.config import Config
 
 BUILD_INFO = f"towerd-{__version__}"
 

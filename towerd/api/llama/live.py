@@ -7,9 +7,9 @@ from typing import Any
 
 from towerd.api.http import fields
 from towerd.api.http.fields import INT32_MAX, Body
-from towerd.config import RETENTIONS, UNBOUNDED, Config
 from towerd.engine.base import LiveBudget
 from towerd.errors import InvalidRequest, NotSupported
+from towerd.settings.config import RETENTIONS, UNBOUNDED, Config
 
 _FIELDS = ("retention", "live_budget")
 

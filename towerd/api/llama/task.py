@@ -18,9 +18,9 @@ from towerd.api.http.scope import scope_of
 from towerd.api.llama.live import parse_live
 from towerd.api.llama.prompts import PromptLimit
 from towerd.api.llama.reuse import towerd_json
-from towerd.config import Config
 from towerd.engine.base import Engine, Event, Finish, GenerateRequest, LiveBudget, Piece, Progress
 from towerd.errors import InvalidRequest, NotSupported
+from towerd.settings.config import Config
 from towerd.tokens import Ids
 
 if TYPE_CHECKING:  # llama.cpp is loaded with the model, after the address is listened on

@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from towerd.config import RETENTIONS, Config
 from towerd.engine.base import (
     Embeds,
     Event,
@@ -43,6 +42,7 @@ from towerd.errors import (
     Unavailable,
 )
 from towerd.media_ids import is_token, spans_of
+from towerd.settings.config import RETENTIONS, Config
 from towerd.tiers.checkpoint_tier import CheckpointTier
 from towerd.tiers.manager import Tiers
 from towerd.tokens import Ids

@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import cast
 
-from towerd.config import Config
 from towerd.engine.embedded.engine import EmbeddedEngine
 from towerd.engine.embedded.model.core import Core, load_core
 from towerd.engine.opened_engine import OpenedEngine
 from towerd.engine.weights_check import WeightsCheck
+from towerd.settings.config import Config
 from towerd.slots.fingerprint import Fingerprint
 from towerd.store import Catalog, Node, Store
 from towerd.store.segments.checkpoints import ANYWHERE, CUT_META

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from towerd.config import Config
 from towerd.engine.embedded.longchat.budgets import Budgets
 from towerd.engine.embedded.longchat.hook import Hook
 from towerd.engine.embedded.longchat.hooks import Hooks
@@ -22,6 +21,7 @@ from towerd.engine.embedded.scheduling.endings import Events
 from towerd.engine.embedded.scheduling.pool import LivePool
 from towerd.engine.embedded.scheduling.scheduler import Scheduler
 from towerd.engine.embedded.scheduling.speculation import Speculator
+from towerd.settings.config import Config
 from towerd.tiers.checkpoint_tier import CheckpointTier
 from towerd.tiers.manager import Tiers
 

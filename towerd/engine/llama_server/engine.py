@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from towerd.config import Config
 from towerd.engine.base import Embeds, GenerateRequest, Kept, ModelInfo, ModuleMaker, SlotView
 from towerd.engine.llama_server.generation import LlamaServerGeneration
 from towerd.engine.llama_server.process.availability import Availability
@@ -31,10 +30,11 @@ from towerd.engine.llama_server.slots.slot_table import SlotTable
 from towerd.engine.llama_server.slots.slot_upkeep import SlotUpkeep
 from towerd.engine.llama_server.slots.unpinned_request import UnpinnedRequest
 from towerd.errors import ContextExceeded, InvalidRequest, NotSupported, TowerdError
+from towerd.settings.config import Config
 from towerd.store import Store
+from towerd.system.priority import shorten_slice
 from towerd.tiers.manager import Tiers
 from towerd.tokens import Ids
-from towerd.wakeup import shorten_slice
 
 if TYPE_CHECKING:
     from towerd.wire import WireThreads

@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import cast
 
-from towerd.config import Config
 from towerd.engine.llama_server.engine import LlamaServerEngine
 from towerd.engine.llama_server.process.backend import LlamaServerBackend, open_backend
 from towerd.engine.llama_server.process.description import ModelDescription, describe, first_model
 from towerd.engine.opened_engine import OpenedEngine
+from towerd.settings.config import Config
 from towerd.slots.fingerprint import Fingerprint
 from towerd.store import Catalog, Node, Store
 from towerd.tiers.formats.fidelity import Fidelity, LevelFormats

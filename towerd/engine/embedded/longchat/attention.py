@@ -17,8 +17,8 @@ sequences included. The scheduler therefore keeps few idle cells, and the scores
 
 from __future__ import annotations
 
-from towerd.config import UNQUANTIZED, Config
 from towerd.llama_library import lib
+from towerd.settings.config import UNQUANTIZED, Config
 
 _SCORE_BYTES = 4
 _SCORES_RAM_SHARE = 8

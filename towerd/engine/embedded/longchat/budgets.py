@@ -16,7 +16,6 @@ from pathlib import Path
 
 import numpy as np
 
-from towerd.config import RETENTIONS, WATCHING
 from towerd.engine.base import Kept, LiveBudget
 from towerd.engine.embedded.longchat.hook import Hook
 from towerd.engine.embedded.longchat.live_set import BoundedSet, ExactPrefix
@@ -36,6 +35,7 @@ from towerd.engine.embedded.scheduling.job import Job, JobPhase
 from towerd.engine.embedded.scheduling.pool import LivePool, LiveSeq, is_better_source
 from towerd.errors import InvalidRequest, NotSupported, Unavailable
 from towerd.retention import Positions, Signal, can_recall, retention_config
+from towerd.settings.config import RETENTIONS, WATCHING
 from towerd.slots.blob import emit_blob
 from towerd.slots.kind import DENSE
 from towerd.slots.rows import KVRows, join

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from towerd.config import UNQUANTIZED, Config
 from towerd.engine.embedded.longchat.live_set import BoundedSet, Observed
 from towerd.engine.embedded.longchat.taps import Taps
 from towerd.engine.embedded.memory import SequenceMemory
@@ -26,6 +25,7 @@ from towerd.engine.embedded.scheduling.pool import LiveSeq
 from towerd.errors import ConfigError, TowerdError
 from towerd.retention import Mass, Positions, Rows
 from towerd.retention.attention import attention_mass
+from towerd.settings.config import UNQUANTIZED, Config
 from towerd.slots.blob import parse_rows
 from towerd.slots.errors import StateError
 from towerd.slots.rows import KVRows

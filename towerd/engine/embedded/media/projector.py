@@ -5,11 +5,11 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
-from towerd.config import Config
 from towerd.engine.embedded.model.model import LlamaModel, last_errors
 from towerd.engine.model_file import Memo, file_hash
 from towerd.errors import ConfigError, ModelError
-from towerd.llama_flags import media_flags
+from towerd.settings.config import Config
+from towerd.settings.llama_flags import media_flags
 from towerd.wire import Projector, ProjectorOptions
 
 

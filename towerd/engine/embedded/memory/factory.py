@@ -6,7 +6,6 @@ import logging
 
 import numpy as np
 
-from towerd.config import Config
 from towerd.engine.embedded.memory.base import SequenceMemory
 from towerd.engine.embedded.memory.plain import PlainMemory
 from towerd.engine.embedded.memory.stateful import (
@@ -18,6 +17,7 @@ from towerd.engine.embedded.memory.stateful import (
 from towerd.engine.embedded.memory.window import WindowMemory
 from towerd.engine.embedded.model.context import PARTIAL, Buffer, LlamaContext
 from towerd.engine.embedded.model.model import LlamaModel
+from towerd.settings.config import Config
 from towerd.slots.blob import emit_blob, parse_rows
 from towerd.slots.errors import StateError
 from towerd.slots.kind import HYBRID, RECURRENT, WHOLE

@@ -21,8 +21,8 @@ import numpy as np
 from towerd.engine.embedded.model.model import LlamaModel, last_errors
 from towerd.engine.model_file import Memo, file_hash
 from towerd.errors import InvalidRequest, ModelError
-from towerd.llama_flags import AdapterFile
 from towerd.llama_library import lib
+from towerd.settings.llama_flags import AdapterFile
 from towerd.store.prefix.scope import adapters_of, scope_of
 
 Adapted: TypeAlias = tuple[tuple[int, float], ...]

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from towerd.config import Config
 from towerd.engine.embedded.longchat.taps import Taps
 from towerd.engine.embedded.model.adapters import Adapted, adapt
 from towerd.engine.embedded.model.model import LlamaModel, last_errors
 from towerd.errors import ModelError, TowerdError
 from towerd.kernels.formats import BY_NAME
 from towerd.llama_library import lib
+from towerd.settings.config import Config
 from towerd.tokens import Ids
 
 Buffer = npt.NDArray[np.uint8]

@@ -16,7 +16,6 @@ from typing import TypeVar
 
 import numpy as np
 
-from towerd.config import WATCHING, Config
 from towerd.engine.base import ModelInfo
 from towerd.engine.embedded.longchat.attention import flash_attention
 from towerd.engine.embedded.longchat.observer import Observer, check_attention
@@ -29,15 +28,16 @@ from towerd.engine.embedded.model.model import LlamaModel
 from towerd.engine.embedded.model.vocab import Vocab
 from towerd.errors import ConfigError, ModelError
 from towerd.kernels.formats import BY_NAME
-from towerd.llama_flags import adapter_files
-from towerd.machine import ram_bytes
 from towerd.models.bundled import find_model
+from towerd.settings.config import WATCHING, Config
+from towerd.settings.llama_flags import adapter_files
 from towerd.slots.errors import StateError
 from towerd.slots.fingerprint import Fingerprint, tokenizer_hash
 from towerd.slots.kind import DENSE, WHOLE
 from towerd.slots.layout import KVLayout, Plane
 from towerd.slots.selftest import check_slot_file, self_test
 from towerd.store import Catalog
+from towerd.system.machine import ram_bytes
 from towerd.wire import Projector
 
 log = logging.getLogger(__name__)

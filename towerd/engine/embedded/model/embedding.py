@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from towerd.config import Config
 from towerd.engine.embedded.model.adapters import Adapted, Adapters, adapt
 from towerd.engine.embedded.model.context import Batch
 from towerd.engine.embedded.model.model import LlamaModel, last_errors
 from towerd.errors import ContextExceeded, ModelError, TowerdError
 from towerd.llama_library import lib
+from towerd.settings.config import Config
 from towerd.tokens import Ids
 
 Rows = npt.NDArray[np.float32]

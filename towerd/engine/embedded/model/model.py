@@ -15,12 +15,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from towerd.config import Config
 from towerd.engine.embedded.model.loadable import check_loadable, why_not_loaded
 from towerd.engine.model_file import ModelFile
 from towerd.errors import ModelError
 from towerd.llama_library import lib
 from towerd.models.known import metadata_of
+from towerd.settings.config import Config
 
 log = logging.getLogger("towerd.llama")
 

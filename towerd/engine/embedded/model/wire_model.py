@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from towerd.config import Config
 from towerd.engine.embedded.model.core import Core
 from towerd.engine.embedded.model.retokenize import Retokenizer
 from towerd.errors import ConfigError
-from towerd.llama_flags import wire_words
 from towerd.models.known import metadata_of
+from towerd.settings.config import Config
+from towerd.settings.llama_flags import wire_words
 from towerd.wire import Model, Settings, recommended
 
 KEPT_FIELDS = ("retention", "live_budget", "lora")

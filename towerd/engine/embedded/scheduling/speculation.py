@@ -16,13 +16,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from towerd.config import Config
 from towerd.engine.embedded.memory import SequenceMemory
 from towerd.engine.embedded.model.core import Core, on_short_lived_thread
 from towerd.engine.embedded.scheduling.batching import Batching
 from towerd.engine.embedded.scheduling.job import Job, JobPhase
 from towerd.engine.embedded.scheduling.pool import LivePool
 from towerd.errors import ConfigError
+from towerd.settings.config import Config
 from towerd.slots.kind import WHOLE
 from towerd.wire import Chunk, Model, Speculation, WireError
 

@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from towerd.config import Config
 from towerd.engine.embedded.model.model import LlamaModel
 from towerd.engine.llama_server.process.attached import (
     Command,
@@ -27,6 +26,7 @@ from towerd.engine.llama_server.process.upstream_counters import CounterValues, 
 from towerd.engine.llama_server.slots.slotdir import SlotDir
 from towerd.errors import ConfigError
 from towerd.models.bundled import find_model
+from towerd.settings.config import Config
 
 log = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from towerd.config import Config, defaults
 from towerd.models.known import metadata_of
+from towerd.settings.config import Config, defaults
 
 OURS = frozenset(
     "--host --port --api-key --api-key-file --slot-save-path --reuse-port"

@@ -1,0 +1,196 @@
+"""`towerctl bench longchat --live`: the time per token in a long chat with a live budget.
+
+Prefilling 32k tokens takes a CPU ten minutes or more, and the time per token does not depend on the
+contents of the rows: random rows are written into the cache, and the chat continues from there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from towerd.cli.bench.harness.models import bench_model, random_prompt, vocab_size
+from towerd.cli.bench.harness.report import Report
+from towerd.engine.base import Finish, GenerateRequest, LiveBudget
+from towerd.engine.embedded.engine import EmbeddedEngine
+from towerd.engine.embedded.longchat.live_set import BoundedSet
+from towerd.errors import TowerdError
+from towerd.service import open_service
+from towerd.settings.config import Config
+from towerd.slots.blob import emit_blob
+from towerd.slots.layout import KVLayout
+from towerd.slots.rows import KVRows
+from towerd.tokens import Ids, Provenance
+
+LENGTHS = (4096, 8192, 16384, 32768)
+BUDGET = 2048
+QUICK_LENGTHS = (512, 1024)
+QUICK_BUDGET = 128
+MESSAGE_TOKENS = 32
+"""Length of the user's message after the text."""
+REPLY_TOKENS = 128
+PREFILL_TOKENS = 512
+_FILL_TOKENS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class TimedReply:
+    """Measurements of one reply: milliseconds per output token and for the prompt, and what was
+    live at its end."""
+
+    token_ms: float
+    prompt_ms: float
+    live_bytes: int
+    aside_bytes: int
+    index_s: float
+    choose_s: float
+
+
+async def run(model: Path | None, quick: bool) -> Report:
+    """Time per output token at each length, with the full cache and with IceCache. Raises
+    TowerdError if single positions of the model's memory cannot be dropped."""
+    path = bench_model(model, "small" if quick else "1b")
+    lengths, budget = (QUICK_LENGTHS, QUICK_BUDGET) if quick else (LENGTHS, BUDGET)
+    report = Report("longchat --live", path.name)
+    report.figures |= {"live_budget": budget, "reply_tokens": REPLY_TOKENS}
+    ids = random_prompt(np.random.default_rng(0), lengths[-1] + 1024, vocab_size(path))
+    full: dict[int, TimedReply] = {}
+    async with _engine(path, "none", budget, lengths[-1]) as engine:
+        alone = await _turn(engine, ids[-PREFILL_TOKENS:], LiveBudget())
+        token_prefill_ms = alone.prompt_ms / PREFILL_TOKENS
+        for n in lengths:
+            await _fill(engine, ids[:n])
+            full[n] = await _turn(engine, ids[: n + MESSAGE_TOKENS], LiveBudget())
+    report.figures["prefill_token_ms"] = token_prefill_ms
+    async with _engine(path, "icecache", budget, lengths[-1]) as engine:
+        for n in lengths:
+            await _fill(engine, ids[:n])
+            live = LiveBudget("icecache", budget)
+            found = await _turn(engine, ids[: n + MESSAGE_TOKENS], live)
+            _add(report, n, full[n], found, token_prefill_ms)
+    last = lengths[-1] // 1024
+    report.target(f"tpot_speedup_{last}k", least=3)
+    report.figures["index_overhead"] = max(
+        report.figures[f"index_overhead_{n // 1024}k"] for n in lengths if n >= 1024
+    )
+    report.target("index_overhead", most=0.1)
+    return report
+
+
+def _add(
+    report: Report, n: int, full: TimedReply, found: TimedReply, token_prefill_ms: float
+) -> None:
+    if n < 1024:
+        return
+    name = f"{n // 1024}k"
+    report.figures |= {
+        f"tpot_full_ms_{name}": full.token_ms,
+        f"tpot_live_ms_{name}": found.token_ms,
+        f"tpot_speedup_{name}": full.token_ms / found.token_ms,
+        f"live_bytes_full_{name}": full.live_bytes,
+        f"live_bytes_{name}": found.live_bytes,
+        f"aside_bytes_{name}": found.aside_bytes,
+        f"index_overhead_{name}": found.index_s * 1e3 / (n * token_prefill_ms),
+        f"choose_overhead_{name}": found.choose_s * 1e3 / (n * token_prefill_ms),
+    }
+
+
+@asynccontextmanager
+async def _engine(
+    path: Path, retention: str, budget: int, n_max: int
+) -> AsyncIterator[EmbeddedEngine]:
+    with tempfile.TemporaryDirectory(prefix="towerd-bench-") as folder:
+        size = n_max + 2 * _FILL_TOKENS
+        config = Config(
+            model=path,
+            store_dir=Path(folder) / "store",
+            socket=Path(folder) / "s",
+            ctx_size=size,
+            live_tokens=size,
+            live_sequences=2,
+            parallel=1,
+            hot_bytes=0,
+            warm_bytes=0,
+            anticipate=False,
+            retention=retention,
+            recall_bytes=1 << 40,
+            live_budget=budget if retention == "icecache" else 0,
+        )
+        async with open_service(config) as service:
+            yield service.engine
+
+
+async def _fill(engine: EmbeddedEngine, ids: Ids) -> None:
+    """Make a chat of these tokens live, with random rows."""
+    layout = engine.core.layout
+    if not engine.core.memory.kind.can_slice or not layout.k:
+        raise TowerdError("bench longchat --live needs a model of dense attention.")
+
+    def open_it() -> None:
+        for seq in list(engine.pool):
+            engine.pool.drop(seq)
+        engine.pool.open("local", len(ids) + 2 * _FILL_TOKENS)
+
+    def fill(first: int, rows: KVRows) -> None:
+        (seq,) = engine.pool
+        blob = np.asarray(emit_blob([rows], v_trans=engine.core.context.v_trans))
+        engine.core.memory.append(seq.id, blob, is_empty=first == 0)
+        part = ids[first : first + len(rows)]
+        engine.pool.append(seq, part, np.full(len(part), Provenance.EXACT, np.uint8))
+
+    await asyncio.wrap_future(engine.scheduler.call(open_it))
+    for first in range(0, len(ids), _FILL_TOKENS):
+        n = min(_FILL_TOKENS, len(ids) - first)
+        rows = await asyncio.to_thread(random_rows, layout, first, n)
+        await asyncio.wrap_future(engine.scheduler.call(partial(fill, first, rows)))
+
+
+def random_rows(layout: KVLayout, p0: int, n: int) -> KVRows:
+    """Standard normal rows of positions [p0, p0 + n) of an f16 cache. Raises TowerdError for a
+    cache of another type."""
+    chance = np.random.default_rng(p0)
+    planes = []
+    for plane in layout.planes:
+        if plane.format.name != "f16":
+            raise TowerdError("bench longchat --live writes f16 rows only.")
+        values = chance.standard_normal((n, plane.n_elements), dtype=np.float32)
+        planes.append(values.astype(np.float16).view(np.uint8))
+    cut = layout.n_layer
+    positions = np.arange(p0, p0 + n, dtype=np.int32)
+    return KVRows(layout, positions, tuple(planes[:cut]), tuple(planes[cut:]))
+
+
+async def _turn(engine: EmbeddedEngine, ids: Ids, live: LiveBudget) -> TimedReply:
+    """Generate a reply to the prompt `ids`; the sequence is released afterwards."""
+    before = engine.stats()
+    fields = {"temperature": 0, "ignore_eos": True}
+    request = GenerateRequest(ids=ids, fields=fields, n_predict=REPLY_TOKENS, live=live)
+    generation = engine.generate(request)
+    finish: Finish | None = None
+    async for event in generation:
+        finish = event if isinstance(event, Finish) else finish
+    assert finish is not None
+    after = engine.stats()
+
+    def live_sizes() -> tuple[int, int]:
+        (seq,) = engine.pool
+        aside = seq.live_set.n_bytes_offloaded if isinstance(seq.live_set, BoundedSet) else 0
+        return seq.n_cells * engine.core.layout.token_bytes, aside
+
+    live_bytes, aside_bytes = await asyncio.wrap_future(engine.scheduler.call(live_sizes))
+    generation.release()
+    return TimedReply(
+        finish.timings.predicted_ms / max(1, finish.timings.predicted_n - 1),
+        finish.timings.prompt_ms,
+        live_bytes,
+        aside_bytes,
+        float(after.get("recall_index_s", 0) - before.get("recall_index_s", 0)),
+        float(after.get("recall_choose_s", 0) - before.get("recall_choose_s", 0)),
+    )

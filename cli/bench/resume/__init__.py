@@ -1,0 +1,3 @@
+"""`towerctl bench resume`: a stored session beside its prefill."""
+
+from __future__ import annotations

@@ -1,0 +1,3 @@
+"""Texts for benchmarks and training: readers, the chat template, tasks of retrieval."""
+
+from __future__ import annotations

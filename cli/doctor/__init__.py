@@ -1,0 +1,3 @@
+"""`towerctl doctor`, and its checks: one file per part of the installation."""
+
+from __future__ import annotations

@@ -1,0 +1,3 @@
+"""Commands on a whole store: statistics, verification, removal, calibration."""
+
+from __future__ import annotations

@@ -1,0 +1,3 @@
+"""Commands on model files: fetching known ones, making GGUFs."""
+
+from __future__ import annotations

@@ -1,0 +1,3 @@
+"""`towerctl precache`, and the file that it reads."""
+
+from __future__ import annotations

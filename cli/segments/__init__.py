@@ -1,0 +1,3 @@
+"""Commands on stored segments: the list, the tree, their rank, their pins."""
+
+from __future__ import annotations

@@ -1,0 +1,232 @@
+"""`towerctl sessions`: list, show and forget conversations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from towerd.cli.client.api_client import PAGE_MAX, ApiClient, Json
+from towerd.cli.client.target import Target, connect, json_option, target_options
+
+SCOPE_HELP = "Only this tenant's."
+TEXT_HEAD = 300
+TEXT_END = 700
+DRAWING_CHARS = 64
+_COLUMNS = ("SESSION", "TENANT", ">TURNS", ">TOKENS", ">FROZEN", ">LAST USED", "TITLE OR END")
+
+
+@click.group()
+def sessions() -> None:
+    """List, show and forget conversations."""
+
+
+@sessions.command()
+@click.option(
+    "--limit", type=click.IntRange(1, PAGE_MAX), default=50, show_default=True, help="At most."
+)
+@click.option("--scope", metavar="TENANT", help=SCOPE_HELP)
+@json_option
+@target_options
+def ls(limit: int, scope: str | None, as_json: bool, target: Target) -> None:
+    """List sessions, most recently used first."""
+    from towerd.cli.output import ago, echo_json, show_table, size
+
+    with connect(target) as backend:
+        found = backend.sessions(limit, scope)
+        if as_json:
+            echo_json({"sessions": found})
+            return
+        if not found:
+            click.echo("No sessions yet.")
+            return
+        rows = [
+            (
+                each["id"],
+                each["scope"],
+                each["n_turns"],
+                f"{each['n_tokens']:,}",
+                size(each["cold_bytes"]) if each["cold_bytes"] else "",
+                ago(each["updated"]),
+                each["title"] or _ending(backend, each),
+            )
+            for each in found
+        ]
+    show_table(_COLUMNS, rows)
+
+
+def _ending(backend: ApiClient, session: Json) -> str:
+    """The last words of a conversation, if they can be decoded."""
+    from towerd.cli.output import preview
+
+    if not backend.has_model or session["cold_bytes"]:  # a frozen one would be decoded
+        return ""
+    text = backend.session(session["id"], session["scope"], text=True)["text"]
+    return preview(text, 60, end=True)
+
+
+@sessions.command()
+@click.argument("session")
+@click.option("--scope", metavar="TENANT", help="Whose, if several tenants have one of this name.")
+@click.option("--text", is_flag=True, help="The whole text of the conversation.")
+@json_option
+@target_options
+def show(session: str, scope: str | None, text: bool, as_json: bool, target: Target) -> None:
+    """Show SESSION: its turns, where its rows are, and its text."""
+    from towerd.cli.output import echo_json
+
+    with connect(target) as backend:
+        with_text = text or (backend.has_model and not as_json)
+        found = backend.session(session, scope, text=with_text)
+        path = _path(backend, found["turns"])
+    if as_json:
+        echo_json({**found, "path": path, "tiers": _by_tier(found["session"], path)})
+    else:
+        _print(found, path, whole_text=text)
+
+
+def kept_facts(kept: Json | None) -> list[tuple[str, str]]:
+    """How much of a chat with a budget is live, and a drawing of which parts are."""
+    if kept is None:
+        return []
+    n_kept = sum(p1 - p0 for p0, p1 in kept["runs"])
+    return [
+        ("live", f"{n_kept:,} of {kept['n']:,} ({kept['policy']}, budget {kept['budget']:,})"),
+        ("kept", f"|{drawn(kept['runs'], kept['n'])}|"),
+    ]
+
+
+def drawn(runs: list[list[int]], n: int, width: int = DRAWING_CHARS) -> str:
+    """Tokens [0, n) as one line: a character is full, half or empty if all, some or none of its
+    tokens are kept."""
+    width = min(width, n)
+    line = ""
+    for i in range(width):
+        p0, p1 = i * n // width, (i + 1) * n // width
+        n_kept = sum(max(0, min(p1, b) - max(p0, a)) for a, b in runs)
+        line += "█" if n_kept == p1 - p0 else "▒" if n_kept else "·"
+    return line
+
+
+def _path(backend: ApiClient, turns: list[Json]) -> list[Json]:
+    """The segments of the current branch, first to last."""
+    leaf = leaf_segment(turns)
+    if leaf == 0:
+        return []
+    last = backend.segment(leaf)
+    above = [backend.segment(id) for id in last["path"][:-1]]
+    return [*above, last]
+
+
+def leaf_segment(turns: list[Json]) -> int:
+    """The segment at which the current branch ends; 0 if it has none."""
+    current = [turn for turn in turns if turn["current"]]
+    return int(current[-1]["reply_node"] or 0) if current else 0
+
+
+def _by_tier(session: Json, path: list[Json]) -> dict[str, int]:
+    """Tokens whose rows are in RAM, else on disk, and those that would be evaluated again."""
+    hot = sum(each["tokens"] for each in path if each["hot"])
+    warm = sum(each["tokens"] for each in path if each["warm"] and not each["hot"])
+    return {"hot": hot, "warm": warm, "tokens_only": session["n_tokens"] - hot - warm}
+
+
+def _rows(session: Json, by_tier: dict[str, int]) -> str:
+    from towerd.cli.output import size
+
+    if session["cold_bytes"]:
+        return f"none: frozen, its tokens are coded in {size(session['cold_bytes'])}"
+    hot, warm, rest = by_tier["hot"], by_tier["warm"], by_tier["tokens_only"]
+    return f"hot {hot:,}, warm {warm:,}, tokens only {rest:,}"
+
+
+def _print(found: Json, path: list[Json], *, whole_text: bool) -> None:
+    from towerd.cli.output import clean, moment, show_facts, show_table, size, tiers
+
+    session, by_tier = found["session"], _by_tier(found["session"], path)
+    show_facts(
+        (
+            (
+                "session",
+                session["id"] + ("" if session["named"] else " (recognised by its tokens)"),
+            ),
+            ("tenant", session["scope"]),
+            ("title", session["title"] or "-"),
+            ("created", moment(session["created"])),
+            ("last used", moment(session["updated"])),
+            ("tokens", f"{session['n_tokens']:,} in the current branch"),
+            ("rows", _rows(session, by_tier)),
+            *kept_facts(found["kept"]),
+        )
+    )
+    show_table(
+        ("TURN", "AFTER", ">PROMPT", ">REPLY", "AT", "STATE"),
+        [
+            (
+                turn["id"],
+                turn["parent"] or "-",
+                f"{turn['n_prompt']:,}",
+                f"{turn['n_reply']:,}",
+                moment(turn["created"]),
+                ("current" if turn["current"] else "abandoned branch")
+                + ("" if turn["finished"] else ", cut off"),
+            )
+            for turn in found["turns"]
+        ],
+    )
+    show_table(
+        (">SEGMENT", "TOKENS", ">COUNT", "ROWS", ">BYTES", "PINNED"),
+        [
+            (
+                each["id"],
+                f"[{each['p0']:,}, {each['p1']:,})",
+                f"{each['tokens']:,}",
+                tiers(each),
+                size(each["bytes"]),
+                "pinned" if each["pinned"] else "",
+            )
+            for each in path
+        ],
+    )
+    text = found["text"]
+    if text is None:
+        click.echo("Its text shows when the daemon runs.")
+    elif whole_text or len(text) <= TEXT_HEAD + TEXT_END:
+        click.echo(clean(text, lines=True))
+    else:
+        left_out = len(text) - TEXT_HEAD - TEXT_END
+        click.echo(clean(text[:TEXT_HEAD], lines=True))
+        click.echo(f"… {left_out:,} characters left out; --text shows all …")
+        click.echo(clean(text[-TEXT_END:], lines=True))
+
+
+@sessions.command()
+@click.argument("names", metavar="SESSION...", nargs=-1, required=True)
+@click.option("--scope", metavar="TENANT", help="Whose, if several tenants have one of this name.")
+@click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+@json_option
+@target_options
+def rm(names: tuple[str, ...], scope: str | None, yes: bool, as_json: bool, target: Target) -> None:
+    """Forget each SESSION. The next gc removes its segments, unless others need them."""
+    from towerd.cli.output import echo_json
+
+    unique = tuple(dict.fromkeys(names))
+    with connect(target) as backend:
+        found = [backend.session(name, scope)["session"] for name in unique]
+        if not yes:
+            _confirm(found)
+        for session in found:
+            backend.delete_session(session["id"], session["scope"])
+    if as_json:
+        echo_json({"deleted": list(unique)})
+    else:
+        click.echo(f"Forgot {_count(found)}; towerctl gc frees the space.")
+
+
+def _confirm(found: list[Json]) -> None:
+    tokens = sum(session["n_tokens"] for session in found)
+    click.confirm(f"Forget {_count(found)} with {tokens:,} tokens?", abort=True, err=True)
+
+
+def _count(found: list[Any]) -> str:
+    return "1 session" if len(found) == 1 else f"{len(found)} sessions"

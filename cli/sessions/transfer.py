@@ -1,0 +1,146 @@
+"""`towerctl export`, `towerctl import`: sessions as `.tower` files."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from towerd.cli.client.api_client import Json
+from towerd.cli.client.target import Target, connect, json_option, setting_option, target_options
+from towerd.errors import ConfigError, TowerdError
+
+SUFFIX = ".tower"
+NAME_CHARS_MAX = 100
+_UNUSUAL = re.compile(r"[^A-Za-z0-9._-]")
+
+
+@click.command()
+@click.argument("session")
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path),
+    help="The file to write; default: the session's id with .tower after it.",
+)
+@click.option("--force", is_flag=True, help="Overwrite the file if there is one.")
+@click.option("--scope", metavar="TENANT", help="Whose, if several tenants have one of this name.")
+@setting_option("model")
+@json_option
+@target_options
+def export(
+    session: str,
+    output: Path | None,
+    force: bool,
+    scope: str | None,
+    model: str | None,
+    as_json: bool,
+    target: Target,
+) -> None:
+    """Write the whole history of SESSION to a file that another machine can import."""
+    from towerd.cli.output import echo_json, size
+
+    path = output if output is not None else Path(file_name(session))
+    _check_place(path, force)
+    with connect(replace(target, model=model)) as backend:
+        data = backend.export_session(session, scope)
+    _write(path, data, force)
+    if as_json:
+        echo_json({"session": session, "file": str(path), "bytes": len(data)})
+    else:
+        click.echo(f"Wrote {path} ({size(len(data))}); towerctl import reads it.")
+
+
+def file_name(session: str) -> str:
+    """The default name of a session's file: its id, without characters that need quoting."""
+    name = _UNUSUAL.sub("_", session)[:NAME_CHARS_MAX]
+    return (name if not name.startswith((".", "-")) else f"_{name[1:]}") + SUFFIX
+
+
+def _check_place(path: Path, force: bool) -> None:
+    """Raises ConfigError if the file must not be written, before anything is requested."""
+    if path.is_dir():
+        raise ConfigError(f"{path} is a directory: name a file with -o.")
+    if not path.parent.is_dir():
+        raise ConfigError(f"There is no directory {path.parent}: make it, or name another with -o.")
+    if os.path.lexists(path) and not force:
+        raise ConfigError(f"{path} exists: overwrite it with --force, or name another with -o.")
+
+
+def _write(path: Path, data: bytes, force: bool) -> None:
+    """Write the file atomically, readable by its owner only. Raises TowerdError."""
+    try:
+        fd, name = tempfile.mkstemp(SUFFIX, f".{path.name[:NAME_CHARS_MAX]}.", path.parent)
+        try:
+            with os.fdopen(fd, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            _check_place(path, force)  # it may have appeared since
+            os.replace(name, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(name)
+            raise
+    except OSError as error:
+        raise TowerdError(f"{path} cannot be written: {error.strerror or error}.") from error
+
+
+@click.command("import")
+@click.argument(
+    "files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path)
+)
+@click.option("--scope", metavar="TENANT", help="For this tenant; default: the caller's.")
+@setting_option("model")
+@json_option
+@target_options
+def import_(
+    files: tuple[Path, ...], scope: str | None, model: str | None, as_json: bool, target: Target
+) -> None:
+    """Import the session of each FILE that towerctl export wrote."""
+    from towerd.cli.output import echo_json
+
+    contents = [_read(path) for path in files]
+    imported: list[Json] = []
+    with connect(replace(target, model=model)) as backend:
+        for path, data in zip(files, contents, strict=True):
+            try:
+                found = backend.import_session(data, scope)
+            except TowerdError as error:
+                raise TowerdError(f"{path}: {error.message}") from error
+            imported.append({"file": str(path), **found})
+            if not as_json:
+                click.echo(_said(imported[-1]))
+    if as_json:
+        echo_json({"imported": imported})
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise TowerdError(f"{path} cannot be read: {error.strerror or error}.") from error
+
+
+def _said(found: Json) -> str:
+    """A line that describes the result of one import."""
+    from towerd.cli.output import clean
+
+    session, added = found["session"], found["added"]
+    if not added:
+        return f"Session {session['id']} is here already; nothing was changed."
+    line = f"Imported {_count(added, 'turn')} of session {session['id']}"
+    missing: list[Any] = [clean(base["name"]) for base in found["bases"] if not base["here"]]
+    if missing:
+        line += f"; towerctl precache makes its bases quick here, too: {', '.join(missing)}"
+    return line + "."
+
+
+def _count(n: int, noun: str) -> str:
+    return f"1 {noun}" if n == 1 else f"{n} {noun}s"

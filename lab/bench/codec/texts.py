@@ -1,0 +1,51 @@
+"""Sessions to compress: chat records of one kind, in a chat template, joined and cut to 16 KB."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import numpy as np
+
+from lab.train.data.manifest import read_manifest
+from lab.train.data.records import TRAIN
+from towerd.cli.bench.texts.chat_template import in_template, records
+
+SESSION_BYTES = 16384
+KINDS = ("human", "assistant", "code", "mixed")
+
+
+def sessions(data: Path, n_max: int) -> dict[str, list[bytes]]:
+    """Kind -> up to `n_max` UTF-8 texts of SESSION_BYTES. ClickException for unusable data."""
+    texts: dict[str, list[str]] = {kind: [] for kind in KINDS}
+    kinds = {name: source.kind for name, source in read_manifest().items()}
+    for record in records(data):
+        kind = kinds.get(record.source, "mixed")
+        if kind in texts:
+            texts[kind].append(in_template(record, users=kind != "assistant"))
+        texts["mixed"].append(in_template(record))
+    found = {kind: _cut(parts)[:n_max] for kind, parts in texts.items()}
+    if not all(found.values()):
+        lacking = ", ".join(kind for kind, each in found.items() if not each)
+        raise click.ClickException(f"{data} has less than {SESSION_BYTES} bytes of {lacking} text.")
+    return found
+
+
+def training(data: Path, n_bytes: int) -> list[bytes]:
+    """Texts of the training split beside `data`, in random order, about `n_bytes`."""
+    texts = [in_template(record).encode() for record in records(data.with_name(TRAIN))]
+    turn = np.random.default_rng(0).permutation(len(texts))
+    chosen, left = [], n_bytes
+    for i in turn:
+        chosen.append(texts[i])
+        left -= len(texts[i])
+        if left <= 0:
+            break
+    return chosen
+
+
+def _cut(parts: list[str]) -> list[bytes]:
+    turn = np.random.default_rng(1).permutation(len(parts))
+    text = "".join(parts[i] for i in turn).encode()
+    cuts = [text[at : at + SESSION_BYTES] for at in range(0, len(text), SESSION_BYTES)]
+    return [cut.decode(errors="ignore").encode() for cut in cuts if len(cut) == SESSION_BYTES]

@@ -1,0 +1,3 @@
+"""`towerctl lab bench policy`: eviction policies on recorded traces."""
+
+from __future__ import annotations

@@ -1,0 +1,3 @@
+"""What a trained model is worth: bits per byte, plots, chats to read."""
+
+from __future__ import annotations

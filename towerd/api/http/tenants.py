@@ -1,0 +1,57 @@
+"""Authentication: API keys, tenants and the owner on the Unix socket."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from towerd.errors import Unauthorized
+from towerd.settings.setting import LOCAL_TENANT
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """The authenticated caller."""
+
+    scope: str
+    """Namespace of everything the caller stores; part of every segment key."""
+    admin: bool
+    """May see every tenant's state and change what all tenants share."""
+    sees_all: bool
+    """May see how much all tenants ask, and when."""
+
+
+OWNER = Tenant(LOCAL_TENANT, admin=True, sees_all=True)
+
+
+class Tenants:
+    """The key table. Without keys every caller is the owner (loopback only, see `towerd.app.daemon`). Among
+    several tenants the one named `local` sees what all do."""
+
+    def __init__(self, api_keys: Sequence[tuple[str, str]]) -> None:
+        is_alone = len({name for _, name in api_keys}) < 2
+        self._keys = [
+            (key.encode(), Tenant(name, admin=False, sees_all=is_alone or name == LOCAL_TENANT))
+            for key, name in api_keys
+        ]
+
+    @property
+    def required(self) -> bool:
+        """Whether callers need a key."""
+        return bool(self._keys)
+
+    def identify(self, authorization: str, x_api_key: str) -> Tenant:
+        """The tenant of the offered key, as llama-server reads it: `Authorization`, with or
+        without `Bearer `, else `X-Api-Key`. Always compares all keys, each in constant time.
+        Raises Unauthorized."""
+        if not self._keys:
+            return OWNER
+        offered = (authorization or x_api_key).removeprefix("Bearer ").encode()
+        found: Tenant | None = None
+        for key, tenant in self._keys:
+            if hmac.compare_digest(key, offered):
+                found = tenant
+        if found is None:
+            raise Unauthorized("Invalid API Key")
+        return found

@@ -1,0 +1,87 @@
+"""Every route, in one table; `docs/http-api.md` has an entry for each."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from towerd.api.admin import calibration as own_calibration
+from towerd.api.admin import page, pins, precache
+from towerd.api.admin import workflows as own_workflows
+from towerd.api.llama import completion, control, embeddings, info, lora, streams, text, unsupported
+from towerd.app.store_routes import STORE_ROUTES, Route, add_routes
+
+LLAMA_ROUTES: tuple[Route, ...] = (
+    Route("GET", "/health", info.get_health),
+    Route("GET", "/v1/health", info.get_health),
+    Route("GET", "/props", info.get_props),
+    Route("GET", "/models", info.get_models),
+    Route("GET", "/v1/models", info.get_models),
+    Route("GET", "/slots", info.get_slots),
+    Route("GET", "/metrics", info.get_metrics),
+    Route("POST", "/completion", completion.post_completion),
+    Route("POST", "/completions", completion.post_completion),
+    Route("POST", "/v1/completions", completion.post_openai_completion),
+    Route("POST", "/chat/completions", completion.post_chat),
+    Route("POST", "/v1/chat/completions", completion.post_chat),
+    Route("POST", "/infill", completion.post_infill),
+    Route("POST", "/responses", completion.post_responses),
+    Route("POST", "/v1/responses", completion.post_responses),
+    Route("POST", "/v1/messages", completion.post_messages),
+    Route("POST", "/v1/chat/completions/control", control.post_control),
+    Route("POST", "/embedding", embeddings.post_embeddings),
+    Route("POST", "/embeddings", embeddings.post_embeddings),
+    Route("POST", "/v1/embeddings", embeddings.post_openai_embeddings),
+    Route("POST", "/rerank", embeddings.post_rerank),
+    Route("POST", "/reranking", embeddings.post_rerank),
+    Route("POST", "/v1/rerank", embeddings.post_rerank),
+    Route("POST", "/v1/reranking", embeddings.post_rerank),
+    Route("POST", "/chat/completions/input_tokens", text.post_chat_tokens),
+    Route("POST", "/v1/chat/completions/input_tokens", text.post_chat_tokens),
+    Route("POST", "/responses/input_tokens", text.post_responses_tokens),
+    Route("POST", "/v1/responses/input_tokens", text.post_responses_tokens),
+    Route("POST", "/v1/messages/count_tokens", text.post_messages_tokens),
+    Route("GET", "/lora-adapters", lora.get_adapters),
+    Route("POST", "/lora-adapters", lora.post_adapters),
+    Route("GET", "/v1/stream", streams.get_stream),
+    Route("DELETE", "/v1/stream", streams.delete_stream),
+    Route("POST", "/v1/streams/lookup", streams.post_lookup),
+    Route("POST", "/tokenize", text.post_tokenize),
+    Route("POST", "/detokenize", text.post_detokenize),
+    Route("POST", "/apply-template", text.post_apply_template),
+)
+
+OWN_ROUTES: tuple[Route, ...] = (
+    *STORE_ROUTES,
+    Route("GET", "/towerd/v1/stats", info.get_stats),
+    Route("GET", "/towerd/v1/workflows", own_workflows.list_workflows),
+    Route("POST", "/towerd/v1/workflows/{id}/end", own_workflows.post_end),
+    Route("GET", "/towerd/v1/bases", pins.list_bases),
+    Route("POST", "/towerd/v1/precache", precache.post_precache),
+    Route("GET", "/towerd/v1/calibration", own_calibration.get_calibration),
+    Route("POST", "/towerd/v1/calibration", own_calibration.post_calibration),
+)
+
+PAGE_ROUTES: tuple[Route, ...] = (
+    Route("GET", "/", page.get_root),
+    Route("GET", "/towerd", page.get_root),
+    Route("GET", "/towerd/", page.get_page),
+    Route("GET", "/towerd/page/{name}", page.get_asset),
+)
+
+UNSUPPORTED_ROUTES: tuple[Route, ...] = tuple(
+    Route(method, path, unsupported.refuse_unsupported) for method, path in unsupported.UNSUPPORTED
+)
+
+ROUTES = LLAMA_ROUTES + OWN_ROUTES + PAGE_ROUTES + UNSUPPORTED_ROUTES
+
+
+def add_proxy_routes(app: web.Application) -> None:
+    """Register the routes in front of a llama-server: towerd's own endpoints; everything else is
+    forwarded."""
+    from towerd.api.proxy import routes as proxy_routes
+
+    proxy_routes.connect(app)
+    add_routes(app, OWN_ROUTES)
+    add_routes(app, tuple(route for route in PAGE_ROUTES if route.path != "/"))
+    add_routes(app, tuple(Route(*row) for row in proxy_routes.PROXY))
+    app.router.add_route("*", "/{path:.*}", proxy_routes.unknown)

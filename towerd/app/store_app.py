@@ -1,0 +1,191 @@
+"""The admin API over a store alone, which towerctl uses while no daemon is running.
+
+It knows which model was last served from the store, but no text: that needs the model's tokenizer
+and therefore a running daemon.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from aiohttp import web
+
+from towerd import __version__
+from towerd.api.admin.pins import base_json
+from towerd.api.http.keys import (
+    CONFIG,
+    GATE,
+    LIMITS,
+    METRICS,
+    TENANTS,
+    TRANSFER,
+    ServiceGate,
+    service_of,
+)
+from towerd.api.http.limits import Limits
+from towerd.api.http.metrics import Metrics
+from towerd.api.http.middleware import MIDDLEWARES
+from towerd.api.http.reply import json_reply
+from towerd.api.http.tenants import Tenants
+from towerd.app.store_routes import STORE_ROUTES, Route, add_routes
+from towerd.cold import Coding, ColdTier, VocabularySource
+from towerd.engine.model_file import file_hash
+from towerd.errors import StoreError, StoreLocked, TowerdError
+from towerd.models.bundled import find_model
+from towerd.settings.config import Config
+from towerd.store import Store, latest_fingerprint
+from towerd.tiers.formats.calibration_store import load_calibration
+from towerd.transfer import Transfer
+
+if TYPE_CHECKING:
+    from towerd.api.http.keys import SessionRunner, TiersView
+    from towerd.engine.base import Engine
+    from towerd.sessions.traffic import Traffic
+
+DAEMON_ONLY = (
+    "engine_name",
+    "fidelity",
+    "model",
+    "model_path",
+    "n_ctx",
+    "n_slots",
+    "uptime_s",
+    "reuse",
+    "slots",
+    "engine",
+    "tiers",
+    "cold",
+    "traffic",
+)
+"""Keys of /towerd/v1/stats that only a daemon can fill."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreService:
+    """`towerd.api.http.keys.Service` without a model. Access to anything that needs one raises
+    TowerdError."""
+
+    store: Store
+    cold: ColdTier
+
+    @property
+    def engine(self) -> Engine:
+        """Raises TowerdError."""
+        raise TowerdError(
+            "Text needs the model's tokenizer: start the daemon with towerd serve and ask again."
+        )
+
+    @property
+    def sessions(self) -> SessionRunner:
+        """Raises TowerdError."""
+        _needs_daemon()
+
+    @property
+    def tiers(self) -> TiersView:
+        """Raises TowerdError."""
+        _needs_daemon()
+
+    @property
+    def traffic(self) -> Traffic:
+        """Raises TowerdError."""
+        _needs_daemon()
+
+
+def _needs_daemon() -> NoReturn:
+    raise TowerdError("Only the daemon knows this: start it with towerd serve and ask again.")
+
+
+@asynccontextmanager
+async def open_store_app(config: Config) -> AsyncIterator[web.Application]:
+    """Open the store of `config`, which must exist, and close it at the end.
+
+    Raises StoreError, StoreLocked, StoreVersion."""
+    store = await asyncio.to_thread(_open_store, config.store_dir)
+    coding = Coding(lambda: _source(config.model, store), tables=store.tables)
+    cold = ColdTier(store, coding, freeze_after_s=-1)
+    app = web.Application(middlewares=MIDDLEWARES)
+    app[CONFIG] = config
+    app[GATE] = ServiceGate(StoreService(store, cold))
+    app[LIMITS] = Limits()
+    app[METRICS] = Metrics()
+    app[TENANTS] = Tenants(())
+    app[TRANSFER] = Transfer()
+    add_routes(app, STORE_ROUTES + _STORE_ONLY_ROUTES)
+    try:
+        yield app
+    finally:
+        await asyncio.to_thread(app[TRANSFER].close)
+        await cold.close()
+        await asyncio.to_thread(store.close)
+
+
+def _open_store(root: Path) -> Store:
+    if not any((root / name).exists() for name in ("catalog.sqlite", "journal", "segments")):
+        raise StoreError(
+            f"There is no store at {root}: run towerd serve, or name a store with --store-dir."
+        )
+    try:
+        return Store.open(root, latest_fingerprint)
+    except StoreLocked as error:
+        raise StoreLocked(
+            f"{error.message}; ask a running daemon with --socket or --url"
+        ) from error
+
+
+def _source(model: Path | None, store: Store) -> VocabularySource:
+    """The vocabulary of `model` (None: the default), if it is the model that was last served from
+    the store. Raises ModelError, or StoreError for another model."""
+    path, served = find_model(model), store.state.fingerprint.model_hash
+    if file_hash(path, store.state.catalog) != served:
+        raise StoreError(
+            "Coding a text takes the vocabulary of the model that was served from this store, "
+            f"and {path.name} is another one: name it with --model, or start its daemon."
+        )
+    return VocabularySource(path, served)
+
+
+async def get_stats(request: web.Request) -> web.Response:
+    """The keys of the daemon's stats; values that only a daemon knows are null."""
+    store = service_of(request).store
+    return json_reply(
+        {
+            "version": __version__,
+            **dict.fromkeys(DAEMON_ONLY),
+            "fingerprint": store.state.digest.hex(),
+            "store": await asyncio.to_thread(store.stats),
+        }
+    )
+
+
+async def list_bases(request: web.Request) -> web.Response:
+    """The precached prompts of all tenants."""
+    bases = await asyncio.to_thread(service_of(request).store.bases)
+    return json_reply({"bases": [base_json(base) for base in bases]})
+
+
+async def get_calibration(request: web.Request) -> web.Response:
+    """The stored calibration, if there is one."""
+    store = service_of(request).store
+    found = await asyncio.to_thread(load_calibration, store, store.state.digest.hex())
+    view = {
+        "state": "done" if found is not None else "waiting",
+        "why": "no daemon runs",
+        "fidelity": None,
+        "level_formats": None,
+        "progress": {"done": 0, "total": 0},
+        "calibration": found.to_json() if found is not None else None,
+    }
+    return json_reply({"calibration": view})
+
+
+_STORE_ONLY_ROUTES = (
+    Route("GET", "/towerd/v1/stats", get_stats),
+    Route("GET", "/towerd/v1/bases", list_bases),
+    Route("GET", "/towerd/v1/calibration", get_calibration),
+)
+"""Routes that replace the daemon's."""

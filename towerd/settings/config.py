@@ -1,0 +1,389 @@
+"""All settings of a daemon, in one frozen value.
+
+`towerd.settings.sources` reads it from flags, variables and towerd.toml. What the bytes of a stored
+segment depend on is in `towerd.slots.fingerprint` instead.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from towerd.errors import ConfigError
+from towerd.policy import NAMES as POLICIES
+from towerd.settings.addresses import is_http_url, is_loopback
+from towerd.settings.llama_flags import adapter_files, media_flags, wire_words
+from towerd.settings.setting import Kind, Setting
+from towerd.system import paths
+from towerd.system.machine import physical_cores, ram_bytes
+from towerd.tiers.formats.fidelity import FIDELITIES, LevelFormats
+
+ENGINES = ("embedded", "llama-server")
+CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
+RETENTIONS = ("none", "shift", "streaming", "h2o", "snapkv", "buzz", "latem", "icecache")
+"""The policies of towerd.retention whose signals the embedded engine provides, and `shift`."""
+UNBOUNDED = ("none", "shift")
+"""Those without a budget."""
+WATCHING = ("h2o", "snapkv", "buzz", "latem", "icecache")
+"""Those that observe attention."""
+POOLINGS = ("none", "mean", "cls", "last", "rank")
+UNQUANTIZED = ("f32", "f16", "bf16")
+SOCKET_PATH_BYTES_MAX = 103
+"""The capacity of sun_path on macOS; Linux allows four more."""
+WARM_BYTES_MAX = 32 * 2**30
+
+
+def _set(
+    default: Any,
+    kind: Kind,
+    flags: str,
+    help: str,
+    *,
+    off: str = "",
+    low: float | None = None,
+    high: float | None = None,
+    choices: tuple[str, ...] = (),
+    auto: str = "",
+    secret: bool = False,
+) -> Any:
+    """A Config field. `flags` and `off` are space-separated spellings. Secrets and keys are left
+    out of repr."""
+    spec = Setting(kind, help, tuple(flags.split()), tuple(off.split()), low, high, choices, auto)
+    shown = kind != "keys" and not secret
+    return field(default=default, repr=shown, metadata={"setting": spec})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """Settings of one daemon. Construction resolves defaults that depend on the machine (`auto`),
+    so that readers only see the values in force. Raises ConfigError.
+    """
+
+    # fmt: off
+    host: str = _set("127.0.0.1", "text", "--host",
+        "Address to listen on; several are separated by commas. Beyond loopback an API key is required.")
+    port: int = _set(8080, "int", "--port",
+        "TCP port to listen on; 0 takes a free one.", low=0, high=65535)
+    socket: Path | None = _set(None, "path", "--socket",
+        "Unix socket to listen on as well; towerctl uses it.",
+        auto="towerd/towerd.sock in the user's runtime directory")
+    model: Path | None = _set(None, "path", "--model -m",
+        "GGUF to serve: a path, a file in the models directory, or a name that towerd models list shows.",
+        auto="smollm2, else stories")
+    alias: str | None = _set(None, "text", "--alias -a",
+        "Name of the model for clients; several are separated by commas.", auto="its file name")
+    tags: tuple[str, ...] = _set((), "list", "--tags",
+        "Tags of the model in GET /v1/models.")
+    store_dir: Path = _set(None, "path", "--store-dir",
+        "Directory of the store; one daemon at a time.", auto="store in the user's data directory")
+    api_keys: tuple[tuple[str, str], ...] = _set((), "keys", "--api-key",
+        "Key that clients must present, or tenant:key; repeatable, or separated by commas.")
+    api_key_file: Path | None = _set(None, "path", "--api-key-file",
+        "File with one key, or tenant:key, a line.")
+    ctx_size: int = _set(0, "int", "--ctx-size -c",
+        "Tokens that one conversation may hold.", low=0, high=2**31 - 1,
+        auto="what the model was trained for, up to 32768")
+    live_tokens: int = _set(0, "size", "--live-tokens",
+        "Tokens that the live context holds for all conversations together.", low=0,
+        high=2**31 - 1, auto="up to four times ctx-size, as memory allows")
+    parallel: int = _set(8, "int", "--parallel -np",
+        "Requests that are evaluated at once.", low=1, high=128)
+    live_sequences: int = _set(64, "int", "--live-sequences",
+        "Conversations that stay in the live context; at least parallel.", low=1, high=255)
+    batch_size: int = _set(512, "int", "--batch-size -b",
+        "Prompt tokens evaluated before running streams get their next turn.", low=1, high=2**20)
+    ubatch_size: int = _set(512, "int", "--ubatch-size -ub",
+        "Tokens in one computation; at most batch-size counts.", low=1, high=2**20)
+    threads: int = _set(0, "int", "--threads -t",
+        "CPU threads for generating.", low=0, high=1024, auto="one per physical core")
+    threads_batch: int = _set(0, "int", "--threads-batch -tb",
+        "CPU threads for prompts.", low=0, high=1024, auto="as many as threads")
+    cache_type_k: str = _set("f16", "text", "--cache-type-k -ctk",
+        "Type of the cached keys.", choices=CACHE_TYPES)
+    cache_type_v: str = _set("f16", "text", "--cache-type-v -ctv",
+        "Type of the cached values; a quantized one needs flash attention.", choices=CACHE_TYPES)
+    flash_attn: str = _set("auto", "text", "--flash-attn -fa",
+        "Flash attention. auto is off on a CPU, where it makes one long conversation slower; "
+        "many short ones at once are faster with it.", choices=("auto", "on", "off"))
+    gpu_layers: int = _set(-1, "int", "--gpu-layers -ngl",
+        "Layers to put on the GPU, in a build that has one; -1 puts all.", low=-1, high=10000)
+    mmap: bool = _set(True, "bool", "--mmap",
+        "Map the model file instead of reading it.", off="--no-mmap")
+    mlock: bool = _set(False, "bool", "--mlock",
+        "Keep the model in RAM, never swapped.", off="--no-mlock")
+    rope_freq_base: float = _set(0.0, "float", "--rope-freq-base",
+        "RoPE base frequency.", low=0, auto="from the model")
+    rope_freq_scale: float = _set(0.0, "float", "--rope-freq-scale",
+        "RoPE frequency factor; 1/N stretches the context N-fold.", low=0, auto="from the model")
+    hot_bytes: int = _set(-1, "size", "--hot-bytes",
+        "RAM for conversations that are not live.", low=-1, auto="an eighth of the RAM")
+    warm_bytes: int = _set(-1, "size", "--warm-bytes",
+        "Disk for the attention state of conversations.", low=-1,
+        auto="32 GiB, but at most half of what is free")
+    boundary_bytes: int = _set(-1, "size", "--boundary-bytes",
+        "Disk for state checkpoints, from which models with recurrent layers resume.", low=-1,
+        auto="a quarter of warm-bytes")
+    boundary_tokens: int = _set(512, "int", "--boundary-tokens",
+        "Tokens between state checkpoints near the end of a long prompt.", low=16, high=2**20)
+    fidelity: str = _set("near", "text", "--fidelity",
+        "How faithfully unused attention state is stored on disk: as computed, or within a measured bound.",
+        choices=FIDELITIES)
+    level_formats: str | None = _set(None, "text", "--level-formats",
+        "Stored formats to use, by level, such as 0=q4h,1=q6h,2=q8.", auto="what calibration finds")
+    shrink_after_s: float = _set(600.0, "float", "--shrink-after",
+        "Seconds without use after which state is stored in its level's format; 0: at once.",
+        low=0)
+    freeze_after_s: float = _set(2592000.0, "float", "--freeze-after",
+        "Seconds without use after which a conversation is kept as coded text only, a thousandth "
+        "of its size, and evaluated again when it continues; -1: never.", low=-1)
+    policy: str = _set("foresight", "text", "--policy",
+        "Policy that chooses what leaves a full tier first.", choices=POLICIES)
+    predictor: Path | None = _set(None, "path", "--predictor",
+        "What towerctl train predictor wrote, for foresight and pbkv.",
+        auto="what is learned while it runs")
+    anticipate: bool = _set(True, "bool", "--anticipate",
+        "Evaluate in idle time what a chat's next prompt will begin with, if its template "
+        "renders the last answer differently from how it was generated.", off="--no-anticipate")
+    anticipate_tokens_max: int = _set(2048, "int", "--anticipate-tokens-max",
+        "Tokens evaluated ahead for one answer, at most.", low=1, high=2**20)
+    prefetch_bytes: int = _set(64 * 2**20, "size", "--prefetch-bytes",
+        "Bytes a second that may be copied from disk into RAM before they are asked for, by a "
+        "policy that predicts reuse; 0: none.", low=0)
+    record: Path | None = _set(None, "path", "--record",
+        "File to append a trace of all requests to, for towerctl lab replay; texts stay secret.")
+    retention: str = _set("none", "text", "--retention",
+        "What happens when a chat outgrows its context: an error, dropping its oldest turns, "
+        "or a policy that keeps it within --live-budget.", choices=RETENTIONS)
+    live_budget: int = _set(0, "int", "--live-budget",
+        "Tokens of one chat that stay in the live context under a --retention policy.", low=0,
+        high=2**31 - 1, auto="half of ctx-size")
+    prompt_tokens_max: int = _set(2**20, "int", "--prompt-tokens-max",
+        "Tokens that the prompts of one request may have in total where --retention lets them be "
+        "longer than the context.", low=1, high=2**31 - 1)
+    recall_every: int = _set(64, "int", "--recall-every",
+        "Generated tokens after which --retention icecache chooses the live tokens again; 0: only at each prompt.",
+        low=0, high=2**31 - 1)
+    recall_layer_step: int = _set(3, "int", "--recall-layer-step",
+        "Index the keys of every N-th layer for --retention icecache; 1: of all but the first two.", low=1, high=1024)
+    recall_bytes: int = _set(-1, "size", "--recall-bytes",
+        "RAM for the rows and index that --retention icecache can recall for one chat; older rows go to disk.",
+        low=-1, auto="an eighth of hot-bytes")
+    recall_disk_bytes: int = _set(-1, "size", "--recall-disk-bytes",
+        "Disk for rows of one chat beyond --recall-bytes; when it is full, the oldest are dropped. 0: none.",
+        low=-1, auto="four times recall-bytes, at most a quarter of warm-bytes")
+    embeddings: bool = _set(False, "bool", "--embeddings --embedding",
+        "Serve POST /embeddings, from a second context beside the one that chats.", off="--no-embeddings")
+    reranking: bool = _set(False, "bool", "--reranking --rerank",
+        "Serve POST /rerank; the model must be made for it.", off="--no-reranking")
+    pooling: str | None = _set(None, "text", "--pooling",
+        "How the rows of a text's tokens are pooled into an embedding.", choices=POOLINGS, auto="the model's own")
+    n_predict: int = _set(-1, "int", "--n-predict -n",
+        "Tokens generated if a request sets no limit; -1: until the model stops or its context is full.", low=-1,
+        high=2**31 - 1)
+    chat_template: str | None = _set(None, "text", "--chat-template",
+        "Jinja chat template to use.", auto="the model's own")
+    chat_template_file: Path | None = _set(None, "path", "--chat-template-file",
+        "File with the Jinja chat template to use.")
+    slots_endpoint: bool = _set(True, "bool", "--slots",
+        "Serve GET /slots.", off="--no-slots")
+    metrics_endpoint: bool = _set(True, "bool", "--metrics",
+        "Serve GET /metrics.", off="--no-metrics")
+    props_endpoint: bool = _set(True, "bool", "--props",
+        "Serve GET /props.", off="--no-props")
+    cors_origins: tuple[str, ...] = _set((), "list", "--cors-origins",
+        "Origins whose web pages may call the API besides this machine's own; * is any.")
+    request_bytes_max: int = _set(64 * 2**20, "size", "--request-bytes-max",
+        "Largest request body.", low=1024, high=2**31)
+    engine: str = _set(None, "text", "--engine",
+        "What evaluates the model: llama.cpp inside the daemon, or a llama-server behind it.",
+        choices=ENGINES, auto="embedded; with --upstream llama-server")
+    llama_server_bin: Path | None = _set(None, "path", "--llama-server-bin",
+        "The llama-server to start.", auto="the one in PATH, else the one of llama-cpp-python")
+    llama_server_args: tuple[str, ...] = _set((), "args", "--llama-server-args",
+        "More of llama-server's own flags, as on its command line; they may also stand among towerd's, or after --.")
+    upstream: str | None = _set(None, "text", "--upstream",
+        "URL of a running llama-server to use instead of starting one.")
+    upstream_key: str | None = _set(None, "text", "--upstream-key",
+        "The key that this llama-server requires.", secret=True)
+    slot_dir: Path | None = _set(None, "path", "--slot-dir",
+        "Directory for slot files; of an --upstream its --slot-save-path.",
+        auto="one in memory, made at start and removed at the end")
+    allow_vulnerable: bool = _set(False, "bool", "--allow-vulnerable",
+        "Use a llama-server of b4882 to b9058, whose restore overflows (CVE-2026-43629).",
+        off="--no-allow-vulnerable")
+    queue_max: int = _set(256, "int", "--queue-max",
+        "Requests that may wait; more are answered 503.", low=0, high=2**20)
+    log_level: str = _set("info", "text", "--log-level",
+        "How much to log.", choices=("debug", "info", "warning", "error"))
+    log_format: str = _set("text", "text", "--log-format",
+        "Lines for people, or one JSON object a line.", choices=("text", "json"))
+    # fmt: on
+
+    def __post_init__(self) -> None:
+        self._resolve()
+        for name, spec in settings().items():
+            value = getattr(self, name)
+            if value is not None:
+                spec.check(value, name)
+        self._check_together()
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The addresses to listen on, in the given order."""
+        return tuple(host.strip() for host in self.host.split(","))
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        """The model's names that were set, in llama-server's order (sorted)."""
+        names = (self.alias or "").split(",")
+        return tuple(sorted({name.strip() for name in names} - {""}))
+
+    def chat_template_source(self) -> str | None:
+        """The chat template that was set, read from its file if need be; None: the model's own.
+        Raises ConfigError if the file cannot be read."""
+        if self.chat_template_file is None:
+            return self.chat_template
+        try:
+            return self.chat_template_file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"Cannot read the chat template {self.chat_template_file}: {error}."
+            ) from error
+
+    def _resolve(self) -> None:
+        """Replace the values that stand for "auto" by those in force."""
+        auto: dict[str, Any] = {}
+        if self.store_dir is None:
+            auto["store_dir"] = paths.store_dir()
+        if self.socket is None:
+            auto["socket"] = paths.runtime_socket()
+        if self.engine is None:
+            auto["engine"] = "embedded" if self.upstream is None else "llama-server"
+        if self.upstream is not None:
+            auto["upstream"] = self.upstream.rstrip("/")
+        if self.threads == 0:
+            auto["threads"] = _physical_cores()
+        if self.threads_batch == 0:
+            auto["threads_batch"] = auto.get("threads", self.threads)
+        if self.hot_bytes == -1:
+            auto["hot_bytes"] = ram_bytes() // 8
+        if self.recall_bytes == -1:
+            auto["recall_bytes"] = auto.get("hot_bytes", self.hot_bytes) // 8
+        if self.warm_bytes == -1:
+            free = _free_bytes(auto.get("store_dir", self.store_dir))
+            auto["warm_bytes"] = min(WARM_BYTES_MAX, free // 2)
+        if self.recall_disk_bytes == -1:
+            most = auto.get("warm_bytes", self.warm_bytes) // 4
+            auto["recall_disk_bytes"] = min(4 * auto.get("recall_bytes", self.recall_bytes), most)
+        if self.boundary_bytes == -1:
+            auto["boundary_bytes"] = auto.get("warm_bytes", self.warm_bytes) // 4
+        for name, value in auto.items():
+            object.__setattr__(self, name, value)
+
+    def _check_together(self) -> None:
+        """Check combinations of fields."""
+        if not self.api_keys and not all(is_loopback(host) for host in self.hosts):
+            raise ConfigError(
+                f"Listening on {self.host} lets other machines in: set a key with --api-key or "
+                "--api-key-file, or listen on 127.0.0.1."
+            )
+        if self.live_sequences < self.parallel:
+            raise ConfigError(
+                f"live_sequences {self.live_sequences} is less than parallel {self.parallel}: "
+                "every running request needs a live sequence."
+            )
+        if self.flash_attn == "off" and self.cache_type_v not in UNQUANTIZED:
+            raise ConfigError(
+                f"cache_type_v {self.cache_type_v} needs flash attention: leave flash_attn at auto."
+            )
+        if self.level_formats is not None:
+            LevelFormats.parse(self.level_formats)
+            if self.fidelity == "exact":
+                raise ConfigError("fidelity exact stores as computed: leave level_formats out.")
+        if self.chat_template is not None and self.chat_template_file is not None:
+            raise ConfigError("Set chat_template or chat_template_file, not both.")
+        self._check_engine()
+        if self.socket is not None and len(os.fsencode(self.socket)) > SOCKET_PATH_BYTES_MAX:
+            raise ConfigError(
+                f"The socket path {self.socket} is longer than {SOCKET_PATH_BYTES_MAX} bytes: "
+                "give a shorter one with --socket."
+            )
+
+    def _check_retention(self) -> None:
+        """Only the embedded engine can drop single positions, and only a policy needs a budget."""
+        if self.retention in UNBOUNDED:
+            if self.live_budget:
+                raise ConfigError(
+                    f"--live-budget needs a policy that keeps to it: set --retention to one of "
+                    f"{', '.join(name for name in RETENTIONS if name not in UNBOUNDED)}."
+                )
+        elif self.engine != "embedded":
+            raise ConfigError(
+                f"--retention {self.retention} needs the embedded engine; a llama-server takes "
+                "none or shift."
+            )
+
+    def _check_engine(self) -> None:
+        """Check the engine's settings: a llama-server is either started or attached to."""
+        self._check_retention()
+        if self.engine == "embedded":
+            for name in ("upstream", "llama_server_bin", "slot_dir"):
+                if getattr(self, name):
+                    flag = settings()[name].flags[0]
+                    raise ConfigError(f"{flag} needs --engine llama-server.")
+            wire_words(self.llama_server_args)
+            media_flags(self.llama_server_args)
+            adapter_files(self.llama_server_args)
+        if self.upstream is None:
+            if self.upstream_key is not None:
+                raise ConfigError("--upstream-key is the key of an --upstream; there is none.")
+            return
+        if not is_http_url(self.upstream):
+            raise ConfigError(
+                f"The upstream {self.upstream!r} is not a URL such as http://127.0.0.1:8081."
+            )
+        for name in ("llama_server_bin", "llama_server_args"):
+            if getattr(self, name):
+                raise ConfigError(
+                    f"{settings()[name].flags[0]} is for a llama-server that towerd starts; "
+                    "the one at --upstream runs already."
+                )
+        if self.slot_dir is None:
+            raise ConfigError(
+                "An --upstream needs --slot-dir: start that llama-server with "
+                "--slot-save-path DIR and give towerd the same directory."
+            )
+
+
+def settings() -> dict[str, Setting]:
+    """Field name -> its Setting, in the order of the class."""
+    return {item.name: item.metadata["setting"] for item in fields(Config)}
+
+
+def defaults() -> dict[str, Any]:
+    """Field name -> the default as written in the class, before "auto" is resolved."""
+    return {item.name: item.default for item in fields(Config)}
+
+
+def with_server_args(config: Config, words: tuple[str, ...]) -> Config:
+    """`config` with `words` after its llama_server_args. Raises ConfigError."""
+    return replace(config, llama_server_args=(*config.llama_server_args, *words))
+
+
+def _physical_cores() -> int:
+    """Physical cores, or fewer if this process is restricted to some (containers, taskset)."""
+    cores = physical_cores()
+    if hasattr(os, "sched_getaffinity"):
+        cores = min(cores, len(os.sched_getaffinity(0)))
+    return max(1, cores)
+
+
+def _free_bytes(path: Path) -> int:
+    """Free bytes on the disk that contains `path`, or will."""
+    for folder in (path, *path.absolute().parents):
+        if folder.exists():
+            return shutil.disk_usage(folder).free
+    return 0
