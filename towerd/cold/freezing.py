@@ -19,7 +19,7 @@ from towerd.codec.errors import CodecError
 from towerd.errors import NotFound, SessionFrozen, StoreError, ThawError
 from towerd.store import History, Node, Store
 from towerd.store.segments import durable
-from towerd.store.sessions.cold import FrozenSession
+from towerd.store.sessions.frozen import FrozenSession
 from towerd.tokens import Ids
 
 if TYPE_CHECKING:

@@ -31,8 +31,7 @@ from towerd.store.sessions.cold_row import (
     row_digest,
     turn_ends,
 )
-from towerd.store.sessions.frozen import FrozenSession as FrozenSession
-from towerd.store.sessions.frozen import WarmSession, damaged_session
+from towerd.store.sessions.frozen import FrozenSession, WarmSession, damaged_session
 from towerd.store.sessions.history import History, copy_history, turn_rows, visible_bases
 from towerd.store.sessions.prefix_hashes import PrefixHashIndex, prefix_hashes, prefix_hashes_at
 from towerd.store.sessions.sessions import RECOGNISED_TOKENS_MIN, SessionRow, SessionTable

@@ -294,10 +294,6 @@ class LivePool:
         del self._live[seq.id]
         self._free.append(seq.id)
 
-    def freed_by(self, seq: LiveSeq) -> int:
-        """How many cells `drop(seq)` would free."""
-        return sum(run.n for run in seq.runs if len(run.owners) == 1)
-
     def idle_lru(self) -> LiveSeq | None:
         """The least recently used idle sequence."""
         idle = (s for s in self._live.values() if not s.busy)
