@@ -73,7 +73,7 @@ class Bench:
     def drop(self, *tips: Node) -> None:
         """Out of RAM, as eviction does it."""
         for tip in tips:
-            self.tiers._drop_hot(tip.id)
+            self.tiers.evictor.drop_hot(tip.id)
 
     def step(self, seconds: float = 1.0) -> list[int]:
         """One step after so long; which chats are in RAM then."""

@@ -250,7 +250,7 @@ def test_a_replaced_file_keeps_its_place(daemon: Daemon) -> None:
 def test_a_damaged_file_leaves_the_policy(daemon: Daemon) -> None:
     """It is set aside by whoever reads it, at any time."""
     tip = daemon.serve(Ask(3.0, "a", np.arange(30, dtype=np.int32), "end_turn", 0.5))
-    daemon.tiers._drop_hot(tip.id)
+    daemon.tiers.evictor.drop_hot(tip.id)
     assert tip.file is not None
     with tip.file.path.open("r+b") as file:
         file.seek(-100, 2)

@@ -136,9 +136,7 @@ class Store:
     def holds_any(self, nodes: Collection[Node]) -> bool:
         """Whether a running request needs one of these nodes."""
         with self._open_lock():
-            doomed = {node.id for node in nodes}
-            held = list(self.state.trie.held.values())
-            return any(not doomed.isdisjoint(each.id for each in node.path()) for node in held)
+            return self.state.trie.holds_any(nodes)
 
     def insert(self, ids: Ids, scope: str, ends: Sequence[int]) -> list[Node]:
         """Make a path for `ids[:ends[-1]]` with a node end at exactly each of `ends` (strictly

@@ -15,14 +15,14 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from towerd.drift import Drift
-from towerd.errors import NotFound, RowsDamaged, SegmentsGone, StoreError
+from towerd.errors import RowsDamaged, StoreError
 from towerd.slots.layout import KVLayout
 from towerd.slots.rows import KVRows
 from towerd.store import Handle, Node, RowsPart, SegmentFile, Store
@@ -31,6 +31,7 @@ from towerd.store.prefix.scope import is_public
 from towerd.store.segments.segment_file import quantized_bytes
 from towerd.tiers.composer import Composer, Piece
 from towerd.tiers.counters import TierCounters
+from towerd.tiers.eviction import Evictor
 from towerd.tiers.formats.fidelity import Fidelity, LevelFormats
 from towerd.tiers.learned import Learned
 from towerd.tiers.plan import Composed, Gap, RestorePlan
@@ -38,15 +39,12 @@ from towerd.tiers.prefetch import Prefetcher
 from towerd.tiers.promotion import Promoter
 from towerd.tiers.ranking import Ranking
 from towerd.tiers.shrink import Shrinker
+from towerd.tiers.writer import RowsWriter
 from towerd.tokens import Ids, Provenances, are_computed, are_exact, count_approximate
 
 log = logging.getLogger(__name__)
 
 _RETRY_WRITE_S = 30.0
-_USED_MIN = 0.75
-"""Share of a buffer. When less of it is used, the used rows are copied out."""
-_SHARING_MAX = 8
-"""Maximum number of segments copied. If more share a buffer, most of it is in use."""
 
 
 class Tiers(Listener):
@@ -93,12 +91,12 @@ class Tiers(Listener):
         self._lock = threading.Lock()
         self._composer = Composer(layout, v_trans=v_trans, tail=tail)
         self._work: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        self._unwritten: set[int] = set()
-        """Nodes whose rows in RAM must be written."""
         self._idle_due = 0.0
         """time.monotonic() at which failed writes are retried."""
         self.fidelity = fidelity
         self.exact = fidelity == "exact"
+        self._writer = RowsWriter(store, self.counters, exact=self.exact)
+        self.evictor = Evictor(store, self.ranking, self.counters, self._writer.unwritten)
         self._forced = forced
         self.drift: Drift | None = None
         """The drift of the current formats; None if not measured."""
@@ -272,7 +270,7 @@ class Tiers(Listener):
             "segments_shrunk": self._shrinker.n_shrunk,
             "segments_kept": self._shrinker.n_kept,
             "level_formats": str(self.formats) if self.formats is not None else "",
-            "unwritten_segments": len(self._unwritten),
+            "unwritten_segments": len(self._writer.unwritten),
             "segments_prefetched": self.prefetcher.n_fetched,
             "segments_prefetched_used": self.prefetcher.n_used,
             "damaged_segments": c.damaged + self._shrinker.n_damaged,
@@ -286,7 +284,7 @@ class Tiers(Listener):
             unused = {node.id for node in self.store.nodes() if self.prefetcher.holds(node)}
             self.ranking.check_integrity(self.store, unused)
             known = {node.id for node in self.store.nodes()}
-            assert self._unwritten <= known, "removed segments are queued for writing"
+            assert self._writer.unwritten <= known, "removed segments are queued for writing"
 
     # ---- store events, under its lock --------------------------------------------------------
 
@@ -296,8 +294,8 @@ class Tiers(Listener):
         self.prefetcher.split(lower, upper)
         self._promoter.split(lower, upper)
         with self._lock:
-            if lower.id in self._unwritten:
-                self._unwritten.add(upper.id)
+            if lower.id in self._writer.unwritten:
+                self._writer.unwritten.add(upper.id)
                 self._work.put(("write", lower))
 
     def removed(self, node: Node) -> None:
@@ -306,26 +304,28 @@ class Tiers(Listener):
         self.prefetcher.forget(node)
         self._promoter.forget(node)
         with self._lock:
-            self._unwritten.discard(node.id)
+            self._writer.unwritten.discard(node.id)
 
     def became_hot(self, nodes: Sequence[Node]) -> None:
         """See Listener.became_hot. Policies do not see prefetched rows until they are used."""
         self.ranking.became_hot([node for node in nodes if not self.prefetcher.holds(node)])
         with self._lock:
-            self._unwritten.update(node.id for node in nodes if self._is_unwritten(node))
+            self._writer.unwritten.update(
+                node.id for node in nodes if self._writer.is_unwritten(node)
+            )
 
     def left_hot(self, node: Node) -> None:
         """See Listener.left_hot."""
         self.ranking.left_hot(node)
         self.prefetcher.forget(node)
         with self._lock:
-            self._unwritten.discard(node.id)
+            self._writer.unwritten.discard(node.id)
 
     def became_warm(self, file: SegmentFile, nodes: Sequence[Node]) -> None:
         """See Listener.became_warm."""
         self.ranking.became_warm(file, nodes)
         with self._lock:
-            self._unwritten.difference_update(node.id for node in nodes)
+            self._writer.unwritten.difference_update(node.id for node in nodes)
 
     def left_warm(self, file: SegmentFile) -> None:
         """See Listener.left_warm."""
@@ -360,9 +360,9 @@ class Tiers(Listener):
         if kind == "idle":
             self._idle_due = time.monotonic() + _RETRY_WRITE_S
         if kind == "write":
-            self._write_path(item)
+            self._writer.write_path(item)
         elif kind in ("idle", "flush", "stop"):
-            self._write_remaining()
+            self._writer.write_remaining()
             self.store.flush()
             if kind != "flush":
                 self._learned.keep(now=kind == "stop")
@@ -377,98 +377,11 @@ class Tiers(Listener):
         if done is not None:
             self.counters.bytes_written += done.nbytes
 
-    def _write_path(self, leaf: Node) -> None:
-        """Write every run of hot, unwritten nodes on the path to `leaf`, one file per run."""
-        runs: list[list[Node]] = []
-        with self.store.locked():
-            for node in leaf.path():
-                if not self._is_unwritten(node):
-                    continue
-                if runs and runs[-1][-1] is node.parent:
-                    runs[-1].append(node)
-                else:
-                    runs.append([node])
-        for run in runs:
-            self._write(run)
-
-    def _is_unwritten(self, node: Node) -> bool:
-        if node.hot is None:
-            return False
-        replaces = self.exact and node.has_exact_hot and not node.has_exact_file
-        return node.file is None or replaces
-
-    def _write(self, nodes: list[Node]) -> None:
-        try:
-            file = self.store.write_rows(nodes, replace=self.exact)
-        except SegmentsGone:
-            return
-        self.counters.written += len(nodes)
-        self.counters.bytes_written += file.nbytes
-
-    def _write_remaining(self) -> None:
-        for node_id in list(self._unwritten):
-            node = self._node(node_id)
-            if node is None or not self._is_unwritten(node):
-                self._unwritten.discard(node_id)
-            else:
-                self._write_path(node)
-
     def _enforce(self) -> None:
         """Evict hot rows that have a file, then files, until both budgets hold."""
         self.prefetcher.give_back(self.store.hot_bytes - self.hot_bytes_max)
-        while (excess := self.store.hot_bytes - self.hot_bytes_max) > 0:
-            victims = self.ranking.hot_victims(excess, self._can_drop_hot)
-            if not sum([self._drop_hot(node_id) for node_id in victims]):
-                break
-        excess = self.store.warm_bytes - self.warm_bytes_max
-        if excess > 0:
-            self.store.drop_foreign(excess)
-            for file in self.ranking.warm_victims(excess, self._can_drop):
-                if self.store.drop_file(file):
-                    self.counters.warm_evicted += 1
-
-    def _can_drop_hot(self, node_id: int) -> bool:
-        """Rows whose file was evicted for space may be evicted too; only unwritten rows must
-        wait."""
-        return node_id not in self._unwritten
-
-    def _can_drop(self, file: SegmentFile) -> bool:
-        return not any(node.pinned for node in self.store.viewers(file))
-
-    def _drop_hot(self, node_id: int) -> int:
-        """Release a victim's rows in RAM; returns their bytes."""
-        with self.store.locked():
-            node = self._node(node_id)
-            if node is None or not self._can_drop_hot(node_id):
-                return 0  # removed, or got new rows, since it was chosen
-            left = None if node.hot is None else node.hot.buffers()
-            freed = self.store.drop_hot(node)
-            wasteful = [] if left is None else sharing_buffers(node, left)
-        for each in wasteful:
-            self.store.unshare(each)
-        self.counters.hot_evicted += freed > 0
-        return freed
-
-    def _node(self, node_id: int) -> Node | None:
-        try:
-            return self.store.node(node_id)
-        except NotFound:
-            return None
-
-
-def sharing_buffers(node: Node, buffers: Mapping[int, int]) -> list[Node]:
-    """Segments above `node` whose rows are views of buffers that its own rows were views of, if
-    they are few and use little of that memory. Rows of one path are exported together, and both
-    parts of a split segment stay in one buffer. Call it while the store is locked."""
-    found: list[Node] = []
-    n_used, above = 0, node.parent
-    while above is not None and above.hot is not None and above.hot.buffers().keys() & buffers:
-        if len(found) == _SHARING_MAX:
-            return []
-        found.append(above)
-        n_used += above.hot.nbytes
-        above = above.parent
-    return found if n_used < _USED_MIN * sum(buffers.values()) else []
+        self.evictor.evict_hot(self.hot_bytes_max)
+        self.evictor.evict_warm(self.warm_bytes_max)
 
 
 def merge_adjacent(parts: Iterable[RowsPart]) -> Iterator[RowsPart]:

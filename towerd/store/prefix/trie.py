@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from towerd.store.prefix.node import PUBLIC, Node
@@ -92,6 +92,12 @@ class Trie:
     def longest(self, ids: bytes, scope: str) -> tuple[Node, int]:
         """The last node that `match` finds, or the root, and the number of matched tokens."""
         return max(self._chains(ids, scope), key=lambda chain: chain[1])
+
+    def holds_any(self, nodes: Iterable[Node]) -> bool:
+        """Whether a running request needs one of these nodes."""
+        ids = {node.id for node in nodes}
+        held = list(self.held.values())
+        return any(not ids.isdisjoint(each.id for each in node.path()) for node in held)
 
     def matched(self, ids: bytes, scope: str) -> Matched:
         """Every visible node whose whole prefix begins `ids`. They lie on more than one path

@@ -1,0 +1,81 @@
+"""Evicting rows from RAM, and segment files, when a tier holds more than its budget."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from towerd.store import Node, SegmentFile, Store
+from towerd.tiers.counters import TierCounters
+from towerd.tiers.ranking import Ranking
+from towerd.tiers.writer import find_node
+
+_USED_MIN = 0.75
+"""Share of a buffer. When less of it is used, the used rows are copied out."""
+_SHARING_MAX = 8
+"""Maximum number of segments copied. If more share a buffer, most of it is in use."""
+
+
+class Evictor:
+    """Evicts what the policy ranks lowest. Belongs to the thread of the tiers."""
+
+    def __init__(
+        self, store: Store, ranking: Ranking, counters: TierCounters, unwritten: Collection[int]
+    ) -> None:
+        """unwritten: ids of the nodes whose rows in RAM must be written first"""
+        self._store = store
+        self._ranking = ranking
+        self._counters = counters
+        self._unwritten = unwritten
+
+    def evict_hot(self, bytes_max: int) -> None:
+        """Drop rows in RAM until they fit. Rows whose file was evicted for space may go, too; only
+        unwritten rows must wait."""
+        while (excess := self._store.hot_bytes - bytes_max) > 0:
+            victims = self._ranking.hot_victims(excess, self._can_drop_hot)
+            if not sum([self.drop_hot(node_id) for node_id in victims]):
+                break
+
+    def evict_warm(self, bytes_max: int) -> None:
+        """Delete files until they fit, those of other fingerprints first."""
+        excess = self._store.warm_bytes - bytes_max
+        if excess <= 0:
+            return
+        self._store.drop_foreign(excess)
+        for file in self._ranking.warm_victims(excess, self._can_drop):
+            if self._store.drop_file(file):
+                self._counters.warm_evicted += 1
+
+    def drop_hot(self, node_id: int) -> int:
+        """Release a victim's rows in RAM; returns their bytes."""
+        with self._store.locked():
+            node = find_node(self._store, node_id)
+            if node is None or not self._can_drop_hot(node_id):
+                return 0  # removed, or got new rows, since it was chosen
+            left = None if node.hot is None else node.hot.buffers()
+            freed = self._store.drop_hot(node)
+            wasteful = [] if left is None else sharing_buffers(node, left)
+        for each in wasteful:
+            self._store.unshare(each)
+        self._counters.hot_evicted += freed > 0
+        return freed
+
+    def _can_drop_hot(self, node_id: int) -> bool:
+        return node_id not in self._unwritten
+
+    def _can_drop(self, file: SegmentFile) -> bool:
+        return not any(node.pinned for node in self._store.viewers(file))
+
+
+def sharing_buffers(node: Node, buffers: Mapping[int, int]) -> list[Node]:
+    """Segments above `node` whose rows are views of buffers that its own rows were views of, if
+    they are few and use little of that memory. Rows of one path are exported together, and both
+    parts of a split segment stay in one buffer. Call it while the store is locked."""
+    found: list[Node] = []
+    n_used, above = 0, node.parent
+    while above is not None and above.hot is not None and above.hot.buffers().keys() & buffers:
+        if len(found) == _SHARING_MAX:
+            return []
+        found.append(above)
+        n_used += above.hot.nbytes
+        above = above.parent
+    return found if n_used < _USED_MIN * sum(buffers.values()) else []

@@ -1,0 +1,67 @@
+"""Writing rows from RAM to segment files."""
+
+from __future__ import annotations
+
+from towerd.errors import NotFound, SegmentsGone
+from towerd.store import Node, Store
+from towerd.tiers.counters import TierCounters
+
+
+class RowsWriter:
+    """Writes the rows that are only in RAM. `unwritten` may be read by any thread; all else
+    belongs to the thread of the tiers."""
+
+    def __init__(self, store: Store, counters: TierCounters, *, exact: bool) -> None:
+        """exact: a file whose rows are not exact is replaced when exact rows are in RAM"""
+        self._store = store
+        self._counters = counters
+        self._exact = exact
+        self.unwritten: set[int] = set()
+        """Ids of the nodes whose rows in RAM must be written."""
+
+    def is_unwritten(self, node: Node) -> bool:
+        """Whether the node has rows in RAM that its file lacks."""
+        if node.hot is None:
+            return False
+        replaces = self._exact and node.has_exact_hot and not node.has_exact_file
+        return node.file is None or replaces
+
+    def write_path(self, leaf: Node) -> None:
+        """Write every run of hot, unwritten nodes on the path to `leaf`, one file per run. Raises
+        StoreError."""
+        runs: list[list[Node]] = []
+        with self._store.locked():
+            for node in leaf.path():
+                if not self.is_unwritten(node):
+                    continue
+                if runs and runs[-1][-1] is node.parent:
+                    runs[-1].append(node)
+                else:
+                    runs.append([node])
+        for run in runs:
+            self._write(run)
+
+    def write_remaining(self) -> None:
+        """Write what is unwritten, wherever it is. Raises StoreError."""
+        for node_id in list(self.unwritten):
+            node = find_node(self._store, node_id)
+            if node is None or not self.is_unwritten(node):
+                self.unwritten.discard(node_id)
+            else:
+                self.write_path(node)
+
+    def _write(self, nodes: list[Node]) -> None:
+        try:
+            file = self._store.write_rows(nodes, replace=self._exact)
+        except SegmentsGone:
+            return
+        self._counters.written += len(nodes)
+        self._counters.bytes_written += file.nbytes
+
+
+def find_node(store: Store, node_id: int) -> Node | None:
+    """The node with this id; None if it was removed."""
+    try:
+        return store.node(node_id)
+    except NotFound:
+        return None
