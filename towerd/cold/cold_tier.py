@@ -256,17 +256,20 @@ class ColdTier:
         return _Failures(self)
 
     def _may_drop(self, id: str, scope: str, doomed: Sequence[Node]) -> bool:
-        """Whether no running request may belong to this session or holds a segment that would be
-        removed. Called under the store's lock."""
+        """Whether no running request may belong to this session, and none holds a segment that
+        would be removed, or begins with one. Called under the store's lock."""
         if self.store.holds_any(doomed):
             return False
+        gone, store = {node.id for node in doomed}, self.store
         for request in list(self._uses.values()):
             if request.scope != scope:
                 continue
             if request.session is not None:
                 if request.session == id:
                     return False
-            elif self.store.recognise(request.ids, scope) == id:
+            elif store.recognise(request.ids, scope) == id:
+                return False
+            elif any(node.id in gone for node in store.match(request.ids, scope).nodes):
                 return False
         return True
 

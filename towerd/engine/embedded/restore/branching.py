@@ -75,7 +75,7 @@ class TokenBranching:
         source, n = self._pool.best_prefix(ids, scope)
         if source is not None and source.n_unspliced() < n:
             exact, n_exact = self._pool.best_prefix(ids, scope, unspliced=True)
-            if n_exact + self._tiers.plan(job.path, n_exact, len(ids)).n >= n:
+            if n_exact + self._tiers.plan(job.path, n_exact, job.n_on_path(len(ids))).n >= n:
                 source, n = exact, n_exact
         return self.usable(job, source, n)
 

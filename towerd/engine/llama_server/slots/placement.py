@@ -63,7 +63,7 @@ def _blend(old: float, new: float) -> float:
     return old + _SMOOTHING * (new - old)
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
+@dataclass(slots=True, eq=False)
 class SlotRequest:
     """A request that waits for a slot."""
 
