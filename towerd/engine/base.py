@@ -23,6 +23,10 @@ if TYPE_CHECKING:  # only the embedded engine needs llama.cpp in this process
     from towerd.wire import Chunk, Medium, Reply, Request, WireThreads
 
 
+CLOSING = "towerd is shutting down; try again when it is back."
+"""The answer to requests that come too late."""
+
+
 @dataclass(frozen=True, slots=True)
 class LiveBudget:
     """How a growing chat is kept within the context: `none` ends it with an error at the end of its

@@ -216,7 +216,7 @@ def passed_on(votes: Votes, positions: Positions, followers: int) -> Votes:
 
 def _tree_bytes(head_size: int) -> int:
     """Approximate size of a key in a tree: the key, its place along four directions and on a page,
-    and links; growing arrays are on average half empty (kernels/cpp/dci.h)."""
+    and links; growing arrays are on average half empty (kernels/cpp/dci_points.h)."""
     return (4 * head_size + 176) * 3 // 2
 
 

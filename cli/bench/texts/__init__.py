@@ -1,3 +1,3 @@
-"""Texts for benchmarks and training: readers, the chat template, tasks of retrieval."""
+"""Texts for benchmarks and training: readers, a tokenizer, the chat template, tasks of retrieval."""
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`towerctl lab bench agents`: coding agents that come and go, in a cache with room for a few.
 
 Many users, each with one agent after the other in a closed loop, pause as recorded agents do (see
-`agents_load`): seconds after a call of a tool, minutes after the end of a turn. Pauses are scaled
+`load`): seconds after a call of a tool, minutes after the end of a turn. Pauses are scaled
 to the speed of the model, measured first, so that under LRU the server is busy about half of the
 time on any machine; a server that is always busy serves all users in turn, and there is nothing to
 predict. The same requests run under the default policy and under LRU, one at a time with nothing

@@ -26,8 +26,8 @@ OWNER = Tenant(LOCAL_TENANT, admin=True, sees_all=True)
 
 
 class Tenants:
-    """The key table. Without keys every caller is the owner (loopback only, see `towerd.app.daemon`). Among
-    several tenants the one named `local` sees what all do."""
+    """The key table. Without keys every caller is the owner, which `Config` allows on loopback
+    alone. Among several tenants the one named `local` sees what all do."""
 
     def __init__(self, api_keys: Sequence[tuple[str, str]]) -> None:
         is_alone = len({name for _, name in api_keys}) < 2

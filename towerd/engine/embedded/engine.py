@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from towerd.engine.base import (
+    CLOSING,
     Embeds,
     Event,
     Finish,
@@ -162,7 +163,7 @@ class EmbeddedEngine:
 
     def generate(self, request: GenerateRequest) -> EmbeddedGeneration:
         if self._is_draining:
-            raise Unavailable("towerd is shutting down; try again when it is back.")
+            raise Unavailable(CLOSING)
         ids = np.ascontiguousarray(request.ids, np.int32)
         if len(ids) == 0:
             raise InvalidRequest("The prompt has no tokens.")

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from towerd.engine.base import Piece
+from towerd.engine.base import CLOSING, Piece
 from towerd.engine.embedded.longchat.hooks import Hooks
 from towerd.engine.embedded.media.media import Media, Ready
 from towerd.engine.embedded.memory import SequenceMemory
@@ -98,7 +98,7 @@ class Scheduler:
     def submit(self, job: Job) -> None:
         """Queue a job. Raises Unavailable when the queue is full or the engine is closing."""
         if self._closing:
-            raise Unavailable("towerd is shutting down; try again when it is back.")
+            raise Unavailable(CLOSING)
         if len(self.waiting) >= self.queue_max:
             raise Unavailable(f"{self.queue_max} requests are waiting already; try again later.")
         enter = self.background.add if is_background(job) else self.waiting.append

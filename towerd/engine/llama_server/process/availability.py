@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from towerd.engine.base import CLOSING
 from towerd.engine.llama_server.process.backend import LlamaServerBackend
 from towerd.engine.llama_server.process.upstream_weights import UpstreamWeights
 from towerd.engine.llama_server.slots.placer import Placer
@@ -11,7 +12,6 @@ from towerd.engine.llama_server.slots.slot_upkeep import SlotUpkeep
 from towerd.errors import TowerdError, Unavailable
 
 POLL_S = 0.5
-CLOSING = "towerd is shutting down; try again when it is back."
 
 
 class Availability:
