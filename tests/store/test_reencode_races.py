@@ -191,7 +191,8 @@ CRASHES = textwrap.dedent(
                 assert check_rows(store, store.match(IDS, "local").nodes[-1]) == 50
                 store.check_integrity(keys=True)
                 assert store.verify().ok, store.verify()
-                store.gc(keep=[node.id for node in store.nodes()])
+                store.pin(store.match(IDS, "local").nodes[-1].id)
+                store.gc()
                 assert len(store.state.directory.names()) == 1
         n += point
     print("points", n)

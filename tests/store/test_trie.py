@@ -177,8 +177,10 @@ def test_listeners_hear_of_every_change(store: Store) -> None:
     new = store.reencode(file, [])
     assert new is not None
     assert heard.taken() == [("gone", file.id, new.id), ("warm", new.id)]
-    store.gc(keep={upper.id})
+    store.pin(upper.id)
+    store.gc()
     assert heard.taken() == [("removed", leaf.id)]
+    store.unpin(upper.id)
     store.gc()
     assert heard.taken() == [("removed", upper.id), ("gone", new.id, 0)]
     assert leaf.removed

@@ -412,13 +412,10 @@ class Store:
 
     # --- upkeep ---------------------------------------------------------------------------
 
-    def gc(
-        self, *, keep: Collection[int] = (), quarantine_days: float = 30, dry_run: bool = False
-    ) -> GcReport:
-        """Remove, or only count, what no session, base or pin needs; `keep`: ids of live nodes."""
+    def gc(self, *, quarantine_days: float = 30, dry_run: bool = False) -> GcReport:
+        """Remove, or only count, what no session, base, pin or running request needs."""
         with self._open_lock():
-            known = self.state, keep, quarantine_days, self.rows.writing
-            report = collect(*known, dry_run=dry_run)
+            report = collect(self.state, quarantine_days, self.rows.writing, dry_run=dry_run)
         if not dry_run:
             self._upkeep.purge()
         return report

@@ -26,7 +26,6 @@ class GcReport:
 
 def collect(
     state: StoreState,
-    keep: Collection[int],
     quarantine_days: float,
     writing: Collection[str],
     *,
@@ -34,7 +33,7 @@ def collect(
 ) -> GcReport:
     """Remove leaves until every leaf is needed, then the files that nothing views. Runs under
     the lock. With `dry_run` only report."""
-    doomed = _unneeded(state, keep)
+    doomed = _unneeded(state)
     ids = {node.id for node in doomed}
     viewers = state.trie.viewers
     unviewed = [file for file in state.files.values() if all(n.id in ids for n in viewers(file))]
@@ -93,9 +92,9 @@ def drop_foreign(state: StoreState, bytes_needed: int) -> int:
     return freed
 
 
-def _unneeded(state: StoreState, keep: Collection[int]) -> list[Node]:
+def _unneeded(state: StoreState) -> list[Node]:
     """The nodes to remove, children before their parents."""
-    needed = {*keep, *(node.id for node in list(state.trie.held.values()))}
+    needed = {node.id for node in list(state.trie.held.values())}
     for (id,) in state.catalog.rows(
         "SELECT prompt_node FROM turns UNION SELECT reply_node FROM turns"
         " UNION SELECT node FROM pins UNION SELECT node FROM bases UNION SELECT base FROM cold"
