@@ -9,10 +9,10 @@ ARGS ?=
 NAME ?= resume
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve models test lint bench docs conformance agents soak fuzz clean
+.PHONY: help setup serve models test test-all lint bench docs conformance agents soak fuzz clean
 
 help: ## Show this help
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
 
 setup: ## Make .venv with everything (compiles llama.cpp once, 5 to 10 minutes), fetch SmolLM2
 	@deploy/setup.sh
@@ -29,7 +29,10 @@ lint: setup
 	$(BIN)/ruff check towerd codec kernels slots cli lab tests
 	$(BIN)/mypy
 
-test: lint ## Format check, lint, type check, tests on all cores; ARGS="-n 0 -k config" for one process
+test: lint ## Format check, lint, type check, the quick tests on all cores; ARGS="-n 0 -k config" for one process
+	$(BIN)/pytest -n auto --dist loadfile -m "not soak and not slow" $(ARGS)
+
+test-all: lint ## All of that and the slow tests: daemons, llama-server, trained models; what CI runs
 	$(BIN)/pytest -n auto --dist loadfile $(ARGS)
 
 bench: setup ## Run one benchmark: NAME=resume|switch|store|concurrency ARGS=--quick

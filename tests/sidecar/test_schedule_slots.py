@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from towerd.engine.llama_server.slots.launch_gate import LaunchGate
 from towerd.engine.llama_server.slots.placement import (
     Costs,
     PlacementPolicy,
@@ -18,8 +16,6 @@ from towerd.engine.llama_server.slots.placement import (
     SlotRequest,
 )
 from towerd.engine.llama_server.slots.slot import Slot
-from towerd.engine.llama_server.slots.slot_table import SlotTable
-from towerd.errors import Unavailable
 from towerd.tokens import Ids
 
 
@@ -312,84 +308,6 @@ def test_nothing_dearer_than_needed_is_chosen(
     least = min((choice.cost_ms, choice.slot.last_used) for choice in alone)
     assert (found.cost_ms, found.slot.last_used) == least
     assert found in alone
-
-
-async def test_the_queue_is_bounded(policy: PlacementPolicy) -> None:
-    """Who comes when it is full is told so at once; who waits gets the slot that is freed."""
-    table = SlotTable(policy, 1, queue_max=1, verify=lambda: None)
-    first = await table.acquire(SlotRequest(ids(5), "a"))
-    second = asyncio.create_task(table.acquire(SlotRequest(ids(5, 1), "a")))
-    await asyncio.sleep(0)
-    with pytest.raises(Unavailable, match="1 requests are waiting"):
-        await table.acquire(SlotRequest(ids(5, 2), "a"))
-    table.free(first.slot)
-    assert (await second).slot is first.slot
-    table.free(first.slot)
-    assert (table.n_busy, table.n_waiting) == (0, 0)
-
-
-async def test_who_leaves_gives_the_slot_back(policy: PlacementPolicy) -> None:
-    """Cancelled while waiting, or in the moment it was granted."""
-    table = SlotTable(policy, 1, queue_max=5, verify=lambda: None)
-    held = await table.acquire(SlotRequest(ids(5), "a"))
-    waiting = [asyncio.create_task(table.acquire(SlotRequest(ids(5, i), "a"))) for i in range(3)]
-    await asyncio.sleep(0)
-    waiting[0].cancel()
-    await asyncio.sleep(0)
-    table.free(held.slot)  # grants the second
-    waiting[1].cancel()
-    done = await asyncio.gather(*waiting, return_exceptions=True)
-    assert isinstance(done[2], SlotChoice)
-    table.free(done[2].slot)
-    assert (table.n_busy, table.n_waiting) == (0, 0)
-
-
-async def test_the_gate_keeps_the_two_kinds_apart() -> None:
-    """An unpinned request waits for leases that are being placed, and holds new ones up."""
-    gate = LaunchGate()
-    await gate.begin_placing()
-    unpinned = asyncio.create_task(gate.begin_unpinned())
-    await asyncio.sleep(0)
-    later = asyncio.create_task(gate.begin_placing())
-    await asyncio.sleep(0)
-    assert not unpinned.done()
-    assert not later.done()
-    gate.end_placing()
-    await unpinned
-    assert not later.done()
-    gate.end_unpinned()
-    await later
-    gate.end_placing()
-
-
-async def test_neither_kind_keeps_the_other_out() -> None:
-    """Unpinned requests that never leave a gap let a lease through that came before them; one
-    that stops waiting lets those behind it continue."""
-    gate = LaunchGate()
-    await gate.begin_unpinned()
-    lease = asyncio.create_task(gate.begin_placing())
-    await asyncio.sleep(0)
-    unpinned = [asyncio.create_task(gate.begin_unpinned()) for _ in range(2)]
-    await asyncio.sleep(0)
-    assert not gate.try_placing()
-    assert not any(task.done() for task in (lease, *unpinned))
-    gate.end_unpinned()
-    await lease
-    assert gate.is_awaited
-    behind = asyncio.create_task(gate.begin_placing())
-    await asyncio.sleep(0)
-    for task in unpinned:
-        task.cancel()
-    await behind
-    assert not gate.is_awaited
-    gate.end_placing()
-    gate.end_placing()
-    assert gate.try_placing()
-    gate.end_placing()
-    granted = asyncio.create_task(gate.begin_unpinned())
-    await granted
-    gate.end_unpinned()
-    assert gate.try_placing()
 
 
 @pytest.mark.timeout(30)
