@@ -142,7 +142,7 @@ async def test_two_hundred_chats_over_eight_sequences(service_on: OpenService) -
             await check_integrity(service)
         await settle(service)
         # those of prompts that are evaluated ahead may outlast the last request
-        await until_async(lambda: service.store.n_held == 0)
+        await until_async(lambda: service.store.stats()["paths_held"] == 0)
         stats = service.tiers.stats()
         assert stats["hot_evictions"] > 200
         assert stats["warm_evictions"] > 20

@@ -44,7 +44,7 @@ def test_nothing_on_it_is_collected(store: Store) -> None:
         assert store.gc().segments == 0
         assert store.holds_any(store.nodes())
     assert not store.holds_any(store.nodes())
-    assert store.n_held == 0
+    assert store.stats()["paths_held"] == 0
     assert store.gc().segments == 2
 
 
@@ -57,4 +57,4 @@ def test_a_late_look_does_not_hold_a_released_path(store: Store) -> None:
         looking.start()
         path.release()
     looking.join()
-    assert store.n_held == 0
+    assert store.stats()["paths_held"] == 0

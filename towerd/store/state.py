@@ -104,6 +104,7 @@ class StoreState:
             "files": len(self.files),
             "sessions": self._count("sessions"),
             "bases": self._count("bases"),
+            "paths_held": len(self.trie.held),
             "hot_bytes": self.hot_bytes,
             "warm_bytes": self.warm_bytes,
             "warm_quantized_bytes": quantized_bytes(self.files.values(), self.fingerprint.layout),

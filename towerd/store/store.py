@@ -128,11 +128,6 @@ class Store:
         """The path of a request with these tokens, to be released when the request ends."""
         return Handle(self.state.trie, self._open_lock, ids, scope)
 
-    @property
-    def n_held(self) -> int:
-        """Paths that running requests hold."""
-        return len(self.state.trie.held)
-
     def holds_any(self, nodes: Collection[Node]) -> bool:
         """Whether a running request needs one of these nodes."""
         with self._open_lock():

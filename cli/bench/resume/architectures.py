@@ -11,7 +11,7 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 import click
@@ -23,8 +23,9 @@ from towerd.cli.bench.harness.report import Report
 from towerd.cli.bench.harness.servers import ServerProcess, llama_server, towerd_server
 from towerd.errors import TowerdError
 from towerd.models.random_gguf import Shape
+from towerd.models.shape import Arch
 
-ARCHS = (
+ARCHS: tuple[Arch, ...] = (
     "llama",
     "gemma3",
     "gpt-oss",
@@ -51,11 +52,11 @@ _OVERHEAD_MAX = 0.1
 _SLOT = "bench.bin"
 
 
-async def run(model: None, quick: bool, arch: str, tokens: int) -> Report:
+async def run(model: None, quick: bool, arch: Arch | Literal["all"], tokens: int) -> Report:
     """Measure one architecture or `all`, with a model of its own each; `tokens` is the session's
     length."""
     report = Report("resume", f"{arch}, random weights")
-    rows: dict[str, Any] = {}
+    rows: dict[Arch, Any] = {}
     for name in ARCHS if arch == "all" else (arch,):
         path = _model(name, quick)
         click.echo(f"{name} ...", err=True)
@@ -72,7 +73,7 @@ async def run(model: None, quick: bool, arch: str, tokens: int) -> Report:
     report.figures["tokens"] = tokens
     report.figures["ratio_min"] = min(row["ratio"] for row in rows.values())
     report.figures["reused_tokens_min"] = min(row["reused_tokens"] for row in rows.values())
-    report.details = dict(rows)
+    report.details = {str(name): row for name, row in rows.items()}
     if not quick and tokens >= _RATIO_TOKENS:
         report.target("ratio_min", least=_RATIO_MIN)
     sliced = [row["overhead"] for row in rows.values() if row["state_kind"] in ("dense", "window")]
@@ -86,11 +87,11 @@ def _short(value: Any) -> str:
     return f"{value:,.4g}" if isinstance(value, float) else str(value)
 
 
-def _model(arch: str, quick: bool) -> Path:
+def _model(arch: Arch, quick: bool) -> Path:
     """The GGUF of an architecture, written to the user's cache on first use. Raises TowerdError."""
     if arch not in ARCHS:
         raise TowerdError(f"--arch must be all or one of {', '.join(ARCHS)}.")
-    shape = replace(_QUICK if quick else _SHAPE, arch=arch)  # type: ignore[arg-type]
+    shape = replace(_QUICK if quick else _SHAPE, arch=arch)
     return random_model(f"arch-{arch}-{'quick' if quick else 'small'}", shape)
 
 
