@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, ExitStack
 import numpy as np
 
 from towerd.codec.base import TokenVocabulary
-from towerd.codec.coder import Decoder, Encoder
+from towerd.codec.coder import Encoder
 from towerd.codec.container import CodedChunk
 from towerd.codec.errors import Damaged, UnknownModel
 from towerd.codec.forms import Coded
@@ -23,6 +23,7 @@ from towerd.codec.mix import BASE_IDS_MAX, MiniText
 from towerd.codec.mixer_pool import MixerPool, Symbols
 from towerd.codec.models.base import TokenPredictor
 from towerd.codec.models.predictor_pool import PredictorPool
+from towerd.codec.models.side_by_side import n_cores, read_texts
 from towerd.codec.prior.file import Prior
 from towerd.codec.prior.state import bits_of
 from towerd.codec.text import as_context, from_ids, parse, to_ids
@@ -42,9 +43,10 @@ class Lanes:
     ) -> None:
         """`ids` [n]: the model's id of each rank; `first`: the id that every text starts with."""
         self.lanes_max, self.window, self.first = predictor.lanes_max, predictor.window, first
-        self.ids = ids.tolist()
         self.order = ids.astype(np.int64)
         self._mixers, self._predictors = MixerPool(make), PredictorPool(predictor)
+        self.n_threads = n_cores()
+        """Cores that read the chunks of one text."""
 
     def encode(self, chunks: Sequence[Symbols], context: Symbols) -> list[bytes]:
         """The bits of each chunk."""
@@ -83,20 +85,11 @@ class Lanes:
         self, sizes: Sequence[int], bits: Sequence[bytes], context: Symbols
     ) -> list[list[int]]:
         """The ranks of each chunk."""
-        decoders = [Decoder(each) for each in bits]
-        out: list[list[int]] = [[] for _ in sizes]
-        with self._predictors.borrow() as predictor, self._mixer(sizes, context) as mixer:
-            last = [self.first] * len(sizes)
-            for step in range(max(sizes, default=0)):
-                lanes = [lane for lane, size in enumerate(sizes) if step < size]
-                found = predictor.feed([(lane, last[lane]) for lane in lanes])
-                for lane, counts in zip(lanes, found, strict=True):
-                    answer = mixer.begin(lane, counts[self.order])
-                    while answer >= 0:
-                        answer = mixer.step(decoders[lane].take(answer))
-                    out[lane].append(-1 - answer)
-                    last[lane] = self.ids[-1 - answer]
-        return out
+        texts = list(zip(sizes, bits, strict=True))
+        with self._mixer(sizes, context) as mixer:
+            return read_texts(
+                self._predictors, mixer, texts, self.order, self.first, self.n_threads
+            )
 
     def _mixer(self, sizes: Sequence[int], context: Symbols) -> AbstractContextManager[Mixer]:
         if len(sizes) > self.lanes_max:
