@@ -1,10 +1,60 @@
-"""How a text is cut into the chunks that a model reads side by side."""
+"""Texts that are cut into chunks, which are read side by side."""
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Sequence
+from pathlib import Path
 
-from towerd.codec.network import cut
+import numpy as np
+import pytest
+
+from towerd.codec import Codec, container
+from towerd.codec.container import CodedChunk
+from towerd.codec.errors import CodecError, Damaged
+from towerd.codec.forms import Coded
+from towerd.codec.models.base import Counts
+from towerd.codec.models.exact import ExactPredictor
+from towerd.codec.network import Network, cut
+from towerd.codec.prior import file
+from towerd.codec.vocabulary import GgufVocabulary
+from towerd.models.random_gguf import Shape, make_random_gguf
+
+STORY = (
+    b" Once upon a time, there was a little girl named Lily. She loved to play outside in the park. "
+    b"One day, she saw a big, red ball. She wanted to play with it, but it was too high."
+)
+BLOBS = Path(__file__).with_name("blobs")
+"""Blobs that an earlier release wrote."""
+
+
+class Plain:
+    """An `ExactPredictor` behind the bare protocol: its texts are read by the specification."""
+
+    window = 16
+
+    def __init__(self, path: Path) -> None:
+        self._exact = ExactPredictor(path)
+        self.n_tokens, self.n_ctx = self._exact.n_tokens, self._exact.n_ctx
+        self.lanes_max, self.name = self._exact.lanes_max, self._exact.name
+        self.reset, self.n_calls = self._exact.reset, 0
+
+    def feed(self, tokens: Sequence[tuple[int, int]]) -> list[Counts]:
+        self.n_calls += 1
+        return self._exact.feed(tokens)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of random weights, whose context is shorter than a chunk."""
+    path = tmp_path_factory.mktemp("mini") / "mini.gguf"
+    n_tokens = len(file.bundled().ids)
+    make_random_gguf(path, Shape(1, 64, 4, 2, 128, n_tokens, n_ctx_train=16))
+    return path
+
+
+@pytest.fixture(scope="module")
+def network(small: GgufVocabulary, path: Path) -> Network:
+    return Network(small, file.bundled(), ExactPredictor(path), chunk_symbols=20)
 
 
 def test_chunks_are_nearly_equal() -> None:
@@ -12,3 +62,61 @@ def test_chunks_are_nearly_equal() -> None:
     assert [len(part) for part in parts] == [4, 3, 3]
     assert len(cut(np.arange(100, dtype=np.int32), 4, 8)) == 8
     assert np.concatenate(parts).tolist() == list(range(10))
+
+
+@pytest.mark.parametrize("n_threads", [1, 2, 3, 8])
+def test_any_number_of_cores_reads_the_same(
+    small: GgufVocabulary, path: Path, network: Network, n_threads: int
+) -> None:
+    """As the specification does, which takes the chunks' symbols one after the other."""
+    ids = np.asarray(small.tokenize(STORY * 2), np.int32)
+    coded = network.encode(ids, ids[:9])
+    assert len(coded.chunks) == 6
+    network.lanes.n_threads = n_threads
+    assert network.decode(coded, len(ids), ids[:9]).tolist() == ids.tolist()
+    plain = Plain(path)
+    specified = Network(small, file.bundled(), plain, chunk_symbols=20)
+    assert specified.encode(ids, ids[:9]) == coded
+    plain.n_calls = 0
+    assert specified.decode(coded, len(ids), ids[:9]).tolist() == ids.tolist()
+    assert plain.n_calls == max(chunk.n_symbols for chunk in coded.chunks)
+
+
+def test_chunks_of_any_length(small: GgufVocabulary, path: Path, network: Network) -> None:
+    """A blob may have chunks that are longer than the ones before, or that are empty."""
+    ids = np.asarray(small.tokenize(STORY), np.int32)
+    symbols = network.symbols(ids)
+    parts = [symbols[:3], symbols[3:3], symbols[3:40], symbols[40:]]
+    bits = network.lanes.encode(parts, symbols[:0])
+    network.lanes.n_threads = 3
+    found = network.lanes.decode([len(part) for part in parts], bits, symbols[:0])
+    assert found == [part.tolist() for part in parts]
+
+
+def test_damaged_chunks(small: GgufVocabulary, network: Network) -> None:
+    """Other bits, lengths or numbers of chunks end with an error on all cores."""
+    codec, network.lanes.n_threads = Codec(small, [network]), 2
+    ids = small.tokenize(STORY)
+    blob = container.read(codec.encode(ids, form="network"))
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        chunks = list(blob.chunks)
+        at = int(rng.integers(len(chunks)))
+        bits = rng.bytes(int(rng.integers(1, 40)))
+        chunks[at] = CodedChunk(chunks[at].n_symbols + int(rng.integers(0, 9)), bits)
+        changed = container.write(container.Blob(**{**vars(blob), "chunks": tuple(chunks)}))
+        with pytest.raises(CodecError):
+            codec.decode(changed)
+    assert codec.decode(container.write(blob)).tolist() == ids.tolist()
+    many = Coded(blob.side, (CodedChunk(1, b"1"),) * 100)
+    with pytest.raises(Damaged, match="100 chunks"):
+        network.decode(many, 100, ids[:0])
+
+
+@pytest.mark.parametrize("name", ["packed", "ranked", "text", "mix", "network", "network-chunks"])
+def test_blobs_of_earlier_releases(small: GgufVocabulary, name: str) -> None:
+    """Each form, of one text after a base; `network` in one chunk and in three."""
+    base = [1, *small.tokenize(STORY[:80]).tolist()]
+    marks = "€ 5, \0 and 64 spaces:".encode() + b" " * 64 + b"."
+    ids = [*small.tokenize(STORY).tolist(), 2, 1, *small.tokenize(marks).tolist()]
+    assert Codec(small).decode((BLOBS / f"{name}.blob").read_bytes(), base).tolist() == ids
