@@ -52,8 +52,13 @@ class ExactPredictor:
 
     def copy(self) -> ExactPredictor:
         """A new predictor on the same weights, with lanes of its own."""
+        return self.within(self.n_ctx)
+
+    def within(self, n_ctx: int) -> ExactPredictor:
+        """The same, attending to at most `n_ctx` tokens."""
         other = copy.copy(self)
-        other.lm = build_lm(self._weights)
+        other._weights = self._weights.within(n_ctx)
+        other.n_ctx, other.lm = other._weights.shape.n_ctx, build_lm(other._weights)
         return other
 
     def reset(self) -> None:

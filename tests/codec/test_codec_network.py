@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -58,10 +59,12 @@ def network(small: GgufVocabulary, path: Path) -> Network:
 
 
 def test_chunks_are_nearly_equal() -> None:
-    parts = cut(np.arange(10, dtype=np.int32), 4, 8)
-    assert [len(part) for part in parts] == [4, 3, 3]
-    assert len(cut(np.arange(100, dtype=np.int32), 4, 8)) == 8
-    assert np.concatenate(parts).tolist() == list(range(10))
+    """And of a number that cores can share, near to what was asked for."""
+    parts = cut(np.arange(14, dtype=np.int32), 4, 8)
+    assert [len(part) for part in parts] == [4, 4, 3, 3]
+    assert np.concatenate(parts).tolist() == list(range(14))
+    sizes = {n: len(cut(np.zeros(n, np.int32), 100, 12)) for n in (0, 149, 151, 590, 650, 9999)}
+    assert sizes == {0: 1, 149: 1, 151: 2, 590: 4, 650: 8, 9999: 12}
 
 
 @pytest.mark.parametrize("n_threads", [1, 2, 3, 8])
@@ -71,8 +74,8 @@ def test_any_number_of_cores_reads_the_same(
     """As the specification does, which takes the chunks' symbols one after the other."""
     ids = np.asarray(small.tokenize(STORY * 2), np.int32)
     coded = network.encode(ids, ids[:9])
-    assert len(coded.chunks) == 6
-    network.lanes.n_threads = n_threads
+    assert len(coded.chunks) == 4
+    network.n_threads = n_threads
     assert network.decode(coded, len(ids), ids[:9]).tolist() == ids.tolist()
     plain = Plain(path)
     specified = Network(small, file.bundled(), plain, chunk_symbols=20)
@@ -88,14 +91,33 @@ def test_chunks_of_any_length(small: GgufVocabulary, path: Path, network: Networ
     symbols = network.symbols(ids)
     parts = [symbols[:3], symbols[3:3], symbols[3:40], symbols[40:]]
     bits = network.lanes.encode(parts, symbols[:0])
-    network.lanes.n_threads = 3
-    found = network.lanes.decode([len(part) for part in parts], bits, symbols[:0])
+    found = network.lanes.decode([len(part) for part in parts], bits, symbols[:0], 3)
     assert found == [part.tolist() for part in parts]
+
+
+def test_the_context_is_part_of_the_form(small: GgufVocabulary, path: Path) -> None:
+    """Texts are written with a short one, and both are read; predictors agree on what it means."""
+    tokens = np.random.default_rng(0).integers(0, 500, 40).tolist()
+    short, loaded = ExactPredictor(path).within(8), ExactPredictor(path, n_ctx=8)
+    assert short.n_ctx == loaded.n_ctx == 8
+    for token in tokens:
+        assert np.array_equal(short.feed([(0, token)]), loaded.feed([(0, token)]))
+    codec, ids = Codec(small), np.asarray(small.tokenize(STORY * 12), np.int32)
+    now = codec.text_coder()
+    assert isinstance(now, Network)
+    whole = copy.copy(now)
+    whole.n_ctx, whole.chunk_symbols = 0, 1 << 20
+    coded = {network.n_ctx: network.encode(ids, ids[:0]) for network in (now, whole)}
+    assert len(now.symbols(ids)) > now.n_ctx == 256
+    assert coded[0].chunks != coded[256].chunks
+    for each in coded.values():
+        assert now.decode(each, len(ids), ids[:0]).tolist() == ids.tolist()
+    assert container.read(codec.encode(ids, form="network")).form.n_ctx == 256
 
 
 def test_damaged_chunks(small: GgufVocabulary, network: Network) -> None:
     """Other bits, lengths or numbers of chunks end with an error on all cores."""
-    codec, network.lanes.n_threads = Codec(small, [network]), 2
+    codec, network.n_threads = Codec(small, [network]), 2
     ids = small.tokenize(STORY)
     blob = container.read(codec.encode(ids, form="network"))
     rng = np.random.default_rng(0)
@@ -119,4 +141,6 @@ def test_blobs_of_earlier_releases(small: GgufVocabulary, name: str) -> None:
     base = [1, *small.tokenize(STORY[:80]).tolist()]
     marks = "€ 5, \0 and 64 spaces:".encode() + b" " * 64 + b"."
     ids = [*small.tokenize(STORY).tolist(), 2, 1, *small.tokenize(marks).tolist()]
-    assert Codec(small).decode((BLOBS / f"{name}.blob").read_bytes(), base).tolist() == ids
+    blob = (BLOBS / f"{name}.blob").read_bytes()
+    assert container.read(blob).form.n_ctx == 0
+    assert Codec(small).decode(blob, base).tolist() == ids
