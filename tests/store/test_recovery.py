@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from store_tools import FINGERPRINT, OTHER_MODEL, turn_of
+from store_tools import FINGERPRINT, OTHER_TOKENIZER, turn_of
 from ten_sessions import (
     DATABASE,
     MARK,
@@ -244,10 +244,10 @@ def check_what_is_there(root: Path, caplog: pytest.LogCaptureFixture) -> None:
 def test_another_models_sessions_are_recovered_too(root: Path) -> None:
     """The journal has all models of the store."""
     closed(root)
-    with Store.open(root, OTHER_MODEL) as store:
+    with Store.open(root, OTHER_TOKENIZER) as store:
         store.commit_turn(turn_of([1, 2, 3], [4], session="other"))
     remove(DATABASE)(root)
-    with Store.open(root, OTHER_MODEL) as store:
+    with Store.open(root, OTHER_TOKENIZER) as store:
         assert store.session_ids("other").tolist() == [1, 2, 3, 4]
     with Store.open(root, FINGERPRINT) as store:
         check_open(store)

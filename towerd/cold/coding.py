@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from towerd.engine.base import REPORTED_HASH_PREFIX, ModelInfo
+from towerd.engine.base import ModelInfo
 from towerd.errors import NotSupported
-from towerd.slots.fingerprint import tokenizer_hash
+from towerd.slots.fingerprint import REPORTED_HASH_PREFIX, tokenizer_hash
 from towerd.tower_file import SessionModel
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ from towerd.slots.fingerprint import Fingerprint
 from towerd.slots.rows import KVRows
 from towerd.slots.runs import Runs
 from towerd.store.catalog.catalog import Catalog
+from towerd.store.catalog.identity import ModelIdentity
 from towerd.store.catalog.journal.upkeep import CatalogUpkeep
 from towerd.store.listener import Listener
 from towerd.store.lock import StoreLock
@@ -42,8 +43,11 @@ from towerd.store.sessions.turn import Base, SessionInfo, Turn, TurnInfo, TurnRe
 from towerd.store.state import Held, StoreState
 from towerd.tokens import ID_BYTES, Ids, ids_array, ids_bytes, path_bytes
 
-WhichFingerprint: TypeAlias = Fingerprint | Callable[[Catalog], Fingerprint]
-"""A fingerprint, or a function that finds it in the opened catalog."""
+WhichModel: TypeAlias = (
+    Fingerprint | ModelIdentity | Callable[[Catalog], Fingerprint | ModelIdentity]
+)
+"""A fingerprint, alone or with what is known of the tokenizer, or a function that finds it in the
+opened catalog."""
 
 WORKERS_MAX = 4
 SESSIONS_MAX = 1_000_000
@@ -59,7 +63,7 @@ class Store:
         self.rows = RowStore(state, pool)
         self._lock_file = lock_file
         self._pool = pool
-        self._sessions = SessionTable(state.catalog, state.fingerprint_pk)
+        self._sessions = SessionTable(state.catalog, state.identity.tokenizer)
         self._bases = BaseTable(state)
         self._pins = PinTable(state)
         self._is_open = True
@@ -68,9 +72,10 @@ class Store:
 
     @classmethod
     def open(
-        cls, root: Path, fingerprint: WhichFingerprint, *, clock: Callable[[], float] = time.time
+        cls, root: Path, model: WhichModel, *, clock: Callable[[], float] = time.time
     ) -> Store:
-        """Open the store in `root` for one fingerprint; created if it is missing.
+        """Open the store in `root` for one model; created if it is missing. Its sessions are
+        those of every model with this tokenizer; its rows are those of the fingerprint.
 
         Raises StoreLocked, StoreVersion, DiskFull, or StoreError (unwritable, damaged)."""
         directory = Directory(Path(root))
@@ -79,8 +84,9 @@ class Store:
             undo.callback(lock_file.release)
             catalog = Catalog(directory.catalog)
             undo.callback(catalog.close)
-            known = fingerprint if isinstance(fingerprint, Fingerprint) else fingerprint(catalog)
-            state = load_state(directory, catalog, known, clock)
+            found = model(catalog) if callable(model) else model
+            identity = ModelIdentity(found) if isinstance(found, Fingerprint) else found
+            state = load_state(directory, catalog, identity, clock)
             undo.pop_all()
         workers = min(WORKERS_MAX, os.cpu_count() or 1)
         store = cls(state, lock_file, ThreadPoolExecutor(workers, "store"))

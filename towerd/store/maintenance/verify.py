@@ -132,7 +132,9 @@ def _file_problem(state: StoreState, pool: Executor, row: tuple[Any, ...]) -> st
         fingerprint = Fingerprint.from_json(msgspec.json.decode(text))
         with state.lock:
             views = state.catalog.rows(
-                "SELECT p0, ids, id FROM segments WHERE file = ? ORDER BY p1", (id,)
+                "SELECT p0, ids, node FROM views JOIN segments ON segments.id = node"
+                " WHERE file = ? ORDER BY p1",
+                (id,),
             )
             if not views:
                 return "no segment views it"
@@ -162,7 +164,7 @@ def _check_blobs(
 
 
 def _prefix(state: StoreState, segment: int) -> bytes:
-    """The ids from the root to the end of a segment, of any fingerprint."""
+    """The ids from the root to the end of a segment, of any tokenizer."""
     rows = state.catalog.rows(
         "WITH RECURSIVE up(id, parent, p0, ids) AS ("
         " SELECT id, parent, p0, ids FROM segments WHERE id = ?"

@@ -60,11 +60,6 @@ class Node:
         return self.by_token.values() if self.by_token else ()
 
     @property
-    def file_rows(self) -> int:
-        """Rows of `file` that belong to this node: all of the node's, or 0 without a file."""
-        return self.n if self.file is not None else 0
-
-    @property
     def has_exact_hot(self) -> bool:
         """True if the rows in memory are exact, as prefill computes them."""
         return self.hot is not None and not self.derived and self.hot.is_native

@@ -14,6 +14,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from towerd.store.prefix.keys import key_hash
 from towerd.store.prefix.node import PUBLIC, Node
 from towerd.store.prefix.scope import is_public, public_of
 from towerd.store.prefix.tips import Tips
@@ -118,6 +119,21 @@ class Trie:
                 chains.append((own, own_n))
             start = start.parent
         return [*chains, (public, n)]
+
+    def keys(self, identity: bytes) -> Iterator[tuple[Node, bytes]]:
+        """Every node with its key under a tokenizer's or a fingerprint's digest. O(all tokens)."""
+        scopes = {node.scope for node in self.nodes.values()} | {PUBLIC}
+        roots = {scope: key_hash(identity, scope) for scope in scopes}
+        stack = [(child, roots) for child in self.root.children]
+        while stack:
+            node, above = stack.pop()
+            # a public node may have children of any scope, any other node only of its own
+            wanted = scopes if is_public(node.scope) and node.children else {node.scope}
+            hashes = {scope: above[scope].copy() for scope in wanted}
+            for h in hashes.values():
+                h.update(node.ids)
+            yield node, hashes[node.scope].digest()
+            stack += [(child, hashes) for child in node.children]
 
     def viewers(self, file: SegmentFile) -> Sequence[Node]:
         """The nodes whose rows are in `file`."""

@@ -69,8 +69,8 @@ class ColdTable:
         self._prefix_hashes.load(
             state.catalog.rows(
                 "SELECT session, marks FROM cold JOIN sessions ON pk = session"
-                " WHERE frozen = 1 AND fingerprint = ?",
-                (state.fingerprint_pk,),
+                " WHERE frozen = 1 AND tokenizer = ?",
+                (state.identity.tokenizer,),
             )
         )
         self.is_empty = not state.catalog.rows("SELECT 1 FROM cold LIMIT 1")
@@ -83,8 +83,8 @@ class ColdTable:
         with self._lock():
             rows = self._state.catalog.rows(
                 "SELECT count(*), coalesce(sum(cold_bytes), 0) FROM sessions"
-                " WHERE fingerprint = ? AND cold_bytes > 0",
-                (self._state.fingerprint_pk,),
+                " WHERE tokenizer = ? AND cold_bytes > 0",
+                (self._state.identity.tokenizer,),
             )
         return {"frozen_sessions": int(rows[0][0]), "cold_bytes": int(rows[0][1])}
 
@@ -100,10 +100,10 @@ class ColdTable:
         with self._lock():
             rows = self._state.catalog.rows(
                 "SELECT pk, id, scope FROM sessions INDEXED BY sessions_warm"
-                " WHERE fingerprint = ? AND cold_bytes = 0 AND updated < ? AND leaf IS NOT NULL"
+                " WHERE tokenizer = ? AND cold_bytes = 0 AND updated < ? AND leaf IS NOT NULL"
                 f" AND (?3 IS NULL OR ?3 IN (scope, {TENANT_SQL}))"
                 " ORDER BY updated, pk LIMIT ?4",
-                (self._state.fingerprint_pk, before, scope, limit + len(without)),
+                (self._state.identity.tokenizer, before, scope, limit + len(without)),
             )
             due = [SessionRow(pk, id) for pk, id, whose in rows if (whose, id) not in without]
             return [self._sessions.info(each) for each in due[:limit]]
@@ -112,8 +112,8 @@ class ColdTable:
         """(id, scope) of every frozen session."""
         with self._lock():
             return self._state.catalog.rows(
-                "SELECT id, scope FROM sessions WHERE fingerprint = ? AND cold_bytes > 0",
-                (self._state.fingerprint_pk,),
+                "SELECT id, scope FROM sessions WHERE tokenizer = ? AND cold_bytes > 0",
+                (self._state.identity.tokenizer,),
             )
 
     def named(self, id: str, scope: str) -> str | None:
@@ -214,9 +214,9 @@ class ColdTable:
                     " (SELECT length(blob) FROM blobs WHERE session = pk) WHERE pk = ?",
                     (pk,),
                 )
-                delete(state, doomed, files)
+                foreign = delete(state, doomed, files)
             self._prefix_hashes.add(pk, marks)
-            forget(state, doomed, files)
+            forget(state, doomed, files, foreign)
         return doomed
 
     def recode(self, frozen: FrozenSession, blob: bytes) -> None:
@@ -366,9 +366,9 @@ class ColdTable:
     def _frozen_in(self, pk: int, scope: str) -> tuple[float, int, str] | None:
         """(last use, pk, id) of a frozen session of `scope`."""
         rows = self._state.catalog.rows(
-            "SELECT updated, pk, id FROM sessions WHERE pk = ? AND scope = ? AND fingerprint = ?"
+            "SELECT updated, pk, id FROM sessions WHERE pk = ? AND scope = ? AND tokenizer = ?"
             " AND cold_bytes > 0",
-            (pk, scope, self._state.fingerprint_pk),
+            (pk, scope, self._state.identity.tokenizer),
         )
         return rows[0] if rows else None
 

@@ -21,7 +21,7 @@ RECOGNISED_TOKENS_MIN = 2
 _SESSION = (
     "SELECT id, scope, title, named, leaf, n_tokens,"
     " (SELECT count(*) FROM turns WHERE turns.session = sessions.pk), created, updated,"
-    " cold_bytes FROM sessions WHERE fingerprint = ?"
+    " cold_bytes FROM sessions WHERE tokenizer = ?"
 )
 
 
@@ -35,10 +35,10 @@ class SessionRow:
 
 @dataclass(slots=True)
 class SessionTable:
-    """The sessions of one fingerprint. The store's lock is held around every call."""
+    """The sessions of one tokenizer. The store's lock is held around every call."""
 
     catalog: Catalog
-    fingerprint: int
+    tokenizer: int
 
     def recognise(self, known: Iterable[Node], scope: str) -> SessionRow | None:
         """The session of `scope` that has a prompt end or a reply end at the deepest possible
@@ -60,9 +60,9 @@ class SessionTable:
         """The session with this id; of several of one tenant, which differ in their adapters, the
         one used last. Raises NotFound; StoreError if scope is None and several tenants have one."""
         rows = self.catalog.rows(
-            "SELECT pk, id, scope FROM sessions WHERE fingerprint = ? AND id = ?"
+            "SELECT pk, id, scope FROM sessions WHERE tokenizer = ? AND id = ?"
             " ORDER BY updated DESC, pk DESC",
-            (self.fingerprint, id),
+            (self.tokenizer, id),
         )
         rows = [row for row in rows if scope is None or is_of(row[2], scope)]
         if not rows:
@@ -90,17 +90,17 @@ class SessionTable:
     def lookup(self, id: str, scope: str) -> SessionRow | None:
         """The session of `scope` with this id, if there is one."""
         rows = self.catalog.rows(
-            "SELECT pk, id FROM sessions WHERE fingerprint = ? AND scope = ? AND id = ?",
-            (self.fingerprint, scope, id),
+            "SELECT pk, id FROM sessions WHERE tokenizer = ? AND scope = ? AND id = ?",
+            (self.tokenizer, scope, id),
         )
         return SessionRow(*rows[0]) if rows else None
 
     def create(self, id: str, scope: str, named: bool, now: float) -> SessionRow:
         """Enter a session without turns, inside a transaction."""
         pk = self.catalog.run(
-            "INSERT INTO sessions(fingerprint, scope, id, named, created, updated)"
+            "INSERT INTO sessions(tokenizer, scope, id, named, created, updated)"
             " VALUES (?, ?, ?, ?, ?, ?)",
-            (self.fingerprint, scope, id, named, now, now),
+            (self.tokenizer, scope, id, named, now, now),
         )
         return SessionRow(pk, id)
 
@@ -170,21 +170,21 @@ class SessionTable:
     def _latest(self, whose: str, params: tuple[str, ...], limit: int) -> list[SessionInfo]:
         rows = self.catalog.rows(
             f"{_SESSION}{whose} ORDER BY updated DESC, pk DESC LIMIT ?",
-            (self.fingerprint, *params, limit),
+            (self.tokenizer, *params, limit),
         )
         return [_info(row) for row in rows]
 
     def _with_adapters(self, tenant: str) -> list[str]:
         """The scopes of a tenant's sessions that have adapters."""
         rows = self.catalog.rows(
-            "SELECT DISTINCT scope FROM sessions WHERE fingerprint = ? AND scope > ? AND scope < ?",
-            (self.fingerprint, tenant + MARK, tenant + chr(ord(MARK) + 1)),
+            "SELECT DISTINCT scope FROM sessions WHERE tokenizer = ? AND scope > ? AND scope < ?",
+            (self.tokenizer, tenant + MARK, tenant + chr(ord(MARK) + 1)),
         )
         return [row[0] for row in rows]
 
     def info(self, session: SessionRow) -> SessionInfo:
         """The entry of one session in `listing`."""
-        return _info(self.catalog.rows(f"{_SESSION} AND pk = ?", (self.fingerprint, session.pk))[0])
+        return _info(self.catalog.rows(f"{_SESSION} AND pk = ?", (self.tokenizer, session.pk))[0])
 
     def turns(self, session: SessionRow) -> list[TurnInfo]:
         """Every turn, oldest first."""
