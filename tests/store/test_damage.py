@@ -292,7 +292,7 @@ def write_catalog(root: Path, *statements: str) -> None:
         "UPDATE segments SET scope = 'other' WHERE p0 > 0",
         "UPDATE views SET row0 = 5",
         "UPDATE files SET n_rows = 9",
-        "UPDATE views SET node = 77",
+        "UPDATE views SET node = 77 WHERE id = 1",
         "UPDATE segments SET ids = x'' WHERE p0 = 0",
         "UPDATE files SET name = '../../etc/passwd'",
         "UPDATE files SET p0 = 3",

@@ -84,13 +84,13 @@ def migrate(
     finish: Callable[[sqlite3.Connection], None] | None = None,
 ) -> None:
     """Run the migrations from `version` to `target`, each in its own transaction. `finish`
-    runs in the last one. References are checked at the end of each, because a table that is
+    runs in each that leaves rows with seals. References are checked at the end of each, because a table that is
     rebuilt is missing for a moment. Raises CatalogDamaged if one does not hold."""
     ((checks,),) = db.execute("PRAGMA foreign_keys").fetchall()
     db.execute("PRAGMA foreign_keys = OFF")
     try:
         for number, migration in enumerate(MIGRATIONS[version:target], version + 1):
-            _migrate(db, number, migration, finish if number == target else None)
+            _migrate(db, number, migration, finish if number >= SEALED_VERSION else None)
     finally:
         db.execute(f"PRAGMA foreign_keys = {checks}")
 
