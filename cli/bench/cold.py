@@ -218,7 +218,7 @@ class _CodedSession:
         pk = self.frozen.session.pk
         ((self.session,),) = [
             self.catalog.rows(
-                "SELECT fingerprint, scope, named, title, n_tokens, created, updated, cold_bytes"
+                "SELECT tokenizer, scope, named, title, n_tokens, created, updated, cold_bytes"
                 " FROM sessions WHERE pk = ?",
                 (pk,),
             )
@@ -240,7 +240,7 @@ class _CodedSession:
         run, blob = self.catalog.run, rng.bytes(len(self.frozen.blob))
         ids = list(range(first_turn, first_turn + len(self.turns)))
         pk = run(
-            "INSERT INTO sessions(fingerprint, scope, named, title, n_tokens, created, updated,"
+            "INSERT INTO sessions(tokenizer, scope, named, title, n_tokens, created, updated,"
             " cold_bytes, id) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (*self.session, f"{rng.integers(1 << 63):016x}"),
         )

@@ -22,6 +22,7 @@ from ten_sessions import (
     flip,
     flip_in,
     flip_index,
+    flips,
     ids_bytes,
     log_of,
     populate,
@@ -58,7 +59,7 @@ AFTER_A_STOP: dict[str, Damage] = {
     "the catalog's content": write(DATABASE, b""),
     "half of the catalog": write(DATABASE, None),
     "the catalog replaced by garbage": write(DATABASE, b"garbage " * 1000),
-    "the schema version": lambda root: [flip(root / DATABASE, 63, bit) for bit in (3, 2)],
+    "the schema version": flips(DATABASE, 63, (3, 2)),
     "whose database it is": lambda root: flip(root / DATABASE, 70),
 }
 

@@ -86,6 +86,16 @@ def flip(path: Path, at: int, bit: int = 4) -> None:
         file.write(bytes([byte ^ 1 << bit]))
 
 
+def flips(name: str, at: int, bits: Sequence[int]) -> Damage:
+    """Flip bits of one byte."""
+
+    def damage(root: Path) -> None:
+        for bit in bits:
+            flip(root / name, at, bit)
+
+    return damage
+
+
 def flip_in(name: str, content: bytes) -> Damage:
     """Flip a bit of `content` wherever it lies in a file."""
 

@@ -99,8 +99,8 @@ def _vocabulary(source: VocabularySource) -> GgufVocabulary:
     if source.tokenizer not in (None, tokenizer_of(vocabulary)):
         vocabulary.close()
         raise NotSupported(
-            f"{source.path} has another tokenizer than the model that is served, so it was replaced "
-            "since: put the model's own file there and restart towerd."
+            f"{source.path} has another tokenizer than the model that is served: name that model's "
+            "file with --model, or put it back there and restart towerd."
         )
     return vocabulary
 

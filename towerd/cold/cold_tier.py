@@ -31,6 +31,7 @@ from towerd.errors import (
     TowerdError,
 )
 from towerd.store import Node, Store
+from towerd.store.prefix.scope import tenant_of
 from towerd.store.sessions.cold import SessionBusy
 from towerd.store.sessions.turn import SessionInfo
 from towerd.system.priority import lower_priority
@@ -262,14 +263,14 @@ class ColdTier:
             return False
         gone, store = {node.id for node in doomed}, self.store
         for request in list(self._uses.values()):
-            if request.scope != scope:
+            if tenant_of(request.scope) != tenant_of(scope):
                 continue
             if request.session is not None:
                 if request.session == id:
                     return False
-            elif store.recognise(request.ids, scope) == id:
+            elif store.recognise(request.ids, request.scope) == id:
                 return False
-            elif any(node.id in gone for node in store.match(request.ids, scope).nodes):
+            elif any(node.id in gone for node in store.match(request.ids, request.scope).nodes):
                 return False
         return True
 

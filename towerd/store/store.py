@@ -28,7 +28,7 @@ from towerd.store.prefix.loader import load_state
 from towerd.store.prefix.module import Module
 from towerd.store.prefix.node import Node
 from towerd.store.prefix.scope import public_of
-from towerd.store.prefix.trie import Match
+from towerd.store.prefix.trie import Match, Matched
 from towerd.store.segments import durable
 from towerd.store.segments.directory import Directory
 from towerd.store.segments.reencode import FormatRequest, reencode
@@ -36,11 +36,14 @@ from towerd.store.segments.rows import RowsPart, RowStore
 from towerd.store.segments.segment_file import SegmentFile
 from towerd.store.sessions.bases import BaseTable
 from towerd.store.sessions.cold import ColdTable
+from towerd.store.sessions.foreign import ForeignSessions
 from towerd.store.sessions.history import History, add_history, copy_history
 from towerd.store.sessions.pins import PinTable
 from towerd.store.sessions.sessions import SessionTable, check_name
+from towerd.store.sessions.stored_rows import StoredRows, stored_rows
 from towerd.store.sessions.turn import Base, SessionInfo, Turn, TurnInfo, TurnResult
 from towerd.store.state import Held, StoreState
+from towerd.store.vocabularies import Vocabularies
 from towerd.tokens import ID_BYTES, Ids, ids_array, ids_bytes, path_bytes
 
 WhichModel: TypeAlias = (
@@ -67,6 +70,10 @@ class Store:
         self._bases = BaseTable(state)
         self._pins = PinTable(state)
         self._is_open = True
+        self.vocabularies = Vocabularies(state.directory.tokenizers)
+        """The vocabularies of the tokenizers whose sessions the store has."""
+        self.foreign = ForeignSessions(state, self.vocabularies, self._open_lock)
+        """The sessions of other tokenizers."""
         self.cold = ColdTable(state, self._sessions, self._bases, self._open_lock)
         self._upkeep = CatalogUpkeep(state.catalog, self._open_lock)
 
@@ -297,7 +304,7 @@ class Store:
             raise ValueError(f"n_cached {n_cached} of {len(data) // ID_BYTES} tokens")
         tail = data[n_cached * ID_BYTES :]
         with self._open_lock():
-            known = self.state.trie.matched(prompt, turn.scope)
+            known = self._matched(prompt, turn.scope)
             with self.state.growing() as growth:
                 node_ends = growth.grow_turn(data, turn.scope, n_prompt, n_cached)
                 session, is_new = self._sessions.enter(turn, known, growth.now)
@@ -309,8 +316,13 @@ class Store:
         """The id of the session that a turn with this prompt would be recorded under."""
         data = ids_bytes(prompt)
         with self._open_lock():
-            found = self._sessions.recognise(self.state.trie.matched(data, scope), scope)
+            found = self._sessions.recognise(self._matched(data, scope), scope)
         return None if found is None else found.id
+
+    def _matched(self, prompt: bytes, scope: str) -> Matched:
+        """The nodes whose prefix begins a prompt, under whatever adapters the tenant used: other
+        rows, but the same conversation."""
+        return self.state.trie.matched(prompt, scope, self._sessions.other_scopes(scope))
 
     def sessions(self, scope: str | None = None, limit: int = SESSIONS_MAX) -> list[SessionInfo]:
         """Sessions of one scope, or of all, the last used first."""
@@ -333,6 +345,15 @@ class Store:
             node_id, tail = self._sessions.leaf_ids(self._sessions.find(id, scope))
             prefix = self.state.trie.nodes[node_id].prefix_bytes() if node_id else b""
         return ids_array(prefix + tail)
+
+    def session_rows(self, id: str, scope: str | None = None) -> list[StoredRows]:
+        """For which models the current branch of a session has rows. Raises as `session`."""
+        with self._open_lock():
+            session = self._sessions.find(id, scope)
+            if self._sessions.info(session).cold_bytes:
+                return []
+            leaf, _ = self._sessions.leaf_ids(session)
+            return stored_rows(self.state, self.state.trie.nodes[leaf]) if leaf else []
 
     def history(self, id: str, scope: str | None = None) -> History:
         """A session in a form that another store can import. Raises as `session`."""

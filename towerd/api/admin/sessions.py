@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohttp import web
 
@@ -14,8 +15,10 @@ from towerd.api.http.body import read_object
 from towerd.api.http.keys import LIMITS, TENANT, service_of
 from towerd.api.http.query import flag, integer_query
 from towerd.api.http.reply import json_reply
-from towerd.errors import InvalidRequest
+from towerd.errors import InvalidRequest, NotFound
+from towerd.store import SessionInfo, Store
 
+T = TypeVar("T")
 IDLE_S_MAX = 10**10
 
 
@@ -35,8 +38,28 @@ async def list_sessions(request: web.Request) -> web.Response:
         before = time.time() - integer_query(request, "idle_s", 0, 0, IDLE_S_MAX)
         sessions = await asyncio.to_thread(store.cold.idle, before, limit, scope)
     else:
-        sessions = await asyncio.to_thread(store.sessions, scope, limit)
+        sessions = await asyncio.to_thread(_sessions, store, scope, limit)
     return json_reply({"sessions": [asdict(session) for session in sessions]})
+
+
+def _sessions(store: Store, scope: str | None, limit: int) -> list[SessionInfo]:
+    """The sessions of the served model's tokenizer and of others, the last used first."""
+    own, foreign = store.sessions(scope, limit), store.foreign.listing(scope, limit)
+    return sorted([*own, *foreign], key=lambda info: info.updated, reverse=True)[:limit]
+
+
+async def _in_either(
+    own: Callable[[str, str | None], T],
+    foreign: Callable[[str, str | None], T],
+    name: str,
+    scope: str | None,
+) -> T:
+    """What is asked of a session of the served model's tokenizer, or else of another one's.
+    Raises NotFound."""
+    try:
+        return await asyncio.to_thread(own, name, scope)
+    except NotFound:
+        return await asyncio.to_thread(foreign, name, scope)
 
 
 async def get_session(request: web.Request) -> web.Response:
@@ -45,9 +68,17 @@ async def get_session(request: web.Request) -> web.Response:
     unless `?thaw=0` is given."""
     service = service_of(request)
     store, name, scope = service.store, request.match_info["id"], visible_scope(request)
-    info = await asyncio.to_thread(store.session, name, scope)
+    try:
+        info = await asyncio.to_thread(store.session, name, scope)
+    except NotFound:
+        return await _get_foreign(request, name, scope)
     turns = await asyncio.to_thread(store.turns, name, info.scope)
-    out: dict[str, Any] = {"session": asdict(info), "turns": [asdict(turn) for turn in turns]}
+    rows = await asyncio.to_thread(store.session_rows, name, info.scope)
+    out: dict[str, Any] = {
+        "session": asdict(info),
+        "turns": [asdict(turn) for turn in turns],
+        "rows": [asdict(each) for each in rows],
+    }
     if info.cold_bytes and service.cold.ahead is not None and request.query.get("thaw") != "0":
         service.cold.ahead.opened(name, info.scope)
     if flag(request, "kept"):
@@ -59,6 +90,25 @@ async def get_session(request: web.Request) -> web.Response:
             out["ids"] = ids.tolist()
         if detokenize is not None:
             out["text"] = (await detokenize(ids)).decode("utf-8", "replace")
+    return json_reply(out)
+
+
+async def _get_foreign(request: web.Request, name: str, scope: str | None) -> web.Response:
+    """A session of another tokenizer than the served model's: nothing of it can be live."""
+    foreign = service_of(request).store.foreign
+    found = await asyncio.to_thread(foreign.session, name, scope)
+    out: dict[str, Any] = {
+        "session": asdict(found.info),
+        "turns": [asdict(turn) for turn in found.turns],
+        "rows": [],
+    }
+    if flag(request, "kept"):
+        out["kept"] = None
+    if flag(request, "ids"):
+        ids, _ = await asyncio.to_thread(foreign.session_ids, name, found.info.scope)
+        out["ids"] = ids.tolist()
+    if flag(request, "text"):
+        out["text"] = await asyncio.to_thread(foreign.text, name, found.info.scope)
     return json_reply(out)
 
 
@@ -78,7 +128,12 @@ async def patch_session(request: web.Request) -> web.Response:
         raise InvalidRequest("Field 'title' is required")
     title = fields.string(body, "title", "")
     name, scope = request.match_info["id"], visible_scope(request)
-    info = await asyncio.to_thread(store.rename_session, name, title, scope)
+    info = await _in_either(
+        lambda id, of: store.rename_session(id, title, of),
+        lambda id, of: store.foreign.rename(id, title, of),
+        name,
+        scope,
+    )
     return json_reply({"session": asdict(info)})
 
 
@@ -106,5 +161,5 @@ async def post_thaw(request: web.Request) -> web.Response:
 async def delete_session(request: web.Request) -> web.Response:
     """Delete a session. The next gc removes its segments unless another session needs them."""
     store, name = service_of(request).store, request.match_info["id"]
-    await asyncio.to_thread(store.delete_session, name, visible_scope(request))
+    await _in_either(store.delete_session, store.foreign.delete, name, visible_scope(request))
     return json_reply({"deleted": name})

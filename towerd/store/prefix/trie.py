@@ -100,10 +100,11 @@ class Trie:
         held = list(self.held.values())
         return any(not ids.isdisjoint(each.id for each in node.path()) for node in held)
 
-    def matched(self, ids: bytes, scope: str) -> Matched:
-        """Every visible node whose whole prefix begins `ids`. They lie on more than one path
-        if a scope stored tokens before they became public."""
-        return Matched(tuple(_full(last, n) for last, n in self._chains(ids, scope)))
+    def matched(self, ids: bytes, scope: str, others: Sequence[str] = ()) -> Matched:
+        """Every node of `scope`, of `others` or public whose whole prefix begins `ids`. They lie on
+        more than one path if tokens were stored under several scopes."""
+        chains = [chain for each in (scope, *others) for chain in self._chains(ids, each)]
+        return Matched(tuple(_full(last, n) for last, n in chains))
 
     def _chains(self, ids: bytes, scope: str) -> list[tuple[Node, int]]:
         """(last node met, tokens matched) of every matching path: the scope's own branches,

@@ -126,6 +126,20 @@ class ColdTable:
     def continued_by(self, prompt: bytes, scope: str) -> str | None:
         """The id of the frozen session that a prompt (int32 LE) most likely continues; None
         if a warm session matches further."""
+        with self._lock():
+            scopes = [scope, *self._sessions.other_scopes(scope)]
+        found = [each for of in scopes if (each := self._longest_frozen(prompt, of))]
+        if not found:
+            return None
+        n, cold = max(found, key=itemgetter(0))
+        with self._lock():
+            return self._unless_warm(prompt, scope, n, cold)
+
+    def _longest_frozen(
+        self, prompt: bytes, scope: str
+    ) -> tuple[int, tuple[float, int, str]] | None:
+        """How many tokens of a prompt the frozen session of `scope` has that has most of them, and
+        its (last use, pk, id)."""
         hashes = prefix_hashes(prompt, scope)
         with self._lock():
             for n, pks in self._prefix_hashes.find(hashes):
@@ -134,7 +148,7 @@ class ColdTable:
                 youngest = heapq.nlargest(CANDIDATES_MAX, pks)
                 found = [each for pk in youngest if (each := self._frozen_in(pk, scope))]
                 if found:
-                    return self._unless_warm(prompt, scope, n, max(found, key=itemgetter(0, 1)))
+                    return n, max(found, key=itemgetter(0, 1))
         return None
 
     def read(self, id: str, scope: str | None = None) -> FrozenSession | None:
@@ -262,6 +276,7 @@ class ColdTable:
             session = self._sessions.lookup(id, scope)
             if session is None or not self._sessions.info(session).cold_bytes:
                 return False
+            scope = self._sessions.info(session).scope  # it may be continued under other adapters
             turns = self._state.catalog.rows(_WITHOUT_TOKENS, (session.pk,))
             if not self._has_said(session, scope, turns, prompt):
                 return False
@@ -376,7 +391,8 @@ class ColdTable:
         self, prompt: bytes, scope: str, n: int, cold: tuple[float, int, str]
     ) -> str | None:
         """The frozen session, unless a warm one matches further, or as far and was used later."""
-        known = self._state.trie.matched(prompt, scope)
+        others = self._sessions.other_scopes(scope)
+        known = self._state.trie.matched(prompt, scope, others)
         deeper = list(takewhile(lambda node: node.p1 >= n, known))
         warm = self._sessions.recognise(deeper, scope)
         if warm is None:

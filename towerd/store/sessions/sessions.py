@@ -10,7 +10,7 @@ from typing import Any
 from towerd.errors import InvalidRequest, NotFound, SessionFrozen, StoreError, TokensLost
 from towerd.store.catalog.catalog import Catalog
 from towerd.store.prefix.node import Node
-from towerd.store.prefix.scope import MARK, is_of, tenant_of
+from towerd.store.prefix.scope import MARK, tenant_of
 from towerd.store.sessions.turn import SessionInfo, Turn, TurnInfo
 
 NAME_CHARS_MAX = 200
@@ -41,16 +41,18 @@ class SessionTable:
     tokenizer: int
 
     def recognise(self, known: Iterable[Node], scope: str) -> SessionRow | None:
-        """The session of `scope` that has a prompt end or a reply end at the deepest possible
-        node of `known` (longest prefix first); of several, the one used last."""
+        """The session of the tenant of `scope` that has a prompt end or a reply end at the deepest
+        possible node of `known` (longest prefix first); of several, the one used last."""
+        tenant = tenant_of(scope)
         for node in known:
             if node.p1 < RECOGNISED_TOKENS_MIN:
                 break
             rows = self.catalog.rows(
                 "SELECT s.pk, s.id FROM turns t JOIN sessions s ON s.pk = t.session"
-                " WHERE (t.prompt_node = ?1 OR t.reply_node = ?1) AND s.scope = ?2"
+                " WHERE (t.prompt_node = ?1 OR t.reply_node = ?1)"
+                " AND (s.scope = ?2 OR s.scope > ?3 AND s.scope < ?4)"
                 " ORDER BY s.updated DESC, s.pk DESC LIMIT 1",
-                (node.id, scope),
+                (node.id, tenant, *_with_any_adapters(tenant)),
             )
             if rows:
                 return SessionRow(*rows[0])
@@ -64,7 +66,7 @@ class SessionTable:
             " ORDER BY updated DESC, pk DESC",
             (self.tokenizer, id),
         )
-        rows = [row for row in rows if scope is None or is_of(row[2], scope)]
+        rows = [row for row in rows if scope is None or tenant_of(row[2]) == tenant_of(scope)]
         if not rows:
             raise NotFound(f"there is no session {id!r}")
         tenants = {tenant_of(row[2]) for row in rows}
@@ -88,10 +90,13 @@ class SessionTable:
         return self.create(id, turn.scope, turn.session is not None, now), True
 
     def lookup(self, id: str, scope: str) -> SessionRow | None:
-        """The session of `scope` with this id, if there is one."""
+        """The session with this id of the tenant of `scope`, that of `scope` itself first."""
+        tenant = tenant_of(scope)
         rows = self.catalog.rows(
-            "SELECT pk, id FROM sessions WHERE tokenizer = ? AND scope = ? AND id = ?",
-            (self.tokenizer, scope, id),
+            "SELECT pk, id FROM sessions WHERE tokenizer = ?1 AND id = ?2"
+            " AND (scope = ?3 OR scope > ?4 AND scope < ?5)"
+            " ORDER BY scope = ?6 DESC, updated DESC, pk DESC LIMIT 1",
+            (self.tokenizer, id, tenant, *_with_any_adapters(tenant), scope),
         )
         return SessionRow(*rows[0]) if rows else None
 
@@ -161,7 +166,7 @@ class SessionTable:
         those of a scope."""
         if scope is None:
             return self._latest("", (), limit)
-        scopes = [scope, *self._with_adapters(scope)]
+        scopes = [scope, *self.scopes_with_adapters(scope)]
         found = [info for each in scopes for info in self._latest(" AND scope = ?", (each,), limit)]
         if len(scopes) > 1:
             found.sort(key=lambda info: info.updated, reverse=True)
@@ -174,11 +179,17 @@ class SessionTable:
         )
         return [_info(row) for row in rows]
 
-    def _with_adapters(self, tenant: str) -> list[str]:
-        """The scopes of a tenant's sessions that have adapters."""
+    def other_scopes(self, scope: str) -> list[str]:
+        """The scopes that other sessions of the same tenant may have tokens in."""
+        tenant = tenant_of(scope)
+        scopes = [tenant, *self.scopes_with_adapters(tenant)]
+        return [each for each in scopes if each != scope]
+
+    def scopes_with_adapters(self, tenant: str) -> list[str]:
+        """The scopes of a tenant's sessions that began under adapters."""
         rows = self.catalog.rows(
             "SELECT DISTINCT scope FROM sessions WHERE tokenizer = ? AND scope > ? AND scope < ?",
-            (self.tokenizer, tenant + MARK, tenant + chr(ord(MARK) + 1)),
+            (self.tokenizer, *_with_any_adapters(tenant)),
         )
         return [row[0] for row in rows]
 
@@ -264,6 +275,11 @@ class SessionTable:
             if rows:
                 return int(rows[0][0])
         return None
+
+
+def _with_any_adapters(tenant: str) -> tuple[str, str]:
+    """The bounds, exclusive, of the scopes that are a tenant's with any adapters."""
+    return tenant + MARK, tenant + chr(ord(MARK) + 1)
 
 
 def tokens_lost(session: SessionRow) -> TokensLost:
