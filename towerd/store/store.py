@@ -40,7 +40,6 @@ from towerd.store.sessions.foreign import ForeignSessions
 from towerd.store.sessions.history import History, add_history, copy_history
 from towerd.store.sessions.pins import PinTable
 from towerd.store.sessions.sessions import SessionTable, check_name
-from towerd.store.sessions.stored_rows import StoredRows, stored_rows
 from towerd.store.sessions.turn import Base, SessionInfo, Turn, TurnInfo, TurnResult
 from towerd.store.state import Held, StoreState
 from towerd.store.vocabularies import Vocabularies
@@ -345,15 +344,6 @@ class Store:
             node_id, tail = self._sessions.leaf_ids(self._sessions.find(id, scope))
             prefix = self.state.trie.nodes[node_id].prefix_bytes() if node_id else b""
         return ids_array(prefix + tail)
-
-    def session_rows(self, id: str, scope: str | None = None) -> list[StoredRows]:
-        """For which models the current branch of a session has rows. Raises as `session`."""
-        with self._open_lock():
-            session = self._sessions.find(id, scope)
-            if self._sessions.info(session).cold_bytes:
-                return []
-            leaf, _ = self._sessions.leaf_ids(session)
-            return stored_rows(self.state, self.state.trie.nodes[leaf]) if leaf else []
 
     def history(self, id: str, scope: str | None = None) -> History:
         """A session in a form that another store can import. Raises as `session`."""

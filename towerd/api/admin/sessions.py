@@ -17,6 +17,7 @@ from towerd.api.http.query import flag, integer_query
 from towerd.api.http.reply import json_reply
 from towerd.errors import InvalidRequest, NotFound
 from towerd.store import SessionInfo, Store
+from towerd.store.sessions.stored_rows import stored_rows
 
 T = TypeVar("T")
 IDLE_S_MAX = 10**10
@@ -73,7 +74,7 @@ async def get_session(request: web.Request) -> web.Response:
     except NotFound:
         return await _get_foreign(request, name, scope)
     turns = await asyncio.to_thread(store.turns, name, info.scope)
-    rows = await asyncio.to_thread(store.session_rows, name, info.scope)
+    rows = await asyncio.to_thread(stored_rows, store, turns)
     out: dict[str, Any] = {
         "session": asdict(info),
         "turns": [asdict(turn) for turn in turns],
