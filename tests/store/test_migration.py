@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import shutil
 import tarfile
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,10 +33,10 @@ RENAMED = {("B", "work"): "work (2)"}
 
 
 @pytest.fixture
-def old(tmp_path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+def old(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
     with tarfile.open(Path(__file__).parent / "data" / "schema7.tar.xz") as tar:
         tar.extractall(tmp_path, filter="data")
-    yield tmp_path / "store", json.loads((tmp_path / "expected.json").read_text())
+    return tmp_path / "store", json.loads((tmp_path / "expected.json").read_text())
 
 
 def sessions_of(expected: dict[str, Any], *models: str) -> dict[str, Any]:
