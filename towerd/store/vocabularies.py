@@ -81,15 +81,17 @@ class Vocabularies:
             durable.sync_dir(self.folder)
 
     def read(self, digest: bytes) -> KeptVocabulary:
-        """A kept vocabulary. Raises StoreError if it is not kept or damaged."""
+        """A kept vocabulary. Raises StoreError if it is not kept, or is damaged; it is then set
+        aside, and written anew when its model is served."""
         path = self._path(digest)
         try:
             data = path.read_bytes()
         except OSError as error:
-            raise StoreError(
+            message = (
                 "The vocabulary of this conversation is not kept here, because its model was last "
-                "served by an earlier towerd: serve that model once."
-            ) from error
+                "served by an earlier towerd: serve its model once."
+            )
+            raise StoreError(message, public=message) from error
         try:
             magic, version, expected = _HEAD.unpack_from(data)
             packed = data[_HEAD.size :]
@@ -98,9 +100,12 @@ class Vocabularies:
             body = zstandard.ZstdDecompressor().decompress(packed, max_output_size=BYTES_MAX)
             pieces, names = msgspec.msgpack.decode(body, type=tuple[list[bytes], list[bytes]])
         except (ValueError, struct.error, zstandard.ZstdError, msgspec.MsgspecError) as error:
-            raise StoreError(
-                f"The kept vocabulary {path.name} is damaged: remove it and serve its model once."
-            ) from error
+            path.replace(path.with_suffix(".damaged"))
+            message = (
+                "The kept vocabulary of this conversation is damaged and was set aside: serve its "
+                "model once, which keeps it anew."
+            )
+            raise StoreError(message, public=message) from error
         return KeptVocabulary(pieces, names)
 
     def _path(self, digest: bytes) -> Path:
