@@ -138,8 +138,8 @@ def test_another_model_is_named(model: SessionModel) -> None:
         there = SessionModel("other.gguf", model.hash, Codec(vocabulary))
         with pytest.raises(TowerFileError, match=r"'stories.gguf', whose vocabulary \(512 tokens"):
             read(data, there)
-    there = read(data, replace(model, hash="b" * 64))
-    np.testing.assert_array_equal(there.stream, read(data, model).stream)
+    found = read(data, replace(model, hash="b" * 64))
+    np.testing.assert_array_equal(found.stream, read(data, model).stream)
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,8 @@ class StoreState:
     hot_bytes: int = 0
     warm_bytes: int = 0
     """Files of this fingerprint on disk."""
+    foreign_bytes: int = 0
+    """Files of other fingerprints on disk."""
     touched: set[Node] = field(default_factory=set)
     """Nodes whose last use is not in the catalog yet."""
     listener: Listener = field(default_factory=Listener)

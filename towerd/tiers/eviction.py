@@ -37,11 +37,11 @@ class Evictor:
 
     def evict_warm(self, bytes_max: int) -> None:
         """Delete files until they fit, those of other fingerprints first."""
-        excess = self._store.warm_bytes - bytes_max
+        excess = self._store.warm_bytes + self._store.state.foreign_bytes - bytes_max
         if excess <= 0:
             return
-        self._store.drop_foreign(excess)
-        for file in self._ranking.warm_victims(excess, self._can_drop):
+        excess -= self._store.drop_foreign(excess)
+        for file in self._ranking.warm_victims(excess, self._can_drop) if excess > 0 else ():
             if self._store.drop_file(file):
                 self._counters.warm_evicted += 1
 

@@ -57,27 +57,29 @@ def collect(
     return GcReport(len(doomed), n_files, freed)
 
 
-def delete(state: StoreState, doomed: Sequence[Node], unviewed: Sequence[SegmentFile]) -> list[str]:
+def delete(
+    state: StoreState, doomed: Sequence[Node], unviewed: Sequence[SegmentFile]
+) -> list[tuple[str, int]]:
     """Delete nodes, children before their parents, and files from the catalog, inside a
-    transaction; returns the names of the files of other fingerprints that nothing views any more,
+    transaction; returns the names and bytes of the files of other fingerprints that nothing views any more,
     which are deleted too. Call `forget` once it is durable."""
     run_many, nodes = state.catalog.run_many, [(node.id,) for node in doomed]
-    foreign: set[tuple[int, str]] = set()
+    foreign: set[tuple[int, str, int]] = set()
     for node in nodes:
         foreign.update(state.catalog.rows(_FOREIGN, (*node, state.identity.fingerprint)))
     run_many("DELETE FROM views WHERE node = ?", nodes)
     run_many("DELETE FROM segments WHERE id = ?", nodes)
     run_many("DELETE FROM files WHERE id = ?", [(file.id,) for file in unviewed])
-    names = []
-    for id, name in foreign:
+    unneeded = []
+    for id, name, n_bytes in foreign:
         if not state.catalog.rows("SELECT 1 FROM views WHERE file = ? LIMIT 1", (id,)):
             state.catalog.run("DELETE FROM files WHERE id = ?", (id,))
-            names.append(name)
-    return names
+            unneeded.append((name, n_bytes))
+    return unneeded
 
 
 _FOREIGN = (
-    "SELECT files.id, name FROM views JOIN files ON files.id = file"
+    "SELECT files.id, name, bytes FROM views JOIN files ON files.id = file"
     " WHERE node = ? AND fingerprint != ?"
 )
 
@@ -86,7 +88,7 @@ def forget(
     state: StoreState,
     doomed: Sequence[Node],
     unviewed: Sequence[SegmentFile],
-    foreign: Sequence[str],
+    foreign: Sequence[tuple[str, int]],
 ) -> int:
     """Remove what `delete` removed from memory and disk; returns the bytes that the files had."""
     for node in doomed:
@@ -96,7 +98,10 @@ def forget(
     for file in unviewed:
         state.forget_file(file)
         freed += state.directory.remove(file.path.name)
-    return freed + sum(state.directory.remove(name) for name in foreign)
+    for name, n_bytes in foreign:
+        state.foreign_bytes -= n_bytes
+        freed += state.directory.remove(name)
+    return freed
 
 
 def drop_foreign(state: StoreState, bytes_needed: int) -> int:
@@ -112,6 +117,7 @@ def drop_foreign(state: StoreState, bytes_needed: int) -> int:
         uncatalogue(state.catalog, id)
         state.directory.remove(name)
         freed += n_bytes
+    state.foreign_bytes -= freed
     return freed
 
 

@@ -97,6 +97,10 @@ def _sum_problems(state: StoreState, nodes: list[Node]) -> Iterator[str]:
     warm = sum(file.nbytes for file in state.files.values())
     if (hot, warm) != (state.hot_bytes, state.warm_bytes):
         yield f"hot and warm bytes are {(hot, warm)}, counted {(state.hot_bytes, state.warm_bytes)}"
+    sql = "SELECT coalesce(sum(bytes), 0) FROM files WHERE fingerprint != ?"
+    ((foreign,),) = state.catalog.rows(sql, (state.identity.fingerprint,))
+    if foreign != state.foreign_bytes:
+        yield f"files of other models have {foreign} bytes, counted {state.foreign_bytes}"
 
 
 def _file_problems(state: StoreState) -> Iterator[str]:

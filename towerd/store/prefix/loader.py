@@ -41,9 +41,15 @@ def load_state(
         load_trie(catalog, entered, files),
         files,
         warm_bytes=sum(file.nbytes for file in files.values()),
+        foreign_bytes=_foreign_bytes(catalog, entered.fingerprint),
     )
     directory.sweep_tmp()
     return state
+
+
+def _foreign_bytes(catalog: Catalog, fingerprint: int) -> int:
+    sql = "SELECT coalesce(sum(bytes), 0) FROM files WHERE fingerprint != ?"
+    return int(catalog.rows(sql, (fingerprint,))[0][0])
 
 
 def load_files(
