@@ -128,3 +128,4 @@ async def test_a_named_session_is_thawed_while_its_prompt_is_made(
             await value(await client.post(path, json=body, headers={"X-Towerd-Session": name}))
         await service.cold.ahead.idle()
         assert not service.store.session(id).cold_bytes
+        await service.engine.settle()  # lets go of what was evaluated ahead

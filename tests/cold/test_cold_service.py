@@ -13,7 +13,7 @@ from oracle import GREEDY, Answer, OpenService, ask
 from services import EmbeddedService
 
 from towerd.engine.base import Finish, GenerateRequest, LiveBudget, Progress, Started
-from towerd.errors import NotFound, SessionFrozen
+from towerd.errors import NotFound
 from towerd.models.bundled import bundled_model
 from towerd.models.random_gguf import Shape, make_random_gguf
 from towerd.store.sessions.cold import SessionBusy
@@ -169,22 +169,6 @@ async def test_a_session_in_use_is_not_frozen(service_on: OpenService) -> None:
         assert await service.cold.freeze(name) is None
         with pytest.raises(NotFound):
             await service.cold.freeze("missing")
-
-
-async def test_idle_sessions_freeze_by_themselves(service_on: OpenService) -> None:
-    """After `freeze_after_s`, least recently used first; a continued session thaws again."""
-    async with service_on(bundled_model(), freeze_after_s=0.3) as service:
-        answers = [await ask(service, [1, *words(50, n)]) for n in range(3)]
-        for _ in range(400):
-            if service.cold.stats()["frozen_sessions"] == 3:
-                break
-            await asyncio.sleep(0.05)
-        assert service.cold.stats()["frozen_sessions"] == 3
-        with pytest.raises(SessionFrozen):
-            service.store.session_ids(answers[0].finish.session)
-        again = await ask(service, [1, *words(50, 1), *answers[1].ids, *words(9, 20)])
-        assert again.finish.session == answers[1].finish.session
-        assert service.cold.n_failed == 0
 
 
 async def freeze_and_open(service: EmbeddedService, session: str) -> None:

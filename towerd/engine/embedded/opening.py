@@ -41,6 +41,7 @@ async def open_embedded(config: Config) -> AsyncIterator[OpenedEngine[EmbeddedEn
                     store,
                     tiers,
                     lambda nodes: _forget(boundaries, nodes),
+                    lambda node: _has_rows(boundaries, node),
                     engine.is_quiet,
                     _anticipate_tokens_max(config, core),
                 )
@@ -61,6 +62,10 @@ def _forget(boundaries: CheckpointTier | None, nodes: Sequence[Node]) -> None:
     if boundaries is not None:
         for node in nodes:
             boundaries.table.drop(node)
+
+
+def _has_rows(boundaries: CheckpointTier | None, node: Node) -> bool:
+    return node.has_rows or (boundaries is not None and boundaries.table.at(node) is not None)
 
 
 def _anticipate_tokens_max(config: Config, core: Core) -> int:

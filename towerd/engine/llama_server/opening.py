@@ -35,7 +35,8 @@ async def open_llama_server(config: Config) -> AsyncIterator[OpenedEngine[LlamaS
             for note in engine.notes:
                 log.warning(note)
             try:
-                yield OpenedEngine(engine, store, tiers, _forgetter(engine, store))
+                forget = _forgetter(engine, store)
+                yield OpenedEngine(engine, store, tiers, forget, lambda node: node.has_rows)
             finally:
                 await engine.close()
         finally:
