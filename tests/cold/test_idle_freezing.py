@@ -17,6 +17,7 @@ from towerd.cold import cold_history, freeze, thaw, write_copy
 from towerd.errors import SessionFrozen
 from towerd.models.bundled import bundled_model
 from towerd.store import Store
+from towerd.store.maintenance.space import space
 from towerd.store.sessions.idle import START, IdleSession
 
 YEAR_S = 365 * 86400.0
@@ -99,6 +100,9 @@ async def test_it_is_frozen_when_its_rows_have_left(service_on: OpenService) -> 
         await settle(service)
         await until(lambda: service.cold.stats()["copied_sessions"] == 3)
         assert service.cold.stats()["frozen_sessions"] == 0
+        whole = service.cold.space()
+        assert whole["tokens_to_prefill"] == whole["bytes_wanted"] == 0
+        n_bytes = service.store.warm_bytes
         for file in service.store.files():
             service.store.drop_file(file)
         for node in service.store.nodes():
@@ -109,6 +113,12 @@ async def test_it_is_frozen_when_its_rows_have_left(service_on: OpenService) -> 
         with pytest.raises(SessionFrozen):
             service.store.session_ids(first[0].finish.session)
         assert service.store.stats()["tokens"] == 0
+        gone = service.cold.space()
+        assert gone["tokens_resumable"] == 0
+        assert gone["tokens_to_prefill"] == sum(
+            len(p) + len(a.ids) for p, a in zip(prompts, first, strict=True)
+        )
+        assert 0.5 * n_bytes < gone["bytes_wanted"] < 1.5 * n_bytes
         again = await ask(service, [*prompts[1], *first[1].ids, *words(9, 20)])
         assert again.finish.session == first[1].finish.session
         assert service.cold.n_failed == 0
@@ -171,3 +181,28 @@ def test_what_counts_as_having_rows(store: Store, codec: Codec) -> None:
     with store.locked():
         write_all(store, store.node(ends["b"]))
     assert pages(store)["b"].has_rows
+
+
+def test_what_resumes_without_prefill(store: Store) -> None:
+    """Rows behind a gap are of no use, and where state checkpoints are needed, those beyond the
+    last one; what two sessions share counts once."""
+    own = {"a": [7, 8, 9], "b": [10, 11, 12, 13]}
+    for name, more in own.items():
+        store.commit_turn(turn_of([*BASE, *more], [5], session=name, n_cached=40 + len(more)))
+        write_all(store, store.node(store.turns(name)[-1].reply_node))
+    report = space(store.state, None)
+    assert (report.tokens_resumable, report.tokens_to_prefill) == (47, 0)
+    with store.locked():
+        ends = {name: store.node(store.turns(name)[-1].reply_node) for name in own}
+        base = ends["a"].parent
+    assert base is not None
+    report = space(store.state, lambda node: node is ends["b"])
+    assert (report.tokens_resumable, report.tokens_to_prefill) == (44, 3)
+    report = space(store.state, lambda node: node is base)
+    assert (report.tokens_resumable, report.tokens_to_prefill) == (40, 7)
+    assert base.file is not None
+    store.drop_file(base.file)
+    assert ends["b"].has_rows
+    report = space(store.state, None)
+    assert (report.tokens_resumable, report.tokens_to_prefill) == (0, 47)
+    assert report.token_bytes == store.warm_bytes / 4

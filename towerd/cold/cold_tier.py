@@ -33,6 +33,7 @@ from towerd.errors import (
     TowerdError,
 )
 from towerd.store import Node, Store
+from towerd.store.maintenance.space import space
 from towerd.store.sessions.cold import SessionBusy
 from towerd.system.priority import lower_priority
 from towerd.tokens import Ids, ids_bytes
@@ -57,12 +58,13 @@ class ColdTier:
         *,
         freeze_after_s: float,
         on_frozen: Callable[[Sequence[Node]], None] = lambda _: None,
-        has_rows: Callable[[Node], bool] = lambda node: node.has_rows,
+        has_checkpoint: Callable[[Node], bool] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """freeze_after_s: how long a session must be unused before a copy in coded form is written
         automatically, and it is frozen once it has no rows; -1: never. on_frozen: receives the
-        removed segments, off the event loop. has_rows: whether a request resumes from a segment."""
+        removed segments, off the event loop. has_checkpoint: whether a state checkpoint is at
+        a segment's end; None: the model has none."""
         self.store = store
         self.coding = coding
         self.freeze_after_s = freeze_after_s
@@ -70,7 +72,7 @@ class ColdTier:
         self.n_copied = self.n_frozen = self.n_thawed = self.n_failed = 0
         self.freeze_s = self.thaw_s = 0.0
         self._on_frozen = on_frozen
-        self._has_rows = has_rows
+        self._has_checkpoint = has_checkpoint
         self._clock = clock
         self._uses: dict[int, GenerateRequest] = {}
         self._last_use = float("-inf")
@@ -212,6 +214,12 @@ class ColdTier:
         Raises as `thaw`."""
         return await self._on(self._thawer, self._session_ids, id, scope)
 
+    def space(self) -> dict[str, Any]:
+        """How many tokens resume without prefill, and what a larger disk would keep."""
+        with self.store.locked():
+            found = space(self.store.state, self._has_checkpoint)
+        return {**dataclasses.asdict(found), "bytes_wanted": found.bytes_wanted}
+
     def stats(self) -> dict[str, Any]:
         """Gauges and counters for /metrics and /towerd/v1/stats."""
         return {
@@ -294,6 +302,9 @@ class ColdTier:
 
     def _counted_failure(self) -> _Failures:
         return _Failures(self)
+
+    def _has_rows(self, node: Node) -> bool:
+        return node.has_rows or (self._has_checkpoint is not None and self._has_checkpoint(node))
 
     def _may_drop(self, id: str, scope: str, doomed: Sequence[Node]) -> bool:
         """Whether no running request may belong to this session, and none holds a segment that

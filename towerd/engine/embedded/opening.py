@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import cast
 
@@ -41,7 +41,7 @@ async def open_embedded(config: Config) -> AsyncIterator[OpenedEngine[EmbeddedEn
                     store,
                     tiers,
                     lambda nodes: _forget(boundaries, nodes),
-                    lambda node: _has_rows(boundaries, node),
+                    None if boundaries is None else _finder(boundaries),
                     engine.is_quiet,
                     _anticipate_tokens_max(config, core),
                 )
@@ -64,8 +64,8 @@ def _forget(boundaries: CheckpointTier | None, nodes: Sequence[Node]) -> None:
             boundaries.table.drop(node)
 
 
-def _has_rows(boundaries: CheckpointTier | None, node: Node) -> bool:
-    return node.has_rows or (boundaries is not None and boundaries.table.at(node) is not None)
+def _finder(boundaries: CheckpointTier) -> Callable[[Node], bool]:
+    return lambda node: boundaries.table.at(node) is not None
 
 
 def _anticipate_tokens_max(config: Config, core: Core) -> int:

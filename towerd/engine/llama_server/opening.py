@@ -35,8 +35,7 @@ async def open_llama_server(config: Config) -> AsyncIterator[OpenedEngine[LlamaS
             for note in engine.notes:
                 log.warning(note)
             try:
-                forget = _forgetter(engine, store)
-                yield OpenedEngine(engine, store, tiers, forget, lambda node: node.has_rows)
+                yield OpenedEngine(engine, store, tiers, _forgetter(engine, store))
             finally:
                 await engine.close()
         finally:
