@@ -45,6 +45,10 @@ class Evictor:
             if self._store.drop_file(file):
                 self._counters.warm_evicted += 1
 
+    def least_valuable(self, nbytes: int) -> list[SegmentFile]:
+        """The files that `evict_warm` would delete first, `nbytes` of them."""
+        return self._ranking.warm_lowest(nbytes, self._can_drop)
+
     def drop_hot(self, node_id: int) -> int:
         """Release a victim's rows in RAM; returns their bytes."""
         with self._store.locked():

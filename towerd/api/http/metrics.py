@@ -75,6 +75,8 @@ SAMPLES = (
            "State checkpoints that a prompt was resumed from", counter=True),
     StatsMetric("towerd_boundary_evictions_total", "engine", "boundary_evictions",
            "State checkpoints deleted to keep their budget", counter=True),
+    StatsMetric("towerd_segments_squeezed_total", "tiers", "segments_squeezed",
+           "Segments put into a smaller format because space was short", counter=True),
     StatsMetric("towerd_segments_shrunk_total", "tiers", "segments_shrunk",
            "Segments put into the stored format of their level", counter=True),
     StatsMetric("towerd_damaged_segments_total", "tiers", "damaged_segments",
