@@ -195,6 +195,27 @@ async def test_thawed_ahead(service_on: OpenService) -> None:
         assert next_one.finish.reuse.cold == 0
 
 
+async def test_a_frozen_chat_that_is_expected_back_is_thawed_ahead(
+    service_on: OpenService,
+) -> None:
+    """The policy knows it by a segment that freezing removed."""
+    prompt = [1, *words(120, 11)]
+    async with service_on(bundled_model()) as service:
+        first = await ask(service, prompt, session="s")
+        await settle(service)
+        tip = service.store.turns("s")[-1].reply_node
+        await service.cold.freeze("s")
+        for seq in list(service.engine.pool):
+            service.engine.pool.drop(seq)
+        assert service.cold.ahead is not None
+        await asyncio.to_thread(service.cold.ahead.expected_back, tip)
+        await asyncio.sleep(0)
+        await service.cold.ahead.idle()
+        assert service.store.session("s").cold_bytes == 0
+        next_one = await ask(service, prompt + first.ids + words(9, 12), session="s")
+        assert next_one.finish.reuse.prefill <= 12
+
+
 async def test_thawed_ahead_within_its_budget(service_on: OpenService) -> None:
     """A chat with a live budget is not evaluated as if it had none: its next prompt continues."""
     prompt = [1, *words(200, 11)]

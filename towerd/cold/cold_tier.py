@@ -268,6 +268,8 @@ class ColdTier:
 
     def _notify(self, done: FreezeResult) -> None:
         """Report the removed segments. The session is frozen even if this fails."""
+        if self.ahead is not None:
+            self.ahead.remember(done.id, done.scope, done.removed)
         try:
             self._on_frozen(done.removed)
         except Exception as error:
