@@ -14,7 +14,7 @@ from store_tools import FINGERPRINT, turn_of, write_all
 
 from towerd.codec import Codec
 from towerd.cold import cold_history, freeze, thaw, write_copy
-from towerd.errors import SessionFrozen
+from towerd.errors import DiskFull, SessionFrozen
 from towerd.models.bundled import bundled_model
 from towerd.store import Store
 from towerd.store.maintenance.space import space
@@ -206,3 +206,25 @@ def test_what_resumes_without_prefill(store: Store) -> None:
     report = space(store.state, None)
     assert (report.tokens_resumable, report.tokens_to_prefill) == (0, 47)
     assert report.token_bytes == store.warm_bytes / 4
+
+
+def test_a_full_disk_costs_nothing(store: Store, codec: Codec) -> None:
+    """No copy is written, none is half written, and what was said stays; with room it is coded."""
+    chats = {f"s{n}": [*np.random.default_rng(n).integers(300, 440, 3000)] for n in range(3)}
+    for name, prompt in chats.items():
+        store.commit_turn(turn_of(prompt, [5, 6], session=name))
+    assert write_copy(store, codec, "s0", form="packed")
+    ((n_pages,),) = store.state.catalog.rows("PRAGMA page_count")
+    store.state.catalog.rows(f"PRAGMA max_page_count = {n_pages}")
+    with pytest.raises(DiskFull):
+        write_copy(store, codec, "s2", form="packed")
+    for name, prompt in chats.items():
+        assert store.session_ids(name).tolist() == [*prompt, 5, 6]
+    assert pages(store)["s0"].has_copy
+    assert not pages(store)["s2"].has_copy
+    store.state.catalog.rows(f"PRAGMA max_page_count = {n_pages + 1000}")
+    for name in ("s1", "s2"):
+        write_copy(store, codec, name, form="packed")
+        assert freeze(store, codec, name)
+    store.check_integrity(keys=True)
+    assert store.verify().ok

@@ -216,8 +216,7 @@ class ColdTier:
 
     def space(self) -> dict[str, Any]:
         """How many tokens resume without prefill, and what a larger disk would keep."""
-        with self.store.locked():
-            found = space(self.store.state, self._has_checkpoint)
+        found = space(self.store.state, self._has_checkpoint)
         return {**dataclasses.asdict(found), "bytes_wanted": found.bytes_wanted}
 
     def stats(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -72,12 +73,14 @@ class IdleFreezer:
             await self._tier.warm_up()
         rest_s = min(POLL_S_MAX, max(POLL_S_MIN, self._after_s / 4))
         while self._after_s >= 0:
-            has_more = False
+            has_more, began = False, time.monotonic()
             try:
                 has_more = self._is_idle() and await self._step()
             except Exception as error:  # the next poll tries again
                 log.warning("no session was coded", extra={"error": str(error)})
-            await asyncio.sleep(POLL_S_MIN if has_more else rest_s)
+            # at most half of a core's time
+            pause_s = max(POLL_S_MIN, time.monotonic() - began)
+            await asyncio.sleep(pause_s if has_more else rest_s)
 
     def _is_idle(self) -> bool:
         return self._tier.idle_s() >= min(QUIET_S, max(POLL_S_MIN, self._after_s))

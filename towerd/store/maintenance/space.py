@@ -32,24 +32,27 @@ class SpaceReport:
 
 
 def space(state: StoreState, has_checkpoint: Callable[[Node], bool] | None) -> SpaceReport:
-    """Measure an open store, under its lock. has_checkpoint: whether a state checkpoint is at a
+    """Measure an open store; the lock is not held while its segments are counted, so that figures
+    of a moment of change may be a little off. has_checkpoint: whether a state checkpoint is at a
     segment's end; None: the model resumes from any row."""
+    nodes = sorted(state.trie.nodes.copy().values(), key=lambda node: node.p1)
     has_kv = bool(state.fingerprint.layout.planes)
-    found: list[tuple[Node, int]] = [(state.trie.root, 0)]
-    is_reached = [True]
-    for at, (node, _) in enumerate(found):  # grows meanwhile, parents before their children
-        for child in node.children:
-            found.append((child, at))
-            is_reached.append(is_reached[at] and (child.has_rows or not has_kv))
+    reached = {state.trie.root.id}
+    for node in nodes:
+        if (not has_kv or node.has_rows) and node.parent is not None and node.parent.id in reached:
+            reached.add(node.id)
     if has_checkpoint is not None:
-        is_before = [has_checkpoint(node) for node, _ in found]
-        for at in range(len(found) - 1, 0, -1):
-            is_before[found[at][1]] |= is_before[at]
-        is_reached = [a and b for a, b in zip(is_reached, is_before, strict=True)]
-    n_all = sum(node.n for node, _ in found)
-    n_reached = sum(node.n for (node, _), is_so in zip(found, is_reached, strict=True) if is_so)
-    ((n_frozen,),) = state.catalog.rows(_FROZEN, (state.fingerprint_pk,))
-    n_stored = sum(node.file_rows for node, _ in found)
+        before: set[int] = set()
+        for node in reversed(nodes):
+            if node.id in before or has_checkpoint(node):
+                before.add(node.id)
+                before.add(node.parent.id if node.parent is not None else 0)
+        reached &= before
+    n_all = sum(node.n for node in nodes)
+    n_reached = sum(node.n for node in nodes if node.id in reached)
+    with state.lock:
+        ((n_frozen,),) = state.catalog.rows(_FROZEN, (state.fingerprint_pk,))
+    n_stored = sum(node.file_rows for node in nodes)
     native = state.fingerprint.layout.token_bytes if has_kv else 0
     token_bytes = state.warm_bytes / n_stored if n_stored else float(native)
     return SpaceReport(n_reached, n_all - n_reached + n_frozen, token_bytes)
