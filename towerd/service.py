@@ -47,6 +47,7 @@ async def open_service(config: Config) -> AsyncIterator[Service[Any]]:
             Coding(lambda: vocabulary_source(engine.info), tables=store.tables),
             freeze_after_s=config.freeze_after_s,
             on_frozen=opened.forget,
+            has_checkpoint=opened.has_checkpoint,
         )
         sessions = Sessions(
             engine,

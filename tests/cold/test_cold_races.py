@@ -22,6 +22,7 @@ from towerd.store import Store
 from towerd.store.sessions import cold as cold_table
 from towerd.store.sessions.cold import SessionBusy
 from towerd.store.sessions.cold_row import row_digest
+from towerd.store.sessions.idle import START
 from towerd.tokens import ids_bytes
 from towerd.transfer import export_session
 
@@ -170,17 +171,17 @@ async def test_the_watch_continues_after_an_error(
 ) -> None:
     """The catalog fails once, a callback always: sessions are frozen all the same."""
     say(store, CHAT)
-    idle, failures = store.cold.idle, [StoreError("the catalog failed")]
+    page, failures = store.cold.page, [StoreError("the catalog failed")]
 
     def fail_once(*args: Any, **more: Any) -> Any:
         if failures:
             raise failures.pop()
-        return idle(*args, **more)
+        return page(*args, **more)
 
     def fail(_: Any) -> None:
         raise OSError("a file cannot be deleted")
 
-    monkeypatch.setattr(store.cold, "idle", fail_once)
+    monkeypatch.setattr(store.cold, "page", fail_once)
     cold = ColdTier(
         store,
         Coding(lambda: VocabularySource(bundled_model(), "hash")),
@@ -271,6 +272,7 @@ def test_what_is_asked_of_many_sessions_has_an_index(store: Store) -> None:
     store.cold.stats()
     store.cold.frozen()
     store.cold.idle(1.0, 10)
+    store.cold.page(1.0, START, 10, lambda node: node.has_rows)
     db.set_trace_callback(None)
     whole = "INDEX sqlite_autoindex_sessions_1 (fingerprint=?)"
     for sql in seen:

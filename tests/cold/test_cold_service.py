@@ -13,7 +13,7 @@ from oracle import GREEDY, Answer, OpenService, ask
 from services import EmbeddedService
 
 from towerd.engine.base import Finish, GenerateRequest, LiveBudget, Progress, Started
-from towerd.errors import NotFound, SessionFrozen
+from towerd.errors import NotFound
 from towerd.models.bundled import bundled_model
 from towerd.models.random_gguf import Shape, make_random_gguf
 from towerd.store.sessions.cold import SessionBusy
@@ -171,22 +171,6 @@ async def test_a_session_in_use_is_not_frozen(service_on: OpenService) -> None:
             await service.cold.freeze("missing")
 
 
-async def test_idle_sessions_freeze_by_themselves(service_on: OpenService) -> None:
-    """After `freeze_after_s`, least recently used first; a continued session thaws again."""
-    async with service_on(bundled_model(), freeze_after_s=0.3) as service:
-        answers = [await ask(service, [1, *words(50, n)]) for n in range(3)]
-        for _ in range(400):
-            if service.cold.stats()["frozen_sessions"] == 3:
-                break
-            await asyncio.sleep(0.05)
-        assert service.cold.stats()["frozen_sessions"] == 3
-        with pytest.raises(SessionFrozen):
-            service.store.session_ids(answers[0].finish.session)
-        again = await ask(service, [1, *words(50, 1), *answers[1].ids, *words(9, 20)])
-        assert again.finish.session == answers[1].finish.session
-        assert service.cold.n_failed == 0
-
-
 async def freeze_and_open(service: EmbeddedService, session: str) -> None:
     """Frozen with nothing live, then opened by a client: thawed ahead."""
     await service.cold.freeze(session)
@@ -209,6 +193,27 @@ async def test_thawed_ahead(service_on: OpenService) -> None:
         next_one = await ask(service, prompt + first.ids + words(9, 12), session="s")
         assert next_one.finish.reuse.prefill <= 12
         assert next_one.finish.reuse.cold == 0
+
+
+async def test_a_frozen_chat_that_is_expected_back_is_thawed_ahead(
+    service_on: OpenService,
+) -> None:
+    """The policy knows it by a segment that freezing removed."""
+    prompt = [1, *words(120, 11)]
+    async with service_on(bundled_model()) as service:
+        first = await ask(service, prompt, session="s")
+        await settle(service)
+        tip = service.store.turns("s")[-1].reply_node
+        await service.cold.freeze("s")
+        for seq in list(service.engine.pool):
+            service.engine.pool.drop(seq)
+        assert service.cold.ahead is not None
+        await asyncio.to_thread(service.cold.ahead.expected_back, tip)
+        await asyncio.sleep(0)
+        await service.cold.ahead.idle()
+        assert service.store.session("s").cold_bytes == 0
+        next_one = await ask(service, prompt + first.ids + words(9, 12), session="s")
+        assert next_one.finish.reuse.prefill <= 12
 
 
 async def test_thawed_ahead_within_its_budget(service_on: OpenService) -> None:

@@ -81,7 +81,10 @@ def test_thaws_after_an_upgrade(store: Store, release: Release, make_codec: Make
     new = make_codec(tables=store.tables)
     assert thaw(store, new, "x")
     assert said(store) == ids
-    freeze(store, new, "x")
+    freeze(store, new, "x")  # the blob was kept, and is good
+    assert len(list(store.tables.iterdir())) == 1
+    assert thaw(store, new, "x")
+    freeze(store, new, "x", form="mix")
     assert len(list(store.tables.iterdir())) == 2
     assert thaw(store, new, "x")
     assert said(store) == ids

@@ -19,6 +19,7 @@ from towerd.slots.rows import KVRows
 from towerd.store import FormatRequest, Node, SegmentFile, Store
 from towerd.tiers.formats.fidelity import LevelFormats
 from towerd.tiers.shrink import SINKS, TAIL, Shrinker, tail_start
+from towerd.tokens import Provenance
 
 LAYOUT = KVLayout((plane_of("f16", 32),), (plane_of("f16", 64),))
 TABLE = LevelFormats.parse("0=q4h,1=q6h,2=q8")
@@ -280,9 +281,9 @@ def test_settled_files_are_not_looked_at_again(
     looked: list[SegmentFile] = []
     real = shrinker._format_requests
 
-    def look(file: SegmentFile) -> list[FormatRequest]:
+    def look(file: SegmentFile, table: LevelFormats | None) -> list[FormatRequest]:
         looked.append(file)
-        return real(file)
+        return real(file, table)
 
     monkeypatch.setattr(shrinker, "_format_requests", look)
     shrinker.step()
@@ -353,3 +354,39 @@ def test_rows_that_no_code_can_hold_stay(store: Store, shrinker: Shrinker, clock
     assert leaf.file is file
     assert len(formats_of(store, other)) == 3
     assert store.state.directory.names() == {f.path.name for f in store.files()}
+
+
+def test_what_is_worth_least_is_squeezed(store: Store, shrinker: Shrinker, clock: Clock) -> None:
+    """Once more, from its level's format into a smaller one, and for good; sinks, tails and what was
+    used lately stay. Nothing grows."""
+    names = [stored(store, tokens(500, seed))[-1] for seed in range(3)]
+    clock.now += AFTER_S
+    run(shrinker)
+    before = store.warm_bytes
+    store.touch(names[1])
+    shrinker.set_formats(TABLE, enabled=True, squeezed="q4h")
+    assert not shrinker.has_squeezed
+    worst = [node.file for node in names[:2] if node.file is not None]
+    (new,) = squeeze(shrinker, worst)
+    shapes = [formats_of(store, node) for node in names]
+    assert shapes[0] == [(SINKS, NATIVE), (500 - SINKS - TAIL, "q4h"), (TAIL, NATIVE)]
+    assert shapes[1] == shapes[2] == [(n, name.replace("q4h", "q8")) for n, name in shapes[0]]
+    assert names[0].file is new
+    assert new.provenance(SINKS, 500 - TAIL).tolist() == [Provenance.APPROXIMATE] * 368
+    assert (shrinker.has_squeezed, shrinker.n_squeezed) == (True, 1)
+    assert store.warm_bytes < before
+    clock.now += AFTER_S
+    shrinker.set_formats(TABLE, enabled=True, squeezed="q6h")
+    assert squeeze(shrinker, [new]) == []
+    assert run(shrinker) == []
+    store.check_integrity(keys=True)
+
+
+def squeeze(shrinker: Shrinker, files: list[SegmentFile]) -> list[SegmentFile]:
+    """Everything that can be made smaller of these; the new files."""
+    done, asked = [], [files]
+    while asked or shrinker._to_squeeze:
+        shrinker._squeeze_due = 0.0
+        found = shrinker.squeeze(lambda: asked.pop() if asked else [])
+        done += [] if found is None else [found]
+    return done

@@ -54,6 +54,7 @@ DAEMON_ONLY = (
     "model_path",
     "n_ctx",
     "n_slots",
+    "space",
     "uptime_s",
     "reuse",
     "slots",

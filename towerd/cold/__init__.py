@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from towerd.cold.coding import Coding, VocabularySource, vocabulary_source
 from towerd.cold.cold_tier import ColdTier
-from towerd.cold.freezing import FreezeResult, cold_history, decode, freeze, thaw
+from towerd.cold.freezing import FreezeResult, cold_history, decode, freeze, thaw, write_copy
 
 __all__ = [
     "Coding",
@@ -16,4 +16,5 @@ __all__ = [
     "freeze",
     "vocabulary_source",
     "thaw",
+    "write_copy",
 ]

@@ -65,8 +65,7 @@ async def _in_either(
 
 async def get_session(request: web.Request) -> web.Response:
     """One session with its turns; `?text=1` adds the text of its current branch, `?kept=1` what
-    is live of it. A client that opens a frozen session is about to continue it, so it is thawed,
-    unless `?thaw=0` is given."""
+    is live of it. A frozen session is decoded for that, and stays frozen."""
     service = service_of(request)
     store, name, scope = service.store, request.match_info["id"], visible_scope(request)
     try:
@@ -80,8 +79,6 @@ async def get_session(request: web.Request) -> web.Response:
         "turns": [asdict(turn) for turn in turns],
         "rows": [asdict(each) for each in rows],
     }
-    if info.cold_bytes and service.cold.ahead is not None and request.query.get("thaw") != "0":
-        service.cold.ahead.opened(name, info.scope)
     if flag(request, "kept"):
         out["kept"] = None if info.cold_bytes else await _kept(request, name, info.scope)
     if flag(request, "text") or flag(request, "ids"):
@@ -147,13 +144,13 @@ async def post_freeze(request: web.Request) -> web.Response:
 
 
 async def post_thaw(request: web.Request) -> web.Response:
-    """Decode a session's tokens, and evaluate its rows while the engine is idle; with `{"ahead":
-    false}` when they are requested."""
+    """Warm a session up: decode its tokens if it is frozen, and make its rows live, evaluating what
+    has none, while the engine is idle; with `{"ahead": false}` when they are requested."""
     service, name, scope = service_of(request), request.match_info["id"], visible_scope(request)
     ahead = fields.boolean(await read_object(request), "ahead", True)
     found = await asyncio.to_thread(service.store.session, name, scope)
     was_frozen = await service.cold.thaw(name, found.scope)
-    if was_frozen and ahead and service.cold.ahead is not None:
+    if ahead and service.cold.ahead is not None:
         service.cold.ahead.evaluate(name, found.scope)
     info = await asyncio.to_thread(service.store.session, name, found.scope)
     return json_reply({"session": asdict(info), "changed": was_frozen})

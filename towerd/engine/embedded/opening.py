@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import cast
 
@@ -42,6 +42,7 @@ async def open_embedded(config: Config) -> AsyncIterator[OpenedEngine[EmbeddedEn
                     store,
                     tiers,
                     lambda nodes: _forget(boundaries, nodes),
+                    None if boundaries is None else _finder(boundaries),
                     engine.is_quiet,
                     _anticipate_tokens_max(config, core),
                 )
@@ -62,6 +63,10 @@ def _forget(boundaries: CheckpointTier | None, nodes: Sequence[Node]) -> None:
     if boundaries is not None:
         for node in nodes:
             boundaries.table.drop(node)
+
+
+def _finder(boundaries: CheckpointTier) -> Callable[[Node], bool]:
+    return lambda node: boundaries.table.at(node) is not None
 
 
 def _anticipate_tokens_max(config: Config, core: Core) -> int:

@@ -60,6 +60,11 @@ class Node:
         return self.by_token.values() if self.by_token else ()
 
     @property
+    def has_rows(self) -> bool:
+        """True if it has rows, in memory or on disk."""
+        return self.hot is not None or self.file is not None
+
+    @property
     def has_exact_hot(self) -> bool:
         """True if the rows in memory are exact, as prefill computes them."""
         return self.hot is not None and not self.derived and self.hot.is_native

@@ -137,7 +137,8 @@ class SessionTable:
         tail: bytes,
     ) -> int:
         """Insert one row of the turns table, inside a transaction; `facts`: n_prompt,
-        n_reply, n_cached, started, created."""
+        n_reply, n_cached, started, created. A coded copy of the session lacks the turn and goes."""
+        self._drop_copy(session)
         prompt_node, reply_node = ends
         return self.catalog.run(
             "INSERT INTO turns(session, parent, prompt_node, reply_node, n_prompt, n_reply,"
@@ -153,6 +154,11 @@ class SessionTable:
                 tail,
             ),
         )
+
+    def _drop_copy(self, session: SessionRow) -> None:
+        copies = "SELECT session FROM cold WHERE session = ? AND frozen = 0"
+        self.catalog.run(f"DELETE FROM blobs WHERE session IN ({copies})", (session.pk,))
+        self.catalog.run("DELETE FROM cold WHERE session = ? AND frozen = 0", (session.pk,))
 
     def set_leaf(self, session: SessionRow, turn_id: int, n_tokens: int, now: float) -> None:
         """Set the end of the current branch, inside a transaction."""
