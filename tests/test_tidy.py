@@ -12,7 +12,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("towerd", "codec", "kernels", "slots", "cli", "lab", "tests")
 LINKED = frozenset(("codec", "kernels", "slots", "cli"))
-FILE_LINES_MAX = 500
+FILE_LINES_MAX = 450
+LONGER = {"towerd/store/store.py": 470}
+"""The store's face: one short method for each question that is asked of it."""
 FUNCTION_LINES_MAX = 70
 LEFTOVER = re.compile(r"\b(?:TO" r"DO|FIX" r"ME|XX" r"X|HA" r"CK)\b")
 MACHINE_PATH = re.compile(r"/(?:home|Users|root|wo" r"rk|fa" r"rm)/[A-Za-z0-9_.-]+/")
@@ -46,10 +48,10 @@ def name_of(path: Path) -> str:
 
 @pytest.mark.parametrize("path", sources(), ids=name_of)
 def test_python_file(path: Path) -> None:
-    """A file fits in 500 lines, its functions in 70, and it imports only towerd.<name>."""
+    """A file fits in 450 lines, its functions in 70, and it imports only towerd.<name>."""
     text = path.read_text()
     tree = ast.parse(text)
-    assert len(text.splitlines()) <= FILE_LINES_MAX
+    assert len(text.splitlines()) <= LONGER.get(name_of(path), FILE_LINES_MAX)
     assert not list(long_functions(tree))
     assert not LINKED.intersection(imported(tree)), "import towerd.<name> instead"
 
@@ -75,6 +77,17 @@ def test_tests_are_no_packages_and_have_unique_names() -> None:
     names = [path.name for path in files]
     assert "__init__.py" not in names
     assert len(names) == len(set(names))
+
+
+def test_a_class_name_occurs_once() -> None:
+    """One word, one thing: no two classes of what ships, or of the laboratory, share a name."""
+    places: dict[str, list[str]] = {}
+    for path in sources():
+        if not name_of(path).startswith("tests/"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    places.setdefault(node.name, []).append(name_of(path))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
 def test_only_engine_and_wire_call_llama_cpp() -> None:
