@@ -6,17 +6,21 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 from format_oracle import plane_of
 from store_tools import FINGERPRINT, check_rows, formats_of, make_hot, write_all
+from waiting import until
 
 from towerd.errors import DiskFull
 from towerd.slots.layout import NATIVE, KVLayout
 from towerd.slots.rows import KVRows
-from towerd.store import FormatRequest, Node, SegmentFile, Store
+from towerd.store import Node, SegmentFile, Store
+from towerd.store.segments.reencode import differs
+from towerd.tiers import shrink
 from towerd.tiers.formats.fidelity import LevelFormats
 from towerd.tiers.shrink import SINKS, TAIL, Shrinker, tail_start
 
@@ -66,7 +70,7 @@ def run(shrinker: Shrinker, table: LevelFormats | None = TABLE) -> list[SegmentF
         found = shrinker.step()
         if found is not None:
             done.append(found)
-        elif not shrinker._queue:
+        elif shrinker.wait_s() > 0:  # until the next scan
             return done
 
 
@@ -270,32 +274,31 @@ def test_settled_files_are_not_looked_at_again(
     store: Store, shrinker: Shrinker, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until they are used, or the bases change."""
-    monkeypatch.setattr("towerd.tiers.shrink._SCAN_S", (0.0, 0.0))
     (leaf,) = stored(store, tokens(500))
     clock.now += AFTER_S
     run(shrinker)
-    while shrinker.step() is not None or shrinker._queue:
-        pass
-
-    looked: list[SegmentFile] = []
-    real = shrinker._format_requests
-
-    def look(file: SegmentFile) -> list[FormatRequest]:
-        looked.append(file)
-        return real(file)
-
-    monkeypatch.setattr(shrinker, "_format_requests", look)
+    monkeypatch.setattr(shrink, "SCAN_S", (0.0, 0.0))
+    until(lambda: shrinker.wait_s() == 0)
     shrinker.step()
-    assert looked == []
+
+    looked: dict[tuple[SegmentFile, float], None] = {}
+
+    def look(file: SegmentFile, *asked: Any) -> Any:
+        looked[file, clock.now] = None
+        return differs(file, *asked)
+
+    monkeypatch.setattr(shrink, "differs", look)
+    shrinker.step()
+    assert not looked
     store.touch(leaf)
     clock.now += AFTER_S
     shrinker.step()
     shrinker.step()
-    assert looked == [leaf.file]
+    assert list(looked) == [(leaf.file, clock.now)]
     store.add_base("b", leaf.prefix_ids(), "local", 0, False)
     clock.now += AFTER_S
     shrinker.step()
-    assert looked == [leaf.file, leaf.file]
+    assert list(looked)[1:] == [(leaf.file, clock.now)]
     assert shrinker.n_kept == 1
 
 

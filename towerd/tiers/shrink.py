@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 SINKS = 4
 TAIL = 128
-_SCAN_S = (0.5, 60.0)
+SCAN_S = (0.5, 60.0)
 """Minimum and maximum time between two scans of all files."""
 _RETRY_S = 60.0
 _EXAMINED_MAX = 64
@@ -115,7 +115,7 @@ class Shrinker:
                 self._rest_until = 2 * time.monotonic() - began
                 return new
         if not self._queue:
-            low, high = _SCAN_S
+            low, high = SCAN_S
             self._rest_until = time.monotonic() + min(high, max(low, self._after_s / 4))
         return None
 
