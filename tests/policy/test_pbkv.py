@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from towerd.policy.pbkv import PBKV
 from towerd.policy.predict.base import END, N_STEPS, Forecast, NoPrediction, survival
-from towerd.policy.prefetch import ACTIVE_SHARE, Candidate, TierSpace, budget, plan
+from towerd.policy.prefetch import Candidate, plan
 from towerd.policy.tree import Entry, Rank
 from towerd.policy.workflow_tree import RUN_IDLE_S, RUNS_MAX, WorkflowTree
 
@@ -189,20 +189,6 @@ def test_a_lie_about_an_end_costs_only_the_liar() -> None:
     assert policy.victims(10, always) == [1]
     policy.stepped(1, 6.0, "liar", "a")
     assert not policy.is_retired(1)
-
-
-ROOM = TierSpace(100, 50, 200, 120, only_decodes=True)
-
-
-def test_prefetch_budget() -> None:
-    """Free and retired space, the bandwidth, and only while nothing is prefilled."""
-    assert budget(ROOM) == 120
-    assert budget(TierSpace(10, 50, 200, 120, only_decodes=True)) == 60
-    assert budget(TierSpace(10, 50, 200, 120, only_decodes=True), active_share=ACTIVE_SHARE) == 100
-    assert budget(TierSpace(100, 50, 200, 120, only_decodes=False)) == 0
-    assert budget(TierSpace(-5, 0, 200, 120, only_decodes=True)) == 0
-    with pytest.raises(ValueError, match="active_share"):
-        budget(ROOM, active_share=2.0)
 
 
 @settings(deadline=None)

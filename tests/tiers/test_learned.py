@@ -145,7 +145,7 @@ def test_names_that_clients_choose_do_not_push_out_the_rest() -> None:
     assert text is not None
     new: Any = make_policy("foresight")
     new.recall(unpack("foresight", text)["hot"])
-    assert new.visits.model.is_learned
+    assert new.visits.model.learned()
 
 
 @pytest.mark.parametrize(

@@ -107,15 +107,6 @@ def terms(attention: LayerAttention, eps: Floats, segment: slice) -> Terms:
     return Terms(eps_all, q_norm, alpha, moment, attention.q.shape[-1])
 
 
-def attend(q: Floats, keys: Floats, values: Floats) -> LayerAttention:
-    """Scaled dot-product attention of `q` over all keys; shapes as in LayerAttention."""
-    group = len(q) // len(keys)
-    scores = q @ np.repeat(keys, group, axis=0).transpose(0, 2, 1) / np.sqrt(q.shape[-1])
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
-    return LayerAttention(q, weights, weights @ np.repeat(values, group, axis=0), keys, values)
-
-
 @dataclass(frozen=True, slots=True)
 class AttentionSample:
     """One quantized segment of one layer: measured drift and the bound's terms, [heads, queries]
