@@ -157,7 +157,7 @@ async def test_a_budget_where_rows_cannot_be_moved(
     def unknown(*_: Any) -> Any:
         nonlocal n_read
         n_read += 1
-        raise StateError("nobody knows how it rotates")
+        raise StateError("it is not known how it rotates")
 
     monkeypatch.setattr(splice, "rope_of", unknown)
     async with service_on(bundled_model(), threads=1, ctx_size=256) as service:

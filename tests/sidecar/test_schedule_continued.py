@@ -52,7 +52,7 @@ def slot_lists(draw: st.DrawFn) -> list[Slot]:
 
 @settings(max_examples=300, deadline=None)
 @given(slot_lists(), TOKENS, TOKENS, st.data())
-def test_what_is_there_is_gone_on_with(
+def test_what_is_there_is_continued(
     slots: list[Slot], begun: list[int], said: list[int], data: st.DataObject
 ) -> None:
     """Slot, tokens, saving and cost are those of weighing all."""

@@ -216,8 +216,8 @@ class Exchange:
             if await self._prefill.was_misplaced():
                 lease.ran_elsewhere()
         lease.calls_tools = watch.calls_tools
-        if self._plan.spoken is not None and watch.stop is not None:
-            lease.answered = self._plan.spoken.answered(watch.text)
+        if self._plan.chat is not None and watch.stop is not None:
+            lease.answered = self._plan.chat.answered(watch.text)
         has_ids = self._plan.dialect is Dialect.NATIVE and not self._plan.hides_end
         leased = await lease.finished(
             reply_ids=watch.ids if has_ids else None,

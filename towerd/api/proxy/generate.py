@@ -85,9 +85,9 @@ async def _generate(
         await release(body)
     if plan.placement is Placement.FREE:
         return await _free(request, engine, plan)
-    if plan.spoken is not None:
+    if plan.chat is not None:
         session = hints_of(request).session
-        lease = engine.lease_chat(plan.spoken, request[TENANT].scope, session)
+        lease = engine.lease_chat(plan.chat, request[TENANT].scope, session)
         if lease is not None:
             return await _continue_chat(request, engine, plan, lease)
         await learn(plan, engine)

@@ -22,7 +22,7 @@ from towerd.tokens import Ids
 
 SPLICE_INLINE_BYTES_MAX = 256 * 1024
 IDS_INLINE_MAX = 4096
-SPOKEN_BYTES_MAX = 256 * 1024
+CHAT_BYTES_MAX = 256 * 1024
 """Longer chats are not recognised by their messages: that would block the event loop."""
 
 
@@ -61,7 +61,7 @@ class ProxyPlan:
     agent: str | None = None
     """The agent, identified by system prompt and tools, if the request has any."""
     fields: dict[str, Any] = field(default_factory=dict)
-    spoken: ChatText | None = None
+    chat: ChatText | None = None
     """The messages of an ordinary chat request, which may identify its slot before its tokens are
     known."""
 
@@ -91,7 +91,7 @@ async def make_plan(
     can_pin: bool,
 ) -> ProxyPlan:
     """Plan the request whose body is `data`, decoded as `body`. The tokens of a chat request with
-    `spoken` are still to be determined by `learn`.
+    `chat` are still to be determined by `learn`.
 
     Raises InvalidRequest and ContextExceeded, as llama-server would answer."""
     refuse_live(body)
@@ -181,9 +181,9 @@ async def _plan_chat(plan: ProxyPlan, body: Mapping[str, Any], engine: LlamaServ
         plan.placement = Placement.OPAQUE if plan.can_pin else Placement.FREE
         plan.label = "media"
         return
-    if plan.compose and len(plan.body) <= SPOKEN_BYTES_MAX:
-        plan.spoken = chat_text_of(body)
-    if plan.spoken is None:
+    if plan.compose and len(plan.body) <= CHAT_BYTES_MAX:
+        plan.chat = chat_text_of(body)
+    if plan.chat is None:
         await learn(plan, engine)
 
 
