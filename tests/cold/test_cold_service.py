@@ -12,11 +12,12 @@ import pytest
 from oracle import GREEDY, Answer, OpenService, ask
 from services import EmbeddedService
 
+from towerd.codec.fallback import Packed
 from towerd.engine.base import Finish, GenerateRequest, LiveBudget, Progress, Started
 from towerd.errors import NotFound
 from towerd.models.bundled import bundled_model
 from towerd.models.random_gguf import Shape, make_random_gguf
-from towerd.store.sessions.cold import SessionBusy
+from towerd.store.sessions.frozen import SessionBusy
 
 BASE = list(range(100, 180))
 """What several chats begin with."""
@@ -240,10 +241,7 @@ async def test_another_table_is_named(
     async with service_on(bundled_model()) as service:
         await ask(service, [1, *words(200, 15)], session="s")
         await service.cold.freeze("s")
-        codec = service.cold.coding.codec
-        for name in list(codec._made):
-            coder = codec._made[name]
-            monkeypatch.setattr(type(coder), "model", b"\1" * 8, raising=False)
+        monkeypatch.setattr(Packed, "model", b"\1" * 8)
         with pytest.raises(Exception, match="use the version of towerd that wrote it"):
             await service.cold.thaw("s")
         monkeypatch.undo()

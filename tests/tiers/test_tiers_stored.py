@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 from format_oracle import plane_of
+from seams import hot_policy
 from store_tools import FINGERPRINT, assert_same_rows, check_rows, formats_of, rows_of
 from waiting import until
 
 from towerd.drift import Drift
+from towerd.policy.lru import LRU
 from towerd.slots.blob import emit_blob, parse_blob
 from towerd.slots.layout import NATIVE, KVLayout
 from towerd.store import Node, Store
@@ -262,10 +264,12 @@ def test_eviction_waits_for_no_other_thread(
     open_tiers: OpenTiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A split that comes while victims are chosen holds the store's lock and waits for ours."""
-    store, tiers = open_tiers()
+    policy = LRU()
+    with hot_policy(policy):
+        store, tiers = open_tiers()
     put(store, tiers)
     splitting = threading.Thread(target=lambda: store.insert(IDS, "local", [300]))
-    real = tiers.ranking._hot.victims
+    real = policy.victims
 
     def store_is_busy() -> bool:
         if store.state.lock.acquire(blocking=False):
@@ -279,7 +283,7 @@ def test_eviction_waits_for_no_other_thread(
             until(store_is_busy)
         return real(n_bytes, may_go)
 
-    monkeypatch.setattr(tiers.ranking._hot, "victims", victims)
+    monkeypatch.setattr(policy, "victims", victims)
     tiers.hot_bytes_max = 1
     tiers.flush()
     splitting.join()

@@ -35,7 +35,7 @@ from towerd.errors import (
 from towerd.store import Node, Store
 from towerd.store.maintenance.space import space
 from towerd.store.prefix.scope import tenant_of
-from towerd.store.sessions.cold import SessionBusy
+from towerd.store.sessions.frozen import SessionBusy
 from towerd.system.priority import lower_priority
 from towerd.tokens import Ids, ids_bytes
 

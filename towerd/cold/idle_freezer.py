@@ -17,7 +17,7 @@ from towerd.cold.backoff import Backoff
 from towerd.cold.freezing import FreezeResult
 from towerd.errors import DiskFull, NotFound, NotSupported
 from towerd.store import Node, Store
-from towerd.store.sessions.cold import SessionBusy
+from towerd.store.sessions.frozen import SessionBusy
 from towerd.store.sessions.idle import START, IdleSession
 
 log = logging.getLogger(__name__)

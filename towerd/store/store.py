@@ -28,7 +28,7 @@ from towerd.store.prefix.loader import load_state
 from towerd.store.prefix.module import Module
 from towerd.store.prefix.node import Node
 from towerd.store.prefix.scope import public_of
-from towerd.store.prefix.trie import Match, Matched
+from towerd.store.prefix.trie import Match
 from towerd.store.segments import durable
 from towerd.store.segments.directory import Directory
 from towerd.store.segments.reencode import FormatRequest, reencode
@@ -303,7 +303,9 @@ class Store:
             raise ValueError(f"n_cached {n_cached} of {len(data) // ID_BYTES} tokens")
         tail = data[n_cached * ID_BYTES :]
         with self._open_lock():
-            known = self._matched(prompt, turn.scope)
+            # under whatever adapters: other rows, but the same conversation
+            others = self._sessions.other_scopes(turn.scope)
+            known = self.state.trie.matched(prompt, turn.scope, others)
             with self.state.growing() as growth:
                 node_ends = growth.grow_turn(data, turn.scope, n_prompt, n_cached)
                 session, is_new = self._sessions.enter(turn, known, growth.now)
@@ -315,13 +317,9 @@ class Store:
         """The id of the session that a turn with this prompt would be recorded under."""
         data = ids_bytes(prompt)
         with self._open_lock():
-            found = self._sessions.recognise(self._matched(data, scope), scope)
+            known = self.state.trie.matched(data, scope, self._sessions.other_scopes(scope))
+            found = self._sessions.recognise(known, scope)
         return None if found is None else found.id
-
-    def _matched(self, prompt: bytes, scope: str) -> Matched:
-        """The nodes whose prefix begins a prompt, under whatever adapters the tenant used: other
-        rows, but the same conversation."""
-        return self.state.trie.matched(prompt, scope, self._sessions.other_scopes(scope))
 
     def sessions(self, scope: str | None = None, limit: int = SESSIONS_MAX) -> list[SessionInfo]:
         """Sessions of one scope, or of all, the last used first."""

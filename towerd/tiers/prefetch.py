@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from towerd.errors import StoreError
-from towerd.policy.prefetch import Candidate, TierSpace, budget, plan
+from towerd.policy.prefetch import Candidate, plan
 from towerd.store import Node, Store
 from towerd.tiers.ranking import Ranking
 from towerd.tiers.writer import find_node
@@ -90,8 +90,7 @@ class Prefetcher:
             return
         nodes: dict[int, Node] = {}
         candidates = self._candidates(nodes)
-        most = budget(TierSpace(max(0, room), 0, 0, int(self._allowance), only_decodes=True))
-        for key in plan(candidates, most):
+        for key in plan(candidates, min(room, int(self._allowance))):
             try:
                 self._fetch(nodes[key])
             except StoreError as error:

@@ -25,10 +25,10 @@ log = logging.getLogger(__name__)
 
 SINKS = 4
 TAIL = 128
-_SCAN_S = (0.5, 60.0)
+SCAN_S = (0.5, 60.0)
 """Minimum and maximum time between two scans of all files."""
 _RETRY_S = 60.0
-_SQUEEZE_S = 5.0
+SQUEEZE_S = 5.0
 """Time between two looks for files to squeeze, and after one that could not be written."""
 _EXAMINED_MAX = 64
 """Maximum number of files examined in one step, because other work waits for it."""
@@ -140,7 +140,7 @@ class Shrinker:
                 self._rest_until = 2 * time.monotonic() - began
                 return new
         if not self._queue:
-            low, high = _SCAN_S
+            low, high = SCAN_S
             self._rest_until = time.monotonic() + min(high, max(low, self._after_s / 4))
         return None
 
@@ -153,7 +153,7 @@ class Shrinker:
             return None
         if not self._to_squeeze:
             self._to_squeeze.extend(least_valuable())
-        self._squeeze_due = began + _SQUEEZE_S
+        self._squeeze_due = began + SQUEEZE_S
         table = LevelFormats((self._squeezed,))
         for _ in range(min(_EXAMINED_MAX, len(self._to_squeeze))):
             file = self._to_squeeze.popleft()

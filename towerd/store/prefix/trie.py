@@ -110,12 +110,12 @@ class Trie:
         """(last node met, tokens matched) of every matching path: the scope's own branches,
         deepest first, then the public path."""
         tokens = memoryview(ids).cast("i")
-        public, n = _walk(self.root, ids, tokens, public_of(scope))
+        public, n = walk(self.root, ids, tokens, public_of(scope))
         chains = []
         start = None if is_public(scope) else _full(public, n)
         while start is not None:
             near = self.tips.nearest(start, ids, scope)
-            own, own_n = _walk(near, ids, tokens, scope)
+            own, own_n = walk(near, ids, tokens, scope)
             if own is not start:
                 chains.append((own, own_n))
             start = start.parent
@@ -216,7 +216,7 @@ class Trie:
         self.version += 1
 
 
-def _walk(node: Node, ids: bytes, tokens: memoryview[int], scope: str) -> tuple[Node, int]:
+def walk(node: Node, ids: bytes, tokens: memoryview[int], scope: str) -> tuple[Node, int]:
     """Follow `scope`'s children from below `node`; the last node met and the position reached."""
     at, total = node.p1, len(tokens)
     while node.by_token and at < total:

@@ -32,7 +32,7 @@ from towerd.store.sessions.cold_row import (
     row_digest,
     turn_ends,
 )
-from towerd.store.sessions.frozen import FrozenSession, WarmSession, damaged_session
+from towerd.store.sessions.frozen import FrozenSession, SessionBusy, WarmSession, damaged_session
 from towerd.store.sessions.history import History, copy_history, turn_rows, visible_bases
 from towerd.store.sessions.idle import IdleSession, Place, idle_page
 from towerd.store.sessions.prefix_hashes import PrefixHashIndex, prefix_hashes, prefix_hashes_at
@@ -442,14 +442,6 @@ class ColdTable:
         if is_deeper or self._sessions.info(warm).updated >= cold[0]:
             return None
         return cold[2]
-
-
-class SessionBusy(StoreError):
-    """A session cannot be frozen now; nothing was changed."""
-
-    status = 409
-    kind = "invalid_request_error"
-    stands_for = ""
 
 
 def _changed(session: SessionRow) -> SessionBusy:
