@@ -139,6 +139,9 @@ class Config:
     freeze_after_s: float = _set(2592000.0, "float", "--freeze-after",
         "Seconds without use after which a conversation is kept as coded text only, a thousandth "
         "of its size, and evaluated again when it continues; -1: never.", low=-1)
+    codec_model: Path | None = _set(None, "path", "--codec-model",
+        "Small GGUF of the llama architecture, such as towerctl train distill writes, to code conversations with "
+        "where that is smaller than with the bundled one.")
     policy: str = _set("foresight", "text", "--policy",
         "Policy that chooses what leaves a full tier first.", choices=POLICIES)
     predictor: Path | None = _set(None, "path", "--predictor",
