@@ -221,7 +221,8 @@ def distill(
     **given: Any,
 ) -> None:
     """Train a student with the teacher's tokenizer on the teacher's own distributions, and write
-    OUT/student.gguf.
+    OUT/student.gguf. At the end it says what the student gains as --codec-model of a daemon that
+    serves the teacher, on conversations that were held out whole.
 
     Ctrl-C saves and stops; the same command with --resume continues.
     """
@@ -373,3 +374,21 @@ def _show(report: dict[str, Any], as_json: bool) -> None:
     if "divergence_nats" in report:
         facts.append(("divergence from the teacher, nats", report["divergence_nats"]))
     show_facts([*facts, ("model", report["model"])])
+    if "codec" in report:
+        _show_gain(report["codec"], Path(report["model"]))
+
+
+def _show_gain(found: dict[str, Any], model: Path) -> None:
+    from lab.train.evaluation.gain import advice
+    from towerd.cli.output import show_table
+
+    if "refused" not in found:
+        names = ("bundled", "student", "smaller")
+        show_table(
+            ("conversations not seen", ">bytes", ">bits per token"),
+            [
+                (name, f"{found[name]['bytes']:,}", f"{found[name]['bits_per_token']:.3f}")
+                for name in names
+            ],
+        )
+    click.echo(advice(found, model))

@@ -19,6 +19,7 @@ from lab.train.data.manifest import TextSource, read_manifest
 from lab.train.data.records import Dataset, read_dataset
 from lab.train.data.tokenizer import tokenizer_of
 from lab.train.errors import TrainError
+from lab.train.evaluation.gain import gain, held_out
 from lab.train.evaluation.loss_plot import plot
 from lab.train.loop.progress import Status, TrainingProgress
 from lab.train.loop.run import TrainingRun
@@ -80,7 +81,7 @@ def train_mini(
         licence_of(manifest, corpus),
         {},
     )
-    return finish(job, run, trainer, bpe.vocabulary(), card, manifest, data, {})
+    return finish(job, run, trainer, bpe.vocabulary(), card, manifest, data)
 
 
 @dataclass(frozen=True)
@@ -133,15 +134,20 @@ def distill(
         trainer = make_trainer(job, run, shape, form, objective, corpus)
         trainer.train(note_steps(trainer, progress))
         windows = Windows(_dev_as_train(corpus), shape.n_ctx, seed)
-        held_out = DistillationObjective(windows, teacher, top_k, _subfolder(kept, "dev"))
-        more = {"divergence_nats": round(_divergence(trainer, held_out), 4)}
+        objective = DistillationObjective(windows, teacher, top_k, _subfolder(kept, "dev"))
+        more = {"divergence_nats": round(_divergence(trainer, objective), 4)}
+        unseen = held_out(data.dev, form)
     card = Card(
         f"towerd-student-{teacher_path.stem}",
         f"Student of {teacher_path.name}, made by towerctl train distill",
         "the licence of the teacher",
         {},
     )
-    return finish(job, run, trainer, vocabulary, card, manifest, data, more)
+
+    def measure(student: Path) -> dict[str, Any]:
+        return more | {"codec": gain(teacher_path, student, unseen)}
+
+    return finish(job, run, trainer, vocabulary, card, manifest, data, measure)
 
 
 def begin(job: TrainingJob) -> tuple[TrainingRun, Dataset, dict[str, TextSource]]:
@@ -202,11 +208,11 @@ def _dev_as_train(corpus: Corpus) -> Corpus:
     return Corpus(ids, {}, {name: corpus.weights.get(name, 1.0) for name in ids})
 
 
-def _divergence(trainer: Trainer, held_out: Objective) -> float:
+def _divergence(trainer: Trainer, objective: Objective) -> float:
     n_windows = max(1, DEV_TOKENS // trainer.shape.n_ctx)
     with torch.no_grad():
         losses: list[float] = [
-            held_out.loss(trainer.weights, trainer.shape, k, 1).item() for k in range(n_windows)
+            objective.loss(trainer.weights, trainer.shape, k, 1).item() for k in range(n_windows)
         ]
     return sum(losses) / len(losses)
 
@@ -225,9 +231,10 @@ def finish(
     card: Card,
     manifest: Mapping[str, TextSource],
     data: Dataset,
-    more: Mapping[str, Any],
+    measure: Callable[[Path], Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Evaluate, export and plot; write and return the report."""
+    """Evaluate, export and plot; write and return the report, with what `measure` finds for the
+    GGUF."""
     bits = trainer.evaluate(job.eval_tokens).table(manifest)
     trainer.note({"dev": bits["all"]})
     shape = trainer.shape
@@ -247,7 +254,7 @@ def finish(
         "bits_per_byte": bits,
         "sources": {n: {"origin": s.origin, "licence": s.licence} for n, s in manifest.items()},
         "data": data.digests,
-        **more,
+        **(measure(path) if measure is not None else {}),
     }
     part = run.folder / ".report.json.part"
     part.write_text(json.dumps(report, indent=1) + "\n")
