@@ -166,8 +166,19 @@ def course_options(command: Command) -> Command:
     show_default=True,
     help="RoPE's base; long contexts want a larger one.",
 )
+@click.option(
+    "--served",
+    type=FILE,
+    metavar="FILE",
+    help="GGUF that a daemon serves: say at the end what the model gains as its --codec-model.",
+)
 def mini(
-    n_vocab: int, tokenizer: Path | None, start: Path | None, as_json: bool, **given: Any
+    n_vocab: int,
+    tokenizer: Path | None,
+    start: Path | None,
+    served: Path | None,
+    as_json: bool,
+    **given: Any,
 ) -> None:
     """Train the mini model and its tokenizer, and write OUT/mini.gguf.
 
@@ -177,7 +188,7 @@ def mini(
     from lab.train.job import train_mini
 
     with _Bar(quiet=as_json) as bar:
-        report = train_mini(job, n_vocab, tokenizer, bar, start=start)
+        report = train_mini(job, n_vocab, tokenizer, bar, start=start, served=served)
     _show(report, as_json)
 
 
@@ -383,12 +394,12 @@ def _show_gain(found: dict[str, Any], model: Path) -> None:
     from towerd.cli.output import show_table
 
     if "refused" not in found:
-        names = ("bundled", "student", "smaller")
+        names = {"bundled": "bundled model", "student": "this one", "smaller": "smaller of both"}
         show_table(
             ("conversations not seen", ">bytes", ">bits per token"),
             [
-                (name, f"{found[name]['bytes']:,}", f"{found[name]['bits_per_token']:.3f}")
-                for name in names
+                (title, f"{found[name]['bytes']:,}", f"{found[name]['bits_per_token']:.3f}")
+                for name, title in names.items()
             ],
         )
     click.echo(advice(found, model))

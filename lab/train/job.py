@@ -57,10 +57,13 @@ def train_mini(
     progress: TrainingProgress | None = None,
     *,
     start: Path | None = None,
+    served: Path | None = None,
 ) -> dict[str, Any]:
     """Train the mini model and write mini.gguf; returns the report. Its tokenizer is that of the
     GGUF `tokenizer`, or a new one of `n_vocab` tokens. With `start` it begins with that GGUF's
-    weights, sizes and tokenizer; context and RoPE base are those of the job. Raises TrainError."""
+    weights, sizes and tokenizer; context and RoPE base are those of the job. With `served`, the
+    GGUF that a daemon serves, the report says what the model gains as its codec model. Raises
+    TrainError."""
     given = None if start is None else PretrainedModel(start)
     run, data, manifest = begin(job)
     path = run.folder / "tokenizer.json"
@@ -81,7 +84,15 @@ def train_mini(
         licence_of(manifest, corpus),
         {},
     )
-    return finish(job, run, trainer, bpe.vocabulary(), card, manifest, data)
+
+    def measure(mini: Path) -> dict[str, Any]:
+        if served is None:
+            return {}
+        with Teacher(served, shape.n_ctx, n_threads=job.n_threads) as model:
+            unseen = held_out(data.dev, TeacherForm(model))
+        return {"codec": gain(served, mini, unseen)}
+
+    return finish(job, run, trainer, bpe.vocabulary(), card, manifest, data, measure)
 
 
 @dataclass(frozen=True)
@@ -231,7 +242,7 @@ def finish(
     card: Card,
     manifest: Mapping[str, TextSource],
     data: Dataset,
-    measure: Callable[[Path], Mapping[str, Any]] | None = None,
+    measure: Callable[[Path], Mapping[str, Any]],
 ) -> dict[str, Any]:
     """Evaluate, export and plot; write and return the report, with what `measure` finds for the
     GGUF."""
@@ -254,7 +265,7 @@ def finish(
         "bits_per_byte": bits,
         "sources": {n: {"origin": s.origin, "licence": s.licence} for n, s in manifest.items()},
         "data": data.digests,
-        **(measure(path) if measure is not None else {}),
+        **measure(path),
     }
     part = run.folder / ".report.json.part"
     part.write_text(json.dumps(report, indent=1) + "\n")
