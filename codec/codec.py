@@ -69,9 +69,10 @@ class Codec:
     ) -> bytes:
         """The blob of `ids`, which follow `base` (context that `decode` needs, too).
 
-        `form` is "auto" (the smallest), a name in `container.FORMS`, or STUDENT. The blob is decoded and
-        compared before it is returned. Raises ValueError if there are too many ids or one is not in
-        the vocabulary, RuntimeError if a form does not give back the ids it was given.
+        `form` is "auto" (the smallest), a name in `container.FORMS`, or STUDENT. The blob is
+        decoded and compared before it is returned. Raises ValueError if there are too many ids or
+        one is not in the vocabulary, RuntimeError if a form does not give back the ids it was
+        given.
         """
         wanted, before = as_ids(ids), as_ids(base)
         self._check_ids(wanted)
