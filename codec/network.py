@@ -136,6 +136,7 @@ class Network:
         self.mini = MiniText(prior)
         trained = "network" if "network" in prior.states else "state"
         self.lanes = Lanes(predictor, prior.ids, lambda: prior.mixer(trained), prior.controls[0])
+        self.predictor = predictor.name
         self.model = network_hash(prior.name, predictor.name, predictor.n_ctx)
 
     def encode(self, ids: Ids, base: Ids) -> Coded:

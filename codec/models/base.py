@@ -59,6 +59,6 @@ class TokenPredictor(Protocol):
 class CopyablePredictor(TokenPredictor, Protocol):
     """A predictor that can be copied quickly."""
 
-    def copy(self) -> TokenPredictor:
+    def copy(self) -> CopyablePredictor:
         """A new predictor of the same model, with lanes of its own."""
         ...

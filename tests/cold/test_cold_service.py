@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -13,8 +14,9 @@ from oracle import GREEDY, Answer, OpenService, ask
 from services import EmbeddedService
 
 from towerd.codec.fallback import Packed
+from towerd.codec.vocabulary import GgufVocabulary
 from towerd.engine.base import Finish, GenerateRequest, LiveBudget, Progress, Started
-from towerd.errors import NotFound
+from towerd.errors import ConfigError, NotFound
 from towerd.models.bundled import bundled_model
 from towerd.models.random_gguf import Shape, make_random_gguf
 from towerd.store.sessions.frozen import SessionBusy
@@ -253,3 +255,28 @@ def test_reuse_without_cold_is_as_before() -> None:
 
     assert Reuse(1, 2, 3, 4).header() == "live=1,hot=2,warm=3,prefill=4"
     assert replace(Reuse(prefill=4), cold=3).header() == "live=0,hot=0,warm=0,prefill=4,cold=3"
+
+
+async def test_a_student_is_needed_once(service_on: OpenService, tmp_path: Path) -> None:
+    """What was frozen with a codec model thaws in a daemon that does not have its file."""
+    student = Path(shutil.copy(bundled_model(), tmp_path / "student.gguf"))
+    with GgufVocabulary(student) as vocabulary:
+        story = vocabulary.tokenize(b"Once upon a time, there was a little girl named Lily. " * 2)
+    async with service_on(bundled_model(), codec_model=student) as service:
+        await ask(service, [1, *story.tolist()], session="story")
+        await settle(service)
+        said = service.store.session_ids("story").tolist()
+        assert await service.cold.freeze("story")
+    assert list((tmp_path / "a" / "tables").glob("start-*.zst"))
+    await asyncio.to_thread(student.unlink)
+    async with service_on(bundled_model()) as service:
+        assert await service.cold.thaw("story")
+        assert service.store.session_ids("story").tolist() == said
+
+
+async def test_a_codec_model_is_checked_at_start(service_on: OpenService, tmp_path: Path) -> None:
+    student = tmp_path / "student.gguf"
+    student.write_text("no model")
+    with pytest.raises(ConfigError, match=f"^--codec-model: {student} is no mini model: .*GGUF"):
+        async with service_on(bundled_model(), codec_model=student):
+            pass

@@ -373,7 +373,7 @@ def test_what_is_worth_least_is_squeezed(
     assert not shrinker.has_squeezed
     worst = [node.file for node in names[:2] if node.file is not None]
     monkeypatch.setattr(shrink, "SQUEEZE_S", 0.0)
-    (new,) = squeeze(shrinker, worst, 1)
+    (new,) = squeeze(shrinker, worst)
     shapes = [formats_of(store, node) for node in names]
     assert shapes[0] == [(SINKS, NATIVE), (500 - SINKS - TAIL, "q4h"), (TAIL, NATIVE)]
     assert shapes[1] == shapes[2] == [(n, name.replace("q4h", "q8")) for n, name in shapes[0]]
@@ -383,20 +383,20 @@ def test_what_is_worth_least_is_squeezed(
     assert store.warm_bytes < before
     clock.now += AFTER_S
     shrinker.set_formats(TABLE, enabled=True, squeezed="q6h")
-    assert squeeze(shrinker, [new], 0) == []
+    assert squeeze(shrinker, [new]) == []
     assert run(shrinker) == []
     store.check_integrity(keys=True)
 
 
-def squeeze(shrinker: Shrinker, files: list[SegmentFile], n: int) -> list[SegmentFile]:
-    """Have these looked at until `n` of them were made smaller; the new files."""
+def squeeze(shrinker: Shrinker, files: list[SegmentFile]) -> list[SegmentFile]:
+    """Everything that can be made smaller of these; the new files."""
     done: list[SegmentFile] = []
-    asked = [files]
+    asked: list[list[SegmentFile]] = [[], files]
 
     def squeezed() -> bool:
         found = shrinker.squeeze(lambda: asked.pop() if asked else [])
         done.extend([] if found is None else [found])
-        return not asked and len(done) >= n
+        return not asked
 
     until(squeezed)
     return done

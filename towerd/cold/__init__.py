@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from towerd.cold.coding import Coding, VocabularySource, vocabulary_source
+from towerd.cold.coding import Coding, VocabularySource, check_codec_model, vocabulary_source
 from towerd.cold.cold_tier import ColdTier
 from towerd.cold.freezing import FreezeResult, cold_history, decode, freeze, thaw, write_copy
 
@@ -11,6 +11,7 @@ __all__ = [
     "FreezeResult",
     "ColdTier",
     "VocabularySource",
+    "check_codec_model",
     "cold_history",
     "decode",
     "freeze",

@@ -140,6 +140,9 @@ class Config:
         "Seconds without use after which a conversation is also kept as coded text, a thousandth of "
         "its size; that is all that stays when its state leaves for want of space. -1: never.",
         low=-1)
+    codec_model: Path | None = _set(None, "path", "--codec-model",
+        "Small GGUF of the llama architecture, such as towerctl train distill writes, to code conversations with "
+        "where that is smaller than with the bundled one.")
     policy: str = _set("foresight", "text", "--policy",
         "Policy that chooses what leaves a full tier first.", choices=POLICIES)
     predictor: Path | None = _set(None, "path", "--predictor",
