@@ -13,7 +13,6 @@ import pytest
 from oracle import GREEDY, Answer, OpenService, ask
 from services import EmbeddedService
 
-from towerd.codec.fallback import Packed
 from towerd.codec.vocabulary import GgufVocabulary
 from towerd.engine.base import Finish, GenerateRequest, LiveBudget, Progress, Started
 from towerd.errors import ConfigError, NotFound
@@ -243,7 +242,7 @@ async def test_another_table_is_named(
     async with service_on(bundled_model()) as service:
         await ask(service, [1, *words(200, 15)], session="s")
         await service.cold.freeze("s")
-        monkeypatch.setattr(Packed, "model", b"\1" * 8)
+        monkeypatch.setattr("towerd.codec.fallback.Packed.model", b"\1" * 8)
         with pytest.raises(Exception, match="use the version of towerd that wrote it"):
             await service.cold.thaw("s")
         monkeypatch.undo()
