@@ -208,7 +208,7 @@ class Codec:
     def _decode(self, blob: Blob, base: Ids) -> Ids:
         coder = self._coder_of(blob)
         self._check_model(blob, coder)
-        coded = Coded(blob.side, blob.chunks)
+        coded = Coded(blob.side, blob.chunks, blob.form.n_ctx)
         n_tokens = blob.n_ids - media.count(blob.media)
         if n_tokens < 0:
             raise Damaged("The blob is damaged: it has fewer ids than its media.")

@@ -2,7 +2,8 @@
 
 Probabilities are integers out of 65536. The coder gets them as float64 (exact) and truncates them
 to 24 bits without searching for the best fit (`perfect=False`), so every machine writes the same
-bits. The output has no trailing zero bytes; the decoder adds them again.
+bits. The output has no trailing zero bytes; the decoder adds them again. Reading has a C++ twin,
+because a call for each decision would take most of the time.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ import numpy.typing as npt
 from constriction import stream
 
 from towerd.codec.errors import Damaged
+from towerd.kernels.mixing import Decisions, Mixer, native
+
+U32 = npt.NDArray[np.uint32]
 
 _SCALE = 65536
 _MODELS: dict[int, Any] = {}
@@ -45,8 +49,8 @@ class Decoder:
         self._coder = stream.queue.RangeDecoder(words)
 
     def take(self, probability: int) -> int:
-        """The next decision, which is 1 with `probability` out of 65536. Raises Damaged for bytes
-        that no encoder writes."""
+        """The next decision, which is 1 with `probability` out of 65536. ValueError for bytes that
+        no encoder writes."""
         model = _MODELS.get(probability)
         if model is None:
             model = _MODELS[probability] = stream.model.Bernoulli(
@@ -55,4 +59,24 @@ class Decoder:
         try:
             return int(self._coder.decode(model))
         except AssertionError as error:
-            raise Damaged(f"The blob is damaged: {error}") from error
+            raise ValueError(str(error)) from error
+
+
+def make_decoder(mixer: Mixer, data: bytes) -> Decisions:
+    """A decoder that this mixer can read from."""
+    kernels = native()
+    if kernels is None or not isinstance(mixer, kernels.Mixer):
+        return Decoder(data)
+    decoder: Decisions = kernels.RangeDecoder(data)
+    return decoder
+
+
+def take_ranks(
+    mixer: Mixer, lane: int, decoder: Decisions, n: int, counts: U32 | None = None
+) -> list[int]:
+    """The next `n` symbols of a lane; see `Mixer.decode`. Raises Damaged."""
+    try:
+        ranks: list[int] = mixer.decode(lane, decoder, n, counts).tolist()
+    except ValueError as error:
+        raise Damaged(f"The blob is damaged: {error}.") from error
+    return ranks

@@ -45,6 +45,8 @@ class Form:
     name: str
     has_model: bool
     note: str
+    n_ctx: int = 0
+    """Tokens of a chunk that the model attends to; 0: as many as it was trained on."""
 
 
 FORMS = (
@@ -53,7 +55,9 @@ FORMS = (
     Form(2, "text", True, "text and its exceptions, zstd with a dictionary"),
     Form(3, "mix", True, "context mixing over the mini vocabulary, integer arithmetic"),
     Form(6, "network", True, "context mixing with the mini model's distribution"),
+    Form(7, "network", True, "the same, with a short context of the mini model", 256),
 )
+"""Of two forms of one name the last is written, and both are read."""
 RETIRED = {
     4: "the mini model's distribution as llama.cpp gave it on one machine",
     5: "a model's distribution as llama.cpp gave it on one machine",

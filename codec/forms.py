@@ -16,6 +16,8 @@ class Coded:
 
     side: bytes
     chunks: tuple[CodedChunk, ...]
+    n_ctx: int = 0
+    """See `Form.n_ctx`."""
 
     def only_chunk(self) -> bytes:
         """The bits of a form that has one chunk; Damaged if there are more or none."""

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from towerd.codec.base import TokenVocabulary
-from towerd.codec.coder import Decoder, Encoder
+from towerd.codec.coder import Encoder, make_decoder, take_ranks
 from towerd.codec.container import CodedChunk
 from towerd.codec.forms import Coded
 from towerd.codec.mixer_pool import MixerPool, Symbols
@@ -106,14 +106,8 @@ class Mix:
         bits = coded.only_chunk()
         n_symbols = coded.chunks[0].n_symbols
         kinds = parse(b"", coded.side).kinds
-        take, ranks = Decoder(bits).take, []
         with self._mixers.borrow(n_symbols, self._context(base, kinds)) as mixer:
-            step = mixer.step
-            for _ in range(n_symbols):
-                answer = mixer.begin(0)
-                while answer >= 0:
-                    answer = step(take(answer))
-                ranks.append(-1 - answer)
+            ranks = take_ranks(mixer, 0, make_decoder(mixer, bits), n_symbols)
         text = parse(self.mini.text(ranks), coded.side)
         return np.array(to_ids(text, self.vocabulary), np.int32)
 

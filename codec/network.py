@@ -9,42 +9,47 @@ step on.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 
 import numpy as np
 
 from towerd.codec.base import TokenVocabulary
-from towerd.codec.coder import Decoder, Encoder
-from towerd.codec.container import CodedChunk
+from towerd.codec.coder import Encoder
+from towerd.codec.container import BY_NAME, CodedChunk
 from towerd.codec.errors import Damaged, UnknownModel
 from towerd.codec.forms import Coded
 from towerd.codec.mix import BASE_IDS_MAX, MiniText
 from towerd.codec.mixer_pool import MixerPool, Symbols
-from towerd.codec.models.base import TokenPredictor
+from towerd.codec.models.base import CopyablePredictor, TokenPredictor
 from towerd.codec.models.predictor_pool import PredictorPool
+from towerd.codec.models.side_by_side import n_cores, read_texts
 from towerd.codec.prior.file import Prior
 from towerd.codec.prior.state import bits_of
 from towerd.codec.text import as_context, from_ids, parse, to_ids
 from towerd.kernels.mixing import Mixer
 from towerd.tokens import Ids
 
-TEXT_SYMBOLS = 8192
-"""Symbols of a chunk. Large, because the kernel is fast enough on a single text."""
+TEXT_SYMBOLS = 1300
+"""Symbols of a chunk, about. A text of 8,000 tokens has eight, which take some 2.5 % more bytes than
+one with the model's whole context and are read about three times as fast on two cores."""
+CHUNKS = (1, 2, 4, 8, 12, 16)
+"""Numbers of chunks, which cores share evenly."""
 _FORMAT = b"2"
 
 
 class Lanes:
     """Codes lists of ranks, one per chunk, with a mixer and a model in step."""
 
-    def __init__(
-        self, predictor: TokenPredictor, ids: Symbols, make: Callable[[], Mixer], first: int
-    ) -> None:
-        """`ids` [n]: the model's id of each rank; `first`: the id that every text starts with."""
-        self.lanes_max, self.window, self.first = predictor.lanes_max, predictor.window, first
-        self.ids = ids.tolist()
-        self.order = ids.astype(np.int64)
-        self._mixers, self._predictors = MixerPool(make), PredictorPool(predictor)
+    def __init__(self, predictor: TokenPredictor, prior: Prior, state: str) -> None:
+        """`state`: the name of the mixer's state in `prior`."""
+        self.lanes_max, self.window = predictor.lanes_max, predictor.window
+        self.first = prior.controls[0]
+        """The id that every text starts with."""
+        self.order = prior.ids.astype(np.int64)
+        """The model's id of each rank."""
+        self._mixers = MixerPool(lambda: prior.mixer(state))
+        self._predictors = PredictorPool(predictor)
 
     def encode(self, chunks: Sequence[Symbols], context: Symbols) -> list[bytes]:
         """The bits of each chunk."""
@@ -80,23 +85,12 @@ class Lanes:
         return [float(bits) for bits in found]
 
     def decode(
-        self, sizes: Sequence[int], bits: Sequence[bytes], context: Symbols
+        self, sizes: Sequence[int], bits: Sequence[bytes], context: Symbols, n_threads: int
     ) -> list[list[int]]:
-        """The ranks of each chunk."""
-        decoders = [Decoder(each) for each in bits]
-        out: list[list[int]] = [[] for _ in sizes]
-        with self._predictors.borrow() as predictor, self._mixer(sizes, context) as mixer:
-            last = [self.first] * len(sizes)
-            for step in range(max(sizes, default=0)):
-                lanes = [lane for lane, size in enumerate(sizes) if step < size]
-                found = predictor.feed([(lane, last[lane]) for lane in lanes])
-                for lane, counts in zip(lanes, found, strict=True):
-                    answer = mixer.begin(lane, counts[self.order])
-                    while answer >= 0:
-                        answer = mixer.step(decoders[lane].take(answer))
-                    out[lane].append(-1 - answer)
-                    last[lane] = self.ids[-1 - answer]
-        return out
+        """The ranks of each chunk, read on that many cores."""
+        texts = list(zip(sizes, bits, strict=True))
+        with self._mixer(sizes, context) as mixer:
+            return read_texts(self._predictors, mixer, texts, self.order, self.first, n_threads)
 
     def _mixer(self, sizes: Sequence[int], context: Symbols) -> AbstractContextManager[Mixer]:
         if len(sizes) > self.lanes_max:
@@ -105,8 +99,10 @@ class Lanes:
 
 
 def cut(symbols: Symbols, chunk_symbols: int, lanes_max: int) -> list[Symbols]:
-    """Chunks of nearly equal length, about `chunk_symbols`, the longest first."""
-    n_chunks = max(1, min(lanes_max, -(-len(symbols) // chunk_symbols)))
+    """Chunks of nearly equal length, the longest first: of the numbers in CHUNKS, up to `lanes_max`,
+    the one that is nearest to chunks of `chunk_symbols`."""
+    wanted = len(symbols) / chunk_symbols
+    n_chunks = min((n for n in CHUNKS if n <= lanes_max), key=lambda n: abs(n - wanted))
     return [np.ascontiguousarray(part) for part in np.array_split(symbols, n_chunks)]
 
 
@@ -135,8 +131,18 @@ class Network:
         self.vocabulary, self.prior, self.chunk_symbols = vocabulary, prior, chunk_symbols
         self.mini = MiniText(prior)
         trained = "network" if "network" in prior.states else "state"
-        self.lanes = Lanes(predictor, prior.ids, lambda: prior.mixer(trained), prior.controls[0])
         self.predictor = predictor.name
+        self.n_ctx = BY_NAME[self.name].n_ctx
+        """What texts are coded with; see `Form.n_ctx`."""
+        self.n_threads = n_cores()
+        """Cores that read the chunks of one text."""
+        short = predictor
+        if isinstance(predictor, CopyablePredictor):
+            short = predictor.within(self.n_ctx)
+        self._lanes = {
+            n_ctx: Lanes(each, prior, trained)
+            for n_ctx, each in ((0, predictor), (self.n_ctx, short))
+        }
         self.model = network_hash(prior.name, predictor.name, predictor.n_ctx)
 
     def encode(self, ids: Ids, base: Ids) -> Coded:
@@ -144,15 +150,21 @@ class Network:
         text = from_ids(ids, self.vocabulary)
         parts = cut(self.mini.symbols(text.text), self.chunk_symbols, self.lanes.lanes_max)
         bits = self.lanes.encode(parts, self._context(base, text.kinds))
-        return Coded(text.side(), _chunked(parts, bits))
+        return Coded(text.side(), _chunked(parts, bits), self.n_ctx)
 
     def decode(self, coded: Coded, n_ids: int, base: Ids) -> Ids:
         """The ids again."""
         context = self._context(base, parse(b"", coded.side).kinds)
         sizes = [chunk.n_symbols for chunk in coded.chunks]
-        ranks = self.lanes.decode(sizes, [chunk.bits for chunk in coded.chunks], context)
+        bits = [chunk.bits for chunk in coded.chunks]
+        ranks = self._lanes[coded.n_ctx].decode(sizes, bits, context, self.n_threads)
         text = self.mini.text([rank for part in ranks for rank in part])
         return np.array(to_ids(parse(text, coded.side), self.vocabulary), np.int32)
+
+    @property
+    def lanes(self) -> Lanes:
+        """What texts are coded with."""
+        return self._lanes[self.n_ctx]
 
     def symbols(self, ids: Ids) -> Symbols:
         """See `TextCoder.symbols`."""

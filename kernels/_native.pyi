@@ -117,6 +117,13 @@ class Kernels:
 def mixer_state_size(n_tokens: int) -> int:
     """Numbers in the state of a Mixer."""
 
+class RangeDecoder:
+    """Decisions out of bits, as constriction's range decoder reads them."""
+
+    def __init__(self, data: bytes) -> None: ...
+    def take(self, probability: int) -> int:
+        """The next decision, which is 1 with `probability` out of 65536."""
+
 class Mixer:
     """Context mixing; the contract is in towerd.kernels.reference.mix."""
 
@@ -144,11 +151,30 @@ class Mixer:
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float64]]:
         """(decisions, their P(1)) of tokens; learns from them."""
 
+    def decode(
+        self,
+        lane: int,
+        decoder: RangeDecoder,
+        n: int,
+        counts: npt.NDArray[np.uint32] | None = None,
+    ) -> npt.NDArray[np.int32]:
+        """The next n tokens of a lane; learns from them."""
+
     def learn(self, lane: int, ranks: npt.NDArray[np.int32]) -> None:
         """Learn from tokens without coding them."""
 
     def state(self) -> npt.NDArray[np.uint32]:
         """A copy of everything that was learned."""
+
+def read_side_by_side(
+    models: list[Lm],
+    mixer: Mixer,
+    decoders: list[RangeDecoder],
+    sizes: list[int],
+    order: npt.NDArray[np.int64],
+    first: int,
+) -> list[list[int]]:
+    """The ranks of coded texts, one per lane of the mixer; a thread for each model."""
 
 class Lm:
     """A small language model; the contract is in towerd.kernels.reference.lm."""

@@ -8,7 +8,6 @@ model's own engine. Texts are from sources that the codec was not trained on.
 
 from __future__ import annotations
 
-import asyncio
 import re
 import statistics
 import tempfile
@@ -25,16 +24,14 @@ from towerd.cli.bench.harness.disk import disk_bytes
 from towerd.cli.bench.harness.report import Report
 from towerd.cli.bench.texts.chat_template import held_out, tokenized
 from towerd.cli.bench.texts.documents import read_meetings, read_text
+from towerd.cli.bench.thawing import measure_decoding, measure_thaw, resume_with_rows
 from towerd.codec import Codec, container
 from towerd.codec.vocabulary import GgufVocabulary
 from towerd.cold import decode, freeze
-from towerd.engine.base import GenerateRequest, Started
 from towerd.engine.embedded.calibration.calibrate import calibration_text
 from towerd.engine.embedded.model.model import init_backend
 from towerd.kernels.formats import BY_NAME
 from towerd.models.bundled import default_model
-from towerd.service import open_service
-from towerd.settings.config import Config
 from towerd.slots.fingerprint import Fingerprint
 from towerd.slots.layout import KVLayout, Plane
 from towerd.store import Store, Turn
@@ -51,7 +48,6 @@ _PROMPT_TOKENS = 8000
 _THAWS = 3
 LONG_TOKENS = 8000
 """Length of the long chat to thaw; with its new tokens it fits a context of 8,192."""
-_NEW_TOKENS = 8
 _BYTES_PER_TOKEN_MAX = 8
 """More than the mean of the texts; bounds how much of them is tokenized."""
 
@@ -120,8 +116,15 @@ async def run(
             long = next(iter(streams.values()))[:LONG_TOKENS]
             served = Path(folder) / "served"
             n_thaws = 1 if quick else _THAWS
-            await _measure_thaw(report, path, served, long[:TOKENS], "thaw_", n_thaws)
-            await _measure_thaw(report, path, served, long, "thaw_8k_", n_thaws)
+            await measure_thaw(report, path, served, long[:TOKENS], "thaw_", n_thaws)
+            await measure_thaw(report, path, served, long, "thaw_8k_", n_thaws)
+            report.figures["resume_with_rows_s"] = await resume_with_rows(path, served, long)
+            first_token_ms = report.figures.pop("thaw_8k_first_token_ms")
+            report.figures["resume_without_rows_s"] = first_token_ms / 1e3
+        with GgufVocabulary(vocab or path) as vocabulary:
+            if measure_decoding(report, vocabulary, next(iter(streams.values()))[:LONG_TOKENS]):
+                report.target("decode_speedup", least=3.0)
+                report.target("decode_bytes_ratio", most=1.03)
     report.target("bytes_per_session", most=3000)
     report.target("lookup_p99_ms", most=1.0)
     return report
@@ -304,49 +307,3 @@ def _lookups(store: Store, made: Population) -> list[float]:
         found.append((time.monotonic() - began) * 1e3)
         assert (session == f"s{coded}") == continues
     return found
-
-
-async def _measure_thaw(
-    report: Report, model: Path, store: Path, text: Ids, name: str, n_thaws: int
-) -> None:
-    """Thaw a session of this text by a request that continues it; measure reading, decoding,
-    evaluating the prompt, and the total up to the first token. Figures begin with `name`."""
-    config = Config(
-        model=model,
-        store_dir=store,
-        socket=store.parent / "s",
-        ctx_size=len(text) + 64,
-        live_sequences=1,
-        parallel=1,
-        freeze_after_s=-1,
-        hot_bytes=0,
-        anticipate=False,
-    )
-    times: dict[str, list[float]] = {}
-    async with open_service(config) as service:
-        turn = Turn("local", name, text[:-300], text[-300:], len(text) - 1, time.time())
-        service.store.commit_turn(turn)
-        for number in range(n_thaws):
-            await service.cold.freeze(name, "local")
-            began = time.monotonic()
-            frozen = service.store.cold.read(name, "local")
-            read = time.monotonic()
-            assert frozen is not None
-            await asyncio.to_thread(decode, service.cold.coding.codec, frozen)
-            times.setdefault("read_ms", []).append((read - began) * 1e3)
-            times.setdefault("decode_ms", []).append((time.monotonic() - read) * 1e3)
-            asked = np.concatenate([text, text[: _NEW_TOKENS + number]])
-            request = GenerateRequest(
-                ids=asked, fields={"temperature": 0}, n_predict=1, session=name
-            )
-            began = time.monotonic()
-            async for event in service.sessions.run(request):
-                if isinstance(event, Started):
-                    first = (time.monotonic() - began) * 1e3
-                    times.setdefault("first_token_ms", []).append(first)
-                    times.setdefault("prefill_ms", []).append(event.prompt_ms)
-            await service.engine.settle()
-            for seq in list(service.engine.pool):
-                service.engine.pool.drop(seq)
-    for what, each in times.items():  # figures over all sessions take precedence
-        report.figures.setdefault(f"{name}{what}", statistics.median(each))

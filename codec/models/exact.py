@@ -48,24 +48,29 @@ class ExactPredictor:
         self.lanes_max, self.name = lanes_max, weights.name
         self.n_threads = n_threads
         self._weights = weights
-        self._lm = build_lm(weights)
+        self.lm = build_lm(weights)
 
     def copy(self) -> ExactPredictor:
         """A new predictor on the same weights, with lanes of its own."""
+        return self.within(self.n_ctx)
+
+    def within(self, n_ctx: int) -> ExactPredictor:
+        """The same, attending to at most `n_ctx` tokens."""
         other = copy.copy(self)
-        other._lm = build_lm(self._weights)
+        other._weights = self._weights.within(n_ctx)
+        other.n_ctx, other.lm = other._weights.shape.n_ctx, build_lm(other._weights)
         return other
 
     def reset(self) -> None:
         """Forget all texts."""
-        self._lm.reset()
+        self.lm.reset()
 
     def feed(self, tokens: Sequence[tuple[int, int]]) -> list[Counts]:
         """See `TokenPredictor.feed`. A full lane is cut to its last quarter first. UnknownModel if
         the model's numbers leave the range of float32."""
         pairs = np.array(tokens, np.int32).reshape(-1, 2).T.copy()
         try:
-            return list(self._lm.counts(self._lm.step(pairs[0], pairs[1], self.n_threads)))
+            return list(self.lm.counts(self.lm.step(pairs[0], pairs[1], self.n_threads)))
         except ValueError as error:
             raise UnknownModel(f"The mini model cannot be evaluated: {error}.") from error
 

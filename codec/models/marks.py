@@ -84,8 +84,13 @@ class MarkedPredictor:
 
     def copy(self) -> MarkedPredictor:
         """See `CopyablePredictor.copy`."""
+        return self.within(self.n_ctx)
+
+    def within(self, n_ctx: int) -> MarkedPredictor:
+        """See `CopyablePredictor.within`."""
         other = copy.copy(self)
-        other._own = self._own.copy()
+        other._own = self._own.within(n_ctx)
+        other.n_ctx = other._own.n_ctx
         return other
 
     def reset(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -42,6 +42,11 @@ class LmWeights:
     norms: list[npt.NDArray[np.float32]]
     n_rot: int
     freq_base: float
+
+    def within(self, n_ctx: int) -> LmWeights:
+        """The same for attending to at most `n_ctx` tokens."""
+        n_ctx = min(n_ctx, self.shape.n_ctx)
+        return replace(self, shape=replace(self.shape, n_ctx=n_ctx, n_keep=n_ctx // KEPT))
 
 
 def load_weights(path: Path, n_ctx: int = 0) -> LmWeights:

@@ -90,6 +90,7 @@ public:
           sin_(std::move(sin)),
           lm_(checked_isa(name), checked_model(checked_shape(sizes, norm_eps))) {}
 
+    Lm & lm() { return lm_; }
     void reset() { lm_.reset(); }
 
     nb::object step(const Array<std::int32_t> & lanes, const Array<std::int32_t> & tokens, nb::handle n_threads) {
@@ -187,6 +188,10 @@ private:
 };
 
 }  // namespace
+
+Lm & lm_of(nb::handle bound) {
+    return nb::cast<BoundLm &>(bound).lm();
+}
 
 void bind_lm(nb::module_ & m) {
     nb::class_<BoundLm>(m, "Lm", "A small language model; the contract is in towerd.kernels.reference.lm.")

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "mix.h"
+#include "range_decoder.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -73,11 +74,47 @@ MixOrder checked(const Table & table, int order, std::size_t n_tokens) {
     return {index.data(), data.data(), buckets};
 }
 
+// nanobind tells types apart by name: no other file may use this name.
+class BoundDecoder {
+  public:
+    explicit BoundDecoder(const nb::bytes & data) : decoder_(words(data)) {}
+
+    int take(int probability) {
+        if (probability < 1 || probability > 65535) {
+            refuse("probability: 1 to 65535");
+        }
+        return checked(decoder_.take(probability));
+    }
+
+    RangeDecoder & decoder() { return decoder_; }
+
+    static int checked(int bit) {
+        if (bit < 0) {
+            refuse("decoder: no encoder writes these bits");
+        }
+        return bit;
+    }
+
+  private:
+    static std::vector<std::uint32_t> words(const nb::bytes & data) {
+        const auto *               bytes = reinterpret_cast<const std::uint8_t *>(data.c_str());
+        std::vector<std::uint32_t> words((data.size() + 3) / 4);
+        for (std::size_t i = 0; i < data.size(); ++i) {
+            words[i / 4] |= std::uint32_t{bytes[i]} << (i % 4 * 8);
+        }
+        return words;
+    }
+
+    RangeDecoder decoder_;
+};
+
 class Bound {
   public:
     Bound(Array<std::uint32_t> weights, std::vector<Table> tables, Array<std::uint32_t> state, Array<std::uint8_t> kinds)
         : weights_(std::move(weights)), tables_(std::move(tables)), state_(std::move(state)), kinds_(std::move(kinds)),
           mixer_(tokens(), weights_.data(), orders(), checked_state(), checked_kinds()) {}
+
+    Mixer & mixer() { return mixer_; }
 
     void reset(std::size_t lanes, int table_bits) {
         if (lanes < 1 || lanes > 256 || table_bits < 8 || table_bits > 24) {
@@ -129,6 +166,26 @@ class Bound {
         return nb::make_tuple(
             nb::ndarray<nb::numpy, std::int32_t, nb::ndim<1>>(bits->data(), {bits->size()}, bits_owner),
             nb::ndarray<nb::numpy, double, nb::ndim<1>>(chances->data(), {chances->size()}, chances_owner));
+    }
+
+    nb::object decode(std::size_t lane, BoundDecoder & decoder, std::size_t n,
+                      const std::optional<Array<std::uint32_t>> & counts) {
+        if (counts && n > 1) {
+            refuse("counts: they are of one token");
+        }
+        auto *      ranks = new std::vector<std::int32_t>;
+        nb::capsule owner(ranks, [](void * p) noexcept { delete static_cast<std::vector<std::int32_t> *>(p); });
+        {
+            const nb::gil_scoped_release free;
+            while (ranks->size() < n) {
+                int answer = begin(lane, counts);
+                while (answer >= 0) {
+                    answer = mixer_.step(BoundDecoder::checked(decoder.decoder().take(answer)));
+                }
+                ranks->push_back(-1 - answer);
+            }
+        }
+        return nb::cast(nb::ndarray<nb::numpy, std::int32_t, nb::ndim<1>>(ranks->data(), {ranks->size()}, owner));
     }
 
     void learn(std::size_t lane, const Array<std::int32_t> & ranks) {
@@ -203,7 +260,19 @@ class Bound {
 
 }  // namespace
 
+Mixer & mixer_of(nb::handle bound) {
+    return nb::cast<Bound &>(bound).mixer();
+}
+
+RangeDecoder & decoder_of(nb::handle bound) {
+    return nb::cast<BoundDecoder &>(bound).decoder();
+}
+
 void bind_mixer(nb::module_ & m) {
+    nb::class_<BoundDecoder>(m, "RangeDecoder", "Decisions out of bits, as constriction's range decoder reads them.")
+        .def(nb::init<const nb::bytes &>(), "data"_a)
+        .def("take", &BoundDecoder::take, "probability"_a,
+             "The next decision, which is 1 with this probability out of 65536.");
     m.def("mixer_state_size", &Mixer::state_size, "n_tokens"_a, "Numbers in the state of a Mixer.");
     nb::class_<Bound>(m, "Mixer", "Context mixing; the contract is in towerd.kernels.reference.mix.")
         .def(nb::init<Array<std::uint32_t>, std::vector<Table>, Array<std::uint32_t>, Array<std::uint8_t>>(),
@@ -214,6 +283,8 @@ void bind_mixer(nb::module_ & m) {
         .def("step", &Bound::step, "bit"_a, "Take a decision: P(1) of the next one, or -1 - rank.")
         .def("encode", &Bound::encode, "lane"_a, "ranks"_a, "counts"_a.none() = nb::none(),
              "(decisions, their P(1)) of tokens, which are learned.")
+        .def("decode", &Bound::decode, "lane"_a, "decoder"_a, "n"_a, "counts"_a.none() = nb::none(),
+             "The next n tokens of a lane, which are learned.")
         .def("learn", &Bound::learn, "lane"_a, "ranks"_a, "Take tokens as context.")
         .def("state", &Bound::state, "A copy of everything that was learned.");
 }

@@ -155,9 +155,38 @@ std::uint32_t Mixer::build(std::size_t low, std::size_t high, const std::vector<
 void Mixer::reset(std::size_t lanes, int table_bits) {
     state_.assign(initial_, initial_ + state_size(n_tokens_));
     lanes_.reset(lanes);
-    counts_.assign(std::size_t{1} << table_bits, 0);
-    checks_.assign(std::size_t{1} << table_bits, 0);
+    cells_.assign(std::size_t{1} << table_bits, Cell());
     busy_ = false;
+}
+
+// Begins to read what `look_up` will need: where the lists of each order start is independent of the other orders.
+void Mixer::fetch_lists(const MixLane & lane) const {
+    const auto * end = lane.history.data() + lane.history.size();
+    for (int pass = 0; pass < 2; ++pass) {
+        for (int order = 2; order <= kMixStatic; ++order) {
+            const MixOrder & table = orders_[order - 1];
+            if (table.buckets != 0) {
+                const std::uint32_t * entry = table.index + (context_hash(end, order) >> 32 & (table.buckets - 1));
+                __builtin_prefetch(pass == 0 ? static_cast<const void *>(entry) : table.data + *entry);
+            }
+        }
+    }
+}
+
+// The same of what a decision at `node` will need.
+void Mixer::fetch_node(std::uint32_t node) const {
+    if (node == 0) {
+        return;
+    }
+    const Layout at(n_tokens_);
+    __builtin_prefetch(&tree_[node]);
+    __builtin_prefetch(&state_[at.nodes + node]);
+    const std::uint32_t * weights = &state_[at.sets[1] + std::size_t{node} * kMixInputs];
+    __builtin_prefetch(weights);
+    __builtin_prefetch(weights + kMixInputs - 1);
+    for (const std::uint64_t hash : hashes_) {
+        __builtin_prefetch(&cells_[mixed_hash(hash, node + 1) >> 20 & (cells_.size() - 1)]);
+    }
 }
 
 // Fills lists_[order - 1] with what followed the last `order` tokens in the corpus.
@@ -200,6 +229,7 @@ int Mixer::begin(std::size_t lane, const std::uint32_t * counts) {
     lane_ = lane;
     node_ = 0;
     busy_ = true;
+    fetch_lists(here);
     for (int order = 1; order <= kMixStatic; ++order) {
         look_up(order, here);
     }
@@ -222,6 +252,8 @@ int Mixer::evaluate() {
     inputs_.fill(0);
     static_inputs();
     dynamic_inputs();
+    fetch_node(tree_[node_].left);
+    fetch_node(tree_[node_].right);
     blend_inputs();
     match_inputs();
     inputs_[kMixInputs - 2] = 256;
@@ -265,7 +297,7 @@ void Mixer::dynamic_inputs() {
     best_dynamic_ = 0;
     for (int i = 0; i < kMixDynamic; ++i) {
         slots_[i] = slot(mixed_hash(hashes_[i], node_ + 1));
-        seen_[i]  = counts_[slots_[i]];
+        seen_[i]  = cells_[slots_[i]].counts;
         if (seen_[i] != 0) {
             inputs_[1 + kMixStatic + i] = stretched(at.dynamics + static_cast<std::size_t>(i) * 256 + seen_[i]);
             best_dynamic_               = i < kMixOrders ? i + 1 : best_dynamic_;
@@ -299,19 +331,18 @@ void Mixer::blend_inputs() {
 
 // The slot of a hash: its own, or its neighbour; else the one of the two with the lower counts, cleared.
 std::uint32_t Mixer::slot(std::uint64_t hash) {
-    const auto size  = [this](std::uint32_t i) { return (counts_[i] >> 4) + (counts_[i] & 15); };
+    const auto size  = [this](std::uint32_t i) { return (cells_[i].counts >> 4) + (cells_[i].counts & 15); };
     const auto check = static_cast<std::uint8_t>(hash >> 56 | 1);
-    auto       here  = static_cast<std::uint32_t>((hash >> 20) & (counts_.size() - 1));
-    if (checks_[here] == check) {
+    auto       here  = static_cast<std::uint32_t>((hash >> 20) & (cells_.size() - 1));
+    if (cells_[here].check == check) {
         return here;
     }
     const std::uint32_t other = here ^ 1;
-    if (checks_[other] == check) {
+    if (cells_[other].check == check) {
         return other;
     }
     here          = size(other) < size(here) ? other : here;
-    checks_[here] = check;
-    counts_[here] = 0;
+    cells_[here]  = {0, check};
     return here;
 }
 
@@ -396,7 +427,7 @@ void Mixer::learn(int bit) {
         int same = bit != 0 ? seen_[i] & 15 : seen_[i] >> 4, other = bit != 0 ? seen_[i] >> 4 : seen_[i] & 15;
         same  = std::min(15, same + 1);
         other = other > 2 ? (other + 2) / 2 : other;
-        counts_[slots_[i]] = static_cast<std::uint8_t>(bit != 0 ? other << 4 | same : same << 4 | other);
+        cells_[slots_[i]].counts = static_cast<std::uint8_t>(bit != 0 ? other << 4 | same : same << 4 | other);
     }
     for (int i = 0; i < kMixMatches; ++i) {
         if (match_at_[i] >= 0) {

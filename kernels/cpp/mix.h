@@ -54,7 +54,13 @@ class Mixer {
         std::uint64_t              unlisted = 0;
     };
 
+    struct Cell {  // of the hash table
+        std::uint8_t counts = 0, check = 0;
+    };
+
     std::uint32_t build(std::size_t low, std::size_t high, const std::vector<std::uint64_t> & sums);
+    void          fetch_lists(const MixLane & lane) const;
+    void          fetch_node(std::uint32_t node) const;
     void          look_up(int order, const MixLane & lane);
     int           evaluate();
     void          static_inputs();
@@ -73,7 +79,7 @@ class Mixer {
     std::vector<MixNode>            tree_;
     std::vector<std::uint32_t>      state_;
     MixLanes                        lanes_;
-    std::vector<std::uint8_t>       counts_, checks_;
+    std::vector<Cell>               cells_;
 
     bool                                   busy_ = false;
     std::size_t                            lane_ = 0, node_ = 0;

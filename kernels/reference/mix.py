@@ -24,6 +24,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -122,6 +123,15 @@ class _List:
     """The weight of all tokens that are not in the list, in 4096ths of an occurrence."""
 
 
+class Decisions(Protocol):
+    """Bits that decisions were written as."""
+
+    def take(self, probability: int) -> int:
+        """The next decision, which is 1 with `probability` out of 65536. ValueError for bits that
+        no encoder writes."""
+        ...
+
+
 class ReferenceMixer:
     """`weights` uint32[n]: how often each rank occurs; `tables`: (index, data) of orders 1 and up;
     `state` uint32[state_size(n)]; `kinds` uint8[n]: PLAIN, BREAK or OPENING. Ranks are 0 to n - 1;
@@ -183,6 +193,16 @@ class ReferenceMixer:
                 chances.append(p / 65536)
                 p = self.step(bits[-1])
         return np.array(bits, np.int32), np.array(chances, np.float64)
+
+    def decode(self, lane: int, decoder: Decisions, n: int, counts: U32 | None = None) -> I32:
+        """The next `n` tokens of a lane, at most one if `counts` are given; learns from them."""
+        ranks = []
+        for _ in range(n):
+            p = self.begin(lane, counts)
+            while p >= 0:
+                p = self.step(decoder.take(p))
+            ranks.append(-1 - p)
+        return np.array(ranks, np.int32)
 
     def learn(self, lane: int, ranks: I32) -> None:
         """Learn from tokens without coding them."""

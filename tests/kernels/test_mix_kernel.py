@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lab.prior import tables
+from towerd.codec.coder import Decoder, Encoder
 from towerd.codec.prior import state
 from towerd.kernels import mixing
 from towerd.kernels.reference import mix as reference_mix
@@ -97,6 +98,55 @@ def test_decisions_lead_back_to_the_tokens(
             assert answer == chance * 65536
             answer = mixer.step(bit)
         assert -1 - answer == rank
+
+
+@pytest.mark.parametrize("n_bytes", [0, 1, 4, 7, 8, 12, 200])
+def test_decisions_are_read_as_constriction_reads_them(native: Any, n_bytes: int) -> None:
+    """Also beyond the end of the bits, and up to the same place where no encoder wrote them."""
+    rng = np.random.default_rng(n_bytes)
+    n_ends = 0
+    for round in range(60):
+        data = rng.bytes(n_bytes) if round % 2 else bytes(rng.choice([0, 255], n_bytes).tolist())
+        ours, theirs = native.RangeDecoder(data), Decoder(data)
+        chances = rng.integers(1, 65536, 400)
+        chances[rng.integers(400, size=200)] = rng.choice([1, 2, 32767, 32768, 32769, 65535], 200)
+        for chance in chances.tolist():
+            try:
+                wanted = theirs.take(chance)
+            except ValueError:
+                with pytest.raises(ValueError, match="no encoder"):
+                    ours.take(chance)
+                n_ends += 1
+                break
+            assert ours.take(chance) == wanted
+    assert n_ends or n_bytes < 8
+    for chance in (0, 65536, -1):
+        with pytest.raises(ValueError, match="probability"):
+            native.RangeDecoder(b"").take(chance)
+
+
+def test_tokens_are_decoded_as_by_the_reference(native: Any, parts: Any) -> None:
+    """From the encoder's bits, in turn with and without a network's counts."""
+    weights, tables_, start, kinds, corpus = parts
+    ours = native.Mixer(weights, tables_, start, kinds)
+    theirs = reference_mix.ReferenceMixer(weights, tables_, start, kinds)
+    ranks, rng = text_like(corpus, 90, 1), np.random.default_rng(5)
+    counts = [rng.integers(1, 1 << 24, N_TOKENS, dtype=np.uint32) for _ in range(30)]
+    encoder = Encoder()
+    for i, each in enumerate(counts):
+        encoder.put(*theirs.encode(0, ranks[3 * i : 3 * i + 2]))
+        encoder.put(*theirs.encode(0, ranks[3 * i + 2 : 3 * i + 3], each))
+    data = encoder.finish()
+    for mixer, decoder in ((ours, native.RangeDecoder(data)), (theirs, Decoder(data))):
+        mixer.reset()
+        found: list[int] = []
+        for each in counts:
+            found += mixer.decode(0, decoder, 2).tolist()
+            found += mixer.decode(0, decoder, 1, each).tolist()
+        assert found == ranks.tolist()
+    assert ours.state().tolist() == theirs.state().tolist()
+    with pytest.raises(ValueError, match="of one token"):
+        ours.decode(0, native.RangeDecoder(data), 2, counts[0])
 
 
 def test_interpolation_is_over_tokens(parts: Any) -> None:

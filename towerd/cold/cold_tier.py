@@ -13,7 +13,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -22,7 +22,7 @@ from towerd.cold.coding import Coding
 from towerd.cold.freezing import FreezeResult, cold_history, freeze, thaw, write_copy
 from towerd.cold.idle_freezer import IdleFreezer
 from towerd.cold.thaw_ahead import ThawAhead
-from towerd.engine.base import Event, Finish, GenerateRequest, LiveBudget, Progress, Reuse, Started
+from towerd.engine.base import Finish, GenerateRequest, LiveBudget, Reuse
 from towerd.errors import (
     DiskFull,
     InvalidRequest,
@@ -114,7 +114,8 @@ class ColdTier:
     # ---- requests ---------------------------------------------------------------------------
 
     def enter(self, request: GenerateRequest) -> RequestGuard:
-        """Register a request before it runs. Until it leaves, nothing that it uses is frozen."""
+        """Register a request before it runs. Until it leaves, nothing that it uses is frozen. The
+        session that it continues is thawed beside its evaluation."""
         self._uses[id(request)] = request
         return RequestGuard(self, request)
 
@@ -328,41 +329,39 @@ class ColdTier:
 
 
 class RequestGuard:
-    """Protects the sessions of one request from being frozen, and thaws the one it continues."""
+    """Protects the sessions of one request from being frozen, and thaws the one it continues.
+
+    The request has its whole prompt, so evaluation needs nothing of the frozen session; what is
+    said of reuse does, and so does recording its turn."""
 
     def __init__(self, tier: ColdTier, request: GenerateRequest) -> None:
         self._tier = tier
         self._request = request
         self._n_known = 0
-        self.was_frozen = False
         self.session = request.session
-        """The session to record its turn under; None: it is recognised by its tokens."""
+        """The session to record its turn under, once thawed; None: it is recognised by its
+        tokens."""
+        self._thawing = asyncio.create_task(self._thaw())
 
-    async def thawing(self) -> AsyncIterator[Progress]:
-        """Thaw the session that the request continues. Yields a Progress first if the client
-        asked for progress."""
+    async def thawed(self) -> None:
+        """Wait until the session that the request continues is thawed, or cannot be."""
+        await asyncio.shield(self._thawing)
+
+    async def _thaw(self) -> None:
         id = await self._tier.frozen_session(self._request)
         if id is None:
             return
-        if self._request.return_progress:
-            yield Progress(len(self._request.ids), 0, 0, 0.0)
-        self.was_frozen = True
         n_known = await self._tier.thaw_for(id, self._request)
         if n_known is None:
             self.session = id
         self._n_known = n_known or 0
 
     def reuse(self, reuse: Reuse) -> Reuse:
-        """`reuse` with the tokens that came from the cold tier, whose rows were evaluated again."""
+        """`reuse` with the tokens that came from the cold tier, whose rows were evaluated again;
+        call it once thawed."""
         n_reused = reuse.live + reuse.hot + reuse.warm
         n_cold = min(self._n_known - n_reused, reuse.prefill)
         return dataclasses.replace(reuse, cold=n_cold) if n_cold > 0 else reuse
-
-    def stamp(self, event: Event) -> Event:
-        """An event of the request with its reuse completed."""
-        if self.was_frozen and isinstance(event, Started | Finish):
-            return dataclasses.replace(event, reuse=self.reuse(event.reuse))
-        return event
 
     def leave(self) -> None:
         """End the protection: the request's turn is recorded, or it had none."""

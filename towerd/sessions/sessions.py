@@ -17,8 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from towerd.cold.cold_tier import ColdTier
-from towerd.engine.base import TURN_STOPS, Engine, Event, Finish, GenerateRequest, Generation
+from towerd.cold.cold_tier import ColdTier, RequestGuard
+from towerd.engine.base import (
+    TURN_STOPS,
+    Engine,
+    Event,
+    Finish,
+    GenerateRequest,
+    Generation,
+    Started,
+)
 from towerd.errors import TowerdError
 from towerd.sessions.anticipation import Anticipator
 from towerd.sessions.recorder import TurnRecorder
@@ -42,8 +50,8 @@ class RequestRun:
     """The state of one request while it runs on an engine and is recorded in the store."""
 
     request: GenerateRequest
-    session: str | None
-    """The session that its turn is recorded under; None: it is recognised by its tokens."""
+    use: RequestGuard | None
+    """Its use of the cold tier, which thaws the session that it continues."""
     started_s: float
     generation: Generation | None = None
     recording: asyncio.Future[Finish] | None = None
@@ -89,22 +97,19 @@ class Sessions:
 
         Tokens generated until then are kept. The Finish event is yielded only after the turn is
         durable. Raises what `Engine.generate` raises, and DiskFull."""
-        run = RequestRun(request, request.session, time.time())
+        use = self._cold.enter(request) if self._cold is not None else None
+        run = RequestRun(request, use, time.time())
         if self._anticipator is not None:
             self._anticipator.asked(request)
-        use = self._cold.enter(request) if self._cold is not None else None
         try:
-            if use is not None:
-                async for progress in use.thawing():
-                    yield progress
-                run.session = use.session
             run.generation = self._engine.generate(request)
             async for event in run.generation:
-                if use is not None:
-                    event = use.stamp(event)
                 if isinstance(event, Finish):
                     run.recording = asyncio.ensure_future(self._record(run, event))
                     event = await asyncio.shield(run.recording)
+                elif isinstance(event, Started) and use is not None:
+                    await use.thawed()
+                    event = dataclasses.replace(event, reuse=use.reuse(event.reuse))
                 yield event
         finally:
             self._end(run)
@@ -155,8 +160,8 @@ class Sessions:
         """Release what the request held. Rows that are not recorded by then are not kept."""
         if run.generation is not None:
             run.generation.release()
-        if self._cold is not None:
-            self._cold.leave(run.request)
+        if run.use is not None:
+            run.use.leave()
 
     async def _record_cut_off(self, run: RequestRun) -> None:
         """Cancel the request and record what was generated."""
@@ -181,7 +186,11 @@ class Sessions:
 
     async def _record(self, run: RequestRun, finish: Finish) -> Finish:
         """Commit the turn; a prompt without an answer is only kept as reusable tokens."""
-        request = run.request
+        request, session = run.request, run.request.session
+        if run.use is not None:  # the turn continues the one that is being thawed
+            await run.use.thawed()
+            session = run.use.session
+            finish = dataclasses.replace(finish, reuse=run.use.reuse(finish.reuse))
         answered = request.precache is None and len(finish.ids) > 0
         n_cached = finish.n_cached
         if not answered and finish.n_rows is not None:
@@ -189,7 +198,7 @@ class Sessions:
             n_cached = min(n_cached, finish.n_rows)
         turn = Turn(
             scope=request.scope,
-            session=run.session,
+            session=session,
             prompt=np.asarray(request.ids, np.int32),
             reply=np.array(finish.ids, np.int32),
             n_cached=n_cached,
@@ -200,5 +209,5 @@ class Sessions:
             agent=request.agent,
             n_rows=finish.n_rows,
         )
-        session = await self.recorder.record(turn, answered=answered)
-        return dataclasses.replace(finish, session=session) if answered else finish
+        recorded = await self.recorder.record(turn, answered=answered)
+        return dataclasses.replace(finish, session=recorded) if answered else finish

@@ -100,6 +100,7 @@ class Exchange:
         if self._reply.status != 200 or self.lease is None:
             return await copy(self._request, self._reply)
         await self._learn()
+        await self._thaw(self.lease)
         if self._reply.content_type == EVENT_STREAM:
             return await self._stream(self._reply)
         return await self._whole(self._reply)
@@ -115,6 +116,12 @@ class Exchange:
         error = None if learning.cancelled() else learning.exception()
         if error is not None and self._reply is not None and self._reply.status == 200:
             log.warning("a chat's tokens are not known", exc_info=error)
+
+    async def _thaw(self, lease: SlotLease) -> None:
+        """Wait for the session that the request continues, which is thawed while it runs."""
+        if self.use is not None:
+            await self.use.thawed()
+            lease.session = self.use.session or lease.session
 
     # --- the reply ------------------------------------------------------------------------
 
@@ -208,6 +215,7 @@ class Exchange:
         await asyncio.shield(self._recording)
 
     async def _finish(self, lease: SlotLease) -> None:
+        await self._thaw(lease)
         watch = self._watch
         cache_n = watch.cache_n
         prompt_ms = watch.timings.prompt_ms if watch.timings is not None else None

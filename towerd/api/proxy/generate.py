@@ -108,8 +108,7 @@ async def _continue_chat(
         await learn(plan, engine)
         if plan.ids is not None:
             lease.learn(plan.ids)
-            exchange.use = use = await _thawed(request, plan)
-            lease.session = use.session if use is not None else lease.session
+            exchange.use = _entered(request, plan)
 
     exchange.learning = asyncio.create_task(learn_tokens())
     return await exchange.run()
@@ -153,9 +152,9 @@ async def _pinned(
     request: web.Request, engine: LlamaServerEngine, plan: ProxyPlan
 ) -> web.StreamResponse:
     exchange = Exchange(request, engine, plan)
-    exchange.use = await _thawed(request, plan)
+    exchange.use = _entered(request, plan)
     try:
-        exchange.lease = await _lease(request, engine, plan, exchange.use)
+        exchange.lease = await _lease(request, engine, plan)
     except BaseException:
         if exchange.use is not None:
             exchange.use.leave()
@@ -164,30 +163,21 @@ async def _pinned(
     return await exchange.run()
 
 
-async def _thawed(request: web.Request, plan: ProxyPlan) -> RequestGuard | None:
-    """Announce the request to the cold tier, and thaw the session that it continues."""
+def _entered(request: web.Request, plan: ProxyPlan) -> RequestGuard | None:
+    """Announce the request to the cold tier, which thaws the session that it continues."""
     if plan.ids is None:
         return None
     asked = GenerateRequest(
         ids=plan.ids, scope=request[TENANT].scope, session=hints_of(request).session
     )
-    use = service_of(request).cold.enter(asked)
-    try:
-        async for _ in use.thawing():
-            pass  # no progress is sent: llama-server reports its own on request
-    except BaseException:
-        use.leave()
-        raise
-    return use
+    return service_of(request).cold.enter(asked)
 
 
-async def _lease(
-    request: web.Request, engine: LlamaServerEngine, plan: ProxyPlan, use: RequestGuard | None
-) -> SlotLease:
+async def _lease(request: web.Request, engine: LlamaServerEngine, plan: ProxyPlan) -> SlotLease:
     scope = request[TENANT].scope
     if plan.ids is None:
         return await engine.lease_opaque(scope, label=plan.label)
-    session = hints_of(request).session if use is None else use.session
+    session = hints_of(request).session
     lease = await engine.lease(plan.ids, scope, session, compose=plan.compose, pinned=plan.can_pin)
     return _named(request, plan, lease)
 
