@@ -50,7 +50,7 @@ def serve(config_path: Path | None, server_args: tuple[str, ...], **flags: Any) 
     log.configure(config.log_level, config.log_format)
     if _serves_default(config):
         _offer_default()
-    _run(config)
+    run_daemon(config)
 
 
 def _serves_default(config: Config) -> bool:
@@ -91,7 +91,7 @@ def _offer(model: KnownModel) -> bool:
     return True
 
 
-def _run(config: Config) -> None:
+def run_daemon(config: Config) -> None:
     """Run the daemon. Apart from serve, so that wrong settings fail before llama.cpp is loaded."""
     gc.disable()  # until all is loaded: there is hardly any garbage, and collections take time
     # aiohttp reads the system's certificates, which no other import has to wait for.

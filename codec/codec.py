@@ -22,10 +22,13 @@ from towerd.codec.fallback import Packed, Ranked, ZstdText
 from towerd.codec.forms import Coded, FormCoder
 from towerd.codec.mix import Mix
 from towerd.codec.models import mini
+from towerd.codec.models.student import Student
 from towerd.codec.network import Network
 from towerd.codec.prior import file
 from towerd.tokens import Ids
 
+STUDENT = "student"
+"""The form `network` with the student that was given."""
 AUTO = ("packed", "ranked", "text", "mix")
 """The forms that `auto` chooses from, besides `network` if there is a mini model."""
 log = logging.getLogger(__name__)
@@ -39,12 +42,14 @@ class Codec:
         vocabulary: TokenVocabulary,
         networks: Sequence[FormCoder] = (),
         tables: Path | None = None,
+        student: Path | None = None,
     ) -> None:
         """`networks`: forms that need a model (`models/`), instead of those of the package.
-        `tables`: a folder for copies of the tables that blobs need, because a later release may
-        have other tables."""
+        `tables`: a folder for copies of the tables and models that blobs need, because a later
+        release may have others. `student`: a GGUF for one more `network`, which `auto` tries, too
+        (`models/student.py`)."""
         self.vocabulary = vocabulary
-        self._tables = tables
+        self._tables, self._student_path = tables, student
         self.vocabulary_hash = vocabulary_hash(vocabulary)
         self._makers: dict[str, Callable[[], FormCoder]] = {
             "packed": lambda: Packed(vocabulary),
@@ -56,24 +61,26 @@ class Codec:
             self._makers["network"] = lambda: mini.mini_network(vocabulary, mini.PATH)
         self._networks = {network.name: network for network in networks}
         self._made: dict[str, FormCoder] = {}
-        self._lock = threading.Lock()
+        self._student: Student | None = None
+        self._lock, self._opening = threading.Lock(), threading.Lock()
 
     def encode(
         self, ids: Sequence[int] | Ids, base: Sequence[int] | Ids = (), form: str = "auto"
     ) -> bytes:
         """The blob of `ids`, which follow `base` (context that `decode` needs, too).
 
-        `form` is "auto" (the smallest) or a name in `container.FORMS`. The blob is decoded and
-        compared before it is returned. Raises ValueError if there are too many ids or one is not in
-        the vocabulary, RuntimeError if a form does not give back the ids it was given.
+        `form` is "auto" (the smallest), a name in `container.FORMS`, or STUDENT. The blob is
+        decoded and compared before it is returned. Raises ValueError if there are too many ids or
+        one is not in the vocabulary, RuntimeError if a form does not give back the ids it was
+        given.
         """
         wanted, before = as_ids(ids), as_ids(base)
         self._check_ids(wanted)
         self._check_ids(before)
         if len(wanted) > IDS_MAX:
             raise ValueError(f"{len(wanted)} ids are more than the {IDS_MAX} that a blob holds.")
-        names = self._auto() if form == "auto" else (form,)
-        return min((self._encode(wanted, before, self._coder(name)) for name in names), key=len)
+        coders = self._auto() if form == "auto" else [self._coder(form)]
+        return min((self._encode(wanted, before, coder) for coder in coders), key=len)
 
     def decode(self, blob: bytes, base: Sequence[int] | Ids = ()) -> Ids:
         """int32[n] ids of a blob, checked against their hash. Raises a CodecError that says what
@@ -86,9 +93,13 @@ class Codec:
     def keep(self, blob: bytes) -> None:
         """Copy the tables and models that a blob needs into `tables`; call it before the blob is
         relied on. Raises OSError."""
-        form = container.read(blob).form.name
-        if self._tables is not None and form not in self._networks:
-            kept.keep(self._tables, self._coder(form))
+        parsed = container.read(blob)
+        if self._tables is None:
+            return
+        if self._is_students(parsed):
+            kept.keep(self._tables, self._coder(STUDENT))
+        elif parsed.form.name not in self._networks:
+            kept.keep(self._tables, self._coder(parsed.form.name))
 
     def can_decode(self, blob: bytes) -> bool:
         """Whether everything that the blob needs besides its base is available."""
@@ -102,11 +113,21 @@ class Codec:
     def text_coder(self) -> Mix | Network:
         """The form that takes the fewest bits for a text: `network`, or `mix` if there is no mini
         model. UnknownModel if the package has no table."""
-        coder = self._coder(self._auto()[-1])
+        coder = self._coder(self._names()[-1])
         assert isinstance(coder, Mix | Network)
         return coder
 
-    def _auto(self) -> tuple[str, ...]:
+    def _auto(self) -> list[FormCoder]:
+        coders = [self._coder(name) for name in self._names()]
+        if self._student_path is not None:
+            try:
+                coders.append(self._coder(STUDENT))
+            except UnknownModel as error:
+                log.warning("Conversations are coded without the student: %s", error)
+                self._student_path = None
+        return coders
+
+    def _names(self) -> tuple[str, ...]:
         if "network" not in self._networks and "network" not in self._makers:
             return AUTO
         try:
@@ -120,6 +141,8 @@ class Codec:
     def _coder(self, name: str) -> FormCoder:
         if name in self._networks:
             return self._networks[name]
+        if name == STUDENT:
+            return self._open_student()
         if name not in self._makers:
             if name in BY_NAME:
                 raise UnknownModel(f"The form {name} needs a model that is not loaded here.")
@@ -129,6 +152,18 @@ class Codec:
                 self._made[name] = self._makers[name]()
             return self._made[name]
 
+    def _open_student(self) -> Student:
+        with self._opening:  # another lock: deriving a start must not keep others from thawing
+            if self._student is None:
+                if self._student_path is None:
+                    raise UnknownModel("No student was given to code with.")
+                find = None if self._tables is None else kept.starts(self._tables)
+                self._student = Student(self.vocabulary, self._student_path, find)
+            return self._student
+
+    def _is_students(self, blob: Blob) -> bool:
+        return self._student is not None and self._student.model == blob.model
+
     def _coder_of(self, blob: Blob) -> FormCoder:
         """The coder that reads a blob, with the kept table of an earlier release if it needs one.
         Raises UnknownModel."""
@@ -136,6 +171,8 @@ class Codec:
         coder = self._coder(blob.form.name) if here else None
         if coder is not None and blob.model == coder.model:
             return coder
+        if self._is_students(blob):
+            return self._coder(STUDENT)
         name = f"{blob.form.name}-{blob.model.hex()}"
         with self._lock:
             if self._tables is not None and name not in self._made:
@@ -144,6 +181,8 @@ class Codec:
                     self._made[name] = found
             if name in self._made:
                 return self._made[name]
+        if self._student_path is not None and blob.form.name == Network.name:
+            return self._coder(STUDENT)
         return coder or self._coder(blob.form.name)
 
     def _encode(self, ids: Ids, base: Ids, coder: FormCoder) -> bytes:
@@ -207,5 +246,6 @@ class Codec:
         if blob.model != coder.model:
             raise UnknownModel(
                 f"The blob needs the model or table {blob.model.hex()}, and here is "
-                f"{coder.model.hex()}: use the version of towerd that wrote it."
+                f"{coder.model.hex()}: use the version of towerd that wrote it, with the student "
+                "that it was given, if any."
             )

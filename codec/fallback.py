@@ -65,7 +65,7 @@ class Ranked:
 
     def __init__(self, vocabulary: TokenVocabulary) -> None:
         """Count the ranks, once per vocabulary; it takes about a second."""
-        segments = _longest_matches(sample.load(), vocabulary.pieces)
+        segments = longest_matches(sample.load(), vocabulary.pieces)
         self.order = _by_count(segments, len(vocabulary.pieces))
         self.ranks = np.empty(len(self.order), np.uint32)
         self.ranks[self.order] = np.arange(len(self.order), dtype=np.uint32)
@@ -152,7 +152,7 @@ class _Zstd:
         return data
 
 
-def _longest_matches(text: bytes, pieces: Sequence[bytes]) -> npt.NDArray[np.int64]:
+def longest_matches(text: bytes, pieces: Sequence[bytes]) -> npt.NDArray[np.int64]:
     """Ids that spell `text`, each the longest piece that fits; other bytes are skipped."""
     table = {}
     for token in range(len(pieces) - 1, -1, -1):

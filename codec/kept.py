@@ -2,14 +2,15 @@
 that a release with other tables or models can still read them.
 
     mix-NAME.gguf    a table, by the name that `mix` blobs give it
-    mini-NAME.gguf   a mini model, by the name that `network` blobs give it and its table
+    mini-NAME.gguf   a model, by the name that `network` blobs give it and its table
+    start-NAME.zst   what the mixer starts from beside this model, if no table has its tokens
 """
 
 from __future__ import annotations
 
+import errno
 import os
-import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from towerd.codec.base import TokenVocabulary
@@ -18,19 +19,29 @@ from towerd.codec.errors import UnknownModel
 from towerd.codec.forms import FormCoder
 from towerd.codec.mix import Mix
 from towerd.codec.models import mini
-from towerd.codec.network import Network
+from towerd.codec.models.student import FindStart, Student
+from towerd.codec.network import Network, network_hash
 from towerd.codec.prior import file
-from towerd.codec.prior.file import Prior
+from towerd.codec.prior.file import Prior, name_of
+from towerd.codec.prior.start import MixStart, unpack
 
 
 def keep(folder: Path, coder: FormCoder) -> None:
-    """Copy the files that a form of the package needs into `folder`, unless they are there. Each
-    copy is durable, and whole or absent. For one thread of one process at a time. Raises
-    OSError."""
-    if isinstance(coder, Mix | Network):
-        _copy(file.PATH, _table_path(folder, coder.prior.name))
+    """Copy the files that a form needs into `folder`, unless they are there. Each copy is durable,
+    and whole or absent. For one thread of one process at a time. Raises OSError, also for a file
+    that was replaced since it was read."""
+    if isinstance(coder, Student) and coder.start is not None:
+        _write(_start_path(folder, coder.model), coder.start.pack())
+    elif isinstance(coder, Mix | Network):
+        _copy(file.PATH, _table_path(folder, coder.prior.name), coder.prior.name)
     if isinstance(coder, Network):
-        _copy(mini.PATH, _mini_path(folder, coder.model))
+        path = coder.path if isinstance(coder, Student) else mini.PATH
+        _copy(path, _mini_path(folder, coder.model), coder.predictor)
+
+
+def starts(folder: Path) -> FindStart:
+    """Finds what was kept for a model; see `FindStart`."""
+    return lambda *model: _start_of(sorted(folder.glob("start-*.zst")), *model)
 
 
 def find(folder: Path, vocabulary: TokenVocabulary, blob: Blob) -> FormCoder | None:
@@ -42,14 +53,33 @@ def find(folder: Path, vocabulary: TokenVocabulary, blob: Blob) -> FormCoder | N
     path = _mini_path(folder, blob.model)
     if blob.form.name != Network.name or not path.exists():
         return None
-    for prior in _tables(folder):
+    for prior in () if _start_path(folder, blob.model).exists() else _tables(folder):
         try:
             network = mini.mini_network(vocabulary, path, prior)
         except UnknownModel:
-            continue  # the mini model belongs to another table
+            continue  # the model belongs to another table
         if network.model == blob.model:
             return network
-    raise UnknownModel(f"The model {path} or its table is damaged: put a copy of it there.")
+    return _student(folder, vocabulary, blob.model)
+
+
+def _student(folder: Path, vocabulary: TokenVocabulary, name: bytes) -> Student:
+    path, start = _mini_path(folder, name), _start_path(folder, name)
+    student = Student(vocabulary, path, lambda *model: _start_of([start], *model))
+    if student.model != name:
+        raise UnknownModel(f"The model {path} or its table is damaged: put a copy of it there.")
+    return student
+
+
+def _start_of(paths: Sequence[Path], model: bytes, n_ctx: int, n_tokens: int) -> MixStart | None:
+    for path in paths:
+        try:
+            start = unpack(path.read_bytes(), n_tokens)
+        except (OSError, UnknownModel):
+            continue  # damaged, or of another model
+        if _start_path(path.parent, network_hash(start.name, model, n_ctx)) == path:
+            return start
+    return None
 
 
 def _tables(folder: Path) -> Iterator[Prior]:
@@ -77,15 +107,31 @@ def _mini_path(folder: Path, name: bytes) -> Path:
     return folder / f"mini-{name.hex()}.gguf"
 
 
-def _copy(source: Path, path: Path) -> None:
+def _start_path(folder: Path, name: bytes) -> Path:
+    return folder / f"start-{name.hex()}.zst"
+
+
+def _copy(source: Path, path: Path, name: bytes) -> None:
+    """Copy a file of this name (`name_of`)."""
     if path.exists():
+        return
+    data = source.read_bytes()
+    if name_of(data) != name:
+        raise OSError(
+            errno.ESTALE, "the file was replaced since it was read: restart towerd", source
+        )
+    _write(path, data)
+
+
+def _write(path: Path, data: bytes) -> None:
+    if path.exists() and path.read_bytes() == data:
         return
     path.parent.mkdir(mode=0o700, exist_ok=True)
     half = path.with_suffix(".half")
     half.unlink(missing_ok=True)  # left by a process that was killed
     try:
-        with source.open("rb") as data, open(half, "wb", opener=_private) as copy:
-            shutil.copyfileobj(data, copy)
+        with open(half, "wb", opener=_private) as copy:
+            copy.write(data)
             copy.flush()
             os.fsync(copy.fileno())
         half.replace(path)

@@ -24,7 +24,7 @@ from towerd.tokens import Ids
 
 BASE_IDS_MAX = 16384
 """Only the last ids of a longer base are read."""
-_KINDS = (1, 2, 3, 0, 4, 5, 6, 7)
+KINDS = (1, 2, 3, 0, 4, 5, 6, 7)
 """The control token of the mini vocabulary for each kind of mark. Its chat form has the tokens
 begin (of the text), start (of a message), end, and thirteen without a meaning."""
 
@@ -47,7 +47,7 @@ class MiniText:
 
     def __init__(self, prior: Prior) -> None:
         self.prior = prior
-        self.controls = [prior.controls[i] for i in _KINDS]
+        self.controls = [prior.controls[i] for i in KINDS]
         bytes_of = list(prior.pieces)
         single = {piece: token for token, piece in enumerate(bytes_of) if len(piece) == 1}
         self.spelled = {
@@ -71,7 +71,7 @@ class MiniText:
 
     def _tokenize(self, run: bytes) -> list[int]:
         """llama.cpp takes some names of control tokens in a text for the token: spell them out."""
-        ids: list[int] = self.prior.vocabulary.tokenize(run).tolist()
+        ids = [int(i) for i in self.prior.vocabulary.tokenize(run)]
         if self.spelled.keys().isdisjoint(ids):
             return ids
         return [byte for token in ids for byte in self.spelled.get(token, (token,))]

@@ -131,6 +131,7 @@ class Network:
         self.vocabulary, self.prior, self.chunk_symbols = vocabulary, prior, chunk_symbols
         self.mini = MiniText(prior)
         trained = "network" if "network" in prior.states else "state"
+        self.predictor = predictor.name
         self.n_ctx = BY_NAME[self.name].n_ctx
         """What texts are coded with; see `Form.n_ctx`."""
         self.n_threads = n_cores()

@@ -14,6 +14,9 @@ from towerd.slots.layout import STATE_VERSION, KVLayout
 
 RopeValue: TypeAlias = float | str
 RANGE = 1e300
+REPORTED_HASH_PREFIX = "props:"
+"""Prefix of a fingerprint's `model_hash` if the model's file could not be read: the rest is a hash
+of what its server reports."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,21 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("towerd", "codec", "kernels", "slots", "cli", "lab", "tests")
 LINKED = frozenset(("codec", "kernels", "slots", "cli"))
-FILE_LINES_MAX = 500
+FILE_LINES_MAX = 450
+LONGER = {"towerd/store/store.py": 480}
+"""The store's face: one short method for each question that is asked of it."""
 FUNCTION_LINES_MAX = 70
 LEFTOVER = re.compile(r"\b(?:TO" r"DO|FIX" r"ME|XX" r"X|HA" r"CK)\b")
 MACHINE_PATH = re.compile(r"/(?:home|Users|root|wo" r"rk|fa" r"rm)/[A-Za-z0-9_.-]+/")
+PRIVATE = re.compile(r"(?:.*[.])?_[a-z]\w*", re.IGNORECASE)
+NOT_OURS = {
+    "asyncio.events.Handle._run": "how long a step of a loop takes is told nowhere else",
+    "llama_cpp._lib": "the library that ggml's functions are in",
+    "llama_cpp._lib._name": "and where it is",
+    "os._exit": "the end of a process that is killed; a public name",
+    "towerd.kernels._native": "the compiled kernels; a module that stubs describe",
+}
+"""What tests touch although its name begins with an underscore, and why."""
 TEXTS = (".py", ".pyi", ".cpp", ".h", ".sh", ".md", ".toml", ".service", ".plist", ".json", ".html")
 
 
@@ -46,10 +57,10 @@ def name_of(path: Path) -> str:
 
 @pytest.mark.parametrize("path", sources(), ids=name_of)
 def test_python_file(path: Path) -> None:
-    """A file fits in 500 lines, its functions in 70, and it imports only towerd.<name>."""
+    """A file fits in 450 lines, its functions in 70, and it imports only towerd.<name>."""
     text = path.read_text()
     tree = ast.parse(text)
-    assert len(text.splitlines()) <= FILE_LINES_MAX
+    assert len(text.splitlines()) <= LONGER.get(name_of(path), FILE_LINES_MAX)
     assert not list(long_functions(tree))
     assert not LINKED.intersection(imported(tree)), "import towerd.<name> instead"
 
@@ -77,6 +88,26 @@ def test_tests_are_no_packages_and_have_unique_names() -> None:
     assert len(names) == len(set(names))
 
 
+@pytest.mark.parametrize(
+    "path", [path for path in sources() if name_of(path).startswith("tests/")], ids=name_of
+)
+def test_tests_touch_nothing_private(path: Path) -> None:
+    """They see behaviour: no attribute of another object that begins with an underscore is read,
+    replaced or imported."""
+    assert not set(private_touches(ast.parse(path.read_text()))) - NOT_OURS.keys()
+
+
+def test_a_class_name_occurs_once() -> None:
+    """One word, one thing: no two classes of what ships, or of the laboratory, share a name."""
+    places: dict[str, list[str]] = {}
+    for path in sources():
+        if not name_of(path).startswith("tests/"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    places.setdefault(node.name, []).append(name_of(path))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
 def test_only_engine_and_wire_call_llama_cpp() -> None:
     product = [
         p for p in sources() if name_of(p).startswith(("towerd/", "kernels/", "slots/", "cli/"))
@@ -85,6 +116,22 @@ def test_only_engine_and_wire_call_llama_cpp() -> None:
     assert loaders == {"towerd/llama_library.py"}
     users = {name_of(p) for p in product if "from towerd.llama_library import" in p.read_text()}
     assert all(user.startswith(("towerd/engine/", "towerd/wire/")) for user in users), users
+
+
+def private_touches(tree: ast.AST) -> Iterator[str]:
+    """What is touched of other objects: by attribute, by the name of one in a string, by import."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and PRIVATE.fullmatch(node.attr):
+            if ast.unparse(node.value) not in ("self", "cls", "super()"):
+                yield ast.unparse(node)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("attr"):
+            for name in (each.value for each in node.args[:2] if isinstance(each, ast.Constant)):
+                if isinstance(name, str) and PRIVATE.fullmatch(name):
+                    yield f"{ast.unparse(node.args[0])}.{name}"
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                if PRIVATE.fullmatch(alias.name):
+                    yield f"{node.module}.{alias.name}"
 
 
 def long_functions(tree: ast.AST) -> Iterator[str]:

@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Generic
 
-from towerd.cold import Coding, ColdTier, vocabulary_source
+from towerd.cold import Coding, ColdTier, check_codec_model, vocabulary_source
 from towerd.engine.base import LiveBudget
 from towerd.engine.opened_engine import EngineT, OpenedEngine
 from towerd.sessions.recorder import TurnRecorder
@@ -39,14 +39,17 @@ async def open_service(config: Config) -> AsyncIterator[Service[Any]]:
 
     At the end, running requests are cancelled and recorded, new rows are written, and the catalog
     is closed. Raises ModelError, StoreError or ConfigError."""
+    if config.codec_model is not None:
+        await asyncio.to_thread(check_codec_model, config.codec_model)
     async with await asyncio.to_thread(_opening, config) as opened:
         engine, store, tiers = opened.engine, opened.store, opened.tiers
         traffic = await asyncio.to_thread(open_traffic, config, store, tiers)
         cold = ColdTier(
             store,
-            Coding(lambda: vocabulary_source(engine.info), tables=store.tables),
+            Coding(lambda: vocabulary_source(engine.info), store.tables, config.codec_model),
             freeze_after_s=config.freeze_after_s,
             on_frozen=opened.forget,
+            has_checkpoint=opened.has_checkpoint,
         )
         sessions = Sessions(
             engine,

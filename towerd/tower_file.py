@@ -1,4 +1,4 @@
-"""The `.tower` file: one session's whole history, readable wherever the same model is served.
+"""The `.tower` file: one session's whole history, readable wherever a model with the same vocabulary is served.
 
     magic 4 | version 1 | bytes in all, u64
     text: model | text: hash of the model's file | vocabulary hash 8 | varint: its tokens
@@ -142,8 +142,11 @@ def _checked(data: bytes) -> bytes:
 
 
 def _check_model(reader: varint.VarintReader, model: SessionModel) -> None:
-    """Raises TowerFileError for ids of another vocabulary or a session of another model."""
-    name, hash_ = _read_text(reader, NAME_CHARS_MAX), _read_text(reader, NAME_CHARS_MAX)
+    """Raises TowerFileError for ids of another vocabulary."""
+    name = _read_text(reader, NAME_CHARS_MAX)
+    _read_text(
+        reader, NAME_CHARS_MAX
+    )  # the hash of its weights, which rows depend on, tokens do not
     vocabulary, n_tokens = reader.take(_VOCABULARY_BYTES), reader.number()
     codec = model.codec
     if vocabulary != codec.vocabulary_hash:
@@ -152,12 +155,6 @@ def _check_model(reader: varint.VarintReader, model: SessionModel) -> None:
             f"{vocabulary.hex()}) is not that of {model.name!r} here "
             f"({len(codec.vocabulary.pieces)} tokens, {codec.vocabulary_hash.hex()}): serve "
             f"{name!r} to import it."
-        )
-    if hash_ != model.hash:
-        raise TowerFileError(
-            f"The session is of the model {name!r} ({hash_[:16]}), and {model.name!r} here has "
-            f"the same vocabulary but other weights ({model.hash[:16]}): serve the model of the "
-            "session to import it."
         )
 
 

@@ -38,15 +38,15 @@ from towerd.store import Store, Turn
 from towerd.store.sessions.cold_row import encode_turns, row_digest
 from towerd.tokens import Ids, ids_bytes
 
-_TOKENS = 1000
-_BASE_TOKENS = 200
+TOKENS = 1000
+BASE_TOKENS = 200
 _BASES = 10
 _TURNS = 4
 _BATCH = 2000
 _LOOKUPS = 500
 _PROMPT_TOKENS = 8000
 _THAWS = 3
-_LONG_TOKENS = 8000
+LONG_TOKENS = 8000
 """Length of the long chat to thaw; with its new tokens it fits a context of 8,192."""
 _BYTES_PER_TOKEN_MAX = 8
 """More than the mean of the texts; bounds how much of them is tokenized."""
@@ -59,7 +59,7 @@ class Population:
     store: Store
     codec: Codec
     ids: list[Ids]
-    """int32[_BASE_TOKENS + _TOKENS] of each coded session."""
+    """int32[BASE_TOKENS + TOKENS] of each coded session."""
     sources: list[str]
     """The source of each."""
     freeze_s: list[float]
@@ -71,9 +71,9 @@ class Population:
             frozen = self.store.cold.read(f"s{number}", "local")
             assert frozen is not None
             bits.setdefault(source, []).append(8 * len(frozen.blob))
-        found = {f"bits_per_token {name}": sum(n) / len(n) / _TOKENS for name, n in bits.items()}
+        found = {f"bits_per_token {name}": sum(n) / len(n) / TOKENS for name, n in bits.items()}
         every = [n for each in bits.values() for n in each]
-        return {**found, "bits_per_token": sum(every) / len(every) / _TOKENS}
+        return {**found, "bits_per_token": sum(every) / len(every) / TOKENS}
 
     def forms(self) -> str:
         """How many of the coded sessions use each form."""
@@ -104,9 +104,7 @@ async def run(
     with tempfile.TemporaryDirectory(prefix="towerd-bench-") as folder:
         root = Path(folder) / "store"
         with GgufVocabulary(vocab or path) as vocabulary:
-            n_each = max(
-                -(-n_coded // len(sources)) * _TOKENS + _BASES * _BASE_TOKENS, _LONG_TOKENS
-            )
+            n_each = max(-(-n_coded // len(sources)) * TOKENS + _BASES * BASE_TOKENS, LONG_TOKENS)
             streams = {key: _stream(parts, vocabulary, n_each) for key, parts in sources.items()}
             with Store.open(root, _fingerprint()) as store:
                 made = _fill(store, Codec(vocabulary, tables=store.tables), streams, n_coded)
@@ -115,16 +113,16 @@ async def run(
                 _copy(made, n)
             _measure(report, root, made, n)
         if vocab is None:
-            long = next(iter(streams.values()))[:_LONG_TOKENS]
+            long = next(iter(streams.values()))[:LONG_TOKENS]
             served = Path(folder) / "served"
             n_thaws = 1 if quick else _THAWS
-            await measure_thaw(report, path, served, long[:_TOKENS], "thaw_", n_thaws)
+            await measure_thaw(report, path, served, long[:TOKENS], "thaw_", n_thaws)
             await measure_thaw(report, path, served, long, "thaw_8k_", n_thaws)
             report.figures["resume_with_rows_s"] = await resume_with_rows(path, served, long)
             first_token_ms = report.figures.pop("thaw_8k_first_token_ms")
             report.figures["resume_without_rows_s"] = first_token_ms / 1e3
         with GgufVocabulary(vocab or path) as vocabulary:
-            if measure_decoding(report, vocabulary, next(iter(streams.values()))[:_LONG_TOKENS]):
+            if measure_decoding(report, vocabulary, next(iter(streams.values()))[:LONG_TOKENS]):
                 report.target("decode_speedup", least=3.0)
                 report.target("decode_bytes_ratio", most=1.03)
     report.target("bytes_per_session", most=3000)
@@ -174,18 +172,18 @@ def _fill(store: Store, codec: Codec, streams: Mapping[str, Ids], n: int) -> Pop
     """Add bases, then sessions of four turns each, which are frozen at once, from each text in
     turn."""
     names = list(streams)
-    n_bases = _BASES * _BASE_TOKENS
+    n_bases = _BASES * BASE_TOKENS
     bases = np.split(streams[names[0]][-n_bases:], _BASES)
     for number, base in enumerate(bases):
         store.add_base(f"base {number}", base, "local", 0, False)
     made = Population(store, codec, [], [], [])
     for number in track(range(n), "coding"):
         source = names[number % len(names)]
-        at = number // len(names) * _TOKENS
-        ids = np.concatenate([bases[number % _BASES], streams[source][at : at + _TOKENS]])
+        at = number // len(names) * TOKENS
+        ids = np.concatenate([bases[number % _BASES], streams[source][at : at + TOKENS]])
         for turn in range(1, _TURNS + 1):
-            end = _BASE_TOKENS + _TOKENS * turn // _TURNS
-            cut = end - _TOKENS // _TURNS // 3
+            end = BASE_TOKENS + TOKENS * turn // _TURNS
+            cut = end - TOKENS // _TURNS // 3
             store.commit_turn(
                 Turn("local", f"s{number}", ids[:cut], ids[cut:end], end - 1, time.time())
             )
@@ -221,7 +219,7 @@ class _CodedSession:
         pk = self.frozen.session.pk
         ((self.session,),) = [
             self.catalog.rows(
-                "SELECT fingerprint, scope, named, title, n_tokens, created, updated, cold_bytes"
+                "SELECT tokenizer, scope, named, title, n_tokens, created, updated, cold_bytes"
                 " FROM sessions WHERE pk = ?",
                 (pk,),
             )
@@ -243,7 +241,7 @@ class _CodedSession:
         run, blob = self.catalog.run, rng.bytes(len(self.frozen.blob))
         ids = list(range(first_turn, first_turn + len(self.turns)))
         pk = run(
-            "INSERT INTO sessions(fingerprint, scope, named, title, n_tokens, created, updated,"
+            "INSERT INTO sessions(tokenizer, scope, named, title, n_tokens, created, updated,"
             " cold_bytes, id) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (*self.session, f"{rng.integers(1 << 63):016x}"),
         )
@@ -269,7 +267,7 @@ class _CodedSession:
 def _measure(report: Report, root: Path, made: Population, n: int) -> None:
     figures, n_coded = report.figures, len(made.ids)
     figures["sessions"], figures["coded_sessions"] = n, n_coded
-    figures["tokens_per_session"] = _TOKENS
+    figures["tokens_per_session"] = TOKENS
     figures["bytes_per_session"] = disk_bytes(root) / n
     began = time.monotonic()
     with Store.open(root, _fingerprint()) as store:

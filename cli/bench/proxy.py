@@ -129,7 +129,7 @@ async def _measure(servers: Sequence[ServerProcess], load: ProxyLoad, n_vocab: i
                 await _turn(session, server, prompts)
             for turn in range(load.turns):
                 said = random_prompts(SAID_TOKENS)
-                for i in _order(turn):
+                for i in turn_order(turn):
                     server, prompts, found = servers[i], chats[i], times[i]
                     await asyncio.sleep(PAUSE_S)
                     prompts[:] = [p + new for p, new in zip(prompts, said, strict=True)]
@@ -140,7 +140,7 @@ async def _measure(servers: Sequence[ServerProcess], load: ProxyLoad, n_vocab: i
     return times
 
 
-def _order(turn: int) -> tuple[int, int]:
+def turn_order(turn: int) -> tuple[int, int]:
     """The order in which the servers are asked, which alternates."""
     return (0, 1) if turn % 2 == 0 else (1, 0)
 
@@ -173,7 +173,7 @@ async def _enter_chats(
             chats = [list(begun) for _ in servers]
             for turn in range(n_turns + 2):
                 asked = said("user", SAID_WORDS)
-                for i in _order(turn):
+                for i in turn_order(turn):
                     server, messages, found = servers[i], chats[i], first[i]
                     await asyncio.sleep(PAUSE_S)
                     messages.append(asked)
@@ -184,8 +184,8 @@ async def _enter_chats(
     direct, sidecar = first
     report.figures |= {
         "llama_server_chat_ttft_p50_ms": statistics.median(direct),
-        "added_chat_ttft_p50_ms": _added(direct, sidecar),
-        "added_chat_ttft_p50_error_ms": _added_error(direct, sidecar),
+        "added_chat_ttft_p50_ms": added_ms(direct, sidecar),
+        "added_chat_ttft_p50_error_ms": added_error_ms(direct, sidecar),
     }
 
 
@@ -195,23 +195,23 @@ def _enter(report: Report, load: ProxyLoad, direct: Times, sidecar: Times) -> No
     p50, p99 = statistics.median, _p99
     report.figures |= {
         f"llama_server_ttft_p50_ms{tail}": p50(direct.first),
-        f"added_ttft_p50_ms{tail}": _added(direct.first, sidecar.first),
-        f"added_ttft_p50_error_ms{tail}": _added_error(direct.first, sidecar.first),
+        f"added_ttft_p50_ms{tail}": added_ms(direct.first, sidecar.first),
+        f"added_ttft_p50_error_ms{tail}": added_error_ms(direct.first, sidecar.first),
         f"added_ttft_p99_ms{tail}": p99(sidecar.first) - p99(direct.first),
         f"llama_server_per_token_p50_ms{tail}": p50(direct.per_token),
-        f"added_per_token_p50_ms{tail}": _added(direct.per_token, sidecar.per_token),
-        f"added_per_token_p50_error_ms{tail}": _added_error(direct.per_token, sidecar.per_token),
-        f"added_end_p50_ms{tail}": _added(direct.end, sidecar.end),
+        f"added_per_token_p50_ms{tail}": added_ms(direct.per_token, sidecar.per_token),
+        f"added_per_token_p50_error_ms{tail}": added_error_ms(direct.per_token, sidecar.per_token),
+        f"added_end_p50_ms{tail}": added_ms(direct.end, sidecar.end),
         f"towerd_cpu_per_turn_ms{tail}": sidecar.cpu_ms / len(sidecar.first),
     }
 
 
-def _added(direct: Sequence[float], sidecar: Sequence[float]) -> float:
+def added_ms(direct: Sequence[float], sidecar: Sequence[float]) -> float:
     """The median of the differences between towerd's and llama-server's time for each request."""
     return statistics.median(ours - its for its, ours in zip(direct, sidecar, strict=True))
 
 
-def _added_error(direct: Sequence[float], sidecar: Sequence[float]) -> float:
+def added_error_ms(direct: Sequence[float], sidecar: Sequence[float]) -> float:
     """Half the width of that median's confidence interval, at about 95 % (McGill, Tukey and Larsen
     1978, notches of box plots)."""
     low, high = np.percentile(np.subtract(sidecar, direct), (25, 75))

@@ -127,7 +127,7 @@ async def run(model: Path | None, quick: bool) -> Report:
     with tempfile.TemporaryDirectory(prefix="towerd-bench-") as folder:
         root = Path(folder) / "store"
         with towerd_server(path, root, *FLAGS) as server:
-            stats = await _press(server, load)
+            stats = await press(server, load)
         seconds = time.monotonic() - began
         if not load.stopped:
             with Store.open(root, latest_fingerprint) as store:
@@ -191,7 +191,7 @@ def show(samples: Sequence[SoakSample]) -> None:
     Console().print(table)
 
 
-async def _press(server: ServerProcess, load: SoakRun) -> dict[str, Any]:
+async def press(server: ServerProcess, load: SoakRun) -> dict[str, Any]:
     """Send all requests; returns the daemon's counters at the end."""
     timeout = aiohttp.ClientTimeout(total=ANSWER_S_MAX)
     async with aiohttp.ClientSession(timeout=timeout) as session:

@@ -98,8 +98,7 @@ class ApiClient:
     def session(self, id: str, scope: str | None = None, *, text: bool = False) -> Json:
         """`session`, `turns`, `text` (that of the current branch, or None) and `kept`: what is
         live of a chat with a budget, or None."""
-        # Looking at a frozen session is not continuing it: do not thaw it.
-        query = {"scope": scope, "text": int(text), "kept": int(self.has_model), "thaw": 0}
+        query = {"scope": scope, "text": int(text), "kept": int(self.has_model)}
         found = self._get(f"{OWN}/sessions/{_name(id)}", **query)
         return {"text": None, "kept": None, **found}
 

@@ -61,6 +61,14 @@ def _running(found: Json) -> Iterator[tuple[str, object]]:
     for tier in ("hot", "warm"):
         used, most = size(tiers[f"{tier}_bytes"]), size(tiers[f"{tier}_bytes_max"])
         yield tier, f"{used} of {most}, {tiers[f'{tier}_evictions']:,} evictions"
+    space = found["space"]
+    yield "resumable", f"{space['tokens_resumable']:,} tokens resume without prefill"
+    if space["tokens_to_prefill"]:
+        more = size(space["bytes_wanted"])
+        yield (
+            "without rows",
+            f"{space['tokens_to_prefill']:,} tokens; {more} more disk keeps as many",
+        )
     if tiers["damaged_segments"] or tiers["write_errors"]:
         damaged, failed = tiers["damaged_segments"], tiers["write_errors"]
         yield "trouble", f"{damaged} damaged segments, {failed} failed writes: see the log"

@@ -78,7 +78,7 @@ def show(session: str, scope: str | None, text: bool, as_json: bool, target: Tar
     with connect(target) as backend:
         with_text = text or (backend.has_model and not as_json)
         found = backend.session(session, scope, text=with_text)
-        path = _path(backend, found["turns"])
+        path = _path(backend, found["session"], found["turns"])
     if as_json:
         echo_json({**found, "path": path, "tiers": _by_tier(found["session"], path)})
     else:
@@ -108,10 +108,10 @@ def drawn(runs: list[list[int]], n: int, width: int = DRAWING_CHARS) -> str:
     return line
 
 
-def _path(backend: ApiClient, turns: list[Json]) -> list[Json]:
+def _path(backend: ApiClient, session: Json, turns: list[Json]) -> list[Json]:
     """The segments of the current branch, first to last."""
     leaf = leaf_segment(turns)
-    if leaf == 0:
+    if leaf == 0 or session["tokenizer"]:  # its segments are not those of the served model
         return []
     last = backend.segment(leaf)
     above = [backend.segment(id) for id in last["path"][:-1]]
@@ -134,10 +134,25 @@ def _by_tier(session: Json, path: list[Json]) -> dict[str, int]:
 def _rows(session: Json, by_tier: dict[str, int]) -> str:
     from towerd.cli.output import size
 
+    if session["tokenizer"]:
+        return "none here: its tokens are those of another tokenizer"
     if session["cold_bytes"]:
         return f"none: frozen, its tokens are coded in {size(session['cold_bytes'])}"
     hot, warm, rest = by_tier["hot"], by_tier["warm"], by_tier["tokens_only"]
     return f"hot {hot:,}, warm {warm:,}, tokens only {rest:,}"
+
+
+def _other_models(rows: list[Json]) -> list[tuple[str, str]]:
+    """A line for each model besides the served one that has rows of a conversation."""
+    return [
+        (
+            "also rows for",
+            f"{each['arch']} {each['model_hash'][:12]}, cache {each['cache_types']}: "
+            f"{each['n_tokens']:,} tokens",
+        )
+        for each in rows
+        if not each["is_served"]
+    ]
 
 
 def _print(found: Json, path: list[Json], *, whole_text: bool) -> None:
@@ -156,6 +171,7 @@ def _print(found: Json, path: list[Json], *, whole_text: bool) -> None:
             ("last used", moment(session["updated"])),
             ("tokens", f"{session['n_tokens']:,} in the current branch"),
             ("rows", _rows(session, by_tier)),
+            *_other_models(found["rows"]),
             *kept_facts(found["kept"]),
         )
     )

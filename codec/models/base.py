@@ -59,10 +59,10 @@ class TokenPredictor(Protocol):
 class CopyablePredictor(TokenPredictor, Protocol):
     """A predictor that can be copied quickly."""
 
-    def within(self, n_ctx: int) -> TokenPredictor:
+    def within(self, n_ctx: int) -> CopyablePredictor:
         """A new predictor of the same model that attends to at most `n_ctx` tokens of a text."""
         ...
 
-    def copy(self) -> TokenPredictor:
+    def copy(self) -> CopyablePredictor:
         """A new predictor of the same model, with lanes of its own."""
         ...

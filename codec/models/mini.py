@@ -25,11 +25,16 @@ def mini_network(
     UnknownModel if the file is not such a model, or was trained with another tokenizer than the
     table."""
     prior = file.bundled() if prior is None else prior
-    with GgufVocabulary(path) as mini:
-        pieces = [b"" if i in prior.controls else piece for i, piece in enumerate(mini.pieces)]
-    if pieces != list(prior.pieces):
+    if not has_tokens_of(path, prior):
         raise UnknownModel(
             f"{path} has other tokens than the table: build the table with the "
             "tokenizer of that model (python -m lab.prior.build)."
         )
     return Network(vocabulary, prior, ExactPredictor(path, n_threads=n_threads))
+
+
+def has_tokens_of(path: Path, prior: Prior) -> bool:
+    """Whether a GGUF has the tokens of a table. UnknownModel if it has no tokenizer."""
+    with GgufVocabulary(path) as mini:
+        pieces = [b"" if i in prior.controls else piece for i, piece in enumerate(mini.pieces)]
+    return pieces == list(prior.pieces)

@@ -64,7 +64,8 @@ def load_weights(path: Path, n_ctx: int = 0) -> LmWeights:
     try:
         return _WeightsReader(data).weights(n_ctx)
     except UnknownModel as error:
-        raise UnknownModel(f"{path} is no mini model. {error}") from error
+        why = str(error)
+        raise UnknownModel(f"{path} is no mini model: {why[0].lower()}{why[1:]}") from error
 
 
 def shape_of(header: GgufHeader, n_ctx: int) -> LmShape:

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGUFReader, TokenType
 
+from towerd.codec.base import TokenVocabulary
 from towerd.codec.errors import UnknownModel
 from towerd.codec.vocabulary import GgufVocabulary
 from towerd.kernels.mixing import BREAK, OPENING, Mixer, make_mixer
@@ -57,7 +58,7 @@ class Prior:
     """Everything that `mix` starts from. `ranks` maps ids to ranks, `ids` back; `pieces` are the
     bytes of each token, b"" for control tokens."""
 
-    vocabulary: GgufVocabulary
+    vocabulary: TokenVocabulary
     pieces: Sequence[bytes]
     name: bytes
     ranks: I32
@@ -73,6 +74,11 @@ class Prior:
     def mixer(self, state: str = "state") -> Mixer:
         """A new mixer; `state` "network": the one trained for use with the mini model."""
         return make_mixer(self.weights, self.tables, self.states[state], self.kinds)
+
+
+def name_of(data: bytes) -> bytes:
+    """The 8 bytes that name a file with these bytes: a table or a model."""
+    return hashlib.blake2b(data, digest_size=8).digest()
 
 
 @functools.cache
@@ -106,7 +112,7 @@ def load(path: Path) -> Prior:
     controls = tuple(i for i, kind in enumerate(types) if kind == TokenType.CONTROL)
     pieces = [b"" if i in controls else piece for i, piece in enumerate(vocabulary.pieces)]
     ranks = ranks_of(pieces)
-    name = hashlib.blake2b(path.read_bytes(), digest_size=8).digest()
+    name = name_of(path.read_bytes())
     ids = np.argsort(ranks).astype(np.int32)
     kinds = kinds_of(pieces, controls[START])
     return Prior(vocabulary, pieces, name, ranks, ids, controls, kinds, weights, tables, states)

@@ -40,10 +40,9 @@ IQ4_NL = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32
 )
 IQ4_NL_LEAST = F32(1e-15)
-CANDIDATES = 8
-"""Scales that the search tries; the first is the plain one, which is exact for the extremes."""
 WIDER = np.array([0, *(i * 0.375 for i in range(-3, 4))], np.float32)
-"""Symmetric: by how many codes more than `half` the largest number is stretched, then clipped."""
+"""Of the scales that the search tries; the first is the plain one, which is exact for the extremes.
+Symmetric: by how many codes more than `half` the largest number is stretched, then clipped."""
 BELOW = np.array([0, -0.25, 0, 0.25, 0.25, 0, 0.5, -0.25], np.float32)
 ABOVE = np.array([0, 0.25, -0.25, 0.25, -0.5, 0.5, 0, 0], np.float32)
 """Asymmetric: by how many codes the numbers are stretched below 0 and above the top code. Chosen

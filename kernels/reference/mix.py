@@ -214,7 +214,7 @@ class ReferenceMixer:
         `counts` uint32[n]: the network's distribution, by rank."""
         self.lane, self.node = lane, 0
         here = self.lanes[lane]
-        self.lists = [self._look_up(order, here.history) for order in range(1, STATIC + 1)]
+        self.lists = [self.look_up(order, here.history) for order in range(1, STATIC + 1)]
         self.reached = [1 << 28] * (STATIC + 1)
         self.hashes = here.contexts()
         self.predicted = [self.lanes.follows(match) for match in here.matches]
@@ -233,7 +233,7 @@ class ReferenceMixer:
         self.lanes.append(self.lane, rank)
         return -1 - rank
 
-    def _look_up(self, order: int, history: list[int]) -> _List:
+    def look_up(self, order: int, history: list[int]) -> _List:
         found: list[int] = []
         if order <= len(self.tables) and len(self.tables[order - 1][0]):
             index, data = self.tables[order - 1]

@@ -41,7 +41,7 @@ def context_hash(history: Sequence[int], order: int) -> int:
 
 
 @dataclass
-class Match:
+class RepeatedText:
     """Tokens of a lane that were equal to the last ones, up to `at`."""
 
     lane: int = 0
@@ -54,7 +54,9 @@ class Lane:
     """One text."""
 
     history: list[int] = field(default_factory=lambda: [0] * PAD)
-    matches: list[Match] = field(default_factory=lambda: [Match() for _ in range(MATCHES)])
+    matches: list[RepeatedText] = field(
+        default_factory=lambda: [RepeatedText() for _ in range(MATCHES)]
+    )
     name: int = 0
     """Hash of the name of this message's author."""
     previous: int = 0
@@ -106,7 +108,7 @@ class MixLanes:
         self._lanes = [Lane() for _ in range(n)]
         self._last_seen: list[dict[int, tuple[int, int]]] = [{} for _ in range(MATCHES)]
 
-    def follows(self, match: Match) -> int:
+    def follows(self, match: RepeatedText) -> int:
         """The rank that followed the matched text; -1: another lane may not have got there yet."""
         past = self._lanes[match.lane].history
         return past[match.at] if match.length and match.at < len(past) else -1
@@ -135,5 +137,5 @@ class MixLanes:
             ):
                 n += 1
             if n >= MATCH_LEAST:
-                here.matches[which] = Match(other, at, n)
+                here.matches[which] = RepeatedText(other, at, n)
         self._last_seen[which][key] = (lane, end)

@@ -172,5 +172,32 @@ def codec(
     _run("codec.sizes", None, quick, data=data, vocabs=vocabs, mini=mini, p_mins=p_mins)
 
 
+@bench.command()
+@click.option(
+    "--data",
+    required=True,
+    multiple=True,
+    type=FILE,
+    help="Chat records of the source; may be given again.",
+)
+@click.option(
+    "--train",
+    required=True,
+    type=FILE,
+    help="Chat records whose other sources PPMd is primed with (train.jsonl.zst).",
+)
+@click.option("--source", required=True, metavar="NAME", help="The source to measure.")
+@click.option("--vocab", type=FILE, help="GGUF whose tokenizer the sessions are in.")
+@click.option(
+    "--table",
+    type=FILE,
+    help="Table that was built without the source; `mix` alone is measured with it.",
+)
+@QUICK
+def unseen(quick: bool, **options: Any) -> None:
+    """Bits of cold sessions of a source that the codec was not trained on."""
+    _run("codec.unseen", None, quick, **options)
+
+
 def _run(name: str, model: Path | None, quick: bool, **options: Any) -> None:
     run_benchmark(f"lab.bench.{name}", model, quick, **options)

@@ -166,8 +166,19 @@ def course_options(command: Command) -> Command:
     show_default=True,
     help="RoPE's base; long contexts want a larger one.",
 )
+@click.option(
+    "--served",
+    type=FILE,
+    metavar="FILE",
+    help="GGUF that a daemon serves: say at the end what the model gains as its --codec-model.",
+)
 def mini(
-    n_vocab: int, tokenizer: Path | None, start: Path | None, as_json: bool, **given: Any
+    n_vocab: int,
+    tokenizer: Path | None,
+    start: Path | None,
+    served: Path | None,
+    as_json: bool,
+    **given: Any,
 ) -> None:
     """Train the mini model and its tokenizer, and write OUT/mini.gguf.
 
@@ -177,7 +188,7 @@ def mini(
     from lab.train.job import train_mini
 
     with _Bar(quiet=as_json) as bar:
-        report = train_mini(job, n_vocab, tokenizer, bar, start=start)
+        report = train_mini(job, n_vocab, tokenizer, bar, start=start, served=served)
     _show(report, as_json)
 
 
@@ -221,7 +232,8 @@ def distill(
     **given: Any,
 ) -> None:
     """Train a student with the teacher's tokenizer on the teacher's own distributions, and write
-    OUT/student.gguf.
+    OUT/student.gguf. At the end it says what the student gains as --codec-model of a daemon that
+    serves the teacher, on conversations that were held out whole.
 
     Ctrl-C saves and stops; the same command with --resume continues.
     """
@@ -373,3 +385,21 @@ def _show(report: dict[str, Any], as_json: bool) -> None:
     if "divergence_nats" in report:
         facts.append(("divergence from the teacher, nats", report["divergence_nats"]))
     show_facts([*facts, ("model", report["model"])])
+    if "codec" in report:
+        _show_gain(report["codec"], Path(report["model"]))
+
+
+def _show_gain(found: dict[str, Any], model: Path) -> None:
+    from lab.train.evaluation.gain import advice
+    from towerd.cli.output import show_table
+
+    if "refused" not in found:
+        names = {"bundled": "bundled model", "student": "this one", "smaller": "smaller of both"}
+        show_table(
+            ("conversations not seen", ">bytes", ">bits per token"),
+            [
+                (title, f"{found[name]['bytes']:,}", f"{found[name]['bits_per_token']:.3f}")
+                for name, title in names.items()
+            ],
+        )
+    click.echo(advice(found, model))

@@ -36,7 +36,7 @@ Progress: TypeAlias = Callable[[int, float, float], None]
 
 
 @dataclass(slots=True)
-class _Examples:
+class StepExamples:
     """paths: int64 [n, PATH_MAX + 1], the current step first, then those before it, padded with
     -1; texts: float32 [n, N_TEXT]; targets: int64 [n, N_STEPS]."""
 
@@ -64,13 +64,13 @@ def train(
     weights = _initial(learned, numbers)
     free = [tensor for name, tensor in weights.items() if name not in _FIXED]
     optimizer = torch.optim.AdamW(free, lr=2e-3, weight_decay=0.02)
-    examples, checks = _examples(learned, numbers), _examples(held, numbers)
+    examples, checks = examples_of(learned, numbers), examples_of(held, numbers)
     best = {name: tensor.detach().clone() for name, tensor in weights.items()}
     best_loss, n_worse = float("inf"), 0
     for epoch in range(epochs):
         loss = _epoch(weights, examples, optimizer)
         with torch.no_grad():
-            check = float(_loss(_logits(weights, checks.paths, checks.texts), checks.targets))
+            check = float(_loss(logits_of(weights, checks.paths, checks.texts), checks.targets))
         if progress is not None:
             progress(epoch, loss, check)
         n_worse = 0 if check < best_loss else n_worse + 1
@@ -98,7 +98,7 @@ def _initial(runs: Sequence[FinishedRun], numbers: dict[str, int]) -> dict[str, 
     return weights
 
 
-def _examples(runs: Sequence[FinishedRun], numbers: dict[str, int]) -> _Examples:
+def examples_of(runs: Sequence[FinishedRun], numbers: dict[str, int]) -> StepExamples:
     n = sum(len(run.steps) for run in runs)
     paths = np.full((n, PATH_MAX + 1), -1, np.int64)
     texts = np.zeros((n, N_TEXT), np.float32)
@@ -114,11 +114,11 @@ def _examples(runs: Sequence[FinishedRun], numbers: dict[str, int]) -> _Examples
             for k, code in enumerate([*codes[t + 1 : t + 1 + N_STEPS], end][:N_STEPS]):
                 targets[row, k] = code if code != UNKNOWN else _IGNORED
             row += 1
-    return _Examples(torch.from_numpy(paths), torch.from_numpy(texts), torch.from_numpy(targets))
+    return StepExamples(torch.from_numpy(paths), torch.from_numpy(texts), torch.from_numpy(targets))
 
 
 def _epoch(
-    weights: dict[str, torch.Tensor], examples: _Examples, optimizer: torch.optim.Optimizer
+    weights: dict[str, torch.Tensor], examples: StepExamples, optimizer: torch.optim.Optimizer
 ) -> float:
     order = torch.randperm(len(examples.paths))[:_EPOCH_MAX]
     total = 0.0
@@ -126,7 +126,7 @@ def _epoch(
         paths, texts = examples.paths[rows].clone(), examples.texts[rows].clone()
         paths[(torch.rand(paths.shape) < _DROP_AGENT) & (paths >= 0)] = UNKNOWN
         texts *= (torch.rand(len(rows), 1) >= _DROP_TEXT).float()
-        loss = _loss(_logits(weights, paths, texts, dropout=_DROPOUT), examples.targets[rows])
+        loss = _loss(logits_of(weights, paths, texts, dropout=_DROPOUT), examples.targets[rows])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -138,7 +138,7 @@ def _loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=_IGNORED)
 
 
-def _logits(
+def logits_of(
     w: dict[str, Any], paths: torch.Tensor, texts: torch.Tensor, dropout: float = 0.0
 ) -> torch.Tensor:
     """float [n, N_STEPS, outcomes]; the same sums as GraphPredictor.logits."""
@@ -158,10 +158,10 @@ def _logits(
     return flat.view(len(paths), N_STEPS, -1) / w["temperature"][:, None]
 
 
-def _calibrate(weights: dict[str, torch.Tensor], checks: _Examples) -> None:
+def _calibrate(weights: dict[str, torch.Tensor], checks: StepExamples) -> None:
     """Set each head's temperature: the best of a grid by held-out loss (Guo et al. 2017)."""
     with torch.no_grad():
-        logits = _logits(weights, checks.paths, checks.texts)
+        logits = logits_of(weights, checks.paths, checks.texts)
         for k in range(N_STEPS):
             grid = [0.6, 0.7, 0.8, 0.9, 1.0, 1.15, 1.3, 1.5, 1.8, 2.2, 2.8]
             losses = [

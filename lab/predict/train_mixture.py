@@ -44,7 +44,7 @@ GraphTrainer: TypeAlias = Callable[[Sequence[FinishedRun], int], GraphWeights]
 
 
 @dataclass(frozen=True)
-class _TrainingSet:
+class TrainingSet:
     """The training data: runs in random order, groups together. places: for every step, its run and
     its index in it; groups: int [n], its group; part: int [n], the fold that its run is in. The
     first n_voters steps are the voters."""
@@ -73,10 +73,10 @@ def train_mixture(
     runs = [run for run in runs if run.steps]
     if len(runs) < 2:
         raise ValueError(f"{len(runs)} workflows are too few to learn from")
-    training = _training_set(runs, seed)
+    training = training_set(runs, seed)
     n, agents, steps = training.n_voters, training.agents, training.steps
     graphs = [] if train_graph is None else _graphs(training, train_graph, seed)
-    parts, is_known = _by_names(training)
+    parts, is_known = scores_by_names(training)
     votes, weights, curves = [], [], []
     for words in (False, True)[: 2 if steps.said.any() else 1]:
         voted, held_out = _ridge(steps[:n], training.groups[:n], training.n_outcomes, words=words)
@@ -91,7 +91,7 @@ def train_mixture(
     return MixtureWeights(agents, memory, tuple(graphs), np.stack(weights), np.stack(curves))
 
 
-def _training_set(runs: Sequence[FinishedRun], seed: int) -> _TrainingSet:
+def training_set(runs: Sequence[FinishedRun], seed: int) -> TrainingSet:
     names = groups_of(runs, N_GRAPHS)
     order = list(dict.fromkeys(names))
     random.Random(seed).shuffle(order)
@@ -110,10 +110,10 @@ def _training_set(runs: Sequence[FinishedRun], seed: int) -> _TrainingSet:
     ]
     places = [(run, i) for run in chosen for i in range(len(run.steps))]
     steps = remember(chosen, numbers, len(agents))
-    return _TrainingSet(chosen, agents, steps, places, np.array(groups), np.array(part))
+    return TrainingSet(chosen, agents, steps, places, np.array(groups), np.array(part))
 
 
-def _graphs(training: _TrainingSet, train_graph: GraphTrainer, seed: int) -> list[GraphWeights]:
+def _graphs(training: TrainingSet, train_graph: GraphTrainer, seed: int) -> list[GraphWeights]:
     """One graph model for each fold of the runs, trained on the others."""
     part = folds(training.runs, N_GRAPHS, seed)
     found = []
@@ -123,7 +123,7 @@ def _graphs(training: _TrainingSet, train_graph: GraphTrainer, seed: int) -> lis
     return found
 
 
-def _by_names(training: _TrainingSet) -> tuple[Array, NDArray[np.bool_]]:
+def scores_by_names(training: TrainingSet) -> tuple[Array, NDArray[np.bool_]]:
     """float32 [voters, PARTS, N_STEPS, outcomes] with the parts that follow from counts, each
     without the counts of the step's group; and whether the last name is known without them."""
     n, steps = training.n_voters, training.steps
@@ -143,7 +143,7 @@ def _by_names(training: _TrainingSet) -> tuple[Array, NDArray[np.bool_]]:
     return out, is_known
 
 
-def _by_graph(training: _TrainingSet, graphs: Sequence[GraphWeights], *, words: bool) -> Array:
+def _by_graph(training: TrainingSet, graphs: Sequence[GraphWeights], *, words: bool) -> Array:
     """float32 [voters, N_STEPS, outcomes]: each step's forecast by a model that did not see it."""
     means = [GraphMean([graph], training.agents) for graph in graphs]
     out = np.zeros((training.n_voters, N_STEPS, training.n_outcomes), np.float32)

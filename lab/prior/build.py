@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from rich.progress import track
 
-from lab.prior import tables, training
+from lab.prior import tables
 from lab.prior.save import save
 from lab.train.data.bpe import START, Bpe
 from lab.train.data.corpus import build_corpus
@@ -23,7 +23,7 @@ from lab.train.data.form import MiniForm
 from lab.train.data.manifest import read_manifest
 from lab.train.data.records import read_dataset
 from lab.train.data.tokenizer import tokenizer_of
-from towerd.codec.prior import file, state
+from towerd.codec.prior import file, state, training
 from towerd.kernels.mixing import make_mixer
 
 I32 = npt.NDArray[np.int32]
@@ -39,10 +39,18 @@ from templates, which would crowd out text that people write."""
 @click.argument("run", type=click.Path(file_okay=False, path_type=Path))
 @click.argument("out", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--mib", default=11.0, show_default=True, help="Size of the tables.")
+@click.option("--without", multiple=True, help="A source to leave out, to measure on its text.")
 @click.option("--vocab", default=4096, show_default=True, help="Tokens, if RUN has no tokenizer.")
-def main(data: Path, run: Path, out: Path, mib: float, vocab: int) -> None:
+def main(
+    data: Path, run: Path, out: Path, mib: float, without: tuple[str, ...], vocab: int
+) -> None:
     """Count, prune, train and write."""
     bpe, train = read_corpus(data, run, vocab)
+    if unknown := sorted(set(without) - train.keys()):
+        raise click.ClickException(
+            f"There is no source {unknown[0]}; there are {', '.join(train)}."
+        )
+    train = {name: ids for name, ids in train.items() if name not in without}
     manifest = read_manifest()
     build(bpe, train, {name: WORTH[manifest[name].kind] for name in train}, out, mib)
 

@@ -15,13 +15,12 @@ import numpy as np
 import numpy.typing as npt
 from rich.progress import track
 
-from lab.prior import training
 from lab.prior.build import mixed, n_held, read_corpus, sessions
 from lab.prior.save import save
 from towerd.codec.errors import UnknownModel
 from towerd.codec.models.base import TokenPredictor
 from towerd.codec.models.exact import ExactPredictor
-from towerd.codec.prior import file
+from towerd.codec.prior import file, training
 from towerd.codec.prior.file import Prior
 from towerd.kernels.mixing import Mixer, make_mixer
 
@@ -76,17 +75,12 @@ def steps(
             f"The model has {predictor.n_tokens} tokens, the table {len(prior.ids)}."
         )
 
-    def network_counts(ranks: I32) -> Iterator[U32]:
-        ids = [prior.controls[0], *prior.ids[ranks[:-1]].tolist()]
-        predictor.reset()
-        for at in range(0, len(ids), predictor.window):
-            for counts in predictor.feed([(0, id) for id in ids[at : at + predictor.window]]):
-                yield counts[prior.ids]
+    counts = training.counts_of(predictor, prior)
 
     def make(now: U32) -> Mixer:
         return make_mixer(prior.weights, prior.tables, now, prior.kinds)
 
-    return training.trained(make, prior.states["state"], held, network_counts)
+    return training.trained(make, prior.states["state"], held, counts)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from lab.train.data.manifest import TextSource, read_manifest
 from lab.train.data.records import Dataset, read_dataset
 from lab.train.data.tokenizer import tokenizer_of
 from lab.train.errors import TrainError
+from lab.train.evaluation.gain import gain, held_out
 from lab.train.evaluation.loss_plot import plot
 from lab.train.loop.progress import Status, TrainingProgress
 from lab.train.loop.run import TrainingRun
@@ -56,10 +57,13 @@ def train_mini(
     progress: TrainingProgress | None = None,
     *,
     start: Path | None = None,
+    served: Path | None = None,
 ) -> dict[str, Any]:
     """Train the mini model and write mini.gguf; returns the report. Its tokenizer is that of the
     GGUF `tokenizer`, or a new one of `n_vocab` tokens. With `start` it begins with that GGUF's
-    weights, sizes and tokenizer; context and RoPE base are those of the job. Raises TrainError."""
+    weights, sizes and tokenizer; context and RoPE base are those of the job. With `served`, the
+    GGUF that a daemon serves, the report says what the model gains as its codec model. Raises
+    TrainError."""
     given = None if start is None else PretrainedModel(start)
     run, data, manifest = begin(job)
     path = run.folder / "tokenizer.json"
@@ -80,7 +84,15 @@ def train_mini(
         licence_of(manifest, corpus),
         {},
     )
-    return finish(job, run, trainer, bpe.vocabulary(), card, manifest, data, {})
+
+    def measure(mini: Path) -> dict[str, Any]:
+        if served is None:
+            return {}
+        with Teacher(served, shape.n_ctx, n_threads=job.n_threads) as model:
+            unseen = held_out(data.dev, TeacherForm(model))
+        return {"codec": gain(served, mini, unseen)}
+
+    return finish(job, run, trainer, bpe.vocabulary(), card, manifest, data, measure)
 
 
 @dataclass(frozen=True)
@@ -133,15 +145,20 @@ def distill(
         trainer = make_trainer(job, run, shape, form, objective, corpus)
         trainer.train(note_steps(trainer, progress))
         windows = Windows(_dev_as_train(corpus), shape.n_ctx, seed)
-        held_out = DistillationObjective(windows, teacher, top_k, _subfolder(kept, "dev"))
-        more = {"divergence_nats": round(_divergence(trainer, held_out), 4)}
+        objective = DistillationObjective(windows, teacher, top_k, _subfolder(kept, "dev"))
+        more = {"divergence_nats": round(_divergence(trainer, objective), 4)}
+        unseen = held_out(data.dev, form)
     card = Card(
         f"towerd-student-{teacher_path.stem}",
         f"Student of {teacher_path.name}, made by towerctl train distill",
         "the licence of the teacher",
         {},
     )
-    return finish(job, run, trainer, vocabulary, card, manifest, data, more)
+
+    def measure(student: Path) -> dict[str, Any]:
+        return more | {"codec": gain(teacher_path, student, unseen)}
+
+    return finish(job, run, trainer, vocabulary, card, manifest, data, measure)
 
 
 def begin(job: TrainingJob) -> tuple[TrainingRun, Dataset, dict[str, TextSource]]:
@@ -202,11 +219,11 @@ def _dev_as_train(corpus: Corpus) -> Corpus:
     return Corpus(ids, {}, {name: corpus.weights.get(name, 1.0) for name in ids})
 
 
-def _divergence(trainer: Trainer, held_out: Objective) -> float:
+def _divergence(trainer: Trainer, objective: Objective) -> float:
     n_windows = max(1, DEV_TOKENS // trainer.shape.n_ctx)
     with torch.no_grad():
         losses: list[float] = [
-            held_out.loss(trainer.weights, trainer.shape, k, 1).item() for k in range(n_windows)
+            objective.loss(trainer.weights, trainer.shape, k, 1).item() for k in range(n_windows)
         ]
     return sum(losses) / len(losses)
 
@@ -225,9 +242,10 @@ def finish(
     card: Card,
     manifest: Mapping[str, TextSource],
     data: Dataset,
-    more: Mapping[str, Any],
+    measure: Callable[[Path], Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Evaluate, export and plot; write and return the report."""
+    """Evaluate, export and plot; write and return the report, with what `measure` finds for the
+    GGUF."""
     bits = trainer.evaluate(job.eval_tokens).table(manifest)
     trainer.note({"dev": bits["all"]})
     shape = trainer.shape
@@ -247,7 +265,7 @@ def finish(
         "bits_per_byte": bits,
         "sources": {n: {"origin": s.origin, "licence": s.licence} for n, s in manifest.items()},
         "data": data.digests,
-        **more,
+        **measure(path),
     }
     part = run.folder / ".report.json.part"
     part.write_text(json.dumps(report, indent=1) + "\n")

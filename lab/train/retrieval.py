@@ -215,7 +215,7 @@ def train_retrieval(
         licence_of(manifest, corpus),
         {},
     )
-    return finish(job, run, trainer, bpe.vocabulary(), card, manifest, data, more)
+    return finish(job, run, trainer, bpe.vocabulary(), card, manifest, data, lambda _: more)
 
 
 def score_tasks(

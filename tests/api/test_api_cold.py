@@ -38,7 +38,7 @@ async def test_there_and_back(client: Client) -> None:
     assert (await value(await client.get(f"{OWN}?idle_s=0")))["sessions"] == []
     (listed,) = (await value(await client.get(OWN)))["sessions"]
     assert listed == found["session"]
-    shown = await value(await client.get(f"{OWN}/{id}?ids=1&text=1&thaw=0"))
+    shown = await value(await client.get(f"{OWN}/{id}?ids=1&text=1"))
     assert (shown["ids"], shown["text"]) == (before["ids"], before["text"])
     assert [turn["id"] for turn in shown["turns"]] == [turn["id"] for turn in before["turns"]]
     exported = await client.get(f"{OWN}/{id}/export")
@@ -52,6 +52,27 @@ async def test_there_and_back(client: Client) -> None:
     after = await value(await client.get(f"{OWN}/{id}?ids=1&text=1"))
     assert after["session"] == before["session"]
     assert (after["ids"], after["text"]) == (before["ids"], before["text"])
+
+
+async def test_looking_does_not_thaw_and_a_post_warms_up(client: Client, service: Any) -> None:
+    """Whatever is shown of a frozen session, its row in the catalog stays; warming up makes its rows
+    live, also where only the rows are gone."""
+    id = await talk(client)
+    await value(await client.post(f"{OWN}/{id}/freeze", json={}))
+    before = service.store.session(id)
+    for query in ("", "?text=1", "?ids=1", "?kept=1"):
+        await value(await client.get(f"{OWN}/{id}{query}"))
+    await service.cold.ahead.idle()
+    assert service.store.session(id) == before
+    assert service.cold.stats()["thaws"] == 0
+    n_tokens = before.n_tokens
+    for was_frozen in (True, False):
+        for seq in list(service.engine.pool):
+            service.engine.pool.drop(seq)
+        found = await value(await client.post(f"{OWN}/{id}/thaw", json={}))
+        assert found["changed"] is was_frozen
+        await service.cold.ahead.idle()
+        assert service.engine.pool.cells_used >= n_tokens - 1
 
 
 async def test_a_file_is_imported_over_a_frozen_session(client: Client) -> None:
@@ -128,3 +149,4 @@ async def test_a_named_session_is_thawed_while_its_prompt_is_made(
             await value(await client.post(path, json=body, headers={"X-Towerd-Session": name}))
         await service.cold.ahead.idle()
         assert not service.store.session(id).cold_bytes
+        await service.engine.settle()  # lets go of what was evaluated ahead

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import requests
 
-from towerd.app.daemon import _bind_unix
+from towerd.app.daemon import bind_unix
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
@@ -114,13 +114,13 @@ def test_second_daemon_on_one_socket(
 def test_stale_socket_is_replaced(tmp_path: Path) -> None:
     """A socket that a killed daemon left is replaced; a regular file is not."""
     path = tmp_path / "s"
-    _bind_unix(path).close()
-    sock = _bind_unix(path)
+    bind_unix(path).close()
+    sock = bind_unix(path)
     sock.close()
     path.unlink()
     path.write_text("precious")
     with pytest.raises(FileExistsError):
-        _bind_unix(path)
+        bind_unix(path)
     assert path.read_text() == "precious"
 
 

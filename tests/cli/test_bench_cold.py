@@ -39,9 +39,9 @@ def test_bits_are_told_by_text_and_a_long_chat_thaws(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two texts: random letters take more bits than one sentence over and over."""
-    monkeypatch.setattr(cold, "_TOKENS", 120)
-    monkeypatch.setattr(cold, "_LONG_TOKENS", 400)
-    monkeypatch.setattr(cold, "_BASE_TOKENS", 20)
+    monkeypatch.setattr(cold, "TOKENS", 120)
+    monkeypatch.setattr(cold, "LONG_TOKENS", 400)
+    monkeypatch.setattr(cold, "BASE_TOKENS", 20)
     easy, hard = tmp_path / "easy.txt", tmp_path / "hard.txt"
     easy.write_text("The cat saw a big red ball. " * 400)
     hard.write_text("".join(chr(97 + i * i % 641 * 7 % 26) for i in range(8000)))

@@ -39,14 +39,14 @@ def test_recall_of_sequential_pages_by_counting() -> None:
 
 def test_loaded_pages_never_exceed_the_budget() -> None:
     pages = np.array([0, 0, 0, 1, 2, 2, 3, 3, 3, 3])
-    loaded = recall._loaded(pages, np.array([2, 0, 0, 3, 1]), 7)
+    loaded = recall.loaded_tokens(pages, np.array([2, 0, 0, 3, 1]), 7)
     assert loaded.tolist() == [0, 1, 2, 3, 4, 5]  # page 3 does not fit, page 1 does
 
 
 def test_pages_with_most_of_the_nearest_keys_come_first() -> None:
     pages = np.repeat(np.arange(5), (8, 16, 2, 4, 9))
     nearest = np.array([*range(8, 18), 24, 25, 0, 1, 2, 26, 30, 31])
-    order = recall._page_order(pages, nearest)
+    order = recall.page_order(pages, nearest)
     assert order.tolist() == [2, 1, 0, 3, 4, 4]
 
 

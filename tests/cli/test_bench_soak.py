@@ -79,7 +79,7 @@ async def test_a_daemon_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(soak, "ANSWER_S_MAX", 0.2)
     load = new_load(1000)
     with hanging() as server:
-        await soak._press(server, load)
+        await soak.press(server, load)
     report = soak.report_of("m", load, {}, 1.0)
     assert FAILURES_MAX <= report.figures["failed"] < FAILURES_MAX + soak.CLIENTS
     assert report.figures["done"] == 0
@@ -92,7 +92,7 @@ async def test_a_daemon_that_takes_too_much(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(soak, "RSS_MB_MAX", 1)
     load = new_load(1000)
     with hanging() as server:
-        await soak._press(server, load)
+        await soak.press(server, load)
         assert server.vitals() is None
     assert "MB" in load.stopped
 

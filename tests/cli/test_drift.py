@@ -12,7 +12,7 @@ from towerd.cli.bench.quality.drift import (
     AttentionDrift,
     DriftMeter,
     Floats,
-    attend,
+    LayerAttention,
     points,
     summary,
     terms,
@@ -27,6 +27,15 @@ from towerd.tiers.formats.levels import uniform
 
 FIRST_ORDER = 1.05
 """Slack for what is beyond first order, where no score moves by more than 0.03."""
+
+
+def attend(q: Floats, keys: Floats, values: Floats) -> LayerAttention:
+    """Scaled dot-product attention of `q` over all keys; shapes as in LayerAttention."""
+    group = len(q) // len(keys)
+    scores = q @ np.repeat(keys, group, axis=0).transpose(0, 2, 1) / np.sqrt(q.shape[-1])
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    return LayerAttention(q, weights, weights @ np.repeat(values, group, axis=0), keys, values)
 
 
 def moved_output(

@@ -61,4 +61,4 @@ def test_what_is_not_about_a_session_is_said_twice_at_most(tmp_path: Path, ctl: 
         for number in range(5):
             store.commit_turn(turn_of([1, 2, 3], [4], session=f"s{number}"))
     said = ctl("freeze", "--idle", "0", "--store-dir", tmp_path / "store", code=1).stderr
-    assert said.count("Coding a text takes the vocabulary") == 2
+    assert said.count("has another tokenizer than the model that is served") == 2

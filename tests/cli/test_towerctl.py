@@ -136,7 +136,7 @@ def test_sessions(server: Daemon, chats: list[str], ctl: Ctl, ctl_json: CtlJson)
     assert all(id in shown for id in chats)
     for id in chats:
         found = ctl_json("sessions", "show", id, *at(server))
-        assert set(found) == {"session", "turns", "path", "tiers", "kept", "text"}
+        assert set(found) == {"session", "turns", "rows", "path", "tiers", "kept", "text"}
         assert found["kept"] is None
         assert sum(found["tiers"].values()) == found["session"]["n_tokens"]
         assert sum(each["tokens"] for each in found["path"]) < found["session"]["n_tokens"]

@@ -1,4 +1,4 @@
-"""Freezes and thaws sessions of a store at random until it is killed: `freezer.py ROOT SEED N`."""
+"""Copies, freezes and thaws sessions of a store at random until it is killed: `freezer.py ROOT SEED N`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from cold_population import coder, name_of, some_form
 
-from towerd.cold import freeze, thaw
+from towerd.cold import freeze, thaw, write_copy
 from towerd.store import Store, latest_fingerprint
 
 
@@ -25,6 +25,10 @@ def main() -> None:
             name = name_of(chance.randrange(n))
             if store.session(name).cold_bytes:
                 thaw(store, codec, name)
+            elif chance.random() < 0.3:
+                write_copy(store, codec, name, form=some_form(chance))
+            elif chance.random() < 0.5:
+                freeze(store, codec, name)
             else:
                 freeze(store, codec, name, form=some_form(chance))
 

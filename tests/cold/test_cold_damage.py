@@ -30,7 +30,7 @@ def replace_row(store: Store, *, turns: bytes | None = None, marks: bytes | None
         "SELECT n_base, turns, marks, blob FROM cold JOIN blobs USING (session)"
     )
     turns, marks = turns or old_turns, marks or old_marks
-    with catalog.transaction():
+    with store.locked(), catalog.transaction():
         catalog.run(
             "UPDATE cold SET turns = ?, marks = ?, digest = ?",
             (turns, marks, row_digest(n_base, turns, marks, blob)),
@@ -43,13 +43,13 @@ def flip(store: Store) -> None:
     ((blob,),) = catalog.rows("SELECT blob FROM blobs")
     bad = bytearray(blob)
     bad[-12] ^= 4
-    with catalog.transaction():
+    with store.locked(), catalog.transaction():
         catalog.run("UPDATE blobs SET blob = ?", (bytes(bad),))
 
 
 def lose(store: Store) -> None:
     """All of the coded tokens, and the hash of what they were."""
-    with store.state.catalog.transaction():
+    with store.locked(), store.state.catalog.transaction():
         store.state.catalog.run("DELETE FROM blobs")
 
 
@@ -128,7 +128,7 @@ async def test_what_a_prompt_does_not_have_stays(service_on: OpenService) -> Non
         assert store.session_ids(id).tolist() == longer + answers[1].ids
         with pytest.raises(SessionFrozen):
             store.history(id)
-        with store.state.catalog.transaction():
+        with store.locked(), store.state.catalog.transaction():
             store.state.catalog.run("UPDATE blobs SET blob = ?", (blob,))
         assert await service.cold.thaw(id)
         history = store.history(id)

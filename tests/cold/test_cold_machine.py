@@ -18,10 +18,11 @@ from store_tools import FINGERPRINT, LAYOUT, check_rows, turn_of, write_all
 
 from towerd.codec import Codec
 from towerd.codec.vocabulary import GgufVocabulary
-from towerd.cold import cold_history, freeze, thaw
+from towerd.cold import cold_history, freeze, thaw, write_copy
 from towerd.errors import SessionFrozen
 from towerd.models.bundled import bundled_model
 from towerd.store import Store
+from towerd.store.sessions.idle import START
 from towerd.store.sessions.sessions import RECOGNISED_TOKENS_MIN
 from towerd.tiers.ranking import Ranking
 from towerd.tokens import ids_bytes
@@ -42,6 +43,7 @@ class Chat:
     ends: list[tuple[int, ...]] = field(default_factory=list)
     updated: float = 0.0
     is_frozen: bool = False
+    has_copy: bool = False
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -123,7 +125,7 @@ class ColdMachine(RuleBasedStateMachine):
             assert self.chats[key].is_frozen
             assert key == expected
             assert thaw(self.store, self.codec, frozen, scope)
-            self.chats[key].is_frozen = False
+            self.chats[key].is_frozen, self.chats[key].has_copy = False, True
         result = self.store.commit_turn(
             turn_of(prompt, reply, scope=scope, session=name, n_cached=n_cached)
         )
@@ -136,7 +138,7 @@ class ColdMachine(RuleBasedStateMachine):
         assert not chat.is_frozen
         chat.said.append(whole)
         chat.ends += [whole[: min(len(prompt), n_cached)], whole[:n_cached]]
-        chat.updated = self.now
+        chat.updated, chat.has_copy = self.now, False
 
     def recognised(self, prompt: tuple[int, ...], scope: str) -> str | None:
         """The session of the deepest turn end that begins `prompt`, the last used of several."""
@@ -158,7 +160,8 @@ class ColdMachine(RuleBasedStateMachine):
         scope, id = key.split("/")
         before, info = self.turns(key), self.store.session(id, scope)
         others = {k: self.ids(k) for k in self.chats if k != key}
-        froze = freeze(self.store, self.codec, id, scope, form="packed")
+        form = "auto" if self.chats[key].has_copy else "packed"
+        froze = freeze(self.store, self.codec, id, scope, form=form)
         assert froze is not None
         assert self.turns(key) == before
         after = self.store.session(id, scope)
@@ -166,6 +169,17 @@ class ColdMachine(RuleBasedStateMachine):
         assert (after.updated, after.title, after.n_turns) == (info.updated, "", info.n_turns)
         assert {k: self.ids(k) for k in others} == others
         self.chats[key].is_frozen = True
+        self.chats[key].has_copy = False
+
+    @precondition(lambda self: any(not chat.is_frozen for chat in self.chats.values()))
+    @rule(data=st.data())
+    def write_copy(self, data: st.DataObject) -> None:
+        """Nothing else changes; freezing then takes the copy, however the tree has grown since."""
+        key = self.pick(data, frozen=False)
+        scope, id = key.split("/")
+        wrote = write_copy(self.store, self.codec, id, scope, form="packed")
+        assert wrote == (not self.chats[key].has_copy)
+        self.chats[key].has_copy = True
 
     @precondition(lambda self: any(chat.is_frozen for chat in self.chats.values()))
     @rule(data=st.data())
@@ -174,6 +188,7 @@ class ColdMachine(RuleBasedStateMachine):
         assert thaw(self.store, self.codec, id, scope)
         assert not thaw(self.store, self.codec, id, scope)
         self.chats[f"{scope}/{id}"].is_frozen = False
+        self.chats[f"{scope}/{id}"].has_copy = True
 
     @precondition(lambda self: self.chats)
     @rule(data=st.data())
@@ -233,6 +248,10 @@ class ColdMachine(RuleBasedStateMachine):
         self.store.check_integrity(keys=True)
         self.ranking.check_integrity(self.store)
         assert {f"{each.scope}/{each.id}" for each in self.store.sessions()} == self.chats.keys()
+        idle = self.store.cold.page(self.now + 1, START, 100, lambda node: node.has_rows)
+        copies = {f"{each.scope}/{each.id}": each.has_copy for each in idle}
+        warm = {key: chat for key, chat in self.chats.items() if not chat.is_frozen}
+        assert copies == {key: chat.has_copy for key, chat in warm.items()}
         for key, chat in self.chats.items():
             assert self.ids(key) == chat.said[-1]
             if not chat.is_frozen:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from oracle import OpenService, ask
+from seams import connections
 from store_tools import FINGERPRINT, turn_of
 
 from towerd.codec import Codec, container
@@ -20,8 +22,9 @@ from towerd.errors import NotSupported, SessionFrozen, StoreError, ThawError
 from towerd.models.bundled import bundled_model
 from towerd.store import Store
 from towerd.store.sessions import cold as cold_table
-from towerd.store.sessions.cold import SessionBusy
 from towerd.store.sessions.cold_row import row_digest
+from towerd.store.sessions.frozen import SessionBusy
+from towerd.store.sessions.idle import START
 from towerd.tokens import ids_bytes
 from towerd.transfer import export_session
 
@@ -30,9 +33,20 @@ CHAT = [*BASE, 7, 8, 9, 10]
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with Store.open(tmp_path / "store", FINGERPRINT) as opened:
-        yield opened
+def opened(tmp_path: Path) -> Iterator[tuple[Store, sqlite3.Connection]]:
+    with connections() as found, Store.open(tmp_path / "store", FINGERPRINT) as store:
+        yield store, found[-1]
+
+
+@pytest.fixture
+def store(opened: tuple[Store, sqlite3.Connection]) -> Store:
+    return opened[0]
+
+
+@pytest.fixture
+def db(opened: tuple[Store, sqlite3.Connection]) -> sqlite3.Connection:
+    """The connection to the catalog of `store`."""
+    return opened[1]
 
 
 def say(store: Store, prompt: list[int], session: str = "x") -> list[int]:
@@ -170,17 +184,17 @@ async def test_the_watch_continues_after_an_error(
 ) -> None:
     """The catalog fails once, a callback always: sessions are frozen all the same."""
     say(store, CHAT)
-    idle, failures = store.cold.idle, [StoreError("the catalog failed")]
+    page, failures = store.cold.page, [StoreError("the catalog failed")]
 
     def fail_once(*args: Any, **more: Any) -> Any:
         if failures:
             raise failures.pop()
-        return idle(*args, **more)
+        return page(*args, **more)
 
     def fail(_: Any) -> None:
         raise OSError("a file cannot be deleted")
 
-    monkeypatch.setattr(store.cold, "idle", fail_once)
+    monkeypatch.setattr(store.cold, "page", fail_once)
     cold = ColdTier(
         store,
         Coding(lambda: VocabularySource(bundled_model(), "hash")),
@@ -240,7 +254,7 @@ def test_backoff() -> None:
 
 
 def test_sessions_that_all_begin_alike(
-    store: Store, codec: Codec, monkeypatch: pytest.MonkeyPatch
+    store: Store, db: sqlite3.Connection, codec: Codec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One place, many frozen sessions: a few are looked at, and the last used of them is meant."""
     monkeypatch.setattr(cold_table, "CANDIDATES_MAX", 3)
@@ -248,21 +262,20 @@ def test_sessions_that_all_begin_alike(
     for number in range(8):
         freeze(store, codec, f"s{number}", form="packed")
     seen: list[str] = []
-    catalog = store.state.catalog
-    catalog._db.set_trace_callback(seen.append)
-    found = store.cold.continued_by(ids_bytes(np.array([*whole, 1], np.int32)), "local")
-    catalog._db.set_trace_callback(None)
+    prompt = ids_bytes(np.array([*whole, 1], np.int32))
+    db.set_trace_callback(seen.append)
+    found = store.cold.continued_by(prompt, "local")
+    db.set_trace_callback(None)
     assert found == "s7"
     assert sum("FROM sessions WHERE pk = " in sql for sql in seen) == 3
     store.delete_session("s7")
-    assert len(store.cold._prefix_hashes) == 7 * 2
+    assert store.cold.continued_by(prompt, "local") == "s6"
 
 
-def test_what_is_asked_of_many_sessions_has_an_index(store: Store) -> None:
+def test_what_is_asked_of_many_sessions_has_an_index(store: Store, db: sqlite3.Connection) -> None:
     """No look-up goes through every session of the store."""
     say(store, CHAT)
     seen: list[str] = []
-    db = store.state.catalog._db
     db.set_trace_callback(seen.append)
     store.sessions(limit=10)
     store.sessions("local", 10)
@@ -271,6 +284,7 @@ def test_what_is_asked_of_many_sessions_has_an_index(store: Store) -> None:
     store.cold.stats()
     store.cold.frozen()
     store.cold.idle(1.0, 10)
+    store.cold.page(1.0, START, 10, lambda node: node.has_rows)
     db.set_trace_callback(None)
     whole = "INDEX sqlite_autoindex_sessions_1 (fingerprint=?)"
     for sql in seen:
@@ -290,12 +304,14 @@ async def test_the_policy_forgets_the_files_that_go(service_on: OpenService) -> 
             await ask(service, [*prompt, ord(name)], session=name)
             await service.engine.settle()
             await asyncio.to_thread(service.tiers.flush)
-        ranking = service.tiers.ranking
-        assert len(ranking._warm) == len(service.store.files()) > 1
+        ranking, root = service.tiers.ranking, service.store.root
+        assert ranking.explain(root)["n_warm"] == len(service.store.files()) > 1
         for name in ("x", "y"):
             await service.cold.freeze(name)
         await asyncio.to_thread(service.tiers.check_integrity)
-        assert len(ranking._warm) == len(service.store.files()) == 1  # what both begin with
+        assert (
+            ranking.explain(root)["n_warm"] == len(service.store.files()) == 1
+        )  # what both begin with
 
 
 def test_a_damaged_blob_is_passed_over(store: Store, codec: Codec) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,12 +18,13 @@ from services import EmbeddedService
 from waiting import until_async
 
 from towerd.codec import Codec
+from towerd.codec.vocabulary import GgufVocabulary
 from towerd.cold import Coding
 from towerd.engine.base import Finish, GenerateRequest, LiveBudget, Progress, Started
-from towerd.errors import NotFound, SessionFrozen
+from towerd.errors import ConfigError, NotFound
 from towerd.models.bundled import bundled_model
 from towerd.models.random_gguf import Shape, make_random_gguf
-from towerd.store.sessions.cold import SessionBusy
+from towerd.store.sessions.frozen import SessionBusy
 from towerd.tokens import Ids
 
 BASE = list(range(100, 180))
@@ -238,22 +240,6 @@ async def test_a_session_in_use_is_not_frozen(service_on: OpenService) -> None:
             await service.cold.freeze("missing")
 
 
-async def test_idle_sessions_freeze_by_themselves(service_on: OpenService) -> None:
-    """After `freeze_after_s`, least recently used first; a continued session thaws again."""
-    async with service_on(bundled_model(), freeze_after_s=0.3) as service:
-        answers = [await ask(service, [1, *words(50, n)]) for n in range(3)]
-        for _ in range(400):
-            if service.cold.stats()["frozen_sessions"] == 3:
-                break
-            await asyncio.sleep(0.05)
-        assert service.cold.stats()["frozen_sessions"] == 3
-        with pytest.raises(SessionFrozen):
-            service.store.session_ids(answers[0].finish.session)
-        again = await ask(service, [1, *words(50, 1), *answers[1].ids, *words(9, 20)])
-        assert again.finish.session == answers[1].finish.session
-        assert service.cold.n_failed == 0
-
-
 async def freeze_and_open(service: EmbeddedService, session: str) -> None:
     """Frozen with nothing live, then opened by a client: thawed ahead."""
     await service.cold.freeze(session)
@@ -276,6 +262,27 @@ async def test_thawed_ahead(service_on: OpenService) -> None:
         next_one = await ask(service, prompt + first.ids + words(9, 12), session="s")
         assert next_one.finish.reuse.prefill <= 12
         assert next_one.finish.reuse.cold == 0
+
+
+async def test_a_frozen_chat_that_is_expected_back_is_thawed_ahead(
+    service_on: OpenService,
+) -> None:
+    """The policy knows it by a segment that freezing removed."""
+    prompt = [1, *words(120, 11)]
+    async with service_on(bundled_model()) as service:
+        first = await ask(service, prompt, session="s")
+        await settle(service)
+        tip = service.store.turns("s")[-1].reply_node
+        await service.cold.freeze("s")
+        for seq in list(service.engine.pool):
+            service.engine.pool.drop(seq)
+        assert service.cold.ahead is not None
+        await asyncio.to_thread(service.cold.ahead.expected_back, tip)
+        await asyncio.sleep(0)
+        await service.cold.ahead.idle()
+        assert service.store.session("s").cold_bytes == 0
+        next_one = await ask(service, prompt + first.ids + words(9, 12), session="s")
+        assert next_one.finish.reuse.prefill <= 12
 
 
 async def test_thawed_ahead_within_its_budget(service_on: OpenService) -> None:
@@ -302,10 +309,7 @@ async def test_another_table_is_named(
     async with service_on(bundled_model()) as service:
         await ask(service, [1, *words(200, 15)], session="s")
         await service.cold.freeze("s")
-        codec = service.cold.coding.codec
-        for name in list(codec._made):
-            coder = codec._made[name]
-            monkeypatch.setattr(type(coder), "model", b"\1" * 8, raising=False)
+        monkeypatch.setattr("towerd.codec.fallback.Packed.model", b"\1" * 8)
         with pytest.raises(Exception, match="use the version of towerd that wrote it"):
             await service.cold.thaw("s")
         monkeypatch.undo()
@@ -317,3 +321,28 @@ def test_reuse_without_cold_is_as_before() -> None:
 
     assert Reuse(1, 2, 3, 4).header() == "live=1,hot=2,warm=3,prefill=4"
     assert replace(Reuse(prefill=4), cold=3).header() == "live=0,hot=0,warm=0,prefill=4,cold=3"
+
+
+async def test_a_student_is_needed_once(service_on: OpenService, tmp_path: Path) -> None:
+    """What was frozen with a codec model thaws in a daemon that does not have its file."""
+    student = Path(shutil.copy(bundled_model(), tmp_path / "student.gguf"))
+    with GgufVocabulary(student) as vocabulary:
+        story = vocabulary.tokenize(b"Once upon a time, there was a little girl named Lily. " * 2)
+    async with service_on(bundled_model(), codec_model=student) as service:
+        await ask(service, [1, *story.tolist()], session="story")
+        await settle(service)
+        said = service.store.session_ids("story").tolist()
+        assert await service.cold.freeze("story")
+    assert list((tmp_path / "a" / "tables").glob("start-*.zst"))
+    await asyncio.to_thread(student.unlink)
+    async with service_on(bundled_model()) as service:
+        assert await service.cold.thaw("story")
+        assert service.store.session_ids("story").tolist() == said
+
+
+async def test_a_codec_model_is_checked_at_start(service_on: OpenService, tmp_path: Path) -> None:
+    student = tmp_path / "student.gguf"
+    student.write_text("no model")
+    with pytest.raises(ConfigError, match=f"^--codec-model: {student} is no mini model: .*GGUF"):
+        async with service_on(bundled_model(), codec_model=student):
+            pass

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import busy_clients
 import pytest
+from loop_steps import time_steps
 from served import served, tuned
 
 from towerd.app.daemon import build_app
@@ -70,20 +71,14 @@ class Round:
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> LoopWatch:
-    """Times every callback of this thread's loops by the CPU time it takes, which other
-    processes cannot add to."""
+    """The steps of this thread's loops."""
     watched = LoopWatch()
-    run = asyncio.events.Handle._run
 
-    def timed(handle: asyncio.events.Handle) -> None:
-        if threading.get_ident() != watched.thread:
-            run(handle)
-            return
-        began = time.thread_time()
-        run(handle)
-        watched.record(time.thread_time() - began, handle)
+    def told(seconds: float, handle: asyncio.Handle) -> None:
+        if threading.get_ident() == watched.thread:
+            watched.record(seconds, handle)
 
-    monkeypatch.setattr(asyncio.events.Handle, "_run", timed)
+    time_steps(monkeypatch, told)
     return watched
 
 

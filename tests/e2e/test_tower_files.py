@@ -41,14 +41,14 @@ def say(daemon: Daemon, prompt: list[int], n: int = 8) -> tuple[list[int], str, 
 
 
 def without_segments(shown: dict[str, Any]) -> dict[str, Any]:
-    """A shown session without what is numbered anew in each store."""
+    """A shown session without its rows and what is numbered anew in each store."""
     places = {turn["id"]: place for place, turn in enumerate(shown["turns"])} | {None: None}
     session = shown["session"] | {"leaf": places[shown["session"]["leaf"]]}
     turns = []
     for turn in shown["turns"]:
         rest = {k: v for k, v in turn.items() if k not in ("id", "prompt_node", "reply_node")}
         turns.append(rest | {"parent": places[turn["parent"]]})
-    return shown | {"session": session, "turns": turns}
+    return shown | {"session": session, "turns": turns, "rows": []}
 
 
 def test_a_conversation_moves(make_daemon: MakeDaemon, tmp_path: Path) -> None:
@@ -87,26 +87,31 @@ def test_a_conversation_moves(make_daemon: MakeDaemon, tmp_path: Path) -> None:
         pass
 
 
-def test_another_model_is_refused(make_daemon: MakeDaemon, tmp_path: Path) -> None:
-    """Another vocabulary, and other weights with the same one; with a daemon and without."""
+def test_another_vocabulary_is_refused(make_daemon: MakeDaemon, tmp_path: Path) -> None:
+    """With a daemon and without; and other weights with the same vocabulary take it."""
     path = tmp_path / "chat.tower"
     with make_daemon(name="a") as one:
         session = say(one, [1, 40, 41, 42])[1]
         ctl("export", session, "-o", path, "--socket", one.socket)
-    for words, vocab in (("vocabulary", None), ("weights", bundled_model())):
-        model = tmp_path / f"{words}.gguf"
-        make_random_gguf(model, PRESETS["tiny"], vocab=vocab)
-        with make_daemon("-m", str(model), "-c", "512", name=words) as other:
-            for _ in range(2):
-                said = ctl("import", path, "--socket", other.socket, code=1)
-                assert words in said
-                assert "stories260K.gguf" in said
-            assert other.get("/towerd/v1/sessions")["sessions"] == []
-            assert other.get("/towerd/v1/segments")["segments"] == []
-            assert other.stop() == 0
-        args = ("import", path, "--store-dir", other.store_dir)
-        assert words in ctl(*args, "--model", model, code=1)
-        assert "name it with --model" in ctl(*args, code=1)
+        ids = one.get(f"/towerd/v1/sessions/{session}?ids=1")["ids"]
+    model = tmp_path / "other.gguf"
+    make_random_gguf(model, PRESETS["tiny"])
+    with make_daemon("-m", str(model), "-c", "512", name="vocabulary") as other:
+        for _ in range(2):
+            said = ctl("import", path, "--socket", other.socket, code=1)
+            assert "vocabulary" in said
+            assert "stories260K.gguf" in said
+        assert other.get("/towerd/v1/sessions")["sessions"] == []
+        assert other.get("/towerd/v1/segments")["segments"] == []
+        assert other.stop() == 0
+    args = ("import", path, "--store-dir", other.store_dir)
+    assert "vocabulary" in ctl(*args, "--model", model, code=1)
+    assert "name that model's file with --model" in ctl(*args, code=1)
+    model = tmp_path / "weights.gguf"
+    make_random_gguf(model, PRESETS["tiny"], vocab=bundled_model())
+    with make_daemon("-m", str(model), "-c", "512", name="weights") as other:
+        ctl("import", path, "--socket", other.socket)
+        assert other.get(f"/towerd/v1/sessions/{session}?ids=1")["ids"] == ids
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut"])

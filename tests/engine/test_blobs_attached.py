@@ -3,15 +3,14 @@ answers."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from oracle import OpenService, Oracle, ask, check_answer, settle
 
-from towerd.slots.rows import KVRows
-from towerd.store import RowsPart
-from towerd.tiers.composer import Composer
+from towerd.tiers.composer import Composer, Piece
 from towerd.tiers.plan import Composed
 from towerd.tokens import Ids
 
@@ -28,13 +27,15 @@ def direct(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr("towerd.tiers.composer.DIRECT_BYTES_MIN", 1)
     monkeypatch.setattr("towerd.store.segments.segment_writer.BLOB_BYTES_MAX", 60_000)
     seen: list[int] = []
-    real = Composer._unchanged
+    real = Composer.blobs
 
-    def watch(self: Composer, part: RowsPart, rows: KVRows) -> Composed:
-        seen.append(len(rows))
-        return real(self, part, rows)
+    def watch(self: Composer, pieces: Iterable[Piece]) -> Iterator[Composed]:
+        for composed in real(self, pieces):
+            if composed.buffer is None:
+                seen.append(composed.n)
+            yield composed
 
-    monkeypatch.setattr(Composer, "_unchanged", watch)
+    monkeypatch.setattr(Composer, "blobs", watch)
     return seen
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from concurrent.futures import CancelledError
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from towerd.engine.base import GenerateRequest, LiveBudget
 from towerd.engine.embedded.longchat.budgets import Budgets
 from towerd.engine.embedded.longchat.live_set import BoundedSet, Observed
 from towerd.engine.embedded.longchat.parked import Parked, ParkedTowers
+from towerd.engine.embedded.longchat.taps import Taps
 from towerd.engine.embedded.restore import splice
 from towerd.engine.embedded.scheduling.inbox import Inbox
 from towerd.engine.embedded.scheduling.job import Job, JobPhase
@@ -99,9 +101,7 @@ async def test_attention_that_cannot_be_read(
     """It costs the chat that goes by it, not the one beside it."""
     async with service_on(bundled_model(), threads=1, retention="h2o") as service:
         alone = await ask(service, some_ids(30), 12)
-        observer = service.engine.core.observer
-        assert observer is not None
-        monkeypatch.setattr(observer._taps, "take", lambda name, layer: 1 // 0)
+        monkeypatch.setattr(Taps, "take", lambda *_: 1 // 0)
         beside, failed = await asyncio.gather(
             ask(service, some_ids(30), 12, scope="other"),
             ask(service, some_ids(30), 12, live=LiveBudget("h2o", 64), scope="bad"),
@@ -157,7 +157,7 @@ async def test_a_budget_where_rows_cannot_be_moved(
     def unknown(*_: Any) -> Any:
         nonlocal n_read
         n_read += 1
-        raise StateError("nobody knows how it rotates")
+        raise StateError("it is not known how it rotates")
 
     monkeypatch.setattr(splice, "rope_of", unknown)
     async with service_on(bundled_model(), threads=1, ctx_size=256) as service:
@@ -174,23 +174,30 @@ async def test_moving_a_chat_together_uses_up_its_queries(
     live = LiveBudget("h2o", 90)
     settings = {"ctx_size": 256, "live_tokens": 256, "threads": 1, "retention": "h2o"}
     async with service_on(bundled_model(), **settings) as service:
-        budgets, left = service.engine.budgets, []
-        move = budgets._compact
+        observer, events = service.engine.core.observer, list[tuple[str, int, float]]()
+        assert observer is not None
+        measure, compacted = observer.measure, BoundedSet.compacted
 
-        def spy(seq: LiveSeq, live_set: BoundedSet, evict: Any) -> None:
-            before = len(live_set.observed)
-            move(seq, live_set, evict)
-            left.append((before, len(live_set.observed), float(live_set.recent.sum())))
+        def measuring(seq: LiveSeq, live_set: BoundedSet) -> None:
+            events.append(("measured", len(live_set.observed), 0.0))
+            measure(seq, live_set)
 
-        monkeypatch.setattr(budgets, "_compact", spy)
+        def moved(live_set: BoundedSet) -> None:
+            events.append(("moved", len(live_set.observed), float(live_set.recent.sum())))
+            compacted(live_set)
+
+        monkeypatch.setattr(observer, "measure", measuring)
+        monkeypatch.setattr(BoundedSet, "compacted", moved)
         await ask(service, some_ids(200), 200, live=live)
-        assert any(before for before, _, _ in left)
-        assert all(after == 0 for _, after, _ in left)
-        assert all(recent > 0 for before, _, recent in left if before)
+        moves = [pair for pair in pairwise(events) if pair[1][0] == "moved"]
+        assert any(before[0] == "measured" and before[1] for before, _ in moves)
+        assert all(move[1] == 0 and move[2] > 0 for _, move in moves)
         await settle(service)
 
 
-async def test_a_chat_that_gives_way_while_its_prompt_is_evaluated(service_on: OpenService) -> None:
+async def test_a_chat_that_gives_way_while_its_prompt_is_evaluated(
+    service_on: OpenService, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It continues as it was, and what it had evaluated is not reported as found."""
     async with service_on(bundled_model(), threads=1) as service:
         expected = await ask(service, some_ids(200), 8, live=LIVE, scope="undisturbed")
@@ -202,10 +209,15 @@ async def test_a_chat_that_gives_way_while_its_prompt_is_evaluated(service_on: O
             if any(j.phase is JobPhase.PREFILL for j in partial):
                 scheduler.room.preempt()
                 n_times += 1
-            if n_times < 3:
-                scheduler._later.append(preempt)
 
-        scheduler.call(preempt)
+        after_step = service.engine.budgets.after_step
+
+        def then(job: Job) -> None:
+            after_step(job)
+            if n_times < 3:
+                scheduler.call(preempt)  # before the next step
+
+        monkeypatch.setattr(service.engine.budgets, "after_step", then)
         found = await ask(service, some_ids(200), 8, live=LIVE)
         assert n_times == 3
         assert found.ids == expected.ids

@@ -62,10 +62,10 @@ class Mix:
 
     def prompt(self, i: int) -> list[int]:
         """A chat's next one: more of it, another answer, or an edit."""
-        prompt, wish = list(self.chats[i]), self.chance.random()
-        if wish < 0.2 and len(prompt) > 60:
+        prompt, draw = list(self.chats[i]), self.chance.random()
+        if draw < 0.2 and len(prompt) > 60:
             prompt = prompt[: self.chance.randrange(40, len(prompt))] + self.words(9)
-        elif wish < 0.8:
+        elif draw < 0.8:
             prompt += self.words(self.chance.randrange(5, 40))
         if len(prompt) > PROMPT_MAX:
             prompt = prompt[: self.chance.randrange(45, 120)] + self.words(5)

@@ -101,7 +101,7 @@ def test_a_file_that_is_still_being_written_is_refused(path: Path, catalog: Cata
 
 def unsampled(size: int) -> int:
     """A byte that no sample has."""
-    sampled = set(model_file._sample_offsets(size))
+    sampled = set(model_file.sample_offsets(size))
     return next(at for at in range(0, size, model_file.PAGE_BYTES) if at not in sampled)
 
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_rows import HEAD_SIZE, N_KV, N_LAYER, random_rows
+from unnamed import HAS_PROC, unnamed_files
 
 from towerd.engine.embedded.longchat.keys import keys_of
 from towerd.engine.embedded.longchat.offloaded_rows import (
@@ -88,39 +89,35 @@ def test_offloaded_rows_are_kept(tmp_path: Path, seed: int, sizes: list[int], na
         assert np.array_equal(span[0, 0, np.array([0])], keys[0, 0, np.array([1])])
 
 
-def n_open() -> int:
-    """Files that this process has open."""
-    return len(os.listdir("/proc/self/fd"))
-
-
 def paged(folder: Path, n: int) -> tuple[Pages, KVRows]:
     rows = random_rows(np.random.default_rng(n), "f16", 0, n)
     return Pages.of(RowChunk.of(rows, np.arange(n), np.arange(n)), folder), rows
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
+@pytest.mark.skipif(not HAS_PROC, reason="needs /proc")
 def test_a_file_is_gone_with_its_last_rows(tmp_path: Path) -> None:
-    before = n_open()
     pages, rows = paged(tmp_path, 700)
-    assert n_open() == before + 1
+    assert len(unnamed_files(tmp_path)) == 1
     some = pages.take(np.array([600, 3, 4, 5], np.int64))
     del pages
     planes, _ = some.read(np.array([2, 0, 3], np.int64))
     for mine, theirs in zip(planes, rows.planes(), strict=True):
         assert np.array_equal(mine, theirs[[4, 600, 5]])
     del some
-    assert n_open() == before
+    assert not unnamed_files(tmp_path)
 
 
+@pytest.mark.skipif(not HAS_PROC, reason="needs /proc")
 def test_damage_on_disk_is_told(tmp_path: Path) -> None:
     """Other bytes, and fewer."""
     pages, _ = paged(tmp_path, 20)
+    (fd,) = unnamed_files(tmp_path)
     every = np.arange(20)
-    os.pwrite(pages.file._fd, b"\x7f" * 3, 7 * pages.file.row_bytes + 5)
+    os.pwrite(fd, b"\x7f" * 3, 7 * pages.file.row_bytes + 5)
     with pytest.raises(PagesLost, match="damaged"):
         pages.read(every)
     pages.read(every[8:])
-    os.ftruncate(pages.file._fd, 15 * pages.file.row_bytes)
+    os.ftruncate(fd, 15 * pages.file.row_bytes)
     pages.read(every[8:15])
     with pytest.raises(PagesLost, match="shorter"):
         pages.read(every[8:16])
@@ -143,11 +140,13 @@ def test_reads_may_give_less_than_was_asked_for(
         assert np.array_equal(mine, theirs[wanted])
 
 
+@pytest.mark.skipif(not HAS_PROC, reason="needs /proc")
 def test_rows_are_added_to_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was there stays; a disk that is full in between takes nothing for good."""
     first, rows = paged(tmp_path, 9)
     chunk = RowChunk.of(rows, np.arange(9, 18), np.arange(9)[::-1])
-    n_bytes, write = os.fstat(first.file._fd).st_size, os.pwrite
+    (fd,) = unnamed_files(tmp_path)
+    n_bytes, write = os.fstat(fd).st_size, os.pwrite
 
     def full(fd: int, data: memoryview, offset: int) -> int:
         if offset > n_bytes:
@@ -158,7 +157,7 @@ def test_rows_are_added_to_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         patch.setattr(os, "pwrite", full)
         with pytest.raises(OSError, match="No space left"):
             Pages.of(chunk, tmp_path, first.file)
-    assert os.fstat(first.file._fd).st_size == n_bytes == first.file.n_bytes
+    assert os.fstat(fd).st_size == n_bytes == first.file.n_bytes
     second = Pages.of(chunk, tmp_path, first.file)
     assert second.file is first.file
     assert first.file.n_bytes == 2 * n_bytes

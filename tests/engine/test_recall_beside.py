@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,7 +20,7 @@ from towerd.engine.embedded.longchat.indexing import Indexer
 from towerd.engine.embedded.longchat.live_set import BoundedSet, Observed
 from towerd.engine.embedded.longchat.observer import QUERIES_MAX
 from towerd.engine.embedded.longchat.recall import QUERY_TOKENS_MAX
-from towerd.engine.embedded.scheduling.job import JobPhase
+from towerd.engine.embedded.scheduling.job import Job, JobPhase
 from towerd.errors import TowerdError
 from towerd.models.bundled import bundled_model
 from towerd.retention import can_recall
@@ -37,14 +38,15 @@ class Watched:
         self.n_batches = self.n_tapped = 0
         self.asked: list[tuple[list[int], list[int]]] = []
         """At each decision: the positions that were observed, and the last ones before it."""
-        observer = service.engine.budgets._observer
+        observer = service.engine.core.observer
         assert observer is not None
         watch, measure, asking = observer.watch, observer.measure, observer.scaled_queries
 
         def watched(jobs: Any) -> None:
+            jobs = list(jobs)
             watch(jobs)
             self.n_batches += 1
-            self.n_tapped += bool(observer._wanted)
+            self.n_tapped += any(n_wanted for _, n_wanted in jobs)
 
         def measured(seq: Any, live_set: BoundedSet) -> None:
             self._see(live_set, 0, QUERIES_MAX)
@@ -109,20 +111,13 @@ async def test_prompts_are_indexed_beside_their_evaluation(
             hot_bytes=0,
             recall_bytes=1 << 30,
         ) as service:
-            recall = service.engine.budgets._recall
-            assert recall is not None
             if not is_beside:
-                monkeypatch.setattr(recall._indexer, "beside", lambda _: nullcontext())
+                monkeypatch.setattr(Indexer, "beside", lambda *_: nullcontext())
             answer = await ask(service, some_ids(128 + 48 * 16), 40, live=live)
             stats = service.engine.stats()
             assert (stats["recall_index_beside_s"] > 0) == is_beside
             assert stats["recall_index_s"] >= stats["recall_index_beside_s"]
             (live_set,) = await inside(service, lambda: live_sets(service.engine))
-            assert isinstance(live_set.policy, IceCache)
-            assert (np.diff(live_set.policy._indexed) > 0).all()
-            for tree in live_set.policy._trees.values():
-                tree.check_integrity()
-                assert len(tree) == len(live_set.policy._indexed)
             kept.append((live_set.kept.tolist(), answer.ids))
             await settle(service)
     assert kept[0] == kept[1]
@@ -295,9 +290,9 @@ async def test_live_rows_do_not_change_what_is_kept(service_on: OpenService, pol
             (live_set,) = await inside(service, lambda: live_sets(service.engine))
             kept.append((answer.ids, live_set.kept.tolist()))
             await settle(service)
-            observer = service.engine.budgets._observer
+            observer = service.engine.core.observer
             assert observer is not None
-            assert observer._taps.layers == ()  # what was read of the graph is not kept
+            assert observer.taps.layers == ()  # what was read of the graph is not kept
     assert kept[0] == kept[1]
 
 
@@ -308,16 +303,14 @@ async def test_a_chat_that_gave_way_keeps_its_queries(
     settings = {"threads": 1, "retention": "h2o", "warm_bytes": 0, "hot_bytes": 0}
     async with service_on(bundled_model(), **settings) as service:
         watched, scheduler = Watched(service, monkeypatch), service.engine.scheduler
-        step = scheduler._step
+        after_step = service.engine.budgets.after_step
 
-        def stepping() -> bool:
-            if not scheduler.room.n_preemptions and any(
-                job.n_live == 155 for job in scheduler.active
-            ):
-                scheduler.room.preempt()
-            return step()
+        def then(job: Job) -> None:
+            after_step(job)
+            if job.n_live == 155 and not scheduler.room.n_preemptions:
+                scheduler.call(scheduler.room.preempt)  # before the next step
 
-        monkeypatch.setattr(scheduler, "_step", stepping)
+        monkeypatch.setattr(service.engine.budgets, "after_step", then)
         await ask(service, some_ids(150), 20, live=LiveBudget("h2o", 160))
         assert scheduler.room.n_preemptions == 1
         await settle(service)
@@ -360,27 +353,29 @@ async def test_a_broken_index_is_not_used_again(service_on: OpenService, where: 
 
 def test_no_thread_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     """The evaluation continues, and the chats are not touched after it."""
-    indexer, done = Indexer(4, 1), []
-    budget = LiveBudget("icecache", 64)
-    chats = [(BoundedSet.whole(budget, 0, 512), i) for i in range(2)]
+    done: list[int] = []
     is_free = threading.Event()
 
-    def index(_: BoundedSet, n_more: int, *__: int) -> float:
-        is_free.wait()
-        done.append(n_more)
-        return 0.0
+    class Threads(ThreadPoolExecutor):
+        """One thread that waits before it works; a second task is one too many."""
 
-    submit = indexer._worker.submit
+        def submit(self, work: Any, *args: Any) -> Any:  # type: ignore[override]
+            if args[1] == 1:
+                raise RuntimeError("can't start new thread")
 
-    def submitting(*args: Any) -> Any:
-        if args[2] == 1:
-            raise RuntimeError("can't start new thread")
-        return submit(*args)
+            def late() -> float:
+                is_free.wait()
+                done.append(args[1])
+                return float(work(*args))
 
-    monkeypatch.setattr(indexing, "_index", index)
-    monkeypatch.setattr(indexer._worker, "submit", submitting)
+            return super().submit(late)
+
+    monkeypatch.setattr(indexing, "ThreadPoolExecutor", Threads)
+    indexer, budget = Indexer(4, 1), LiveBudget("icecache", 64)
+    chats = [(BoundedSet.whole(budget, 0, 512), i) for i in range(2)]
     with indexer.beside(chats):
         assert done == []
         is_free.set()
     assert done == [0]
+    assert all(live_set.failure is None for live_set, _ in chats)
     indexer.close()

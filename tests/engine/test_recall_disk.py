@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from oracle import OpenService, ask, check_integrity, inside, live_sets, settle, some_ids
 from services import EmbeddedService
+from unnamed import HAS_PROC, unnamed_files
 
 from towerd.engine.base import LiveBudget
 from towerd.engine.embedded.longchat.live_set import BoundedSet
@@ -40,13 +41,13 @@ async def the_chat(service: EmbeddedService) -> BoundedSet:
 async def with_room(service: EmbeddedService, n_ram: int, n_disk: int) -> OffloadSpace:
     """Space for the index of 900 positions, `n_ram` rows in RAM and `n_disk` on disk. What a short
     chat does not need for its index is room for rows: only a longer one needs the disk."""
-    recall = service.engine.budgets._recall
+    recall = service.engine.budgets.recall
     assert recall is not None
     room = recall.space
     if n_ram:
         live_set = await the_chat(service)
         rows = room.layout.token_bytes
-        n_bytes = 900 * room._index_bytes(live_set) + n_ram * rows
+        n_bytes = 900 * room.index_bytes(live_set) + n_ram * rows
         recall.space = replace(room, bytes_max=n_bytes, disk_bytes_max=n_disk * rows)
     return recall.space
 
@@ -111,6 +112,7 @@ async def test_the_disk_has_its_bounds(service_on: OpenService) -> None:
         assert (await the_chat(service)).offloaded.disk_bytes > 0
 
 
+@pytest.mark.skipif(not HAS_PROC, reason="needs /proc")
 @pytest.mark.parametrize("what", ["damaged", "shorter"])
 async def test_lost_pages_are_forgotten(
     service_on: OpenService, what: str, caplog: pytest.LogCaptureFixture
@@ -119,15 +121,15 @@ async def test_lost_pages_are_forgotten(
     async with service_on(bundled_model(), **SETTINGS) as service:
         n_lost = []
 
-        async def lose(_: OffloadSpace) -> None:
+        async def lose(room: OffloadSpace) -> None:
             live_set = await the_chat(service)
             n_lost.append(live_set.offloaded.disk_bytes)
-            for chunk in live_set.offloaded.chunks:
-                if isinstance(chunk, Pages) and what == "damaged":
-                    for i in range(chunk.file.n):
-                        os.pwrite(chunk.file._fd, b"\xa5", i * chunk.file.row_bytes)
-                elif isinstance(chunk, Pages):
-                    os.ftruncate(chunk.file._fd, 10)
+            for fd in unnamed_files(room.folder):
+                if what == "damaged":
+                    for at in range(0, os.fstat(fd).st_size, room.layout.token_bytes):
+                        os.pwrite(fd, b"\xa5", at)
+                else:
+                    os.ftruncate(fd, 10)
 
         answers = await chat(service, 80, 1000, lose)
         assert [len(answer) for answer in answers] == [60] * N_TURNS

@@ -3,129 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
-from oracle import Answer, OpenService, Oracle, ask, settle
-from services import EmbeddedService
+from oracle import OpenService, Oracle, ask, settle, some_ids
+from spliced import (
+    GAP,
+    KL,
+    MODULE,
+    N_KEPT,
+    N_MODULE,
+    NOISE,
+    OTHER,
+    PROMPT,
+    REST,
+    SPANS,
+    add_module,
+    check_prefill,
+    check_spliced,
+    difference,
+    prefilled,
+)
 from waiting import until_async
 
 from towerd.drift import Drift
 from towerd.engine.base import GenerateRequest
 from towerd.engine.embedded.calibration.measure import log_softmax
-from towerd.engine.embedded.calibration.splice_meter import SpliceMeter, SteppedSequence
+from towerd.engine.embedded.calibration.splice_meter import SteppedSequence
 from towerd.engine.embedded.restore.scratch import Scratch
-from towerd.engine.embedded.restore.splice import rope_of
 from towerd.errors import NotSupported
-from towerd.store import Base, Module
 from towerd.store.prefix.module import Spans
-from towerd.tiers.formats.calibration import allows
 from towerd.tokens import Ids, Provenance
-
-SPANS: Spans = ((0, 16), (48, 56))
-NOISE = 0.01
-"""What log-probabilities of the same evaluation in other batches and cells may differ by."""
-KL = 0.001
-"""What modules are said to cost: within the bound of every fidelity."""
-N_MODULE = 100
-N_KEPT = N_MODULE - 24
-
-
-def _ids(n: int, seed: int) -> Ids:
-    return np.random.default_rng(seed).integers(260, 500, n).astype(np.int32)
-
-
-MODULE, OTHER = _ids(N_MODULE, 1), _ids(60, 2)
-GAP, REST = _ids(40, 3), _ids(7, 4)
-PROMPT = np.concatenate([GAP, MODULE, REST])
-
-
-async def add_module(
-    service: EmbeddedService,
-    name: str = "m",
-    ids: Ids = MODULE,
-    spans: Spans = SPANS,
-    scope: str = "local",
-    public: bool = False,
-    kl: float = KL,
-    floor_kl: float = 0.0,
-) -> Base:
-    """Precache `ids` as a module, with given numbers instead of measured ones."""
-    maker = service.engine.modules
-    assert maker is not None
-    maker.check(len(ids))
-    path = maker.path(ids)
-    await ask(service, path, 0, scope="public" if public else scope, precache=name)
-    module = Module(len(path) - len(ids), "", 15.0, spans, kl, 0.9, floor_kl)
-    base = service.store.add_base(name, path, scope, 0, public, None, module)
-    await settle(service)
-    return base
-
-
-def spliced_logprobs(
-    oracle: Oracle, parts: Sequence[Ids | tuple[Ids, Spans]], tail: Ids
-) -> np.ndarray:
-    """log-softmax after each of `tail`, in a fresh context: parts are evaluated, or spliced in
-    with some of their tokens evaluated again."""
-    model, context = oracle.model, oracle.context
-    oracle._clear()
-    scratch = Scratch(context, 1)
-    rope = rope_of(model, {"type": _rope_type(oracle)}, context.n_cells)
-    head = np.array([1], np.int32) if bos(oracle) else np.zeros(0, np.int32)
-    line = SteppedSequence(scratch)
-    for part in parts:
-        if isinstance(part, tuple):
-            meter = SpliceMeter(
-                lambda: SteppedSequence(scratch), rope, rot_k=False, head=head, ids=part[0]
-            )
-            meter.prepare([])
-            meter.splice(line, part[1])
-        else:
-            line.decode(part)
-    return log_softmax(line.logits(tail))
-
-
-def _rope_type(oracle: Oracle) -> str:
-    import llama_cpp.llama_cpp as lib
-
-    return str(lib.llama_model_rope_type(oracle.model.ptr))
-
-
-def bos(oracle: Oracle) -> bool:
-    import llama_cpp.llama_cpp as lib
-
-    vocab = oracle.model.vocab_ptr
-    return bool(lib.llama_vocab_get_add_bos(vocab)) and lib.llama_vocab_bos(vocab) == 1
-
-
-def check_spliced(
-    oracle: Oracle, parts: Sequence[Ids | tuple[Ids, Spans]], last: Ids, answer: Answer
-) -> None:
-    """The reply is what the same splice in a fresh context gives; `last`: the end of the prompt,
-    after `parts`."""
-    tail = np.concatenate([last, np.array(answer.ids[:-1], np.int32)])
-    expected = spliced_logprobs(oracle, parts, tail)[len(last) - 1 :]
-    assert difference(expected, answer) <= NOISE
-
-
-def check_prefill(oracle: Oracle, prompt: Ids, answer: Answer) -> None:
-    """The reply is what monolithic prefill gives."""
-    assert difference(prefilled(oracle, prompt, answer), answer) <= NOISE
-
-
-def prefilled(oracle: Oracle, prompt: Ids, answer: Answer) -> np.ndarray:
-    whole = np.concatenate([prompt, np.array(answer.ids[:-1], np.int32)])
-    return oracle.logprobs(whole, len(prompt) - 1)
-
-
-def difference(expected: np.ndarray, answer: Answer) -> float:
-    """The largest one of the log-probabilities of the reply's tokens."""
-    return max(
-        abs(float(each.logprob - row[each.id]))
-        for row, each in zip(expected, answer.probs, strict=True)
-    )
 
 
 async def test_a_module_is_spliced_in(
@@ -144,7 +53,7 @@ async def test_a_module_is_spliced_in(
         check_spliced(oracle, [GAP, (MODULE, SPANS)], REST, answer)
         # and that is not what prefill gives: the comparison sees a splice
         assert difference(prefilled(oracle, PROMPT, answer), answer) > 2 * NOISE
-        longer = np.concatenate([PROMPT, np.array(answer.ids, np.int32), _ids(5, 5)])
+        longer = np.concatenate([PROMPT, np.array(answer.ids, np.int32), some_ids(5, 5)])
         again = await ask(service, longer)
         assert again.finish.reuse.live == len(PROMPT) + 7
         assert (again.finish.reuse.approximate, again.finish.reuse.drift) == (
@@ -168,7 +77,7 @@ async def test_all_evaluated_again_is_prefill(
 def test_rows_that_stay_and_rows_made_anew_are_one_prefill(oracle: Oracle) -> None:
     """The order of evaluation is exact: around rows that are what prefill computes there, the
     tokens in between come out as prefill computes them."""
-    oracle._clear()
+    oracle.clear()
     scratch = Scratch(oracle.context, 1)
     whole = SteppedSequence(scratch)
     whole.decode(PROMPT)
@@ -232,14 +141,14 @@ async def test_exact_reuse_wins(service_on: OpenService, tiny_model: Path) -> No
         await add_module(service)
         live = await ask(service, np.concatenate([PROMPT, REST]))
         assert live.finish.reuse.approximate == 0
-        spliced = await ask(service, np.concatenate([_ids(20, 9), PROMPT, REST]))
+        spliced = await ask(service, np.concatenate([some_ids(20, 9), PROMPT, REST]))
         assert spliced.finish.reuse.approximate == N_KEPT
-        other = np.concatenate([_ids(20, 9), PROMPT])
+        other = np.concatenate([some_ids(20, 9), PROMPT])
         stored = await ask(service, other, 0, precache="p")
         assert stored.finish.reuse.approximate == 0
         assert stored.finish.reuse.live < 20 + len(GAP) + N_MODULE
         await settle(service)
-        after = await ask(service, np.concatenate([other, _ids(9, 8)]))
+        after = await ask(service, np.concatenate([other, some_ids(9, 8)]))
         assert after.finish.reuse.approximate == 0
         assert after.finish.reuse.prefill <= 9
         await settle(service)
@@ -284,7 +193,7 @@ async def test_a_module_that_is_partly_live(
 ) -> None:
     """What is live of it stays; the rest is spliced."""
     async with service_on(model_path) as service:
-        await ask(service, np.concatenate([GAP, MODULE[:30], _ids(4, 7)]))
+        await ask(service, np.concatenate([GAP, MODULE[:30], some_ids(4, 7)]))
         await add_module(service)
         answer = await ask(service, PROMPT)
         assert answer.finish.reuse.live == len(GAP) + 30
@@ -306,7 +215,7 @@ async def test_requests_that_do_not_want_it(
         changed[len(GAP) + 50] = 300 if changed[len(GAP) + 50] != 300 else 301
         assert (await ask(service, changed)).finish.reuse.approximate == 0
         service.store.remove_base("m", "local")
-        gone = await ask(service, np.concatenate([_ids(9, 6), PROMPT]))
+        gone = await ask(service, np.concatenate([some_ids(9, 6), PROMPT]))
         assert gone.finish.reuse.approximate == 0
         await settle(service)
 
@@ -348,19 +257,19 @@ async def test_preempted_in_the_middle(
     settings = {"live_tokens": 512, "ctx_size": 448, "batch_size": 32, "ubatch_size": 32}
     async with service_on(model_path, **settings) as service:
         await add_module(service)
-        other = [ask(service, _ids(100, 20 + i), 60) for i in range(2)]
+        other = [ask(service, some_ids(100, 20 + i), 60) for i in range(2)]
         scheduler = service.engine.scheduler
         n_steps = scheduler.counters["decode_steps"]
         first = asyncio.gather(*other)
         await until_async(lambda: scheduler.counters["decode_steps"] > n_steps)
-        answers = [ask(service, np.concatenate([_ids(9, i), PROMPT]), 60) for i in range(2)]
+        answers = [ask(service, np.concatenate([some_ids(9, i), PROMPT]), 60) for i in range(2)]
         found = await asyncio.gather(*answers)
         await first
         assert scheduler.room.n_preemptions > 0
         for i, answer in enumerate(found):
             assert answer.finish.reuse.approximate == N_KEPT
             assert answer.finish.reuse.drift == Drift(KL, 0.0)
-            check_spliced(oracle, [_ids(9, i), GAP, (MODULE, SPANS)], REST, answer)
+            check_spliced(oracle, [some_ids(9, i), GAP, (MODULE, SPANS)], REST, answer)
         await settle(service)
 
 
@@ -395,67 +304,4 @@ async def test_exact_daemons_splice_nothing(service_on: OpenService, tiny_model:
         assert maker is not None
         with pytest.raises(NotSupported, match="--fidelity exact"):
             maker.check(100)
-        await settle(service)
-
-
-async def test_measuring_beside_requests(service_on: OpenService, model_path: Path) -> None:
-    """A measurement chooses at least as many tokens as it is told to, says what they cost, and
-    holds nothing when it is done; requests continue meanwhile."""
-    async with service_on(model_path) as service:
-        maker = service.engine.modules
-        assert maker is not None
-        module, _ = await asyncio.gather(
-            maker.measure(MODULE, 25.0), ask(service, _ids(100, 11), 30)
-        )
-        assert module.n_recomputed in (25, 50, 75)
-        assert module.fidelity == "near"
-        assert allows("near", module.drift) or module.n_recomputed == 75
-        assert module.kl > 0
-        assert 0 <= module.floor_kl < 1e-4  # weights of 32 bits
-        assert 0 <= module.top1 <= 1
-        whole = await maker.measure(OTHER, 90.0)
-        assert whole.n_recomputed == 54
-        await settle(service)
-
-
-async def test_a_laxer_fidelity_evaluates_less_again(
-    service_on: OpenService, tiny_model: Path
-) -> None:
-    """Until the drift is within the bound, and no longer."""
-    found = {}
-    for fidelity in ("small", "near"):
-        async with service_on(tiny_model, fidelity=fidelity) as service:
-            maker = service.engine.modules
-            assert maker is not None
-            found[fidelity] = await maker.measure(MODULE, 0.0)
-    assert allows("small", found["small"].drift)
-    assert 0 < found["small"].n_recomputed < found["near"].n_recomputed
-
-
-async def test_a_drift_beyond_the_bound_is_not_spliced(
-    service_on: OpenService, tiny_model: Path
-) -> None:
-    """What counts is the excess over the model's noise, against the fidelity in force."""
-    cases = [("near", 0.0, 0), ("near", 0.0085, N_KEPT), ("small", 0.0, N_KEPT)]
-    for i, (fidelity, floor_kl, n_approximate) in enumerate(cases):
-        async with service_on(tiny_model, fidelity=fidelity) as service:
-            await add_module(service, kl=0.01, floor_kl=floor_kl)
-            answer = await ask(service, np.concatenate([_ids(9, 30 + i), PROMPT]))
-            assert answer.finish.reuse.approximate == n_approximate
-            drift = Drift(0.01, floor_kl) if n_approximate else None
-            assert answer.finish.reuse.drift == drift
-            await settle(service)
-
-
-async def test_a_measurement_without_a_waiting_client_ends(
-    service_on: OpenService, tiny_model: Path
-) -> None:
-    async with service_on(tiny_model) as service:
-        maker = service.engine.modules
-        assert maker is not None
-        task = asyncio.create_task(maker.measure(MODULE, 15.0))
-        await asyncio.sleep(0.01)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
         await settle(service)

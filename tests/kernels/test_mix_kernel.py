@@ -283,6 +283,6 @@ def test_tables_hold_the_counts(tokens: list[int], order: int) -> None:
     )
     assert len(found.contexts) == len(kept)
     for context, after in kept.items():
-        listed = mixer._look_up(order, [0] * 16 + list(context))
+        listed = mixer.look_up(order, [0] * 16 + list(context))
         counts = dict(zip(listed.ranks, np.diff(listed.sums).tolist(), strict=True))
         assert counts == {k: max(c for c in tables.COUNTS if c <= n) for k, n in after.items()}

@@ -20,7 +20,6 @@ from lab.replay.trace import Trace
 from towerd.kernels.hazard import chances
 from towerd.policy.base import Key
 from towerd.policy.foresight import Foresight, ReturnRanking
-from towerd.policy.lru import LRU
 from towerd.policy.predict.hazard import HazardNet
 from towerd.policy.predict.returns import EDGES_S, N_BINS, bin_of
 from towerd.policy.visits import STOPS_MAX, Visit, Visits
@@ -28,27 +27,24 @@ from towerd.policy.visits import STOPS_MAX, Visit, Visits
 TRACES = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "traces"
 
 
-def rank_leaves_one_by_one(policy: ReturnRanking) -> None:
-    """Every rank from `_rank`, which scores a visit when it needs its index."""
-    if policy._is_unranked:
-        policy._heap.clear()
-    for key in sorted(policy._entries if policy._is_unranked else policy._unranked):
-        entry = policy._entries.get(key)
-        if entry is not None and key not in policy._n_children:
-            entry.ranked = policy._rank(entry)
-            heapq.heappush(policy._heap, (entry.ranked, key))
-    policy._is_unranked = False
-    policy._unranked.clear()
-
-
 class PlainRanking(ReturnRanking):
-    _rank_leaves = rank_leaves_one_by_one
+    """Without optimizations: no batches, no cached ranks, one push for each leaf."""
+
+    def _rank_leaves(self) -> None:
+        """Every rank from `_rank`, which scores a visit when it needs its index."""
+        if self._is_unranked:
+            self._heap.clear()
+        for key in sorted(self._entries if self._is_unranked else self._unranked):
+            entry = self._entries.get(key)
+            if entry is not None and key not in self._n_children:
+                entry.ranked = self._rank(entry)
+                heapq.heappush(self._heap, (entry.ranked, key))
+        self._is_unranked = False
+        self._unranked.clear()
 
 
-class PlainForesight(Foresight):
-    """Foresight without optimizations: no batches, no cached ranks, one push for each leaf."""
-
-    _rank_leaves = rank_leaves_one_by_one
+class PlainForesight(Foresight, PlainRanking):
+    """Foresight over it, and so is its shadow."""
 
     def _forecast_shadow(self) -> ReturnRanking:
         return PlainRanking(self.visits, self.predictor)
@@ -84,7 +80,7 @@ def live(policy: Foresight, seed: int, room: int, n: int) -> list[list[Key]]:
         found = policy.victims(policy.nbytes - room, lambda key: key > 1)
         for each in found:
             policy.remove(each)
-        assert policy._leaves.keys() == policy._entries.keys() - policy._n_children.keys()
+        policy.check_integrity()
         victims.append(found)
     return victims
 
@@ -104,7 +100,7 @@ def of_trace(policy: Foresight, trace: Trace) -> list[list[Key]]:
         found.append(choose(bytes_needed, is_evictable))
         return found[-1]
 
-    policy.trusts, policy._shadow = True, LRU()
+    policy.trusts = True
     policy.victims = victims  # type: ignore[method-assign]
     replay(trace, policy, trace.n_distinct_blocks // 20)
     return found
@@ -139,18 +135,16 @@ def test_a_rank_holds_no_longer_than_its_bin() -> None:
     now = start_s
     policy.insert(1, 10, start_s, None)
     policy.trusts = True
-    visit, entry = policy.visits.current, policy._entries[1]
+    visit = policy.visits.current
     visit.table = array("d", range(N_BINS))
     for edge in EDGES_S:
         for idle_s in (edge - 1e-6, edge, edge + 1e-6):
             now = max(start_s, start_s + idle_s)
             policy.rerank(now)
-            policy.victims(1, lambda key: False)
-            assert entry.ranked == (bin_of(now - start_s), start_s)
+            assert policy.explain(1, now)["score"] == bin_of(now - start_s)
     visit.table = array("d", [7.0] * N_BINS)
     policy.rerank(now)
-    policy.victims(1, lambda key: False)
-    assert entry.ranked == (7.0, start_s)
+    assert policy.explain(1, now)["score"] == 7.0
 
 
 SOME_S = st.none() | st.floats(0.0, 1e5)
@@ -191,7 +185,7 @@ def test_features_as_they_read(
                 float(before == name),
             )
         lengths = (visit.nbytes, visit.nbytes - visit.base_nbytes, visit.new_before)
-        assert visits._features(visit, asked=asked).tolist() == [
+        assert visits.features(visit, asked=asked).tolist() == [
             *ended,
             1.0,
             is_answered,

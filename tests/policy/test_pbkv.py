@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from towerd.policy.pbkv import PBKV
 from towerd.policy.predict.base import END, N_STEPS, Forecast, NoPrediction, survival
-from towerd.policy.prefetch import ACTIVE_SHARE, Candidate, TierSpace, budget, plan
+from towerd.policy.prefetch import Candidate, plan
+from towerd.policy.tree import Entry, Rank
 from towerd.policy.workflow_tree import RUN_IDLE_S, RUNS_MAX, WorkflowTree
 
 AGENTS = ["planner", "coder", "tester"]
@@ -151,11 +152,17 @@ def test_a_path_belongs_to_the_step() -> None:
     assert policy.explain(4, 5.0)["retired"]
 
 
+class ByUse(WorkflowTree):
+    """The order of the last use."""
+
+    def _rank(self, entry: Entry) -> Rank:
+        return 0.0, entry.used
+
+
 def test_endless_workflows_age_out_and_floods_are_bounded() -> None:
     """Without an end signal, and with ids that never repeat."""
-    policy = WorkflowTree(NoPrediction())
+    policy = ByUse(NoPrediction())
     policy.insert(1, 10, 0.0, None)
-    policy._rank = lambda entry: (0.0, entry.used)  # type: ignore[method-assign]
     for i in range(RUNS_MAX + 50):
         policy.stepped(1, i / 1e6, f"w{i}", "a")
     assert len(policy.runs) == len(policy.users[1]) == RUNS_MAX
@@ -182,20 +189,6 @@ def test_a_lie_about_an_end_costs_only_the_liar() -> None:
     assert policy.victims(10, always) == [1]
     policy.stepped(1, 6.0, "liar", "a")
     assert not policy.is_retired(1)
-
-
-ROOM = TierSpace(100, 50, 200, 120, only_decodes=True)
-
-
-def test_prefetch_budget() -> None:
-    """Free and retired space, the bandwidth, and only while nothing is prefilled."""
-    assert budget(ROOM) == 120
-    assert budget(TierSpace(10, 50, 200, 120, only_decodes=True)) == 60
-    assert budget(TierSpace(10, 50, 200, 120, only_decodes=True), active_share=ACTIVE_SHARE) == 100
-    assert budget(TierSpace(100, 50, 200, 120, only_decodes=False)) == 0
-    assert budget(TierSpace(-5, 0, 200, 120, only_decodes=True)) == 0
-    with pytest.raises(ValueError, match="active_share"):
-        budget(ROOM, active_share=2.0)
 
 
 @settings(deadline=None)

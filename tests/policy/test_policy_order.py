@@ -104,12 +104,13 @@ def test_what_is_given_up_is_split_all_the_same() -> None:
     assert policy.victims(1, lambda key: key == 2) == [2]
     policy.remove(2)
     policy.split(2, 3, 90, float("-inf"))
-    shadow = {1: (None, 100), 2: (3, 10), 3: (1, 90), 9: (None, 10)}
-    policy._shadow.check_integrity(shadow)
+    policy.check_integrity({1: (None, 100), 9: (None, 10)})
     for key, nbytes, parent in ((3, 90, 1), (4, 50, 3)):
         policy.insert(key, nbytes, 30.0, parent)
     policy.check_integrity({1: (None, 100), 3: (1, 90), 4: (3, 50), 9: (None, 10)})
     assert policy.visits.current.turn == 2
+    policy.access(4, 40.0)
+    assert policy.trusts, "the shadow found 3, which was evicted here"
 
 
 @pytest.mark.parametrize("split_s", [20.0, float("-inf")])

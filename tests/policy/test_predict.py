@@ -12,7 +12,7 @@ from random_workflows import random_weights
 
 from towerd.policy.predict.base import END, N_STEPS, Forecast, NoPrediction, best
 from towerd.policy.predict.fallback import Fallback
-from towerd.policy.predict.markov import CONTEXTS_MAX, Markov, learn
+from towerd.policy.predict.markov import Markov, learn
 from towerd.policy.predict.next_use import InterArrival
 
 PATHS = st.lists(st.lists(st.sampled_from("abc"), min_size=1, max_size=7), min_size=1, max_size=8)
@@ -57,11 +57,19 @@ def test_longer_contexts_count() -> None:
         Markov(0)
 
 
-def test_markov_memory_is_bounded() -> None:
-    markov = Markov(3)
-    for i in range(CONTEXTS_MAX // 8):
-        markov.observe([f"{i}a", f"{i}b", f"{i}c", f"{i}d"])
-    assert len(markov._counts) <= CONTEXTS_MAX
+def test_markov_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The contexts used longest ago are forgotten."""
+    monkeypatch.setattr("towerd.policy.predict.markov.CONTEXTS_MAX", 200)
+    markov, unseen = Markov(3), ["x"]
+    for i in range(100):
+        markov.observe([f"{i}a", f"{i}b"])
+    assert len(markov.learned()["contexts"]) <= 200
+    assert best(markov.forecast(["99a"])[0]) == "99b"
+    for i in range(100, 400):
+        markov.observe([f"{i}a", f"{i}b"])
+    assert len(markov.learned()["contexts"]) <= 200
+    assert best(markov.forecast(["399a"])[0]) == "399b"
+    assert markov.forecast(["99a"]) == markov.forecast(unseen)
 
 
 class Says:

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 from towerd.policy.base import ReuseForecaster
 from towerd.policy.foresight import Foresight
+from towerd.policy.lindy import Lindy
 from towerd.policy.lru import LRU
 from towerd.policy.pbkv import PBKV
 
@@ -58,6 +59,25 @@ def test_which_policies_forecast_reuse() -> None:
     assert isinstance(Foresight(), ReuseForecaster)
     assert not isinstance(LRU(), ReuseForecaster)
     assert isinstance(PBKV(), ReuseForecaster)
+    assert isinstance(Lindy(), ReuseForecaster)
+
+
+def test_lindy_wants_what_has_lived_longer_than_it_is_idle() -> None:
+    """By its end, evicted or not, and from where the next prompt parts; one visit is no life."""
+    policy = Lindy()
+    policy.insert(1, 100, 0.0, None)  # what all begin with
+    policy.insert(10, 10, 1.0, 1)
+    policy.insert(20, 10, 2.0, 1)
+    policy.insert(11, 10, 101.0, 10)
+    policy.split(11, 12, 8, float("-inf"))
+    policy.insert(13, 10, 111.0, 12)
+    policy.insert(21, 10, 152.0, 20)
+    policy.insert(30, 10, 152.5, 1)
+    policy.remove(13)
+    assert [key for key, _ in policy.wanted(153.0, 5)] == [21, 13]
+    assert [key for key, _ in policy.wanted(153.0, 1)] == [21]
+    assert [key for key, _ in policy.wanted(223.0, 5)] == [21]
+    assert policy.wanted(500.0, 5) == []
 
 
 def test_pbkv_wants_the_prompts_of_the_next_agents() -> None:

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from towerd.kernels.dci import DciConfig
-from towerd.retention import View
+from towerd.retention import Positions, View
 from towerd.retention.icecache import IceCache, IceCacheConfig, passed_on
-from towerd.retention.layout import cluster_order, n_reads
+from towerd.retention.layout import cluster_order
 
 UNLIMITED = IceCacheConfig(
     sink=2, window=3, keys_max=1 << 16, layer_first=0, tree=DciConfig(page_rows=1, beam=1 << 16)
@@ -177,6 +177,15 @@ def test_keys_and_queries_must_go_together() -> None:
     for wrong in (view.queries[:3], view.queries[:, :3], view.queries[..., :8]):
         with pytest.raises(ValueError, match="do not go with"):
             policy.keep(replace(view, queries=wrong), 40)
+
+
+def n_reads(order: Positions, chosen: Positions, gap_max: int = 0) -> int:
+    """The number of contiguous reads that fetch the indices `chosen` from a file written in
+    `order`; gaps of up to `gap_max` unneeded rows are read through."""
+    slot = np.empty(len(order), np.int64)
+    slot[order] = np.arange(len(order))
+    places = np.sort(slot[np.unique(chosen)])
+    return int(len(places) > 0) + int((np.diff(places) > gap_max + 1).sum())
 
 
 def test_similar_keys_are_read_together() -> None:

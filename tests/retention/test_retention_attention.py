@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from towerd.retention import Rows, signals_of
+from towerd.retention import Rows, open_retention, retention_config
 from towerd.retention.attention import attention_mass
 from towerd.settings.config import RETENTIONS, UNBOUNDED, WATCHING
 
@@ -69,4 +69,4 @@ def test_the_settings_know_which_policies_watch() -> None:
     """A policy is offered only if the engine has its signals."""
     for name in RETENTIONS:
         if name not in UNBOUNDED:
-            assert (name in WATCHING) == bool(signals_of(name))
+            assert (name in WATCHING) == bool(open_retention(retention_config(name, 256)).signals)

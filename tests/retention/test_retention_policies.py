@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from towerd.retention import NAMES, View, open_retention, retention_config
-from towerd.retention.buzz import Buzz, BuzzConfig, key_scale, threshold_per_window
+from towerd.retention.buzz import Buzz, BuzzConfig, threshold_per_window
 from towerd.retention.h2o import H2O, H2OConfig
 from towerd.retention.latem import Latem, LatemConfig, shares
 from towerd.retention.snapkv import SnapKV, SnapKVConfig
@@ -200,11 +200,6 @@ def test_parameter_theorem() -> None:
 @given(st.integers(6, 5000), st.integers(3, 12))
 def test_buzz_fills_its_budget(budget: int, stride: int) -> None:
     assert BuzzConfig.for_budget(budget, stride).budget == budget
-
-
-def test_log_n_is_plain_at_512() -> None:
-    assert key_scale(512) == pytest.approx(1.0)
-    assert key_scale(512**2) == pytest.approx(2.0)
 
 
 @given(st.lists(st.integers(1, 50), max_size=9), st.integers(0, 300))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import numpy as np
+import pytest
 
 from towerd.sessions.workflows import Tracker, WorkflowStep
 from towerd.sessions.workflows import tracker as module
@@ -93,9 +95,20 @@ def test_a_flood_of_names_pushes_out_its_own_tenant_only() -> None:
     assert len(tracker.running("them")) == module.WORKFLOWS_MAX
     assert pushed == 2 * module.WORKFLOWS_MAX
     assert tracker.running("me") == [mine]
-    tenant = tracker._tenants["them"]
-    assert len(tenant.first) <= module.WORKFLOWS_MAX
-    assert len(tenant.of_session) <= 4 * module.WORKFLOWS_MAX
+
+
+def test_a_flood_of_names_takes_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sessions, agents and workflows that never come back are forgotten."""
+    monkeypatch.setattr(module, "WORKFLOWS_MAX", 20)
+    monkeypatch.setattr("towerd.sessions.workflows.quotes.HASHES_MAX", 100)
+    tracker, n = Tracker(), 1000
+    for i in range(3 * n):
+        if i == 2 * n:
+            tracemalloc.start()
+        tracker.step(step(f"s{i}", f"a{i}", text(40), workflow=f"w{i}"))
+    nbytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert nbytes < 200 * n
 
 
 def test_one_workflow_with_many_parts_is_bounded() -> None:

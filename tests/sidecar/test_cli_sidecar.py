@@ -82,7 +82,7 @@ def test_upstream_key_is_not_shown() -> None:
 def test_words_after_two_dashes(monkeypatch: pytest.MonkeyPatch) -> None:
     """They go to llama-server as they are; the embedded engine takes those that it can."""
     seen: list[Config] = []
-    monkeypatch.setattr("towerd.cli.serve._run", seen.append)
+    monkeypatch.setattr("towerd.cli.serve.run_daemon", seen.append)
     words = ["--", "--lora", "a b.gguf", "-np", "3"]
     done = CliRunner().invoke(towerd, ["serve", "--engine", "llama-server", "-np", "2", *words])
     assert done.exit_code == 0, done.output

@@ -6,13 +6,13 @@ import asyncio
 import asyncio.events
 import sys
 import threading
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
 import busy_clients
 import pytest
+from loop_steps import time_steps
 from served import served, tuned
 
 from towerd.app.daemon import build_app
@@ -34,19 +34,15 @@ class LoopWatch:
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> LoopWatch:
-    """Times every callback of this thread's loops by the CPU time it takes, which other
-    processes cannot add to."""
+    """The steps of this thread's loops."""
     watched = LoopWatch()
-    run = asyncio.events.Handle._run
 
-    def timed(handle: asyncio.events.Handle) -> None:
-        began = time.thread_time()
-        run(handle)
-        spent_ms = (time.thread_time() - began) * 1e3
+    def told(seconds: float, handle: asyncio.Handle) -> None:
+        spent_ms = seconds * 1e3
         if threading.get_ident() == watched.thread and spent_ms > watched.worst_ms:
             watched.worst_ms, watched.worst = spent_ms, repr(handle)[:300]
 
-    monkeypatch.setattr(asyncio.events.Handle, "_run", timed)
+    time_steps(monkeypatch, told)
     return watched
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from hypothesis import event, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from towerd.engine.llama_server.slots.placement import (
@@ -52,7 +52,7 @@ def slot_lists(draw: st.DrawFn) -> list[Slot]:
 
 @settings(max_examples=300, deadline=None)
 @given(slot_lists(), TOKENS, TOKENS, st.data())
-def test_what_is_there_is_gone_on_with(
+def test_what_is_there_is_continued(
     slots: list[Slot], begun: list[int], said: list[int], data: st.DataObject
 ) -> None:
     """Slot, tokens, saving and cost are those of weighing all."""
@@ -73,6 +73,4 @@ def test_what_is_there_is_gone_on_with(
     }
     costs = Costs(prefill_ms=data.draw(st.sampled_from([2.0, 0.01])))
     quick, thorough = PlacementPolicy(costs, **fields), Weighing(costs, **fields)
-    free = [slot for slot in slots if not slot.busy]
-    event(f"short: {quick._continuation(request, free, slots) is not None}")
     assert quick.choose(request, slots) == thorough.choose(request, slots)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -113,10 +114,13 @@ def test_it_goes_with_us(slotdir: SlotDir) -> None:
 
 def test_what_a_killed_daemon_left(tmp_path: Path) -> None:
     """Its directory is removed by the next one; that of a living one is not touched."""
-    living, killed = SlotDir.private(tmp_path), SlotDir.private(tmp_path)
-    write(killed, b"state")
-    assert killed._owner_lock is not None
-    os.close(killed._owner_lock)  # as its end would
+    living = SlotDir.private(tmp_path)
+    code = "import sys, os, pathlib; from towerd.engine.llama_server.slots.slotdir import SlotDir\n"
+    code += (
+        "made = SlotDir.private(pathlib.Path(sys.argv[1])); (made.path / made.new_name()).touch()"
+    )
+    subprocess.run([sys.executable, "-c", code + "; os._exit(9)", tmp_path], check=False)
+    assert len(list(tmp_path.iterdir())) == 2
     third = SlotDir.private(tmp_path)
     assert {path for path in tmp_path.iterdir() if path.is_dir()} == {living.path, third.path}
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from store_tools import FINGERPRINT, OTHER_MODEL, turn_of
+from store_tools import FINGERPRINT, OTHER_TOKENIZER, turn_of
 from ten_sessions import (
     DATABASE,
     MARK,
@@ -22,6 +22,7 @@ from ten_sessions import (
     flip,
     flip_in,
     flip_index,
+    flips,
     ids_bytes,
     log_of,
     populate,
@@ -58,7 +59,7 @@ AFTER_A_STOP: dict[str, Damage] = {
     "the catalog's content": write(DATABASE, b""),
     "half of the catalog": write(DATABASE, None),
     "the catalog replaced by garbage": write(DATABASE, b"garbage " * 1000),
-    "the schema version": lambda root: flip(root / DATABASE, 63, bit=0),
+    "the schema version": flips(DATABASE, 63, (3, 2)),
     "whose database it is": lambda root: flip(root / DATABASE, 70),
 }
 
@@ -244,10 +245,10 @@ def check_what_is_there(root: Path, caplog: pytest.LogCaptureFixture) -> None:
 def test_another_models_sessions_are_recovered_too(root: Path) -> None:
     """The journal has all models of the store."""
     closed(root)
-    with Store.open(root, OTHER_MODEL) as store:
+    with Store.open(root, OTHER_TOKENIZER) as store:
         store.commit_turn(turn_of([1, 2, 3], [4], session="other"))
     remove(DATABASE)(root)
-    with Store.open(root, OTHER_MODEL) as store:
+    with Store.open(root, OTHER_TOKENIZER) as store:
         assert store.session_ids("other").tolist() == [1, 2, 3, 4]
     with Store.open(root, FINGERPRINT) as store:
         check_open(store)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from format_oracle import STORED, plane_of, random_rows
 from store_tools import (
@@ -21,6 +22,8 @@ from store_tools import (
 )
 
 from towerd.errors import RowsDamaged
+from towerd.kernels.formats import BY_NAME
+from towerd.kernels.reference.transcode import decode
 from towerd.slots.errors import StateError
 from towerd.slots.layout import NATIVE, KVLayout
 from towerd.slots.rows import KVRows
@@ -93,6 +96,39 @@ def test_several_segments_in_one_file(root: Path) -> None:
         store.check_integrity(keys=True)
     with Store.open(root, FINGERPRINT) as store:
         assert check_rows(store, store.match(IDS, "local").nodes[-1]) == 50
+
+
+def test_approximate_rows_are_encoded_again_where_it_is_asked_for(store: Store) -> None:
+    """The values of the first encoding, in the second format; never in one that takes more."""
+    leaf, file = one_leaf(store)
+    new = reencode(store, file, FormatRequest(10, 30, "q8"), FormatRequest(30, 40, "q4"))
+    first = [np.concatenate(each) for each in zip(*values(store, leaf), strict=True)]
+    request = FormatRequest(0, 50, "q6", again=True)
+    assert differs(new, [request], LAYOUT) == (40, 10)
+    reencode(store, new, request)
+    assert formats_of(store, leaf) == [(30, "q6"), (10, "q4"), (10, "q6")]
+    second = [np.concatenate(each) for each in zip(*values(store, leaf), strict=True)]
+    for a, b in zip(first, second, strict=True):
+        assert np.array_equal(a[30:40], b[30:40])
+        if a.shape[1] % 32:  # no block fits: stays as computed
+            assert np.array_equal(a, b)
+            continue
+        step = np.abs(a).reshape(len(a), -1, 32).max(axis=2) / 31
+        error = np.abs(a - b).reshape(len(a), -1, 32).max(axis=2)
+        assert (error <= 0.51 * step + 1e-3 * np.abs(a).max()).all()
+        assert (error[10:30] > 0).any()
+
+
+def values(store: Store, leaf: Node) -> list[list[npt.NDArray[np.float32]]]:
+    """The decoded planes of each run of a segment's rows."""
+    (part,) = store.plan_rows(leaf, leaf.p0, leaf.p1)
+    return [
+        [
+            decode(BY_NAME[shape.format.name], plane)
+            for plane, shape in zip(rows.planes(), rows.layout.planes, strict=True)
+        ]
+        for rows in store.load_rows(part)
+    ]
 
 
 def test_approximate_rows_are_never_encoded_again(store: Store) -> None:

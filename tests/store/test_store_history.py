@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_tools import FINGERPRINT, OTHER_MODEL, ids_of, turn_of, write_all
+from store_tools import FINGERPRINT, OTHER_TOKENIZER, ids_of, turn_of, write_all
 
 from towerd.errors import InvalidRequest, NotFound
 from towerd.store import History, Store
@@ -170,7 +170,7 @@ def test_a_bad_name_is_refused(store: Store, other: Store) -> None:
 
 
 def test_a_history_survives_a_restart(root: Path, tmp_path: Path) -> None:
-    """What was added is durable, and another model's store does not have it."""
+    """What was added is durable, and a model with another tokenizer does not have it."""
     with Store.open(tmp_path / "from", FINGERPRINT) as store:
         play(store, [(0, 0, [1], [2, 3], 0.7), (0, 0, [1], [4], 0.7)])
         history, expected = store.history("chat"), seen(store)
@@ -178,7 +178,7 @@ def test_a_history_survives_a_restart(root: Path, tmp_path: Path) -> None:
             store.history("none")
     with Store.open(root, FINGERPRINT) as store:
         store.add_history(history, "local")
-    with Store.open(root, OTHER_MODEL) as store:
+    with Store.open(root, OTHER_TOKENIZER) as store:
         assert store.sessions() == []
     with Store.open(root, FINGERPRINT) as store:
         assert seen(store) == expected

@@ -38,13 +38,13 @@ def fill(root: Path, n_chats: int, n_runs: int = N_RUNS) -> int:
             data, parent = ids_bytes(synthetic_ids(chat, n_runs)), None
             for run in range(n_runs):
                 prefix = data[: 4 * RUN * (run + 1)]
-                key = segment_key(state.digest, "local", prefix)
+                key = segment_key(state.identity.tokenizer_digest, "local", prefix)
                 if key not in seen:
                     seen[key] = len(seen) + 1
                     rows.append(
                         (
                             seen[key],
-                            state.fingerprint_pk,
+                            state.identity.tokenizer,
                             parent,
                             "local",
                             RUN * run,
@@ -58,7 +58,7 @@ def fill(root: Path, n_chats: int, n_runs: int = N_RUNS) -> int:
                 parent = seen[key]
         with state.catalog.transaction():
             state.catalog.run_many(
-                "INSERT INTO segments(id, fingerprint, parent, scope, p0, p1, last_used, created,"
+                "INSERT INTO segments(id, tokenizer, parent, scope, p0, p1, last_used, created,"
                 " key, ids) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 rows,
             )

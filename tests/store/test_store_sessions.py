@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from store_tools import FINGERPRINT, OTHER_MODEL, ids_of, turn_of, write_all
+from store_tools import FINGERPRINT, OTHER_TOKENIZER, ids_of, turn_of, write_all
 
 from towerd.errors import InvalidRequest, NotFound, StoreError
 from towerd.store import Store
@@ -233,12 +233,12 @@ def test_bases_are_idempotent_and_move(store: Store) -> None:
         store.remove_base("none", "public")
 
 
-def test_sessions_belong_to_one_fingerprint(root: Path) -> None:
-    """Another model's ids mean other text, so its sessions are not shown."""
+def test_sessions_belong_to_one_tokenizer(root: Path) -> None:
+    """Another tokenizer's ids mean other text, so its sessions are not shown."""
     with Store.open(root, FINGERPRINT) as store:
         store.commit_turn(turn_of([1], [2], session="chat"))
         store.add_base("b", ids_of(1), "local", 0, public=False)
-    with Store.open(root, OTHER_MODEL) as store:
+    with Store.open(root, OTHER_TOKENIZER) as store:
         assert store.sessions() == []
         assert store.bases() == []
         assert store.commit_turn(turn_of([1], [2], session="chat")).new_session

@@ -18,7 +18,7 @@ class Watch:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.n_walked = self.n_hashed_anew = 0
-        walk, key_hash = trie._walk, keys.key_hash
+        walk, key_hash = trie.walk, keys.key_hash
 
         def walked(node: Node, ids: bytes, *args: Any) -> tuple[Node, int]:
             last, n = walk(node, ids, *args)
@@ -29,7 +29,7 @@ class Watch:
             self.n_hashed_anew += 1
             return key_hash(*args)
 
-        monkeypatch.setattr(trie, "_walk", walked)
+        monkeypatch.setattr(trie, "walk", walked)
         monkeypatch.setattr(growth, "key_hash", hashed)
 
     def tokens(self) -> int:

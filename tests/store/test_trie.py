@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from store_tools import FINGERPRINT, OTHER_MODEL, ids_of, make_hot
+from store_tools import FINGERPRINT, OTHER_TOKENIZER, ids_of, make_hot
 
 from towerd.errors import NotFound
 from towerd.store import Node, SegmentFile, Store
@@ -96,13 +96,13 @@ def test_float_ids_are_refused(store: Store) -> None:
 
 
 def test_reopen_finds_the_same_trie(root: Path) -> None:
-    """Ids, splits, pins and flushed uses survive; another fingerprint sees none of it."""
+    """Ids, splits, pins and flushed uses survive; another tokenizer sees none of it."""
     with Store.open(root, FINGERPRINT, clock=lambda: 7.0) as store:
         leaf = store.insert(np.arange(10, dtype=np.int32), "local", [4, 10])[-1]
         store.insert(ids_of(0, 1, 7), "public", [3])
         store.pin(leaf.id)
         hits = leaf.hits
-    with Store.open(root, OTHER_MODEL) as store:
+    with Store.open(root, OTHER_TOKENIZER) as store:
         assert store.nodes() == []
         store.insert(ids_of(5, 6), "local", [2])
     with Store.open(root, FINGERPRINT) as store:

@@ -53,20 +53,20 @@ class Talker:
         """path: the bundled one unless given."""
         init_backend()
         self.path = path or bundled_model()
-        self._ptr: Any = lib.llama_model_load_from_file(
+        self.ptr: Any = lib.llama_model_load_from_file(
             str(self.path).encode(), lib.llama_model_default_params()
         )
         params = lib.llama_context_default_params()
         params.n_ctx = N_CTX
         params.n_threads = params.n_threads_batch = 1
-        self._ctx: Any = lib.llama_init_from_model(self._ptr, params)
-        self.address = address(self._ptr)
+        self._ctx: Any = lib.llama_init_from_model(self.ptr, params)
+        self.address = address(self.ptr)
         self.context = address(self._ctx)
-        self.n_vocab = int(lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._ptr)))
+        self.n_vocab = int(lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self.ptr)))
 
     def close(self) -> None:
         lib.llama_free(self._ctx)
-        lib.llama_model_free(self._ptr)
+        lib.llama_model_free(self.ptr)
 
     def model(self, **settings: Any) -> Model:
         values: dict[str, Any] = {"name": NAME, "n_ctx": N_CTX, "n_parallel": 1} | settings

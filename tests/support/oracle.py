@@ -166,7 +166,7 @@ class Oracle:
 
     def logprobs(self, ids: Ids, first: int, chunk: int = 1024) -> Logits:
         """log-softmax after each of the positions [first, len(ids)), prefilled by `chunk`."""
-        self._clear()
+        self.clear()
         return self._prefill(ids, first, chunk)
 
     def logprobs_in(self, ids: Ids, first: int, sizes: Sequence[int]) -> Logits:
@@ -174,7 +174,7 @@ class Oracle:
         is the shape of a reply. The first batch stays, for the next call that begins with it."""
         at = sizes[0]
         if first < at or not np.array_equal(self._first_batch, ids[:at]):
-            self._clear()
+            self.clear()
             rows = list(self._prefill(ids[:at], first, at))
             self._first_batch = ids[:at].copy()
         else:
@@ -207,7 +207,8 @@ class Oracle:
                 worst = max(worst, float(np.abs(whole - self._scattered(ids, filler)).max()))
         return worst
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Empty the context."""
         self._first_batch = np.zeros(0, np.int32)
         for seq in range(self.context.n_seqs):
             self.context.seq_rm(seq)
@@ -225,7 +226,7 @@ class Oracle:
 
     def _scattered(self, ids: Ids, filler: int) -> Logits:
         """Token by token, with another sequence's cells before and in between."""
-        self._clear()
+        self.clear()
         self._other(np.resize(ids[::-1], filler), 0)
         rows: list[Logits] = []
         taken = filler

@@ -22,6 +22,7 @@ FINGERPRINT = Fingerprint(
     "hash", "llama", "spm", {"freq_base": 1e4}, (), LAYOUT, False, False, False
 )
 OTHER_MODEL = replace(FINGERPRINT, model_hash="other")
+OTHER_TOKENIZER = replace(OTHER_MODEL, tokenizer="bpe")
 FINITE = np.uint8(0xBF)
 """What keeps any byte from completing the exponent of an infinity."""
 MROPE = replace(FINGERPRINT, layout=replace(LAYOUT, cell_ext=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -84,6 +84,16 @@ def flip(path: Path, at: int, bit: int = 4) -> None:
         byte = file.read(1)[0]
         file.seek(at)
         file.write(bytes([byte ^ 1 << bit]))
+
+
+def flips(name: str, at: int, bits: Sequence[int]) -> Damage:
+    """Flip bits of one byte."""
+
+    def damage(root: Path) -> None:
+        for bit in bits:
+            flip(root / name, at, bit)
+
+    return damage
 
 
 def flip_in(name: str, content: bytes) -> Damage:

@@ -42,6 +42,7 @@ from towerd.tiers.formats.format_search import (
     measure_grid,
 )
 from towerd.tiers.formats.interval import interval
+from towerd.tiers.formats.squeeze import squeezed_format
 
 F16 = KVLayout((Plane(1, 256),) * 2, (Plane(1, 256),) * 2)
 BITS = sizes(F16)
@@ -241,6 +242,28 @@ def test_coarse_tables_are_asked_for_once() -> None:
 def calibration() -> Calibration:
     floor, grid, choices = calibrate(Fake(additive((3.0, 10.0, 30.0))), BITS)
     return Calibration("ab", formats_digest(), "cd", 1.5, BITS, floor, grid, choices)
+
+
+@pytest.mark.parametrize("scale", [0.3, 1.0, 3.0, 10.0])
+def test_squeezed_within_the_bound_of_small(scale: float) -> None:
+    """The smallest format whose cost and that of the first encoding fit together; none that takes
+    no less than what the rows are in, and none beyond `small` itself."""
+    floor, grid, choices = calibrate(Fake(additive((3.0 * scale, 10.0, 30.0))), BITS)
+    found = Calibration("ab", formats_digest(), "cd", 1.5, BITS, floor, grid, choices)
+    first = choices["near"]
+    fits = {
+        name: first.cost.excess_max + cost.excess_max <= BOUNDS["small"]
+        for name, cost in grid.uniform.items()
+    }
+    smaller = [name for name, fit in fits.items() if fit and BITS[name] < BITS[first.levels[-1]]]
+    squeezed = squeezed_format(found, "near")
+    if squeezed is None:
+        assert not smaller
+    else:
+        assert BITS[squeezed.name] <= min(BITS[name] for name in [*smaller, squeezed.name])
+        assert squeezed.drift.excess <= BOUNDS["small"]
+        assert squeezed.drift.excess >= first.cost.excess
+    assert squeezed_format(found, "small") is None
 
 
 def test_json_round_trip() -> None:

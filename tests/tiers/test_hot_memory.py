@@ -79,3 +79,29 @@ def test_little_is_left_of_what_was_cut(store: Store, tiers: Tiers) -> None:
     assert leaf.hot is None
     assert buffer() is None
     tiers.check_integrity()
+
+
+def test_a_pinned_base_stays(store: Store, tiers: Tiers, caplog: pytest.LogCaptureFixture) -> None:
+    """The least recently used of all, and yet in RAM while it is pinned; of pinned ones that do not
+    fit by themselves some leave, and the log says so once."""
+    pinned, other = np.arange(1000, 1060, dtype=np.int32), np.arange(2000, 2100, dtype=np.int32)
+    for at, ids in enumerate((pinned, other, IDS)):
+        tip = store.insert(ids, HERE, [len(ids)])[-1]
+        tiers.visited(tip, float(at))
+        (gap,) = tiers.gaps(ids, HERE)
+        tiers.accept(gap, rows_of(ids, 0, LAYOUT).copy())
+        tiers.flush()
+        if ids is not other:
+            store.pin(tip.id)
+    base, middle, last = (
+        store.match(np.array([first], np.int32), HERE).nodes[0] for first in (1000, 2000, 0)
+    )
+    evict(tiers, 260)
+    assert [node.hot is not None for node in (base, middle, last)] == [True, False, True]
+    assert not caplog.records
+    evict(tiers, 200)
+    assert [node.hot is not None for node in (base, last)] == [False, True]
+    assert ["do not fit into RAM" in record.message for record in caplog.records] == [True]
+    store.unpin(last.id)
+    evict(tiers, 0)
+    tiers.check_integrity()

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from seams import hot_policy
 
 from lab.predict.runs import FinishedRun
 from lab.predict.train_mixture import train_mixture
@@ -71,8 +72,8 @@ def test_the_catalog_keeps_it(caplog: pytest.LogCaptureFixture) -> None:
         ranking = Ranking(policy, lambda: 0.0)
         return ranking, Learned(ranking, meta.get, meta.__setitem__)
 
-    ranking, learned = opened("foresight")
-    a_day(ranking._hot)
+    with hot_policy(a_day(make_policy("foresight"))):
+        _, learned = opened("foresight")
     learned.keep(now=False)
     assert META_KEY not in meta, "not every moment"
     learned.keep(now=True)
@@ -144,7 +145,7 @@ def test_names_that_clients_choose_do_not_push_out_the_rest() -> None:
     assert text is not None
     new: Any = make_policy("foresight")
     new.recall(unpack("foresight", text)["hot"])
-    assert new.visits.model.is_learned
+    assert new.visits.model.learned()
 
 
 @pytest.mark.parametrize(

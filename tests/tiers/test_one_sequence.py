@@ -4,6 +4,7 @@ its time, and in between the two steps of what takes two."""
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,11 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from seams import connections, hot_policy
 from store_tools import FINGERPRINT, LAYOUT, insert_in_vain, rows_of
 from waiting import until
 
 from towerd.errors import StoreError
-from towerd.policy import Policy
+from towerd.policy import Policy, make_policy
 from towerd.policy.lru import LRU
 from towerd.store import Node, Store
 from towerd.tiers.manager import Tiers
@@ -52,17 +54,20 @@ class WatchedLock:
 class Bench:
     """Tiers with a chat that is about to be cut, and others before it."""
 
-    def __init__(self, root: Path, policy: Policy | None = None) -> None:
-        self.store = Store.open(root, FINGERPRINT)
-        self.store.state.catalog._db.execute("PRAGMA synchronous = OFF")  # there are many
+    def __init__(
+        self, root: Path, policy: Policy | None = None, clock: Callable[[], float] = time.time
+    ) -> None:
+        with connections() as opened:
+            self.store = Store.open(root, FINGERPRINT)
+        self.db = opened[-1]
+        self.db.execute("PRAGMA synchronous = OFF")  # there are many
         self.lock = WatchedLock(self.store.state.lock)
         self.store.state.lock = self.lock  # type: ignore[assignment]
-        self.tiers = Tiers(
-            self.store, LAYOUT, v_trans=False, hot_bytes=1 << 30, warm_bytes=1 << 30,
-            policy="foresight",
-        )  # fmt: skip
-        if policy is not None:
-            self.tiers.ranking._hot = policy
+        with hot_policy(make_policy("foresight") if policy is None else policy):
+            self.tiers = Tiers(
+                self.store, LAYOUT, v_trans=False, hot_bytes=1 << 30, warm_bytes=1 << 30,
+                policy="foresight", prefetch_bytes=1 << 30, clock=clock,
+            )  # fmt: skip
         self.now = 0.0
         self.ids = np.zeros(N, np.int32)
         self.tip = self.other = self.begin()
@@ -113,7 +118,8 @@ class Bench:
 
     def is_held_up(self, asking: threading.Thread) -> bool:
         """Whether a call has ended, or it or the tier thread waits for the store."""
-        waiting = self.lock.waiting & {asking.ident, self.tiers._thread.ident}
+        moving = {each.ident for each in threading.enumerate() if each.name == "towerd-tiers"}
+        waiting = self.lock.waiting & {asking.ident, *moving}
         return bool(waiting) or not asking.is_alive()
 
     @contextmanager
@@ -126,7 +132,7 @@ class Bench:
                 reached.set()
                 assert release.wait(60)
 
-        db = self.store.state.catalog._db
+        db = self.db
         with self.store.locked():
             db.set_trace_callback(wait)
         thread = threading.Thread(target=work)
@@ -237,8 +243,7 @@ def test_visits_of_what_is_gone(make: Callable[[], Bench]) -> None:
 def test_rows_of_a_long_answer_are_waited_for(make: Callable[[], Bench]) -> None:
     """It took more than a minute to compute: that is not how long the rows are overdue."""
     bench = make()
-    clock = bench.tiers.ranking._clock
-    bench.tiers.visited(bench.tip, clock() - 100.0)
+    bench.tiers.visited(bench.tip, time.time() - 100.0)
     bench.tiers.ranking.settle()
     assert bench.tiers.ranking.explain(bench.tip)["hot"]["expected"]
     bench.visit(bench.other)
@@ -345,13 +350,16 @@ class Seer(LRU):
 def test_cut_while_it_is_fetched_ahead(tmp_path: Path, at: str | None) -> None:
     """Both parts are unused and are evicted first; one that is used stays."""
     seer = Seer()
-    bench = Bench(tmp_path / "store", seer)
+    now = 0.0
+    bench = Bench(tmp_path / "store", seer, lambda: now)
     try:
         STATES["warm"](bench)
         seer.said = (bench.tip.id,)
         prefetcher = bench.tiers.prefetcher
-        prefetcher.start(lambda: True)
-        prefetcher._bytes_per_s, prefetcher._last_s = 1 << 30, 0.0
+        prefetcher.step(0)  # bandwidth accrues from here on
+        now = 1.0
+        # the tier thread takes no steps of its own here
+        prefetcher.start(lambda: threading.current_thread() is threading.main_thread())
         if at is None:
             prefetcher.step(1 << 30)
             bench.cut()

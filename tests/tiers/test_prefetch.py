@@ -9,8 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from format_oracle import plane_of
+from seams import hot_policy
 from store_tools import FINGERPRINT, rows_of
 
+from towerd.policy import Policy
 from towerd.policy.lru import LRU
 from towerd.slots.layout import KVLayout
 from towerd.store import Node, Store
@@ -34,21 +36,22 @@ class Seer(LRU):
 class Bench:
     """Tiers of which 100 tokens fit into RAM, with 10 chats of 20 tokens on disk."""
 
-    def __init__(self, root: Path, bytes_per_s: int) -> None:
+    def __init__(self, root: Path, bytes_per_s: int, policy: Policy | None = None) -> None:
         self.now = 100.0
         self.store = Store.open(root, replace(FINGERPRINT, layout=LAYOUT), clock=lambda: self.now)
-        self.tiers = Tiers(
-            self.store,
-            LAYOUT,
-            v_trans=False,
-            hot_bytes=100 * TOKEN,
-            warm_bytes=1 << 40,
-            policy="lru",
-            fidelity="exact",
-            prefetch_bytes=bytes_per_s,
-            clock=lambda: self.now,
-        )
-        self.seer = self.tiers.ranking._hot = Seer()
+        self.seer = Seer()
+        with hot_policy(self.seer if policy is None else policy):
+            self.tiers = Tiers(
+                self.store,
+                LAYOUT,
+                v_trans=False,
+                hot_bytes=100 * TOKEN,
+                warm_bytes=1 << 40,
+                policy="lru",
+                fidelity="exact",
+                prefetch_bytes=bytes_per_s,
+                clock=lambda: self.now,
+            )
         self.prefetcher = self.tiers.prefetcher
         self.prefetcher.start(lambda: True)
         self._step = self.prefetcher.step
@@ -151,11 +154,11 @@ def test_what_has_no_rows_is_handed_on(full: Bench) -> None:
     full.drop(tip)
     assert tip.file is not None
     full.store.drop_file(tip.file)
-    asked: list[Node] = []
+    asked: list[int] = []
     full.prefetcher.start(lambda: True, asked.append)
     full.seer.said = [tip.id]
     assert 2 not in full.step()
-    assert asked == [tip]
+    assert asked == [tip.id]
 
 
 def test_gone_and_unknown_segments(full: Bench) -> None:
@@ -173,8 +176,10 @@ def test_off_without_bandwidth_or_foresight(tmp_path: Path) -> None:
     bench.seer.said = [bench.tips[0].id]
     assert bench.step() == [5, 6, 7, 8, 9]
     assert bench.prefetcher.wait_s() == float("inf")
-    bench.tiers.ranking._hot = LRU()
-    assert not bench.tiers.ranking.predicts_reuse
-    assert bench.tiers.ranking.wanted(5) == []
-    bench.tiers.close()
-    bench.store.close()
+    plain = Bench(tmp_path / "plain", 1 << 30, LRU())
+    assert not plain.tiers.ranking.predicts_reuse
+    assert plain.tiers.ranking.wanted(5) == []
+    assert plain.prefetcher.wait_s() == float("inf")
+    for each in (bench, plain):
+        each.tiers.close()
+        each.store.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from towerd.sessions.trace_recorder import TraceRecorder
 from towerd.slots.layout import KVLayout
 from towerd.store import FormatRequest, Node, Store, Turn
 from towerd.tiers.manager import Tiers
+from towerd.tiers.ranking import Ranking
 from towerd.tokens import Ids
 
 LAYOUT = KVLayout((plane_of("f16", 64),), (plane_of("f16", 64),))
@@ -134,7 +135,6 @@ def test_the_replayer_decides_as_the_daemon(name: str, tmp_path: Path) -> None:
     for ask in asks:
         daemon.serve(ask)
         daemon.tiers.check_integrity()
-        assert daemon.store.hot_bytes == daemon.tiers.ranking._hot.nbytes
         assert daemon.store.hot_bytes <= daemon.hot_bytes
     daemon.close()
     trace = load(recorded(tmp_path / "day.trace", asks), 1 << 20)
@@ -156,6 +156,11 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
     made.close()
 
 
+def expected(ranking: Ranking, nodes: Iterable[Node]) -> list[Node]:
+    """Those whose rows are expected."""
+    return [node for node in nodes if (ranking.explain(node)["hot"] or {}).get("expected")]
+
+
 def test_rows_that_never_come_are_forgotten(daemon: Daemon) -> None:
     """A visit expects rows; if none arrive they neither stay in the account nor block others."""
     ranking = daemon.tiers.ranking
@@ -163,13 +168,13 @@ def test_rows_that_never_come_are_forgotten(daemon: Daemon) -> None:
     ids = np.arange(30, dtype=np.int32)
     tip = daemon.store.insert(ids, "local", [30])[-1]
     daemon.tiers.visited(tip, 1.0)
-    assert ranking._hot.nbytes == 30 * LAYOUT.token_bytes
+    ranking.check_integrity(daemon.store)
     assert ranking.hot_victims(1, lambda key: True) == []
-    assert ranking.explain(tip)["hot"]["expected"]
+    assert expected(ranking, [tip]) == [tip]
     daemon.now = 62.0
     assert ranking.hot_victims(1, lambda key: True) == []
-    assert ranking._hot.nbytes == 0
     assert ranking.explain(tip)["hot"] is None
+    ranking.check_integrity(daemon.store)
 
 
 def test_rows_that_never_come_do_not_pile_up(daemon: Daemon) -> None:
@@ -178,9 +183,10 @@ def test_rows_that_never_come_do_not_pile_up(daemon: Daemon) -> None:
     for turn in range(1, 20):
         daemon.now = 61.0 * turn
         ids = np.arange(30 * turn, 30 * turn + 30, dtype=np.int32)
-        daemon.tiers.visited(daemon.store.insert(ids, "local", [30])[-1], daemon.now)
-        assert ranking._hot.nbytes == 30 * LAYOUT.token_bytes
-        assert len(ranking._expected) == 1
+        tip = daemon.store.insert(ids, "local", [30])[-1]
+        daemon.tiers.visited(tip, daemon.now)
+        assert expected(ranking, daemon.store.nodes()) == [tip]
+        assert ranking.explain(tip)["n_hot"] == 1
 
 
 def test_a_visit_of_a_chat_with_a_partial_live_set(daemon: Daemon) -> None:
@@ -191,10 +197,10 @@ def test_a_visit_of_a_chat_with_a_partial_live_set(daemon: Daemon) -> None:
     daemon.now = 5.0
     assert daemon.tiers.visited(path[-1], 5.0, 0) is begun
     assert ranking.explain(begun)["hot"]["used"] == 5.0
-    assert ranking._hot.nbytes == 30 * LAYOUT.token_bytes
-    assert not ranking._expected
+    assert ranking.explain(begun)["n_hot"] == 1
+    assert not expected(ranking, path)
     assert daemon.tiers.visited(path[-1], 6.0, 50) is path[2]
-    assert set(ranking._expected) == {path[1].id, path[2].id}
+    assert expected(ranking, path) == [path[1], path[2]]
     other = daemon.store.insert(np.arange(900, 950, dtype=np.int32), "local", [20, 50])
     assert daemon.tiers.visited(other[-1], 7.0, 0) is daemon.store.root
 
@@ -204,7 +210,8 @@ def test_a_split_belongs_to_the_visit_that_caused_it(daemon: Daemon) -> None:
     ranking = daemon.tiers.ranking
     first = daemon.serve(Ask(1.0, "a", np.arange(30, dtype=np.int32), "end_turn", 0.5))
     daemon.serve(Ask(5.0, "b", np.array([*range(20), 99], np.int32), "end_turn", 0.5))
-    assert ranking._hot.nbytes == daemon.store.hot_bytes == 31 * LAYOUT.token_bytes
+    assert daemon.store.hot_bytes == 31 * LAYOUT.token_bytes
+    ranking.check_integrity(daemon.store)
     assert ranking.explain(first)["hot"]["used"] == 1.0
     upper = first.parent
     assert upper is not None
@@ -215,7 +222,7 @@ def test_a_split_belongs_to_the_visit_that_caused_it(daemon: Daemon) -> None:
     daemon.tiers.visited(path[-1], 9.0)
     daemon.store.insert(np.arange(200, 210, dtype=np.int32), "local", [10])
     assert ranking.hot_victims(1, lambda key: True) == [first.id]
-    assert ranking._hot.nbytes == (31 + 40) * LAYOUT.token_bytes
+    ranking.check_integrity(daemon.store)
 
 
 def test_files_are_used_by_the_visit_that_wrote_them(daemon: Daemon) -> None:

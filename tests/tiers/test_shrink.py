@@ -6,19 +6,24 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 from format_oracle import plane_of
 from store_tools import FINGERPRINT, check_rows, formats_of, make_hot, write_all
+from waiting import until
 
 from towerd.errors import DiskFull
 from towerd.slots.layout import NATIVE, KVLayout
 from towerd.slots.rows import KVRows
-from towerd.store import FormatRequest, Node, SegmentFile, Store
+from towerd.store import Node, SegmentFile, Store
+from towerd.store.segments.reencode import differs
+from towerd.tiers import shrink
 from towerd.tiers.formats.fidelity import LevelFormats
 from towerd.tiers.shrink import SINKS, TAIL, Shrinker, tail_start
+from towerd.tokens import Provenance
 
 LAYOUT = KVLayout((plane_of("f16", 32),), (plane_of("f16", 64),))
 TABLE = LevelFormats.parse("0=q4h,1=q6h,2=q8")
@@ -66,7 +71,7 @@ def run(shrinker: Shrinker, table: LevelFormats | None = TABLE) -> list[SegmentF
         found = shrinker.step()
         if found is not None:
             done.append(found)
-        elif not shrinker._queue:
+        elif shrinker.wait_s() > 0:  # until the next scan
             return done
 
 
@@ -270,32 +275,31 @@ def test_settled_files_are_not_looked_at_again(
     store: Store, shrinker: Shrinker, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until they are used, or the bases change."""
-    monkeypatch.setattr("towerd.tiers.shrink._SCAN_S", (0.0, 0.0))
     (leaf,) = stored(store, tokens(500))
     clock.now += AFTER_S
     run(shrinker)
-    while shrinker.step() is not None or shrinker._queue:
-        pass
-
-    looked: list[SegmentFile] = []
-    real = shrinker._format_requests
-
-    def look(file: SegmentFile) -> list[FormatRequest]:
-        looked.append(file)
-        return real(file)
-
-    monkeypatch.setattr(shrinker, "_format_requests", look)
+    monkeypatch.setattr(shrink, "SCAN_S", (0.0, 0.0))
+    until(lambda: shrinker.wait_s() == 0)
     shrinker.step()
-    assert looked == []
+
+    looked: dict[tuple[SegmentFile, float], None] = {}
+
+    def look(file: SegmentFile, *asked: Any) -> Any:
+        looked[file, clock.now] = None
+        return differs(file, *asked)
+
+    monkeypatch.setattr(shrink, "differs", look)
+    shrinker.step()
+    assert not looked
     store.touch(leaf)
     clock.now += AFTER_S
     shrinker.step()
     shrinker.step()
-    assert looked == [leaf.file]
+    assert list(looked) == [(leaf.file, clock.now)]
     store.add_base("b", leaf.prefix_ids(), "local", 0, False)
     clock.now += AFTER_S
     shrinker.step()
-    assert looked == [leaf.file, leaf.file]
+    assert list(looked)[1:] == [(leaf.file, clock.now)]
     assert shrinker.n_kept == 1
 
 
@@ -353,3 +357,46 @@ def test_rows_that_no_code_can_hold_stay(store: Store, shrinker: Shrinker, clock
     assert leaf.file is file
     assert len(formats_of(store, other)) == 3
     assert store.state.directory.names() == {f.path.name for f in store.files()}
+
+
+def test_what_is_worth_least_is_squeezed(
+    store: Store, shrinker: Shrinker, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once more, from its level's format into a smaller one, and for good; sinks, tails and what was
+    used lately stay. Nothing grows."""
+    names = [stored(store, tokens(500, seed))[-1] for seed in range(3)]
+    clock.now += AFTER_S
+    run(shrinker)
+    before = store.warm_bytes
+    store.touch(names[1])
+    shrinker.set_formats(TABLE, enabled=True, squeezed="q4h")
+    assert not shrinker.has_squeezed
+    worst = [node.file for node in names[:2] if node.file is not None]
+    monkeypatch.setattr(shrink, "SQUEEZE_S", 0.0)
+    (new,) = squeeze(shrinker, worst)
+    shapes = [formats_of(store, node) for node in names]
+    assert shapes[0] == [(SINKS, NATIVE), (500 - SINKS - TAIL, "q4h"), (TAIL, NATIVE)]
+    assert shapes[1] == shapes[2] == [(n, name.replace("q4h", "q8")) for n, name in shapes[0]]
+    assert names[0].file is new
+    assert new.provenance(SINKS, 500 - TAIL).tolist() == [Provenance.APPROXIMATE] * 368
+    assert (shrinker.has_squeezed, shrinker.n_squeezed) == (True, 1)
+    assert store.warm_bytes < before
+    clock.now += AFTER_S
+    shrinker.set_formats(TABLE, enabled=True, squeezed="q6h")
+    assert squeeze(shrinker, [new]) == []
+    assert run(shrinker) == []
+    store.check_integrity(keys=True)
+
+
+def squeeze(shrinker: Shrinker, files: list[SegmentFile]) -> list[SegmentFile]:
+    """Everything that can be made smaller of these; the new files."""
+    done: list[SegmentFile] = []
+    asked: list[list[SegmentFile]] = [[], files]
+
+    def squeezed() -> bool:
+        found = shrinker.squeeze(lambda: asked.pop() if asked else [])
+        done.extend([] if found is None else [found])
+        return not asked
+
+    until(squeezed)
+    return done

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 from format_oracle import plane_of
+from seams import hot_policy
 from store_tools import FINGERPRINT, assert_same_rows, check_rows, formats_of, rows_of
 from waiting import until
 
+from towerd.drift import Drift
+from towerd.policy.lru import LRU
 from towerd.slots.blob import emit_blob, parse_blob
 from towerd.slots.layout import NATIVE, KVLayout
 from towerd.store import Node, Store
 from towerd.tiers.formats.fidelity import LevelFormats
+from towerd.tiers.formats.squeeze import SqueezedFormat
 from towerd.tiers.manager import Tiers
 from towerd.tiers.plan import RestorePlan
 from towerd.tiers.shrink import SINKS, TAIL
@@ -159,6 +164,41 @@ def test_calibration_sets_the_table(open_tiers: OpenTiers) -> None:
         assert tiers.formats == settings.get("forced")
 
 
+def test_short_of_space_what_is_worth_least_is_squeezed_before_it_leaves(
+    open_tiers: OpenTiers,
+) -> None:
+    """With room nothing is; near the end of the budget the older half, and with it the drift that
+    replies tell; a chat leaves only beyond the budget, its end first."""
+    store, tiers = open_tiers()
+    near, both = Drift(0.001, 0.0), Drift(0.011, 0.0)
+    chats = [np.roll(IDS, seed) for seed in range(4)]
+    for ids in chats:
+        for end in (300, 600):  # a file for each turn
+            store.insert(ids[:end], "local", (end,))
+            for gap in tiers.gaps(ids[:end], "local"):
+                tiers.accept(gap, rows_of(ids[:end], gap.p0, LAYOUT))
+                tiers.flush()
+        tiers.visited(store.match(ids, "local").nodes[-1], time.time())
+    for node in store.nodes():
+        store.drop_hot(node)
+    tiers.set_formats(LevelFormats(("q8",)), near, SqueezedFormat("q4h", both))
+    until(lambda: tiers.stats()["segments_shrunk"] == 8)
+    assert (tiers.stats()["segments_squeezed"], tiers.drift) == (0, near)
+    tiers.warm_bytes_max = int(store.warm_bytes / 0.95)
+    tiers.flush()
+    until(lambda: tiers.stats()["segments_squeezed"] >= 2)
+    until(lambda: store.warm_bytes < 0.9 * tiers.warm_bytes_max)
+    ends = [store.match(ids, "local").nodes[-1] for ids in chats]
+    assert {name for _, name in formats_of(store, ends[0].path()[0])} == {NATIVE, "q4h"}
+    assert {name for _, name in formats_of(store, ends[3].path()[0])} == {NATIVE, "q8"}
+    assert tiers.drift == both
+    assert tiers.stats()["warm_evictions"] == 0
+    tiers.warm_bytes_max = store.warm_bytes - 1
+    tiers.flush()
+    assert [end.file is None for end in ends] == [True, False, False, False]
+    assert all(end.path()[0].file is not None for end in ends)
+
+
 def test_approximate_rows_are_never_exported(open_tiers: OpenTiers) -> None:
     """When their file is gone, live copies of them do not become stored rows."""
     store, tiers = open_tiers()
@@ -224,10 +264,12 @@ def test_eviction_waits_for_no_other_thread(
     open_tiers: OpenTiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A split that comes while victims are chosen holds the store's lock and waits for ours."""
-    store, tiers = open_tiers()
+    policy = LRU()
+    with hot_policy(policy):
+        store, tiers = open_tiers()
     put(store, tiers)
     splitting = threading.Thread(target=lambda: store.insert(IDS, "local", [300]))
-    real = tiers.ranking._hot.victims
+    real = policy.victims
 
     def store_is_busy() -> bool:
         if store.state.lock.acquire(blocking=False):
@@ -241,7 +283,7 @@ def test_eviction_waits_for_no_other_thread(
             until(store_is_busy)
         return real(n_bytes, may_go)
 
-    monkeypatch.setattr(tiers.ranking._hot, "victims", victims)
+    monkeypatch.setattr(policy, "victims", victims)
     tiers.hot_bytes_max = 1
     tiers.flush()
     splitting.join()

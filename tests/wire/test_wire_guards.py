@@ -28,7 +28,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     path = tmp_path_factory.mktemp("deep") / "deep.gguf"
     make_scripted_model(path, ["zq"], pre="tekken")
     talker = Talker(path)
-    vocab = Vocab(talker._ptr)
+    vocab = Vocab(talker.ptr)
     assert vocab.is_deep
     settings = Settings(name="deep", n_ctx=2048, n_parallel=1).encode()
     yield Model(talker.address, settings, deep_stack=vocab.with_deep_stack)

@@ -251,7 +251,7 @@ async def _listen_unix(runner: web.AppRunner, path: Path | None) -> Path | None:
     if path is None:
         return None
     try:
-        sock = await asyncio.to_thread(_bind_unix, path)
+        sock = await asyncio.to_thread(bind_unix, path)
     except OSError as error:
         raise ConfigError(
             f"Cannot listen on the socket {path}: {error.strerror or error}. "
@@ -261,7 +261,7 @@ async def _listen_unix(runner: web.AppRunner, path: Path | None) -> Path | None:
     return path
 
 
-def _bind_unix(path: Path) -> socket.socket:
+def bind_unix(path: Path) -> socket.socket:
     """A socket bound under a private name and renamed into place: its mode is never wider than
     0600, and a running daemon's socket is never taken over."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -34,10 +34,10 @@ from towerd.api.http.reply import json_reply
 from towerd.api.http.tenants import Tenants
 from towerd.app.store_routes import STORE_ROUTES, Route, add_routes
 from towerd.cold import Coding, ColdTier, VocabularySource
-from towerd.engine.model_file import file_hash
 from towerd.errors import StoreError, StoreLocked, TowerdError
 from towerd.models.bundled import find_model
 from towerd.settings.config import Config
+from towerd.slots.fingerprint import REPORTED_HASH_PREFIX
 from towerd.store import Store, latest_fingerprint
 from towerd.tiers.formats.calibration_store import load_calibration
 from towerd.transfer import Transfer
@@ -54,6 +54,7 @@ DAEMON_ONLY = (
     "model_path",
     "n_ctx",
     "n_slots",
+    "space",
     "uptime_s",
     "reuse",
     "slots",
@@ -138,15 +139,13 @@ def _open_store(root: Path) -> Store:
 
 
 def _source(model: Path | None, store: Store) -> VocabularySource:
-    """The vocabulary of `model` (None: the default), if it is the model that was last served from
-    the store. Raises ModelError, or StoreError for another model."""
-    path, served = find_model(model), store.state.fingerprint.model_hash
-    if file_hash(path, store.state.catalog) != served:
-        raise StoreError(
-            "Coding a text takes the vocabulary of the model that was served from this store, "
-            f"and {path.name} is another one: name it with --model, or start its daemon."
-        )
-    return VocabularySource(path, served)
+    """The vocabulary of `model` (None: the default), which must be that of the model that was last
+    served from the store. Raises ModelError."""
+    path, served = find_model(model), store.state.fingerprint
+    is_known = not served.model_hash.startswith(REPORTED_HASH_PREFIX)
+    return VocabularySource(
+        path, served.model_hash, tokenizer=served.tokenizer if is_known else None
+    )
 
 
 async def get_stats(request: web.Request) -> web.Response:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from towerd.cold.coding import Coding, VocabularySource, vocabulary_source
+from towerd.cold.coding import Coding, VocabularySource, check_codec_model, vocabulary_source
 from towerd.cold.cold_tier import ColdTier
-from towerd.cold.freezing import FreezeResult, cold_history, decode, freeze, thaw
+from towerd.cold.freezing import FreezeResult, cold_history, decode, freeze, thaw, write_copy
 
 __all__ = [
     "Coding",
     "FreezeResult",
     "ColdTier",
     "VocabularySource",
+    "check_codec_model",
     "cold_history",
     "decode",
     "freeze",
     "vocabulary_source",
     "thaw",
+    "write_copy",
 ]

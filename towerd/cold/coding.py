@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from towerd.engine.base import REPORTED_HASH_PREFIX, ModelInfo
-from towerd.errors import NotSupported
-from towerd.slots.fingerprint import tokenizer_hash
+from towerd.engine.base import ModelInfo
+from towerd.errors import ConfigError, NotSupported
+from towerd.slots.fingerprint import REPORTED_HASH_PREFIX, tokenizer_hash
 from towerd.tower_file import SessionModel
 
 if TYPE_CHECKING:
@@ -42,10 +42,15 @@ def vocabulary_source(info: ModelInfo) -> VocabularySource:
 class Coding:
     """The codec of one model. Thread-safe."""
 
-    def __init__(self, source: Callable[[], VocabularySource], tables: Path | None = None) -> None:
-        """source: called at the first use of the codec. tables: see `Codec`."""
+    def __init__(
+        self,
+        source: Callable[[], VocabularySource],
+        tables: Path | None = None,
+        student: Path | None = None,
+    ) -> None:
+        """source: called at the first use of the codec. tables, student: see `Codec`."""
         self._source = source
-        self._tables = tables
+        self._tables, self._student = tables, student
         self._vocabulary: GgufVocabulary | None = None
         self._model: SessionModel | None = None
         self._lock = threading.Lock()
@@ -63,7 +68,7 @@ class Coding:
                 vocabulary = self._vocabulary = _vocabulary(source)
                 from towerd.codec import Codec
 
-                codec = Codec(vocabulary, tables=self._tables)
+                codec = Codec(vocabulary, tables=self._tables, student=self._student)
                 self._model = SessionModel(source.path.name, source.hash, codec)
             return self._model
 
@@ -73,6 +78,20 @@ class Coding:
             if self._vocabulary is not None:
                 self._vocabulary.close()
             self._vocabulary = self._model = None
+
+
+def check_codec_model(path: Path) -> None:
+    """ConfigError unless conversations can be coded with the model in this file."""
+    # Imported late: these load llama.cpp.
+    from towerd.codec.errors import CodecError
+    from towerd.codec.models.student import check_student
+    from towerd.engine.embedded.model.model import init_backend
+
+    init_backend()  # routes llama.cpp's messages into our log
+    try:
+        check_student(path)
+    except CodecError as error:
+        raise ConfigError(f"--codec-model: {error}") from error
 
 
 def _vocabulary(source: VocabularySource) -> GgufVocabulary:
@@ -99,8 +118,8 @@ def _vocabulary(source: VocabularySource) -> GgufVocabulary:
     if source.tokenizer not in (None, tokenizer_of(vocabulary)):
         vocabulary.close()
         raise NotSupported(
-            f"{source.path} has another tokenizer than the model that is served, so it was replaced "
-            "since: put the model's own file there and restart towerd."
+            f"{source.path} has another tokenizer than the model that is served: name that model's "
+            "file with --model, or put it back there and restart towerd."
         )
     return vocabulary
 

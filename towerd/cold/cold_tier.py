@@ -1,4 +1,5 @@
-"""The cold tier: freezes sessions in idle time and thaws them on demand.
+"""The cold tier: codes sessions in idle time, freezes them when their rows have left, and thaws them
+on demand.
 
 A request enters before it runs and leaves when its turn is recorded. A session that a running
 request may use is never frozen. Freezing runs on one thread of low priority and thawing on two
@@ -18,7 +19,8 @@ from typing import Any, TypeVar
 
 from towerd.cold.backoff import Backoff
 from towerd.cold.coding import Coding
-from towerd.cold.freezing import FreezeResult, cold_history, freeze, thaw
+from towerd.cold.freezing import FreezeResult, cold_history, freeze, thaw, write_copy
+from towerd.cold.idle_freezer import IdleFreezer
 from towerd.cold.thaw_ahead import ThawAhead
 from towerd.engine.base import Finish, GenerateRequest, LiveBudget, Reuse
 from towerd.errors import (
@@ -31,19 +33,14 @@ from towerd.errors import (
     TowerdError,
 )
 from towerd.store import Node, Store
-from towerd.store.sessions.cold import SessionBusy
-from towerd.store.sessions.turn import SessionInfo
+from towerd.store.maintenance.space import space
+from towerd.store.prefix.scope import tenant_of
+from towerd.store.sessions.frozen import SessionBusy
 from towerd.system.priority import lower_priority
 from towerd.tokens import Ids, ids_bytes
 
 log = logging.getLogger(__name__)
 
-QUIET_S = 5.0
-"""Automatic freezing starts when no request has run for this long."""
-POLL_S_MAX = 60.0
-POLL_S_MIN = 0.05
-RETRY_S = 3600.0
-"""Time until a session that could not be frozen is tried again."""
 _NO_BUDGET = LiveBudget()
 _REFUSALS = (NotFound, NotSupported, InvalidRequest, SessionBusy)
 
@@ -62,21 +59,25 @@ class ColdTier:
         *,
         freeze_after_s: float,
         on_frozen: Callable[[Sequence[Node]], None] = lambda _: None,
+        has_checkpoint: Callable[[Node], bool] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """freeze_after_s: how long a session must be unused before it is frozen automatically;
-        -1: never. on_frozen: receives the removed segments, off the event loop."""
+        """freeze_after_s: how long a session must be unused before a copy in coded form is written
+        automatically, and it is frozen once it has no rows; -1: never. on_frozen: receives the
+        removed segments, off the event loop. has_checkpoint: whether a state checkpoint is at
+        a segment's end; None: the model has none."""
         self.store = store
         self.coding = coding
         self.freeze_after_s = freeze_after_s
         self.ahead: ThawAhead | None = None
-        self.n_frozen = self.n_thawed = self.n_failed = 0
+        self.n_copied = self.n_frozen = self.n_thawed = self.n_failed = 0
         self.freeze_s = self.thaw_s = 0.0
         self._on_frozen = on_frozen
+        self._has_checkpoint = has_checkpoint
         self._clock = clock
         self._uses: dict[int, GenerateRequest] = {}
         self._last_use = float("-inf")
-        self._backoff = Backoff(clock)
+        self.backoff = Backoff(clock)
         """Sessions that failed to freeze or were thawed recently."""
         self._damaged: set[tuple[str, str]] = set()
         """(scope, id) of sessions that could not be thawed; requests do not try again."""
@@ -92,7 +93,8 @@ class ColdTier:
         a background request of fewer than `n_ctx` tokens under the budget `live`; None: sessions
         thawed ahead get only their tokens back."""
         self.ahead = ThawAhead(self.store, self.thaw, run, n_ctx, live)
-        self._task = asyncio.create_task(self._watch())
+        freezer = IdleFreezer(self, self.freeze_after_s, self._has_rows, self._clock)
+        self._task = asyncio.create_task(freezer.run())
         return self.ahead
 
     async def close(self) -> None:
@@ -178,10 +180,31 @@ class ColdTier:
         if id is not None and self.ahead is not None and not self.store.cold.is_empty:
             self.ahead.opened(id, scope)
 
-    async def freeze(self, id: str, scope: str | None = None) -> FreezeResult | None:
+    def idle_s(self) -> float:
+        """Seconds since the last request of a client ended; 0 while one runs."""
+        is_used = any(not request.background for request in list(self._uses.values()))
+        return 0.0 if is_used else time.monotonic() - self._last_use
+
+    async def freeze(
+        self, id: str, scope: str | None = None, *, only_without_rows: bool = False
+    ) -> FreezeResult | None:
         """Freeze a session now; None if it is already frozen. Raises as `freezing.freeze`, and
-        NotSupported."""
-        return await self._on(self._freezer, self._freeze, id, scope)
+        NotSupported. `only_without_rows`: SessionBusy if rows would go."""
+        return await self._on(self._freezer, self._freeze, id, scope, only_without_rows)
+
+    async def write_copy(self, id: str, scope: str) -> bool:
+        """Write a session in coded form beside its tokens and rows; False if that is done already.
+        Raises as `freeze`."""
+        return await self._on(self._freezer, self._write_copy, id, scope)
+
+    async def warm_up(self) -> None:
+        """Build the codec's tables before a request needs them. No failure is raised, because none
+        may stop automatic freezing."""
+        try:
+            await self._on(self._freezer, self._use_codec)
+        except Exception as error:
+            self.n_failed += 1
+            log.warning("frozen sessions cannot be coded here", extra={"error": str(error)})
 
     async def thaw(self, id: str, scope: str | None = None) -> bool:
         """Thaw a session; False if it is not frozen. Raises as `freezing.thaw`, and
@@ -193,10 +216,16 @@ class ColdTier:
         Raises as `thaw`."""
         return await self._on(self._thawer, self._session_ids, id, scope)
 
+    def space(self) -> dict[str, Any]:
+        """How many tokens resume without prefill, and what a larger disk would keep."""
+        found = space(self.store.state, self._has_checkpoint)
+        return {**dataclasses.asdict(found), "bytes_wanted": found.bytes_wanted}
+
     def stats(self) -> dict[str, Any]:
         """Gauges and counters for /metrics and /towerd/v1/stats."""
         return {
             **self.store.cold.stats(),
+            "copies": self.n_copied,
             "freezes": self.n_frozen,
             "thaws": self.n_thawed,
             "cold_failures": self.n_failed,
@@ -211,11 +240,26 @@ class ColdTier:
     async def _on(self, pool: ThreadPoolExecutor, work: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(pool, work, *args)
 
-    def _freeze(self, id: str, scope: str | None) -> FreezeResult | None:
+    def _write_copy(self, id: str, scope: str) -> bool:
         began = time.monotonic()
         with self._counted_failure():
+            wrote = write_copy(self.store, self.coding.codec, id, scope)
+        with self._counting:
+            self.n_copied += wrote
+            self.freeze_s += time.monotonic() - began
+        return wrote
+
+    def _freeze(self, id: str, scope: str | None, only_without_rows: bool) -> FreezeResult | None:
+        began = time.monotonic()
+
+        def may_drop(id: str, scope: str, doomed: Sequence[Node]) -> bool:
+            if only_without_rows and any(map(self._has_rows, doomed)):
+                return False
+            return self._may_drop(id, scope, doomed)
+
+        with self._counted_failure():
             self.store.session(id, scope)  # before the vocabulary is loaded
-            done = freeze(self.store, self.coding.codec, id, scope, self._may_drop)
+            done = freeze(self.store, self.coding.codec, id, scope, may_drop)
         if done is not None:
             self._notify(done)
             with self._counting:
@@ -225,6 +269,8 @@ class ColdTier:
 
     def _notify(self, done: FreezeResult) -> None:
         """Report the removed segments. The session is frozen even if this fails."""
+        if self.ahead is not None:
+            self.ahead.remember(done.id, done.scope, done.removed)
         try:
             self._on_frozen(done.removed)
         except Exception as error:
@@ -238,11 +284,15 @@ class ColdTier:
                 return False
             was_frozen = thaw(self.store, self.coding.codec, id, info.scope)
             self._damaged.discard((info.scope, id))
-            self._backoff.delay((info.scope, id), self.freeze_after_s)
+            self.backoff.delay((info.scope, id), self.freeze_after_s)
         with self._counting:
             self.n_thawed += was_frozen
             self.thaw_s += time.monotonic() - began
         return was_frozen
+
+    def _use_codec(self) -> None:
+        codec = self.coding.codec
+        codec.decode(codec.encode([0]))
 
     def _session_ids(self, id: str, scope: str | None) -> Ids:
         try:
@@ -256,6 +306,9 @@ class ColdTier:
     def _counted_failure(self) -> _Failures:
         return _Failures(self)
 
+    def _has_rows(self, node: Node) -> bool:
+        return node.has_rows or (self._has_checkpoint is not None and self._has_checkpoint(node))
+
     def _may_drop(self, id: str, scope: str, doomed: Sequence[Node]) -> bool:
         """Whether no running request may belong to this session, and none holds a segment that
         would be removed, or begins with one. Called under the store's lock."""
@@ -263,71 +316,16 @@ class ColdTier:
             return False
         gone, store = {node.id for node in doomed}, self.store
         for request in list(self._uses.values()):
-            if request.scope != scope:
+            if tenant_of(request.scope) != tenant_of(scope):
                 continue
             if request.session is not None:
                 if request.session == id:
                     return False
-            elif store.recognise(request.ids, scope) == id:
+            elif store.recognise(request.ids, request.scope) == id:
                 return False
-            elif any(node.id in gone for node in store.match(request.ids, scope).nodes):
+            elif any(node.id in gone for node in store.match(request.ids, request.scope).nodes):
                 return False
         return True
-
-    def _is_idle(self) -> bool:
-        is_used = any(not request.background for request in list(self._uses.values()))
-        return not is_used and time.monotonic() - self._last_use >= self._quiet_s
-
-    @property
-    def _quiet_s(self) -> float:
-        return min(QUIET_S, max(POLL_S_MIN, self.freeze_after_s))
-
-    async def _watch(self) -> None:
-        """Freeze sessions that are unused for long enough, one at a time, while nothing runs."""
-        if not self.store.cold.is_empty:
-            await self._warm_up()
-        while self.freeze_after_s >= 0:
-            did_freeze = False
-            try:
-                did_freeze = self._is_idle() and await self._freeze_oldest()
-            except Exception as error:  # the next poll tries again
-                log.warning("no session was frozen", extra={"error": str(error)})
-            pause = min(POLL_S_MAX, max(POLL_S_MIN, self.freeze_after_s / 4))
-            await asyncio.sleep(POLL_S_MIN if did_freeze else pause)
-
-    async def _warm_up(self) -> None:
-        """Build the codec's tables before a request needs them."""
-        try:
-            await self._on(self._freezer, self._use_codec)
-        except Exception as error:  # no failure here may stop automatic freezing
-            self.n_failed += 1
-            log.warning("frozen sessions cannot be coded here", extra={"error": str(error)})
-
-    def _use_codec(self) -> None:
-        codec = self.coding.codec
-        codec.decode(codec.encode([0]))
-
-    async def _freeze_oldest(self) -> bool:
-        """Freeze the least recently used session; False if none is due."""
-        due = await asyncio.to_thread(self._due)
-        if due is None:
-            return False
-        try:
-            await self.freeze(due.id, due.scope)
-        except NotFound:
-            pass  # removed meanwhile
-        except (NotSupported, DiskFull) as error:  # the next session would fail the same way
-            log.warning("no session can be frozen now", extra={"error": str(error)})
-            await asyncio.sleep(RETRY_S)
-        except Exception as error:  # no failure may hold up the next session
-            self._backoff.delay((due.scope, due.id), RETRY_S)
-            log.warning("a session was not frozen", extra={"error": str(error)})
-        return True
-
-    def _due(self) -> SessionInfo | None:
-        before = self._clock() - self.freeze_after_s
-        found = self.store.cold.idle(before, 1, without=self._backoff.active())
-        return found[0] if found else None
 
 
 class RequestGuard:

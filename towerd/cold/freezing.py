@@ -1,8 +1,9 @@
 """Freezing and thawing one session of a store, in an order that never loses data.
 
-    tokens --encode, decode, compare--> blob --durable--> read back, decode, compare
-           --one transaction--> turns without tokens, segments that nothing else needs removed
-    blob --decode, check its hash--> tokens --one transaction--> turns and segments, no blob
+    tokens --encode--> blob --durable--> read back, decode, compare: a copy beside the tokens
+    copy --decode, compare--> turns without tokens, segments that nothing else needs removed, in
+           one transaction
+    blob --decode, check its hash--> tokens --one transaction--> turns and segments, and a copy
 
 If the process is killed at any point, the session is either as before or fully converted.
 """
@@ -19,7 +20,7 @@ from towerd.codec.errors import CodecError
 from towerd.errors import NotFound, SessionFrozen, StoreError, ThawError
 from towerd.store import History, Node, Store
 from towerd.store.segments import durable
-from towerd.store.sessions.frozen import FrozenSession
+from towerd.store.sessions.frozen import FrozenSession, WarmSession
 from towerd.tokens import Ids
 
 if TYPE_CHECKING:
@@ -51,31 +52,34 @@ def freeze(
     may_drop: MayDrop | None = None,
     form: str = "auto",
 ) -> FreezeResult | None:
-    """Freeze a session; None if it is already frozen. Takes about a second for a few thousand
-    tokens.
+    """Freeze a session, from its copy if that is current; None if it is already frozen. Takes about
+    a second for a few thousand tokens. A `form` other than auto makes a new blob of that form.
 
     Raises NotFound, InvalidRequest (no turns), SessionBusy (in use, or continued meanwhile),
     StoreError (ambiguous id, or it cannot be coded) or DiskFull; the session is then unchanged."""
     warm = store.cold.take(id, scope)
     if warm is None:
         return None
-    info = warm.taken.info
-    history = warm.taken.history()
-    base, own = history.stream[: warm.n_base], history.stream[warm.n_base :]
-    try:
-        blob = codec.encode(own, base=base, form=form)
-        keep(codec, blob)
-        copy = store.cold.put(warm, history, blob)
-        if not np.array_equal(_stream(codec, copy), history.stream):
-            raise RuntimeError("the blob that was stored has other tokens")
-    except (CodecError, ThawError, ValueError, RuntimeError) as error:
-        message = f"Session {id!r} cannot be frozen: {error}"
-        raise StoreError(message, public=message) from error
-    if copy.history(history.stream).turns != history.turns:
-        raise StoreError(f"Session {id!r} cannot be frozen: its turns do not come back.")
+    info, history = warm.taken.info, warm.taken.history()
+    copy = store.cold.copy_of(warm) if form == "auto" else None
+    if copy is None or not _holds(codec, copy, history):
+        copy = _put_copy(store, codec, warm, history, form)
     ask = may_drop or (lambda *_: True)
-    removed = store.cold.drop(warm, lambda doomed: ask(info.id, info.scope, doomed))
-    return FreezeResult(info.id, info.scope, len(own), len(blob), tuple(removed))
+    removed = store.cold.drop(warm, copy, lambda doomed: ask(info.id, info.scope, doomed))
+    n_own = len(history.stream) - len(copy.base)
+    return FreezeResult(info.id, info.scope, n_own, len(copy.blob), tuple(removed))
+
+
+def write_copy(
+    store: Store, codec: Codec, id: str, scope: str | None = None, form: str = "auto"
+) -> bool:
+    """Write the blob of a session, verified, beside its tokens and rows, which stay. False if it is
+    frozen or has a current copy. Raises as `freeze`; the session is never changed."""
+    warm = store.cold.take(id, scope)
+    if warm is None or store.cold.copy_of(warm) is not None:
+        return False
+    _put_copy(store, codec, warm, warm.taken.history(), form)
+    return True
 
 
 def thaw(store: Store, codec: Codec, id: str, scope: str | None = None) -> bool:
@@ -129,6 +133,37 @@ def decode(codec: Codec, frozen: FrozenSession) -> Ids:
         return _stream(codec, frozen)
     except CodecError as error:
         raise ThawError(f"Session {frozen.info.id!r} cannot be thawed: {error}") from error
+
+
+def _put_copy(
+    store: Store, codec: Codec, warm: WarmSession, history: History, form: str
+) -> FrozenSession:
+    """Store a session's blob, and read it back, decode and compare it. Raises as `freeze`."""
+    id = warm.session.id
+    base, own = history.stream[: warm.n_base], history.stream[warm.n_base :]
+    try:
+        blob = codec.encode(own, base=base, form=form)
+        keep(codec, blob)
+        copy = store.cold.put(warm, history, blob)
+        if not np.array_equal(_stream(codec, copy), history.stream):
+            raise RuntimeError("the blob that was stored has other tokens")
+    except (CodecError, ThawError, ValueError, RuntimeError) as error:
+        message = f"Session {id!r} cannot be frozen: {error}"
+        raise StoreError(message, public=message) from error
+    if copy.history(history.stream).turns != history.turns:
+        raise StoreError(f"Session {id!r} cannot be frozen: its turns do not come back.")
+    return copy
+
+
+def _holds(codec: Codec, copy: FrozenSession, history: History) -> bool:
+    """Whether a copy, which may be old, still decodes to exactly this history."""
+    try:
+        stream = _stream(codec, copy)
+        return (
+            np.array_equal(stream, history.stream) and copy.history(stream).turns == history.turns
+        )
+    except (CodecError, ThawError, ValueError, RuntimeError):
+        return False
 
 
 def _stream(codec: Codec, frozen: FrozenSession) -> Ids:

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from towerd.engine.base import Finish, GenerateRequest, LiveBudget
@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 REPEAT_S_MIN = 600.0
 """The same segment is evaluated ahead at most this often. Without room the work is wasted."""
 TIPS_MAX = 1024
+FROZEN_MAX = 1 << 16
+"""Removed segments whose frozen session is remembered."""
 CONCURRENT_MAX = 4
 """Maximum number of conversations thawed ahead at once. The others wait for their requests."""
 
@@ -50,6 +52,8 @@ class ThawAhead:
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._tips: OrderedDict[int, float] = OrderedDict()
+        self._frozen: OrderedDict[int, tuple[str, str]] = OrderedDict()
+        """Segment that was removed -> (id, scope) of the session that was frozen."""
         self._is_open = True
 
     async def close(self) -> None:
@@ -72,20 +76,31 @@ class ThawAhead:
         """Evaluate the rows of a session that was thawed."""
         self._spawn(self._evaluate_session(id, scope))
 
-    def expected_back(self, tip: Node) -> None:
-        """Evaluate the tower of `tip`: the policy expects its reuse, and it has no rows."""
+    def expected_back(self, tip: int) -> None:
+        """Evaluate the tower of the segment `tip`, or thaw the session that it was frozen with: the
+        policy expects its reuse, and it has no rows."""
         self._loop.call_soon_threadsafe(self._expected_back, tip)
+
+    def remember(self, id: str, scope: str, removed: Sequence[Node]) -> None:
+        """Note which segments were removed when a session was frozen; from any thread."""
+        found = dict.fromkeys([node.id for node in removed], (id, scope))
+        self._loop.call_soon_threadsafe(self._remember, found)
 
     def stats(self) -> dict[str, int]:
         """Counters."""
         return {"thaws_ahead": self.n_ahead}
 
-    def _expected_back(self, tip: Node) -> None:
+    def _remember(self, found: dict[int, tuple[str, str]]) -> None:
+        self._frozen.update(found)
+        while len(self._frozen) > FROZEN_MAX:
+            self._frozen.popitem(last=False)
+
+    def _expected_back(self, tip: int) -> None:
         now = time.monotonic()
-        is_due = now - self._tips.get(tip.id, -REPEAT_S_MIN) >= REPEAT_S_MIN
-        if is_due and not is_public(tip.scope) and self._spawn(self._evaluate_tip(tip)):
-            self._tips[tip.id] = now
-            self._tips.move_to_end(tip.id)
+        is_due = now - self._tips.get(tip, -REPEAT_S_MIN) >= REPEAT_S_MIN
+        if is_due and self._spawn(self._evaluate_tip(tip)):
+            self._tips[tip] = now
+            self._tips.move_to_end(tip)
             if len(self._tips) > TIPS_MAX:
                 self._tips.popitem(last=False)
 
@@ -114,15 +129,26 @@ class ThawAhead:
         except TowerdError as error:
             log.debug("a session was not evaluated ahead", extra={"error": str(error)})
 
-    async def _evaluate_tip(self, tip: Node) -> None:
+    async def _evaluate_tip(self, tip: int) -> None:
         try:
-            await self._evaluate(await asyncio.to_thread(self._prefix, tip), tip.scope, None)
+            found = await asyncio.to_thread(self._prefix, tip)
+        except NotFound:
+            if (frozen := self._frozen.pop(tip, None)) is not None:
+                await self._open(*frozen)
+            return
+        if found is None:
+            return
+        try:
+            await self._evaluate(*found, None)
         except TowerdError as error:
             log.debug("a prompt was not evaluated ahead", extra={"error": str(error)})
 
-    def _prefix(self, tip: Node) -> Ids:
+    def _prefix(self, tip: int) -> tuple[Ids, str] | None:
+        """The tokens up to the end of a segment, and its scope; None if it is public. Raises
+        NotFound."""
         with self._store.locked():  # a split would show half of a path
-            return tip.prefix_ids()
+            node = self._store.node(tip)
+            return None if is_public(node.scope) else (node.prefix_ids(), node.scope)
 
     async def _evaluate(self, ids: Ids, scope: str, session: str | None) -> None:
         """Evaluate `ids` in the background."""

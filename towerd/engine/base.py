@@ -199,11 +199,6 @@ class Finish:
 Event: TypeAlias = Progress | Started | Piece | Finish
 
 
-REPORTED_HASH_PREFIX = "props:"
-"""Prefix of a fingerprint's `model_hash` if the model's file could not be read: the rest is a hash
-of what its server reports."""
-
-
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     """What clients can learn about the model, from /props and /v1/models."""

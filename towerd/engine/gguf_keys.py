@@ -43,6 +43,7 @@ _val_data = _function("gguf_get_val_data", _P, _P, _ID)
 _val_str = _function("gguf_get_val_str", _NAME, _P, _ID)
 _arr_type = _function("gguf_get_arr_type", ctypes.c_int, _P, _ID)
 _arr_n = _function("gguf_get_arr_n", ctypes.c_size_t, _P, _ID)
+_arr_str = _function("gguf_get_arr_str", _NAME, _P, _ID, ctypes.c_size_t)
 _arr_data = _function("gguf_get_arr_data", _P, _P, _ID)
 _find_tensor = _function("gguf_find_tensor", _ID, _P, _NAME)
 _tensor_type = _function("gguf_get_tensor_type", ctypes.c_int, _P, _ID)
@@ -80,6 +81,13 @@ class GgufKeys:
         if kind not in _SCALARS:
             return default
         return _numbers(_arr_data(self._ptr, at), kind, _arr_n(self._ptr, at)).tolist()
+
+    def strings(self, key: str) -> list[bytes]:
+        """The key's list of texts; empty if it is not there or is something else."""
+        at = _find_key(self._ptr, key.encode())
+        if at < 0 or _kv_type(self._ptr, at) != _ARRAY or _arr_type(self._ptr, at) != _STRING:
+            return []
+        return [_arr_str(self._ptr, at, i) for i in range(_arr_n(self._ptr, at))]
 
     def floats(self, name: str) -> tuple[float, ...] | None:
         """A float32 tensor's values; None if the file has no such tensor of that type."""

@@ -135,7 +135,7 @@ class ModelFile:
         """BLAKE2b-128 of the sampled pages, some milliseconds. Which pages depends on the size
         alone."""
         fd, size = self._file.fileno(), self.state().size
-        offsets = _sample_offsets(size)
+        offsets = sample_offsets(size)
         if hasattr(os, "posix_fadvise"):
             for offset in offsets:  # the disk can fetch them side by side
                 os.posix_fadvise(fd, offset, PAGE_BYTES, os.POSIX_FADV_WILLNEED)
@@ -171,7 +171,7 @@ def file_hash(path: Path, memo: Memo) -> str:
         return file.identify(memo)
 
 
-def _sample_offsets(size: int) -> list[int]:
+def sample_offsets(size: int) -> list[int]:
     """The first page, the last, and one of each of N_SAMPLES equal parts, ascending."""
     chance = random.Random(_SEED)
     n_pages = -(-size // PAGE_BYTES)

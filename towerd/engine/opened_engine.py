@@ -21,6 +21,9 @@ class OpenedEngine(Generic[EngineT]):
     tiers: Tiers
     forget: Callable[[Sequence[Node]], None]
     """Called with the segments of a session that was frozen, on another thread than the loop's."""
+    has_checkpoint: Callable[[Node], bool] | None = None
+    """Whether a state checkpoint is at a segment's end, asked under the store's lock; None: the
+    model resumes from any row."""
     is_quiet: Callable[[], bool] | None = None
     """Whether the engine is idle or only decodes; None: it has no background requests, so nothing
     is evaluated or fetched ahead."""

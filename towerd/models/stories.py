@@ -29,8 +29,8 @@ ROPE_BASE = 10000.0
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointHeader:
-    """The header of a checkpoint, in file order."""
+class Llama2cConfig:
+    """The header of a llama2.c checkpoint, in file order."""
 
     dim: int
     hidden: int
@@ -86,12 +86,12 @@ def read_tokenizer(path: Path, n_vocab: int) -> Vocabulary:
     return sentencepiece(pieces, scores, types, special=special)
 
 
-def _read_checkpoint(path: Path) -> tuple[CheckpointHeader, F32]:
+def _read_checkpoint(path: Path) -> tuple[Llama2cConfig, F32]:
     data = path.read_bytes()
     n_header = struct.calcsize("<7i")
     if len(data) < n_header:
         raise ModelError(f"{path} is too short for a llama2.c checkpoint.")
-    shape = CheckpointHeader(*struct.unpack_from("<7i", data))
+    shape = Llama2cConfig(*struct.unpack_from("<7i", data))
     if min(shape.dim, shape.hidden, shape.n_layers, shape.n_heads, shape.n_kv_heads) < 1:
         raise ModelError(f"{path} is not a llama2.c checkpoint.")
     if shape.n_vocab < 1:
@@ -104,7 +104,7 @@ def _read_checkpoint(path: Path) -> tuple[CheckpointHeader, F32]:
     return shape, weights
 
 
-def _plan(shape: CheckpointHeader) -> Iterator[tuple[str, tuple[int, ...], int]]:
+def _plan(shape: Llama2cConfig) -> Iterator[tuple[str, tuple[int, ...], int]]:
     """(name with {} for the layer, shape of one tensor, total values) in file order."""
     dim, kv_dim, layers = shape.dim, shape.n_kv_heads * shape.head_dim, shape.n_layers
     rows: list[tuple[str, tuple[int, ...]]] = [
@@ -124,7 +124,7 @@ def _plan(shape: CheckpointHeader) -> Iterator[tuple[str, tuple[int, ...], int]]
         yield name, size, int(np.prod(size)) * (layers if "{}" in name else 1)
 
 
-def _tensors(shape: CheckpointHeader, weights: F32) -> Iterator[tuple[str, F32]]:
+def _tensors(shape: Llama2cConfig, weights: F32) -> Iterator[tuple[str, F32]]:
     offset = 0
     for name, size, count in _plan(shape):
         block = weights[offset : offset + count]
@@ -136,7 +136,7 @@ def _tensors(shape: CheckpointHeader, weights: F32) -> Iterator[tuple[str, F32]]
             yield name.format(layer), tensor
 
 
-def _add_metadata(writer: GGUFWriter, shape: CheckpointHeader) -> None:
+def _add_metadata(writer: GGUFWriter, shape: Llama2cConfig) -> None:
     writer.add_name("stories260K" if shape.dim == 64 else "TinyStories")
     writer.add_description("Llama trained on TinyStories, converted from a llama2.c checkpoint")
     writer.add_license("MIT")

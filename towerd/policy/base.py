@@ -75,6 +75,11 @@ class Policy(Protocol):
         Changes nothing: the caller removes the keys that it actually evicts."""
         ...
 
+    def lowest(self, nbytes: int, is_evictable: Callable[[Key], bool]) -> list[Key]:
+        """The keys that come first in the order of eviction, `nbytes` of them; none is about to be
+        evicted. Changes nothing."""
+        ...
+
     def check_integrity(self, known: Mapping[Key, tuple[Key | None, int]] | None = None) -> None:
         """Raises AssertionError if the tree has a cycle, or if leaves, sums and order disagree
         with the keys. known: the parent and the size that each key must have."""

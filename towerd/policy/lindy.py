@@ -1,12 +1,16 @@
 """Lindy (Towers of Segments, section 8.3): recency, position in the tree, accumulated age.
 
 Bases, the keys that many conversations share, are evicted last. The others are ranked by recency,
-with some credit for age: lifetimes are heavy-tailed, so a key that has lived long lives longer.
+with some credit for age: lifetimes are heavy-tailed, so a key that has lived long lives longer. For
+the same reason a conversation that has lived for some time is expected back until it has been idle
+for as long.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from heapq import nlargest
+from itertools import islice
 
 from towerd.policy.base import Key
 from towerd.policy.tree import Entry, Rank, TreePolicy
@@ -16,6 +20,9 @@ BASE_BRANCHES = 3
 AGE_CREDIT = 0.1
 """Seconds of recency that a second of age is worth."""
 _REMEMBERED_MAX = 1 << 17
+_TIPS_MAX = 20_000
+_WANTED_AMONG = 1024
+"""Of the conversations that were used last, so many are considered."""
 
 
 class Lindy(TreePolicy):
@@ -25,6 +32,44 @@ class Lindy(TreePolicy):
     def __init__(self) -> None:
         super().__init__()
         self._past: OrderedDict[Key, tuple[float, int]] = OrderedDict()
+        self._tips: OrderedDict[Key, tuple[float, float]] = OrderedDict()
+        """Where conversations end, in the tier or not: when each began, and its last use."""
+
+    def wanted(self, now: float, most: int) -> list[tuple[Key, float]]:
+        """See ReuseForecaster.wanted. The value is the chance that the conversation goes on; it is
+        at least one half, and highest for what has lived long and was used just now."""
+        last = islice(reversed(self._tips.items()), _WANTED_AMONG)
+        chances = [
+            (tip, (used - born) / (max(now, used) - born))
+            for tip, (born, used) in last
+            if used > born
+        ]
+        return nlargest(
+            most, [each for each in chances if each[1] >= 0.5], key=lambda each: each[1]
+        )
+
+    def split(self, lower: Key, upper: Key, upper_nbytes: int, now: float) -> None:
+        """See Policy.split. The next prompt mostly parts from the last one a few tokens before its
+        end; the conversation then goes on from the upper part."""
+        nbytes = self.size_of(lower)
+        if lower in self._tips and (nbytes is None or 2 * upper_nbytes >= nbytes):
+            self._tips[upper] = self._tips.pop(lower)
+        super().split(lower, upper, upper_nbytes, now)
+
+    def _use(self, key: Key) -> None:
+        """Use a key, at which a conversation ends now that may have ended above it before."""
+        super()._use(key)
+        entry = self._entries.get(key)
+        born = self._now
+        at = entry
+        while at is not None:
+            before = self._tips.pop(at.key, None)
+            born = born if before is None else min(born, before[0])
+            at = None if at.parent is None else self._entries.get(at.parent)
+        if entry is not None:
+            self._tips[key] = (born, self._now)
+            if len(self._tips) > _TIPS_MAX:
+                self._tips.popitem(last=False)
 
     def _rank(self, entry: Entry) -> Rank:
         is_base = entry.seq >= BASE_BRANCHES

@@ -1,5 +1,5 @@
-"""Decides what to bring into a tier before it is requested (PBKV, section 4.3, and the variant of
-appendix E). The caller moves the bytes."""
+"""Decides what to bring into a tier before it is requested (PBKV, section 4.3). The caller moves the
+bytes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from towerd.policy.base import Key
-
-ACTIVE_SHARE = 0.2
-"""Share of the active bytes that the aggressive variant may displace: the paper's best."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,29 +18,6 @@ class Candidate:
     nbytes: int
     value: float
     parent: Key | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TierSpace:
-    """Space in the faster tier. bandwidth_bytes: what can be copied during one decode step."""
-
-    free_bytes: int
-    retired_bytes: int
-    active_bytes: int
-    bandwidth_bytes: int
-    only_decodes: bool
-    """No prompt is being evaluated, so a copy delays no request."""
-
-
-def budget(room: TierSpace, *, active_share: float = 0.0) -> int:
-    """Bytes that may be prefetched now. active_share 0 is the conservative rule: free space and
-    the bytes of retired keys, never of active ones. Raises ValueError for a share not in [0, 1]."""
-    if not 0.0 <= active_share <= 1.0:
-        raise ValueError(f"active_share is {active_share}, not between 0 and 1")
-    if not room.only_decodes:
-        return 0
-    space = room.free_bytes + room.retired_bytes + int(active_share * room.active_bytes)
-    return max(0, min(space, room.bandwidth_bytes))
 
 
 def plan(candidates: Iterable[Candidate], bytes_max: int) -> list[Key]:

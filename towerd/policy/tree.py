@@ -209,6 +209,10 @@ class TreePolicy:
         """See Policy.victims."""
         return [entry.key for _, entry in self._offers(bytes_needed, is_evictable)]
 
+    def lowest(self, nbytes: int, is_evictable: Callable[[Key], bool]) -> list[Key]:
+        """See Policy.lowest."""
+        return [entry.key for _, entry in self._offers(nbytes, is_evictable)]
+
     def _offers(
         self, bytes_needed: int, is_evictable: Callable[[Key], bool]
     ) -> list[tuple[Rank, Entry]]:

@@ -179,12 +179,37 @@ class Visits:
         """Compute the tables of these visits from what is known now."""
         tables = self.model.tables(
             [self._class(visit) for visit in visits],
-            np.frombuffer(b"".join([self._features(visit) for visit in visits])).reshape(
+            np.frombuffer(b"".join([self.features(visit) for visit in visits])).reshape(
                 len(visits), N_FEATURES
             ),
         )
         for visit, table in zip(visits, tables, strict=True):
             visit.table = table
+
+    def features(self, visit: Visit, *, asked: bool = False) -> array[float]:
+        """N_FEATURES numbers of magnitude about 1; asked: as they were before the answer."""
+        x, stops = _NO_FEATURES[:], self.stops
+        if visit.answered_s is not None and not asked:
+            if visit.stop in stops:
+                x[stops.index(visit.stop)] = 1.0
+            x[_ANSWERED] = 1.0
+            x[_ANSWERED + 1] = log1p(visit.answered_s - visit.start_s) / 2
+        if visit.before in stops:
+            x[STOPS_MAX + stops.index(visit.before)] = 1.0
+        if visit.gap_s is not None:
+            x[_GAP] = 1.0
+            x[_GAP + 1] = log1p(visit.gap_s) / 2
+        if visit.gap_before_s is not None:
+            x[_GAP_BEFORE] = 1.0
+            x[_GAP_BEFORE + 1] = log1p(visit.gap_before_s) / 2
+        x[_SIZES] = self._size(visit.nbytes)
+        x[_SIZES + 1] = self._size(visit.nbytes - visit.base_nbytes)
+        x[_SIZES + 2] = self._size(visit.new_before)
+        turn = visit.turn
+        if turn < 2:
+            x[_TURN + turn] = 1.0
+        x[_TURN + 2] = turn / _TURNS_MAX if turn < _TURNS_MAX else 1.0
+        return x
 
     def learned(self) -> Mapping[str, Any]:
         """See Learning.learned."""
@@ -215,7 +240,7 @@ class Visits:
             return
         visit.table = None
         visit.number = self.model.asked(
-            self._class(visit, asked=True), self._features(visit, asked=True), visit.start_s
+            self._class(visit, asked=True), self.features(visit, asked=True), visit.start_s
         )
         if visit.answered_s is not None:
             self._tell_answer(visit, visit.number, visit.answered_s)
@@ -234,7 +259,7 @@ class Visits:
                 self.score(list(islice(reversed(self.tips.values()), _REFRESHED)))
 
     def _tell_answer(self, visit: Visit, number: int, answered_s: float) -> None:
-        self.model.answered(number, self._class(visit), self._features(visit), answered_s)
+        self.model.answered(number, self._class(visit), self.features(visit), answered_s)
 
     def _class(self, visit: Visit, *, asked: bool = False) -> VisitClass:
         """The class of a visit; asked: as it was before the answer."""
@@ -243,31 +268,6 @@ class Visits:
             return VisitClass("?" + (_FIRST if visit.before is None else visit.before), gap)
         service = bucket(visit.answered_s - visit.start_s, _SERVICE_EDGES_S)
         return VisitClass(visit.stop, gap, service)
-
-    def _features(self, visit: Visit, *, asked: bool = False) -> array[float]:
-        """N_FEATURES numbers of magnitude about 1; asked: as they were before the answer."""
-        x, stops = _NO_FEATURES[:], self.stops
-        if visit.answered_s is not None and not asked:
-            if visit.stop in stops:
-                x[stops.index(visit.stop)] = 1.0
-            x[_ANSWERED] = 1.0
-            x[_ANSWERED + 1] = log1p(visit.answered_s - visit.start_s) / 2
-        if visit.before in stops:
-            x[STOPS_MAX + stops.index(visit.before)] = 1.0
-        if visit.gap_s is not None:
-            x[_GAP] = 1.0
-            x[_GAP + 1] = log1p(visit.gap_s) / 2
-        if visit.gap_before_s is not None:
-            x[_GAP_BEFORE] = 1.0
-            x[_GAP_BEFORE + 1] = log1p(visit.gap_before_s) / 2
-        x[_SIZES] = self._size(visit.nbytes)
-        x[_SIZES + 1] = self._size(visit.nbytes - visit.base_nbytes)
-        x[_SIZES + 2] = self._size(visit.new_before)
-        turn = visit.turn
-        if turn < 2:
-            x[_TURN + turn] = 1.0
-        x[_TURN + 2] = turn / _TURNS_MAX if turn < _TURNS_MAX else 1.0
-        return x
 
     def _size(self, nbytes: int) -> float:
         """A length on a logarithmic scale, 0 for the mean length of a visit."""

@@ -16,7 +16,6 @@ from towerd.retention.factory import (
     can_recall,
     open_retention,
     retention_config,
-    signals_of,
 )
 
 __all__ = [
@@ -33,5 +32,4 @@ __all__ = [
     "can_recall",
     "open_retention",
     "retention_config",
-    "signals_of",
 ]

@@ -1,6 +1,6 @@
 """Attention mass: how much attention each cached position gets from some queries.
 
-llama.cpp's flash attention never materializes the weights, so they are recomputed from the captured
+llama.cpp's flash attention never stores the weights, so they are recomputed from the captured
 queries and the cached keys; without flash attention the result is the same. llama.cpp holds or
 drops a position for all heads and layers at once, so these are averaged.
 """

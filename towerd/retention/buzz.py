@@ -10,7 +10,6 @@ reach k + T + w, which is the budget.
 from __future__ import annotations
 
 import copy
-import math
 from dataclasses import dataclass
 from typing import Self
 
@@ -18,9 +17,6 @@ import numpy as np
 
 from towerd.retention.base import Mass, Positions, Signal, View, check_view
 from towerd.retention.choice import SINK_DEFAULT, EndsConfig, Indices, middle, with_ends
-
-_LOG_BASE = 512
-"""The length at which the log n form does not scale keys (section 3.5)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +27,6 @@ class BuzzConfig(EndsConfig):
     """T: tokens between sink and window, old ones included, at which an eviction is due."""
     stride: int = 5
     """s, for new tokens. With 1 or 2 every old token would stay: the cache would never shrink."""
-    log_n: bool = False
-    """Scale kept keys by `key_scale`."""
 
     def __post_init__(self) -> None:
         EndsConfig.__post_init__(self)
@@ -63,11 +57,6 @@ def threshold_per_window(stride: int) -> float:
 
     The theorem's two cases are right; its proof labels them the wrong way round."""
     return (stride**2 + 1) / (stride + 1) if stride % 2 else stride - 1.0
-
-
-def key_scale(n: int) -> float:
-    """log_512 n: the factor of the log n form for the keys of a chat of n tokens (equation 8)."""
-    return math.log(max(n, 2)) / math.log(_LOG_BASE)
 
 
 class Buzz:

@@ -7,7 +7,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from towerd.retention.base import Retention, RetentionConfig, Signal
+from towerd.retention.base import Retention, RetentionConfig
 
 
 class RetentionKind(NamedTuple):
@@ -48,11 +48,6 @@ def retention_config(name: str, budget: int) -> RetentionConfig:
         return kind_of(name).config.for_budget(budget)
     except ValueError as error:
         raise ValueError(f"a budget of {budget} tokens is too small for {name}: {error}") from error
-
-
-def signals_of(name: str) -> frozenset[Signal]:
-    """What a view for policy `name` must contain. Raises KeyError for an unknown name."""
-    return kind_of(name).policy.signals
 
 
 def can_recall(name: str) -> bool:

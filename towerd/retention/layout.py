@@ -38,15 +38,6 @@ def cluster_order(keys: Rows, config: DciConfig | None = None) -> Positions:
     return np.array(order, np.int64)
 
 
-def n_reads(order: Positions, chosen: Positions, gap_max: int = 0) -> int:
-    """The number of contiguous reads that fetch the indices `chosen` from a file written in
-    `order`; gaps of up to `gap_max` unneeded rows are read through."""
-    slot = np.empty(len(order), np.int64)
-    slot[order] = np.arange(len(order))
-    places = np.sort(slot[np.unique(chosen)])
-    return int(len(places) > 0) + int((np.diff(places) > gap_max + 1).sum())
-
-
 def _sketch(keys: Rows) -> Rows:
     """[n, at most SKETCH_DIMS]: all keys of a position, each head scaled to the same length."""
     length = np.sqrt((keys**2).sum(-1).mean(-1))[..., None, None]

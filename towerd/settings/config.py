@@ -136,9 +136,13 @@ class Config:
     shrink_after_s: float = _set(600.0, "float", "--shrink-after",
         "Seconds without use after which state is stored in its level's format; 0: at once.",
         low=0)
-    freeze_after_s: float = _set(2592000.0, "float", "--freeze-after",
-        "Seconds without use after which a conversation is kept as coded text only, a thousandth "
-        "of its size, and evaluated again when it continues; -1: never.", low=-1)
+    freeze_after_s: float = _set(3600.0, "float", "--freeze-after",
+        "Seconds without use after which a conversation is also kept as coded text, a thousandth of "
+        "its size; that is all that stays when its state leaves for want of space. -1: never.",
+        low=-1)
+    codec_model: Path | None = _set(None, "path", "--codec-model",
+        "Small GGUF of the llama architecture, such as towerctl train distill writes, to code conversations with "
+        "where that is smaller than with the bundled one.")
     policy: str = _set("foresight", "text", "--policy",
         "Policy that chooses what leaves a full tier first.", choices=POLICIES)
     predictor: Path | None = _set(None, "path", "--predictor",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from towerd.slots.fingerprint import Fingerprint
-from towerd.store.catalog.catalog import Catalog
+from towerd.store.catalog.catalog import Catalog, EnteredIdentity
 from towerd.store.listener import Listener
 from towerd.store.prefix.growth import Growth
 from towerd.store.prefix.node import Node
@@ -36,7 +36,8 @@ class StoreState:
     catalog: Catalog
     fingerprint: Fingerprint
     digest: bytes
-    fingerprint_pk: int
+    """The fingerprint's."""
+    identity: EnteredIdentity
     clock: Callable[[], float]
     mappings: Mappings
     lock: threading.RLock
@@ -45,6 +46,8 @@ class StoreState:
     hot_bytes: int = 0
     warm_bytes: int = 0
     """Files of this fingerprint on disk."""
+    foreign_bytes: int = 0
+    """Files of other fingerprints on disk."""
     touched: set[Node] = field(default_factory=set)
     """Nodes whose last use is not in the catalog yet."""
     listener: Listener = field(default_factory=Listener)
@@ -72,8 +75,14 @@ class StoreState:
     def growing(self) -> Iterator[Growth]:
         """A transaction that may grow the trie; splits are reported once it is durable."""
         with self.catalog.transaction() as undo:
+            known = self.identity
             growth = Growth(
-                self.catalog, self.trie, self.fingerprint_pk, self.digest, self.clock(), undo
+                self.catalog,
+                self.trie,
+                known.tokenizer,
+                known.tokenizer_digest,
+                self.clock(),
+                undo,
             )
             yield growth
         for lower, upper in growth.splits:
@@ -114,8 +123,8 @@ class StoreState:
         }
 
     def _count(self, table: str) -> int:
-        sql = f"SELECT count(*) FROM {table} WHERE fingerprint = ?"
-        return int(self.catalog.rows(sql, (self.fingerprint_pk,))[0][0])
+        sql = f"SELECT count(*) FROM {table} WHERE tokenizer = ?"
+        return int(self.catalog.rows(sql, (self.identity.tokenizer,))[0][0])
 
     def forget_file(self, file: SegmentFile) -> None:
         """Remove a file from memory; rows that are still viewed stay readable."""

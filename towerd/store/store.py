@@ -16,6 +16,7 @@ from towerd.slots.fingerprint import Fingerprint
 from towerd.slots.rows import KVRows
 from towerd.slots.runs import Runs
 from towerd.store.catalog.catalog import Catalog
+from towerd.store.catalog.identity import ModelIdentity
 from towerd.store.catalog.journal.upkeep import CatalogUpkeep
 from towerd.store.listener import Listener
 from towerd.store.lock import StoreLock
@@ -35,15 +36,20 @@ from towerd.store.segments.rows import RowsPart, RowStore
 from towerd.store.segments.segment_file import SegmentFile
 from towerd.store.sessions.bases import BaseTable
 from towerd.store.sessions.cold import ColdTable
+from towerd.store.sessions.foreign import ForeignSessions
 from towerd.store.sessions.history import History, add_history, copy_history
 from towerd.store.sessions.pins import PinTable
 from towerd.store.sessions.sessions import SessionTable, check_name
 from towerd.store.sessions.turn import Base, SessionInfo, Turn, TurnInfo, TurnResult
 from towerd.store.state import Held, StoreState
+from towerd.store.vocabularies import Vocabularies
 from towerd.tokens import ID_BYTES, Ids, ids_array, ids_bytes, path_bytes
 
-WhichFingerprint: TypeAlias = Fingerprint | Callable[[Catalog], Fingerprint]
-"""A fingerprint, or a function that finds it in the opened catalog."""
+WhichModel: TypeAlias = (
+    Fingerprint | ModelIdentity | Callable[[Catalog], Fingerprint | ModelIdentity]
+)
+"""A fingerprint, alone or with what is known of the tokenizer, or a function that finds it in the
+opened catalog."""
 
 WORKERS_MAX = 4
 SESSIONS_MAX = 1_000_000
@@ -59,18 +65,23 @@ class Store:
         self.rows = RowStore(state, pool)
         self._lock_file = lock_file
         self._pool = pool
-        self._sessions = SessionTable(state.catalog, state.fingerprint_pk)
+        self._sessions = SessionTable(state.catalog, state.identity.tokenizer)
         self._bases = BaseTable(state)
         self._pins = PinTable(state)
         self._is_open = True
+        self.vocabularies = Vocabularies(state.directory.tokenizers)
+        """The vocabularies of the tokenizers whose sessions the store has."""
+        self.foreign = ForeignSessions(state, self.vocabularies, self._open_lock)
+        """The sessions of other tokenizers."""
         self.cold = ColdTable(state, self._sessions, self._bases, self._open_lock)
         self._upkeep = CatalogUpkeep(state.catalog, self._open_lock)
 
     @classmethod
     def open(
-        cls, root: Path, fingerprint: WhichFingerprint, *, clock: Callable[[], float] = time.time
+        cls, root: Path, model: WhichModel, *, clock: Callable[[], float] = time.time
     ) -> Store:
-        """Open the store in `root` for one fingerprint; created if it is missing.
+        """Open the store in `root` for one model; created if it is missing. Its sessions are
+        those of every model with this tokenizer; its rows are those of the fingerprint.
 
         Raises StoreLocked, StoreVersion, DiskFull, or StoreError (unwritable, damaged)."""
         directory = Directory(Path(root))
@@ -79,8 +90,9 @@ class Store:
             undo.callback(lock_file.release)
             catalog = Catalog(directory.catalog)
             undo.callback(catalog.close)
-            known = fingerprint if isinstance(fingerprint, Fingerprint) else fingerprint(catalog)
-            state = load_state(directory, catalog, known, clock)
+            found = model(catalog) if callable(model) else model
+            identity = ModelIdentity(found) if isinstance(found, Fingerprint) else found
+            state = load_state(directory, catalog, identity, clock)
             undo.pop_all()
         workers = min(WORKERS_MAX, os.cpu_count() or 1)
         store = cls(state, lock_file, ThreadPoolExecutor(workers, "store"))
@@ -291,7 +303,9 @@ class Store:
             raise ValueError(f"n_cached {n_cached} of {len(data) // ID_BYTES} tokens")
         tail = data[n_cached * ID_BYTES :]
         with self._open_lock():
-            known = self.state.trie.matched(prompt, turn.scope)
+            # under whatever adapters: other rows, but the same conversation
+            others = self._sessions.other_scopes(turn.scope)
+            known = self.state.trie.matched(prompt, turn.scope, others)
             with self.state.growing() as growth:
                 node_ends = growth.grow_turn(data, turn.scope, n_prompt, n_cached)
                 session, is_new = self._sessions.enter(turn, known, growth.now)
@@ -303,7 +317,8 @@ class Store:
         """The id of the session that a turn with this prompt would be recorded under."""
         data = ids_bytes(prompt)
         with self._open_lock():
-            found = self._sessions.recognise(self.state.trie.matched(data, scope), scope)
+            known = self.state.trie.matched(data, scope, self._sessions.other_scopes(scope))
+            found = self._sessions.recognise(known, scope)
         return None if found is None else found.id
 
     def sessions(self, scope: str | None = None, limit: int = SESSIONS_MAX) -> list[SessionInfo]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import logging
+from collections.abc import Callable, Collection, Mapping
 
 from towerd.store import Node, SegmentFile, Store
 from towerd.tiers.counters import TierCounters
 from towerd.tiers.ranking import Ranking
 from towerd.tiers.writer import find_node
+
+log = logging.getLogger(__name__)
 
 _USED_MIN = 0.75
 """Share of a buffer. When less of it is used, the used rows are copied out."""
@@ -26,30 +29,53 @@ class Evictor:
         self._ranking = ranking
         self._counters = counters
         self._unwritten = unwritten
+        self._has_complained = False
+        """Whether the log says that pinned segments do not fit."""
 
     def evict_hot(self, bytes_max: int) -> None:
         """Drop rows in RAM until they fit. Rows whose file was evicted for space may go, too; only
-        unwritten rows must wait."""
-        while (excess := self._store.hot_bytes - bytes_max) > 0:
-            victims = self._ranking.hot_victims(excess, self._can_drop_hot)
-            if not sum([self.drop_hot(node_id) for node_id in victims]):
-                break
+        unwritten rows must wait. Those of pinned segments stay, unless they alone do not fit."""
+        self._evict_hot(lambda: self._store.hot_bytes - bytes_max, self._can_drop_hot)
+        if self._store.hot_bytes <= bytes_max:
+            return
+        too_much = self._pinned_bytes() - bytes_max
+        if too_much > 0 and not self._has_complained:
+            log.warning(
+                "the rows of precached and pinned prompts do not fit into RAM: raise --hot-bytes, or "
+                "unpin some; until then those that are worth least are read from disk",
+                extra={"bytes_too_much": too_much, "hot_bytes": bytes_max},
+            )
+        self._has_complained = too_much > 0
+        if too_much > 0:
+            self._evict_hot(lambda: self._pinned_bytes() - bytes_max, self._is_written)
 
     def evict_warm(self, bytes_max: int) -> None:
         """Delete files until they fit, those of other fingerprints first."""
-        excess = self._store.warm_bytes - bytes_max
+        excess = self._store.warm_bytes + self._store.state.foreign_bytes - bytes_max
         if excess <= 0:
             return
-        self._store.drop_foreign(excess)
-        for file in self._ranking.warm_victims(excess, self._can_drop):
+        excess -= self._store.drop_foreign(excess)
+        for file in self._ranking.warm_victims(excess, self._can_drop) if excess > 0 else ():
             if self._store.drop_file(file):
                 self._counters.warm_evicted += 1
 
-    def drop_hot(self, node_id: int) -> int:
-        """Release a victim's rows in RAM; returns their bytes."""
+    def least_valuable(self, nbytes: int) -> list[SegmentFile]:
+        """The files that `evict_warm` would delete first, `nbytes` of them."""
+        return self._ranking.warm_lowest(nbytes, self._can_drop)
+
+    def _evict_hot(self, excess: Callable[[], int], may_drop: Callable[[int], bool]) -> None:
+        while (n_bytes := excess()) > 0:
+            victims = self._ranking.hot_victims(n_bytes, may_drop)
+            if not sum([self.drop_hot(node_id, may_drop) for node_id in victims]):
+                break
+
+    def drop_hot(self, node_id: int, may_drop: Callable[[int], bool] | None = None) -> int:
+        """Release a victim's rows in RAM; returns their bytes. may_drop: asked again, under the
+        lock; by default it spares pinned segments."""
+        may_drop = may_drop or self._can_drop_hot
         with self._store.locked():
             node = find_node(self._store, node_id)
-            if node is None or not self._can_drop_hot(node_id):
+            if node is None or not may_drop(node_id):
                 return 0  # removed, or got new rows, since it was chosen
             left = None if node.hot is None else node.hot.buffers()
             freed = self._store.drop_hot(node)
@@ -59,8 +85,16 @@ class Evictor:
         self._counters.hot_evicted += freed > 0
         return freed
 
-    def _can_drop_hot(self, node_id: int) -> bool:
+    def _is_written(self, node_id: int) -> bool:
         return node_id not in self._unwritten
+
+    def _can_drop_hot(self, node_id: int) -> bool:
+        node = self._store.state.trie.nodes.get(node_id)  # without the lock, see hot_victims
+        return self._is_written(node_id) and not (node is not None and node.pinned)
+
+    def _pinned_bytes(self) -> int:
+        nodes = self._store.nodes()
+        return sum(node.hot.nbytes for node in nodes if node.pinned and node.hot is not None)
 
     def _can_drop(self, file: SegmentFile) -> bool:
         return not any(node.pinned for node in self._store.viewers(file))

@@ -3,6 +3,7 @@
     live --gaps/accept--> hot --writer thread--> warm --warm budget--> tokens only
     live <--plan/compose-- hot, warm                 warm --after use--> hot
                                                      warm --unused--> warm in stored formats
+                                       warm, worth least, space short --> warm in smaller ones
 
 The inference thread asks `plan` and `gaps` (trie look-ups) and hands rows over with `accept`;
 `compose` runs on the engine's workers; writing, promoting, evicting and re-encoding run on one
@@ -33,6 +34,7 @@ from towerd.tiers.composer import Composer, Piece
 from towerd.tiers.counters import TierCounters
 from towerd.tiers.eviction import Evictor
 from towerd.tiers.formats.fidelity import Fidelity, LevelFormats
+from towerd.tiers.formats.squeeze import SqueezedFormat
 from towerd.tiers.learned import Learned
 from towerd.tiers.plan import Composed, Gap, RestorePlan
 from towerd.tiers.prefetch import Prefetcher
@@ -45,6 +47,10 @@ from towerd.tokens import Ids, Provenances, are_computed, are_exact, count_appro
 log = logging.getLogger(__name__)
 
 _RETRY_WRITE_S = 30.0
+PRESSED_SHARE = 0.9
+"""From this share of the warm budget on, space is short."""
+SQUEEZED_SHARE = 0.5
+"""Share of the rows on disk, those that are worth least, that are squeezed where space is short."""
 
 
 class Tiers(Listener):
@@ -98,8 +104,8 @@ class Tiers(Listener):
         self._writer = RowsWriter(store, self.counters, exact=self.exact)
         self.evictor = Evictor(store, self.ranking, self.counters, self._writer.unwritten)
         self._forced = forced
-        self.drift: Drift | None = None
-        """The drift of the current formats; None if not measured."""
+        self._drift: Drift | None = None
+        self._squeezed_drift: Drift | None = None
         self._shrinker = Shrinker(store, shrink_after_s, clock)
         self._shrinker.set_formats(None if self.exact else forced, enabled=not self.exact)
         with store.locked():
@@ -113,12 +119,28 @@ class Tiers(Listener):
         self._work.put(("stop", None))
         self._thread.join()
 
-    def set_formats(self, formats: LevelFormats | None) -> None:
-        """Store unused rows in these formats from now on; None: natively. Rows already stored in
-        other formats stay as they are. No effect under exact fidelity or forced formats."""
+    def set_formats(
+        self,
+        formats: LevelFormats | None,
+        drift: Drift | None = None,
+        squeezed: SqueezedFormat | None = None,
+    ) -> None:
+        """Store unused rows in these formats from now on, whose measured drift is `drift`; None:
+        natively. squeezed: the smaller one that what is worth least is put into where space is
+        short. Other rows already stored in other formats stay as they are. No effect under exact
+        fidelity or forced formats."""
         if not self.exact and self._forced is None:
-            self._shrinker.set_formats(formats, enabled=True)
+            smaller = None if squeezed is None else squeezed.name
+            self._shrinker.set_formats(formats, enabled=True, squeezed=smaller)
+            self._drift = drift
+            self._squeezed_drift = drift if squeezed is None else squeezed.drift
             self._work.put(("look", None))
+
+    @property
+    def drift(self) -> Drift | None:
+        """The drift of stored rows; None if not measured. Once any were squeezed, that of squeezed
+        rows, which is the larger one."""
+        return self._squeezed_drift if self._shrinker.has_squeezed else self._drift
 
     @property
     def formats(self) -> LevelFormats | None:
@@ -269,6 +291,7 @@ class Tiers(Listener):
             "warm_quantized_bytes": quantized_bytes(self.store.files(), self.layout),
             "segments_shrunk": self._shrinker.n_shrunk,
             "segments_kept": self._shrinker.n_kept,
+            "segments_squeezed": self._shrinker.n_squeezed,
             "level_formats": str(self.formats) if self.formats is not None else "",
             "unwritten_segments": len(self._writer.unwritten),
             "segments_prefetched": self.prefetcher.n_fetched,
@@ -374,6 +397,9 @@ class Tiers(Listener):
     def _shrink(self) -> None:
         """Re-encode at most one file."""
         done = self._shrinker.step()
+        if done is None and self.store.warm_bytes > PRESSED_SHARE * self.warm_bytes_max:
+            share = int(SQUEEZED_SHARE * self.store.warm_bytes)
+            done = self._shrinker.squeeze(lambda: self.evictor.least_valuable(share))
         if done is not None:
             self.counters.bytes_written += done.nbytes
 

@@ -12,10 +12,11 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable
 
-from towerd.errors import NotFound, StoreError
-from towerd.policy.prefetch import Candidate, TierSpace, budget, plan
+from towerd.errors import StoreError
+from towerd.policy.prefetch import Candidate, plan
 from towerd.store import Node, Store
 from towerd.tiers.ranking import Ranking
+from towerd.tiers.writer import find_node
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ class Prefetcher:
         self._bytes_per_s = bytes_per_s
         self._clock = clock
         self._is_quiet: Callable[[], bool] | None = None
-        self._on_cold: Callable[[Node], None] | None = None
+        self._on_cold: Callable[[int], None] | None = None
         self._allowance = 0.0
         self._last_s: float | None = None
         self._did_work = False
@@ -57,10 +58,11 @@ class Prefetcher:
         """Rows fetched but not used yet, oldest first, and those being fetched."""
 
     def start(
-        self, is_quiet: Callable[[], bool], on_cold: Callable[[Node], None] | None = None
+        self, is_quiet: Callable[[], bool], on_cold: Callable[[int], None] | None = None
     ) -> None:
         """Start fetching. is_quiet: whether the engine merely decodes or idles. on_cold: receives
-        nodes that are expected back and have no rows anywhere, to thaw them ahead."""
+        the ids of nodes that are expected back and have no rows anywhere, or are gone since their
+        session was frozen, to thaw them ahead."""
         self._on_cold = on_cold
         self._is_quiet = is_quiet
 
@@ -88,8 +90,7 @@ class Prefetcher:
             return
         nodes: dict[int, Node] = {}
         candidates = self._candidates(nodes)
-        most = budget(TierSpace(max(0, room), 0, 0, int(self._allowance), only_decodes=True))
-        for key in plan(candidates, most):
+        for key in plan(candidates, min(room, int(self._allowance))):
             try:
                 self._fetch(nodes[key])
             except StoreError as error:
@@ -114,13 +115,15 @@ class Prefetcher:
         self._held.pop(node.id, None)
 
     def give_back(self, bytes_needed: int) -> int:
-        """Release rows that were fetched but not used, oldest first; returns the bytes freed."""
+        """Release rows that were fetched but not used, oldest first; returns the bytes freed. Those
+        of pinned segments stay."""
         freed = 0
-        while freed < bytes_needed:
-            with self._store.locked():
-                if not self._held:
+        with self._store.locked():
+            for node in [node for node in self._held.values() if not node.pinned]:
+                if freed >= bytes_needed:
                     break
-                freed += self._store.drop_hot(self._held.popitem(last=False)[1])
+                freed += self._store.drop_hot(node)
+                self._held.pop(node.id, None)
         return freed
 
     def _candidates(self, nodes: dict[int, Node]) -> list[Candidate]:
@@ -129,13 +132,12 @@ class Prefetcher:
         any rows to `on_cold`."""
         found: dict[int, Candidate] = {}
         for tip_id, value in self._ranking.wanted(WANTED_MAX):
-            try:
-                tip = self._store.node(tip_id)
-            except NotFound:
-                continue  # removed since the policy learned of it
+            tip = find_node(self._store, tip_id)
             on_cold = self._on_cold
-            if tip.hot is None and tip.file is None and on_cold is not None:
-                on_cold(tip)
+            if on_cold is not None and (tip is None or not tip.has_rows):
+                on_cold(tip_id)
+            if tip is None:
+                continue
             with self._store.locked():
                 for node in tip.path():
                     if node.hot is None and node.file is not None and node.id not in found:

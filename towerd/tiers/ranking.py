@@ -94,7 +94,9 @@ class Ranking(Listener):
         self._keys: dict[SegmentFile, Key] = {}
         """A file that replaces another one takes over its key."""
         self._files: dict[Key, SegmentFile] = {}
-        self._next_key = count(1)
+        self._next_key = count(-1, -1)
+        """Of files that were last used by one request, the lowest key leaves first: it falls, so
+        that this is the one written last, the end of a conversation and not its beginning."""
 
     # ---- under the store's lock -------------------------------------------------------------
 
@@ -199,6 +201,16 @@ class Ranking(Listener):
         with self._lock:
             self._play()
             keys = self._warm.victims(bytes_needed, lambda key: is_evictable(self._files[key]))
+            return [self._files[key] for key in keys]
+
+    def warm_lowest(
+        self, nbytes: int, is_evictable: Callable[[SegmentFile], bool]
+    ) -> list[SegmentFile]:
+        """The files that would be the first to go, `nbytes` of them, in order. `is_evictable` must
+        not wait for the store."""
+        with self._lock:
+            self._play()
+            keys = self._warm.lowest(nbytes, lambda key: is_evictable(self._files[key]))
             return [self._files[key] for key in keys]
 
     @property

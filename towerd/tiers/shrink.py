@@ -1,4 +1,5 @@
-"""Shrinker: stores rows that have been unused for some time in the formats of their levels.
+"""Shrinker: stores rows that have been unused for some time in the formats of their levels, and, where
+space is short, those that are worth least in smaller ones.
 
 The positions that a tower attends to most stay native: its first SINKS positions, and the TAIL
 positions before each of its current ends (a segment that is continued loses this exemption).
@@ -11,7 +12,7 @@ import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from towerd.errors import NotFound, RowsDamaged, StoreError
@@ -24,9 +25,11 @@ log = logging.getLogger(__name__)
 
 SINKS = 4
 TAIL = 128
-_SCAN_S = (0.5, 60.0)
+SCAN_S = (0.5, 60.0)
 """Minimum and maximum time between two scans of all files."""
 _RETRY_S = 60.0
+SQUEEZE_S = 5.0
+"""Time between two looks for files to squeeze, and after one that could not be written."""
 _EXAMINED_MAX = 64
 """Maximum number of files examined in one step, because other work waits for it."""
 
@@ -40,6 +43,8 @@ class Shrinker:
         """after_s: how long rows must be unused; `clock` is the store's."""
         self.n_shrunk = 0
         """Segments re-encoded so far."""
+        self.n_squeezed = 0
+        """Segments re-encoded in the format for where space is short."""
         self.n_damaged = 0
         self._store = store
         self._after_s = after_s
@@ -47,12 +52,18 @@ class Shrinker:
         self._lock = threading.Lock()
         self._reading: Counter[int] = Counter()
         self._formats: LevelFormats | None = None
+        self._squeezed: str | None = None
+        self.has_squeezed = False
+        """Whether any file has rows in the format of `squeeze`."""
         self._enabled = False
         self._bases: list[Base] = []
         self._settled: dict[int, tuple[float, int]] = {}
         """File id -> last use of its segments when it needed no more work, and how many of them
         are in another stored format than requested."""
         self._queue: deque[SegmentFile] = deque()
+        self._to_squeeze: deque[SegmentFile] = deque()
+        self._squeeze_due = 0.0
+        """time.monotonic() at which files to squeeze are looked for again."""
         self._rest_until = 0.0
         """time.monotonic() until which steps do nothing."""
 
@@ -67,10 +78,20 @@ class Shrinker:
         with self._lock:
             return sum(n_kept for _, n_kept in self._settled.values())
 
-    def set_formats(self, formats: LevelFormats | None, *, enabled: bool) -> None:
-        """Set the table to use from now on. If not enabled, nothing is re-encoded."""
+    def set_formats(
+        self,
+        formats: LevelFormats | None,
+        *,
+        enabled: bool,
+        squeezed: str | None = None,
+    ) -> None:
+        """Set the table to use from now on, and the format for `squeeze`. If not enabled, nothing
+        is re-encoded."""
+        runs = (run for file in self._store.files() for run in file.runs)
+        has_squeezed = squeezed is not None and any(run.format == squeezed for run in runs)
         with self._lock:
             self._formats, self._enabled = formats, enabled
+            self._squeezed, self.has_squeezed = squeezed, has_squeezed
             self._settled = {}
         self._rest_until = 0.0
 
@@ -88,8 +109,11 @@ class Shrinker:
                 self._reading += Counter()  # forget the zeros
 
     def wait_s(self) -> float:
-        """Seconds until `step` may have something to do."""
-        return max(0.0, self._rest_until - time.monotonic()) if self._enabled else math.inf
+        """Seconds until `step` or `squeeze` may have something to do."""
+        if not self._enabled:
+            return math.inf
+        due = min(self._rest_until, self._squeeze_due if self._to_squeeze else math.inf)
+        return max(0.0, due - time.monotonic())
 
     def step(self) -> SegmentFile | None:
         """Examine some files and re-encode at most one; returns the new file, if any.
@@ -105,7 +129,8 @@ class Shrinker:
             if not self._is_wanted(file):
                 continue
             try:
-                new = self._reencode(file)
+                self._bases = self._store.bases()  # one may have been added since the scan began
+                new = self._reencode(file, self._format_requests(file, self._formats))
             except StoreError:
                 self._queue.clear()
                 self._rest_until = time.monotonic() + _RETRY_S
@@ -115,8 +140,34 @@ class Shrinker:
                 self._rest_until = 2 * time.monotonic() - began
                 return new
         if not self._queue:
-            low, high = _SCAN_S
+            low, high = SCAN_S
             self._rest_until = time.monotonic() + min(high, max(low, self._after_s / 4))
+        return None
+
+    def squeeze(self, least_valuable: Callable[[], Iterable[SegmentFile]]) -> SegmentFile | None:
+        """Re-encode at most one file of those that are worth least, in the smaller format for
+        where space is short, also if its rows are in a stored format already; returns the new
+        file, if any. `least_valuable` is asked now and then. Raises as `step`."""
+        began = time.monotonic()
+        if not self._enabled or self._squeezed is None or began < self._squeeze_due:
+            return None
+        if not self._to_squeeze:
+            self._to_squeeze.extend(least_valuable())
+        self._squeeze_due = began + SQUEEZE_S
+        table = LevelFormats((self._squeezed,))
+        for _ in range(min(_EXAMINED_MAX, len(self._to_squeeze))):
+            file = self._to_squeeze.popleft()
+            if self._clock() - self._last_used(file) < self._after_s or self._reading[file.id]:
+                continue
+            new = self._reencode(file, self._format_requests(file, table, again=True))
+            if new is not None:
+                self.has_squeezed = True
+                self.n_squeezed += len(self._store.viewers(new))
+                # requests in progress get at least half of the time
+                self._squeeze_due = 2 * time.monotonic() - began
+                return new
+        if self._to_squeeze:
+            self._squeeze_due = began
         return None
 
     def _begin(self) -> None:
@@ -142,7 +193,7 @@ class Shrinker:
         used = self._last_used(file)
         if self._clock() - used < self._after_s or self._reading[file.id]:
             return False
-        requests = self._format_requests(file)
+        requests = self._format_requests(file, self._formats)
         native = self._store.state.fingerprint.layout
         n_changed, _ = differs(file, requests, native)
         if n_changed == 0:
@@ -151,9 +202,7 @@ class Shrinker:
                 self._settled[file.id] = used, n_kept
         return n_changed > 0
 
-    def _reencode(self, file: SegmentFile) -> SegmentFile | None:
-        self._bases = self._store.bases()  # one may have been added since the scan began
-        requests = self._format_requests(file)
+    def _reencode(self, file: SegmentFile, requests: Sequence[FormatRequest]) -> SegmentFile | None:
         if differs(file, requests, self._store.state.fingerprint.layout)[0] == 0:
             return None
         try:
@@ -175,31 +224,31 @@ class Shrinker:
         nodes = self._store.viewers(file)
         return max((node.last_used for node in nodes), default=math.inf)
 
-    def _format_requests(self, file: SegmentFile) -> list[FormatRequest]:
-        """The requested formats of the rows of the file's segments, without sinks and tails."""
+    def _format_requests(
+        self, file: SegmentFile, table: LevelFormats | None, *, again: bool = False
+    ) -> list[FormatRequest]:
+        """The formats that `table` asks for, of the rows of the file's segments without sinks and
+        tails."""
         requests = []
         with self._store.locked():
             for node in self._store.viewers(file):
                 p0, p1 = max(node.p0, SINKS), min(node.p1, tail_start(node))
-                name = self._format_for(node)
+                name = self._format_for(node, table)
                 if p0 < p1 and name != NATIVE:
-                    requests.append(FormatRequest(p0, p1, name))
+                    requests.append(FormatRequest(p0, p1, name, again))
         return requests
 
-    def _format_for(self, node: Node) -> str:
+    def _format_for(self, node: Node, table: LevelFormats | None) -> str:
         """The format that the shallowest base covering `node` asks for, or else that of its
         level; if several bases of that level cover it, the most faithful one."""
         covering = [base for base in self._bases if node.pinned and self._covers(base, node)]
         if not covering:
-            return self._level_format(DYNAMIC)
+            return _level_format(table, DYNAMIC)
         level = min(base.level for base in covering)
         names = [
-            base.format or self._level_format(level) for base in covering if base.level == level
+            base.format or _level_format(table, level) for base in covering if base.level == level
         ]
         return max(names, key=_bits)
-
-    def _level_format(self, level: int) -> str:
-        return NATIVE if self._formats is None else self._formats.format_for(level)
 
     def _covers(self, base: Base, node: Node) -> bool:
         try:
@@ -224,6 +273,10 @@ def tail_start(node: Node) -> int:
             else:
                 end = each.p1
     return end - TAIL
+
+
+def _level_format(table: LevelFormats | None, level: int) -> str:
+    return NATIVE if table is None else table.format_for(level)
 
 
 def _bits(name: str) -> float:

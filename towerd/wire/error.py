@@ -23,8 +23,8 @@ class WireError(TowerdError):
 
 
 def refusal(error: BaseException) -> bytes:
-    """The error object for what Python code raised that llama.cpp's code called. What nobody
-    expects is logged, and clients are told no more than that it happened."""
+    """The error object for what Python code raised that llama.cpp's code called. Any error
+    but ours is logged, and clients are told no more than that it happened."""
     if not isinstance(error, TowerdError):
         log.error("a call from llama.cpp's code failed", exc_info=error)
         error = TowerdError("The server failed: its log says how.")

@@ -42,15 +42,15 @@ def recalls(keys: Rows, queries: Rows, budget: int, page_rows: int = 16) -> dict
             pages, in_order = tree.pages(), np.arange(len(rows)) // page_rows
             for i, query in enumerate(asking):
                 wanted = exact[i, :TOP]
-                ours = pages, _page_order(pages, nearest[i][nearest[i] >= 0])
-                ranked = in_order, _page_order(in_order, exact[i])
+                ours = pages, page_order(pages, nearest[i][nearest[i] >= 0])
+                ranked = in_order, page_order(in_order, exact[i])
                 quest = in_order, _quest_order(rows, query, page_rows)
                 for name, layout in zip(found, (ours, quest, ranked), strict=True):
-                    found[name].append(np.isin(wanted, _loaded(*layout, budget)).mean())
+                    found[name].append(np.isin(wanted, loaded_tokens(*layout, budget)).mean())
     return {name: float(np.mean(shares)) for name, shares in found.items()}
 
 
-def _loaded(pages: Positions, order: Positions, budget: int) -> Positions:
+def loaded_tokens(pages: Positions, order: Positions, budget: int) -> Positions:
     """The rows of whole pages, taken in `order`; those that no longer fit are left out."""
     fills = np.bincount(pages)
     taken: list[int] = []
@@ -62,7 +62,7 @@ def _loaded(pages: Positions, order: Positions, budget: int) -> Positions:
     return np.flatnonzero(np.isin(pages, taken))
 
 
-def _page_order(pages: Positions, nearest: Positions) -> Positions:
+def page_order(pages: Positions, nearest: Positions) -> Positions:
     """The pages of the TOP nearest keys, by descending share of their rows among these; then the
     pages of the further keys, in order."""
     hits = np.bincount(pages[nearest[:TOP]])

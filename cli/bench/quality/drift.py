@@ -107,17 +107,8 @@ def terms(attention: LayerAttention, eps: Floats, segment: slice) -> Terms:
     return Terms(eps_all, q_norm, alpha, moment, attention.q.shape[-1])
 
 
-def attend(q: Floats, keys: Floats, values: Floats) -> LayerAttention:
-    """Scaled dot-product attention of `q` over all keys; shapes as in LayerAttention."""
-    group = len(q) // len(keys)
-    scores = q @ np.repeat(keys, group, axis=0).transpose(0, 2, 1) / np.sqrt(q.shape[-1])
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
-    return LayerAttention(q, weights, weights @ np.repeat(values, group, axis=0), keys, values)
-
-
 @dataclass(frozen=True, slots=True)
-class DriftSample:
+class AttentionSample:
     """One quantized segment of one layer: measured drift and the bound's terms, [heads, queries]
     each."""
 
@@ -136,7 +127,7 @@ class DriftSample:
 class AttentionDrift:
     """Everything that was measured."""
 
-    samples: list[DriftSample] = field(default_factory=list)
+    samples: list[AttentionSample] = field(default_factory=list)
     by_layer: dict[str, list[float]] = field(default_factory=dict)
     """Table's name -> per layer, mean |a' - a| over mean |a| with all rows stored by the table."""
     layers: tuple[int, ...] = ()
@@ -186,7 +177,7 @@ class DriftMeter:
         native: LayerAttention,
         layer: int,
         formats: Sequence[str],
-    ) -> list[DriftSample]:
+    ) -> list[AttentionSample]:
         samples = []
         for name in formats:
             layout = only_keys(rows.layout, layer, name)
@@ -201,7 +192,7 @@ class DriftMeter:
                 parts = [rows.slice(0, start), stored, rows.slice(stop, len(rows))]
                 out = self._outs(checkpoint, parts)[layer]
                 samples.append(
-                    DriftSample(
+                    AttentionSample(
                         name,
                         level,
                         layer,
@@ -391,18 +382,18 @@ def points(drift: AttentionDrift) -> tuple[Floats, Floats, Floats]:
     return alpha[good], raw / np.sqrt(moment[good]), raw
 
 
-def _ratio(sample: DriftSample) -> Floats:
+def _ratio(sample: AttentionSample) -> Floats:
     """Drift beyond rounding over the bound; 0 if there is no such drift."""
     bound, moved = sample.terms.bound, np.maximum(sample.drift - sample.noise, 0)
     return np.divide(moved, bound, out=np.zeros_like(bound), where=moved > 0)
 
 
-def _exceeds(sample: DriftSample) -> npt.NDArray[np.bool_]:
+def _exceeds(sample: AttentionSample) -> npt.NDArray[np.bool_]:
     """Where the drift exceeds the bound that includes higher orders."""
     return sample.drift > sample.terms.whole_bound + sample.noise
 
 
-def _unit(sample: DriftSample) -> Floats:
+def _unit(sample: AttentionSample) -> Floats:
     eps = np.full_like(sample.terms.alpha, sample.key_norm)
     return replace(sample.terms, eps=eps).bound
 

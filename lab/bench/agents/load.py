@@ -18,23 +18,23 @@ import numpy as np
 from lab.replay.interleave import IDLE_S_MAX
 
 Rng = np.random.Generator
-_TOOL_PAUSES_S = (
+TOOL_PAUSES_S = (
     0, 3, 4, 4, 5, 5, 6, 6, 7, 8, 8, 9, 11, 13, 15, 19, 26, 40, 73, 158, 37400,
 )  # fmt: skip
 """Pauses between an answer that called a tool and the next request: quantiles, every 5 %."""
-_PERSON_PAUSES_S = (
+PERSON_PAUSES_S = (
     0, 3, 5, 11, 33, 60, 91, 118, 149, 184, 230, 306, 377, 486, 690, 980, 1400, 2390, 3540, 11200,
     77400,
 )  # fmt: skip
 """Pauses after an answer that ended the turn."""
-_P_PERSON_AFTER_TOOL = 0.051
+P_PERSON_AFTER_TOOL = 0.051
 """Probability that the answer to a tool's result ends the turn."""
-_P_PERSON_AFTER_PERSON = 0.215
-_STEPS = (
+P_PERSON_AFTER_PERSON = 0.215
+STEPS = (
     3, 5, 7, 9, 14, 19, 23, 26, 31, 35, 42, 52, 61, 68, 79, 92, 113, 134, 152, 234, 514,
 )  # fmt: skip
 """Requests of a session."""
-_LENGTHS = (
+LENGTHS = (
     0.30, 0.41, 0.49, 0.57, 0.64, 0.72, 0.79, 0.86, 0.93, 1.0, 1.07, 1.14, 1.2, 1.27, 1.34, 1.42,
     1.7, 2.31,
 )  # fmt: skip
@@ -93,7 +93,7 @@ def users(load: AgentLoad, seed: int) -> list[User]:
     """The steps of all users: the first `load.requests` if every answer came at once, so that they
     do not depend on how long answers take."""
     rng = np.random.default_rng(seed)
-    spread_s = load.pause_scale * float(np.mean(np.minimum(_TOOL_PAUSES_S, IDLE_S_MAX)))
+    spread_s = load.pause_scale * float(np.mean(np.minimum(TOOL_PAUSES_S, IDLE_S_MAX)))
     found = [User(float(rng.uniform(0.0, spread_s)), []) for _ in range(load.users)]
     coming = [_steps(load, user, seed) for user in range(load.users)]
     due = [(user.first_s, i) for i, user in enumerate(found)]
@@ -119,14 +119,14 @@ def _steps(load: AgentLoad, user: int, seed: int) -> Iterator[AgentStep]:
     rng = np.random.default_rng([seed, user])
     session, calls_tool = 0, True
     while True:
-        n_steps = max(2, round(load.steps_scale * _draw(rng, _STEPS)))
+        n_steps = max(2, round(load.steps_scale * _draw(rng, STEPS)))
         kind = int(rng.integers(load.kinds))
         at = (user + session * load.users // 3) % load.users
-        n_new = max(1, round(load.first_tokens * _quantile(_LENGTHS, (at + 0.5) / load.users)))
+        n_new = max(1, round(load.first_tokens * _quantile(LENGTHS, (at + 0.5) / load.users)))
         for left in range(n_steps - 1, -1, -1):
-            p_person = _P_PERSON_AFTER_TOOL if calls_tool else _P_PERSON_AFTER_PERSON
+            p_person = P_PERSON_AFTER_TOOL if calls_tool else P_PERSON_AFTER_PERSON
             calls_tool = left > 0 and bool(rng.random() >= p_person)
-            pauses_s = _TOOL_PAUSES_S if calls_tool else _PERSON_PAUSES_S
+            pauses_s = TOOL_PAUSES_S if calls_tool else PERSON_PAUSES_S
             pause_s = load.pause_scale * min(IDLE_S_MAX, _draw(rng, pauses_s))
             n_reply = load.tool_reply_tokens if calls_tool else load.turn_reply_tokens
             yield AgentStep(session, kind, n_new, n_reply, calls_tool, pause_s)

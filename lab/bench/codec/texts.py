@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -9,6 +10,7 @@ import numpy as np
 
 from lab.train.data.manifest import read_manifest
 from lab.train.data.records import TRAIN
+from towerd.cli.bench.texts.chat_records import ChatRecord
 from towerd.cli.bench.texts.chat_template import in_template, records
 
 SESSION_BYTES = 16384
@@ -24,7 +26,7 @@ def sessions(data: Path, n_max: int) -> dict[str, list[bytes]]:
         if kind in texts:
             texts[kind].append(in_template(record, users=kind != "assistant"))
         texts["mixed"].append(in_template(record))
-    found = {kind: _cut(parts)[:n_max] for kind, parts in texts.items()}
+    found = {kind: cut(parts)[:n_max] for kind, parts in texts.items()}
     if not all(found.values()):
         lacking = ", ".join(kind for kind, each in found.items() if not each)
         raise click.ClickException(f"{data} has less than {SESSION_BYTES} bytes of {lacking} text.")
@@ -33,7 +35,12 @@ def sessions(data: Path, n_max: int) -> dict[str, list[bytes]]:
 
 def training(data: Path, n_bytes: int) -> list[bytes]:
     """Texts of the training split beside `data`, in random order, about `n_bytes`."""
-    texts = [in_template(record).encode() for record in records(data.with_name(TRAIN))]
+    return random_texts(records(data.with_name(TRAIN)), n_bytes)
+
+
+def random_texts(found: Sequence[ChatRecord], n_bytes: int) -> list[bytes]:
+    """Texts of records in random order, about `n_bytes`."""
+    texts = [in_template(record).encode() for record in found]
     turn = np.random.default_rng(0).permutation(len(texts))
     chosen, left = [], n_bytes
     for i in turn:
@@ -44,8 +51,9 @@ def training(data: Path, n_bytes: int) -> list[bytes]:
     return chosen
 
 
-def _cut(parts: list[str]) -> list[bytes]:
+def cut(parts: Sequence[str]) -> list[bytes]:
+    """Texts of SESSION_BYTES of all parts in random order, as UTF-8."""
     turn = np.random.default_rng(1).permutation(len(parts))
     text = "".join(parts[i] for i in turn).encode()
     cuts = [text[at : at + SESSION_BYTES] for at in range(0, len(text), SESSION_BYTES)]
-    return [cut.decode(errors="ignore").encode() for cut in cuts if len(cut) == SESSION_BYTES]
+    return [each.decode(errors="ignore").encode() for each in cuts if len(each) == SESSION_BYTES]

@@ -52,15 +52,15 @@ def test_the_table_is_what_the_traces_say() -> None:
                 follow[stop].append(request["stop"] == "end_turn")
     inner = np.arange(5, 100, 5) / 100
     for found, said in (
-        (pauses["tool_use"], table._TOOL_PAUSES_S[1:-1]),
-        (pauses["end_turn"], table._PERSON_PAUSES_S[1:-1]),
-        (n_steps, table._STEPS[1:-1]),
+        (pauses["tool_use"], table.TOOL_PAUSES_S[1:-1]),
+        (pauses["end_turn"], table.PERSON_PAUSES_S[1:-1]),
+        (n_steps, table.STEPS[1:-1]),
     ):
         assert np.allclose(np.quantile(found, inner), said, rtol=0.06, atol=0.6)
     over_median = np.quantile(lengths, inner[:-1]) / np.median(lengths)
-    assert np.allclose(over_median, table._LENGTHS, rtol=0.02)
-    assert np.mean(follow["tool_use"]) == pytest.approx(table._P_PERSON_AFTER_TOOL, abs=1e-3)
-    assert np.mean(follow["end_turn"]) == pytest.approx(table._P_PERSON_AFTER_PERSON, abs=1e-3)
+    assert np.allclose(over_median, table.LENGTHS, rtol=0.02)
+    assert np.mean(follow["tool_use"]) == pytest.approx(table.P_PERSON_AFTER_TOOL, abs=1e-3)
+    assert np.mean(follow["end_turn"]) == pytest.approx(table.P_PERSON_AFTER_PERSON, abs=1e-3)
 
 
 @pytest.mark.parametrize("load", [LOAD, QUICK])

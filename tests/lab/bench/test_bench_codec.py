@@ -11,6 +11,7 @@ import zstandard
 from click.testing import CliRunner
 
 from towerd.cli.main import towerctl
+from towerd.codec.prior.file import PATH
 
 pytest.importorskip("brotli")
 pytest.importorskip("pyppmd")
@@ -57,5 +58,32 @@ def test_bad_data_is_one_sentence(tmp_path: Path) -> None:
         result = CliRunner().invoke(
             towerctl, ["lab", "bench", "codec", "--data", str(tmp_path / name)]
         )
+        assert result.exit_code == 1
+        assert message in result.output
+
+
+@pytest.mark.timeout(300)
+def test_bench_unseen(tmp_path: Path) -> None:
+    """With a source that no table has, and refusals where a figure would flatter."""
+    write(tmp_path / "train.jsonl.zst", 400, 1)
+    records = zstandard.ZstdDecompressor().decompress((tmp_path / "train.jsonl.zst").read_bytes())
+    own = tmp_path / "own.jsonl.zst"
+    own.write_bytes(zstandard.ZstdCompressor().compress(records.replace(b"gpteacher/", b"own/")))
+    args = ["lab", "bench", "unseen", "--quick", "--data", str(own)]
+    args += ["--train", str(tmp_path / "train.jsonl.zst"), "--source"]
+    result = CliRunner().invoke(towerctl, [*args, "own"])
+    assert result.exit_code == 0, result.output
+    figures = json.loads(result.output.splitlines()[-1])
+    mix, network = (figures[f"own_{form}_bits_per_byte"] for form in ("mix", "network"))
+    assert figures["own_ppmd_primed_bits_per_byte"] / mix == pytest.approx(
+        figures["own_mix_vs_ppmd_primed"], rel=0.01
+    )
+    assert 0 < network < 8
+    for source, options, message in (
+        ("python", [], "trained on python"),
+        ("own", ["--table", str(PATH)], "No table has own"),
+        ("other", [], "less than 16384 bytes"),
+    ):
+        result = CliRunner().invoke(towerctl, [*args, source, *options])
         assert result.exit_code == 1
         assert message in result.output

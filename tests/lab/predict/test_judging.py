@@ -31,10 +31,10 @@ def test_numpy_equals_torch_and_it_learns() -> None:
     assert min(losses) < losses[0]
     graph = GraphPredictor(weights)
     numbers = {name: 1 + i for i, name in enumerate(weights.agents)}
-    examples = train._examples(held[:8], numbers)
+    examples = train.examples_of(held[:8], numbers)
     tensors = {name: torch.from_numpy(array) for name, array in weights.arrays.items()}
     with torch.no_grad():
-        want = train._logits(tensors, examples.paths, examples.texts).numpy()
+        want = train.logits_of(tensors, examples.paths, examples.texts).numpy()
     row = 0
     for run in held[:8]:
         for i in range(len(run.steps)):

@@ -20,7 +20,13 @@ from random_workflows import random_weights, workflows
 from lab.predict.accuracy import score_forecasts
 from lab.predict.baselines import score_all, table
 from lab.predict.runs import FinishedRun, remember, split
-from lab.predict.train_mixture import _by_names, _training_set, left_out, stacked, train_mixture
+from lab.predict.train_mixture import (
+    left_out,
+    scores_by_names,
+    stacked,
+    train_mixture,
+    training_set,
+)
 from lab.predict.words import hash_text
 from towerd.errors import ConfigError
 from towerd.policy.predict.base import END, N_STEPS, best
@@ -98,17 +104,18 @@ def test_votes_that_leave_a_group_out() -> None:
 def test_no_part_has_seen_what_it_is_weighed_on() -> None:
     """The counts for a step are those of a mixture that was trained without its task."""
     runs = workflows(20)
-    training = _training_set(runs, 0)
-    parts, is_known = _by_names(training)
+    training = training_set(runs, 0)
+    parts, is_known = scores_by_names(training)
     columns = {name: i for i, name in enumerate(training.agents)}
     for row in random.Random(0).sample(range(training.n_voters), 12):
         run, i = training.places[row]
         others = [each for each in runs if each.group != run.group]
-        without = Mixture(train_mixture(others, None))
+        weights = train_mixture(others, None)
+        without = Mixture(weights)
         n = len(training.agents) + 1
         found, known = without.parts(run.steps[: i + 1], (), columns, n)
         assert known == is_known[row]
-        assert training.agents == without._agents
+        assert training.agents == weights.agents
         for name in ("markov1", "markov2", "markov3", "copy", "recent"):
             at = PARTS.index(name)
             assert np.allclose(parts[row, at], found[at], atol=1e-6)

@@ -102,7 +102,7 @@ def test_recording_continues_after_a_restart(tmp_path: Path, meta: dict[str, str
     assert len(trace.calls) == 2
 
 
-def test_files_that_cannot_be_gone_on_with(tmp_path: Path, meta: dict[str, str]) -> None:
+def test_files_that_cannot_be_continued(tmp_path: Path, meta: dict[str, str]) -> None:
     path = record(tmp_path / "t", meta, [turn("a", [1], 1.0)])
     with pytest.raises(ConfigError, match="by another store"):
         TraceRecorder.open(path, lambda name: None, meta.__setitem__, 0.0)

@@ -107,11 +107,13 @@ def test_mini_continues_from_a_file(tmp_path: Path, data_folder: Path, manifest_
     first, second = tmp_path / "first", tmp_path / "second"
     begun = run_mini([*args, *sizes, "--ctx", "32", "--out", str(first), "--steps", "60"])
     more = ["--from", str(first / "mini.gguf"), "--ctx", "64", "--rope-base", "50000"]
-    gone_on = run_mini([*args, *more, "--out", str(second), "--steps", "1"])
-    assert gone_on["n_vocab"] == 400
-    assert gone_on["parameters"] == begun["parameters"]
-    assert gone_on["tokens"] == 2 * 64
-    assert gone_on["bits_per_byte"]["all"] == pytest.approx(begun["bits_per_byte"]["all"], rel=0.02)
+    continued = run_mini([*args, *more, "--out", str(second), "--steps", "1"])
+    assert continued["n_vocab"] == 400
+    assert continued["parameters"] == begun["parameters"]
+    assert continued["tokens"] == 2 * 64
+    assert continued["bits_per_byte"]["all"] == pytest.approx(
+        begun["bits_per_byte"]["all"], rel=0.02
+    )
     shape = PretrainedModel(second / "mini.gguf").shape
     assert (shape.n_ctx, shape.rope_freq_base, shape.n_embd) == (64, 50000, 16)
 

@@ -12,7 +12,10 @@ from gguf import GGUFReader
 
 import towerd
 from lab.train.data.corpus import Corpus, Windows
+from lab.train.data.manifest import read_manifest
+from lab.train.data.records import read_dataset
 from lab.train.errors import TrainError
+from lab.train.evaluation.gain import advice, gain, held_out
 from lab.train.job import Distillation, TrainingJob, distill
 from lab.train.loop.schedule import Budget
 from lab.train.loop.trainer import TrainConfig
@@ -20,6 +23,7 @@ from lab.train.model.network import NetworkShape, init_weights
 from lab.train.objectives.distillation import DistillationObjective, divergence
 from lab.train.objectives.teacher import BATCH, Teacher, TeacherForm
 from towerd.cli.bench.texts.chat_records import ChatRecord, Message
+from towerd.codec import Codec
 from towerd.codec.vocabulary import GgufVocabulary
 from towerd.models.random_gguf import Shape, make_random_gguf
 
@@ -177,3 +181,29 @@ def test_bad_teachers(tmp_path: Path) -> None:
     path.write_bytes(b"GGUF nonsense")
     with pytest.raises(TrainError, match="cannot load"):
         Teacher(path, N_CTX)
+
+
+def test_gain_is_that_of_conversations_held_out_whole(
+    data_folder: Path, manifest_file: Path, tmp_path: Path
+) -> None:
+    """No record of training among them; bytes as the codec's own blobs; refusals are told."""
+    data = read_dataset(data_folder, read_manifest(manifest_file))
+    with Teacher(BUNDLED, N_CTX, n_threads=1) as teacher:
+        form = TeacherForm(teacher)
+        unseen = held_out(data.dev, form, 600)
+        trained = [each.ids.tolist() for of in data.train.values() for each in form.encode(of)]
+    assert unseen
+    assert not any(ids.tolist() in trained for ids in unseen)
+    found = gain(BUNDLED, BUNDLED, unseen)
+    with GgufVocabulary(BUNDLED) as vocabulary:
+        codec = Codec(vocabulary, student=BUNDLED)
+        sizes = [(len(Codec(vocabulary).encode(ids)), len(codec.encode(ids))) for ids in unseen]
+    assert found["tokens"] == sum(map(len, unseen))
+    assert found["bundled"]["bytes"] == sum(size for size, _ in sizes)
+    assert found["smaller"]["bytes"] == sum(size for _, size in sizes)
+    assert found["gain"] == pytest.approx(
+        1 - found["student"]["bytes"] / found["bundled"]["bytes"], abs=1e-4
+    )
+    assert ("do not use it" in advice(found, BUNDLED)) == (found["gain"] <= 0)
+    (tmp_path / "x.gguf").write_text("no model")
+    assert "x.gguf is no mini model" in advice(gain(BUNDLED, tmp_path / "x.gguf", unseen), BUNDLED)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohttp import web
 
@@ -14,8 +15,11 @@ from towerd.api.http.body import read_object
 from towerd.api.http.keys import LIMITS, TENANT, service_of
 from towerd.api.http.query import flag, integer_query
 from towerd.api.http.reply import json_reply
-from towerd.errors import InvalidRequest
+from towerd.errors import InvalidRequest, NotFound
+from towerd.store import SessionInfo, Store
+from towerd.store.sessions.stored_rows import stored_rows
 
+T = TypeVar("T")
 IDLE_S_MAX = 10**10
 
 
@@ -35,21 +39,46 @@ async def list_sessions(request: web.Request) -> web.Response:
         before = time.time() - integer_query(request, "idle_s", 0, 0, IDLE_S_MAX)
         sessions = await asyncio.to_thread(store.cold.idle, before, limit, scope)
     else:
-        sessions = await asyncio.to_thread(store.sessions, scope, limit)
+        sessions = await asyncio.to_thread(_sessions, store, scope, limit)
     return json_reply({"sessions": [asdict(session) for session in sessions]})
+
+
+def _sessions(store: Store, scope: str | None, limit: int) -> list[SessionInfo]:
+    """The sessions of the served model's tokenizer and of others, the last used first."""
+    own, foreign = store.sessions(scope, limit), store.foreign.listing(scope, limit)
+    return sorted([*own, *foreign], key=lambda info: info.updated, reverse=True)[:limit]
+
+
+async def _in_either(
+    own: Callable[[str, str | None], T],
+    foreign: Callable[[str, str | None], T],
+    name: str,
+    scope: str | None,
+) -> T:
+    """What is asked of a session of the served model's tokenizer, or else of another one's.
+    Raises NotFound."""
+    try:
+        return await asyncio.to_thread(own, name, scope)
+    except NotFound:
+        return await asyncio.to_thread(foreign, name, scope)
 
 
 async def get_session(request: web.Request) -> web.Response:
     """One session with its turns; `?text=1` adds the text of its current branch, `?kept=1` what
-    is live of it. A client that opens a frozen session is about to continue it, so it is thawed,
-    unless `?thaw=0` is given."""
+    is live of it. A frozen session is decoded for that, and stays frozen."""
     service = service_of(request)
     store, name, scope = service.store, request.match_info["id"], visible_scope(request)
-    info = await asyncio.to_thread(store.session, name, scope)
+    try:
+        info = await asyncio.to_thread(store.session, name, scope)
+    except NotFound:
+        return await _get_foreign(request, name, scope)
     turns = await asyncio.to_thread(store.turns, name, info.scope)
-    out: dict[str, Any] = {"session": asdict(info), "turns": [asdict(turn) for turn in turns]}
-    if info.cold_bytes and service.cold.ahead is not None and request.query.get("thaw") != "0":
-        service.cold.ahead.opened(name, info.scope)
+    rows = await asyncio.to_thread(stored_rows, store, turns)
+    out: dict[str, Any] = {
+        "session": asdict(info),
+        "turns": [asdict(turn) for turn in turns],
+        "rows": [asdict(each) for each in rows],
+    }
     if flag(request, "kept"):
         out["kept"] = None if info.cold_bytes else await _kept(request, name, info.scope)
     if flag(request, "text") or flag(request, "ids"):
@@ -59,6 +88,25 @@ async def get_session(request: web.Request) -> web.Response:
             out["ids"] = ids.tolist()
         if detokenize is not None:
             out["text"] = (await detokenize(ids)).decode("utf-8", "replace")
+    return json_reply(out)
+
+
+async def _get_foreign(request: web.Request, name: str, scope: str | None) -> web.Response:
+    """A session of another tokenizer than the served model's: nothing of it can be live."""
+    foreign = service_of(request).store.foreign
+    found = await asyncio.to_thread(foreign.session, name, scope)
+    out: dict[str, Any] = {
+        "session": asdict(found.info),
+        "turns": [asdict(turn) for turn in found.turns],
+        "rows": [],
+    }
+    if flag(request, "kept"):
+        out["kept"] = None
+    if flag(request, "ids"):
+        ids, _ = await asyncio.to_thread(foreign.session_ids, name, found.info.scope)
+        out["ids"] = ids.tolist()
+    if flag(request, "text"):
+        out["text"] = await asyncio.to_thread(foreign.text, name, found.info.scope)
     return json_reply(out)
 
 
@@ -78,7 +126,12 @@ async def patch_session(request: web.Request) -> web.Response:
         raise InvalidRequest("Field 'title' is required")
     title = fields.string(body, "title", "")
     name, scope = request.match_info["id"], visible_scope(request)
-    info = await asyncio.to_thread(store.rename_session, name, title, scope)
+    info = await _in_either(
+        lambda id, of: store.rename_session(id, title, of),
+        lambda id, of: store.foreign.rename(id, title, of),
+        name,
+        scope,
+    )
     return json_reply({"session": asdict(info)})
 
 
@@ -91,13 +144,13 @@ async def post_freeze(request: web.Request) -> web.Response:
 
 
 async def post_thaw(request: web.Request) -> web.Response:
-    """Decode a session's tokens, and evaluate its rows while the engine is idle; with `{"ahead":
-    false}` when they are requested."""
+    """Warm a session up: decode its tokens if it is frozen, and make its rows live, evaluating what
+    has none, while the engine is idle; with `{"ahead": false}` when they are requested."""
     service, name, scope = service_of(request), request.match_info["id"], visible_scope(request)
     ahead = fields.boolean(await read_object(request), "ahead", True)
     found = await asyncio.to_thread(service.store.session, name, scope)
     was_frozen = await service.cold.thaw(name, found.scope)
-    if was_frozen and ahead and service.cold.ahead is not None:
+    if ahead and service.cold.ahead is not None:
         service.cold.ahead.evaluate(name, found.scope)
     info = await asyncio.to_thread(service.store.session, name, found.scope)
     return json_reply({"session": asdict(info), "changed": was_frozen})
@@ -106,5 +159,5 @@ async def post_thaw(request: web.Request) -> web.Response:
 async def delete_session(request: web.Request) -> web.Response:
     """Delete a session. The next gc removes its segments unless another session needs them."""
     store, name = service_of(request).store, request.match_info["id"]
-    await asyncio.to_thread(store.delete_session, name, visible_scope(request))
+    await _in_either(store.delete_session, store.foreign.delete, name, visible_scope(request))
     return json_reply({"deleted": name})

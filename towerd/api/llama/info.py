@@ -145,6 +145,7 @@ async def get_stats(request: web.Request) -> web.Response:
                 for slot in engine.slots()
             ],
             **stats,
+            "space": await asyncio.to_thread(service.cold.space),
         }
     )
 

@@ -19,7 +19,7 @@ from towerd.api.http.reply import encode, json_reply
 from towerd.api.proxy.exchange import CONVERSATION
 from towerd.api.proxy.forward import body_of, copy, forward, send
 from towerd.api.proxy.headers import to_upstream
-from towerd.api.proxy.link import LINK, sidecar_of
+from towerd.api.proxy.link import LINK, llama_server_of
 
 _QUERY = "conv_id"
 
@@ -52,7 +52,7 @@ async def _stream(request: web.Request) -> web.StreamResponse:
     prefix, name = prefix_of(request), request.query.get(_QUERY)
     if not prefix or not name:
         return await forward(request)
-    engine = sidecar_of(request)
+    engine = llama_server_of(request)
     url = request.rel_url.update_query({_QUERY: prefix + name})
     reply = await send(request, engine, auth=engine.upstream.auth(), path=url.raw_path_qs)
     try:
@@ -66,7 +66,7 @@ async def post_lookup(request: web.Request) -> web.StreamResponse:
     prefix = prefix_of(request)
     if not prefix:
         return await forward(request)
-    engine = sidecar_of(request)
+    engine = llama_server_of(request)
     body = await decode(request, await read_bytes(request))
     names = body.get("conversation_ids") if isinstance(body, dict) else None
     asked = [prefix + name for name in names or () if isinstance(name, str) and name]

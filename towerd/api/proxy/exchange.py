@@ -17,13 +17,16 @@ from towerd.api.http.sse import write_or_stall
 from towerd.api.llama.completion import REUSE_HEADER
 from towerd.api.proxy.forward import EVENT_STREAM, body_of, copy, head_of, read
 from towerd.api.proxy.headers import to_client, to_upstream
-from towerd.api.proxy.link import LINK, LOST, Sidecar, SlotLease, UnpinnedRequest
+from towerd.api.proxy.link import LINK, LOST
 from towerd.api.proxy.plan import ProxyPlan
 from towerd.api.proxy.slot_prefill import SlotPrefill
 from towerd.api.proxy.splice import without_token_ids
 from towerd.api.proxy.watch import Dialect, EventSplitter, ReplyWatch, event_data
 from towerd.cold.cold_tier import RequestGuard
 from towerd.engine.base import Finish, Reuse
+from towerd.engine.llama_server.engine import LlamaServerEngine
+from towerd.engine.llama_server.slots.slot_lease import SlotLease
+from towerd.engine.llama_server.slots.unpinned_request import UnpinnedRequest
 from towerd.errors import TowerdError, Unavailable
 
 log = logging.getLogger(__name__)
@@ -37,7 +40,7 @@ EVENT_BYTES_MAX = 16 * 1024
 class Exchange:
     """A generation request and its reply. Call `run` once; it releases the lease."""
 
-    def __init__(self, request: web.Request, engine: Sidecar, plan: ProxyPlan) -> None:
+    def __init__(self, request: web.Request, engine: LlamaServerEngine, plan: ProxyPlan) -> None:
         self.headers = to_upstream(request.headers, engine.upstream.auth())
         self.lease: SlotLease | None = None
         """The leased slot; None: llama-server chooses."""
@@ -221,8 +224,8 @@ class Exchange:
             if await self._prefill.was_misplaced():
                 lease.ran_elsewhere()
         lease.calls_tools = watch.calls_tools
-        if self._plan.spoken is not None and watch.stop is not None:
-            lease.answered = self._plan.spoken.answered(watch.text)
+        if self._plan.chat is not None and watch.stop is not None:
+            lease.answered = self._plan.chat.answered(watch.text)
         has_ids = self._plan.dialect is Dialect.NATIVE and not self._plan.hides_end
         leased = await lease.finished(
             reply_ids=watch.ids if has_ids else None,

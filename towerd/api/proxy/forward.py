@@ -12,7 +12,8 @@ from towerd.api.http.body import iter_bytes
 from towerd.api.http.reply import encode, error_event
 from towerd.api.http.sse import write_or_stall
 from towerd.api.proxy.headers import to_client, to_upstream
-from towerd.api.proxy.link import LINK, LOST, Sidecar, sidecar_of
+from towerd.api.proxy.link import LINK, LOST, llama_server_of
+from towerd.engine.llama_server.engine import LlamaServerEngine
 from towerd.engine.llama_server.process import client
 from towerd.engine.llama_server.process.client import Lost
 from towerd.errors import TowerdError, Unavailable
@@ -24,7 +25,7 @@ COPY_BYTES_MAX = 256 * 1024
 
 async def forward(request: web.Request) -> web.StreamResponse:
     """Forward a request that needs no slot."""
-    engine = sidecar_of(request)
+    engine = llama_server_of(request)
     reply = await send(request, engine, auth=engine.upstream.auth())
     try:
         return await copy(request, reply)
@@ -37,7 +38,7 @@ async def forward_unpinned(request: web.Request) -> web.StreamResponse:
     endpoints of a newer llama-server."""
     if request.method in ("GET", "HEAD"):
         return await forward(request)
-    engine = sidecar_of(request)
+    engine = llama_server_of(request)
     async with engine.unpinned() as unpinned:
         reply = await send(request, engine, auth=engine.upstream.auth())
         unpinned.launched()
@@ -48,7 +49,11 @@ async def forward_unpinned(request: web.Request) -> web.StreamResponse:
 
 
 async def send(
-    request: web.Request, engine: Sidecar, *, auth: Mapping[str, str], path: str | None = None
+    request: web.Request,
+    engine: LlamaServerEngine,
+    *,
+    auth: Mapping[str, str],
+    path: str | None = None,
 ) -> ClientResponse:
     """Forward the request, with its body as it arrives; returns when the reply's head is there.
 
@@ -80,7 +85,7 @@ async def copy(
         while chunk := await read(reply):
             await write_or_stall(request, response, chunk)
     except Unavailable as error:
-        sidecar_of(request).notice(error)
+        llama_server_of(request).notice(error)
         await cut_off(request, response, error)
     await response.write_eof()
     return response

@@ -15,11 +15,13 @@ from towerd.api.proxy.conversations import with_conversation
 from towerd.api.proxy.exchange import Exchange
 from towerd.api.proxy.forward import copy
 from towerd.api.proxy.headers import to_upstream
-from towerd.api.proxy.link import LINK, Sidecar, SlotLease, sidecar_of
+from towerd.api.proxy.link import LINK, llama_server_of
 from towerd.api.proxy.plan import Placement, ProxyPlan, check_fits, learn, make_plan
 from towerd.api.proxy.watch import Dialect
 from towerd.cold.cold_tier import RequestGuard
 from towerd.engine.base import GenerateRequest
+from towerd.engine.llama_server.engine import LlamaServerEngine
+from towerd.engine.llama_server.slots.slot_lease import SlotLease
 from towerd.errors import InvalidRequest
 
 INFILL = "infill"
@@ -52,7 +54,7 @@ async def post_messages(request: web.Request) -> web.StreamResponse:
 
 async def post_infill(request: web.Request) -> web.StreamResponse:
     """Fill in the middle. Only llama-server knows how it assembles the prompt."""
-    engine = sidecar_of(request)
+    engine = llama_server_of(request)
     data = await read_bytes(request)
     plan = ProxyPlan(Dialect.NATIVE, data, Placement.OPAQUE, label=INFILL)
     try:
@@ -71,7 +73,7 @@ async def post_infill(request: web.Request) -> web.StreamResponse:
 async def _generate(
     request: web.Request, dialect: Dialect, *, can_pin: bool = True
 ) -> web.StreamResponse:
-    engine = sidecar_of(request)
+    engine = llama_server_of(request)
     hints_of(request)  # refuse invalid hints before anything else
     data = await read_bytes(request)
     body = await decode(request, data)
@@ -83,9 +85,9 @@ async def _generate(
         await release(body)
     if plan.placement is Placement.FREE:
         return await _free(request, engine, plan)
-    if plan.spoken is not None:
+    if plan.chat is not None:
         session = hints_of(request).session
-        lease = engine.lease_chat(plan.spoken, request[TENANT].scope, session)
+        lease = engine.lease_chat(plan.chat, request[TENANT].scope, session)
         if lease is not None:
             return await _continue_chat(request, engine, plan, lease)
         await learn(plan, engine)
@@ -94,7 +96,7 @@ async def _generate(
 
 
 async def _continue_chat(
-    request: web.Request, engine: Sidecar, plan: ProxyPlan, lease: SlotLease
+    request: web.Request, engine: LlamaServerEngine, plan: ProxyPlan, lease: SlotLease
 ) -> web.StreamResponse:
     """Continue a chat in its slot: its placement does not depend on its tokens, so they are
     determined while it runs. If llama-server refuses the request, its reply says so."""
@@ -118,7 +120,9 @@ def _has_prompt(dialect: Dialect, body: dict[str, object]) -> bool:
     return body.get(name.get(dialect, "messages")) is not None
 
 
-async def _as_it_is(request: web.Request, engine: Sidecar, plan: ProxyPlan) -> web.StreamResponse:
+async def _as_it_is(
+    request: web.Request, engine: LlamaServerEngine, plan: ProxyPlan
+) -> web.StreamResponse:
     """Forward a request that llama-server will presumably refuse."""
     headers = to_upstream(request.headers, engine.upstream.auth())
     path, data = request.rel_url.raw_path_qs, plan.body
@@ -130,7 +134,9 @@ async def _as_it_is(request: web.Request, engine: Sidecar, plan: ProxyPlan) -> w
             reply.close()
 
 
-async def _free(request: web.Request, engine: Sidecar, plan: ProxyPlan) -> web.StreamResponse:
+async def _free(
+    request: web.Request, engine: LlamaServerEngine, plan: ProxyPlan
+) -> web.StreamResponse:
     """Forward a request that llama-server places itself. Reuse from slots would leak information
     between tenants, so with several tenants it is disabled."""
     if request.app[TENANTS].required:
@@ -142,7 +148,9 @@ async def _free(request: web.Request, engine: Sidecar, plan: ProxyPlan) -> web.S
         return await exchange.run()
 
 
-async def _pinned(request: web.Request, engine: Sidecar, plan: ProxyPlan) -> web.StreamResponse:
+async def _pinned(
+    request: web.Request, engine: LlamaServerEngine, plan: ProxyPlan
+) -> web.StreamResponse:
     exchange = Exchange(request, engine, plan)
     exchange.use = _entered(request, plan)
     try:
@@ -165,7 +173,7 @@ def _entered(request: web.Request, plan: ProxyPlan) -> RequestGuard | None:
     return service_of(request).cold.enter(asked)
 
 
-async def _lease(request: web.Request, engine: Sidecar, plan: ProxyPlan) -> SlotLease:
+async def _lease(request: web.Request, engine: LlamaServerEngine, plan: ProxyPlan) -> SlotLease:
     scope = request[TENANT].scope
     if plan.ids is None:
         return await engine.lease_opaque(scope, label=plan.label)

@@ -8,7 +8,7 @@ from aiohttp import web
 
 from towerd.api.llama import info
 from towerd.api.proxy.forward import body_of
-from towerd.api.proxy.link import LINK, sidecar_of
+from towerd.api.proxy.link import LINK, llama_server_of
 from towerd.errors import TowerdError
 
 _THEIRS = b"llamacpp:"
@@ -35,7 +35,7 @@ def merged(theirs: bytes, own: bytes) -> bytes:
 
 async def _ask(request: web.Request) -> bytes:
     """llama-server's metrics; empty if there are none."""
-    engine = sidecar_of(request)
+    engine = llama_server_of(request)
     try:
         reply = await request.app[LINK].request(engine, "GET", "/metrics", engine.upstream.auth())
         try:

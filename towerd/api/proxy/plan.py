@@ -13,16 +13,16 @@ from towerd.api.http.off_loop import by_size, count
 from towerd.api.llama.live import refuse_live
 from towerd.api.llama.prompts import PromptLimit, tokenize_prompts
 from towerd.api.proxy.chat import NotText, from_messages, from_responses, has_media
-from towerd.api.proxy.link import Sidecar
 from towerd.api.proxy.splice import with_fields
 from towerd.api.proxy.watch import Dialect
+from towerd.engine.llama_server.engine import LlamaServerEngine
 from towerd.engine.llama_server.slots.chat_text import ChatText, chat_text_of
 from towerd.errors import ContextExceeded, NotSupported
 from towerd.tokens import Ids
 
 SPLICE_INLINE_BYTES_MAX = 256 * 1024
 IDS_INLINE_MAX = 4096
-SPOKEN_BYTES_MAX = 256 * 1024
+CHAT_BYTES_MAX = 256 * 1024
 """Longer chats are not recognised by their messages: that would block the event loop."""
 
 
@@ -61,7 +61,7 @@ class ProxyPlan:
     agent: str | None = None
     """The agent, identified by system prompt and tools, if the request has any."""
     fields: dict[str, Any] = field(default_factory=dict)
-    spoken: ChatText | None = None
+    chat: ChatText | None = None
     """The messages of an ordinary chat request, which may identify its slot before its tokens are
     known."""
 
@@ -83,10 +83,15 @@ class ProxyPlan:
 
 
 async def make_plan(
-    dialect: Dialect, data: bytes, body: Mapping[str, Any], engine: Sidecar, *, can_pin: bool
+    dialect: Dialect,
+    data: bytes,
+    body: Mapping[str, Any],
+    engine: LlamaServerEngine,
+    *,
+    can_pin: bool,
 ) -> ProxyPlan:
     """Plan the request whose body is `data`, decoded as `body`. The tokens of a chat request with
-    `spoken` are still to be determined by `learn`.
+    `chat` are still to be determined by `learn`.
 
     Raises InvalidRequest and ContextExceeded, as llama-server would answer."""
     refuse_live(body)
@@ -113,7 +118,7 @@ async def make_plan(
     return plan
 
 
-async def learn(plan: ProxyPlan, engine: Sidecar) -> None:
+async def learn(plan: ProxyPlan, engine: LlamaServerEngine) -> None:
     """Determine the tokens that a chat request will be evaluated as. Raises llama-server's error if
     it refuses the request."""
     try:
@@ -124,7 +129,9 @@ async def learn(plan: ProxyPlan, engine: Sidecar) -> None:
         plan.ids = await engine.tokenize(text, add_special=True, parse_special=True)
 
 
-async def _plan_completion(plan: ProxyPlan, body: Mapping[str, Any], engine: Sidecar) -> None:
+async def _plan_completion(
+    plan: ProxyPlan, body: Mapping[str, Any], engine: LlamaServerEngine
+) -> None:
     prompt = body.get("prompt")
     if _n_prompts(prompt) > 1:
         plan.placement = Placement.FREE
@@ -157,7 +164,7 @@ def _n_prompts(prompt: Any) -> int:
     return len(prompt)
 
 
-async def _plan_chat(plan: ProxyPlan, body: Mapping[str, Any], engine: Sidecar) -> None:
+async def _plan_chat(plan: ProxyPlan, body: Mapping[str, Any], engine: LlamaServerEngine) -> None:
     try:
         if plan.dialect is Dialect.MESSAGES:
             body = from_messages(body)
@@ -174,9 +181,9 @@ async def _plan_chat(plan: ProxyPlan, body: Mapping[str, Any], engine: Sidecar) 
         plan.placement = Placement.OPAQUE if plan.can_pin else Placement.FREE
         plan.label = "media"
         return
-    if plan.compose and len(plan.body) <= SPOKEN_BYTES_MAX:
-        plan.spoken = chat_text_of(body)
-    if plan.spoken is None:
+    if plan.compose and len(plan.body) <= CHAT_BYTES_MAX:
+        plan.chat = chat_text_of(body)
+    if plan.chat is None:
         await learn(plan, engine)
 
 

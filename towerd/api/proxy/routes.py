@@ -25,7 +25,7 @@ from towerd.api.proxy.generate import (
     post_openai_completion,
     post_responses,
 )
-from towerd.api.proxy.link import LINK, Link, sidecar_of
+from towerd.api.proxy.link import LINK, Link, llama_server_of
 from towerd.api.proxy.metrics import get_metrics
 from towerd.engine.base import SlotView
 from towerd.errors import NotFound, NotSupported, SwitchedOff, TowerdError
@@ -59,7 +59,7 @@ async def get_slots(request: web.Request) -> web.StreamResponse:
     """llama-server's slots, without any text. Those of other tenants look idle."""
     if not request.app[CONFIG].slots_endpoint:
         raise SwitchedOff("This server does not support slots endpoint. Start it with `--slots`")
-    engine = sidecar_of(request)
+    engine = llama_server_of(request)
     reply = await send(request, engine, auth=engine.upstream.auth())
     try:
         if reply.status != 200:
@@ -101,17 +101,17 @@ async def post_lora(request: web.Request) -> web.StreamResponse:
     """Set the scales of LoRA adapters; rows made under other scales are no longer used."""
     require_admin(request)
     try:
-        async with sidecar_of(request).unpinned():
+        async with llama_server_of(request).unpinned():
             return await forward(request)
     finally:
-        await sidecar_of(request).lora_changed()
+        await llama_server_of(request).lora_changed()
 
 
 async def get_root(request: web.Request) -> web.StreamResponse:
     """llama-server's web UI; without one, and while the model loads, the status page."""
     if request.app[GATE].service is None or request.app[GATE].closing:
         raise web.HTTPFound("/towerd/")
-    reply = await send(request, sidecar_of(request), auth={})
+    reply = await send(request, llama_server_of(request), auth={})
     try:
         if reply.status in (401, 404):
             raise web.HTTPFound("/towerd/")
@@ -130,7 +130,7 @@ async def unknown(request: web.Request) -> web.StreamResponse:
     if is_ruled(path):
         raise NotFound("File Not Found")
     if TENANT not in request:  # a file of the web UI, asked for without a key
-        reply = await send(request, sidecar_of(request), auth={})
+        reply = await send(request, llama_server_of(request), auth={})
         try:
             return await copy(request, reply)
         finally:

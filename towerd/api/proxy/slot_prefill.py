@@ -13,16 +13,20 @@ from typing import Any
 from towerd.api.http.reply import encode
 from towerd.api.proxy.forward import body_of
 from towerd.api.proxy.headers import to_upstream
-from towerd.api.proxy.link import Link, Sidecar, SlotLease
+from towerd.api.proxy.link import Link
 from towerd.api.proxy.plan import ProxyPlan
 from towerd.api.proxy.watch import Dialect, ReplyWatch
+from towerd.engine.llama_server.engine import LlamaServerEngine
+from towerd.engine.llama_server.slots.slot_lease import SlotLease
 from towerd.errors import TowerdError
 
 
 class SlotPrefill:
     """Prefills the slot of one request."""
 
-    def __init__(self, link: Link, engine: Sidecar, lease: SlotLease, plan: ProxyPlan) -> None:
+    def __init__(
+        self, link: Link, engine: LlamaServerEngine, lease: SlotLease, plan: ProxyPlan
+    ) -> None:
         self.cache_n: int | None = None
         """Tokens of the prompt that were in the slot before; None: llama-server did not say."""
         self.prompt_ms: float | None = None

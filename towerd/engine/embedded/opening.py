@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import cast
 
 from towerd.engine.embedded.engine import EmbeddedEngine
 from towerd.engine.embedded.model.core import Core, load_core
 from towerd.engine.opened_engine import OpenedEngine
+from towerd.engine.tokenizer_rules import keep_vocabulary, tokenizer_rules
 from towerd.engine.weights_check import WeightsCheck
 from towerd.settings.config import Config
-from towerd.slots.fingerprint import Fingerprint
 from towerd.store import Catalog, Node, Store
+from towerd.store.catalog.identity import ModelIdentity
 from towerd.store.segments.checkpoints import ANYWHERE, CUT_META
 from towerd.tiers.checkpoint_tier import CheckpointTier
 from towerd.tiers.formats.fidelity import Fidelity, LevelFormats
@@ -41,6 +42,7 @@ async def open_embedded(config: Config) -> AsyncIterator[OpenedEngine[EmbeddedEn
                     store,
                     tiers,
                     lambda nodes: _forget(boundaries, nodes),
+                    None if boundaries is None else _finder(boundaries),
                     engine.is_quiet,
                     _anticipate_tokens_max(config, core),
                 )
@@ -63,6 +65,10 @@ def _forget(boundaries: CheckpointTier | None, nodes: Sequence[Node]) -> None:
             boundaries.table.drop(node)
 
 
+def _finder(boundaries: CheckpointTier) -> Callable[[Node], bool]:
+    return lambda node: boundaries.table.at(node) is not None
+
+
 def _anticipate_tokens_max(config: Config, core: Core) -> int:
     """A memory that cannot be cut anywhere has no branch to evaluate ahead."""
     return config.anticipate_tokens_max if config.anticipate and core.can_slice else 0
@@ -72,9 +78,11 @@ def _open_store(config: Config) -> tuple[Core, Store]:
     """Lock the store first, so that a second daemon fails before it loads a model."""
     cores: list[Core] = []
 
-    def load(catalog: Catalog) -> Fingerprint:
-        cores.append(load_core(config, catalog))
-        return cores[0].info.fingerprint
+    def load(catalog: Catalog) -> ModelIdentity:
+        core = load_core(config, catalog)
+        cores.append(core)
+        known = core.info.fingerprint
+        return ModelIdentity(known, tokenizer_rules(core.model.path, known.model_hash, catalog))
 
     try:
         store = Store.open(config.store_dir, load)
@@ -82,6 +90,8 @@ def _open_store(config: Config) -> tuple[Core, Store]:
         for core in cores:
             core.close()
         raise
+    vocab = cores[0].vocab
+    keep_vocabulary(store, vocab.pieces, vocab.ptr)
     return cores[0], store
 
 

@@ -12,9 +12,10 @@ from towerd.engine.llama_server.engine import LlamaServerEngine
 from towerd.engine.llama_server.process.backend import LlamaServerBackend, open_backend
 from towerd.engine.llama_server.process.description import ModelDescription, describe, first_model
 from towerd.engine.opened_engine import OpenedEngine
+from towerd.engine.tokenizer_rules import keep_vocabulary, tokenizer_rules
 from towerd.settings.config import Config
-from towerd.slots.fingerprint import Fingerprint
 from towerd.store import Catalog, Node, Store
+from towerd.store.catalog.identity import ModelIdentity
 from towerd.tiers.formats.fidelity import Fidelity, LevelFormats
 from towerd.tiers.manager import Tiers
 
@@ -64,7 +65,7 @@ async def _open_store(
     loop = asyncio.get_running_loop()
     found: list[tuple[LlamaServerBackend, ModelDescription]] = []
 
-    async def find(catalog: Catalog) -> Fingerprint:
+    async def find(catalog: Catalog) -> ModelIdentity:
         backend = await stack.enter_async_context(open_backend(config))
         meta = first_model(await backend.upstream.get("/v1/models"))
         described = await asyncio.to_thread(
@@ -72,14 +73,21 @@ async def _open_store(
         )
         stack.callback(described.close)
         found.append((backend, described))
-        return described.info.fingerprint
+        known, model = described.info.fingerprint, described.model
+        rules = None
+        if model is not None:
+            rules = await asyncio.to_thread(tokenizer_rules, model.path, known.model_hash, catalog)
+        return ModelIdentity(known, rules)
 
-    def fingerprint(catalog: Catalog) -> Fingerprint:
+    def identity(catalog: Catalog) -> ModelIdentity:
         return asyncio.run_coroutine_threadsafe(find(catalog), loop).result()
 
-    store = await asyncio.to_thread(Store.open, config.store_dir, fingerprint)
+    store = await asyncio.to_thread(Store.open, config.store_dir, identity)
     backend, described = found[0]
     stack.push_async_callback(asyncio.to_thread, store.close)
+    if described.vocab is not None:
+        vocab = described.vocab
+        await asyncio.to_thread(keep_vocabulary, store, vocab.pieces, vocab.ptr)
     return backend, described, store
 
 

@@ -54,7 +54,22 @@ class HazardNet:
     def step(
         self, x: Array, curves: Array, last: NDArray[np.int64], returned: NDArray[np.bool_]
     ) -> None:
-        """Take one step of Adam. last: [n], the bin in which a visit returned, or is away now."""
+        """Take one step of Adam. Arguments as those of `slopes`."""
+        self._n_steps += 1
+        rate = _RATE * (1 - _SQUARE**self._n_steps) ** 0.5 / (1 - _MEAN**self._n_steps)
+        for name, slope in self.slopes(x, curves, last, returned).items():
+            mean, square, array = self._means[name], self._squares[name], self.arrays[name]
+            mean += (1 - _MEAN) * (slope - mean)
+            square += (1 - _SQUARE) * (slope * slope - square)
+            if array.ndim > 1:
+                array *= 1 - _RATE * _DECAY
+            array -= rate * mean / (np.sqrt(square) + 1e-8)
+
+    def slopes(
+        self, x: Array, curves: Array, last: NDArray[np.int64], returned: NDArray[np.bool_]
+    ) -> dict[str, Array]:
+        """The gradient of the mean loss, by array. last: [n], the bin in which a visit returned, or
+        is away now."""
         hidden, chances = self._forward(x, curves)
         bins = np.arange(chances.shape[1])
         is_last = bins == last[:, None]
@@ -63,7 +78,7 @@ class HazardNet:
         error = (error + DOUBT * (chances - curves)) / len(x)
         at_knots = error @ self._lines
         below = (at_knots @ self.arrays["w2"]) * (hidden > 0.0)
-        self._descend({"w1": below.T @ x, "b1": below.sum(0), "w2": at_knots.T @ hidden})
+        return {"w1": below.T @ x, "b1": below.sum(0), "w2": at_knots.T @ hidden}
 
     def recall(self, arrays: Mapping[str, Any]) -> None:
         """Continue from other weights. Raises ValueError or KeyError if they do not fit."""
@@ -89,17 +104,6 @@ class HazardNet:
         scores = hidden @ a["w2"].T @ self._lines.T + _logit(curves)
         chances: Array = 1.0 / (1.0 + np.exp(-np.clip(scores, -SCORE_MAX, SCORE_MAX)))
         return hidden, chances
-
-    def _descend(self, slopes: dict[str, Array]) -> None:
-        self._n_steps += 1
-        rate = _RATE * (1 - _SQUARE**self._n_steps) ** 0.5 / (1 - _MEAN**self._n_steps)
-        for name, slope in slopes.items():
-            mean, square, array = self._means[name], self._squares[name], self.arrays[name]
-            mean += (1 - _MEAN) * (slope - mean)
-            square += (1 - _SQUARE) * (slope * slope - square)
-            if array.ndim > 1:
-                array *= 1 - _RATE * _DECAY
-            array -= rate * mean / (np.sqrt(square) + 1e-8)
 
 
 def _logit(chances: Array) -> Array:

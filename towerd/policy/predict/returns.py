@@ -65,11 +65,6 @@ class ReturnModel:
     def _rng(self) -> np.random.Generator:
         return np.random.default_rng(0)
 
-    @property
-    def is_learned(self) -> bool:
-        """Whether the model has learned from any data."""
-        return self._served is not None
-
     def asked(self, of: VisitClass, x: array[float], now: float) -> int:
         """A visit began; returns its number."""
         row = self._n % VISITS_MAX

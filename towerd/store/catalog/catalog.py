@@ -17,6 +17,7 @@ from towerd.slots.errors import StateError
 from towerd.slots.fingerprint import Fingerprint
 from towerd.store.catalog import database
 from towerd.store.catalog.database import CatalogDamaged
+from towerd.store.catalog.identity import ModelIdentity, TokenizerIdentity
 from towerd.store.catalog.journal.changes import ChangeRecorder, TableChange
 from towerd.store.catalog.journal.clean import mark_clean
 from towerd.store.catalog.journal.examine import problems_of, select
@@ -40,6 +41,15 @@ class KnownFingerprint:
     pk: int
     fingerprint: Fingerprint
     opened: float
+
+
+@dataclass(frozen=True, slots=True)
+class EnteredIdentity:
+    """The row ids of a model's fingerprint and of its tokenizer, and the tokenizer's digest."""
+
+    fingerprint: int
+    tokenizer: int
+    tokenizer_digest: bytes
 
 
 class Catalog:
@@ -143,19 +153,46 @@ class Catalog:
                 raise self.damaged(f"fingerprint {row['id']}: {error}") from error
         return found
 
-    def enter_fingerprint(self, fingerprint: Fingerprint, now: float) -> int:
-        """The key of `fingerprint`, which is entered if it is new."""
-        digest = fingerprint.digest()
-        text = msgspec.json.encode(fingerprint.to_json()).decode()
-        known = self.rows("SELECT id FROM fingerprints WHERE digest = ?", (digest,))
+    def enter(self, identity: ModelIdentity, now: float) -> EnteredIdentity:
+        """The keys of a model's fingerprint and tokenizer, which are entered if they are new."""
+        digest = identity.fingerprint.digest()
+        text = msgspec.json.encode(identity.fingerprint.to_json()).decode()
+        known = self.rows("SELECT id, tokenizer FROM fingerprints WHERE digest = ?", (digest,))
+        tokenizer = known[0][1] if known else self._tokenizer_of(identity.tokenizer)
         # A known fingerprint can be opened on a full disk, so that data can be evicted.
         with suppress(DiskFull) if known else nullcontext(), self.transaction():
-            pk = self.run(
-                "INSERT INTO fingerprints(digest, json, created, opened) VALUES (?, ?, ?, ?)"
-                " ON CONFLICT (digest) DO UPDATE SET opened = excluded.opened",
-                (digest, text, now, now),
+            if tokenizer is None:
+                tokenizer = self._enter_tokenizer(identity.tokenizer, now)
+            self.run(
+                "UPDATE tokenizers SET opened = ?, rules = coalesce(rules, ?) WHERE id = ?",
+                (now, identity.rules, tokenizer),
             )
-        return int(known[0][0]) if known else pk
+            pk = self.run(
+                "INSERT INTO fingerprints(digest, json, created, opened, tokenizer)"
+                " VALUES (?, ?, ?, ?, ?)"
+                " ON CONFLICT (digest) DO UPDATE SET opened = excluded.opened",
+                (digest, text, now, now, tokenizer),
+            )
+        ((tokenizer_digest,),) = self.rows(
+            "SELECT digest FROM tokenizers WHERE id = ?", (tokenizer,)
+        )
+        return EnteredIdentity(known[0][0] if known else pk, tokenizer, tokenizer_digest)
+
+    def _tokenizer_of(self, wanted: TokenizerIdentity) -> int | None:
+        """The tokenizer that is the wanted one as far as both are known."""
+        for id, rules in self.rows(
+            "SELECT id, rules FROM tokenizers WHERE pieces = ? ORDER BY rules IS NULL, opened DESC",
+            (wanted.pieces,),
+        ):
+            if wanted.rules is None or rules in (None, wanted.rules):
+                return int(id)
+        return None
+
+    def _enter_tokenizer(self, tokenizer: TokenizerIdentity, now: float) -> int:
+        return self.run(
+            "INSERT INTO tokenizers(digest, pieces, rules, created, opened) VALUES (?, ?, ?, ?, ?)",
+            (tokenizer.digest(), tokenizer.pieces, tokenizer.rules, now, now),
+        )
 
     def damaged(self, what: str) -> StoreError:
         """The error for corrupt content."""

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from towerd.errors import DiskFull, StoreError, StoreVersion
-from towerd.store.catalog.schema import APPLICATION_ID, MIGRATIONS, VERSION
+from towerd.store.catalog.schema import APPLICATION_ID, MIGRATIONS, VERSION, Migration
 
 SEALED_VERSION = 7
 """The first schema version whose rows have seals."""
@@ -84,20 +84,40 @@ def migrate(
     finish: Callable[[sqlite3.Connection], None] | None = None,
 ) -> None:
     """Run the migrations from `version` to `target`, each in its own transaction. `finish`
-    runs in the last one."""
-    for number, script in enumerate(MIGRATIONS[version:target], version + 1):
-        db.executescript(
-            f"BEGIN IMMEDIATE; {script} PRAGMA application_id = {APPLICATION_ID};"
-            f"PRAGMA user_version = {number};"
-        )
-        try:
-            if number == target and finish is not None:
-                finish(db)
-            db.execute("COMMIT")
-        except BaseException:
-            if db.in_transaction:
-                db.execute("ROLLBACK")
-            raise
+    runs in each that leaves rows with seals. References are checked at the end of each, because a table that is
+    rebuilt is missing for a moment. Raises CatalogDamaged if one does not hold."""
+    ((checks,),) = db.execute("PRAGMA foreign_keys").fetchall()
+    db.execute("PRAGMA foreign_keys = OFF")
+    try:
+        for number, migration in enumerate(MIGRATIONS[version:target], version + 1):
+            _migrate(db, number, migration, finish if number >= SEALED_VERSION else None)
+    finally:
+        db.execute(f"PRAGMA foreign_keys = {checks}")
+
+
+def _migrate(
+    db: sqlite3.Connection,
+    number: int,
+    migration: Migration,
+    finish: Callable[[sqlite3.Connection], None] | None,
+) -> None:
+    try:
+        db.executescript(f"BEGIN IMMEDIATE; {migration.sql}")
+        if migration.fill is not None:
+            migration.fill(db)
+            for statement in filter(str.strip, migration.end.split(";")):
+                db.execute(statement)
+            if db.execute("PRAGMA foreign_key_check").fetchall():
+                raise CatalogDamaged("a reference in it names a row that is missing")
+        db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+        db.execute(f"PRAGMA user_version = {number}")
+        if finish is not None:
+            finish(db)
+        db.execute("COMMIT")
+    except BaseException:
+        if db.in_transaction:
+            db.execute("ROLLBACK")
+        raise
 
 
 @contextmanager

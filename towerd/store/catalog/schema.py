@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import sqlite3
+from collections.abc import Callable
+from typing import NamedTuple
+
+from towerd.store.catalog.merge_trees import merge_trees
+
 APPLICATION_ID = 0x54575244
 """ASCII "TWRD", in the SQLite header."""
 
@@ -211,5 +217,123 @@ CREATE TABLE ledger (
 ) STRICT;
 """
 
-MIGRATIONS = (_V1, _V2, _V3, _V4, _V5, _V6, _V7)
+_V8 = """
+-- what token ids mean: conversations hang on it, whatever model evaluates them; pieces is the
+-- fingerprints' "tokenizer", rules a hash of how text is cut, NULL while it is unknown
+CREATE TABLE tokenizers (
+    id INTEGER PRIMARY KEY,
+    digest BLOB NOT NULL UNIQUE CHECK (length(digest) = 32),
+    pieces TEXT NOT NULL,
+    rules TEXT,
+    created REAL NOT NULL,
+    opened REAL NOT NULL,
+    seal INTEGER NOT NULL DEFAULT 0x4000000000000000
+) STRICT;
+CREATE INDEX tokenizers_pieces ON tokenizers(pieces);
+
+ALTER TABLE fingerprints ADD COLUMN tokenizer INTEGER REFERENCES tokenizers;
+
+-- the rows of a segment under one fingerprint, that of the file
+CREATE TABLE views (
+    id INTEGER PRIMARY KEY,
+    node INTEGER NOT NULL REFERENCES segments,
+    file INTEGER NOT NULL REFERENCES files,
+    row0 INTEGER NOT NULL CHECK (row0 >= 0),
+    seal INTEGER NOT NULL DEFAULT 0x4000000000000000
+) STRICT;
+
+CREATE TABLE new_segments (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    tokenizer INTEGER NOT NULL REFERENCES tokenizers,
+    parent INTEGER REFERENCES segments,
+    scope TEXT NOT NULL,
+    p0 INTEGER NOT NULL CHECK (p0 >= 0),
+    p1 INTEGER NOT NULL CHECK (p1 > p0),
+    last_used REAL NOT NULL,
+    hits INTEGER NOT NULL DEFAULT 0,
+    created REAL NOT NULL,
+    key BLOB NOT NULL UNIQUE CHECK (length(key) = 32),
+    ids BLOB NOT NULL CHECK (length(ids) = 4 * (p1 - p0)),
+    seal INTEGER NOT NULL DEFAULT 0x4000000000000000
+) STRICT;
+
+CREATE TABLE new_sessions (
+    pk INTEGER PRIMARY KEY,
+    tokenizer INTEGER NOT NULL REFERENCES tokenizers,
+    scope TEXT NOT NULL,
+    id TEXT NOT NULL,
+    named INTEGER NOT NULL,
+    title TEXT NOT NULL DEFAULT '',
+    leaf INTEGER REFERENCES turns,
+    n_tokens INTEGER NOT NULL DEFAULT 0,
+    created REAL NOT NULL,
+    updated REAL NOT NULL,
+    cold_bytes INTEGER NOT NULL DEFAULT 0,
+    seal INTEGER NOT NULL DEFAULT 0x4000000000000000,
+    UNIQUE (tokenizer, scope, id)
+) STRICT;
+
+CREATE TABLE new_bases (
+    id INTEGER PRIMARY KEY,
+    tokenizer INTEGER NOT NULL REFERENCES tokenizers,
+    scope TEXT NOT NULL,
+    name TEXT NOT NULL,
+    level INTEGER NOT NULL,
+    node INTEGER NOT NULL REFERENCES segments,
+    n_tokens INTEGER NOT NULL,
+    digest BLOB NOT NULL,
+    created REAL NOT NULL,
+    format TEXT,
+    module TEXT,
+    seal INTEGER NOT NULL DEFAULT 0x4000000000000000,
+    UNIQUE (tokenizer, scope, name)
+) STRICT;
+
+CREATE TABLE new_workflows (
+    pk INTEGER PRIMARY KEY,
+    tokenizer INTEGER NOT NULL REFERENCES tokenizers,
+    scope TEXT NOT NULL,
+    id TEXT NOT NULL,
+    named INTEGER NOT NULL,
+    started REAL NOT NULL,
+    ended REAL,
+    seal INTEGER NOT NULL DEFAULT 0x4000000000000000
+) STRICT;
+"""
+
+_V8_END = """
+DROP TABLE segments;
+DROP TABLE sessions;
+DROP TABLE bases;
+DROP TABLE workflows;
+ALTER TABLE new_segments RENAME TO segments;
+ALTER TABLE new_sessions RENAME TO sessions;
+ALTER TABLE new_bases RENAME TO bases;
+ALTER TABLE new_workflows RENAME TO workflows;
+CREATE INDEX segments_parent ON segments(parent);
+CREATE UNIQUE INDEX views_node ON views(node, file);
+CREATE INDEX views_file ON views(file);
+CREATE INDEX sessions_leaf ON sessions(leaf);
+CREATE INDEX sessions_warm ON sessions(tokenizer, updated) WHERE cold_bytes = 0;
+CREATE INDEX sessions_used ON sessions(tokenizer, updated);
+CREATE INDEX sessions_own ON sessions(tokenizer, scope, updated);
+CREATE INDEX sessions_id ON sessions(tokenizer, id, scope);
+CREATE INDEX sessions_frozen ON sessions(tokenizer, cold_bytes) WHERE cold_bytes > 0;
+CREATE INDEX bases_node ON bases(node);
+CREATE INDEX workflows_name ON workflows(tokenizer, scope, id, started);
+"""
+
+
+class Migration(NamedTuple):
+    """The SQL of one schema version; `fill` moves content between `sql` and `end`."""
+
+    sql: str
+    fill: Callable[[sqlite3.Connection], None] | None = None
+    end: str = ""
+
+
+MIGRATIONS = (
+    *(Migration(sql) for sql in (_V1, _V2, _V3, _V4, _V5, _V6, _V7)),
+    Migration(_V8, merge_trees, _V8_END),
+)
 VERSION = len(MIGRATIONS)

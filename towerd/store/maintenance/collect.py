@@ -47,8 +47,8 @@ def collect(
         freed += sum(path.stat().st_size for path in checkpoints)
         return GcReport(len(doomed), n_files, freed + directory.leftovers(writing, quarantine_days))
     with state.catalog.transaction():
-        delete(state, doomed, unviewed)
-    freed = forget(state, doomed, unviewed)
+        foreign = delete(state, doomed, unviewed)
+    freed = forget(state, doomed, unviewed, foreign)
     freed += sum(directory.remove(name) for name in strays)
     freed += sum(remove_file(path) for path in checkpoints)
     freed += directory.sweep_tmp(writing)
@@ -57,15 +57,40 @@ def collect(
     return GcReport(len(doomed), n_files, freed)
 
 
-def delete(state: StoreState, doomed: Sequence[Node], unviewed: Sequence[SegmentFile]) -> None:
+def delete(
+    state: StoreState, doomed: Sequence[Node], unviewed: Sequence[SegmentFile]
+) -> list[tuple[str, int]]:
     """Delete nodes, children before their parents, and files from the catalog, inside a
-    transaction. Call `forget` once it is durable."""
-    state.catalog.run_many("DELETE FROM segments WHERE id = ?", [(n.id,) for n in doomed])
-    state.catalog.run_many("DELETE FROM files WHERE id = ?", [(f.id,) for f in unviewed])
+    transaction; returns the names and bytes of the files of other fingerprints that nothing views any more,
+    which are deleted too. Call `forget` once it is durable."""
+    run_many, nodes = state.catalog.run_many, [(node.id,) for node in doomed]
+    foreign: set[tuple[int, str, int]] = set()
+    for node in nodes:
+        foreign.update(state.catalog.rows(_FOREIGN, (*node, state.identity.fingerprint)))
+    run_many("DELETE FROM views WHERE node = ?", nodes)
+    run_many("DELETE FROM segments WHERE id = ?", nodes)
+    run_many("DELETE FROM files WHERE id = ?", [(file.id,) for file in unviewed])
+    unneeded = []
+    for id, name, n_bytes in foreign:
+        if not state.catalog.rows("SELECT 1 FROM views WHERE file = ? LIMIT 1", (id,)):
+            state.catalog.run("DELETE FROM files WHERE id = ?", (id,))
+            unneeded.append((name, n_bytes))
+    return unneeded
 
 
-def forget(state: StoreState, doomed: Sequence[Node], unviewed: Sequence[SegmentFile]) -> int:
-    """Remove them from memory and disk; returns the bytes that the files had."""
+_FOREIGN = (
+    "SELECT files.id, name, bytes FROM views JOIN files ON files.id = file"
+    " WHERE node = ? AND fingerprint != ?"
+)
+
+
+def forget(
+    state: StoreState,
+    doomed: Sequence[Node],
+    unviewed: Sequence[SegmentFile],
+    foreign: Sequence[tuple[str, int]],
+) -> int:
+    """Remove what `delete` removed from memory and disk; returns the bytes that the files had."""
     for node in doomed:
         _detach(state, node)
         state.listener.removed(node)
@@ -73,6 +98,9 @@ def forget(state: StoreState, doomed: Sequence[Node], unviewed: Sequence[Segment
     for file in unviewed:
         state.forget_file(file)
         freed += state.directory.remove(file.path.name)
+    for name, n_bytes in foreign:
+        state.foreign_bytes -= n_bytes
+        freed += state.directory.remove(name)
     return freed
 
 
@@ -82,13 +110,14 @@ def drop_foreign(state: StoreState, bytes_needed: int) -> int:
     for id, name, n_bytes in state.catalog.rows(
         "SELECT files.id, name, bytes FROM files JOIN fingerprints ON fingerprints.id ="
         " fingerprint WHERE fingerprint != ? ORDER BY opened, files.created",
-        (state.fingerprint_pk,),
+        (state.identity.fingerprint,),
     ):
         if freed >= bytes_needed:
             break
         uncatalogue(state.catalog, id)
         state.directory.remove(name)
         freed += n_bytes
+    state.foreign_bytes -= freed
     return freed
 
 

@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from towerd.store.prefix.keys import key_hash
-from towerd.store.prefix.node import PUBLIC, Node
-from towerd.store.prefix.scope import is_public, public_of
+from towerd.store.prefix.node import Node
+from towerd.store.prefix.scope import public_of
 from towerd.store.segments.format_run import decode_runs
 from towerd.store.state import StoreState
 from towerd.tokens import ID_BYTES
@@ -42,7 +41,7 @@ def key_problems(state: StoreState) -> list[str]:
     """Segments whose stored key is not that of their prefix. O(all tokens)."""
     stored = dict(
         state.catalog.rows(
-            "SELECT id, key FROM segments WHERE fingerprint = ?", (state.fingerprint_pk,)
+            "SELECT id, key FROM segments WHERE tokenizer = ?", (state.identity.tokenizer,)
         )
     )
     tips = state.trie.tips
@@ -53,19 +52,11 @@ def key_problems(state: StoreState) -> list[str]:
         and (tip := tips.get(state.trie.nodes[id])) is not None
         and tip.hash.digest() != key
     ]
-    scopes = {node.scope for node in state.trie.nodes.values()} | {PUBLIC}
-    roots = {scope: key_hash(state.digest, scope) for scope in scopes}
-    stack = [(child, roots) for child in state.trie.root.children]
-    while stack:
-        node, above = stack.pop()
-        # a public node may have children of any scope, any other node only of its own
-        wanted = scopes if is_public(node.scope) and node.children else {node.scope}
-        hashes = {scope: above[scope].copy() for scope in wanted}
-        for h in hashes.values():
-            h.update(node.ids)
-        if stored.get(node.id) != hashes[node.scope].digest():
-            found.append(f"segment {node.id} has the key of other tokens")
-        stack += [(child, hashes) for child in node.children]
+    found += [
+        f"segment {node.id} has the key of other tokens"
+        for node, key in state.trie.keys(state.identity.tokenizer_digest)
+        if stored.get(node.id) != key
+    ]
     return found
 
 
@@ -106,6 +97,10 @@ def _sum_problems(state: StoreState, nodes: list[Node]) -> Iterator[str]:
     warm = sum(file.nbytes for file in state.files.values())
     if (hot, warm) != (state.hot_bytes, state.warm_bytes):
         yield f"hot and warm bytes are {(hot, warm)}, counted {(state.hot_bytes, state.warm_bytes)}"
+    sql = "SELECT coalesce(sum(bytes), 0) FROM files WHERE fingerprint != ?"
+    ((foreign,),) = state.catalog.rows(sql, (state.identity.fingerprint,))
+    if foreign != state.foreign_bytes:
+        yield f"files of other models have {foreign} bytes, counted {state.foreign_bytes}"
 
 
 def _file_problems(state: StoreState) -> Iterator[str]:
@@ -122,9 +117,11 @@ def _catalog_problems(state: StoreState, nodes: list[Node]) -> Iterator[str]:
     stored = {
         row[0]: row[1:]
         for row in state.catalog.rows(
-            "SELECT id, coalesce(parent, 0), scope, p0, p1, file, file_row0, file_rows, ids"
-            " FROM segments WHERE fingerprint = ?",
-            (state.fingerprint_pk,),
+            "SELECT id, coalesce(parent, 0), scope, p0, p1, v.file, coalesce(v.row0, 0), ids"
+            " FROM segments LEFT JOIN (SELECT node, file, row0 FROM views JOIN files"
+            " ON files.id = file WHERE fingerprint = ?) AS v ON v.node = segments.id"
+            " WHERE tokenizer = ?",
+            (state.identity.fingerprint, state.identity.tokenizer),
         )
     }
     for id in mine.keys() | stored.keys():
@@ -136,7 +133,7 @@ def _catalog_problems(state: StoreState, nodes: list[Node]) -> Iterator[str]:
     }
     rows = state.catalog.rows(
         "SELECT id, name, p0, n_rows, bytes, runs FROM files WHERE fingerprint = ?",
-        (state.fingerprint_pk,),
+        (state.identity.fingerprint,),
     )
     if {row[0]: (*row[1:5], decode_runs(row[5], row[3])) for row in rows} != files:
         yield "the files in memory and in the catalog differ"
@@ -155,7 +152,6 @@ def _row(node: Node) -> tuple[Any, ...]:
         node.p1,
         file_id,
         node.file_row0,
-        node.file_rows,
         node.ids,
     )
 

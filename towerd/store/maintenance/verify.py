@@ -27,6 +27,7 @@ from towerd.store.segments.rows import RowStore
 from towerd.store.segments.segment_file import Claim, blob_rows, check_claim, check_pieces, map_file
 from towerd.store.segments.segment_header import SegmentHeader, check_layout, decode_head
 from towerd.store.sessions.cold import ColdTable
+from towerd.store.sessions.foreign import prefix_of
 from towerd.store.state import StoreState
 
 
@@ -132,11 +133,13 @@ def _file_problem(state: StoreState, pool: Executor, row: tuple[Any, ...]) -> st
         fingerprint = Fingerprint.from_json(msgspec.json.decode(text))
         with state.lock:
             views = state.catalog.rows(
-                "SELECT p0, ids, id FROM segments WHERE file = ? ORDER BY p1", (id,)
+                "SELECT p0, ids, node FROM views JOIN segments ON segments.id = node"
+                " WHERE file = ? ORDER BY p1",
+                (id,),
             )
             if not views:
                 return "no segment views it"
-            prefix = _prefix(state, views[-1][2])
+            prefix = prefix_of(state, views[-1][2])
         data = map_file(state.directory.segments / name, n_bytes)
         header, start = decode_head(memoryview(data))
         if (header.p0, header.n, header.run_table) != (p0, n_rows, decode_runs(runs, n_rows)):
@@ -159,18 +162,6 @@ def _check_blobs(
         for blob in run.blobs:
             blob_rows(data, blob, start, fingerprint.layout, at)
             at += blob.n_rows
-
-
-def _prefix(state: StoreState, segment: int) -> bytes:
-    """The ids from the root to the end of a segment, of any fingerprint."""
-    rows = state.catalog.rows(
-        "WITH RECURSIVE up(id, parent, p0, ids) AS ("
-        " SELECT id, parent, p0, ids FROM segments WHERE id = ?"
-        " UNION ALL SELECT s.id, s.parent, s.p0, s.ids FROM segments s JOIN up ON s.id ="
-        " up.parent AND s.p0 < up.p0) SELECT ids FROM up ORDER BY p0",
-        (segment,),
-    )
-    return b"".join(ids for (ids,) in rows)
 
 
 def _is_catalogued(state: StoreState, file_id: int) -> bool:

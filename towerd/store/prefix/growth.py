@@ -14,8 +14,8 @@ from towerd.store.prefix.trie import Trie
 from towerd.tokens import ID_BYTES
 
 _INSERT = (
-    "INSERT INTO segments(fingerprint, parent, scope, p0, p1, file, file_row0, file_rows,"
-    " last_used, hits, created, key, ids) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+    "INSERT INTO segments(tokenizer, parent, scope, p0, p1, last_used, hits, created, key, ids)"
+    " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 )
 
 
@@ -25,8 +25,9 @@ class Growth:
 
     catalog: Catalog
     trie: Trie
-    fingerprint: int
+    tokenizer: int
     digest: bytes
+    """The tokenizer's."""
     now: float
     undo: Undo
     splits: list[tuple[Node, Node]] = field(default_factory=list)
@@ -97,18 +98,14 @@ class Growth:
     def _split(self, node: Node, at: int, prefix: bytes) -> Node:
         assert node.parent is not None
         n = at - node.p0
-        file_id = None if node.file is None else node.file.id
         upper_id = self.catalog.run(
             _INSERT,
             (
-                self.fingerprint,
+                self.tokenizer,
                 node.parent.id or None,
                 node.scope,
                 node.p0,
                 at,
-                file_id,
-                node.file_row0,
-                n if file_id is not None else 0,
                 node.last_used,
                 node.hits,
                 self.now,
@@ -117,17 +114,15 @@ class Growth:
             ),
         )
         self.catalog.run(
-            "UPDATE segments SET parent = ?, p0 = ?, ids = ?, file_row0 = ?, file_rows = ?"
-            " WHERE id = ?",
-            (
-                upper_id,
-                at,
-                node.ids[n * ID_BYTES :],
-                node.file_row0 + n if file_id is not None else 0,
-                node.p1 - at if file_id is not None else 0,
-                node.id,
-            ),
+            "UPDATE segments SET parent = ?, p0 = ?, ids = ? WHERE id = ?",
+            (upper_id, at, node.ids[n * ID_BYTES :], node.id),
         )
+        # of every fingerprint, not just the one that is open
+        self.catalog.run(
+            "INSERT INTO views(node, file, row0) SELECT ?, file, row0 FROM views WHERE node = ?",
+            (upper_id, node.id),
+        )
+        self.catalog.run("UPDATE views SET row0 = row0 + ? WHERE node = ?", (n, node.id))
         hot = node.hot
         upper = self.trie.split(node, at, upper_id)
         self.undo.append(lambda: self.trie.unsplit(node, upper, hot))
@@ -139,14 +134,11 @@ class Growth:
         id = self.catalog.run(
             _INSERT,
             (
-                self.fingerprint,
+                self.tokenizer,
                 parent.id or None,
                 scope,
                 parent.p1,
                 p1,
-                None,
-                0,
-                0,
                 self.now,
                 0,
                 self.now,

@@ -10,8 +10,8 @@ from pathlib import Path
 from sys import intern
 
 from towerd.slots.errors import StateError
-from towerd.slots.fingerprint import Fingerprint
-from towerd.store.catalog.catalog import Catalog
+from towerd.store.catalog.catalog import Catalog, EnteredIdentity
+from towerd.store.catalog.identity import ModelIdentity
 from towerd.store.prefix.node import Node
 from towerd.store.prefix.scope import public_of
 from towerd.store.prefix.trie import Trie
@@ -22,27 +22,34 @@ from towerd.store.state import StoreState
 
 
 def load_state(
-    directory: Directory, catalog: Catalog, fingerprint: Fingerprint, clock: Callable[[], float]
+    directory: Directory, catalog: Catalog, identity: ModelIdentity, clock: Callable[[], float]
 ) -> StoreState:
-    """Load the state of an opened store for one fingerprint, which is entered if it is new."""
-    pk = catalog.enter_fingerprint(fingerprint, clock())
+    """Load the state of an opened store for one model, whose fingerprint and tokenizer are entered
+    if they are new: the prefix tree of the tokenizer, and the rows of the fingerprint."""
+    entered = catalog.enter(identity, clock())
     mappings = Mappings()
-    files = load_files(catalog, pk, directory.segments, mappings)
+    files = load_files(catalog, entered.fingerprint, directory.segments, mappings)
     state = StoreState(
         directory,
         catalog,
-        fingerprint,
-        fingerprint.digest(),
-        pk,
+        identity.fingerprint,
+        identity.fingerprint.digest(),
+        entered,
         clock,
         mappings,
         threading.RLock(),
-        load_trie(catalog, pk, files),
+        load_trie(catalog, entered, files),
         files,
         warm_bytes=sum(file.nbytes for file in files.values()),
+        foreign_bytes=_foreign_bytes(catalog, entered.fingerprint),
     )
     directory.sweep_tmp()
     return state
+
+
+def _foreign_bytes(catalog: Catalog, fingerprint: int) -> int:
+    sql = "SELECT coalesce(sum(bytes), 0) FROM files WHERE fingerprint != ?"
+    return int(catalog.rows(sql, (fingerprint,))[0][0])
 
 
 def load_files(
@@ -64,16 +71,18 @@ def load_files(
     return files
 
 
-def load_trie(catalog: Catalog, fingerprint: int, files: dict[int, SegmentFile]) -> Trie:
-    """The trie of one fingerprint. Raises StoreError if the rows contradict each other."""
+def load_trie(catalog: Catalog, of: EnteredIdentity, files: dict[int, SegmentFile]) -> Trie:
+    """The tree of one tokenizer with the rows of one fingerprint, whose files are `files`. Raises
+    StoreError if the catalog contradicts itself."""
     trie = Trie()
     with _no_collections():
-        parents = _load_nodes(catalog, fingerprint, files, trie)
+        parents = _load_nodes(catalog, of.tokenizer, trie)
         _link(catalog, trie, parents)
+        _load_views(catalog, of.fingerprint, files, trie)
     for table in ("pins", "bases"):
         for (id,) in catalog.rows(f"SELECT node FROM {table}"):
             node = trie.nodes.get(id)
-            if node is not None:  # else another fingerprint's
+            if node is not None:  # else another tokenizer's
                 add_pins(node, 1)
     return trie
 
@@ -84,28 +93,33 @@ def add_pins(node: Node, n: int) -> None:
         each.pins += n
 
 
-def _load_nodes(
-    catalog: Catalog, fingerprint: int, files: dict[int, SegmentFile], trie: Trie
-) -> list[int | None]:
+def _load_nodes(catalog: Catalog, tokenizer: int, trie: Trie) -> list[int | None]:
     """Create every node, unlinked; returns the parent ids in the order of `trie.nodes`."""
     nodes, parents = trie.nodes, []
-    for id, parent, scope, p0, file_id, row0, n_rows, last_used, hits, ids in catalog.rows(
-        "SELECT id, parent, scope, p0, file, file_row0, file_rows, last_used, hits, ids"
-        " FROM segments WHERE fingerprint = ?",
-        (fingerprint,),
+    for id, parent, scope, p0, last_used, hits, ids in catalog.rows(
+        "SELECT id, parent, scope, p0, last_used, hits, ids FROM segments WHERE tokenizer = ?",
+        (tokenizer,),
     ):
         nodes[id] = node = Node(id, None, intern(scope), p0, ids)
         node.last_used, node.hits = last_used, hits
         parents.append(parent)
-        if file_id is None:
-            continue
-        file = files.get(file_id)
-        if file is None or n_rows != node.n or row0 + n_rows > file.n_rows:
+    return parents
+
+
+def _load_views(
+    catalog: Catalog, fingerprint: int, files: dict[int, SegmentFile], trie: Trie
+) -> None:
+    """Give the nodes their rows on disk."""
+    for id, file_id, row0 in catalog.rows(
+        "SELECT node, file, row0 FROM views JOIN files ON files.id = file WHERE fingerprint = ?",
+        (fingerprint,),
+    ):
+        node, file = trie.nodes.get(id), files[file_id]
+        if node is None or node.file is not None or row0 < 0 or row0 + node.n > file.n_rows:
             raise catalog.damaged(f"segment {id} views rows that no file has")
-        if file.p0 + row0 != p0 or row0 < 0:
+        if file.p0 + row0 != node.p0:
             raise catalog.damaged(f"segment {id} views the rows of other positions")
         trie.view(node, file, row0)
-    return parents
 
 
 def _link(catalog: Catalog, trie: Trie, parents: list[int | None]) -> None:

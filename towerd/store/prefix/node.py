@@ -60,9 +60,9 @@ class Node:
         return self.by_token.values() if self.by_token else ()
 
     @property
-    def file_rows(self) -> int:
-        """Rows of `file` that belong to this node: all of the node's, or 0 without a file."""
-        return self.n if self.file is not None else 0
+    def has_rows(self) -> bool:
+        """True if it has rows, in memory or on disk."""
+        return self.hot is not None or self.file is not None
 
     @property
     def has_exact_hot(self) -> bool:

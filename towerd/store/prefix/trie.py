@@ -14,6 +14,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from towerd.store.prefix.keys import key_hash
 from towerd.store.prefix.node import PUBLIC, Node
 from towerd.store.prefix.scope import is_public, public_of
 from towerd.store.prefix.tips import Tips
@@ -99,25 +100,41 @@ class Trie:
         held = list(self.held.values())
         return any(not ids.isdisjoint(each.id for each in node.path()) for node in held)
 
-    def matched(self, ids: bytes, scope: str) -> Matched:
-        """Every visible node whose whole prefix begins `ids`. They lie on more than one path
-        if a scope stored tokens before they became public."""
-        return Matched(tuple(_full(last, n) for last, n in self._chains(ids, scope)))
+    def matched(self, ids: bytes, scope: str, others: Sequence[str] = ()) -> Matched:
+        """Every node of `scope`, of `others` or public whose whole prefix begins `ids`. They lie on
+        more than one path if tokens were stored under several scopes."""
+        chains = [chain for each in (scope, *others) for chain in self._chains(ids, each)]
+        return Matched(tuple(_full(last, n) for last, n in chains))
 
     def _chains(self, ids: bytes, scope: str) -> list[tuple[Node, int]]:
         """(last node met, tokens matched) of every matching path: the scope's own branches,
         deepest first, then the public path."""
         tokens = memoryview(ids).cast("i")
-        public, n = _walk(self.root, ids, tokens, public_of(scope))
+        public, n = walk(self.root, ids, tokens, public_of(scope))
         chains = []
         start = None if is_public(scope) else _full(public, n)
         while start is not None:
             near = self.tips.nearest(start, ids, scope)
-            own, own_n = _walk(near, ids, tokens, scope)
+            own, own_n = walk(near, ids, tokens, scope)
             if own is not start:
                 chains.append((own, own_n))
             start = start.parent
         return [*chains, (public, n)]
+
+    def keys(self, identity: bytes) -> Iterator[tuple[Node, bytes]]:
+        """Every node with its key under a tokenizer's or a fingerprint's digest. O(all tokens)."""
+        scopes = {node.scope for node in self.nodes.values()} | {PUBLIC}
+        roots = {scope: key_hash(identity, scope) for scope in scopes}
+        stack = [(child, roots) for child in self.root.children]
+        while stack:
+            node, above = stack.pop()
+            # a public node may have children of any scope, any other node only of its own
+            wanted = scopes if is_public(node.scope) and node.children else {node.scope}
+            hashes = {scope: above[scope].copy() for scope in wanted}
+            for h in hashes.values():
+                h.update(node.ids)
+            yield node, hashes[node.scope].digest()
+            stack += [(child, hashes) for child in node.children]
 
     def viewers(self, file: SegmentFile) -> Sequence[Node]:
         """The nodes whose rows are in `file`."""
@@ -199,7 +216,7 @@ class Trie:
         self.version += 1
 
 
-def _walk(node: Node, ids: bytes, tokens: memoryview[int], scope: str) -> tuple[Node, int]:
+def walk(node: Node, ids: bytes, tokens: memoryview[int], scope: str) -> tuple[Node, int]:
     """Follow `scope`'s children from below `node`; the last node met and the position reached."""
     at, total = node.p1, len(tokens)
     while node.by_token and at < total:

@@ -7,8 +7,13 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from towerd.slots.errors import StateError
-from towerd.store.catalog.catalog import Catalog
-from towerd.store.segments.checkpoint_file import FOLDER, HALF, parse_name, verify_checkpoint
+from towerd.store.segments.checkpoint_file import (
+    FOLDER,
+    HALF,
+    fingerprint_of,
+    parse_name,
+    verify_checkpoint,
+)
 from towerd.store.state import StoreState
 
 _HALF_WRITTEN_S = 3600.0
@@ -24,27 +29,30 @@ def checkpoint_files(root: Path) -> Iterator[tuple[Path, int]]:
 
 
 def stray_checkpoints(state: StoreState, removed: Collection[int] = ()) -> list[Path]:
-    """Files that no segment of any model claims, and partial files left by a crash.
+    """Files that no segment of their model claims, and partial files left by a crash. Those of
+    models with another tokenizer than the open one count as claimed.
     `removed`: ids of segments about to be removed. Runs under the lock."""
     gone = set(removed)
-    keys = segment_keys(state.catalog, gone)
     oldest = time.time() - _HALF_WRITTEN_S
+    tokenizers = dict(state.catalog.rows("SELECT digest, tokenizer FROM fingerprints"))
+    keys: dict[bytes, set[bytes]] = {}
     strays = []
     for path, _ in checkpoint_files(state.directory.root):
         named = parse_name(path.name)
-        if named is None and path.suffix == HALF:
-            is_stray = path.stat().st_mtime < oldest
-        else:
-            is_stray = named is not None and named[0] not in keys
-        if is_stray:
+        if named is None:
+            if path.suffix == HALF and path.stat().st_mtime < oldest:
+                strays.append(path)
+            continue
+        of = fingerprint_of(path)
+        if of is None or tokenizers.get(of, state.identity.tokenizer) != state.identity.tokenizer:
+            continue
+        if of not in keys:
+            is_known = of in tokenizers
+            found = state.trie.keys(of) if is_known else ()
+            keys[of] = {key for node, key in found if node.id not in gone}
+        if named[0] not in keys[of]:
             strays.append(path)
     return strays
-
-
-def segment_keys(catalog: Catalog, without: Collection[int]) -> set[bytes]:
-    """The keys of all segments of all models but those with these ids."""
-    rows = catalog.rows("SELECT id, key FROM segments")
-    return {bytes(key) for id, key in rows if id not in without}
 
 
 def checkpoint_problem(path: Path) -> str | None:

@@ -109,6 +109,22 @@ def read_checkpoint(path: Path, fingerprint: bytes, key: bytes, position: int) -
     return state
 
 
+def fingerprint_of(path: Path) -> bytes | None:
+    """The digest of the fingerprint whose state a file says it is; None if its header cannot be
+    read. Raises OSError."""
+    with path.open("rb") as file:
+        head = file.read(PREAMBLE.size)
+        if len(head) < PREAMBLE.size:
+            return None
+        magic, version, n_header, _, _ = PREAMBLE.unpack(head)
+        if magic != MAGIC or version != VERSION:
+            return None
+        try:
+            return _decode(file.read(n_header)).fingerprint
+        except msgspec.MsgspecError:
+            return None
+
+
 def verify_checkpoint(path: Path) -> None:
     """Check every byte, and that the content matches the file's name. Raises as `read_checkpoint`."""
     header, _ = _read(path)

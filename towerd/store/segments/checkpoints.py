@@ -194,19 +194,15 @@ class CheckpointTable:
 
     def _load(self) -> None:
         state = self.store.state
-        keys = {
-            bytes(key): id
-            for id, key in state.catalog.rows(
-                "SELECT id, key FROM segments WHERE fingerprint = ?", (state.fingerprint_pk,)
-            )
-        }
-        for path, size in checkpoint_files(state.directory.root):
+        files = list(checkpoint_files(state.directory.root))
+        nodes = {key: node for node, key in state.trie.keys(state.digest)} if files else {}
+        for path, size in files:
             named = parse_name(path.name)
             if named is None:
                 path.unlink(missing_ok=True)  # half-written by a killed process
                 continue
             self.file_bytes += size
-            node = state.trie.nodes.get(keys.get(named[0], -1))
+            node = nodes.get(named[0])
             if node is None:
                 self._foreign[path.name] = size
             elif node.id not in self._found or not named[1]:

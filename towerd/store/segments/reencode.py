@@ -25,31 +25,42 @@ class FormatRequest:
     p0: int
     p1: int
     format: str
+    again: bool = False
+    """Whether rows in a stored format that takes more bytes are encoded once more."""
+
+    def applies(self, stored: str, native: KVLayout) -> bool:
+        """Whether rows that are in the format `stored` are to be encoded in the requested one."""
+        if stored == self.format or native.stored_as(self.format) == native:
+            return False
+        if stored == NATIVE:
+            return True
+        nbytes = [native.stored_as(name).token_bytes for name in (self.format, stored)]
+        return self.again and nbytes[0] < nbytes[1]
 
 
 def differs(
     file: SegmentFile, requests: Sequence[FormatRequest], native: KVLayout
 ) -> tuple[int, int]:
     """(number of rows that re-encoding would change, number that it would keep in another stored
-    format than requested): rows that are already approximate are never encoded again."""
+    format than requested): only a request for that encodes approximate rows again."""
     n_changed = n_kept = 0
     for request in requests:
         for run in file.runs:
             n = min(request.p1 - file.p0, run.end) - max(request.p0 - file.p0, run.row0)
             if n <= 0 or run.format == request.format:
                 continue
-            if run.format != NATIVE:
-                n_kept += n
-            elif native.stored_as(request.format) != native:
+            if request.applies(run.format, native):
                 n_changed += n
+            elif run.format != NATIVE:
+                n_kept += n
     return n_changed, n_kept
 
 
 def reencode(
     state: StoreState, rows: RowStore, file: SegmentFile, requests: Sequence[FormatRequest]
 ) -> SegmentFile | None:
-    """Replace `file` durably by one with its native rows in the formats of `requests` (native
-    where no request covers them) and its rows in a stored format unchanged.
+    """Replace `file` durably by one with its rows in the formats of `requests`: the native ones, and
+    those in a stored format where the request says so. Others stay as they are.
 
     The old file's checksums are verified again first. Its nodes switch in one transaction, then
     it is deleted; loads planned from it use the new file. None if the file was dropped meanwhile.
@@ -101,11 +112,9 @@ def _runs(
 
 
 def _format_of(part: KVRows, requests: Sequence[FormatRequest], native: KVLayout) -> str:
-    """The resulting format of a stretch: its own stored format, or the requested one if it saves
-    space."""
-    if not part.layout.is_native:
-        return part.layout.format_name
-    requested = next(
-        (request.format for request in requests if request.p0 <= part.p0 < request.p1), NATIVE
-    )
-    return NATIVE if native.stored_as(requested) == native else requested
+    """The resulting format of a stretch: the requested one if the request applies, or its own."""
+    stored = NATIVE if part.layout.is_native else part.layout.format_name
+    for request in requests:
+        if request.p0 <= part.p0 < request.p1:
+            return request.format if request.applies(stored, native) else stored
+    return stored

@@ -310,11 +310,23 @@ def _adopt(
         id = state.catalog.run(
             "INSERT INTO files(fingerprint, name, p0, n_rows, bytes, created, runs)"
             " VALUES (?, ?, ?, ?, ?, ?, ?)",
-            (state.fingerprint_pk, name, p0, n_rows, n_bytes, state.clock(), encode_runs(runs)),
+            (
+                state.identity.fingerprint,
+                name,
+                p0,
+                n_rows,
+                n_bytes,
+                state.clock(),
+                encode_runs(runs),
+            ),
         )
         state.catalog.run_many(
-            "UPDATE segments SET file = ?, file_row0 = ?, file_rows = ? WHERE id = ?",
-            [(id, node.p0 - p0, node.n, node.id) for node in nodes],
+            "DELETE FROM views WHERE node = ? AND file = ?",
+            [(node.id, node.file.id) for node in nodes if node.file is not None],
+        )
+        state.catalog.run_many(
+            "INSERT INTO views(node, file, row0) VALUES (?, ?, ?)",
+            [(node.id, id, node.p0 - p0) for node in nodes],
         )
         state.catalog.run_many("DELETE FROM files WHERE id = ?", [(old.id,) for old in unviewed])
     path = state.directory.segments / name
@@ -343,10 +355,7 @@ def _newest(file: SegmentFile, part: RowsPart) -> SegmentFile:
 def uncatalogue(catalog: Catalog, file_id: int) -> None:
     """Remove a file from the catalog; its segments keep their tokens."""
     with catalog.transaction():
-        catalog.run(
-            "UPDATE segments SET file = NULL, file_row0 = 0, file_rows = 0 WHERE file = ?",
-            (file_id,),
-        )
+        catalog.run("DELETE FROM views WHERE file = ?", (file_id,))
         catalog.run("DELETE FROM files WHERE id = ?", (file_id,))
 
 

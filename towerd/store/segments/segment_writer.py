@@ -261,7 +261,6 @@ def _encoded(part: KVRows, extent: _PlaneExtent, native: KVLayout) -> Iterator[m
     want = native.stored_as(extent.run.format).planes[extent.index]
     if have == want.format:
         return _chunks(rows)
-    assert have.is_cache_type, "approximate rows would be encoded a second time"
     return _converted(rows, have.name, want.format.name)
 
 

@@ -25,8 +25,8 @@ class BaseTable:
             replace(Base(*row[:-1]), module=module_from_json(row[-1]))
             for row in self.state.catalog.rows(
                 "SELECT name, scope, level, node, n_tokens, digest, format, module FROM bases"
-                " WHERE fingerprint = ? ORDER BY level, scope, name",
-                (self.state.fingerprint_pk,),
+                " WHERE tokenizer = ? ORDER BY level, scope, name",
+                (self.state.identity.tokenizer,),
             )
         ]
 
@@ -54,14 +54,14 @@ class BaseTable:
     def _put(self, base: Base, now: float) -> None:
         self.version += 1
         self.state.catalog.run(
-            "INSERT INTO bases(fingerprint, scope, name, level, node, n_tokens, digest, created,"
+            "INSERT INTO bases(tokenizer, scope, name, level, node, n_tokens, digest, created,"
             " format, module) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
-            " ON CONFLICT (fingerprint, scope, name) DO UPDATE SET"
+            " ON CONFLICT (tokenizer, scope, name) DO UPDATE SET"
             " level = excluded.level, node = excluded.node, n_tokens = excluded.n_tokens,"
             " digest = excluded.digest, created = excluded.created, format = excluded.format,"
             " module = excluded.module",
             (
-                self.state.fingerprint_pk,
+                self.state.identity.tokenizer,
                 base.scope,
                 base.name,
                 base.level,
@@ -82,7 +82,7 @@ class BaseTable:
             raise NotFound(f"there is no base {name!r} in scope {scope!r}")
         with self.state.catalog.transaction():
             self.state.catalog.run(
-                "DELETE FROM bases WHERE fingerprint = ? AND scope = ? AND name = ?",
-                (self.state.fingerprint_pk, scope, name),
+                "DELETE FROM bases WHERE tokenizer = ? AND scope = ? AND name = ?",
+                (self.state.identity.tokenizer, scope, name),
             )
         add_pins(self.state.trie.nodes[base.node], -1)

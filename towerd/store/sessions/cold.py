@@ -2,9 +2,10 @@
 
 A session is frozen in two steps, each a transaction: `put` makes the blob durable beside the tokens
 that it encodes; `drop` empties the turns and removes the segments that nothing else needs. In
-between the blob is only a copy. `restore` undoes both steps. Titles, times, branches and lengths
-stay in the clear; token ids do not. Tokens shared with other sessions stay in the trie and are the
-blob's context. The store never reads a blob; the owner of the model's codec does.
+between the blob is only a copy, for as long as the session keeps its rows; its next turn removes
+the copy. `restore` undoes the second step, so that the blob is a copy again. Titles, times, branches
+and lengths stay in the clear; token ids do not. Tokens shared with other sessions stay in the trie
+and are the blob's context. The store never reads a blob; the owner of the model's codec does.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from operator import itemgetter
 
 from towerd.codec import container
 from towerd.codec.base import ids_hash
-from towerd.errors import InvalidRequest, NotFound, StoreError
+from towerd.errors import InvalidRequest, NotFound, StoreError, ThawError
 from towerd.store.maintenance.collect import delete, forget
 from towerd.store.maintenance.prune import OtherUsers, common_base, own_nodes, unneeded, unviewed
 from towerd.store.prefix.growth import Growth
@@ -31,8 +32,9 @@ from towerd.store.sessions.cold_row import (
     row_digest,
     turn_ends,
 )
-from towerd.store.sessions.frozen import FrozenSession, WarmSession, damaged_session
+from towerd.store.sessions.frozen import FrozenSession, SessionBusy, WarmSession, damaged_session
 from towerd.store.sessions.history import History, copy_history, turn_rows, visible_bases
+from towerd.store.sessions.idle import IdleSession, Place, idle_page
 from towerd.store.sessions.prefix_hashes import PrefixHashIndex, prefix_hashes, prefix_hashes_at
 from towerd.store.sessions.sessions import RECOGNISED_TOKENS_MIN, SessionRow, SessionTable
 from towerd.store.sessions.turn import SessionInfo
@@ -42,6 +44,7 @@ from towerd.tokens import ID_BYTES, ids_array
 CANDIDATES_MAX = 64
 """Maximum number of frozen sessions examined when a prompt matches several equally far."""
 _IS_STILL = "SELECT 1 FROM cold WHERE session = ? AND digest = ? AND frozen = 1"
+_COPY = "SELECT marks, base FROM cold WHERE session = ? AND digest = ? AND frozen = 0"
 _FACTS = ("id", "parent", "n_prompt", "n_reply", "n_cached", "started", "created", "finished")
 _WITHOUT_TOKENS = (
     "SELECT id, n_prompt, n_prompt + n_reply, n_cached FROM turns"
@@ -69,8 +72,8 @@ class ColdTable:
         self._prefix_hashes.load(
             state.catalog.rows(
                 "SELECT session, marks FROM cold JOIN sessions ON pk = session"
-                " WHERE frozen = 1 AND fingerprint = ?",
-                (state.fingerprint_pk,),
+                " WHERE frozen = 1 AND tokenizer = ?",
+                (state.identity.tokenizer,),
             )
         )
         self.is_empty = not state.catalog.rows("SELECT 1 FROM cold LIMIT 1")
@@ -79,14 +82,21 @@ class ColdTable:
     # --- looking --------------------------------------------------------------------------
 
     def stats(self) -> dict[str, int]:
-        """The number of frozen sessions and the size of their blobs."""
+        """The number of frozen sessions and the size of their blobs; the number of sessions that
+        have a copy in coded form beside their tokens."""
+        mine = (self._state.identity.tokenizer,)
         with self._lock():
-            rows = self._state.catalog.rows(
+            ((n, n_bytes),) = self._state.catalog.rows(
                 "SELECT count(*), coalesce(sum(cold_bytes), 0) FROM sessions"
-                " WHERE fingerprint = ? AND cold_bytes > 0",
-                (self._state.fingerprint_pk,),
+                " WHERE tokenizer = ? AND cold_bytes > 0",
+                mine,
             )
-        return {"frozen_sessions": int(rows[0][0]), "cold_bytes": int(rows[0][1])}
+            ((n_copied,),) = self._state.catalog.rows(
+                "SELECT count(*) FROM sessions INDEXED BY sessions_warm WHERE tokenizer = ?"
+                " AND cold_bytes = 0 AND EXISTS (SELECT 1 FROM cold WHERE session = pk)",
+                mine,
+            )
+        return {"frozen_sessions": n, "cold_bytes": n_bytes, "copied_sessions": n_copied}
 
     def idle(
         self,
@@ -100,20 +110,27 @@ class ColdTable:
         with self._lock():
             rows = self._state.catalog.rows(
                 "SELECT pk, id, scope FROM sessions INDEXED BY sessions_warm"
-                " WHERE fingerprint = ? AND cold_bytes = 0 AND updated < ? AND leaf IS NOT NULL"
+                " WHERE tokenizer = ? AND cold_bytes = 0 AND updated < ? AND leaf IS NOT NULL"
                 f" AND (?3 IS NULL OR ?3 IN (scope, {TENANT_SQL}))"
                 " ORDER BY updated, pk LIMIT ?4",
-                (self._state.fingerprint_pk, before, scope, limit + len(without)),
+                (self._state.identity.tokenizer, before, scope, limit + len(without)),
             )
             due = [SessionRow(pk, id) for pk, id, whose in rows if (whose, id) not in without]
             return [self._sessions.info(each) for each in due[:limit]]
+
+    def page(
+        self, before: float, after: Place, limit: int, holds: Callable[[Node], bool]
+    ) -> list[IdleSession]:
+        """See `idle_page`."""
+        with self._lock():
+            return idle_page(self._state, before, after, limit, holds)
 
     def frozen(self) -> list[tuple[str, str]]:
         """(id, scope) of every frozen session."""
         with self._lock():
             return self._state.catalog.rows(
-                "SELECT id, scope FROM sessions WHERE fingerprint = ? AND cold_bytes > 0",
-                (self._state.fingerprint_pk,),
+                "SELECT id, scope FROM sessions WHERE tokenizer = ? AND cold_bytes > 0",
+                (self._state.identity.tokenizer,),
             )
 
     def named(self, id: str, scope: str) -> str | None:
@@ -126,6 +143,20 @@ class ColdTable:
     def continued_by(self, prompt: bytes, scope: str) -> str | None:
         """The id of the frozen session that a prompt (int32 LE) most likely continues; None
         if a warm session matches further."""
+        with self._lock():
+            scopes = [scope, *self._sessions.other_scopes(scope)]
+        found = [each for of in scopes if (each := self._longest_frozen(prompt, of))]
+        if not found:
+            return None
+        n, cold = max(found, key=itemgetter(0))
+        with self._lock():
+            return self._unless_warm(prompt, scope, n, cold)
+
+    def _longest_frozen(
+        self, prompt: bytes, scope: str
+    ) -> tuple[int, tuple[float, int, str]] | None:
+        """How many tokens of a prompt the frozen session of `scope` has that has most of them, and
+        its (last use, pk, id)."""
         hashes = prefix_hashes(prompt, scope)
         with self._lock():
             for n, pks in self._prefix_hashes.find(hashes):
@@ -134,7 +165,7 @@ class ColdTable:
                 youngest = heapq.nlargest(CANDIDATES_MAX, pks)
                 found = [each for pk in youngest if (each := self._frozen_in(pk, scope))]
                 if found:
-                    return self._unless_warm(prompt, scope, n, max(found, key=itemgetter(0, 1)))
+                    return n, max(found, key=itemgetter(0, 1))
         return None
 
     def read(self, id: str, scope: str | None = None) -> FrozenSession | None:
@@ -164,6 +195,17 @@ class ColdTable:
             base = None if first is None else common_base(needs, first, taken.nodes)
             return WarmSession(session, taken, base, 0 if base is None else base.p1)
 
+    def copy_of(self, warm: WarmSession) -> FrozenSession | None:
+        """The copy of a session in coded form; None if there is none of exactly these turns, or
+        it is damaged."""
+        with self._lock():
+            self._check_same(warm)
+            try:
+                copy = self._read(warm.session, frozen=False)
+                return copy if copy is not None and copy.turn_ids() == warm.turn_ids else None
+            except ThawError:
+                return None
+
     def put(self, warm: WarmSession, history: History, blob: bytes) -> FrozenSession:
         """Store the blob of a session beside its tokens; durable. Returns it as it was read back.
 
@@ -188,20 +230,30 @@ class ColdTable:
         assert copy is not None
         return copy
 
-    def drop(self, warm: WarmSession, may_drop: Callable[[Sequence[Node]], bool]) -> list[Node]:
-        """Freeze a session whose blob was stored and verified: empty its turns and remove the
-        segments that nothing else needs, in one transaction. Returns the removed nodes.
+    def drop(
+        self,
+        warm: WarmSession,
+        copy: FrozenSession,
+        may_drop: Callable[[Sequence[Node]], bool],
+    ) -> list[Node]:
+        """Freeze a session whose `copy` was verified: empty its turns and remove the segments
+        that nothing else needs, in one transaction. Returns the removed nodes.
         `may_drop(doomed)` is called under the lock.
 
         Raises SessionBusy (continued meanwhile, or not allowed); nothing is then changed."""
         state, pk = self._state, warm.session.pk
         with self._lock():
             self._check_same(warm)
-            doomed = unneeded(OtherUsers(state, pk), own_nodes(state, pk), warm.base)
+            found = state.catalog.rows(_COPY, (pk, copy.digest))
+            if not found:
+                raise _changed(warm.session)
+            marks, base = found[0]
+            doomed = unneeded(
+                OtherUsers(state, pk), own_nodes(state, pk), state.trie.nodes.get(base)
+            )
             if not may_drop(doomed):
                 raise SessionBusy(f"Session {warm.session.id!r} is in use: freeze it later.")
             files = unviewed(state.trie, doomed)
-            ((marks,),) = state.catalog.rows("SELECT marks FROM cold WHERE session = ?", (pk,))
             with state.catalog.transaction():
                 state.catalog.run(
                     "UPDATE turns SET prompt_node = NULL, reply_node = NULL, tail = x''"
@@ -214,9 +266,9 @@ class ColdTable:
                     " (SELECT length(blob) FROM blobs WHERE session = pk) WHERE pk = ?",
                     (pk,),
                 )
-                delete(state, doomed, files)
+                foreign = delete(state, doomed, files)
             self._prefix_hashes.add(pk, marks)
-            forget(state, doomed, files)
+            forget(state, doomed, files, foreign)
         return doomed
 
     def recode(self, frozen: FrozenSession, blob: bytes) -> None:
@@ -239,9 +291,9 @@ class ColdTable:
     # --- thawing --------------------------------------------------------------------------
 
     def restore(self, frozen: FrozenSession, history: History) -> bool:
-        """Give the turns of a frozen session their tokens back and delete its blob, in one
-        transaction; False if it was thawed, refrozen or recoded since it was read. Raises
-        DiskFull."""
+        """Give the turns of a frozen session their tokens back, in one transaction; its blob
+        stays as a copy if it has all turns. False if the session was thawed, refrozen or recoded
+        since it was read. Raises DiskFull."""
         pk, scope = frozen.session.pk, frozen.info.scope
         with self._lock():
             if not self._state.catalog.rows(_IS_STILL, (pk, frozen.digest)):
@@ -250,7 +302,7 @@ class ColdTable:
                 for place, turn_id in enumerate(frozen.turn_ids()):
                     turn, data = history.turns[place], history.ids(place).tobytes()
                     self._give_back(growth, turn_id, data, scope, turn.n_prompt, turn.n_cached)
-                self._thawed(pk)
+                self._thawed(pk, keep_copy=not frozen.was_continued)
             self._prefix_hashes.discard(pk)
         return True
 
@@ -262,6 +314,7 @@ class ColdTable:
             session = self._sessions.lookup(id, scope)
             if session is None or not self._sessions.info(session).cold_bytes:
                 return False
+            scope = self._sessions.info(session).scope  # it may be continued under other adapters
             turns = self._state.catalog.rows(_WITHOUT_TOKENS, (session.pk,))
             if not self._has_said(session, scope, turns, prompt):
                 return False
@@ -269,7 +322,7 @@ class ColdTable:
                 for turn_id, n_prompt, n, n_cached in turns:
                     data = prompt[: n * ID_BYTES]
                     self._give_back(growth, turn_id, data, scope, n_prompt, n_cached)
-                self._thawed(session.pk)
+                self._thawed(session.pk, keep_copy=False)
             self._prefix_hashes.discard(session.pk)
         return True
 
@@ -318,7 +371,7 @@ class ColdTable:
         is_same = known == warm.session and self._has_turns_of(warm)
         is_base_there = warm.base is None or not warm.base.removed
         if not is_same or not is_base_there or self._sessions.info(warm.session).cold_bytes:
-            raise SessionBusy(f"Session {warm.session.id!r} changed meanwhile: freeze it again.")
+            raise _changed(warm.session)
 
     def _has_turns_of(self, warm: WarmSession) -> bool:
         """Row ids are reused: another session with this name may have replaced the removed one."""
@@ -354,9 +407,12 @@ class ColdTable:
             (ends[0].id or None, ends[1].id or None, data[n_cached * ID_BYTES :], turn_id),
         )
 
-    def _thawed(self, pk: int) -> None:
-        """All turns have their tokens again: delete the blob, in a transaction."""
-        self._forget_rows(pk)
+    def _thawed(self, pk: int, *, keep_copy: bool) -> None:
+        """All turns have their tokens again: the blob is a copy, or deleted, in a transaction."""
+        if keep_copy:
+            self._state.catalog.run("UPDATE cold SET frozen = 0 WHERE session = ?", (pk,))
+        else:
+            self._forget_rows(pk)
         self._state.catalog.run("UPDATE sessions SET cold_bytes = 0 WHERE pk = ?", (pk,))
 
     def _forget_rows(self, pk: int) -> None:
@@ -366,9 +422,9 @@ class ColdTable:
     def _frozen_in(self, pk: int, scope: str) -> tuple[float, int, str] | None:
         """(last use, pk, id) of a frozen session of `scope`."""
         rows = self._state.catalog.rows(
-            "SELECT updated, pk, id FROM sessions WHERE pk = ? AND scope = ? AND fingerprint = ?"
+            "SELECT updated, pk, id FROM sessions WHERE pk = ? AND scope = ? AND tokenizer = ?"
             " AND cold_bytes > 0",
-            (pk, scope, self._state.fingerprint_pk),
+            (pk, scope, self._state.identity.tokenizer),
         )
         return rows[0] if rows else None
 
@@ -376,7 +432,8 @@ class ColdTable:
         self, prompt: bytes, scope: str, n: int, cold: tuple[float, int, str]
     ) -> str | None:
         """The frozen session, unless a warm one matches further, or as far and was used later."""
-        known = self._state.trie.matched(prompt, scope)
+        others = self._sessions.other_scopes(scope)
+        known = self._state.trie.matched(prompt, scope, others)
         deeper = list(takewhile(lambda node: node.p1 >= n, known))
         warm = self._sessions.recognise(deeper, scope)
         if warm is None:
@@ -387,9 +444,5 @@ class ColdTable:
         return cold[2]
 
 
-class SessionBusy(StoreError):
-    """A session cannot be frozen now; nothing was changed."""
-
-    status = 409
-    kind = "invalid_request_error"
-    stands_for = ""
+def _changed(session: SessionRow) -> SessionBusy:
+    return SessionBusy(f"Session {session.id!r} changed meanwhile: freeze it again.")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from towerd.codec.errors import CodecError
-from towerd.errors import ThawError
+from towerd.errors import StoreError, ThawError
 from towerd.store.prefix.node import Node
 from towerd.store.sessions.cold_row import decode_turns
 from towerd.store.sessions.history import History, HistoryCopy, PastTurn, beginning
@@ -105,3 +105,11 @@ def damaged_session(id: str, what: str) -> ThawError:
         f"Session {id!r} cannot be thawed: {what.rstrip('.')}; put back a copy of the store's "
         "catalog, or remove the session and import it."
     )
+
+
+class SessionBusy(StoreError):
+    """A session cannot be frozen now; nothing was changed."""
+
+    status = 409
+    kind = "invalid_request_error"
+    stands_for = ""

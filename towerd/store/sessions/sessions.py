@@ -10,7 +10,7 @@ from typing import Any
 from towerd.errors import InvalidRequest, NotFound, SessionFrozen, StoreError, TokensLost
 from towerd.store.catalog.catalog import Catalog
 from towerd.store.prefix.node import Node
-from towerd.store.prefix.scope import MARK, is_of, tenant_of
+from towerd.store.prefix.scope import MARK, tenant_of
 from towerd.store.sessions.turn import SessionInfo, Turn, TurnInfo
 
 NAME_CHARS_MAX = 200
@@ -21,7 +21,7 @@ RECOGNISED_TOKENS_MIN = 2
 _SESSION = (
     "SELECT id, scope, title, named, leaf, n_tokens,"
     " (SELECT count(*) FROM turns WHERE turns.session = sessions.pk), created, updated,"
-    " cold_bytes FROM sessions WHERE fingerprint = ?"
+    " cold_bytes FROM sessions WHERE tokenizer = ?"
 )
 
 
@@ -35,22 +35,24 @@ class SessionRow:
 
 @dataclass(slots=True)
 class SessionTable:
-    """The sessions of one fingerprint. The store's lock is held around every call."""
+    """The sessions of one tokenizer. The store's lock is held around every call."""
 
     catalog: Catalog
-    fingerprint: int
+    tokenizer: int
 
     def recognise(self, known: Iterable[Node], scope: str) -> SessionRow | None:
-        """The session of `scope` that has a prompt end or a reply end at the deepest possible
-        node of `known` (longest prefix first); of several, the one used last."""
+        """The session of the tenant of `scope` that has a prompt end or a reply end at the deepest
+        possible node of `known` (longest prefix first); of several, the one used last."""
+        tenant = tenant_of(scope)
         for node in known:
             if node.p1 < RECOGNISED_TOKENS_MIN:
                 break
             rows = self.catalog.rows(
                 "SELECT s.pk, s.id FROM turns t JOIN sessions s ON s.pk = t.session"
-                " WHERE (t.prompt_node = ?1 OR t.reply_node = ?1) AND s.scope = ?2"
+                " WHERE (t.prompt_node = ?1 OR t.reply_node = ?1)"
+                " AND (s.scope = ?2 OR s.scope > ?3 AND s.scope < ?4)"
                 " ORDER BY s.updated DESC, s.pk DESC LIMIT 1",
-                (node.id, scope),
+                (node.id, tenant, *_with_any_adapters(tenant)),
             )
             if rows:
                 return SessionRow(*rows[0])
@@ -60,11 +62,11 @@ class SessionTable:
         """The session with this id; of several of one tenant, which differ in their adapters, the
         one used last. Raises NotFound; StoreError if scope is None and several tenants have one."""
         rows = self.catalog.rows(
-            "SELECT pk, id, scope FROM sessions WHERE fingerprint = ? AND id = ?"
+            "SELECT pk, id, scope FROM sessions WHERE tokenizer = ? AND id = ?"
             " ORDER BY updated DESC, pk DESC",
-            (self.fingerprint, id),
+            (self.tokenizer, id),
         )
-        rows = [row for row in rows if scope is None or is_of(row[2], scope)]
+        rows = [row for row in rows if scope is None or tenant_of(row[2]) == tenant_of(scope)]
         if not rows:
             raise NotFound(f"there is no session {id!r}")
         tenants = {tenant_of(row[2]) for row in rows}
@@ -88,19 +90,22 @@ class SessionTable:
         return self.create(id, turn.scope, turn.session is not None, now), True
 
     def lookup(self, id: str, scope: str) -> SessionRow | None:
-        """The session of `scope` with this id, if there is one."""
+        """The session with this id of the tenant of `scope`, that of `scope` itself first."""
+        tenant = tenant_of(scope)
         rows = self.catalog.rows(
-            "SELECT pk, id FROM sessions WHERE fingerprint = ? AND scope = ? AND id = ?",
-            (self.fingerprint, scope, id),
+            "SELECT pk, id FROM sessions WHERE tokenizer = ?1 AND id = ?2"
+            " AND (scope = ?3 OR scope > ?4 AND scope < ?5)"
+            " ORDER BY scope = ?6 DESC, updated DESC, pk DESC LIMIT 1",
+            (self.tokenizer, id, tenant, *_with_any_adapters(tenant), scope),
         )
         return SessionRow(*rows[0]) if rows else None
 
     def create(self, id: str, scope: str, named: bool, now: float) -> SessionRow:
         """Enter a session without turns, inside a transaction."""
         pk = self.catalog.run(
-            "INSERT INTO sessions(fingerprint, scope, id, named, created, updated)"
+            "INSERT INTO sessions(tokenizer, scope, id, named, created, updated)"
             " VALUES (?, ?, ?, ?, ?, ?)",
-            (self.fingerprint, scope, id, named, now, now),
+            (self.tokenizer, scope, id, named, now, now),
         )
         return SessionRow(pk, id)
 
@@ -132,7 +137,8 @@ class SessionTable:
         tail: bytes,
     ) -> int:
         """Insert one row of the turns table, inside a transaction; `facts`: n_prompt,
-        n_reply, n_cached, started, created."""
+        n_reply, n_cached, started, created. A coded copy of the session lacks the turn and goes."""
+        self._drop_copy(session)
         prompt_node, reply_node = ends
         return self.catalog.run(
             "INSERT INTO turns(session, parent, prompt_node, reply_node, n_prompt, n_reply,"
@@ -149,6 +155,11 @@ class SessionTable:
             ),
         )
 
+    def _drop_copy(self, session: SessionRow) -> None:
+        copies = "SELECT session FROM cold WHERE session = ? AND frozen = 0"
+        self.catalog.run(f"DELETE FROM blobs WHERE session IN ({copies})", (session.pk,))
+        self.catalog.run("DELETE FROM cold WHERE session = ? AND frozen = 0", (session.pk,))
+
     def set_leaf(self, session: SessionRow, turn_id: int, n_tokens: int, now: float) -> None:
         """Set the end of the current branch, inside a transaction."""
         self.catalog.run(
@@ -161,7 +172,7 @@ class SessionTable:
         those of a scope."""
         if scope is None:
             return self._latest("", (), limit)
-        scopes = [scope, *self._with_adapters(scope)]
+        scopes = [scope, *self.scopes_with_adapters(scope)]
         found = [info for each in scopes for info in self._latest(" AND scope = ?", (each,), limit)]
         if len(scopes) > 1:
             found.sort(key=lambda info: info.updated, reverse=True)
@@ -170,21 +181,27 @@ class SessionTable:
     def _latest(self, whose: str, params: tuple[str, ...], limit: int) -> list[SessionInfo]:
         rows = self.catalog.rows(
             f"{_SESSION}{whose} ORDER BY updated DESC, pk DESC LIMIT ?",
-            (self.fingerprint, *params, limit),
+            (self.tokenizer, *params, limit),
         )
         return [_info(row) for row in rows]
 
-    def _with_adapters(self, tenant: str) -> list[str]:
-        """The scopes of a tenant's sessions that have adapters."""
+    def other_scopes(self, scope: str) -> list[str]:
+        """The scopes that other sessions of the same tenant may have tokens in."""
+        tenant = tenant_of(scope)
+        scopes = [tenant, *self.scopes_with_adapters(tenant)]
+        return [each for each in scopes if each != scope]
+
+    def scopes_with_adapters(self, tenant: str) -> list[str]:
+        """The scopes of a tenant's sessions that began under adapters."""
         rows = self.catalog.rows(
-            "SELECT DISTINCT scope FROM sessions WHERE fingerprint = ? AND scope > ? AND scope < ?",
-            (self.fingerprint, tenant + MARK, tenant + chr(ord(MARK) + 1)),
+            "SELECT DISTINCT scope FROM sessions WHERE tokenizer = ? AND scope > ? AND scope < ?",
+            (self.tokenizer, *_with_any_adapters(tenant)),
         )
         return [row[0] for row in rows]
 
     def info(self, session: SessionRow) -> SessionInfo:
         """The entry of one session in `listing`."""
-        return _info(self.catalog.rows(f"{_SESSION} AND pk = ?", (self.fingerprint, session.pk))[0])
+        return _info(self.catalog.rows(f"{_SESSION} AND pk = ?", (self.tokenizer, session.pk))[0])
 
     def turns(self, session: SessionRow) -> list[TurnInfo]:
         """Every turn, oldest first."""
@@ -264,6 +281,11 @@ class SessionTable:
             if rows:
                 return int(rows[0][0])
         return None
+
+
+def _with_any_adapters(tenant: str) -> tuple[str, str]:
+    """The bounds, exclusive, of the scopes that are a tenant's with any adapters."""
+    return tenant + MARK, tenant + chr(ord(MARK) + 1)
 
 
 def tokens_lost(session: SessionRow) -> TokensLost:

@@ -62,6 +62,8 @@ class SessionInfo:
     updated: float
     cold_bytes: int = 0
     """Bytes of its coded tokens while it is frozen; 0 if it is not."""
+    tokenizer: str = ""
+    """Hex digest of the tokenizer that its ids belong to; empty: the one of the served model."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ class Invocation:
 
 
 class WorkflowTable:
-    """The workflows of the open fingerprint. Every method is one durable transaction."""
+    """The workflows of the open tokenizer. Every method is one durable transaction."""
 
     def __init__(self, state: StoreState) -> None:
         self._state = state
@@ -72,9 +72,9 @@ class WorkflowTable:
         """Record the end of a workflow."""
         with self._state.lock, self._state.catalog.transaction():
             self._state.catalog.run(
-                "UPDATE workflows SET ended = ? WHERE fingerprint = ? AND scope = ? AND id = ?"
+                "UPDATE workflows SET ended = ? WHERE tokenizer = ? AND scope = ? AND id = ?"
                 " AND ended IS NULL",
-                (now, self._state.fingerprint_pk, scope, id),
+                (now, self._state.identity.tokenizer, scope, id),
             )
 
     def history(self, scope: str | None = None) -> list[list[Invocation]]:
@@ -84,8 +84,8 @@ class WorkflowTable:
                 "SELECT w.pk, w.scope, w.id, w.named, w.started, i.agent, i.session, i.tip,"
                 " i.n_prompt, i.n_reply, i.arrived, i.answered, i.stop"
                 " FROM invocations i JOIN workflows w ON w.pk = i.workflow"
-                " WHERE w.fingerprint = ?1 AND (?2 IS NULL OR w.scope = ?2) ORDER BY w.pk, i.id",
-                (self._state.fingerprint_pk, scope),
+                " WHERE w.tokenizer = ?1 AND (?2 IS NULL OR w.scope = ?2) ORDER BY w.pk, i.id",
+                (self._state.identity.tokenizer, scope),
             )
         found: dict[int, list[Invocation]] = {}
         for pk, of, id, named, *rest in rows:
@@ -93,25 +93,24 @@ class WorkflowTable:
         return list(found.values())
 
     def _enter(self, step: Invocation) -> int:
-        key = (self._state.fingerprint_pk, step.scope, step.workflow, step.started_s)
+        key = (self._state.identity.tokenizer, step.scope, step.workflow, step.started_s)
         rows = self._state.catalog.rows(
-            "SELECT pk FROM workflows WHERE fingerprint = ? AND scope = ? AND id = ?"
-            " AND started = ?",
+            "SELECT pk FROM workflows WHERE tokenizer = ? AND scope = ? AND id = ? AND started = ?",
             key,
         )
         if rows:
             return int(rows[0][0])
         return self._state.catalog.run(
-            "INSERT INTO workflows(fingerprint, scope, id, started, named) VALUES (?, ?, ?, ?, ?)",
+            "INSERT INTO workflows(tokenizer, scope, id, started, named) VALUES (?, ?, ?, ?, ?)",
             (*key, step.named),
         )
 
     def _prune(self) -> None:
         """Forget the oldest workflows beyond both bounds."""
         run = self._state.catalog.run
-        pk = self._state.fingerprint_pk
+        pk = self._state.identity.tokenizer
         run(
-            "DELETE FROM workflows WHERE pk IN (SELECT pk FROM workflows WHERE fingerprint = ?"
+            "DELETE FROM workflows WHERE pk IN (SELECT pk FROM workflows WHERE tokenizer = ?"
             " ORDER BY pk DESC LIMIT -1 OFFSET ?)",
             (pk, WORKFLOWS_MAX),
         )

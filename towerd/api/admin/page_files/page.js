@@ -54,7 +54,8 @@ function bytes(n) {
 }
 
 function showStats(stats) {
-  const { engine, tiers, reuse } = stats;
+  const { engine, tiers, reuse, space } = stats;
+  const known = space.tokens_resumable + space.tokens_to_prefill;
   get("model").textContent =
     `${stats.model} · ${engine.running} running, ${engine.waiting} waiting · version ${stats.version}`;
   fill("tiers", [
@@ -64,6 +65,8 @@ function showStats(stats) {
       bar(tiers.hot_bytes, tiers.hot_bytes_max)],
     ["warm", bytes(tiers.warm_bytes), bytes(tiers.warm_bytes_max),
       bar(tiers.warm_bytes, tiers.warm_bytes_max)],
+    ["resumable", `${space.tokens_resumable} tokens`, `${known} tokens`,
+      bar(space.tokens_resumable, known)],
   ]);
   const total = Object.values(reuse).reduce((a, b) => a + b, 0);
   fill("reuse", Object.entries(reuse).map(([source, n]) =>

@@ -32,6 +32,7 @@ from towerd.tiers.formats.calibration import BOUNDS, LEVELS, Calibration, format
 from towerd.tiers.formats.calibration_store import load_calibration, save_calibration
 from towerd.tiers.formats.fidelity import LevelFormats
 from towerd.tiers.formats.format_search import COARSE, calibrate, coarse_tables
+from towerd.tiers.formats.squeeze import squeezed_format
 from towerd.tiers.manager import Tiers
 
 log = logging.getLogger(__name__)
@@ -216,8 +217,9 @@ class Calibrator:
     def _apply(self, found: Calibration) -> None:
         choice = found.choices.get(self.fidelity)
         if choice is not None and not self.why_off:
-            self._tiers.set_formats(LevelFormats(choice.levels))
-            self._tiers.drift = Drift(choice.cost.kl, choice.cost.floor_kl)
+            drift = Drift(choice.cost.kl, choice.cost.floor_kl)
+            squeezed = squeezed_format(found, self.fidelity)
+            self._tiers.set_formats(LevelFormats(choice.levels), drift, squeezed)
 
     # ---- steps on the inference thread ------------------------------------------------------
 

@@ -81,9 +81,10 @@ class Budgets(Hook):
         self._pool = pool
         self._splicer = splicer
         self._limits = recall
-        self._recall: Recall | None = None
+        self.recall: Recall | None = None
+        """None: the attention of this context cannot be read."""
         if core.observer is not None:
-            self._recall = Recall(core, pool, core.observer, recall, folder)
+            self.recall = Recall(core, pool, core.observer, recall, folder)
         self._eog_ids = np.array(sorted(core.vocab.eog_ids), np.int32)
 
     # ---- checks before a request is taken -------------------------------------------------
@@ -234,12 +235,12 @@ class Budgets(Hook):
     def evaluating(self, jobs: Iterable[Job]) -> AbstractContextManager[None]:
         """While the batch of `jobs`, all of them chats with budgets, is evaluated, index the
         positions that have left their windows."""
-        return nullcontext() if self._recall is None else self._recall.indexing(jobs)
+        return nullcontext() if self.recall is None else self.recall.indexing(jobs)
 
     def close(self) -> None:
         """End the threads. No job may run any more."""
-        if self._recall is not None:
-            self._recall.close()
+        if self.recall is not None:
+            self.recall.close()
 
     def n_queries(self, job: Job) -> int:
         """See Hook.n_queries: the queries that the next eviction will use."""
@@ -249,8 +250,8 @@ class Budgets(Hook):
         if not live_set.policy.signals:
             return 0
         n_max, ahead = QUERIES_MAX, live_set.room
-        if live_set.can_recall and self._recall is not None:
-            n_max, ahead = QUERY_TOKENS_MAX, self._recall.n_ahead(job, live_set)
+        if live_set.can_recall and self.recall is not None:
+            n_max, ahead = QUERY_TOKENS_MAX, self.recall.n_ahead(job, live_set)
         n_after = max(0, ahead - job.n_in_batch)
         return max(0, min(job.n_in_batch, n_max - n_after))
 
@@ -291,7 +292,7 @@ class Budgets(Hook):
 
     def _choose(self, job: Job, seq: LiveSeq, live_set: BoundedSet, evict: Evict) -> None:
         """If a choice is due, let a policy that can recall choose the live positions again."""
-        recall, observer = self._recall, self._observer
+        recall, observer = self.recall, self._observer
         assert recall is not None
         assert observer is not None
         if job.n_begun < 0 and job.phase is JobPhase.PREFILL:
@@ -321,8 +322,8 @@ class Budgets(Hook):
 
     def _move(self, seq: LiveSeq, live_set: BoundedSet, evict: Evict) -> None:
         """Make room for a chat that has reached the last place of its context."""
-        if live_set.can_recall and self._recall is not None:
-            self._recall.move_down(seq, live_set, self._splicer.rope(), evict)
+        if live_set.can_recall and self.recall is not None:
+            self.recall.move_down(seq, live_set, self._splicer.rope(), evict)
         else:
             self._compact(seq, live_set, evict)
         self.n_moves += 1
@@ -425,7 +426,7 @@ class Budgets(Hook):
             "parked_bytes": self.parked.nbytes,
             "recall_bytes": sum(live_set.n_bytes_offloaded for live_set in live),
             "recall_disk_bytes": sum(file.n_bytes for file in files),
-            **({} if self._recall is None else self._recall.stats()),
+            **({} if self.recall is None else self.recall.stats()),
         }
 
 

@@ -53,7 +53,8 @@ class Observer:
     def __init__(self, taps: Taps, memory: SequenceMemory, attention: AttentionShape) -> None:
         """attention: the result of `check_attention`"""
         self.attention = attention
-        self._taps = taps
+        self.taps = taps
+        """Where the queries are taken from."""
         self._memory = memory
         self._wanted: dict[int, tuple[int, int]] = {}
         """[start, end) in the batch, by the id() of the job."""
@@ -67,7 +68,7 @@ class Observer:
             self._n_batch += job.n_in_batch
             if n_wanted:
                 self._wanted[id(job)] = (self._n_batch - n_wanted, self._n_batch)
-        self._taps.watch(*(("Qcur",) if self._wanted else ()))
+        self.taps.watch(*(("Qcur",) if self._wanted else ()))
 
     def observe(self, job: Job, live_set: BoundedSet) -> None:
         """Collect the job's queries of the batch that was just evaluated and accounted for. Raises
@@ -76,12 +77,12 @@ class Observer:
         if start == end:
             return
         # If there is no layer, taking the first raises with the reason.
-        taken = [self._taps.take("Qcur", layer) for layer in self._taps.layers or (0,)]
+        taken = [self.taps.take("Qcur", layer) for layer in self.taps.layers or (0,)]
         if len(taken[0]) != self._n_batch:
             raise TowerdError("llama.cpp evaluated a batch in parts, and only the last was read.")
         queries = np.stack([each[start:end].transpose(1, 0, 2) for each in taken])
         if not self._wanted:
-            self._taps.watch()  # queries of all layers are large; collect none until needed
+            self.taps.watch()  # queries of all layers are large; collect none until needed
         n = live_set.n
         live_set.observe(Observed(n - (end - start), queries), QUERIES_MAX)
 

@@ -46,7 +46,7 @@ class OffloadSpace:
 
     def n_max(self, live_set: BoundedSet) -> int:
         """The most positions that may be offloaded."""
-        rows, index, least = self.layout.token_bytes, self._index_bytes(live_set), live_set.budget
+        rows, index, least = self.layout.token_bytes, self.index_bytes(live_set), live_set.budget
         n_disk = self.disk_bytes_max // rows
         most = (self.bytes_max + rows * n_disk) // (rows + index)
         if n_disk:  # the index of what is on disk needs RAM, beside the rows of the budget
@@ -55,7 +55,7 @@ class OffloadSpace:
 
     def n_ram(self, live_set: BoundedSet) -> int:
         """The most offloaded positions whose rows may be in RAM."""
-        left = self.bytes_max - self._index_bytes(live_set) * len(live_set.offloaded)
+        left = self.bytes_max - self.index_bytes(live_set) * len(live_set.offloaded)
         return max(live_set.budget.tokens, left // self.layout.token_bytes)
 
     def make(self, live_set: BoundedSet) -> None:
@@ -127,10 +127,11 @@ class OffloadSpace:
             return None
         return file
 
-    def _idle(self, positions: Positions, live_set: BoundedSet) -> Positions:
-        return np.setdiff1d(positions, live_set.kept, assume_unique=True)
-
-    def _index_bytes(self, live_set: BoundedSet) -> int:
+    def index_bytes(self, live_set: BoundedSet) -> int:
+        """Bytes that a position takes in the index of a chat."""
         assert isinstance(live_set.policy, Recalling)
         n_kv = self.layout.k[0].n_elements // self.head_size
         return live_set.policy.index_bytes(self.layout.n_layer, n_kv, self.head_size)
+
+    def _idle(self, positions: Positions, live_set: BoundedSet) -> Positions:
+        return np.setdiff1d(positions, live_set.kept, assume_unique=True)

@@ -163,13 +163,13 @@ class Recall:
         assert isinstance(policy, Recalling)
         if live_set.failure is not None:
             raise live_set.failure
-        self._offload(seq, live_set)
+        self.offload(seq, live_set)
         self.space.make(live_set)
         try:
             stay = self._chosen(live_set, policy, queries)
         except PagesLost as error:
             self._lose_pages(live_set, error)
-            self._offload(seq, live_set)
+            self.offload(seq, live_set)
             stay = self._chosen(live_set, policy, queries)
         back = np.setdiff1d(stay, live_set.kept, assume_unique=True)
         n_dropped = self._pool.evict(seq, live_set, stay)
@@ -219,7 +219,7 @@ class Recall:
     def _second_half(self, seq: LiveSeq, live_set: BoundedSet) -> tuple[Positions, KVRows]:
         """The positions in the second half of the context's places, except the sink, and their
         rows."""
-        self._offload(seq, live_set)
+        self.offload(seq, live_set)
         offloaded = live_set.offloaded
         is_left = offloaded.places(offloaded.positions) >= live_set.n_places // 2
         left = np.setdiff1d(offloaded.positions[is_left], live_set.sink, assume_unique=True)
@@ -268,7 +268,7 @@ class Recall:
         lost = np.setdiff1d(offloaded.positions, offloaded.in_ram, assume_unique=True)
         self.space.forget(live_set, lost)
 
-    def _offload(self, seq: LiveSeq, live_set: BoundedSet) -> None:
+    def offload(self, seq: LiveSeq, live_set: BoundedSet) -> None:
         """Copy the live rows that are not offloaded yet."""
         is_new = ~np.isin(live_set.kept, live_set.offloaded.positions)
         if not is_new.any():

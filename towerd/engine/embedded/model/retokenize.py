@@ -1,4 +1,4 @@
-"""Tokenizing a prompt that goes on from one before it: only what is new.
+"""Tokenizes a prompt that continues an earlier one: only what is new.
 
 A client sends its whole chat every turn, and tokenizing it takes longer every turn. llama.cpp cuts
 a text at its special tokens first and tokenizes what is between them piece by piece, so the ids of
@@ -98,7 +98,7 @@ class Retokenizer:
         return begun, start, ids
 
     def _remember(self, known: _Known, begun: int | None) -> None:
-        """Keep it, instead of the one that it goes on from."""
+        """Keep it, instead of the one that it continues."""
         with self._lock:
             before = self._known.pop(begun, None) if begun is not None else None
             self._nbytes += known.nbytes - (0 if before is None else before.nbytes)

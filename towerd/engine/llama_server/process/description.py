@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from towerd.engine.base import REPORTED_HASH_PREFIX, ModelInfo
+from towerd.engine.base import ModelInfo
 from towerd.engine.embedded.model.core import is_rotated
 from towerd.engine.embedded.model.model import LlamaModel
 from towerd.engine.embedded.model.vocab import Vocab
@@ -25,7 +25,7 @@ from towerd.engine.model_file import ModelFile
 from towerd.errors import ModelError
 from towerd.kernels.formats import BY_NAME
 from towerd.settings.config import Config
-from towerd.slots.fingerprint import Fingerprint, tokenizer_hash
+from towerd.slots.fingerprint import REPORTED_HASH_PREFIX, Fingerprint, tokenizer_hash
 from towerd.slots.layout import KVLayout, Plane
 from towerd.store import Catalog
 

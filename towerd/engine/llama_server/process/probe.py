@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,8 +34,6 @@ from towerd.errors import (
 )
 from towerd.slots.errors import StateError
 from towerd.tokens import Ids
-
-log = logging.getLogger(__name__)
 
 _TEXT = "The quick brown fox jumps over the lazy dog."
 _UNCUT = (

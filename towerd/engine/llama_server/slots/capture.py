@@ -7,7 +7,6 @@ hot tier and the disk.
 from __future__ import annotations
 
 import asyncio
-import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -19,8 +18,6 @@ from towerd.errors import TowerdError
 from towerd.slots.errors import StateError
 from towerd.tiers.manager import Tiers
 from towerd.tokens import Provenances, has_derived
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

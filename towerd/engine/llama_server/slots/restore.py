@@ -7,7 +7,6 @@ its one main thread, between two decode steps: other slots wait for that read an
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
@@ -29,8 +28,6 @@ from towerd.slots.rows import KVRows
 from towerd.tiers.manager import Tiers
 from towerd.tiers.plan import RestorePlan
 from towerd.tokens import Ids, Provenances
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

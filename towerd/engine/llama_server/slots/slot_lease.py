@@ -19,8 +19,6 @@ from towerd.engine.llama_server.slots.slot_upkeep import SlotUpkeep
 from towerd.store.sessions.turn import Turn
 from towerd.tokens import Ids
 
-_NONE: Ids = np.zeros(0, np.int32)
-
 
 class Lender(Protocol):
     """The engine as its leases see it: `towerd.engine.llama_server.engine.LlamaServerEngine`."""

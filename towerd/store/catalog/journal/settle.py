@@ -61,11 +61,6 @@ def _cut_dangling(db: sqlite3.Connection) -> None:
             needed = {name for _, name, _, not_null, _, key in info if not_null or key}
             if column in needed or (table, column) in _PREFIX_LOST:
                 db.execute(f"DELETE FROM {table} WHERE rowid = ?", (row,))
-            elif (table, column) == ("segments", "file"):
-                db.execute(
-                    "UPDATE segments SET file = NULL, file_row0 = 0, file_rows = 0 WHERE rowid = ?",
-                    (row,),
-                )
             else:
                 db.execute(f"UPDATE {table} SET {column} = NULL WHERE rowid = ?", (row,))
 
@@ -77,11 +72,11 @@ def _count(db: sqlite3.Connection, query: str) -> int:
 def _drop_wrong_segments(db: sqlite3.Connection) -> int:
     """Remove segments whose key does not match their prefix or that begin like a sibling;
     returns how many."""
-    digests = dict(db.execute("SELECT id, digest FROM fingerprints"))
+    digests = dict(db.execute("SELECT id, digest FROM tokenizers"))
     children: dict[tuple[int, int], list[tuple[Any, ...]]] = {}
     every = set()
     for row in db.execute(
-        "SELECT fingerprint, coalesce(parent, 0), id, scope, p0, p1, key, ids FROM segments"
+        "SELECT tokenizer, coalesce(parent, 0), id, scope, p0, p1, key, ids FROM segments"
         " ORDER BY p1 DESC, id"
     ):
         children.setdefault(row[:2], []).append(row[2:])

@@ -1,4 +1,4 @@
-"""Training the maps and weights of `mix` on held-out text."""
+"""Training the maps and weights of a mixer on text that its tables did not count."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import TypeAlias
 
 import numpy as np
 
+from towerd.codec.models.base import TokenPredictor
+from towerd.codec.prior.file import Prior
 from towerd.codec.prior.state import I32, U32, bits_of
 from towerd.kernels.mixing import Mixer, n_maps
 
@@ -46,3 +48,16 @@ def trained(
             cost = sum(bits_of(*mixer.encode(0, rank, counts)) for rank, counts in each)
         state = mixer.state()
         yield state, cost / max(1, len(ranks))
+
+
+def counts_of(predictor: TokenPredictor, prior: Prior) -> NetworkCounts:
+    """The distributions of a model of the prior's tokens, one session after the other."""
+
+    def counts(ranks: I32) -> Iterator[U32]:
+        ids = [prior.controls[0], *prior.ids[ranks[:-1]].tolist()]
+        predictor.reset()
+        for at in range(0, len(ids), predictor.window):
+            for each in predictor.feed([(0, id) for id in ids[at : at + predictor.window]]):
+                yield each[prior.ids]
+
+    return counts

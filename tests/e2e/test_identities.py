@@ -1,0 +1,207 @@
+"""One chat through everything that changes its rows, and some of what changes its tokens.
+
+The oracle is its text, which no change of settings, weights or models may touch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import requests
+from daemon import Daemon, reuse_of, run_towerctl
+from gguf import GGUFReader
+from lora_adapter import write_adapter
+
+from towerd.llama_library import lib
+from towerd.models.bundled import bundled_model
+from towerd.models.random_gguf import PRESETS, make_random_gguf
+from towerd.store import Store, latest_fingerprint
+
+MakeDaemon = Callable[..., Daemon]
+START = "Once upon a time there was a little girl who had a dog."
+DAYS_S = 86_400
+
+
+def quantized(path: Path) -> Path:
+    """The bundled model in Q8_0."""
+    params = lib.llama_model_quantize_default_params()
+    params.ftype = lib.LLAMA_FTYPE_MOSTLY_Q8_0
+    source = str(bundled_model()).encode()
+    assert lib.llama_model_quantize(source, str(path).encode(), ctypes.byref(params)) == 0
+    return path
+
+
+def cut_otherwise(path: Path) -> Path:
+    """The bundled model with the same tokens, of which two have other scores."""
+    shutil.copy(bundled_model(), path)
+    field = GGUFReader(path).fields["tokenizer.ggml.scores"]
+    scores = np.concatenate([field.parts[at] for at in field.data]).astype("<f4")
+    data = path.read_bytes()
+    at = data.index(scores.tobytes())
+    scores[[400, 401]] = scores[[401, 400]]
+    path.write_bytes(data[:at] + scores.tobytes() + data[at + scores.nbytes :])
+    return path
+
+
+class Chat:
+    """A conversation that a client continues with all of its tokens each time."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.session = ""
+
+    def say(self, daemon: Daemon, prompt: Any) -> dict[str, int]:
+        """Have one more turn; where the tokens of its prompt came from."""
+        body = {"prompt": prompt, "n_predict": 8, "temperature": 0, "return_tokens": True}
+        reply = requests.post(
+            daemon.url + "/completion", json={**body, "ignore_eos": True}, timeout=60
+        )
+        assert reply.status_code == 200, reply.text
+        session = reply.headers["X-Towerd-Session"]
+        assert session == (self.session or session)
+        self.session = session
+        self.ids = daemon.get(f"/towerd/v1/sessions/{session}?ids=1")["ids"]
+        return reuse_of(reply.headers)
+
+    def shown(self, daemon: Daemon) -> dict[str, Any]:
+        """What the daemon says of it: it is the only one listed."""
+        (listed,) = daemon.get("/towerd/v1/sessions")["sessions"]
+        shown: dict[str, Any] = daemon.get(f"/towerd/v1/sessions/{self.session}?text=1")
+        assert listed == shown["session"]
+        assert listed["id"] == self.session
+        return shown
+
+    def resumes(self, daemon: Daemon) -> dict[str, int]:
+        """It reads the same and goes on as itself; where its tokens came from."""
+        text = self.shown(daemon)["text"]
+        assert text.strip().startswith(START) or text.startswith("<s>")
+        before = list(self.ids)
+        reuse = self.say(daemon, [*before, 400, 401])
+        assert self.ids[: len(before)] == before
+        return reuse
+
+
+def test_a_chat_outlives_everything(make_daemon: MakeDaemon, tmp_path: Path) -> None:
+    chat = Chat()
+    store = tmp_path / "one" / "store"
+
+    def served(*flags: str) -> Daemon:
+        return make_daemon("-c", "1024", "-t", "1", "--fidelity", "exact", *flags, name="one")
+
+    with served() as daemon:
+        chat.say(daemon, START)
+        rows = chat.shown(daemon)["rows"]
+        assert [each["cache_types"] for each in rows] == ["f16/f16"]
+        assert daemon.stop() == 0
+    for flags in (
+        ("-ctk", "q8_0"),
+        ("-m", str(quantized(tmp_path / "q8.gguf"))),
+        ("--lora", str(write_adapter(tmp_path / "lora.gguf", bundled_model(), seed=1))),
+    ):
+        with served(*flags) as daemon:  # evaluated again once, then restored
+            chat.resumes(daemon)
+            assert daemon.stop() == 0
+            daemon.start()
+            reuse = chat.resumes(daemon)
+            assert daemon.stop() == 0
+        assert reuse["warm"] + reuse["hot"] > len(START) // 8
+    with served() as daemon:  # the first rows are still there
+        assert chat.resumes(daemon)["warm"] > 8
+        rows = chat.shown(daemon)["rows"]
+        assert len(rows) == 3
+        assert rows[0]["is_served"]
+        text = chat.shown(daemon)["text"]
+        assert daemon.stop() == 0
+    check_other_tokenizers(make_daemon, tmp_path, chat, text)
+    check_moved(make_daemon, tmp_path, chat, text)
+    unused_for(store, 30)
+    with served("--freeze-after", "3600") as daemon:
+        assert chat.shown(daemon)["text"] == text
+        assert chat.resumes(daemon)["prefill"] <= 3
+        assert daemon.stop() == 0
+
+
+def check_other_tokenizers(make_daemon: MakeDaemon, tmp_path: Path, chat: Chat, text: str) -> None:
+    """Under another vocabulary, and under one that only looks alike, it is listed and read."""
+    other = tmp_path / "other.gguf"
+    make_random_gguf(other, PRESETS["tiny"])
+    alike = cut_otherwise(tmp_path / "alike.gguf")
+    for model in (other, alike):
+        with make_daemon("-m", str(model), "-c", "1024", "-t", "1", name="one") as daemon:
+            shown = chat.shown(daemon)
+            assert shown["text"].strip() == text.strip()
+            assert shown["session"]["tokenizer"]
+            assert shown["rows"] == []
+            title = {"title": f"under {model.stem}"}
+            where = f"{daemon.url}/towerd/v1/sessions/{chat.session}"
+            assert requests.patch(where, json=title, timeout=30).json()["session"]["title"]
+            body: dict[str, Any] = {"prompt": text, "n_predict": 4, "ignore_eos": True}
+            reply = requests.post(daemon.url + "/completion", json=body, timeout=60)
+            assert reply.headers["X-Towerd-Session"] != chat.session
+            requests.delete(
+                f"{daemon.url}/towerd/v1/sessions/{reply.headers['X-Towerd-Session']}", timeout=30
+            )
+            assert daemon.stop() == 0
+
+
+def check_moved(make_daemon: MakeDaemon, tmp_path: Path, chat: Chat, text: str) -> None:
+    """Exported from here and imported elsewhere, it reads the same there."""
+    path = tmp_path / "chat.tower"
+    with make_daemon("-c", "1024", "-t", "1", name="one") as daemon:
+        assert run_towerctl(daemon, "export", chat.session, "-o", str(path)).returncode == 0
+        assert daemon.stop() == 0
+    quantized_there = str(tmp_path / "q8.gguf")
+    with make_daemon("-c", "1024", "-t", "1", "-m", quantized_there, name="two") as daemon:
+        assert run_towerctl(daemon, "import", str(path)).returncode == 0
+        assert chat.shown(daemon)["text"] == text
+
+
+def unused_for(store_dir: Path, days: int) -> None:
+    """Set back the clock of everything in a store."""
+    with Store.open(store_dir, latest_fingerprint) as store, store.locked():
+        catalog, by = store.state.catalog, days * DAYS_S
+        with catalog.transaction():
+            catalog.run(
+                "UPDATE sessions SET updated = updated - ?, created = created - ?", (by, by)
+            )
+            catalog.run("UPDATE segments SET last_used = last_used - ?", (by,))
+
+
+def test_a_file_that_changed_under_its_name_gives_no_rows(
+    make_daemon: MakeDaemon, tmp_path: Path
+) -> None:
+    """Other weights at the same path: the chat is there, and all of it is evaluated."""
+    path, chat = tmp_path / "model.gguf", Chat()
+    shutil.copy(bundled_model(), path)
+    with make_daemon("-m", str(path), "-c", "1024", "-t", "1") as daemon:
+        chat.say(daemon, START)
+        assert daemon.stop() == 0
+        shutil.copy(quantized(tmp_path / "q8.gguf"), path)
+        daemon.start()
+        reuse = chat.resumes(daemon)
+        assert reuse["warm"] + reuse["hot"] + reuse["live"] == 0
+
+
+@pytest.mark.parametrize("damage", [b"", b"TWRV" + bytes(40)])
+def test_a_damaged_vocabulary_says_what_to_do(
+    make_daemon: MakeDaemon, tmp_path: Path, damage: bytes
+) -> None:
+    other, chat = tmp_path / "other.gguf", Chat()
+    make_random_gguf(other, PRESETS["tiny"])
+    with make_daemon("-c", "1024", "-t", "1", name="one") as daemon:
+        chat.say(daemon, START)
+        assert daemon.stop() == 0
+    (kept,) = (tmp_path / "one" / "store" / "tokenizers").iterdir()
+    kept.write_bytes(damage)
+    with make_daemon("-m", str(other), "-c", "1024", "-t", "1", name="one") as daemon:
+        where = f"/towerd/v1/sessions/{chat.session}"
+        assert daemon.get(where)["session"]["id"] == chat.session
+        reply = requests.get(f"{daemon.url}{where}?text=1", timeout=30)
+        assert reply.status_code == 500
+        assert "serve its model once" in reply.json()["error"]["message"]

@@ -1,0 +1,46 @@
+"""Identities: what makes token ids mean the same, and what makes rows usable."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from towerd.slots.fingerprint import REPORTED_HASH_PREFIX, Fingerprint
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerIdentity:
+    """What conversations hang on: token ids mean the same text and come about in the same way."""
+
+    pieces: str
+    """The fingerprint's `tokenizer`: a hash of every token's bytes."""
+    rules: str | None = None
+    """A hash of how text is cut into tokens (merges, scores, token types, pre-tokenizer); None if
+    it is not known, as for a llama-server elsewhere or a store of an earlier release."""
+
+    def digest(self) -> bytes:
+        """32 bytes, under which a store enters it."""
+        h = hashlib.blake2b(self.pieces.encode(), digest_size=32)
+        h.update(b"\0" + (self.rules or "").encode())
+        return h.digest()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelIdentity:
+    """What a store is opened for: the row identity, and how the model's tokenizer cuts text."""
+
+    fingerprint: Fingerprint
+    rules: str | None = None
+
+    @property
+    def tokenizer(self) -> TokenizerIdentity:
+        """The tokenizer identity of the model."""
+        known = self.fingerprint
+        return TokenizerIdentity(pieces_of(known.tokenizer, known.model_hash), self.rules)
+
+
+def pieces_of(tokenizer: str, model_hash: str) -> str:
+    """A fingerprint's `tokenizer`; with its model's hash if a server only reported it, because its
+    tokens were then not seen."""
+    is_reported = model_hash.startswith(REPORTED_HASH_PREFIX)
+    return f"{tokenizer} {model_hash}" if is_reported else tokenizer

@@ -1,0 +1,119 @@
+"""Sessions of tokenizers other than the open one: listed and read as text, renamed, deleted.
+
+Their token ids mean something in their own vocabulary only, of which the store keeps a copy. They
+continue under their own model, or as new sessions when a client sends their text to another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+
+from towerd.errors import NotFound
+from towerd.store.sessions.sessions import SessionRow, SessionTable
+from towerd.store.sessions.turn import SessionInfo, TurnInfo
+from towerd.store.state import StoreState
+from towerd.store.vocabularies import Vocabularies
+from towerd.tokens import Ids, ids_array
+
+Lock = Callable[[], AbstractContextManager[None]]
+
+_PREFIX = (
+    "WITH RECURSIVE up(id, parent, p0, ids) AS ("
+    " SELECT id, parent, p0, ids FROM segments WHERE id = ?"
+    " UNION ALL SELECT s.id, s.parent, s.p0, s.ids FROM segments s JOIN up ON s.id = up.parent"
+    " AND s.p0 < up.p0) SELECT ids FROM up ORDER BY p0"
+)
+
+
+def prefix_of(state: StoreState, segment: int) -> bytes:
+    """The ids (int32 LE) from the root to the end of a segment of any tokenizer."""
+    return b"".join(ids for (ids,) in state.catalog.rows(_PREFIX, (segment,)))
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignSession:
+    """One session of another tokenizer."""
+
+    info: SessionInfo
+    turns: list[TurnInfo]
+
+
+class ForeignSessions:
+    """The sessions of the other tokenizers of an open store. Thread-safe."""
+
+    def __init__(self, state: StoreState, vocabularies: Vocabularies, lock: Lock) -> None:
+        self._state = state
+        self._vocabularies = vocabularies
+        self._lock = lock
+
+    def listing(self, scope: str | None, limit: int) -> list[SessionInfo]:
+        """Sessions of one scope, or of all, the last used first."""
+        with self._lock():
+            found = [
+                replace(info, tokenizer=digest.hex())
+                for pk, digest in self._tokenizers()
+                for info in self._table(pk).listing(scope, limit)
+            ]
+        found.sort(key=lambda info: info.updated, reverse=True)
+        return found[:limit]
+
+    def session(self, id: str, scope: str | None = None) -> ForeignSession:
+        """One session and its turns. Raises NotFound; StoreError if the id is ambiguous."""
+        with self._lock():
+            table, row, digest = self._find(id, scope)
+            return ForeignSession(
+                replace(table.info(row), tokenizer=digest.hex()), table.turns(row)
+            )
+
+    def session_ids(self, id: str, scope: str | None = None) -> tuple[Ids, bytes]:
+        """Every token of the current branch, int32, and the digest of its tokenizer. Raises as
+        `session`, and SessionFrozen."""
+        with self._lock():
+            table, row, digest = self._find(id, scope)
+            leaf, tail = table.leaf_ids(row)
+            data = prefix_of(self._state, leaf) if leaf else b""
+        return ids_array(data + tail), digest
+
+    def text(self, id: str, scope: str | None = None) -> str:
+        """The text of the current branch. Raises as `session_ids`; StoreError if the vocabulary is
+        not kept."""
+        ids, digest = self.session_ids(id, scope)
+        return self._vocabularies.read(digest).text(ids)
+
+    def rename(self, id: str, title: str, scope: str | None = None) -> SessionInfo:
+        """Set a title. Raises as `session`, or InvalidRequest."""
+        with self._lock():
+            table, row, digest = self._find(id, scope)
+            table.rename(row, title)
+            return replace(table.info(row), tokenizer=digest.hex())
+
+    def delete(self, id: str, scope: str | None = None) -> None:
+        """Forget a session; `gc` frees its segments when its tokenizer is open again. Raises as
+        `session`."""
+        with self._lock():
+            table, row, _ = self._find(id, scope)
+            table.delete(row)
+
+    def _find(self, id: str, scope: str | None) -> tuple[SessionTable, SessionRow, bytes]:
+        """The session used last of those with this id."""
+        found: list[tuple[float, SessionTable, SessionRow, bytes]] = []
+        for pk, digest in self._tokenizers():
+            table = self._table(pk)
+            try:
+                row = table.find(id, scope)
+            except NotFound:
+                continue
+            found.append((table.info(row).updated, table, row, digest))
+        if not found:
+            raise NotFound(f"there is no session {id!r}")
+        return max(found, key=lambda each: each[0])[1:]
+
+    def _tokenizers(self) -> list[tuple[int, bytes]]:
+        return self._state.catalog.rows(
+            "SELECT id, digest FROM tokenizers WHERE id != ?", (self._state.identity.tokenizer,)
+        )
+
+    def _table(self, tokenizer: int) -> SessionTable:
+        return SessionTable(self._state.catalog, tokenizer)

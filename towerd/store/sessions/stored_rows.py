@@ -1,0 +1,68 @@
+"""For which models a conversation has rows."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+from towerd.store.prefix.node import Node
+from towerd.store.sessions.turn import TurnInfo
+from towerd.store.state import StoreState
+from towerd.store.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRows:
+    """How much of a conversation one model need not evaluate again."""
+
+    fingerprint: str
+    """Hex digest of the row identity."""
+    model_hash: str
+    arch: str
+    cache_types: str
+    """The types of its K and V rows, such as `f16/f16`."""
+    n_tokens: int
+    """Leading tokens with rows."""
+    is_served: bool
+
+
+def stored_rows(store: Store, turns: Sequence[TurnInfo]) -> list[StoredRows]:
+    """The row identities that have rows of the current branch of a session with these turns, the
+    open one first, if it has any. Rows in memory count for it."""
+    leaf = max((turn.reply_node for turn in turns if turn.current), default=0)
+    with store.locked():
+        node = store.state.trie.nodes.get(leaf)
+        return [] if node is None else _rows_of(store.state, node.path())
+
+
+def _rows_of(state: StoreState, path: list[Node]) -> list[StoredRows]:
+    holders: dict[int, set[int]] = defaultdict(set)
+    for node in path:
+        for (pk,) in state.catalog.rows(
+            "SELECT fingerprint FROM views JOIN files ON files.id = file WHERE node = ?",
+            (node.id,),
+        ):
+            holders[pk].add(node.id)
+    own = state.identity.fingerprint
+    holders[own] |= {node.id for node in path if node.hot is not None}
+    found = []
+    for known in state.catalog.fingerprints():
+        ids = holders.get(known.pk, set())
+        leading = list(takewhile(lambda node, ids=ids: node.id in ids, path))  # type: ignore[misc]
+        if leading:
+            fingerprint = known.fingerprint
+            layout = fingerprint.layout
+            types = [planes[0].format.name if planes else "none" for planes in (layout.k, layout.v)]
+            found.append(
+                StoredRows(
+                    fingerprint.digest().hex(),
+                    fingerprint.model_hash,
+                    fingerprint.arch,
+                    "/".join(types),
+                    leading[-1].p1,
+                    known.pk == own,
+                )
+            )
+    return sorted(found, key=lambda each: not each.is_served)
