@@ -173,6 +173,7 @@ def read_side_by_side(
     sizes: list[int],
     order: npt.NDArray[np.int64],
     first: int,
+    instead: int,
 ) -> list[list[int]]:
     """The ranks of coded texts, one per lane of the mixer; a thread for each model."""
 

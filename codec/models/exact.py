@@ -33,7 +33,7 @@ _TINY = LmShape(40, 32, 2, 4, 2, 8, 64, 4, 1, 1e-5)
 class ExactPredictor:
     """A `TokenPredictor`. Not thread-safe."""
 
-    window = WINDOW
+    window, instead = WINDOW, 0
 
     def __init__(
         self, path: Path, n_threads: int = 1, lanes_max: int = LANES_MAX, n_ctx: int = 0

@@ -11,9 +11,11 @@ import numpy as np
 
 from towerd.codec.errors import UnknownModel
 from towerd.codec.fallback import longest_matches
-from towerd.codec.models.base import CopyablePredictor, Counts
+from towerd.codec.models.base import Counts
+from towerd.codec.models.exact import ExactPredictor
 from towerd.codec.text import KIND_NAMES, KINDS_MAX
 from towerd.codec.vocabulary import GgufVocabulary
+from towerd.kernels.lm import Lm
 from towerd.tokens import Ids
 
 N_MARKS = KINDS_MAX + 1
@@ -69,7 +71,7 @@ class MarkedPredictor:
     """A predictor of a `MarkedVocabulary`. For each token that is not its model's, the model reads
     the mark that starts a text, or else its token 0, and such tokens have a count of 1."""
 
-    def __init__(self, own: CopyablePredictor, vocabulary: MarkedVocabulary) -> None:
+    def __init__(self, own: ExactPredictor, vocabulary: MarkedVocabulary) -> None:
         """UnknownModel if the model has another number of tokens than its tokenizer."""
         if own.n_tokens != vocabulary.n_own:
             raise UnknownModel(
@@ -79,8 +81,13 @@ class MarkedPredictor:
         self.n_ctx, self.lanes_max, self.window = own.n_ctx, own.lanes_max, own.window
         self.name = own.name
         begin = vocabulary.marks[BEGIN]
-        self._instead = begin if begin < own.n_tokens else 0
+        self.instead = begin if begin < own.n_tokens else 0
         self._rest = np.ones(self.n_tokens - own.n_tokens, np.uint32)
+
+    @property
+    def lm(self) -> Lm:
+        """The model that evaluates its own tokens."""
+        return self._own.lm
 
     def copy(self) -> MarkedPredictor:
         """See `CopyablePredictor.copy`."""
@@ -100,5 +107,5 @@ class MarkedPredictor:
     def feed(self, tokens: Sequence[tuple[int, int]]) -> list[Counts]:
         """See `TokenPredictor.feed`."""
         n = self._own.n_tokens
-        known = [(lane, token if token < n else self._instead) for lane, token in tokens]
+        known = [(lane, token if token < n else self.instead) for lane, token in tokens]
         return [np.append(counts, self._rest) for counts in self._own.feed(known)]

@@ -18,11 +18,14 @@ from towerd.codec.coder import make_decoder, take_ranks
 from towerd.codec.errors import Damaged
 from towerd.codec.models.base import TokenPredictor
 from towerd.codec.models.exact import ExactPredictor
+from towerd.codec.models.marks import MarkedPredictor
 from towerd.codec.models.predictor_pool import PredictorPool
 from towerd.kernels import mixing
 from towerd.kernels.mixing import Mixer
 
 Order = npt.NDArray[np.int64]
+EVALUATED = (ExactPredictor, MarkedPredictor)
+"""Predictors whose model the kernel `lm` evaluates."""
 
 
 def n_cores() -> int:
@@ -47,16 +50,17 @@ def read_texts(
     kernels = mixing.native()
     n = min(n_threads, len(texts))
     with ExitStack() as stack:
-        models = [stack.enter_context(predictors.borrow())]
-        if kernels is None or n < 1 or not _is_native(kernels, mixer, models[0]):
-            return _read_one_by_one(models[0], mixer, texts, order.tolist(), first)
-        models += [stack.enter_context(predictors.borrow()) for _ in range(n - 1)]
-        lms = [model.lm for model in models if isinstance(model, ExactPredictor)]
+        model = stack.enter_context(predictors.borrow())
+        if kernels is None or n < 1 or not _is_native(kernels, mixer, model):
+            return _read_one_by_one(model, mixer, texts, order.tolist(), first)
+        assert isinstance(model, EVALUATED)
+        others = [stack.enter_context(predictors.borrow()) for _ in range(n - 1)]
+        lms = [each.lm for each in (model, *others) if isinstance(each, EVALUATED)]
         decoders = [make_decoder(mixer, bits) for _, bits in texts]
         sizes = [size for size, _ in texts]
         try:
             found: list[list[int]] = kernels.read_side_by_side(
-                lms, mixer, decoders, sizes, order, first
+                lms, mixer, decoders, sizes, order, first, model.instead
             )
         except ValueError as error:
             raise Damaged(f"The blob is damaged: {error}.") from error
@@ -64,8 +68,8 @@ def read_texts(
 
 
 def _is_native(kernels: ModuleType, mixer: Mixer, model: TokenPredictor) -> bool:
-    is_exact = isinstance(model, ExactPredictor) and isinstance(model.lm, kernels.Lm)
-    return is_exact and isinstance(mixer, kernels.Mixer)
+    is_evaluated = isinstance(model, EVALUATED) and isinstance(model.lm, kernels.Lm)
+    return is_evaluated and isinstance(mixer, kernels.Mixer)
 
 
 def _read_one_by_one(

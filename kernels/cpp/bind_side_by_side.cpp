@@ -23,13 +23,14 @@ namespace {
 
 using Order = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-std::vector<Lm *> checked_models(const nb::list & models, std::size_t n_texts, std::size_t n_tokens) {
+std::vector<Lm *> checked_models(const nb::list & models, std::size_t n_texts, std::size_t n_tokens, std::int32_t instead) {
     std::vector<Lm *> found;
     for (nb::handle each : models) {
         found.push_back(&lm_of(each));
         found.back()->reset();
-        if (found.back()->shape().n_vocab != n_tokens) {
-            refuse("models", "expected as many tokens as the mixer has");
+        const std::size_t n_vocab = found.back()->shape().n_vocab;
+        if (n_vocab > n_tokens || instead < 0 || static_cast<std::size_t>(instead) >= n_vocab) {
+            refuse("models", "expected no more tokens than the mixer has, and `instead` among them");
         }
     }
     const bool differ = std::set<Lm *>(found.begin(), found.end()).size() == found.size();
@@ -40,9 +41,9 @@ std::vector<Lm *> checked_models(const nb::list & models, std::size_t n_texts, s
 }
 
 nb::list read(const nb::list & models, nb::handle bound_mixer, const nb::list & decoders,
-              const std::vector<std::size_t> & sizes, const Order & order, std::int32_t first) {
+              const std::vector<std::size_t> & sizes, const Order & order, std::int32_t first, std::int32_t instead) {
     Mixer &                      mixer = mixer_of(bound_mixer);
-    const std::vector<Lm *>      lms = checked_models(models, sizes.size(), mixer.n_tokens());
+    const std::vector<Lm *>      lms = checked_models(models, sizes.size(), mixer.n_tokens(), instead);
     const auto                   is_token = [&](std::int64_t id) { return id >= 0 && static_cast<std::size_t>(id) < mixer.n_tokens(); };
     std::vector<CodedText>       texts;
     if (mixer.busy() || sizes.size() > mixer.lanes() || decoders.size() != sizes.size()) {
@@ -57,7 +58,7 @@ nb::list read(const nb::list & models, nb::handle bound_mixer, const nb::list & 
     const char * why = nullptr;
     {
         const nb::gil_scoped_release free;
-        why = read_side_by_side(lms, mixer, texts, order.data(), first);
+        why = read_side_by_side(lms, mixer, texts, order.data(), first, instead);
     }
     if (why != nullptr) {
         throw nb::value_error(why);
@@ -76,7 +77,7 @@ nb::list read(const nb::list & models, nb::handle bound_mixer, const nb::list & 
 }  // namespace
 
 void bind_side_by_side(nb::module_ & m) {
-    m.def("read_side_by_side", &read, "models"_a, "mixer"_a, "decoders"_a, "sizes"_a, "order"_a, "first"_a,
+    m.def("read_side_by_side", &read, "models"_a, "mixer"_a, "decoders"_a, "sizes"_a, "order"_a, "first"_a, "instead"_a,
           "The ranks of coded texts, one per lane of the mixer; a thread for each model.");
 }
 

@@ -70,10 +70,10 @@ class Turns {
 class Part {
   public:
     Part(Lm & model, Mixer & mixer, CodedText * texts, std::size_t first_text, std::size_t n, const std::int64_t * order,
-         std::int32_t first)
+         std::int32_t first, std::int32_t instead)
         : model_(model), mixer_(mixer), texts_(texts + first_text), first_text_(first_text), order_(order),
-          n_vocab_(model.shape().n_vocab), last_(n, first), lanes_(n), tokens_(n), logits_(n * n_vocab_),
-          counts_(n_vocab_), by_rank_(n * n_vocab_) {}
+          n_vocab_(model.shape().n_vocab), n_tokens_(mixer.n_tokens()), instead_(instead), last_(n, known(first)),
+          lanes_(n), tokens_(n), logits_(n * n_vocab_), counts_(n_tokens_, 1), by_rank_(n * n_tokens_) {}
 
     // The distributions of the next tokens. False if a number is out of range.
     bool evaluate(std::size_t step) {
@@ -91,8 +91,8 @@ class Part {
             if (!model_.count(&logits_[k * n_vocab_], n_vocab_, counts_.data())) {
                 return false;
             }
-            for (std::size_t rank = 0; rank < n_vocab_; ++rank) {
-                by_rank_[k * n_vocab_ + rank] = counts_[static_cast<std::size_t>(order_[rank])];
+            for (std::size_t rank = 0; rank < n_tokens_; ++rank) {
+                by_rank_[k * n_tokens_ + rank] = counts_[static_cast<std::size_t>(order_[rank])];
             }
         }
         return true;
@@ -103,7 +103,7 @@ class Part {
         for (std::size_t k = 0; k < n_reading_; ++k) {
             const auto  i = static_cast<std::size_t>(lanes_[k]);
             CodedText & text = texts_[i];
-            int         answer = mixer_.begin(first_text_ + i, &by_rank_[k * n_vocab_]);
+            int         answer = mixer_.begin(first_text_ + i, &by_rank_[k * n_tokens_]);
             while (answer >= 0) {
                 const int bit = text.bits->take(answer);
                 if (bit < 0) {
@@ -112,18 +112,21 @@ class Part {
                 answer = mixer_.step(bit);
             }
             text.ranks.push_back(-1 - answer);
-            last_[i] = static_cast<std::int32_t>(order_[-1 - answer]);
+            last_[i] = known(static_cast<std::int32_t>(order_[-1 - answer]));
         }
         return true;
     }
 
   private:
+    std::int32_t known(std::int32_t token) const { return static_cast<std::size_t>(token) < n_vocab_ ? token : instead_; }
+
     Lm &                       model_;
     Mixer &                    mixer_;
     CodedText *                texts_;
     std::size_t                first_text_;
     const std::int64_t *       order_;
-    std::size_t                n_vocab_, n_reading_ = 0;
+    std::size_t                n_vocab_, n_tokens_, n_reading_ = 0;
+    std::int32_t               instead_;
     std::vector<std::int32_t>  last_, lanes_, tokens_;
     std::vector<float>         logits_;
     std::vector<std::uint32_t> counts_, by_rank_;
@@ -132,7 +135,7 @@ class Part {
 }  // namespace
 
 const char * read_side_by_side(const std::vector<Lm *> & models, Mixer & mixer, std::vector<CodedText> & texts,
-                               const std::int64_t * order, std::int32_t first) {
+                               const std::int64_t * order, std::int32_t first, std::int32_t instead) {
     std::size_t n_steps = 0;
     for (const CodedText & text : texts) {
         n_steps = std::max(n_steps, text.n_tokens);
@@ -143,7 +146,7 @@ const char * read_side_by_side(const std::vector<Lm *> & models, Mixer & mixer, 
         const std::size_t from = thread * texts.size() / n_threads;
         const std::size_t to = (thread + 1) * texts.size() / n_threads;
         try {
-            Part part(*models[thread], mixer, texts.data(), from, to - from, order, first);
+            Part part(*models[thread], mixer, texts.data(), from, to - from, order, first, instead);
             for (std::size_t step = 0; step < n_steps; ++step) {
                 if (!part.evaluate(step)) {
                     turns.stop("a number is beyond what float32 holds");

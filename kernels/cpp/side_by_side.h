@@ -19,9 +19,9 @@ struct CodedText {
 };
 
 // Text i is lane i of the mixer. Each model, which has read nothing, is for one thread, and the caller is the first.
-// order [n_tokens]: the model's token of each rank; first: the token that all texts start with. Returns what is wrong,
-// or nullptr.
+// order [n_tokens]: the token of each rank; first: the token that all texts start with. Of tokens beyond a model's own
+// it reads `instead`, and each of them counts 1. Returns what is wrong, or nullptr.
 const char * read_side_by_side(const std::vector<Lm *> & models, Mixer & mixer, std::vector<CodedText> & texts,
-                               const std::int64_t * order, std::int32_t first);
+                               const std::int64_t * order, std::int32_t first, std::int32_t instead);
 
 }  // namespace towerd
