@@ -95,15 +95,19 @@ class ApiClient:
         found: list[Json] = self._get(f"{OWN}/sessions", limit=limit, scope=scope)["sessions"]
         return found
 
-    def session(self, id: str, scope: str | None = None, *, text: bool = False) -> Json:
-        """`session`, `turns`, `text` (that of the current branch, or None) and `kept`: what is
-        live of a chat with a budget, or None."""
+    def session(
+        self, id: str, scope: str | None = None, *, text: bool = False, tokenizer: str = ""
+    ) -> Json:
+        """`session`, `turns`, `rows`, `text` (that of the current branch, or None) and `kept`: what
+        is live of a chat with a budget, or None. tokenizer: "" for the served model's."""
         query = {"scope": scope, "text": int(text), "kept": int(self.has_model)}
+        query |= {"tokenizer": tokenizer} if tokenizer else {}
         found = self._get(f"{OWN}/sessions/{_name(id)}", **query)
         return {"text": None, "kept": None, **found}
 
-    def delete_session(self, id: str, scope: str | None = None) -> None:
-        self._ask("DELETE", f"{OWN}/sessions/{_name(id)}", query={"scope": scope})
+    def delete_session(self, id: str, scope: str | None = None, tokenizer: str = "") -> None:
+        query = {"scope": scope} | ({"tokenizer": tokenizer} if tokenizer else {})
+        self._ask("DELETE", f"{OWN}/sessions/{_name(id)}", query=query)
 
     def freeze_session(self, id: str, scope: str | None = None) -> Json:
         """Freeze a session: `session`, and `changed`: it was not frozen yet."""

@@ -8,6 +8,7 @@ import click
 
 from towerd.cli.client.api_client import PAGE_MAX, ApiClient, Json
 from towerd.cli.client.target import Target, connect, json_option, target_options
+from towerd.errors import TowerdError
 
 SCOPE_HELP = "Only this tenant's."
 TEXT_HEAD = 300
@@ -61,7 +62,11 @@ def _ending(backend: ApiClient, session: Json) -> str:
 
     if not backend.has_model or session["cold_bytes"]:  # a frozen one would be decoded
         return ""
-    text = backend.session(session["id"], session["scope"], text=True)["text"]
+    whose, of = session["scope"], session["tokenizer"]
+    try:
+        text = backend.session(session["id"], whose, text=True, tokenizer=of)["text"]
+    except TowerdError:  # a tokenizer whose vocabulary is not kept
+        return ""
     return preview(text, 60, end=True)
 
 
@@ -232,7 +237,7 @@ def rm(names: tuple[str, ...], scope: str | None, yes: bool, as_json: bool, targ
         if not yes:
             _confirm(found)
         for session in found:
-            backend.delete_session(session["id"], session["scope"])
+            backend.delete_session(session["id"], session["scope"], session["tokenizer"])
     if as_json:
         echo_json({"deleted": list(unique)})
     else:

@@ -187,7 +187,7 @@ async def test_the_prompt_is_evaluated_while_its_session_thaws(service_on: OpenS
         assert held.asked.is_set()
         assert service.store.session("s").cold_bytes
         started = asyncio.ensure_future(anext(events))
-        await until_async(lambda: any(slot.n_decoded for slot in service.engine.slots()))
+        await until_async(lambda: any(seq.n > len(ids) for seq in service.engine.pool))
         assert not started.done()
         held.open.set()
         start = await started
@@ -206,7 +206,7 @@ async def test_a_client_leaves_while_its_session_thaws(service_on: OpenService) 
         request = GenerateRequest(ids=ids, fields=GREEDY, n_predict=3, session="s")
         client = asyncio.create_task(service.sessions.run_quietly(request))
         await asyncio.to_thread(held.asked.wait)
-        await until_async(lambda: any(slot.n_decoded for slot in service.engine.slots()))
+        await until_async(lambda: any(seq.n > len(ids) for seq in service.engine.pool))
         client.cancel()
         await asyncio.wait((client,))
         assert service.store.session("s").cold_bytes

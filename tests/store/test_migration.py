@@ -7,9 +7,12 @@ sessions; `expected.json` beside the store is what that release read from it.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import tarfile
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 from crash import killed_at
+from old_segments import as_schema_7
 from store_tools import FINGERPRINT, OTHER_MODEL, check_rows, turn_of
 
 from towerd.slots.fingerprint import Fingerprint
@@ -140,3 +144,41 @@ def test_killed_anywhere_while_it_migrates(
         check(root, expected, "A")
         shutil.rmtree(root)
     assert number > 20
+
+
+def test_the_old_journal_counts_until_a_new_one_is_whole(
+    old: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No room for a journal after the migration, and then the catalog is lost: what the old journal
+    has is there."""
+    root, expected = old
+
+    replace_file = os.replace
+
+    def full(source: Path, to: Path) -> None:
+        if to.suffix == ".snapshot":
+            raise OSError(errno.ENOSPC, "no space")
+        replace_file(source, to)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        with Store.open(root, FINGERPRINT) as store:
+            store.commit_turn(turn_of([1, 2], [3], session="new"))
+    (root / "catalog.sqlite").write_bytes(b"")
+    check(root, expected, "A")
+
+
+def test_a_long_chat_is_migrated_in_time(root: Path) -> None:
+    """A reply that is rendered anew each turn makes a path and a tip a turn."""
+    with Store.open(root, FINGERPRINT) as store:
+        ids: list[int] = []
+        for turn in range(400):
+            store.commit_turn(turn_of([*ids, turn], [1000 + turn, 7], session="chat"))
+            ids += [turn, 2000 + turn]
+    as_schema_7(root)
+    (root / "catalog.sqlite.clean").unlink()
+    began = time.process_time()
+    with Store.open(root, FINGERPRINT) as store:
+        assert time.process_time() - began < 5
+        assert len(store.turns("chat")) == 400
+        store.check_integrity(keys=True)

@@ -26,7 +26,8 @@ from towerd.tiers.modules import Modules
 from towerd.tokens import Ids
 
 LAYOUT = KVLayout((plane_of("f16", 64),), (plane_of("f16", 64),))
-MODULE = Module(1, "", 15.0, ((0, 4),), 0.001, 0.9)
+WIDE = replace(FINGERPRINT, layout=LAYOUT)
+MODULE = Module(1, "", 15.0, ((0, 4),), 0.001, 0.9, fingerprint=WIDE.digest().hex())
 
 
 def _ids(n: int, seed: int) -> Ids:
@@ -39,7 +40,7 @@ SAME_START = np.concatenate([LONG[:30], _ids(10, 3)])
 
 @pytest.fixture
 def tiers(tmp_path: Path) -> Iterator[Tiers]:
-    with Store.open(tmp_path / "store", replace(FINGERPRINT, layout=LAYOUT)) as store:
+    with Store.open(tmp_path / "store", WIDE) as store:
         made = Tiers(
             store, LAYOUT, v_trans=False, hot_bytes=1 << 30, warm_bytes=1 << 30, policy="lru"
         )

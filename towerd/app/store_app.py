@@ -140,12 +140,14 @@ def _open_store(root: Path) -> Store:
 
 def _source(model: Path | None, store: Store) -> VocabularySource:
     """The vocabulary of `model` (None: the default), which must be that of the model that was last
-    served from the store. Raises ModelError."""
+    served from the store. Raises ModelError, or StoreError if that model's tokens were not seen."""
     path, served = find_model(model), store.state.fingerprint
-    is_known = not served.model_hash.startswith(REPORTED_HASH_PREFIX)
-    return VocabularySource(
-        path, served.model_hash, tokenizer=served.tokenizer if is_known else None
-    )
+    if served.model_hash.startswith(REPORTED_HASH_PREFIX):
+        raise StoreError(
+            "Coding a text takes the vocabulary of the model that was served from this store, "
+            "and its file could not be read there: start its daemon, or serve the model's own file."
+        )
+    return VocabularySource(path, served.model_hash, tokenizer=served.tokenizer)
 
 
 async def get_stats(request: web.Request) -> web.Response:

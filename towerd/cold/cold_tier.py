@@ -80,7 +80,7 @@ class ColdTier:
         self.backoff = Backoff(clock)
         """Sessions that failed to freeze or were thawed recently."""
         self._damaged: set[tuple[str, str]] = set()
-        """(scope, id) of sessions that could not be thawed; requests do not try again."""
+        """(tenant, id) of sessions that could not be thawed; requests do not try again."""
         self._freezer = ThreadPoolExecutor(1, "towerd-freeze", initializer=lower_priority)
         self._thawer = ThreadPoolExecutor(2, "towerd-thaw")
         self._counting = threading.Lock()
@@ -139,7 +139,7 @@ class ColdTier:
         """Thaw the session that a request continues. Returns how many tokens of its prompt are
         then known, or None if the session stays frozen. A session that cannot be thawed does not
         end the request, which has its whole prompt; a damaged one recovers its tokens from it."""
-        key = request.scope, id
+        key = tenant_of(request.scope), id
         try:
             if key not in self._damaged:
                 await self.thaw(id, request.scope)
@@ -168,7 +168,7 @@ class ColdTier:
         except StoreError as error:
             log.error("a damaged session is not recovered", extra={"error": str(error)})
             return False
-        self._damaged.discard((request.scope, id))
+        self._damaged.discard((tenant_of(request.scope), id))
         log.warning("a damaged session got its tokens back from a prompt", extra={"session": id})
         return True
 
@@ -283,7 +283,7 @@ class ColdTier:
             if not info.cold_bytes:
                 return False
             was_frozen = thaw(self.store, self.coding.codec, id, info.scope)
-            self._damaged.discard((info.scope, id))
+            self._damaged.discard((tenant_of(info.scope), id))
             self.backoff.delay((info.scope, id), self.freeze_after_s)
         with self._counting:
             self.n_thawed += was_frozen

@@ -11,6 +11,7 @@ import os
 import secrets
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,6 +69,8 @@ class Vocabularies:
         half = self.folder / f"{secrets.token_hex(8)}.tmp"
         with durable.store_errors("a vocabulary cannot be kept"):
             self.folder.mkdir(mode=0o700, exist_ok=True)
+            for left in self.folder.glob("*.tmp"):  # by a kill
+                left.unlink(missing_ok=True)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             try:
                 with open(os.open(half, flags, 0o600), "wb") as file:
@@ -100,7 +103,8 @@ class Vocabularies:
             body = zstandard.ZstdDecompressor().decompress(packed, max_output_size=BYTES_MAX)
             pieces, names = msgspec.msgpack.decode(body, type=tuple[list[bytes], list[bytes]])
         except (ValueError, struct.error, zstandard.ZstdError, msgspec.MsgspecError) as error:
-            path.replace(path.with_suffix(".damaged"))
+            with suppress(OSError):  # another reader has just done it
+                path.replace(path.with_suffix(".damaged"))
             message = (
                 "The kept vocabulary of this conversation is damaged and was set aside: serve its "
                 "model once, which keeps it anew."

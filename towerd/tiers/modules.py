@@ -121,8 +121,11 @@ class Modules:
         return self._indexes[scope]
 
     def _is_allowed(self, module: Module | None) -> bool:
-        """Modules that were measured under a laxer fidelity stay in the store, unused."""
-        return module is not None and allows(self._tiers.fidelity, module.drift)
+        """Modules that were measured with other rows or under a laxer fidelity stay in the store,
+        unused."""
+        if module is None or module.fingerprint != self._tiers.store.state.digest.hex():
+            return False
+        return allows(self._tiers.fidelity, module.drift)
 
     def _make_index(self, scope: str) -> _Index:
         known = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -17,9 +18,11 @@ from towerd.api.http.query import flag, integer_query
 from towerd.api.http.reply import json_reply
 from towerd.errors import InvalidRequest, NotFound
 from towerd.store import SessionInfo, Store
+from towerd.store.sessions.foreign import ForeignSession
 from towerd.store.sessions.stored_rows import stored_rows
 
 T = TypeVar("T")
+U = TypeVar("U")
 IDLE_S_MAX = 10**10
 
 
@@ -50,28 +53,29 @@ def _sessions(store: Store, scope: str | None, limit: int) -> list[SessionInfo]:
 
 
 async def _in_either(
+    request: web.Request,
     own: Callable[[str, str | None], T],
-    foreign: Callable[[str, str | None], T],
-    name: str,
-    scope: str | None,
-) -> T:
-    """What is asked of a session of the served model's tokenizer, or else of another one's.
-    Raises NotFound."""
-    try:
-        return await asyncio.to_thread(own, name, scope)
-    except NotFound:
-        return await asyncio.to_thread(foreign, name, scope)
+    foreign: Callable[[str, str | None, str], U],
+) -> T | U:
+    """What is asked of a session: one of the served model's tokenizer, or else one of another, or
+    at once the one of `?tokenizer=`. Raises NotFound."""
+    name, scope = request.match_info["id"], visible_scope(request)
+    tokenizer = request.query.get("tokenizer", "")
+    if not tokenizer:
+        with suppress(NotFound):
+            return await asyncio.to_thread(own, name, scope)
+    return await asyncio.to_thread(foreign, name, scope, tokenizer)
 
 
 async def get_session(request: web.Request) -> web.Response:
     """One session with its turns; `?text=1` adds the text of its current branch, `?kept=1` what
     is live of it. A frozen session is decoded for that, and stays frozen."""
     service = service_of(request)
-    store, name, scope = service.store, request.match_info["id"], visible_scope(request)
-    try:
-        info = await asyncio.to_thread(store.session, name, scope)
-    except NotFound:
-        return await _get_foreign(request, name, scope)
+    store, name = service.store, request.match_info["id"]
+    found = await _in_either(request, store.session, store.foreign.session)
+    if isinstance(found, ForeignSession):
+        return await _get_foreign(request, name, found)
+    info = found
     turns = await asyncio.to_thread(store.turns, name, info.scope)
     rows = await asyncio.to_thread(stored_rows, store, turns)
     out: dict[str, Any] = {
@@ -91,22 +95,22 @@ async def get_session(request: web.Request) -> web.Response:
     return json_reply(out)
 
 
-async def _get_foreign(request: web.Request, name: str, scope: str | None) -> web.Response:
+async def _get_foreign(request: web.Request, name: str, found: ForeignSession) -> web.Response:
     """A session of another tokenizer than the served model's: nothing of it can be live."""
-    foreign = service_of(request).store.foreign
-    found = await asyncio.to_thread(foreign.session, name, scope)
+    foreign, info = service_of(request).store.foreign, found.info
+    which = name, info.scope, info.tokenizer
     out: dict[str, Any] = {
-        "session": asdict(found.info),
+        "session": asdict(info),
         "turns": [asdict(turn) for turn in found.turns],
         "rows": [],
     }
     if flag(request, "kept"):
         out["kept"] = None
     if flag(request, "ids"):
-        ids, _ = await asyncio.to_thread(foreign.session_ids, name, found.info.scope)
+        ids, _ = await asyncio.to_thread(foreign.session_ids, *which)
         out["ids"] = ids.tolist()
     if flag(request, "text"):
-        out["text"] = await asyncio.to_thread(foreign.text, name, found.info.scope)
+        out["text"] = await asyncio.to_thread(foreign.text, *which)
     return json_reply(out)
 
 
@@ -125,12 +129,10 @@ async def patch_session(request: web.Request) -> web.Response:
     if body.get("title") is None:
         raise InvalidRequest("Field 'title' is required")
     title = fields.string(body, "title", "")
-    name, scope = request.match_info["id"], visible_scope(request)
     info = await _in_either(
-        lambda id, of: store.rename_session(id, title, of),
-        lambda id, of: store.foreign.rename(id, title, of),
-        name,
-        scope,
+        request,
+        lambda id, scope: store.rename_session(id, title, scope),
+        lambda id, scope, tokenizer: store.foreign.rename(id, title, scope, tokenizer),
     )
     return json_reply({"session": asdict(info)})
 
@@ -159,5 +161,5 @@ async def post_thaw(request: web.Request) -> web.Response:
 async def delete_session(request: web.Request) -> web.Response:
     """Delete a session. The next gc removes its segments unless another session needs them."""
     store, name = service_of(request).store, request.match_info["id"]
-    await _in_either(store.delete_session, store.foreign.delete, name, visible_scope(request))
+    await _in_either(request, store.delete_session, store.foreign.delete)
     return json_reply({"deleted": name})

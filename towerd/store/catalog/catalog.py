@@ -158,9 +158,12 @@ class Catalog:
         digest = identity.fingerprint.digest()
         text = msgspec.json.encode(identity.fingerprint.to_json()).decode()
         known = self.rows("SELECT id, tokenizer FROM fingerprints WHERE digest = ?", (digest,))
-        tokenizer = known[0][1] if known else self._tokenizer_of(identity.tokenizer)
+        tokenizer = known[0][1] if known else None
+        if tokenizer is None:
+            tokenizer = self._tokenizer_of(identity.tokenizer)
         # A known fingerprint can be opened on a full disk, so that data can be evicted.
-        with suppress(DiskFull) if known else nullcontext(), self.transaction():
+        is_known = tokenizer is not None and bool(known)
+        with suppress(DiskFull) if is_known else nullcontext(), self.transaction():
             if tokenizer is None:
                 tokenizer = self._enter_tokenizer(identity.tokenizer, now)
             self.run(
@@ -170,7 +173,8 @@ class Catalog:
             pk = self.run(
                 "INSERT INTO fingerprints(digest, json, created, opened, tokenizer)"
                 " VALUES (?, ?, ?, ?, ?)"
-                " ON CONFLICT (digest) DO UPDATE SET opened = excluded.opened",
+                " ON CONFLICT (digest) DO UPDATE SET opened = excluded.opened,"
+                " tokenizer = excluded.tokenizer",
                 (digest, text, now, now, tokenizer),
             )
         ((tokenizer_digest,),) = self.rows(

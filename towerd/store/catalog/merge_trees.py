@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import sqlite3
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from towerd.store.prefix.node import PUBLIC
 from towerd.store.prefix.scope import is_public, public_of
 from towerd.tokens import ID_BYTES, common_prefix, ids_array
 
+_NAME_CHARS_MAX = 190
 _REFERENCES = (
     ("turns", "prompt_node"),
     ("turns", "reply_node"),
@@ -148,11 +150,16 @@ class MergedTree:
         """Have a path for `ids` with a segment that ends at each of `ends`, whose values are the
         ids that new segments of `scope` keep, or 0; returns its last one."""
         path, n = self._longest(ids, scope)
-        for end in sorted({*ends, n}):
-            for place, segment in enumerate(path):
-                if segment.p0 < end < segment.p1:
-                    path.insert(place, self._split(segment, end - segment.p0))
-        at = next((each for each in path if each.p1 == n), self.root)
+        at = self.root
+        cuts = iter([*sorted({*ends, n}), math.inf])
+        cut = next(cuts)
+        for segment in path:
+            while cut < segment.p1:
+                if cut > segment.p0:
+                    upper = self._split(segment, int(cut) - segment.p0)
+                    at = upper if cut == n else at
+                cut = next(cuts)
+            at = segment if segment.p1 == n else at
         for end in sorted(end for end in ends if end > n):
             piece = ids[at.p1 * ID_BYTES : end * ID_BYTES]
             segment = Segment(self._unused(ends[end]), at, scope, at.p1, piece)
@@ -342,7 +349,7 @@ def _free_name(db: sqlite3.Connection, tokenizer: int, scope: str, id: str) -> s
     taken = "SELECT 1 FROM new_sessions WHERE tokenizer = ? AND scope = ? AND id = ?"
     while db.execute(taken, (tokenizer, scope, name)).fetchall():
         number += 1
-        name = f"{id} ({number})"
+        name = f"{id[:_NAME_CHARS_MAX]} ({number})"
     return name
 
 
@@ -351,11 +358,17 @@ def _move_bases(
 ) -> None:
     """Move bases; of two with one name, that of the fingerprint that was opened last stays."""
     columns = "scope, name, level, n_tokens, digest, created, format, module"
-    for id, node, *rest in db.execute(
+    ((owner,),) = db.execute("SELECT digest FROM fingerprints WHERE id = ?", (fingerprint,))
+    for id, node, *rest, module in db.execute(
         f"SELECT id, node, {columns} FROM bases WHERE fingerprint = ?", (fingerprint,)
     ).fetchall():
         db.execute(
             f"INSERT OR IGNORE INTO new_bases(id, tokenizer, node, {columns})"
             " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (id, tokenizer, ends[node].id, *rest),
+            (id, tokenizer, ends[node].id, *rest, module and _measured_by(owner, module)),
         )
+
+
+def _measured_by(fingerprint: bytes, module: str) -> str:
+    """A module that says for which rows its drift was measured."""
+    return json.dumps(json.loads(module) | {"fingerprint": fingerprint.hex()})

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
+from towerd.errors import DiskFull
 from towerd.store.prefix.node import Node
 from towerd.store.segments.checkpoint_check import stray_checkpoints
 from towerd.store.segments.directory import remove_file
@@ -114,10 +116,16 @@ def drop_foreign(state: StoreState, bytes_needed: int) -> int:
     ):
         if freed >= bytes_needed:
             break
-        uncatalogue(state.catalog, id)
+        try:
+            uncatalogue(state.catalog, id)
+        except DiskFull:
+            # as for files of one's own: that it can be deleted matters most now
+            state.directory.remove(name)
+            with suppress(DiskFull):
+                uncatalogue(state.catalog, id)
         state.directory.remove(name)
+        state.foreign_bytes -= n_bytes
         freed += n_bytes
-    state.foreign_bytes -= freed
     return freed
 
 

@@ -33,6 +33,8 @@ class Module:
     """The model's noise on the same tokens; 0 for a module measured without it."""
     fidelity: str = ""
     """The fidelity whose bound determined `spans`; "" for a module from an older version."""
+    fingerprint: str = ""
+    """The row identity that it was measured with, hex."""
 
     @property
     def n_recomputed(self) -> int:

@@ -43,7 +43,10 @@ def stray_checkpoints(state: StoreState, removed: Collection[int] = ()) -> list[
             if path.suffix == HALF and path.stat().st_mtime < oldest:
                 strays.append(path)
             continue
-        of = fingerprint_of(path)
+        try:
+            of = fingerprint_of(path)
+        except OSError:
+            continue  # deleted meanwhile, or for verify to report
         if of is None or tokenizers.get(of, state.identity.tokenizer) != state.identity.tokenizer:
             continue
         if of not in keys:

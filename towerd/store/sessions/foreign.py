@@ -41,7 +41,10 @@ class ForeignSession:
 
 
 class ForeignSessions:
-    """The sessions of the other tokenizers of an open store. Thread-safe."""
+    """The sessions of the other tokenizers of an open store. Thread-safe.
+
+    `tokenizer`, the hex digest of one, tells sessions of one id apart; of several, the one used
+    last is meant."""
 
     def __init__(self, state: StoreState, vocabularies: Vocabularies, lock: Lock) -> None:
         self._state = state
@@ -59,48 +62,56 @@ class ForeignSessions:
         found.sort(key=lambda info: info.updated, reverse=True)
         return found[:limit]
 
-    def session(self, id: str, scope: str | None = None) -> ForeignSession:
+    def session(self, id: str, scope: str | None = None, tokenizer: str = "") -> ForeignSession:
         """One session and its turns. Raises NotFound; StoreError if the id is ambiguous."""
         with self._lock():
-            table, row, digest = self._find(id, scope)
+            table, row, digest = self._find(id, scope, tokenizer)
             return ForeignSession(
                 replace(table.info(row), tokenizer=digest.hex()), table.turns(row)
             )
 
-    def session_ids(self, id: str, scope: str | None = None) -> tuple[Ids, bytes]:
+    def session_ids(
+        self, id: str, scope: str | None = None, tokenizer: str = ""
+    ) -> tuple[Ids, bytes]:
         """Every token of the current branch, int32, and the digest of its tokenizer. Raises as
         `session`, and SessionFrozen."""
         with self._lock():
-            table, row, digest = self._find(id, scope)
+            table, row, digest = self._find(id, scope, tokenizer)
             leaf, tail = table.leaf_ids(row)
             data = prefix_of(self._state, leaf) if leaf else b""
         return ids_array(data + tail), digest
 
-    def text(self, id: str, scope: str | None = None) -> str:
+    def text(self, id: str, scope: str | None = None, tokenizer: str = "") -> str:
         """The text of the current branch. Raises as `session_ids`; StoreError if the vocabulary is
         not kept."""
-        ids, digest = self.session_ids(id, scope)
+        ids, digest = self.session_ids(id, scope, tokenizer)
         return self._vocabularies.read(digest).text(ids)
 
-    def rename(self, id: str, title: str, scope: str | None = None) -> SessionInfo:
+    def rename(
+        self, id: str, title: str, scope: str | None = None, tokenizer: str = ""
+    ) -> SessionInfo:
         """Set a title. Raises as `session`, or InvalidRequest."""
         with self._lock():
-            table, row, digest = self._find(id, scope)
+            table, row, digest = self._find(id, scope, tokenizer)
             table.rename(row, title)
             return replace(table.info(row), tokenizer=digest.hex())
 
-    def delete(self, id: str, scope: str | None = None) -> None:
+    def delete(self, id: str, scope: str | None = None, tokenizer: str = "") -> None:
         """Forget a session; `gc` frees its segments when its tokenizer is open again. Raises as
         `session`."""
         with self._lock():
-            table, row, _ = self._find(id, scope)
+            table, row, _ = self._find(id, scope, tokenizer)
             table.delete(row)
 
-    def _find(self, id: str, scope: str | None) -> tuple[SessionTable, SessionRow, bytes]:
+    def _find(
+        self, id: str, scope: str | None, tokenizer: str
+    ) -> tuple[SessionTable, SessionRow, bytes]:
         """The session used last of those with this id."""
         found: list[tuple[float, SessionTable, SessionRow, bytes]] = []
         for pk, digest in self._tokenizers():
             table = self._table(pk)
+            if tokenizer not in ("", digest.hex()):
+                continue
             try:
                 row = table.find(id, scope)
             except NotFound:

@@ -59,14 +59,15 @@ class SessionTable:
         return None
 
     def find(self, id: str, scope: str | None) -> SessionRow:
-        """The session with this id; of several of one tenant, which differ in their adapters, the
-        one used last. Raises NotFound; StoreError if scope is None and several tenants have one."""
+        """The session with this id; of several of one tenant, which differ in their adapters, that
+        of `scope` itself, or else the one used last. Raises NotFound; StoreError if scope is None and several tenants have one."""
         rows = self.catalog.rows(
             "SELECT pk, id, scope FROM sessions WHERE tokenizer = ? AND id = ?"
             " ORDER BY updated DESC, pk DESC",
             (self.tokenizer, id),
         )
         rows = [row for row in rows if scope is None or tenant_of(row[2]) == tenant_of(scope)]
+        rows.sort(key=lambda row: row[2] != scope)
         if not rows:
             raise NotFound(f"there is no session {id!r}")
         tenants = {tenant_of(row[2]) for row in rows}
@@ -193,11 +194,14 @@ class SessionTable:
 
     def scopes_with_adapters(self, tenant: str) -> list[str]:
         """The scopes of a tenant's sessions that began under adapters."""
-        rows = self.catalog.rows(
-            "SELECT DISTINCT scope FROM sessions WHERE tokenizer = ? AND scope > ? AND scope < ?",
-            (self.tokenizer, *_with_any_adapters(tenant)),
-        )
-        return [row[0] for row in rows]
+        found: list[str] = []
+        above, end = _with_any_adapters(tenant)
+        # one step through the index for each scope, however many sessions it has
+        sql = "SELECT min(scope) FROM sessions WHERE tokenizer = ? AND scope > ? AND scope < ?"
+        while (after := self.catalog.rows(sql, (self.tokenizer, above, end))[0][0]) is not None:
+            found.append(after)
+            above = after
+        return found
 
     def info(self, session: SessionRow) -> SessionInfo:
         """The entry of one session in `listing`."""

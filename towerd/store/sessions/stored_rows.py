@@ -12,6 +12,9 @@ from towerd.store.sessions.turn import TurnInfo
 from towerd.store.state import StoreState
 from towerd.store.store import Store
 
+_AT_ONCE = 500
+"""Segments in one query."""
+
 
 @dataclass(frozen=True, slots=True)
 class StoredRows:
@@ -31,7 +34,7 @@ class StoredRows:
 def stored_rows(store: Store, turns: Sequence[TurnInfo]) -> list[StoredRows]:
     """The row identities that have rows of the current branch of a session with these turns, the
     open one first, if it has any. Rows in memory count for it."""
-    leaf = max((turn.reply_node for turn in turns if turn.current), default=0)
+    leaf = next((turn.reply_node for turn in reversed(turns) if turn.current), 0)
     with store.locked():
         node = store.state.trie.nodes.get(leaf)
         return [] if node is None else _rows_of(store.state, node.path())
@@ -39,18 +42,21 @@ def stored_rows(store: Store, turns: Sequence[TurnInfo]) -> list[StoredRows]:
 
 def _rows_of(state: StoreState, path: list[Node]) -> list[StoredRows]:
     holders: dict[int, set[int]] = defaultdict(set)
-    for node in path:
-        for (pk,) in state.catalog.rows(
-            "SELECT fingerprint FROM views JOIN files ON files.id = file WHERE node = ?",
-            (node.id,),
+    for start in range(0, len(path), _AT_ONCE):
+        ids = [node.id for node in path[start : start + _AT_ONCE]]
+        marks = ", ".join("?" * len(ids))
+        for node_id, pk in state.catalog.rows(
+            "SELECT node, fingerprint FROM views JOIN files ON files.id = file"
+            f" WHERE node IN ({marks})",
+            ids,
         ):
-            holders[pk].add(node.id)
+            holders[pk].add(node_id)
     own = state.identity.fingerprint
     holders[own] |= {node.id for node in path if node.hot is not None}
     found = []
     for known in state.catalog.fingerprints():
-        ids = holders.get(known.pk, set())
-        leading = list(takewhile(lambda node, ids=ids: node.id in ids, path))  # type: ignore[misc]
+        held = holders.get(known.pk, set())
+        leading = list(takewhile(lambda node, held=held: node.id in held, path))  # type: ignore[misc]
         if leading:
             fingerprint = known.fingerprint
             layout = fingerprint.layout

@@ -94,7 +94,8 @@ class EmbeddedModules:
         digest = hashlib.blake2b(ids_bytes(ids), digest_size=32).hexdigest()
         fidelity = self._splicer.fidelity
         costs = cost.kl, cost.top1, meter.floor.kl
-        return Module(len(head), digest, percent, spans, *costs, fidelity)
+        of = core.info.fingerprint.digest().hex()
+        return Module(len(head), digest, percent, spans, *costs, fidelity, of)
 
     def _step(self, work: Callable[[], T], n_cells: int, given_up: threading.Event) -> T:
         """Run `work` on the inference thread once `n_cells` cells are free. Raises Unavailable
