@@ -19,7 +19,7 @@ from towerd.codec.forms import Coded
 from towerd.codec.mixer_pool import MixerPool, Symbols
 from towerd.codec.prior.file import Prior
 from towerd.codec.prior.state import bits_of
-from towerd.codec.text import MARK_FIRST, as_context, from_ids, parse, split, to_ids
+from towerd.codec.text import MARK_FIRST, Text, as_context, from_ids, parse, split, to_ids
 from towerd.tokens import Ids
 
 BASE_IDS_MAX = 16384
@@ -103,13 +103,16 @@ class Mix:
 
     def decode(self, coded: Coded, n_ids: int, base: Ids) -> Ids:
         """The ids again."""
+        return np.array(to_ids(self.text(coded, n_ids, base), self.vocabulary), np.int32)
+
+    def text(self, coded: Coded, n_ids: int, base: Ids) -> Text:
+        """See `TextFormCoder.text`."""
         bits = coded.only_chunk()
         n_symbols = coded.chunks[0].n_symbols
         kinds = parse(b"", coded.side).kinds
         with self._mixers.borrow(n_symbols, self._context(base, kinds)) as mixer:
             ranks = take_ranks(mixer, 0, make_decoder(mixer, bits), n_symbols)
-        text = parse(self.mini.text(ranks), coded.side)
-        return np.array(to_ids(text, self.vocabulary), np.int32)
+        return parse(self.mini.text(ranks), coded.side)
 
     def symbols(self, ids: Ids) -> Symbols:
         """See `TextCoder.symbols`."""

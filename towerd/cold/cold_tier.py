@@ -21,6 +21,7 @@ from towerd.cold.backoff import Backoff
 from towerd.cold.coding import Coding
 from towerd.cold.freezing import FreezeResult, cold_history, freeze, thaw, write_copy
 from towerd.cold.idle_freezer import IdleFreezer
+from towerd.cold.reading import TextReader
 from towerd.cold.thaw_ahead import ThawAhead
 from towerd.engine.base import Finish, GenerateRequest, LiveBudget, Reuse
 from towerd.errors import (
@@ -79,6 +80,7 @@ class ColdTier:
         self._last_use = float("-inf")
         self.backoff = Backoff(clock)
         """Sessions that failed to freeze or were thawed recently."""
+        self._reader = TextReader(store, coding)
         self._damaged: set[tuple[str, str]] = set()
         """(scope, id) of sessions that could not be thawed; requests do not try again."""
         self._freezer = ThreadPoolExecutor(1, "towerd-freeze", initializer=lower_priority)
@@ -215,6 +217,15 @@ class ColdTier:
         """The token ids of a session's current branch, int32[n]. A frozen session stays frozen.
         Raises as `thaw`."""
         return await self._on(self._thawer, self._session_ids, id, scope)
+
+    async def frozen_text(self, id: str, scope: str | None = None) -> str:
+        """The text of a frozen session, also if its ids cannot be had. It stays frozen. Raises as
+        `TextReader.text`."""
+        return await self._on(self._thawer, self._reader.text, id, scope)
+
+    async def foreign_text(self, id: str, scope: str | None = None) -> str:
+        """The text of a session of another tokenizer. Raises as `TextReader.foreign_text`."""
+        return await self._on(self._thawer, self._reader.foreign_text, id, scope)
 
     def space(self) -> dict[str, Any]:
         """How many tokens resume without prefill, and what a larger disk would keep."""

@@ -15,7 +15,7 @@ from towerd.api.http.body import read_object
 from towerd.api.http.keys import LIMITS, TENANT, service_of
 from towerd.api.http.query import flag, integer_query
 from towerd.api.http.reply import json_reply
-from towerd.errors import InvalidRequest, NotFound
+from towerd.errors import InvalidRequest, NotFound, ThawError
 from towerd.store import SessionInfo, Store
 from towerd.store.sessions.stored_rows import stored_rows
 
@@ -82,13 +82,26 @@ async def get_session(request: web.Request) -> web.Response:
     if flag(request, "kept"):
         out["kept"] = None if info.cold_bytes else await _kept(request, name, info.scope)
     if flag(request, "text") or flag(request, "ids"):
-        detokenize = service.engine.detokenize if flag(request, "text") else None
-        ids = await service.cold.session_ids(name, info.scope)
-        if flag(request, "ids"):
-            out["ids"] = ids.tolist()
-        if detokenize is not None:
-            out["text"] = (await detokenize(ids)).decode("utf-8", "replace")
+        await _add_tokens(request, out, name, info.scope)
     return json_reply(out)
+
+
+async def _add_tokens(request: web.Request, out: dict[str, Any], name: str, scope: str) -> None:
+    """`ids` and `text` of the current branch. A frozen session whose ids cannot be had is read as
+    text all the same."""
+    service = service_of(request)
+    detokenize = service.engine.detokenize if flag(request, "text") else None
+    try:
+        ids = await service.cold.session_ids(name, scope)
+    except ThawError:
+        if flag(request, "ids"):
+            raise
+        out["text"] = await service.cold.frozen_text(name, scope)
+        return
+    if flag(request, "ids"):
+        out["ids"] = ids.tolist()
+    if detokenize is not None:
+        out["text"] = (await detokenize(ids)).decode("utf-8", "replace")
 
 
 async def _get_foreign(request: web.Request, name: str, scope: str | None) -> web.Response:
@@ -106,7 +119,7 @@ async def _get_foreign(request: web.Request, name: str, scope: str | None) -> we
         ids, _ = await asyncio.to_thread(foreign.session_ids, name, found.info.scope)
         out["ids"] = ids.tolist()
     if flag(request, "text"):
-        out["text"] = await asyncio.to_thread(foreign.text, name, found.info.scope)
+        out["text"] = await service_of(request).cold.foreign_text(name, found.info.scope)
     return json_reply(out)
 
 

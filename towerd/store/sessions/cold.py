@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import takewhile
 from operator import itemgetter
 
@@ -25,6 +26,7 @@ from towerd.store.prefix.growth import Growth
 from towerd.store.prefix.node import Node
 from towerd.store.prefix.scope import TENANT_SQL
 from towerd.store.sessions.bases import BaseTable
+from towerd.store.sessions.coded import read_coded
 from towerd.store.sessions.cold_row import (
     encode_prefix_hashes,
     encode_turns,
@@ -45,7 +47,6 @@ CANDIDATES_MAX = 64
 """Maximum number of frozen sessions examined when a prompt matches several equally far."""
 _IS_STILL = "SELECT 1 FROM cold WHERE session = ? AND digest = ? AND frozen = 1"
 _COPY = "SELECT marks, base FROM cold WHERE session = ? AND digest = ? AND frozen = 0"
-_FACTS = ("id", "parent", "n_prompt", "n_reply", "n_cached", "started", "created", "finished")
 _WITHOUT_TOKENS = (
     "SELECT id, n_prompt, n_prompt + n_reply, n_cached FROM turns"
     " WHERE session = ? AND reply_node IS NULL AND tail = x'' ORDER BY id"
@@ -347,23 +348,13 @@ class ColdTable:
     # --- inside ---------------------------------------------------------------------------
 
     def _read(self, session: SessionRow, *, frozen: bool) -> FrozenSession | None:
-        sealed, pk = self._state.catalog.sealed, (session.pk,)
-        rows = sealed("cold", "session = ? AND frozen = ?", (*pk, int(frozen)))
-        blobs = sealed("blobs", "session = ?", pk)
-        if not rows or not blobs:
-            return None
-        turns, marks, digest = (rows[0][name] for name in ("turns", "marks", "digest"))
-        base_id, n_base, blob = rows[0]["base"], rows[0]["n_base"], blobs[0]["blob"]
-        base = self._state.trie.nodes.get(base_id) if base_id is not None else None
-        is_right = n_base == (0 if base is None else base.p1)
-        if not is_right or row_digest(n_base, turns, marks, blob) != digest:
-            raise damaged_session(session.id, "the checksum of its coded tokens does not match")
-        ids = ids_array(base.prefix_bytes() if base is not None else b"")
-        stored = sealed("turns", "session = ? ORDER BY id", pk)
-        facts = [tuple(turn[name] for name in _FACTS) for turn in stored]
-        info = self._sessions.info(session)
-        bases = visible_bases(self._bases, info.scope)
-        return FrozenSession(session, info, ids, turns, blob, facts, bases, digest)
+        nodes = self._state.trie.nodes
+
+        def prefix(segment: int) -> bytes:
+            return nodes[segment].prefix_bytes() if segment in nodes else b""
+
+        bases = partial(visible_bases, self._bases)
+        return read_coded(self._sessions, session, prefix, bases, frozen=frozen)
 
     def _check_same(self, warm: WarmSession) -> None:
         """Raises SessionBusy unless the session is unchanged since it was read."""
