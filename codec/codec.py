@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -126,6 +127,21 @@ class Codec:
         except CodecError:
             return False
         return parsed.vocabulary == self.vocabulary_hash
+
+    def is_current(self, blob: bytes) -> bool:
+        """Whether a blob is of a form that is still written, with the table and model that new ones
+        have."""
+        parsed = container.read(blob)
+        if parsed.form != BY_NAME[parsed.form.name]:
+            return False
+        names = [parsed.form.name]
+        if self._student_path is not None and parsed.form.name == Network.name:
+            names.append(STUDENT)
+        for name in names:
+            with suppress(UnknownModel):
+                if self._coder(name).model == parsed.model:
+                    return True
+        return False
 
     def text_coder(self) -> Mix | Network:
         """The form that takes the fewest bits for a text: `network`, or `mix` if there is no mini

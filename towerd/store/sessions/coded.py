@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
+from towerd.store.catalog.catalog import Catalog
+from towerd.store.prefix.scope import TENANT_SQL
 from towerd.store.sessions.cold_row import row_digest
 from towerd.store.sessions.frozen import FrozenSession, damaged_session
 from towerd.store.sessions.sessions import SessionRow, SessionTable
@@ -11,6 +14,30 @@ from towerd.store.sessions.turn import Base
 from towerd.tokens import ids_array
 
 _FACTS = ("id", "parent", "n_prompt", "n_reply", "n_cached", "started", "created", "finished")
+
+_PAGE = (
+    "SELECT pk, id, scope FROM cold JOIN sessions ON pk = session"
+    " WHERE tokenizer = ?1 AND session > ?2"
+    f" AND (?3 IS NULL OR ?3 IN (scope, {TENANT_SQL})) ORDER BY session LIMIT ?4"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CodedSession:
+    """A session that has a blob, be it frozen or not."""
+
+    pk: int
+    """Its row, by which sessions are gone through."""
+    id: str
+    scope: str
+
+
+def coded_page(
+    catalog: Catalog, tokenizer: int, after: int, limit: int, scope: str | None
+) -> list[CodedSession]:
+    """Sessions of a tokenizer, of one tenant or scope or of all, that have a blob, in order of their
+    rows, which follow row `after`. Runs under the lock."""
+    return [CodedSession(*row) for row in catalog.rows(_PAGE, (tokenizer, after, scope, limit))]
 
 
 def read_coded(

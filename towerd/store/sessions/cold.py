@@ -26,7 +26,7 @@ from towerd.store.prefix.growth import Growth
 from towerd.store.prefix.node import Node
 from towerd.store.prefix.scope import TENANT_SQL
 from towerd.store.sessions.bases import BaseTable
-from towerd.store.sessions.coded import read_coded
+from towerd.store.sessions.coded import CodedSession, coded_page, read_coded
 from towerd.store.sessions.cold_row import (
     encode_prefix_hashes,
     encode_turns,
@@ -59,22 +59,19 @@ class ColdTable:
     """The frozen sessions of one open store. Thread-safe."""
 
     def __init__(
-        self,
-        state: StoreState,
-        sessions: SessionTable,
-        bases: BaseTable,
-        lock: Lock,
+        self, state: StoreState, sessions: SessionTable, bases: BaseTable, lock: Lock
     ) -> None:
         self._state = state
         self._sessions = sessions
         self._bases = bases
         self._lock = lock
+        self._mine = state.identity.tokenizer
         self._prefix_hashes = PrefixHashIndex()
         self._prefix_hashes.load(
             state.catalog.rows(
                 "SELECT session, marks FROM cold JOIN sessions ON pk = session"
                 " WHERE frozen = 1 AND tokenizer = ?",
-                (state.identity.tokenizer,),
+                (self._mine,),
             )
         )
         self.is_empty = not state.catalog.rows("SELECT 1 FROM cold LIMIT 1")
@@ -85,7 +82,7 @@ class ColdTable:
     def stats(self) -> dict[str, int]:
         """The number of frozen sessions and the size of their blobs; the number of sessions that
         have a copy in coded form beside their tokens."""
-        mine = (self._state.identity.tokenizer,)
+        mine = (self._mine,)
         with self._lock():
             ((n, n_bytes),) = self._state.catalog.rows(
                 "SELECT count(*), coalesce(sum(cold_bytes), 0) FROM sessions"
@@ -114,7 +111,7 @@ class ColdTable:
                 " WHERE tokenizer = ? AND cold_bytes = 0 AND updated < ? AND leaf IS NOT NULL"
                 f" AND (?3 IS NULL OR ?3 IN (scope, {TENANT_SQL}))"
                 " ORDER BY updated, pk LIMIT ?4",
-                (self._state.identity.tokenizer, before, scope, limit + len(without)),
+                (self._mine, before, scope, limit + len(without)),
             )
             due = [SessionRow(pk, id) for pk, id, whose in rows if (whose, id) not in without]
             return [self._sessions.info(each) for each in due[:limit]]
@@ -131,8 +128,19 @@ class ColdTable:
         with self._lock():
             return self._state.catalog.rows(
                 "SELECT id, scope FROM sessions WHERE tokenizer = ? AND cold_bytes > 0",
-                (self._state.identity.tokenizer,),
+                (self._mine,),
             )
+
+    def coded(self, after: int, limit: int, scope: str | None = None) -> list[CodedSession]:
+        """See `coded_page`."""
+        with self._lock():
+            return coded_page(self._state.catalog, self._mine, after, limit, scope)
+
+    def blob(self, pk: int) -> bytes:
+        """The blob of a session's row; empty if it has none."""
+        with self._lock():
+            rows = self._state.catalog.rows("SELECT blob FROM blobs WHERE session = ?", (pk,))
+        return b"".join(blob for (blob,) in rows)
 
     def named(self, id: str, scope: str) -> str | None:
         """`id` if it names a frozen session; otherwise None."""
@@ -415,7 +423,7 @@ class ColdTable:
         rows = self._state.catalog.rows(
             "SELECT updated, pk, id FROM sessions WHERE pk = ? AND scope = ? AND tokenizer = ?"
             " AND cold_bytes > 0",
-            (pk, scope, self._state.identity.tokenizer),
+            (pk, scope, self._mine),
         )
         return rows[0] if rows else None
 
