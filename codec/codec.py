@@ -18,7 +18,14 @@ import numpy as np
 from towerd.codec import container, kept, media
 from towerd.codec.base import IDS_MAX, TokenVocabulary, as_ids, ids_hash, vocabulary_hash
 from towerd.codec.container import BY_NAME, Blob
-from towerd.codec.errors import CodecError, Damaged, UnknownModel, WrongBase, WrongVocabulary
+from towerd.codec.errors import (
+    CodecError,
+    Damaged,
+    UnknownModel,
+    WrongBase,
+    WrongVocabulary,
+    other_ids,
+)
 from towerd.codec.fallback import Packed, Ranked, ZstdText
 from towerd.codec.forms import Coded, FormCoder, TextFormCoder
 from towerd.codec.mix import Mix
@@ -106,6 +113,9 @@ class Codec:
         try:
             return _checked(parsed, np.array(to_ids(text, self.vocabulary), np.int32))
         except CodecError:
+            if parsed.base_ids and isinstance(coder, Mix | Network):
+                if not coder.mini.cuts_as_written():
+                    raise  # after another base the text would be another one
             return spell(text, self.vocabulary)
 
     def keep(self, blob: bytes) -> None:
@@ -290,8 +300,5 @@ def _checked(blob: Blob, tokens: Ids) -> Ids:
     """The ids of a blob, with its media, if they have the hash that they should."""
     ids = media.put_back(tokens, blob.media)
     if len(ids) != blob.n_ids or ids_hash(ids) != blob.hash:
-        raise Damaged(
-            "The blob decodes to other ids than it was made of: it was changed, or this "
-            "llama.cpp cuts text into tokens otherwise than the one that wrote it."
-        )
+        raise other_ids()
     return ids

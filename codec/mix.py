@@ -12,13 +12,14 @@ from typing import Protocol
 
 import numpy as np
 
-from towerd.codec.base import TokenVocabulary
+from towerd.codec.base import TokenVocabulary, vocabulary_hash
 from towerd.codec.coder import Encoder, make_decoder, take_ranks
 from towerd.codec.container import CodedChunk
 from towerd.codec.forms import Coded
 from towerd.codec.mixer_pool import MixerPool, Symbols
 from towerd.codec.prior.file import Prior
 from towerd.codec.prior.state import bits_of
+from towerd.codec.probe import probe
 from towerd.codec.text import MARK_FIRST, Text, as_context, from_ids, parse, split, to_ids
 from towerd.tokens import Ids
 
@@ -27,6 +28,10 @@ BASE_IDS_MAX = 16384
 KINDS = (1, 2, 3, 0, 4, 5, 6, 7)
 """The control token of the mini vocabulary for each kind of mark. Its chat form has the tokens
 begin (of the text), start (of a message), end, and thirteen without a meaning."""
+
+
+WRITTEN = {"4650871a062739be": "3d185f6db51e9e2b0225d768e71be48a"}
+"""What `probe` gives for the mini vocabulary whose hash this is, when blobs are written."""
 
 
 class TextCoder(Protocol):
@@ -75,6 +80,12 @@ class MiniText:
         if self.spelled.keys().isdisjoint(ids):
             return ids
         return [byte for token in ids for byte in self.spelled.get(token, (token,))]
+
+    def cuts_as_written(self) -> bool:
+        """Whether a base is cut into the symbols that blobs were written after, as far as known."""
+        vocabulary = self.prior.vocabulary
+        now = probe(vocabulary.tokenize)
+        return WRITTEN.get(vocabulary_hash(vocabulary).hex(), now) == now
 
     def text(self, ranks: list[int]) -> bytes:
         """The text again."""

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from towerd.codec import varint
 from towerd.codec.base import TokenVocabulary
-from towerd.codec.errors import Damaged
+from towerd.codec.errors import Damaged, other_ids
 from towerd.tokens import Ids
 
 MARK_FIRST, MARK_OTHER = 0xF8, 0xFF
@@ -183,7 +183,7 @@ class _Patches:
             patch = self.left.pop()
             first = patch.start - self.start
             if first < at or first + patch.n > end:
-                raise Damaged("The blob is damaged: an exception lies outside its run.")
+                raise other_ids()
             out += run[at:first].tolist()
             out += patch.ids
             at = first + patch.n
@@ -192,7 +192,7 @@ class _Patches:
 
     def end(self) -> None:
         if self.left:
-            raise Damaged("The blob is damaged: an exception lies after the text.")
+            raise other_ids()
 
 
 def _tokenize(run: bytes, vocabulary: TokenVocabulary, strip: bool) -> Ids:

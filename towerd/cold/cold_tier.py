@@ -98,7 +98,7 @@ class ColdTier:
         a background request of fewer than `n_ctx` tokens under the budget `live`; None: sessions
         thawed ahead get only their tokens back."""
         self.ahead = ThawAhead(self.store, self.thaw, run, n_ctx, live)
-        renewal = Renewal(self, tokenizer_changed=False)
+        renewal = Renewal(self)
         freezer = IdleFreezer(self, self.freeze_after_s, self._has_rows, self._clock, renewal)
         self._task = asyncio.create_task(freezer.run())
         return self.ahead

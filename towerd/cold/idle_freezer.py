@@ -45,8 +45,6 @@ class SessionCoder(Protocol):
 
     async def write_copy(self, id: str, scope: str) -> bool: ...
 
-    async def recode(self, id: str, scope: str | None = None) -> bool: ...
-
     async def freeze(
         self, id: str, scope: str | None = None, *, only_without_rows: bool = False
     ) -> FreezeResult | None: ...
@@ -112,7 +110,7 @@ class IdleFreezer:
             return False
         session = await self._renewal.next()
         if session is not None:
-            await self._try(session.id, session.scope, self._tier.recode(session.id, session.scope))
+            await self._try(session.id, session.scope, self._renewal.renew(session))
         return session is not None
 
     async def _code(self, session: IdleSession) -> None:
