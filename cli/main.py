@@ -16,6 +16,7 @@ CONTROL_COMMANDS = {
     "sessions": "towerd.cli.sessions.sessions:sessions",
     "freeze": "towerd.cli.sessions.freeze:freeze",
     "thaw": "towerd.cli.sessions.freeze:thaw",
+    "recode": "towerd.cli.sessions.freeze:recode",
     "export": "towerd.cli.sessions.transfer:export",
     "import": "towerd.cli.sessions.transfer:import_",
     "segments": "towerd.cli.segments.segments:segments",

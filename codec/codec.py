@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -17,14 +18,22 @@ import numpy as np
 from towerd.codec import container, kept, media
 from towerd.codec.base import IDS_MAX, TokenVocabulary, as_ids, ids_hash, vocabulary_hash
 from towerd.codec.container import BY_NAME, Blob
-from towerd.codec.errors import CodecError, Damaged, UnknownModel, WrongBase, WrongVocabulary
+from towerd.codec.errors import (
+    CodecError,
+    Damaged,
+    UnknownModel,
+    WrongBase,
+    WrongVocabulary,
+    other_ids,
+)
 from towerd.codec.fallback import Packed, Ranked, ZstdText
-from towerd.codec.forms import Coded, FormCoder
+from towerd.codec.forms import Coded, FormCoder, TextFormCoder
 from towerd.codec.mix import Mix
 from towerd.codec.models import mini
 from towerd.codec.models.student import Student
 from towerd.codec.network import Network
 from towerd.codec.prior import file
+from towerd.codec.text import spell, to_ids
 from towerd.tokens import Ids
 
 STUDENT = "student"
@@ -90,6 +99,25 @@ class Codec:
         self._check_needs(parsed, before)
         return self._decode(parsed, before)
 
+    def read(self, blob: bytes, base: Sequence[int] | Ids = ()) -> Ids | bytes:
+        """The ids of a blob; or its text, control tokens as they are written and without media, where
+        this vocabulary cannot cut the text into those ids: another llama.cpp, or a vocabulary that
+        is kept without its tokenizer. Raises as `decode`."""
+        parsed = container.read(blob)
+        before = as_ids(base)
+        self._check_needs(parsed, before)
+        coder, n_tokens = self._ready(parsed)
+        if not isinstance(coder, TextFormCoder) or not n_tokens:
+            return self._decode(parsed, before)
+        text = coder.text(_coded(parsed), n_tokens, media.tokens_of(before))
+        try:
+            return _checked(parsed, np.array(to_ids(text, self.vocabulary), np.int32))
+        except CodecError:
+            if parsed.base_ids and isinstance(coder, Mix | Network):
+                if not coder.mini.cuts_as_written():
+                    raise  # after another base the text would be another one
+            return spell(text, self.vocabulary)
+
     def keep(self, blob: bytes) -> None:
         """Copy the tables and models that a blob needs into `tables`; call it before the blob is
         relied on. Raises OSError."""
@@ -109,6 +137,21 @@ class Codec:
         except CodecError:
             return False
         return parsed.vocabulary == self.vocabulary_hash
+
+    def is_current(self, blob: bytes) -> bool:
+        """Whether a blob is of a form that is still written, with the table and model that new ones
+        have."""
+        parsed = container.read(blob)
+        if parsed.form != BY_NAME[parsed.form.name]:
+            return False
+        names = [parsed.form.name]
+        if self._student_path is not None and parsed.form.name == Network.name:
+            names.append(STUDENT)
+        for name in names:
+            with suppress(UnknownModel):
+                if self._coder(name).model == parsed.model:
+                    return True
+        return False
 
     def text_coder(self) -> Mix | Network:
         """The form that takes the fewest bits for a text: `network`, or `mix` if there is no mini
@@ -206,22 +249,20 @@ class Codec:
         return container.write(blob)
 
     def _decode(self, blob: Blob, base: Ids) -> Ids:
+        coder, n_tokens = self._ready(blob)
+        ids = np.zeros(0, np.int32)
+        if n_tokens:
+            ids = coder.decode(_coded(blob), n_tokens, media.tokens_of(base))
+        return _checked(blob, ids)
+
+    def _ready(self, blob: Blob) -> tuple[FormCoder, int]:
+        """What reads a blob, and the number of its tokens without media."""
         coder = self._coder_of(blob)
         self._check_model(blob, coder)
-        coded = Coded(blob.side, blob.chunks, blob.form.n_ctx)
         n_tokens = blob.n_ids - media.count(blob.media)
         if n_tokens < 0:
             raise Damaged("The blob is damaged: it has fewer ids than its media.")
-        ids = np.zeros(0, np.int32)
-        if n_tokens:
-            ids = coder.decode(coded, n_tokens, media.tokens_of(base))
-        ids = media.put_back(ids, blob.media)
-        if len(ids) != blob.n_ids or ids_hash(ids) != blob.hash:
-            raise Damaged(
-                "The blob decodes to other ids than it was made of: it was changed, or this "
-                "llama.cpp cuts text into tokens otherwise than the one that wrote it."
-            )
-        return ids
+        return coder, n_tokens
 
     def _check_ids(self, ids: Ids) -> None:
         n_tokens = len(self.vocabulary.pieces)
@@ -249,3 +290,15 @@ class Codec:
                 f"{coder.model.hex()}: use the version of towerd that wrote it, with the student "
                 "that it was given, if any."
             )
+
+
+def _coded(blob: Blob) -> Coded:
+    return Coded(blob.side, blob.chunks, blob.form.n_ctx)
+
+
+def _checked(blob: Blob, tokens: Ids) -> Ids:
+    """The ids of a blob, with its media, if they have the hash that they should."""
+    ids = media.put_back(tokens, blob.media)
+    if len(ids) != blob.n_ids or ids_hash(ids) != blob.hash:
+        raise other_ids()
+    return ids

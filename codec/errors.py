@@ -29,3 +29,11 @@ class WrongVocabulary(CodecError):
 
 class WrongBase(CodecError):
     """The blob is conditioned on a prefix that was not given, or on another one."""
+
+
+def other_ids() -> Damaged:
+    """The error for a blob whose ids are not those that it was made of."""
+    return Damaged(
+        "The blob decodes to other ids than it was made of: it was changed, or this "
+        "llama.cpp cuts text into tokens otherwise than the one that wrote it."
+    )

@@ -22,7 +22,7 @@ from towerd.codec.base import TokenVocabulary
 from towerd.codec.container import CodedChunk
 from towerd.codec.errors import Damaged
 from towerd.codec.forms import Coded
-from towerd.codec.text import from_ids, parse, to_ids
+from towerd.codec.text import Text, from_ids, parse, to_ids
 from towerd.tokens import Ids
 
 LEVEL = 19
@@ -106,8 +106,12 @@ class ZstdText:
 
     def decode(self, coded: Coded, n_ids: int, base: Ids) -> Ids:
         """The ids again."""
+        return np.array(to_ids(self.text(coded, n_ids, base), self.vocabulary), np.int32)
+
+    def text(self, coded: Coded, n_ids: int, base: Ids) -> Text:
+        """See `TextFormCoder.text`."""
         text = self.zstd.decompress(coded.only_chunk(), n_ids * self.piece_bytes_max)
-        return np.array(to_ids(parse(text, coded.side), self.vocabulary), np.int32)
+        return parse(text, coded.side)
 
 
 class _Zstd:

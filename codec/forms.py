@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from towerd.codec.container import CodedChunk
 from towerd.codec.errors import Damaged
+from towerd.codec.text import Text
 from towerd.tokens import Ids
 
 
@@ -50,4 +51,13 @@ class FormCoder(Protocol):
 
     def decode(self, coded: Coded, n_ids: int, base: Ids) -> Ids:
         """The ids again; Damaged if `encode` cannot have written this."""
+        ...
+
+
+@runtime_checkable
+class TextFormCoder(FormCoder, Protocol):
+    """A form that writes the text of the ids, which `decode` tokenizes again."""
+
+    def text(self, coded: Coded, n_ids: int, base: Ids) -> Text:
+        """The text and what corrects its ids; Damaged if `encode` cannot have written this."""
         ...

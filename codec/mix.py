@@ -12,14 +12,15 @@ from typing import Protocol
 
 import numpy as np
 
-from towerd.codec.base import TokenVocabulary
+from towerd.codec.base import TokenVocabulary, vocabulary_hash
 from towerd.codec.coder import Encoder, make_decoder, take_ranks
 from towerd.codec.container import CodedChunk
 from towerd.codec.forms import Coded
 from towerd.codec.mixer_pool import MixerPool, Symbols
 from towerd.codec.prior.file import Prior
 from towerd.codec.prior.state import bits_of
-from towerd.codec.text import MARK_FIRST, as_context, from_ids, parse, split, to_ids
+from towerd.codec.probe import probe
+from towerd.codec.text import MARK_FIRST, Text, as_context, from_ids, parse, split, to_ids
 from towerd.tokens import Ids
 
 BASE_IDS_MAX = 16384
@@ -27,6 +28,10 @@ BASE_IDS_MAX = 16384
 KINDS = (1, 2, 3, 0, 4, 5, 6, 7)
 """The control token of the mini vocabulary for each kind of mark. Its chat form has the tokens
 begin (of the text), start (of a message), end, and thirteen without a meaning."""
+
+
+WRITTEN = {"4650871a062739be": "3d185f6db51e9e2b0225d768e71be48a"}
+"""What `probe` gives for the mini vocabulary whose hash this is, when blobs are written."""
 
 
 class TextCoder(Protocol):
@@ -76,6 +81,12 @@ class MiniText:
             return ids
         return [byte for token in ids for byte in self.spelled.get(token, (token,))]
 
+    def cuts_as_written(self) -> bool:
+        """Whether a base is cut into the symbols that blobs were written after, as far as known."""
+        vocabulary = self.prior.vocabulary
+        now = probe(vocabulary.tokenize)
+        return WRITTEN.get(vocabulary_hash(vocabulary).hex(), now) == now
+
     def text(self, ranks: list[int]) -> bytes:
         """The text again."""
         return b"".join([self.bytes_by_rank[rank] for rank in ranks])
@@ -103,13 +114,16 @@ class Mix:
 
     def decode(self, coded: Coded, n_ids: int, base: Ids) -> Ids:
         """The ids again."""
+        return np.array(to_ids(self.text(coded, n_ids, base), self.vocabulary), np.int32)
+
+    def text(self, coded: Coded, n_ids: int, base: Ids) -> Text:
+        """See `TextFormCoder.text`."""
         bits = coded.only_chunk()
         n_symbols = coded.chunks[0].n_symbols
         kinds = parse(b"", coded.side).kinds
         with self._mixers.borrow(n_symbols, self._context(base, kinds)) as mixer:
             ranks = take_ranks(mixer, 0, make_decoder(mixer, bits), n_symbols)
-        text = parse(self.mini.text(ranks), coded.side)
-        return np.array(to_ids(text, self.vocabulary), np.int32)
+        return parse(self.mini.text(ranks), coded.side)
 
     def symbols(self, ids: Ids) -> Symbols:
         """See `TextCoder.symbols`."""

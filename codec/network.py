@@ -26,7 +26,7 @@ from towerd.codec.models.predictor_pool import PredictorPool
 from towerd.codec.models.side_by_side import n_cores, read_texts
 from towerd.codec.prior.file import Prior
 from towerd.codec.prior.state import bits_of
-from towerd.codec.text import as_context, from_ids, parse, to_ids
+from towerd.codec.text import Text, as_context, from_ids, parse, to_ids
 from towerd.kernels.mixing import Mixer
 from towerd.tokens import Ids
 
@@ -154,12 +154,16 @@ class Network:
 
     def decode(self, coded: Coded, n_ids: int, base: Ids) -> Ids:
         """The ids again."""
+        return np.array(to_ids(self.text(coded, n_ids, base), self.vocabulary), np.int32)
+
+    def text(self, coded: Coded, n_ids: int, base: Ids) -> Text:
+        """See `TextFormCoder.text`."""
         context = self._context(base, parse(b"", coded.side).kinds)
         sizes = [chunk.n_symbols for chunk in coded.chunks]
         bits = [chunk.bits for chunk in coded.chunks]
         ranks = self._lanes[coded.n_ctx].decode(sizes, bits, context, self.n_threads)
         text = self.mini.text([rank for part in ranks for rank in part])
-        return np.array(to_ids(parse(text, coded.side), self.vocabulary), np.int32)
+        return parse(text, coded.side)
 
     @property
     def lanes(self) -> Lanes:

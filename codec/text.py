@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from towerd.codec import varint
 from towerd.codec.base import TokenVocabulary
-from towerd.codec.errors import Damaged
+from towerd.codec.errors import Damaged, other_ids
 from towerd.tokens import Ids
 
 MARK_FIRST, MARK_OTHER = 0xF8, 0xFF
@@ -120,15 +120,35 @@ def to_ids(text: Text, vocabulary: TokenVocabulary) -> list[int]:
     patches, others = _Patches(text.exceptions), iter(text.others)
     for part in _MARKS.split(text.text):
         if len(part) == 1 and part[0] >= MARK_FIRST:
-            kind = part[0] - MARK_FIRST
-            token = next(others, -1) if kind == KINDS_MAX else (*text.kinds, *[-1] * 8)[kind]
-            if token < 0:
-                raise Damaged("The blob is damaged: its text has a mark that nothing explains.")
-            out.append(token)
+            out.append(_token(part[0] - MARK_FIRST, text.kinds, others))
         elif part:
             patches.apply(_tokenize(part, vocabulary, text.strip), out)
     patches.end()
     return out
+
+
+def spell(text: Text, vocabulary: TokenVocabulary) -> bytes:
+    """The bytes that the ids stand for, control tokens as they are written; nothing is tokenized.
+    Damaged if a mark has no meaning."""
+    pieces, names = vocabulary.pieces, vocabulary.names
+    others, out = iter(text.others), bytearray()
+    for part in _MARKS.split(text.text):
+        if len(part) == 1 and part[0] >= MARK_FIRST:
+            token = _token(part[0] - MARK_FIRST, text.kinds, others)
+            if token >= len(pieces):
+                raise Damaged("The blob is damaged: it has a token that the vocabulary lacks.")
+            out += pieces[token] or names[token]
+        else:
+            out += part
+    return bytes(out)
+
+
+def _token(kind: int, kinds: Sequence[int], others: Iterator[int]) -> int:
+    """The id of a mark."""
+    token = next(others, -1) if kind == KINDS_MAX else (*kinds, *[-1] * KINDS_MAX)[kind]
+    if token < 0:
+        raise Damaged("The blob is damaged: its text has a mark that nothing explains.")
+    return token
 
 
 def as_context(ids: Ids, kinds: Sequence[int], vocabulary: TokenVocabulary) -> bytes:
@@ -163,7 +183,7 @@ class _Patches:
             patch = self.left.pop()
             first = patch.start - self.start
             if first < at or first + patch.n > end:
-                raise Damaged("The blob is damaged: an exception lies outside its run.")
+                raise other_ids()
             out += run[at:first].tolist()
             out += patch.ids
             at = first + patch.n
@@ -172,7 +192,7 @@ class _Patches:
 
     def end(self) -> None:
         if self.left:
-            raise Damaged("The blob is damaged: an exception lies after the text.")
+            raise other_ids()
 
 
 def _tokenize(run: bytes, vocabulary: TokenVocabulary, strip: bool) -> Ids:

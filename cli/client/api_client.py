@@ -119,6 +119,17 @@ class ApiClient:
         path = f"{OWN}/sessions/{_name(id)}/thaw"
         return self._ask("POST", path, {}, {"scope": scope}, timeout_s=None)
 
+    def recode_session(self, id: str, scope: str | None = None) -> Json:
+        """Renew the coded form of a session: `session`, and `changed`: it has one."""
+        path = f"{OWN}/sessions/{_name(id)}/recode"
+        return self._ask("POST", path, {}, {"scope": scope}, timeout_s=None)
+
+    def coded_sessions(self, after: int, limit: int, scope: str | None = None) -> list[Json]:
+        """`pk`, `id` and `scope` of sessions that have a coded form, which follow row `after`."""
+        query = {"limit": limit, "scope": scope, "coded_after": after}
+        found: list[Json] = self._get(f"{OWN}/sessions", **query)["sessions"]
+        return found
+
     def idle_sessions(self, idle_s: int, limit: int, scope: str | None = None) -> list[Json]:
         """Sessions that can be frozen and were unused for `idle_s`, least recently used first."""
         query = {"limit": limit, "scope": scope, "idle_s": idle_s}

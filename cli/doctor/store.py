@@ -15,9 +15,14 @@ from towerd.cli.doctor.machine import existing
 from towerd.cli.output import size
 from towerd.settings.config import Config
 from towerd.store.catalog.schema import APPLICATION_ID, VERSION
+from towerd.store.probes import CHANGED, RENEWING
 
 NOT_YET = "not there yet; the first start makes it"
 RESTORE = "Put a backup in its place, or move the store directory away to begin with an empty one."
+RECODE = (
+    "The daemon codes conversations again while nothing else runs; those that stay text are read with "
+    "towerctl sessions show, and go on when a client sends them."
+)
 REBUILD = "The next start, or towerctl verify without a daemon, rebuilds it from its journal."
 
 
@@ -101,12 +106,30 @@ def catalog(config: Config) -> Finding:
                     f"schema version {version}, this towerd knows up to {VERSION}",
                     "Use a newer towerd, or another store with --store-dir.",
                 )
+            changed = _tokenizers_changed(db)
             said = [str(row[0]) for row in db.execute("PRAGMA quick_check(5)")]
     except sqlite3.Error as error:
         return fail(f"{path}: {error}", advice)
     if said != ["ok"]:
         return fail("; ".join(said), advice)
+    if changed:
+        return warn(f"schema version {version}, quick_check ok; {changed}", RECODE)
     return ok(f"schema version {version}, quick_check ok, {size(path.stat().st_size)}")
+
+
+def _tokenizers_changed(db: sqlite3.Connection) -> str:
+    """What is left of coded conversations since another llama.cpp cut text into other tokens; empty
+    if nothing is."""
+    rows = db.execute(
+        "SELECT value FROM meta WHERE key >= ?1 AND key < ?1 || '~' AND value != '0'", (CHANGED,)
+    )
+    values = [str(row[0]) for row in rows]
+    if RENEWING in values:
+        return "this llama.cpp cuts text into other tokens than an earlier one"
+    n_text = sum(int(value) for value in values if value.isdecimal())
+    if n_text:
+        return f"llama.cpp changed, and {n_text} coded conversations are readable as text alone"
+    return ""
 
 
 def _missing_catalog(root: Path) -> Finding:

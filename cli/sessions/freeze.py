@@ -1,9 +1,9 @@
-"""`towerctl freeze`, `towerctl thaw`: convert sessions to coded text and back."""
+"""`towerctl freeze`, `towerctl thaw`: convert sessions to coded text and back; `towerctl recode`."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 
@@ -59,7 +59,8 @@ def freeze(
         raise click.UsageError("Name sessions, or give --idle.")
     with connect(replace(target, model=model)) as backend:
         if idle is not None:
-            found = _freeze_idle(backend, idle, scope, as_json)
+            due = _idle(backend, idle, scope)
+            found = _of_each(due, lambda name, of: _freeze(backend, name, of, as_json))
         else:
             found = [_freeze(backend, name, scope, as_json) for name in dict.fromkeys(names)]
     if as_json:
@@ -95,6 +96,51 @@ def thaw(
         echo_json({"thawed": thawed})
 
 
+@click.command()
+@click.argument("names", metavar="[SESSION]...", nargs=-1)
+@click.option("--all", "everything", is_flag=True, help="All that have a coded form.")
+@click.option("--scope", metavar="TENANT", help="Only this tenant's.")
+@setting_option("model")
+@json_option
+@target_options
+def recode(
+    names: tuple[str, ...],
+    everything: bool,
+    scope: str | None,
+    model: str | None,
+    as_json: bool,
+    target: Target,
+) -> None:
+    """Code each SESSION again that is frozen, or has a copy in coded form, with the tables and models
+    of this release. The new form is checked before it replaces the old one."""
+    if bool(names) == everything:
+        raise click.UsageError("Name sessions, or give --all.")
+    with connect(replace(target, model=model)) as backend:
+        if everything:
+            coded = _coded(backend, scope)
+            found = _of_each(coded, lambda name, of: _recode(backend, name, of, as_json))
+        else:
+            found = [_recode(backend, name, scope, as_json) for name in dict.fromkeys(names)]
+    if as_json:
+        from towerd.cli.output import echo_json
+
+        echo_json({"recoded": found})
+    elif not found:
+        click.echo("No session has a coded form.")
+
+
+def _recode(backend: ApiClient, name: str, scope: str | None, quiet: bool) -> Json:
+    from towerd.cli.output import size
+
+    found = backend.recode_session(name, scope)
+    if not quiet:
+        session = found["session"]
+        what = f", {size(session['cold_bytes'])}" if session["cold_bytes"] else ""
+        done = f"coded again{what}" if found["changed"] else "has no coded form"
+        click.echo(f"Session {name}: {done}.")
+    return found
+
+
 def _freeze(backend: ApiClient, name: str, scope: str | None, quiet: bool) -> Json:
     from towerd.cli.output import size
 
@@ -110,20 +156,28 @@ def _freeze(backend: ApiClient, name: str, scope: str | None, quiet: bool) -> Js
     return found
 
 
-def _freeze_idle(backend: ApiClient, idle_s: int, scope: str | None, quiet: bool) -> list[Json]:
-    """Freeze all idle sessions. A failure is reported, and the others continue; the same failure
-    twice in a row is not about a single session, and is raised."""
+def _of_each(sessions: Iterable[Json], work: Callable[[str, str], Json]) -> list[Json]:
+    """`work(id, scope)` of each session. A failure is reported, and the others continue; the same
+    failure twice in a row is not about a single session, and is raised."""
     done: list[Json] = []
     before = ""
-    for session in _idle(backend, idle_s, scope):
+    for session in sessions:
         try:
-            done.append(_freeze(backend, session["id"], session["scope"], quiet))
+            done.append(work(session["id"], session["scope"]))
         except TowerdError as error:
             if error.message == before:
                 raise
             before = error.message
             click.echo(f"Session {session['id']}: {error.message}", err=True)
     return done
+
+
+def _coded(backend: ApiClient, scope: str | None) -> Iterator[Json]:
+    """Every session that has a coded form, page by page."""
+    after = 0
+    while page := backend.coded_sessions(after, PAGE_MAX, scope):
+        yield from page
+        after = page[-1]["pk"]
 
 
 def _idle(backend: ApiClient, idle_s: int, scope: str | None) -> Iterator[Json]:

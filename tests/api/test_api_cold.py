@@ -106,6 +106,19 @@ async def test_whose_it_is(make_client: MakeClient) -> None:
         assert "no session" in refused["error"]["message"]
         found = await value(await client.post(f"{OWN}/{id}/{verb}", headers=key("ka")))
         assert found["changed"] is True
+    await value(await client.post(f"{OWN}/{id}/recode", headers=key("ka")), 403)
+
+
+async def test_renewed(client: Client) -> None:
+    """Frozen or a copy, its coded form is renewed; without one nothing is done."""
+    id = await talk(client)
+    for verb, changed in (("recode", False), ("freeze", True), ("recode", True), ("thaw", True)):
+        found = await value(await client.post(f"{OWN}/{id}/{verb}", json={}))
+        assert found["changed"] is changed
+    (listed,) = (await value(await client.get(f"{OWN}?coded_after=0")))["sessions"]
+    assert listed["id"] == id
+    after = listed["pk"]
+    assert (await value(await client.get(f"{OWN}?coded_after={after}")))["sessions"] == []
 
 
 async def test_without_the_vocabulary(make_client: MakeClient, tmp_path: Path) -> None:

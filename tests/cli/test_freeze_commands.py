@@ -1,4 +1,4 @@
-"""`towerctl freeze` and `towerctl thaw`, with the daemon and on the store itself."""
+"""`towerctl freeze`, `thaw` and `recode`, with the daemon and on the store itself."""
 
 from __future__ import annotations
 
@@ -40,6 +40,13 @@ def test_with_a_daemon_and_without(server: Daemon, ctl: Ctl, ctl_json: CtlJson) 
     assert "is frozen: thaw it" in ctl("pin", "--session", "one", *at, code=1).output
     assert "2 of them" in ctl("stats", *at).output
     assert "2 of them frozen" in ctl("verify", *at).output
+    assert "Session one: coded again, " in ctl("recode", "one", *at).output
+    assert "give --all" in ctl("recode", *at, code=2).output
+    recoded = ctl_json("recode", "--all", *at)["recoded"]
+    assert {each["session"]["id"]: each["changed"] for each in recoded} == {
+        "one": True,
+        "two": True,
+    }
     (found,) = ctl_json("thaw", "one", *at)["thawed"]
     assert found["changed"] is True
     assert server.session_ids("one") == ids
@@ -51,6 +58,7 @@ def test_with_a_daemon_and_without(server: Daemon, ctl: Ctl, ctl_json: CtlJson) 
     assert "'one' is frozen: thaw it" in ctl("pin", "--session", "one", *alone, code=1).output
     assert ctl("thaw", "one", "one", *alone).output == f"Session one: thawed, {len(ids)} tokens.\n"
     assert "was not frozen" in ctl("thaw", "one", *alone).output
+    assert ctl("recode", "one", *alone).output == "Session one: coded again.\n"  # its copy
     with server.stored() as store:
         assert store.session_ids("one").tolist() == ids
 

@@ -1,4 +1,4 @@
-"""Copies, freezes and thaws sessions of a store at random until it is killed: `freezer.py ROOT SEED N`."""
+"""Copies, freezes, recodes and thaws sessions of a store at random until it is killed: `freezer.py ROOT SEED N`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from cold_population import coder, name_of, some_form
 
-from towerd.cold import freeze, thaw, write_copy
+from towerd.cold import freeze, recode, thaw, write_copy
 from towerd.store import Store, latest_fingerprint
 
 
@@ -23,7 +23,9 @@ def main() -> None:
         print("ready", flush=True)
         while True:
             name = name_of(chance.randrange(n))
-            if store.session(name).cold_bytes:
+            if chance.random() < 0.2:
+                recode(store, codec, name)
+            elif store.session(name).cold_bytes:
                 thaw(store, codec, name)
             elif chance.random() < 0.3:
                 write_copy(store, codec, name, form=some_form(chance))

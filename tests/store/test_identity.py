@@ -96,7 +96,8 @@ def test_sessions_of_one_name_under_two_tokenizers(root: Path) -> None:
     talk(root)
     with Store.open(root, FINGERPRINT) as store:
         (foreign,) = store.foreign.listing("local", 10)
-        assert store.foreign.text("chat", None, foreign.tokenizer) == "<s>bc"
+        ids, digest = store.foreign.session_ids("chat", None, foreign.tokenizer)
+        assert store.vocabularies.read(digest).text(ids) == "<s>bc"
         with pytest.raises(NotFound):
             store.foreign.session("chat", "somebody else")
         with pytest.raises(NotFound):

@@ -26,6 +26,7 @@ STORE_ROUTES: tuple[Route, ...] = (
     Route("DELETE", "/towerd/v1/sessions/{id}", sessions.delete_session),
     Route("POST", "/towerd/v1/sessions/{id}/freeze", sessions.post_freeze),
     Route("POST", "/towerd/v1/sessions/{id}/thaw", sessions.post_thaw),
+    Route("POST", "/towerd/v1/sessions/{id}/recode", upkeep.post_recode),
     Route("GET", "/towerd/v1/sessions/{id}/export", transfer.get_export),
     Route("POST", "/towerd/v1/sessions/import", transfer.post_import),
     Route("GET", "/towerd/v1/segments", segments.list_segments),

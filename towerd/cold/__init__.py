@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from towerd.cold.coding import Coding, VocabularySource, check_codec_model, vocabulary_source
 from towerd.cold.cold_tier import ColdTier
-from towerd.cold.freezing import FreezeResult, cold_history, decode, freeze, thaw, write_copy
+from towerd.cold.freezing import (
+    FreezeResult,
+    cold_history,
+    decode,
+    freeze,
+    recode,
+    thaw,
+    write_copy,
+)
 
 __all__ = [
     "Coding",
@@ -15,6 +23,7 @@ __all__ = [
     "cold_history",
     "decode",
     "freeze",
+    "recode",
     "vocabulary_source",
     "thaw",
     "write_copy",

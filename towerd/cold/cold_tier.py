@@ -17,10 +17,13 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from towerd.codec.errors import CodecError
 from towerd.cold.backoff import Backoff
 from towerd.cold.coding import Coding
-from towerd.cold.freezing import FreezeResult, cold_history, freeze, thaw, write_copy
+from towerd.cold.freezing import FreezeResult, cold_history, freeze, recode, thaw, write_copy
 from towerd.cold.idle_freezer import IdleFreezer
+from towerd.cold.reading import TextReader
+from towerd.cold.renewal import Renewal
 from towerd.cold.thaw_ahead import ThawAhead
 from towerd.engine.base import Finish, GenerateRequest, LiveBudget, Reuse
 from towerd.errors import (
@@ -35,6 +38,7 @@ from towerd.errors import (
 from towerd.store import Node, Store
 from towerd.store.maintenance.space import space
 from towerd.store.prefix.scope import tenant_of
+from towerd.store.sessions.coded import CodedSession
 from towerd.store.sessions.frozen import SessionBusy
 from towerd.system.priority import lower_priority
 from towerd.tokens import Ids, ids_bytes
@@ -70,7 +74,7 @@ class ColdTier:
         self.coding = coding
         self.freeze_after_s = freeze_after_s
         self.ahead: ThawAhead | None = None
-        self.n_copied = self.n_frozen = self.n_thawed = self.n_failed = 0
+        self.n_copied = self.n_frozen = self.n_thawed = self.n_recoded = self.n_failed = 0
         self.freeze_s = self.thaw_s = 0.0
         self._on_frozen = on_frozen
         self._has_checkpoint = has_checkpoint
@@ -79,6 +83,7 @@ class ColdTier:
         self._last_use = float("-inf")
         self.backoff = Backoff(clock)
         """Sessions that failed to freeze or were thawed recently."""
+        self._reader = TextReader(store, coding)
         self._damaged: set[tuple[str, str]] = set()
         """(tenant, id) of sessions that could not be thawed; requests do not try again."""
         self._freezer = ThreadPoolExecutor(1, "towerd-freeze", initializer=lower_priority)
@@ -93,7 +98,8 @@ class ColdTier:
         a background request of fewer than `n_ctx` tokens under the budget `live`; None: sessions
         thawed ahead get only their tokens back."""
         self.ahead = ThawAhead(self.store, self.thaw, run, n_ctx, live)
-        freezer = IdleFreezer(self, self.freeze_after_s, self._has_rows, self._clock)
+        renewal = Renewal(self)
+        freezer = IdleFreezer(self, self.freeze_after_s, self._has_rows, self._clock, renewal)
         self._task = asyncio.create_task(freezer.run())
         return self.ahead
 
@@ -197,6 +203,16 @@ class ColdTier:
         Raises as `freeze`."""
         return await self._on(self._freezer, self._write_copy, id, scope)
 
+    async def recode(self, id: str, scope: str | None = None) -> bool:
+        """Code a session in coded form again, with today's tables and models; False if it is in
+        none. Raises as `freezing.recode`, and NotSupported."""
+        return await self._on(self._freezer, self._recode, id, scope)
+
+    async def is_current(self, session: CodedSession) -> bool:
+        """Whether a session's blob needs nothing but today's tables and models. A damaged one is
+        not renewed. Raises NotSupported."""
+        return await self._on(self._freezer, self._is_current, session)
+
     async def warm_up(self) -> None:
         """Build the codec's tables before a request needs them. No failure is raised, because none
         may stop automatic freezing."""
@@ -216,6 +232,15 @@ class ColdTier:
         Raises as `thaw`."""
         return await self._on(self._thawer, self._session_ids, id, scope)
 
+    async def frozen_text(self, id: str, scope: str | None = None) -> str:
+        """The text of a frozen session, also if its ids cannot be had. It stays frozen. Raises as
+        `TextReader.text`."""
+        return await self._on(self._thawer, self._reader.text, id, scope)
+
+    async def foreign_text(self, id: str, scope: str | None = None, tokenizer: str = "") -> str:
+        """The text of a session of another tokenizer. Raises as `TextReader.foreign_text`."""
+        return await self._on(self._thawer, self._reader.foreign_text, id, scope, tokenizer)
+
     def space(self) -> dict[str, Any]:
         """How many tokens resume without prefill, and what a larger disk would keep."""
         found = space(self.store.state, self._has_checkpoint)
@@ -228,6 +253,7 @@ class ColdTier:
             "copies": self.n_copied,
             "freezes": self.n_frozen,
             "thaws": self.n_thawed,
+            "recodes": self.n_recoded,
             "cold_failures": self.n_failed,
             "freeze_seconds": round(self.freeze_s, 6),
             "thaw_seconds": round(self.thaw_s, 6),
@@ -248,6 +274,21 @@ class ColdTier:
             self.n_copied += wrote
             self.freeze_s += time.monotonic() - began
         return wrote
+
+    def _recode(self, id: str, scope: str | None) -> bool:
+        with self._counted_failure():
+            self.store.session(id, scope)  # before the vocabulary is loaded
+            recoded = recode(self.store, self.coding.codec, id, scope)
+        with self._counting:
+            self.n_recoded += recoded
+        return recoded
+
+    def _is_current(self, session: CodedSession) -> bool:
+        codec = self.coding.codec
+        try:
+            return codec.is_current(self.store.cold.blob(session.pk))
+        except CodecError:
+            return True
 
     def _freeze(self, id: str, scope: str | None, only_without_rows: bool) -> FreezeResult | None:
         began = time.monotonic()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from towerd.codec.errors import CodecError
-from towerd.errors import NotFound, SessionFrozen, StoreError, ThawError
+from towerd.errors import SessionFrozen, StoreError, ThawError
 from towerd.store import History, Node, Store
 from towerd.store.segments import durable
 from towerd.store.sessions.frozen import FrozenSession, WarmSession
@@ -91,15 +91,13 @@ def thaw(store: Store, codec: Codec, id: str, scope: str | None = None) -> bool:
     return False
 
 
-def recode(store: Store, codec: Codec, id: str, scope: str) -> bool:
-    """Code a frozen session again in the smallest form; False if it is no longer frozen. Raises
-    ThawError (it cannot be decoded here), StoreError or DiskFull; the old blob then stays."""
-    try:
-        frozen = store.cold.read(id, scope)
-    except NotFound:
-        return False
+def recode(store: Store, codec: Codec, id: str, scope: str | None = None) -> bool:
+    """Code a session that is frozen or has a copy in coded form again, in the smallest form, verified
+    before it replaces the old blob; False if it has none. Raises NotFound, ThawError (it cannot be
+    decoded here), SessionBusy, StoreError or DiskFull; the old blob then stays."""
+    frozen = store.cold.read(id, scope)
     if frozen is None:
-        return False
+        return _recode_copy(store, codec, id, scope)
     stream = decode(codec, frozen)
     try:
         blob = codec.encode(stream[len(frozen.base) :], base=frozen.base)
@@ -107,6 +105,14 @@ def recode(store: Store, codec: Codec, id: str, scope: str) -> bool:
         raise StoreError(f"Session {id!r} cannot be coded again: {error}") from error
     keep(codec, blob)
     store.cold.recode(frozen, blob)
+    return True
+
+
+def _recode_copy(store: Store, codec: Codec, id: str, scope: str | None) -> bool:
+    warm = store.cold.take(id, scope)
+    if warm is None or store.cold.copy_of(warm) is None:
+        return False
+    _put_copy(store, codec, warm, warm.taken.history(), "auto")
     return True
 
 

@@ -2,7 +2,7 @@
 
 A session that was unused for some time gets a copy in coded form, verified, beside its rows. Its rows
 leave when their space is needed, never before; once they have left, the session is frozen from its
-copy, so that no token ids are kept as they are.
+copy, so that no token ids are kept as they are. When no session is due, blobs are renewed (`renewal`).
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
 
 from towerd.cold.backoff import Backoff
 from towerd.cold.freezing import FreezeResult
+from towerd.cold.renewal import Renewal
 from towerd.errors import DiskFull, NotFound, NotSupported
 from towerd.store import Node, Store
 from towerd.store.sessions.frozen import SessionBusy
@@ -59,12 +60,14 @@ class IdleFreezer:
         after_s: float,
         has_rows: Callable[[Node], bool],
         clock: Callable[[], float],
+        renewal: Renewal,
     ) -> None:
         """after_s: how long a session must be unused; -1: none is coded."""
         self._tier = tier
         self._after_s = after_s
         self._has_rows = has_rows
         self._clock = clock
+        self._renewal = renewal
         self._place = START
 
     async def run(self) -> None:
@@ -75,7 +78,7 @@ class IdleFreezer:
         while self._after_s >= 0:
             has_more, began = False, time.monotonic()
             try:
-                has_more = self._is_idle() and await self._step()
+                has_more = self._is_idle() and (await self._step() or await self._renew())
             except Exception as error:  # the next poll tries again
                 log.warning("no session was coded", extra={"error": str(error)})
             # at most half of a core's time
@@ -101,14 +104,26 @@ class IdleFreezer:
             self._place = START
         return len(page) == PAGE
 
+    async def _renew(self) -> bool:
+        """Code the next session again whose blob is to be renewed; False if there is none."""
+        if self._tier.store.cold.is_empty:
+            return False
+        session = await self._renewal.next()
+        if session is not None:
+            await self._try(session.id, session.scope, self._renewal.renew(session))
+        return session is not None
+
     async def _code(self, session: IdleSession) -> None:
         """Write the copy of a session, or freeze it if it has a copy and no rows."""
         id, scope = session.id, session.scope
+        if not session.has_copy:
+            await self._try(id, scope, self._tier.write_copy(id, scope))
+        else:
+            await self._try(id, scope, self._tier.freeze(id, scope, only_without_rows=True))
+
+    async def _try(self, id: str, scope: str, work: Awaitable[Any]) -> None:
         try:
-            if not session.has_copy:
-                await self._tier.write_copy(id, scope)
-            else:
-                await self._tier.freeze(id, scope, only_without_rows=True)
+            await work
         except NotFound:
             pass  # removed meanwhile
         except SessionBusy:  # used or evaluated meanwhile

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from towerd.codec.probe import probe
 from towerd.engine.gguf_keys import GgufKeys
 from towerd.engine.model_file import Memo
 from towerd.errors import DiskFull, StoreError
 from towerd.llama_library import lib
 from towerd.store import Store
+from towerd.store.probes import note_probe
 from towerd.store.vocabularies import KeptVocabulary
+from towerd.tokens import Ids
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +55,18 @@ def tokenizer_rules(path: Path, model_hash: str, memo: Memo) -> str | None:
     with suppress(DiskFull):
         memo.set_meta(key, found)
     return found
+
+
+def check_tokenizer(store: Store, tokenize: Callable[[bytes], Ids]) -> None:
+    """Say so if the served model's tokenizer cuts text otherwise than at the last start, which only
+    another llama.cpp does. The cold tier then renews what was coded before."""
+    with suppress(DiskFull):  # the next start asks again
+        digest = store.state.identity.tokenizer_digest
+        if note_probe(store, digest, probe(tokenize)):
+            log.warning(
+                "this llama.cpp cuts text into other tokens than the one of the last start: coded "
+                "conversations are renewed while nothing else runs, or stay readable as text"
+            )
 
 
 def keep_vocabulary(store: Store, pieces: Sequence[bytes], vocab_ptr: Any) -> None:

@@ -71,7 +71,7 @@ class Store:
         self._is_open = True
         self.vocabularies = Vocabularies(state.directory.tokenizers)
         """The vocabularies of the tokenizers whose sessions the store has."""
-        self.foreign = ForeignSessions(state, self.vocabularies, self._open_lock)
+        self.foreign = ForeignSessions(state, self._open_lock)
         """The sessions of other tokenizers."""
         self.cold = ColdTable(state, self._sessions, self._bases, self._open_lock)
         self._upkeep = CatalogUpkeep(state.catalog, self._open_lock)

@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 import zstandard
 
+from towerd.codec.errors import UnknownModel
 from towerd.errors import StoreError
 from towerd.store.segments import durable
 from towerd.tokens import Ids
@@ -40,15 +41,23 @@ class KeptVocabulary:
     names: Sequence[bytes]
     """How each control token is written; b"" for the others."""
 
+    def tokenize(self, text: bytes) -> Ids:
+        """Raises UnknownModel: how text is cut into tokens is not kept."""
+        raise UnknownModel("This conversation is read as text only: serve its model to thaw it.")
+
     def text(self, ids: Ids) -> str:
         """The text of token ids, control tokens as they are written, media as MEDIUM."""
+        return self.spell(ids).decode("utf-8", "replace")
+
+    def spell(self, ids: Ids) -> bytes:
+        """The bytes of `text`, which need not end with a whole character."""
         parts: list[bytes] = []
         for id in ids.tolist():
             if 0 <= id < len(self.pieces):
                 parts.append(self.pieces[id] or self.names[id])
             elif id < 0 and parts[-1:] != [MEDIUM.encode()]:
                 parts.append(MEDIUM.encode())
-        return b"".join(parts).decode("utf-8", "replace")
+        return b"".join(parts)
 
 
 class Vocabularies:

@@ -16,7 +16,7 @@ from towerd.api.http.body import read_object
 from towerd.api.http.keys import LIMITS, TENANT, service_of
 from towerd.api.http.query import flag, integer_query
 from towerd.api.http.reply import json_reply
-from towerd.errors import InvalidRequest, NotFound
+from towerd.errors import InvalidRequest, NotFound, ThawError
 from towerd.store import SessionInfo, Store
 from towerd.store.sessions.foreign import ForeignSession
 from towerd.store.sessions.stored_rows import stored_rows
@@ -24,6 +24,7 @@ from towerd.store.sessions.stored_rows import stored_rows
 T = TypeVar("T")
 U = TypeVar("U")
 IDLE_S_MAX = 10**10
+ROW_MAX = (1 << 63) - 1
 
 
 def visible_scope(request: web.Request) -> str | None:
@@ -34,10 +35,15 @@ def visible_scope(request: web.Request) -> str | None:
 
 async def list_sessions(request: web.Request) -> web.Response:
     """The sessions, most recently used first; with `?idle_s=` those that can be frozen and were
-    unused for that long, least recently used first."""
+    unused for that long, least recently used first; with `?coded_after=` the row, name and scope of
+    those that have a coded form, from that row on."""
     store = service_of(request).store
     limit = integer_query(request, "limit", 100, 1, request.app[LIMITS].page_max)
     scope = visible_scope(request)
+    if "coded_after" in request.query:
+        after = integer_query(request, "coded_after", 0, 0, ROW_MAX)
+        coded = await asyncio.to_thread(store.cold.coded, after, limit, scope)
+        return json_reply({"sessions": [asdict(session) for session in coded]})
     if "idle_s" in request.query:
         before = time.time() - integer_query(request, "idle_s", 0, 0, IDLE_S_MAX)
         sessions = await asyncio.to_thread(store.cold.idle, before, limit, scope)
@@ -86,13 +92,26 @@ async def get_session(request: web.Request) -> web.Response:
     if flag(request, "kept"):
         out["kept"] = None if info.cold_bytes else await _kept(request, name, info.scope)
     if flag(request, "text") or flag(request, "ids"):
-        detokenize = service.engine.detokenize if flag(request, "text") else None
-        ids = await service.cold.session_ids(name, info.scope)
-        if flag(request, "ids"):
-            out["ids"] = ids.tolist()
-        if detokenize is not None:
-            out["text"] = (await detokenize(ids)).decode("utf-8", "replace")
+        await _add_tokens(request, out, name, info.scope)
     return json_reply(out)
+
+
+async def _add_tokens(request: web.Request, out: dict[str, Any], name: str, scope: str) -> None:
+    """`ids` and `text` of the current branch. A frozen session whose ids cannot be had is read as
+    text all the same."""
+    service = service_of(request)
+    detokenize = service.engine.detokenize if flag(request, "text") else None
+    try:
+        ids = await service.cold.session_ids(name, scope)
+    except ThawError:
+        if flag(request, "ids"):
+            raise
+        out["text"] = await service.cold.frozen_text(name, scope)
+        return
+    if flag(request, "ids"):
+        out["ids"] = ids.tolist()
+    if detokenize is not None:
+        out["text"] = (await detokenize(ids)).decode("utf-8", "replace")
 
 
 async def _get_foreign(request: web.Request, name: str, found: ForeignSession) -> web.Response:
@@ -110,7 +129,7 @@ async def _get_foreign(request: web.Request, name: str, found: ForeignSession) -
         ids, _ = await asyncio.to_thread(foreign.session_ids, *which)
         out["ids"] = ids.tolist()
     if flag(request, "text"):
-        out["text"] = await asyncio.to_thread(foreign.text, *which)
+        out["text"] = await service_of(request).cold.foreign_text(*which)
     return json_reply(out)
 
 

@@ -1,4 +1,4 @@
-"""/towerd/v1/verify and gc: maintenance of the store."""
+"""/towerd/v1/verify, gc and sessions/{id}/recode: maintenance of the store."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 from aiohttp import web
 
 from towerd.api.admin.pins import require_admin
+from towerd.api.admin.sessions import visible_scope
 from towerd.api.http import fields
 from towerd.api.http.body import read_object
 from towerd.api.http.keys import service_of
@@ -84,3 +85,12 @@ async def post_gc(request: web.Request) -> web.Response:
     dry_run = fields.boolean(body, "dry_run", False)
     report = await asyncio.to_thread(store.gc, quarantine_days=days_kept, dry_run=dry_run)
     return json_reply({"gc": asdict(report)})
+
+
+async def post_recode(request: web.Request) -> web.Response:
+    """Code a session that is frozen, or has a copy in coded form, again with today's tables."""
+    require_admin(request)
+    service, name, scope = service_of(request), request.match_info["id"], visible_scope(request)
+    recoded = await service.cold.recode(name, scope)
+    info = await asyncio.to_thread(service.store.session, name, scope)
+    return json_reply({"session": asdict(info), "changed": recoded})

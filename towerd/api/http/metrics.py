@@ -111,6 +111,8 @@ SAMPLES = (
     StatsMetric("towerd_freezes_total", "cold", "freezes", "Sessions that were frozen", counter=True),
     StatsMetric("towerd_freeze_seconds_total", "cold", "freeze_seconds",
            "Time spent on copies and freezing, checks included", counter=True),
+    StatsMetric("towerd_recodes_total", "cold", "recodes",
+           "Sessions whose coded form was renewed", counter=True),
     StatsMetric("towerd_thaws_total", "cold", "thaws", "Sessions that were thawed", counter=True),
     StatsMetric("towerd_thaw_seconds_total", "cold", "thaw_seconds",
            "Time spent getting their tokens back", counter=True),

@@ -10,7 +10,7 @@ from typing import cast
 from towerd.engine.embedded.engine import EmbeddedEngine
 from towerd.engine.embedded.model.core import Core, load_core
 from towerd.engine.opened_engine import OpenedEngine
-from towerd.engine.tokenizer_rules import keep_vocabulary, tokenizer_rules
+from towerd.engine.tokenizer_rules import check_tokenizer, keep_vocabulary, tokenizer_rules
 from towerd.engine.weights_check import WeightsCheck
 from towerd.settings.config import Config
 from towerd.store import Catalog, Node, Store
@@ -92,6 +92,7 @@ def _open_store(config: Config) -> tuple[Core, Store]:
         raise
     vocab = cores[0].vocab
     keep_vocabulary(store, vocab.pieces, vocab.ptr)
+    check_tokenizer(store, lambda text: vocab.tokenize(text, False, False))
     return cores[0], store
 
 

@@ -6,13 +6,14 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import cast
 
 from towerd.engine.llama_server.engine import LlamaServerEngine
 from towerd.engine.llama_server.process.backend import LlamaServerBackend, open_backend
 from towerd.engine.llama_server.process.description import ModelDescription, describe, first_model
 from towerd.engine.opened_engine import OpenedEngine
-from towerd.engine.tokenizer_rules import keep_vocabulary, tokenizer_rules
+from towerd.engine.tokenizer_rules import check_tokenizer, keep_vocabulary, tokenizer_rules
 from towerd.settings.config import Config
 from towerd.store import Catalog, Node, Store
 from towerd.store.catalog.identity import ModelIdentity
@@ -88,6 +89,8 @@ async def _open_store(
     if described.vocab is not None:
         vocab = described.vocab
         await asyncio.to_thread(keep_vocabulary, store, vocab.pieces, vocab.ptr)
+        tokenize = partial(vocab.tokenize, add_special=False, parse_special=False)
+        await asyncio.to_thread(check_tokenizer, store, tokenize)
     return backend, described, store
 
 

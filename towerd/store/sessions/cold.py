@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import takewhile
 from operator import itemgetter
 
@@ -25,6 +26,7 @@ from towerd.store.prefix.growth import Growth
 from towerd.store.prefix.node import Node
 from towerd.store.prefix.scope import TENANT_SQL
 from towerd.store.sessions.bases import BaseTable
+from towerd.store.sessions.coded import CodedSession, coded_page, read_coded
 from towerd.store.sessions.cold_row import (
     encode_prefix_hashes,
     encode_turns,
@@ -45,7 +47,6 @@ CANDIDATES_MAX = 64
 """Maximum number of frozen sessions examined when a prompt matches several equally far."""
 _IS_STILL = "SELECT 1 FROM cold WHERE session = ? AND digest = ? AND frozen = 1"
 _COPY = "SELECT marks, base FROM cold WHERE session = ? AND digest = ? AND frozen = 0"
-_FACTS = ("id", "parent", "n_prompt", "n_reply", "n_cached", "started", "created", "finished")
 _WITHOUT_TOKENS = (
     "SELECT id, n_prompt, n_prompt + n_reply, n_cached FROM turns"
     " WHERE session = ? AND reply_node IS NULL AND tail = x'' ORDER BY id"
@@ -58,22 +59,19 @@ class ColdTable:
     """The frozen sessions of one open store. Thread-safe."""
 
     def __init__(
-        self,
-        state: StoreState,
-        sessions: SessionTable,
-        bases: BaseTable,
-        lock: Lock,
+        self, state: StoreState, sessions: SessionTable, bases: BaseTable, lock: Lock
     ) -> None:
         self._state = state
         self._sessions = sessions
         self._bases = bases
         self._lock = lock
+        self._mine = state.identity.tokenizer
         self._prefix_hashes = PrefixHashIndex()
         self._prefix_hashes.load(
             state.catalog.rows(
                 "SELECT session, marks FROM cold JOIN sessions ON pk = session"
                 " WHERE frozen = 1 AND tokenizer = ?",
-                (state.identity.tokenizer,),
+                (self._mine,),
             )
         )
         self.is_empty = not state.catalog.rows("SELECT 1 FROM cold LIMIT 1")
@@ -84,7 +82,7 @@ class ColdTable:
     def stats(self) -> dict[str, int]:
         """The number of frozen sessions and the size of their blobs; the number of sessions that
         have a copy in coded form beside their tokens."""
-        mine = (self._state.identity.tokenizer,)
+        mine = (self._mine,)
         with self._lock():
             ((n, n_bytes),) = self._state.catalog.rows(
                 "SELECT count(*), coalesce(sum(cold_bytes), 0) FROM sessions"
@@ -113,7 +111,7 @@ class ColdTable:
                 " WHERE tokenizer = ? AND cold_bytes = 0 AND updated < ? AND leaf IS NOT NULL"
                 f" AND (?3 IS NULL OR ?3 IN (scope, {TENANT_SQL}))"
                 " ORDER BY updated, pk LIMIT ?4",
-                (self._state.identity.tokenizer, before, scope, limit + len(without)),
+                (self._mine, before, scope, limit + len(without)),
             )
             due = [SessionRow(pk, id) for pk, id, whose in rows if (whose, id) not in without]
             return [self._sessions.info(each) for each in due[:limit]]
@@ -130,8 +128,19 @@ class ColdTable:
         with self._lock():
             return self._state.catalog.rows(
                 "SELECT id, scope FROM sessions WHERE tokenizer = ? AND cold_bytes > 0",
-                (self._state.identity.tokenizer,),
+                (self._mine,),
             )
+
+    def coded(self, after: int, limit: int, scope: str | None = None) -> list[CodedSession]:
+        """See `coded_page`."""
+        with self._lock():
+            return coded_page(self._state.catalog, self._mine, after, limit, scope)
+
+    def blob(self, pk: int) -> bytes:
+        """The blob of a session's row; empty if it has none."""
+        with self._lock():
+            rows = self._state.catalog.rows("SELECT blob FROM blobs WHERE session = ?", (pk,))
+        return b"".join(blob for (blob,) in rows)
 
     def named(self, id: str, scope: str) -> str | None:
         """`id` if it names a frozen session; otherwise None."""
@@ -347,23 +356,13 @@ class ColdTable:
     # --- inside ---------------------------------------------------------------------------
 
     def _read(self, session: SessionRow, *, frozen: bool) -> FrozenSession | None:
-        sealed, pk = self._state.catalog.sealed, (session.pk,)
-        rows = sealed("cold", "session = ? AND frozen = ?", (*pk, int(frozen)))
-        blobs = sealed("blobs", "session = ?", pk)
-        if not rows or not blobs:
-            return None
-        turns, marks, digest = (rows[0][name] for name in ("turns", "marks", "digest"))
-        base_id, n_base, blob = rows[0]["base"], rows[0]["n_base"], blobs[0]["blob"]
-        base = self._state.trie.nodes.get(base_id) if base_id is not None else None
-        is_right = n_base == (0 if base is None else base.p1)
-        if not is_right or row_digest(n_base, turns, marks, blob) != digest:
-            raise damaged_session(session.id, "the checksum of its coded tokens does not match")
-        ids = ids_array(base.prefix_bytes() if base is not None else b"")
-        stored = sealed("turns", "session = ? ORDER BY id", pk)
-        facts = [tuple(turn[name] for name in _FACTS) for turn in stored]
-        info = self._sessions.info(session)
-        bases = visible_bases(self._bases, info.scope)
-        return FrozenSession(session, info, ids, turns, blob, facts, bases, digest)
+        nodes = self._state.trie.nodes
+
+        def prefix(segment: int) -> bytes:
+            return nodes[segment].prefix_bytes() if segment in nodes else b""
+
+        bases = partial(visible_bases, self._bases)
+        return read_coded(self._sessions, session, prefix, bases, frozen=frozen)
 
     def _check_same(self, warm: WarmSession) -> None:
         """Raises SessionBusy unless the session is unchanged since it was read."""
@@ -424,7 +423,7 @@ class ColdTable:
         rows = self._state.catalog.rows(
             "SELECT updated, pk, id FROM sessions WHERE pk = ? AND scope = ? AND tokenizer = ?"
             " AND cold_bytes > 0",
-            (pk, scope, self._state.identity.tokenizer),
+            (pk, scope, self._mine),
         )
         return rows[0] if rows else None
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 
 from towerd.errors import NotFound
+from towerd.store.sessions.coded import read_coded
+from towerd.store.sessions.frozen import FrozenSession, damaged_session
 from towerd.store.sessions.sessions import SessionRow, SessionTable
 from towerd.store.sessions.turn import SessionInfo, TurnInfo
 from towerd.store.state import StoreState
-from towerd.store.vocabularies import Vocabularies
 from towerd.tokens import Ids, ids_array
 
 Lock = Callable[[], AbstractContextManager[None]]
@@ -46,9 +48,8 @@ class ForeignSessions:
     `tokenizer`, the hex digest of one, tells sessions of one id apart; of several, the one used
     last is meant."""
 
-    def __init__(self, state: StoreState, vocabularies: Vocabularies, lock: Lock) -> None:
+    def __init__(self, state: StoreState, lock: Lock) -> None:
         self._state = state
-        self._vocabularies = vocabularies
         self._lock = lock
 
     def listing(self, scope: str | None, limit: int) -> list[SessionInfo]:
@@ -81,11 +82,18 @@ class ForeignSessions:
             data = prefix_of(self._state, leaf) if leaf else b""
         return ids_array(data + tail), digest
 
-    def text(self, id: str, scope: str | None = None, tokenizer: str = "") -> str:
-        """The text of the current branch. Raises as `session_ids`; StoreError if the vocabulary is
-        not kept."""
-        ids, digest = self.session_ids(id, scope, tokenizer)
-        return self._vocabularies.read(digest).text(ids)
+    def frozen(
+        self, id: str, scope: str | None = None, tokenizer: str = ""
+    ) -> tuple[FrozenSession, bytes]:
+        """A frozen session, its bytes checked, and the digest of its tokenizer. Raises as
+        `session`, and ThawError (damaged, or not frozen)."""
+        with self._lock():
+            table, row, digest = self._find(id, scope, tokenizer)
+            prefix = partial(prefix_of, self._state)
+            found = read_coded(table, row, prefix, lambda _: [], frozen=True)
+        if found is None:
+            raise damaged_session(id, "its coded tokens are gone from the catalog")
+        return found, digest
 
     def rename(
         self, id: str, title: str, scope: str | None = None, tokenizer: str = ""

@@ -1,0 +1,43 @@
+"""What the tokenizer of a store's conversations gave for fixed texts at the last start, and what is
+left to do since it gave something else."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+_PROBE = "tokenizer_probe:"
+CHANGED = "tokenizer_changed:"
+"""Begins the key of the catalog's meta, with the tokenizer's digest, whose value is RENEWING, the
+number of conversations that can only be read as text, or 0."""
+RENEWING = "renewing"
+
+
+class Meta(Protocol):
+    """Texts that a store keeps."""
+
+    def get_meta(self, key: str) -> str | None: ...
+
+    def set_meta(self, key: str, value: str) -> None: ...
+
+
+def note_probe(meta: Meta, digest: bytes, now: str) -> bool:
+    """Remember what a tokenizer gives now; whether it gave something else at the last start. Raises
+    DiskFull."""
+    key = _PROBE + digest.hex()
+    before = meta.get_meta(key)
+    if before == now:
+        return False
+    if before is not None:
+        meta.set_meta(CHANGED + digest.hex(), RENEWING)  # first: a kill in between asks again
+    meta.set_meta(key, now)
+    return before is not None
+
+
+def is_renewing(meta: Meta, digest: bytes) -> bool:
+    """Whether conversations were coded before the tokenizer changed and were not yet renewed."""
+    return meta.get_meta(CHANGED + digest.hex()) == RENEWING
+
+
+def note_renewed(meta: Meta, digest: bytes, n_text: int) -> None:
+    """All were renewed but `n_text`, which can be read as text alone."""
+    meta.set_meta(CHANGED + digest.hex(), str(n_text))
