@@ -7,6 +7,7 @@ import struct
 import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from towerd.store.sessions.history import NamedBase, PastTurn
 from towerd.tokens import Ids
 from towerd.tower_file import TURNS_MAX, SessionModel, TowerFileError, read, write
 
+FILES = Path(__file__).with_name("tower_files")
 TURNS = (
     PastTurn(None, 0, 0, 30, 10, 39, 1.5, 2.5, True),
     PastTurn(0, 0, 38, 60, 5, 64, 3.5, 4.5, True),
@@ -43,6 +45,13 @@ def history_of(turns: tuple[PastTurn, ...] = TURNS, seed: int = 0) -> History:
     return History("chat/1", True, "A title – €", 1.25, 9.0, 1, turns, BASES, stream)
 
 
+def earlier_history() -> History:
+    """What the files in the folder hold; a picture stands among its tokens."""
+    stream = (np.arange(history_of().stream.size) * 37 % 512).astype(np.int32)
+    stream[10:13] = -5, -6, -7
+    return replace(history_of(), stream=stream)
+
+
 def assert_same(found: History, expected: History) -> None:
     assert replace(found, stream=expected.stream) == expected
     np.testing.assert_array_equal(found.stream, expected.stream)
@@ -52,6 +61,12 @@ def signed(data: bytes) -> bytes:
     """`data` with the length and the checksum that a writer would give it."""
     body = data[:5] + struct.pack("<Q", len(data)) + data[13:-16]
     return body + hashlib.blake2b(body, digest_size=16).digest()
+
+
+@pytest.mark.parametrize("path", sorted(FILES.glob("*.tower")), ids=lambda path: path.stem)
+def test_files_of_earlier_releases(model: SessionModel, path: Path) -> None:
+    """Branches, a title, a base, times and a picture; without any table or mini model."""
+    assert_same(read(path.read_bytes(), model), earlier_history())
 
 
 def test_what_is_written_is_read(model: SessionModel) -> None:

@@ -135,12 +135,26 @@ def test_damaged_chunks(small: GgufVocabulary, network: Network) -> None:
         network.decode(many, 100, ids[:0])
 
 
+def earlier_ids(small: GgufVocabulary) -> tuple[list[int], list[int]]:
+    """The base and the ids of the blobs in the folder."""
+    base = [1, *small.tokenize(STORY[:80]).tolist()]
+    marks = "€ 5, \0 and 64 spaces:".encode() + b" " * 64 + b"."
+    return base, [*small.tokenize(STORY).tolist(), 2, 1, *small.tokenize(marks).tolist()]
+
+
 @pytest.mark.parametrize("name", ["packed", "ranked", "text", "mix", "network", "network-chunks"])
 def test_blobs_of_earlier_releases(small: GgufVocabulary, name: str) -> None:
     """Each form, of one text after a base; `network` in one chunk and in three."""
-    base = [1, *small.tokenize(STORY[:80]).tolist()]
-    marks = "€ 5, \0 and 64 spaces:".encode() + b" " * 64 + b"."
-    ids = [*small.tokenize(STORY).tolist(), 2, 1, *small.tokenize(marks).tolist()]
+    base, ids = earlier_ids(small)
     blob = (BLOBS / f"{name}.blob").read_bytes()
     assert container.read(blob).form.n_ctx == 0
+    assert Codec(small).decode(blob, base).tolist() == ids
+
+
+@pytest.mark.parametrize("name", ["network-short", "text-media"])
+def test_later_blobs_of_earlier_releases(small: GgufVocabulary, name: str) -> None:
+    """`network` with a short context, and media among the ids."""
+    base, ids = earlier_ids(small)
+    ids = [*ids[:9], -5, -6, -7, *ids[9:]] if name == "text-media" else ids
+    blob = (BLOBS / f"{name}.blob").read_bytes()
     assert Codec(small).decode(blob, base).tolist() == ids

@@ -108,7 +108,12 @@ class IdleFreezer:
         """Code the next session again whose blob is to be renewed; False if there is none."""
         if self._tier.store.cold.is_empty:
             return False
-        session = await self._renewal.next()
+        try:
+            session = await self._renewal.next()
+        except NotSupported as error:
+            log.warning("no session can be renewed now", extra={"error": str(error)})
+            await asyncio.sleep(RETRY_S)
+            return False
         if session is not None:
             await self._try(session.id, session.scope, self._renewal.renew(session))
         return session is not None

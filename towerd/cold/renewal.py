@@ -37,7 +37,7 @@ class Renewal:
         self._is_done = False
 
     async def next(self) -> CodedSession | None:
-        """The next session that is due; None if all were looked at."""
+        """The next session that is due; None if all were looked at. Raises NotSupported."""
         while not self._is_done:
             if not self._page:
                 pages = self._tier.store.cold.coded
@@ -45,9 +45,11 @@ class Renewal:
                 if not self._page:
                     await self._finish()
                 continue
-            session = self._page.pop(0)
+            session = self._page[0]
+            is_due = self._everything or not await self._tier.is_current(session)
+            del self._page[0]
             self._after = session.pk
-            if self._everything or not await self._tier.is_current(session):
+            if is_due:
                 return session
         return None
 
