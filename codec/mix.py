@@ -82,10 +82,10 @@ class MiniText:
         return [byte for token in ids for byte in self.spelled.get(token, (token,))]
 
     def cuts_as_written(self) -> bool:
-        """Whether a base is cut into the symbols that blobs were written after, as far as known."""
+        """Whether a base is known to be cut into the symbols that blobs were written after."""
         vocabulary = self.prior.vocabulary
-        now = probe(vocabulary.tokenize)
-        return WRITTEN.get(vocabulary_hash(vocabulary).hex(), now) == now
+        written = WRITTEN.get(vocabulary_hash(vocabulary).hex())
+        return written is not None and written == probe(vocabulary.tokenize)
 
     def text(self, ranks: list[int]) -> bytes:
         """The text again."""

@@ -14,6 +14,7 @@ from towerd.cli.client.target import Target, connect, json_option, setting_optio
 from towerd.errors import TowerdError
 
 SCOPE_HELP = "Whose, if several tenants have one of this name."
+IDLE_S_MAX = 10**10
 UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 
@@ -30,7 +31,10 @@ class Age(click.ParamType[int]):
         found = re.fullmatch(r"(\d{1,9})([smhdw]?)", str(value))
         if found is None:
             self.fail(f"{value!r} is no time such as 30m, 12h or 7d.", param, ctx)
-        return int(timedelta(**{UNITS[found[2] or "s"]: int(found[1])}).total_seconds())
+        seconds = int(found[1]) * int(timedelta(**{UNITS[found[2] or "s"]: 1}).total_seconds())
+        if seconds > IDLE_S_MAX:
+            self.fail(f"{value!r} is longer than anything was unused.", param, ctx)
+        return seconds
 
 
 @click.command()

@@ -15,6 +15,7 @@ from format_oracle import plane_of
 from store_tools import FINGERPRINT, check_rows, formats_of, make_hot, write_all
 from waiting import until
 
+from towerd.drift import Drift
 from towerd.errors import DiskFull
 from towerd.slots.layout import NATIVE, KVLayout
 from towerd.slots.rows import KVRows
@@ -22,6 +23,7 @@ from towerd.store import Node, SegmentFile, Store
 from towerd.store.segments.reencode import differs
 from towerd.tiers import shrink
 from towerd.tiers.formats.fidelity import LevelFormats
+from towerd.tiers.formats.squeeze import SqueezedFormat, remember_squeezed
 from towerd.tiers.shrink import SINKS, TAIL, Shrinker, tail_start
 from towerd.tokens import Provenance
 
@@ -400,3 +402,10 @@ def squeeze(shrinker: Shrinker, files: list[SegmentFile]) -> list[SegmentFile]:
 
     until(squeezed)
     return done
+
+
+def test_the_drift_of_what_was_squeezed_is_kept(store: Store) -> None:
+    """Whatever a later calibration finds, and the largest that was ever measured."""
+    for name, kl in (("q4h", 0.01), ("q4h", 0.002), ("q6h", 0.001)):
+        remember_squeezed(store, SqueezedFormat(name, Drift(kl)))
+    assert remember_squeezed(store, None) == {"q4h": Drift(0.01), "q6h": Drift(0.001)}

@@ -40,6 +40,7 @@ from towerd.store.maintenance.space import space
 from towerd.store.prefix.scope import tenant_of
 from towerd.store.sessions.coded import CodedSession
 from towerd.store.sessions.frozen import SessionBusy
+from towerd.store.sessions.idle import is_viewed
 from towerd.system.priority import lower_priority
 from towerd.tokens import Ids, ids_bytes
 
@@ -294,7 +295,9 @@ class ColdTier:
         began = time.monotonic()
 
         def may_drop(id: str, scope: str, doomed: Sequence[Node]) -> bool:
-            if only_without_rows and any(map(self._has_rows, doomed)):
+            if only_without_rows and any(
+                self._has_rows(node) or is_viewed(self.store.state, node) for node in doomed
+            ):
                 return False
             return self._may_drop(id, scope, doomed)
 
@@ -389,7 +392,11 @@ class RequestGuard:
         await asyncio.shield(self._thawing)
 
     async def _thaw(self) -> None:
-        id = await self._tier.frozen_session(self._request)
+        try:
+            id = await self._tier.frozen_session(self._request)
+        except StoreError as error:  # the turn is recorded all the same
+            log.error("a frozen session cannot be looked up", extra={"error": str(error)})
+            return
         if id is None:
             return
         n_known = await self._tier.thaw_for(id, self._request)

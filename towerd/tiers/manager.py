@@ -34,7 +34,7 @@ from towerd.tiers.composer import Composer, Piece
 from towerd.tiers.counters import TierCounters
 from towerd.tiers.eviction import Evictor
 from towerd.tiers.formats.fidelity import Fidelity, LevelFormats
-from towerd.tiers.formats.squeeze import SqueezedFormat
+from towerd.tiers.formats.squeeze import SqueezedFormat, remember_squeezed
 from towerd.tiers.learned import Learned
 from towerd.tiers.plan import Composed, Gap, RestorePlan
 from towerd.tiers.prefetch import Prefetcher
@@ -131,9 +131,12 @@ class Tiers(Listener):
         fidelity or forced formats."""
         if not self.exact and self._forced is None:
             smaller = None if squeezed is None else squeezed.name
-            self._shrinker.set_formats(formats, enabled=True, squeezed=smaller)
+            ever = remember_squeezed(self.store, squeezed)
+            self._shrinker.set_formats(
+                formats, enabled=True, squeezed=smaller, ever_squeezed=ever.keys()
+            )
             self._drift = drift
-            self._squeezed_drift = drift if squeezed is None else squeezed.drift
+            self._squeezed_drift = max(ever.values(), key=lambda each: each.kl, default=drift)
             self._work.put(("look", None))
 
     @property
@@ -397,7 +400,9 @@ class Tiers(Listener):
     def _shrink(self) -> None:
         """Re-encode at most one file."""
         done = self._shrinker.step()
-        if done is None and self.store.warm_bytes > PRESSED_SHARE * self.warm_bytes_max:
+        if self.store.warm_bytes <= PRESSED_SHARE * self.warm_bytes_max:
+            self._shrinker.relax()
+        elif done is None:
             share = int(SQUEEZED_SHARE * self.store.warm_bytes)
             done = self._shrinker.squeeze(lambda: self.evictor.least_valuable(share))
         if done is not None:

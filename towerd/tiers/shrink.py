@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from towerd.errors import NotFound, RowsDamaged, StoreError
@@ -62,6 +62,8 @@ class Shrinker:
         are in another stored format than requested."""
         self._queue: deque[SegmentFile] = deque()
         self._to_squeeze: deque[SegmentFile] = deque()
+        self._as_small_as_can_be: dict[int, float] = {}
+        """File id -> last use, of files of which `squeeze` could make nothing smaller."""
         self._squeeze_due = 0.0
         """time.monotonic() at which files to squeeze are looked for again."""
         self._rest_until = 0.0
@@ -84,15 +86,19 @@ class Shrinker:
         *,
         enabled: bool,
         squeezed: str | None = None,
+        ever_squeezed: Collection[str] = (),
     ) -> None:
-        """Set the table to use from now on, and the format for `squeeze`. If not enabled, nothing
-        is re-encoded."""
+        """Set the table to use from now on, and the format for `squeeze`; ever_squeezed: all that
+        it ever was. If not enabled, nothing is re-encoded."""
+        names = {squeezed, *ever_squeezed}
         runs = (run for file in self._store.files() for run in file.runs)
-        has_squeezed = squeezed is not None and any(run.format == squeezed for run in runs)
+        has_squeezed = any(run.format in names for run in runs)
         with self._lock:
             self._formats, self._enabled = formats, enabled
             self._squeezed, self.has_squeezed = squeezed, has_squeezed
             self._settled = {}
+        self.relax()
+        self._as_small_as_can_be.clear()
         self._rest_until = 0.0
 
     @contextmanager
@@ -152,14 +158,21 @@ class Shrinker:
         if not self._enabled or self._squeezed is None or began < self._squeeze_due:
             return None
         if not self._to_squeeze:
-            self._to_squeeze.extend(least_valuable())
+            files = list(least_valuable())
+            self._to_squeeze.extend(file for file in files if not self._is_settled(file))
         self._squeeze_due = began + SQUEEZE_S
+        self._bases = self._store.bases()
         table = LevelFormats((self._squeezed,))
         for _ in range(min(_EXAMINED_MAX, len(self._to_squeeze))):
             file = self._to_squeeze.popleft()
-            if self._clock() - self._last_used(file) < self._after_s or self._reading[file.id]:
+            used = self._last_used(file)
+            if self._clock() - used < self._after_s or self._reading[file.id]:
                 continue
+            if any(node.pinned for node in self._store.viewers(file)):
+                continue  # since it was queued
             new = self._reencode(file, self._format_requests(file, table, again=True))
+            if new is None:
+                self._as_small_as_can_be[file.id] = used
             if new is not None:
                 self.has_squeezed = True
                 self.n_squeezed += len(self._store.viewers(new))
@@ -169,6 +182,15 @@ class Shrinker:
         if self._to_squeeze:
             self._squeeze_due = began
         return None
+
+    def relax(self) -> None:
+        """Space is not short any more: forget what was queued for `squeeze`."""
+        self._to_squeeze.clear()
+
+    def _is_settled(self, file: SegmentFile) -> bool:
+        """Whether nothing could be gained of a file when it was looked at, and it was not used
+        since."""
+        return self._as_small_as_can_be.get(file.id) == self._last_used(file)
 
     def _begin(self) -> None:
         """Queue every file that was used since the last scan or may now need another format."""
@@ -181,8 +203,9 @@ class Shrinker:
             return
         files = self._store.files()
         with self._lock:
-            for gone in settled.keys() - {file.id for file in files}:
-                del settled[gone]
+            for known_files in (settled, self._as_small_as_can_be):
+                for gone in known_files.keys() - {file.id for file in files}:
+                    del known_files[gone]
         known = (0.0, 0)
         self._queue.extend(
             file for file in files if settled.get(file.id, known)[0] != self._last_used(file)

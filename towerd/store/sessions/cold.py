@@ -120,8 +120,7 @@ class ColdTable:
         self, before: float, after: Place, limit: int, holds: Callable[[Node], bool]
     ) -> list[IdleSession]:
         """See `idle_page`."""
-        with self._lock():
-            return idle_page(self._state, before, after, limit, holds)
+        return idle_page(self._state, before, after, limit, holds, self._lock)
 
     def frozen(self) -> list[tuple[str, str]]:
         """(id, scope) of every frozen session."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -37,22 +38,26 @@ class IdleSession:
 
 
 def idle_page(
-    state: StoreState, before: float, after: Place, limit: int, holds: Callable[[Node], bool]
+    state: StoreState,
+    before: float,
+    after: Place,
+    limit: int,
+    holds: Callable[[Node], bool],
+    lock: Callable[[], AbstractContextManager[None]],
 ) -> list[IdleSession]:
     """At most `limit` sessions with tokens, last used before a Unix time, that follow `after`; the
-    least recently used first. `holds`: whether a segment has rows, in RAM or on disk. Runs under
-    the lock."""
-    rows = state.catalog.rows(_PAGE, (state.identity.tokenizer, *after, before, limit))
-    return [
-        IdleSession(
-            (updated, pk),
-            id,
-            scope,
-            copied is not None,
-            copied is None or _has_rows(state, pk, leaf, base, holds),
-        )
-        for updated, pk, id, scope, copied, base, leaf in rows
-    ]
+    least recently used first. `holds`: whether a segment has rows, in RAM or on disk. The lock is
+    released between sessions, of which a long one takes more than a millisecond."""
+    with lock():
+        rows = state.catalog.rows(_PAGE, (state.identity.tokenizer, *after, before, limit))
+    found = []
+    for updated, pk, id, scope, copied, base, leaf in rows:
+        has_rows = True
+        if copied is not None:
+            with lock():
+                has_rows = _has_rows(state, pk, leaf, base, holds)
+        found.append(IdleSession((updated, pk), id, scope, copied is not None, has_rows))
+    return found
 
 
 def _has_rows(
@@ -66,13 +71,16 @@ def _has_rows(
     where rows have begun to leave."""
     nodes = state.trie.nodes
     end = nodes.get(leaf or 0)
-    if end is not None and (holds(end) or _is_viewed(state, end)):
+    if end is not None and (holds(end) or is_viewed(state, end)):
         return True
-    doomed = unneeded(OtherUsers(state, session), own_nodes(state, session), nodes.get(base or 0))
-    return any(holds(node) or _is_viewed(state, node) for node in doomed)
+    own = own_nodes(state, session)
+    if not any(holds(node) or is_viewed(state, node) for node in own):
+        return False
+    doomed = unneeded(OtherUsers(state, session), own, nodes.get(base or 0))
+    return any(holds(node) or is_viewed(state, node) for node in doomed)
 
 
-def _is_viewed(state: StoreState, node: Node) -> bool:
+def is_viewed(state: StoreState, node: Node) -> bool:
     """Whether any model has rows of a segment on disk: those of others stay until their space is
     needed, too."""
     return bool(state.catalog.rows("SELECT 1 FROM views WHERE node = ? LIMIT 1", (node.id,)))

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
+import msgspec
+
 from towerd.drift import Drift, combined
+from towerd.errors import DiskFull
+from towerd.store import Store
 from towerd.tiers.formats.calibration import BOUNDS, Calibration
 
 
@@ -33,3 +38,18 @@ def squeezed_format(found: Calibration, fidelity: str) -> SqueezedFormat | None:
             both = [Drift(each.kl, each.floor_kl) for each in (first.cost, cost)]
             return SqueezedFormat(name, combined(both))
     return None
+
+
+def remember_squeezed(store: Store, squeezed: SqueezedFormat | None) -> dict[str, Drift]:
+    """The largest drift of each format that rows of this model were ever squeezed into, `squeezed`
+    among them from now on: what was squeezed keeps its drift whatever is measured later."""
+    key = f"squeezed:{store.state.digest.hex()}"
+    found = msgspec.json.decode(store.get_meta(key) or "{}", type=dict[str, Drift])
+    if squeezed is None:
+        return found
+    before = found.get(squeezed.name)
+    if before is None or before.kl < squeezed.drift.kl:
+        found[squeezed.name] = squeezed.drift
+        with suppress(DiskFull):  # told until the next start all the same
+            store.set_meta(key, msgspec.json.encode(found).decode())
+    return found
