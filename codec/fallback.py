@@ -17,11 +17,12 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from towerd.codec import sample, varint
+from towerd.codec import varint
 from towerd.codec.base import TokenVocabulary
 from towerd.codec.container import CodedChunk
 from towerd.codec.errors import Damaged
 from towerd.codec.forms import Coded
+from towerd.codec.prior import sample
 from towerd.codec.text import Text, from_ids, parse, to_ids
 from towerd.tokens import Ids
 

@@ -14,12 +14,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import zstandard
 
-from towerd.codec import sample
 from towerd.codec.base import TokenVocabulary
 from towerd.codec.errors import UnknownModel
 from towerd.codec.mix import KINDS, MiniText
 from towerd.codec.models.base import TokenPredictor
-from towerd.codec.prior import training
+from towerd.codec.prior import sample, training
 from towerd.codec.prior.file import Prior, kinds_of, ranks_of
 from towerd.codec.prior.state import U32, untrained
 from towerd.codec.text import MARK_FIRST

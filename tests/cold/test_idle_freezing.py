@@ -18,6 +18,7 @@ from towerd.errors import DiskFull, SessionFrozen
 from towerd.models.bundled import bundled_model
 from towerd.store import Store
 from towerd.store.maintenance.space import space
+from towerd.store.sessions.frozen import SessionBusy
 from towerd.store.sessions.idle import START, IdleSession
 
 YEAR_S = 365 * 86400.0
@@ -93,7 +94,7 @@ async def test_a_year_later_it_resumes_from_its_rows(
 
 @pytest.mark.timeout(60)
 async def test_it_is_frozen_when_its_rows_have_left(service_on: OpenService) -> None:
-    """From the copy that it has already; then its ids are nowhere else, and it goes on as ever."""
+    """From the copy that it has already; then its ids are nowhere else, and it continues as before."""
     async with service_on(bundled_model(), freeze_after_s=0.1) as service:
         prompts = [words(50, seed) for seed in range(3)]
         first = [await ask(service, prompt) for prompt in prompts]
@@ -122,6 +123,28 @@ async def test_it_is_frozen_when_its_rows_have_left(service_on: OpenService) -> 
         again = await ask(service, [*prompts[1], *first[1].ids, *words(9, 20)])
         assert again.finish.session == first[1].finish.session
         assert service.cold.n_failed == 0
+
+
+@pytest.mark.timeout(60)
+async def test_rows_of_another_setting_keep_a_chat_from_being_frozen(
+    service_on: OpenService,
+) -> None:
+    """Under another cache type it has no rows, and those of the first stay: only one that no setting
+    has rows of is frozen by itself."""
+    async with service_on(bundled_model()) as service:
+        await ask(service, words(120, 1), session="s")
+        await settle(service)
+        n_bytes = service.store.warm_bytes
+    async with service_on(bundled_model(), freeze_after_s=0.1, cache_type_k="f32") as service:
+        assert service.store.warm_bytes == 0
+        service.store.commit_turn(turn_of(words(40, 2), [5, 6], session="rowless"))
+        await until(lambda: service.cold.stats()["frozen_sessions"] == 1)
+        await until(lambda: service.cold.stats()["copied_sessions"] == 1)
+        with pytest.raises(SessionBusy):
+            await service.cold.freeze("s", only_without_rows=True)
+        assert service.store.session("s").cold_bytes == 0
+        assert service.store.stats()["disk_bytes"] == n_bytes
+        assert await service.cold.freeze("s") is not None
 
 
 def test_a_copy_goes_when_its_session_goes_on(store: Store, codec: Codec) -> None:

@@ -37,7 +37,9 @@ def root(tmp_path: Path, codec: Codec) -> Path:
         for form in FORMS:
             store.commit_turn(turn_of(base, said(codec, form)[len(base) :], session=form))
             freeze(store, Codec(codec.vocabulary, tables=store.tables), form, form=form)
-            assert store.cold.read(form).base.tolist() == base  # type: ignore[union-attr]
+            frozen = store.cold.read(form)
+            assert frozen is not None
+            assert frozen.base.tolist() == base
     return root
 
 

@@ -49,7 +49,7 @@ async def test_another_llama_cpp(
     service_on: OpenService, tmp_path: Path, codec: Codec, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is said once, and by doctor for as long as it matters; conversations are renewed where their
-    ids can be had; others are read as text, and answered when a client goes on with them."""
+    ids can be had; others are read as text, and answered when a client continues them."""
     config = Config(store_dir=tmp_path / "a")
     async with service_on(bundled_model()):
         pass

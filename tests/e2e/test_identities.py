@@ -78,7 +78,7 @@ class Chat:
         return shown
 
     def resumes(self, daemon: Daemon) -> dict[str, int]:
-        """It reads the same and goes on as itself; where its tokens came from."""
+        """It reads the same and its next turn is recorded in it; where the tokens came from."""
         text = self.shown(daemon)["text"]
         assert text.strip().startswith(START) or text.startswith("<s>")
         before = list(self.ids)

@@ -11,7 +11,7 @@ from services import EmbeddedService
 
 from towerd.cli.bench.texts.tasks import passkey
 from towerd.cli.bench.texts.tokenizer import TextTokenizer
-from towerd.codec import sample
+from towerd.codec.prior import sample
 from towerd.engine.base import LiveBudget
 from towerd.models.bundled import retrieval_model
 from towerd.tokens import Ids

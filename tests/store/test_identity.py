@@ -75,7 +75,7 @@ def test_a_vocabulary_that_only_looks_alike_is_another(root: Path) -> None:
 
 
 def test_tokens_that_were_only_reported_are_one_models(root: Path) -> None:
-    """Two servers say the same of their vocabularies, which nobody has seen."""
+    """Two servers report the same of vocabularies that were never read."""
     reported = [
         replace(FINGERPRINT, model_hash=f"{REPORTED_HASH_PREFIX}{n}", tokenizer="2") for n in "ab"
     ]
@@ -99,7 +99,7 @@ def test_sessions_of_one_name_under_two_tokenizers(root: Path) -> None:
         ids, digest = store.foreign.session_ids("chat", None, foreign.tokenizer)
         assert store.vocabularies.read(digest).text(ids) == "<s>bc"
         with pytest.raises(NotFound):
-            store.foreign.session("chat", "somebody else")
+            store.foreign.session("chat", "another tenant")
         with pytest.raises(NotFound):
             store.foreign.session("chat", None, "00")
         store.foreign.delete("chat", None, foreign.tokenizer)

@@ -11,10 +11,12 @@ import errno
 import json
 import os
 import shutil
+import sys
 import tarfile
-import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -138,7 +140,7 @@ def test_killed_anywhere_while_it_migrates(
         number += 1
         root = tmp_path / "copy"
         shutil.copytree(before, root)
-        was_killed = killed_at(number, lambda root=root: reopen(root, OTHER_MODEL))  # type: ignore[misc]
+        was_killed = killed_at(number, partial(reopen, root, OTHER_MODEL))
         check(root, expected, "B")
         (root / "catalog.sqlite").unlink()
         check(root, expected, "A")
@@ -168,17 +170,34 @@ def test_the_old_journal_counts_until_a_new_one_is_whole(
     check(root, expected, "A")
 
 
-def test_a_long_chat_is_migrated_in_time(root: Path) -> None:
-    """A reply that is rendered anew each turn makes a path and a tip a turn."""
+def calls_to_migrate(root: Path, n_turns: int) -> int:
+    """Calls of Python functions that it takes to open a chat of so many turns, each of which makes
+    a path and a tip because its reply is rendered anew."""
     with Store.open(root, FINGERPRINT) as store:
         ids: list[int] = []
-        for turn in range(400):
+        for turn in range(n_turns):
             store.commit_turn(turn_of([*ids, turn], [1000 + turn, 7], session="chat"))
             ids += [turn, 2000 + turn]
     as_schema_7(root)
     (root / "catalog.sqlite.clean").unlink()
-    began = time.process_time()
-    with Store.open(root, FINGERPRINT) as store:
-        assert time.process_time() - began < 5
-        assert len(store.turns("chat")) == 400
+    n_calls = 0
+
+    def count(_frame: FrameType, event: str, _arg: object) -> None:
+        nonlocal n_calls
+        n_calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        store = Store.open(root, FINGERPRINT)
+    finally:
+        sys.setprofile(None)
+    with store:
+        assert len(store.turns("chat")) == n_turns
         store.check_integrity(keys=True)
+    return n_calls
+
+
+def test_a_long_chat_is_migrated_in_time(tmp_path: Path) -> None:
+    """The work grows with turns times tips, not faster."""
+    short, long = (calls_to_migrate(tmp_path / str(n), n) for n in (60, 240))
+    assert long < 20 * short

@@ -33,7 +33,7 @@ def test_bounds(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest workflows go with all their steps, then the oldest steps."""
     monkeypatch.setattr(module, "WORKFLOWS_MAX", 10)
     table = WorkflowTable(store.state)
-    for i in range(65):  # what is beyond the bounds goes once in a while
+    for i in range(65):  # what is beyond the bounds is pruned every 64 batches
         table.add([replace(STEP, workflow=f"w{i}")] * 3)
     assert [steps[0].workflow for steps in table.history()] == [f"w{i}" for i in range(55, 65)]
     assert store.state.catalog.rows("SELECT count(*) FROM invocations") == [(30,)]

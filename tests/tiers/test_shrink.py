@@ -404,6 +404,33 @@ def squeeze(shrinker: Shrinker, files: list[SegmentFile]) -> list[SegmentFile]:
     return done
 
 
+def test_what_was_queued_is_forgotten_when_space_is_not_short(
+    store: Store, shrinker: Shrinker, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is due then. What was pinned since it was queued stays as it is."""
+    monkeypatch.setattr(shrink, "SCAN_S", (600.0, 600.0))
+    monkeypatch.setattr(shrink, "SQUEEZE_S", 0.0)
+    leaves = [stored(store, tokens(500, seed))[-1] for seed in (1, 2, 3)]
+    clock.now += AFTER_S
+    run(shrinker)
+    shrinker.set_formats(TABLE, enabled=True, squeezed="q4h")
+    until(lambda: shrinker.step() is None and shrinker.wait_s() > 0)
+    asked = [leaf.file for leaf in leaves if leaf.file is not None]
+
+    def squeeze_one() -> bool:
+        files, asked[:] = list(asked), []
+        return shrinker.squeeze(lambda: files) is not None
+
+    until(squeeze_one)
+    store.pin(leaves[1].id)
+    kept = formats_of(store, leaves[1])
+    until(lambda: shrinker.wait_s() == 0)
+    shrinker.relax()
+    assert shrinker.wait_s() > 0
+    squeeze(shrinker, [leaves[1].file] if leaves[1].file is not None else [])
+    assert formats_of(store, leaves[1]) == kept
+
+
 def test_the_drift_of_what_was_squeezed_is_kept(store: Store) -> None:
     """Whatever a later calibration finds, and the largest that was ever measured."""
     for name, kl in (("q4h", 0.01), ("q4h", 0.002), ("q6h", 0.001)):

@@ -30,7 +30,7 @@ POLL_S_MIN = 0.05
 RETRY_S = 3600.0
 """Time until a session that could not be coded is tried again."""
 PAGE = 256
-"""Sessions that are looked at under one lock."""
+"""Sessions that are listed at a time."""
 
 
 class SessionCoder(Protocol):
@@ -135,7 +135,8 @@ class IdleFreezer:
             self._tier.backoff.delay((scope, id), POLL_S_MAX)
         except (NotSupported, DiskFull) as error:  # the next session would fail the same way
             log.warning("no session can be coded now", extra={"error": str(error)})
-            await asyncio.sleep(RETRY_S)
+            # freezing is what gives a full disk space, so it is not put off for long
+            await asyncio.sleep(POLL_S_MAX if isinstance(error, DiskFull) else RETRY_S)
         except Exception as error:  # no failure may hold up the next session
             self._tier.backoff.delay((scope, id), RETRY_S)
             log.warning("a session was not coded", extra={"error": str(error)})

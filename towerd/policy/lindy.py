@@ -36,7 +36,7 @@ class Lindy(TreePolicy):
         """Where conversations end, in the tier or not: when each began, and its last use."""
 
     def wanted(self, now: float, most: int) -> list[tuple[Key, float]]:
-        """See ReuseForecaster.wanted. The value is the chance that the conversation goes on; it is
+        """See ReuseForecaster.wanted. The value is the chance that the conversation continues; it is
         at least one half, and highest for what has lived long and was used just now."""
         last = islice(reversed(self._tips.items()), _WANTED_AMONG)
         chances = [
@@ -50,7 +50,7 @@ class Lindy(TreePolicy):
 
     def split(self, lower: Key, upper: Key, upper_nbytes: int, now: float) -> None:
         """See Policy.split. The next prompt mostly parts from the last one a few tokens before its
-        end; the conversation then goes on from the upper part."""
+        end; the conversation then continues from the upper part."""
         nbytes = self.size_of(lower)
         if lower in self._tips and (nbytes is None or 2 * upper_nbytes >= nbytes):
             self._tips[upper] = self._tips.pop(lower)

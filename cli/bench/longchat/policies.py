@@ -19,7 +19,7 @@ from towerd.cli.bench.longchat.recall import index_overhead, recalls
 from towerd.cli.bench.texts.documents import read_meetings, read_pairs, read_text
 from towerd.cli.bench.texts.tokenizer import TextTokenizer
 from towerd.cli.output import progress_bar, show_table
-from towerd.codec import sample
+from towerd.codec.prior import sample
 from towerd.engine.base import LiveBudget
 from towerd.engine.embedded.engine import EmbeddedEngine
 from towerd.models.bundled import default_model

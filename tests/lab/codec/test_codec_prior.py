@@ -10,13 +10,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from towerd.codec import sample
 from towerd.codec.container import CodedChunk
 from towerd.codec.forms import Coded
 from towerd.codec.mix import MiniText, Mix
 from towerd.codec.models.base import COUNT_ONE, Counts
 from towerd.codec.network import Network
-from towerd.codec.prior import file, state
+from towerd.codec.prior import file, sample, state
 from towerd.codec.vocabulary import GgufVocabulary
 
 pytest.importorskip("tokenizers")

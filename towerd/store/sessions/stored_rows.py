@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 
 from towerd.store.prefix.node import Node
 from towerd.store.sessions.turn import TurnInfo
@@ -56,8 +55,8 @@ def _rows_of(state: StoreState, path: list[Node]) -> list[StoredRows]:
     found = []
     for known in state.catalog.fingerprints():
         held = holders.get(known.pk, set())
-        leading = list(takewhile(lambda node, held=held: node.id in held, path))  # type: ignore[misc]
-        if leading:
+        n_tokens = next((node.p0 for node in path if node.id not in held), path[-1].p1)
+        if n_tokens:
             fingerprint = known.fingerprint
             layout = fingerprint.layout
             types = [planes[0].format.name if planes else "none" for planes in (layout.k, layout.v)]
@@ -67,7 +66,7 @@ def _rows_of(state: StoreState, path: list[Node]) -> list[StoredRows]:
                     fingerprint.model_hash,
                     fingerprint.arch,
                     "/".join(types),
-                    leading[-1].p1,
+                    n_tokens,
                     known.pk == own,
                 )
             )

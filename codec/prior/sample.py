@@ -1,6 +1,6 @@
 """The bundled sample of chat, from which dictionaries and ranks are derived.
 
-`python -m towerd.codec.sample DATA OUT` builds it from a folder of chat data (`train.jsonl.zst` and
+`python -m towerd.codec.prior.sample DATA OUT` builds it from a folder of chat data (`train.jsonl.zst` and
 `assistant_wildbench.jsonl.zst`; the licences are in NOTICE). A blob names the sample that it was
 written with, so a sample that was ever released stays in the package.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import zstandard
 
-PATH = Path(__file__).parent / "data" / "sample.txt.zst"
+PATH = Path(__file__).resolve().parent.parent / "data" / "sample.txt.zst"
 TEXT_BYTES_MAX = 1 << 20
 SHARES: dict[str, int] = {
     "wildbench": 130_000,
