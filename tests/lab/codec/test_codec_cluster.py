@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lab.codec.cluster import Distances, cluster, measure, total_bits
-from towerd.codec import Codec, sample
+from towerd.codec import Codec
 from towerd.codec.models import mini
+from towerd.codec.prior import sample
 from towerd.codec.vocabulary import GgufVocabulary
 
 GROUPS, MEMBERS = 3, 3
