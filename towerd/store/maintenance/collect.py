@@ -94,7 +94,7 @@ def forget(
 ) -> int:
     """Remove what `delete` removed from memory and disk; returns the bytes that the files had."""
     for node in doomed:
-        _detach(state, node)
+        detach(state, node)
         state.listener.removed(node)
     freed = 0
     for file in unviewed:
@@ -132,6 +132,7 @@ def drop_foreign(state: StoreState, bytes_needed: int) -> int:
 def _unneeded(state: StoreState) -> list[Node]:
     """The nodes to remove, children before their parents."""
     needed = {node.id for node in list(state.trie.held.values())}
+    needed |= set(state.catalog.held_elsewhere())
     for (id,) in state.catalog.rows(
         "SELECT prompt_node FROM turns UNION SELECT reply_node FROM turns"
         " UNION SELECT node FROM pins UNION SELECT node FROM bases UNION SELECT base FROM cold"
@@ -153,7 +154,8 @@ def _unneeded(state: StoreState) -> list[Node]:
     return doomed
 
 
-def _detach(state: StoreState, node: Node) -> None:
+def detach(state: StoreState, node: Node) -> None:
+    """Remove a leaf and its rows from memory."""
     if node.hot is not None:
         state.hot_bytes -= node.hot.nbytes
         node.hot = None

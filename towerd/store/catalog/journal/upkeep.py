@@ -6,12 +6,15 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
+from typing import TYPE_CHECKING
 
 from towerd.errors import StoreError
 from towerd.store.catalog import database
-from towerd.store.catalog.catalog import Catalog
 from towerd.store.catalog.journal.compact import begin_snapshot, write_snapshot
 from towerd.store.segments.durable import store_errors
+
+if TYPE_CHECKING:
+    from towerd.store.catalog.sqlite import SqliteCatalog
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +24,7 @@ Lock = Callable[[], AbstractContextManager[None]]
 class CatalogUpkeep:
     """Thread-safe. `lock()` is the store's lock; it is not held while a snapshot is written."""
 
-    def __init__(self, catalog: Catalog, lock: Lock) -> None:
+    def __init__(self, catalog: SqliteCatalog, lock: Lock) -> None:
         self._catalog = catalog
         self._lock = lock
         self._compacting = threading.Lock()
@@ -67,7 +70,7 @@ class CatalogUpkeep:
             is_journal_wrong = bool(self._catalog.journal_problems())
         if is_journal_wrong:
             self.compact()
-            self._catalog.recovered.append("The journal was rewritten from the catalog.")
+            self._catalog.note("The journal was rewritten from the catalog.")
 
     def compact(self) -> None:
         """Replace the journal with one snapshot of the catalog. Raises CatalogDamaged,
