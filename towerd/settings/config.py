@@ -225,6 +225,9 @@ class Config:
     log_format: str = _set("text", "text", "--log-format",
         "Lines for people, or one JSON object a line.", choices=("text", "json"))
     # fmt: on
+    catalog_fd: int | None = None
+    """Not for people: the socket, inherited from the router, of the store's catalog; None: this
+    process opens the catalog."""
 
     def __post_init__(self) -> None:
         self._resolve()
@@ -364,12 +367,12 @@ class Config:
 
 def settings() -> dict[str, Setting]:
     """Field name -> its Setting, in the order of the class."""
-    return {item.name: item.metadata["setting"] for item in fields(Config)}
+    return {item.name: item.metadata["setting"] for item in fields(Config) if item.metadata}
 
 
 def defaults() -> dict[str, Any]:
     """Field name -> the default as written in the class, before "auto" is resolved."""
-    return {item.name: item.default for item in fields(Config)}
+    return {item.name: item.default for item in fields(Config) if item.metadata}
 
 
 def with_server_args(config: Config, words: tuple[str, ...]) -> Config:

@@ -98,16 +98,22 @@ class Store:
 
     def close(self) -> None:
         """Flush uses, close the catalog, release the lock. Rows in use stay readable."""
-        with self._upkeep.paused(), self.state.lock:
-            if not self._is_open:
-                return
-            self._is_open = False
-            try:
-                self.state.flush()
-            finally:
-                self._pool.shutdown()
-                self.state.mappings.clear()
-                self._closing.close()
+        try:
+            with self._upkeep.paused(), self.state.lock:
+                if self._is_open:
+                    self._is_open = False
+                    try:
+                        self.state.flush()
+                    finally:
+                        self._release()
+        finally:
+            self._release()  # also if the lock could not be had: its broker is gone
+
+    def _release(self) -> None:
+        """Release what the store has open, once."""
+        self._pool.shutdown()
+        self.state.mappings.clear()
+        self._closing.close()
 
     def listen(self, listener: Listener) -> None:
         """Report every later change to `listener`, which replaces any other listener."""

@@ -4,27 +4,46 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Protocol
 
 from towerd.errors import StoreError
 from towerd.store.catalog import database
 from towerd.store.catalog.journal.compact import begin_snapshot, write_snapshot
+from towerd.store.catalog.journal.files import Journal
+from towerd.store.catalog.journal.tables import Table
 from towerd.store.segments.durable import store_errors
-
-if TYPE_CHECKING:
-    from towerd.store.catalog.sqlite import SqliteCatalog
 
 log = logging.getLogger(__name__)
 
 Lock = Callable[[], AbstractContextManager[None]]
 
 
+class MaintainedCatalog(Protocol):
+    """`SqliteCatalog` as its maintenance sees it."""
+
+    path: Path
+    journal: Journal
+    tables: Sequence[Table]
+    is_doubtful: bool
+
+    def problems(self) -> list[str]: ...
+
+    def journal_problems(self) -> list[str]: ...
+
+    def flush(self, *, truncate: bool = False) -> None: ...
+
+    def heal(self, why: str) -> None: ...
+
+    def note(self, recovered: str) -> None: ...
+
+
 class CatalogUpkeep:
     """Thread-safe. `lock()` is the store's lock; it is not held while a snapshot is written."""
 
-    def __init__(self, catalog: SqliteCatalog, lock: Lock) -> None:
+    def __init__(self, catalog: MaintainedCatalog, lock: Lock) -> None:
         self._catalog = catalog
         self._lock = lock
         self._compacting = threading.Lock()

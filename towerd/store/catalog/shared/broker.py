@@ -49,7 +49,7 @@ class CatalogBroker:
         }
         self.turn = threading.RLock()
         """Whoever has it may use the catalog: the thread of one client."""
-        self._clients: set[_Client] = set()
+        self._clients: set[BrokerClient] = set()
         self.upkeep = self._catalog.upkeep(self.turn_taken)
         self._is_tired = threading.Event()
         self._is_closed = False
@@ -60,7 +60,7 @@ class CatalogBroker:
         """The other end of a new connection, for `RemoteCatalog` in a process that inherits it.
         Close it here once that process runs."""
         ours, theirs = socket.socketpair()
-        client = _Client(self, self._catalog, ours)
+        client = BrokerClient(self, self._catalog, ours)
         with self.turn:
             self._clients.add(client)
         threading.Thread(target=client.serve, name="catalog-client", daemon=True).start()
@@ -87,7 +87,7 @@ class CatalogBroker:
         with self.turn:
             yield
 
-    def changed(self, by: _Client, changes: Sequence[TableChange]) -> None:
+    def changed(self, by: BrokerClient, changes: Sequence[TableChange]) -> None:
         """Note for every other client which rows it has not seen. Called in the turn of `by`."""
         for table, rows, gone in changes:
             key_at = self._key_at.get(table)
@@ -98,11 +98,11 @@ class CatalogBroker:
                 if table not in OF_TOKENIZER or client.tokenizer == by.tokenizer:
                     client.unseen[table] |= keys
 
-    def others(self, client: _Client) -> list[_Client]:
+    def others(self, client: BrokerClient) -> list[BrokerClient]:
         """The other clients that have a model open. Called in a turn."""
         return [each for each in self._clients if each is not client and each.fingerprint]
 
-    def leave(self, client: _Client) -> None:
+    def leave(self, client: BrokerClient) -> None:
         """Forget a client. Called in its turn."""
         self._clients.discard(client)
         for name in client.names:
@@ -121,7 +121,7 @@ class CatalogBroker:
             self.upkeep.rest()
 
 
-class _Client:
+class BrokerClient:
     """One connection. Its thread has the turn from `lock` to `unlock`, in a transaction, and while
     it answers."""
 
