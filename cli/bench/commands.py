@@ -100,6 +100,14 @@ def switch(
 @bench.command()
 @MODEL
 @QUICK
+def memory(model: Path | None, quick: bool) -> None:
+    """Resident memory, idle and with the forty chats of `switch`, beside llama-server's."""
+    _run("memory", model, quick)
+
+
+@bench.command()
+@MODEL
+@QUICK
 def concurrency(model: Path | None, quick: bool) -> None:
     """Tokens per second at 1, 2, 4 and 8 streams, against llama-server with the same flags."""
     _run("concurrency", model, quick)

@@ -76,7 +76,10 @@ class Outcome:
     """Tokens of the prompt that were evaluated, at every switch."""
     evaluating: list[float] = field(default_factory=list)
     """The time to evaluate them as the server reports it, in seconds."""
+    idle_rss_bytes: int = 0
+    """Resident memory before the first request."""
     rss_bytes: int = 0
+    """The same with all chats."""
     store_bytes: int = 0
     """towerd: the size of its store after the restart."""
     stats: dict[str, Any] = field(default_factory=dict)
@@ -114,7 +117,7 @@ async def measure(
             "with TMPDIR naming a folder on a disk."
         )
     n_vocab = vocab_size(path)
-    ours = {name: await _drive_towerd(path, load, n_vocab, name) for name in engines}
+    ours = {name: await drive_towerd(path, load, n_vocab, name) for name in engines}
     theirs = {name: await _RIVALS[name].drive(path, load, n_vocab) for name in rivals}
     report = Report("switch", path.name)
     for name, outcome in ours.items():
@@ -133,7 +136,7 @@ async def measure(
     return report
 
 
-async def _drive_towerd(path: Path, load: SwitchLoad, n_vocab: int, engine: str) -> Outcome:
+async def drive_towerd(path: Path, load: SwitchLoad, n_vocab: int, engine: str) -> Outcome:
     """Run the load on a daemon of its own, with an empty store."""
     with tempfile.TemporaryDirectory(prefix="towerd-bench-") as folder:
         store = Path(folder) / "store"
@@ -145,7 +148,7 @@ async def _drive_towerd(path: Path, load: SwitchLoad, n_vocab: int, engine: str)
     return outcome
 
 
-async def _drive_llama_server(path: Path, load: SwitchLoad, n_vocab: int) -> Outcome:
+async def drive_llama_server(path: Path, load: SwitchLoad, n_vocab: int) -> Outcome:
     """Run the load on llama-server with its defaults."""
     ctx = str(load.ctx_size)
     return await _drive(lambda: llama_server(path, "-c", ctx), connect, load, n_vocab)
@@ -235,7 +238,7 @@ class _Rival:
 
 
 _RIVALS = {
-    "llama-server": _Rival(_drive_llama_server, _beside_llama_server),
+    "llama-server": _Rival(drive_llama_server, _beside_llama_server),
     "slot-proxy": _Rival(_drive_slot_proxy, _beside_slot_proxy),
 }
 
@@ -253,6 +256,7 @@ async def _drive(
     ]
     outcome = Outcome()
     with make() as server:
+        outcome.idle_rss_bytes = server.rss_bytes()
         async with connect_to(server.url) as ask:
             for turn in range(load.rounds + 1):
                 click.echo(f"{server.url}: round {turn} of {load.rounds}", err=True)

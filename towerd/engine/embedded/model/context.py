@@ -17,6 +17,7 @@ import numpy.typing as npt
 from towerd.engine.embedded.longchat.taps import Taps
 from towerd.engine.embedded.model.adapters import Adapted, adapt
 from towerd.engine.embedded.model.model import LlamaModel, last_errors
+from towerd.engine.embedded.model.zero_pages import zero_pages_returned
 from towerd.errors import ModelError, TowerdError
 from towerd.kernels.formats import BY_NAME
 from towerd.llama_library import lib
@@ -132,7 +133,8 @@ class LlamaContext:
             params.rope_freq_base = config.rope_freq_base
         if config.rope_freq_scale:
             params.rope_freq_scale = config.rope_freq_scale
-        self.ptr: Any = lib.llama_init_from_model(model.ptr, params)
+        with zero_pages_returned():
+            self.ptr: Any = lib.llama_init_from_model(model.ptr, params)
         if not self.ptr:
             raise ModelError(
                 f"llama.cpp cannot make a context of {n_cells} tokens: "

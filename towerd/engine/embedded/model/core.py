@@ -154,7 +154,7 @@ def _sizes(model: LlamaModel, config: Config) -> tuple[int, int]:
             f"--ctx-size {n_ctx} is more than the {model.n_ctx_train} tokens that the model was "
             "trained on; beyond these its replies may make no sense."
         )
-    layout = _declared_layout(model, config)
+    layout = declared_layout(model, config)
     if config.live_tokens:
         n_cells = config.live_tokens
     else:
@@ -168,7 +168,7 @@ def _sizes(model: LlamaModel, config: Config) -> tuple[int, int]:
     return n_ctx, -(-n_cells // _CELLS_ROUND) * _CELLS_ROUND
 
 
-def _declared_layout(model: LlamaModel, config: Config) -> KVLayout:
+def declared_layout(model: LlamaModel, config: Config) -> KVLayout:
     """The layout according to the metadata; the probe finds the real one."""
     n_head = _largest(model, "attention.head_count", 1)
     n_embd = int(model.key("embedding_length", "0"))
