@@ -104,10 +104,10 @@ def load_model(config: Config) -> str:
 
     Raises ModelError, ConfigError."""
     from towerd.engine.embedded.model.core import load_core
-    from towerd.store import Catalog
+    from towerd.store.catalog.sqlite import SqliteCatalog
 
     with tempfile.TemporaryDirectory(prefix="towerctl-") as folder:
-        catalog = Catalog(Path(folder) / "catalog.sqlite")
+        catalog = SqliteCatalog(Path(folder) / "catalog.sqlite")
         try:
             core = load_core(config, catalog)
         except OSError as error:

@@ -19,7 +19,7 @@ from towerd.cli.doctor import build, machine, model, store
 from towerd.cli.doctor.check import Check, Finding
 from towerd.models.bundled import bundled_model
 from towerd.settings.config import Config
-from towerd.store import Catalog
+from towerd.store.catalog.sqlite import SqliteCatalog
 
 Ctl = Callable[..., Result]
 
@@ -34,7 +34,7 @@ def with_store(config: Config) -> Path:
     """A store directory with an empty catalog."""
     for name in ("", "segments", "tmp", "quarantine"):
         (config.store_dir / name).mkdir(mode=0o700)
-    Catalog(config.store_dir / "catalog.sqlite").close()
+    SqliteCatalog(config.store_dir / "catalog.sqlite").close()
     return config.store_dir
 
 

@@ -17,7 +17,7 @@ from towerd.errors import ModelError
 from towerd.models.random_gguf import PRESETS, make_random_gguf
 from towerd.models.vocabulary import synthetic
 from towerd.settings.config import Config
-from towerd.store import Catalog
+from towerd.store.catalog.sqlite import SqliteCatalog
 
 N_LAYER, N_EMBD, N_FF, N_CTX = 2, 64, 128, 512
 
@@ -25,7 +25,7 @@ N_LAYER, N_EMBD, N_FF, N_CTX = 2, 64, 128, 512
 def refused(path: Path, tmp_path: Path) -> str:
     """What is said when a daemon is to serve it."""
     config = Config(model=path, store_dir=tmp_path / "store", ctx_size=256)
-    catalog = Catalog(tmp_path / "catalog.sqlite")
+    catalog = SqliteCatalog(tmp_path / "catalog.sqlite")
     try:
         with pytest.raises(ModelError) as failed:
             load_core(config, catalog).close()

@@ -16,6 +16,7 @@ from towerd.engine.model_file import FileState, ModelFile
 from towerd.engine.weights_check import WeightsCheck
 from towerd.errors import ModelError
 from towerd.store import Catalog
+from towerd.store.catalog.sqlite import SqliteCatalog
 
 SIZE = 3 << 20
 
@@ -29,7 +30,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def catalog(tmp_path: Path) -> Iterator[Catalog]:
-    made = Catalog(tmp_path / "catalog.sqlite")
+    made = SqliteCatalog(tmp_path / "catalog.sqlite")
     yield made
     made.close()
 

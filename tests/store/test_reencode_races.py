@@ -143,7 +143,7 @@ CRASHES = textwrap.dedent(
     from towerd.kernels import dispatch
     from towerd.store import Store
     from towerd.store import FormatRequest
-    from towerd.store.catalog.catalog import Catalog
+    from towerd.store.catalog.sqlite import SqliteCatalog
 
     root, copy = Path(sys.argv[1]), Path(sys.argv[1] + "-copy")
     IDS = np.arange(100, 150, dtype=np.int32)
@@ -166,7 +166,7 @@ CRASHES = textwrap.dedent(
             (file,) = store.files()
             for owner, name in (
                 (os, "pwrite"), (os, "rename"), (os, "fsync"), (os, "unlink"), (os, "open"),
-                (Path, "unlink"), (Catalog, "run"), (Catalog, "run_many"),
+                (Path, "unlink"), (SqliteCatalog, "run"), (SqliteCatalog, "run_many"),
                 (dispatch, "transcoded"),
             ):
                 setattr(owner, name, dying(getattr(owner, name), after))

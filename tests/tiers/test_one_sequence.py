@@ -32,7 +32,7 @@ HERE = "local"
 class WatchedLock:
     """A lock that tells which threads wait for it."""
 
-    def __init__(self, lock: threading.RLock) -> None:
+    def __init__(self, lock: Any) -> None:
         self._lock = lock
         self.waiting: set[int | None] = set()
 
@@ -62,7 +62,7 @@ class Bench:
         self.db = opened[-1]
         self.db.execute("PRAGMA synchronous = OFF")  # there are many
         self.lock = WatchedLock(self.store.state.lock)
-        self.store.state.lock = self.lock  # type: ignore[assignment]
+        self.store.state.lock = self.lock
         with hot_policy(make_policy("foresight") if policy is None else policy):
             self.tiers = Tiers(
                 self.store, LAYOUT, v_trans=False, hot_bytes=1 << 30, warm_bytes=1 << 30,

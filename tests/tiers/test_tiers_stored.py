@@ -272,8 +272,9 @@ def test_eviction_waits_for_no_other_thread(
     real = policy.victims
 
     def store_is_busy() -> bool:
-        if store.state.lock.acquire(blocking=False):
-            store.state.lock.release()
+        lock: Any = store.state.lock
+        if lock.acquire(blocking=False):
+            lock.release()
             return False
         return True
 

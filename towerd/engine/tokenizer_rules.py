@@ -73,11 +73,14 @@ def keep_vocabulary(store: Store, pieces: Sequence[bytes], vocab_ptr: Any) -> No
     """Keep a copy of the served model's vocabulary in the store, unless there is one. `pieces`:
     control tokens as text. If it cannot be written, the next start tries again."""
     digest = store.state.identity.tokenizer_digest
-    if not store.vocabularies.has(digest):
-        try:
-            store.vocabularies.keep(digest, _kept_vocabulary(pieces, vocab_ptr))
-        except StoreError as error:
-            log.warning("the vocabulary could not be kept", extra={"error": error.message})
+    if store.vocabularies.has(digest):
+        return
+    vocabulary = _kept_vocabulary(pieces, vocab_ptr)
+    try:
+        with store.locked():  # another process may write one
+            store.vocabularies.keep(digest, vocabulary)
+    except StoreError as error:
+        log.warning("the vocabulary could not be kept", extra={"error": error.message})
 
 
 def _kept_vocabulary(pieces: Sequence[bytes], vocab_ptr: Any) -> KeptVocabulary:

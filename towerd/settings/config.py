@@ -234,8 +234,11 @@ class Config:
     log_format: str = _set("text", "text", "--log-format",
         "Lines for people, or one JSON object a line.", choices=("text", "json"))
     # fmt: on
+    catalog_fd: int | None = None
+    """Not for people: the socket, inherited from the router, of the store's catalog; None: this
+    process opens the catalog."""
     behind_router: bool = False
-    """Not a setting: a router started this process, which listens on its socket alone and takes
+    """Not for people: a router started this process, which listens on its socket alone and takes
     callers to be who the router says they are."""
 
     def __post_init__(self) -> None:
@@ -378,14 +381,12 @@ class Config:
 
 def settings() -> dict[str, Setting]:
     """Field name -> its Setting, in the order of the class."""
-    return {
-        item.name: item.metadata["setting"] for item in fields(Config) if "setting" in item.metadata
-    }
+    return {item.name: item.metadata["setting"] for item in fields(Config) if item.metadata}
 
 
 def defaults() -> dict[str, Any]:
     """Field name -> the default as written in the class, before "auto" is resolved."""
-    return {item.name: item.default for item in fields(Config) if "setting" in item.metadata}
+    return {item.name: item.default for item in fields(Config) if item.metadata}
 
 
 def with_server_args(config: Config, words: tuple[str, ...]) -> Config:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from towerd.slots.fingerprint import Fingerprint
-from towerd.store.catalog.catalog import Catalog, EnteredIdentity
+from towerd.store.catalog.catalog import Catalog, EnteredIdentity, Lock
 from towerd.store.listener import Listener
 from towerd.store.prefix.growth import Growth
 from towerd.store.prefix.node import Node
@@ -40,7 +39,7 @@ class StoreState:
     identity: EnteredIdentity
     clock: Callable[[], float]
     mappings: Mappings
-    lock: threading.RLock
+    lock: Lock
     trie: Trie
     files: dict[int, SegmentFile]
     hot_bytes: int = 0
@@ -119,7 +118,7 @@ class StoreState:
             "warm_quantized_bytes": quantized_bytes(self.files.values(), self.fingerprint.layout),
             "disk_bytes": int(disk),
             "catalog_bytes": self.catalog.bytes_on_disk(),
-            "journal_bytes": self.catalog.journal.nbytes(),
+            "journal_bytes": self.catalog.journal_bytes(),
         }
 
     def _count(self, table: str) -> int:

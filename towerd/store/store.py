@@ -9,28 +9,24 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from towerd.errors import NotFound, StoreError
-from towerd.slots.fingerprint import Fingerprint
 from towerd.slots.rows import KVRows
 from towerd.slots.runs import Runs
-from towerd.store.catalog.catalog import Catalog
-from towerd.store.catalog.identity import ModelIdentity
-from towerd.store.catalog.journal.upkeep import CatalogUpkeep
 from towerd.store.listener import Listener
-from towerd.store.lock import StoreLock
 from towerd.store.maintenance.collect import GcReport, collect, drop_foreign
 from towerd.store.maintenance.integrity import problems
 from towerd.store.maintenance.verify import VerifyReport, verify
+from towerd.store.opening import WhichModel, identify, open_catalog
 from towerd.store.prefix.handle import Handle
 from towerd.store.prefix.loader import load_state
 from towerd.store.prefix.module import Module
 from towerd.store.prefix.node import Node
 from towerd.store.prefix.scope import public_of
 from towerd.store.prefix.trie import Match
+from towerd.store.replica import Replica
 from towerd.store.segments import durable
-from towerd.store.segments.directory import Directory
 from towerd.store.segments.reencode import FormatRequest, reencode
 from towerd.store.segments.rows import RowsPart, RowStore
 from towerd.store.segments.segment_file import SegmentFile
@@ -45,12 +41,6 @@ from towerd.store.state import Held, StoreState
 from towerd.store.vocabularies import Vocabularies
 from towerd.tokens import ID_BYTES, Ids, ids_array, ids_bytes, path_bytes
 
-WhichModel: TypeAlias = (
-    Fingerprint | ModelIdentity | Callable[[Catalog], Fingerprint | ModelIdentity]
-)
-"""A fingerprint, alone or with what is known of the tokenizer, or a function that finds it in the
-opened catalog."""
-
 WORKERS_MAX = 4
 SESSIONS_MAX = 1_000_000
 
@@ -59,12 +49,12 @@ class Store:
     """Synchronous and thread-safe. Every change is durable when its method returns, except
     uses (`touch`), which are flushed in batches."""
 
-    def __init__(self, state: StoreState, lock_file: StoreLock, pool: ThreadPoolExecutor) -> None:
-        """Use `Store.open`."""
+    def __init__(self, state: StoreState, closing: ExitStack) -> None:
+        """Use `Store.open`. closing: closes the catalog."""
         self.state = state
-        self.rows = RowStore(state, pool)
-        self._lock_file = lock_file
-        self._pool = pool
+        self._pool = ThreadPoolExecutor(min(WORKERS_MAX, os.cpu_count() or 1), "store")
+        self.rows = RowStore(state, self._pool)
+        self._closing = closing
         self._sessions = SessionTable(state.catalog, state.identity.tokenizer)
         self._bases = BaseTable(state)
         self._pins = PinTable(state)
@@ -74,48 +64,56 @@ class Store:
         self.foreign = ForeignSessions(state, self._open_lock)
         """The sessions of other tokenizers."""
         self.cold = ColdTable(state, self._sessions, self._bases, self._open_lock)
-        self._upkeep = CatalogUpkeep(state.catalog, self._open_lock)
+        self._upkeep = state.catalog.upkeep(self._open_lock)
+        state.catalog.follow(Replica(state, self._bases, self.cold).apply, state.trie.held_ids)
 
     @classmethod
     def open(
-        cls, root: Path, model: WhichModel, *, clock: Callable[[], float] = time.time
+        cls,
+        root: Path,
+        model: WhichModel,
+        *,
+        clock: Callable[[], float] = time.time,
+        catalog_fd: int | None = None,
     ) -> Store:
         """Open the store in `root` for one model; created if it is missing. Its sessions are
         those of every model with this tokenizer; its rows are those of the fingerprint.
+        catalog_fd: a socket of the process that has the store's catalog (`CatalogBroker`).
 
         Raises StoreLocked, StoreVersion, DiskFull, or StoreError (unwritable, damaged)."""
-        directory = Directory(Path(root))
-        with durable.store_errors(f"the store {root} cannot be opened"), ExitStack() as undo:
-            lock_file = StoreLock(directory.lock)
-            undo.callback(lock_file.release)
-            catalog = Catalog(directory.catalog)
-            undo.callback(catalog.close)
-            found = model(catalog) if callable(model) else model
-            identity = ModelIdentity(found) if isinstance(found, Fingerprint) else found
-            state = load_state(directory, catalog, identity, clock)
-            undo.pop_all()
-        workers = min(WORKERS_MAX, os.cpu_count() or 1)
-        store = cls(state, lock_file, ThreadPoolExecutor(workers, "store"))
+        closing = ExitStack()
         try:
+            with durable.store_errors(f"the store {root} cannot be opened"):
+                directory, catalog = open_catalog(Path(root), catalog_fd, closing)
+                identity = identify(model, catalog)
+                lock = catalog.new_lock()
+                with lock:
+                    state = load_state(directory, catalog, identity, clock, lock)
+                    store = cls(state, closing)
             store.rows.drop_missing()
         except BaseException:
-            store.close()
+            closing.close()
             raise
         return store
 
     def close(self) -> None:
         """Flush uses, close the catalog, release the lock. Rows in use stay readable."""
-        with self._upkeep.paused(), self.state.lock:
-            if not self._is_open:
-                return
-            self._is_open = False
-            try:
-                self.state.flush()
-            finally:
-                self._pool.shutdown()
-                self.state.mappings.clear()
-                self.state.catalog.close()
-                self._lock_file.release()
+        try:
+            with self._upkeep.paused(), self.state.lock:
+                if self._is_open:
+                    self._is_open = False
+                    try:
+                        self.state.flush()
+                    finally:
+                        self._release()
+        finally:
+            self._release()  # also if the lock could not be had: its broker is gone
+
+    def _release(self) -> None:
+        """Release what the store has open, once."""
+        self._pool.shutdown()
+        self.state.mappings.clear()
+        self._closing.close()
 
     def listen(self, listener: Listener) -> None:
         """Report every later change to `listener`, which replaces any other listener."""
@@ -141,9 +139,9 @@ class Store:
         return Handle(self.state.trie, self._open_lock, ids, scope)
 
     def holds_any(self, nodes: Collection[Node]) -> bool:
-        """Whether a running request needs one of these nodes."""
+        """Whether a running request, of whatever process, needs one of these nodes."""
         with self._open_lock():
-            return self.state.trie.holds_any(nodes)
+            return self.state.trie.holds_any(nodes, self.state.catalog.held_elsewhere())
 
     def insert(self, ids: Ids, scope: str, ends: Sequence[int]) -> list[Node]:
         """Make a path for `ids[:ends[-1]]` with a node end at exactly each of `ends` (strictly

@@ -85,7 +85,7 @@ def _open_store(config: Config) -> tuple[Core, Store]:
         return ModelIdentity(known, tokenizer_rules(core.model.path, known.model_hash, catalog))
 
     try:
-        store = Store.open(config.store_dir, load)
+        store = Store.open(config.store_dir, load, catalog_fd=config.catalog_fd)
     except BaseException:
         for core in cores:
             core.close()

@@ -83,7 +83,8 @@ async def _open_store(
     def identity(catalog: Catalog) -> ModelIdentity:
         return asyncio.run_coroutine_threadsafe(find(catalog), loop).result()
 
-    store = await asyncio.to_thread(Store.open, config.store_dir, identity)
+    opening = partial(Store.open, catalog_fd=config.catalog_fd)
+    store = await asyncio.to_thread(opening, config.store_dir, identity)
     backend, described = found[0]
     stack.push_async_callback(asyncio.to_thread, store.close)
     if described.vocab is not None:

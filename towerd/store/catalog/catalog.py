@@ -1,14 +1,13 @@
-"""The catalog: one SQLite connection, durable transactions, and the journal that follows them."""
+"""Catalog: what the store keeps in SQLite, as its one interface; in this process or behind a broker."""
 
 from __future__ import annotations
 
-import logging
-import sqlite3
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
@@ -16,22 +15,33 @@ from towerd.errors import DiskFull, StoreError
 from towerd.slots.errors import StateError
 from towerd.slots.fingerprint import Fingerprint
 from towerd.store.catalog import database
-from towerd.store.catalog.database import CatalogDamaged
 from towerd.store.catalog.identity import ModelIdentity, TokenizerIdentity
-from towerd.store.catalog.journal.changes import ChangeRecorder, TableChange
-from towerd.store.catalog.journal.clean import mark_clean
-from towerd.store.catalog.journal.examine import problems_of, select
-from towerd.store.catalog.journal.recover import open_catalog, rebuild_catalog
-from towerd.store.catalog.journal.tables import read_ledger, write_ledger
-from towerd.store.segments.durable import store_errors
-
-log = logging.getLogger(__name__)
 
 Undo: TypeAlias = list[Callable[[], None]]
-_T = TypeVar("_T")
+Lock: TypeAlias = AbstractContextManager[object]
+"""A reentrant lock."""
+Changed: TypeAlias = Mapping[str, Collection[int]]
+"""Table -> the keys of its rows that other processes entered, changed or deleted."""
 
-SHRINK_BYTES_MIN = 4 << 20
-"""Smaller savings are not worth a copy of the database."""
+
+class Names(Collection[str], Protocol):
+    """The names of files that are being written and are not in the catalog yet."""
+
+    def add(self, name: str, /) -> None: ...
+
+    def discard(self, name: str, /) -> None: ...
+
+
+class Upkeep(Protocol):
+    """Maintenance of the catalog and its journal, as `CatalogUpkeep` does it."""
+
+    def paused(self) -> AbstractContextManager[None]: ...
+
+    def rest(self) -> None: ...
+
+    def purge(self) -> None: ...
+
+    def repair(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,64 +62,33 @@ class EnteredIdentity:
     tokenizer_digest: bytes
 
 
-class Catalog:
-    """The database file and its journal. Not thread-safe; the store's lock guards it."""
+class Catalog(ABC):
+    """The rows of a store and their durable transactions. Not thread-safe; the store's lock, which
+    `new_lock` makes, guards it."""
 
-    def __init__(self, path: Path) -> None:
-        """Open or create the catalog; `open_catalog` describes recovery. Raises StoreError,
-        StoreVersion, DiskFull or OSError."""
-        self.path = path
-        with self._errors():
-            opened = open_catalog(path)
-        self.journal, self.tables = opened.journal, opened.tables
-        self._ledger = opened.ledger
-        self._use(opened.db)
-        self._is_flushed = False
-        self.is_doubtful = False
-        """The database is damaged and could not be rebuilt at once."""
-        self.recovered = list(opened.notes)
-        """What was recovered at opening and since, in sentences."""
-
-    def close(self) -> None:
-        """Fold the WAL into the database and close both."""
-        with self._errors():
-            with suppress(OSError):
-                self.journal.sync()
-            self.journal.close()
-            self._db.close()
-        if not self.is_doubtful:
-            mark_clean(self.path)
+    path: Path
+    writing: Names
+    """The segment files that any process of this store is writing."""
 
     # --- using it -------------------------------------------------------------------------
 
+    @abstractmethod
     def rows(self, sql: str, params: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """All rows of a query."""
-        return self._healed(lambda: self._db.execute(sql, params).fetchall())
 
+    @abstractmethod
     def sealed(self, table: str, where: str, params: Sequence[Any]) -> list[dict[str, Any]]:
         """Complete rows of a table by column, each checked against its seal. Use it for data
         that is served."""
-        kind = next(each for each in self.tables if each.name == table)
 
-        def read() -> list[dict[str, Any]]:
-            found = self._db.execute(select(kind, f"WHERE {where}"), params).fetchall()
-            for *row, seal in found:
-                if kind.seal(row) != seal:
-                    raise CatalogDamaged(f"wrong checksum in {table}, row {row[kind.key_at]!r}")
-            return [dict(zip(kind.columns, row, strict=False)) for row in found]
-
-        return self._healed(read)
-
+    @abstractmethod
     def run(self, sql: str, params: Sequence[Any] = ()) -> int:
         """Run one statement inside a transaction. Returns the row id of an INSERT; otherwise
         the result is meaningless."""
-        assert self._db.in_transaction
-        return self._db.execute(sql, params).lastrowid or 0
 
+    @abstractmethod
     def run_many(self, sql: str, params: Sequence[Sequence[Any]]) -> None:
         """One statement for many parameter sets, inside a transaction."""
-        assert self._db.in_transaction
-        self._db.executemany(sql, params)
 
     @contextmanager
     def transaction(self) -> Iterator[Undo]:
@@ -117,20 +96,15 @@ class Catalog:
         its changes in memory to the list; on any error these run and the database rolls back."""
         undo: Undo = []
         with self._errors():
-            self._db.execute("BEGIN IMMEDIATE")
-            self._is_flushed = False
+            self._begin()
             try:
                 yield undo
                 self._commit()
             except BaseException as error:
-                self.is_doubtful |= isinstance(error, sqlite3.Error) and database.is_damage(error)
                 for step in reversed(undo):
                     step()
-                if self._db.in_transaction:
-                    self._db.execute("ROLLBACK")
+                self._roll_back(error)
                 raise
-            finally:
-                self._watch.clear()
 
     def get_meta(self, key: str) -> str | None:
         """A small value kept for other modules (the model hash cache, for example)."""
@@ -204,129 +178,83 @@ class Catalog:
 
     # --- looking after it -----------------------------------------------------------------
 
+    @property
+    @abstractmethod
+    def recovered(self) -> Sequence[str]:
+        """What was recovered at opening and since, in sentences."""
+
+    @abstractmethod
     def bytes_on_disk(self) -> int:
         """Size of the database and its WAL."""
-        paths = (self.path, self.path.with_name(self.path.name + "-wal"))
-        return sum(path.stat().st_size for path in paths if path.exists())
 
+    @abstractmethod
+    def journal_bytes(self) -> int:
+        """Size of the journal."""
+
+    @abstractmethod
     def shrink(self) -> None:
         """Return unused pages to the file system if they make up most of a large database.
         Without room for the copy that this needs, the pages remain available for reuse."""
-        pragmas = ("page_size", "page_count", "freelist_count")
-        size, n, n_free = (int(self.rows(f"PRAGMA {name}")[0][0]) for name in pragmas)
-        if n_free * size < SHRINK_BYTES_MIN or n_free < n // 2:
-            return
-        with suppress(DiskFull):
-            self.rows("VACUUM")
-            self.rows("PRAGMA wal_checkpoint(TRUNCATE)")
 
+    @abstractmethod
     def problems(self) -> list[str]:
         """Problems of the database; empty if there are none. Reads all of it."""
-        found = problems_of(self._db, self.tables)
-        if not found and read_ledger(self._db) != self._ledger:
-            found.append("catalog: it is in another state than it was left in")
-        return found
 
+    @abstractmethod
     def journal_problems(self) -> list[str]:
         """Damaged or missing parts of the journal; empty if there are none."""
-        try:
-            chain = self.journal.read()
-        except OSError as error:
-            return [f"journal: {error.strerror}"]
-        damaged = [file.path.name for file in chain.files if file.is_damaged]
-        if damaged:
-            return [f"journal: {name} is damaged" for name in damaged]
-        if chain.end != self._ledger.seq or not chain.is_whole:
-            return [f"journal: it has {chain.end:,} changes of {self._ledger.seq:,}"]
-        return []
 
-    def flush(self, *, truncate: bool = False) -> None:
-        """Checkpoint the WAL into the database and sync the journal. Meant for idle moments.
-        `truncate` empties the WAL. Raises StoreError."""
-        if self._is_flushed and not truncate:
-            return
-        with self._errors():
-            self._db.execute(f"PRAGMA wal_checkpoint({'TRUNCATE' if truncate else 'PASSIVE'})")
-        with store_errors("the journal cannot be synced"):
-            self.journal.sync()
-        self._is_flushed = True
+    @abstractmethod
+    def upkeep(self, lock: Callable[[], AbstractContextManager[None]]) -> Upkeep:
+        """Its maintenance. lock: takes the store's lock."""
 
-    def heal(self, why: str) -> None:
-        """Replace the damaged database with one rebuilt from the journal. Raises
-        CatalogDamaged if the journal does not have exactly this state; the next start then
-        recovers what the journal has."""
-        assert not self._db.in_transaction
-        chain = self.journal.read()
-        if not chain.is_whole or (chain.store, chain.end) != (self._ledger.store, self._ledger.seq):
-            raise database.damaged_in_use(self.path, why)
-        with suppress(sqlite3.Error):
-            self._db.close()
-        try:
-            with self._errors(), store_errors("the catalog cannot be rebuilt"):
-                self.recovered.append(rebuild_catalog(self.path, self.journal, why))
-            self.is_doubtful = False
-        finally:
-            with self._errors():
-                db = database.connect(self.path)
-                database.configure(db)
-                self._use(db)
+    @abstractmethod
+    def close(self) -> None:
+        """Close the catalog. Raises StoreError."""
+
+    # --- other processes ------------------------------------------------------------------
+
+    @abstractmethod
+    def new_lock(self) -> Lock:
+        """The lock of a store with this catalog, which excludes other threads and, if the catalog
+        is shared, other processes."""
+
+    def open_model(self, of: EnteredIdentity) -> None:  # noqa: B027
+        """Tell other processes that this one serves a model. Called under the lock, which it keeps
+        until `follow`. Raises StoreLocked if another process serves it."""
+
+    def follow(  # noqa: B027
+        self, changed: Callable[[Changed], None], held: Callable[[], Collection[int]]
+    ) -> None:
+        """Call `changed`, each time that the lock is taken, with what other processes changed since
+        it was last held; `held`, before it is released, for the segments that running requests end
+        in."""
+
+    def held_elsewhere(self) -> Collection[int]:
+        """The segments that running requests of other processes end in."""
+        return ()
+
+    def open_elsewhere(self) -> Collection[int]:
+        """The row ids of the fingerprints that other processes have open."""
+        return ()
 
     # --- inside ---------------------------------------------------------------------------
 
-    def _use(self, db: sqlite3.Connection) -> None:
-        self._db = db
-        self._watch = ChangeRecorder(db, self.tables)
+    @abstractmethod
+    def _begin(self) -> None:
+        """Begin a transaction."""
 
+    @abstractmethod
     def _commit(self) -> None:
-        """End the transaction. Its changes reach the journal before the database: a kill in
-        between leaves the journal ahead, and the next start replays it."""
-        changes = self._watch.changes()
-        if not changes:
-            self._db.execute("COMMIT")
-            return
-        ledger = self._ledger.after(self._watch.delta)
-        write_ledger(self._db, ledger)
-        is_journalled = False
-        try:
-            is_journalled = self._journal_changes(ledger.seq, changes)
-            self._db.execute("COMMIT")
-        except BaseException:
-            if is_journalled:
-                self.journal.take_back()
-            raise
-        self._ledger = ledger
+        """Make the transaction durable and end it."""
 
-    def _journal_changes(self, seq: int, changes: Sequence[TableChange]) -> bool:
-        """Journal the changes; returns False on failure. Without room for the second copy the
-        catalog alone keeps them, and the journal is rewritten at the next idle moment with
-        room."""
-        try:
-            self.journal.append(seq, changes)
-        except OSError as error:
-            if not self.journal.is_behind:
-                log.error("the journal cannot be written", extra={"error": str(error)})
-            self.journal.is_behind = True
-            return False
-        return True
+    @abstractmethod
+    def _roll_back(self, error: BaseException) -> None:
+        """End the transaction, if it has not ended, without its changes."""
 
-    def _healed(self, read: Callable[[], list[_T]]) -> list[_T]:
-        """Return the result of `read`; rebuild the database first if it is damaged."""
-        try:
-            return read()
-        except (sqlite3.Error, CatalogDamaged, UnicodeError) as error:
-            if isinstance(error, sqlite3.Error) and not database.is_damage(error):
-                raise database.translated(self.path, error) from error
-            self.is_doubtful = True
-            if self._db.in_transaction:
-                raise database.damaged_in_use(self.path, str(error)) from error
-            self.heal(str(error))
-        with self._errors():
-            return read()
-
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        with database.errors(self.path):
-            yield
+    def _errors(self) -> AbstractContextManager[None]:
+        """Turns errors of the database into StoreError."""
+        return nullcontext()
 
 
 def latest_fingerprint(catalog: Catalog) -> Fingerprint:

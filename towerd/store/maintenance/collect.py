@@ -6,6 +6,8 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+import msgspec
+
 from towerd.errors import DiskFull
 from towerd.store.prefix.node import Node
 from towerd.store.segments.checkpoint_check import stray_checkpoints
@@ -94,7 +96,7 @@ def forget(
 ) -> int:
     """Remove what `delete` removed from memory and disk; returns the bytes that the files had."""
     for node in doomed:
-        _detach(state, node)
+        detach(state, node)
         state.listener.removed(node)
     freed = 0
     for file in unviewed:
@@ -107,31 +109,74 @@ def forget(
 
 
 def drop_foreign(state: StoreState, bytes_needed: int) -> int:
-    """Delete files of other fingerprints, least recently used fingerprint and file first."""
+    """Delete files of other fingerprints: of those that no process has open, least recently used
+    fingerprint and file first; then, while another open model has more than this one, the files of
+    the largest that were used least recently and are not pinned. Returns the bytes freed."""
+    sizes = dict.fromkeys(state.catalog.open_elsewhere(), 0)
     freed = 0
-    for id, name, n_bytes in state.catalog.rows(
-        "SELECT files.id, name, bytes FROM files JOIN fingerprints ON fingerprints.id ="
-        " fingerprint WHERE fingerprint != ? ORDER BY opened, files.created",
-        (state.identity.fingerprint,),
-    ):
-        if freed >= bytes_needed:
-            break
-        try:
-            uncatalogue(state.catalog, id)
-        except DiskFull:
-            # as for files of one's own: that it can be deleted matters most now
-            state.directory.remove(name)
-            with suppress(DiskFull):
-                uncatalogue(state.catalog, id)
-        state.directory.remove(name)
-        state.foreign_bytes -= n_bytes
-        freed += n_bytes
+    for of, id, name, n_bytes in state.catalog.rows(_FOREIGN_FILES, (state.identity.fingerprint,)):
+        if of in sizes:
+            sizes[of] += n_bytes
+        elif freed < bytes_needed:
+            freed += _drop_foreign_file(state, id, name, n_bytes)
+    if freed < bytes_needed and sizes:
+        freed += _drop_of_larger(state, bytes_needed - freed, sizes)
     return freed
+
+
+def _drop_of_larger(state: StoreState, bytes_needed: int, sizes: dict[int, int]) -> int:
+    """`sizes`: bytes of all files of each model that another process has open."""
+    files: dict[int, list[tuple[int, str, int]]] = {of: [] for of in sizes}
+    for of, id, name, n_bytes in state.catalog.rows(_LIVE_FILES, (_ids(sizes),)):
+        files[of].append((id, name, n_bytes))
+    freed = 0
+    while freed < bytes_needed and sizes:
+        largest = max(sizes, key=lambda of: sizes[of])
+        if sizes[largest] <= state.warm_bytes or not files[largest]:
+            del sizes[largest]
+            continue
+        id, name, n_bytes = files[largest].pop(0)
+        sizes[largest] -= n_bytes
+        freed += _drop_foreign_file(state, id, name, n_bytes)
+    return freed
+
+
+_FOREIGN_FILES = (
+    "SELECT fingerprint, files.id, name, bytes FROM files JOIN fingerprints"
+    " ON fingerprints.id = fingerprint WHERE fingerprint != ? ORDER BY opened, files.created"
+)
+_LIVE_FILES = (
+    "WITH RECURSIVE pinned(node) AS (SELECT node FROM pins UNION SELECT node FROM bases"
+    " UNION SELECT parent FROM segments JOIN pinned ON id = node WHERE parent IS NOT NULL)"
+    " SELECT fingerprint, files.id, name, bytes FROM files"
+    " JOIN views ON file = files.id JOIN segments ON segments.id = views.node"
+    " WHERE fingerprint IN (SELECT value FROM json_each(?))"
+    " AND NOT EXISTS (SELECT 1 FROM views AS v JOIN pinned ON pinned.node = v.node"
+    " WHERE v.file = files.id) GROUP BY files.id ORDER BY max(last_used)"
+)
+
+
+def _ids(keys: Collection[int]) -> str:
+    return msgspec.json.encode(list(keys)).decode()
+
+
+def _drop_foreign_file(state: StoreState, id: int, name: str, n_bytes: int) -> int:
+    try:
+        uncatalogue(state.catalog, id)
+    except DiskFull:
+        # as for files of one's own: that it can be deleted matters most now
+        state.directory.remove(name)
+        with suppress(DiskFull):
+            uncatalogue(state.catalog, id)
+    state.directory.remove(name)
+    state.foreign_bytes -= n_bytes
+    return n_bytes
 
 
 def _unneeded(state: StoreState) -> list[Node]:
     """The nodes to remove, children before their parents."""
     needed = {node.id for node in list(state.trie.held.values())}
+    needed |= set(state.catalog.held_elsewhere())
     for (id,) in state.catalog.rows(
         "SELECT prompt_node FROM turns UNION SELECT reply_node FROM turns"
         " UNION SELECT node FROM pins UNION SELECT node FROM bases UNION SELECT base FROM cold"
@@ -153,7 +198,8 @@ def _unneeded(state: StoreState) -> list[Node]:
     return doomed
 
 
-def _detach(state: StoreState, node: Node) -> None:
+def detach(state: StoreState, node: Node) -> None:
+    """Remove a leaf and its rows from memory."""
     if node.hot is not None:
         state.hot_bytes -= node.hot.nbytes
         node.hot = None

@@ -12,8 +12,8 @@ import msgspec
 
 from towerd.slots.errors import StateError
 from towerd.slots.fingerprint import Fingerprint
+from towerd.store.catalog.catalog import Upkeep
 from towerd.store.catalog.database import CatalogDamaged
-from towerd.store.catalog.journal.upkeep import CatalogUpkeep
 from towerd.store.maintenance.collect import orphans
 from towerd.store.maintenance.integrity import problems
 from towerd.store.segments.checkpoint_check import (
@@ -61,7 +61,7 @@ def verify(
     state: StoreState,
     rows: RowStore,
     cold: ColdTable,
-    upkeep: CatalogUpkeep,
+    upkeep: Upkeep,
     pool: Executor,
     progress: Callable[[int, int], None] | None,
     *,
@@ -116,7 +116,7 @@ def verify(
     )
 
 
-def _repair(upkeep: CatalogUpkeep) -> list[str]:
+def _repair(upkeep: Upkeep) -> list[str]:
     """Repair catalog and journal; returns the problems that remain."""
     try:
         upkeep.repair()

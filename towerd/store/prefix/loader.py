@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from sys import intern
 
 from towerd.slots.errors import StateError
-from towerd.store.catalog.catalog import Catalog, EnteredIdentity
+from towerd.store.catalog.catalog import Catalog, EnteredIdentity, Lock
 from towerd.store.catalog.identity import ModelIdentity
 from towerd.store.prefix.node import Node
 from towerd.store.prefix.scope import public_of
@@ -22,14 +21,20 @@ from towerd.store.state import StoreState
 
 
 def load_state(
-    directory: Directory, catalog: Catalog, identity: ModelIdentity, clock: Callable[[], float]
+    directory: Directory,
+    catalog: Catalog,
+    identity: ModelIdentity,
+    clock: Callable[[], float],
+    lock: Lock,
 ) -> StoreState:
     """Load the state of an opened store for one model, whose fingerprint and tokenizer are entered
-    if they are new: the prefix tree of the tokenizer, and the rows of the fingerprint."""
+    if they are new: the prefix tree of the tokenizer, and the rows of the fingerprint. `lock`, which
+    is held, will guard it."""
     entered = catalog.enter(identity, clock())
+    catalog.open_model(entered)
     mappings = Mappings()
     files = load_files(catalog, entered.fingerprint, directory.segments, mappings)
-    state = StoreState(
+    return StoreState(
         directory,
         catalog,
         identity.fingerprint,
@@ -37,17 +42,16 @@ def load_state(
         entered,
         clock,
         mappings,
-        threading.RLock(),
+        lock,
         load_trie(catalog, entered, files),
         files,
         warm_bytes=sum(file.nbytes for file in files.values()),
-        foreign_bytes=_foreign_bytes(catalog, entered.fingerprint),
+        foreign_bytes=foreign_bytes(catalog, entered.fingerprint),
     )
-    directory.sweep_tmp()
-    return state
 
 
-def _foreign_bytes(catalog: Catalog, fingerprint: int) -> int:
+def foreign_bytes(catalog: Catalog, fingerprint: int) -> int:
+    """Bytes of the files of every other fingerprint."""
     sql = "SELECT coalesce(sum(bytes), 0) FROM files WHERE fingerprint != ?"
     return int(catalog.rows(sql, (fingerprint,))[0][0])
 
@@ -79,12 +83,19 @@ def load_trie(catalog: Catalog, of: EnteredIdentity, files: dict[int, SegmentFil
         parents = _load_nodes(catalog, of.tokenizer, trie)
         _link(catalog, trie, parents)
         _load_views(catalog, of.fingerprint, files, trie)
+    count_pins(catalog, trie)
+    return trie
+
+
+def count_pins(catalog: Catalog, trie: Trie) -> None:
+    """Count the pins and bases at or below every node."""
+    for node in trie.nodes.values():
+        node.pins = 0
     for table in ("pins", "bases"):
         for (id,) in catalog.rows(f"SELECT node FROM {table}"):
-            node = trie.nodes.get(id)
-            if node is not None:  # else another tokenizer's
-                add_pins(node, 1)
-    return trie
+            pinned = trie.nodes.get(id)
+            if pinned is not None:  # else another tokenizer's
+                add_pins(pinned, 1)
 
 
 def add_pins(node: Node, n: int) -> None:

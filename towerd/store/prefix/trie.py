@@ -94,10 +94,15 @@ class Trie:
         """The last node that `match` finds, or the root, and the number of matched tokens."""
         return max(self._chains(ids, scope), key=lambda chain: chain[1])
 
-    def holds_any(self, nodes: Iterable[Node]) -> bool:
-        """Whether a running request needs one of these nodes."""
+    def held_ids(self) -> frozenset[int]:
+        """The ids of the last nodes of the paths that running requests need."""
+        return frozenset([node.id for node in list(self.held.values())])
+
+    def holds_any(self, nodes: Iterable[Node], others: Iterable[int] = ()) -> bool:
+        """Whether a running request needs one of these nodes. others: ids of the last nodes of
+        paths that requests of other processes need."""
         ids = {node.id for node in nodes}
-        held = list(self.held.values())
+        held = list(self.held.values()) + [self.nodes[id] for id in others if id in self.nodes]
         return any(not ids.isdisjoint(each.id for each in node.path()) for node in held)
 
     def matched(self, ids: bytes, scope: str, others: Sequence[str] = ()) -> Matched:

@@ -62,7 +62,7 @@ class RowStore:
     def __init__(self, state: StoreState, pool: Executor) -> None:
         self._state = state
         self._pool = pool
-        self.writing: set[str] = set()
+        self.writing = state.catalog.writing
         """Names of files that are not in the catalog yet; gc must not delete them."""
         self.is_trusted = True
         """Whether rows belong to the loaded weights; see `distrust`."""

@@ -11,6 +11,7 @@ from towerd.store.sessions.cold_row import row_digest
 from towerd.store.sessions.frozen import FrozenSession, damaged_session
 from towerd.store.sessions.sessions import SessionRow, SessionTable
 from towerd.store.sessions.turn import Base
+from towerd.store.state import StoreState
 from towerd.tokens import ids_array
 
 _FACTS = ("id", "parent", "n_prompt", "n_reply", "n_cached", "started", "created", "finished")
@@ -19,6 +20,10 @@ _PAGE = (
     "SELECT pk, id, scope FROM cold JOIN sessions ON pk = session"
     " WHERE tokenizer = ?1 AND session > ?2"
     f" AND (?3 IS NULL OR ?3 IN (scope, {TENANT_SQL})) ORDER BY session LIMIT ?4"
+)
+_PREFIX_HASHES = (
+    "SELECT session, marks FROM cold JOIN sessions ON pk = session"
+    " WHERE frozen = 1 AND tokenizer = ?1 AND (?2 IS NULL OR session = ?2)"
 )
 
 
@@ -38,6 +43,12 @@ def coded_page(
     """Sessions of a tokenizer, of one tenant or scope or of all, that have a blob, in order of their
     rows, which follow row `after`. Runs under the lock."""
     return [CodedSession(*row) for row in catalog.rows(_PAGE, (tokenizer, after, scope, limit))]
+
+
+def prefix_hash_rows(state: StoreState, session: int | None = None) -> list[tuple[int, bytes]]:
+    """(row, prefix hashes as they are stored) of the frozen session of this row, or of all, of the
+    open tokenizer. Runs under the lock."""
+    return state.catalog.rows(_PREFIX_HASHES, (state.identity.tokenizer, session))
 
 
 def read_coded(

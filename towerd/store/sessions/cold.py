@@ -26,7 +26,7 @@ from towerd.store.prefix.growth import Growth
 from towerd.store.prefix.node import Node
 from towerd.store.prefix.scope import TENANT_SQL
 from towerd.store.sessions.bases import BaseTable
-from towerd.store.sessions.coded import CodedSession, coded_page, read_coded
+from towerd.store.sessions.coded import CodedSession, coded_page, prefix_hash_rows, read_coded
 from towerd.store.sessions.cold_row import (
     encode_prefix_hashes,
     encode_turns,
@@ -67,13 +67,7 @@ class ColdTable:
         self._lock = lock
         self._mine = state.identity.tokenizer
         self._prefix_hashes = PrefixHashIndex()
-        self._prefix_hashes.load(
-            state.catalog.rows(
-                "SELECT session, marks FROM cold JOIN sessions ON pk = session"
-                " WHERE frozen = 1 AND tokenizer = ?",
-                (self._mine,),
-            )
-        )
+        self._prefix_hashes.load(prefix_hash_rows(state))
         self.is_empty = not state.catalog.rows("SELECT 1 FROM cold LIMIT 1")
         """False as soon as any session is about to be frozen; may be read without the lock."""
 
@@ -333,6 +327,14 @@ class ColdTable:
                 self._thawed(session.pk, keep_copy=False)
             self._prefix_hashes.discard(session.pk)
         return True
+
+    def read_again(self, sessions: Collection[int]) -> None:
+        """Note that other processes changed the rows of these sessions. Runs under the lock."""
+        self.is_empty = False
+        for pk in sessions:
+            self._prefix_hashes.discard(pk)
+            for row in prefix_hash_rows(self._state, pk):
+                self._prefix_hashes.add(*row)
 
     def forget(self, session: int) -> None:
         """Remove a deleted session from recognition. Runs under the lock."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
+from pathlib import Path
+from typing import Protocol
 
 from towerd.errors import StoreError
 from towerd.store.catalog import database
-from towerd.store.catalog.catalog import Catalog
 from towerd.store.catalog.journal.compact import begin_snapshot, write_snapshot
+from towerd.store.catalog.journal.files import Journal
+from towerd.store.catalog.journal.tables import Table
 from towerd.store.segments.durable import store_errors
 
 log = logging.getLogger(__name__)
@@ -18,10 +21,29 @@ log = logging.getLogger(__name__)
 Lock = Callable[[], AbstractContextManager[None]]
 
 
+class MaintainedCatalog(Protocol):
+    """`SqliteCatalog` as its maintenance sees it."""
+
+    path: Path
+    journal: Journal
+    tables: Sequence[Table]
+    is_doubtful: bool
+
+    def problems(self) -> list[str]: ...
+
+    def journal_problems(self) -> list[str]: ...
+
+    def flush(self, *, truncate: bool = False) -> None: ...
+
+    def heal(self, why: str) -> None: ...
+
+    def note(self, recovered: str) -> None: ...
+
+
 class CatalogUpkeep:
     """Thread-safe. `lock()` is the store's lock; it is not held while a snapshot is written."""
 
-    def __init__(self, catalog: Catalog, lock: Lock) -> None:
+    def __init__(self, catalog: MaintainedCatalog, lock: Lock) -> None:
         self._catalog = catalog
         self._lock = lock
         self._compacting = threading.Lock()
@@ -67,7 +89,7 @@ class CatalogUpkeep:
             is_journal_wrong = bool(self._catalog.journal_problems())
         if is_journal_wrong:
             self.compact()
-            self._catalog.recovered.append("The journal was rewritten from the catalog.")
+            self._catalog.note("The journal was rewritten from the catalog.")
 
     def compact(self) -> None:
         """Replace the journal with one snapshot of the catalog. Raises CatalogDamaged,

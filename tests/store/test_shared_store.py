@@ -1,0 +1,249 @@
+"""A store that several models have open at once: each through the broker of its catalog."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import precondition, rule
+from store_machine import StoreMachine
+from store_tools import FINGERPRINT, LAYOUT, OTHER_MODEL, OTHER_TOKENIZER, make_hot, turn_of
+
+from towerd.errors import NotFound, StoreError, StoreLocked
+from towerd.slots.fingerprint import Fingerprint
+from towerd.store import Store
+from towerd.store.catalog.shared.broker import CatalogBroker
+from towerd.tiers.ranking import Ranking
+
+IDS = np.arange(1, 41, dtype=np.int32)
+
+
+class Shared:
+    """The stores of one broker."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.broker = CatalogBroker(root)
+        self._closing = ExitStack()
+        self._closing.callback(self.broker.close)
+
+    def open(self, model: Fingerprint) -> Store:
+        store = Store.open(self.root, model, catalog_fd=self.broker.connect().detach())
+        self._closing.callback(store.close)
+        return store
+
+    def close(self) -> None:
+        self._closing.close()
+
+
+@pytest.fixture
+def shared(root: Path) -> Iterator[Shared]:
+    opened = Shared(root)
+    yield opened
+    opened.close()
+
+
+class SharedStoreMachine(StoreMachine):
+    """Every operation is one of either of two models with one tokenizer; both know all of it."""
+
+    def open_store(self) -> None:
+        self.broker = CatalogBroker(self.root)
+        self.sides = []
+        for model in (FINGERPRINT, OTHER_MODEL):
+            fd = self.broker.connect().detach()
+            store = Store.open(self.root, model, clock=self.clock, catalog_fd=fd)
+            ranking = Ranking(self.policy, self.clock, token_bytes=LAYOUT.token_bytes)
+            store.listen(ranking)
+            ranking.found(store.nodes())
+            self.sides.append((store, ranking))
+        self.store, self.ranking = self.sides[0]
+
+    def close_store(self) -> None:
+        for store, _ in self.sides:
+            store.close()
+        self.broker.close()
+
+    @rule()
+    def change_sides(self) -> None:
+        self.sides.reverse()
+        self.store, self.ranking = self.sides[0]
+
+    @precondition(lambda self: self.current)
+    @rule()
+    def one_side_leaves(self) -> None:
+        """A model is unloaded, and loaded again."""
+        gone, _ = self.sides.pop()
+        model = gone.state.fingerprint
+        self.requests = [each for each in self.requests if each[0] is not gone]
+        gone.close()
+        fd = self.broker.connect().detach()
+        store = Store.open(self.root, model, clock=self.clock, catalog_fd=fd)
+        ranking = Ranking(self.policy, self.clock, token_bytes=LAYOUT.token_bytes)
+        store.listen(ranking)
+        ranking.found(store.nodes())
+        self.sides.append((store, ranking))
+
+    def check(self) -> None:
+        for store, ranking in self.sides:
+            store.check_integrity()
+            ranking.check_integrity(store)
+
+
+SharedStoreMachine.TestCase.settings = settings(
+    max_examples=30,
+    stateful_step_count=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+TestSharedStoreMachine = SharedStoreMachine.TestCase
+
+
+def test_what_one_model_learns_the_other_knows(shared: Shared) -> None:
+    one, two = shared.open(FINGERPRINT), shared.open(OTHER_MODEL)
+    told = one.commit_turn(turn_of(IDS.tolist(), [1, 2, 3, 4, 5], n_cached=44))
+    assert [each.id for each in two.sessions()] == [told.session_id]
+    assert two.match(np.concatenate([IDS, IDS[:5]]), "local").n == 44
+    again = two.commit_turn(turn_of([*IDS, *IDS[:5], 7], [9], n_cached=46))
+    assert again.session_id == told.session_id
+    assert one.session_ids(told.session_id).tolist() == [*IDS, *IDS[:5], 7, 9]
+
+
+def test_rows_stay_apart_and_survive_the_splits_of_the_other(shared: Shared) -> None:
+    one, two = shared.open(FINGERPRINT), shared.open(OTHER_MODEL)
+    for store in (one, two):
+        path = store.insert(IDS, "local", [40])
+        make_hot(store, path[-1])
+        store.write_rows(path)
+    two.insert(np.array([*IDS[:17], 99], np.int32), "local", [18])
+    for store in (one, two):
+        (part, rest) = store.plan_rows(store.match(IDS, "local"), 0, 40)
+        assert (part.p1, rest.p1) == (17, 40)
+        store.check_integrity(keys=True)
+    assert one.warm_bytes == two.state.foreign_bytes > 0
+
+
+def test_a_file_that_another_model_evicts_is_forgotten(shared: Shared) -> None:
+    one, two = shared.open(FINGERPRINT), shared.open(OTHER_MODEL)
+    path = one.insert(IDS, "local", [40])
+    make_hot(one, path[-1])
+    file = one.write_rows(path)
+    one.drop_hot(path[-1])
+    assert two.drop_foreign(1) == file.nbytes
+    assert not one.plan_rows(one.match(IDS, "local"), 0, 40)
+    one.check_integrity()
+
+
+def test_the_larger_of_two_open_models_gives_first(shared: Shared) -> None:
+    one, two = shared.open(FINGERPRINT), shared.open(OTHER_MODEL)
+    files = []
+    for first in (100, 200, 300):
+        path = one.insert(IDS + first, "local", [40])
+        make_hot(one, path[-1])
+        files.append(one.write_rows(path))
+    mine = two.insert(IDS, "local", [40])
+    make_hot(two, mine[-1])
+    two.write_rows(mine)
+    pinned = one.match(IDS + 100, "local").nodes[-1]
+    one.pin(pinned.id)
+    one.touch(one.match(IDS + 200, "local").nodes[-1])
+    one.flush()
+    assert two.drop_foreign(1) == files[2].nbytes
+    assert two.drop_foreign(1 << 40) == files[1].nbytes  # the pinned one is left
+    assert [file.id for file in one.files()] == [files[0].id]
+    one.check_integrity()
+
+
+def test_a_request_of_one_model_holds_its_path_for_all(shared: Shared) -> None:
+    one, two = shared.open(FINGERPRINT), shared.open(OTHER_MODEL)
+    one.insert(IDS, "local", [40])
+    with one.hold(IDS, "local") as handle:
+        handle.match()
+        assert two.gc().segments == 0
+    one.flush()  # whoever takes the lock tells what it holds
+    assert two.gc().segments == 1
+    assert one.match(IDS, "local").n == 0
+
+
+def test_a_pin_counts_for_all(shared: Shared) -> None:
+    one, two = shared.open(FINGERPRINT), shared.open(OTHER_MODEL)
+    node = one.insert(IDS, "local", [40])[-1]
+    two.pin(node.id)
+    assert one.node(node.id).pinned
+    one.unpin(node.id)
+    assert not two.node(node.id).pinned
+
+
+def test_other_tokenizers_share_the_budget_and_nothing_else(shared: Shared) -> None:
+    one, two = shared.open(FINGERPRINT), shared.open(OTHER_TOKENIZER)
+    path = one.insert(IDS, "local", [40])
+    make_hot(one, path[-1])
+    one.write_rows(path)
+    assert two.nodes() == []
+    with two.locked():
+        assert two.state.foreign_bytes == one.warm_bytes
+    with pytest.raises(NotFound):
+        two.node(path[-1].id)
+
+
+def test_one_model_is_not_opened_twice(shared: Shared) -> None:
+    shared.open(FINGERPRINT)
+    with pytest.raises(StoreLocked, match="served already"):
+        shared.open(FINGERPRINT)
+
+
+def test_a_store_with_a_broker_is_locked(shared: Shared) -> None:
+    with pytest.raises(StoreLocked, match=str(os.getpid())):
+        Store.open(shared.root, FINGERPRINT)
+
+
+def test_without_its_broker_a_store_fails_in_a_sentence(root: Path) -> None:
+    broker = CatalogBroker(root)
+    store = Store.open(root, FINGERPRINT, catalog_fd=broker.connect().detach())
+    broker.close()
+    with pytest.raises(StoreError, match="start towerd again"):
+        store.sessions()
+    with pytest.raises(StoreError, match="start towerd again"):
+        store.close()
+    Store.open(root, FINGERPRINT).close()
+
+
+_VICTIM = """
+import os, sys
+import numpy as np
+from store_tools import OTHER_MODEL, turn_of
+from towerd.store import Store
+store = Store.open(sys.argv[1], OTHER_MODEL, catalog_fd=int(sys.argv[2]))
+ids = np.arange(1, 41, dtype=np.int32)
+store.commit_turn(turn_of(ids, [5], n_cached=41))
+with store.locked(), store.state.growing() as growth:
+    growth.grow(ids[:7].tobytes(), "local", [7])
+    print("in a transaction", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_killed_process_leaves_nothing_half_done(shared: Shared) -> None:
+    """It is killed inside a transaction, with the lock: others go on with what it had committed."""
+    one, theirs = shared.open(FINGERPRINT), shared.broker.connect()
+    victim = subprocess.Popen(
+        [sys.executable, "-c", _VICTIM, str(shared.root), str(theirs.fileno())],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[theirs.fileno()],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    theirs.close()
+    with victim:
+        assert victim.stdout is not None
+        assert victim.stdout.readline() == b"in a transaction\n"
+        victim.send_signal(signal.SIGKILL)
+    (session,) = one.sessions()
+    assert one.session_ids(session.id).tolist() == [*range(1, 41), 5]
+    assert len(one.match(IDS, "local").nodes) == 1
+    one.check_integrity(keys=True)

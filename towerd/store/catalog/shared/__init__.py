@@ -1,0 +1,1 @@
+"""One catalog for several processes: its broker in one of them, its face in the others."""

@@ -1,0 +1,282 @@
+"""CatalogBroker: the process that has a store's catalog open, and serves it to others."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sqlite3
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from towerd.errors import StoreError, StoreLocked
+from towerd.store.catalog import database
+from towerd.store.catalog.catalog import Undo
+from towerd.store.catalog.journal.changes import TableChange
+from towerd.store.catalog.shared.messages import Channel, error_to_wire
+from towerd.store.catalog.sqlite import SqliteCatalog
+from towerd.store.lock import StoreLock
+from towerd.store.segments import durable
+from towerd.store.segments.directory import Directory
+
+OF_TOKENIZER = frozenset(("segments", "pins", "bases"))
+"""Tables of which a process has the rows of its own tokenizer in memory."""
+OF_ALL = frozenset(("files", "cold"))
+"""Tables whose rows a process may have in memory, or count, whatever changes them."""
+
+
+class CatalogBroker:
+    """The lock and the catalog of one store, for any number of processes. Thread-safe."""
+
+    def __init__(self, root: Path) -> None:
+        """Lock the store in `root` and open its catalog; created if it is missing. Raises
+        StoreLocked, StoreVersion, DiskFull or StoreError."""
+        directory = Directory(root)
+        with durable.store_errors(f"the store {root} cannot be opened"), ExitStack() as undo:
+            self._lock_file = StoreLock(directory.lock)
+            undo.callback(self._lock_file.release)
+            self._catalog = SqliteCatalog(directory.catalog)
+            undo.pop_all()
+        directory.sweep_tmp()
+        self._key_at = {
+            each.name: each.key_at
+            for each in self._catalog.tables
+            if each.name in OF_TOKENIZER | OF_ALL
+        }
+        self.turn = threading.RLock()
+        """Whoever has it may use the catalog: the thread of one client."""
+        self._clients: set[BrokerClient] = set()
+        self.upkeep = self._catalog.upkeep(self.turn_taken)
+        self._is_tired = threading.Event()
+        self._is_closed = False
+        self._resting = threading.Thread(target=self._rest, name="catalog-rest", daemon=True)
+        self._resting.start()
+
+    def connect(self) -> socket.socket:
+        """The other end of a new connection, for `RemoteCatalog` in a process that inherits it.
+        Close it here once that process runs."""
+        ours, theirs = socket.socketpair()
+        client = BrokerClient(self, self._catalog, ours)
+        with self.turn:
+            self._clients.add(client)
+        threading.Thread(target=client.serve, name="catalog-client", daemon=True).start()
+        return theirs
+
+    def close(self) -> None:
+        """End all connections, close the catalog and release the lock."""
+        with self.turn:
+            clients = list(self._clients)
+        for client in clients:
+            client.close()
+        self._is_closed = True
+        self._is_tired.set()
+        self._resting.join()
+        with self.upkeep.paused(), self.turn:
+            try:
+                self._catalog.close()
+            finally:
+                self._lock_file.release()
+
+    @contextmanager
+    def turn_taken(self) -> Iterator[None]:
+        """Nobody else uses the catalog inside the block."""
+        with self.turn:
+            yield
+
+    def changed(self, by: BrokerClient, changes: Sequence[TableChange]) -> None:
+        """Note for every other client which rows it has not seen. Called in the turn of `by`."""
+        for table, rows, gone in changes:
+            key_at = self._key_at.get(table)
+            if key_at is None:
+                continue
+            keys: set[Any] = {row[key_at] for row in rows} | set(gone)
+            for client in self._clients - {by}:
+                if table not in OF_TOKENIZER or client.tokenizer == by.tokenizer:
+                    client.unseen[table] |= keys
+
+    def others(self, client: BrokerClient) -> list[BrokerClient]:
+        """The other clients that have a model open. Called in a turn."""
+        return [each for each in self._clients if each is not client and each.fingerprint]
+
+    def leave(self, client: BrokerClient) -> None:
+        """Forget a client. Called in its turn."""
+        self._clients.discard(client)
+        for name in client.names:
+            self._catalog.writing.discard(name)
+
+    def tire(self) -> None:
+        """Maintain the catalog soon."""
+        self._is_tired.set()
+
+    def _rest(self) -> None:
+        while True:
+            self._is_tired.wait()
+            self._is_tired.clear()
+            if self._is_closed:
+                return
+            self.upkeep.rest()
+
+
+class BrokerClient:
+    """One connection. Its thread has the turn from `lock` to `unlock`, in a transaction, and while
+    it answers."""
+
+    def __init__(self, broker: CatalogBroker, catalog: SqliteCatalog, sock: socket.socket) -> None:
+        self.fingerprint = self.tokenizer = 0
+        self.unseen: defaultdict[str, set[int]] = defaultdict(set)
+        """Rows that other clients changed, by table."""
+        self.held: Collection[int] = ()
+        self.names: set[str] = set()
+        self._broker, self._catalog = broker, catalog
+        self._channel = Channel(sock)
+        self._n_turns = 0
+        self._transaction: AbstractContextManager[Undo] | None = None
+        self._failure: Exception | None = None
+        self._pauses = ExitStack()
+        self._maintenance: dict[str, Callable[[], None]] = {
+            "pause": self._pause,
+            "resume": self._pauses.close,
+            "rest": broker.tire,
+            "purge": broker.upkeep.purge,
+            "repair": broker.upkeep.repair,
+        }
+        """What may wait for a snapshot that is being written, and so must not have the turn."""
+        self._operations: dict[str, Callable[..., Any]] = {
+            "path": lambda: os.fspath(catalog.path),
+            "lock": self._lock,
+            "unlock": self._unlock,
+            "open_model": self._open_model,
+            "begin": self._begin,
+            "commit": self._commit,
+            "roll_back": self._roll_back,
+            "rows": catalog.rows,
+            "sealed": catalog.sealed,
+            "run": catalog.run,
+            "run_many": catalog.run_many,
+            "recovered": lambda: list(catalog.recovered),
+            "bytes_on_disk": catalog.bytes_on_disk,
+            "journal_bytes": catalog.journal_bytes,
+            "shrink": catalog.shrink,
+            "problems": catalog.problems,
+            "journal_problems": catalog.journal_problems,
+            "held_elsewhere": lambda: [id for each in broker.others(self) for id in each.held],
+            "open_elsewhere": lambda: [each.fingerprint for each in broker.others(self)],
+            "names": lambda: list(catalog.writing),
+            "add_name": self._add_name,
+            "discard_name": self._discard_name,
+            **self._maintenance,
+        }
+
+    def serve(self) -> None:
+        """Answer until the other end closes the connection or dies."""
+        try:
+            while True:
+                operation, *arguments = self._channel.receive()
+                reply = self._answer(operation, arguments)
+                if operation != "unlock":
+                    self._channel.send(reply)
+        except (EOFError, OSError):
+            pass
+        finally:
+            self._leave()
+
+    def close(self) -> None:
+        """End the connection."""
+        self._channel.close()
+
+    def _answer(self, operation: str, arguments: Sequence[Any]) -> Any:
+        turn: AbstractContextManager[Any] = (
+            nullcontext() if operation in self._maintenance else self._broker.turn
+        )
+        with turn:
+            try:
+                return [None, self._operations[operation](*arguments)]
+            except StoreError as error:
+                return error_to_wire(error)
+            except (sqlite3.Error, OSError, UnicodeError) as error:
+                self._failure = error
+                if isinstance(error, sqlite3.Error):
+                    return error_to_wire(database.translated(self._catalog.path, error))
+                return error_to_wire(StoreError(f"the catalog failed: {error}"))
+
+    def _lock(self) -> dict[str, list[int]]:
+        self._take_turn()
+        unseen = {table: list(keys) for table, keys in self.unseen.items()}
+        self.unseen.clear()
+        return unseen
+
+    def _unlock(self, held: Collection[int] | None) -> None:
+        if held is not None:
+            self.held = held
+        self._give_turn()
+
+    def _open_model(self, fingerprint: int, tokenizer: int) -> None:
+        if any(each.fingerprint == fingerprint for each in self._broker.others(self)):
+            raise StoreLocked("this model is served already, with the same settings")
+        self.fingerprint, self.tokenizer = fingerprint, tokenizer
+        self.unseen.clear()
+
+    def _begin(self) -> None:
+        assert self._transaction is None
+        transaction = self._catalog.transaction()
+        transaction.__enter__()
+        self._transaction, self._failure = transaction, None
+        self._take_turn()
+
+    def _commit(self) -> None:
+        transaction, self._transaction = self._transaction, None
+        assert transaction is not None
+        self._catalog.committed = partial(self._broker.changed, self)
+        try:
+            transaction.__exit__(None, None, None)
+        finally:
+            self._catalog.committed = None
+            self._give_turn()
+
+    def _roll_back(self) -> None:
+        transaction, self._transaction = self._transaction, None
+        if transaction is None:
+            return  # the commit failed, and took its changes back
+        error = self._failure or _RolledBack()
+        try:
+            with suppress(_RolledBack, StoreError, type(error)):
+                transaction.__exit__(type(error), error, None)
+        finally:
+            self._give_turn()
+
+    def _pause(self) -> None:
+        self._pauses.enter_context(self._broker.upkeep.paused())
+
+    def _add_name(self, name: str) -> None:
+        self.names.add(name)
+        self._catalog.writing.add(name)
+
+    def _discard_name(self, name: str) -> None:
+        self.names.discard(name)
+        self._catalog.writing.discard(name)
+
+    def _take_turn(self) -> None:
+        self._broker.turn.acquire()
+        self._n_turns += 1
+
+    def _give_turn(self) -> None:
+        self._n_turns -= 1
+        self._broker.turn.release()
+
+    def _leave(self) -> None:
+        """Take back what the other end left unfinished."""
+        with self._broker.turn:
+            self._roll_back()
+            self._broker.leave(self)
+        while self._n_turns:
+            self._give_turn()
+        self._pauses.close()
+        self._channel.close()
+
+
+class _RolledBack(Exception):
+    """The client gave its transaction up."""

@@ -1,0 +1,240 @@
+"""The catalog of this process: one SQLite connection, and the journal that follows it."""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from towerd.errors import DiskFull
+from towerd.store.catalog import database
+from towerd.store.catalog.catalog import Catalog, Lock, Names, Upkeep
+from towerd.store.catalog.database import CatalogDamaged
+from towerd.store.catalog.journal.changes import ChangeRecorder, TableChange
+from towerd.store.catalog.journal.clean import mark_clean
+from towerd.store.catalog.journal.examine import problems_of, select
+from towerd.store.catalog.journal.recover import open_catalog, rebuild_catalog
+from towerd.store.catalog.journal.tables import read_ledger, write_ledger
+from towerd.store.catalog.journal.upkeep import CatalogUpkeep
+from towerd.store.segments.durable import store_errors
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+SHRINK_BYTES_MIN = 4 << 20
+"""Smaller savings are not worth a copy of the database."""
+
+
+class SqliteCatalog(Catalog):
+    """The database file and its journal."""
+
+    def __init__(self, path: Path) -> None:
+        """Open or create the catalog; `open_catalog` describes recovery. Raises StoreError,
+        StoreVersion, DiskFull or OSError."""
+        self.path = path
+        with self._errors():
+            opened = open_catalog(path)
+        self.journal, self.tables = opened.journal, opened.tables
+        self._ledger = opened.ledger
+        self._use(opened.db)
+        self._recovered = list(opened.notes)
+        self._is_flushed = False
+        self.is_doubtful = False
+        """The database is damaged and could not be rebuilt at once."""
+        self.writing: Names = set()
+        self.committed: Callable[[Sequence[TableChange]], None] | None = None
+        """Called with the changes of each transaction once it is durable."""
+
+    def close(self) -> None:
+        """Fold the WAL into the database and close both."""
+        with self._errors():
+            with suppress(OSError):
+                self.journal.sync()
+            self.journal.close()
+            self._db.close()
+        if not self.is_doubtful:
+            mark_clean(self.path)
+
+    # --- using it -------------------------------------------------------------------------
+
+    def rows(self, sql: str, params: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        return self._healed(lambda: self._db.execute(sql, params).fetchall())
+
+    def sealed(self, table: str, where: str, params: Sequence[Any]) -> list[dict[str, Any]]:
+        kind = next(each for each in self.tables if each.name == table)
+
+        def read() -> list[dict[str, Any]]:
+            found = self._db.execute(select(kind, f"WHERE {where}"), params).fetchall()
+            for *row, seal in found:
+                if kind.seal(row) != seal:
+                    raise CatalogDamaged(f"wrong checksum in {table}, row {row[kind.key_at]!r}")
+            return [dict(zip(kind.columns, row, strict=False)) for row in found]
+
+        return self._healed(read)
+
+    def run(self, sql: str, params: Sequence[Any] = ()) -> int:
+        assert self._db.in_transaction
+        return self._db.execute(sql, params).lastrowid or 0
+
+    def run_many(self, sql: str, params: Sequence[Sequence[Any]]) -> None:
+        assert self._db.in_transaction
+        self._db.executemany(sql, params)
+
+    # --- looking after it -----------------------------------------------------------------
+
+    @property
+    def recovered(self) -> Sequence[str]:
+        return self._recovered
+
+    def note(self, recovered: str) -> None:
+        """Record what was recovered, in a sentence."""
+        self._recovered.append(recovered)
+
+    def new_lock(self) -> Lock:
+        return threading.RLock()
+
+    def upkeep(self, lock: Callable[[], AbstractContextManager[None]]) -> Upkeep:
+        return CatalogUpkeep(self, lock)
+
+    def journal_bytes(self) -> int:
+        return self.journal.nbytes()
+
+    def bytes_on_disk(self) -> int:
+        paths = (self.path, self.path.with_name(self.path.name + "-wal"))
+        return sum(path.stat().st_size for path in paths if path.exists())
+
+    def shrink(self) -> None:
+        pragmas = ("page_size", "page_count", "freelist_count")
+        size, n, n_free = (int(self.rows(f"PRAGMA {name}")[0][0]) for name in pragmas)
+        if n_free * size < SHRINK_BYTES_MIN or n_free < n // 2:
+            return
+        with suppress(DiskFull):
+            self.rows("VACUUM")
+            self.rows("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def problems(self) -> list[str]:
+        found = problems_of(self._db, self.tables)
+        if not found and read_ledger(self._db) != self._ledger:
+            found.append("catalog: it is in another state than it was left in")
+        return found
+
+    def journal_problems(self) -> list[str]:
+        try:
+            chain = self.journal.read()
+        except OSError as error:
+            return [f"journal: {error.strerror}"]
+        damaged = [file.path.name for file in chain.files if file.is_damaged]
+        if damaged:
+            return [f"journal: {name} is damaged" for name in damaged]
+        if chain.end != self._ledger.seq or not chain.is_whole:
+            return [f"journal: it has {chain.end:,} changes of {self._ledger.seq:,}"]
+        return []
+
+    def flush(self, *, truncate: bool = False) -> None:
+        """Checkpoint the WAL into the database and sync the journal. Meant for idle moments.
+        `truncate` empties the WAL. Raises StoreError."""
+        if self._is_flushed and not truncate:
+            return
+        with self._errors():
+            self._db.execute(f"PRAGMA wal_checkpoint({'TRUNCATE' if truncate else 'PASSIVE'})")
+        with store_errors("the journal cannot be synced"):
+            self.journal.sync()
+        self._is_flushed = True
+
+    def heal(self, why: str) -> None:
+        """Replace the damaged database with one rebuilt from the journal. Raises
+        CatalogDamaged if the journal does not have exactly this state; the next start then
+        recovers what the journal has."""
+        assert not self._db.in_transaction
+        chain = self.journal.read()
+        if not chain.is_whole or (chain.store, chain.end) != (self._ledger.store, self._ledger.seq):
+            raise database.damaged_in_use(self.path, why)
+        with suppress(sqlite3.Error):
+            self._db.close()
+        try:
+            with self._errors(), store_errors("the catalog cannot be rebuilt"):
+                self.note(rebuild_catalog(self.path, self.journal, why))
+            self.is_doubtful = False
+        finally:
+            with self._errors():
+                db = database.connect(self.path)
+                database.configure(db)
+                self._use(db)
+
+    # --- inside ---------------------------------------------------------------------------
+
+    def _use(self, db: sqlite3.Connection) -> None:
+        self._db = db
+        self._watch = ChangeRecorder(db, self.tables)
+
+    def _begin(self) -> None:
+        self._db.execute("BEGIN IMMEDIATE")
+        self._is_flushed = False
+
+    def _commit(self) -> None:
+        changes = self._watch.changes()
+        if changes:
+            self._commit_changes(changes)
+        else:
+            self._db.execute("COMMIT")
+        self._watch.clear()
+        if changes and self.committed is not None:
+            self.committed(changes)
+
+    def _roll_back(self, error: BaseException) -> None:
+        self.is_doubtful |= isinstance(error, sqlite3.Error) and database.is_damage(error)
+        try:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+        finally:
+            self._watch.clear()
+
+    def _commit_changes(self, changes: Sequence[TableChange]) -> None:
+        """The changes reach the journal before the database: a kill in between leaves the journal
+        ahead, and the next start replays it."""
+        ledger = self._ledger.after(self._watch.delta)
+        write_ledger(self._db, ledger)
+        is_journalled = False
+        try:
+            is_journalled = self._journal_changes(ledger.seq, changes)
+            self._db.execute("COMMIT")
+        except BaseException:
+            if is_journalled:
+                self.journal.take_back()
+            raise
+        self._ledger = ledger
+
+    def _journal_changes(self, seq: int, changes: Sequence[TableChange]) -> bool:
+        """Journal the changes; returns False on failure. Without room for the second copy the
+        catalog alone keeps them, and the journal is rewritten at the next idle moment with
+        room."""
+        try:
+            self.journal.append(seq, changes)
+        except OSError as error:
+            if not self.journal.is_behind:
+                log.error("the journal cannot be written", extra={"error": str(error)})
+            self.journal.is_behind = True
+            return False
+        return True
+
+    def _healed(self, read: Callable[[], list[_T]]) -> list[_T]:
+        """Return the result of `read`; rebuild the database first if it is damaged."""
+        try:
+            return read()
+        except (sqlite3.Error, CatalogDamaged, UnicodeError) as error:
+            if isinstance(error, sqlite3.Error) and not database.is_damage(error):
+                raise database.translated(self.path, error) from error
+            self.is_doubtful = True
+            if self._db.in_transaction:
+                raise database.damaged_in_use(self.path, str(error)) from error
+            self.heal(str(error))
+        with self._errors():
+            return read()
+
+    def _errors(self) -> AbstractContextManager[None]:
+        return database.errors(self.path)
