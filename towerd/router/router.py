@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from towerd.router.loading.launcher import Launcher
 from towerd.router.loading.models import Models
 from towerd.router.metrics import RouterMetrics
 from towerd.settings.model_tables import ModelTables
+from towerd.store.catalog.shared.broker import CatalogBroker
 from towerd.system.socket_folder import socket_folder
 
 log = logging.getLogger(__name__)
@@ -34,17 +36,25 @@ def run(tables: ModelTables) -> None:
 
 async def _serve(tables: ModelTables) -> None:
     stopping = stop_event()
+    broker = await asyncio.to_thread(CatalogBroker, tables.config.store_dir)
+    try:
+        with socket_folder("towerd-") as folder:
+            await _route(Launcher(tables, Path(folder), broker), tables, stopping)
+    finally:
+        await asyncio.to_thread(broker.close)
+
+
+async def _route(launcher: Launcher, tables: ModelTables, stopping: asyncio.Event) -> None:
+    """Serve until `stopping`; every process has ended then."""
     metrics = RouterMetrics()
-    with socket_folder("towerd-") as folder:
-        launcher = Launcher(tables, Path(folder))
-        models = Models(launcher.models(), launcher.room, launcher.process, metrics)
-        app = build_app(tables, models, metrics)
-        async with listening(app, tables.config) as (_, url):
-            tune_gc()
-            print(f"towerd is ready: {url} ({len(models.by_name)} models)", flush=True)
-            await stopping.wait()
-            log.info("stopping")
-            await models.close()
+    models = Models(launcher.models(), launcher.room, launcher.process, metrics)
+    app = build_app(tables, models, metrics)
+    async with listening(app, tables.config) as (_, url):
+        tune_gc()
+        print(f"towerd is ready: {url} ({len(models.by_name)} models)", flush=True)
+        await stopping.wait()
+        log.info("stopping")
+        await models.close()
 
 
 def build_app(tables: ModelTables, models: Models, metrics: RouterMetrics) -> web.Application:

@@ -18,7 +18,7 @@ from towerd.settings.setting import Setting
 ALL = "*"
 OF_ROUTER = frozenset(
     (
-        *("host", "port", "socket", "api_keys", "api_key_file", "cors_origins"),
+        *("host", "port", "socket", "api_keys", "api_key_file", "cors_origins", "store_dir"),
         *("request_bytes_max", "models_dir", "models_max", "models_autoload", "memory"),
     )
 )

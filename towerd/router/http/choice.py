@@ -22,30 +22,30 @@ _FORM_FIELD = re.compile(
 """The field `model` of a form."""
 
 
-class Asked(msgspec.Struct, frozen=True):
+class AskedModel(msgspec.Struct, frozen=True):
     """What the router reads of a body; the model's process reads the rest."""
 
     model: Any = None
     stream: Any = None
 
 
-async def asked_of(request: web.Request, body: bytes) -> Asked:
+async def asked_of(request: web.Request, body: bytes) -> AskedModel:
     """What a body says of its model. Raises InvalidRequest if it is not valid JSON."""
     if request.content_type == "multipart/form-data":
         found = _FORM_FIELD.search(b"\r\n" + body)
-        return Asked(found[1].decode("utf-8", "replace") if found else None)
+        return AskedModel(found[1].decode("utf-8", "replace") if found else None)
     if not body:
-        return Asked()
+        return AskedModel()
     if len(body) <= request.app[LIMITS].inline_bytes_max:
         return _decode(body)
     return await asyncio.to_thread(_decode, body)
 
 
-def _decode(body: bytes) -> Asked:
+def _decode(body: bytes) -> AskedModel:
     try:
-        return msgspec.json.decode(body, type=Asked)
+        return msgspec.json.decode(body, type=AskedModel)
     except msgspec.ValidationError:  # not an object
-        return Asked()
+        return AskedModel()
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"The request body is not valid JSON: {error}") from error
 

@@ -17,8 +17,8 @@ from towerd.engine.llama_server.process.client import Lost, read_all
 from towerd.errors import InvalidRequest, TowerdError
 from towerd.router.http.choice import asked_of, choose, choose_for_store
 from towerd.router.http.keys import CONVERSATIONS, MODELS, TABLES
-from towerd.router.http.visit import Visit
-from towerd.router.loading.model import RoutedModel
+from towerd.router.http.request import RoutedRequest
+from towerd.router.loading.model import RoutedModel, State
 
 PING_S = 10.0
 """A client that reads events gets one that says nothing, this often, while its model is loaded."""
@@ -49,22 +49,22 @@ async def pass_on(
 ) -> web.StreamResponse:
     """Pass a request on to a model, which is loaded first if need be."""
     check_autoload(request, model)
-    visit = Visit(request.app[MODELS], model, request, body)
-    opening = asyncio.create_task(visit.open())
+    routed = RoutedRequest(request.app[MODELS], model, request, body)
+    opening = asyncio.create_task(routed.open())
     conversation = request.headers.get(CONVERSATION) if is_stream else None
     if conversation:
         key = (request[TENANT].scope, conversation)
-        request.app[CONVERSATIONS].add(key, visit, opening)
+        request.app[CONVERSATIONS].add(key, routed, opening)
     try:
         early = await _wait(request, opening, is_stream=is_stream)
-        response = await _answer(request, visit, opening, early)
+        response = await _answer(request, routed, opening, early)
     except BaseException:
-        if conversation and not visit.is_stopped:
-            request.app[CONVERSATIONS].finish(visit, opening)
+        if conversation and not routed.is_stopped:
+            request.app[CONVERSATIONS].finish(routed, opening)
         elif not opening.cancel():
-            visit.close()
+            routed.close()
         raise
-    visit.close()
+    routed.close()
     return response
 
 
@@ -72,7 +72,7 @@ def check_autoload(request: web.Request, model: RoutedModel) -> None:
     """Raises InvalidRequest if the model is not loaded and is not to be loaded by a request."""
     said = request.query.get("autoload", "")
     may = request.app[TABLES].config.models_autoload if not said else said in ("true", "1")
-    if not may and not model.is_running:
+    if not may and model.state not in (State.LOADING, State.LOADED):
         raise InvalidRequest("model is not loaded")
 
 
@@ -92,11 +92,14 @@ async def _wait(
 
 
 async def _answer(
-    request: web.Request, visit: Visit, opening: asyncio.Task[None], early: EventStream | None
+    request: web.Request,
+    routed: RoutedRequest,
+    opening: asyncio.Task[None],
+    early: EventStream | None,
 ) -> web.StreamResponse:
     """Pass the reply on. Raises TowerdError if there is none and the stream has not begun."""
     try:
-        if visit.is_stopped:
+        if routed.is_stopped:
             raise InvalidRequest("request cancelled by a stop while the model was loading")
         opening.result()
     except TowerdError as error:
@@ -105,18 +108,18 @@ async def _answer(
         await early.send([error_event(error)])
         await early.close()
         return early.response
-    reply = visit.reply
+    reply = routed.reply
     assert reply is not None
     if early is None:
         response = web.StreamResponse(
             status=reply.status, reason=reply.reason, headers=from_towerd(reply.headers)
         )
-        return await relay(request, reply, response, visit.lost)
+        return await relay(request, reply, response, routed.lost)
     if reply.status == 200:
-        return await relay(request, reply, early.response, visit.lost)
+        return await relay(request, reply, early.response, routed.lost)
     try:
         await early.write(b"data: %s\n\n" % await read_all(reply))
     except Lost:
-        await early.send([error_event(visit.lost())])
+        await early.send([error_event(routed.lost())])
     await early.close()
     return early.response

@@ -17,7 +17,7 @@ from towerd.errors import InvalidRequest, NotFound, TowerdError, Unavailable
 from towerd.router.http.conversations import Key
 from towerd.router.http.forward import pass_on
 from towerd.router.http.keys import CONVERSATIONS, MODELS
-from towerd.router.http.visit import Visit
+from towerd.router.http.request import RoutedRequest
 from towerd.router.loading.model import RoutedModel, State
 
 
@@ -55,15 +55,15 @@ async def post_lookup(request: web.Request) -> web.StreamResponse:
 
 async def _listed(request: web.Request, model: RoutedModel, body: bytes) -> list[Any]:
     """What one model's process answers; nothing if it does not."""
-    visit = Visit(request.app[MODELS], model, request, body)
+    routed = RoutedRequest(request.app[MODELS], model, request, body)
     try:
-        await visit.open()
-        assert visit.reply is not None
-        said = msgspec.json.decode(await read_all(visit.reply))
+        await routed.open()
+        assert routed.reply is not None
+        said = msgspec.json.decode(await read_all(routed.reply))
     except (TowerdError, Lost, msgspec.DecodeError):
         return []
     finally:
-        visit.close()
+        routed.close()
     return said if isinstance(said, list) else []
 
 

@@ -1,4 +1,4 @@
-"""Events: what GET /models/sse tells its listeners."""
+"""ModelEvents: what GET /models/sse tells its listeners."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from typing import Any
 
 WAITING_MAX = 1024
-"""Events that a listener may be behind; then it is let go."""
+"""ModelEvents that a listener may be behind; then it is let go."""
 
 
-class Events:
-    """Events of all models, in llama-server's shapes."""
+class ModelEvents:
+    """ModelEvents of all models, in llama-server's shapes."""
 
     def __init__(self) -> None:
         self._listeners: set[asyncio.Queue[dict[str, Any] | None]] = set()

@@ -7,6 +7,7 @@ conversations is divided.
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 from towerd.router.loading.entry import ModelEntry, find_entries
@@ -15,6 +16,7 @@ from towerd.router.loading.process import ModelProcess
 from towerd.router.loading.room import Room
 from towerd.settings.config import Config
 from towerd.settings.model_tables import ModelTables
+from towerd.store.catalog.shared.broker import CatalogBroker
 from towerd.system.machine import ram_bytes
 
 CONTEXT_RAM_SHARE = 8
@@ -24,12 +26,14 @@ PROCESS_BYTES = 150 * 2**20
 
 
 class Launcher:
-    """Settings of all models. Sockets are made in `folder`, which is private."""
+    """Settings of all models. Their processes share one store, whose catalog `broker` has."""
 
-    def __init__(self, tables: ModelTables, folder: Path) -> None:
+    def __init__(self, tables: ModelTables, folder: Path, broker: CatalogBroker) -> None:
+        """folder: a private one, for sockets."""
         self.room = Room(tables.config.memory, tables.config.models_max)
         self._tables = tables
         self._folder = folder
+        self._broker = broker
         self._numbers = itertools.count()
         self._entries = find_entries(tables)
 
@@ -44,9 +48,10 @@ class Launcher:
         return RoutedModel(entry, table, need_bytes=_estimate(entry, config))
 
     def process(self, model: RoutedModel) -> ModelProcess:
-        """A process of a model, not started. Raises ConfigError."""
-        socket = self._folder / str(next(self._numbers))
-        return ModelProcess(self._config(model.entry, socket))
+        """A process of a model, not started; may be called in any thread. Raises ConfigError."""
+        config = self._config(model.entry, self._folder / str(next(self._numbers)))
+        catalog = self._broker.connect()
+        return ModelProcess(replace(config, catalog_fd=catalog.fileno()), (catalog,))
 
     def _config(self, entry: ModelEntry, socket: Path) -> Config:
         own = {"alias": entry.name, "socket": socket, "behind_router": True}

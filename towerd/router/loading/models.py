@@ -23,7 +23,7 @@ import msgspec
 from towerd.api.http.tenants import CALLER, SOCKET
 from towerd.engine.llama_server.process.client import Lost, NotHttp, Unreachable, read_all
 from towerd.errors import ModelError, TowerdError, Unavailable
-from towerd.router.loading.events import Events
+from towerd.router.loading.events import ModelEvents
 from towerd.router.loading.model import RoutedModel, State
 from towerd.router.loading.process import ModelProcess
 from towerd.router.loading.room import Room
@@ -45,10 +45,11 @@ class Models:
         make: Callable[[RoutedModel], ModelProcess],
         metrics: RouterMetrics,
     ) -> None:
-        """make: gives the process of a model, not started. It may raise TowerdError."""
+        """make: gives the process of a model, not started; called in a thread. It may raise
+        TowerdError."""
         self.by_name = dict(models)
         self.room = room
-        self.events = Events()
+        self.events = ModelEvents()
         self._make = make
         self._metrics = metrics
         self._turn = asyncio.Lock()
@@ -178,7 +179,7 @@ class Models:
         self.events.send("status_change", model.name, said)
 
     async def _start(self, model: RoutedModel) -> None:
-        process = model.process = self._make(model)
+        process = model.process = await asyncio.to_thread(self._make, model)
         try:
             await process.start()
             model.info = await _model_info(process)

@@ -7,6 +7,7 @@ import contextlib
 import json
 import pickle
 import signal
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -26,11 +27,11 @@ COMMAND = (sys.executable, "-P", "-m", "towerd.router.loading.child")
 class ModelProcess:
     """Starts once, is asked, and stops once. Its model is loaded when `start` returns."""
 
-    def __init__(self, config: Config, fds: Sequence[int] = ()) -> None:
-        """fds: file descriptors that it inherits."""
+    def __init__(self, config: Config, sockets: Sequence[socket.socket] = ()) -> None:
+        """sockets: connections that it inherits under their numbers; closed here then."""
         assert config.socket is not None
         self._config = config
-        self._fds = tuple(fds)
+        self._sockets = tuple(sockets)
         self._client = Client(config.socket)
         self._process: asyncio.subprocess.Process | None = None
 
@@ -53,9 +54,11 @@ class ModelProcess:
             *COMMAND,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            pass_fds=self._fds,
+            pass_fds=[each.fileno() for each in self._sockets],
             start_new_session=True,  # ^C is for the router, which then stops it in order
         )
+        for each in self._sockets:
+            each.close()
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
@@ -67,13 +70,18 @@ class ModelProcess:
             self.kill()
             raise
         if line.strip() != b"{}":
-            raise ModelError(await self._why_not(line))
+            raise await self._why_not(line)
 
-    async def _why_not(self, line: bytes) -> str:
+    async def _why_not(self, line: bytes) -> ModelError:
+        """The error for a start that failed. Clients get the model's name where its file is meant."""
         await self.wait()
-        if line:
-            return str(json.loads(line)["error"])
-        return f"The process of the model {self._config.alias} {self.how_it_ended()} while loading."
+        name = str(self._config.alias)
+        if not line:
+            return ModelError(
+                f"The process of the model {name} {self.how_it_ended()} while loading."
+            )
+        message = str(json.loads(line)["error"])
+        return ModelError(message, public=message.replace(str(self._config.model), name))
 
     def how_it_ended(self) -> str:
         """Its exit status in words."""

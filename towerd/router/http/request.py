@@ -1,4 +1,4 @@
-"""Visit: one request in the process of its model, from waiting for it to the end of its reply."""
+"""RoutedRequest: one request in the process of its model, from waiting for it to the end of its reply."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from towerd.router.loading.model import RoutedModel
 from towerd.router.loading.models import Models
 
 
-class Visit:
+class RoutedRequest:
     """`open` once, then read `reply`, then `close`."""
 
     def __init__(
